@@ -1,0 +1,1 @@
+//! The referee: proves a plan and its programs correct.

@@ -1,0 +1,2 @@
+//! The meshwright command.
+fn main() {}

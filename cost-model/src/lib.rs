@@ -1,0 +1,1 @@
+//! Seconds and bytes: compute, collectives, memory and the simulator.

@@ -1,0 +1,254 @@
+//! The graph: ops in topological order, values in SSA form.
+//!
+//! Invariants (checked at construction by [`Graph::add`], re-checked by `verify`):
+//! * an op's operands are results of earlier ops;
+//! * result types are what `OpKind::infer` gives;
+//! * op paths are unique and name the op for pins, plans, random keys and messages. A path
+//!   is a scope (`h.3.attn`) and a leaf (`qkv`), dot-separated; the ops of other passes carry
+//!   their forward op's path behind a prefix (`grad.`, `update.`, ...).
+
+use crate::op::{OpError, OpKind};
+use crate::{LayerId, OpId, TensorType, ValueId};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What an op is for; schedules and reports speak of passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// Forward.
+    F,
+    /// Gradient for an input.
+    BI,
+    /// Gradient for a weight.
+    BW,
+    /// Forward work repeated in the backward pass.
+    Recompute,
+    /// Optimizer, clipping, loss scale, and preparation of parameters.
+    Update,
+}
+
+/// How often an op runs in one training step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Region {
+    /// Once, before the microbatches.
+    StepBegin,
+    /// Once for every microbatch.
+    Microbatch,
+    /// Once, after the microbatches.
+    StepEnd,
+}
+
+/// An op of a graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Op {
+    /// Kind with attributes.
+    pub kind: OpKind,
+    /// Operands.
+    pub inputs: Vec<ValueId>,
+    /// Results.
+    pub outputs: Vec<ValueId>,
+    /// Unique dotted path.
+    pub path: String,
+    /// What it is for.
+    pub pass: Pass,
+    /// How often it runs.
+    pub region: Region,
+    /// The forward layer it belongs to; `None` for world ops, which every stage runs.
+    pub layer: Option<LayerId>,
+}
+
+/// A value: one result of one op.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Value {
+    /// Its type.
+    pub ty: TensorType,
+    /// The op that defines it.
+    pub producer: OpId,
+    /// Which result of that op.
+    pub result: u32,
+}
+
+/// A graph; see the module header for its invariants.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Graph {
+    /// Name of the model.
+    pub name: String,
+    ops: Vec<Op>,
+    values: Vec<Value>,
+    paths: BTreeMap<String, OpId>,
+    /// Names of the layers, by `LayerId`: their common scope.
+    pub layers: Vec<String>,
+    /// Results of the graph (the loss of a forward graph).
+    pub outputs: Vec<ValueId>,
+}
+
+/// Why an op cannot be added.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GraphError {
+    /// A shape or dtype rule is broken.
+    #[error("op `{path}`: {source}")]
+    Type {
+        /// The op.
+        path: String,
+        /// The broken rule.
+        #[source]
+        source: OpError,
+    },
+    /// An operand does not exist (yet).
+    #[error("op `{path}`: operand {operand} does not exist")]
+    NoSuchValue {
+        /// The op.
+        path: String,
+        /// The operand.
+        operand: ValueId,
+    },
+    /// The path is taken or malformed.
+    #[error("op path `{path}` {problem}")]
+    Path {
+        /// The path.
+        path: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// The loss to differentiate is not a scalar of the graph.
+    #[error("{0}")]
+    Differentiate(String),
+}
+
+/// Where an op stands: everything but its kind and operands.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// Unique dotted path.
+    pub path: String,
+    /// What it is for.
+    pub pass: Pass,
+    /// How often it runs.
+    pub region: Region,
+    /// Its layer.
+    pub layer: Option<LayerId>,
+}
+
+impl Place {
+    /// A forward op of a layer, once per microbatch.
+    pub fn forward(path: impl Into<String>, layer: LayerId) -> Self {
+        Place { path: path.into(), pass: Pass::F, region: Region::Microbatch, layer: Some(layer) }
+    }
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new(name: impl Into<String>) -> Self {
+        Graph { name: name.into(), ..Graph::default() }
+    }
+    /// Declares the next layer.
+    pub fn add_layer(&mut self, name: impl Into<String>) -> LayerId {
+        self.layers.push(name.into());
+        LayerId::new(self.layers.len() - 1)
+    }
+    /// Adds an op and returns its results.
+    pub fn add(&mut self, kind: OpKind, inputs: &[ValueId], place: Place) -> Result<Vec<ValueId>, GraphError> {
+        self.add_declared(kind, inputs, place, None)
+    }
+    /// Adds an op with one result and returns it.
+    pub fn add1(&mut self, kind: OpKind, inputs: &[ValueId], place: Place) -> Result<ValueId, GraphError> {
+        Ok(self.add(kind, inputs, place)?[0])
+    }
+    /// Adds a source op (`Input`, `State`) of a declared type.
+    pub fn add_source(&mut self, kind: OpKind, ty: TensorType, place: Place) -> Result<ValueId, GraphError> {
+        Ok(self.add_declared(kind, &[], place, Some(ty))?[0])
+    }
+    fn add_declared(&mut self, kind: OpKind, inputs: &[ValueId], place: Place, declared: Option<TensorType>) -> Result<Vec<ValueId>, GraphError> {
+        let Place { path, pass, region, layer } = place;
+        let path_error = |problem| GraphError::Path { path: path.clone(), problem };
+        if path.is_empty() || !path.chars().all(|c| c.is_ascii_alphanumeric() || "._:-".contains(c)) {
+            return Err(path_error("is empty or has characters other than letters, digits and `._:-`"));
+        }
+        if self.paths.contains_key(&path) {
+            return Err(path_error("is taken"));
+        }
+        let mut types = Vec::with_capacity(inputs.len());
+        for &v in inputs {
+            let value = self.values.get(v.index()).ok_or_else(|| GraphError::NoSuchValue { path: path.clone(), operand: v })?;
+            types.push(value.ty.clone());
+        }
+        let results = kind.infer(&types, declared.as_ref()).map_err(|source| GraphError::Type { path: path.clone(), source })?;
+        let producer = OpId::new(self.ops.len());
+        let outputs: Vec<ValueId> = results
+            .into_iter()
+            .enumerate()
+            .map(|(i, ty)| {
+                self.values.push(Value { ty, producer, result: i as u32 });
+                ValueId::new(self.values.len() - 1)
+            })
+            .collect();
+        self.paths.insert(path.clone(), producer);
+        self.ops.push(Op { kind, inputs: inputs.to_vec(), outputs: outputs.clone(), path, pass, region, layer });
+        Ok(outputs)
+    }
+
+    /// All ops in topological order.
+    pub fn ops(&self) -> &[Op] {
+        &self.ops
+    }
+    /// Ops with their ids.
+    pub fn iter(&self) -> impl Iterator<Item = (OpId, &Op)> {
+        self.ops.iter().enumerate().map(|(i, op)| (OpId::new(i), op))
+    }
+    /// One op.
+    pub fn op(&self, id: OpId) -> &Op {
+        &self.ops[id.index()]
+    }
+    /// All values.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+    /// One value.
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.index()]
+    }
+    /// Type of a value.
+    pub fn ty(&self, id: ValueId) -> &TensorType {
+        &self.values[id.index()].ty
+    }
+    /// The op with this path.
+    pub fn find(&self, path: &str) -> Option<OpId> {
+        self.paths.get(path).copied()
+    }
+    /// Name of a value: its op's path, with `:i` behind for results after the first.
+    pub fn value_name(&self, id: ValueId) -> String {
+        let v = self.value(id);
+        let path = &self.op(v.producer).path;
+        if v.result == 0 { path.clone() } else { format!("{path}:{}", v.result) }
+    }
+    /// For every value, the ops that use it, ascending (an op that uses it twice stands twice).
+    pub fn consumers(&self) -> Vec<Vec<OpId>> {
+        let mut uses = vec![Vec::new(); self.values.len()];
+        for (id, op) in self.iter() {
+            for v in &op.inputs {
+                uses[v.index()].push(id);
+            }
+        }
+        uses
+    }
+    /// Types of an op's operands.
+    pub fn operand_types(&self, op: &Op) -> Vec<TensorType> {
+        op.inputs.iter().map(|&v| self.ty(v).clone()).collect()
+    }
+    /// Types of an op's results.
+    pub fn result_types(&self, op: &Op) -> Vec<TensorType> {
+        op.outputs.iter().map(|&v| self.ty(v).clone()).collect()
+    }
+    /// The sharding rule of an op.
+    pub fn rule(&self, op: &Op) -> crate::op::ShardingRule {
+        op.kind.rule(&self.operand_types(op), &self.result_types(op))
+    }
+    /// Work of an op on whole tensors with `batch` samples per microbatch.
+    pub fn work(&self, op: &Op, batch: u64) -> crate::op::Work {
+        let concrete = |vs: &[ValueId]| -> Vec<(crate::DType, Vec<u64>)> {
+            vs.iter().map(|&v| (self.ty(v).dtype, self.ty(v).shape.bind(batch))).collect()
+        };
+        op.kind.work(&concrete(&op.inputs), &concrete(&op.outputs))
+    }
+}

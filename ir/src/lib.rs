@@ -1,0 +1,33 @@
+//! The language of Meshwright: what every other crate speaks.
+//!
+//! Graphs and ops, device and logical meshes, sharding specs, collectives and the one
+//! definition of resharding, what is trained, cluster facts, plans, role programs,
+//! measurements; and their text forms. No I/O, no clocks, no randomness, no search.
+
+pub mod autodiff;
+pub mod cluster;
+pub mod collective;
+pub mod graph;
+mod id;
+pub mod measurement;
+pub mod mesh;
+pub mod op;
+pub mod plan;
+pub mod program;
+pub mod reshard;
+pub mod sharding;
+pub mod tensor;
+pub mod text;
+pub mod train_spec;
+pub mod training;
+pub mod units;
+pub mod verify;
+
+pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
+pub use id::{AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, TemplateId, TransferId, ValueId};
+pub use mesh::{Axis, DeviceMesh, LogicalMesh};
+pub use op::OpKind;
+pub use sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
+pub use tensor::{DType, Dim, Shape, TensorType};
+pub use train_spec::{Optimizer, Precision, TrainSpec};
+pub use units::{Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds};

@@ -1,0 +1,440 @@
+//! The ops: one enum, and for each op its shape rule (`shape`), sharding rule (`rule`),
+//! work (`work`), and gradient (`crate::autodiff`).
+//!
+//! To add an op: a variant here with its attributes, then one arm in each of those four
+//! places, a kernel in `runtime`, and a row in the table test of `tests/`, which fails until
+//! all are present.
+//!
+//! Conventions: dims are outermost first; activations are `[batch, sequence, ...]`;
+//! attention heads are their own dims (`heads = kv_heads x groups`), so that sharding heads
+//! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
+
+mod einsum;
+mod rule;
+mod shape;
+mod work;
+
+pub use einsum::Einsum;
+pub use rule::{Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError};
+pub use work::{MatmulShape, Work};
+
+use crate::sharding::ReduceKind;
+use crate::{DType, Dim, TensorType};
+use serde::{Deserialize, Serialize};
+
+/// How a parameter is initialised when no weights are given. Values depend on the seed, the
+/// parameter's name and the element's global index only, never on the layout.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Init {
+    /// Every element zero.
+    Zeros,
+    /// Every element one.
+    Ones,
+    /// Normal with mean 0 and this standard deviation.
+    Normal {
+        /// Standard deviation.
+        std: f64,
+    },
+}
+
+/// What a per-rank or per-microbatch input holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum InputKind {
+    /// Token ids `[batch, sequence]`.
+    Tokens,
+    /// Next-token ids `[batch, sequence]`; negative values are ignored by the loss.
+    Labels,
+}
+
+/// Frequencies of a rotary embedding, as in Hugging Face `modeling_rope_utils`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RopeScaling {
+    /// Plain frequencies `theta^(-2i/d)`.
+    None,
+    /// All frequencies divided by `factor`.
+    Linear {
+        /// Divisor of every frequency.
+        factor: f64,
+    },
+    /// Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between.
+    Llama3 {
+        /// Divisor of low frequencies.
+        factor: f64,
+        /// Wavelengths above `original_max_position / low_freq_factor` are scaled.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_position / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// Context length of pre-training.
+        original_max_position: u64,
+    },
+}
+
+/// Elementwise functions of one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Unary {
+    /// `-x`.
+    Neg,
+    /// `by * x`.
+    Scale {
+        /// The constant factor.
+        by: f64,
+    },
+    /// GELU with the error function (Hendrycks & Gimpel 2016).
+    GeluErf,
+    /// GELU, tanh approximation.
+    GeluTanh,
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// `max(x, 0)`.
+    Relu,
+    /// `exp(x)`.
+    Exp,
+    /// `tanh(x)`.
+    Tanh,
+    /// `x * x`.
+    Square,
+}
+
+/// Elementwise functions of two operands; the second may have lower rank and then broadcasts
+/// over the leading dims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Binary {
+    /// `a + b`.
+    Add,
+    /// `a - b`.
+    Sub,
+    /// `a * b`.
+    Mul,
+    /// Gradient of GELU (erf): operands `(x, dy)`, result `dy * gelu'(x)`.
+    GeluErfGrad,
+    /// Gradient of GELU (tanh): operands `(x, dy)`.
+    GeluTanhGrad,
+    /// Gradient of SiLU: operands `(x, dy)`.
+    SiluGrad,
+    /// Gradient of ReLU: operands `(x, dy)`.
+    ReluGrad,
+}
+
+/// The kind of an op with its attributes. Operand and result shapes are in each doc line;
+/// `f(...)` marks a float of any dtype.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OpKind {
+    /// Data of a microbatch: `() -> i32[B, S]`.
+    Input {
+        /// Which data.
+        kind: InputKind,
+    },
+    /// A persistent tensor (parameter, moment, scalar): `() -> ty`. Its value is what the
+    /// last step's write left.
+    State {
+        /// Initial value.
+        init: Init,
+        /// Whether weight decay applies: true for parameters that model files store with two
+        /// or more dims.
+        decay: bool,
+    },
+    /// A constant scalar: `() -> f32[]`.
+    Constant {
+        /// The value.
+        value: f64,
+    },
+    /// The same tensor; exists so that a layout change is a value that consumers share:
+    /// `(x) -> x`.
+    Layout,
+    /// Conversion: `(x) -> x` as `dtype`.
+    Cast {
+        /// Element type of the result.
+        dtype: DType,
+    },
+    /// Elementwise: `(x) -> x`.
+    Unary {
+        /// The function.
+        f: Unary,
+    },
+    /// Elementwise with trailing-aligned broadcast of the second operand: `(a, b) -> a`.
+    Binary {
+        /// The function.
+        f: Binary,
+    },
+    /// Copies over new leading dims: `(x[..]) -> [leading.., x..]`.
+    Broadcast {
+        /// The leading dims (may contain the batch).
+        #[serde(with = "dims_serde")]
+        #[schemars(with = "Vec<String>")]
+        leading: Vec<Dim>,
+    },
+    /// Reduction over `dims` (removed): `(x) -> y`. Only `sum` and `max`.
+    Reduce {
+        /// Sum or max.
+        kind: ReduceKind,
+        /// Dims to reduce, ascending.
+        dims: Vec<usize>,
+    },
+    /// Same elements in row-major order, another shape: `(x) -> y`. The batch dim stays
+    /// first and alone.
+    Reshape {
+        /// The new shape.
+        #[serde(with = "dims_serde")]
+        #[schemars(with = "Vec<String>")]
+        shape: Vec<Dim>,
+    },
+    /// Dims permuted: result dim `i` is operand dim `perm[i]`.
+    Transpose {
+        /// The permutation.
+        perm: Vec<usize>,
+    },
+    /// Elements `start..start+len` along `dim`: `(x) -> y`.
+    Slice {
+        /// The dim.
+        dim: usize,
+        /// First element.
+        start: u64,
+        /// Number of elements.
+        len: u64,
+    },
+    /// Inverse of `Slice`, zeros elsewhere: `(y) -> x` with `len` elements along `dim`.
+    Pad {
+        /// The dim.
+        dim: usize,
+        /// Where the operand's first element goes.
+        start: u64,
+        /// Length of the result along `dim`.
+        len: u64,
+    },
+    /// Takes a dim of length n apart: `(x) -> n tensors` without `dim`.
+    Unstack {
+        /// The dim that disappears.
+        dim: usize,
+    },
+    /// Inverse of `Unstack`: `(n tensors) -> x` with a new dim `dim` of length n.
+    Stack {
+        /// Where the new dim goes.
+        dim: usize,
+    },
+    /// Matrix multiplication in general, `(lhs, rhs) -> out`, XLA's dot-general as an einsum.
+    DotGeneral {
+        /// Labels of the dims of both operands and the result.
+        einsum: Einsum,
+    },
+    /// Rows of a table: `(table[V, H], ids i32[B, S]) -> [B, S, H]`. A split `V` gives
+    /// partial sums (ids of other shards give zero rows).
+    Embedding,
+    /// Gradient of `Embedding` for the table: `(ids i32[B, S], dy[B, S, H]) -> [V, H]`.
+    EmbeddingGrad {
+        /// Number of rows `V`.
+        vocab: u64,
+    },
+    /// Layer normalisation over the last dim: `(x[.., H], gamma[H], beta[H]) ->
+    /// (y[.., H], mean f32[..], rstd f32[..])` (Ba, Kiros & Hinton 2016).
+    LayerNorm {
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// Input gradient: `(dy, x, gamma, mean, rstd) -> dx`.
+    LayerNormGradInput,
+    /// Weight gradient: `(dy, x, mean, rstd) -> (dgamma[H], dbeta[H])`.
+    LayerNormGradWeight,
+    /// Root-mean-square normalisation over the last dim: `(x[.., H], gamma[H]) ->
+    /// (y[.., H], rstd f32[..])` (Zhang & Sennrich 2019).
+    RmsNorm {
+        /// Added to the mean square.
+        eps: f64,
+    },
+    /// Input gradient: `(dy, x, gamma, rstd) -> dx`.
+    RmsNormGradInput,
+    /// Weight gradient: `(dy, x, rstd) -> dgamma[H]`.
+    RmsNormGradWeight,
+    /// Rotary position embedding, rotate-half convention, on `x[B, S, .., D]`: `(x) -> y`
+    /// (Su et al. 2021). `inverse` rotates back: the gradient.
+    Rotary {
+        /// Base of the frequencies.
+        theta: f64,
+        /// Frequency scaling.
+        scaling: RopeScaling,
+        /// Rotate by the negative angle.
+        inverse: bool,
+    },
+    /// Causal attention with grouped KV heads: `(q[B,S,K,D] or [B,S,K,G,D], k[B,S,K,D],
+    /// v[B,S,K,D]) -> (o like q, lse f32[B,S,K] or [B,S,K,G])`. Saves no scores
+    /// (FlashAttention, Dao et al. 2022).
+    Attention {
+        /// Multiplies the scores.
+        scale: f64,
+        /// Dropout probability on the attention weights.
+        dropout: f64,
+    },
+    /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`.
+    AttentionGrad {
+        /// Multiplies the scores.
+        scale: f64,
+        /// Dropout probability of the forward op.
+        dropout: f64,
+        /// Path of the forward op: the key of its dropout mask.
+        key: String,
+    },
+    /// Counter-based dropout: `(x) -> x * mask / (1 - p)`. It is its own gradient: the
+    /// backward op carries the same `key`.
+    Dropout {
+        /// Probability of zeroing.
+        p: f64,
+        /// Path of the forward op: the key of the mask.
+        key: String,
+    },
+    /// `log(sum(exp(x)))` over the last dim: `(x[.., V]) -> f32[..]`. A split `V` gives
+    /// log-sum-exp partials. Not differentiated: see `CrossEntropy`.
+    LogSumExp,
+    /// Negative log-likelihood of each label: `(logits[.., V], lse f32[..], labels i32[..])
+    /// -> f32[..]`, `lse` being `LogSumExp(logits)`. A split `V` gives partial sums: the
+    /// shard that holds the label gives `lse - logit`, the others zero. Labels < 0 give zero.
+    /// Its gradient covers the dependence through `lse` too.
+    CrossEntropy,
+    /// `(logits, lse, labels, dnll f32[..]) -> dlogits`: `(softmax - onehot) * dnll`.
+    CrossEntropyGrad,
+    /// Sum over the microbatches of a step: `(x) -> acc`, an f32 (or `dtype`) value that
+    /// `StepEnd` reads. The accumulator is zero at `StepBegin`.
+    Accumulate {
+        /// Element type of the accumulator.
+        dtype: DType,
+    },
+    /// Sum of squares of all elements: `(x) -> f32[]`.
+    SumSquares,
+    /// Root of the sum of its operands, in operand order; a world op, its operands come from
+    /// every stage: `(f32[] ..) -> f32[]`.
+    GlobalNorm,
+    /// Gradient coefficient from the global norm: `(norm f32[], loss_scale f32[]) -> f32[]`:
+    /// `min(1, max_norm / (norm + 1e-6)) / loss_scale`, with `norm` unscaled first; NaN when
+    /// the norm is not finite, which makes every update keep its old values.
+    ClipCoefficient {
+        /// Largest norm; none clips nothing.
+        max_norm: Option<f64>,
+    },
+    /// Dynamic loss scale: `(scale f32[], good_steps f32[], norm f32[]) -> (scale', good_steps')`.
+    /// Halves on a non-finite norm, doubles after `growth_interval` good steps.
+    UpdateLossScale {
+        /// Good steps before the scale doubles.
+        growth_interval: u64,
+    },
+    /// AdamW (Loshchilov & Hutter 2019) as in `torch.optim.AdamW`: `(p, g, m, v, coef f32[])
+    /// -> (p', m', v')`. The learning rate and the step count come from the run.
+    AdamW {
+        /// Decay of the first moment.
+        beta1: f64,
+        /// Decay of the second moment.
+        beta2: f64,
+        /// Added to the root of the second moment.
+        eps: f64,
+        /// Decoupled weight decay of this parameter.
+        weight_decay: f64,
+    },
+    /// SGD with momentum as in `torch.optim.SGD`: `(p, g, m, coef f32[]) -> (p', m')`.
+    Sgd {
+        /// Momentum.
+        momentum: f64,
+        /// L2 penalty of this parameter (added to the gradient).
+        weight_decay: f64,
+    },
+}
+
+/// A shape or dtype rule that an op's operands break.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op}: {problem}")]
+pub struct OpError {
+    /// Name of the op.
+    pub op: &'static str,
+    /// What is wrong, with the shapes.
+    pub problem: String,
+}
+
+impl OpKind {
+    /// Name in the text form.
+    pub fn name(&self) -> &'static str {
+        match self {
+            OpKind::Input { .. } => "input",
+            OpKind::State { .. } => "state",
+            OpKind::Constant { .. } => "constant",
+            OpKind::Layout => "layout",
+            OpKind::Cast { .. } => "cast",
+            OpKind::Unary { .. } => "unary",
+            OpKind::Binary { .. } => "binary",
+            OpKind::Broadcast { .. } => "broadcast",
+            OpKind::Reduce { .. } => "reduce",
+            OpKind::Reshape { .. } => "reshape",
+            OpKind::Transpose { .. } => "transpose",
+            OpKind::Slice { .. } => "slice",
+            OpKind::Pad { .. } => "pad",
+            OpKind::Unstack { .. } => "unstack",
+            OpKind::Stack { .. } => "stack",
+            OpKind::DotGeneral { .. } => "dot_general",
+            OpKind::Embedding => "embedding",
+            OpKind::EmbeddingGrad { .. } => "embedding_grad",
+            OpKind::LayerNorm { .. } => "layer_norm",
+            OpKind::LayerNormGradInput => "layer_norm_grad_input",
+            OpKind::LayerNormGradWeight => "layer_norm_grad_weight",
+            OpKind::RmsNorm { .. } => "rms_norm",
+            OpKind::RmsNormGradInput => "rms_norm_grad_input",
+            OpKind::RmsNormGradWeight => "rms_norm_grad_weight",
+            OpKind::Rotary { .. } => "rotary",
+            OpKind::Attention { .. } => "attention",
+            OpKind::AttentionGrad { .. } => "attention_grad",
+            OpKind::Dropout { .. } => "dropout",
+            OpKind::LogSumExp => "log_sum_exp",
+            OpKind::CrossEntropy => "cross_entropy",
+            OpKind::CrossEntropyGrad => "cross_entropy_grad",
+            OpKind::Accumulate { .. } => "accumulate",
+            OpKind::SumSquares => "sum_squares",
+            OpKind::GlobalNorm => "global_norm",
+            OpKind::ClipCoefficient { .. } => "clip_coefficient",
+            OpKind::UpdateLossScale { .. } => "update_loss_scale",
+            OpKind::AdamW { .. } => "adam_w",
+            OpKind::Sgd { .. } => "sgd",
+        }
+    }
+
+    /// Result types for the given operand types. `state_ty` is the declared type of `Input`
+    /// and `State`, which nothing else determines.
+    pub fn infer(&self, operands: &[TensorType], declared: Option<&TensorType>) -> Result<Vec<TensorType>, OpError> {
+        shape::infer(self, operands, declared)
+    }
+    /// The sharding rule for operands and results of these types.
+    pub fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> ShardingRule {
+        rule::rule(self, operands, results)
+    }
+    /// Floating-point work and bytes moved for operands and results of these concrete
+    /// lengths: pass local (padded) shapes for one rank's share.
+    pub fn work(&self, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> Work {
+        work::work(self, operands, results)
+    }
+    /// True for ops that only rename or view their operand when no layout changes.
+    pub fn is_view(&self) -> bool {
+        matches!(self, OpKind::Layout)
+    }
+    /// True for ops without operands.
+    pub fn is_source(&self) -> bool {
+        matches!(self, OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. })
+    }
+}
+
+/// Dims as strings (`"B"`, `"1024"`) in JSON.
+mod dims_serde {
+    use crate::Dim;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(dims: &[Dim], s: S) -> Result<S::Ok, S::Error> {
+        s.collect_seq(dims.iter().map(|d| d.to_string()))
+    }
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Dim>, D::Error> {
+        Vec::<String>::deserialize(d)?
+            .iter()
+            .map(|s| match s.as_str() {
+                "B" => Ok(Dim::Batch),
+                n => n.parse().map(Dim::Fixed).map_err(|_| D::Error::custom(format!("`{n}` is not a dim"))),
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,196 @@
+//! Sharding specs: how a tensor lies over the axes of a logical mesh.
+//!
+//! For each tensor dim a spec lists the axes that shard it, major first; an axis that
+//! appears nowhere replicates. A **partial** axis holds addends (or maxima, ...) that a
+//! reduction must still combine. An axis is used at most once over all dims and partials.
+//!
+//! Layout of an uneven dim (Shardy pads the same way): a dim of length `len` with unit `u`
+//! has `ceil(len/u)` units. The axes split it one after the other, major first; an axis of
+//! size `n` splits an extent of `k` units into `n` blocks of `ceil(k/n)` units, the last ones
+//! short or empty. Every rank's buffer has the padded length, so that the ranks of a role
+//! are equal; elements past the valid length are padding and hold zero. Because the split is
+//! nested, gathering the minor-most axis and cropping gives exactly the layout without it.
+
+use crate::{AxisId, LogicalMesh};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// How partial values over an axis combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceKind {
+    /// Addition.
+    Sum,
+    /// Maximum.
+    Max,
+    /// Minimum.
+    Min,
+    /// `log(exp(a) + exp(b))`: partial log-sum-exps of a split vocabulary.
+    LogSumExp,
+}
+
+/// Sharding of one dim.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+pub struct DimSharding {
+    /// Axes that shard the dim, major first; empty when the dim is whole.
+    pub axes: Vec<AxisId>,
+    /// Shards are multiples of this many elements; 1 when the dim is whole.
+    pub unit: u64,
+}
+
+impl DimSharding {
+    /// A dim that is not sharded.
+    pub fn whole() -> Self {
+        DimSharding { axes: Vec::new(), unit: 1 }
+    }
+    /// A dim sharded by `axes` in units of `unit`; whole when `axes` is empty.
+    pub fn by(axes: Vec<AxisId>, unit: u64) -> Self {
+        if axes.is_empty() { Self::whole() } else { DimSharding { axes, unit } }
+    }
+    /// True when no axis shards the dim.
+    pub fn is_whole(&self) -> bool {
+        self.axes.is_empty()
+    }
+}
+
+/// How a tensor lies over a logical mesh.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+pub struct ShardingSpec {
+    /// One entry per tensor dim.
+    pub dims: Vec<DimSharding>,
+    /// Axes over which the values await a reduction.
+    pub partial: BTreeMap<AxisId, ReduceKind>,
+}
+
+/// The part of a dim that a rank holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LocalRange {
+    /// First global index held (where `valid` is 0: where the empty shard would start).
+    pub start: u64,
+    /// Number of real elements held.
+    pub valid: u64,
+    /// Length of the rank's buffer along the dim; `valid <= padded`.
+    pub padded: u64,
+}
+
+impl ShardingSpec {
+    /// Every rank holds the whole tensor of `rank` dims.
+    pub fn replicated(rank: usize) -> Self {
+        ShardingSpec { dims: vec![DimSharding::whole(); rank], partial: BTreeMap::new() }
+    }
+    /// True when no dim is sharded and nothing is partial.
+    pub fn is_replicated(&self) -> bool {
+        self.partial.is_empty() && self.dims.iter().all(DimSharding::is_whole)
+    }
+    /// True when `axis` neither shards a dim nor is partial.
+    pub fn replicates(&self, axis: AxisId) -> bool {
+        !self.partial.contains_key(&axis) && self.dims.iter().all(|d| !d.axes.contains(&axis))
+    }
+    /// The dim that `axis` shards, if any.
+    pub fn dim_of(&self, axis: AxisId) -> Option<usize> {
+        self.dims.iter().position(|d| d.axes.contains(&axis))
+    }
+    /// Length of every rank's (padded) buffer along each dim of a tensor of lengths `lens`.
+    pub fn local_shape(&self, lens: &[u64], mesh: &LogicalMesh) -> Vec<u64> {
+        lens.iter().zip(&self.dims).map(|(&len, d)| padded_len(len, d, mesh)).collect()
+    }
+    /// Elements of every rank's (padded) buffer; saturating.
+    pub fn local_elements(&self, lens: &[u64], mesh: &LogicalMesh) -> u64 {
+        self.local_shape(lens, mesh).iter().fold(1u64, |a, &b| a.saturating_mul(b))
+    }
+    /// What the rank at `coords` holds along each dim.
+    pub fn local_ranges(&self, lens: &[u64], mesh: &LogicalMesh, coords: &[u32]) -> Vec<LocalRange> {
+        lens.iter().zip(&self.dims).map(|(&len, d)| local_range(len, d, mesh, coords)).collect()
+    }
+    /// Violations of the invariants against a mesh: unknown axes, an axis used twice, a
+    /// zero unit. Empty when well-formed.
+    pub fn problems(&self, mesh: &LogicalMesh) -> Vec<String> {
+        let mut seen = vec![false; mesh.axes.len()];
+        let mut problems = Vec::new();
+        for &axis in self.dims.iter().flat_map(|d| &d.axes).chain(self.partial.keys()) {
+            match seen.get_mut(axis.index()) {
+                None => problems.push(format!("{axis} does not exist in a mesh of {} axes", mesh.axes.len())),
+                Some(used) if *used => problems.push(format!("axis `{}` is used twice", mesh.name(axis))),
+                Some(used) => *used = true,
+            }
+        }
+        for (i, d) in self.dims.iter().enumerate() {
+            if d.unit == 0 || (d.is_whole() && d.unit != 1) {
+                problems.push(format!("dim {i} has unit {} with {} axes", d.unit, d.axes.len()));
+            }
+        }
+        problems
+    }
+    /// Text form: dims in brackets with the names of their axes, then the partial axes:
+    /// `[x, _, y+z] partial(w: sum)`.
+    pub fn display(&self, mesh: &LogicalMesh) -> String {
+        let name = |a: AxisId| mesh.axes.get(a.index()).map_or("?", |a| a.name.as_str()).to_string();
+        let dims: Vec<String> = self
+            .dims
+            .iter()
+            .map(|d| match d.axes.is_empty() {
+                true => "_".to_string(),
+                false => {
+                    let axes = d.axes.iter().map(|&a| name(a)).collect::<Vec<_>>().join("+");
+                    if d.unit == 1 { axes } else { format!("{axes}/{}", d.unit) }
+                }
+            })
+            .collect();
+        let mut out = format!("[{}]", dims.join(", "));
+        if !self.partial.is_empty() {
+            let partial: Vec<String> = self
+                .partial
+                .iter()
+                .map(|(&a, k)| format!("{}: {}", name(a), reduce_name(*k)))
+                .collect();
+            out += &format!(" partial({})", partial.join(", "));
+        }
+        out
+    }
+}
+
+/// The name of a reduction in text forms.
+pub fn reduce_name(kind: ReduceKind) -> &'static str {
+    match kind {
+        ReduceKind::Sum => "sum",
+        ReduceKind::Max => "max",
+        ReduceKind::Min => "min",
+        ReduceKind::LogSumExp => "log_sum_exp",
+    }
+}
+
+fn padded_len(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
+    if dim.is_whole() {
+        return len;
+    }
+    let units = len.div_ceil(dim.unit.max(1));
+    dim.axes.iter().fold(units, |k, &a| k.div_ceil(mesh.size(a).max(1))).saturating_mul(dim.unit)
+}
+
+/// The part of a dim of length `len` that the rank at `coords` holds; see the module header.
+pub fn local_range(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> LocalRange {
+    if dim.is_whole() {
+        return LocalRange { start: 0, valid: len, padded: len };
+    }
+    let unit = dim.unit.max(1);
+    let mut block = len.div_ceil(unit);
+    let mut start = 0u64;
+    for &axis in &dim.axes {
+        block = block.div_ceil(mesh.size(axis).max(1));
+        start += u64::from(coords[axis.index()]) * block;
+        // A nested block may be cut short by its parent's end; `extent` below accounts for it.
+    }
+    let extent = valid_units(len.div_ceil(unit), dim, mesh, coords);
+    let start = start.saturating_mul(unit);
+    let valid = (extent * unit).min(len.saturating_sub(start));
+    LocalRange { start, valid, padded: block * unit }
+}
+
+fn valid_units(units: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> u64 {
+    let (mut block, mut extent) = (units, units);
+    for &axis in &dim.axes {
+        block = block.div_ceil(mesh.size(axis).max(1));
+        extent = extent.saturating_sub(u64::from(coords[axis.index()]) * block).min(block);
+    }
+    extent
+}

@@ -1,0 +1,124 @@
+//! What is trained: everything that changes the mathematics of a step, and nothing else.
+
+use crate::DType;
+use serde::{Deserialize, Serialize};
+
+/// Precision policy. Parameters at rest and optimizer states are f32 in every policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Everything f32.
+    #[default]
+    F32,
+    /// Compute and activations bf16; master weights, accumulated gradients, states f32.
+    Bf16,
+    /// Compute and activations f16 with dynamic loss scaling; the rest f32.
+    F16,
+}
+
+impl Precision {
+    /// Element type of activations and of the parameters' compute copies.
+    pub fn compute(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+            Precision::F16 => DType::F16,
+        }
+    }
+}
+
+/// The optimizer and its hyper-parameters; the learning rate belongs to the run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Optimizer {
+    /// AdamW, Loshchilov & Hutter 2019.
+    AdamW {
+        /// Decay of the first moment.
+        beta1: f64,
+        /// Decay of the second moment.
+        beta2: f64,
+        /// Added to the root of the second moment.
+        eps: f64,
+        /// Decoupled decay of parameters with two or more dims (as stored in model files);
+        /// vectors (biases, norm gains) are not decayed.
+        weight_decay: f64,
+    },
+    /// Stochastic gradient descent with momentum.
+    Sgd {
+        /// Momentum.
+        momentum: f64,
+        /// L2 penalty of parameters with two or more dims.
+        weight_decay: f64,
+    },
+}
+
+impl Default for Optimizer {
+    fn default() -> Self {
+        Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }
+    }
+}
+
+/// What is trained. Defaults: global batch 8, precision f32, AdamW (0.9, 0.95, 1e-8, 0.1),
+/// clipping at 1.0, dropout 0, seed 1337.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TrainSpec {
+    /// Samples (sequences) per optimizer step over the whole cluster.
+    pub global_batch: u64,
+    /// Tokens per sample.
+    pub sequence: u64,
+    /// Precision policy.
+    pub precision: Precision,
+    /// Optimizer.
+    pub optimizer: Optimizer,
+    /// Largest global gradient norm; none clips nothing.
+    pub clip_norm: Option<f64>,
+    /// Dropout probability, used wherever the model has dropout; 0 removes the ops.
+    pub dropout: f64,
+    /// Seed of initial weights, dropout and the order of data.
+    pub seed: u64,
+}
+
+impl Default for TrainSpec {
+    fn default() -> Self {
+        TrainSpec {
+            global_batch: 8,
+            sequence: 1024,
+            precision: Precision::F32,
+            optimizer: Optimizer::default(),
+            clip_norm: Some(1.0),
+            dropout: 0.0,
+            seed: 1337,
+        }
+    }
+}
+
+impl TrainSpec {
+    /// What is out of range, field by field; empty when the spec can be trained.
+    pub fn problems(&self) -> Vec<String> {
+        let mut p = Vec::new();
+        let mut check = |ok: bool, text: String| {
+            if !ok {
+                p.push(text);
+            }
+        };
+        let positive = |x: f64| x.is_finite() && x >= 0.0;
+        check((1..=1 << 32).contains(&self.global_batch), format!("global_batch is {}, expected 1 to 2^32", self.global_batch));
+        check((1..=1 << 32).contains(&self.sequence), format!("sequence is {}, expected 1 to 2^32", self.sequence));
+        check((0.0..1.0).contains(&self.dropout), format!("dropout is {}, expected [0, 1)", self.dropout));
+        check(self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0), format!("clip_norm is {:?}, expected a positive number", self.clip_norm));
+        match self.optimizer {
+            Optimizer::AdamW { beta1, beta2, eps, weight_decay } => {
+                check((0.0..1.0).contains(&beta1), format!("beta1 is {beta1}, expected [0, 1)"));
+                check((0.0..1.0).contains(&beta2), format!("beta2 is {beta2}, expected [0, 1)"));
+                check(eps.is_finite() && eps > 0.0, format!("eps is {eps}, expected a positive number"));
+                check(positive(weight_decay), format!("weight_decay is {weight_decay}, expected 0 or more"));
+            }
+            Optimizer::Sgd { momentum, weight_decay } => {
+                check((0.0..1.0).contains(&momentum), format!("momentum is {momentum}, expected [0, 1)"));
+                check(positive(weight_decay), format!("weight_decay is {weight_decay}, expected 0 or more"));
+            }
+        }
+        p
+    }
+}

@@ -1,0 +1,59 @@
+//! The training graph: the forward graph, its gradients, and the optimizer, as one graph.
+//!
+//! Regions and passes (see `graph::{Region, Pass}`):
+//! * `StepBegin`: `State` ops (parameters, moments) and `prepare.<param>` ops, which cast a
+//!   parameter to the compute dtype (a `Layout` where the dtype is the same). A parameter
+//!   gathered here is gathered once per step; gathered at its uses, once per microbatch.
+//! * `Microbatch`: forward ops under their own paths, `grad.<path>[.<what>]` ops, and one
+//!   `accumulate.<use path>.<operand>` per use of a parameter, plus `accumulate.loss`.
+//! * `StepEnd`: the sum of a parameter's accumulators in use order, `sum_squares.<param>`,
+//!   the world ops `global_norm` and `clip_coefficient` (layer `None`), `update.<param>`.
+//!
+//! Every value that crosses from one region to a later one is explicit in the graph. The
+//! carried value of a state (its next step's content) is named by [`State::write`].
+
+use crate::{Graph, ValueId};
+use serde::{Deserialize, Serialize};
+
+/// What a persistent tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum StateRole {
+    /// A model parameter (f32 master copy).
+    Parameter,
+    /// AdamW's first moment, or SGD's momentum buffer.
+    Moment1,
+    /// AdamW's second moment.
+    Moment2,
+    /// A world scalar: loss scale or its count of good steps.
+    Scalar,
+}
+
+/// A persistent tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    /// Path of its `State` op. Moments are `moment1.<param>`, `moment2.<param>`.
+    pub path: String,
+    /// What it is.
+    pub role: StateRole,
+    /// Path of the parameter it belongs to (its own for a parameter, empty for scalars).
+    pub param: String,
+    /// The value it has during the step: result of its `State` op.
+    pub read: ValueId,
+    /// The value it has in the next step.
+    pub write: ValueId,
+}
+
+/// A training graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainingGraph {
+    /// All ops of a step; `layers` as in the forward graph.
+    pub graph: Graph,
+    /// Persistent tensors: parameters in graph order, then their moments, then scalars.
+    pub states: Vec<State>,
+    /// The step's loss (f32 scalar, mean over the tokens of the global batch): the result of
+    /// `accumulate.loss`.
+    pub loss: ValueId,
+    /// The global gradient norm before clipping (unscaled for f16 only by the coefficient).
+    pub grad_norm: ValueId,
+}

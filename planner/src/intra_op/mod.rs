@@ -1,0 +1,75 @@
+//! The intra-op problem and its solvers.
+//!
+//! Plain values in, plain values out: nodes with strategies, pairwise costs, memory over live
+//! intervals and a budget go in; a choice with a proof (`Optimal`, or a bound and a gap) comes
+//! out. What the nodes mean is the caller's business.
+//!
+//! The phases: [`presolve`](presolve::presolve) shrinks the problem without losing an
+//! optimum.
+
+pub mod iopddl;
+pub mod presolve;
+pub mod problem;
+pub mod reduced;
+mod tables;
+
+pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
+pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};
+
+use thiserror::Error;
+
+/// Why an intra-op problem could not be read, written or taken on.
+#[derive(Debug, Error)]
+pub enum IntraOpError {
+    /// The parts of a problem do not agree.
+    #[error("{place} {detail}")]
+    Malformed {
+        /// Where, in the words of the file form: `problem.nodes.costs[17]`.
+        place: String,
+        /// What is wrong there.
+        detail: String,
+    },
+    /// A choice does not belong to the problem.
+    #[error("the choice {detail}")]
+    Choice {
+        /// What is wrong with it.
+        detail: String,
+    },
+    /// Numbers too large for exact 64-bit sums.
+    #[error("the {what} may add up to {total}, more than the solver's 2^61; use a coarser unit")]
+    Magnitude {
+        /// "costs" or "usages".
+        what: &'static str,
+        /// The largest conceivable sum.
+        total: u128,
+    },
+    /// The input could not be read, or is not of the right form.
+    #[error("cannot read: {detail}")]
+    Read {
+        /// The reason, with line and column where known.
+        detail: String,
+    },
+    /// The output could not be written.
+    #[error("cannot write: {detail}")]
+    Write {
+        /// The reason.
+        detail: String,
+    },
+}
+
+impl IntraOpError {
+    pub(crate) fn malformed(place: String, detail: impl Into<String>) -> Self {
+        let detail = detail.into();
+        IntraOpError::Malformed { place, detail }
+    }
+
+    pub(crate) fn read(why: impl std::fmt::Display) -> Self {
+        let detail = why.to_string();
+        IntraOpError::Read { detail }
+    }
+
+    pub(crate) fn write(why: impl std::fmt::Display) -> Self {
+        let detail = why.to_string();
+        IntraOpError::Write { detail }
+    }
+}

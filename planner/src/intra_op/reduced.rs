@@ -1,0 +1,199 @@
+//! What is left of an intra-op problem after presolve, and the way back.
+//!
+//! A reduced node may stand for many original nodes, so it may use memory over several
+//! intervals; budgets differ per time point because what is already decided was subtracted.
+//! Times are compressed: only points that can be the worst are kept.
+//!
+//! Invariants: the graph is simple (no parallel edges, no loops, `a < b`); terms of one node
+//! have distinct intervals, none empty; every optimum of the reduced problem lifts to an
+//! optimum of the original one, at the same cost.
+
+use super::problem::{Cost, Edge};
+
+/// Memory that a node uses at the compressed times `from..to`, per strategy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryTerm {
+    /// First time point.
+    pub from: u32,
+    /// One past the last time point.
+    pub to: u32,
+    /// Bytes per strategy.
+    pub usage: Vec<u64>,
+}
+
+/// A decision that presolve left open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReducedNode {
+    /// Cost per remaining strategy.
+    pub costs: Vec<Cost>,
+    /// Memory per remaining strategy, by interval.
+    pub memory: Vec<MemoryTerm>,
+}
+
+/// The remaining problem. See the module header.
+#[derive(Clone, Debug, Default)]
+pub struct Reduced {
+    /// Decisions left open.
+    pub nodes: Vec<ReducedNode>,
+    /// Pairwise costs left.
+    pub edges: Vec<Edge>,
+    /// Bytes left at each compressed time point.
+    pub limits: Vec<u64>,
+    /// The original time of each compressed time point.
+    pub times: Vec<u64>,
+    /// Cost of what is decided.
+    pub offset: u64,
+    pub(super) lift: Lift,
+}
+
+/// The way back: presolve's steps, to be undone last first.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Lift {
+    pub n_original: usize,
+    /// The original node and original strategies of each reduced node.
+    pub original: Vec<(u32, Vec<u32>)>,
+    pub steps: Vec<Step>,
+}
+
+/// How one original node follows from others. All indices are the original ones.
+#[derive(Clone, Debug)]
+pub(super) enum Step {
+    /// The node takes this strategy.
+    Fix { node: u32, strategy: u32 },
+    /// The node takes `values[k]` where `on` takes `keys[k]` (ascending).
+    Map {
+        node: u32,
+        on: u32,
+        keys: Vec<u32>,
+        values: Vec<u32>,
+    },
+    /// The node takes `values[k * keys_b.len() + l]` where `a` takes `keys_a[k]`, `b` `keys_b[l]`.
+    Map2 {
+        node: u32,
+        on: [u32; 2],
+        keys: [Vec<u32>; 2],
+        values: Vec<u32>,
+    },
+}
+
+impl Reduced {
+    /// Total cost of a choice, what is already decided included; `None` when forbidden.
+    pub fn cost(&self, choice: &[u32]) -> Option<u64> {
+        let mut sum = Cost::finite(self.offset);
+        for (node, &s) in self.nodes.iter().zip(choice) {
+            sum = sum.plus(node.costs[s as usize]);
+        }
+        for e in &self.edges {
+            let (i, j) = (choice[e.a as usize], choice[e.b as usize]);
+            sum = sum.plus(e.table.get(i as usize, j as usize));
+        }
+        sum.value()
+    }
+
+    /// Bytes in use at each compressed time point, beyond what is already decided.
+    pub fn levels(&self, choice: &[u32]) -> Vec<u64> {
+        let mut delta = vec![0i128; self.limits.len() + 1];
+        for (node, &s) in self.nodes.iter().zip(choice) {
+            for term in &node.memory {
+                let usage = i128::from(term.usage[s as usize]);
+                delta[term.from as usize] += usage;
+                delta[term.to as usize] -= usage;
+            }
+        }
+        running_sum(&delta)
+    }
+
+    /// Whether a choice fits the budgets.
+    pub fn fits(&self, choice: &[u32]) -> bool {
+        let levels = self.levels(choice);
+        levels.iter().zip(&self.limits).all(|(level, limit)| level <= limit)
+    }
+
+    /// The choice for the original problem that this choice stands for.
+    pub fn lift(&self, choice: &[u32]) -> Vec<u32> {
+        let mut full = vec![0u32; self.lift.n_original];
+        for ((node, strategies), &s) in self.lift.original.iter().zip(choice) {
+            full[*node as usize] = strategies[s as usize];
+        }
+        for step in self.lift.steps.iter().rev() {
+            let (node, strategy) = step.follow(&full);
+            full[node as usize] = strategy;
+        }
+        full
+    }
+
+    /// Cells of all edge tables: the size that integer programming meets.
+    pub fn n_cells(&self) -> usize {
+        self.edges.iter().map(|e| e.table.cells().len()).sum()
+    }
+
+    /// Every choice in turn; the best that fits. For tests: exponential.
+    pub fn brute_force(&self) -> Option<(u64, Vec<u32>)> {
+        let sizes: Vec<usize> = self.nodes.iter().map(|n| n.costs.len()).collect();
+        let mut best: Option<(u64, Vec<u32>)> = None;
+        for_each_choice(&sizes, |choice| {
+            if let Some(cost) = self.cost(choice)
+                && best.as_ref().is_none_or(|(least, _)| cost < *least)
+                && self.fits(choice)
+            {
+                best = Some((cost, choice.to_vec()));
+            }
+        });
+        best
+    }
+}
+
+impl Step {
+    fn follow(&self, full: &[u32]) -> (u32, u32) {
+        let place = |keys: &[u32], on: u32| {
+            keys.binary_search(&full[on as usize])
+                .expect("a lifted strategy is one that was left when the step was made")
+        };
+        match self {
+            Step::Fix { node, strategy } => (*node, *strategy),
+            Step::Map {
+                node,
+                on,
+                keys,
+                values,
+            } => (*node, values[place(keys, *on)]),
+            Step::Map2 {
+                node,
+                on: [a, b],
+                keys: [keys_a, keys_b],
+                values,
+            } => {
+                let cell = place(keys_a, *a) * keys_b.len() + place(keys_b, *b);
+                (*node, values[cell])
+            }
+        }
+    }
+}
+
+/// The levels that a list of changes adds up to; the last change ends the list.
+pub(super) fn running_sum(delta: &[i128]) -> Vec<u64> {
+    let mut level = 0i128;
+    delta[..delta.len() - 1]
+        .iter()
+        .map(|d| {
+            level += d;
+            u64::try_from(level).unwrap_or(u64::MAX)
+        })
+        .collect()
+}
+
+/// Calls `visit` with every assignment of `0..sizes[v]`, in lexicographic order.
+pub(super) fn for_each_choice(sizes: &[usize], mut visit: impl FnMut(&[u32])) {
+    let mut choice = vec![0u32; sizes.len()];
+    if sizes.contains(&0) {
+        return;
+    }
+    loop {
+        visit(&choice);
+        let Some(v) = (0..sizes.len()).rfind(|&v| (choice[v] as usize) + 1 < sizes[v]) else {
+            return;
+        };
+        choice[v] += 1;
+        choice[v + 1..].fill(0);
+    }
+}

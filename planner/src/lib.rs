@@ -1,0 +1,1 @@
+//! The search: strategies, intra-op solver, stage table, inter-op DP.

@@ -1,0 +1,1 @@
+//! Execution: CPU kernels, ranks, communicators, data, measuring.

@@ -1,0 +1,438 @@
+"""Reference values from PyTorch and transformers for the parity tests.
+
+    python make_reference.py            write every case and ops.json beside this file
+    python make_reference.py --check    make them again in memory and compare with what is committed
+
+Each case trains a tiny Hugging Face model for 20 steps on the CPU, one thread, eager attention,
+no dropout. The recorded run is float32; a second run in float64 from the same weights tells how
+far float32 rounding alone moves each number (`f64_*` and `deviation`). `sensitivity` tells how far
+a wrong implementation moves the losses, so that a test can choose a tolerance between the two.
+What the files hold is described in README.md.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+import safetensors
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+sys.dont_write_bytecode = True
+import ops_reference  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+N_STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 96
+HYPER = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+def gpt2(**changes):
+    base = dict(
+        n_layer=2, n_head=4, n_embd=32, n_positions=SEQ, vocab_size=VOCAB, activation_function="gelu_new",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )
+    return GPT2Config(**{**base, **changes})
+
+
+def llama(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=VOCAB, rms_norm_eps=1e-5, max_position_embeddings=SEQ,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return LlamaConfig(**{**base, **changes})
+
+
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+# name -> (seed, configuration). The linear case also has a head_dim that is not hidden / heads.
+CASES = {
+    "gpt2_small_tied": (11, lambda: gpt2(tie_word_embeddings=True)),
+    "gpt2_untied_gelu": (
+        12, lambda: gpt2(n_layer=3, n_embd=24, activation_function="gelu", tie_word_embeddings=False)),
+    "llama_tied": (13, lambda: llama(tie_word_embeddings=True)),
+    "llama_untied_rope": (
+        14, lambda: llama(num_hidden_layers=3, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
+    "llama_linear_rope": (
+        15, lambda: llama(num_hidden_layers=1, head_dim=16, rope_parameters=LINEAR_ROPE, tie_word_embeddings=False)),
+}
+SHARDED = "llama_tied"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed values, write nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as made:
+        made = Path(made)
+        for name, (seed, make_config) in CASES.items():
+            write_case(made / name, name, seed, make_config())
+        write_json(made / "ops.json", {"versions": versions(), "seed": 7, "entries": ops_reference.make_ops(7)})
+        if args.check:
+            sys.exit(0 if check(made) else 1)
+        for path in sorted(made.iterdir()):
+            target = HERE / path.name
+            for file in path.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
+            if target.is_dir():
+                shutil.rmtree(target)
+            shutil.move(path, target)
+
+
+def write_case(folder, name, seed, config):
+    model = build(config, torch.float32)
+    perturb(model, seed)
+    weights = {key: value.detach().clone() for key, value in model.named_parameters()}
+    batches = make_batches(seed)
+    save_model(model, folder, weights)
+    if name == SHARDED:
+        save_model(model, folder / "sharded", weights, max_shard_size="24KB")
+
+    run = train(config, weights, batches, torch.float32)
+    wide = train(config, weights, batches, torch.float64)
+    with wide_llama():
+        narrow = train(config, weights, batches, torch.float32, patch=False)
+    drift = max_dev(run["losses"], narrow["losses"])
+    if drift > 2e-6:
+        raise RuntimeError(f"{name}: the float64 formulas disagree with transformers in float32 by {drift:e}")
+
+    write_json(folder / "batches.json", {"tokens": batches.tolist()}, indent=None)
+    save_tensors(run["grads"], folder / "grads.safetensors")
+    save_tensors(run["params"], folder / "final.safetensors")
+    skip = zero_gradient(config, weights)
+    reference = {
+        "case": name,
+        "versions": versions(),
+        "seed": seed,
+        "steps": N_STEPS,
+        "batch": BATCH,
+        "seq": SEQ,
+        "hyper": {
+            "optimizer": "AdamW",
+            **HYPER,
+            "decayed": [key for key, value in weights.items() if value.dim() >= 2],
+            "not_decayed": [key for key, value in weights.items() if value.dim() < 2],
+        },
+        "losses": run["losses"],
+        "grad_norms": run["grad_norms"],
+        "f64_losses": wide["losses"],
+        "f64_grad_norms": wide["grad_norms"],
+        "deviation": {
+            "losses_max_abs": max_dev(run["losses"], wide["losses"]),
+            "grad_norms_max_abs": max_dev(run["grad_norms"], wide["grad_norms"]),
+            "grads": tensor_devs(run["grads"], wide["grads"], skip),
+            "final": tensor_devs(run["params"], wide["params"], skip),
+        },
+        "zero_gradient": skip,
+        "sensitivity": sensitivity(config, weights, batches, wide["losses"]),
+    }
+    write_json(folder / "reference.json", reference)
+
+
+def build(config, dtype):
+    kind = GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM
+    config = type(config).from_dict(config.to_dict())
+    config._attn_implementation = "eager"
+    model = kind(config).to(dtype)
+    if model.config._attn_implementation != "eager":
+        raise RuntimeError("eager attention was not taken")
+    return model.train()
+
+
+def perturb(model, seed):
+    """Weights large enough that attention, norms and biases all matter to the loss."""
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=gen)
+            embedding = any(part in name for part in ("wte", "wpe", "embed_tokens"))
+            if param.dim() >= 2:
+                param.copy_(noise * (0.4 if embedding else 0.25))
+            elif name.endswith("bias"):
+                param.copy_(noise * 0.1)
+            else:
+                param.copy_(1.0 + noise * 0.2)
+
+
+def make_batches(seed):
+    """Tokens [steps, batch, seq + 1]: mostly 5 t + 7 modulo the vocabulary, one in eight random."""
+    gen = torch.Generator().manual_seed(seed + 1000)
+    tokens = torch.randint(VOCAB, (N_STEPS, BATCH, SEQ + 1), generator=gen)
+    random = torch.randint(8, tokens.shape, generator=gen) == 0
+    for pos in range(1, SEQ + 1):
+        rule = (5 * tokens[:, :, pos - 1] + 7) % VOCAB
+        tokens[:, :, pos] = torch.where(random[:, :, pos], tokens[:, :, pos], rule)
+    return tokens
+
+
+def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True, **mutations):
+    """Losses and gradient norms before each update, gradients of step 0, parameters at the end."""
+    with wide_llama(**mutations) if patch and dtype == torch.float64 else contextlib.nullcontext():
+        model = build(config, dtype)
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for key, param in named.items():
+                param.copy_(weights[key])
+        optim = make_optimizer(named, hyper)
+        losses, norms, grads = [], [], None
+        for tokens in batches:
+            mask = None if causal else torch.zeros(BATCH, 1, SEQ, SEQ, dtype=dtype)
+            logits = model(input_ids=tokens[:, :-1], attention_mask=mask).logits
+            loss = F.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+            optim.zero_grad()
+            loss.backward()
+            if grads is None:
+                grads = {key: param.grad.clone() for key, param in named.items()}
+            norm = torch.nn.utils.clip_grad_norm_(named.values(), hyper["clip_norm"], foreach=False)
+            optim.step()
+            losses.append(loss.item())
+            norms.append(norm.item())
+    params = {key: param.detach().clone() for key, param in named.items()}
+    return {"losses": losses, "grad_norms": norms, "grads": grads, "params": params}
+
+
+def make_optimizer(named, hyper):
+    """AdamW as nanoGPT sets it up: tensors of two or more dims decay, the others do not."""
+    decay_dims = hyper.get("decay_dims", 2)
+    groups = [
+        {"params": [p for p in named.values() if p.dim() >= decay_dims], "weight_decay": hyper["weight_decay"]},
+        {"params": [p for p in named.values() if p.dim() < decay_dims], "weight_decay": 0.0},
+    ]
+    kind = hyper.get("kind", torch.optim.AdamW)
+    groups = [group for group in groups if group["params"]]
+    return kind(groups, lr=hyper["lr"], betas=tuple(hyper["betas"]), eps=hyper["eps"], foreach=False, fused=False)
+
+
+@contextlib.contextmanager
+def wide_llama(interleaved=False, tiled_kv=False):
+    """Llama modules that stay in the input's dtype.
+
+    transformers computes Llama's norm, softmax and rotary angles in float32 whatever the model's
+    dtype, so `model.double()` alone is not a float64 run. The flags make well-known mistakes.
+    """
+
+    def norm(self, x):
+        return ops_reference.rms_norm(x, self.weight, self.variance_epsilon)
+
+    def angles(self, x, position_ids):
+        n, dim = position_ids.shape[-1], self.inv_freq.shape[-1] * 2
+        cos, sin = ops_reference.angles(dim, self.config.rope_parameters, n, x.dtype)
+        return cos[None], sin[None]
+
+    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        def pairs(x):
+            a, b = x[..., 0::2], x[..., 1::2]
+            c, s = cos[..., : a.shape[-1]][:, None], sin[..., : a.shape[-1]][:, None]
+            return torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+
+        return pairs(q), pairs(k)
+
+    def attention(module, q, k, v, mask, scaling, dropout=0.0, **_):
+        n = module.num_key_value_groups
+        spread = (lambda x: x.repeat(1, n, 1, 1)) if tiled_kv else (lambda x: x.repeat_interleave(n, dim=1))
+        scores = q @ spread(k).transpose(2, 3) * scaling + mask
+        out = torch.softmax(scores, dim=-1) @ spread(v)
+        return out.transpose(1, 2).contiguous(), None
+
+    swaps = [
+        (modeling_llama.LlamaRMSNorm, "forward", norm),
+        (modeling_llama.LlamaRotaryEmbedding, "forward", angles),
+        (modeling_llama, "eager_attention_forward", attention),
+    ]
+    if interleaved:
+        swaps.append((modeling_llama, "apply_rotary_pos_emb", rotary))
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    try:
+        for owner, name, value in swaps:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+def sensitivity(config, weights, batches, right):
+    """Largest loss deviation over the steps, in float64, of runs that get one thing wrong."""
+
+    def wrong(changes=None, hyper=None, **kwargs):
+        other = config
+        if changes:
+            other = type(config).from_dict({**config.to_dict(), **changes})
+        run = train(other, weights, batches, torch.float64, hyper={**HYPER, **(hyper or {})}, **kwargs)
+        return max_dev(run["losses"], right)
+
+    result = {
+        "no_clipping": wrong(hyper={"clip_norm": 1e9}),
+        "no_weight_decay": wrong(hyper={"weight_decay": 0.0}),
+        "decay_every_tensor": wrong(hyper={"decay_dims": 0}),
+        "decay_as_l2": wrong(hyper={"kind": torch.optim.Adam}),
+        "beta2_0.999": wrong(hyper={"betas": [0.9, 0.999]}),
+        "not_causal": wrong(causal=False),
+    }
+    if config.model_type == "gpt2":
+        other = "gelu" if config.activation_function == "gelu_new" else "gelu_new"
+        result[f"activation_{other}"] = wrong({"activation_function": other})
+        result["norm_eps_1e-6"] = wrong({"layer_norm_epsilon": 1e-6})
+        return result
+    result["norm_eps_1e-6"] = wrong({"rms_norm_eps": 1e-6})
+    result["rotary_interleaved"] = wrong(interleaved=True)
+    result["kv_heads_tiled"] = wrong(tiled_kv=True)
+    rope = config.rope_parameters
+    result["rope_theta_doubled"] = wrong({"rope_parameters": {**rope, "rope_theta": rope["rope_theta"] * 2}})
+    if rope["rope_type"] != "default":
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        result["rope_not_scaled"] = wrong({"rope_parameters": plain})
+    return result
+
+
+def zero_gradient(config, weights):
+    """Slices whose gradient is zero in exact arithmetic: the key part of GPT-2's fused bias.
+
+    A key bias adds the same number to all scores of a row. AdamW divides rounding noise by its own
+    size there, so the values after training mean nothing; the losses do not depend on them.
+    """
+    if config.model_type != "gpt2":
+        return {}
+    width = config.n_embd
+    return {key: [width, 2 * width] for key in weights if key.endswith("attn.c_attn.bias")}
+
+
+def tensor_devs(narrow, wide, skip):
+    """Per tensor, `skip` slices left out: largest absolute deviation, and its norm over the norm."""
+    result = {}
+    for key, right in wide.items():
+        diff = narrow[key].double() - right
+        if key in skip:
+            diff[slice(*skip[key])] = 0.0
+        result[key] = {"max_abs": diff.abs().max().item(), "rel_l2": (diff.norm() / right.norm()).item()}
+    return result
+
+
+def max_dev(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def save_model(model, folder, weights, **options):
+    """config.json and weights as save_pretrained writes them; a 4.x-style config beside, for Llama."""
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    stored = {}
+    for path in folder.glob("model*.safetensors"):
+        stored.update(safetensors.torch.load_file(path))
+    loaded = dict(type(model).from_pretrained(folder).named_parameters())
+    for read in (stored, loaded):
+        if read.keys() != weights.keys() or not all(torch.equal(read[key], weights[key]) for key in weights):
+            raise RuntimeError(f"the weights read back from {folder.name} are not the ones written")
+    config = model.config
+    if config.model_type == "llama" and not options:
+        write_json(folder / "config.v4.json", v4_config(json.loads((folder / "config.json").read_text())))
+
+
+def v4_config(saved):
+    """The same configuration as transformers 4.x spells it: rope_theta, rope_scaling, torch_dtype."""
+    old = {key: value for key, value in saved.items() if key not in ("rope_parameters", "dtype")}
+    rope = dict(saved["rope_parameters"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    old["torch_dtype"] = saved["dtype"]
+    old["transformers_version"] = "4.45.0"
+    if LlamaConfig.from_dict(copy.deepcopy(old)).rope_parameters != saved["rope_parameters"]:
+        raise RuntimeError("transformers reads the 4.x-style configuration differently")
+    return dict(sorted(old.items()))
+
+
+def save_tensors(tensors, path):
+    safetensors.torch.save_file({key: value.contiguous() for key, value in tensors.items()}, path, {"format": "pt"})
+
+
+def write_json(path, value, indent=1):
+    text = json.dumps(value, indent=indent, allow_nan=False)
+    path.write_text(flat_numbers(text) + "\n")
+
+
+def flat_numbers(text):
+    """Puts lists of plain numbers on one line."""
+    return re.sub(r"\[[\d\s,.eE+-]+\]", lambda m: " ".join(m.group().split()).replace("[ ", "[").replace(" ]", "]"), text)
+
+
+def versions():
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def check(made):
+    """Compares with the committed files: weights, configurations and tokens exactly, the rest to 1e-5."""
+    same = True
+    for path in sorted(p for p in made.rglob("*") if p.is_file()):
+        committed = HERE / path.relative_to(made)
+        if not committed.is_file():
+            fine, verdict = False, "missing"
+        elif path.read_bytes() == committed.read_bytes():
+            fine, verdict = True, "identical"
+        elif path.name in ("grads.safetensors", "final.safetensors", "reference.json", "ops.json"):
+            off = max_dev_in(numbers(path), numbers(committed))
+            fine, verdict = off <= 1e-5, f"off by {off:.1e}"
+        else:
+            fine, verdict = False, "differs"
+        same &= fine
+        print(f"{'ok  ' if fine else 'FAIL'} {path.relative_to(made)}: {verdict}")
+    return same
+
+
+def numbers(path):
+    """The numbers of a file by name; leaves out what rounding alone decides (deviation, zero gradients)."""
+    if path.suffix == ".safetensors":
+        tensors = safetensors.torch.load_file(path)
+        zero = json.loads((path.parent / "reference.json").read_text())["zero_gradient"]
+        for key, (start, stop) in zero.items():
+            tensors[key][start:stop] = 0.0
+        return {key: value.reshape(-1).tolist() for key, value in tensors.items()}
+    value = json.loads(path.read_text())
+    if path.name == "reference.json":
+        kept = {key: value[key] for key in ("losses", "grad_norms", "f64_losses", "f64_grad_norms")}
+        return {**kept, **{key: [item] for key, item in value["sensitivity"].items()}}
+    return {
+        f"{entry['op']}.{entry['name']}.{part}.{key}": tensor["data"]
+        for entry in value["entries"]
+        for part in ("inputs", "outputs", "upstream", "grads")
+        for key, tensor in entry[part].items()
+    }
+
+
+def max_dev_in(a, b):
+    """Largest deviation over all names; infinite when names or lengths differ."""
+    if {key: len(value) for key, value in a.items()} != {key: len(value) for key, value in b.items()}:
+        return float("inf")
+    return max(max_dev(a[key], b[key]) for key in a)
+
+
+if __name__ == "__main__":
+    main()
