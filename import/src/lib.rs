@@ -1,1 +1,26 @@
 //! Model files to graphs and weights.
+//!
+//! * [`config`]: a Hugging Face `config.json` of GPT-2 or Llama becomes a [`ModelConfig`].
+//! * [`build`]: a `ModelConfig` becomes the forward graph of the loss.
+//! * [`params`]: the one table that says how each parameter is called, shaped, initialised
+//!   and stored; graph and weights both follow it.
+//! * [`weights`]: safetensors files become parameters in our layout, and back.
+//!
+//! Invariants:
+//! * a `ModelConfig` that exists is valid: every field is in range and none contradicts
+//!   another, so `model_graph` fails only for its options;
+//! * nothing that could change the mathematics is ignored: a field, tensor or value that we
+//!   do not understand is an error that names it;
+//! * no input, however malformed, panics or allocates more than the file's own size.
+
+pub mod build;
+pub mod config;
+mod error;
+pub mod params;
+pub mod weights;
+
+pub use build::{BuildOptions, model_graph};
+pub use config::ModelConfig;
+pub use error::ImportError;
+pub use params::Param;
+pub use weights::{Weights, export, map_param_to_hf, to_hf};

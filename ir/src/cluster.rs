@@ -1,1 +1,210 @@
-//! (being written)
+//! The cluster as data: devices, links, and where each figure comes from. Physics that turns
+//! these into seconds lives in `cost-model`.
+//!
+//! Every key carries its unit; `sources` says for each key path where the figure comes from.
+//! Clusters are homogeneous: `n_hosts` equal hosts of `devices_per_host` equal devices, ranks
+//! numbered host-major, joined by levels of links from the innermost out.
+
+use crate::{Bytes, DType};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Version of the cluster format.
+pub const CLUSTER_VERSION: u32 = 1;
+/// Most devices that a cluster may have.
+pub const MAX_DEVICES: u64 = 1 << 20;
+
+/// A homogeneous cluster.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Cluster {
+    /// Format version, [`CLUSTER_VERSION`].
+    pub version: u32,
+    /// Name.
+    pub name: String,
+    /// Number of hosts.
+    pub n_hosts: u32,
+    /// Devices in each host.
+    pub devices_per_host: u32,
+    /// The device.
+    pub device: Device,
+    /// Links from the innermost level out; the last joins all devices.
+    pub levels: Vec<Level>,
+    /// Devices that share processors and memory (CPU ranks of one machine).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<Pool>,
+    /// Source of each figure, by key path (`device.memory_bytes`).
+    pub sources: BTreeMap<String, String>,
+    /// Raw points of a calibration, kept with what was fitted to them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub measured: Vec<MeasuredPoint>,
+}
+
+/// A device type.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// Product name.
+    pub name: String,
+    /// Dense peak of each element type, FLOP/s (a multiply-add counts two).
+    pub peak_flops_per_s: BTreeMap<DType, f64>,
+    /// Best measured matmul rate over the peak, per element type: no prediction exceeds it.
+    pub matmul_efficiency: BTreeMap<DType, f64>,
+    /// Sizes at which a matmul reaches half of that efficiency because of its m, n or k
+    /// alone: efficiency is multiplied by `x / (x + half)` for each.
+    pub matmul_half_size: HalfSize,
+    /// Share of the matmul rate that fused attention reaches.
+    pub attention_efficiency: f64,
+    /// Arithmetic outside matmuls, FLOP/s.
+    pub vector_flops_per_s: f64,
+    /// Memory of one device in bytes.
+    pub memory_bytes: Bytes,
+    /// Bytes of it that are not available to a program (driver, communicator, runtime).
+    pub memory_reserved_bytes: Bytes,
+    /// Memory bandwidth in bytes per second.
+    pub memory_bandwidth_bytes_per_s: f64,
+    /// Share of the memory bandwidth that streaming kernels reach.
+    pub memory_efficiency: f64,
+    /// Fixed time of one kernel in seconds.
+    pub launch_s: f64,
+}
+
+/// Lengths of half efficiency; see [`Device::matmul_half_size`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HalfSize {
+    /// Rows of the result.
+    pub m: f64,
+    /// Columns of the result.
+    pub n: f64,
+    /// Contracted length.
+    pub k: f64,
+}
+
+/// One level of links.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Level {
+    /// Name: `nvlink`, `infiniband`, `shared-memory`.
+    pub name: String,
+    /// Consecutive ranks that this level joins; a multiple of the level below.
+    pub devices: u32,
+    /// Time of an empty message in seconds.
+    pub latency_s: f64,
+    /// Bandwidth of one device at this level in one direction, bytes per second.
+    pub bandwidth_bytes_per_s: f64,
+    /// Share of the bandwidth that large collectives reach.
+    pub efficiency: f64,
+    /// Message size in bytes at which half of that share is reached.
+    pub half_bytes: f64,
+}
+
+/// Devices that share processors and memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Pool {
+    /// Consecutive ranks in one pool; divides `devices_per_host`.
+    pub devices: u32,
+    /// Compute of the pool in devices: with 2, two of its devices run at full speed together.
+    pub compute_devices: f64,
+    /// Memory that the pool's devices share, in bytes.
+    pub memory_bytes: Bytes,
+}
+
+/// One measured point of a calibration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredPoint {
+    /// What was measured: `matmul f32`, `copy`, `all_reduce`, ...
+    pub what: String,
+    /// Sizes: m, n, k of a matmul; bytes; ranks.
+    pub size: Vec<u64>,
+    /// Median seconds.
+    pub median_s: f64,
+    /// Median absolute deviation in seconds.
+    pub spread_s: f64,
+    /// Repetitions.
+    pub n: u32,
+}
+
+impl Cluster {
+    /// Number of devices.
+    pub fn n_devices(&self) -> u32 {
+        self.n_hosts.saturating_mul(self.devices_per_host)
+    }
+    /// Bytes that a program may use on every rank.
+    pub fn usable_bytes(&self) -> u64 {
+        let own = self.device.memory_bytes.0.saturating_sub(self.device.memory_reserved_bytes.0);
+        match &self.pool {
+            Some(pool) => own.min(pool.memory_bytes.0 / u64::from(pool.devices.max(1))),
+            None => own,
+        }
+    }
+    /// Peak FLOP/s of `n` devices, counting each pool once; `None` for a type without a peak.
+    pub fn peak_flops_per_s(&self, dtype: DType, n: u32) -> Option<f64> {
+        let one = *self.device.peak_flops_per_s.get(&dtype)?;
+        Some(match &self.pool {
+            Some(p) => {
+                let whole = n / p.devices.max(1);
+                let rest = f64::from(n % p.devices.max(1));
+                one * (f64::from(whole) * p.compute_devices.min(f64::from(p.devices)) + rest.min(p.compute_devices))
+            }
+            None => one * f64::from(n),
+        })
+    }
+    /// The innermost level whose groups hold both ranks.
+    pub fn level_between(&self, a: u32, b: u32) -> Option<&Level> {
+        self.levels.iter().find(|l| l.devices > 0 && a / l.devices == b / l.devices)
+    }
+    /// What is wrong with the figures, key by key; empty when the cluster can be planned for.
+    pub fn problems(&self) -> Vec<String> {
+        let mut p = Vec::new();
+        let mut check = |ok: bool, text: String| {
+            if !ok {
+                p.push(text);
+            }
+        };
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        let share = |x: f64| x.is_finite() && x > 0.0 && x <= 1.0;
+        check(self.version == CLUSTER_VERSION, format!("version is {}, this build reads {CLUSTER_VERSION}", self.version));
+        let devices = u64::from(self.n_hosts) * u64::from(self.devices_per_host);
+        check((1..=MAX_DEVICES).contains(&devices), format!("n_hosts x devices_per_host is {devices}, expected 1 to {MAX_DEVICES}"));
+        let d = &self.device;
+        check(!d.peak_flops_per_s.is_empty(), "device.peak_flops_per_s is empty".into());
+        for (t, &x) in &d.peak_flops_per_s {
+            check(positive(x), format!("device.peak_flops_per_s.{} is {x}, expected a positive number", t.name()));
+            check(d.matmul_efficiency.contains_key(t), format!("device.matmul_efficiency.{} is missing", t.name()));
+        }
+        for (t, &x) in &d.matmul_efficiency {
+            check(share(x), format!("device.matmul_efficiency.{} is {x}, expected 0 to 1", t.name()));
+        }
+        for (key, x) in [("m", d.matmul_half_size.m), ("n", d.matmul_half_size.n), ("k", d.matmul_half_size.k)] {
+            check(x.is_finite() && x >= 0.0, format!("device.matmul_half_size.{key} is {x}, expected 0 or more"));
+        }
+        check(share(d.attention_efficiency), format!("device.attention_efficiency is {}, expected 0 to 1", d.attention_efficiency));
+        check(share(d.memory_efficiency), format!("device.memory_efficiency is {}, expected 0 to 1", d.memory_efficiency));
+        check(positive(d.vector_flops_per_s), format!("device.vector_flops_per_s is {}, expected a positive number", d.vector_flops_per_s));
+        check(positive(d.memory_bandwidth_bytes_per_s), format!("device.memory_bandwidth_bytes_per_s is {}, expected a positive number", d.memory_bandwidth_bytes_per_s));
+        check(d.launch_s.is_finite() && d.launch_s >= 0.0, format!("device.launch_s is {}, expected 0 or more", d.launch_s));
+        check(d.memory_bytes.0 > d.memory_reserved_bytes.0, format!("device.memory_bytes {} does not exceed memory_reserved_bytes {}", d.memory_bytes.0, d.memory_reserved_bytes.0));
+        check(!self.levels.is_empty() || devices == 1, "levels is empty".into());
+        let mut below = 1;
+        for (i, l) in self.levels.iter().enumerate() {
+            check(l.devices > 0 && l.devices % below == 0, format!("levels[{i}].devices is {}, expected a multiple of {below}", l.devices));
+            below = l.devices.max(1);
+            check(l.latency_s.is_finite() && l.latency_s >= 0.0, format!("levels[{i}].latency_s is {}, expected 0 or more", l.latency_s));
+            check(positive(l.bandwidth_bytes_per_s), format!("levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number", l.bandwidth_bytes_per_s));
+            check(share(l.efficiency), format!("levels[{i}].efficiency is {}, expected 0 to 1", l.efficiency));
+            check(l.half_bytes.is_finite() && l.half_bytes >= 0.0, format!("levels[{i}].half_bytes is {}, expected 0 or more", l.half_bytes));
+        }
+        if let Some(l) = self.levels.last() {
+            check(u64::from(l.devices) >= devices, format!("the last level joins {} devices of {devices}", l.devices));
+        }
+        if let Some(pool) = &self.pool {
+            check(pool.devices > 0 && self.devices_per_host % pool.devices.max(1) == 0, format!("pool.devices is {}, expected a divisor of devices_per_host", pool.devices));
+            check(positive(pool.compute_devices), format!("pool.compute_devices is {}, expected a positive number", pool.compute_devices));
+            check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
+        }
+        p
+    }
+}

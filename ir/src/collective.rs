@@ -1,1 +1,39 @@
-//! (being written)
+//! Collectives, defined once for the planner, the simulator, the checker and the runtime.
+//!
+//! **Ranks and order.** The group of a collective is the set of ranks that differ along its
+//! axes, in row-major order of the axes as listed. Reductions combine the members' values in
+//! that order, pairwise from the left, in f32 whatever the element type, and round once at
+//! the end; so every member gets the same bits.
+//!
+//! **Bytes.** `bytes` of a collective is nccl-tests' S: the size of the larger of one rank's
+//! operand and result buffers (padded): the buffer of an all-reduce, the result of an
+//! all-gather, the operand of a reduce-scatter, either side of an all-to-all.
+
+use crate::sharding::ReduceKind;
+use serde::{Deserialize, Serialize};
+
+/// What a collective does, without its group and buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CollectiveKind {
+    /// Every member gets the reduction of all members' buffers.
+    AllReduce(ReduceKind),
+    /// Every member gets its piece of the reduction.
+    ReduceScatter(ReduceKind),
+    /// Every member gets all pieces.
+    AllGather,
+    /// Every member sends piece `j` to member `j`.
+    AllToAll,
+}
+
+impl CollectiveKind {
+    /// Name in tables and text forms.
+    pub fn name(self) -> &'static str {
+        match self {
+            CollectiveKind::AllReduce(_) => "all_reduce",
+            CollectiveKind::ReduceScatter(_) => "reduce_scatter",
+            CollectiveKind::AllGather => "all_gather",
+            CollectiveKind::AllToAll => "all_to_all",
+        }
+    }
+}

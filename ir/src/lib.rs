@@ -5,6 +5,7 @@
 //! measurements; and their text forms. No I/O, no clocks, no randomness, no search.
 
 pub mod autodiff;
+pub mod boundary;
 pub mod cluster;
 pub mod collective;
 pub mod graph;
@@ -17,6 +18,8 @@ pub mod program;
 pub mod reshard;
 pub mod sharding;
 pub mod tensor;
+#[doc(hidden)]
+pub mod testing;
 pub mod text;
 pub mod train_spec;
 pub mod training;

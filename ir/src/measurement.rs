@@ -1,1 +1,91 @@
-//! (being written)
+//! What a run measured: the document `run.json`.
+
+use crate::{Bytes, Seconds};
+use serde::{Deserialize, Serialize};
+
+/// Version of the measurement format.
+pub const MEASUREMENT_VERSION: u32 = 1;
+
+/// A measured run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Measurement {
+    /// Format version, [`MEASUREMENT_VERSION`].
+    pub version: u32,
+    /// Name of the plan's model.
+    pub name: String,
+    /// Backend: `cpu-threads`.
+    pub backend: String,
+    /// Fingerprint of the plan document that was run.
+    pub plan_hash: String,
+    /// Ranks.
+    pub n_ranks: u32,
+    /// Training steps, in order.
+    pub steps: Vec<StepMeasurement>,
+    /// Validation losses: (step, loss).
+    pub validation: Vec<(u64, f64)>,
+    /// Per stage, from the profiling steps.
+    pub stages: Vec<StageMeasurement>,
+    /// Per instruction, from the profiling steps; empty when nothing was profiled.
+    pub instructions: Vec<InstructionMeasurement>,
+    /// Median step time without warm-up and profiling steps.
+    pub step_time_s: Seconds,
+    /// Tokens per second at the median step time.
+    pub tokens_per_s: f64,
+}
+
+/// One training step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StepMeasurement {
+    /// Step number, from 0.
+    pub step: u64,
+    /// Loss of the step's batch before the update.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Wall time, from the first rank's start to the last rank's end.
+    pub seconds: f64,
+    /// Whether instructions were timed in this step.
+    pub profiled: bool,
+}
+
+/// One stage over the profiled steps (mean per step, mean over its ranks).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StageMeasurement {
+    /// Time in compute instructions.
+    pub compute_s: f64,
+    /// Time in collectives, waiting included.
+    pub collective_s: f64,
+    /// Time in stage-to-stage exchanges, waiting included.
+    pub transfer_s: f64,
+    /// Mean time of one forward template.
+    pub forward_s: f64,
+    /// Mean time of one backward template.
+    pub backward_s: f64,
+    /// `StepBegin` and `StepEnd`.
+    pub step_s: f64,
+    /// Peak bytes of a rank: arena plus scratch space actually used.
+    pub peak_bytes: Bytes,
+}
+
+/// One instruction over the profiled steps.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct InstructionMeasurement {
+    /// Stage.
+    pub stage: u32,
+    /// Template index in the role.
+    pub template: u32,
+    /// Instruction index in the template.
+    pub instruction: u32,
+    /// Op path or collective name.
+    pub what: String,
+    /// Executions per rank and step.
+    pub count: u32,
+    /// Mean seconds of one execution, over ranks and executions.
+    pub mean_s: f64,
+}

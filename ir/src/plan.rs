@@ -1,1 +1,222 @@
-//! (being written)
+//! The plan: what was decided, as a self-contained document.
+//!
+//! It embeds the forward graph (as text, equal layers once), what is trained, and the
+//! cluster. Lowering rebuilds the training graph from them (`training::training_graph`,
+//! pass versions recorded) and replays the decisions; it never searches.
+//!
+//! Strategies are kept per *distinct* layer: layers that are equal and treated equally share
+//! one [`LayerStrategy`]. Its keys are op paths in which the layer's name is written `{}`
+//! (`grad.{}.attn.qkv.lhs`).
+
+use crate::cluster::Cluster;
+use crate::op::OpStrategy;
+use crate::reshard::{CrossPath, LayoutStep};
+use crate::{Bytes, LayerId, LogicalMesh, Seconds, StageId, TrainSpec};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Version of the plan format that this crate reads and writes.
+pub const PLAN_VERSION: u32 = 1;
+/// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts).
+pub const PASSES_VERSION: u32 = 1;
+
+/// A parallel training plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// Format version, [`PLAN_VERSION`].
+    pub version: u32,
+    /// Pass version, [`PASSES_VERSION`].
+    pub passes: u32,
+    /// Name of the model.
+    pub name: String,
+    /// The forward graph in text form.
+    pub graph: String,
+    /// What is trained.
+    pub train: TrainSpec,
+    /// The cluster.
+    pub cluster: Cluster,
+    /// Samples per microbatch over a whole stage mesh.
+    pub microbatch: u64,
+    /// Microbatches per step; `microbatch * n_microbatches = global_batch`.
+    pub n_microbatches: u32,
+    /// Order of passes.
+    pub schedule: ScheduleKind,
+    /// The stages in pipeline order.
+    pub stages: Vec<StagePlan>,
+    /// The distinct layer strategies that stages refer to.
+    pub layer_strategies: Vec<LayerStrategy>,
+    /// Layout changes between stages, by `value@stage` (value name, receiving stage).
+    pub transfers: BTreeMap<String, CrossPath>,
+    /// Layout changes that differ from their layer strategy's, by absolute edge key.
+    pub edges: BTreeMap<String, Vec<LayoutStep>>,
+    /// What was fixed by the user.
+    pub pins: Vec<String>,
+    /// What the simulator predicts.
+    pub predicted: Prediction,
+    /// What was proved.
+    pub proof: Proof,
+}
+
+/// Order of forward and backward passes in a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    /// All forwards, then all backwards (Huang et al. 2019).
+    #[serde(rename = "gpipe")]
+    GPipe,
+    /// One forward, one backward (PipeDream-Flush, Narayanan et al. 2021).
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+}
+
+impl ScheduleKind {
+    /// Microbatches whose activations stage `stage` of `n_stages` holds at once: `m` for
+    /// GPipe, `min(m, n_stages - stage)` for 1F1B.
+    pub fn in_flight(self, stage: usize, n_stages: usize, m: u32) -> u32 {
+        match self {
+            ScheduleKind::GPipe => m,
+            ScheduleKind::OneFOneB => m.min(n_stages.saturating_sub(stage).max(1) as u32),
+        }
+    }
+    /// Name in text forms.
+    pub fn name(self) -> &'static str {
+        match self {
+            ScheduleKind::GPipe => "gpipe",
+            ScheduleKind::OneFOneB => "1f1b",
+        }
+    }
+}
+
+/// One stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StagePlan {
+    /// Where it runs.
+    pub mesh: LogicalMesh,
+    /// Its layers in order, as runs that share a strategy.
+    pub runs: Vec<LayerRun>,
+}
+
+/// Consecutive layers with one strategy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRun {
+    /// First layer.
+    pub first: LayerId,
+    /// Number of layers.
+    pub count: u32,
+    /// Index into [`Plan::layer_strategies`].
+    pub strategy: u32,
+}
+
+/// How the ops of a layer are parallelised.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LayerStrategy {
+    /// Strategy of every op of the layer in the training graph, by relative path.
+    pub ops: BTreeMap<String, OpStrategy>,
+    /// Layout changes on the way into an operand, by relative edge key
+    /// (`<consumer path>#<operand>`, `<state path>#write` for what a state keeps). An edge
+    /// whose specs are equal has no entry.
+    pub edges: BTreeMap<String, Vec<LayoutStep>>,
+}
+
+/// The key of the edge into an operand of an op.
+pub fn edge_key(consumer: &str, operand: usize) -> String {
+    format!("{consumer}#{operand}")
+}
+
+/// The key of the edge that carries a state's next value.
+pub fn write_key(state: &str) -> String {
+    format!("{state}#write")
+}
+
+/// The key of a transfer.
+pub fn transfer_key(value: &str, to: StageId) -> String {
+    format!("{value}@{}", to.0)
+}
+
+/// Writes the layer's name in a path as `{}`: `grad.h.3.attn` in layer `h.3` becomes
+/// `grad.{}.attn`. Only whole dotted components match; the first match is replaced.
+pub fn relative_path(path: &str, layer: &str) -> String {
+    let mut from = 0;
+    while let Some(at) = path[from..].find(layer).map(|i| i + from) {
+        let end = at + layer.len();
+        let starts = at == 0 || path.as_bytes()[at - 1] == b'.';
+        let ends = end == path.len() || matches!(path.as_bytes()[end], b'.' | b'#' | b':' | b'@');
+        if starts && ends && !layer.is_empty() {
+            return format!("{}{{}}{}", &path[..at], &path[end..]);
+        }
+        from = at + 1;
+    }
+    path.to_string()
+}
+
+/// Inverse of [`relative_path`].
+pub fn absolute_path(relative: &str, layer: &str) -> String {
+    relative.replacen("{}", layer, 1)
+}
+
+/// What the simulator predicts for one training step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Prediction {
+    /// Step time.
+    pub step_time_s: Seconds,
+    /// Tokens per second over the whole cluster.
+    pub tokens_per_s: f64,
+    /// Model FLOPs utilisation: matmul and attention (full) FLOPs of forward and backward,
+    /// over step time and the peak of the compute dtype, pools counted once.
+    pub mfu: f64,
+    /// Share of the step in which the average stage waits for others.
+    pub bubble: f64,
+    /// Per stage.
+    pub stages: Vec<StagePrediction>,
+}
+
+/// What the simulator predicts for one stage.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StagePrediction {
+    /// Forward of one microbatch.
+    pub forward_s: Seconds,
+    /// Backward of one microbatch.
+    pub backward_s: Seconds,
+    /// `StepBegin` and `StepEnd` together.
+    pub step_s: Seconds,
+    /// Computation per step.
+    pub compute_s: Seconds,
+    /// Collectives per step, whether hidden or not.
+    pub collective_s: Seconds,
+    /// Stage-to-stage transfers per step.
+    pub transfer_s: Seconds,
+    /// Bytes that live for the whole run: parameters, optimizer states.
+    pub persistent_bytes: Bytes,
+    /// Bytes that live for a step: prepared parameters, gradients.
+    pub step_bytes: Bytes,
+    /// Saved activations and boundary tensors, all microbatches in flight.
+    pub activation_bytes: Bytes,
+    /// The largest set of transient buffers.
+    pub transient_bytes: Bytes,
+    /// Peak bytes on every rank of the stage: the arena and the runtime's own overhead.
+    pub peak_bytes: Bytes,
+}
+
+/// What was proved about the plan, for the additive objective of ILP and DP.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Proof {
+    /// Objective of this plan: 1F1B latency from stage times, seconds.
+    pub objective_s: Seconds,
+    /// No plan of the searched space has a smaller objective than this.
+    pub lower_bound_s: Seconds,
+    /// `(objective - lower_bound) / objective`.
+    pub gap: f64,
+    /// What space the bound speaks of, in words.
+    pub space: String,
+    /// Candidates that were searched.
+    pub candidates: u64,
+    /// True when a watchdog stopped a solver: the bound is what was proved until then.
+    pub stopped: bool,
+}

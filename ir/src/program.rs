@@ -1,1 +1,349 @@
-//! (being written)
+//! Role programs: what the ranks of a stage do, read by simulator, checker and runtime alike.
+//!
+//! A **role** is the ranks of one stage's mesh: all execute the same instructions; what
+//! differs (shard ranges, peers) is a function of the rank's mesh coordinates.
+//!
+//! A role's program is a **trace** of slots, each playing a **template** (a straight list of
+//! instructions) for a microbatch. Semantics that bind every reader:
+//!
+//! 1. *Serial order.* Playing the trace slot by slot, each template in list order, is valid.
+//! 2. *Streams.* Instructions of one stream run in that order. Within a template an
+//!    instruction waits for its `deps`. A template other than an exchange starts when the
+//!    previous non-exchange template of the trace is complete on all streams. Exchange
+//!    templates run on the transfer stream and wait only for the instructions that wrote the
+//!    buffers they send, or last used the buffers they receive into; a later instruction
+//!    that uses a received buffer, or overwrites a sent one, waits for the exchange.
+//! 3. *Rendezvous.* A collective completes when all members of its group have started it; an
+//!    exchange's send completes when the receiver has started the matching receive. The sends
+//!    and receives of one exchange proceed together.
+//! 4. *Buffers.* A buffer of class `PerMicrobatch` has `slots` copies; microbatch `i` uses
+//!    copy `i mod slots`. A `Transient` buffer lives inside one template; its bytes may be
+//!    shared with other transient buffers, and `deps` order such reuse. `Step` buffers live
+//!    from `StepBegin` to `StepEnd`, `Persistent` ones for the whole run.
+//! 5. *Padding.* Elements of a buffer past its valid local range are zero after every
+//!    instruction.
+
+use crate::collective::CollectiveKind;
+use crate::op::OpKind;
+use crate::reshard::LayoutStep;
+use crate::training::StateRole;
+use crate::{BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId, TransferId};
+use crate::op::InputKind;
+use serde::{Deserialize, Serialize};
+
+/// The whole program of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Program {
+    /// One role per stage, in stage order.
+    pub roles: Vec<RoleProgram>,
+    /// Stage-to-stage transfers; exchanges refer to them.
+    pub transfers: Vec<Transfer>,
+    /// Microbatches per step.
+    pub n_microbatches: u32,
+    /// Samples per microbatch, over the whole stage mesh.
+    pub microbatch: u64,
+}
+
+/// A tensor that moves from one stage to another; the blocks are `reshard::tiles_to`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Name of the value.
+    pub value: String,
+    /// Sending stage.
+    pub from: StageId,
+    /// Receiving stage; another one than `from`.
+    pub to: StageId,
+    /// Global lengths.
+    pub lens: Vec<u64>,
+    /// Element type.
+    pub dtype: DType,
+    /// Spec in the sending mesh, nothing partial.
+    pub from_spec: ShardingSpec,
+    /// Spec in the receiving mesh, nothing partial.
+    pub to_spec: ShardingSpec,
+}
+
+/// How long a buffer lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BufferClass {
+    /// Across steps: parameters and optimizer states.
+    Persistent,
+    /// From `StepBegin` to `StepEnd`: prepared parameters, accumulators.
+    Step,
+    /// For one microbatch, across templates: saved activations, boundary tensors.
+    PerMicrobatch {
+        /// Number of copies.
+        slots: u32,
+    },
+    /// Inside one template.
+    Transient,
+}
+
+/// A buffer of a role: the same size at the same place on every rank of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Buffer {
+    /// Name of the value it holds, with a suffix for resharded copies.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Global lengths of the tensor (batch bound).
+    pub lens: Vec<u64>,
+    /// How the tensor lies over the role's mesh.
+    pub spec: ShardingSpec,
+    /// Lifetime.
+    pub class: BufferClass,
+    /// Offset of copy 0 in the arena, a multiple of [`ARENA_ALIGN`].
+    pub offset: u64,
+    /// Bytes of one copy on every rank: the padded local shape. Copies follow each other at
+    /// the next multiple of [`ARENA_ALIGN`].
+    pub bytes: u64,
+}
+
+/// Alignment of buffers in the arena, bytes.
+pub const ARENA_ALIGN: u64 = 256;
+
+impl Buffer {
+    /// Number of copies.
+    pub fn slots(&self) -> u32 {
+        if let BufferClass::PerMicrobatch { slots } = self.class { slots } else { 1 }
+    }
+    /// Distance between copies in bytes.
+    pub fn stride(&self) -> u64 {
+        self.bytes.next_multiple_of(ARENA_ALIGN)
+    }
+    /// Offset of the copy that `microbatch` uses.
+    pub fn offset_for(&self, microbatch: Option<u32>) -> u64 {
+        let slot = microbatch.map_or(0, |m| m % self.slots().max(1));
+        self.offset + u64::from(slot) * self.stride()
+    }
+}
+
+/// Streams of a rank; FIFO each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Stream {
+    /// Kernels and local copies.
+    Compute,
+    /// Collectives within the stage, and the world's.
+    Collective,
+    /// Stage-to-stage exchanges.
+    Transfer,
+}
+
+/// One buffer's part in a collective.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CollectiveItem {
+    /// The layout change; its kind and axes are the instruction's.
+    pub step: LayoutStep,
+    /// Operand.
+    pub input: BufferId,
+    /// Result; the same buffer as the operand for an in-place all-reduce.
+    pub output: BufferId,
+}
+
+/// What an instruction does.
+#[derive(Clone, Debug, PartialEq)]
+pub enum InstrKind {
+    /// One op on local shards. Updates write their operands' buffers in place; `Accumulate`
+    /// adds its operand to its result's buffer; `GlobalNorm` reads one f32 vector.
+    Compute {
+        /// Path of the op in the training graph.
+        path: String,
+        /// The op.
+        kind: OpKind,
+        /// Operands.
+        inputs: Vec<BufferId>,
+        /// Results.
+        outputs: Vec<BufferId>,
+    },
+    /// A collective over mesh axes on one or more buffers (coalesced).
+    Collective {
+        /// What it does.
+        kind: CollectiveKind,
+        /// Axes of the group.
+        axes: Vec<crate::AxisId>,
+        /// The buffers.
+        items: Vec<CollectiveItem>,
+    },
+    /// A slice: a layout change without communication.
+    Slice {
+        /// The step (`LayoutStep::Slice`).
+        step: LayoutStep,
+        /// Operand.
+        input: BufferId,
+        /// Result.
+        output: BufferId,
+    },
+    /// Sends and receives that proceed together.
+    Exchange {
+        /// Outgoing transfers and what they send.
+        sends: Vec<(TransferId, BufferId)>,
+        /// Incoming transfers and where they land.
+        recvs: Vec<(TransferId, BufferId)>,
+    },
+    /// Sum over all ranks of the plan of an f32 vector in which entry `i` is contributed by
+    /// the first rank of the stage that lists it; the other addends are zero, so the sum is
+    /// exact and independent of order.
+    WorldSum {
+        /// Entries that this role contributes.
+        inputs: Vec<(u32, BufferId)>,
+        /// The f32 vector, replicated.
+        output: BufferId,
+    },
+    /// Data of the microbatch, the rank's shard of it.
+    Load {
+        /// Which data.
+        kind: InputKind,
+        /// An i32 `[batch, sequence]` buffer.
+        output: BufferId,
+    },
+    /// Fills a buffer with a number (zero for accumulators).
+    Fill {
+        /// The number.
+        value: f64,
+        /// The buffer.
+        output: BufferId,
+    },
+    /// Copies a buffer to another of the same type and spec.
+    Copy {
+        /// Operand.
+        input: BufferId,
+        /// Result.
+        output: BufferId,
+    },
+}
+
+/// An instruction of a template.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Instruction {
+    /// What it does.
+    pub kind: InstrKind,
+    /// Where it runs.
+    pub stream: Stream,
+    /// Earlier instructions of the same template that it waits for.
+    pub deps: Vec<InstrId>,
+    /// Pass of the op it serves.
+    pub pass: Pass,
+    /// Layer of the op it serves.
+    pub layer: Option<LayerId>,
+}
+
+impl Instruction {
+    /// Buffers read, in operand order.
+    pub fn reads(&self) -> Vec<BufferId> {
+        match &self.kind {
+            InstrKind::Compute { kind, inputs, outputs, .. } => {
+                let mut reads = inputs.clone();
+                if matches!(kind, OpKind::Accumulate { .. }) {
+                    reads.extend(outputs);
+                }
+                reads
+            }
+            InstrKind::Collective { items, .. } => items.iter().map(|i| i.input).collect(),
+            InstrKind::Slice { input, .. } | InstrKind::Copy { input, .. } => vec![*input],
+            InstrKind::Exchange { sends, .. } => sends.iter().map(|s| s.1).collect(),
+            InstrKind::WorldSum { inputs, .. } => inputs.iter().map(|i| i.1).collect(),
+            InstrKind::Load { .. } | InstrKind::Fill { .. } => vec![],
+        }
+    }
+    /// Buffers written, in result order.
+    pub fn writes(&self) -> Vec<BufferId> {
+        match &self.kind {
+            InstrKind::Compute { outputs, .. } => outputs.clone(),
+            InstrKind::Collective { items, .. } => items.iter().map(|i| i.output).collect(),
+            InstrKind::Slice { output, .. }
+            | InstrKind::Copy { output, .. }
+            | InstrKind::WorldSum { output, .. }
+            | InstrKind::Load { output, .. }
+            | InstrKind::Fill { output, .. } => vec![*output],
+            InstrKind::Exchange { recvs, .. } => recvs.iter().map(|r| r.1).collect(),
+        }
+    }
+}
+
+/// What a template is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TemplateKind {
+    /// Prepares parameters, clears accumulators.
+    StepBegin,
+    /// Forward of a microbatch.
+    Forward,
+    /// Input and weight gradients of a microbatch together.
+    Backward,
+    /// A stage-to-stage exchange.
+    Exchange,
+    /// Gradient reduction, clipping, update.
+    StepEnd,
+}
+
+/// A straight list of instructions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Template {
+    /// What it is for.
+    pub kind: TemplateKind,
+    /// The instructions.
+    pub instructions: Vec<Instruction>,
+}
+
+/// One slot of a trace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// What is played.
+    pub template: TemplateId,
+    /// For which microbatch; `None` in `StepBegin`, `StepEnd` and their exchanges.
+    pub microbatch: Option<u32>,
+}
+
+/// A persistent tensor of a role.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateBuffer {
+    /// Path of the `State` op.
+    pub path: String,
+    /// Path of the parameter it belongs to.
+    pub param: String,
+    /// What it is.
+    pub role: StateRole,
+    /// Where it lies.
+    pub buffer: BufferId,
+}
+
+/// The program of one role.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RoleProgram {
+    /// The stage.
+    pub stage: StageId,
+    /// Its mesh.
+    pub mesh: LogicalMesh,
+    /// Its buffers.
+    pub buffers: Vec<Buffer>,
+    /// Its templates.
+    pub templates: Vec<Template>,
+    /// What is played, one step of training.
+    pub trace: Vec<Slot>,
+    /// Bytes of the arena on every rank: the end of the last buffer.
+    pub arena_bytes: u64,
+    /// Persistent tensors that the role owns.
+    pub states: Vec<StateBuffer>,
+    /// Where the step's loss stands after the step (replicated), on the role that computes it.
+    pub loss: Option<BufferId>,
+    /// Where the global gradient norm stands after the step.
+    pub grad_norm: Option<BufferId>,
+}
+
+impl RoleProgram {
+    /// One buffer.
+    pub fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.buffers[id.index()]
+    }
+    /// One template.
+    pub fn template(&self, id: TemplateId) -> &Template {
+        &self.templates[id.index()]
+    }
+    /// Local padded shape of a buffer.
+    pub fn local_shape(&self, id: BufferId) -> Vec<u64> {
+        let b = self.buffer(id);
+        b.spec.local_shape(&b.lens, &self.mesh)
+    }
+}

@@ -1,1 +1,378 @@
-//! (being written)
+//! How one sharding spec becomes another: the only definition of it.
+//!
+//! Within a mesh a layout changes by [`LayoutStep`]s, each one collective or a local slice.
+//! [`paths`] enumerates the sensible sequences; the planner prices them and records one,
+//! lowering replays it. Between meshes a tensor moves by [`tiles`].
+//!
+//! Data movement of a step, in local (padded) coordinates, `c` being the rank's coordinate
+//! along the axis, `L` the padded length of a piece:
+//! * `AllGather` places member `j`'s piece at `j*L` and crops to the result's length;
+//! * `Slice` takes `[c*L, (c+1)*L)`, zeros past the operand's end;
+//! * `ReduceScatter` reduces, then slices; `AllReduce` reduces in place;
+//! * `AllToAll` slices dim `to` into pieces, sends piece `j` to member `j`, and places what
+//!   member `j` sent at `j*L` of dim `from`, cropped.
+//!
+//! A step that removes an axis from a dim removes the minor-most one, a step that adds one
+//! adds it as the minor-most; that is what makes these rules exact for uneven shards.
+
+use crate::collective::CollectiveKind;
+use crate::mesh::LogicalMesh;
+use crate::sharding::{DimSharding, ReduceKind, ShardingSpec};
+use crate::{AxisId, Rank};
+use serde::{Deserialize, Serialize};
+
+/// One step of a layout change within a mesh.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LayoutStep {
+    /// Combines partial values over one or more axes.
+    AllReduce {
+        /// Partial axes, ascending, all of the same reduction.
+        axes: Vec<AxisId>,
+    },
+    /// Combines partial values over `axis`, which then shards `dim`.
+    ReduceScatter {
+        /// A partial axis.
+        axis: AxisId,
+        /// The dim it comes to shard.
+        dim: usize,
+        /// Unit of the dim's sharding.
+        unit: u64,
+    },
+    /// Gathers `dim` over `axis`, its minor-most.
+    AllGather {
+        /// The axis.
+        axis: AxisId,
+        /// The dim.
+        dim: usize,
+    },
+    /// `axis` shards `to` instead of `from`.
+    AllToAll {
+        /// The axis, minor-most of `from`.
+        axis: AxisId,
+        /// The dim that is gathered.
+        from: usize,
+        /// The dim that is split.
+        to: usize,
+        /// Unit of the sharding of `to`.
+        unit: u64,
+    },
+    /// Every rank keeps its piece of `dim`; no communication.
+    Slice {
+        /// An axis that replicates the tensor.
+        axis: AxisId,
+        /// The dim.
+        dim: usize,
+        /// Unit of the dim's sharding.
+        unit: u64,
+    },
+}
+
+impl LayoutStep {
+    /// Axes of the step's group.
+    pub fn axes(&self) -> Vec<AxisId> {
+        match self {
+            LayoutStep::AllReduce { axes } => axes.clone(),
+            LayoutStep::ReduceScatter { axis, .. }
+            | LayoutStep::AllGather { axis, .. }
+            | LayoutStep::AllToAll { axis, .. }
+            | LayoutStep::Slice { axis, .. } => vec![*axis],
+        }
+    }
+    /// The collective, with the reduction that `before` says; `None` for a slice.
+    pub fn collective(&self, before: &ShardingSpec) -> Option<CollectiveKind> {
+        let kind = |a: &AxisId| before.partial.get(a).copied().unwrap_or(ReduceKind::Sum);
+        match self {
+            LayoutStep::AllReduce { axes } => Some(CollectiveKind::AllReduce(axes.first().map_or(ReduceKind::Sum, kind))),
+            LayoutStep::ReduceScatter { axis, .. } => Some(CollectiveKind::ReduceScatter(kind(axis))),
+            LayoutStep::AllGather { .. } => Some(CollectiveKind::AllGather),
+            LayoutStep::AllToAll { .. } => Some(CollectiveKind::AllToAll),
+            LayoutStep::Slice { .. } => None,
+        }
+    }
+    /// The spec after the step, or `None` when the step does not apply to `before`.
+    pub fn apply(&self, before: &ShardingSpec) -> Option<ShardingSpec> {
+        let mut s = before.clone();
+        match self {
+            LayoutStep::AllReduce { axes } => {
+                let first = before.partial.get(axes.first()?)?;
+                for a in axes {
+                    (before.partial.get(a) == Some(first)).then_some(())?;
+                    s.partial.remove(a)?;
+                }
+            }
+            LayoutStep::ReduceScatter { axis, dim, unit } => {
+                s.partial.remove(axis)?;
+                push_axis(&mut s, *axis, *dim, *unit)?;
+            }
+            LayoutStep::AllGather { axis, dim } => pop_axis(&mut s, *axis, *dim)?,
+            LayoutStep::AllToAll { axis, from, to, unit } => {
+                (from != to).then_some(())?;
+                pop_axis(&mut s, *axis, *from)?;
+                push_axis(&mut s, *axis, *to, *unit)?;
+            }
+            LayoutStep::Slice { axis, dim, unit } => {
+                before.replicates(*axis).then_some(())?;
+                push_axis(&mut s, *axis, *dim, *unit)?;
+            }
+        }
+        Some(s)
+    }
+}
+
+fn push_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize, unit: u64) -> Option<()> {
+    let d = s.dims.get_mut(dim)?;
+    (unit > 0 && (d.is_whole() || d.unit == unit)).then_some(())?;
+    d.axes.push(axis);
+    d.unit = unit;
+    Some(())
+}
+
+fn pop_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize) -> Option<()> {
+    let d = s.dims.get_mut(dim)?;
+    (d.axes.last() == Some(&axis)).then_some(())?;
+    d.axes.pop();
+    if d.axes.is_empty() {
+        *d = DimSharding::whole();
+    }
+    Some(())
+}
+
+/// Replays a path; `None` when some step does not apply.
+pub fn apply_all(steps: &[LayoutStep], from: &ShardingSpec) -> Option<ShardingSpec> {
+    steps.iter().try_fold(from.clone(), |s, step| step.apply(&s))
+}
+
+/// Longest path that is enumerated; enough for three axes that all change twice.
+const MAX_STEPS: usize = 6;
+/// Enumeration stops at this many paths; shorter ones come first.
+const MAX_PATHS: usize = 64;
+
+/// The sequences of steps that turn `from` into `to`, shortest first, then in a fixed order.
+///
+/// Every step makes progress: it reduces a partial axis that `to` does not have, removes an
+/// axis that stands where `to` does not want it, or adds one where `to` wants it next. So
+/// the enumeration is finite and holds no useless detours. Empty exactly when no sequence
+/// exists (`to` is partial where `from` is not, or the number of dims differs); a single
+/// empty path when the specs are equal.
+pub fn paths(from: &ShardingSpec, to: &ShardingSpec) -> Vec<Vec<LayoutStep>> {
+    if from.dims.len() != to.dims.len() || to.partial.iter().any(|(a, k)| from.partial.get(a) != Some(k)) {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let mut frontier = vec![(from.clone(), Vec::new())];
+    for _ in 0..=MAX_STEPS {
+        let mut next = Vec::new();
+        for (spec, path) in frontier {
+            if spec == *to {
+                found.push(path);
+                if found.len() == MAX_PATHS {
+                    return found;
+                }
+                continue;
+            }
+            for step in useful_steps(&spec, to) {
+                if let Some(after) = step.apply(&spec) {
+                    let mut longer: Vec<LayoutStep> = path.clone();
+                    longer.push(step);
+                    next.push((after, longer));
+                }
+            }
+        }
+        frontier = next;
+    }
+    found
+}
+
+fn useful_steps(s: &ShardingSpec, to: &ShardingSpec) -> Vec<LayoutStep> {
+    let mut steps = Vec::new();
+    // The dim where `to` wants `axis` next, if the dim's present axes lead up to it.
+    let wanted = |axis: AxisId| -> Option<(usize, u64)> {
+        let dim = to.dim_of(axis)?;
+        let (have, want) = (&s.dims[dim], &to.dims[dim]);
+        let fits = have.is_whole() || have.unit == want.unit;
+        let next = want.axes.get(have.axes.len()) == Some(&axis);
+        (fits && next && want.axes.starts_with(&have.axes)).then_some((dim, want.unit))
+    };
+    let reducible: Vec<AxisId> = s.partial.keys().filter(|a| !to.partial.contains_key(a)).copied().collect();
+    for &axis in &reducible {
+        if let Some((dim, unit)) = wanted(axis) {
+            steps.push(LayoutStep::ReduceScatter { axis, dim, unit });
+        }
+    }
+    // All-reduce: every subset that is homogeneous matters little; offer each axis alone and
+    // the largest homogeneous set.
+    for &axis in &reducible {
+        steps.push(LayoutStep::AllReduce { axes: vec![axis] });
+    }
+    for &first in &reducible {
+        let same: Vec<AxisId> = reducible.iter().filter(|a| s.partial[a] == s.partial[&first]).copied().collect();
+        if same.len() > 1 && same[0] == first {
+            steps.push(LayoutStep::AllReduce { axes: same });
+        }
+    }
+    for (dim, have) in s.dims.iter().enumerate() {
+        let want = &to.dims[dim];
+        let leads = want.axes.starts_with(&have.axes) && (have.is_whole() || have.unit == want.unit);
+        if let (Some(&axis), false) = (have.axes.last(), leads) {
+            if let Some((to_dim, unit)) = wanted(axis).filter(|(d, _)| *d != dim) {
+                steps.push(LayoutStep::AllToAll { axis, from: dim, to: to_dim, unit });
+            }
+            steps.push(LayoutStep::AllGather { axis, dim });
+        }
+    }
+    for (dim, want) in to.dims.iter().enumerate() {
+        if let Some(&axis) = want.axes.get(s.dims[dim].axes.len())
+            && s.replicates(axis)
+            && wanted(axis).is_some()
+        {
+            steps.push(LayoutStep::Slice { axis, dim, unit: want.unit });
+        }
+    }
+    steps
+}
+
+/// A spec on a mesh.
+#[derive(Clone, Copy, Debug)]
+pub struct Placement<'a> {
+    /// The mesh.
+    pub mesh: &'a LogicalMesh,
+    /// The spec; a transfer needs one without partial axes.
+    pub spec: &'a ShardingSpec,
+}
+
+/// One block that moves from a rank of one mesh to a rank of another: `start..start+len`
+/// along each dim, in global coordinates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Sender.
+    pub from: Rank,
+    /// Receiver.
+    pub to: Rank,
+    /// First global index along each dim.
+    pub start: Vec<u64>,
+    /// Length along each dim, at least 1.
+    pub len: Vec<u64>,
+}
+
+/// The blocks that the rank at `to_coords` receives so that it holds its shard of a tensor
+/// of lengths `lens`; together they cover its valid range exactly once.
+///
+/// Among the senders that hold the same shard, receiver replica `r` takes replica
+/// `r mod replicas`, so that equal meshes pair up and load spreads. Where sender and receiver
+/// are the same rank the block is a local copy.
+pub fn tiles_to(lens: &[u64], from: Placement<'_>, to: Placement<'_>, to_coords: &[u32]) -> Vec<Tile> {
+    let want = to.spec.local_ranges(lens, to.mesh, to_coords);
+    if want.iter().any(|r| r.valid == 0) {
+        return Vec::new();
+    }
+    let receiver = to.mesh.rank_at(to_coords);
+    let replica = replica_index(to, to_coords);
+    let n_replicas = n_replicas(from);
+    let mut tiles = Vec::new();
+    for rank in from.mesh.ranks() {
+        let Some(coords) = from.mesh.coords(rank) else { continue };
+        if replica_index(from, &coords) != replica % n_replicas {
+            continue;
+        }
+        let have = from.spec.local_ranges(lens, from.mesh, &coords);
+        let overlap: Option<Vec<(u64, u64)>> = want
+            .iter()
+            .zip(&have)
+            .map(|(w, h)| {
+                let start = w.start.max(h.start);
+                let end = (w.start + w.valid).min(h.start + h.valid);
+                (start < end).then(|| (start, end - start))
+            })
+            .collect();
+        if let Some(overlap) = overlap {
+            let (start, len) = overlap.into_iter().unzip();
+            tiles.push(Tile { from: rank, to: receiver, start, len });
+        }
+    }
+    tiles
+}
+
+/// The blocks that `sender` sends, receivers in mesh order.
+pub fn tiles_from(lens: &[u64], from: Placement<'_>, to: Placement<'_>, sender: Rank) -> Vec<Tile> {
+    to.mesh
+        .ranks()
+        .filter_map(|r| to.mesh.coords(r))
+        .flat_map(|coords| tiles_to(lens, from, to, &coords))
+        .filter(|t| t.from == sender)
+        .collect()
+}
+
+/// Index of a rank among those that hold the same shard.
+fn replica_index(p: Placement<'_>, coords: &[u32]) -> u64 {
+    p.mesh
+        .axis_ids()
+        .filter(|&a| p.spec.replicates(a))
+        .fold(0, |i, a| i * p.mesh.size(a) + u64::from(coords[a.index()]))
+}
+
+fn n_replicas(p: Placement<'_>) -> u64 {
+    p.mesh.axis_ids().filter(|&a| p.spec.replicates(a)).map(|a| p.mesh.size(a)).product()
+}
+
+/// A layout change between two meshes: steps on the source mesh, a transfer from
+/// `source_spec` to `target_spec`, steps on the target mesh.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+pub struct CrossPath {
+    /// Steps on the source mesh; they leave nothing partial.
+    pub before: Vec<LayoutStep>,
+    /// Spec in which the source sends.
+    pub source_spec: ShardingSpec,
+    /// Spec in which the target receives.
+    pub target_spec: ShardingSpec,
+    /// Steps on the target mesh.
+    pub after: Vec<LayoutStep>,
+}
+
+/// Ways to bring a tensor of lengths `lens` from a spec on one mesh to a spec on another.
+///
+/// Partial axes are reduced before sending, or scattered over a dim. The target receives its
+/// spec directly, or split further over an axis that replicates it and gathered there: the
+/// scatter-gather of Narayanan et al. 2021, section 4.1, which sends each element across the
+/// slow links once.
+pub fn cross_paths(lens: &[u64], from: Placement<'_>, to: Placement<'_>) -> Vec<CrossPath> {
+    let mut sources = Vec::new();
+    let mut reduced = from.spec.clone();
+    reduced.partial.clear();
+    for before in paths(from.spec, &reduced) {
+        sources.push((before, reduced.clone()));
+    }
+    if let [axis] = from.spec.partial.keys().copied().collect::<Vec<_>>()[..] {
+        for (dim, &len) in lens.iter().enumerate() {
+            let unit = if from.spec.dims[dim].is_whole() { 1 } else { from.spec.dims[dim].unit };
+            let step = LayoutStep::ReduceScatter { axis, dim, unit };
+            if let Some(spec) = step.apply(from.spec).filter(|_| len >= from.mesh.size(axis)) {
+                sources.push((vec![step], spec));
+                break;
+            }
+        }
+    }
+    let mut targets = vec![(to.spec.clone(), Vec::new())];
+    for axis in to.mesh.axis_ids().filter(|&a| to.spec.replicates(a) && to.mesh.size(a) > 1) {
+        for (dim, &len) in lens.iter().enumerate() {
+            let unit = if to.spec.dims[dim].is_whole() { 1 } else { to.spec.dims[dim].unit };
+            let slice = LayoutStep::Slice { axis, dim, unit };
+            if let Some(spec) = slice.apply(to.spec).filter(|_| len >= to.mesh.size(axis)) {
+                targets.push((spec, vec![LayoutStep::AllGather { axis, dim }]));
+                break;
+            }
+        }
+    }
+    let mut all = Vec::new();
+    for (before, source_spec) in &sources {
+        for (target_spec, after) in &targets {
+            all.push(CrossPath {
+                before: before.clone(),
+                source_spec: source_spec.clone(),
+                target_spec: target_spec.clone(),
+                after: after.clone(),
+            });
+        }
+    }
+    all
+}

@@ -4,15 +4,32 @@
 //! * `StepBegin`: `State` ops (parameters, moments) and `prepare.<param>` ops, which cast a
 //!   parameter to the compute dtype (a `Layout` where the dtype is the same). A parameter
 //!   gathered here is gathered once per step; gathered at its uses, once per microbatch.
-//! * `Microbatch`: forward ops under their own paths, `grad.<path>[.<what>]` ops, and one
-//!   `accumulate.<use path>.<operand>` per use of a parameter, plus `accumulate.loss`.
-//! * `StepEnd`: the sum of a parameter's accumulators in use order, `sum_squares.<param>`,
-//!   the world ops `global_norm` and `clip_coefficient` (layer `None`), `update.<param>`.
+//! * `Microbatch`: forward ops under their own paths, `loss`, `grad.<path>.<what>` ops (see
+//!   `autodiff`), one `accumulate.<use path>.<operand>` per use of a parameter, plus
+//!   `accumulate.loss`; `layout.<value>` and `layout.grad.<value>` ops, the layout changes
+//!   that several matrix multiplications share.
+//! * `StepEnd`: `grad_sum.<param>`, the sum of a parameter's accumulators in use order (none
+//!   where there is one use), `sum_squares.<param>`, the world ops `global_norm` and
+//!   `clip_coefficient` (layer `None`), `update.<param>`.
+//!
+//! With f16 the world scalars `loss_scale` (stored relative to 2^16, so that it starts at
+//! one) and `loss_scale.good_steps` are states too; `loss_scale.value` is the scale itself,
+//! the seed of the gradients, and `update_loss_scale` with `loss_scale.next` writes it.
+//!
+//! Ops stand in the order of their regions. [`problems`] checks these invariants.
 //!
 //! Every value that crosses from one region to a later one is explicit in the graph. The
 //! carried value of a state (its next step's content) is named by [`State::write`].
 
-use crate::{Graph, ValueId};
+mod build;
+mod layouts;
+mod problems;
+mod shared;
+
+pub use build::build;
+pub use problems::problems;
+
+use crate::{Graph, GraphError, TrainSpec, ValueId};
 use serde::{Deserialize, Serialize};
 
 /// What a persistent tensor is.
@@ -56,4 +73,13 @@ pub struct TrainingGraph {
     pub loss: ValueId,
     /// The global gradient norm before clipping (unscaled for f16 only by the coefficient).
     pub grad_norm: ValueId,
+}
+
+/// The training graph that plans are made for and replayed on: layer boundaries made explicit
+/// (`boundary`), then [`build`], then parameters of other layers shared through one op each
+/// (`shared.<layer>.<param>`). `forward` as in [`build`]. A change here or there is a new
+/// `plan::PASSES_VERSION`.
+pub fn training_graph(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
+    let marked = crate::boundary::mark_boundaries(forward)?;
+    shared::share_parameters(&build(&marked, spec)?)
 }

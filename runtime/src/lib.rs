@@ -1,1 +1,5 @@
 //! Execution: CPU kernels, ranks, communicators, data, measuring.
+
+pub mod data;
+pub mod rng;
+pub mod schedule;

@@ -128,10 +128,7 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 
     for round in 0..ROUNDS {
         if round > 0 {
-            key = [
-                key[0].wrapping_add(WEYL[0]),
-                key[1].wrapping_add(WEYL[1]),
-            ];
+            key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
         }
         let [lo0, hi0] = words(u64::from(MULTIPLIER[0]) * u64::from(counter[0]));
         let [lo1, hi1] = words(u64::from(MULTIPLIER[1]) * u64::from(counter[2]));
@@ -239,7 +236,11 @@ mod tests {
 
     #[test]
     fn a_stream_is_two_applications_of_philox() {
-        let key = Key { seed: 0x1_0000_0002, step: 0x3_0000_0004, path: 0x5_0000_0006 };
+        let key = Key {
+            seed: 0x1_0000_0002,
+            step: 0x3_0000_0004,
+            path: 0x5_0000_0006,
+        };
         let derived = philox4x32_10([4, 3, 6, 5], [2, 1]);
         let block = philox4x32_10([9, 0, derived[2], derived[3]], [derived[0], derived[1]]);
         for (lane, word) in block.into_iter().enumerate() {
@@ -278,8 +279,20 @@ mod tests {
         let others = [
             draw(key(), 1),
             draw(Key { step: 8, ..key() }, 0),
-            draw(Key { seed: 1235, ..key() }, 0),
-            draw(Key { path: key().path ^ 1, ..key() }, 0),
+            draw(
+                Key {
+                    seed: 1235,
+                    ..key()
+                },
+                0,
+            ),
+            draw(
+                Key {
+                    path: key().path ^ 1,
+                    ..key()
+                },
+                0,
+            ),
         ];
         for other in others {
             let correlation = base
@@ -304,7 +317,14 @@ mod tests {
         assert!((kurtosis - 3.0).abs() < 5.0 * (96.0 / N as f64).sqrt());
 
         // Probability of the intervals cut at -2, -1, 0, 1, 2, from tables of the normal law.
-        let probabilities = [0.022_750_1, 0.135_905_1, 0.341_344_7, 0.341_344_7, 0.135_905_1, 0.022_750_1];
+        let probabilities = [
+            0.022_750_1,
+            0.135_905_1,
+            0.341_344_7,
+            0.341_344_7,
+            0.135_905_1,
+            0.022_750_1,
+        ];
         let mut counts = [0.0; 6];
         for value in &values {
             counts[(value.floor() + 3.0).clamp(0.0, 5.0) as usize] += 1.0;
@@ -312,7 +332,9 @@ mod tests {
         assert_chi_square(&counts, &probabilities.map(|p| p * N as f64));
 
         // The two numbers of a Box-Muller pair are independent.
-        let pairs = values.chunks_exact(2).map(|p| f64::from(p[0]) * f64::from(p[1]));
+        let pairs = values
+            .chunks_exact(2)
+            .map(|p| f64::from(p[0]) * f64::from(p[1]));
         let correlation = pairs.sum::<f64>() / (N / 2) as f64;
         assert!(correlation.abs() < 5.0 / ((N / 2) as f64).sqrt());
     }
@@ -320,7 +342,11 @@ mod tests {
     #[test]
     fn extreme_words_give_finite_normals() {
         for words in [[0; 4], [u32::MAX; 4], [u32::MAX, u32::MAX, 0, 0]] {
-            assert!(box_muller(words).iter().all(|v| v.is_finite() && v.abs() <= 8.6));
+            assert!(
+                box_muller(words)
+                    .iter()
+                    .all(|v| v.is_finite() && v.abs() <= 8.6)
+            );
         }
     }
 
@@ -366,7 +392,11 @@ mod tests {
     fn moments(values: &[f32]) -> (f64, f64) {
         let n = values.len() as f64;
         let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-        let variance = values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
+        let variance = values
+            .iter()
+            .map(|v| (f64::from(*v) - mean).powi(2))
+            .sum::<f64>()
+            / n;
         (mean, variance)
     }
 
@@ -378,6 +408,9 @@ mod tests {
             .zip(expected)
             .map(|(count, e)| (count - e).powi(2) / e)
             .sum();
-        assert!((statistic - df).abs() < 5.0 * (2.0 * df).sqrt(), "{statistic} for {df}");
+        assert!(
+            (statistic - df).abs() < 5.0 * (2.0 * df).sqrt(),
+            "{statistic} for {df}"
+        );
     }
 }

@@ -101,9 +101,18 @@ impl LrSchedule {
             return Err(ScheduleError::MinAbovePeak { min, peak });
         }
         if warmup_steps > total_steps {
-            return Err(ScheduleError::WarmupTooLong { warmup_steps, total_steps });
+            return Err(ScheduleError::WarmupTooLong {
+                warmup_steps,
+                total_steps,
+            });
         }
-        Ok(LrSchedule { peak, min, warmup_steps, total_steps, decay })
+        Ok(LrSchedule {
+            peak,
+            min,
+            warmup_steps,
+            total_steps,
+            decay,
+        })
     }
 
     /// The same rate at every step.
@@ -197,19 +206,25 @@ mod tests {
 
     #[test]
     fn warmup_is_linear_and_reaches_the_peak_once() {
-        let rates: Vec<f64> = (0..5).map(|step| schedule(Decay::Linear).lr_at(step)).collect();
+        let rates: Vec<f64> = (0..5)
+            .map(|step| schedule(Decay::Linear).lr_at(step))
+            .collect();
         assert_eq!(rates, [1.0 / 5.0, 2.0 / 5.0, 3.0 / 5.0, 4.0 / 5.0, 1.0]);
     }
 
     #[test]
     fn decays_go_from_the_peak_to_the_minimum() {
-        let close = |actual: f64, expected: f64| assert!((actual - expected).abs() < 1e-12, "{actual}");
+        let close =
+            |actual: f64, expected: f64| assert!((actual - expected).abs() < 1e-12, "{actual}");
         // Half way, step 4 + 5, both are at the middle of 1 and 0.1.
         close(schedule(Decay::Linear).lr_at(9), 0.55);
         close(schedule(Decay::Cosine).lr_at(9), 0.55);
         // One tenth of the way: cos(18 degrees) = 0.951056516295.
         close(schedule(Decay::Linear).lr_at(5), 0.1 + 0.9 * 0.9);
-        close(schedule(Decay::Cosine).lr_at(5), 0.1 + 0.9 * (1.0 + 0.951_056_516_295_154) / 2.0);
+        close(
+            schedule(Decay::Cosine).lr_at(5),
+            0.1 + 0.9 * (1.0 + 0.951_056_516_295_154) / 2.0,
+        );
         close(schedule(Decay::Constant).lr_at(9), 1.0);
         for step in [14, 15, u64::MAX] {
             assert_eq!(schedule(Decay::Linear).lr_at(step), 0.1);
@@ -222,33 +237,71 @@ mod tests {
     #[test]
     fn impossible_numbers_are_refused_with_the_evidence() {
         let message = |peak, min, warmup, total| {
-            LrSchedule::new(peak, min, warmup, total, Decay::Cosine).unwrap_err().to_string()
+            LrSchedule::new(peak, min, warmup, total, Decay::Cosine)
+                .unwrap_err()
+                .to_string()
         };
         let finite = "it must be a finite number, at least 0";
-        assert_eq!(message(f64::NAN, 0.0, 0, 1), format!("peak learning rate is NaN; {finite}"));
-        assert_eq!(message(f64::INFINITY, 0.0, 0, 1), format!("peak learning rate is inf; {finite}"));
-        assert_eq!(message(1.0, -0.5, 0, 1), format!("min learning rate is -0.5; {finite}"));
-        assert_eq!(message(0.0, 0.0, 0, 1), "peak learning rate is 0; nothing would be learned");
-        assert_eq!(message(0.1, 0.2, 0, 1), "min learning rate 0.2 is above the peak 0.1");
-        assert_eq!(message(1.0, 0.0, 11, 10), "11 warmup steps do not fit into 10 total steps");
+        assert_eq!(
+            message(f64::NAN, 0.0, 0, 1),
+            format!("peak learning rate is NaN; {finite}")
+        );
+        assert_eq!(
+            message(f64::INFINITY, 0.0, 0, 1),
+            format!("peak learning rate is inf; {finite}")
+        );
+        assert_eq!(
+            message(1.0, -0.5, 0, 1),
+            format!("min learning rate is -0.5; {finite}")
+        );
+        assert_eq!(
+            message(0.0, 0.0, 0, 1),
+            "peak learning rate is 0; nothing would be learned"
+        );
+        assert_eq!(
+            message(0.1, 0.2, 0, 1),
+            "min learning rate 0.2 is above the peak 0.1"
+        );
+        assert_eq!(
+            message(1.0, 0.0, 11, 10),
+            "11 warmup steps do not fit into 10 total steps"
+        );
     }
 
     #[test]
     fn text_form_round_trips_and_is_checked() {
-        let text = r#"{"peak":0.0003,"min":0.00003,"warmup_steps":10,"total_steps":100,"decay":"linear"}"#;
+        let text =
+            r#"{"peak":0.0003,"min":0.00003,"warmup_steps":10,"total_steps":100,"decay":"linear"}"#;
         let parsed: LrSchedule = serde_json::from_str(text).unwrap();
-        assert_eq!(serde_json::from_str::<LrSchedule>(&serde_json::to_string(&parsed).unwrap()).unwrap(), parsed);
+        assert_eq!(
+            serde_json::from_str::<LrSchedule>(&serde_json::to_string(&parsed).unwrap()).unwrap(),
+            parsed
+        );
 
         let short: LrSchedule = serde_json::from_str(r#"{"peak":1,"total_steps":10}"#).unwrap();
-        assert_eq!(short, LrSchedule::new(1.0, 0.0, 0, 10, Decay::Cosine).unwrap());
+        assert_eq!(
+            short,
+            LrSchedule::new(1.0, 0.0, 0, 10, Decay::Cosine).unwrap()
+        );
 
         for (bad, why) in [
-            (r#"{"peak":1,"warmup_steps":11,"total_steps":10}"#, "11 warmup steps do not fit"),
-            (r#"{"peak":1,"total_steps":10,"warm_up":3}"#, "unknown field `warm_up`"),
+            (
+                r#"{"peak":1,"warmup_steps":11,"total_steps":10}"#,
+                "11 warmup steps do not fit",
+            ),
+            (
+                r#"{"peak":1,"total_steps":10,"warm_up":3}"#,
+                "unknown field `warm_up`",
+            ),
             (r#"{"peak":1,"total_steps":-1}"#, "invalid value"),
-            (r#"{"peak":1,"total_steps":10,"decay":"step"}"#, "unknown variant `step`"),
+            (
+                r#"{"peak":1,"total_steps":10,"decay":"step"}"#,
+                "unknown variant `step`",
+            ),
         ] {
-            let error = serde_json::from_str::<LrSchedule>(bad).unwrap_err().to_string();
+            let error = serde_json::from_str::<LrSchedule>(bad)
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(why), "{error}");
         }
     }

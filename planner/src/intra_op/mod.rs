@@ -7,13 +7,21 @@
 //! The phases: [`presolve`](presolve::presolve) shrinks the problem without losing an
 //! optimum.
 
+pub mod eliminate;
+#[cfg(feature = "highs")]
+mod highs_backend;
+mod ilp;
 pub mod iopddl;
+#[cfg(feature = "highs")]
+mod microlp_backend;
 pub mod presolve;
 pub mod problem;
 pub mod reduced;
+pub mod solve;
 mod tables;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
+pub use solve::{IlpBackend, SolveOptions, SolveResult, SolveStatus, solve};
 pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};
 
 use thiserror::Error;

@@ -95,7 +95,12 @@ impl Dataset {
         }
         let tokens = self.n_tokens(split);
         match tokens.saturating_sub(1) / seq as u64 {
-            0 => Err(DataError::TooShort { path: self.source.path.clone(), split, tokens, seq }),
+            0 => Err(DataError::TooShort {
+                path: self.source.path.clone(),
+                split,
+                tokens,
+                seq,
+            }),
             windows => Ok(windows),
         }
     }
@@ -108,7 +113,12 @@ impl Dataset {
         let windows = self.n_windows(split, seq)?;
         if index >= windows {
             let path = self.source.path.clone();
-            return Err(DataError::NoSuchWindow { path, split, index, windows });
+            return Err(DataError::NoSuchWindow {
+                path,
+                split,
+                index,
+                windows,
+            });
         }
         // Below the number of tokens, as index < windows; and so is seq + 1.
         let start = self.start(split) + index * seq as u64;

@@ -146,6 +146,10 @@ impl DataError {
         path: &'a std::path::Path,
         action: &'static str,
     ) -> impl FnOnce(io::Error) -> DataError + 'a {
-        move |source| DataError::Io { path: path.to_owned(), action, source }
+        move |source| DataError::Io {
+            path: path.to_owned(),
+            action,
+            source,
+        }
     }
 }

@@ -65,15 +65,26 @@ struct LlmC {
 }
 
 const LLM_C: [LlmC; 2] = [
-    LlmC { magic: 20_240_520, version: 1, width: Width::Two },
-    LlmC { magic: 20_240_801, version: 7, width: Width::Four },
+    LlmC {
+        magic: 20_240_520,
+        version: 1,
+        width: Width::Two,
+    },
+    LlmC {
+        magic: 20_240_801,
+        version: 7,
+        width: Width::Four,
+    },
 ];
 
 /// The format of the file called `path` that begins with `head`.
 ///
 /// Files called `.bin` hold tokens, llm.c's if the magic number says so; all others are text.
 pub(super) fn detect(path: &Path, head: &[u8]) -> DataFormat {
-    if !path.extension().is_some_and(|e| e.eq_ignore_ascii_case("bin")) {
+    if !path
+        .extension()
+        .is_some_and(|e| e.eq_ignore_ascii_case("bin"))
+    {
         DataFormat::Text
     } else if LLM_C.iter().any(|kind| word(head, 0) == Some(kind.magic)) {
         DataFormat::LlmC
@@ -92,16 +103,26 @@ pub(super) fn layout(
     len: u64,
 ) -> Result<Layout, DataError> {
     if len == 0 {
-        return Err(DataError::Empty { path: path.to_owned() });
+        return Err(DataError::Empty {
+            path: path.to_owned(),
+        });
     }
     match format {
-        DataFormat::Text => Ok(Layout { offset: 0, width: Width::One, n_tokens: len }),
-        DataFormat::NanoGpt if len % 2 != 0 => Err(DataError::Truncated {
+        DataFormat::Text => Ok(Layout {
+            offset: 0,
+            width: Width::One,
+            n_tokens: len,
+        }),
+        DataFormat::NanoGpt if !len.is_multiple_of(2) => Err(DataError::Truncated {
             path: path.to_owned(),
             len,
             inside: "a token of 2 bytes",
         }),
-        DataFormat::NanoGpt => Ok(Layout { offset: 0, width: Width::Two, n_tokens: len / 2 }),
+        DataFormat::NanoGpt => Ok(Layout {
+            offset: 0,
+            width: Width::Two,
+            n_tokens: len / 2,
+        }),
         DataFormat::LlmC => llm_c_layout(path, head, len),
     }
 }
@@ -124,9 +145,16 @@ fn llm_c_layout(path: &Path, head: &[u8], len: u64) -> Result<Layout, DataError>
     field(LLM_C_HEADER_BYTES / 4 - 1)?;
 
     let magic = field(0)?;
-    let kind = LLM_C.iter().find(|kind| kind.magic == magic).ok_or_else(|| {
-        mismatch("the magic number", magic, format!("{} or {}", LLM_C[0].magic, LLM_C[1].magic))
-    })?;
+    let kind = LLM_C
+        .iter()
+        .find(|kind| kind.magic == magic)
+        .ok_or_else(|| {
+            mismatch(
+                "the magic number",
+                magic,
+                format!("{} or {}", LLM_C[0].magic, LLM_C[1].magic),
+            )
+        })?;
     let version = field(1)?;
     if version != kind.version {
         return Err(mismatch("the version", version, kind.version.to_string()));
@@ -138,17 +166,31 @@ fn llm_c_layout(path: &Path, head: &[u8], len: u64) -> Result<Layout, DataError>
         Width::Four => (4, "a token of 4 bytes"),
         _ => (2, "a token of 2 bytes"),
     };
-    if body % width != 0 {
-        return Err(DataError::Truncated { path: path.to_owned(), len, inside });
+    if !body.is_multiple_of(width) {
+        return Err(DataError::Truncated {
+            path: path.to_owned(),
+            len,
+            inside,
+        });
     }
     let (found, n_tokens) = (field(2)?, body / width);
     if u64::try_from(found) != Ok(n_tokens) {
-        return Err(mismatch("the token count", found, format!("{n_tokens} from the file's length")));
+        return Err(mismatch(
+            "the token count",
+            found,
+            format!("{n_tokens} from the file's length"),
+        ));
     }
     if n_tokens == 0 {
-        return Err(DataError::Empty { path: path.to_owned() });
+        return Err(DataError::Empty {
+            path: path.to_owned(),
+        });
     }
-    Ok(Layout { offset: LLM_C_HEADER_BYTES as u64, width: kind.width, n_tokens })
+    Ok(Layout {
+        offset: LLM_C_HEADER_BYTES as u64,
+        width: kind.width,
+        n_tokens,
+    })
 }
 
 /// The `index`-th little-endian word of `head`, if `head` reaches that far.

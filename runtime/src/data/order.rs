@@ -40,7 +40,12 @@ impl Order {
         }
         let bits = u64::BITS - (n_windows - 1).leading_zeros();
         let half_bits = bits.div_ceil(2).max(1);
-        Ok(Order { n_windows, global_batch, seed, half_bits })
+        Ok(Order {
+            n_windows,
+            global_batch,
+            seed,
+            half_bits,
+        })
     }
 
     /// The window that is sample `position` of the global batch of training step `step`.
@@ -94,7 +99,9 @@ mod tests {
 
     fn epoch_order(n_windows: u64, seed: u64, epoch: u64) -> Vec<u64> {
         let order = Order::new(n_windows, 1, seed).unwrap();
-        (0..n_windows).map(|i| order.window(epoch * n_windows + i, 0)).collect()
+        (0..n_windows)
+            .map(|i| order.window(epoch * n_windows + i, 0))
+            .collect()
     }
 
     #[test]
@@ -125,14 +132,22 @@ mod tests {
             let n_epochs = 24_000;
             let mut counts = std::collections::BTreeMap::new();
             for epoch in 0..n_epochs {
-                *counts.entry(epoch_order(n_windows, 7, epoch)).or_insert(0.0) += 1.0;
+                *counts
+                    .entry(epoch_order(n_windows, 7, epoch))
+                    .or_insert(0.0) += 1.0;
             }
             let expected = n_epochs as f64 / n_permutations as f64;
-            let seen: f64 = counts.values().map(|c: &f64| (c - expected).powi(2) / expected).sum();
+            let seen: f64 = counts
+                .values()
+                .map(|c: &f64| (c - expected).powi(2) / expected)
+                .sum();
             let unseen = (n_permutations - counts.len()) as f64 * expected;
             let df = (n_permutations - 1) as f64;
             // Five standard deviations of a chi-square.
-            assert!(seen + unseen < df + 5.0 * (2.0 * df).sqrt(), "{n_windows}: {counts:?}");
+            assert!(
+                seen + unseen < df + 5.0 * (2.0 * df).sqrt(),
+                "{n_windows}: {counts:?}"
+            );
         }
     }
 
@@ -142,14 +157,20 @@ mod tests {
         let (n_windows, n_epochs) = (23, 4600);
         let mut counts = vec![vec![0.0; n_windows]; n_windows];
         for epoch in 0..n_epochs {
-            for (place, window) in epoch_order(n_windows as u64, 3, epoch).into_iter().enumerate() {
+            for (place, window) in epoch_order(n_windows as u64, 3, epoch)
+                .into_iter()
+                .enumerate()
+            {
                 counts[window as usize][place] += 1.0;
             }
         }
         let expected = n_epochs as f64 / n_windows as f64;
         let df = (n_windows - 1) as f64;
         for places in counts {
-            let statistic: f64 = places.iter().map(|c: &f64| (c - expected).powi(2) / expected).sum();
+            let statistic: f64 = places
+                .iter()
+                .map(|c: &f64| (c - expected).powi(2) / expected)
+                .sum();
             assert!(statistic < df + 5.0 * (2.0 * df).sqrt(), "{statistic}");
         }
     }
@@ -169,8 +190,14 @@ mod tests {
 
     #[test]
     fn zero_counts_are_refused() {
-        assert_eq!(Order::new(0, 1, 0).unwrap_err().to_string(), "the number of windows is 0");
-        assert_eq!(Order::new(1, 0, 0).unwrap_err().to_string(), "the global batch is 0");
+        assert_eq!(
+            Order::new(0, 1, 0).unwrap_err().to_string(),
+            "the number of windows is 0"
+        );
+        assert_eq!(
+            Order::new(1, 0, 0).unwrap_err().to_string(),
+            "the global batch is 0"
+        );
     }
 
     proptest! {

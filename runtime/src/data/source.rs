@@ -20,7 +20,11 @@ pub(super) struct TokenSource {
 
 #[derive(Debug)]
 enum Store {
-    File { file: File, offset: u64, width: Width },
+    File {
+        file: File,
+        offset: u64,
+        width: Width,
+    },
     Memory(Vec<u32>),
 }
 
@@ -36,12 +40,18 @@ impl TokenSource {
         let mut file = File::open(path).map_err(DataError::io(path, "open"))?;
         let metadata = file.metadata().map_err(DataError::io(path, "measure"))?;
         if !metadata.is_file() {
-            return Err(DataError::NotAFile { path: path.to_owned() });
+            return Err(DataError::NotAFile {
+                path: path.to_owned(),
+            });
         }
         let len = metadata.len();
         let head = read_head(&mut file, path)?;
         let format = format.unwrap_or_else(|| format::detect(path, &head));
-        let Layout { offset, width, n_tokens } = format::layout(format, path, &head, len)?;
+        let Layout {
+            offset,
+            width,
+            n_tokens,
+        } = format::layout(format, path, &head, len)?;
 
         let (store, n_tokens) = match (format, tokenizer) {
             (DataFormat::Text, Some(tokenizer)) => {
@@ -51,7 +61,14 @@ impl TokenSource {
             }
             (DataFormat::Text, None) => {
                 text::check_utf8(&mut file, path)?;
-                (Store::File { file, offset, width }, n_tokens)
+                (
+                    Store::File {
+                        file,
+                        offset,
+                        width,
+                    },
+                    n_tokens,
+                )
             }
             (_, Some(tokenizer)) => {
                 return Err(DataError::TokenizerUnused {
@@ -59,9 +76,21 @@ impl TokenSource {
                     tokenizer: tokenizer.to_owned(),
                 });
             }
-            (_, None) => (Store::File { file, offset, width }, n_tokens),
+            (_, None) => (
+                Store::File {
+                    file,
+                    offset,
+                    width,
+                },
+                n_tokens,
+            ),
         };
-        Ok(TokenSource { path: path.to_owned(), n_tokens, vocab, store })
+        Ok(TokenSource {
+            path: path.to_owned(),
+            n_tokens,
+            vocab,
+            store,
+        })
     }
 
     /// Reads the tokens `start .. start + out.len()`, which the caller knows to exist.
@@ -74,10 +103,15 @@ impl TokenSource {
                 let start = start as usize;
                 out.copy_from_slice(&tokens[start..start + out.len()]);
             }
-            Store::File { file, offset, width } => {
+            Store::File {
+                file,
+                offset,
+                width,
+            } => {
                 let mut bytes = vec![0; out.len() * width.bytes()];
                 let at = offset + start * width.bytes() as u64;
-                file.read_exact_at(&mut bytes, at).map_err(DataError::io(&self.path, "read"))?;
+                file.read_exact_at(&mut bytes, at)
+                    .map_err(DataError::io(&self.path, "read"))?;
                 decode(*width, &bytes, out);
             }
         }
@@ -111,7 +145,11 @@ fn tokens_of_text(
 ) -> Result<Vec<u32>, DataError> {
     let limit = text::MAX_TOKENIZED_BYTES;
     if len > limit {
-        return Err(DataError::TextTooLarge { path: path.to_owned(), len, limit });
+        return Err(DataError::TextTooLarge {
+            path: path.to_owned(),
+            len,
+            limit,
+        });
     }
     let tokenizer = text::load_tokenizer(tokenizer)?;
     text::tokenize(file, path, &tokenizer)

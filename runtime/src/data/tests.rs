@@ -18,7 +18,12 @@ struct Files {
 fn files(name: &'static str, bytes: &[u8]) -> Files {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join(name), bytes).unwrap();
-    let options = DataOptions { format: None, tokenizer: None, vocab: 50_257, validation_fraction: 0.0 };
+    let options = DataOptions {
+        format: None,
+        tokenizer: None,
+        vocab: 50_257,
+        validation_fraction: 0.0,
+    };
     Files { dir, name, options }
 }
 
@@ -54,7 +59,10 @@ impl Files {
     }
 
     fn sample(&self, index: u64, seq: usize) -> Vec<u32> {
-        self.open().unwrap().sample(Split::Train, index, seq).unwrap()
+        self.open()
+            .unwrap()
+            .sample(Split::Train, index, seq)
+            .unwrap()
     }
 
     /// The message, without the directory, of the first error of opening, sampling, checking.
@@ -64,12 +72,17 @@ impl Files {
             .and_then(|data| data.sample(Split::Train, index, seq).map(|_| data))
             .and_then(|data| data.check())
             .unwrap_err();
-        error.to_string().replace(&format!("{}/", self.dir.path().display()), "")
+        error
+            .to_string()
+            .replace(&format!("{}/", self.dir.path().display()), "")
     }
 }
 
 fn u16s(tokens: &[u16]) -> Vec<u8> {
-    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+    tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect()
 }
 
 fn llm_c(words: [i32; 3], body: &[u8]) -> Vec<u8> {
@@ -91,7 +104,10 @@ fn llm_c_files_tell_their_width() {
     let gpt2 = files("train.bin", &llm_c([20_240_520, 1, 3], &u16s(&[9, 8, 7])));
     assert_eq!(gpt2.sample(0, 2), [9, 8, 7]);
 
-    let body: Vec<u8> = [128_000_u32, 1, 2].iter().flat_map(|t| t.to_le_bytes()).collect();
+    let body: Vec<u8> = [128_000_u32, 1, 2]
+        .iter()
+        .flat_map(|t| t.to_le_bytes())
+        .collect();
     let llama = files("train.bin", &llm_c([20_240_801, 7, 3], &body)).vocab(128_256);
     assert_eq!(llama.sample(0, 2), [128_000, 1, 2]);
 }
@@ -105,8 +121,12 @@ fn text_without_a_tokenizer_is_bytes() {
 /// The ids that the `tokenizers` Python package gives for the start of the example text.
 #[test]
 fn text_with_a_tokenizer_is_its_ids() {
-    let data = files("text.txt", TEXT.as_bytes()).tokenizer(TOKENIZER).vocab(1024);
-    let expected = [46, 47, 50, 52, 40, 33, 46, 39, 37, 50, 385, 34, 34, 37, 57, 199, 199, 199, 66, 89];
+    let data = files("text.txt", TEXT.as_bytes())
+        .tokenizer(TOKENIZER)
+        .vocab(1024);
+    let expected = [
+        46, 47, 50, 52, 40, 33, 46, 39, 37, 50, 385, 34, 34, 37, 57, 199, 199, 199, 66, 89,
+    ];
     assert_eq!(data.sample(0, 19), expected);
     let dataset = data.open().unwrap();
     assert_eq!(dataset.n_tokens(Split::Train), 72_758);
@@ -117,19 +137,35 @@ fn text_with_a_tokenizer_is_its_ids() {
 #[test]
 fn truncation_and_padding_are_switched_off() {
     let json = String::from_utf8(TOKENIZER.to_vec()).unwrap();
-    let truncation = r#""truncation":{"direction":"Right","max_length":4,"strategy":"LongestFirst","stride":0}"#;
+    let truncation =
+        r#""truncation":{"direction":"Right","max_length":4,"strategy":"LongestFirst","stride":0}"#;
     let padding = r#""padding":{"strategy":{"Fixed":100000},"direction":"Right","pad_to_multiple_of":null,"pad_id":0,"pad_type_id":0,"pad_token":"<|endoftext|>"}"#;
     let json = json
         .replacen(r#""truncation":null"#, truncation, 1)
         .replacen(r#""padding":null"#, padding, 1);
     assert!(json.contains("max_length") && json.contains("100000"));
-    let data = files("text.txt", TEXT.as_bytes()).tokenizer(json.as_bytes()).vocab(1024);
+    let data = files("text.txt", TEXT.as_bytes())
+        .tokenizer(json.as_bytes())
+        .vocab(1024);
+    assert_eq!(data.open().unwrap().n_tokens(Split::Train), 72_758);
+}
+
+#[test]
+fn dropout_is_switched_off() {
+    let json = String::from_utf8(TOKENIZER.to_vec()).unwrap();
+    let json = json.replacen(r#""dropout":null"#, r#""dropout":0.5"#, 1);
+    assert!(json.contains("0.5"));
+    let data = files("text.txt", TEXT.as_bytes())
+        .tokenizer(json.as_bytes())
+        .vocab(1024);
     assert_eq!(data.open().unwrap().n_tokens(Split::Train), 72_758);
 }
 
 #[test]
 fn special_tokens_in_the_text_become_their_ids() {
-    let data = files("text.txt", b"No one<|endoftext|>No one").tokenizer(TOKENIZER).vocab(1024);
+    let data = files("text.txt", b"No one<|endoftext|>No one")
+        .tokenizer(TOKENIZER)
+        .vocab(1024);
     let tokens = data.sample(0, 4);
     assert_eq!(tokens, [738, 501, 0, 738, 501]);
 }
@@ -138,29 +174,47 @@ fn special_tokens_in_the_text_become_their_ids() {
 #[test]
 fn validation_is_the_last_part() {
     let tokens: Vec<u16> = (0..103).collect();
-    let data = files("train.bin", &u16s(&tokens)).validation(0.1).open().unwrap();
+    let data = files("train.bin", &u16s(&tokens))
+        .validation(0.1)
+        .open()
+        .unwrap();
     assert_eq!(data.n_tokens(Split::Train), 93);
     assert_eq!(data.n_tokens(Split::Validation), 10);
     // (93 - 1) / 4 and (10 - 1) / 4.
     assert_eq!(data.n_windows(Split::Train, 4).unwrap(), 23);
     assert_eq!(data.n_windows(Split::Validation, 4).unwrap(), 2);
-    assert_eq!(data.sample(Split::Train, 22, 4).unwrap(), [88, 89, 90, 91, 92]);
-    assert_eq!(data.sample(Split::Validation, 0, 4).unwrap(), [93, 94, 95, 96, 97]);
-    assert_eq!(data.sample(Split::Validation, 1, 4).unwrap(), [97, 98, 99, 100, 101]);
+    assert_eq!(
+        data.sample(Split::Train, 22, 4).unwrap(),
+        [88, 89, 90, 91, 92]
+    );
+    assert_eq!(
+        data.sample(Split::Validation, 0, 4).unwrap(),
+        [93, 94, 95, 96, 97]
+    );
+    assert_eq!(
+        data.sample(Split::Validation, 1, 4).unwrap(),
+        [97, 98, 99, 100, 101]
+    );
 }
 
 /// Only the piece asked for is read: a file of 1 TB, nearly all of it a hole.
 #[test]
 fn large_files_are_not_read_whole() {
     let data = files("train.bin", &u16s(&[1, 2]));
-    let file = std::fs::OpenOptions::new().write(true).open(data.path()).unwrap();
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(data.path())
+        .unwrap();
     if file.set_len(1 << 40).is_err() {
         return; // A file system without sparse files of that size.
     }
     let dataset = data.open().unwrap();
     let windows = dataset.n_windows(Split::Train, 1023).unwrap();
     assert_eq!(windows, ((1 << 39) - 1) / 1023);
-    assert_eq!(dataset.sample(Split::Train, windows - 1, 1023).unwrap(), [0; 1024]);
+    assert_eq!(
+        dataset.sample(Split::Train, windows - 1, 1023).unwrap(),
+        [0; 1024]
+    );
 }
 
 #[test]
@@ -170,18 +224,24 @@ fn broken_files_are_refused_with_the_place() {
 
     check(bin(b""), "a.bin: empty");
     check(files("a.txt", b""), "a.txt: empty");
-    check(bin(b"abc"), "a.bin: truncated: 3 bytes, which end inside a token of 2 bytes");
-    check(bin(&u16s(&[1, 2])), "a.bin: the train split has 2 tokens; one window of sequence length 2 needs 2 + 1");
+    check(
+        bin(b"abc"),
+        "a.bin: truncated: 3 bytes, which end inside a token of 2 bytes",
+    );
+    check(
+        bin(&u16s(&[1, 2])),
+        "a.bin: the train split has 2 tokens; one window of sequence length 2 needs 2 + 1",
+    );
     check(
         bin(&u16s(&[1, 2, 3, 4, 999])).vocab(999),
         "a.bin: token 999 at position 4 is not below the vocabulary size 999",
     );
-    check(
-        files("a.txt", b"abc\xff"),
-        "a.txt: not UTF-8 at byte 3",
-    );
+    check(files("a.txt", b"abc\xff"), "a.txt: not UTF-8 at byte 3");
     check(files("a.txt", b"abc\xe2\x82"), "a.txt: not UTF-8 at byte 3");
-    check(files("a.txt", b"abcdef").vocab(101), "a.txt: token 101 at position 4 is not below the vocabulary size 101");
+    check(
+        files("a.txt", b"abcdef").vocab(101),
+        "a.txt: token 101 at position 4 is not below the vocabulary size 101",
+    );
     assert_eq!(
         bin(&u16s(&[1, 2, 3])).error(1, 2),
         "a.bin: window 1 asked for; the train split has 1",
@@ -192,14 +252,30 @@ fn broken_files_are_refused_with_the_place() {
 fn broken_headers_are_refused_with_the_field() {
     let body = u16s(&[1, 2, 3]);
     let check = |bytes: Vec<u8>, expected: &str| {
-        assert_eq!(files("a.bin", &bytes).format(DataFormat::LlmC).error(0, 2), expected);
+        assert_eq!(
+            files("a.bin", &bytes).format(DataFormat::LlmC).error(0, 2),
+            expected
+        );
     };
-    check(vec![0; 7], "a.bin: truncated: 7 bytes, which end inside the header of 1024 bytes");
-    check(vec![1; 1023], "a.bin: truncated: 1023 bytes, which end inside the header of 1024 bytes");
-    check(llm_c([1, 1, 3], &body), "a.bin: header: the magic number is 1, expected 20240520 or 20240801");
-    check(llm_c([20_240_520, 7, 3], &body), "a.bin: header: the version is 7, expected 1");
+    check(
+        vec![0; 7],
+        "a.bin: truncated: 7 bytes, which end inside the header of 1024 bytes",
+    );
+    check(
+        vec![1; 1023],
+        "a.bin: truncated: 1023 bytes, which end inside the header of 1024 bytes",
+    );
+    check(
+        llm_c([1, 1, 3], &body),
+        "a.bin: header: the magic number is 1, expected 20240520 or 20240801",
+    );
+    check(
+        llm_c([20_240_520, 7, 3], &body),
+        "a.bin: header: the version is 7, expected 1",
+    );
     for count in [2, 4, -1, 0, i32::MIN, i32::MAX] {
-        let expected = format!("a.bin: header: the token count is {count}, expected 3 from the file's length");
+        let expected =
+            format!("a.bin: header: the token count is {count}, expected 3 from the file's length");
         check(llm_c([20_240_520, 1, count], &body), &expected);
     }
     check(
@@ -213,8 +289,13 @@ fn broken_headers_are_refused_with_the_field() {
 fn files_that_are_none_are_refused() {
     let data = files("a.bin", b"");
     let missing = Dataset::open(&data.path().with_file_name("b.bin"), &data.options).unwrap_err();
-    assert!(matches!(&missing, DataError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound));
-    assert!(missing.to_string().contains("b.bin: cannot open: "), "{missing}");
+    assert!(
+        matches!(&missing, DataError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound)
+    );
+    assert!(
+        missing.to_string().contains("b.bin: cannot open: "),
+        "{missing}"
+    );
     let directory = Dataset::open(data.dir.path(), &data.options).unwrap_err();
     assert!(matches!(directory, DataError::NotAFile { .. }));
 }
@@ -224,20 +305,31 @@ fn a_file_that_shrinks_is_an_error_not_a_panic() {
     let data = files("a.bin", &u16s(&[1; 100]));
     let dataset = data.open().unwrap();
     std::fs::write(data.path(), b"").unwrap();
-    assert!(matches!(dataset.sample(Split::Train, 5, 4), Err(DataError::Io { .. })));
+    assert!(matches!(
+        dataset.sample(Split::Train, 5, 4),
+        Err(DataError::Io { .. })
+    ));
 }
 
 #[test]
 fn options_are_checked() {
     for fraction in [-0.1, 1.0, f64::NAN, f64::INFINITY] {
-        let error = files("a.bin", &u16s(&[1; 9])).validation(fraction).open().unwrap_err();
+        let error = files("a.bin", &u16s(&[1; 9]))
+            .validation(fraction)
+            .open()
+            .unwrap_err();
         assert!(matches!(error, DataError::BadFraction(_)));
     }
     let data = files("a.bin", &u16s(&[1; 9]));
     assert_eq!(data.error(0, 0), "the sequence length is 0");
     assert_eq!(data.vocab(0).error(0, 1), "the vocabulary size is 0");
-    let error = files("a.bin", &u16s(&[1; 9])).tokenizer(TOKENIZER).error(0, 1);
-    assert_eq!(error, "a.bin: holds tokens, not text; the tokenizer tokenizer.json has no use");
+    let error = files("a.bin", &u16s(&[1; 9]))
+        .tokenizer(TOKENIZER)
+        .error(0, 1);
+    assert_eq!(
+        error,
+        "a.bin: holds tokens, not text; the tokenizer tokenizer.json has no use"
+    );
 }
 
 #[test]
@@ -250,22 +342,81 @@ fn tokenizers_are_checked() {
     assert!(data.error(0, 1).starts_with("none.json: cannot read: "));
 }
 
+/// Valid JSON, but parts that are odd or contradict each other: refused or used, never a panic.
+#[test]
+fn contradictory_tokenizers_never_panic() {
+    let models = [
+        r#"{"type":"Unigram","unk_id":9,"vocab":[["a",-1.0]],"byte_fallback":false}"#,
+        r#"{"type":"Unigram","unk_id":null,"vocab":[],"byte_fallback":true}"#,
+        r#"{"type":"WordLevel","vocab":{"a":0},"unk_token":"none"}"#,
+        r###"{"type":"WordPiece","vocab":{"a":4294967295},"unk_token":"none","continuing_subword_prefix":"##","max_input_chars_per_word":0}"###,
+        r#"{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a b"],"unk_token":"c","fuse_unk":true}"#,
+        r#"{"type":"BPE","vocab":{"a":0,"aa":0},"merges":["a a"],"dropout":2.0}"#,
+        r#"{"type":"BPE","vocab":{"a":0,"aa":1},"merges":["a  a"],"continuing_subword_prefix":"aaa"}"#,
+    ];
+    let normalizers = [
+        "null",
+        r#"{"type":"Precompiled","precompiled_charsmap":"AAAA"}"#,
+        r#"{"type":"Precompiled","precompiled_charsmap":"/////wAAAAA="}"#,
+        r#"{"type":"Replace","pattern":{"String":""},"content":"xy"}"#,
+        r#"{"type":"Prepend","prepend":""}"#,
+    ];
+    let pre_tokenizers = [
+        "null",
+        r#"{"type":"Split","pattern":{"Regex":"("},"behavior":"Isolated","invert":false}"#,
+        r#"{"type":"Split","pattern":{"Regex":""},"behavior":"Removed","invert":true}"#,
+        r#"{"type":"Metaspace","replacement":"▁","prepend_scheme":"never","split":false}"#,
+    ];
+    let mut n_used = 0;
+    let mut reasons = Vec::new();
+    for model in models {
+        for normalizer in normalizers {
+            for pre_tokenizer in pre_tokenizers {
+                let json = format!(
+                    r#"{{"version":"1.0","added_tokens":[{{"id":0,"content":"","special":true,"single_word":false,"lstrip":true,"rstrip":true,"normalized":true}}],"normalizer":{normalizer},"pre_tokenizer":{pre_tokenizer},"post_processor":null,"decoder":null,"model":{model}}}"#
+                );
+                let data = files("a.txt", "a aab \u{e9}\n".as_bytes()).tokenizer(json.as_bytes());
+                match data.open() {
+                    Ok(_) => n_used += 1,
+                    Err(error) => reasons.push(error.to_string()),
+                }
+                exercise(&data, 1);
+            }
+        }
+    }
+    // Some get past the parser; in others the library panics, which is caught.
+    assert!(n_used > 0);
+    let caught = |reason: &String| reason.contains(": not a usable tokenizer: Precompiled: ");
+    assert!(reasons.iter().any(caught), "{reasons:?}");
+}
+
 /// A training step sees the same tokens whoever asks, in whatever order.
 #[test]
 fn batches_are_functions_of_step_and_position() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/northanger_abbey_volume_one.txt");
-    let options = DataOptions { format: None, tokenizer: None, vocab: 256, validation_fraction: 0.1 };
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../examples/data/northanger_abbey_volume_one.txt");
+    let options = DataOptions {
+        format: None,
+        tokenizer: None,
+        vocab: 256,
+        validation_fraction: 0.1,
+    };
     let data = Dataset::open(&path, &options).unwrap();
     let seq = 64;
     let order = Order::new(data.n_windows(Split::Train, seq).unwrap(), 8, 1).unwrap();
-    let sample = |step, position| data.sample(Split::Train, order.window(step, position), seq).unwrap();
+    let sample = |step, position| {
+        data.sample(Split::Train, order.window(step, position), seq)
+            .unwrap()
+    };
     let forward: Vec<_> = (0..8).map(|position| sample(3, position)).collect();
     let mut backward: Vec<_> = (0..8).rev().map(|position| sample(3, position)).collect();
     backward.reverse();
     assert_eq!(forward, backward);
     for (position, tokens) in (0..).zip(&forward) {
         let start = order.window(3, position) as usize * seq;
-        let expected = TEXT.as_bytes()[start..=start + seq].iter().map(|byte| u32::from(*byte));
+        let expected = TEXT.as_bytes()[start..=start + seq]
+            .iter()
+            .map(|byte| u32::from(*byte));
         assert!(tokens.iter().copied().eq(expected));
     }
 }
@@ -298,7 +449,10 @@ fn damage(bytes: &[u8], edits: &[(proptest::sample::Index, u8)], keep: f64) -> V
 
 fn edits() -> impl Strategy<Value = (Vec<(proptest::sample::Index, u8)>, f64)> {
     let edit = (any::<proptest::sample::Index>(), any::<u8>());
-    (proptest::collection::vec(edit, 0..6), prop_oneof![3 => Just(1.0), 1 => 0.0..1.0])
+    (
+        proptest::collection::vec(edit, 0..6),
+        prop_oneof![3 => Just(1.0), 1 => 0.0..1.0],
+    )
 }
 
 proptest! {
@@ -355,6 +509,4 @@ proptest! {
         let data = files("a.txt", line.as_bytes()).tokenizer(&damage(&json, &edits, keep));
         exercise(&data.vocab(1024), 3);
     }
-
-    #[test]
 }

@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use tokenizers::Tokenizer;
+use tokenizers::{ModelWrapper, Tokenizer};
 
 /// Bytes in a piece of text; a piece is longer where no line ends after a letter or digit.
 const PIECE_BYTES: usize = 1 << 20;
@@ -36,11 +36,13 @@ pub(super) fn tokenize(
 ) -> Result<Vec<u32>, DataError> {
     let mut tokens = Vec::new();
     for_each_piece(file, path, PIECE_BYTES, |position, text| {
-        tokens.extend(encode(tokenizer, text).map_err(|reason| DataError::Tokenize {
-            path: path.to_owned(),
-            position,
-            reason,
-        })?);
+        tokens.extend(
+            encode(tokenizer, text).map_err(|reason| DataError::Tokenize {
+                path: path.to_owned(),
+                position,
+                reason,
+            })?,
+        );
         Ok(())
     })?;
     Ok(tokens)
@@ -48,10 +50,14 @@ pub(super) fn tokenize(
 
 /// The tokenizer in the Hugging Face `tokenizer.json` at `path`.
 ///
-/// Its truncation and padding are switched off; they are meant for single inputs.
+/// Truncation and padding are switched off; they are for single inputs. So is BPE dropout,
+/// which makes tokens random.
 pub(super) fn load_tokenizer(path: &Path) -> Result<Tokenizer, DataError> {
     let json = std::fs::read(path).map_err(DataError::io(path, "read"))?;
-    parse_tokenizer(&json).map_err(|reason| DataError::BadTokenizer { path: path.to_owned(), reason })
+    parse_tokenizer(&json).map_err(|reason| DataError::BadTokenizer {
+        path: path.to_owned(),
+        reason,
+    })
 }
 
 pub(super) fn parse_tokenizer(json: &[u8]) -> Result<Tokenizer, String> {
@@ -59,6 +65,13 @@ pub(super) fn parse_tokenizer(json: &[u8]) -> Result<Tokenizer, String> {
         let mut tokenizer = Tokenizer::from_bytes(json)?;
         tokenizer.with_truncation(None)?;
         tokenizer.with_padding(None);
+        if let ModelWrapper::BPE(bpe) = tokenizer.get_model()
+            && bpe.dropout.is_some()
+        {
+            let mut bpe = bpe.clone();
+            bpe.dropout = None;
+            tokenizer.with_model(bpe);
+        }
         Ok(tokenizer)
     })
 }
@@ -67,11 +80,15 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, String> {
     guarded(|| Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec()))
 }
 
-/// Runs a call into the tokenizer library, whose code panics on some contradictory files.
+/// Runs a call into the tokenizer library, which panics on some broken files instead of
+/// failing (a `Precompiled` normalizer that cannot be decoded is one).
 fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("its parts contradict each other".to_owned()),
+        Err(payload) => Err(match payload.downcast::<String>() {
+            Ok(message) => *message,
+            Err(_) => "it contradicts itself".to_owned(),
+        }),
     }
 }
 
@@ -141,19 +158,27 @@ mod tests {
 
     fn pieces(mut bytes: &[u8], piece_bytes: usize) -> Result<Vec<(u64, String)>, DataError> {
         let mut pieces = Vec::new();
-        for_each_piece(&mut bytes, Path::new("text"), piece_bytes, |offset, piece| {
-            pieces.push((offset, piece.to_owned()));
-            Ok(())
-        })?;
+        for_each_piece(
+            &mut bytes,
+            Path::new("text"),
+            piece_bytes,
+            |offset, piece| {
+                pieces.push((offset, piece.to_owned()));
+                Ok(())
+            },
+        )?;
         Ok(pieces)
     }
 
     #[test]
     fn pieces_end_between_a_letter_and_a_line_end() {
         let text = "one.\ntwo\n\nthree four\nfive!\n";
-        let got = pieces(text.as_bytes(), 10).unwrap();
+        let got = pieces(text.as_bytes(), 12).unwrap();
         let expected = [(0, "one.\ntwo"), (8, "\n\nthree four"), (20, "\nfive!\n")];
-        assert_eq!(got, expected.map(|(offset, piece)| (offset, piece.to_owned())));
+        assert_eq!(
+            got,
+            expected.map(|(offset, piece)| (offset, piece.to_owned()))
+        );
     }
 
     #[test]
@@ -161,8 +186,16 @@ mod tests {
         let text = "\u{e9}".repeat(MAX_PIECE_BYTES);
         let got = pieces(text.as_bytes(), PIECE_BYTES + 1).unwrap();
         assert!(got.len() > 1);
-        assert!(got.iter().all(|(_, piece)| piece.len() <= MAX_PIECE_BYTES + PIECE_BYTES));
-        assert_eq!(got.iter().map(|(_, piece)| piece.as_str()).collect::<String>(), text);
+        assert!(
+            got.iter()
+                .all(|(_, piece)| piece.len() <= MAX_PIECE_BYTES + PIECE_BYTES)
+        );
+        assert_eq!(
+            got.iter()
+                .map(|(_, piece)| piece.as_str())
+                .collect::<String>(),
+            text
+        );
     }
 
     /// The example text gives the same tokens in one piece and in many.
@@ -175,7 +208,9 @@ mod tests {
         for piece_bytes in [100, 1000, 10_000] {
             let pieces = pieces(text.as_bytes(), piece_bytes).unwrap();
             assert!(pieces.len() > text.len() / piece_bytes / 2);
-            let parts = pieces.iter().flat_map(|(_, piece)| encode(&tokenizer, piece).unwrap());
+            let parts = pieces
+                .iter()
+                .flat_map(|(_, piece)| encode(&tokenizer, piece).unwrap());
             assert_eq!(parts.collect::<Vec<u32>>(), whole);
         }
     }

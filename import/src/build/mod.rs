@@ -1,0 +1,132 @@
+//! The forward graph of a model's loss, all f32.
+//!
+//! Layers are `embed`, `h.0` .. `h.{n-1}`, `head`. Parameters are `State` ops in
+//! `StepBegin`, in the layer of their first use; a tied head uses the embedding's value.
+//! Inputs are `tokens` (layer `embed`) and `labels` (layer `head`), both `i32[B, sequence]`.
+//! The graph's one output, `nll_sum`, is the sum of the negative log-likelihoods of a
+//! microbatch's labels; the training graph divides by the tokens of the global batch.
+//!
+//! Dropout stands where the published models have it (GPT-2: embedding, attention weights,
+//! both residual branches; Llama: attention weights), with one probability for all.
+
+mod gpt2;
+mod llama;
+
+use crate::{ImportError, ModelConfig, Param};
+use ir::op::{Binary, Einsum, InputKind, OpKind};
+use ir::sharding::ReduceKind;
+use ir::{DType, Graph, LayerId, Pass, Place, Region, Shape, TensorType, ValueId};
+use std::collections::BTreeMap;
+
+/// What the graph depends on besides the model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BuildOptions {
+    /// Tokens per sample.
+    pub sequence: u64,
+    /// Dropout probability, in `[0, 1)`; 0 leaves the ops out.
+    pub dropout: f64,
+}
+
+/// Builds the forward graph. It holds no weights: time and memory go with the number of ops.
+///
+/// Fails when the sequence is empty or longer than the model's positions, or the dropout is
+/// not a probability below 1.
+pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph, ImportError> {
+    let &BuildOptions { sequence, dropout } = options;
+    if sequence == 0 || sequence > config.max_sequence() {
+        return Err(ImportError::Option {
+            option: "sequence",
+            value: sequence.to_string(),
+            problem: format!("the model has {} positions; accepted: 1 to that", config.max_sequence()),
+        });
+    }
+    if !(0.0..1.0).contains(&dropout) {
+        let problem = "accepted: a probability in [0, 1)".into();
+        return Err(ImportError::Option { option: "dropout", value: dropout.to_string(), problem });
+    }
+    let mut b = Builder::new(config, *options);
+    match config {
+        ModelConfig::Gpt2(c) => gpt2::build(&mut b, c)?,
+        ModelConfig::Llama(c) => llama::build(&mut b, c)?,
+    }
+    Ok(b.graph)
+}
+
+/// The graph under construction; ops go to the current layer.
+struct Builder {
+    graph: Graph,
+    params: BTreeMap<String, Param>,
+    layer: LayerId,
+    options: BuildOptions,
+}
+
+impl Builder {
+    fn new(config: &ModelConfig, options: BuildOptions) -> Self {
+        let params = config.params().into_iter().map(|p| (p.path.clone(), p)).collect();
+        Builder { graph: Graph::new(config.model_type()), params, layer: LayerId::new(0), options }
+    }
+    fn start_layer(&mut self, name: impl Into<String>) {
+        self.layer = self.graph.add_layer(name);
+    }
+    /// Adds an op and returns all results.
+    fn ops(&mut self, path: impl Into<String>, kind: OpKind, inputs: &[ValueId]) -> Result<Vec<ValueId>, ImportError> {
+        Ok(self.graph.add(kind, inputs, Place::forward(path, self.layer))?)
+    }
+    /// Adds an op and returns its first result.
+    fn op(&mut self, path: impl Into<String>, kind: OpKind, inputs: &[ValueId]) -> Result<ValueId, ImportError> {
+        Ok(self.ops(path, kind, inputs)?[0])
+    }
+    fn add(&mut self, path: impl Into<String>, a: ValueId, b: ValueId) -> Result<ValueId, ImportError> {
+        self.op(path, OpKind::Binary { f: Binary::Add }, &[a, b])
+    }
+    fn dot(&mut self, path: impl Into<String>, einsum: &str, a: ValueId, b: ValueId) -> Result<ValueId, ImportError> {
+        let einsum = Einsum::parse(einsum).expect("the builders' einsums are well-formed");
+        self.op(path, OpKind::DotGeneral { einsum }, &[a, b])
+    }
+    /// Declares an input of the microbatch.
+    fn input(&mut self, path: &str, kind: InputKind) -> Result<ValueId, ImportError> {
+        let ty = TensorType::new(DType::I32, Shape::batched(&[self.options.sequence]));
+        Ok(self.graph.add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
+    }
+    /// Declares a parameter of the table.
+    fn param(&mut self, path: &str) -> Result<ValueId, ImportError> {
+        let param = self.params.get(path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
+        let kind = OpKind::State { init: param.init, decay: param.decay() };
+        let ty = TensorType::new(DType::F32, Shape::fixed(&param.shape));
+        let place = Place { path: path.into(), pass: Pass::Update, region: Region::StepBegin, layer: Some(self.layer) };
+        Ok(self.graph.add_source(kind, ty, place)?)
+    }
+    /// `x` times `scope.weight`, plus `scope.bias` where the model has one.
+    fn linear(&mut self, scope: &str, einsum: &str, x: ValueId) -> Result<ValueId, ImportError> {
+        let weight = self.param(&format!("{scope}.weight"))?;
+        let y = self.dot(scope, einsum, x, weight)?;
+        let bias = format!("{scope}.bias");
+        if !self.params.contains_key(&bias) {
+            return Ok(y);
+        }
+        let bias = self.param(&bias)?;
+        self.add(format!("{scope}.add_bias"), y, bias)
+    }
+    /// Dropout of `x`, or `x` itself at probability zero.
+    fn dropout(&mut self, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
+        match self.options.dropout {
+            0.0 => Ok(x),
+            p => self.op(path, OpKind::Dropout { p, key: path.into() }, &[x]),
+        }
+    }
+    /// Logits of the normalised `x` and the loss: the end of every model. `table` is the
+    /// embedding's value when tied.
+    fn loss(&mut self, x: ValueId, table: Option<ValueId>) -> Result<(), ImportError> {
+        let labels = self.input("labels", InputKind::Labels)?;
+        let table = match table {
+            Some(table) => table,
+            None => self.param("head.lm_head.weight")?,
+        };
+        let logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
+        let lse = self.op("head.lse", OpKind::LogSumExp, &[logits])?;
+        let nll = self.op("head.nll", OpKind::CrossEntropy, &[logits, lse, labels])?;
+        let sum = self.op("nll_sum", OpKind::Reduce { kind: ReduceKind::Sum, dims: vec![0, 1] }, &[nll])?;
+        self.graph.outputs = vec![sum];
+        Ok(())
+    }
+}

@@ -1,0 +1,148 @@
+//! Fields of `LlamaConfig`, and the rotary embedding in both spellings: `rope_theta` with
+//! `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+
+use super::document::Fields;
+use super::{HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
+use super::{activation, check_common, check_probability, epsilon, init_std};
+use crate::ImportError;
+use ir::op::RopeScaling;
+use serde_json::{Value, json};
+
+/// The default base of the frequencies in transformers.
+const DEFAULT_THETA: f64 = 10_000.0;
+/// Where the frequencies' base may lie; published models use 1e4 to 1e8.
+const MAX_THETA: f64 = 1e15;
+
+pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
+    check_common(&mut f)?;
+    let hidden = f.required("hidden_size", WIDTHS)?;
+    let intermediate = f.required("intermediate_size", WIDTHS)?;
+    let layers = f.required("num_hidden_layers", LAYERS)?;
+    let heads = f.required("num_attention_heads", HEADS)?;
+    let vocab = f.required("vocab_size", VOCAB)?;
+    let positions = f.required("max_position_embeddings", POSITIONS)?;
+    let kv_heads = f.nullable_integer("num_key_value_heads", HEADS)?.unwrap_or(heads);
+    if !heads.is_multiple_of(kv_heads) {
+        let problem = format!("{heads} is not a multiple of {kv_heads}");
+        return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
+    }
+    let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
+        Some(d) if d % 2 == 1 => return Err(f.error("head_dim", format!("is {d}; the rotary embedding needs an even number"))),
+        Some(d) => d,
+        None if !hidden.is_multiple_of(heads) => {
+            let problem = format!("{hidden} is not a multiple of {heads}, and there is no `head_dim`");
+            return Err(f.contradiction("hidden_size", "num_attention_heads", problem));
+        }
+        None if (hidden / heads) % 2 == 1 => {
+            let problem = format!("the head dim {hidden} / {heads} is odd; the rotary embedding needs an even number");
+            return Err(f.contradiction("hidden_size", "num_attention_heads", problem));
+        }
+        None => hidden / heads,
+    };
+    if !WIDTHS.contains(&(heads * head_dim)) {
+        let problem = format!("all heads together are {} wide; at most {}", heads * head_dim, WIDTHS.end());
+        return Err(f.contradiction("num_attention_heads", "head_dim", problem));
+    }
+    check_fixed(&mut f)?;
+    let (rope_theta, rope_scaling) = rope(&mut f)?;
+    let config = LlamaConfig {
+        layers,
+        heads,
+        kv_heads,
+        head_dim,
+        hidden,
+        intermediate,
+        vocab,
+        positions,
+        activation: activation(&mut f, "hidden_act", "silu")?,
+        epsilon: epsilon(&mut f, "rms_norm_eps", 1e-6)?,
+        tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
+        attention_bias: f.boolean("attention_bias")?.unwrap_or(false),
+        mlp_bias: f.boolean("mlp_bias")?.unwrap_or(false),
+        rope_theta,
+        rope_scaling,
+        init_std: init_std(&mut f)?,
+    };
+    f.finish(HARMLESS_FIELDS)?;
+    Ok(config)
+}
+
+/// Fields with one accepted value.
+fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
+    check_probability(f, "attention_dropout")?;
+    f.only("pretraining_tp", &[json!(1)], "matmuls in slices are not supported")?;
+    f.only("partial_rotary_factor", &[json!(1), json!(1.0)], "the whole head is rotated")?;
+    f.only("rope_interleaved", &[Value::Bool(false)], "rotary pairs are (i, i + head_dim/2)")?;
+    let why = "with a padding id PyTorch's embedding withholds gradients from that row, which is not supported; \
+               null trains every row";
+    f.only("pad_token_id", &[Value::Null], why)
+}
+
+/// Base and scaling of the rotary embedding, wherever they stand; all that are given must
+/// agree.
+fn rope(f: &mut Fields) -> Result<(f64, RopeScaling), ImportError> {
+    let mut theta: Option<(&str, f64)> = theta_of(f)?.map(|t| ("rope_theta", t));
+    let mut scaling: Option<(&str, RopeScaling)> = None;
+    // transformers 5 takes an absent type for "default"; transformers 4 wants one.
+    for (name, default) in [("rope_parameters", Some("default")), ("rope_scaling", None)] {
+        let Some(mut inner) = f.object(name)? else { continue };
+        let found = scaling_of(&mut inner, default)?;
+        if let Some((other, s)) = scaling
+            && s != found
+        {
+            return Err(f.contradiction(other, name, "they give different rotary scalings".into()));
+        }
+        scaling = Some((name, found));
+        if let Some(t) = theta_of(&mut inner)? {
+            if let Some((other, known)) = theta
+                && known != t
+            {
+                return Err(f.contradiction(other, name, format!("they give rope_theta {known} and {t}")));
+            }
+            theta = Some((name, t));
+        }
+        inner.finish(&[])?;
+    }
+    Ok((theta.map_or(DEFAULT_THETA, |(_, t)| t), scaling.map_or(RopeScaling::None, |(_, s)| s)))
+}
+
+fn theta_of(f: &mut Fields) -> Result<Option<f64>, ImportError> {
+    f.number("rope_theta", |t| t > 0.0 && t <= MAX_THETA, "expected a positive number up to 1e15")
+}
+
+/// The scaling that an object describes; `type` is the older name of `rope_type`.
+fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScaling, ImportError> {
+    let accepted = "\"default\", \"linear\" or \"llama3\"";
+    let kind = match (f.string("rope_type")?, f.string("type")?) {
+        (Some(a), Some(b)) if a != b => return Err(f.contradiction("rope_type", "type", format!("{a:?} and {b:?}"))),
+        (Some(kind), _) | (None, Some(kind)) => kind,
+        (None, None) => default.ok_or_else(|| f.missing("rope_type", accepted))?,
+    };
+    f.only("partial_rotary_factor", &[json!(1), json!(1.0)], "the whole head is rotated")?;
+    match kind {
+        "default" => Ok(RopeScaling::None),
+        "linear" => Ok(RopeScaling::Linear { factor: factor(f, "factor", 1.0)? }),
+        "llama3" => {
+            let factor_all = factor(f, "factor", 1.0)?;
+            let low = factor(f, "low_freq_factor", 0.0)?;
+            let high = factor(f, "high_freq_factor", 0.0)?;
+            if low >= high {
+                let problem = format!("{low} is not below {high}");
+                return Err(f.contradiction("low_freq_factor", "high_freq_factor", problem));
+            }
+            let original_max_position = f.required("original_max_position_embeddings", POSITIONS)?;
+            Ok(RopeScaling::Llama3 { factor: factor_all, low_freq_factor: low, high_freq_factor: high, original_max_position })
+        }
+        other => {
+            let name = if f.has("rope_type") { "rope_type" } else { "type" };
+            Err(f.error(name, format!("is {other:?}; accepted: {accepted}")))
+        }
+    }
+}
+
+/// A required factor, positive and at least `least`.
+fn factor(f: &mut Fields, name: &'static str, least: f64) -> Result<f64, ImportError> {
+    let expected = format!("expected a positive number from {least} to 1e6");
+    let found = f.number(name, |x| x > 0.0 && (least..=1e6).contains(&x), &expected)?;
+    found.ok_or_else(|| f.missing(name, "a positive number"))
+}

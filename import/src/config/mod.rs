@@ -1,0 +1,302 @@
+//! Hugging Face `config.json` of `model_type` `gpt2` and `llama`, in the spellings of
+//! transformers 4 and 5.
+//!
+//! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
+//! error. Absent fields take the defaults of transformers, except those that size the model,
+//! which must be there. The model's dropout probabilities are checked but not used: training
+//! takes them from `TrainSpec::dropout`, which applies wherever the model has dropout.
+//!
+//! Invariant: a config that exists is valid. Its fields are private to the crate, so that no
+//! other can make one.
+
+mod document;
+mod gpt2;
+mod llama;
+
+pub(crate) use document::without_position;
+
+use crate::ImportError;
+use document::{Document, Fields};
+use ir::op::{RopeScaling, Unary};
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+/// Fields that do not change loss or gradients of a language model's training and are
+/// ignored: names and provenance, the stored element type (weights are read by their own),
+/// generation, other heads (`summary_*`, labels), output options, caching.
+pub const HARMLESS_FIELDS: &[&str] = &[
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "is_llama_config",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "name_or_path",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_labels",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "predict_special_tokens",
+    "prefix",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "typical_p",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+];
+
+/// Layers; ten times the deepest published models.
+pub(crate) const LAYERS: RangeInclusive<u64> = 1..=10_000;
+/// Heads, KV heads.
+pub(crate) const HEADS: RangeInclusive<u64> = 1..=65_536;
+/// Widths (hidden, MLP, head, all heads together). With the most layers, a model of such
+/// widths stays below 2^58 parameters: sums of sizes in bytes do not overflow.
+pub(crate) const WIDTHS: RangeInclusive<u64> = 1..=1_048_576;
+/// Positions.
+pub(crate) const POSITIONS: RangeInclusive<u64> = 1..=134_217_728;
+/// Vocabulary; with the widest hidden, a table of 2^44 elements.
+pub(crate) const VOCAB: RangeInclusive<u64> = 1..=16_777_216;
+
+/// A GPT-2 model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gpt2Config {
+    pub(crate) layers: u64,
+    pub(crate) heads: u64,
+    pub(crate) hidden: u64,
+    pub(crate) positions: u64,
+    pub(crate) inner: u64,
+    pub(crate) vocab: u64,
+    pub(crate) activation: Unary,
+    pub(crate) epsilon: f64,
+    pub(crate) tied: bool,
+    /// Whether scores are divided by the root of the head dim.
+    pub(crate) scale_attention: bool,
+    pub(crate) init_std: f64,
+}
+
+/// A Llama model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LlamaConfig {
+    pub(crate) layers: u64,
+    pub(crate) heads: u64,
+    pub(crate) kv_heads: u64,
+    pub(crate) head_dim: u64,
+    pub(crate) hidden: u64,
+    pub(crate) intermediate: u64,
+    pub(crate) vocab: u64,
+    pub(crate) positions: u64,
+    pub(crate) activation: Unary,
+    pub(crate) epsilon: f64,
+    pub(crate) tied: bool,
+    pub(crate) attention_bias: bool,
+    pub(crate) mlp_bias: bool,
+    pub(crate) rope_theta: f64,
+    pub(crate) rope_scaling: RopeScaling,
+    pub(crate) init_std: f64,
+}
+
+/// A model that can be built; valid by construction.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelConfig {
+    /// `model_type` `gpt2`.
+    Gpt2(Gpt2Config),
+    /// `model_type` `llama`.
+    Llama(LlamaConfig),
+}
+
+impl ModelConfig {
+    /// Reads a `config.json`, or the one in a folder.
+    ///
+    /// Fails as [`ModelConfig::parse`] does, and when the file cannot be read.
+    pub fn load(path: &Path) -> Result<Self, ImportError> {
+        let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+        let io = |source| ImportError::Io { path: path.clone(), source };
+        let mut bytes = Vec::new();
+        let file = std::fs::File::open(&path).map_err(io)?;
+        // One byte more than accepted, so that `parse` sees that a larger file is too large.
+        std::io::Read::read_to_end(&mut std::io::Read::take(file, document::MAX_BYTES as u64 + 1), &mut bytes).map_err(io)?;
+        Self::parse(&path.display().to_string(), &bytes)
+    }
+
+    /// Parses the bytes of a `config.json`; `file` is its name in messages.
+    ///
+    /// Fails on malformed JSON, on fields of a wrong type, out of range, unknown or
+    /// contradictory, each with its name, line and column.
+    pub fn parse(file: &str, bytes: &[u8]) -> Result<Self, ImportError> {
+        let document = Document::parse(file, bytes)?;
+        let mut fields = document.fields();
+        match fields.string("model_type")? {
+            Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
+            Some("llama") => llama::read(fields).map(ModelConfig::Llama),
+            Some(other) => Err(fields.error("model_type", format!("is {other:?}; accepted: \"gpt2\" or \"llama\""))),
+            None => Err(ImportError::MissingField {
+                file: document.file().into(),
+                field: "model_type".into(),
+                expected: "\"gpt2\" or \"llama\"".into(),
+            }),
+        }
+    }
+
+    /// The `model_type` field; also the graph's name.
+    pub fn model_type(&self) -> &'static str {
+        match self {
+            ModelConfig::Gpt2(_) => "gpt2",
+            ModelConfig::Llama(_) => "llama",
+        }
+    }
+    /// Number of transformer layers.
+    pub fn n_layers(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.layers,
+            ModelConfig::Llama(c) => c.layers,
+        }
+    }
+    /// Width of the residual stream.
+    pub fn hidden(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.hidden,
+            ModelConfig::Llama(c) => c.hidden,
+        }
+    }
+    /// Number of token ids.
+    pub fn vocab(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.vocab,
+            ModelConfig::Llama(c) => c.vocab,
+        }
+    }
+    /// Number of query heads.
+    pub fn heads(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.heads,
+            ModelConfig::Llama(c) => c.heads,
+        }
+    }
+    /// Number of key and value heads.
+    pub fn kv_heads(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.heads,
+            ModelConfig::Llama(c) => c.kv_heads,
+        }
+    }
+    /// Width of one head.
+    pub fn head_dim(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.hidden / c.heads,
+            ModelConfig::Llama(c) => c.head_dim,
+        }
+    }
+    /// Width inside the MLP.
+    pub fn ffn_hidden(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.inner,
+            ModelConfig::Llama(c) => c.intermediate,
+        }
+    }
+    /// Longest sequence that the model is made for, in tokens.
+    pub fn max_sequence(&self) -> u64 {
+        match self {
+            ModelConfig::Gpt2(c) => c.positions,
+            ModelConfig::Llama(c) => c.positions,
+        }
+    }
+    /// Whether the head uses the embedding table.
+    pub fn tied(&self) -> bool {
+        match self {
+            ModelConfig::Gpt2(c) => c.tied,
+            ModelConfig::Llama(c) => c.tied,
+        }
+    }
+}
+
+/// Fields of every `PretrainedConfig` that have one accepted value.
+fn check_common(f: &mut Fields) -> Result<(), ImportError> {
+    use serde_json::{Value, json};
+    let none = "the model is one causal decoder";
+    for name in ["is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"] {
+        f.only(name, &[Value::Bool(false)], none)?;
+    }
+    f.only("is_decoder", &[Value::Bool(false), Value::Bool(true)], none)?;
+    f.only("cross_attention_hidden_size", &[Value::Null], none)?;
+    f.only("pruned_heads", &[json!({}), Value::Null], "pruned heads are not supported")?;
+    f.only("chunk_size_feed_forward", &[json!(0)], "chunked feed-forward is not supported")?;
+    f.only("quantization_config", &[Value::Null], "quantized models are not supported")?;
+    f.only("sliding_window", &[Value::Null], "attention is full and causal")
+}
+
+/// The activation functions, by their names in transformers.
+fn activation(f: &mut Fields, name: &'static str, default: &str) -> Result<Unary, ImportError> {
+    match f.string(name)?.unwrap_or(default) {
+        "gelu_new" | "gelu_pytorch_tanh" => Ok(Unary::GeluTanh),
+        "gelu" => Ok(Unary::GeluErf),
+        "relu" => Ok(Unary::Relu),
+        "silu" | "swish" => Ok(Unary::Silu),
+        other => {
+            let accepted = "accepted: gelu_new, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish";
+            Err(f.error(name, format!("is {other:?}; {accepted}")))
+        }
+    }
+}
+
+/// Added to a variance or mean square: below 1, or the normalisation is none.
+fn epsilon(f: &mut Fields, name: &'static str, default: f64) -> Result<f64, ImportError> {
+    Ok(f.number(name, |x| x > 0.0 && x < 1.0, "expected a number between 0 and 1")?.unwrap_or(default))
+}
+
+/// Standard deviation of the initial weights.
+fn init_std(f: &mut Fields) -> Result<f64, ImportError> {
+    Ok(f.number("initializer_range", |x| (0.0..=100.0).contains(&x), "expected a number from 0 to 100")?.unwrap_or(0.02))
+}
+
+/// A dropout probability; checked, not used.
+fn check_probability(f: &mut Fields, name: &'static str) -> Result<(), ImportError> {
+    f.number(name, |x| (0.0..1.0).contains(&x), "expected a probability in [0, 1)").map(|_| ())
+}

@@ -1,0 +1,159 @@
+//! The table of a model's parameters: path and shape in our layout, name and shape in model
+//! files, initial values. Graph and weights both follow it, so they cannot disagree.
+//!
+//! Our layout puts the input dims of a matrix first and gives heads their own dims, so that
+//! a shard never splits a head: GPT-2's fused projection is `[hidden, 3, heads, head_dim]`,
+//! Llama's `q` is `[hidden, kv_heads, groups, head_dim]` (without `groups` when that is 1).
+//! GPT-2's `Conv1D` weights are stored `[in, out]`, so ours are the same elements in the same
+//! order; every `Linear` weight is stored `[out, in]`, so ours is its transpose, reshaped.
+//! Query head `n` of a file is group `n % groups` of KV head `n / groups`.
+//!
+//! Initial values are those of `_init_weights` in transformers: normal with
+//! `initializer_range`, GPT-2's two projections into the residual stream narrower by
+//! `sqrt(2 * layers)` (Radford et al. 2019), biases zero, norm gains one.
+
+use crate::config::{Gpt2Config, LlamaConfig, ModelConfig};
+use ir::op::Init;
+
+/// A parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Param {
+    /// Path of its `State` op, such as `h.0.attn.qkv.weight`.
+    pub path: String,
+    /// Shape in our layout.
+    pub shape: Vec<u64>,
+    /// Name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`.
+    pub hf_name: String,
+    /// Shape in Hugging Face's files, one or two dims.
+    pub hf_shape: Vec<u64>,
+    /// Whether the stored matrix is the transpose of ours.
+    pub transposed: bool,
+    /// Initial values where no weights are given.
+    pub init: Init,
+}
+
+impl Param {
+    /// Whether weight decay applies: to what files store with two or more dims.
+    pub fn decay(&self) -> bool {
+        self.hf_shape.len() >= 2
+    }
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().product()
+    }
+}
+
+impl ModelConfig {
+    /// All parameters, in the order of the graph.
+    pub fn params(&self) -> Vec<Param> {
+        match self {
+            ModelConfig::Gpt2(c) => gpt2(c),
+            ModelConfig::Llama(c) => llama(c),
+        }
+    }
+    /// Number of parameters; a tied embedding counts once.
+    pub fn n_parameters(&self) -> u64 {
+        self.params().iter().map(Param::elements).sum()
+    }
+}
+
+fn gpt2(c: &Gpt2Config) -> Vec<Param> {
+    let (h, heads, d) = (c.hidden, c.heads, c.hidden / c.heads);
+    let normal = Init::Normal { std: c.init_std };
+    let narrow = Init::Normal { std: c.init_std / ((2 * c.layers) as f64).sqrt() };
+    let mut t = Table { prefix: "transformer.", params: Vec::new() };
+    t.add("embed.wte.weight", &[c.vocab, h], "wte.weight", &[c.vocab, h], normal);
+    t.add("embed.wpe.weight", &[c.positions, h], "wpe.weight", &[c.positions, h], normal);
+    for i in 0..c.layers {
+        let mut add = |ours: &str, shape: &[u64], theirs: &str, hf_shape: &[u64], init| {
+            t.add(&format!("h.{i}.{ours}"), shape, &format!("h.{i}.{theirs}"), hf_shape, init);
+        };
+        add("ln_1.weight", &[h], "ln_1.weight", &[h], Init::Ones);
+        add("ln_1.bias", &[h], "ln_1.bias", &[h], Init::Zeros);
+        add("attn.qkv.weight", &[h, 3, heads, d], "attn.c_attn.weight", &[h, 3 * h], normal);
+        add("attn.qkv.bias", &[3, heads, d], "attn.c_attn.bias", &[3 * h], Init::Zeros);
+        add("attn.out.weight", &[heads, d, h], "attn.c_proj.weight", &[h, h], narrow);
+        add("attn.out.bias", &[h], "attn.c_proj.bias", &[h], Init::Zeros);
+        add("ln_2.weight", &[h], "ln_2.weight", &[h], Init::Ones);
+        add("ln_2.bias", &[h], "ln_2.bias", &[h], Init::Zeros);
+        add("mlp.fc.weight", &[h, c.inner], "mlp.c_fc.weight", &[h, c.inner], normal);
+        add("mlp.fc.bias", &[c.inner], "mlp.c_fc.bias", &[c.inner], Init::Zeros);
+        add("mlp.proj.weight", &[c.inner, h], "mlp.c_proj.weight", &[c.inner, h], narrow);
+        add("mlp.proj.bias", &[h], "mlp.c_proj.bias", &[h], Init::Zeros);
+    }
+    t.add("head.ln_f.weight", &[h], "ln_f.weight", &[h], Init::Ones);
+    t.add("head.ln_f.bias", &[h], "ln_f.bias", &[h], Init::Zeros);
+    if !c.tied {
+        t.add_head(&[c.vocab, h], normal);
+    }
+    t.params
+}
+
+fn llama(c: &LlamaConfig) -> Vec<Param> {
+    let (h, kv, d, inner) = (c.hidden, c.kv_heads, c.head_dim, c.intermediate);
+    let normal = Init::Normal { std: c.init_std };
+    let query: &[u64] = match c.heads / kv {
+        1 => &[kv, d],
+        groups => &[kv, groups, d],
+    };
+    let mut t = Table { prefix: "model.", params: Vec::new() };
+    t.add("embed.wte.weight", &[c.vocab, h], "embed_tokens.weight", &[c.vocab, h], normal);
+    for i in 0..c.layers {
+        let at = |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
+        t.gain(at("norm_1", "input_layernorm"), h);
+        t.linear(at("attn.q", "self_attn.q_proj"), &[h], query, c.attention_bias, normal);
+        t.linear(at("attn.k", "self_attn.k_proj"), &[h], &[kv, d], c.attention_bias, normal);
+        t.linear(at("attn.v", "self_attn.v_proj"), &[h], &[kv, d], c.attention_bias, normal);
+        t.linear(at("attn.out", "self_attn.o_proj"), query, &[h], c.attention_bias, normal);
+        t.gain(at("norm_2", "post_attention_layernorm"), h);
+        t.linear(at("mlp.gate", "mlp.gate_proj"), &[h], &[inner], c.mlp_bias, normal);
+        t.linear(at("mlp.up", "mlp.up_proj"), &[h], &[inner], c.mlp_bias, normal);
+        t.linear(at("mlp.down", "mlp.down_proj"), &[inner], &[h], c.mlp_bias, normal);
+    }
+    t.gain(("head.norm".into(), "norm".into()), h);
+    if !c.tied {
+        t.add_head(&[c.vocab, h], normal);
+    }
+    t.params
+}
+
+/// The table under construction.
+struct Table {
+    prefix: &'static str,
+    params: Vec<Param>,
+}
+
+impl Table {
+    fn add(&mut self, path: &str, shape: &[u64], name: &str, hf_shape: &[u64], init: Init) {
+        self.params.push(Param {
+            path: path.into(),
+            shape: shape.into(),
+            hf_name: format!("{}{name}", self.prefix),
+            hf_shape: hf_shape.into(),
+            transposed: false,
+            init,
+        });
+    }
+    /// The gain of an RMS norm; `(ours, theirs)` are its names without `.weight`.
+    fn gain(&mut self, (ours, theirs): (String, String), h: u64) {
+        self.add(&format!("{ours}.weight"), &[h], &format!("{theirs}.weight"), &[h], Init::Ones);
+    }
+    /// A `Linear` from dims `ins` to dims `outs`, stored `[out, in]`.
+    fn linear(&mut self, (ours, theirs): (String, String), ins: &[u64], outs: &[u64], bias: bool, init: Init) {
+        let (n_in, n_out) = (ins.iter().product(), outs.iter().product());
+        self.add(&format!("{ours}.weight"), &[ins, outs].concat(), &format!("{theirs}.weight"), &[n_out, n_in], init);
+        if let Some(weight) = self.params.last_mut() {
+            weight.transposed = true;
+        }
+        if bias {
+            self.add(&format!("{ours}.bias"), outs, &format!("{theirs}.bias"), &[n_out], Init::Zeros);
+        }
+    }
+    /// The output table, which files keep outside the model's prefix.
+    fn add_head(&mut self, shape: &[u64], init: Init) {
+        self.add("head.lm_head.weight", shape, "", shape, init);
+        if let Some(last) = self.params.last_mut() {
+            last.hf_name = crate::weights::HEAD_NAME.into();
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Weights: safetensors files to parameters in our layout, one tensor at a time, and back.
+//!
+//! [`Weights::open`] reads headers only, and checks that the files hold exactly the model's
+//! tensors; [`Weights::param`] reads one tensor. Names are accepted with the model's prefix
+//! (`transformer.`, `model.`) or without, as transformers saves with and without the head.
+//! Buffers that old files carry (GPT-2's `attn.bias` masks, Llama's `rotary_emb.inv_freq`)
+//! are ignored. A tied model's `lm_head.weight` is accepted if it equals the embedding.
+
+mod export;
+mod files;
+mod header;
+mod read;
+
+pub use export::export;
+
+use crate::{ImportError, ModelConfig, Param};
+use files::Stored;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Name of the output table in model files.
+pub(crate) const HEAD_NAME: &str = "lm_head.weight";
+
+/// The weights of a model, on disk.
+#[derive(Debug)]
+pub struct Weights {
+    params: BTreeMap<String, (Param, String, Stored)>,
+}
+
+impl Weights {
+    /// Opens a `.safetensors` file, a `model.safetensors.index.json`, or a folder with one.
+    ///
+    /// Fails when a file cannot be read or breaks its format, and when tensors are missing,
+    /// unexpected, or of another shape or dtype than the config says. Values are checked
+    /// when they are read.
+    pub fn open(path: impl AsRef<Path>, config: &ModelConfig) -> Result<Self, ImportError> {
+        let path = path.as_ref();
+        let mut stored = strip_prefixes(path, config, files::open(path)?)?;
+        let (mut params, mut missing) = (BTreeMap::new(), Vec::new());
+        for param in config.params() {
+            match stored.remove(bare(config, &param.hf_name)) {
+                Some((name, found)) => {
+                    check_type(&param, &name, &found)?;
+                    params.insert(param.path.clone(), (param, name, found));
+                }
+                None => missing.push(param.hf_name),
+            }
+        }
+        if !missing.is_empty() {
+            return Err(ImportError::MissingTensors { file: path.into(), tensors: missing });
+        }
+        let weights = Weights { params };
+        if config.tied()
+            && let Some((name, head)) = stored.remove(HEAD_NAME)
+        {
+            weights.check_tied(&name, &head)?;
+        }
+        let unexpected: Vec<String> = stored.into_iter().filter(|(bare, _)| !is_buffer(config, bare)).map(|(_, (name, _))| name).collect();
+        if !unexpected.is_empty() {
+            return Err(ImportError::UnexpectedTensors { file: path.into(), tensors: unexpected });
+        }
+        Ok(weights)
+    }
+
+    /// The values of a parameter, row-major in our layout.
+    ///
+    /// Reads the file anew. Fails on unknown paths, read errors, NaN and infinities.
+    pub fn param(&self, path: &str) -> Result<Vec<f32>, ImportError> {
+        let (param, name, stored) = self.params.get(path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
+        let values = read::tensor(name, stored)?;
+        Ok(if param.transposed { transpose(&values, param.hf_shape[1] as usize) } else { values })
+    }
+
+    /// Paths of all parameters, ascending.
+    pub fn paths(&self) -> impl Iterator<Item = &str> {
+        self.params.keys().map(String::as_str)
+    }
+
+    /// A stored head of a tied model must be the embedding, bit for bit.
+    fn check_tied(&self, name: &str, head: &Stored) -> Result<(), ImportError> {
+        let (table, table_name, table_stored) = &self.params["embed.wte.weight"];
+        check_type(table, name, head)?;
+        let (a, b) = (read::tensor(name, head)?, read::tensor(table_name, table_stored)?);
+        if a == b {
+            return Ok(());
+        }
+        Err(ImportError::Format {
+            file: head.file.clone(),
+            problem: format!("`{name}` differs from `{table_name}`, but the config ties them (`tie_word_embeddings`)"),
+        })
+    }
+}
+
+/// Names of the tensors that hold a parameter in Hugging Face's files.
+///
+/// Fails when the model has no such parameter.
+pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, ImportError> {
+    Ok(vec![find(config, path)?.hf_name])
+}
+
+/// A parameter (or its gradient, or moment) as Hugging Face's tensors: names, shapes, values
+/// in their row-major order.
+///
+/// Fails when the model has no such parameter, or `values` has another length.
+pub fn to_hf(config: &ModelConfig, path: &str, values: &[f32]) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>, ImportError> {
+    let param = find(config, path)?;
+    let stored = stored_order(&param, values)?;
+    let shape = param.hf_shape.iter().map(|&n| n as usize).collect();
+    Ok(vec![(param.hf_name, shape, stored)])
+}
+
+fn find(config: &ModelConfig, path: &str) -> Result<Param, ImportError> {
+    config.params().into_iter().find(|p| p.path == path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })
+}
+
+/// Our values in the order of the file.
+fn stored_order(param: &Param, values: &[f32]) -> Result<Vec<f32>, ImportError> {
+    if values.len() as u64 != param.elements() {
+        return Err(ImportError::ParamLength {
+            path: param.path.clone(),
+            shape: param.shape.clone(),
+            found: values.len(),
+            expected: param.elements(),
+        });
+    }
+    Ok(if param.transposed { transpose(values, param.hf_shape[0] as usize) } else { values.to_vec() })
+}
+
+/// The transpose of a row-major matrix of `cols` columns, tile by tile for the cache's sake.
+fn transpose(from: &[f32], cols: usize) -> Vec<f32> {
+    const TILE: usize = 32;
+    let rows = from.len() / cols;
+    let mut to = vec![0.0; from.len()];
+    for r0 in (0..rows).step_by(TILE) {
+        for c0 in (0..cols).step_by(TILE) {
+            for r in r0..(r0 + TILE).min(rows) {
+                for c in c0..(c0 + TILE).min(cols) {
+                    to[c * rows + r] = from[r * cols + c];
+                }
+            }
+        }
+    }
+    to
+}
+
+/// A tensor's name without the model's prefix.
+fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
+    let prefix = match config {
+        ModelConfig::Gpt2(_) => "transformer.",
+        ModelConfig::Llama(_) => "model.",
+    };
+    name.strip_prefix(prefix).unwrap_or(name)
+}
+
+/// Tensors by bare name, with the name that the file uses.
+fn strip_prefixes(
+    path: &Path,
+    config: &ModelConfig,
+    stored: BTreeMap<String, Stored>,
+) -> Result<BTreeMap<String, (String, Stored)>, ImportError> {
+    let mut by_bare: BTreeMap<String, (String, Stored)> = BTreeMap::new();
+    for (name, tensor) in stored {
+        let key = bare(config, &name).to_string();
+        if let Some((other, _)) = by_bare.get(&key) {
+            let problem = format!("`{other}` and `{name}` are the same tensor of the model");
+            return Err(ImportError::Format { file: PathBuf::from(path), problem });
+        }
+        by_bare.insert(key, (name, tensor));
+    }
+    Ok(by_bare)
+}
+
+fn check_type(param: &Param, name: &str, stored: &Stored) -> Result<(), ImportError> {
+    let (file, tensor) = (stored.file.clone(), name.to_string());
+    if stored.entry.shape != param.hf_shape {
+        let (found, expected) = (stored.entry.shape.clone(), param.hf_shape.clone());
+        return Err(ImportError::TensorShape { file, tensor, found, expected });
+    }
+    if !matches!(stored.entry.dtype.as_str(), "F32" | "F16" | "BF16") {
+        return Err(ImportError::TensorDtype { file, tensor, dtype: stored.entry.dtype.clone() });
+    }
+    Ok(())
+}
+
+/// Constants that old versions of transformers saved with the weights.
+fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
+    let layered = |scope: &str, leaves: &[&str]| {
+        bare.strip_prefix(scope)
+            .and_then(|rest| rest.split_once('.'))
+            .is_some_and(|(layer, leaf)| layer.parse::<u64>().is_ok_and(|l| l < config.n_layers()) && leaves.contains(&leaf))
+    };
+    match config {
+        ModelConfig::Gpt2(_) => layered("h.", &["attn.bias", "attn.masked_bias"]),
+        ModelConfig::Llama(_) => layered("layers.", &["self_attn.rotary_emb.inv_freq"]) || bare == "rotary_emb.inv_freq",
+    }
+}

@@ -1,0 +1,58 @@
+//! Layer boundaries made explicit: every activation that crosses from one layer to another
+//! passes a `Layout` op at the entrance of the receiving layer.
+//!
+//! So the layout of a boundary tensor is one decision, its gradient has one too (the gradient
+//! of a `Layout` is a `Layout`), and a stage cut between two layers cuts exactly the edges
+//! into these ops. Paths: `boundary.<layer>.<value path>`.
+
+use crate::graph::Place;
+use crate::{Graph, GraphError, OpKind, Region, ValueId};
+use std::collections::BTreeMap;
+
+/// Prefix of the paths of boundary ops.
+pub const BOUNDARY: &str = "boundary";
+
+/// A copy of the forward graph with a `Layout` op wherever a microbatch value (not an
+/// `Input`) is used by a layer other than its producer's. Value ids change, paths do not.
+pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
+    let mut out = Graph::new(forward.name.clone());
+    out.layers = forward.layers.clone();
+    let mut map: Vec<ValueId> = Vec::with_capacity(forward.values().len());
+    let mut entered = BTreeMap::new();
+    for op in forward.ops() {
+        let mut inputs = Vec::with_capacity(op.inputs.len());
+        for &v in &op.inputs {
+            let producer = forward.op(forward.value(v).producer);
+            let crosses = producer.region == Region::Microbatch
+                && !producer.kind.is_source()
+                && producer.layer != op.layer
+                && op.layer.is_some();
+            let mapped = map[v.index()];
+            match (crosses, op.layer) {
+                (true, Some(layer)) => {
+                    let inside = match entered.get(&(v, layer)) {
+                        Some(&inside) => inside,
+                        None => {
+                            let name = forward.layers.get(layer.index()).map_or("", String::as_str);
+                            let path = format!("{BOUNDARY}.{name}.{}", forward.value_name(v));
+                            let inside = out.add1(OpKind::Layout, &[mapped], Place::forward(path, layer))?;
+                            entered.insert((v, layer), inside);
+                            inside
+                        }
+                    };
+                    inputs.push(inside);
+                }
+                _ => inputs.push(mapped),
+            }
+        }
+        let place = Place { path: op.path.clone(), pass: op.pass, region: op.region, layer: op.layer };
+        let results = if op.kind.is_source() {
+            vec![out.add_source(op.kind.clone(), forward.ty(op.outputs[0]).clone(), place)?]
+        } else {
+            out.add(op.kind.clone(), &inputs, place)?
+        };
+        map.extend(results);
+    }
+    out.outputs = forward.outputs.iter().map(|v| map[v.index()]).collect();
+    Ok(out)
+}

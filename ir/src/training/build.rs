@@ -1,0 +1,574 @@
+//! Builds the training graph of a forward graph; `training` names the parts.
+
+use super::layouts::share_layouts;
+use super::{State, StateRole, TrainingGraph};
+use crate::autodiff::{LeafUse, differentiate};
+use crate::op::{Binary, Init, Unary};
+use crate::{
+    DType, Graph, GraphError, LayerId, Op, OpId, OpKind, Optimizer, Pass, Place, Precision, Region,
+    Shape, TensorType, TrainSpec, ValueId,
+};
+use std::collections::BTreeSet;
+
+/// The loss scale's initial value, and the unit in which its state is stored. As in
+/// `torch.amp.GradScaler`.
+const INITIAL_LOSS_SCALE: f64 = 65536.0;
+
+/// Steps without overflow before the loss scale doubles. As in `torch.amp.GradScaler`.
+const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
+
+/// Differentiates a forward graph and adds precision, accumulation, clipping and optimizer.
+///
+/// `forward` is all f32; its one output is an f32 scalar, the loss summed over the tokens of
+/// a microbatch. Parameters are its `State` ops, used directly as operands. Fails when the
+/// loss cannot be differentiated, when a parameter does not affect it, when an input's
+/// sequence length is not the spec's, or when a path of `forward` is one that the training
+/// graph needs (`loss`, `grad.*`, ...).
+pub fn build(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
+    let mut b = Builder::new(forward, spec);
+    b.parameters()?;
+    b.moments()?;
+    b.loss_scale()?;
+    b.forward_ops()?;
+    let loss = b.loss()?;
+    b.gradients(loss.scaled)?;
+    let gradients = b.sum_gradients()?;
+    let grad_norm = b.clip(&gradients)?;
+    b.updates(&gradients)?;
+    b.finish(loss.accumulated, grad_norm)
+}
+
+/// A parameter on its way through the step.
+struct Param {
+    path: String,
+    layer: Option<LayerId>,
+    decay: bool,
+    /// Master copy, f32.
+    read: ValueId,
+    /// Compute copy.
+    prepared: ValueId,
+    /// Results of the moments' `State` ops.
+    moments: Vec<ValueId>,
+    /// Per use (consumer, operand), the accumulated gradient.
+    accumulators: Vec<((OpId, usize), ValueId)>,
+    /// Results of the update: the parameter, then its moments.
+    next: Vec<ValueId>,
+}
+
+struct Loss {
+    scaled: ValueId,
+    accumulated: ValueId,
+}
+
+/// The dynamic loss scale of f16.
+struct LossScale {
+    states: [ValueId; 2],
+    value: ValueId,
+    next: [ValueId; 2],
+}
+
+struct Builder<'a> {
+    forward: &'a Graph,
+    spec: &'a TrainSpec,
+    graph: Graph,
+    /// Value of the training graph for each value of the forward graph, once it has one.
+    mapped: Vec<Option<ValueId>>,
+    params: Vec<Param>,
+    scale: Option<LossScale>,
+    /// Coefficient of the gradients in the update.
+    coefficient: Option<ValueId>,
+}
+
+impl<'a> Builder<'a> {
+    fn new(forward: &'a Graph, spec: &'a TrainSpec) -> Self {
+        let mut graph = Graph::new(forward.name.clone());
+        graph.layers = forward.layers.clone();
+        Builder {
+            forward,
+            spec,
+            graph,
+            mapped: vec![None; forward.values().len()],
+            params: Vec::new(),
+            scale: None,
+            coefficient: None,
+        }
+    }
+
+    /// Master and compute copy of every parameter, in graph order.
+    fn parameters(&mut self) -> Result<(), GraphError> {
+        for op in self.forward.ops() {
+            let OpKind::State { decay, .. } = op.kind else {
+                continue;
+            };
+            let at = |path: String| Place {
+                path,
+                pass: Pass::Update,
+                region: Region::StepBegin,
+                layer: op.layer,
+            };
+            let ty = self.forward.ty(op.outputs[0]).clone();
+            let read = self
+                .graph
+                .add_source(op.kind.clone(), ty, at(op.path.clone()))?;
+            let prepare = match self.spec.precision.compute() {
+                DType::F32 => OpKind::Layout,
+                dtype => OpKind::Cast { dtype },
+            };
+            let prepared = self
+                .graph
+                .add1(prepare, &[read], at(format!("prepare.{}", op.path)))?;
+            self.mapped[op.outputs[0].index()] = Some(prepared);
+            self.params.push(Param {
+                path: op.path.clone(),
+                layer: op.layer,
+                decay,
+                read,
+                prepared,
+                moments: Vec::new(),
+                accumulators: Vec::new(),
+                next: Vec::new(),
+            });
+        }
+        Ok(())
+    }
+
+    fn moments(&mut self) -> Result<(), GraphError> {
+        let n_moments = match self.spec.optimizer {
+            Optimizer::AdamW { .. } => 2,
+            Optimizer::Sgd { .. } => 1,
+        };
+        for param in &mut self.params {
+            for n in 1..=n_moments {
+                let ty = TensorType::new(DType::F32, self.graph.ty(param.read).shape.clone());
+                let place = Place {
+                    path: format!("moment{n}.{}", param.path),
+                    pass: Pass::Update,
+                    region: Region::StepBegin,
+                    layer: param.layer,
+                };
+                param.moments.push(self.graph.add_source(
+                    OpKind::State {
+                        init: Init::Zeros,
+                        decay: false,
+                    },
+                    ty,
+                    place,
+                )?);
+            }
+        }
+        Ok(())
+    }
+
+    fn loss_scale(&mut self) -> Result<(), GraphError> {
+        if self.spec.precision != Precision::F16 {
+            return Ok(());
+        }
+        let scalar = || TensorType::new(DType::F32, Shape::default());
+        let begin = |path: &str| world(path, Region::StepBegin);
+        let relative = self.graph.add_source(
+            OpKind::State {
+                init: Init::Ones,
+                decay: false,
+            },
+            scalar(),
+            begin("loss_scale"),
+        )?;
+        let good_steps = self.graph.add_source(
+            OpKind::State {
+                init: Init::Zeros,
+                decay: false,
+            },
+            scalar(),
+            begin("loss_scale.good_steps"),
+        )?;
+        let value = self.graph.add1(
+            scale(INITIAL_LOSS_SCALE),
+            &[relative],
+            begin("loss_scale.value"),
+        )?;
+        self.scale = Some(LossScale {
+            states: [relative, good_steps],
+            value,
+            next: [relative, good_steps],
+        });
+        Ok(())
+    }
+
+    /// Copies all ops but the parameters; activations come out in the compute dtype because
+    /// the parameters are.
+    fn forward_ops(&mut self) -> Result<(), GraphError> {
+        let flexible = constants(self.forward);
+        for op in self.forward.ops() {
+            if matches!(op.kind, OpKind::State { .. }) {
+                continue;
+            }
+            let place = Place {
+                path: op.path.clone(),
+                pass: Pass::F,
+                region: Region::Microbatch,
+                layer: op.layer,
+            };
+            let results = match op.kind {
+                OpKind::Input { .. } => {
+                    let ty = self.forward.ty(op.outputs[0]).clone();
+                    self.check_sequence(op, &ty)?;
+                    vec![self.graph.add_source(op.kind.clone(), ty, place)?]
+                }
+                _ => {
+                    let operands = self.operands(op, &flexible)?;
+                    self.graph.add(op.kind.clone(), &operands, place)?
+                }
+            };
+            for (&from, to) in op.outputs.iter().zip(results) {
+                self.mapped[from.index()] = Some(to);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_sequence(&self, op: &Op, ty: &TensorType) -> Result<(), GraphError> {
+        match ty.shape.0.get(1) {
+            Some(n) if n.bind(1) == self.spec.sequence => Ok(()),
+            _ => Err(GraphError::Differentiate(format!(
+                "input `{}` is {ty}, what is trained has sequences of {}",
+                op.path, self.spec.sequence
+            ))),
+        }
+    }
+
+    fn map(&self, v: ValueId) -> ValueId {
+        self.mapped[v.index()].expect("operands come before their consumers")
+    }
+
+    /// Operands of a copied op. Where the op wants one dtype and they have several (compute
+    /// dtype and f32 statistics), values made of constants alone take the others' dtype, and
+    /// what then still differs is cast to f32.
+    fn operands(&mut self, op: &Op, flexible: &[bool]) -> Result<Vec<ValueId>, GraphError> {
+        let mut operands: Vec<ValueId> = op.inputs.iter().map(|&v| self.map(v)).collect();
+        if !wants_one_dtype(&op.kind) {
+            return Ok(operands);
+        }
+        let dtype_of = |graph: &Graph, v: ValueId| graph.ty(v).dtype;
+        let firm: BTreeSet<DType> = (0..operands.len())
+            .filter(|&i| !flexible[op.inputs[i].index()])
+            .map(|i| dtype_of(&self.graph, operands[i]))
+            .collect();
+        let common = match firm.first() {
+            Some(&only) if firm.len() == 1 => only,
+            _ => DType::F32,
+        };
+        for (i, v) in operands.iter_mut().enumerate() {
+            let dtype = dtype_of(&self.graph, *v);
+            if dtype != common && dtype.is_float() && common.is_float() {
+                let place = Place {
+                    path: format!("{}.cast.{i}", op.path),
+                    pass: Pass::F,
+                    region: Region::Microbatch,
+                    layer: op.layer,
+                };
+                *v = self
+                    .graph
+                    .add1(OpKind::Cast { dtype: common }, &[*v], place)?;
+            }
+        }
+        Ok(operands)
+    }
+
+    /// Normalises the sum over the microbatch by the tokens of the global batch, so that the
+    /// sum over all microbatches is the mean, whatever their number.
+    fn loss(&mut self) -> Result<Loss, GraphError> {
+        let [output] = self.forward.outputs[..] else {
+            return Err(GraphError::Differentiate(format!(
+                "the graph has {} outputs, expected the loss alone",
+                self.forward.outputs.len()
+            )));
+        };
+        let layer = self.forward.op(self.forward.value(output).producer).layer;
+        let at = |path: &str| Place {
+            path: path.into(),
+            pass: Pass::F,
+            region: Region::Microbatch,
+            layer,
+        };
+        let mut sum = self.map(output);
+        let ty = self.graph.ty(sum).clone();
+        if ty.shape.rank() != 0 || !ty.dtype.is_float() {
+            return Err(GraphError::Differentiate(format!(
+                "the loss `{}` is {ty}, expected a scalar",
+                self.forward.value_name(output)
+            )));
+        }
+        if ty.dtype != DType::F32 {
+            sum = self
+                .graph
+                .add1(OpKind::Cast { dtype: DType::F32 }, &[sum], at("loss.cast"))?;
+        }
+        let n_tokens = self.spec.global_batch as f64 * self.spec.sequence as f64;
+        let scaled = self.graph.add1(scale(1.0 / n_tokens), &[sum], at("loss"))?;
+        let accumulated = self.graph.add1(
+            OpKind::Accumulate { dtype: DType::F32 },
+            &[scaled],
+            at("accumulate.loss"),
+        )?;
+        Ok(Loss {
+            scaled,
+            accumulated,
+        })
+    }
+
+    /// Gradient ops, and an accumulator for every use of a parameter.
+    fn gradients(&mut self, loss: ValueId) -> Result<(), GraphError> {
+        let seed = match &self.scale {
+            Some(scale) => scale.value,
+            None => {
+                let layer = self.graph.op(self.graph.value(loss).producer).layer;
+                let place = Place {
+                    path: "grad.seed".into(),
+                    pass: Pass::BI,
+                    region: Region::Microbatch,
+                    layer,
+                };
+                self.graph
+                    .add1(OpKind::Constant { value: 1.0 }, &[], place)?
+            }
+        };
+        let leaves: BTreeSet<ValueId> = self.params.iter().map(|p| p.prepared).collect();
+        let mut uses = Vec::new();
+        differentiate(
+            &mut self.graph,
+            loss,
+            seed,
+            &leaves,
+            &mut |graph,
+                  LeafUse {
+                      leaf,
+                      consumer,
+                      operand,
+                      gradient,
+                  }| {
+                let op = graph.op(consumer);
+                let place = Place {
+                    path: format!("accumulate.{}.{operand}", op.path),
+                    pass: Pass::BW,
+                    region: Region::Microbatch,
+                    layer: op.layer,
+                };
+                let accumulated =
+                    graph.add1(OpKind::Accumulate { dtype: DType::F32 }, &[gradient], place)?;
+                uses.push((leaf, (consumer, operand), accumulated));
+                Ok(())
+            },
+        )?;
+        for param in &mut self.params {
+            param.accumulators = uses
+                .iter()
+                .filter(|u| u.0 == param.prepared)
+                .map(|&(_, at, v)| (at, v))
+                .collect();
+            param.accumulators.sort_unstable();
+        }
+        Ok(())
+    }
+
+    /// Gradient of each parameter over the step (times the loss scale): its uses summed in
+    /// the order of the forward graph.
+    fn sum_gradients(&mut self) -> Result<Vec<ValueId>, GraphError> {
+        let mut gradients = Vec::with_capacity(self.params.len());
+        for param in &self.params {
+            let Some((&(_, first), rest)) = param.accumulators.split_first() else {
+                return Err(GraphError::Differentiate(format!(
+                    "parameter `{}` does not affect the loss",
+                    param.path
+                )));
+            };
+            let mut total = first;
+            for (i, &(_, next)) in rest.iter().enumerate() {
+                let path = match i + 1 == rest.len() {
+                    true => format!("grad_sum.{}", param.path),
+                    false => format!("grad_sum.{}.{}", param.path, i + 1),
+                };
+                total = self.graph.add1(
+                    OpKind::Binary { f: Binary::Add },
+                    &[total, next],
+                    step_end(path, param.layer),
+                )?;
+            }
+            gradients.push(total);
+        }
+        Ok(gradients)
+    }
+
+    /// The global norm, which it returns, and what follows from it: the coefficient of the
+    /// gradients and the next loss scale.
+    fn clip(&mut self, gradients: &[ValueId]) -> Result<ValueId, GraphError> {
+        let end = |path: &str| world(path, Region::StepEnd);
+        let mut squares = Vec::with_capacity(gradients.len());
+        for (param, &gradient) in self.params.iter().zip(gradients) {
+            let place = step_end(format!("sum_squares.{}", param.path), param.layer);
+            squares.push(self.graph.add1(OpKind::SumSquares, &[gradient], place)?);
+        }
+        let norm = self
+            .graph
+            .add1(OpKind::GlobalNorm, &squares, end("global_norm"))?;
+        let loss_scale = match &self.scale {
+            Some(scale) => scale.value,
+            None => self
+                .graph
+                .add1(OpKind::Constant { value: 1.0 }, &[], end("loss_scale.one"))?,
+        };
+        let kind = OpKind::ClipCoefficient {
+            max_norm: self.spec.clip_norm,
+        };
+        self.coefficient = Some(self.graph.add1(
+            kind,
+            &[norm, loss_scale],
+            end("clip_coefficient"),
+        )?);
+        if let Some(s) = &mut self.scale {
+            let kind = OpKind::UpdateLossScale {
+                growth_interval: LOSS_SCALE_GROWTH_INTERVAL,
+            };
+            let next = self.graph.add(
+                kind,
+                &[s.value, s.states[1], norm],
+                end("update_loss_scale"),
+            )?;
+            let relative = self.graph.add1(
+                scale(1.0 / INITIAL_LOSS_SCALE),
+                &[next[0]],
+                end("loss_scale.next"),
+            )?;
+            s.next = [relative, next[1]];
+        }
+        Ok(norm)
+    }
+
+    fn updates(&mut self, gradients: &[ValueId]) -> Result<(), GraphError> {
+        let coefficient = self.coefficient.expect("clipping comes before the updates");
+        for (param, &gradient) in self.params.iter_mut().zip(gradients) {
+            let decay = |weight_decay: f64| if param.decay { weight_decay } else { 0.0 };
+            let kind = match self.spec.optimizer {
+                Optimizer::AdamW {
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                } => OpKind::AdamW {
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay: decay(weight_decay),
+                },
+                Optimizer::Sgd {
+                    momentum,
+                    weight_decay,
+                } => OpKind::Sgd {
+                    momentum,
+                    weight_decay: decay(weight_decay),
+                },
+            };
+            let operands = [&[param.read, gradient], &param.moments[..], &[coefficient]].concat();
+            param.next = self.graph.add(
+                kind,
+                &operands,
+                step_end(format!("update.{}", param.path), param.layer),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Shares layout changes and names the states.
+    fn finish(self, loss: ValueId, grad_norm: ValueId) -> Result<TrainingGraph, GraphError> {
+        let (mut graph, moved) = share_layouts(&self.graph)?;
+        let at = |v: ValueId| moved[v.index()];
+        let state = |graph: &Graph, role, param: &str, read: ValueId, write: ValueId| {
+            let read = at(read);
+            State {
+                path: graph.value_name(read),
+                role,
+                param: param.into(),
+                read,
+                write: at(write),
+            }
+        };
+        let mut states = Vec::new();
+        for p in &self.params {
+            states.push(state(
+                &graph,
+                StateRole::Parameter,
+                &p.path,
+                p.read,
+                p.next[0],
+            ));
+        }
+        for p in &self.params {
+            let roles = [StateRole::Moment1, StateRole::Moment2];
+            for ((role, &read), &write) in roles.into_iter().zip(&p.moments).zip(&p.next[1..]) {
+                states.push(state(&graph, role, &p.path, read, write));
+            }
+        }
+        if let Some(s) = &self.scale {
+            for (&read, &write) in s.states.iter().zip(&s.next) {
+                states.push(state(&graph, StateRole::Scalar, "", read, write));
+            }
+        }
+        let (loss, grad_norm) = (at(loss), at(grad_norm));
+        graph.outputs = vec![loss, grad_norm];
+        Ok(TrainingGraph {
+            graph,
+            states,
+            loss,
+            grad_norm,
+        })
+    }
+}
+
+fn world(path: &str, region: Region) -> Place {
+    Place {
+        path: path.into(),
+        pass: Pass::Update,
+        region,
+        layer: None,
+    }
+}
+
+fn step_end(path: String, layer: Option<LayerId>) -> Place {
+    Place {
+        path,
+        pass: Pass::Update,
+        region: Region::StepEnd,
+        layer,
+    }
+}
+
+fn scale(by: f64) -> OpKind {
+    OpKind::Unary {
+        f: Unary::Scale { by },
+    }
+}
+
+/// Ops whose float operands must share one dtype.
+fn wants_one_dtype(kind: &OpKind) -> bool {
+    matches!(
+        kind,
+        OpKind::Binary { .. }
+            | OpKind::Stack { .. }
+            | OpKind::DotGeneral { .. }
+            | OpKind::LayerNorm { .. }
+            | OpKind::RmsNorm { .. }
+            | OpKind::Attention { .. }
+    )
+}
+
+/// For each value, whether it is made of constants alone.
+fn constants(graph: &Graph) -> Vec<bool> {
+    let mut constant = vec![false; graph.values().len()];
+    for op in graph.ops() {
+        let is = match op.kind {
+            OpKind::Input { .. } | OpKind::State { .. } => false,
+            _ => op.inputs.iter().all(|v| constant[v.index()]),
+        };
+        op.outputs.iter().for_each(|v| constant[v.index()] = is);
+    }
+    constant
+}

@@ -1,0 +1,115 @@
+//! Makes shared layout changes explicit: where several matrix multiplications of one layer
+//! use one value, a `Layout` op between them gives the changed value a name, so that it is
+//! gathered once and they share it (Q, K and V in the forward pass; the gradients for an
+//! input and for a weight in the backward passes).
+//!
+//! One op per value, layer and direction (forward; both backward passes together). It stands
+//! right before the first of its consumers and has their layer; its pass is F or, backward,
+//! BI when one of them is BI (so that BI never waits for a BW op), else BW.
+//! Path: `layout.<value>`, or `layout.grad.<value>` in the backward passes for a value that
+//! is no gradient itself; a further layer's op ends in `.layer<n>`.
+
+use crate::{Graph, GraphError, LayerId, OpId, OpKind, Pass, Place, Region, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A rewritten copy of `graph`, and for each of its values the value in the copy.
+pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), GraphError> {
+    let shared = plan(graph);
+    let mut first: BTreeMap<OpId, Vec<usize>> = BTreeMap::new();
+    let mut through: BTreeMap<(OpId, ValueId), usize> = BTreeMap::new();
+    for (i, s) in shared.iter().enumerate() {
+        first.entry(s.consumers[0]).or_default().push(i);
+        through.extend(s.consumers.iter().map(|&c| ((c, s.value), i)));
+    }
+    let mut out = Graph::new(graph.name.clone());
+    out.layers = graph.layers.clone();
+    let mut moved: Vec<ValueId> = Vec::with_capacity(graph.values().len());
+    let mut layouts: BTreeMap<usize, ValueId> = BTreeMap::new();
+    for (id, op) in graph.iter() {
+        for &i in first.get(&id).into_iter().flatten() {
+            let s = &shared[i];
+            layouts.insert(
+                i,
+                out.add1(OpKind::Layout, &[moved[s.value.index()]], s.place.clone())?,
+            );
+        }
+        let operand = |&v: &ValueId| {
+            through
+                .get(&(id, v))
+                .map_or(moved[v.index()], |i| layouts[i])
+        };
+        let inputs: Vec<ValueId> = op.inputs.iter().map(operand).collect();
+        let place = Place {
+            path: op.path.clone(),
+            pass: op.pass,
+            region: op.region,
+            layer: op.layer,
+        };
+        match op.kind {
+            OpKind::Input { .. } | OpKind::State { .. } => moved.push(out.add_source(
+                op.kind.clone(),
+                graph.ty(op.outputs[0]).clone(),
+                place,
+            )?),
+            _ => moved.extend(out.add(op.kind.clone(), &inputs, place)?),
+        }
+    }
+    Ok((out, moved))
+}
+
+/// A layout op to insert.
+struct Shared {
+    value: ValueId,
+    /// The multiplications that use it, at least two, ascending.
+    consumers: Vec<OpId>,
+    place: Place,
+}
+
+fn plan(graph: &Graph) -> Vec<Shared> {
+    // Key: value, backward, layer. In order of the values, so that paths are stable.
+    let mut groups: BTreeMap<(ValueId, bool, Option<LayerId>), BTreeSet<OpId>> = BTreeMap::new();
+    for (id, op) in graph.iter() {
+        if matches!(op.kind, OpKind::DotGeneral { .. }) && op.region == Region::Microbatch {
+            for &v in &op.inputs {
+                groups
+                    .entry((v, op.pass != Pass::F, op.layer))
+                    .or_default()
+                    .insert(id);
+            }
+        }
+    }
+    let mut paths = BTreeSet::new();
+    let mut shared = Vec::new();
+    for ((value, backward, layer), consumers) in groups {
+        if consumers.len() < 2 {
+            continue;
+        }
+        // A colon means a result's index in the name of a value, so paths do without.
+        let name = graph.value_name(value).replace(':', "-");
+        let mut path = if backward && !name.starts_with("grad.") {
+            format!("layout.grad.{name}")
+        } else {
+            format!("layout.{name}")
+        };
+        if !paths.insert(path.clone()) {
+            path = format!("{path}.layer{}", layer.map_or(0, LayerId::index));
+        }
+        let pass = consumers
+            .iter()
+            .map(|&c| graph.op(c).pass)
+            .min()
+            .unwrap_or(Pass::F);
+        let place = Place {
+            path,
+            pass,
+            region: Region::Microbatch,
+            layer,
+        };
+        shared.push(Shared {
+            value,
+            consumers: consumers.into_iter().collect(),
+            place,
+        });
+    }
+    shared
+}

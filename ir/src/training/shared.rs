@@ -1,0 +1,78 @@
+//! Parameters used outside their owner's layer (tied embeddings, shared tables).
+//!
+//! The owner's prepared value enters each other layer through one `StepBegin` `Layout` op,
+//! `shared.<layer>.<param path>`: so its layout in the using layer is one decision, it moves
+//! between stages once per step and not once per microbatch, and nothing is copied when
+//! owner and user agree.
+
+use super::{State, TrainingGraph};
+use crate::graph::Place;
+use crate::{Graph, GraphError, LayerId, Op, OpKind, Pass, Region, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Inserts the `shared.*` ops. Value ids change, paths do not.
+pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph, GraphError> {
+    let graph = &training.graph;
+    let wanted: BTreeSet<(LayerId, ValueId)> = graph
+        .ops()
+        .iter()
+        .filter(|op| op.region == Region::Microbatch)
+        .flat_map(|op| op.inputs.iter().filter_map(move |&v| foreign(graph, op, v)))
+        .collect();
+    if wanted.is_empty() {
+        return Ok(training.clone());
+    }
+    let mut out = Graph::new(graph.name.clone());
+    out.layers = graph.layers.clone();
+    let mut map: Vec<ValueId> = Vec::with_capacity(graph.values().len());
+    let mut shared: BTreeMap<(LayerId, ValueId), ValueId> = BTreeMap::new();
+    let mut begun = true;
+    for op in graph.ops() {
+        if begun && op.region != Region::StepBegin {
+            begun = false;
+            for &(layer, v) in &wanted {
+                let path = shared_path(graph, layer, v);
+                let place = Place { path, pass: Pass::Update, region: Region::StepBegin, layer: Some(layer) };
+                let inside = out.add1(OpKind::Layout, &[map[v.index()]], place)?;
+                shared.insert((layer, v), inside);
+            }
+        }
+        let inputs: Vec<ValueId> = op
+            .inputs
+            .iter()
+            .map(|&v| match foreign(graph, op, v).filter(|_| op.region == Region::Microbatch) {
+                Some(key) => shared[&key],
+                None => map[v.index()],
+            })
+            .collect();
+        let place = Place { path: op.path.clone(), pass: op.pass, region: op.region, layer: op.layer };
+        let results = if op.kind.is_source() {
+            vec![out.add_source(op.kind.clone(), graph.ty(op.outputs[0]).clone(), place)?]
+        } else {
+            out.add(op.kind.clone(), &inputs, place)?
+        };
+        map.extend(results);
+    }
+    out.outputs = graph.outputs.iter().map(|v| map[v.index()]).collect();
+    let moved = |s: &State| State { read: map[s.read.index()], write: map[s.write.index()], ..s.clone() };
+    Ok(TrainingGraph {
+        states: training.states.iter().map(moved).collect(),
+        loss: map[training.loss.index()],
+        grad_norm: map[training.grad_norm.index()],
+        graph: out,
+    })
+}
+
+/// The layer and value when `op` uses a `StepBegin` value of another layer.
+fn foreign(graph: &Graph, op: &Op, v: ValueId) -> Option<(LayerId, ValueId)> {
+    let producer = graph.op(graph.value(v).producer);
+    let here = op.layer?;
+    let there = producer.layer?;
+    (producer.region == Region::StepBegin && here != there).then_some((here, v))
+}
+
+fn shared_path(graph: &Graph, layer: LayerId, v: ValueId) -> String {
+    let name = graph.value_name(v);
+    let param = name.strip_prefix("prepare.").unwrap_or(&name);
+    format!("shared.{}.{param}", graph.layers.get(layer.index()).map_or("", String::as_str))
+}

@@ -1,0 +1,289 @@
+//! The whole way from a problem to a choice with a proof.
+//!
+//! Presolve; then an integer program if what is left is small. Every result is checked
+//! against the original problem before it is returned.
+//!
+//! Determinism: without a time limit the result depends on the problem and the options
+//! alone. With one, it may depend on the machine, and the status says so by not being
+//! `Optimal`.
+
+use std::time::{Duration, Instant};
+
+use super::IntraOpError;
+use super::ilp::{self, IlpOptions, IlpOutcome};
+use super::presolve::{Infeasibility, PresolveOptions, Presolved, presolve};
+use super::problem::{IntraOpProblem, evaluate};
+use super::reduced::Reduced;
+
+/// Which integer-programming library to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IlpBackend {
+    /// HiGHS.
+    #[cfg(feature = "highs")]
+    Highs,
+    /// microlp: pure Rust, for small problems.
+    #[cfg(feature = "highs")]
+    Microlp,
+    /// None: bounds and search only.
+    None,
+}
+
+impl Default for IlpBackend {
+    #[cfg(feature = "highs")]
+    fn default() -> Self {
+        IlpBackend::Highs
+    }
+    #[cfg(not(feature = "highs"))]
+    fn default() -> Self {
+        IlpBackend::None
+    }
+}
+
+/// What to spend, and on what.
+#[derive(Clone, Debug)]
+pub struct SolveOptions {
+    /// Wall-clock limit. A result that was cut short by it may differ between machines.
+    pub time_limit: Option<Duration>,
+    /// Threads for searching; reserved, one is used.
+    pub threads: usize,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Stop when the cost is proved within this fraction of the bound; 0 for a full proof.
+    pub gap: f64,
+    /// Deterministic limit: branch-and-bound nodes per integer program, and rounds of search.
+    pub work_limit: Option<u64>,
+    /// Integer programs are only built up to this many columns.
+    pub max_ilp_columns: usize,
+    /// The integer-programming library.
+    pub backend: IlpBackend,
+    /// Which presolve steps to take.
+    pub presolve: PresolveOptions,
+}
+
+impl Default for SolveOptions {
+    fn default() -> Self {
+        SolveOptions {
+            time_limit: None,
+            threads: 1,
+            seed: 0,
+            gap: 0.0,
+            work_limit: None,
+            // Measured on the public instances: below this every model was proved in a minute.
+            max_ilp_columns: 100_000,
+            backend: IlpBackend::default(),
+            presolve: PresolveOptions::default(),
+        }
+    }
+}
+
+/// What is proved about a result.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum SolveStatus {
+    /// No choice is better (within the requested gap).
+    Optimal,
+    /// A choice that fits; the best may be cheaper, but not below `lower_bound`.
+    Feasible {
+        /// No choice costs less.
+        lower_bound: u128,
+        /// `(objective - lower_bound) / objective`.
+        gap: f64,
+    },
+    /// No choice fits.
+    Infeasible(Infeasibility),
+    /// Stopped before any choice that fits was found.
+    Timeout,
+}
+
+/// One line of how the result came about.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TraceEntry {
+    /// The phase that ended.
+    pub phase: &'static str,
+    /// Seconds since the start.
+    pub seconds: f64,
+    /// The best cost so far.
+    pub objective: Option<u128>,
+    /// The best bound so far.
+    pub lower_bound: Option<u128>,
+    /// What the phase did, in words.
+    pub note: String,
+}
+
+/// A choice with its proof, or why there is none.
+#[derive(Clone, Debug)]
+pub struct SolveResult {
+    /// What is proved.
+    pub status: SolveStatus,
+    /// One strategy per node.
+    pub choice: Option<Vec<u32>>,
+    /// Its total cost.
+    pub objective: Option<u128>,
+    /// No choice costs less.
+    pub lower_bound: u128,
+    /// `(objective - lower_bound) / objective`; `None` without an objective.
+    pub gap: Option<f64>,
+    /// Wall-clock time spent.
+    pub seconds: f64,
+    /// The most bytes in use at any time under the choice.
+    pub peak_usage: Option<u128>,
+    /// What happened, in order.
+    pub trace: Vec<TraceEntry>,
+}
+
+/// Solves `problem`.
+///
+/// # Errors
+/// [`IntraOpError::Malformed`] or [`IntraOpError::Magnitude`] when the problem cannot be
+/// taken on. Infeasible is an answer, not an error.
+pub fn solve(
+    problem: &IntraOpProblem,
+    options: &SolveOptions,
+) -> Result<SolveResult, IntraOpError> {
+    let mut run = Run::new(options);
+    match presolve(problem, &options.presolve)? {
+        Presolved::Infeasible(why) => {
+            run.infeasible = Some(why);
+            run.note("presolve", None, format!("infeasible: {why:?}"));
+        }
+        Presolved::Reduced(reduced) => run.solve_reduced(&reduced),
+    }
+    run.finish(problem)
+}
+
+struct Run<'a> {
+    options: &'a SolveOptions,
+    start: Instant,
+    /// Cost and choice of the reduced problem.
+    best: Option<(u64, Vec<u32>)>,
+    bound: u64,
+    proved: bool,
+    infeasible: Option<Infeasibility>,
+    lifted: Option<Vec<u32>>,
+    trace: Vec<TraceEntry>,
+}
+
+impl<'a> Run<'a> {
+    fn new(options: &'a SolveOptions) -> Self {
+        Run {
+            options,
+            start: Instant::now(),
+            best: None,
+            bound: 0,
+            proved: false,
+            infeasible: None,
+            lifted: None,
+            trace: Vec::new(),
+        }
+    }
+
+    fn time_left(&self) -> Option<Duration> {
+        let limit = self.options.time_limit?;
+        Some(limit.saturating_sub(self.start.elapsed()))
+    }
+
+    fn note(&mut self, phase: &'static str, bound: Option<u64>, note: String) {
+        self.bound = self.bound.max(bound.unwrap_or(0));
+        self.trace.push(TraceEntry {
+            phase,
+            seconds: self.start.elapsed().as_secs_f64(),
+            objective: self.best.as_ref().map(|(cost, _)| u128::from(*cost)),
+            lower_bound: (self.bound > 0).then_some(u128::from(self.bound)),
+            note,
+        });
+    }
+
+    fn solve_reduced(&mut self, reduced: &Reduced) {
+        let (nodes, edges) = (reduced.nodes.len(), reduced.edges.len());
+        let (cells, times) = (reduced.n_cells(), reduced.times.len());
+        let left = format!("{nodes} nodes, {edges} edges, {cells} cells, {times} times left");
+        self.note("presolve", Some(reduced.offset), left);
+        if nodes == 0 {
+            self.best = Some((reduced.offset, Vec::new()));
+            self.proved = true;
+        } else {
+            self.integer_program(reduced, &[]);
+        }
+        if let Some((_, choice)) = &self.best {
+            self.lifted = Some(reduced.lift(choice));
+        }
+    }
+
+    fn integer_program(&mut self, reduced: &Reduced, times: &[usize]) {
+        let Some(backend) = backend(self.options.backend) else {
+            return;
+        };
+        let columns = ilp::n_columns(reduced);
+        if columns > self.options.max_ilp_columns {
+            self.note("ilp", None, format!("skipped: {columns} columns"));
+            return;
+        }
+        let options = IlpOptions {
+            nodes: self.options.work_limit,
+            relative_gap: self.options.gap,
+            seed: self.options.seed,
+            backend,
+        };
+        let time_left = || self.time_left();
+        let outcome = ilp::solve_ilp(reduced, self.best.as_ref(), times, &options, &time_left);
+        let IlpOutcome { choice, bound, proved, n_rows } = outcome;
+        self.best = choice;
+        self.proved = proved;
+        if proved && self.best.is_none() {
+            self.infeasible = Some(Infeasibility::Searched);
+        }
+        self.note("ilp", bound, format!("{columns} columns, {n_rows} memory rows"));
+    }
+
+    fn finish(mut self, problem: &IntraOpProblem) -> Result<SolveResult, IntraOpError> {
+        let mut result = SolveResult {
+            status: SolveStatus::Timeout,
+            choice: None,
+            objective: None,
+            lower_bound: u128::from(self.bound),
+            gap: None,
+            seconds: self.start.elapsed().as_secs_f64(),
+            peak_usage: None,
+            trace: std::mem::take(&mut self.trace),
+        };
+        if let Some(why) = self.infeasible {
+            result.status = SolveStatus::Infeasible(why);
+            return Ok(result);
+        }
+        let Some(choice) = self.lifted else {
+            return Ok(result);
+        };
+        let value = evaluate(problem, &choice)?;
+        assert!(value.feasible, "a choice that fits the reduced problem fits the original");
+        let objective = value.objective.expect("a feasible choice has a cost");
+        if self.proved && self.options.gap == 0.0 {
+            result.lower_bound = objective;
+        }
+        result.lower_bound = result.lower_bound.min(objective);
+        let lower_bound = result.lower_bound;
+        let gap = if objective == lower_bound {
+            0.0
+        } else {
+            (objective - lower_bound) as f64 / objective as f64
+        };
+        result.status = if self.proved || gap <= self.options.gap {
+            SolveStatus::Optimal
+        } else {
+            SolveStatus::Feasible { lower_bound, gap }
+        };
+        result.gap = Some(gap);
+        result.objective = Some(objective);
+        result.peak_usage = Some(value.peak_usage);
+        result.choice = Some(choice);
+        Ok(result)
+    }
+}
+
+fn backend(which: IlpBackend) -> Option<ilp::Backend> {
+    match which {
+        #[cfg(feature = "highs")]
+        IlpBackend::Highs => Some(super::highs_backend::run),
+        #[cfg(feature = "highs")]
+        IlpBackend::Microlp => Some(super::microlp_backend::run),
+        IlpBackend::None => None,
+    }
+}

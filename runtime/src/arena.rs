@@ -1,0 +1,192 @@
+//! Bytes that tensors live in, and borrowing several of them at once.
+//!
+//! Storage is made of `u64`s, so every offset that is a multiple of 8 is aligned for every
+//! element type. [`Arena::borrow`] hands out any number of ranges of one allocation, shared
+//! ones and exclusive ones, by splitting it at their ends: no range is handed out twice
+//! exclusively, and no `unsafe` is needed.
+
+use std::ops::{Deref, DerefMut, Range};
+
+/// A block of bytes, aligned to 8.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bytes {
+    words: Vec<u64>,
+    len: usize,
+}
+
+impl Bytes {
+    /// `len` zero bytes.
+    pub fn zeroed(len: usize) -> Self {
+        Bytes { words: vec![0; len.div_ceil(8)], len }
+    }
+    /// A copy of `bytes`.
+    pub fn copy_of(bytes: &[u8]) -> Self {
+        let mut b = Self::zeroed(bytes.len());
+        b.copy_from_slice(bytes);
+        b
+    }
+    /// The bytes of `values`.
+    pub fn of_f32(values: &[f32]) -> Self {
+        Self::copy_of(bytemuck::cast_slice(values))
+    }
+    /// The bytes as numbers. The length must be a multiple of 4.
+    pub fn f32s(&self) -> &[f32] {
+        bytemuck::cast_slice(self)
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+}
+
+impl DerefMut for Bytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+}
+
+/// A rank's memory.
+#[derive(Debug)]
+pub struct Arena {
+    bytes: Bytes,
+}
+
+/// Ranges borrowed from an arena, in the order they were asked for.
+pub struct Borrowed<'a> {
+    /// Shared ranges.
+    pub reads: Vec<&'a [u8]>,
+    /// Exclusive ranges.
+    pub writes: Vec<&'a mut [u8]>,
+}
+
+impl Arena {
+    /// An arena of `len` zero bytes.
+    pub fn new(len: usize) -> Self {
+        Arena { bytes: Bytes::zeroed(len) }
+    }
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+    /// True when the arena has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+    /// One range.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the arena.
+    pub fn read(&self, range: Range<usize>) -> &[u8] {
+        &self.bytes[range]
+    }
+    /// One range, to write.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the arena.
+    pub fn write(&mut self, range: Range<usize>) -> &mut [u8] {
+        &mut self.bytes[range]
+    }
+    /// Several ranges at once; reads may overlap each other. The error says which ranges
+    /// clash: a write with another range, or a range with the end of the arena.
+    pub fn borrow(&mut self, reads: &[Range<usize>], writes: &[Range<usize>]) -> Result<Borrowed<'_>, String> {
+        let mut segments = merged(reads);
+        segments.extend(writes.iter().filter(|w| !w.is_empty()).map(|w| Segment { range: w.clone(), write: true }));
+        segments.sort_by_key(|s| s.range.start);
+        for pair in segments.windows(2) {
+            if pair[1].range.start < pair[0].range.end {
+                return Err(format!("bytes {:?} and {:?} overlap and one is written", pair[0].range, pair[1].range));
+            }
+        }
+        if let Some(last) = segments.last()
+            && last.range.end > self.len()
+        {
+            return Err(format!("bytes {:?} exceed the arena of {}", last.range, self.len()));
+        }
+        let (mut shared, mut exclusive) = (Vec::new(), Vec::new());
+        let (mut rest, mut at) = (&mut self.bytes[..], 0);
+        for s in segments {
+            let (piece, after) = rest.split_at_mut(s.range.end - at).into_piece(s.range.start - at);
+            (rest, at) = (after, s.range.end);
+            match s.write {
+                true => exclusive.push((s.range.start, Some(piece))),
+                false => shared.push((s.range, &*piece)),
+            }
+        }
+        let find = |r: &Range<usize>| -> &[u8] {
+            let holder = shared.iter().find(|(range, _)| range.start <= r.start && r.end <= range.end);
+            holder.map_or(&[], |(range, piece)| &piece[r.start - range.start..r.end - range.start])
+        };
+        let reads = reads.iter().map(find).collect();
+        let mut take = |w: &Range<usize>| -> &mut [u8] {
+            let holder = exclusive.iter_mut().find(|(start, piece)| *start == w.start && piece.is_some() && !w.is_empty());
+            holder.and_then(|(_, piece)| piece.take()).unwrap_or(&mut [])
+        };
+        let writes = writes.iter().map(&mut take).collect();
+        Ok(Borrowed { reads, writes })
+    }
+}
+
+struct Segment {
+    range: Range<usize>,
+    write: bool,
+}
+
+/// The union of the read ranges as segments that do not overlap.
+fn merged(reads: &[Range<usize>]) -> Vec<Segment> {
+    let mut sorted: Vec<Range<usize>> = reads.iter().filter(|r| !r.is_empty()).cloned().collect();
+    sorted.sort_by_key(|r| (r.start, r.end));
+    let mut out: Vec<Segment> = Vec::new();
+    for r in sorted {
+        match out.last_mut() {
+            Some(last) if r.start < last.range.end => last.range.end = last.range.end.max(r.end),
+            _ => out.push(Segment { range: r, write: false }),
+        }
+    }
+    out
+}
+
+/// `(before + piece, after)` to `(piece, after)`.
+trait IntoPiece<'a> {
+    fn into_piece(self, skip: usize) -> (&'a mut [u8], &'a mut [u8]);
+}
+
+impl<'a> IntoPiece<'a> for (&'a mut [u8], &'a mut [u8]) {
+    fn into_piece(self, skip: usize) -> (&'a mut [u8], &'a mut [u8]) {
+        (&mut self.0[skip..], self.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_come_back_in_the_order_asked_for() {
+        let mut arena = Arena::new(64);
+        arena.write(0..64).iter_mut().enumerate().for_each(|(i, b)| *b = i as u8);
+        let b = arena.borrow(&[32..40, 8..16, 32..36, 12..20, 5..5], &[40..48, 0..8, 9..9]).unwrap();
+        assert_eq!(b.reads[0], (32..40).collect::<Vec<u8>>());
+        assert_eq!(b.reads[1], (8..16).collect::<Vec<u8>>());
+        assert_eq!(b.reads[2], (32..36).collect::<Vec<u8>>());
+        assert_eq!(b.reads[3], (12..20).collect::<Vec<u8>>());
+        assert!(b.reads[4].is_empty() && b.writes[2].is_empty());
+        assert_eq!((b.writes[0][0], b.writes[1][0]), (40, 0));
+        for w in b.writes {
+            w.fill(255);
+        }
+        assert_eq!(arena.read(38..42), [38, 39, 255, 255]);
+        assert_eq!(arena.read(6..10), [255, 255, 8, 9]);
+    }
+
+    #[test]
+    fn clashes_are_refused() {
+        let mut arena = Arena::new(64);
+        assert!(arena.borrow(&[0..8], &[4..12]).is_err());
+        assert!(arena.borrow(&[], &[0..8, 0..8]).is_err());
+        assert!(arena.borrow(&[60..65], &[]).is_err());
+        assert!(arena.borrow(&[0..8, 4..12], &[12..16]).is_ok());
+    }
+}

@@ -1,0 +1,390 @@
+//! Causal attention with grouped queries, computed in blocks of query rows.
+//!
+//! ```text
+//!   q [B, S, K, G, D]   query row i is at global position q_offset + i
+//!   k [B, T, K, D]      key j is at position j; v likewise
+//!   s_ij = scale * <q_i, k_j>                 for j <= q_offset + i and j < valid_k
+//!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
+//!   o_i = sum_j drop_ij exp(s_ij - lse_i) v_j       0 when no key is visible
+//! ```
+//!
+//! Only the scores of [`BLOCK`] rows of one head exist at a time, up to the last key the block
+//! sees. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
+//! al. 2022); with `delta_i = <do_i, o_i>`,
+//!
+//! ```text
+//!   p_ij = exp(s_ij - lse_i)          ds_ij = p_ij * (drop_ij * <do_i, v_j> - delta_i)
+//!   dq_i = scale * sum_j ds_ij k_j    dk_j = scale * sum_gi ds_ij q_i
+//!                                     dv_j = sum_gi drop_ij p_ij do_i
+//! ```
+//!
+//! A row's maximum and sum run over its own visible keys and the products sum keys from 0 on, with
+//! exact zeros after the last visible one, so `o`, `lse` and `dq` of a row depend neither on the
+//! block that it is in nor on how S is split. `dk` and `dv` are summed over groups and rows:
+//! splits of B and K leave their bits alone, splits of S and G make partial sums of them. Keys
+//! and values must be finite up to the last key a block sees, as zero times infinity is no zero.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::gemm::{Store, View, gemm};
+
+/// Query rows in a block: one row block of the product kernels.
+const BLOCK: usize = 64;
+
+/// Extents of an attention, and where its queries stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionDims {
+    /// Sequences, B.
+    pub batch: usize,
+    /// Query rows per sequence, S.
+    pub q_len: usize,
+    /// Key rows per sequence, T.
+    pub k_len: usize,
+    /// Key-value heads, K.
+    pub kv_heads: usize,
+    /// Query heads per key-value head, G.
+    pub groups: usize,
+    /// Elements per head, D.
+    pub head_dim: usize,
+    /// Global position of query row 0.
+    pub q_offset: usize,
+    /// Keys from here on are ignored; at most `k_len`.
+    pub valid_k: usize,
+}
+
+impl AttentionDims {
+    /// Elements of a tensor `[B, S, K, G, D]`.
+    pub fn q_elements(&self) -> usize {
+        self.lse_elements() * self.head_dim
+    }
+
+    /// Elements of a tensor `[B, T, K, D]`.
+    pub fn k_elements(&self) -> usize {
+        self.batch * self.k_len * self.kv_heads * self.head_dim
+    }
+
+    /// Elements of a tensor `[B, S, K, G]`.
+    pub fn lse_elements(&self) -> usize {
+        self.batch * self.q_len * self.kv_heads * self.groups
+    }
+
+    /// How many keys query row `i` sees.
+    fn visible(&self, i: usize) -> usize {
+        self.q_offset.saturating_add(i + 1).min(self.valid_k)
+    }
+}
+
+/// Dropout on probabilities: for (b, k, g, i, j), indices within the call, 0 or 1 / (1 - p).
+pub type Dropout<'a> = dyn Fn(usize, usize, usize, usize, usize) -> f32 + Sync + 'a;
+
+/// What both passes need.
+#[derive(Clone, Copy)]
+pub struct Attention<'a> {
+    /// Queries `[B, S, K, G, D]`.
+    pub q: &'a [f32],
+    /// Keys `[B, T, K, D]`.
+    pub k: &'a [f32],
+    /// Values `[B, T, K, D]`.
+    pub v: &'a [f32],
+    /// The extents.
+    pub dims: AttentionDims,
+    /// Factor of the scores, usually `1 / sqrt(D)`.
+    pub scale: f32,
+    /// Factor of each probability; the same in both passes.
+    pub dropout: Option<&'a Dropout<'a>>,
+}
+
+/// What the forward pass left and the gradient that came in.
+#[derive(Clone, Copy)]
+pub struct Upstream<'a> {
+    /// Output of [`forward`], `[B, S, K, G, D]`.
+    pub o: &'a [f32],
+    /// Its log-sum-exp, `[B, S, K, G]`.
+    pub lse: &'a [f32],
+    /// Gradient with respect to `o`.
+    pub d_o: &'a [f32],
+}
+
+/// Where the gradients go; overwritten. Keys that no row sees get zero.
+pub struct Gradients<'a> {
+    /// `[B, S, K, G, D]`.
+    pub dq: &'a mut [f32],
+    /// `[B, T, K, D]`.
+    pub dk: &'a mut [f32],
+    /// `[B, T, K, D]`.
+    pub dv: &'a mut [f32],
+}
+
+/// Writes the output `o` `[B, S, K, G, D]` and `lse` `[B, S, K, G]`.
+///
+/// Key-value heads are shared among up to `threads` threads; 0 counts as 1.
+///
+/// # Panics
+/// When a slice does not have the elements of its shape, or `valid_k > k_len`.
+pub fn forward(attention: &Attention<'_>, o: &mut [f32], lse: &mut [f32], threads: usize) {
+    let dims = attention.check();
+    assert_eq!(o.len(), dims.q_elements(), "elements of o");
+    assert_eq!(lse.len(), dims.lse_elements(), "elements of lse");
+    let out = Mutex::new((o, lse));
+    each_head(&dims, threads, |head| {
+        let (o_head, lse_head) = head.forward(attention);
+        let mut out = out.lock().expect("scattering does not panic");
+        head.scatter(&o_head, dims.q_len, out.0);
+        head.scatter(&lse_head, dims.q_len, out.1);
+    });
+}
+
+/// Writes the gradients with respect to `q`, `k` and `v`. Threads as in [`forward`].
+///
+/// # Panics
+/// When a slice does not have the elements of its shape, or `valid_k > k_len`.
+pub fn backward(
+    attention: &Attention<'_>,
+    upstream: Upstream<'_>,
+    gradients: Gradients<'_>,
+    threads: usize,
+) {
+    let dims = attention.check();
+    assert_eq!(upstream.o.len(), dims.q_elements(), "elements of o");
+    assert_eq!(upstream.lse.len(), dims.lse_elements(), "elements of lse");
+    assert_eq!(upstream.d_o.len(), dims.q_elements(), "elements of d_o");
+    assert_eq!(gradients.dq.len(), dims.q_elements(), "elements of dq");
+    assert_eq!(gradients.dk.len(), dims.k_elements(), "elements of dk");
+    assert_eq!(gradients.dv.len(), dims.k_elements(), "elements of dv");
+    let out = Mutex::new(gradients);
+    each_head(&dims, threads, |head| {
+        let (dq, dk, dv) = head.backward(attention, upstream);
+        let mut out = out.lock().expect("scattering does not panic");
+        head.scatter(&dq, dims.q_len, out.dq);
+        head.scatter(&dk, dims.k_len, out.dk);
+        head.scatter(&dv, dims.k_len, out.dv);
+    });
+}
+
+/// Runs `work` on every (sequence, key-value head), on up to `threads` threads.
+fn each_head(dims: &AttentionDims, threads: usize, work: impl Fn(Head) + Sync) {
+    let total = dims.batch * dims.kv_heads;
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        loop {
+            let idx = next.fetch_add(1, Ordering::Relaxed);
+            if idx >= total {
+                return;
+            }
+            work(Head { b: idx / dims.kv_heads, kv: idx % dims.kv_heads, dims: *dims });
+        }
+    };
+    let threads = threads.min(total);
+    if threads <= 1 {
+        return worker();
+    }
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(worker);
+        }
+    });
+}
+
+/// One key-value head of one sequence, with its group of query heads.
+#[derive(Clone, Copy)]
+struct Head {
+    b: usize,
+    kv: usize,
+    dims: AttentionDims,
+}
+
+/// Rows `first..first + rows` of the queries of one group, and the keys that the block sees.
+#[derive(Clone, Copy)]
+struct Block {
+    g: usize,
+    first: usize,
+    rows: usize,
+    keys: usize,
+}
+
+impl Head {
+    /// `o` `[S, G, D]` and `lse` `[S, G]` of this head.
+    fn forward(&self, attention: &Attention<'_>) -> (Vec<f32>, Vec<f32>) {
+        let AttentionDims { q_len, groups, head_dim, .. } = self.dims;
+        let mut o = vec![0.0; q_len * groups * head_dim];
+        let mut lse = vec![f32::NEG_INFINITY; q_len * groups];
+        let mut scores = Vec::new();
+        for block in self.blocks() {
+            let Block { g, first, rows, keys } = block;
+            self.row_products(block, attention.q, attention.k, &mut scores);
+            let mut inverse_sums = [0.0; BLOCK];
+            for (r, row) in scores.chunks_exact_mut(keys).enumerate() {
+                let sum = soften(&mut row[..self.dims.visible(first + r)], attention.scale);
+                row[self.dims.visible(first + r)..].fill(0.0);
+                self.drop(attention, block, r, row);
+                lse[(first + r) * groups + g] = sum.lse;
+                inverse_sums[r] = sum.inverse;
+            }
+            let o = &mut o[(first * groups + g) * head_dim..];
+            let p = View { data: &scores, row: keys, col: 1 };
+            let v = self.keys(attention.v);
+            gemm((rows, keys, head_dim), p, v, Store::Overwrite, o, groups * head_dim);
+            for (row, inverse) in o.chunks_mut(groups * head_dim).zip(&inverse_sums[..rows]) {
+                row[..head_dim].iter_mut().for_each(|x| *x *= inverse);
+            }
+        }
+        (o, lse)
+    }
+
+    /// `dq` `[S, G, D]`, `dk` and `dv` `[T, D]` of this head.
+    fn backward(
+        &self,
+        attention: &Attention<'_>,
+        upstream: Upstream<'_>,
+    ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+        let AttentionDims { q_len, k_len, groups, head_dim, .. } = self.dims;
+        let mut dq = vec![0.0; q_len * groups * head_dim];
+        let (mut dk, mut dv) = (vec![0.0; k_len * head_dim], vec![0.0; k_len * head_dim]);
+        let (mut p, mut ds) = (Vec::new(), Vec::new());
+        for block in self.blocks() {
+            let Block { g, first, rows, keys } = block;
+            self.row_products(block, attention.q, attention.k, &mut p);
+            self.row_products(block, upstream.d_o, attention.v, &mut ds);
+            let both = p.chunks_exact_mut(keys).zip(ds.chunks_exact_mut(keys));
+            for (r, (p, ds)) in both.enumerate() {
+                self.backward_row(attention, upstream, block, r, p, ds);
+            }
+            let across = |data| View { data, row: 1, col: keys };
+            let along = View { data: &ds[..], row: keys, col: 1 };
+            let size = (keys, rows, head_dim);
+            gemm(size, across(&p), self.queries(upstream.d_o, g, first), Store::Add, &mut dv, head_dim);
+            gemm(size, across(&ds), self.queries(attention.q, g, first), Store::Add, &mut dk, head_dim);
+            let dq = &mut dq[(first * groups + g) * head_dim..];
+            let k = self.keys(attention.k);
+            gemm((rows, keys, head_dim), along, k, Store::Overwrite, dq, groups * head_dim);
+        }
+        (dq, dk, dv)
+    }
+
+    /// Row `r` of a block: from raw products `p = <q, k>` and `ds = <do, v>` to `p * drop` and
+    /// `scale * ds`.
+    fn backward_row(
+        &self,
+        attention: &Attention<'_>,
+        upstream: Upstream<'_>,
+        block: Block,
+        r: usize,
+        p: &mut [f32],
+        ds: &mut [f32],
+    ) {
+        let row = self.query_row(block.g, block.first + r);
+        let head_dim = self.dims.head_dim;
+        let of = |data: &'_ [f32]| -> Vec<f32> { data[row * head_dim..][..head_dim].to_vec() };
+        let pairs = of(upstream.o).into_iter().zip(of(upstream.d_o));
+        let delta = pairs.map(|(o, d_o)| f64::from(o) * f64::from(d_o)).sum::<f64>() as f32;
+        let (lse, scale) = (upstream.lse[row], attention.scale);
+        let visible = self.dims.visible(block.first + r);
+        p[visible..].fill(0.0);
+        ds[visible..].fill(0.0);
+        let i = block.first + r;
+        for (j, (p, ds)) in p[..visible].iter_mut().zip(&mut ds[..visible]).enumerate() {
+            let drop = attention.dropout.map_or(1.0, |f| f(self.b, self.kv, block.g, i, j));
+            let probability = (*p * scale - lse).exp();
+            *p = probability * drop;
+            *ds = probability * (drop * *ds - delta) * scale;
+        }
+    }
+
+    /// Multiplies row `r` of a block of weights by the dropout.
+    fn drop(&self, attention: &Attention<'_>, block: Block, r: usize, row: &mut [f32]) {
+        let Some(dropout) = attention.dropout else { return };
+        let i = block.first + r;
+        for (j, weight) in row[..self.dims.visible(i)].iter_mut().enumerate() {
+            *weight *= dropout(self.b, self.kv, block.g, i, j);
+        }
+    }
+
+    /// The blocks of this head that see any key, in order of rows, then groups.
+    fn blocks(&self) -> impl Iterator<Item = Block> + use<> {
+        let dims = self.dims;
+        let block = move |first: usize, g: usize| {
+            let rows = (dims.q_len - first).min(BLOCK);
+            Block { g, first, rows, keys: dims.visible(first + rows - 1) }
+        };
+        let firsts = (0..dims.q_len).step_by(BLOCK);
+        let all = firsts.flat_map(move |first| (0..dims.groups).map(move |g| block(first, g)));
+        all.filter(|block| block.keys > 0)
+    }
+
+    /// `out[rows, keys]`: products of the block's rows of `a` (as `q`) with the rows of `b` (as `k`).
+    fn row_products(&self, block: Block, a: &[f32], b: &[f32], out: &mut Vec<f32>) {
+        let Block { g, first, rows, keys } = block;
+        out.resize(rows * keys, 0.0);
+        let View { data, row, col } = self.keys(b);
+        let b = View { data, row: col, col: row };
+        let size = (rows, self.dims.head_dim, keys);
+        gemm(size, self.queries(a, g, first), b, Store::Overwrite, out, keys);
+    }
+
+    /// Index of query row `i` of group `g` in `[B, S, K, G]`.
+    fn query_row(&self, g: usize, i: usize) -> usize {
+        let AttentionDims { q_len, kv_heads, groups, .. } = self.dims;
+        ((self.b * q_len + i) * kv_heads + self.kv) * groups + g
+    }
+
+    /// The rows of group `g` from `first` on, as a matrix with D columns.
+    fn queries<'a>(&self, data: &'a [f32], g: usize, first: usize) -> View<'a> {
+        let AttentionDims { kv_heads, groups, head_dim, .. } = self.dims;
+        let data = &data[self.query_row(g, first) * head_dim..];
+        View { data, row: kv_heads * groups * head_dim, col: 1 }
+    }
+
+    /// The keys or values of this head, as a matrix with D columns.
+    fn keys<'a>(&self, data: &'a [f32]) -> View<'a> {
+        let AttentionDims { k_len, kv_heads, head_dim, .. } = self.dims;
+        let data = &data[(self.b * k_len * kv_heads + self.kv) * head_dim..];
+        View { data, row: kv_heads * head_dim, col: 1 }
+    }
+
+    /// Copies this head's `[len, width]` to its place in `[B, len, K, width]`.
+    fn scatter(&self, head: &[f32], len: usize, out: &mut [f32]) {
+        if head.is_empty() {
+            return;
+        }
+        let width = head.len() / len;
+        let rows = out.chunks_exact_mut(self.dims.kv_heads * width);
+        for (row, part) in rows.skip(self.b * len).zip(head.chunks_exact(width)) {
+            row[self.kv * width..][..width].copy_from_slice(part);
+        }
+    }
+}
+
+impl Attention<'_> {
+    fn check(&self) -> AttentionDims {
+        let dims = self.dims;
+        assert_eq!(self.q.len(), dims.q_elements(), "elements of q");
+        assert_eq!(self.k.len(), dims.k_elements(), "elements of k");
+        assert_eq!(self.v.len(), dims.k_elements(), "elements of v");
+        assert!(dims.valid_k <= dims.k_len, "valid_k within the keys");
+        dims
+    }
+}
+
+/// What a row's softmax divides by.
+struct Sum {
+    lse: f32,
+    inverse: f32,
+}
+
+/// Turns raw scores into `exp(scale * s - max)`; of no scores the sum is 0 and its inverse taken
+/// as 0.
+fn soften(row: &mut [f32], scale: f32) -> Sum {
+    row.iter_mut().for_each(|s| *s *= scale);
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    row.iter_mut().for_each(|s| *s = (*s - max).exp());
+    let sum: f64 = row.iter().map(|&e| f64::from(e)).sum();
+    if row.is_empty() {
+        return Sum { lse: f32::NEG_INFINITY, inverse: 0.0 };
+    }
+    Sum { lse: (f64::from(max) + sum.ln()) as f32, inverse: (1.0 / sum) as f32 }
+}
+
+#[cfg(test)]
+#[path = "attention_tests.rs"]
+mod tests;

@@ -1,0 +1,104 @@
+//! What can go wrong in a run, with the rank, stage and instruction where it did.
+
+use crate::data::DataError;
+use ir::{Rank, StageId};
+use std::path::PathBuf;
+
+/// Why a run stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    /// An op cannot run on the tensors it was given.
+    #[error("op `{op}`: {problem}")]
+    Kernel {
+        /// Path or name of the op.
+        op: String,
+        /// What does not fit.
+        problem: String,
+    },
+    /// An instruction failed on a rank.
+    #[error("{rank} ({stage}), {instruction}: {source}")]
+    Instruction {
+        /// The rank.
+        rank: Rank,
+        /// Its stage.
+        stage: StageId,
+        /// Template, index and what it is.
+        instruction: String,
+        /// Why.
+        #[source]
+        source: Box<RuntimeError>,
+    },
+    /// A rank's thread panicked: a mistake of the runtime or of the program.
+    #[error("{rank} panicked: {message}")]
+    Panic {
+        /// The rank.
+        rank: Rank,
+        /// The panic's message.
+        message: String,
+    },
+    /// A rank waited too long for others: they never came, or are very slow.
+    #[error("{rank} waited {seconds} s in {what} for {}", list(waiting_for))]
+    Watchdog {
+        /// The rank that waited.
+        rank: Rank,
+        /// The collective or exchange.
+        what: String,
+        /// Who had not arrived.
+        waiting_for: Vec<Rank>,
+        /// How long it waited.
+        seconds: u64,
+    },
+    /// Another rank failed first; that rank's error tells why.
+    #[error("{rank} stopped because {by} failed: {reason}")]
+    Aborted {
+        /// The rank that stopped.
+        rank: Rank,
+        /// The rank that failed first.
+        by: Rank,
+        /// Its error.
+        reason: String,
+    },
+    /// The ranks are gone after an earlier error.
+    #[error("the session ended with an earlier error: {0}")]
+    Ended(String),
+    /// The batch is not what the program was made for.
+    #[error("batch: {0}")]
+    Batch(String),
+    /// A parameter or optimizer state does not fit.
+    #[error("state `{path}`: {problem}")]
+    State {
+        /// Its path.
+        path: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The program or training graph is not one that this runtime can execute.
+    #[error("program: {0}")]
+    Program(String),
+    /// Data cannot be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A checkpoint cannot be read or written.
+    #[error("{}: {problem}", path.display())]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+}
+
+impl RuntimeError {
+    /// True for the errors of ranks that stopped because another one failed.
+    pub fn is_consequence(&self) -> bool {
+        match self {
+            RuntimeError::Aborted { .. } => true,
+            RuntimeError::Instruction { source, .. } => source.is_consequence(),
+            _ => false,
+        }
+    }
+}
+
+fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
