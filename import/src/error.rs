@@ -41,7 +41,9 @@ pub enum ImportError {
         problem: String,
     },
     /// A field that is not known, so may change the mathematics.
-    #[error("{file}:{line}:{column}: unknown field `{field}`, which may change the model; accepted: {accepted}")]
+    #[error(
+        "{file}:{line}:{column}: unknown field `{field}`, which may change the model; accepted: {accepted}"
+    )]
     UnknownField {
         /// The file.
         file: String,
@@ -178,7 +180,12 @@ pub enum ImportError {
 
 /// The first few names, and how many there are.
 fn names(all: &[String]) -> String {
-    let shown = all.iter().take(8).map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
+    let shown = all
+        .iter()
+        .take(8)
+        .map(|n| format!("`{n}`"))
+        .collect::<Vec<_>>()
+        .join(", ");
     match all.len() {
         0..=8 => shown,
         n => format!("{shown} and {} more", n - 8),

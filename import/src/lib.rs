@@ -23,4 +23,4 @@ pub use build::{BuildOptions, model_graph};
 pub use config::ModelConfig;
 pub use error::ImportError;
 pub use params::Param;
-pub use weights::{Weights, export, map_param_to_hf, to_hf};
+pub use weights::{HfTensor, Weights, export, map_param_to_hf, to_hf};

@@ -60,25 +60,84 @@ impl ModelConfig {
 fn gpt2(c: &Gpt2Config) -> Vec<Param> {
     let (h, heads, d) = (c.hidden, c.heads, c.hidden / c.heads);
     let normal = Init::Normal { std: c.init_std };
-    let narrow = Init::Normal { std: c.init_std / ((2 * c.layers) as f64).sqrt() };
-    let mut t = Table { prefix: "transformer.", params: Vec::new() };
-    t.add("embed.wte.weight", &[c.vocab, h], "wte.weight", &[c.vocab, h], normal);
-    t.add("embed.wpe.weight", &[c.positions, h], "wpe.weight", &[c.positions, h], normal);
+    let narrow = Init::Normal {
+        std: c.init_std / ((2 * c.layers) as f64).sqrt(),
+    };
+    let mut t = Table {
+        prefix: "transformer.",
+        params: Vec::new(),
+    };
+    t.add(
+        "embed.wte.weight",
+        &[c.vocab, h],
+        "wte.weight",
+        &[c.vocab, h],
+        normal,
+    );
+    t.add(
+        "embed.wpe.weight",
+        &[c.positions, h],
+        "wpe.weight",
+        &[c.positions, h],
+        normal,
+    );
     for i in 0..c.layers {
         let mut add = |ours: &str, shape: &[u64], theirs: &str, hf_shape: &[u64], init| {
-            t.add(&format!("h.{i}.{ours}"), shape, &format!("h.{i}.{theirs}"), hf_shape, init);
+            t.add(
+                &format!("h.{i}.{ours}"),
+                shape,
+                &format!("h.{i}.{theirs}"),
+                hf_shape,
+                init,
+            );
         };
         add("ln_1.weight", &[h], "ln_1.weight", &[h], Init::Ones);
         add("ln_1.bias", &[h], "ln_1.bias", &[h], Init::Zeros);
-        add("attn.qkv.weight", &[h, 3, heads, d], "attn.c_attn.weight", &[h, 3 * h], normal);
-        add("attn.qkv.bias", &[3, heads, d], "attn.c_attn.bias", &[3 * h], Init::Zeros);
-        add("attn.out.weight", &[heads, d, h], "attn.c_proj.weight", &[h, h], narrow);
+        add(
+            "attn.qkv.weight",
+            &[h, 3, heads, d],
+            "attn.c_attn.weight",
+            &[h, 3 * h],
+            normal,
+        );
+        add(
+            "attn.qkv.bias",
+            &[3, heads, d],
+            "attn.c_attn.bias",
+            &[3 * h],
+            Init::Zeros,
+        );
+        add(
+            "attn.out.weight",
+            &[heads, d, h],
+            "attn.c_proj.weight",
+            &[h, h],
+            narrow,
+        );
         add("attn.out.bias", &[h], "attn.c_proj.bias", &[h], Init::Zeros);
         add("ln_2.weight", &[h], "ln_2.weight", &[h], Init::Ones);
         add("ln_2.bias", &[h], "ln_2.bias", &[h], Init::Zeros);
-        add("mlp.fc.weight", &[h, c.inner], "mlp.c_fc.weight", &[h, c.inner], normal);
-        add("mlp.fc.bias", &[c.inner], "mlp.c_fc.bias", &[c.inner], Init::Zeros);
-        add("mlp.proj.weight", &[c.inner, h], "mlp.c_proj.weight", &[c.inner, h], narrow);
+        add(
+            "mlp.fc.weight",
+            &[h, c.inner],
+            "mlp.c_fc.weight",
+            &[h, c.inner],
+            normal,
+        );
+        add(
+            "mlp.fc.bias",
+            &[c.inner],
+            "mlp.c_fc.bias",
+            &[c.inner],
+            Init::Zeros,
+        );
+        add(
+            "mlp.proj.weight",
+            &[c.inner, h],
+            "mlp.c_proj.weight",
+            &[c.inner, h],
+            narrow,
+        );
         add("mlp.proj.bias", &[h], "mlp.c_proj.bias", &[h], Init::Zeros);
     }
     t.add("head.ln_f.weight", &[h], "ln_f.weight", &[h], Init::Ones);
@@ -96,19 +155,71 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
         1 => &[kv, d],
         groups => &[kv, groups, d],
     };
-    let mut t = Table { prefix: "model.", params: Vec::new() };
-    t.add("embed.wte.weight", &[c.vocab, h], "embed_tokens.weight", &[c.vocab, h], normal);
+    let mut t = Table {
+        prefix: "model.",
+        params: Vec::new(),
+    };
+    t.add(
+        "embed.wte.weight",
+        &[c.vocab, h],
+        "embed_tokens.weight",
+        &[c.vocab, h],
+        normal,
+    );
     for i in 0..c.layers {
-        let at = |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
+        let at =
+            |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
         t.gain(at("norm_1", "input_layernorm"), h);
-        t.linear(at("attn.q", "self_attn.q_proj"), &[h], query, c.attention_bias, normal);
-        t.linear(at("attn.k", "self_attn.k_proj"), &[h], &[kv, d], c.attention_bias, normal);
-        t.linear(at("attn.v", "self_attn.v_proj"), &[h], &[kv, d], c.attention_bias, normal);
-        t.linear(at("attn.out", "self_attn.o_proj"), query, &[h], c.attention_bias, normal);
+        t.linear(
+            at("attn.q", "self_attn.q_proj"),
+            &[h],
+            query,
+            c.attention_bias,
+            normal,
+        );
+        t.linear(
+            at("attn.k", "self_attn.k_proj"),
+            &[h],
+            &[kv, d],
+            c.attention_bias,
+            normal,
+        );
+        t.linear(
+            at("attn.v", "self_attn.v_proj"),
+            &[h],
+            &[kv, d],
+            c.attention_bias,
+            normal,
+        );
+        t.linear(
+            at("attn.out", "self_attn.o_proj"),
+            query,
+            &[h],
+            c.attention_bias,
+            normal,
+        );
         t.gain(at("norm_2", "post_attention_layernorm"), h);
-        t.linear(at("mlp.gate", "mlp.gate_proj"), &[h], &[inner], c.mlp_bias, normal);
-        t.linear(at("mlp.up", "mlp.up_proj"), &[h], &[inner], c.mlp_bias, normal);
-        t.linear(at("mlp.down", "mlp.down_proj"), &[inner], &[h], c.mlp_bias, normal);
+        t.linear(
+            at("mlp.gate", "mlp.gate_proj"),
+            &[h],
+            &[inner],
+            c.mlp_bias,
+            normal,
+        );
+        t.linear(
+            at("mlp.up", "mlp.up_proj"),
+            &[h],
+            &[inner],
+            c.mlp_bias,
+            normal,
+        );
+        t.linear(
+            at("mlp.down", "mlp.down_proj"),
+            &[inner],
+            &[h],
+            c.mlp_bias,
+            normal,
+        );
     }
     t.gain(("head.norm".into(), "norm".into()), h);
     if !c.tied {
@@ -136,17 +247,42 @@ impl Table {
     }
     /// The gain of an RMS norm; `(ours, theirs)` are its names without `.weight`.
     fn gain(&mut self, (ours, theirs): (String, String), h: u64) {
-        self.add(&format!("{ours}.weight"), &[h], &format!("{theirs}.weight"), &[h], Init::Ones);
+        self.add(
+            &format!("{ours}.weight"),
+            &[h],
+            &format!("{theirs}.weight"),
+            &[h],
+            Init::Ones,
+        );
     }
     /// A `Linear` from dims `ins` to dims `outs`, stored `[out, in]`.
-    fn linear(&mut self, (ours, theirs): (String, String), ins: &[u64], outs: &[u64], bias: bool, init: Init) {
+    fn linear(
+        &mut self,
+        (ours, theirs): (String, String),
+        ins: &[u64],
+        outs: &[u64],
+        bias: bool,
+        init: Init,
+    ) {
         let (n_in, n_out) = (ins.iter().product(), outs.iter().product());
-        self.add(&format!("{ours}.weight"), &[ins, outs].concat(), &format!("{theirs}.weight"), &[n_out, n_in], init);
+        self.add(
+            &format!("{ours}.weight"),
+            &[ins, outs].concat(),
+            &format!("{theirs}.weight"),
+            &[n_out, n_in],
+            init,
+        );
         if let Some(weight) = self.params.last_mut() {
             weight.transposed = true;
         }
         if bias {
-            self.add(&format!("{ours}.bias"), outs, &format!("{theirs}.bias"), &[n_out], Init::Zeros);
+            self.add(
+                &format!("{ours}.bias"),
+                outs,
+                &format!("{theirs}.bias"),
+                &[n_out],
+                Init::Zeros,
+            );
         }
     }
     /// The output table, which files keep outside the model's prefix.

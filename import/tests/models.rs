@@ -1,5 +1,7 @@
 //! The published configurations in `models/`, and the graphs of all sizes.
 
+#![allow(clippy::unwrap_used)]
+
 use import::{BuildOptions, ModelConfig, model_graph};
 use ir::op::{Init, OpKind};
 use ir::{Graph, Pass, Region};
@@ -22,19 +24,34 @@ fn parameter_counts_are_the_published_ones() {
         ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
         // 96 layers of 12 h^2 + 13 h, the two tables, the last norm; h = 12288.
-        ("gpt3-175b", 96 * (12 * 12288 * 12288 + 13 * 12288) + (50257 + 2048 + 2) * 12288),
+        (
+            "gpt3-175b",
+            96 * (12 * 12288 * 12288 + 13 * 12288) + (50257 + 2048 + 2) * 12288,
+        ),
         ("llama-2-7b", 6_738_415_616),
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.1-70b", 70_553_706_496),
         ("llama-3.2-1b", 1_235_814_400),
-        ("tiny-gpt2", 4 * (12 * 128 * 128 + 13 * 128) + (256 + 128 + 2) * 128),
-        ("tiny-llama", 4 * ((4 + 2) * 64 * 128 + 3 * 384 * 128 + 2 * 128) + (2 * 256 + 1) * 128),
+        (
+            "tiny-gpt2",
+            4 * (12 * 128 * 128 + 13 * 128) + (256 + 128 + 2) * 128,
+        ),
+        (
+            "tiny-llama",
+            4 * ((4 + 2) * 64 * 128 + 3 * 384 * 128 + 2 * 128) + (2 * 256 + 1) * 128,
+        ),
     ] {
         let config = ModelConfig::load(&models().join(name)).unwrap();
         assert_eq!(config.n_parameters(), expected, "{name}");
         let readme = std::fs::read_to_string(models().join("README.md")).unwrap();
-        let row = readme.lines().find(|l| l.starts_with(&format!("| `{name}` |"))).unwrap();
-        assert!(row.replace(',', "").contains(&format!("| {expected} |")), "{row}: {expected}");
+        let row = readme
+            .lines()
+            .find(|l| l.starts_with(&format!("| `{name}` |")))
+            .unwrap();
+        assert!(
+            row.replace(',', "").contains(&format!("| {expected} |")),
+            "{row}: {expected}"
+        );
     }
 }
 
@@ -46,7 +63,14 @@ fn every_model_in_the_folder_builds() {
         if path.is_dir() {
             let config = ModelConfig::load(&path).unwrap();
             let g = graph(&config, config.max_sequence().min(2048), 0.0);
-            assert_eq!(g.layers.len() as u64, config.n_layers() + 2, "{}", path.display());
+            assert_eq!(ir::verify::verify(&g), [], "{}", path.display());
+            assert_eq!(ir::verify::dead_ops(&g), [], "{}", path.display());
+            assert_eq!(
+                g.layers.len() as u64,
+                config.n_layers() + 2,
+                "{}",
+                path.display()
+            );
             n += 1;
         }
     }
@@ -59,9 +83,16 @@ fn gpt3_builds_without_its_weights() {
     let start = Instant::now();
     let g = graph(&config, 2048, 0.0);
     // It takes about 2 ms; weights alone would be 700 GB.
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        start.elapsed()
+    );
     assert_eq!(g.layers.first().map(String::as_str), Some("embed"));
-    assert_eq!(g.layers[1..97], (0..96).map(|i| format!("h.{i}")).collect::<Vec<_>>());
+    assert_eq!(
+        g.layers[1..97],
+        (0..96).map(|i| format!("h.{i}")).collect::<Vec<_>>()
+    );
     assert_eq!(g.layers.last().map(String::as_str), Some("head"));
 }
 
@@ -70,16 +101,30 @@ fn states_are_the_parameters_in_order() {
     for name in ["tiny-gpt2", "tiny-llama", "llama-3.2-1b", "llama-2-7b"] {
         let config = ModelConfig::load(&models().join(name)).unwrap();
         let g = graph(&config, 16, 0.0);
-        let states: Vec<_> = g.ops().iter().filter(|op| matches!(op.kind, OpKind::State { .. })).collect();
+        let states: Vec<_> = g
+            .ops()
+            .iter()
+            .filter(|op| matches!(op.kind, OpKind::State { .. }))
+            .collect();
         let params = config.params();
         assert_eq!(states.len(), params.len());
         for (op, p) in states.iter().zip(&params) {
             assert_eq!(op.path, p.path);
             assert_eq!((op.pass, op.region), (Pass::Update, Region::StepBegin));
-            assert_eq!(op.kind, OpKind::State { init: p.init, decay: p.decay() });
+            assert_eq!(
+                op.kind,
+                OpKind::State {
+                    init: p.init,
+                    decay: p.decay()
+                }
+            );
             assert_eq!(g.ty(op.outputs[0]).shape.bind(1), p.shape, "{}", p.path);
             let layer = &g.layers[op.layer.unwrap().index()];
-            assert!(p.path.starts_with(&format!("{layer}.")), "{} in {layer}", p.path);
+            assert!(
+                p.path.starts_with(&format!("{layer}.")),
+                "{} in {layer}",
+                p.path
+            );
         }
     }
 }
@@ -90,7 +135,11 @@ fn gpt2_graph_is_the_one_of_the_conventions() {
     let g = graph(&config, 64, 0.1);
     let ty = |path: &str| {
         let op = g.op(g.find(path).unwrap_or_else(|| panic!("no op {path}")));
-        op.outputs.iter().map(|&v| g.ty(v).to_string()).collect::<Vec<_>>().join(" ")
+        op.outputs
+            .iter()
+            .map(|&v| g.ty(v).to_string())
+            .collect::<Vec<_>>()
+            .join(" ")
     };
     for (path, expected) in [
         ("tokens", "i32[B,64]"),
@@ -101,7 +150,10 @@ fn gpt2_graph_is_the_one_of_the_conventions() {
         ("h.0.attn.qkv.weight", "f32[128,3,4,32]"),
         ("h.0.attn.qkv.bias", "f32[3,4,32]"),
         ("h.0.attn.qkv", "f32[B,64,3,4,32]"),
-        ("h.0.attn.split", "f32[B,64,4,32] f32[B,64,4,32] f32[B,64,4,32]"),
+        (
+            "h.0.attn.split",
+            "f32[B,64,4,32] f32[B,64,4,32] f32[B,64,4,32]",
+        ),
         ("h.0.attn.attend", "f32[B,64,4,32] f32[B,64,4]"),
         ("h.0.attn.out.weight", "f32[4,32,128]"),
         ("h.3.mlp.act", "f32[B,64,512]"),
@@ -112,14 +164,23 @@ fn gpt2_graph_is_the_one_of_the_conventions() {
     ] {
         assert_eq!(ty(path), expected, "{path}");
     }
-    assert_eq!(g.outputs.iter().map(|&v| g.value_name(v)).collect::<Vec<_>>(), ["nll_sum"]);
+    assert_eq!(
+        g.outputs
+            .iter()
+            .map(|&v| g.value_name(v))
+            .collect::<Vec<_>>(),
+        ["nll_sum"]
+    );
     // Tied: the head multiplies with the embedding's own value.
     let table = g.op(g.find("embed.wte.weight").unwrap()).outputs[0];
     assert_eq!(g.op(g.find("head.logits").unwrap()).inputs[1], table);
     assert!(g.find("head.lm_head.weight").is_none());
     // Radford et al. 2019: projections into the residual stream are narrower.
     let init = |path: &str| match g.op(g.find(path).unwrap()).kind {
-        OpKind::State { init: Init::Normal { std }, decay } => (std, decay),
+        OpKind::State {
+            init: Init::Normal { std },
+            decay,
+        } => (std, decay),
         ref other => panic!("{path}: {other:?}"),
     };
     assert_eq!(init("h.0.attn.qkv.weight"), (0.02, true));
@@ -127,7 +188,10 @@ fn gpt2_graph_is_the_one_of_the_conventions() {
     assert_eq!(init("h.2.mlp.proj.weight"), (0.02 / 8f64.sqrt(), true));
     assert_eq!(
         g.op(g.find("h.0.attn.qkv.bias").unwrap()).kind,
-        OpKind::State { init: Init::Zeros, decay: false },
+        OpKind::State {
+            init: Init::Zeros,
+            decay: false
+        },
         "three dims here, one in the file: not decayed"
     );
 }
@@ -138,7 +202,11 @@ fn dropout_stands_where_the_models_have_it() {
         let config = ModelConfig::load(&models().join(name)).unwrap();
         let g = graph(&config, 16, p);
         let ops = g.ops().iter().filter(|op| matches!(&op.kind, OpKind::Dropout { p: q, key } if *q == p && *key == op.path)).count();
-        let attention = g.ops().iter().filter(|op| matches!(op.kind, OpKind::Attention { dropout, .. } if dropout > 0.0)).count();
+        let attention = g
+            .ops()
+            .iter()
+            .filter(|op| matches!(op.kind, OpKind::Attention { dropout, .. } if dropout > 0.0))
+            .count();
         (ops, attention)
     };
     assert_eq!(drops("tiny-gpt2", 0.0), (0, 0));
@@ -156,10 +224,23 @@ fn full_sequence_needs_no_slice() {
 #[test]
 fn options_out_of_range_are_errors() {
     let config = ModelConfig::load(&models().join("tiny-llama")).unwrap();
-    let error = |sequence, dropout| model_graph(&config, &BuildOptions { sequence, dropout }).unwrap_err().to_string();
-    assert_eq!(error(129, 0.0), "sequence 129: the model has 128 positions; accepted: 1 to that");
-    assert_eq!(error(0, 0.0), "sequence 0: the model has 128 positions; accepted: 1 to that");
+    let error = |sequence, dropout| {
+        model_graph(&config, &BuildOptions { sequence, dropout })
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(
+        error(129, 0.0),
+        "sequence 129: the model has 128 positions; accepted: 1 to that"
+    );
+    assert_eq!(
+        error(0, 0.0),
+        "sequence 0: the model has 128 positions; accepted: 1 to that"
+    );
     for p in [1.0, -0.1, f64::NAN, f64::INFINITY] {
-        assert_eq!(error(8, p), format!("dropout {p}: accepted: a probability in [0, 1)"));
+        assert_eq!(
+            error(8, p),
+            format!("dropout {p}: accepted: a probability in [0, 1)")
+        );
     }
 }

@@ -1,9 +1,9 @@
 //! The training graph: the forward graph, its gradients, and the optimizer, as one graph.
 //!
 //! Regions and passes (see `graph::{Region, Pass}`):
-//! * `StepBegin`: `State` ops (parameters, moments) and `prepare.<param>` ops, which cast a
-//!   parameter to the compute dtype (a `Layout` where the dtype is the same). A parameter
-//!   gathered here is gathered once per step; gathered at its uses, once per microbatch.
+//! * `StepBegin`: `State` ops (parameters, moments), `cast.<param>` to the compute dtype (absent
+//!   where that is f32) and `prepare.<param>`, a `Layout`. A parameter gathered here is
+//!   gathered once per step; gathered at its uses, once per microbatch.
 //! * `Microbatch`: forward ops under their own paths, `loss`, `grad.<path>.<what>` ops (see
 //!   `autodiff`), one `accumulate.<use path>.<operand>` per use of a parameter, plus
 //!   `accumulate.loss`; `layout.<value>` and `layout.grad.<value>` ops, the layout changes

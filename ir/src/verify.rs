@@ -17,7 +17,8 @@
 //!   op's key the path of a forward op with dropout;
 //! * `finite`: every number in attributes is finite;
 //! * `world`: ops without a layer are in the Update pass;
-//! * `batch`: a value has at most one batch dim, and it is first.
+//! * `batch`: a value has at most one batch dim, and outside of gradients it is first (the
+//!   gradient of a sum over inner dims broadcasts to new outer dims and then transposes).
 //!
 //! Ops that nothing uses are not violations; [`dead_ops`] lists them.
 
@@ -49,7 +50,7 @@ pub enum Rule {
     Finite,
     /// World ops are updates.
     World,
-    /// The batch dim is first and alone.
+    /// The batch dim is alone, and first outside of gradients.
     Batch,
 }
 
@@ -130,8 +131,17 @@ struct Parts<'a> {
 }
 
 fn check(parts: &Parts) -> Vec<Violation> {
-    let mut cx = Cx { parts, violations: Vec::new(), forward_keys: BTreeSet::new() };
-    cx.forward_keys = parts.ops.iter().filter(|op| op.pass == Pass::F && drops(&op.kind)).map(|op| op.path.as_str()).collect();
+    let mut cx = Cx {
+        parts,
+        violations: Vec::new(),
+        forward_keys: BTreeSet::new(),
+    };
+    cx.forward_keys = parts
+        .ops
+        .iter()
+        .filter(|op| op.pass == Pass::F && drops(&op.kind))
+        .map(|op| op.path.as_str())
+        .collect();
     let (mut next_value, mut last_layer) = (0, None);
     let mut paths: BTreeMap<&str, usize> = BTreeMap::new();
     for (i, op) in parts.ops.iter().enumerate() {
@@ -165,9 +175,20 @@ struct Cx<'a> {
 }
 
 impl<'a> Cx<'a> {
-    fn report(&mut self, op: &Op, rule: Rule, expected: impl Into<String>, actual: impl Into<String>) {
+    fn report(
+        &mut self,
+        op: &Op,
+        rule: Rule,
+        expected: impl Into<String>,
+        actual: impl Into<String>,
+    ) {
         let path = op.path.clone();
-        self.violations.push(Violation { path, rule, expected: expected.into(), actual: actual.into() });
+        self.violations.push(Violation {
+            path,
+            rule,
+            expected: expected.into(),
+            actual: actual.into(),
+        });
     }
     fn value(&self, id: ValueId) -> Option<&'a Value> {
         self.parts.values.get(id.index())
@@ -177,28 +198,51 @@ impl<'a> Cx<'a> {
     }
     fn types(&mut self, op: &Op) {
         let all = |ids: &[ValueId]| -> Option<Vec<TensorType>> {
-            ids.iter().map(|&v| self.value(v).map(|v| v.ty.clone())).collect()
+            ids.iter()
+                .map(|&v| self.value(v).map(|v| v.ty.clone()))
+                .collect()
         };
-        let (Some(operands), Some(results)) = (all(&op.inputs), all(&op.outputs)) else { return };
-        let list = |types: &[TensorType]| types.iter().map(|t| t.to_string()).collect::<Vec<_>>().join(", ");
+        let (Some(operands), Some(results)) = (all(&op.inputs), all(&op.outputs)) else {
+            return;
+        };
+        let list = |types: &[TensorType]| {
+            types
+                .iter()
+                .map(|t| t.to_string())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
         match op.kind.infer(&operands, results.first()) {
             Ok(inferred) if inferred == results => {}
             Ok(inferred) => self.report(op, Rule::Types, list(&inferred), list(&results)),
-            Err(e) => self.report(op, Rule::Types, "operands that the op accepts", e.to_string()),
+            Err(e) => self.report(
+                op,
+                Rule::Types,
+                "operands that the op accepts",
+                e.to_string(),
+            ),
         }
     }
     /// Operands come from earlier ops; results continue the numbering.
     fn operands(&mut self, i: usize, op: &Op, next_value: &mut usize) {
         for &v in &op.inputs {
             if v.index() >= *next_value {
-                self.report(op, Rule::Operands, "operands defined before", format!("{v}"));
+                self.report(
+                    op,
+                    Rule::Operands,
+                    "operands defined before",
+                    format!("{v}"),
+                );
             }
         }
         for (k, &v) in op.outputs.iter().enumerate() {
-            let back = self.value(v).map(|v| (v.producer.index(), v.result as usize));
+            let back = self
+                .value(v)
+                .map(|v| (v.producer.index(), v.result as usize));
             if v.index() != *next_value || back != Some((i, k)) {
                 let expected = format!("%{next_value} as result {k} of op {i}");
-                let actual = back.map_or("nothing".into(), |(op, k)| format!("result {k} of op {op}"));
+                let actual =
+                    back.map_or("nothing".into(), |(op, k)| format!("result {k} of op {op}"));
                 self.report(op, Rule::Operands, expected, format!("{v}, {actual}"));
             }
             *next_value += 1;
@@ -208,28 +252,56 @@ impl<'a> Cx<'a> {
         }
     }
     fn path(&mut self, i: usize, op: &'a Op, paths: &mut BTreeMap<&'a str, usize>) {
-        let good = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_alphanumeric() || "_:-".contains(c));
+        let good = |part: &str| {
+            !part.is_empty()
+                && part
+                    .chars()
+                    .all(|c| c.is_ascii_alphanumeric() || "_:-".contains(c))
+        };
         if !op.path.split('.').all(good) {
-            self.report(op, Rule::Path, "components of letters, digits and `_:-` set apart by dots", format!("`{}`", op.path));
+            self.report(
+                op,
+                Rule::Path,
+                "components of letters, digits and `_:-` set apart by dots",
+                format!("`{}`", op.path),
+            );
         }
         if let Some(first) = paths.insert(&op.path, i) {
-            self.report(op, Rule::Path, "a path of its own", format!("the path of op {first}"));
+            self.report(
+                op,
+                Rule::Path,
+                "a path of its own",
+                format!("the path of op {first}"),
+            );
         }
     }
     fn layer(&mut self, op: &Op, last: &mut Option<usize>) {
         let Some(layer) = op.layer.map(|l| l.index()) else {
             if op.pass != Pass::Update {
-                self.report(op, Rule::World, "the Update pass for an op without a layer", format!("{:?}", op.pass));
+                self.report(
+                    op,
+                    Rule::World,
+                    "the Update pass for an op without a layer",
+                    format!("{:?}", op.pass),
+                );
             }
             return;
         };
         let n = self.parts.layers.len();
         if layer >= n {
-            self.report(op, Rule::Layer, format!("one of {n} layers"), format!("layer {layer}"));
+            self.report(
+                op,
+                Rule::Layer,
+                format!("one of {n} layers"),
+                format!("layer {layer}"),
+            );
         }
         if op.pass == Pass::F {
             if last.is_some_and(|l| layer < l) {
-                let expected = format!("layer {} or later, as the forward op before", last.unwrap_or(0));
+                let expected = format!(
+                    "layer {} or later, as the forward op before",
+                    last.unwrap_or(0)
+                );
                 self.report(op, Rule::Layer, expected, format!("layer {layer}"));
             }
             *last = Some(last.map_or(layer, |l| l.max(layer)));
@@ -238,8 +310,16 @@ impl<'a> Cx<'a> {
     fn outputs(&mut self, n_values: usize) {
         for &v in self.parts.outputs {
             if v.index() >= n_values {
-                let (path, expected) = (self.parts.name.to_string(), format!("one of {n_values} values"));
-                self.violations.push(Violation { path, rule: Rule::Output, expected, actual: v.to_string() });
+                let (path, expected) = (
+                    self.parts.name.to_string(),
+                    format!("one of {n_values} values"),
+                );
+                self.violations.push(Violation {
+                    path,
+                    rule: Rule::Output,
+                    expected,
+                    actual: v.to_string(),
+                });
             }
         }
     }
@@ -250,10 +330,17 @@ impl<'a> Cx<'a> {
             _ => None,
         };
         if let Some(home) = home.filter(|r| *r != op.region) {
-            self.report(op, Rule::Region, format!("{home:?}"), format!("{:?}", op.region));
+            self.report(
+                op,
+                Rule::Region,
+                format!("{home:?}"),
+                format!("{:?}", op.region),
+            );
         }
         for &v in &op.inputs {
-            let Some(from) = self.producer(v) else { continue };
+            let Some(from) = self.producer(v) else {
+                continue;
+            };
             let accumulator = matches!(from.kind, OpKind::Accumulate { .. });
             let allowed = match (from.region, op.region) {
                 (Region::StepBegin, _) => true,
@@ -265,7 +352,12 @@ impl<'a> Cx<'a> {
             if !allowed {
                 let what = if accumulator { "accumulator" } else { "value" };
                 let actual = format!("the {:?} {what} of `{}`", from.region, from.path);
-                self.report(op, Rule::Region, format!("operands that {:?} may read", op.region), actual);
+                self.report(
+                    op,
+                    Rule::Region,
+                    format!("operands that {:?} may read", op.region),
+                    actual,
+                );
             }
         }
     }
@@ -273,13 +365,25 @@ impl<'a> Cx<'a> {
         if !matches!(op.kind, OpKind::CrossEntropy | OpKind::CrossEntropyGrad) {
             return;
         }
-        let [logits, lse, ..] = op.inputs[..] else { return };
+        let [logits, lse, ..] = op.inputs[..] else {
+            return;
+        };
         let source = self.producer(self.before_layouts(lse));
-        let of = source.filter(|s| s.kind == OpKind::LogSumExp).and_then(|s| s.inputs.first());
-        let (found, wanted) = (of.map(|&v| self.before_layouts(v)), self.before_layouts(logits));
+        let of = source
+            .filter(|s| s.kind == OpKind::LogSumExp)
+            .and_then(|s| s.inputs.first());
+        let (found, wanted) = (
+            of.map(|&v| self.before_layouts(v)),
+            self.before_layouts(logits),
+        );
         if found != Some(wanted) {
             let actual = source.map_or("nothing".into(), |s| format!("`{}`", s.path));
-            self.report(op, Rule::LogSumExp, format!("the log-sum-exp of {logits}"), actual);
+            self.report(
+                op,
+                Rule::LogSumExp,
+                format!("the log-sum-exp of {logits}"),
+                actual,
+            );
         }
     }
     /// The value that layout changes, if any, made this one from.
@@ -301,24 +405,53 @@ impl<'a> Cx<'a> {
         };
         if op.pass == Pass::F {
             if *key != op.path {
-                self.report(op, Rule::DropoutKey, format!("its own path `{}`", op.path), format!("`{key}`"));
+                self.report(
+                    op,
+                    Rule::DropoutKey,
+                    format!("its own path `{}`", op.path),
+                    format!("`{key}`"),
+                );
             }
         } else if !self.forward_keys.contains(key.as_str()) {
-            self.report(op, Rule::DropoutKey, "the path of a forward op with dropout", format!("`{key}`"));
+            self.report(
+                op,
+                Rule::DropoutKey,
+                "the path of a forward op with dropout",
+                format!("`{key}`"),
+            );
         }
     }
     /// JSON has no non-finite numbers: attributes that do not survive it have one.
     fn finite(&mut self, op: &Op) {
         let back = serde_json::to_value(&op.kind).and_then(serde_json::from_value::<OpKind>);
         if back.ok().as_ref() != Some(&op.kind) {
-            self.report(op, Rule::Finite, "finite attributes", format!("{:?}", op.kind));
+            self.report(
+                op,
+                Rule::Finite,
+                "finite attributes",
+                format!("{:?}", op.kind),
+            );
         }
     }
     fn batch(&mut self, op: &Op) {
         for &v in &op.outputs {
             let Some(value) = self.value(v) else { continue };
-            if value.ty.shape.0.iter().skip(1).any(|d| *d == Dim::Batch) {
-                self.report(op, Rule::Batch, "no batch dim but the first", value.ty.to_string());
+            let batches = value
+                .ty
+                .shape
+                .0
+                .iter()
+                .filter(|d| **d == Dim::Batch)
+                .count();
+            let first = value.ty.shape.0.first() == Some(&Dim::Batch);
+            let anywhere = matches!(op.pass, Pass::BI | Pass::BW);
+            if batches > 1 || (batches == 1 && !first && !anywhere) {
+                let expected = if batches > 1 {
+                    "one batch dim"
+                } else {
+                    "the batch dim first"
+                };
+                self.report(op, Rule::Batch, expected, value.ty.to_string());
             }
         }
     }

@@ -382,6 +382,9 @@ fn search_thresholds(problem: &Problem) -> Option<PipelineChoice> {
             best = Some(found);
         }
         // At max t in [max, high) nothing beats what was just found.
+        if max <= interval.low {
+            continue;
+        }
         let middle = 0.5 * (interval.low + max);
         let split = middle > interval.low && middle < max;
         let upper_low = if split { middle } else { interval.low };
@@ -552,6 +555,10 @@ impl<'a> Problem<'a> {
         for end in (1..=n_layers).rev() {
             let last_devices = if end == n_layers { 0 } else { n_devices };
             for used in 0..=last_devices {
+                let slots = used * n_heads..(used + 1) * n_heads;
+                if end < n_layers && states[end][slots].iter().all(Vec::is_empty) {
+                    continue;
+                }
                 for (tail, &(submesh, boundary)) in self.tails.iter().enumerate() {
                     let candidates = &self.ending[end][tail];
                     let now = used + self.table.submeshes[submesh];

@@ -89,6 +89,13 @@ impl Arena {
     pub fn write(&mut self, range: Range<usize>) -> &mut [u8] {
         &mut self.bytes[range]
     }
+    /// Copies a range to `to`; they may overlap.
+    ///
+    /// # Panics
+    /// If either reaches beyond the arena.
+    pub fn copy(&mut self, from: Range<usize>, to: usize) {
+        self.bytes.copy_within(from, to);
+    }
     /// Several ranges at once; reads may overlap each other. The error says which ranges
     /// clash: a write with another range, or a range with the end of the arena.
     pub fn borrow(&mut self, reads: &[Range<usize>], writes: &[Range<usize>]) -> Result<Borrowed<'_>, String> {

@@ -15,7 +15,15 @@ pub(super) fn build(b: &mut Builder, c: &Gpt2Config) -> Result<(), ImportError> 
     let mut positions = b.param("embed.wpe.weight")?;
     let len = b.options.sequence;
     if len < c.positions {
-        positions = b.op("embed.positions", OpKind::Slice { dim: 0, start: 0, len }, &[positions])?;
+        positions = b.op(
+            "embed.positions",
+            OpKind::Slice {
+                dim: 0,
+                start: 0,
+                len,
+            },
+            &[positions],
+        )?;
     }
     let sum = b.add("embed.add", embedded, positions)?;
     let mut x = b.dropout("embed.dropout", sum)?;
@@ -35,7 +43,11 @@ fn block(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<ValueId
     let x = b.add(format!("{h}.residual_1"), x, y)?;
     let normed = norm(b, c, &format!("{h}.ln_2"), x)?;
     let y = b.linear(&format!("{h}.mlp.fc"), "bsh,hf->bsf", normed)?;
-    let y = b.op(format!("{h}.mlp.act"), OpKind::Unary { f: c.activation }, &[y])?;
+    let y = b.op(
+        format!("{h}.mlp.act"),
+        OpKind::Unary { f: c.activation },
+        &[y],
+    )?;
     let y = b.linear(&format!("{h}.mlp.proj"), "bsf,fh->bsh", y)?;
     let y = b.dropout(&format!("{h}.mlp.dropout"), y)?;
     b.add(format!("{h}.residual_2"), x, y)
@@ -43,10 +55,21 @@ fn block(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<ValueId
 
 fn attention(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<ValueId, ImportError> {
     let qkv = b.linear(&format!("{h}.attn.qkv"), "bsh,hcnd->bscnd", x)?;
-    let qkv = b.ops(format!("{h}.attn.split"), OpKind::Unstack { dim: 2 }, &[qkv])?;
+    let qkv = b.ops(
+        format!("{h}.attn.split"),
+        OpKind::Unstack { dim: 2 },
+        &[qkv],
+    )?;
     let head_dim = (c.hidden / c.heads) as f64;
-    let scale = if c.scale_attention { head_dim.sqrt().recip() } else { 1.0 };
-    let attend = OpKind::Attention { scale, dropout: b.options.dropout };
+    let scale = if c.scale_attention {
+        head_dim.sqrt().recip()
+    } else {
+        1.0
+    };
+    let attend = OpKind::Attention {
+        scale,
+        dropout: b.options.dropout,
+    };
     let y = b.op(format!("{h}.attn.attend"), attend, &qkv)?;
     b.linear(&format!("{h}.attn.out"), "bsnd,ndh->bsh", y)
 }

@@ -27,14 +27,27 @@ fn block(b: &mut Builder, c: &LlamaConfig, h: &str, x: ValueId) -> Result<ValueI
     let x = b.add(format!("{h}.residual_1"), x, y)?;
     let normed = norm(b, c, &format!("{h}.norm_2"), x)?;
     let gate = b.linear(&format!("{h}.mlp.gate"), "bsh,hf->bsf", normed)?;
-    let gate = b.op(format!("{h}.mlp.act"), OpKind::Unary { f: c.activation }, &[gate])?;
+    let gate = b.op(
+        format!("{h}.mlp.act"),
+        OpKind::Unary { f: c.activation },
+        &[gate],
+    )?;
     let up = b.linear(&format!("{h}.mlp.up"), "bsh,hf->bsf", normed)?;
-    let y = b.op(format!("{h}.mlp.mul"), OpKind::Binary { f: Binary::Mul }, &[gate, up])?;
+    let y = b.op(
+        format!("{h}.mlp.mul"),
+        OpKind::Binary { f: Binary::Mul },
+        &[gate, up],
+    )?;
     let y = b.linear(&format!("{h}.mlp.down"), "bsf,fh->bsh", y)?;
     b.add(format!("{h}.residual_2"), x, y)
 }
 
-fn attention(b: &mut Builder, c: &LlamaConfig, h: &str, x: ValueId) -> Result<ValueId, ImportError> {
+fn attention(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    h: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
     let (into, out_of) = match c.heads / c.kv_heads {
         1 => ("bsh,hkd->bskd", "bskd,kdh->bsh"),
         _ => ("bsh,hkgd->bskgd", "bskgd,kgdh->bsh"),
@@ -42,10 +55,17 @@ fn attention(b: &mut Builder, c: &LlamaConfig, h: &str, x: ValueId) -> Result<Va
     let q = b.linear(&format!("{h}.attn.q"), into, x)?;
     let k = b.linear(&format!("{h}.attn.k"), "bsh,hkd->bskd", x)?;
     let v = b.linear(&format!("{h}.attn.v"), "bsh,hkd->bskd", x)?;
-    let rotary = OpKind::Rotary { theta: c.rope_theta, scaling: c.rope_scaling, inverse: false };
+    let rotary = OpKind::Rotary {
+        theta: c.rope_theta,
+        scaling: c.rope_scaling,
+        inverse: false,
+    };
     let q = b.op(format!("{h}.attn.rotary_q"), rotary.clone(), &[q])?;
     let k = b.op(format!("{h}.attn.rotary_k"), rotary, &[k])?;
-    let attend = OpKind::Attention { scale: (c.head_dim as f64).sqrt().recip(), dropout: b.options.dropout };
+    let attend = OpKind::Attention {
+        scale: (c.head_dim as f64).sqrt().recip(),
+        dropout: b.options.dropout,
+    };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)
 }

@@ -37,12 +37,19 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
         return Err(ImportError::Option {
             option: "sequence",
             value: sequence.to_string(),
-            problem: format!("the model has {} positions; accepted: 1 to that", config.max_sequence()),
+            problem: format!(
+                "the model has {} positions; accepted: 1 to that",
+                config.max_sequence()
+            ),
         });
     }
     if !(0.0..1.0).contains(&dropout) {
         let problem = "accepted: a probability in [0, 1)".into();
-        return Err(ImportError::Option { option: "dropout", value: dropout.to_string(), problem });
+        return Err(ImportError::Option {
+            option: "dropout",
+            value: dropout.to_string(),
+            problem,
+        });
     }
     let mut b = Builder::new(config, *options);
     match config {
@@ -62,38 +69,83 @@ struct Builder {
 
 impl Builder {
     fn new(config: &ModelConfig, options: BuildOptions) -> Self {
-        let params = config.params().into_iter().map(|p| (p.path.clone(), p)).collect();
-        Builder { graph: Graph::new(config.model_type()), params, layer: LayerId::new(0), options }
+        let params = config
+            .params()
+            .into_iter()
+            .map(|p| (p.path.clone(), p))
+            .collect();
+        Builder {
+            graph: Graph::new(config.model_type()),
+            params,
+            layer: LayerId::new(0),
+            options,
+        }
     }
     fn start_layer(&mut self, name: impl Into<String>) {
         self.layer = self.graph.add_layer(name);
     }
     /// Adds an op and returns all results.
-    fn ops(&mut self, path: impl Into<String>, kind: OpKind, inputs: &[ValueId]) -> Result<Vec<ValueId>, ImportError> {
-        Ok(self.graph.add(kind, inputs, Place::forward(path, self.layer))?)
+    fn ops(
+        &mut self,
+        path: impl Into<String>,
+        kind: OpKind,
+        inputs: &[ValueId],
+    ) -> Result<Vec<ValueId>, ImportError> {
+        Ok(self
+            .graph
+            .add(kind, inputs, Place::forward(path, self.layer))?)
     }
     /// Adds an op and returns its first result.
-    fn op(&mut self, path: impl Into<String>, kind: OpKind, inputs: &[ValueId]) -> Result<ValueId, ImportError> {
+    fn op(
+        &mut self,
+        path: impl Into<String>,
+        kind: OpKind,
+        inputs: &[ValueId],
+    ) -> Result<ValueId, ImportError> {
         Ok(self.ops(path, kind, inputs)?[0])
     }
-    fn add(&mut self, path: impl Into<String>, a: ValueId, b: ValueId) -> Result<ValueId, ImportError> {
+    fn add(
+        &mut self,
+        path: impl Into<String>,
+        a: ValueId,
+        b: ValueId,
+    ) -> Result<ValueId, ImportError> {
         self.op(path, OpKind::Binary { f: Binary::Add }, &[a, b])
     }
-    fn dot(&mut self, path: impl Into<String>, einsum: &str, a: ValueId, b: ValueId) -> Result<ValueId, ImportError> {
+    fn dot(
+        &mut self,
+        path: impl Into<String>,
+        einsum: &str,
+        a: ValueId,
+        b: ValueId,
+    ) -> Result<ValueId, ImportError> {
         let einsum = Einsum::parse(einsum).expect("the builders' einsums are well-formed");
         self.op(path, OpKind::DotGeneral { einsum }, &[a, b])
     }
     /// Declares an input of the microbatch.
     fn input(&mut self, path: &str, kind: InputKind) -> Result<ValueId, ImportError> {
         let ty = TensorType::new(DType::I32, Shape::batched(&[self.options.sequence]));
-        Ok(self.graph.add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
+        Ok(self
+            .graph
+            .add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
     }
     /// Declares a parameter of the table.
     fn param(&mut self, path: &str) -> Result<ValueId, ImportError> {
-        let param = self.params.get(path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
-        let kind = OpKind::State { init: param.init, decay: param.decay() };
+        let param = self
+            .params
+            .get(path)
+            .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
+        let kind = OpKind::State {
+            init: param.init,
+            decay: param.decay(),
+        };
         let ty = TensorType::new(DType::F32, Shape::fixed(&param.shape));
-        let place = Place { path: path.into(), pass: Pass::Update, region: Region::StepBegin, layer: Some(self.layer) };
+        let place = Place {
+            path: path.into(),
+            pass: Pass::Update,
+            region: Region::StepBegin,
+            layer: Some(self.layer),
+        };
         Ok(self.graph.add_source(kind, ty, place)?)
     }
     /// `x` times `scope.weight`, plus `scope.bias` where the model has one.
@@ -111,7 +163,14 @@ impl Builder {
     fn dropout(&mut self, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
         match self.options.dropout {
             0.0 => Ok(x),
-            p => self.op(path, OpKind::Dropout { p, key: path.into() }, &[x]),
+            p => self.op(
+                path,
+                OpKind::Dropout {
+                    p,
+                    key: path.into(),
+                },
+                &[x],
+            ),
         }
     }
     /// Logits of the normalised `x` and the loss: the end of every model. `table` is the
@@ -125,7 +184,14 @@ impl Builder {
         let logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
         let lse = self.op("head.lse", OpKind::LogSumExp, &[logits])?;
         let nll = self.op("head.nll", OpKind::CrossEntropy, &[logits, lse, labels])?;
-        let sum = self.op("nll_sum", OpKind::Reduce { kind: ReduceKind::Sum, dims: vec![0, 1] }, &[nll])?;
+        let sum = self.op(
+            "nll_sum",
+            OpKind::Reduce {
+                kind: ReduceKind::Sum,
+                dims: vec![0, 1],
+            },
+            &[nll],
+        )?;
         self.graph.outputs = vec![sum];
         Ok(())
     }

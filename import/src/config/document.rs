@@ -25,31 +25,60 @@ pub(super) struct Document {
 impl Document {
     /// Parses `bytes`; `file` is the name in messages.
     pub(super) fn parse(file: &str, bytes: &[u8]) -> Result<Self, ImportError> {
-        let json = |line, column, problem: String| ImportError::Json { file: file.into(), line, column, problem };
+        let json = |line, column, problem: String| ImportError::Json {
+            file: file.into(),
+            line,
+            column,
+            problem,
+        };
         if bytes.len() > MAX_BYTES {
-            return Err(json(1, 1, format!("{} bytes; a config has at most {MAX_BYTES}", bytes.len())));
+            return Err(json(
+                1,
+                1,
+                format!("{} bytes; a config has at most {MAX_BYTES}", bytes.len()),
+            ));
         }
         let text = std::str::from_utf8(bytes).map_err(|e| {
             let (line, column) = position(bytes, e.valid_up_to());
             json(line, column, "is not UTF-8".into())
         })?;
-        let value: Value = serde_json::from_str(text).map_err(|e| json(e.line(), e.column(), without_position(&e)))?;
+        let value: Value = serde_json::from_str(text)
+            .map_err(|e| json(e.line(), e.column(), without_position(&e)))?;
         let Value::Object(root) = value else {
-            return Err(json(1, 1, format!("is {}, expected an object", kind(&value))));
+            return Err(json(
+                1,
+                1,
+                format!("is {}, expected an object", kind(&value)),
+            ));
         };
         let mut positions = BTreeMap::new();
         for (path, offset) in outer_keys(text) {
             let (line, column) = position(bytes, offset);
             let name = dotted(&path);
             if positions.insert(path, (line, column)).is_some() {
-                return Err(ImportError::Field { file: file.into(), line, column, field: name, problem: "occurs twice".into() });
+                return Err(ImportError::Field {
+                    file: file.into(),
+                    line,
+                    column,
+                    field: name,
+                    problem: "occurs twice".into(),
+                });
             }
         }
-        Ok(Document { file: file.into(), root, positions })
+        Ok(Document {
+            file: file.into(),
+            root,
+            positions,
+        })
     }
     /// The outermost object.
     pub(super) fn fields(&self) -> Fields<'_> {
-        Fields { document: self, scope: None, object: &self.root, known: BTreeSet::new() }
+        Fields {
+            document: self,
+            scope: None,
+            object: &self.root,
+            known: BTreeSet::new(),
+        }
     }
     /// Name of the file in messages.
     pub(super) fn file(&self) -> &str {
@@ -76,26 +105,58 @@ impl<'a> Fields<'a> {
         self.value(name).is_some_and(|v| !v.is_null())
     }
     /// A whole number in `range`, or none where the field is absent.
-    pub(super) fn integer(&mut self, name: &'static str, range: RangeInclusive<u64>) -> Result<Option<u64>, ImportError> {
-        let Some(value) = self.value(name) else { return Ok(None) };
-        let expected = || format!("expected a whole number from {} to {}", range.start(), range.end());
+    pub(super) fn integer(
+        &mut self,
+        name: &'static str,
+        range: RangeInclusive<u64>,
+    ) -> Result<Option<u64>, ImportError> {
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
+        let expected = || {
+            format!(
+                "expected a whole number from {} to {}",
+                range.start(),
+                range.end()
+            )
+        };
         match value.as_u64() {
             Some(n) if range.contains(&n) => Ok(Some(n)),
             _ => Err(self.wrong(name, value, &expected())),
         }
     }
     /// As `integer`; null counts as absent.
-    pub(super) fn nullable_integer(&mut self, name: &'static str, range: RangeInclusive<u64>) -> Result<Option<u64>, ImportError> {
-        if self.has(name) { self.integer(name, range) } else { Ok(None) }
+    pub(super) fn nullable_integer(
+        &mut self,
+        name: &'static str,
+        range: RangeInclusive<u64>,
+    ) -> Result<Option<u64>, ImportError> {
+        if self.has(name) {
+            self.integer(name, range)
+        } else {
+            Ok(None)
+        }
     }
     /// A whole number in `range`; the field must be there.
-    pub(super) fn required(&mut self, name: &'static str, range: RangeInclusive<u64>) -> Result<u64, ImportError> {
+    pub(super) fn required(
+        &mut self,
+        name: &'static str,
+        range: RangeInclusive<u64>,
+    ) -> Result<u64, ImportError> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
-        self.integer(name, range)?.ok_or_else(|| self.missing(name, &expected))
+        self.integer(name, range)?
+            .ok_or_else(|| self.missing(name, &expected))
     }
     /// A number that `accept` holds for.
-    pub(super) fn number(&mut self, name: &'static str, accept: impl Fn(f64) -> bool, expected: &str) -> Result<Option<f64>, ImportError> {
-        let Some(value) = self.value(name) else { return Ok(None) };
+    pub(super) fn number(
+        &mut self,
+        name: &'static str,
+        accept: impl Fn(f64) -> bool,
+        expected: &str,
+    ) -> Result<Option<f64>, ImportError> {
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
         match value.as_f64() {
             Some(x) if x.is_finite() && accept(x) => Ok(Some(x)),
             _ => Err(self.wrong(name, value, expected)),
@@ -103,27 +164,51 @@ impl<'a> Fields<'a> {
     }
     /// A truth value.
     pub(super) fn boolean(&mut self, name: &'static str) -> Result<Option<bool>, ImportError> {
-        let Some(value) = self.value(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| self.wrong(name, value, "expected true or false"))
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
+        value
+            .as_bool()
+            .map(Some)
+            .ok_or_else(|| self.wrong(name, value, "expected true or false"))
     }
     /// A string.
     pub(super) fn string(&mut self, name: &'static str) -> Result<Option<&'a str>, ImportError> {
-        let Some(value) = self.value(name) else { return Ok(None) };
-        value.as_str().map(Some).ok_or_else(|| self.wrong(name, value, "expected a string"))
+        let Some(value) = self.value(name) else {
+            return Ok(None);
+        };
+        value
+            .as_str()
+            .map(Some)
+            .ok_or_else(|| self.wrong(name, value, "expected a string"))
     }
     /// An object within this one; null counts as absent.
     pub(super) fn object(&mut self, name: &'static str) -> Result<Option<Fields<'a>>, ImportError> {
         match self.value(name) {
             None | Some(Value::Null) => Ok(None),
-            Some(Value::Object(object)) => Ok(Some(Fields { document: self.document, scope: Some(name), object, known: BTreeSet::new() })),
+            Some(Value::Object(object)) => Ok(Some(Fields {
+                document: self.document,
+                scope: Some(name),
+                object,
+                known: BTreeSet::new(),
+            })),
             Some(value) => Err(self.wrong(name, value, "expected an object or null")),
         }
     }
     /// The field, where present, must have one of these values.
-    pub(super) fn only(&mut self, name: &'static str, accepted: &[Value], why: &str) -> Result<(), ImportError> {
+    pub(super) fn only(
+        &mut self,
+        name: &'static str,
+        accepted: &[Value],
+        why: &str,
+    ) -> Result<(), ImportError> {
         match self.value(name) {
             Some(value) if !accepted.contains(value) => {
-                let list = accepted.iter().map(Value::to_string).collect::<Vec<_>>().join(" or ");
+                let list = accepted
+                    .iter()
+                    .map(Value::to_string)
+                    .collect::<Vec<_>>()
+                    .join(" or ");
                 Err(self.wrong(name, value, &format!("accepted: {list} ({why})")))
             }
             _ => Ok(()),
@@ -153,11 +238,21 @@ impl<'a> Fields<'a> {
     /// An error at a field.
     pub(super) fn error(&self, name: &str, problem: String) -> ImportError {
         let (line, column) = self.position(name);
-        ImportError::Field { file: self.document.file.clone(), line, column, field: self.full_name(name), problem }
+        ImportError::Field {
+            file: self.document.file.clone(),
+            line,
+            column,
+            field: self.full_name(name),
+            problem,
+        }
     }
     /// The error of an absent field.
     pub(super) fn missing(&self, name: &str, expected: &str) -> ImportError {
-        ImportError::MissingField { file: self.document.file.clone(), field: self.full_name(name), expected: expected.into() }
+        ImportError::MissingField {
+            file: self.document.file.clone(),
+            field: self.full_name(name),
+            expected: expected.into(),
+        }
     }
     /// The error of two fields that disagree.
     pub(super) fn contradiction(&self, first: &str, second: &str, problem: String) -> ImportError {
@@ -173,21 +268,29 @@ impl<'a> Fields<'a> {
             Some(outer) => (outer.to_string(), Some(name.to_string())),
             None => (name.to_string(), None),
         };
-        self.document.positions.get(&path).copied().unwrap_or((1, 1))
+        self.document
+            .positions
+            .get(&path)
+            .copied()
+            .unwrap_or((1, 1))
     }
     fn full_name(&self, name: &str) -> String {
-        self.scope.map_or_else(|| name.to_string(), |outer| format!("{outer}.{name}"))
+        self.scope
+            .map_or_else(|| name.to_string(), |outer| format!("{outer}.{name}"))
     }
 }
 
 /// serde_json's message without the position at its end, which the error carries anyway.
 pub(crate) fn without_position(error: &serde_json::Error) -> String {
     let text = error.to_string();
-    text.rfind(" at line ").map_or(text.clone(), |cut| text[..cut].to_string())
+    text.rfind(" at line ")
+        .map_or(text.clone(), |cut| text[..cut].to_string())
 }
 
 fn dotted((outer, inner): &KeyPath) -> String {
-    inner.as_ref().map_or_else(|| outer.clone(), |i| format!("{outer}.{i}"))
+    inner
+        .as_ref()
+        .map_or_else(|| outer.clone(), |i| format!("{outer}.{i}"))
 }
 
 fn kind(value: &Value) -> &'static str {

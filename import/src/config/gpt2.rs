@@ -17,14 +17,26 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
     if let Some(n_ctx) = f.integer("n_ctx", POSITIONS)?
         && n_ctx != positions
     {
-        return Err(f.contradiction("n_ctx", "n_positions", format!("{n_ctx} and {positions}; accepted: the same number")));
+        return Err(f.contradiction(
+            "n_ctx",
+            "n_positions",
+            format!("{n_ctx} and {positions}; accepted: the same number"),
+        ));
     }
     if !hidden.is_multiple_of(heads) {
-        return Err(f.contradiction("n_embd", "n_head", format!("{hidden} is not a multiple of {heads}")));
+        return Err(f.contradiction(
+            "n_embd",
+            "n_head",
+            format!("{hidden} is not a multiple of {heads}"),
+        ));
     }
     let inner = f.nullable_integer("n_inner", WIDTHS)?.unwrap_or(4 * hidden);
     for name in ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"] {
-        f.only(name, &[Value::Bool(false)], "scores are scaled by the head dim only, in the compute dtype")?;
+        f.only(
+            name,
+            &[Value::Bool(false)],
+            "scores are scaled by the head dim only, in the compute dtype",
+        )?;
     }
     for name in ["embd_pdrop", "attn_pdrop", "resid_pdrop"] {
         check_probability(&mut f, name)?;
@@ -49,9 +61,19 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
 }
 
 /// A required size, under GPT-2's name or the common one that transformers maps to it.
-fn sized(f: &mut Fields, name: &'static str, alias: &'static str, range: RangeInclusive<u64>) -> Result<u64, ImportError> {
-    match (f.integer(name, range.clone())?, f.integer(alias, range.clone())?) {
-        (Some(a), Some(b)) if a != b => Err(f.contradiction(name, alias, format!("{a} and {b}; they mean the same"))),
+fn sized(
+    f: &mut Fields,
+    name: &'static str,
+    alias: &'static str,
+    range: RangeInclusive<u64>,
+) -> Result<u64, ImportError> {
+    match (
+        f.integer(name, range.clone())?,
+        f.integer(alias, range.clone())?,
+    ) {
+        (Some(a), Some(b)) if a != b => {
+            Err(f.contradiction(name, alias, format!("{a} and {b}; they mean the same")))
+        }
         (Some(n), _) | (None, Some(n)) => Ok(n),
         (None, None) => f.required(name, range),
     }

@@ -21,26 +21,40 @@ pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
     let heads = f.required("num_attention_heads", HEADS)?;
     let vocab = f.required("vocab_size", VOCAB)?;
     let positions = f.required("max_position_embeddings", POSITIONS)?;
-    let kv_heads = f.nullable_integer("num_key_value_heads", HEADS)?.unwrap_or(heads);
+    let kv_heads = f
+        .nullable_integer("num_key_value_heads", HEADS)?
+        .unwrap_or(heads);
     if !heads.is_multiple_of(kv_heads) {
         let problem = format!("{heads} is not a multiple of {kv_heads}");
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
     }
     let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
-        Some(d) if d % 2 == 1 => return Err(f.error("head_dim", format!("is {d}; the rotary embedding needs an even number"))),
+        Some(d) if d % 2 == 1 => {
+            return Err(f.error(
+                "head_dim",
+                format!("is {d}; the rotary embedding needs an even number"),
+            ));
+        }
         Some(d) => d,
         None if !hidden.is_multiple_of(heads) => {
-            let problem = format!("{hidden} is not a multiple of {heads}, and there is no `head_dim`");
+            let problem =
+                format!("{hidden} is not a multiple of {heads}, and there is no `head_dim`");
             return Err(f.contradiction("hidden_size", "num_attention_heads", problem));
         }
         None if (hidden / heads) % 2 == 1 => {
-            let problem = format!("the head dim {hidden} / {heads} is odd; the rotary embedding needs an even number");
+            let problem = format!(
+                "the head dim {hidden} / {heads} is odd; the rotary embedding needs an even number"
+            );
             return Err(f.contradiction("hidden_size", "num_attention_heads", problem));
         }
         None => hidden / heads,
     };
     if !WIDTHS.contains(&(heads * head_dim)) {
-        let problem = format!("all heads together are {} wide; at most {}", heads * head_dim, WIDTHS.end());
+        let problem = format!(
+            "all heads together are {} wide; at most {}",
+            heads * head_dim,
+            WIDTHS.end()
+        );
         return Err(f.contradiction("num_attention_heads", "head_dim", problem));
     }
     check_fixed(&mut f)?;
@@ -70,9 +84,21 @@ pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
 /// Fields with one accepted value.
 fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
     check_probability(f, "attention_dropout")?;
-    f.only("pretraining_tp", &[json!(1)], "matmuls in slices are not supported")?;
-    f.only("partial_rotary_factor", &[json!(1), json!(1.0)], "the whole head is rotated")?;
-    f.only("rope_interleaved", &[Value::Bool(false)], "rotary pairs are (i, i + head_dim/2)")?;
+    f.only(
+        "pretraining_tp",
+        &[json!(1)],
+        "matmuls in slices are not supported",
+    )?;
+    f.only(
+        "partial_rotary_factor",
+        &[json!(1), json!(1.0)],
+        "the whole head is rotated",
+    )?;
+    f.only(
+        "rope_interleaved",
+        &[Value::Bool(false)],
+        "rotary pairs are (i, i + head_dim/2)",
+    )?;
     let why = "with a padding id PyTorch's embedding withholds gradients from that row, which is not supported; \
                null trains every row";
     f.only("pad_token_id", &[Value::Null], why)
@@ -85,7 +111,9 @@ fn rope(f: &mut Fields) -> Result<(f64, RopeScaling), ImportError> {
     let mut scaling: Option<(&str, RopeScaling)> = None;
     // transformers 5 takes an absent type for "default"; transformers 4 wants one.
     for (name, default) in [("rope_parameters", Some("default")), ("rope_scaling", None)] {
-        let Some(mut inner) = f.object(name)? else { continue };
+        let Some(mut inner) = f.object(name)? else {
+            continue;
+        };
         let found = scaling_of(&mut inner, default)?;
         if let Some((other, s)) = scaling
             && s != found
@@ -97,31 +125,50 @@ fn rope(f: &mut Fields) -> Result<(f64, RopeScaling), ImportError> {
             if let Some((other, known)) = theta
                 && known != t
             {
-                return Err(f.contradiction(other, name, format!("they give rope_theta {known} and {t}")));
+                return Err(f.contradiction(
+                    other,
+                    name,
+                    format!("they give rope_theta {known} and {t}"),
+                ));
             }
             theta = Some((name, t));
         }
         inner.finish(&[])?;
     }
-    Ok((theta.map_or(DEFAULT_THETA, |(_, t)| t), scaling.map_or(RopeScaling::None, |(_, s)| s)))
+    Ok((
+        theta.map_or(DEFAULT_THETA, |(_, t)| t),
+        scaling.map_or(RopeScaling::None, |(_, s)| s),
+    ))
 }
 
 fn theta_of(f: &mut Fields) -> Result<Option<f64>, ImportError> {
-    f.number("rope_theta", |t| t > 0.0 && t <= MAX_THETA, "expected a positive number up to 1e15")
+    f.number(
+        "rope_theta",
+        |t| t > 0.0 && t <= MAX_THETA,
+        "expected a positive number up to 1e15",
+    )
 }
 
 /// The scaling that an object describes; `type` is the older name of `rope_type`.
 fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScaling, ImportError> {
     let accepted = "\"default\", \"linear\" or \"llama3\"";
     let kind = match (f.string("rope_type")?, f.string("type")?) {
-        (Some(a), Some(b)) if a != b => return Err(f.contradiction("rope_type", "type", format!("{a:?} and {b:?}"))),
+        (Some(a), Some(b)) if a != b => {
+            return Err(f.contradiction("rope_type", "type", format!("{a:?} and {b:?}")));
+        }
         (Some(kind), _) | (None, Some(kind)) => kind,
         (None, None) => default.ok_or_else(|| f.missing("rope_type", accepted))?,
     };
-    f.only("partial_rotary_factor", &[json!(1), json!(1.0)], "the whole head is rotated")?;
+    f.only(
+        "partial_rotary_factor",
+        &[json!(1), json!(1.0)],
+        "the whole head is rotated",
+    )?;
     match kind {
         "default" => Ok(RopeScaling::None),
-        "linear" => Ok(RopeScaling::Linear { factor: factor(f, "factor", 1.0)? }),
+        "linear" => Ok(RopeScaling::Linear {
+            factor: factor(f, "factor", 1.0)?,
+        }),
         "llama3" => {
             let factor_all = factor(f, "factor", 1.0)?;
             let low = factor(f, "low_freq_factor", 0.0)?;
@@ -130,11 +177,21 @@ fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScali
                 let problem = format!("{low} is not below {high}");
                 return Err(f.contradiction("low_freq_factor", "high_freq_factor", problem));
             }
-            let original_max_position = f.required("original_max_position_embeddings", POSITIONS)?;
-            Ok(RopeScaling::Llama3 { factor: factor_all, low_freq_factor: low, high_freq_factor: high, original_max_position })
+            let original_max_position =
+                f.required("original_max_position_embeddings", POSITIONS)?;
+            Ok(RopeScaling::Llama3 {
+                factor: factor_all,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position,
+            })
         }
         other => {
-            let name = if f.has("rope_type") { "rope_type" } else { "type" };
+            let name = if f.has("rope_type") {
+                "rope_type"
+            } else {
+                "type"
+            };
             Err(f.error(name, format!("is {other:?}; accepted: {accepted}")))
         }
     }

@@ -157,12 +157,23 @@ impl ModelConfig {
     ///
     /// Fails as [`ModelConfig::parse`] does, and when the file cannot be read.
     pub fn load(path: &Path) -> Result<Self, ImportError> {
-        let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
-        let io = |source| ImportError::Io { path: path.clone(), source };
+        let path = if path.is_dir() {
+            path.join("config.json")
+        } else {
+            path.to_path_buf()
+        };
+        let io = |source| ImportError::Io {
+            path: path.clone(),
+            source,
+        };
         let mut bytes = Vec::new();
         let file = std::fs::File::open(&path).map_err(io)?;
         // One byte more than accepted, so that `parse` sees that a larger file is too large.
-        std::io::Read::read_to_end(&mut std::io::Read::take(file, document::MAX_BYTES as u64 + 1), &mut bytes).map_err(io)?;
+        std::io::Read::read_to_end(
+            &mut std::io::Read::take(file, document::MAX_BYTES as u64 + 1),
+            &mut bytes,
+        )
+        .map_err(io)?;
         Self::parse(&path.display().to_string(), &bytes)
     }
 
@@ -176,7 +187,10 @@ impl ModelConfig {
         match fields.string("model_type")? {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
             Some("llama") => llama::read(fields).map(ModelConfig::Llama),
-            Some(other) => Err(fields.error("model_type", format!("is {other:?}; accepted: \"gpt2\" or \"llama\""))),
+            Some(other) => Err(fields.error(
+                "model_type",
+                format!("is {other:?}; accepted: \"gpt2\" or \"llama\""),
+            )),
             None => Err(ImportError::MissingField {
                 file: document.file().into(),
                 field: "model_type".into(),
@@ -261,15 +275,35 @@ impl ModelConfig {
 fn check_common(f: &mut Fields) -> Result<(), ImportError> {
     use serde_json::{Value, json};
     let none = "the model is one causal decoder";
-    for name in ["is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"] {
+    for name in [
+        "is_encoder_decoder",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+    ] {
         f.only(name, &[Value::Bool(false)], none)?;
     }
     f.only("is_decoder", &[Value::Bool(false), Value::Bool(true)], none)?;
     f.only("cross_attention_hidden_size", &[Value::Null], none)?;
-    f.only("pruned_heads", &[json!({}), Value::Null], "pruned heads are not supported")?;
-    f.only("chunk_size_feed_forward", &[json!(0)], "chunked feed-forward is not supported")?;
-    f.only("quantization_config", &[Value::Null], "quantized models are not supported")?;
-    f.only("sliding_window", &[Value::Null], "attention is full and causal")
+    f.only(
+        "pruned_heads",
+        &[json!({}), Value::Null],
+        "pruned heads are not supported",
+    )?;
+    f.only(
+        "chunk_size_feed_forward",
+        &[json!(0)],
+        "chunked feed-forward is not supported",
+    )?;
+    f.only(
+        "quantization_config",
+        &[Value::Null],
+        "quantized models are not supported",
+    )?;
+    f.only(
+        "sliding_window",
+        &[Value::Null],
+        "attention is full and causal",
+    )
 }
 
 /// The activation functions, by their names in transformers.
@@ -288,15 +322,30 @@ fn activation(f: &mut Fields, name: &'static str, default: &str) -> Result<Unary
 
 /// Added to a variance or mean square: below 1, or the normalisation is none.
 fn epsilon(f: &mut Fields, name: &'static str, default: f64) -> Result<f64, ImportError> {
-    Ok(f.number(name, |x| x > 0.0 && x < 1.0, "expected a number between 0 and 1")?.unwrap_or(default))
+    Ok(f.number(
+        name,
+        |x| x > 0.0 && x < 1.0,
+        "expected a number between 0 and 1",
+    )?
+    .unwrap_or(default))
 }
 
 /// Standard deviation of the initial weights.
 fn init_std(f: &mut Fields) -> Result<f64, ImportError> {
-    Ok(f.number("initializer_range", |x| (0.0..=100.0).contains(&x), "expected a number from 0 to 100")?.unwrap_or(0.02))
+    Ok(f.number(
+        "initializer_range",
+        |x| (0.0..=100.0).contains(&x),
+        "expected a number from 0 to 100",
+    )?
+    .unwrap_or(0.02))
 }
 
 /// A dropout probability; checked, not used.
 fn check_probability(f: &mut Fields, name: &'static str) -> Result<(), ImportError> {
-    f.number(name, |x| (0.0..1.0).contains(&x), "expected a probability in [0, 1)").map(|_| ())
+    f.number(
+        name,
+        |x| (0.0..1.0).contains(&x),
+        "expected a probability in [0, 1)",
+    )
+    .map(|_| ())
 }

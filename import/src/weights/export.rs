@@ -40,7 +40,12 @@ where
         file.sync_all().map_err(io)?;
         std::fs::rename(&partial, path).map_err(|source| ImportError::Io { path: path.into(), source })
     };
-    let result = write(&mut |p| supply(&p.path).map_err(|e| ImportError::Supply { path: p.path.clone(), source: e.into() }));
+    let result = write(&mut |p| {
+        supply(&p.path).map_err(|e| ImportError::Supply {
+            path: p.path.clone(),
+            source: e.into(),
+        })
+    });
     if result.is_err() {
         // The first error is the one to report; a leftover that cannot be removed is harmless.
         let _ = std::fs::remove_file(&partial);
@@ -60,7 +65,11 @@ fn header(params: &[Param]) -> Vec<u8> {
     let mut offset = 0;
     for p in params {
         let end = offset + 4 * p.elements();
-        text += &format!(r#",{}:{{"dtype":"F32","shape":{},"data_offsets":[{offset},{end}]}}"#, json!(p.hf_name), json!(p.hf_shape));
+        text += &format!(
+            r#",{}:{{"dtype":"F32","shape":{},"data_offsets":[{offset},{end}]}}"#,
+            json!(p.hf_name),
+            json!(p.hf_shape)
+        );
         offset = end;
     }
     text.push('}');

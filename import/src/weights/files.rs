@@ -24,9 +24,16 @@ pub(super) struct Stored {
 /// All tensors under `path`: a `.safetensors` file, an index, or a folder with either (the
 /// single file first, as transformers looks for them).
 pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError> {
-    let bad = |problem: String| ImportError::Format { file: path.into(), problem };
+    let bad = |problem: String| ImportError::Format {
+        file: path.into(),
+        problem,
+    };
     if path.is_dir() {
-        return match [SINGLE, INDEX].map(|name| path.join(name)).into_iter().find(|p| p.is_file()) {
+        return match [SINGLE, INDEX]
+            .map(|name| path.join(name))
+            .into_iter()
+            .find(|p| p.is_file())
+        {
             Some(found) => open(&found),
             None => Err(bad(format!("the folder has neither {SINGLE} nor {INDEX}"))),
         };
@@ -34,15 +41,31 @@ pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError>
     match path.extension().and_then(|e| e.to_str()) {
         Some("safetensors") => {
             let entries = read_file(path)?;
-            Ok(entries.into_iter().map(|(name, entry)| (name, Stored { file: path.into(), entry })).collect())
+            Ok(entries
+                .into_iter()
+                .map(|(name, entry)| {
+                    (
+                        name,
+                        Stored {
+                            file: path.into(),
+                            entry,
+                        },
+                    )
+                })
+                .collect())
         }
         Some("json") => open_index(path),
-        _ => Err(bad("accepted: a .safetensors file, a .safetensors.index.json, or a folder with one".into())),
+        _ => Err(bad(
+            "accepted: a .safetensors file, a .safetensors.index.json, or a folder with one".into(),
+        )),
     }
 }
 
 fn read_file(path: &Path) -> Result<BTreeMap<String, Entry>, ImportError> {
-    let mut file = File::open(path).map_err(|source| ImportError::Io { path: path.into(), source })?;
+    let mut file = File::open(path).map_err(|source| ImportError::Io {
+        path: path.into(),
+        source,
+    })?;
     header::read(path, &mut file)
 }
 
@@ -52,37 +75,71 @@ struct Index {
 }
 
 fn open_index(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError> {
-    let bad = |problem: String| ImportError::Format { file: path.into(), problem };
+    let bad = |problem: String| ImportError::Format {
+        file: path.into(),
+        problem,
+    };
     let Index { weight_map } = read_index(path)?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
     for shard in weight_map.values().collect::<BTreeSet<_>>() {
         // Shards lie beside the index; nothing else may be opened on a file's word.
-        let plain = matches!(Path::new(shard).components().collect::<Vec<_>>()[..], [Component::Normal(_)]);
+        let plain = matches!(
+            Path::new(shard).components().collect::<Vec<_>>()[..],
+            [Component::Normal(_)]
+        );
         if !plain || !shard.ends_with(".safetensors") {
-            return Err(bad(format!("shard {shard:?} is not the name of a .safetensors file in the same folder")));
+            return Err(bad(format!(
+                "shard {shard:?} is not the name of a .safetensors file in the same folder"
+            )));
         }
         let file = folder.join(shard);
         for (name, entry) in read_file(&file)? {
             match weight_map.get(&name) {
                 Some(owner) if owner == shard => {
-                    tensors.insert(name, Stored { file: file.clone(), entry });
+                    tensors.insert(
+                        name,
+                        Stored {
+                            file: file.clone(),
+                            entry,
+                        },
+                    );
                 }
-                Some(owner) => return Err(bad(format!("tensor `{name}` is in {shard}, the index says {owner}"))),
-                None => return Err(bad(format!("tensor `{name}` is in {shard} but not in the index"))),
+                Some(owner) => {
+                    return Err(bad(format!(
+                        "tensor `{name}` is in {shard}, the index says {owner}"
+                    )));
+                }
+                None => {
+                    return Err(bad(format!(
+                        "tensor `{name}` is in {shard} but not in the index"
+                    )));
+                }
             }
         }
     }
-    match weight_map.iter().find(|(name, _)| !tensors.contains_key(*name)) {
-        Some((name, shard)) => Err(bad(format!("tensor `{name}` is not in {shard}, where the index says it is"))),
+    match weight_map
+        .iter()
+        .find(|(name, _)| !tensors.contains_key(*name))
+    {
+        Some((name, shard)) => Err(bad(format!(
+            "tensor `{name}` is not in {shard}, where the index says it is"
+        ))),
         None => Ok(tensors),
     }
 }
 
 fn read_index(path: &Path) -> Result<Index, ImportError> {
-    let io = |source| ImportError::Io { path: path.into(), source };
+    let io = |source| ImportError::Io {
+        path: path.into(),
+        source,
+    };
     let mut bytes = Vec::new();
-    File::open(path).map_err(io)?.take(MAX_INDEX).read_to_end(&mut bytes).map_err(io)?;
+    File::open(path)
+        .map_err(io)?
+        .take(MAX_INDEX)
+        .read_to_end(&mut bytes)
+        .map_err(io)?;
     serde_json::from_slice(&bytes).map_err(|e| ImportError::Json {
         file: path.display().to_string(),
         line: e.line(),

@@ -21,6 +21,9 @@ use std::path::{Path, PathBuf};
 /// Name of the output table in model files.
 pub(crate) const HEAD_NAME: &str = "lm_head.weight";
 
+/// A tensor of Hugging Face's files: name, shape, values in row-major order.
+pub type HfTensor = (String, Vec<usize>, Vec<f32>);
+
 /// The weights of a model, on disk.
 #[derive(Debug)]
 pub struct Weights {
@@ -47,7 +50,10 @@ impl Weights {
             }
         }
         if !missing.is_empty() {
-            return Err(ImportError::MissingTensors { file: path.into(), tensors: missing });
+            return Err(ImportError::MissingTensors {
+                file: path.into(),
+                tensors: missing,
+            });
         }
         let weights = Weights { params };
         if config.tied()
@@ -55,9 +61,16 @@ impl Weights {
         {
             weights.check_tied(&name, &head)?;
         }
-        let unexpected: Vec<String> = stored.into_iter().filter(|(bare, _)| !is_buffer(config, bare)).map(|(_, (name, _))| name).collect();
+        let unexpected: Vec<String> = stored
+            .into_iter()
+            .filter(|(bare, _)| !is_buffer(config, bare))
+            .map(|(_, (name, _))| name)
+            .collect();
         if !unexpected.is_empty() {
-            return Err(ImportError::UnexpectedTensors { file: path.into(), tensors: unexpected });
+            return Err(ImportError::UnexpectedTensors {
+                file: path.into(),
+                tensors: unexpected,
+            });
         }
         Ok(weights)
     }
@@ -66,9 +79,16 @@ impl Weights {
     ///
     /// Reads the file anew. Fails on unknown paths, read errors, NaN and infinities.
     pub fn param(&self, path: &str) -> Result<Vec<f32>, ImportError> {
-        let (param, name, stored) = self.params.get(path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
+        let (param, name, stored) = self
+            .params
+            .get(path)
+            .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
         let values = read::tensor(name, stored)?;
-        Ok(if param.transposed { transpose(&values, param.hf_shape[1] as usize) } else { values })
+        Ok(if param.transposed {
+            transpose(&values, param.hf_shape[1] as usize)
+        } else {
+            values
+        })
     }
 
     /// Paths of all parameters, ascending.
@@ -80,13 +100,18 @@ impl Weights {
     fn check_tied(&self, name: &str, head: &Stored) -> Result<(), ImportError> {
         let (table, table_name, table_stored) = &self.params["embed.wte.weight"];
         check_type(table, name, head)?;
-        let (a, b) = (read::tensor(name, head)?, read::tensor(table_name, table_stored)?);
+        let (a, b) = (
+            read::tensor(name, head)?,
+            read::tensor(table_name, table_stored)?,
+        );
         if a == b {
             return Ok(());
         }
         Err(ImportError::Format {
             file: head.file.clone(),
-            problem: format!("`{name}` differs from `{table_name}`, but the config ties them (`tie_word_embeddings`)"),
+            problem: format!(
+                "`{name}` differs from `{table_name}`, but the config ties them (`tie_word_embeddings`)"
+            ),
         })
     }
 }
@@ -98,11 +123,14 @@ pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, 
     Ok(vec![find(config, path)?.hf_name])
 }
 
-/// A parameter (or its gradient, or moment) as Hugging Face's tensors: names, shapes, values
-/// in their row-major order.
+/// A parameter (or its gradient, or moment) as Hugging Face's tensors.
 ///
 /// Fails when the model has no such parameter, or `values` has another length.
-pub fn to_hf(config: &ModelConfig, path: &str, values: &[f32]) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>, ImportError> {
+pub fn to_hf(
+    config: &ModelConfig,
+    path: &str,
+    values: &[f32],
+) -> Result<Vec<HfTensor>, ImportError> {
     let param = find(config, path)?;
     let stored = stored_order(&param, values)?;
     let shape = param.hf_shape.iter().map(|&n| n as usize).collect();
@@ -110,7 +138,11 @@ pub fn to_hf(config: &ModelConfig, path: &str, values: &[f32]) -> Result<Vec<(St
 }
 
 fn find(config: &ModelConfig, path: &str) -> Result<Param, ImportError> {
-    config.params().into_iter().find(|p| p.path == path).ok_or_else(|| ImportError::NoSuchParam { path: path.into() })
+    config
+        .params()
+        .into_iter()
+        .find(|p| p.path == path)
+        .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })
 }
 
 /// Our values in the order of the file.
@@ -123,7 +155,11 @@ fn stored_order(param: &Param, values: &[f32]) -> Result<Vec<f32>, ImportError> 
             expected: param.elements(),
         });
     }
-    Ok(if param.transposed { transpose(values, param.hf_shape[0] as usize) } else { values.to_vec() })
+    Ok(if param.transposed {
+        transpose(values, param.hf_shape[0] as usize)
+    } else {
+        values.to_vec()
+    })
 }
 
 /// The transpose of a row-major matrix of `cols` columns, tile by tile for the cache's sake.
@@ -163,7 +199,10 @@ fn strip_prefixes(
         let key = bare(config, &name).to_string();
         if let Some((other, _)) = by_bare.get(&key) {
             let problem = format!("`{other}` and `{name}` are the same tensor of the model");
-            return Err(ImportError::Format { file: PathBuf::from(path), problem });
+            return Err(ImportError::Format {
+                file: PathBuf::from(path),
+                problem,
+            });
         }
         by_bare.insert(key, (name, tensor));
     }
@@ -174,10 +213,19 @@ fn check_type(param: &Param, name: &str, stored: &Stored) -> Result<(), ImportEr
     let (file, tensor) = (stored.file.clone(), name.to_string());
     if stored.entry.shape != param.hf_shape {
         let (found, expected) = (stored.entry.shape.clone(), param.hf_shape.clone());
-        return Err(ImportError::TensorShape { file, tensor, found, expected });
+        return Err(ImportError::TensorShape {
+            file,
+            tensor,
+            found,
+            expected,
+        });
     }
     if !matches!(stored.entry.dtype.as_str(), "F32" | "F16" | "BF16") {
-        return Err(ImportError::TensorDtype { file, tensor, dtype: stored.entry.dtype.clone() });
+        return Err(ImportError::TensorDtype {
+            file,
+            tensor,
+            dtype: stored.entry.dtype.clone(),
+        });
     }
     Ok(())
 }
@@ -187,10 +235,14 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
     let layered = |scope: &str, leaves: &[&str]| {
         bare.strip_prefix(scope)
             .and_then(|rest| rest.split_once('.'))
-            .is_some_and(|(layer, leaf)| layer.parse::<u64>().is_ok_and(|l| l < config.n_layers()) && leaves.contains(&leaf))
+            .is_some_and(|(layer, leaf)| {
+                layer.parse::<u64>().is_ok_and(|l| l < config.n_layers()) && leaves.contains(&leaf)
+            })
     };
     match config {
         ModelConfig::Gpt2(_) => layered("h.", &["attn.bias", "attn.masked_bias"]),
-        ModelConfig::Llama(_) => layered("layers.", &["self_attn.rotary_emb.inv_freq"]) || bare == "rotary_emb.inv_freq",
+        ModelConfig::Llama(_) => {
+            layered("layers.", &["self_attn.rotary_emb.inv_freq"]) || bare == "rotary_emb.inv_freq"
+        }
     }
 }

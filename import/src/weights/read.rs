@@ -12,13 +12,20 @@ const CHUNK: usize = 1 << 20;
 /// The values of a tensor in stored order; `name` is for messages. The dtype is one that
 /// `check_type` lets pass.
 pub(super) fn tensor(name: &str, stored: &Stored) -> Result<Vec<f32>, ImportError> {
-    let io = |source| ImportError::Io { path: stored.file.clone(), source };
+    let io = |source| ImportError::Io {
+        path: stored.file.clone(),
+        source,
+    };
     let (width, decode): (usize, fn(&[u8]) -> f32) = match stored.entry.dtype.as_str() {
         "F32" => (4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
         "F16" => (2, |b| f16::from_le_bytes([b[0], b[1]]).to_f32()),
         "BF16" => (2, |b| bf16::from_le_bytes([b[0], b[1]]).to_f32()),
         dtype => {
-            return Err(ImportError::TensorDtype { file: stored.file.clone(), tensor: name.into(), dtype: dtype.into() });
+            return Err(ImportError::TensorDtype {
+                file: stored.file.clone(),
+                tensor: name.into(),
+                dtype: dtype.into(),
+            });
         }
     };
     let mut file = File::open(&stored.file).map_err(io)?;

@@ -57,8 +57,9 @@ impl<'a> Arm<'a> {
         let dy = self.only_gradient()?;
         let gradient =
             match &op.kind {
-                // dx = dy: the layout is free again.
-                OpKind::Layout => dy,
+                // dx = dy, as one value of its own: the gradient's layout is a decision too
+                // (above all at layer boundaries).
+                OpKind::Layout => self.emit("x", OpKind::Layout, &[dy])?,
                 // The rounding is taken as the identity; dx has x's dtype.
                 OpKind::Cast { .. } => {
                     let dtype = self.graph.ty(x(0)).dtype;

@@ -41,20 +41,31 @@ fn explain(name: &str, problem: &str) -> (String, Option<String>) {
     if let Some((what, known)) = problem.split_once(", expected one of ")
         && what == format!("unknown variant `{name}`")
     {
-        return (format!("there is no op `{name}`"), Some(format!("the ops are {known}")));
+        return (
+            format!("there is no op `{name}`"),
+            Some(format!("the ops are {known}")),
+        );
     }
     if problem.contains("unit variant, expected struct variant") {
-        return (format!("op `{name}` needs attributes"), Some(format!("write {name} {{..}}")));
+        return (
+            format!("op `{name}` needs attributes"),
+            Some(format!("write {name} {{..}}")),
+        );
     }
     if problem.contains("expected unit variant") || problem.contains("expected unit") {
-        return (format!("op `{name}` has no attributes"), Some(format!("write {name} alone")));
+        return (
+            format!("op `{name}` has no attributes"),
+            Some(format!("write {name} alone")),
+        );
     }
     (format!("attributes of `{name}`: {problem}"), None)
 }
 
 /// A key of `given` that `known` lacks, at any depth.
 fn unknown_key(given: &Value, known: &Value) -> Option<String> {
-    let (Value::Object(given), Value::Object(known)) = (given, known) else { return None };
+    let (Value::Object(given), Value::Object(known)) = (given, known) else {
+        return None;
+    };
     given.iter().find_map(|(key, value)| match known.get(key) {
         None => Some(key.clone()),
         Some(inner) => unknown_key(value, inner),
@@ -66,9 +77,11 @@ pub(super) fn map_strings(value: &Value, f: &impl Fn(&str) -> String) -> Value {
     match value {
         Value::String(s) => Value::String(f(s)),
         Value::Array(a) => Value::Array(a.iter().map(|v| map_strings(v, f)).collect()),
-        Value::Object(o) => {
-            Value::Object(o.iter().map(|(k, v)| (k.clone(), map_strings(v, f))).collect())
-        }
+        Value::Object(o) => Value::Object(
+            o.iter()
+                .map(|(k, v)| (k.clone(), map_strings(v, f)))
+                .collect(),
+        ),
         other => other.clone(),
     }
 }
@@ -172,7 +185,9 @@ fn read_at(s: &mut Scanner, depth: usize) -> Result<Value, ParseError> {
         }
         Some('<') => {
             s.expect("<")?;
-            Ok(Value::Array(s.list(">", |s| Ok(Value::String(s.dim()?.to_string())))?))
+            Ok(Value::Array(
+                s.list(">", |s| Ok(Value::String(s.dim()?.to_string())))?,
+            ))
         }
         Some('"') => Ok(Value::String(s.string()?)),
         Some(c) if c.is_ascii_digit() || c == '-' => s.json_number(),

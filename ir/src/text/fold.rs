@@ -26,15 +26,27 @@ pub(super) struct Numbered {
 impl Numbered {
     /// The row that starts with these two names.
     pub(super) fn of(first: &str, second: &str) -> Option<Self> {
-        let same = first.bytes().zip(second.bytes()).take_while(|(a, b)| a == b).count();
+        let same = first
+            .bytes()
+            .zip(second.bytes())
+            .take_while(|(a, b)| a == b)
+            .count();
         // The number starts before the first difference where `h.10` follows `h.9` or `h.11`.
         let is_digit = |b: &u8| b.is_ascii_digit();
-        let start = same - first.as_bytes()[..same].iter().rev().take_while(|b| is_digit(b)).count();
+        let start = same
+            - first.as_bytes()[..same]
+                .iter()
+                .rev()
+                .take_while(|b| is_digit(b))
+                .count();
         let number = |name: &str| -> Option<(u32, String)> {
             if !name.is_char_boundary(start) {
                 return None;
             }
-            let len = name.as_bytes()[start..].iter().take_while(|b| is_digit(b)).count();
+            let len = name.as_bytes()[start..]
+                .iter()
+                .take_while(|b| is_digit(b))
+                .count();
             let digits = &name[start..start + len];
             let n: u32 = digits.parse().ok()?;
             (n.to_string() == digits).then(|| (n, name[start + len..].to_string()))
@@ -44,12 +56,21 @@ impl Numbered {
         let plain = !prefix.contains(HOLE) && !suffix.contains(HOLE);
         let down = from.checked_sub(1) == Some(next);
         let up = from.checked_add(1) == Some(next);
-        (suffix == suffix2 && plain && (up || down)).then_some(Numbered { prefix, suffix, from, down })
+        (suffix == suffix2 && plain && (up || down)).then_some(Numbered {
+            prefix,
+            suffix,
+            from,
+            down,
+        })
     }
     /// The number of copy `k`.
     pub(super) fn number(from: u32, down: bool, k: u64) -> Option<u32> {
         let k = u32::try_from(k).ok()?;
-        if down { from.checked_sub(k) } else { from.checked_add(k) }
+        if down {
+            from.checked_sub(k)
+        } else {
+            from.checked_add(k)
+        }
     }
     /// The names with a hole for the number.
     pub(super) fn template(&self) -> String {
@@ -144,14 +165,22 @@ fn unique_layers(graph: &Graph) -> BTreeMap<&str, LayerId> {
     let mut layers: BTreeMap<&str, Option<LayerId>> = BTreeMap::new();
     for (i, name) in graph.layers.iter().enumerate() {
         let id = LayerId::new(i);
-        layers.entry(name).and_modify(|l| *l = None).or_insert(Some(id));
+        layers
+            .entry(name)
+            .and_modify(|l| *l = None)
+            .or_insert(Some(id));
     }
-    layers.into_iter().filter_map(|(name, id)| Some((name, id?))).collect()
+    layers
+        .into_iter()
+        .filter_map(|(name, id)| Some((name, id?)))
+        .collect()
 }
 
 /// The longest run that starts with the first of these blocks.
 fn run(graph: &Graph, layers: &BTreeMap<&str, LayerId>, blocks: &[Range<usize>]) -> Option<Run> {
-    let [first, second, ..] = blocks else { return None };
+    let [first, second, ..] = blocks else {
+        return None;
+    };
     if first.len() != second.len() {
         return None;
     }
@@ -159,7 +188,10 @@ fn run(graph: &Graph, layers: &BTreeMap<&str, LayerId>, blocks: &[Range<usize>])
     let names = Numbered::of(name(first)?, name(second)?)?;
     let mut fit = Fit::new(graph, names, first.clone())?;
     let belongs = |fit: &Fit, block: &Range<usize>, k: u64| {
-        let layer = fit.names.name(k).and_then(|name| layers.get(name.as_str()).copied());
+        let layer = fit
+            .names
+            .name(k)
+            .and_then(|name| layers.get(name.as_str()).copied());
         layer.is_some() && layer == graph.ops()[block.start].layer
     };
     if !belongs(&fit, first, 0) {
@@ -212,15 +244,29 @@ impl<'a> Fit<'a> {
         let base = i64::from(results().next()?.0);
         let width = results().count() as i64;
         let name = names.name(0)?;
-        let ops = first.iter().map(|op| OpFit::new(op, &name, &names.template())).collect::<Option<_>>()?;
-        Some(Fit { graph, names, body, ops, base, width })
+        let ops = first
+            .iter()
+            .map(|op| OpFit::new(op, &name, &names.template()))
+            .collect::<Option<_>>()?;
+        Some(Fit {
+            graph,
+            names,
+            body,
+            ops,
+            base,
+            width,
+        })
     }
     /// True when copy `k` fits; then what is possible is narrowed to what fits it as well.
     fn extend(&mut self, block: &Range<usize>, k: u64) -> bool {
-        let Some(number) = Numbered::number(self.names.from, self.names.down, k) else { return false };
+        let Some(number) = Numbered::number(self.names.from, self.names.down, k) else {
+            return false;
+        };
         let number = number.to_string();
         let graph = self.graph;
-        let rows = graph.ops()[self.body.clone()].iter().zip(&graph.ops()[block.clone()]);
+        let rows = graph.ops()[self.body.clone()]
+            .iter()
+            .zip(&graph.ops()[block.clone()]);
         let mut narrowed = Vec::with_capacity(self.ops.len());
         for (fit, (first, op)) in self.ops.iter().zip(rows) {
             match self.narrow(fit, first, op, k as i64, &number) {
@@ -231,7 +277,14 @@ impl<'a> Fit<'a> {
         self.ops = narrowed;
         true
     }
-    fn narrow(&self, fit: &OpFit, first: &'a Op, op: &'a Op, k: i64, number: &str) -> Option<OpFit> {
+    fn narrow(
+        &self,
+        fit: &OpFit,
+        first: &'a Op,
+        op: &'a Op,
+        k: i64,
+        number: &str,
+    ) -> Option<OpFit> {
         let types = |op: &'a Op| op.outputs.iter().map(|&v| self.graph.ty(v));
         let same = first.pass == op.pass
             && first.region == op.region
@@ -251,16 +304,29 @@ impl<'a> Fit<'a> {
     }
     fn finish(self, n: usize) -> Run {
         let mut carried: Vec<(ValueId, ValueId)> = Vec::new();
-        let lines = self.graph.ops()[self.body.clone()].iter().zip(&self.ops).map(|(op, fit)| Line {
-            path: fit.path.clone(),
-            attributes: match fit.literal {
-                true => attributes::split(&op.kind).1,
-                false => fit.template.clone(),
-            },
-            operands: fit.operands.iter().map(|o| o.written(self.base, self.width, &mut carried)).collect(),
-        });
+        let lines = self.graph.ops()[self.body.clone()]
+            .iter()
+            .zip(&self.ops)
+            .map(|(op, fit)| Line {
+                path: fit.path.clone(),
+                attributes: match fit.literal {
+                    true => attributes::split(&op.kind).1,
+                    false => fit.template.clone(),
+                },
+                operands: fit
+                    .operands
+                    .iter()
+                    .map(|o| o.written(self.base, self.width, &mut carried))
+                    .collect(),
+            });
         let lines = lines.collect();
-        Run { names: self.names, n, body: self.body, carried, lines }
+        Run {
+            names: self.names,
+            n,
+            body: self.body,
+            carried,
+            lines,
+        }
     }
 }
 
@@ -273,7 +339,10 @@ impl OpFit {
     fn new(op: &Op, name: &str, template: &str) -> Option<Self> {
         let path = with_hole(&op.path, name, template)?;
         let (_, given) = attributes::split(&op.kind);
-        if given.as_ref().is_some_and(|a| attributes::any_string(a, &|s| s.contains(HOLE))) {
+        if given
+            .as_ref()
+            .is_some_and(|a| attributes::any_string(a, &|s| s.contains(HOLE)))
+        {
             return None;
         }
         let template = given.and_then(|a| {
@@ -281,8 +350,17 @@ impl OpFit {
             let fill = |s: &str| with_hole(s, name, template).unwrap_or_else(|| s.to_string());
             named.then(|| attributes::map_strings(&a, &fill))
         });
-        let operand = |v: &ValueId| OperandFit { first: i64::from(v.0), stride: None, carried: None };
-        Some(OpFit { path, template, literal: true, operands: op.inputs.iter().map(operand).collect() })
+        let operand = |v: &ValueId| OperandFit {
+            first: i64::from(v.0),
+            stride: None,
+            carried: None,
+        };
+        Some(OpFit {
+            path,
+            template,
+            literal: true,
+            operands: op.inputs.iter().map(operand).collect(),
+        })
     }
 }
 
@@ -321,9 +399,14 @@ impl OperandFit {
 fn with_hole(path: &str, name: &str, template: &str) -> Option<String> {
     let mut out = String::with_capacity(path.len() + HOLE.len());
     let (mut at, mut found) = (0, false);
-    while let Some(i) = path[at..].find(name).map(|i| i + at).filter(|_| !name.is_empty()) {
+    while let Some(i) = path[at..]
+        .find(name)
+        .map(|i| i + at)
+        .filter(|_| !name.is_empty())
+    {
         let end = i + name.len();
-        let whole = (i == 0 || path.as_bytes()[i - 1] == b'.') && matches!(path.as_bytes().get(end), None | Some(b'.'));
+        let whole = (i == 0 || path.as_bytes()[i - 1] == b'.')
+            && matches!(path.as_bytes().get(end), None | Some(b'.'));
         if whole {
             out += &path[at..i];
             out += template;

@@ -123,10 +123,14 @@ impl Parser<'_> {
                 let to = self.s.number("the last number")?;
                 let span = start..self.s.pos();
                 if !name.contains(HOLE) {
-                    return Err(self.s.error(span, format!("`{name}` has no `{HOLE}` for the number")));
+                    return Err(self
+                        .s
+                        .error(span, format!("`{name}` has no `{HOLE}` for the number")));
                 }
                 if from > to || to > u64::from(u32::MAX) {
-                    return Err(self.s.error(span, format!("there are no layers {from} to {to}")));
+                    return Err(self
+                        .s
+                        .error(span, format!("there are no layers {from} to {to}")));
                 }
                 for i in from..=to {
                     self.layer(name.replace(HOLE, &i.to_string()), span.clone())?;
@@ -153,7 +157,10 @@ impl Parser<'_> {
     fn spend(&mut self, bytes: u64, span: Range<usize>) -> Result<(), ParseError> {
         self.expanded = self.expanded.saturating_add(bytes);
         if self.expanded > MAX_EXPANDED_BYTES {
-            return Err(self.s.error(span, format!("the graph stands for more than {MAX_EXPANDED_BYTES} bytes of text")));
+            return Err(self.s.error(
+                span,
+                format!("the graph stands for more than {MAX_EXPANDED_BYTES} bytes of text"),
+            ));
         }
         Ok(())
     }
@@ -172,23 +179,45 @@ impl Parser<'_> {
     /// An op outside of any `repeat`.
     fn single(&mut self) -> Result<(), ParseError> {
         let base = self.graph.values().len() as i64;
-        let mut body = Body { repeat: false, base, width: 0, carried: vec![], named: vec![] };
+        let mut body = Body {
+            repeat: false,
+            base,
+            width: 0,
+            carried: vec![],
+            named: vec![],
+        };
         let statement = self.statement(&mut body)?;
-        let layer = if self.s.eat_word("world") { None } else { Some(self.layer_number()?) };
-        let copy = Copy { k: 0, base, width: body.width, carried: &[], layer, number: None };
+        let layer = if self.s.eat_word("world") {
+            None
+        } else {
+            Some(self.layer_number()?)
+        };
+        let copy = Copy {
+            k: 0,
+            base,
+            width: body.width,
+            carried: &[],
+            layer,
+            number: None,
+        };
         self.add(&statement, &copy)
     }
 
     fn layer_number(&mut self) -> Result<LayerId, ParseError> {
         let start = self.s.token_start();
         if !self.s.eat_word("layer") {
-            return Err(self.s.error_here("expected `layer` and its number, or `world`".into()));
+            return Err(self
+                .s
+                .error_here("expected `layer` and its number, or `world`".into()));
         }
         let n = self.s.number("the number of a layer")?;
         let count = self.graph.layers.len();
         match usize::try_from(n).ok().filter(|&n| n < count) {
             Some(n) => Ok(LayerId::new(n)),
-            None => Err(self.s.error(start..self.s.pos(), format!("there is no layer {n}; the graph has {count}"))),
+            None => Err(self.s.error(
+                start..self.s.pos(),
+                format!("there is no layer {n}; the graph has {count}"),
+            )),
         }
     }
 
@@ -203,20 +232,30 @@ impl Parser<'_> {
         let down = self.s.eat_word("down");
         let header = start..self.s.pos();
         if !template.contains(HOLE) {
-            return Err(self.s.error(header, format!("`{template}` has no `{HOLE}` for the number")));
+            return Err(self.s.error(
+                header,
+                format!("`{template}` has no `{HOLE}` for the number"),
+            ));
         }
         if n == 0 || n > MAX_OPS as u64 {
-            return Err(self.s.error(header, format!("{n} copies; from 1 to {MAX_OPS} are possible")));
+            return Err(self.s.error(
+                header,
+                format!("{n} copies; from 1 to {MAX_OPS} are possible"),
+            ));
         }
         let (body, statements, carried) = self.body()?;
         if statements.is_empty() {
             return Err(self.s.error(header, "the `repeat` has no ops".into()));
         }
         if self.graph.ops().len() + n as usize * statements.len() > MAX_OPS {
-            return Err(self.s.error(header, format!("the graph has more than {MAX_OPS} ops")));
+            return Err(self
+                .s
+                .error(header, format!("the graph has more than {MAX_OPS} ops")));
         }
         for k in 0..n {
-            let number = u32::try_from(from).ok().and_then(|from| Numbered::number(from, down, k));
+            let number = u32::try_from(from)
+                .ok()
+                .and_then(|from| Numbered::number(from, down, k));
             let Some(number) = number.map(|i| i.to_string()) else {
                 return Err(self.s.error(header, format!("copy {k} has no number")));
             };
@@ -225,14 +264,23 @@ impl Parser<'_> {
                 return Err(self.s.error(header, format!("there is no layer `{name}`")));
             };
             let Body { base, width, .. } = body;
-            let copy = Copy { k: k as i64, base, width, carried: &carried, layer: Some(layer), number: Some(number) };
+            let copy = Copy {
+                k: k as i64,
+                base,
+                width,
+                carried: &carried,
+                layer: Some(layer),
+                number: Some(number),
+            };
             for statement in &statements {
                 self.add(statement, &copy)?;
             }
         }
         // From here on the names of the body mean the last copy's values.
         for name in &body.named {
-            self.names.entry(name.clone()).and_modify(|v| *v += (n as i64 - 1) * body.width);
+            self.names
+                .entry(name.clone())
+                .and_modify(|v| *v += (n as i64 - 1) * body.width);
         }
         Ok(())
     }
@@ -241,7 +289,13 @@ impl Parser<'_> {
     #[allow(clippy::type_complexity)]
     fn body(&mut self) -> Result<(Body, Vec<Statement>, Vec<(i64, i64)>), ParseError> {
         let base = self.graph.values().len() as i64;
-        let mut body = Body { repeat: true, base, width: 0, carried: vec![], named: vec![] };
+        let mut body = Body {
+            repeat: true,
+            base,
+            width: 0,
+            carried: vec![],
+            named: vec![],
+        };
         let mut later = Vec::new();
         if self.s.eat("(") {
             loop {
@@ -258,7 +312,9 @@ impl Parser<'_> {
         let mut statements = Vec::new();
         while !self.s.eat("}") {
             if self.s.peek_word() == "repeat" {
-                return Err(self.s.error_here("a `repeat` stands inside a `repeat`".into()));
+                return Err(self
+                    .s
+                    .error_here("a `repeat` stands inside a `repeat`".into()));
             }
             statements.push(self.statement(&mut body)?);
         }
@@ -266,7 +322,9 @@ impl Parser<'_> {
         for ((_, first), (next, span)) in body.carried.iter().zip(later) {
             let next = self.resolve(next, &span)?;
             if !(base..base + body.width).contains(&next) {
-                return Err(self.s.error(span, format!("%{next} is not a value of the body")));
+                return Err(self
+                    .s
+                    .error(span, format!("%{next} is not a value of the body")));
             }
             carried.push((*first, next));
         }
@@ -274,10 +332,15 @@ impl Parser<'_> {
     }
 
     /// `%name = %first then %next`, of which `next` may be a value of the coming body.
-    fn carry(&mut self, body: &Body) -> Result<(String, i64, (Reference, Range<usize>)), ParseError> {
+    fn carry(
+        &mut self,
+        body: &Body,
+    ) -> Result<(String, i64, (Reference, Range<usize>)), ParseError> {
         let (reference, span) = self.reference()?;
         let Reference::Name(name) = reference else {
-            return Err(self.s.error(span, "a carried value needs a name, such as `%x`".into()));
+            return Err(self
+                .s
+                .error(span, "a carried value needs a name, such as `%x`".into()));
         };
         if self.names.contains_key(&name) || body.carried.iter().any(|(n, _)| *n == name) {
             return Err(self.s.error(span, format!("`%{name}` is taken")));
@@ -291,7 +354,9 @@ impl Parser<'_> {
     fn statement(&mut self, body: &mut Body) -> Result<Statement, ParseError> {
         let start = self.s.token_start();
         if self.s.peek() != Some('%') {
-            return Err(self.s.error_here("expected an op, `repeat`, `return` or `}`".into()));
+            return Err(self
+                .s
+                .error_here("expected an op, `repeat`, `return` or `}`".into()));
         }
         let n_results = self.results(body)?;
         self.s.expect("=")?;
@@ -312,7 +377,17 @@ impl Parser<'_> {
         let pass = self.choice("the pass", &PASSES)?;
         let region = self.choice("the region", &REGIONS)?;
         let span = start..self.s.pos();
-        Ok(Statement { span, name, kind, operands, types, types_span, path, pass, region })
+        Ok(Statement {
+            span,
+            name,
+            kind,
+            operands,
+            types,
+            types_span,
+            path,
+            pass,
+            region,
+        })
     }
 
     /// Results up to the `=`; they take the next numbers.
@@ -324,12 +399,20 @@ impl Parser<'_> {
             match reference {
                 Reference::Number(id) if id == next => {}
                 Reference::Number(id) => {
-                    let mut error = self.s.error(span, format!("result %{id} is out of order: the next number is %{next}"));
-                    error.help = Some("values are numbered as they are defined; a name, such as `%x`, is free".into());
+                    let mut error = self.s.error(
+                        span,
+                        format!("result %{id} is out of order: the next number is %{next}"),
+                    );
+                    error.help = Some(
+                        "values are numbered as they are defined; a name, such as `%x`, is free"
+                            .into(),
+                    );
                     return Err(error);
                 }
                 Reference::Name(name) => {
-                    if self.names.contains_key(&name) || body.carried.iter().any(|(n, _)| *n == name) {
+                    if self.names.contains_key(&name)
+                        || body.carried.iter().any(|(n, _)| *n == name)
+                    {
                         return Err(self.s.error(span, format!("`%{name}` is taken")));
                     }
                     self.names.insert(name.clone(), next);
@@ -347,17 +430,26 @@ impl Parser<'_> {
     fn kind(&mut self, holes: bool) -> Result<(&'static str, Kind), ParseError> {
         let start = self.s.token_start();
         let name = self.s.word("the name of an op")?;
-        let given = if self.s.peek() == Some('{') { Some(attributes::read(&mut self.s)?) } else { None };
+        let given = if self.s.peek() == Some('{') {
+            Some(attributes::read(&mut self.s)?)
+        } else {
+            None
+        };
         let kind = attributes::join(name, given.as_ref()).map_err(|(message, help)| {
             let mut error = self.s.error(start..self.s.pos(), message);
             error.help = help;
             error
         })?;
         let name = kind.name();
-        Ok((name, match given {
-            Some(v) if holes && attributes::any_string(&v, &|s| s.contains(HOLE)) => Kind::Template(v),
-            _ => Kind::Plain(kind),
-        }))
+        Ok((
+            name,
+            match given {
+                Some(v) if holes && attributes::any_string(&v, &|s| s.contains(HOLE)) => {
+                    Kind::Template(v)
+                }
+                _ => Kind::Plain(kind),
+            },
+        ))
     }
 
     /// Operands up to the `:`.
@@ -372,7 +464,9 @@ impl Parser<'_> {
                 return Ok(operands);
             }
             if !self.s.eat(",") {
-                return Err(self.s.error_here("expected `,` or `:` after an operand".into()));
+                return Err(self
+                    .s
+                    .error_here("expected `,` or `:` after an operand".into()));
             }
         }
     }
@@ -385,7 +479,11 @@ impl Parser<'_> {
             return Ok((Operand::Carried(i), span));
         }
         let first = self.resolve(reference, &span)?;
-        let stride = if body.repeat && self.s.touching() == Some('[') { Some(self.stride()?) } else { None };
+        let stride = if body.repeat && self.s.touching() == Some('[') {
+            Some(self.stride()?)
+        } else {
+            None
+        };
         Ok((Operand::Value { first, stride }, span.start..self.s.pos()))
     }
 
@@ -402,7 +500,10 @@ impl Parser<'_> {
         match u32::try_from(n) {
             Ok(n) if negative => Ok(-i64::from(n)),
             Ok(n) => Ok(i64::from(n)),
-            Err(_) => Err(self.s.error(start..self.s.pos(), format!("the distance {n} is too large"))),
+            Err(_) => Err(self.s.error(
+                start..self.s.pos(),
+                format!("the distance {n} is too large"),
+            )),
         }
     }
 
@@ -417,11 +518,22 @@ impl Parser<'_> {
                 let n = self.s.number("the number of a value")?;
                 match u32::try_from(n) {
                     Ok(n) => Reference::Number(i64::from(n)),
-                    Err(_) => return Err(self.s.error(start..self.s.pos(), format!("there is no value %{n}"))),
+                    Err(_) => {
+                        return Err(self
+                            .s
+                            .error(start..self.s.pos(), format!("there is no value %{n}")));
+                    }
                 }
             }
-            Some(c) if c.is_ascii_alphabetic() || c == '_' => Reference::Name(self.s.word("a name")?.to_string()),
-            _ => return Err(self.s.error(start..self.s.pos(), "`%` needs a number or a name behind it".into())),
+            Some(c) if c.is_ascii_alphabetic() || c == '_' => {
+                Reference::Name(self.s.word("a name")?.to_string())
+            }
+            _ => {
+                return Err(self.s.error(
+                    start..self.s.pos(),
+                    "`%` needs a number or a name behind it".into(),
+                ));
+            }
         };
         Ok((reference, start..self.s.pos()))
     }
@@ -431,7 +543,9 @@ impl Parser<'_> {
             Reference::Number(n) => Ok(n),
             Reference::Name(name) => match self.names.get(&name) {
                 Some(&v) => Ok(v),
-                None => Err(self.s.error(span.clone(), format!("no value is called `%{name}`"))),
+                None => Err(self
+                    .s
+                    .error(span.clone(), format!("no value is called `%{name}`"))),
             },
         }
     }
@@ -443,9 +557,15 @@ impl Parser<'_> {
 
     /// The value of this number, which must be defined by now.
     fn defined(&self, id: i64, span: &Range<usize>, copy: &str) -> Result<ValueId, ParseError> {
-        match usize::try_from(id).ok().filter(|&i| i < self.graph.values().len()) {
+        match usize::try_from(id)
+            .ok()
+            .filter(|&i| i < self.graph.values().len())
+        {
             Some(i) => Ok(ValueId::new(i)),
-            None => Err(self.s.error(span.clone(), format!("value %{id} is not defined before its use{copy}"))),
+            None => Err(self.s.error(
+                span.clone(),
+                format!("value %{id} is not defined before its use{copy}"),
+            )),
         }
     }
 
@@ -453,26 +573,40 @@ impl Parser<'_> {
         let start = self.s.token_start();
         let word = self.s.word("a type, such as `f32[B,8]`")?;
         let Some(dtype) = DType::ALL.into_iter().find(|d| d.name() == word) else {
-            let mut error = self.s.error(start..self.s.pos(), format!("`{word}` is not an element type"));
-            error.help = Some(format!("the element types are {}", DType::ALL.map(DType::name).join(", ")));
+            let mut error = self.s.error(
+                start..self.s.pos(),
+                format!("`{word}` is not an element type"),
+            );
+            error.help = Some(format!(
+                "the element types are {}",
+                DType::ALL.map(DType::name).join(", ")
+            ));
             return Err(error);
         };
         self.s.expect("[")?;
         let dims = self.s.list("]", Scanner::dim)?;
         if dims.len() > MAX_RANK {
-            return Err(self.s.error(start..self.s.pos(), format!("more than {MAX_RANK} dims")));
+            return Err(self
+                .s
+                .error(start..self.s.pos(), format!("more than {MAX_RANK} dims")));
         }
         Ok(TensorType::new(dtype, Shape(dims)))
     }
 
-    fn choice<T: core::marker::Copy>(&mut self, what: &str, known: &[(T, &str)]) -> Result<T, ParseError> {
+    fn choice<T: core::marker::Copy>(
+        &mut self,
+        what: &str,
+        known: &[(T, &str)],
+    ) -> Result<T, ParseError> {
         let start = self.s.token_start();
         let word = self.s.word(what)?;
         match known.iter().find(|(_, name)| *name == word) {
             Some((value, _)) => Ok(*value),
             None => {
                 let names: Vec<&str> = known.iter().map(|(_, name)| *name).collect();
-                let mut error = self.s.error(start..self.s.pos(), format!("`{word}` is not {what}"));
+                let mut error = self
+                    .s
+                    .error(start..self.s.pos(), format!("`{word}` is not {what}"));
                 error.help = Some(format!("{what} is one of {}", names.join(", ")));
                 Err(error)
             }
@@ -481,22 +615,43 @@ impl Parser<'_> {
 
     /// Adds one copy of an op.
     fn add(&mut self, statement: &Statement, copy: &Copy) -> Result<(), ParseError> {
-        self.spend(statement.span.len() as u64 + OP_OVERHEAD, statement.span.clone())?;
+        self.spend(
+            statement.span.len() as u64 + OP_OVERHEAD,
+            statement.span.clone(),
+        )?;
         if self.graph.ops().len() >= MAX_OPS {
-            return Err(self.s.error(statement.span.clone(), format!("the graph has more than {MAX_OPS} ops")));
+            return Err(self.s.error(
+                statement.span.clone(),
+                format!("the graph has more than {MAX_OPS} ops"),
+            ));
         }
-        let fill = |s: &str| copy.number.as_ref().map_or_else(|| s.to_string(), |n| s.replace(HOLE, n));
-        let place = copy.number.as_ref().map_or(String::new(), |n| format!(" in the copy with {HOLE} = {n}"));
+        let fill = |s: &str| {
+            copy.number
+                .as_ref()
+                .map_or_else(|| s.to_string(), |n| s.replace(HOLE, n))
+        };
+        let place = copy
+            .number
+            .as_ref()
+            .map_or(String::new(), |n| format!(" in the copy with {HOLE} = {n}"));
         let mut inputs = Vec::with_capacity(statement.operands.len());
         for (operand, span) in &statement.operands {
             inputs.push(self.defined(copy.value(*operand), span, &place)?);
         }
         let kind = match &statement.kind {
             Kind::Plain(kind) => kind.clone(),
-            Kind::Template(v) => attributes::join(statement.name, Some(&attributes::map_strings(v, &fill)))
-                .map_err(|(message, _)| self.s.error(statement.span.clone(), message + &place))?,
+            Kind::Template(v) => {
+                attributes::join(statement.name, Some(&attributes::map_strings(v, &fill))).map_err(
+                    |(message, _)| self.s.error(statement.span.clone(), message + &place),
+                )?
+            }
         };
-        let at = Place { path: fill(&statement.path), pass: statement.pass, region: statement.region, layer: copy.layer };
+        let at = Place {
+            path: fill(&statement.path),
+            pass: statement.pass,
+            region: statement.region,
+            layer: copy.layer,
+        };
         let declared = &statement.types;
         let results = match (&kind, &declared[..]) {
             (OpKind::Input { .. } | OpKind::State { .. }, [ty]) if inputs.is_empty() => {
@@ -504,7 +659,8 @@ impl Parser<'_> {
             }
             _ => self.graph.add(kind, &inputs, at),
         };
-        let results = results.map_err(|e| self.s.error(statement.span.clone(), format!("{e}{place}")))?;
+        let results =
+            results.map_err(|e| self.s.error(statement.span.clone(), format!("{e}{place}")))?;
         let inferred = results.iter().map(|&v| self.graph.ty(v));
         if !inferred.clone().eq(declared) {
             let list = |types: Vec<String>| types.join(", ");

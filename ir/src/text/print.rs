@@ -14,7 +14,9 @@ pub fn print(graph: &Graph) -> String {
     print_layers(&graph.layers, &mut out);
     for item in fold::items(graph) {
         match item {
-            Item::Ops(ops) => graph.ops()[ops].iter().for_each(|op| print_op(graph, op, &mut out)),
+            Item::Ops(ops) => graph.ops()[ops]
+                .iter()
+                .for_each(|op| print_op(graph, op, &mut out)),
             Item::Run(run) => print_run(graph, &run, &mut out),
         }
     }
@@ -28,12 +30,19 @@ pub fn print(graph: &Graph) -> String {
 fn print_layers(names: &[String], out: &mut String) {
     let (mut written, mut i) = (Vec::new(), 0);
     while i < names.len() {
-        let row = names.get(i + 1).and_then(|next| Numbered::of(&names[i], next)).filter(|r| !r.down);
+        let row = names
+            .get(i + 1)
+            .and_then(|next| Numbered::of(&names[i], next))
+            .filter(|r| !r.down);
         let n = row.as_ref().map_or(0, |r| r.count(&names[i..]));
         match row {
             Some(row) if n >= MIN_NAMES => {
                 let last = row.from as usize + n - 1;
-                written.push(format!("{} from {} to {last}", attributes::quote(&row.template()), row.from));
+                written.push(format!(
+                    "{} from {} to {last}",
+                    attributes::quote(&row.template()),
+                    row.from
+                ));
                 i += n;
             }
             _ => {
@@ -50,7 +59,11 @@ fn print_layers(names: &[String], out: &mut String) {
 fn print_op(graph: &Graph, op: &Op, out: &mut String) {
     let (_, given) = attributes::split(&op.kind);
     let operands = op.inputs.iter().copied().map(Operand::Plain).collect();
-    let line = Line { path: op.path.clone(), attributes: given, operands };
+    let line = Line {
+        path: op.path.clone(),
+        attributes: given,
+        operands,
+    };
     out.push_str("  ");
     print_line(graph, op, &line, out);
     match op.layer {
@@ -69,7 +82,9 @@ fn print_run(graph: &Graph, run: &Run, out: &mut String) {
     }
     if !run.carried.is_empty() {
         let pairs = run.carried.iter().enumerate();
-        let pairs: Vec<String> = pairs.map(|(i, (a, b))| format!("%prev{i} = {a} then {b}")).collect();
+        let pairs: Vec<String> = pairs
+            .map(|(i, (a, b))| format!("%prev{i} = {a} then {b}"))
+            .collect();
         let _ = write!(out, " ({})", pairs.join(", "));
     }
     out.push_str(" {\n");
@@ -96,12 +111,30 @@ fn print_line(graph: &Graph, op: &Op, line: &Line, out: &mut String) {
             Operand::Carried(i) => write!(out, "%prev{i}"),
         };
     }
-    let types: Vec<String> = op.outputs.iter().map(|&v| graph.ty(v).to_string()).collect();
-    let pass = PASSES.iter().find(|(p, _)| *p == op.pass).map_or("", |(_, name)| name);
-    let region = REGIONS.iter().find(|(r, _)| *r == op.region).map_or("", |(_, name)| name);
-    let _ = write!(out, " : {} @ {} {pass} {region}", types.join(", "), line.path);
+    let types: Vec<String> = op
+        .outputs
+        .iter()
+        .map(|&v| graph.ty(v).to_string())
+        .collect();
+    let pass = PASSES
+        .iter()
+        .find(|(p, _)| *p == op.pass)
+        .map_or("", |(_, name)| name);
+    let region = REGIONS
+        .iter()
+        .find(|(r, _)| *r == op.region)
+        .map_or("", |(_, name)| name);
+    let _ = write!(
+        out,
+        " : {} @ {} {pass} {region}",
+        types.join(", "),
+        line.path
+    );
 }
 
 fn values(ids: &[ValueId]) -> String {
-    ids.iter().map(ValueId::to_string).collect::<Vec<_>>().join(", ")
+    ids.iter()
+        .map(ValueId::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
 }

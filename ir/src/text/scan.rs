@@ -10,18 +10,28 @@ use std::ops::Range;
 pub(super) struct Scanner<'a> {
     text: &'a str,
     pos: usize,
+    /// End of the last token; white space may lie between it and `pos`.
+    end: usize,
 }
 
 impl<'a> Scanner<'a> {
     pub(super) fn new(text: &'a str) -> Self {
-        Scanner { text, pos: 0 }
+        Scanner {
+            text,
+            pos: 0,
+            end: 0,
+        }
     }
     fn rest(&self) -> &'a str {
         &self.text[self.pos..]
     }
     /// End of the last token.
     pub(super) fn pos(&self) -> usize {
-        self.pos
+        self.end
+    }
+    fn advance(&mut self, len: usize) {
+        self.pos += len;
+        self.end = self.pos;
     }
     /// Start of the next token.
     pub(super) fn token_start(&mut self) -> usize {
@@ -52,7 +62,7 @@ impl<'a> Scanner<'a> {
     fn take_while(&mut self, mut holds: impl FnMut(char) -> bool) -> &'a str {
         let rest = self.rest();
         let len = rest.find(|c| !holds(c)).unwrap_or(rest.len());
-        self.pos += len;
+        self.advance(len);
         &rest[..len]
     }
 
@@ -61,33 +71,39 @@ impl<'a> Scanner<'a> {
         self.skip();
         let found = self.rest().starts_with(token);
         if found {
-            self.pos += token.len();
+            self.advance(token.len());
         }
         found
     }
     /// Takes this punctuation.
     pub(super) fn expect(&mut self, token: &str) -> Result<(), ParseError> {
-        if self.eat(token) { Ok(()) } else { Err(self.expected(&format!("`{token}`"))) }
+        if self.eat(token) {
+            Ok(())
+        } else {
+            Err(self.expected(&format!("`{token}`")))
+        }
     }
     /// The next word, which stays.
     pub(super) fn peek_word(&mut self) -> &'a str {
         self.skip();
-        let start = self.pos;
-        let word = self.take_while(is_word);
-        self.pos = start;
-        word
+        let rest = self.rest();
+        &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())]
     }
     /// Takes this word if it comes next.
     pub(super) fn eat_word(&mut self, word: &str) -> bool {
         let found = self.peek_word() == word;
         if found {
-            self.pos += word.len();
+            self.advance(word.len());
         }
         found
     }
     /// Takes this word.
     pub(super) fn expect_word(&mut self, word: &str) -> Result<(), ParseError> {
-        if self.eat_word(word) { Ok(()) } else { Err(self.expected(&format!("`{word}`"))) }
+        if self.eat_word(word) {
+            Ok(())
+        } else {
+            Err(self.expected(&format!("`{word}`")))
+        }
     }
     /// A word; `what` names it in the error.
     pub(super) fn word(&mut self, what: &str) -> Result<&'a str, ParseError> {
@@ -95,7 +111,7 @@ impl<'a> Scanner<'a> {
         if word.is_empty() || word.starts_with(|c: char| c.is_ascii_digit()) {
             return Err(self.expected(what));
         }
-        self.pos += word.len();
+        self.advance(word.len());
         Ok(word)
     }
     /// A number without sign.
@@ -105,7 +121,9 @@ impl<'a> Scanner<'a> {
         if digits.is_empty() {
             return Err(self.expected(what));
         }
-        digits.parse().map_err(|_| self.error(start..self.pos, "the number is too large".into()))
+        digits
+            .parse()
+            .map_err(|_| self.error(start..self.pos, "the number is too large".into()))
     }
     /// A JSON number.
     pub(super) fn json_number(&mut self) -> Result<Value, ParseError> {
@@ -138,7 +156,7 @@ impl<'a> Scanner<'a> {
         if self.touching() != Some('"') {
             return Err(self.error(start..self.pos, "the string has no end".into()));
         }
-        self.pos += 1;
+        self.advance(1);
         serde_json::from_str(&self.text[start..self.pos])
             .map_err(|e| self.error(start..self.pos, format!("not a string: {e}")))
     }
@@ -150,7 +168,7 @@ impl<'a> Scanner<'a> {
             if !(holes && self.rest().starts_with(HOLE)) {
                 break;
             }
-            self.pos += HOLE.len();
+            self.advance(HOLE.len());
         }
         match start == self.pos {
             true => Err(self.expected("the path of the op")),
@@ -185,7 +203,7 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// Bytes taken up by a part of the text.
+    /// An error at a part of the text.
     pub(super) fn error(&self, span: Range<usize>, message: String) -> ParseError {
         let before = &self.text[..span.start];
         let line_start = before.rfind('\n').map_or(0, |i| i + 1);
@@ -202,7 +220,10 @@ impl<'a> Scanner<'a> {
     pub(super) fn error_here(&mut self, message: String) -> ParseError {
         let start = self.token_start();
         let mut rest = self.rest().chars();
-        let word = self.rest().find(|c| !is_word(c)).unwrap_or(self.rest().len());
+        let word = self
+            .rest()
+            .find(|c| !is_word(c))
+            .unwrap_or(self.rest().len());
         let end = start + word.max(rest.next().map_or(0, char::len_utf8));
         self.error(start..end, message)
     }

@@ -110,13 +110,16 @@ impl<'a> Builder<'a> {
             let read = self
                 .graph
                 .add_source(op.kind.clone(), ty, at(op.path.clone()))?;
-            let prepare = match self.spec.precision.compute() {
-                DType::F32 => OpKind::Layout,
-                dtype => OpKind::Cast { dtype },
+            // The cast comes first, so that a gather in StepBegin moves the compute dtype.
+            let source = match self.spec.precision.compute() {
+                DType::F32 => read,
+                dtype => {
+                    let place = at(format!("cast.{}", op.path));
+                    self.graph.add1(OpKind::Cast { dtype }, &[read], place)?
+                }
             };
-            let prepared = self
-                .graph
-                .add1(prepare, &[read], at(format!("prepare.{}", op.path)))?;
+            let place = at(format!("prepare.{}", op.path));
+            let prepared = self.graph.add1(OpKind::Layout, &[source], place)?;
             self.mapped[op.outputs[0].index()] = Some(prepared);
             self.params.push(Param {
                 path: op.path.clone(),

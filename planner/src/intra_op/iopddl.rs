@@ -190,13 +190,14 @@ impl Parts {
                 interval,
             })
             .collect();
-        let problem = IntraOpProblem {
+        let mut problem = IntraOpProblem {
             name: self.name.unwrap_or_default(),
-            edges: edges(&nodes, &ends, &tables)?,
             nodes,
+            edges: Vec::new(),
             usage_limit: self.usage_limit.flatten(),
         };
         problem.validate()?;
+        problem.edges = edges(&problem.nodes, &ends, &tables)?;
         Ok(problem)
     }
 }

@@ -7,6 +7,7 @@
 //! The phases: [`presolve`](presolve::presolve) shrinks the problem without losing an
 //! optimum.
 
+mod dual;
 pub mod eliminate;
 #[cfg(feature = "highs")]
 mod highs_backend;

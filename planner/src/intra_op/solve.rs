@@ -287,3 +287,24 @@ fn backend(which: IlpBackend) -> Option<ilp::Backend> {
         IlpBackend::None => None,
     }
 }
+
+pub fn debug_dual(problem: &IntraOpProblem, iters: usize, ub: f64) {
+    let Presolved::Reduced(r) = presolve(problem, &PresolveOptions::default()).unwrap() else { return };
+    let mut d = super::dual::Dual::new(&r);
+    let start = Instant::now();
+    let mut best = 0u64;
+    let mut best_prices = d.prices();
+    let ev = |k: &str, x: f64| std::env::var(k).ok().and_then(|s| s.parse().ok()).unwrap_or(x);
+    let (mut alpha, up, down, patience, passes, avg) = (ev("ALPHA", 0.02), ev("UP", 1.1), ev("DOWN", 0.7), ev("PAT", 8.0) as usize, ev("PASSES", 2.0) as usize, ev("AVG", 0.3));
+    let mut since = 0;
+    for _ in 0..ev("PRE", 50.0) as usize { d.pass_messages(); }
+    for it in 0..iters {
+        for _ in 0..passes { d.pass_messages(); }
+        let (b, picks) = d.bound();
+        if b > best { best = b; best_prices = d.prices(); alpha *= up; since = 0; } else { since += 1; }
+        if since > patience { since = 0; alpha *= down; d.set_prices(&best_prices); continue; }
+        if it % (iters / 10) == 0 { println!("it {it} {:.2}s bound {b} best {best} alpha {alpha:.5} prices>0 {}", start.elapsed().as_secs_f64(), d.prices().iter().filter(|p| **p > 0.0).count()); }
+        d.step_prices(&picks, alpha * (ub - b as f64).max(1.0), avg);
+    }
+    println!("best {best} alpha {alpha}");
+}

@@ -172,7 +172,11 @@ fn each_head(dims: &AttentionDims, threads: usize, work: impl Fn(Head) + Sync) {
             if idx >= total {
                 return;
             }
-            work(Head { b: idx / dims.kv_heads, kv: idx % dims.kv_heads, dims: *dims });
+            work(Head {
+                b: idx / dims.kv_heads,
+                kv: idx % dims.kv_heads,
+                dims: *dims,
+            });
         }
     };
     let threads = threads.min(total);
@@ -206,12 +210,22 @@ struct Block {
 impl Head {
     /// `o` `[S, G, D]` and `lse` `[S, G]` of this head.
     fn forward(&self, attention: &Attention<'_>) -> (Vec<f32>, Vec<f32>) {
-        let AttentionDims { q_len, groups, head_dim, .. } = self.dims;
+        let AttentionDims {
+            q_len,
+            groups,
+            head_dim,
+            ..
+        } = self.dims;
         let mut o = vec![0.0; q_len * groups * head_dim];
         let mut lse = vec![f32::NEG_INFINITY; q_len * groups];
         let mut scores = Vec::new();
         for block in self.blocks() {
-            let Block { g, first, rows, keys } = block;
+            let Block {
+                g,
+                first,
+                rows,
+                keys,
+            } = block;
             self.row_products(block, attention.q, attention.k, &mut scores);
             let mut inverse_sums = [0.0; BLOCK];
             for (r, row) in scores.chunks_exact_mut(keys).enumerate() {
@@ -222,9 +236,20 @@ impl Head {
                 inverse_sums[r] = sum.inverse;
             }
             let o = &mut o[(first * groups + g) * head_dim..];
-            let p = View { data: &scores, row: keys, col: 1 };
+            let p = View {
+                data: &scores,
+                row: keys,
+                col: 1,
+            };
             let v = self.keys(attention.v);
-            gemm((rows, keys, head_dim), p, v, Store::Overwrite, o, groups * head_dim);
+            gemm(
+                (rows, keys, head_dim),
+                p,
+                v,
+                Store::Overwrite,
+                o,
+                groups * head_dim,
+            );
             for (row, inverse) in o.chunks_mut(groups * head_dim).zip(&inverse_sums[..rows]) {
                 row[..head_dim].iter_mut().for_each(|x| *x *= inverse);
             }
@@ -238,26 +263,66 @@ impl Head {
         attention: &Attention<'_>,
         upstream: Upstream<'_>,
     ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-        let AttentionDims { q_len, k_len, groups, head_dim, .. } = self.dims;
+        let AttentionDims {
+            q_len,
+            k_len,
+            groups,
+            head_dim,
+            ..
+        } = self.dims;
         let mut dq = vec![0.0; q_len * groups * head_dim];
         let (mut dk, mut dv) = (vec![0.0; k_len * head_dim], vec![0.0; k_len * head_dim]);
         let (mut p, mut ds) = (Vec::new(), Vec::new());
         for block in self.blocks() {
-            let Block { g, first, rows, keys } = block;
+            let Block {
+                g,
+                first,
+                rows,
+                keys,
+            } = block;
             self.row_products(block, attention.q, attention.k, &mut p);
             self.row_products(block, upstream.d_o, attention.v, &mut ds);
             let both = p.chunks_exact_mut(keys).zip(ds.chunks_exact_mut(keys));
             for (r, (p, ds)) in both.enumerate() {
                 self.backward_row(attention, upstream, block, r, p, ds);
             }
-            let across = |data| View { data, row: 1, col: keys };
-            let along = View { data: &ds[..], row: keys, col: 1 };
+            let across = |data| View {
+                data,
+                row: 1,
+                col: keys,
+            };
+            let along = View {
+                data: &ds[..],
+                row: keys,
+                col: 1,
+            };
             let size = (keys, rows, head_dim);
-            gemm(size, across(&p), self.queries(upstream.d_o, g, first), Store::Add, &mut dv, head_dim);
-            gemm(size, across(&ds), self.queries(attention.q, g, first), Store::Add, &mut dk, head_dim);
+            gemm(
+                size,
+                across(&p),
+                self.queries(upstream.d_o, g, first),
+                Store::Add,
+                &mut dv,
+                head_dim,
+            );
+            gemm(
+                size,
+                across(&ds),
+                self.queries(attention.q, g, first),
+                Store::Add,
+                &mut dk,
+                head_dim,
+            );
             let dq = &mut dq[(first * groups + g) * head_dim..];
             let k = self.keys(attention.k);
-            gemm((rows, keys, head_dim), along, k, Store::Overwrite, dq, groups * head_dim);
+            gemm(
+                (rows, keys, head_dim),
+                along,
+                k,
+                Store::Overwrite,
+                dq,
+                groups * head_dim,
+            );
         }
         (dq, dk, dv)
     }
@@ -277,14 +342,18 @@ impl Head {
         let head_dim = self.dims.head_dim;
         let of = |data: &'_ [f32]| -> Vec<f32> { data[row * head_dim..][..head_dim].to_vec() };
         let pairs = of(upstream.o).into_iter().zip(of(upstream.d_o));
-        let delta = pairs.map(|(o, d_o)| f64::from(o) * f64::from(d_o)).sum::<f64>() as f32;
+        let delta = pairs
+            .map(|(o, d_o)| f64::from(o) * f64::from(d_o))
+            .sum::<f64>() as f32;
         let (lse, scale) = (upstream.lse[row], attention.scale);
         let visible = self.dims.visible(block.first + r);
         p[visible..].fill(0.0);
         ds[visible..].fill(0.0);
         let i = block.first + r;
         for (j, (p, ds)) in p[..visible].iter_mut().zip(&mut ds[..visible]).enumerate() {
-            let drop = attention.dropout.map_or(1.0, |f| f(self.b, self.kv, block.g, i, j));
+            let drop = attention
+                .dropout
+                .map_or(1.0, |f| f(self.b, self.kv, block.g, i, j));
             let probability = (*p * scale - lse).exp();
             *p = probability * drop;
             *ds = probability * (drop * *ds - delta) * scale;
@@ -293,7 +362,9 @@ impl Head {
 
     /// Multiplies row `r` of a block of weights by the dropout.
     fn drop(&self, attention: &Attention<'_>, block: Block, r: usize, row: &mut [f32]) {
-        let Some(dropout) = attention.dropout else { return };
+        let Some(dropout) = attention.dropout else {
+            return;
+        };
         let i = block.first + r;
         for (j, weight) in row[..self.dims.visible(i)].iter_mut().enumerate() {
             *weight *= dropout(self.b, self.kv, block.g, i, j);
@@ -305,7 +376,12 @@ impl Head {
         let dims = self.dims;
         let block = move |first: usize, g: usize| {
             let rows = (dims.q_len - first).min(BLOCK);
-            Block { g, first, rows, keys: dims.visible(first + rows - 1) }
+            Block {
+                g,
+                first,
+                rows,
+                keys: dims.visible(first + rows - 1),
+            }
         };
         let firsts = (0..dims.q_len).step_by(BLOCK);
         let all = firsts.flat_map(move |first| (0..dims.groups).map(move |g| block(first, g)));
@@ -314,32 +390,71 @@ impl Head {
 
     /// `out[rows, keys]`: products of the block's rows of `a` (as `q`) with the rows of `b` (as `k`).
     fn row_products(&self, block: Block, a: &[f32], b: &[f32], out: &mut Vec<f32>) {
-        let Block { g, first, rows, keys } = block;
+        let Block {
+            g,
+            first,
+            rows,
+            keys,
+        } = block;
         out.resize(rows * keys, 0.0);
         let View { data, row, col } = self.keys(b);
-        let b = View { data, row: col, col: row };
+        let b = View {
+            data,
+            row: col,
+            col: row,
+        };
         let size = (rows, self.dims.head_dim, keys);
-        gemm(size, self.queries(a, g, first), b, Store::Overwrite, out, keys);
+        gemm(
+            size,
+            self.queries(a, g, first),
+            b,
+            Store::Overwrite,
+            out,
+            keys,
+        );
     }
 
     /// Index of query row `i` of group `g` in `[B, S, K, G]`.
     fn query_row(&self, g: usize, i: usize) -> usize {
-        let AttentionDims { q_len, kv_heads, groups, .. } = self.dims;
+        let AttentionDims {
+            q_len,
+            kv_heads,
+            groups,
+            ..
+        } = self.dims;
         ((self.b * q_len + i) * kv_heads + self.kv) * groups + g
     }
 
     /// The rows of group `g` from `first` on, as a matrix with D columns.
     fn queries<'a>(&self, data: &'a [f32], g: usize, first: usize) -> View<'a> {
-        let AttentionDims { kv_heads, groups, head_dim, .. } = self.dims;
+        let AttentionDims {
+            kv_heads,
+            groups,
+            head_dim,
+            ..
+        } = self.dims;
         let data = &data[self.query_row(g, first) * head_dim..];
-        View { data, row: kv_heads * groups * head_dim, col: 1 }
+        View {
+            data,
+            row: kv_heads * groups * head_dim,
+            col: 1,
+        }
     }
 
     /// The keys or values of this head, as a matrix with D columns.
     fn keys<'a>(&self, data: &'a [f32]) -> View<'a> {
-        let AttentionDims { k_len, kv_heads, head_dim, .. } = self.dims;
+        let AttentionDims {
+            k_len,
+            kv_heads,
+            head_dim,
+            ..
+        } = self.dims;
         let data = &data[(self.b * k_len * kv_heads + self.kv) * head_dim..];
-        View { data, row: kv_heads * head_dim, col: 1 }
+        View {
+            data,
+            row: kv_heads * head_dim,
+            col: 1,
+        }
     }
 
     /// Copies this head's `[len, width]` to its place in `[B, len, K, width]`.
@@ -362,6 +477,7 @@ impl Attention<'_> {
         assert_eq!(self.k.len(), dims.k_elements(), "elements of k");
         assert_eq!(self.v.len(), dims.k_elements(), "elements of v");
         assert!(dims.valid_k <= dims.k_len, "valid_k within the keys");
+        assert!(dims.head_dim > 0, "a head has elements");
         dims
     }
 }
@@ -380,9 +496,15 @@ fn soften(row: &mut [f32], scale: f32) -> Sum {
     row.iter_mut().for_each(|s| *s = (*s - max).exp());
     let sum: f64 = row.iter().map(|&e| f64::from(e)).sum();
     if row.is_empty() {
-        return Sum { lse: f32::NEG_INFINITY, inverse: 0.0 };
+        return Sum {
+            lse: f32::NEG_INFINITY,
+            inverse: 0.0,
+        };
     }
-    Sum { lse: (f64::from(max) + sum.ln()) as f32, inverse: (1.0 / sum) as f32 }
+    Sum {
+        lse: (f64::from(max) + sum.ln()) as f32,
+        inverse: (1.0 / sum) as f32,
+    }
 }
 
 #[cfg(test)]

@@ -51,7 +51,11 @@ pub fn gemm(
     assert!(covers(a, m, k), "A does not cover [{m}, {k}]");
     assert!(covers(b, k, n), "B does not cover [{k}, {n}]");
     assert!(m == 1 || c_row >= n, "rows of C overlap");
-    let c_view = View { data: c, row: c_row, col: 1 };
+    let c_view = View {
+        data: c,
+        row: c_row,
+        col: 1,
+    };
     assert!(covers(c_view, m, n), "C does not cover [{m}, {n}]");
     let beta = match store {
         Store::Overwrite => 0.0,
@@ -101,7 +105,18 @@ mod tests {
 
     fn whole(m: usize, k: usize, n: usize, a: &[f32], b: &[f32]) -> Vec<f32> {
         let mut c = vec![f32::NAN; m * n];
-        let (a, b) = (View { data: a, row: k, col: 1 }, View { data: b, row: n, col: 1 });
+        let (a, b) = (
+            View {
+                data: a,
+                row: k,
+                col: 1,
+            },
+            View {
+                data: b,
+                row: n,
+                col: 1,
+            },
+        );
         gemm((m, k, n), a, b, Store::Overwrite, &mut c, n);
         c
     }
@@ -128,12 +143,27 @@ mod tests {
             // One row at a time.
             for i in 0..m {
                 let row = whole(1, k, n, &a[i * k..][..k], &b);
-                assert_eq!(bits(&row), bits(&all[i * n..][..n]), "row {i} of {m}x{k}x{n}");
+                assert_eq!(
+                    bits(&row),
+                    bits(&all[i * n..][..n]),
+                    "row {i} of {m}x{k}x{n}"
+                );
             }
             // One column at a time, read with a stride.
             for j in 0..n {
                 let mut column = vec![0.0; m];
-                let (a, b) = (View { data: &a, row: k, col: 1 }, View { data: &b[j..], row: n, col: n });
+                let (a, b) = (
+                    View {
+                        data: &a,
+                        row: k,
+                        col: 1,
+                    },
+                    View {
+                        data: &b[j..],
+                        row: n,
+                        col: n,
+                    },
+                );
                 gemm((m, k, 1), a, b, Store::Overwrite, &mut column, 1);
                 let expected: Vec<f32> = (0..m).map(|i| all[i * n + j]).collect();
                 assert_eq!(bits(&column), bits(&expected), "column {j} of {m}x{k}x{n}");
@@ -142,7 +172,18 @@ mod tests {
             for (i0, i1) in [(m / 3, m), (0, m - m / 4), (m / 2, m / 2 + 1)] {
                 let (rows, c_row) = (i1 - i0, n + 3);
                 let mut c = vec![9.0; rows * c_row];
-                let (a, b) = (View { data: &a[i0 * k..], row: k, col: 1 }, View { data: &b, row: n, col: 1 });
+                let (a, b) = (
+                    View {
+                        data: &a[i0 * k..],
+                        row: k,
+                        col: 1,
+                    },
+                    View {
+                        data: &b,
+                        row: n,
+                        col: 1,
+                    },
+                );
                 gemm((rows, k, n), a, b, Store::Overwrite, &mut c, c_row);
                 for r in 0..rows {
                     assert_eq!(bits(&c[r * c_row..][..n]), bits(&all[(i0 + r) * n..][..n]));
@@ -152,7 +193,18 @@ mod tests {
             // Operands transposed in memory, and the product of the transposes.
             let a_t: Vec<f32> = (0..k * m).map(|x| a[(x % m) * k + x / m]).collect();
             let b_t: Vec<f32> = (0..k * n).map(|x| b[(x % k) * n + x / k]).collect();
-            let (va, vb) = (View { data: &a_t, row: 1, col: m }, View { data: &b_t, row: 1, col: k });
+            let (va, vb) = (
+                View {
+                    data: &a_t,
+                    row: 1,
+                    col: m,
+                },
+                View {
+                    data: &b_t,
+                    row: 1,
+                    col: k,
+                },
+            );
             let mut c = vec![0.0; m * n];
             gemm((m, k, n), va, vb, Store::Overwrite, &mut c, n);
             assert_eq!(bits(&c), bits(&all), "{m}x{k}x{n} transposed");
@@ -167,12 +219,27 @@ mod tests {
         for (seed, &(m, k, n)) in SHAPES.iter().enumerate() {
             let (a, b) = (random(seed as u64, m * k), random(7 + seed as u64, k * n));
             let start = random(9, m * n);
-            let (va, vb) = (View { data: &a, row: k, col: 1 }, View { data: &b, row: n, col: 1 });
+            let (va, vb) = (
+                View {
+                    data: &a,
+                    row: k,
+                    col: 1,
+                },
+                View {
+                    data: &b,
+                    row: n,
+                    col: 1,
+                },
+            );
             let mut all = start.clone();
             gemm((m, k, n), va, vb, Store::Add, &mut all, n);
             for i in 0..m {
                 let mut row = start[i * n..][..n].to_vec();
-                let va = View { data: &a[i * k..], row: k, col: 1 };
+                let va = View {
+                    data: &a[i * k..],
+                    row: k,
+                    col: 1,
+                };
                 gemm((1, k, n), va, vb, Store::Add, &mut row, n);
                 assert_eq!(bits(&row), bits(&all[i * n..][..n]));
             }
@@ -188,7 +255,18 @@ mod tests {
             a.chunks_mut(padded).for_each(|row| row[k..].fill(0.0));
             let full = whole(m, padded, n, &a, &b);
             let mut cut = vec![0.0; m * n];
-            let (a, b) = (View { data: &a, row: padded, col: 1 }, View { data: &b, row: n, col: 1 });
+            let (a, b) = (
+                View {
+                    data: &a,
+                    row: padded,
+                    col: 1,
+                },
+                View {
+                    data: &b,
+                    row: n,
+                    col: 1,
+                },
+            );
             gemm((m, k, n), a, b, Store::Overwrite, &mut cut, n);
             assert_eq!(bits(&cut), bits(&full));
         }
@@ -196,20 +274,46 @@ mod tests {
 
     #[test]
     fn empty_extents() {
-        let empty = View { data: &[], row: 0, col: 0 };
+        let empty = View {
+            data: &[],
+            row: 0,
+            col: 0,
+        };
         let mut c = [5.0; 4];
         gemm((2, 0, 2), empty, empty, Store::Add, &mut c, 2);
         assert_eq!(c, [5.0; 4]);
         gemm((2, 0, 2), empty, empty, Store::Overwrite, &mut c, 2);
         assert_eq!(c, [0.0; 4]);
-        gemm((0, 3, 2), empty, View { data: &[1.0; 6], row: 2, col: 1 }, Store::Overwrite, &mut [], 2);
+        gemm(
+            (0, 3, 2),
+            empty,
+            View {
+                data: &[1.0; 6],
+                row: 2,
+                col: 1,
+            },
+            Store::Overwrite,
+            &mut [],
+            2,
+        );
     }
 
     #[test]
     #[should_panic(expected = "B does not cover")]
     fn a_view_too_short_panics() {
         let mut c = [0.0; 4];
-        let (a, b) = (View { data: &[1.0; 4], row: 2, col: 1 }, View { data: &[1.0; 3], row: 2, col: 1 });
+        let (a, b) = (
+            View {
+                data: &[1.0; 4],
+                row: 2,
+                col: 1,
+            },
+            View {
+                data: &[1.0; 3],
+                row: 2,
+                col: 1,
+            },
+        );
         gemm((2, 2, 2), a, b, Store::Overwrite, &mut c, 2);
     }
 }

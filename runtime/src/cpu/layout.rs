@@ -487,4 +487,5 @@ fn max(a: f32, b: f32) -> f32 {
 }
 
 #[cfg(test)]
+#[path = "layout_tests.rs"]
 mod tests;

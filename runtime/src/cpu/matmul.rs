@@ -59,7 +59,11 @@ pub fn dot_general(
     let extent = |label: u8| lhs.find(label).or(rhs.find(label)).map_or(1, |d| d.extent);
     let elements: usize = out_labels.iter().map(|&label| extent(label)).product();
     assert_eq!(out.len(), elements, "elements of the output");
-    let out_labels: Vec<u8> = out_labels.iter().copied().filter(|&label| extent(label) != 1).collect();
+    let out_labels: Vec<u8> = out_labels
+        .iter()
+        .copied()
+        .filter(|&label| extent(label) != 1)
+        .collect();
 
     let in_out = |in_lhs: bool, in_rhs: bool| -> Vec<u8> {
         let wanted = |label: &u8| (lhs.has(*label), rhs.has(*label)) == (in_lhs, in_rhs);
@@ -69,14 +73,16 @@ pub fn dot_general(
         batch: in_out(true, true),
         rows: in_out(true, false),
         cols: in_out(false, true),
-        inner: lhs.labels().filter(|label| !out_labels.contains(label)).collect(),
+        inner: lhs
+            .labels()
+            .filter(|label| !out_labels.contains(label))
+            .collect(),
     };
     if elements == 0 {
         return;
     }
-    let in_order = |first: &[u8], second: &[u8]| {
-        [&groups.batch, first, second].concat() == out_labels
-    };
+    let in_order =
+        |first: &[u8], second: &[u8]| [&groups.batch, first, second].concat() == out_labels;
     if in_order(&groups.rows, &groups.cols) {
         groups.multiply(&lhs, &rhs, out, threads);
     } else if in_order(&groups.cols, &groups.rows) {
@@ -86,7 +92,10 @@ pub fn dot_general(
         groups.multiply(&lhs, &rhs, &mut made, threads);
         let labels = [&groups.batch[..], &groups.rows, &groups.cols].concat();
         let dims: Vec<usize> = labels.iter().map(|&label| extent(label)).collect();
-        let perm: Vec<usize> = out_labels.iter().map(|label| position(&labels, *label)).collect();
+        let perm: Vec<usize> = out_labels
+            .iter()
+            .map(|label| position(&labels, *label))
+            .collect();
         permute(&made, &dims, &perm, out);
     }
 }
@@ -98,12 +107,25 @@ pub fn dot_general(
 pub fn permute(src: &[f32], dims: &[usize], perm: &[usize], out: &mut [f32]) {
     let mut sorted = perm.to_vec();
     sorted.sort_unstable();
-    assert!(sorted.into_iter().eq(0..dims.len()), "{perm:?} does not permute {dims:?}");
-    assert_eq!(src.len(), dims.iter().product::<usize>(), "elements of the source");
+    assert!(
+        sorted.into_iter().eq(0..dims.len()),
+        "{perm:?} does not permute {dims:?}"
+    );
+    assert_eq!(
+        src.len(),
+        dims.iter().product::<usize>(),
+        "elements of the source"
+    );
     assert_eq!(src.len(), out.len(), "elements of the output");
     let strides = row_major(dims);
-    let walk: Vec<Dim> =
-        perm.iter().map(|&d| Dim { label: 0, extent: dims[d], stride: strides[d] }).collect();
+    let walk: Vec<Dim> = perm
+        .iter()
+        .map(|&d| Dim {
+            label: 0,
+            extent: dims[d],
+            stride: strides[d],
+        })
+        .collect();
     if !src.is_empty() {
         gather(src, &walk, out);
     }
@@ -131,17 +153,33 @@ fn gather(src: &[f32], walk: &[Dim], out: &mut [f32]) {
 /// Panics unless labels are distinct, of one extent each, and in two of the three tensors.
 fn check_labels(lhs: &Labelled<'_>, rhs: &Labelled<'_>, out_labels: &[u8]) {
     for (i, &label) in out_labels.iter().enumerate() {
-        assert!(!out_labels[..i].contains(&label), "label {:?} twice", char::from(label));
-        assert!(lhs.has(label) || rhs.has(label), "label {:?} is in no input", char::from(label));
+        assert!(
+            !out_labels[..i].contains(&label),
+            "label {:?} twice",
+            char::from(label)
+        );
+        assert!(
+            lhs.has(label) || rhs.has(label),
+            "label {:?} is in no input",
+            char::from(label)
+        );
     }
     for &label in lhs.ones.iter().chain(lhs.dims.iter().map(|d| &d.label)) {
         let (l, r) = (lhs.find(label), rhs.find(label));
-        assert!(out_labels.contains(&label) || r.is_some(), "label {:?} is in one tensor", char::from(label));
+        assert!(
+            out_labels.contains(&label) || r.is_some(),
+            "label {:?} is in one tensor",
+            char::from(label)
+        );
         let same = r.is_none_or(|r| l.is_some_and(|l| l.extent == r.extent));
         assert!(same, "extents of label {:?} differ", char::from(label));
     }
     for &label in rhs.ones.iter().chain(rhs.dims.iter().map(|d| &d.label)) {
-        assert!(out_labels.contains(&label) || lhs.has(label), "label {:?} is in one tensor", char::from(label));
+        assert!(
+            out_labels.contains(&label) || lhs.has(label),
+            "label {:?} is in one tensor",
+            char::from(label)
+        );
     }
 }
 
@@ -164,16 +202,37 @@ struct Labelled<'a> {
 impl<'a> Labelled<'a> {
     fn new(operand: Operand<'a>) -> Self {
         let Operand { data, dims, labels } = operand;
-        assert_eq!(dims.len(), labels.len(), "dims {dims:?} against {} labels", labels.len());
-        assert_eq!(data.len(), dims.iter().product::<usize>(), "elements against {dims:?}");
+        assert_eq!(
+            dims.len(),
+            labels.len(),
+            "dims {dims:?} against {} labels",
+            labels.len()
+        );
+        assert_eq!(
+            data.len(),
+            dims.iter().product::<usize>(),
+            "elements against {dims:?}"
+        );
         let strides = row_major(dims);
         let all = labels.iter().zip(dims).zip(strides);
-        let all = all.map(|((&label, &extent), stride)| Dim { label, extent, stride });
+        let all = all.map(|((&label, &extent), stride)| Dim {
+            label,
+            extent,
+            stride,
+        });
         let (ones, dims): (Vec<Dim>, Vec<Dim>) = all.partition(|d| d.extent == 1);
         for (i, label) in labels.iter().enumerate() {
-            assert!(!labels[..i].contains(label), "label {:?} twice", char::from(*label));
+            assert!(
+                !labels[..i].contains(label),
+                "label {:?} twice",
+                char::from(*label)
+            );
         }
-        Labelled { data, dims, ones: ones.iter().map(|d| d.label).collect() }
+        Labelled {
+            data,
+            dims,
+            ones: ones.iter().map(|d| d.label).collect(),
+        }
     }
 
     /// Labels of extent other than 1, in memory order.
@@ -183,8 +242,18 @@ impl<'a> Labelled<'a> {
 
     /// The dim called `label`, also of extent 1.
     fn find(&self, label: u8) -> Option<Dim> {
-        let one = || self.ones.contains(&label).then_some(Dim { label, extent: 1, stride: 1 });
-        self.dims.iter().copied().find(|d| d.label == label).or_else(one)
+        let one = || {
+            self.ones.contains(&label).then_some(Dim {
+                label,
+                extent: 1,
+                stride: 1,
+            })
+        };
+        self.dims
+            .iter()
+            .copied()
+            .find(|d| d.label == label)
+            .or_else(one)
     }
 
     fn has(&self, label: u8) -> bool {
@@ -192,7 +261,10 @@ impl<'a> Labelled<'a> {
     }
 
     fn dims_of(&self, labels: &[u8]) -> Vec<Dim> {
-        labels.iter().filter_map(|&label| self.find(label)).collect()
+        labels
+            .iter()
+            .filter_map(|&label| self.find(label))
+            .collect()
     }
 
     /// The operand as one matrix per batch index, copied only if a group has no single stride.
@@ -200,7 +272,12 @@ impl<'a> Labelled<'a> {
         let batch = self.dims_of(batch);
         let (rows, cols) = (self.dims_of(rows), self.dims_of(cols));
         if let (Some(row), Some(col)) = (single_stride(&rows), single_stride(&cols)) {
-            return Matrices { data: Cow::Borrowed(self.data), batch, row, col };
+            return Matrices {
+                data: Cow::Borrowed(self.data),
+                batch,
+                row,
+                col,
+            };
         }
         let walk = [&batch[..], &rows, &cols].concat();
         let mut copy = vec![0.0; self.data.len()];
@@ -210,8 +287,16 @@ impl<'a> Labelled<'a> {
         let row = volume(&cols);
         let strides = row_major(&batch.iter().map(|d| d.extent).collect::<Vec<_>>());
         let matrix = volume(&rows) * row;
-        let packed = batch.iter().zip(strides).map(|(d, s)| Dim { stride: s * matrix, ..*d });
-        Matrices { data: Cow::Owned(copy), batch: packed.collect(), row, col: 1 }
+        let packed = batch.iter().zip(strides).map(|(d, s)| Dim {
+            stride: s * matrix,
+            ..*d
+        });
+        Matrices {
+            data: Cow::Owned(copy),
+            batch: packed.collect(),
+            row,
+            col: 1,
+        }
     }
 }
 
@@ -232,7 +317,11 @@ impl Matrices<'_> {
             at += rest % dim.extent * dim.stride;
             rest /= dim.extent;
         }
-        View { data: &self.data[at..], row: self.row, col: self.col }
+        View {
+            data: &self.data[at..],
+            row: self.row,
+            col: self.col,
+        }
     }
 }
 
@@ -249,7 +338,11 @@ struct Groups {
 impl Groups {
     /// The groups of the transposed product.
     fn transposed(&self) -> Self {
-        Groups { rows: self.cols.clone(), cols: self.rows.clone(), ..self.clone() }
+        Groups {
+            rows: self.cols.clone(),
+            cols: self.rows.clone(),
+            ..self.clone()
+        }
     }
 
     /// `out[batch, rows, cols]`, the rows of all matrices shared among threads.
@@ -267,7 +360,9 @@ impl Groups {
         }
         let total = out.len() / n;
         let useful = (total * k * n / WORK_PER_THREAD).max(1);
-        let share = total.div_ceil(threads.clamp(1, useful)).next_multiple_of(ROW_QUANTUM);
+        let share = total
+            .div_ceil(threads.clamp(1, useful))
+            .next_multiple_of(ROW_QUANTUM);
         if share >= total {
             return multiply_rows(size, &a, &b, 0..total, out);
         }
@@ -294,7 +389,14 @@ fn multiply_rows(
         let (batch_idx, first) = (row / m, row % m);
         let count = (m - first).min(rows.end - row);
         let part = &mut out[(row - rows.start) * n..][..count * n];
-        gemm((count, k, n), a.view(batch_idx, first), b.view(batch_idx, 0), Store::Overwrite, part, n);
+        gemm(
+            (count, k, n),
+            a.view(batch_idx, first),
+            b.view(batch_idx, 0),
+            Store::Overwrite,
+            part,
+            n,
+        );
         row += count;
     }
 }
@@ -302,7 +404,9 @@ fn multiply_rows(
 /// The stride between neighbours when `dims` are walked as one dim, if they lie one after the
 /// other. A group without dims has one element, and any stride will do.
 fn single_stride(dims: &[Dim]) -> Option<usize> {
-    let nested = dims.windows(2).all(|w| w[0].stride == w[1].stride * w[1].extent);
+    let nested = dims
+        .windows(2)
+        .all(|w| w[0].stride == w[1].stride * w[1].extent);
     nested.then(|| dims.last().map_or(1, |d| d.stride))
 }
 
@@ -321,7 +425,10 @@ fn row_major(dims: &[usize]) -> Vec<usize> {
 
 /// Where `label` is among `labels`.
 fn position(labels: &[u8], label: u8) -> usize {
-    labels.iter().position(|&l| l == label).expect("the groups hold every output label")
+    labels
+        .iter()
+        .position(|&l| l == label)
+        .expect("the groups hold every output label")
 }
 
 #[cfg(test)]

@@ -15,16 +15,27 @@ impl Tensor {
     fn random(seed: u64, labels: &str, extent: &dyn Fn(u8) -> usize) -> Self {
         let labels = labels.as_bytes().to_vec();
         let dims: Vec<usize> = labels.iter().map(|&l| extent(l)).collect();
-        Tensor { data: random(seed, dims.iter().product()), dims, labels }
+        Tensor {
+            data: random(seed, dims.iter().product()),
+            dims,
+            labels,
+        }
     }
 
     fn operand(&self) -> Operand<'_> {
-        Operand { data: &self.data, dims: &self.dims, labels: &self.labels }
+        Operand {
+            data: &self.data,
+            dims: &self.dims,
+            labels: &self.labels,
+        }
     }
 
     /// Flat index of the element at the given coordinates (by label).
     fn index(&self, at: &dyn Fn(u8) -> usize) -> usize {
-        self.labels.iter().zip(&self.dims).fold(0, |sum, (&l, d)| sum * d + at(l))
+        self.labels
+            .iter()
+            .zip(&self.dims)
+            .fold(0, |sum, (&l, d)| sum * d + at(l))
     }
 
     /// The part with `label` in `range`.
@@ -32,17 +43,26 @@ impl Tensor {
         let dim = position(&self.labels, label);
         let inner: usize = self.dims[dim + 1..].iter().product();
         let rows = self.data.chunks(self.dims[dim] * inner);
-        let data = rows.flat_map(|c| c[range.start * inner..range.end * inner].to_vec()).collect();
+        let data = rows
+            .flat_map(|c| c[range.start * inner..range.end * inner].to_vec())
+            .collect();
         let mut dims = self.dims.clone();
         dims[dim] = range.len();
-        Tensor { data, dims, labels: self.labels.clone() }
+        Tensor {
+            data,
+            dims,
+            labels: self.labels.clone(),
+        }
     }
 }
 
 fn run(l: &Tensor, r: &Tensor, out: &str, threads: usize) -> Tensor {
     let labels = out.as_bytes().to_vec();
     let find = |t: &Tensor, l: &u8| t.labels.iter().position(|x| x == l).map(|i| t.dims[i]);
-    let dims: Vec<usize> = labels.iter().map(|x| find(l, x).or(find(r, x)).unwrap()).collect();
+    let dims: Vec<usize> = labels
+        .iter()
+        .map(|x| find(l, x).or(find(r, x)).unwrap())
+        .collect();
     let mut data = vec![f32::NAN; dims.iter().product()];
     dot_general(l.operand(), r.operand(), &labels, &mut data, threads);
     Tensor { data, dims, labels }
@@ -54,7 +74,10 @@ fn naive(l: &Tensor, r: &Tensor, out: &Tensor) -> Vec<f64> {
     labels.sort_unstable();
     labels.dedup();
     let find = |t: &Tensor, l: u8| t.labels.iter().position(|&x| x == l).map(|i| t.dims[i]);
-    let extents: Vec<usize> = labels.iter().map(|&x| find(l, x).or(find(r, x)).unwrap()).collect();
+    let extents: Vec<usize> = labels
+        .iter()
+        .map(|&x| find(l, x).or(find(r, x)).unwrap())
+        .collect();
     let mut sum = vec![0.0; out.data.len()];
     for mut flat in 0..extents.iter().product() {
         let mut at = vec![0; labels.len()];
@@ -100,7 +123,12 @@ fn equals_the_naive_sum() {
             let l = Tensor::random(seed, l, &extent);
             let r = Tensor::random(50 + seed, r, &extent);
             let out = run(&l, &r, out, 1);
-            assert_close(&out.data, &naive(&l, &r, &out), 1e-5, &format!("einsum {which}"));
+            assert_close(
+                &out.data,
+                &naive(&l, &r, &out),
+                1e-5,
+                &format!("einsum {which}"),
+            );
         }
     }
 }
@@ -143,14 +171,22 @@ fn shards_equal_the_whole_bit_for_bit() {
         let whole = run(&l, &r, out, 1);
         for &label in out.as_bytes() {
             let shard = |t: &Tensor, range: Range<usize>| {
-                if t.labels.contains(&label) { t.slice(label, range) } else { t.slice(t.labels[0], 0..t.dims[0]) }
+                if t.labels.contains(&label) {
+                    t.slice(label, range)
+                } else {
+                    t.slice(t.labels[0], 0..t.dims[0])
+                }
             };
             let cut = extent(label) / 2;
             for range in [0..1, 0..cut, cut..extent(label)] {
                 let part = run(&shard(&l, range.clone()), &shard(&r, range.clone()), out, 1);
                 let expected = whole.slice(label, range.clone());
                 let label = char::from(label);
-                assert_eq!(bits(&part.data), bits(&expected.data), "{out}, {label} in {range:?}");
+                assert_eq!(
+                    bits(&part.data),
+                    bits(&expected.data),
+                    "{out}, {label} in {range:?}"
+                );
             }
         }
     }
@@ -164,11 +200,20 @@ fn the_number_of_threads_changes_nothing() {
         b'e' => 5,
         _ => 77,
     };
-    for (l, r, out) in [("bsh", "hf", "bsf"), ("bsh", "bsf", "hf"), ("esh", "ehf", "esf"), ("hf", "bsh", "bfs")] {
+    for (l, r, out) in [
+        ("bsh", "hf", "bsf"),
+        ("bsh", "bsf", "hf"),
+        ("esh", "ehf", "esf"),
+        ("hf", "bsh", "bfs"),
+    ] {
         let (l, r) = (Tensor::random(1, l, &extent), Tensor::random(2, r, &extent));
         let one = run(&l, &r, out, 1);
         for threads in [2, 3, 5, 16] {
-            assert_eq!(bits(&run(&l, &r, out, threads).data), bits(&one.data), "{threads} threads");
+            assert_eq!(
+                bits(&run(&l, &r, out, threads).data),
+                bits(&one.data),
+                "{threads} threads"
+            );
         }
     }
 }
@@ -176,8 +221,17 @@ fn the_number_of_threads_changes_nothing() {
 #[test]
 fn empty_dims() {
     let extent = |label: u8| if label == b'h' { 0 } else { 3 };
-    for (l, r, out) in [("bsh", "hf", "bsf"), ("bsh", "bsf", "hf"), ("hs", "fsh", "fs")] {
-        let out = run(&Tensor::random(1, l, &extent), &Tensor::random(2, r, &extent), out, 2);
+    for (l, r, out) in [
+        ("bsh", "hf", "bsf"),
+        ("bsh", "bsf", "hf"),
+        ("hs", "fsh", "fs"),
+    ] {
+        let out = run(
+            &Tensor::random(1, l, &extent),
+            &Tensor::random(2, r, &extent),
+            out,
+            2,
+        );
         assert!(out.data.iter().all(|&v| v == 0.0));
     }
 }
@@ -192,7 +246,12 @@ fn permutes() {
         let strides = [60, 20, 5, 1];
         let to = perm.map(|d| dims[d]);
         for (flat, &value) in out.iter().enumerate() {
-            let at = [flat / (to[1] * to[2] * to[3]), flat / (to[2] * to[3]) % to[1], flat / to[3] % to[2], flat % to[3]];
+            let at = [
+                flat / (to[1] * to[2] * to[3]),
+                flat / (to[2] * to[3]) % to[1],
+                flat / to[3] % to[2],
+                flat % to[3],
+            ];
             let from: usize = at.iter().zip(perm).map(|(i, d)| i * strides[d]).sum();
             assert_eq!(value, src[from]);
         }
@@ -202,15 +261,40 @@ fn permutes() {
 #[test]
 #[should_panic(expected = "extents of label 'h' differ")]
 fn a_contracting_extent_that_differs_panics() {
-    let (a, b) = (Operand { data: &[1.0; 2], dims: &[2], labels: b"h" }, Operand { data: &[1.0; 3], dims: &[3], labels: b"h" });
+    let (a, b) = (
+        Operand {
+            data: &[1.0; 2],
+            dims: &[2],
+            labels: b"h",
+        },
+        Operand {
+            data: &[1.0; 3],
+            dims: &[3],
+            labels: b"h",
+        },
+    );
     dot_general(a, b, b"", &mut [0.0], 1);
 }
 
 #[test]
 #[should_panic(expected = "label 's' is in one tensor")]
 fn a_label_in_one_tensor_panics() {
-    let a = Operand { data: &[1.0; 2], dims: &[2], labels: b"s" };
-    dot_general(a, Operand { data: &[1.0], dims: &[], labels: b"" }, b"", &mut [0.0], 1);
+    let a = Operand {
+        data: &[1.0; 2],
+        dims: &[2],
+        labels: b"s",
+    };
+    dot_general(
+        a,
+        Operand {
+            data: &[1.0],
+            dims: &[],
+            labels: b"",
+        },
+        b"",
+        &mut [0.0],
+        1,
+    );
 }
 
 /// `cargo test --release -p runtime throughput -- --ignored --nocapture`
@@ -241,7 +325,18 @@ fn throughput() {
     let mut c = vec![0.0; batch_seq * ffn];
     let size = (batch_seq, hidden, ffn);
     let raw = gflops(2 * batch_seq * hidden * ffn, &mut || {
-        let (a, b) = (View { data: &a, row: hidden, col: 1 }, View { data: &b, row: ffn, col: 1 });
+        let (a, b) = (
+            View {
+                data: &a,
+                row: hidden,
+                col: 1,
+            },
+            View {
+                data: &b,
+                row: ffn,
+                col: 1,
+            },
+        );
         gemm(size, a, b, Store::Overwrite, black_box(&mut c), ffn);
     });
     println!("raw gemm {size:?}: {raw:.1} GFLOP/s");
@@ -261,7 +356,15 @@ fn throughput() {
         let flops = 2 * labels.iter().map(|&x| extent(x)).product::<usize>();
         let mut made = run(&lhs, &rhs, out, 1).data;
         let mut with = |threads| {
-            gflops(flops, &mut || dot_general(lhs.operand(), rhs.operand(), out.as_bytes(), black_box(&mut made), threads))
+            gflops(flops, &mut || {
+                dot_general(
+                    lhs.operand(),
+                    rhs.operand(),
+                    out.as_bytes(),
+                    black_box(&mut made),
+                    threads,
+                )
+            })
         };
         let (one, two) = (with(1), with(2));
         println!("{l},{r}->{out}: {one:.1} GFLOP/s, two threads {two:.1}");

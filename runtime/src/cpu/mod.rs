@@ -13,9 +13,18 @@
 //! The only `unsafe` code is the call in [`gemm`].
 
 pub mod attention;
+pub mod elementwise;
+pub mod embedding;
 pub mod gemm;
+pub mod halves;
+pub mod layout;
 pub mod matmul;
 pub mod rotary;
 
+mod special;
+mod summation;
+
 #[cfg(test)]
-pub(crate) mod testing;
+mod differences;
+#[cfg(test)]
+mod testing;

@@ -36,7 +36,10 @@ pub enum RopeScaling {
 /// # Panics
 /// When `dim` is odd.
 pub fn inv_freq(theta: f64, dim: usize, scaling: RopeScaling) -> Vec<f32> {
-    assert!(dim.is_multiple_of(2), "rotary needs an even head dim, not {dim}");
+    assert!(
+        dim.is_multiple_of(2),
+        "rotary needs an even head dim, not {dim}"
+    );
     let plain = (0..dim / 2).map(|i| theta.powf(-((2 * i) as f64) / dim as f64));
     plain.map(|freq| scale(freq, scaling) as f32).collect()
 }
@@ -46,7 +49,12 @@ fn scale(freq: f64, scaling: RopeScaling) -> f64 {
     match scaling {
         RopeScaling::None => freq,
         RopeScaling::Linear { factor } => freq / factor,
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position,
+        } => {
             let wavelength = 2.0 * std::f64::consts::PI / freq;
             if wavelength < original_max_position / high_freq_factor {
                 return freq;
@@ -81,14 +89,20 @@ pub fn rotate(
     };
     let heads: usize = heads.iter().product();
     assert_eq!(dim, 2 * inv_freq.len(), "head dim against frequencies");
-    assert_eq!(x.len(), batch * seq * heads * dim, "elements of x against {dims:?}");
+    assert_eq!(
+        x.len(),
+        batch * seq * heads * dim,
+        "elements of x against {dims:?}"
+    );
     assert_eq!(x.len(), out.len(), "elements of the output");
     if x.is_empty() {
         return;
     }
     let turns = angles(position_offset, seq, inv_freq, inverse);
     let half = dim / 2;
-    let rows = x.chunks_exact(heads * dim).zip(out.chunks_exact_mut(heads * dim));
+    let rows = x
+        .chunks_exact(heads * dim)
+        .zip(out.chunks_exact_mut(heads * dim));
     for ((x_row, out_row), s) in rows.zip((0..seq).cycle()) {
         let turn = &turns[s * half..][..half];
         for (x, out) in x_row.chunks_exact(dim).zip(out_row.chunks_exact_mut(dim)) {
@@ -102,7 +116,9 @@ fn angles(offset: usize, seq: usize, inv_freq: &[f32], inverse: bool) -> Vec<(f3
     let sign = if inverse { -1.0 } else { 1.0 };
     let positions = (offset..offset + seq).map(|position| position as f32);
     let angle = positions.flat_map(|position| inv_freq.iter().map(move |freq| position * freq));
-    angle.map(|angle| (angle.cos(), sign * angle.sin())).collect()
+    angle
+        .map(|angle| (angle.cos(), sign * angle.sin()))
+        .collect()
 }
 
 /// Turns one head.
@@ -125,7 +141,9 @@ mod tests {
         let number = |key: &str| rope[key].as_f64().unwrap();
         match rope["rope_type"].as_str().unwrap() {
             "default" => RopeScaling::None,
-            "linear" => RopeScaling::Linear { factor: number("factor") },
+            "linear" => RopeScaling::Linear {
+                factor: number("factor"),
+            },
             "llama3" => RopeScaling::Llama3 {
                 factor: number("factor"),
                 low_freq_factor: number("low_freq_factor"),
@@ -146,13 +164,23 @@ mod tests {
             let freq = inv_freq(rope["rope_theta"].as_f64().unwrap(), dims[3], scaling(rope));
             let (_, expected) = tensor(&entry["outputs"]["inv_freq"]);
             for (&f, e) in freq.iter().zip(&expected) {
-                assert!((f64::from(f) / e - 1.0).abs() < 1e-6, "{name}: {f} against {e}");
+                assert!(
+                    (f64::from(f) / e - 1.0).abs() < 1e-6,
+                    "{name}: {f} against {e}"
+                );
             }
             let mut y = vec![0.0; x.len()];
             rotate(&x, &dims, 0, &freq, false, &mut y);
             assert_close(&y, &tensor(&entry["outputs"]["y"]).1, 2e-6, name);
             let mut dx = vec![0.0; x.len()];
-            rotate(&elements(&entry["upstream"]["y"]), &dims, 0, &freq, true, &mut dx);
+            rotate(
+                &elements(&entry["upstream"]["y"]),
+                &dims,
+                0,
+                &freq,
+                true,
+                &mut dx,
+            );
             assert_close(&dx, &tensor(&entry["grads"]["x"]).1, 2e-6, name);
         }
     }
@@ -187,7 +215,11 @@ mod tests {
         let (mut y, mut back) = (vec![0.0; x.len()], vec![0.0; x.len()]);
         rotate(&x, &dims, 8000, &freq, false, &mut y);
         rotate(&y, &dims, 8000, &freq, true, &mut back);
-        let moved = x.iter().zip(&y).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let moved = x
+            .iter()
+            .zip(&y)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
         assert!(moved > 0.5);
         let expected: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
         assert_close(&back, &expected, 1e-6, "inverse");

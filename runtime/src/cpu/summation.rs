@@ -47,6 +47,25 @@ pub fn dot(x: &[f32], y: &[f32]) -> f64 {
     lanes.iter().sum()
 }
 
+/// Sum of `x[i] * y[i] * (z[i] - centre)`; zero when there are none.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn dot_centred(x: &[f32], y: &[f32], z: &[f32], centre: f64) -> f64 {
+    assert_eq!(
+        [x.len(), y.len()],
+        [z.len(); 2],
+        "operands of a dot product have one length"
+    );
+    let mut lanes = [0.0; LANES];
+    for ((x, y), z) in x.chunks(LANES).zip(y.chunks(LANES)).zip(z.chunks(LANES)) {
+        for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x).zip(y).zip(z) {
+            *lane += f64::from(x) * f64::from(y) * (f64::from(z) - centre);
+        }
+    }
+    lanes.iter().sum()
+}
+
 /// Adds each element of `x` to the `f64` accumulator at its place.
 ///
 /// # Panics
@@ -86,6 +105,8 @@ mod tests {
             assert_eq!(sum(&x), expected as f64);
             assert_eq!(dot(&x, &x), squares as f64);
             assert_eq!(sum_by(&x, |v| v * v), squares as f64);
+            let centred: f64 = x.iter().map(|&x| f64::from(x * x * (x - 3.0))).sum();
+            assert_eq!(dot_centred(&x, &x, &x, 3.0), centred);
         }
     }
 

@@ -15,7 +15,9 @@ pub(crate) fn random(seed: u64, n: usize) -> Vec<f32> {
         z ^ (z >> 31)
     };
     let scale = 1.0 / (1u64 << 23) as f32;
-    (0..n).map(|_| (next() >> 40) as f32 * scale - 1.0).collect()
+    (0..n)
+        .map(|_| (next() >> 40) as f32 * scale - 1.0)
+        .collect()
 }
 
 /// The numbers as bit patterns, to compare exactly.
@@ -48,7 +50,10 @@ pub(crate) fn reference(op: &str) -> Vec<Value> {
 /// A reference tensor `{shape, data}`.
 pub(crate) fn tensor(value: &Value) -> (Vec<usize>, Vec<f64>) {
     let list = |key: &str| value[key].as_array().unwrap().clone();
-    let shape = list("shape").iter().map(|v| v.as_u64().unwrap() as usize).collect();
+    let shape = list("shape")
+        .iter()
+        .map(|v| v.as_u64().unwrap() as usize)
+        .collect();
     let data = list("data").iter().map(|v| v.as_f64().unwrap()).collect();
     (shape, data)
 }

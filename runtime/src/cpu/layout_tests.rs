@@ -1,7 +1,7 @@
 //! Every kernel against its definition, index by index, over random shapes.
 
+use super::super::testing::random;
 use super::*;
-use crate::cpu::testing::random;
 use proptest::prelude::*;
 
 /// Index of the element at row-major place `at`.

@@ -1,0 +1,552 @@
+//! `config.json`: what is read, and the message for everything that is not.
+
+#![allow(clippy::unwrap_used)]
+
+use import::ModelConfig;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+fn reference(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/reference")
+        .join(case)
+}
+
+fn gpt2() -> Value {
+    json!({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 96})
+}
+
+fn llama() -> Value {
+    json!({"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 16})
+}
+
+/// Parses `base` with the fields of `changes` set, or removed where they are the string "-".
+fn parse(base: Value, changes: Value) -> Result<ModelConfig, String> {
+    let mut object = base.as_object().unwrap().clone();
+    for (name, value) in changes.as_object().unwrap() {
+        match value.as_str() {
+            Some("-") => drop(object.remove(name)),
+            _ => drop(object.insert(name.clone(), value.clone())),
+        }
+    }
+    // One line: the column is what the test of positions is for.
+    ModelConfig::parse("c", Value::Object(object).to_string().as_bytes()).map_err(|e| {
+        let text = e.to_string();
+        match text.strip_prefix("c:1:") {
+            Some(rest) => rest.split_once(": ").unwrap().1.to_string(),
+            None => text.strip_prefix("c: ").unwrap().to_string(),
+        }
+    })
+}
+
+#[track_caller]
+fn rejects(base: Value, changes: Value, expected: &str) {
+    assert_eq!(
+        parse(base, changes.clone()).expect_err(&format!("{changes} was accepted")),
+        expected
+    );
+}
+
+#[track_caller]
+fn same(base: Value, changes: Value) {
+    assert_eq!(parse(base.clone(), changes), parse(base, json!({})));
+}
+
+#[test]
+fn both_spellings_are_the_same_model() {
+    for case in ["llama_tied", "llama_untied_rope", "llama_linear_rope"] {
+        let folder = reference(case);
+        let v5 = ModelConfig::load(&folder.join("config.json")).unwrap();
+        assert_eq!(
+            v5,
+            ModelConfig::load(&folder.join("config.v4.json")).unwrap(),
+            "{case}"
+        );
+        assert_eq!(v5, ModelConfig::load(&folder).unwrap());
+        assert_eq!(v5.model_type(), "llama");
+    }
+    let tied = ModelConfig::load(&reference("llama_tied")).unwrap();
+    let untied = ModelConfig::load(&reference("llama_untied_rope")).unwrap();
+    assert!(tied.tied() && !untied.tied());
+    assert_ne!(
+        ModelConfig::load(&reference("gpt2_small_tied")).unwrap(),
+        ModelConfig::load(&reference("gpt2_untied_gelu")).unwrap()
+    );
+}
+
+#[test]
+fn absent_fields_have_the_defaults_of_transformers() {
+    same(
+        gpt2(),
+        json!({"n_ctx": 16, "n_inner": 128, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02, "tie_word_embeddings": true, "scale_attn_weights": true,
+            "scale_attn_by_inverse_layer_idx": false, "reorder_and_upcast_attn": false, "add_cross_attention": false}),
+    );
+    same(
+        llama(),
+        json!({"num_key_value_heads": 4, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            "tie_word_embeddings": false, "rope_theta": 10000, "rope_scaling": null, "attention_bias": false,
+            "mlp_bias": false, "pretraining_tp": 1, "attention_dropout": 0.0, "pad_token_id": null}),
+    );
+    same(
+        llama(),
+        json!({"num_key_value_heads": null, "head_dim": null}),
+    );
+    same(llama(), json!({"rope_parameters": {"rope_theta": 1e4}}));
+    same(
+        llama(),
+        json!({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "default"}}),
+    );
+}
+
+#[test]
+fn fields_change_the_model() {
+    for changes in [
+        json!({"n_layer": 3}),
+        json!({"n_head": 8}),
+        json!({"n_inner": 64}),
+        json!({"activation_function": "gelu"}),
+        json!({"activation_function": "relu"}),
+        json!({"activation_function": "silu"}),
+        json!({"layer_norm_epsilon": 1e-6}),
+        json!({"tie_word_embeddings": false}),
+        json!({"scale_attn_weights": false}),
+        json!({"initializer_range": 0.01}),
+    ] {
+        assert_ne!(
+            parse(gpt2(), changes.clone()).unwrap(),
+            parse(gpt2(), json!({})).unwrap(),
+            "{changes}"
+        );
+    }
+    for changes in [
+        json!({"num_key_value_heads": 2}),
+        json!({"head_dim": 16}),
+        json!({"rope_theta": 5e5}),
+        json!({"rope_scaling": {"rope_type": "linear", "factor": 2}}),
+        json!({"attention_bias": true}),
+        json!({"mlp_bias": true}),
+        json!({"hidden_act": "gelu_pytorch_tanh"}),
+        json!({"rms_norm_eps": 1e-5}),
+    ] {
+        assert_ne!(
+            parse(llama(), changes.clone()).unwrap(),
+            parse(llama(), json!({})).unwrap(),
+            "{changes}"
+        );
+    }
+}
+
+#[test]
+fn biases_add_parameters() {
+    let n = |changes| parse(llama(), changes).unwrap().n_parameters();
+    let plain = n(json!({}));
+    // Two layers; q, k, v, o are 32 wide, gate and up 48, down 32.
+    assert_eq!(n(json!({"attention_bias": true})), plain + 2 * 4 * 32);
+    assert_eq!(n(json!({"mlp_bias": true})), plain + 2 * (48 + 48 + 32));
+}
+
+#[test]
+fn harmless_fields_are_ignored() {
+    for name in import::config::HARMLESS_FIELDS {
+        same(gpt2(), json!({*name: {"anything": [1]}}));
+        same(llama(), json!({*name: 7}));
+    }
+    same(
+        gpt2(),
+        json!({"pad_token_id": 50256, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0}),
+    );
+    same(
+        gpt2(),
+        json!({"is_encoder_decoder": false, "is_decoder": true, "pruned_heads": {}, "chunk_size_feed_forward": 0}),
+    );
+}
+
+#[test]
+fn wrong_values_name_the_field() {
+    let layers = "expected a whole number from 1 to 10000";
+    for (value, shown) in [
+        (json!(0), "0"),
+        (json!(-1), "-1"),
+        (json!(2.0), "2.0"),
+        (json!("2"), "\"2\""),
+        (json!(true), "true"),
+        (json!(null), "null"),
+        (json!([2]), "an array"),
+        (json!({}), "an object"),
+        (json!(10_001), "10001"),
+        (json!(u64::MAX), "18446744073709551615"),
+        (json!(1e300), "1e+300"),
+    ] {
+        rejects(
+            gpt2(),
+            json!({"n_layer": value}),
+            &format!("field `n_layer` is {shown}; {layers}"),
+        );
+        rejects(
+            llama(),
+            json!({"num_hidden_layers": value}),
+            &format!("field `num_hidden_layers` is {shown}; {layers}"),
+        );
+    }
+    for value in [json!(0), json!(-1e-5), json!(1), json!("1e-5"), json!(null)] {
+        let message = format!("is {value}; expected a number between 0 and 1");
+        rejects(
+            gpt2(),
+            json!({"layer_norm_epsilon": value}),
+            &format!("field `layer_norm_epsilon` {message}"),
+        );
+        rejects(
+            llama(),
+            json!({"rms_norm_eps": value}),
+            &format!("field `rms_norm_eps` {message}"),
+        );
+    }
+    rejects(
+        gpt2(),
+        json!({"resid_pdrop": 1}),
+        "field `resid_pdrop` is 1; expected a probability in [0, 1)",
+    );
+    rejects(
+        llama(),
+        json!({"attention_dropout": -0.5}),
+        "field `attention_dropout` is -0.5; expected a probability in [0, 1)",
+    );
+    rejects(
+        gpt2(),
+        json!({"tie_word_embeddings": 1}),
+        "field `tie_word_embeddings` is 1; expected true or false",
+    );
+    rejects(
+        gpt2(),
+        json!({"activation_function": 1}),
+        "field `activation_function` is 1; expected a string",
+    );
+    rejects(
+        gpt2(),
+        json!({"activation_function": "gelu_fast"}),
+        "field `activation_function` is \"gelu_fast\"; accepted: gelu_new, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish",
+    );
+    rejects(
+        gpt2(),
+        json!({"initializer_range": -1}),
+        "field `initializer_range` is -1; expected a number from 0 to 100",
+    );
+    rejects(
+        llama(),
+        json!({"rope_theta": 0}),
+        "field `rope_theta` is 0; expected a positive number up to 1e15",
+    );
+    rejects(
+        llama(),
+        json!({"head_dim": 7}),
+        "field `head_dim` is 7; the rotary embedding needs an even number",
+    );
+    rejects(
+        llama(),
+        json!({"rope_scaling": 2.0}),
+        "field `rope_scaling` is 2.0; expected an object or null",
+    );
+    rejects(
+        gpt2(),
+        json!({"model_type": "gpt_neox"}),
+        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\" or \"llama\"",
+    );
+}
+
+#[test]
+fn missing_fields_are_named() {
+    for name in ["n_layer", "n_head", "n_embd", "n_positions", "vocab_size"] {
+        let error = parse(gpt2(), json!({name: "-"})).unwrap_err();
+        assert!(
+            error.starts_with(&format!(
+                "field `{name}` is missing; expected a whole number from 1 to "
+            )),
+            "{error}"
+        );
+    }
+    for name in [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    ] {
+        let error = parse(llama(), json!({name: "-"})).unwrap_err();
+        assert!(
+            error.starts_with(&format!(
+                "field `{name}` is missing; expected a whole number from 1 to "
+            )),
+            "{error}"
+        );
+    }
+    rejects(
+        gpt2(),
+        json!({"model_type": "-"}),
+        "field `model_type` is missing; expected \"gpt2\" or \"llama\"",
+    );
+}
+
+#[test]
+fn unsupported_features_name_the_field() {
+    for (name, value, accepted) in [
+        (
+            "scale_attn_by_inverse_layer_idx",
+            json!(true),
+            "false (scores are scaled by the head dim only, in the compute dtype)",
+        ),
+        (
+            "reorder_and_upcast_attn",
+            json!(true),
+            "false (scores are scaled by the head dim only, in the compute dtype)",
+        ),
+        (
+            "add_cross_attention",
+            json!(true),
+            "false (the model is one causal decoder)",
+        ),
+        (
+            "is_encoder_decoder",
+            json!(true),
+            "false (the model is one causal decoder)",
+        ),
+        (
+            "chunk_size_feed_forward",
+            json!(8),
+            "0 (chunked feed-forward is not supported)",
+        ),
+        (
+            "sliding_window",
+            json!(4096),
+            "null (attention is full and causal)",
+        ),
+    ] {
+        rejects(
+            gpt2(),
+            json!({name: value}),
+            &format!("field `{name}` is {value}; accepted: {accepted}"),
+        );
+    }
+    rejects(
+        gpt2(),
+        json!({"quantization_config": {"bits": 4}}),
+        "field `quantization_config` is an object; accepted: null (quantized models are not supported)",
+    );
+    rejects(
+        llama(),
+        json!({"pretraining_tp": 2}),
+        "field `pretraining_tp` is 2; accepted: 1 (matmuls in slices are not supported)",
+    );
+    assert!(
+        parse(llama(), json!({"pad_token_id": 0}))
+            .unwrap_err()
+            .starts_with("field `pad_token_id` is 0; accepted: null (")
+    );
+}
+
+#[test]
+fn unknown_fields_are_errors() {
+    for (base, name) in [
+        (gpt2(), "attn_temperature"),
+        (llama(), "auto_map"),
+        (gpt2(), "rope_theta"),
+        (llama(), "n_embd"),
+        (llama(), ""),
+    ] {
+        let error = parse(base, json!({name: null})).unwrap_err();
+        assert!(
+            error.starts_with(&format!(
+                "unknown field `{name}`, which may change the model; accepted: "
+            )),
+            "{error}"
+        );
+    }
+    let error = parse(
+        llama(),
+        json!({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 32}}),
+    )
+    .unwrap_err();
+    assert!(
+        error.starts_with("unknown field `rope_scaling.beta_fast`"),
+        "{error}"
+    );
+    assert!(
+        error.ends_with("accepted: factor, partial_rotary_factor, rope_theta, rope_type, type"),
+        "{error}"
+    );
+}
+
+#[test]
+fn contradictions_name_both_fields() {
+    let contradiction = |a: &str, b: &str, why: &str| {
+        format!("fields `{a}` and `{b}` contradict each other: {why}")
+    };
+    rejects(
+        gpt2(),
+        json!({"n_ctx": 8}),
+        &contradiction(
+            "n_ctx",
+            "n_positions",
+            "8 and 16; accepted: the same number",
+        ),
+    );
+    rejects(
+        gpt2(),
+        json!({"n_head": 5}),
+        &contradiction("n_embd", "n_head", "32 is not a multiple of 5"),
+    );
+    rejects(
+        gpt2(),
+        json!({"hidden_size": 64}),
+        &contradiction("n_embd", "hidden_size", "32 and 64; they mean the same"),
+    );
+    same(gpt2(), json!({"n_embd": "-", "hidden_size": 32}));
+    rejects(
+        llama(),
+        json!({"num_attention_heads": 5}),
+        &contradiction(
+            "hidden_size",
+            "num_attention_heads",
+            "32 is not a multiple of 5, and there is no `head_dim`",
+        ),
+    );
+    rejects(
+        llama(),
+        json!({"num_attention_heads": 32}),
+        &contradiction(
+            "hidden_size",
+            "num_attention_heads",
+            "the head dim 32 / 32 is odd; the rotary embedding needs an even number",
+        ),
+    );
+    parse(llama(), json!({"num_attention_heads": 5, "head_dim": 6})).unwrap();
+    for kv in [3, 8] {
+        let why = format!("4 is not a multiple of {kv}");
+        rejects(
+            llama(),
+            json!({"num_key_value_heads": kv}),
+            &contradiction("num_attention_heads", "num_key_value_heads", &why),
+        );
+    }
+    rejects(
+        llama(),
+        json!({"num_attention_heads": 65536, "head_dim": 1024}),
+        &contradiction(
+            "num_attention_heads",
+            "head_dim",
+            "all heads together are 67108864 wide; at most 1048576",
+        ),
+    );
+}
+
+#[test]
+fn rotary_scalings_are_checked() {
+    let reject = |scaling: Value, expected: &str| {
+        rejects(llama(), json!({"rope_scaling": scaling}), expected)
+    };
+    for kind in ["yarn", "dynamic", "longrope", "su"] {
+        reject(
+            json!({"rope_type": kind, "factor": 2}),
+            &format!(
+                "field `rope_scaling.rope_type` is {kind:?}; accepted: \"default\", \"linear\" or \"llama3\""
+            ),
+        );
+    }
+    reject(
+        json!({"type": "yarn"}),
+        "field `rope_scaling.type` is \"yarn\"; accepted: \"default\", \"linear\" or \"llama3\"",
+    );
+    reject(
+        json!({"factor": 2}),
+        "field `rope_scaling.rope_type` is missing; expected \"default\", \"linear\" or \"llama3\"",
+    );
+    reject(
+        json!({"rope_type": "linear"}),
+        "field `rope_scaling.factor` is missing; expected a positive number",
+    );
+    reject(
+        json!({"rope_type": "linear", "factor": 0.5}),
+        "field `rope_scaling.factor` is 0.5; expected a positive number from 1 to 1e6",
+    );
+    reject(
+        json!({"rope_type": "linear", "type": "dynamic", "factor": 2}),
+        "fields `rope_scaling.rope_type` and `rope_scaling.type` contradict each other: \"linear\" and \"dynamic\"",
+    );
+    let llama3 = |low: f64, high: f64| json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": 8});
+    parse(llama(), json!({"rope_scaling": llama3(1.0, 4.0)})).unwrap();
+    reject(
+        llama3(4.0, 4.0),
+        "fields `rope_scaling.low_freq_factor` and `rope_scaling.high_freq_factor` contradict each other: 4 is not below 4",
+    );
+    rejects(
+        llama(),
+        json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        "fields `rope_theta` and `rope_parameters` contradict each other: they give rope_theta 10000 and 500000",
+    );
+    rejects(
+        llama(),
+        json!({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}),
+        "fields `rope_parameters` and `rope_scaling` contradict each other: they give different rotary scalings",
+    );
+}
+
+#[test]
+fn errors_have_positions() {
+    let error = |text: &str| {
+        ModelConfig::parse("config.json", text.as_bytes())
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(error(""), "config.json:1:0: EOF while parsing a value");
+    assert_eq!(
+        error("[]"),
+        "config.json:1:1: is an array, expected an object"
+    );
+    assert_eq!(
+        error("{\n  \"n_layer\": NaN\n}"),
+        "config.json:2:14: expected value"
+    );
+    assert_eq!(
+        error("{\n  \"n_layer\": 1e400\n}"),
+        "config.json:2:18: number out of range"
+    );
+    assert_eq!(
+        error("{\n  \"n_layer\": 2,\n  \"n_layer\": 3\n}"),
+        "config.json:3:3: field `n_layer` occurs twice"
+    );
+    assert_eq!(
+        error(
+            "{\"model_type\": \"llama\", \"rope_scaling\": {\n \"factor\": 1, \"f\\u0061ctor\": 2}}"
+        ),
+        "config.json:2:15: field `rope_scaling.factor` occurs twice"
+    );
+    let nested = "{\n \"task_specific_params\": {\"n_head\": \"{\\\"n_head\\\": [\"},\n \"model_type\": \"gpt2\",\n \"n_layer\": 1,\n  \"n_head\": 0}";
+    assert_eq!(
+        error(nested),
+        "config.json:5:3: field `n_head` is 0; expected a whole number from 1 to 65536"
+    );
+    let bytes = b"{\n\"a\": \"\xff\"}";
+    assert_eq!(
+        ModelConfig::parse("c", bytes).unwrap_err().to_string(),
+        "c:2:7: is not UTF-8"
+    );
+    let long = vec![b' '; 2 << 20];
+    assert_eq!(
+        ModelConfig::parse("c", &long).unwrap_err().to_string(),
+        "c:1:1: 2097152 bytes; a config has at most 1048576"
+    );
+    let deep = "[".repeat(100_000);
+    assert!(error(&format!("{{\"a\": {deep}")).ends_with("recursion limit exceeded"));
+}
+
+#[test]
+fn unreadable_files_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = ModelConfig::load(folder.path()).unwrap_err().to_string();
+    assert!(
+        error.starts_with(&folder.path().join("config.json").display().to_string()),
+        "{error}"
+    );
+}

@@ -1,0 +1,349 @@
+//! General blocks: `[B,S,H] -> [B,S,H]`, and the head.
+
+use super::{Builder, random_weight};
+use crate::op::{Binary, Init, InputKind, RopeScaling, Unary};
+use crate::sharding::ReduceKind;
+use crate::{DType, Dim, OpKind, ValueId};
+
+impl Builder {
+    /// One random block.
+    pub(super) fn block(&mut self, x: ValueId) -> ValueId {
+        match self.rng.below(12) {
+            0 | 1 => self.attention(x),
+            2 => self.mlp(x),
+            3 => self.gated_mlp(x),
+            4 => self.norm(x),
+            5 => self.dots(x),
+            6 => self.scores(x),
+            7 => self.elementwise(x),
+            8 => self.shapes(x),
+            9 => self.pieces(x),
+            10 => self.pooled(x),
+            _ => self.positions(x),
+        }
+    }
+
+    fn residual(&mut self, x: ValueId, y: ValueId) -> ValueId {
+        let y = self.maybe_dropout(y);
+        self.binary(Binary::Add, x, y)
+    }
+    fn maybe_dropout(&mut self, x: ValueId) -> ValueId {
+        if !self.options.dropout || self.rng.one_in(2) {
+            return x;
+        }
+        let path = self.path("dropout");
+        let kind = OpKind::Dropout {
+            p: 0.25,
+            key: path.clone(),
+        };
+        let place = crate::Place::forward(path, self.layer);
+        self.graph
+            .add1(kind, &[x], place)
+            .expect("dropout of floats")
+    }
+    fn maybe_bias(&mut self, x: ValueId) -> ValueId {
+        let dims = self.dims(x);
+        let Some(&Dim::Fixed(n)) = dims.last().filter(|_| self.rng.one_in(2)) else {
+            return x;
+        };
+        let bias = self.param_init(&[n], Init::Zeros);
+        self.binary(Binary::Add, x, bias)
+    }
+    fn activation(&mut self, x: ValueId) -> ValueId {
+        let f = self.rng.pick(&[
+            Unary::GeluErf,
+            Unary::GeluTanh,
+            Unary::Silu,
+            Unary::Relu,
+            Unary::Tanh,
+        ]);
+        self.unary(f, x)
+    }
+
+    fn norm(&mut self, x: ValueId) -> ValueId {
+        let eps = self.rng.pick(&[1e-5, 1e-6]);
+        let gamma = self.param_init(&[self.hidden], Init::Ones);
+        if self.rng.one_in(2) {
+            return self.op(OpKind::RmsNorm { eps }, &[x, gamma]);
+        }
+        let beta = self.param_init(&[self.hidden], Init::Zeros);
+        self.op(OpKind::LayerNorm { eps }, &[x, gamma, beta])
+    }
+
+    fn mlp(&mut self, x: ValueId) -> ValueId {
+        let (h, f) = (self.hidden, self.rng.between(3, 9));
+        let n = self.norm(x);
+        let w = self.param(&[h, f]);
+        let up = self.einsum("bsh,hf->bsf", n, w);
+        let up = self.maybe_bias(up);
+        let a = self.activation(up);
+        // As in `torch.nn.Linear`: the weight is stored the other way round.
+        let w = self.param(&[h, f]);
+        let down = self.einsum("bsf,hf->bsh", a, w);
+        let down = self.maybe_bias(down);
+        self.residual(x, down)
+    }
+    fn gated_mlp(&mut self, x: ValueId) -> ValueId {
+        let (h, f) = (self.hidden, self.rng.between(3, 9));
+        let n = self.norm(x);
+        let (w1, w2, w3) = (
+            self.param(&[h, f]),
+            self.param(&[h, f]),
+            self.param(&[f, h]),
+        );
+        let gate = self.einsum("bsh,hf->bsf", n, w1);
+        let gate = self.unary(Unary::Silu, gate);
+        let up = self.einsum("bsh,hf->bsf", n, w2);
+        let both = self.binary(Binary::Mul, gate, up);
+        let down = self.einsum("bsf,fh->bsh", both, w3);
+        self.residual(x, down)
+    }
+
+    fn attention(&mut self, x: ValueId) -> ValueId {
+        let (h, kv, groups, d) = (
+            self.hidden,
+            self.rng.between(1, 3),
+            self.rng.between(1, 3),
+            self.rng.between(2, 4),
+        );
+        let n = self.norm(x);
+        let grouped = groups > 1;
+        let (mut q, mut k, v) = if grouped {
+            let (wq, wk, wv) = (
+                self.param(&[h, kv, groups, d]),
+                self.param(&[h, kv, d]),
+                self.param(&[h, kv, d]),
+            );
+            let q = self.einsum("bsh,hkgd->bskgd", n, wq);
+            (
+                q,
+                self.einsum("bsh,hkd->bskd", n, wk),
+                self.einsum("bsh,hkd->bskd", n, wv),
+            )
+        } else {
+            self.fused_qkv(n, kv, d)
+        };
+        if d % 2 == 0 && self.rng.one_in(2) {
+            (q, k) = (self.rotary(q), self.rotary(k));
+        }
+        let dropout = if self.options.dropout {
+            self.rng.pick(&[0.0, 0.25])
+        } else {
+            0.0
+        };
+        let scale = 1.0 / (d as f64).sqrt();
+        let o = self.op(OpKind::Attention { scale, dropout }, &[q, k, v]);
+        let width = kv * groups * d;
+        let y = if self.rng.one_in(2) {
+            let flat = self.reshape(o, &[self.sequence, width]);
+            let w = self.param(&[width, h]);
+            self.einsum("bsf,fh->bsh", flat, w)
+        } else if grouped {
+            let w = self.param(&[kv, groups, d, h]);
+            self.einsum("bskgd,kgdh->bsh", o, w)
+        } else {
+            let w = self.param(&[kv, d, h]);
+            self.einsum("bskd,kdh->bsh", o, w)
+        };
+        let y = self.maybe_bias(y);
+        self.residual(x, y)
+    }
+    /// One matmul for queries, keys and values, then taken apart.
+    fn fused_qkv(&mut self, n: ValueId, heads: u64, d: u64) -> (ValueId, ValueId, ValueId) {
+        let (s, h) = (self.sequence, self.hidden);
+        let stacked = if self.rng.one_in(2) {
+            let w = self.param(&[h, 3, heads, d]);
+            let y = self.einsum("bsh,hckd->bsckd", n, w);
+            if self.rng.one_in(2) {
+                let bias = self.param_init(&[3, heads, d], Init::Zeros);
+                self.binary(Binary::Add, y, bias)
+            } else {
+                y
+            }
+        } else {
+            let w = self.param(&[h, 3 * heads * d]);
+            let y = self.einsum("bsh,hf->bsf", n, w);
+            let y = self.maybe_bias(y);
+            self.reshape(y, &[s, 3, heads, d])
+        };
+        let parts = self.ops(OpKind::Unstack { dim: 2 }, &[stacked]);
+        (parts[0], parts[1], parts[2])
+    }
+    fn rotary(&mut self, x: ValueId) -> ValueId {
+        let llama3 = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position: 4,
+        };
+        let scaling = self.rng.pick(&[
+            RopeScaling::None,
+            RopeScaling::Linear { factor: 2.0 },
+            llama3,
+        ]);
+        let theta = self.rng.pick(&[10_000.0, 500_000.0]);
+        self.op(
+            OpKind::Rotary {
+                theta,
+                scaling,
+                inverse: false,
+            },
+            &[x],
+        )
+    }
+
+    /// Two dot-generals with random labels, there and back.
+    fn dots(&mut self, x: ValueId) -> ValueId {
+        let (sequence, hidden) = (self.sequence, self.hidden);
+        let (f, g) = (self.rng.between(2, 5), self.rng.between(2, 3));
+        let len = |l: &u8| match l {
+            b's' => sequence,
+            b'h' => hidden,
+            b'f' => f,
+            _ => g,
+        };
+        let contracted: &[u8] = self.rng.pick(&[&b"h"[..], &b"s"[..], &b"sh"[..]]);
+        let fresh: &[u8] = self.rng.pick(&[&b"f"[..], &b"fg"[..]]);
+        let kept: Vec<u8> = b"sh"
+            .iter()
+            .copied()
+            .filter(|l| !contracted.contains(l))
+            .collect();
+        let (weight, middle) = random_weight(&mut self.rng, &kept, contracted, fresh);
+        let y = self.dot_with_param(x, b"bsh", &weight, &middle, &len);
+        let y = self.activation(y);
+        let (weight, _) = random_weight(&mut self.rng, &kept, fresh, contracted);
+        let z = self.dot_with_param(y, &middle, &weight, b"bsh", &len);
+        self.residual(x, z)
+    }
+    /// Two dot-generals of activations with each other.
+    fn scores(&mut self, x: ValueId) -> ValueId {
+        let n = self.norm(x);
+        let scores = self.einsum("bsh,bth->bst", n, n);
+        let scores = self.unary(Unary::Scale { by: 0.125 }, scores);
+        let y = self.einsum("bst,bth->bsh", scores, n);
+        self.residual(x, y)
+    }
+
+    fn elementwise(&mut self, x: ValueId) -> ValueId {
+        let mut y = self.unary(Unary::Tanh, x);
+        let f = self.rng.pick(&[
+            Unary::Exp,
+            Unary::Square,
+            Unary::Neg,
+            Unary::Scale { by: -0.1 },
+        ]);
+        y = self.unary(f, y);
+        if self.rng.one_in(2) {
+            y = self.op(OpKind::Cast { dtype: DType::F32 }, &[y]);
+        }
+        let constant = self.op(OpKind::Constant { value: 0.3 }, &[]);
+        y = self.binary(Binary::Mul, y, constant);
+        let vector = self.param(&[self.hidden]);
+        let f = self.rng.pick(&[Binary::Sub, Binary::Mul]);
+        y = self.binary(f, y, vector);
+        self.residual(x, y)
+    }
+
+    /// Transposes and reshapes around a matmul over the sequence.
+    fn shapes(&mut self, x: ValueId) -> ValueId {
+        let (s, h) = (self.sequence, self.hidden);
+        let t = self.transpose(x, &[0, 2, 1]);
+        let w = self.param(&[s, s]);
+        let mixed = self.einsum("bhs,st->bht", t, w);
+        let flat = self.reshape(mixed, &[h * s]);
+        let again = self.reshape(flat, &[h, s]);
+        let mut y = self.transpose(again, &[0, 2, 1]);
+        if h.is_multiple_of(2) {
+            let split = self.reshape(y, &[s, 2, h / 2]);
+            let swapped = self.transpose(split, &[0, 1, 3, 2]);
+            y = self.reshape(swapped, &[s, h]);
+        }
+        let y = self.op(OpKind::Layout, &[y]);
+        self.residual(x, y)
+    }
+    /// Slices, pads, stacks and unstacks.
+    fn pieces(&mut self, x: ValueId) -> ValueId {
+        let dim = self.rng.pick(&[1, 2]);
+        let n = if dim == 1 { self.sequence } else { self.hidden };
+        let len = self.rng.between(1, n - 1);
+        let start = self.rng.between(0, n - len);
+        let part = self.op(OpKind::Slice { dim, start, len }, &[x]);
+        let part = self.activation(part);
+        let padded = self.op(
+            OpKind::Pad {
+                dim,
+                start: n - len,
+                len: n,
+            },
+            &[part],
+        );
+        let at = self.rng.between(1, 3) as usize;
+        let both = self.op(OpKind::Stack { dim: at }, &[x, padded]);
+        if self.rng.one_in(2) {
+            let kind = if self.options.reduce_max {
+                ReduceKind::Max
+            } else {
+                ReduceKind::Sum
+            };
+            return self.op(
+                OpKind::Reduce {
+                    kind,
+                    dims: vec![at],
+                },
+                &[both],
+            );
+        }
+        let parts = self.ops(OpKind::Unstack { dim: at }, &[both]);
+        self.binary(Binary::Sub, parts[0], parts[1])
+    }
+    /// A reduction over the sequence, spread out again by an outer product.
+    fn pooled(&mut self, x: ValueId) -> ValueId {
+        let sum = self.op(
+            OpKind::Reduce {
+                kind: ReduceKind::Sum,
+                dims: vec![1],
+            },
+            &[x],
+        );
+        let sum = self.activation(sum);
+        let w = self.param(&[self.sequence]);
+        let y = self.einsum("bh,s->bsh", sum, w);
+        self.residual(x, y)
+    }
+    /// A table of positions, broadcast over the batch.
+    fn positions(&mut self, x: ValueId) -> ValueId {
+        let table = self.param(&[self.sequence, self.hidden]);
+        if self.rng.one_in(2) {
+            return self.binary(Binary::Add, x, table);
+        }
+        let wide = self.op(
+            OpKind::Broadcast {
+                leading: vec![Dim::Batch],
+            },
+            &[table],
+        );
+        self.residual(x, wide)
+    }
+
+    /// Logits by a matrix of its own or the embedding table, and the loss.
+    pub(super) fn head(&mut self, x: ValueId) -> ValueId {
+        let n = self.norm(x);
+        let table = self.table.filter(|_| self.rng.one_in(2));
+        let table = match table {
+            Some(t) => t,
+            None => self.param(&[self.vocab, self.hidden]),
+        };
+        let logits = self.einsum("bsh,vh->bsv", n, table);
+        let labels = self.input(InputKind::Labels);
+        let lse = self.op(OpKind::LogSumExp, &[logits]);
+        let losses = self.op(OpKind::CrossEntropy, &[logits, lse, labels]);
+        self.op(
+            OpKind::Reduce {
+                kind: ReduceKind::Sum,
+                dims: vec![0, 1],
+            },
+            &[losses],
+        )
+    }
+}

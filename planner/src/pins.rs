@@ -1,0 +1,231 @@
+//! Pins: what the user fixes before the search.
+//!
+//! A degree pin fixes the logical mesh (`data`, `tensor` axes) and restricts which factors an
+//! axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
+//! do not shard them; a tensor pin fixes one tensor's spec.
+
+use ir::Precision;
+use ir::plan::ScheduleKind;
+
+/// What is fixed; everything else is searched.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pins {
+    /// Data-parallel degree: ranks that split the samples of a microbatch.
+    pub data: Option<u32>,
+    /// Tensor-parallel degree: ranks that split features.
+    pub tensor: Option<u32>,
+    /// Pipeline degree: number of stages.
+    pub pipeline: Option<u32>,
+    /// ZeRO level over the data axis, 0 to 3 (Rajbhandari et al. 2020).
+    pub zero: Option<u8>,
+    /// Samples per microbatch over the whole stage mesh.
+    pub microbatch: Option<u64>,
+    /// Order of passes.
+    pub schedule: Option<ScheduleKind>,
+    /// Tensors with a fixed spec.
+    pub tensors: Vec<TensorPin>,
+}
+
+/// A tensor whose spec is fixed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorPin {
+    /// Name of the value (an op's path, `:i` behind for results after the first), with `*`
+    /// standing for any characters.
+    pub value: String,
+    /// For each dim the names of its axes, major first.
+    pub dims: Vec<Vec<String>>,
+}
+
+/// What one mesh axis may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AxisRole {
+    /// Anything: the search decides.
+    Free,
+    /// Splits samples only; states by the ZeRO level.
+    Data,
+    /// Splits features (and the sequence between the matmuls), never samples.
+    Tensor,
+}
+
+/// A pin that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("pin `{pin}`: {problem}")]
+pub struct PinError {
+    /// The pin as given.
+    pub pin: String,
+    /// What is wrong, and what is accepted.
+    pub problem: String,
+}
+
+impl Pins {
+    /// Reads pins of the forms `data=2`, `tensor=4`, `pipeline=2`, `zero=1`, `microbatch=8`,
+    /// `schedule=gpipe`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold
+    /// several, separated by spaces or, outside brackets, commas.
+    pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
+        let mut pins = Pins::default();
+        for part in texts.iter().flat_map(|t| split(t.as_ref())) {
+            pins.add(&part)?;
+        }
+        Ok(pins)
+    }
+
+    fn add(&mut self, pin: &str) -> Result<(), PinError> {
+        let err = |problem: String| PinError { pin: pin.to_string(), problem };
+        let Some((key, value)) = pin.split_once('=') else {
+            return Err(err("expected key=value".into()));
+        };
+        let degree = || match value.parse::<u32>() {
+            Ok(n) if n >= 1 => Ok(n),
+            _ => Err(err(format!("`{value}` is not a degree of 1 or more"))),
+        };
+        match key {
+            "data" => self.data = Some(degree()?),
+            "tensor" => self.tensor = Some(degree()?),
+            "pipeline" => self.pipeline = Some(degree()?),
+            "zero" => match value.parse::<u8>() {
+                Ok(level) if level <= 3 => self.zero = Some(level),
+                _ => return Err(err(format!("`{value}` is not a ZeRO level, 0 to 3"))),
+            },
+            "microbatch" => match value.parse::<u64>() {
+                Ok(n) if n >= 1 => self.microbatch = Some(n),
+                _ => return Err(err(format!("`{value}` is not a number of samples"))),
+            },
+            "schedule" => match value {
+                "gpipe" => self.schedule = Some(ScheduleKind::GPipe),
+                "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
+                _ => return Err(err(format!("`{value}` is not a schedule; gpipe and 1f1b are"))),
+            },
+            _ => match key.strip_prefix("spec:") {
+                Some(name) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
+                None => {
+                    return Err(err(format!(
+                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, schedule and spec:TENSOR are known"
+                    )));
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// The pins as text, one each, in a fixed order.
+    pub fn describe(&self) -> Vec<String> {
+        let mut out = Vec::new();
+        let mut degree = |name: &str, d: Option<u64>| out.extend(d.map(|d| format!("{name}={d}")));
+        degree("data", self.data.map(u64::from));
+        degree("tensor", self.tensor.map(u64::from));
+        degree("pipeline", self.pipeline.map(u64::from));
+        degree("zero", self.zero.map(u64::from));
+        degree("microbatch", self.microbatch);
+        out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
+        for t in &self.tensors {
+            let dims: Vec<String> =
+                t.dims.iter().map(|d| if d.is_empty() { "_".into() } else { d.join("+") }).collect();
+            out.push(format!("spec:{}=[{}]", t.value, dims.join(",")));
+        }
+        out
+    }
+
+    /// True when the degrees of parallelism inside a stage are fixed.
+    pub fn fixes_mesh(&self) -> bool {
+        self.data.is_some() || self.tensor.is_some()
+    }
+
+    /// The spec pinned for a value, if any.
+    pub fn tensor(&self, value: &str) -> Option<&TensorPin> {
+        self.tensors.iter().find(|t| matches_glob(&t.value, value))
+    }
+}
+
+/// ZeRO placements that a level allows on an axis that does not shard the parameter.
+pub(crate) fn zero_variants(level: Option<u8>, role: AxisRole, precision: Precision) -> Vec<ZeroVariant> {
+    use ZeroVariant::*;
+    if role == AxisRole::Tensor {
+        return vec![Whole, WholeDeferred];
+    }
+    let mixed = precision != Precision::F32;
+    match level {
+        None => vec![Whole, WholeDeferred, OptimizerDeferred, Optimizer, Gradient, Parameter, MasterDeferred, Master],
+        Some(0) => vec![Whole, WholeDeferred],
+        Some(1) if mixed => vec![MasterDeferred],
+        Some(1) => vec![OptimizerDeferred],
+        Some(2) if mixed => vec![Master],
+        Some(2) => vec![Gradient],
+        Some(_) => vec![Parameter],
+    }
+}
+
+/// How a parameter's tensors lie over an axis that does not shard the parameter in compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum ZeroVariant {
+    /// All replicated; gradients are reduced in every microbatch (or never partial).
+    Whole,
+    /// All replicated; gradients accumulate partial, all-reduced once per step.
+    WholeDeferred,
+    /// Moments split; gradients whole in the loop.
+    Optimizer,
+    /// ZeRO-1: moments split; gradients accumulate partial, reduce-scattered once per step.
+    OptimizerDeferred,
+    /// ZeRO-2: moments and accumulated gradients split, reduce-scattered per microbatch.
+    Gradient,
+    /// ZeRO-3: parameters split too, gathered at their uses.
+    Parameter,
+    /// Master copy, gradients and moments split; gathered once per step in compute precision.
+    Master,
+    /// The same with gradients that accumulate partial.
+    MasterDeferred,
+}
+
+fn split(text: &str) -> Vec<String> {
+    let (mut parts, mut depth, mut part) = (Vec::new(), 0i32, String::new());
+    for c in text.chars() {
+        match c {
+            '[' => depth += 1,
+            ']' => depth -= 1,
+            _ => {}
+        }
+        if depth <= 0 && (c == ',' || c.is_whitespace()) {
+            parts.push(std::mem::take(&mut part));
+        } else if !c.is_whitespace() {
+            part.push(c);
+        }
+    }
+    parts.push(part);
+    parts.retain(|p| !p.is_empty());
+    parts
+}
+
+fn tensor_pin(name: &str, value: &str) -> Result<TensorPin, String> {
+    let inner = value
+        .strip_prefix('[')
+        .and_then(|v| v.strip_suffix(']'))
+        .ok_or_else(|| format!("`{value}` is not a spec such as [_,tensor]"))?;
+    let dims = inner
+        .split(',')
+        .filter(|d| !d.is_empty())
+        .map(|d| if d == "_" { Vec::new() } else { d.split('+').map(str::to_string).collect() })
+        .collect();
+    Ok(TensorPin { value: name.to_string(), dims })
+}
+
+/// Whether `text` matches `glob`, in which `*` stands for any characters. Linear backtracking.
+fn matches_glob(glob: &str, text: &str) -> bool {
+    let (g, t) = (glob.as_bytes(), text.as_bytes());
+    let (mut i, mut j, mut star, mut mark) = (0, 0, None, 0);
+    while j < t.len() {
+        if i < g.len() && g[i] == b'*' {
+            star = Some(i);
+            mark = j;
+            i += 1;
+        } else if i < g.len() && g[i] == t[j] {
+            i += 1;
+            j += 1;
+        } else if let Some(s) = star {
+            i = s + 1;
+            mark += 1;
+            j = mark;
+        } else {
+            return false;
+        }
+    }
+    g[i..].iter().all(|&c| c == b'*')
+}

@@ -1,0 +1,331 @@
+//! The intra-op solver, each presolve step and elimination against brute force.
+
+use std::sync::Arc;
+
+use planner::intra_op::eliminate::Eliminator;
+use planner::intra_op::presolve::{PresolveOptions, Presolved, presolve};
+use planner::intra_op::{
+    Cost, Edge, IlpBackend, IntraOpProblem, Node, SolveOptions, SolveStatus, Table, evaluate, solve,
+};
+
+/// SplitMix64 (Steele, Lea & Flood 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+fn random_cost(random: &mut Random, forbidden_of_ten: u64, most: u64) -> Cost {
+    if random.below(10) < forbidden_of_ten {
+        Cost::FORBIDDEN
+    } else {
+        Cost::finite(random.below(most))
+    }
+}
+
+/// Ties, parallel edges, loops, empty intervals, forbidden entries, and limits from generous
+/// to impossible.
+fn random_problem(random: &mut Random) -> IntraOpProblem {
+    let n = 1 + random.below(7);
+    let most = [2, 5, 100, 1_000_000_000][random.below(4) as usize];
+    let forbidden = random.below(4);
+    let nodes: Vec<Node> = (0..n)
+        .map(|_| {
+            let k = 1 + random.below(4);
+            let from = random.below(8);
+            Node {
+                costs: (0..k).map(|_| random_cost(random, forbidden / 2, most)).collect(),
+                usages: (0..k).map(|_| random.below(30)).collect(),
+                interval: [from, from + random.below(6)],
+            }
+        })
+        .collect();
+    let n_edges = random.below(2 * n + 1);
+    let edges = (0..n_edges).map(|_| {
+        let (a, b) = (random.below(n) as u32, random.below(n) as u32);
+        let (rows, cols) = (nodes[a as usize].costs.len(), nodes[b as usize].costs.len());
+        let tie = random.below(4) == 0;
+        let shift = random.below(4) as usize;
+        let cells: Vec<Cost> = (0..rows * cols)
+            .map(|cell| match tie {
+                true if (cell / cols + shift) % cols != cell % cols => Cost::FORBIDDEN,
+                _ => random_cost(random, forbidden, most),
+            })
+            .collect();
+        let table = Arc::new(Table::new(rows, cols, cells).unwrap());
+        Edge { a, b, table }
+    });
+    let edges = edges.collect();
+    let usage_limit = (random.below(5) > 0).then(|| random.below(25 * n));
+    IntraOpProblem {
+        name: "random".into(),
+        nodes,
+        edges,
+        usage_limit,
+    }
+}
+
+fn for_each_choice(sizes: &[usize], mut visit: impl FnMut(&[u32])) {
+    let mut choice = vec![0u32; sizes.len()];
+    loop {
+        visit(&choice);
+        let Some(v) = (0..sizes.len()).rfind(|&v| (choice[v] as usize) + 1 < sizes[v]) else {
+            return;
+        };
+        choice[v] += 1;
+        choice[v + 1..].fill(0);
+    }
+}
+
+fn brute_force(problem: &IntraOpProblem) -> Option<u128> {
+    let sizes: Vec<usize> = problem.nodes.iter().map(|n| n.costs.len()).collect();
+    let mut best = None;
+    for_each_choice(&sizes, |choice| {
+        let value = evaluate(problem, choice).unwrap();
+        if value.feasible && best.is_none_or(|b| value.objective < Some(b)) {
+            best = value.objective;
+        }
+    });
+    best
+}
+
+fn check_solve(options: &SolveOptions, seed: u64, n_cases: usize) {
+    let mut random = Random(seed);
+    let (mut n_optimal, mut n_infeasible) = (0, 0);
+    for case in 0..n_cases {
+        let problem = random_problem(&mut random);
+        let expected = brute_force(&problem);
+        let found = solve(&problem, options).unwrap();
+        match expected {
+            Some(least) => {
+                n_optimal += 1;
+                assert_eq!(found.status, SolveStatus::Optimal, "case {case}: {problem:?}");
+                assert_eq!(found.objective, Some(least), "case {case}: {problem:?}");
+                assert_eq!(found.lower_bound, least, "case {case}");
+                let value = evaluate(&problem, &found.choice.unwrap()).unwrap();
+                assert_eq!((value.objective, value.feasible), (Some(least), true), "case {case}");
+            }
+            None => {
+                n_infeasible += 1;
+                let said = matches!(found.status, SolveStatus::Infeasible(_));
+                assert!(said, "case {case}: {:?} for {problem:?}", found.status);
+            }
+        }
+    }
+    assert!(n_optimal > n_cases / 3 && n_infeasible > n_cases / 20, "{n_optimal} of {n_cases} have solutions");
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn solving_equals_brute_force() {
+    check_solve(&SolveOptions::default(), 1, 1000);
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn solving_without_presolve_equals_brute_force() {
+    let presolve = only(|_| {});
+    let options = SolveOptions {
+        presolve,
+        ..SolveOptions::default()
+    };
+    check_solve(&options, 2, 300);
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn microlp_agrees() {
+    let options = SolveOptions {
+        backend: IlpBackend::Microlp,
+        ..SolveOptions::default()
+    };
+    check_solve(&options, 3, 300);
+}
+
+/// No presolve step but what `set` turns on.
+fn only(set: impl Fn(&mut PresolveOptions)) -> PresolveOptions {
+    let mut options = PresolveOptions {
+        propagate: false,
+        minima: false,
+        ties: false,
+        fold: false,
+        dominance: false,
+        times: false,
+    };
+    set(&mut options);
+    options
+}
+
+fn check_presolve(options: &PresolveOptions, seed: u64) {
+    let mut random = Random(seed);
+    for case in 0..1000 {
+        let problem = random_problem(&mut random);
+        let expected = brute_force(&problem);
+        let found = match presolve(&problem, options).unwrap() {
+            Presolved::Infeasible(_) => None,
+            Presolved::Reduced(reduced) => reduced.brute_force().map(|(cost, choice)| {
+                let value = evaluate(&problem, &reduced.lift(&choice)).unwrap();
+                assert!(value.feasible, "case {case}: the lifted choice fits: {problem:?}");
+                assert_eq!(value.objective, Some(u128::from(cost)), "case {case}: {problem:?}");
+                u128::from(cost)
+            }),
+        };
+        assert_eq!(found, expected, "case {case}: {problem:?}");
+    }
+}
+
+#[test]
+fn presolve_keeps_an_optimum() {
+    check_presolve(&PresolveOptions::default(), 10);
+}
+
+#[test]
+fn each_presolve_step_keeps_an_optimum() {
+    check_presolve(&only(|_| {}), 20);
+    check_presolve(&only(|o| o.propagate = true), 21);
+    check_presolve(&only(|o| o.minima = true), 22);
+    check_presolve(&only(|o| o.ties = true), 23);
+    check_presolve(&only(|o| o.fold = true), 24);
+    check_presolve(&only(|o| o.dominance = true), 25);
+    check_presolve(&only(|o| o.times = true), 26);
+    check_presolve(&only(|o| (o.propagate, o.ties) = (true, true)), 27);
+    check_presolve(&only(|o| (o.minima, o.dominance, o.fold) = (true, true, true)), 28);
+}
+
+#[test]
+fn elimination_equals_brute_force_for_every_kept_choice() {
+    let mut random = Random(30);
+    for case in 0..1000 {
+        let problem = random_problem(&mut random);
+        let n = problem.nodes.len();
+        let costs: Vec<Vec<Cost>> = problem.nodes.iter().map(|n| n.costs.clone()).collect();
+        let sizes: Vec<usize> = costs.iter().map(Vec::len).collect();
+        let mut keep: Vec<u32> = (0..n as u32).filter(|_| random.below(3) == 0).collect();
+        if random.below(2) == 0 {
+            keep.reverse();
+        }
+        let eliminator = Eliminator::new(&sizes, &problem.edges, &keep, 1 << 20).unwrap();
+        let found = eliminator.run(&costs);
+        let kept_sizes: Vec<usize> = keep.iter().map(|&v| sizes[v as usize]).collect();
+        let mut cell = 0;
+        for_each_choice(&kept_sizes, |kept| {
+            let mut least = Cost::FORBIDDEN;
+            for_each_choice(&sizes, |choice| {
+                if keep.iter().zip(kept).all(|(&v, &s)| choice[v as usize] == s) {
+                    least = least.min(cost_of(&problem, choice));
+                }
+            });
+            assert_eq!(found.cost(kept), least, "case {case}: {problem:?} keeping {keep:?}");
+            assert_eq!(found.table()[cell], least, "case {case}");
+            cell += 1;
+            if !least.is_forbidden() {
+                let choice = found.decode(kept);
+                assert_eq!(cost_of(&problem, &choice), least, "case {case}: the choice costs that");
+                assert!(keep.iter().zip(kept).all(|(&v, &s)| choice[v as usize] == s), "case {case}");
+            }
+        });
+        assert_eq!(cell, found.table().len());
+    }
+}
+
+fn cost_of(problem: &IntraOpProblem, choice: &[u32]) -> Cost {
+    let nodes = problem.nodes.iter().zip(choice).map(|(n, &s)| n.costs[s as usize]);
+    let edges = problem.edges.iter().map(|e| {
+        let (i, j) = (choice[e.a as usize], choice[e.b as usize]);
+        e.table.get(i as usize, j as usize)
+    });
+    nodes.chain(edges).fold(Cost::ZERO, Cost::plus)
+}
+
+#[test]
+fn elimination_says_when_it_would_be_too_wide() {
+    let sizes = vec![10; 8];
+    let table = Arc::new(Table::from_fn(10, 10, |i, j| Cost::finite((i * j) as u64)));
+    let pairs = (0..8u32).flat_map(|a| (a + 1..8).map(move |b| (a, b)));
+    let edges: Vec<Edge> = pairs.map(|(a, b)| Edge { a, b, table: Arc::clone(&table) }).collect();
+    let why = Eliminator::new(&sizes, &edges, &[], 1000).unwrap_err();
+    // A clique of eight: the first message alone is over the seven others.
+    assert_eq!((why.cells, why.max_cells), (1 + 10_000_000, 1000));
+}
+
+#[test]
+fn a_chain_is_priced_as_the_sum_written_out() {
+    let table = |cells: [u64; 4]| {
+        let cells: Vec<Cost> = cells.into_iter().map(Cost::finite).collect();
+        Arc::new(Table::new(2, 2, cells).unwrap())
+    };
+    let node = |costs: [u64; 2], usages: [u64; 2], interval: [u64; 2]| Node {
+        costs: costs.into_iter().map(Cost::finite).collect(),
+        usages: usages.to_vec(),
+        interval,
+    };
+    let mut problem = IntraOpProblem {
+        name: "chain".into(),
+        nodes: vec![
+            node([1, 10], [8, 2], [0, 2]),
+            node([20, 5], [3, 3], [1, 3]),
+            node([7, 7], [9, 1], [2, 4]),
+        ],
+        edges: vec![
+            Edge { a: 0, b: 1, table: table([0, 100, 2, 3]) },
+            Edge { a: 1, b: 2, table: table([4, 6, 1, 50]) },
+        ],
+        usage_limit: None,
+    };
+    let options = SolveOptions { backend: IlpBackend::default(), ..SolveOptions::default() };
+    let free = solve(&problem, &options).unwrap();
+    // Strategies 1, 1, 0: nodes 10 + 5 + 7, edges 3 + 1. Levels: 2, 2 + 3, 3 + 9, 9.
+    assert_eq!(free.choice, Some(vec![1, 1, 0]));
+    assert_eq!(free.objective, Some(10 + 5 + 7 + 3 + 1));
+    assert_eq!(free.peak_usage, Some(3 + 9));
+    // With 11 bytes node 2 must take its small strategy: 0, 0, 1 or 1, 0, 1 or 1, 1, 1.
+    problem.usage_limit = Some(11);
+    let tight = solve(&problem, &options).unwrap();
+    let least = (1 + 20 + 7 + 6).min(10 + 20 + 7 + 2 + 6).min(10 + 5 + 7 + 3 + 50);
+    assert_eq!(tight.objective, Some(least));
+    assert_eq!(tight.status, SolveStatus::Optimal);
+    // With 3 bytes nothing fits: at time 1 nodes 0 and 1 use at least 2 + 3.
+    problem.usage_limit = Some(3);
+    let none = solve(&problem, &options).unwrap();
+    let SolveStatus::Infeasible(planner::intra_op::presolve::Infeasibility::Memory { time: 1, by_bytes: 2 }) = none.status else {
+        panic!("{:?}", none.status);
+    };
+}
+
+#[test]
+fn evaluation_refuses_what_does_not_belong() {
+    let problem = random_problem(&mut Random(5));
+    let n = problem.nodes.len();
+    assert!(evaluate(&problem, &vec![0; n + 1]).is_err());
+    let why = evaluate(&problem, &vec![9; n]).unwrap_err().to_string();
+    assert_eq!(why, format!("the choice picks strategy 9 for node 0, which has {}", problem.nodes[0].costs.len()));
+}
+
+#[test]
+fn sums_that_could_overflow_are_refused_and_evaluated() {
+    let node = || Node {
+        costs: vec![Cost::finite(u64::MAX - 1)],
+        usages: vec![u64::MAX],
+        interval: [0, u64::MAX],
+    };
+    let problem = IntraOpProblem {
+        nodes: vec![node(), node(), node()],
+        usage_limit: Some(u64::MAX),
+        ..IntraOpProblem::default()
+    };
+    let value = evaluate(&problem, &[0, 0, 0]).unwrap();
+    assert_eq!(value.objective, Some(3 * u128::from(u64::MAX - 1)));
+    assert_eq!(value.peak_usage, 3 * u128::from(u64::MAX));
+    assert!(!value.feasible);
+    assert!(solve(&problem, &SolveOptions::default()).is_err());
+}

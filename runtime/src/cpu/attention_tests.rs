@@ -1,0 +1,407 @@
+//! Tests of attention: against PyTorch, against `f64`, by finite differences, and bit for bit
+//! between shards and the whole.
+
+use super::*;
+use crate::cpu::testing::{assert_close, bits, elements, random, reference, tensor};
+
+/// Inputs of an attention, owned.
+struct Case {
+    dims: AttentionDims,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    d_o: Vec<f32>,
+}
+
+/// Everything that both passes give.
+struct Results {
+    o: Vec<f32>,
+    lse: Vec<f32>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+/// [B, S, T, K, G, D], q_offset, valid_k.
+fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
+    let [batch, q_len, k_len, kv_heads, groups, head_dim] = extents;
+    AttentionDims {
+        batch,
+        q_len,
+        k_len,
+        kv_heads,
+        groups,
+        head_dim,
+        q_offset,
+        valid_k,
+    }
+}
+
+impl Case {
+    fn random(seed: u64, dims: AttentionDims) -> Self {
+        let (q, k) = (dims.q_elements(), dims.k_elements());
+        let numbers = |i, n| random(4 * seed + i, n);
+        Case {
+            dims,
+            q: numbers(0, q),
+            k: numbers(1, k),
+            v: numbers(2, k),
+            d_o: numbers(3, q),
+        }
+    }
+
+    fn attention<'a>(&'a self, scale: f32, dropout: Option<&'a Dropout<'a>>) -> Attention<'a> {
+        Attention {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            dims: self.dims,
+            scale,
+            dropout,
+        }
+    }
+
+    fn run(&self, scale: f32, dropout: Option<&Dropout<'_>>, threads: usize) -> Results {
+        let attention = self.attention(scale, dropout);
+        let blank = |n| vec![f32::NAN; n];
+        let (q, k) = (self.dims.q_elements(), self.dims.k_elements());
+        let (mut o, mut lse) = (blank(q), blank(self.dims.lse_elements()));
+        forward(&attention, &mut o, &mut lse, threads);
+        let (mut dq, mut dk, mut dv) = (blank(q), blank(k), blank(k));
+        let upstream = Upstream {
+            o: &o,
+            lse: &lse,
+            d_o: &self.d_o,
+        };
+        let gradients = Gradients {
+            dq: &mut dq,
+            dk: &mut dk,
+            dv: &mut dv,
+        };
+        backward(&attention, upstream, gradients, threads);
+        Results { o, lse, dq, dk, dv }
+    }
+
+    /// The same case on part of the batch, queries and key-value heads.
+    fn part(&self, [b, s, k]: [std::ops::Range<usize>; 3]) -> Self {
+        let d = self.dims;
+        let q = |x: &[f32]| part(x, d.q_len, d.kv_heads, [b.clone(), s.clone(), k.clone()]);
+        let kv = |x: &[f32]| part(x, d.k_len, d.kv_heads, [b.clone(), 0..d.k_len, k.clone()]);
+        let dims = AttentionDims {
+            batch: b.len(),
+            q_len: s.len(),
+            kv_heads: k.len(),
+            q_offset: d.q_offset + s.start,
+            ..d
+        };
+        Case {
+            dims,
+            q: q(&self.q),
+            k: kv(&self.k),
+            v: kv(&self.v),
+            d_o: q(&self.d_o),
+        }
+    }
+}
+
+/// Part of a tensor `[B, len, K, ..]`.
+fn part(x: &[f32], len: usize, heads: usize, [b, s, k]: [std::ops::Range<usize>; 3]) -> Vec<f32> {
+    // All tests slice tensors of two sequences.
+    let width = x.len() / (2 * len * heads);
+    let mut out = Vec::new();
+    for b in b {
+        for s in s.clone() {
+            let row = (b * len + s) * heads;
+            out.extend_from_slice(&x[(row + k.start) * width..(row + k.end) * width]);
+        }
+    }
+    out
+}
+
+/// A dropout of probability one half, by a hash of the indices.
+fn coin(b: usize, k: usize, g: usize, i: usize, j: usize) -> f32 {
+    let name = (((b * 31 + k) * 31 + g) * 1009 + i) * 1009 + j;
+    if random(name as u64, 1)[0] < 0.0 {
+        0.0
+    } else {
+        2.0
+    }
+}
+
+/// Output and log-sum-exp by the definition, in `f64`.
+fn naive(
+    dims: AttentionDims,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    scale: f64,
+    drop: bool,
+) -> (Vec<f64>, Vec<f64>) {
+    let AttentionDims {
+        batch,
+        q_len,
+        k_len,
+        kv_heads,
+        groups,
+        head_dim,
+        ..
+    } = dims;
+    let (mut o, mut lse) = (vec![0.0; dims.q_elements()], Vec::new());
+    for b in 0..batch {
+        for i in 0..q_len {
+            for kv in 0..kv_heads {
+                for g in 0..groups {
+                    let row = ((b * q_len + i) * kv_heads + kv) * groups + g;
+                    let key = |j: usize| ((b * k_len + j) * kv_heads + kv) * head_dim;
+                    let keys = (0..k_len).filter(|&j| j <= dims.q_offset + i && j < dims.valid_k);
+                    let score = |j: usize| -> f64 {
+                        let pairs = q[row * head_dim..].iter().zip(&k[key(j)..]).take(head_dim);
+                        scale * pairs.map(|(a, b)| a * b).sum::<f64>()
+                    };
+                    let sum: f64 = keys.clone().map(|j| score(j).exp()).sum();
+                    lse.push(sum.ln());
+                    for j in keys {
+                        let dropped = if drop {
+                            f64::from(coin(b, kv, g, i, j))
+                        } else {
+                            1.0
+                        };
+                        let weight = score(j).exp() / sum * dropped;
+                        for d in 0..head_dim {
+                            o[row * head_dim + d] += weight * v[key(j) + d];
+                        }
+                    }
+                }
+            }
+        }
+    }
+    (o, lse)
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&v| f64::from(v)).collect()
+}
+
+/// Odd extents, queries in the middle of the keys, keys cut off, and more than one block.
+fn shapes() -> Vec<AttentionDims> {
+    vec![
+        dims([1, 1, 1, 1, 1, 1], 0, 1),
+        dims([2, 5, 5, 2, 2, 4], 0, 5),
+        dims([2, 7, 11, 1, 3, 5], 4, 11),
+        dims([1, 9, 6, 3, 1, 2], 0, 4),
+        dims([3, 4, 9, 2, 1, 3], 20, 7),
+        dims([1, 67, 67, 2, 2, 3], 0, 67),
+        dims([1, 130, 150, 1, 2, 9], 20, 149),
+    ]
+}
+
+#[test]
+fn equals_the_reference() {
+    for entry in reference("causal_attention") {
+        let name = entry["name"].as_str().unwrap();
+        let (q, _) = tensor(&entry["inputs"]["q"]);
+        let case = Case {
+            dims: dims([q[0], q[1], q[1], q[2], q[3], q[4]], 0, q[1]),
+            q: elements(&entry["inputs"]["q"]),
+            k: elements(&entry["inputs"]["k"]),
+            v: elements(&entry["inputs"]["v"]),
+            d_o: elements(&entry["upstream"]["out"]),
+        };
+        let results = case.run(entry["attrs"]["scale"].as_f64().unwrap() as f32, None, 1);
+        let check = |values: &[f32], expected: &serde_json::Value, what: &str| {
+            assert_close(values, &tensor(expected).1, 3e-6, &format!("{name} {what}"));
+        };
+        check(&results.o, &entry["outputs"]["out"], "out");
+        check(&results.lse, &entry["outputs"]["lse"], "lse");
+        check(&results.dq, &entry["grads"]["q"], "dq");
+        check(&results.dk, &entry["grads"]["k"], "dk");
+        check(&results.dv, &entry["grads"]["v"], "dv");
+    }
+}
+
+#[test]
+fn forward_equals_the_definition() {
+    for (seed, dims) in shapes().into_iter().enumerate() {
+        let case = Case::random(seed as u64, dims);
+        for drop in [false, true] {
+            let results = case.run(1.3, drop.then_some(&coin as &Dropout<'_>), 1);
+            let (o, lse) = naive(
+                dims,
+                &wide(&case.q),
+                &wide(&case.k),
+                &wide(&case.v),
+                f64::from(1.3f32),
+                drop,
+            );
+            assert_close(&results.o, &o, 3e-6, &format!("o of {dims:?}"));
+            assert_close(&results.lse, &lse, 3e-6, &format!("lse of {dims:?}"));
+        }
+    }
+}
+
+/// Central differences of `<o, d_o>` in `f64`, for some elements of each input.
+#[test]
+fn backward_equals_finite_differences() {
+    for (seed, dims) in shapes().into_iter().enumerate() {
+        let case = Case::random(40 + seed as u64, dims);
+        for drop in [false, true] {
+            let results = case.run(0.7, drop.then_some(&coin as &Dropout<'_>), 1);
+            let inputs = [wide(&case.q), wide(&case.k), wide(&case.v)];
+            let loss = |inputs: &[Vec<f64>; 3]| -> f64 {
+                let [q, k, v] = inputs;
+                let (o, _) = naive(dims, q, k, v, f64::from(0.7f32), drop);
+                o.iter()
+                    .zip(&case.d_o)
+                    .map(|(o, d)| o * f64::from(*d))
+                    .sum()
+            };
+            for (which, gradient) in [&results.dq, &results.dk, &results.dv]
+                .into_iter()
+                .enumerate()
+            {
+                for x in (0..gradient.len()).step_by(gradient.len().div_ceil(25)) {
+                    let at = |step: f64| {
+                        let mut moved = inputs.clone();
+                        moved[which][x] += step;
+                        loss(&moved)
+                    };
+                    let slope = (at(1e-5) - at(-1e-5)) / 2e-5;
+                    assert_close(
+                        &gradient[x..=x],
+                        &[slope],
+                        1e-5,
+                        &format!("{dims:?} {which} {x}"),
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
+    for d in [
+        dims([2, 70, 70, 3, 2, 17], 0, 70),
+        dims([2, 9, 300, 3, 1, 8], 280, 289),
+    ] {
+        let case = Case::random(5, d);
+        let whole = case.run(0.4, None, 1);
+        for (b, k) in [
+            (0..1, 0..3),
+            (1..2, 0..3),
+            (0..2, 0..1),
+            (0..2, 1..3),
+            (1..2, 2..3),
+        ] {
+            let ranges = [b.clone(), 0..d.q_len, k.clone()];
+            let shard = case.part(ranges.clone()).run(0.4, None, 1);
+            let of_q = |x: &[f32]| bits(&part(x, d.q_len, d.kv_heads, ranges.clone()));
+            let of_k = |x: &[f32]| {
+                bits(&part(
+                    x,
+                    d.k_len,
+                    d.kv_heads,
+                    [b.clone(), 0..d.k_len, k.clone()],
+                ))
+            };
+            assert_eq!(bits(&shard.o), of_q(&whole.o));
+            assert_eq!(bits(&shard.lse), of_q(&whole.lse));
+            assert_eq!(bits(&shard.dq), of_q(&whole.dq));
+            assert_eq!(bits(&shard.dk), of_k(&whole.dk));
+            assert_eq!(bits(&shard.dv), of_k(&whole.dv));
+        }
+    }
+}
+
+/// Splits of S that do not fall on a block, with keys in several blocks of the product.
+#[test]
+fn query_rows_alone_equal_the_whole_bit_for_bit() {
+    let d = dims([2, 560, 600, 2, 1, 24], 10, 570);
+    let case = Case::random(6, d);
+    let whole = case.run(2.0, None, 1);
+    for rows in [0..1, 3..70, 100..101, 200..333, 250..560, 559..560] {
+        let ranges = [0..2, rows, 0..2];
+        let shard = case.part(ranges.clone()).run(2.0, None, 1);
+        let of = |x: &[f32]| bits(&part(x, d.q_len, d.kv_heads, ranges.clone()));
+        assert_eq!(bits(&shard.o), of(&whole.o));
+        assert_eq!(bits(&shard.lse), of(&whole.lse));
+        assert_eq!(bits(&shard.dq), of(&whole.dq));
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    let case = Case::random(7, dims([2, 80, 80, 3, 2, 8], 0, 80));
+    let one = case.run(0.4, Some(&coin), 1);
+    for threads in [0, 2, 3, 7, 20] {
+        let many = case.run(0.4, Some(&coin), threads);
+        assert_eq!(bits(&many.o), bits(&one.o));
+        assert_eq!(bits(&many.lse), bits(&one.lse));
+        assert_eq!(bits(&many.dq), bits(&one.dq));
+        assert_eq!(bits(&many.dk), bits(&one.dk));
+        assert_eq!(bits(&many.dv), bits(&one.dv));
+    }
+}
+
+#[test]
+fn rows_without_keys_give_zero() {
+    let d = dims([2, 3, 4, 1, 2, 5], 0, 0);
+    let results = Case::random(8, d).run(1.0, None, 1);
+    assert!(results.lse.iter().all(|&v| v == f32::NEG_INFINITY));
+    for zero in [&results.o, &results.dq, &results.dk, &results.dv] {
+        assert!(zero.iter().all(|&v| v == 0.0));
+    }
+    for empty in [
+        dims([0, 3, 4, 1, 2, 5], 0, 4),
+        dims([2, 0, 4, 1, 2, 5], 0, 4),
+        dims([1, 3, 0, 1, 1, 5], 0, 0),
+    ] {
+        Case::random(9, empty).run(1.0, None, 2);
+    }
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    let d = dims([1, 6, 6, 1, 1, 4], 0, 6);
+    let case = Case::random(10, d);
+    let results = case.run(300.0, None, 1);
+    let all = [
+        &results.o,
+        &results.lse,
+        &results.dq,
+        &results.dk,
+        &results.dv,
+    ];
+    assert!(all.into_iter().flatten().all(|v| v.is_finite()));
+}
+
+/// `cargo test --release -p runtime throughput -- --ignored --nocapture`
+#[test]
+#[ignore = "prints throughput"]
+fn throughput() {
+    let d = dims([1, 1024, 1024, 4, 1, 64], 0, 1024);
+    let case = Case::random(11, d);
+    let attention = case.attention(0.125, None);
+    let (mut o, mut lse) = (vec![0.0; d.q_elements()], vec![0.0; d.lse_elements()]);
+    let gflops = |products: usize, start: std::time::Instant| {
+        let flops = products * d.q_elements() * d.k_len;
+        3.0 * flops as f64 / start.elapsed().as_secs_f64() / 1e9
+    };
+    let start = std::time::Instant::now();
+    for _ in 0..3 {
+        forward(&attention, &mut o, &mut lse, 1);
+    }
+    println!("forward: {:.1} GFLOP/s (causal count)", gflops(2, start));
+    let mut grads = [vec![0.0; o.len()], vec![0.0; o.len()], vec![0.0; o.len()]];
+    let start = std::time::Instant::now();
+    for _ in 0..3 {
+        let [dq, dk, dv] = &mut grads;
+        let upstream = Upstream {
+            o: &o,
+            lse: &lse,
+            d_o: &case.d_o,
+        };
+        backward(&attention, upstream, Gradients { dq, dk, dv }, 1);
+    }
+    println!("backward: {:.1} GFLOP/s (causal count)", gflops(5, start));
+}
