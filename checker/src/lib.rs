@@ -1,1 +1,94 @@
-//! The referee: proves a plan and its programs correct.
+//! The referee: proves a plan, and the program lowered from it, from the forward graph alone.
+//!
+//! It knows the language (`ir`) and neither the search nor the lowering. A program is correct
+//! when its ranks compute, for every operand of every op, exactly the value the training
+//! graph names, in a layout the op's sharding rule allows; when memory holds it, messages
+//! meet, nothing waits for ever, and every order that the streams permit gives the same. The
+//! model is regalloc2's checker: an abstract interpretation over *which value stands where*,
+//! that never asks how the decision was made.
+//!
+//! **Lattice** (`walk`). For every copy of every buffer:
+//!
+//! ```text
+//!            Poison            something wrong was reported; says nothing more
+//!     /     |      |     \
+//!  Value  Filled  Sum   World  a value of the training graph under a spec; a number; a sum
+//!     \     |      |     /     over a set of microbatches; the vector of a world sum
+//!          Undefined
+//! ```
+//!
+//! A value of a microbatch region carries its microbatch; a copy that holds another
+//! microbatch's value is undefined to its reader. Values that `Layout` ops join are one
+//! value, as are all inputs of one kind. The spec is the buffer's own, but for buffers that
+//! an all-reduce works on in place: there it may differ in the partial axes.
+//!
+//! **Transfer functions.** `Compute`: the op of that path with the same attributes; operands
+//! hold its operands, and *some* use of each mesh axis that the rule allows gives all specs
+//! at once (`consistency`); the results then hold its results. Layout changes: the value
+//! stays, the spec becomes what `LayoutStep::apply` says. `Accumulate` adds the microbatch to
+//! the set; a sum is a value once the set is complete. A receive holds the value that its
+//! transfer names, which the sender has to hold: matching sends to receives closes the
+//! induction. Writing a buffer undefines whatever else lies on its bytes; transient buffers
+//! are undefined when their template ends.
+//!
+//! **Per step.** At the start the persistent buffers hold the states' old values, at the end
+//! they must hold the new ones under the same spec; so one step proves all.
+//!
+//! **Many microbatches.** What a template does depends on what the buffers it touches hold on
+//! entry, seen relative to the microbatch played. So a template is interpreted once for each
+//! such entry state and replayed otherwise; the trace is always walked in full.
+//!
+//! **Streams and deadlock.** Playing the trace serially under rendezvous is simulated
+//! exactly (`rendezvous`). Every wait of the stream semantics is for something earlier in
+//! the same role's list, given that deps point backwards; so what cannot hang serially cannot
+//! hang with streams. And what the streams may reorder inside a template has no conflicting
+//! accesses (`hazards`), by buffer and by byte; between templates only exchanges overlap
+//! others, which order themselves by buffer, so their bytes must be nobody else's (`memory`).
+//!
+//! **Not proved:** that kernels compute what their op says, that a sharding rule is sound
+//! (both are the runtime's differential tests), that predictions are right, or that the plan
+//! is good. Ops whose results nothing uses need not run.
+
+mod consistency;
+mod coverage;
+mod facts;
+mod hazards;
+mod memory;
+mod plan;
+mod ranges;
+mod rendezvous;
+mod report;
+mod structure;
+mod transfers;
+mod walk;
+
+pub use plan::check_plan;
+pub use report::Violation;
+
+use facts::Facts;
+use ir::plan::Plan;
+use ir::program::Program;
+use ir::training::TrainingGraph;
+use report::Report;
+
+/// Everything that is wrong with a program of `plan`; empty when it is proved correct.
+///
+/// `training` is the plan's training graph. Never panics and needs memory in proportion to
+/// the program. A program whose indices or sizes make no sense is reported as that alone.
+pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -> Vec<Violation> {
+    let mut report = Report::default();
+    let Some(facts) = Facts::new(training, program.microbatch, &mut report) else {
+        return report.finish();
+    };
+    structure::check(plan, &facts, program, &mut report);
+    if !report.is_empty() {
+        return report.finish();
+    }
+    memory::check(plan, program, &mut report);
+    hazards::check(program, &mut report);
+    transfers::check(&facts, program, &mut report);
+    walk::check(&facts, program, &mut report);
+    coverage::check(&facts, program, &mut report);
+    rendezvous::check(&facts, program, &mut report);
+    report.finish()
+}

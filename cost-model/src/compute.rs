@@ -62,3 +62,9 @@ pub fn copy_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
     Seconds(d.launch_s + 2.0 * bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
 }
+
+/// Time of writing `bytes` within a device (fills, loaded data).
+pub fn write_time(cluster: &Cluster, bytes: u64) -> Seconds {
+    let d = &cluster.device;
+    Seconds(d.launch_s + bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
+}

@@ -3,7 +3,8 @@
 //!
 //! So the layout of a boundary tensor is one decision, its gradient has one too (the gradient
 //! of a `Layout` is a `Layout`), and a stage cut between two layers cuts exactly the edges
-//! into these ops. Paths: `boundary.<layer>.<value path>`.
+//! into these ops. Paths: `boundary.<layer>.<i>`, `i` counting the values that enter the layer
+//! in order of first use, so that equal layers have equal relative paths.
 
 use crate::graph::Place;
 use crate::{Graph, GraphError, OpKind, Region, ValueId};
@@ -34,7 +35,8 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                         Some(&inside) => inside,
                         None => {
                             let name = forward.layers.get(layer.index()).map_or("", String::as_str);
-                            let path = format!("{BOUNDARY}.{name}.{}", forward.value_name(v));
+                            let i = entered.keys().filter(|(_, l)| *l == layer).count();
+                            let path = format!("{BOUNDARY}.{name}.{i}");
                             let inside = out.add1(OpKind::Layout, &[mapped], Place::forward(path, layer))?;
                             entered.insert((v, layer), inside);
                             inside

@@ -1,4 +1,5 @@
 //! Text form: exact round trips, equal layers once, errors that say where.
+#![allow(clippy::unwrap_used)]
 
 use ir::op::{Einsum, Init, InputKind, Unary};
 use ir::testing::{GraphOptions, Rng, random_graph, sequence_of};
@@ -505,6 +506,21 @@ fn dims_and_the_world() {
 "#
     );
     round_trip(&Graph::new("empty"));
+}
+
+/// The example of the module header is a graph in canonical form.
+#[test]
+fn documented_example() {
+    let lines = include_str!("../src/text/mod.rs").lines();
+    let inside = lines.skip_while(|l| !l.ends_with("```text")).skip(1);
+    let example: Vec<&str> = inside
+        .take_while(|l| !l.ends_with("```"))
+        .map(|l| l.strip_prefix("//! ").unwrap())
+        .collect();
+    let text = example.join("\n") + "\n";
+    let graph = parse(&text).unwrap();
+    assert_eq!(print(&graph), text);
+    assert_eq!(verify(&graph), vec![]);
 }
 
 #[test]

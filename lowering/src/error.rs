@@ -107,9 +107,9 @@ pub enum LowerError {
         /// Key of the transfer.
         key: String,
     },
-    /// A world op reads a value that only one stage has.
-    #[error("world op `{path}` reads `{value}` of one stage only")]
-    WorldOperand {
+    /// Data or a constant is wanted as addends over an axis.
+    #[error("op `{path}` wants `{value}` partial, which is whole on every rank")]
+    PartialSource {
         /// The op.
         path: String,
         /// Its operand.

@@ -12,8 +12,10 @@
 //! the first one can therefore always go on. That holds when roles play their traces serially
 //! and when they play them with streams, because stream order is a part of the trace's order.
 
+use crate::draft::Draft;
 use crate::error::LowerError;
-use crate::schedule::{ComputeSlot, SlotPass};
+use crate::resolve::Resolved;
+use crate::schedule::{ComputeSlot, SlotPass, schedule};
 use ir::StageId;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -97,6 +99,13 @@ pub fn total_order(schedules: &[Vec<ComputeSlot>], flows: &[Flow]) -> Result<Vec
             Err(LowerError::Stuck { played: order.len(), waiting })
         }
     }
+}
+
+/// The total order of a draft's microbatches.
+pub(crate) fn microbatch_events(r: &Resolved, draft: &Draft) -> Result<Vec<Event>, LowerError> {
+    let (n, plan) = (draft.roles.len(), r.plan);
+    let schedules: Vec<_> = (0..n).map(|s| schedule(plan.schedule, s, n, plan.n_microbatches)).collect();
+    total_order(&schedules, &draft.flows)
 }
 
 /// A flow that the slot needs and that has not arrived.

@@ -90,7 +90,7 @@ pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
     let taken: BTreeSet<OpId> = params.values().flatten().copied().collect();
     let mut by_forward: BTreeMap<OpId, Vec<OpId>> = BTreeMap::new();
     for &id in ops.iter().filter(|id| !taken.contains(id)) {
-        let head = forward_of(graph, id).unwrap_or(id);
+        let head = forward_of(graph, &id).unwrap_or(id);
         by_forward.entry(head).or_default().push(id);
     }
     groups.extend(by_forward.into_values().map(|members| forward_group(s, members)));

@@ -1,4 +1,124 @@
-//! The search: strategies, intra-op solver, stage table, inter-op DP.
+//! The search: from a forward graph, a training spec and a cluster to a plan.
+//!
+//! ```text
+//! Graph ─► layers ─► groups ─► layer_model ─► stage ─► inter_op ─► assemble ─► Plan
+//!          equal      choices   matrix per     min-plus  DP over     paths,
+//!          layers     per op    layer kind     products  stages      simulation
+//! ```
+//!
+//! * `layers`: layers are compared and solved once per kind.
+//! * `groups`: what is decided together, and the choices that sharding rules and pins allow.
+//! * `layer_model`: a layer as an intra-op problem; eliminated to a matrix over the layouts
+//!   of its boundaries, under a price on memory.
+//! * `stage`: sequences of layers as min-plus products.
+//! * `inter_op`: the DP over stages; a pure function of the stage table.
+//! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
+//! * `intra_op`: the intra-op problem as a plain value with its solvers; public.
 
+mod assemble;
+mod groups;
 pub mod inter_op;
 pub mod intra_op;
+mod layer_model;
+pub mod layers;
+pub mod pins;
+mod prices;
+mod search;
+mod stage;
+
+use cost_model::simulate::Simulation;
+use ir::cluster::Cluster;
+use ir::plan::Plan;
+use ir::program::Program;
+use ir::training::TrainingGraph;
+use ir::{Bytes, Graph, Seconds, TrainSpec};
+pub use pins::{PinError, Pins};
+
+/// What the search is asked beside model, training and cluster.
+#[derive(Clone, Debug, Default)]
+pub struct PlanOptions {
+    /// What is fixed.
+    pub pins: Pins,
+}
+
+/// A plan with what was made on the way.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// Its training graph.
+    pub training: TrainingGraph,
+    /// Its program.
+    pub program: Program,
+    /// The simulation that predicts it.
+    pub simulation: Simulation,
+    /// How the search went.
+    pub stats: PlanStats,
+}
+
+/// How a search went.
+#[derive(Clone, Debug, Default)]
+pub struct PlanStats {
+    /// Kinds of layers found.
+    pub n_layer_kinds: usize,
+    /// Shapes of submeshes times microbatch sizes that were priced.
+    pub candidates: u64,
+    /// Pipelines that were lowered and simulated.
+    pub simulated: u64,
+    /// What was simulated, in words, with the predicted step time.
+    pub alternatives: Vec<(String, Seconds)>,
+}
+
+/// Why there is no plan.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum PlanError {
+    /// The input cannot be planned for.
+    #[error("{0}")]
+    Input(String),
+    /// No strategy is left for an op, or a layer cannot be modelled.
+    #[error("no strategy: {0}")]
+    Strategies(String),
+    /// The devices cannot be tiled by stages.
+    #[error("no pipeline tiles {devices} devices with {layers} layers under the pins")]
+    NoTiling {
+        /// Devices of the cluster.
+        devices: u32,
+        /// Layers of the model.
+        layers: usize,
+    },
+    /// Everything needs more memory than there is.
+    #[error(
+        "out of memory: the nearest plan has {n_stages} stages; its stage of layers {layers} on {devices} devices needs {} on each with {in_flight} microbatches in flight, {} more than the {} there are",
+        Bytes(*needed), Bytes(needed.saturating_sub(*capacity)), Bytes(*capacity)
+    )]
+    Memory {
+        /// Stages of the nearest plan.
+        n_stages: usize,
+        /// Layers of the stage that does not fit.
+        layers: String,
+        /// Devices of that stage.
+        devices: u32,
+        /// Microbatches in flight there.
+        in_flight: u64,
+        /// Bytes per device that it needs.
+        needed: u64,
+        /// Bytes per device that there are.
+        capacity: u64,
+    },
+    /// Plans fit by the model but their placed buffers do not.
+    #[error("out of memory: placed buffers exceed the budget even with {} reserved for them", Bytes(*bytes))]
+    Overrun {
+        /// Bytes that were reserved.
+        bytes: u64,
+    },
+    /// A plan could not be lowered or simulated: a defect of the planner.
+    #[error("the chosen plan cannot be lowered: {0}")]
+    Lower(String),
+}
+
+/// Plans the training of `forward` (as made by `import`) on `cluster`.
+///
+/// Deterministic: the same input gives the same plan to the byte.
+pub fn plan(forward: &Graph, train: &TrainSpec, cluster: &Cluster, options: &PlanOptions) -> Result<Planned, PlanError> {
+    search::plan(forward, train, cluster, options)
+}

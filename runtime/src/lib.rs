@@ -1,6 +1,17 @@
 //! Execution: CPU kernels, ranks, communicators, data, measuring.
 
+pub mod arena;
+pub mod checkpoint;
+pub mod communicator;
 pub mod cpu;
 pub mod data;
+mod error;
+pub mod execute;
+pub mod init;
+pub mod measure;
+pub mod reference;
 pub mod rng;
 pub mod schedule;
+pub mod train;
+
+pub use error::RuntimeError;

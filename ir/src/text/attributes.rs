@@ -208,7 +208,7 @@ fn read_map(s: &mut Scanner, depth: usize) -> Result<Value, ParseError> {
             Some('"') => s.string()?,
             _ => s.word("the name of an attribute")?.to_string(),
         };
-        let end = s.pos();
+        let end = s.token_end();
         s.expect(":")?;
         let value = read_at(s, depth + 1)?;
         match map.insert(key.clone(), value) {

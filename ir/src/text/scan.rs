@@ -26,7 +26,7 @@ impl<'a> Scanner<'a> {
         &self.text[self.pos..]
     }
     /// End of the last token.
-    pub(super) fn pos(&self) -> usize {
+    pub(super) fn token_end(&self) -> usize {
         self.end
     }
     fn advance(&mut self, len: usize) {

@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used)]
+
 use super::*;
 use crate::testing::{GraphOptions, random_graph};
 use crate::{DType, LayerId, Place, Shape, TensorType};

@@ -218,6 +218,25 @@ impl<'r> Dual<'r> {
     }
 }
 
+impl Dual<'_> {
+    pub fn step_eg(&mut self, picks: &[u32], eta: f64, averaging: f64) {
+        let levels = self.reduced.levels(picks);
+        let over = levels.iter().zip(&self.reduced.limits).map(|(&l, &m)| (l as f64 - m as f64) / (m as f64).max(1.0));
+        if self.violation.is_empty() {
+            self.violation = over.collect();
+        } else {
+            for (mean, over) in self.violation.iter_mut().zip(over) {
+                *mean += averaging * (over - *mean);
+            }
+        }
+        let mut prices = self.prices();
+        for (p, g) in prices.iter_mut().zip(&self.violation) {
+            *p *= (eta * g).clamp(-2.0, 2.0).exp();
+        }
+        self.set_prices(&prices);
+    }
+}
+
 /// How many bits costs can be shifted by without leaving the safe range.
 fn extra_bits(reduced: &Reduced) -> u32 {
     let largest = |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));

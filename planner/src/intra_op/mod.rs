@@ -7,16 +7,19 @@
 //! The phases: [`presolve`](presolve::presolve) shrinks the problem without losing an
 //! optimum.
 
+mod dive;
 mod dual;
 pub mod eliminate;
 #[cfg(feature = "highs")]
 mod highs_backend;
 mod ilp;
+mod improve;
 pub mod iopddl;
 #[cfg(feature = "highs")]
 mod microlp_backend;
 pub mod presolve;
 pub mod problem;
+mod profile;
 pub mod reduced;
 pub mod solve;
 mod tables;

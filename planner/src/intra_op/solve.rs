@@ -295,16 +295,47 @@ pub fn debug_dual(problem: &IntraOpProblem, iters: usize, ub: f64) {
     let mut best = 0u64;
     let mut best_prices = d.prices();
     let ev = |k: &str, x: f64| std::env::var(k).ok().and_then(|s| s.parse().ok()).unwrap_or(x);
-    let (mut alpha, up, down, patience, passes, avg) = (ev("ALPHA", 0.02), ev("UP", 1.1), ev("DOWN", 0.7), ev("PAT", 8.0) as usize, ev("PASSES", 2.0) as usize, ev("AVG", 0.3));
+    let (mut alpha, up, down, patience, passes, avg) = (ev("ALPHA", 0.02), ev("UP", 1.1), ev("DOWN", 0.7), ev("PAT", 3.0) as usize, ev("PASSES", 2.0) as usize, ev("AVG", 0.3));
     let mut since = 0;
     for _ in 0..ev("PRE", 50.0) as usize { d.pass_messages(); }
+    // uniform
+    let total: f64 = r.limits.iter().map(|&l| l as f64).sum();
+    let base = ub / total;
+    let mut bestl = (0u64, 0.0);
+    for k in 0..24 { let l = base * 2f64.powi(k - 10); d.set_prices(&vec![l; r.limits.len()]); for _ in 0..3 { d.pass_messages(); } let (b, _) = d.bound(); println!("uniform 2^{} {b}", k - 10); if b > bestl.0 { bestl = (b, l); } else if (b as f64) < 0.9 * bestl.0 as f64 { break; } }
+    d.set_prices(&vec![bestl.1; r.limits.len()]);
     for it in 0..iters {
         for _ in 0..passes { d.pass_messages(); }
         let (b, picks) = d.bound();
         if b > best { best = b; best_prices = d.prices(); alpha *= up; since = 0; } else { since += 1; }
         if since > patience { since = 0; alpha *= down; d.set_prices(&best_prices); continue; }
         if it % (iters / 10) == 0 { println!("it {it} {:.2}s bound {b} best {best} alpha {alpha:.5} prices>0 {}", start.elapsed().as_secs_f64(), d.prices().iter().filter(|p| **p > 0.0).count()); }
-        d.step_prices(&picks, alpha * (ub - b as f64).max(1.0), avg);
+        if ev("EG", 1.0) > 0.0 { d.step_eg(&picks, alpha, avg); } else { d.step_prices(&picks, alpha * (ub - b as f64).max(1.0), avg); }
     }
     println!("best {best} alpha {alpha}");
+    d.set_prices(&best_prices);
+    for _ in 0..3 { d.pass_messages(); }
+    let order: Vec<u32> = (0..r.nodes.len() as u32).collect();
+    let mut got: Option<(u64, Vec<u32>)> = None;
+    for w in [0.8, 1.0, 1.1, 1.3, 1.7, 2.5, 5.0] {
+        let c = super::dive::dive(&r, &d, w, &order);
+        println!("{:.2}s dive {w} {:?}", start.elapsed().as_secs_f64(), c.as_ref().and_then(|c| r.cost(c)));
+        if let Some(c) = c && let Some(k) = r.cost(&c) && got.as_ref().is_none_or(|(b, _)| k < *b) { assert!(r.fits(&c)); got = Some((k, c)); }
+    }
+    let Some((k, c)) = got else { return };
+    let mut s = super::improve::Search::new(&r, &d, c, 1);
+    let mut cost = k as i64;
+    let t0 = Instant::now();
+    let mut n = 0u64;
+    let mut next = 1.0;
+    let lim = ev("LIM", 20.0);
+    let mut scaled = (k as i64 - r.offset as i64) << d.shift;
+    while t0.elapsed().as_secs_f64() < lim {
+        let size = [3, 10, 30, 100][(n % 4) as usize];
+        scaled -= s.step(size);
+        n += 1;
+        if t0.elapsed().as_secs_f64() > next { next *= 1.5; println!("  {:.1}s {n} moves cost {}", t0.elapsed().as_secs_f64(), (scaled >> d.shift) + r.offset as i64); }
+    }
+    cost = r.cost(&s.choice).unwrap() as i64;
+    println!("final {cost} fits {} moves {n}", r.fits(&s.choice));
 }

@@ -28,6 +28,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::gemm::{Store, View, gemm};
+use super::special::exp;
+use super::summation::sum_by;
 
 /// Query rows in a block: one row block of the product kernels.
 const BLOCK: usize = 64;
@@ -354,7 +356,7 @@ impl Head {
             let drop = attention
                 .dropout
                 .map_or(1.0, |f| f(self.b, self.kv, block.g, i, j));
-            let probability = (*p * scale - lse).exp();
+            let probability = exp(f64::from(*p * scale - lse)) as f32;
             *p = probability * drop;
             *ds = probability * (drop * *ds - delta) * scale;
         }
@@ -492,19 +494,25 @@ struct Sum {
 /// as 0.
 fn soften(row: &mut [f32], scale: f32) -> Sum {
     row.iter_mut().for_each(|s| *s *= scale);
-    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    row.iter_mut().for_each(|s| *s = (*s - max).exp());
-    let sum: f64 = row.iter().map(|&e| f64::from(e)).sum();
+    let max = maximum(row);
+    row.iter_mut().for_each(|s| *s = exp(f64::from(*s - max)) as f32);
+    let sum = sum_by(row, |weight| weight);
     if row.is_empty() {
-        return Sum {
-            lse: f32::NEG_INFINITY,
-            inverse: 0.0,
-        };
+        return Sum { lse: f32::NEG_INFINITY, inverse: 0.0 };
     }
-    Sum {
-        lse: (f64::from(max) + sum.ln()) as f32,
-        inverse: (1.0 / sum) as f32,
+    Sum { lse: (f64::from(max) + sum.ln()) as f32, inverse: (1.0 / sum) as f32 }
+}
+
+/// The largest element, NaN left out; in lanes, as one chain of maxima costs as much as the
+/// exponentials.
+fn maximum(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    for chunk in row.chunks(lanes.len()) {
+        for (lane, &s) in lanes.iter_mut().zip(chunk) {
+            *lane = if s > *lane { s } else { *lane };
+        }
     }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
 #[cfg(test)]

@@ -205,7 +205,7 @@ mod tests {
             );
             let token = losses(&logits, &labels);
             assert_close(&token, &output("token_loss"), tolerance, "token loss");
-            let counted = entry["attrs"]["n_counted"].as_f64().unwrap();
+            let counted = entry["attrs"]["n_counted"].as_f64().expect("a number");
             let mean = summation::sum(&token) / counted;
             assert!(
                 (mean - output("loss")[0]).abs() < tolerance,

@@ -239,10 +239,10 @@ mod tests {
         for entry in reference("layer_norm") {
             let input = |name: &str| elements(&entry["inputs"][name]);
             let (x, gamma, beta) = (input("x"), input("weight"), input("bias"));
-            let eps = entry["attrs"]["eps"].as_f64().unwrap();
+            let eps = entry["attrs"]["eps"].as_f64().expect("a number");
             let [y, ..] = layer(&x, &gamma, &beta, eps);
             // The inputs are rounded to f32: at mean 30 that alone moves results by 1e-5.
-            let name = entry["name"].as_str().unwrap();
+            let name = entry["name"].as_str().expect("a name");
             let tolerance = if name == "shifted" { 2e-5 } else { 1e-6 };
             assert_close(&y, &tensor(&entry["outputs"]["y"]).1, tolerance, name);
             let dy = elements(&entry["upstream"]["y"]);
@@ -258,7 +258,7 @@ mod tests {
         for entry in reference("rms_norm") {
             let input = |name: &str| elements(&entry["inputs"][name]);
             let (x, gamma) = (input("x"), input("weight"));
-            let eps = entry["attrs"]["eps"].as_f64().unwrap();
+            let eps = entry["attrs"]["eps"].as_f64().expect("a number");
             let [y, _] = rms(&x, &gamma, eps);
             assert_close(&y, &tensor(&entry["outputs"]["y"]).1, 1e-6, "y");
             let dy = elements(&entry["upstream"]["y"]);

@@ -10,8 +10,7 @@ const LANES: usize = 8;
 /// Sum of `term(x[i])` over all elements; zero when there are none.
 pub fn sum_by(x: &[f32], term: impl Fn(f64) -> f64) -> f64 {
     let mut lanes = [0.0; LANES];
-    let chunks = x.chunks_exact(LANES);
-    let rest = chunks.remainder();
+    let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
         for (lane, &v) in lanes.iter_mut().zip(chunk) {
             *lane += term(f64::from(v));
@@ -39,10 +38,14 @@ pub fn dot(x: &[f32], y: &[f32]) -> f64 {
         "operands of a dot product have one length"
     );
     let mut lanes = [0.0; LANES];
-    for (a, b) in x.chunks(LANES).zip(y.chunks(LANES)) {
-        for ((lane, &a), &b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += f64::from(a) * f64::from(b);
+    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    for (x, y) in xs.iter().zip(ys) {
+        for (lane, (&x, &y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
+            *lane += f64::from(x) * f64::from(y);
         }
+    }
+    for (lane, (&x, &y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
+        *lane += f64::from(x) * f64::from(y);
     }
     lanes.iter().sum()
 }

@@ -9,7 +9,7 @@
 
 use super::local::{Local, is_computed, narrow, widen};
 use crate::cpu::attention::{self, AttentionDims};
-use crate::cpu::{elementwise, embedding, layout, matmul, rotary, summation};
+use crate::cpu::{elementwise, embedding, layout, loss, matmul, norm, optimizer, rotary};
 use crate::error::RuntimeError;
 use crate::rng::{self, Key};
 use ir::op::{Binary, RopeScaling, Unary};
@@ -298,12 +298,67 @@ impl Call<'_> {
             }
             OpKind::Dropout { p, key } => self.dropout(*p, key, outs[0]),
             OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
-            OpKind::SumSquares => outs[0][0] = summation::sum_by(&self.x(0), |v| v * v) as f32,
+            OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,
             OpKind::GlobalNorm => {
                 let squares = (0..self.inputs.len()).flat_map(|i| self.x(i).into_owned());
                 outs[0][0] = squares.map(f64::from).sum::<f64>().sqrt() as f32;
             }
-            _ => self.run_library(outs)?,
+            _ => self.run_rows(outs)?,
+        }
+        Ok(())
+    }
+
+    /// Ops along the last dim: norms and losses.
+    fn run_rows(&self, outs: &mut [&mut [f32]]) -> Result<(), RuntimeError> {
+        // The vocabulary's part, where the last dim is one.
+        let last = self.local(0).ranges.last().copied();
+        let (offset, valid) = last.map_or((0, 1), |r| (r.start as usize, r.valid as usize));
+        let (width, x) = (self.width(0), |i| self.x(i));
+        match (self.op, outs) {
+            (OpKind::LayerNorm { eps }, [y, mean, rstd]) => norm::layer_norm(&x(0), &x(1), &x(2), *eps, y, mean, rstd),
+            (OpKind::LayerNormGradInput, [dx]) => norm::layer_norm_grad_input(&x(0), &x(1), &x(2), &x(3), &x(4), dx),
+            (OpKind::LayerNormGradWeight, [dgamma, dbeta]) => norm::layer_norm_grad_weight(&x(0), &x(1), &x(2), &x(3), dgamma, dbeta),
+            (OpKind::RmsNorm { eps }, [y, rstd]) => norm::rms_norm(&x(0), &x(1), *eps, y, rstd),
+            (OpKind::RmsNormGradInput, [dx]) => norm::rms_norm_grad_input(&x(0), &x(1), &x(2), &x(3), dx),
+            (OpKind::RmsNormGradWeight, [dgamma]) => norm::rms_norm_grad_weight(&x(0), &x(1), &x(2), dgamma),
+            (OpKind::LogSumExp, [lse]) => {
+                let rows = lse.len();
+                loss::log_sum_exp(&x(0), rows, width, valid, lse);
+            }
+            (OpKind::CrossEntropy, [nll]) => loss::cross_entropy(&x(0), &x(1), self.ids(2)?, width, offset, valid, nll),
+            (OpKind::CrossEntropyGrad, [dlogits]) => loss::cross_entropy_grad(&x(0), &x(1), self.ids(2)?, &x(3), width, offset, valid, dlogits),
+            (_, outs) => self.run_step_end(outs)?,
+        }
+        Ok(())
+    }
+
+    /// Clipping, loss scale and updates. Every rank computes the same from the same scalars.
+    fn run_step_end(&self, outs: &mut [&mut [f32]]) -> Result<(), RuntimeError> {
+        let scalar = |i: usize| self.scalar(i);
+        match (self.op, outs) {
+            (OpKind::ClipCoefficient { max_norm }, [out]) => {
+                let (norm, scale) = (f64::from(scalar(0)?), f64::from(scalar(1)?));
+                let clipped = max_norm.map_or(1.0, |m| (m / (norm / scale + 1e-6)).min(1.0));
+                out[0] = if norm.is_finite() { (clipped / scale) as f32 } else { f32::NAN };
+            }
+            (OpKind::UpdateLossScale { growth_interval }, [scale, good_steps]) => {
+                let (old, good, norm) = (scalar(0)?, scalar(1)?, scalar(2)?);
+                (scale[0], good_steps[0]) = match norm.is_finite() {
+                    false => (old * 0.5, 0.0),
+                    true if f64::from(good) + 1.0 >= *growth_interval as f64 => (old * 2.0, 0.0),
+                    true => (old, good + 1.0),
+                };
+            }
+            (&OpKind::AdamW { beta1, beta2, eps, weight_decay }, [p, m, v]) => {
+                let (step, coefficient) = (self.cx.step + 1, scalar(4)?);
+                let step = optimizer::AdamWStep { lr: self.cx.lr, beta1, beta2, eps, weight_decay, step, coefficient };
+                optimizer::adamw(p, &self.x(1), m, v, step);
+            }
+            (&OpKind::Sgd { momentum, weight_decay }, [p, m]) => {
+                let step = optimizer::SgdStep { lr: self.cx.lr, momentum, weight_decay, coefficient: scalar(3)? };
+                optimizer::sgd(p, &self.x(1), m, step);
+            }
+            _ => return Err(self.error("sources have no kernel")),
         }
         Ok(())
     }

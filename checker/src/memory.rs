@@ -1,0 +1,106 @@
+//! Memory: everything lies inside the arena, the arena fits the device, and buffers that
+//! outlive a template share bytes with nothing that could destroy them.
+//!
+//! * Persistent and step buffers share bytes with no buffer at all; microbatch buffers not
+//!   with each other. A transient may lie where a microbatch buffer was: the walk then
+//!   takes that buffer's contents for lost.
+//! * A buffer that an exchange sends or fills shares bytes with no buffer at all, because
+//!   exchanges run beside other templates and wait by buffer, not by byte.
+//! * Transients may share bytes among themselves; that a live one is never overwritten
+//!   follows from `walk` in list order and from `hazards` in every other.
+
+use crate::report::{Report, buffer_place, role_place};
+use ir::BufferId;
+use ir::plan::Plan;
+use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram};
+use std::collections::BTreeSet;
+
+/// First byte and end of all copies of a buffer; `None` when they overflow.
+pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
+    let stride = b.bytes.checked_next_multiple_of(ARENA_ALIGN)?;
+    let last = stride.checked_mul(u64::from(b.slots().max(1) - 1))?;
+    let end = b.offset.checked_add(last)?.checked_add(b.bytes)?;
+    Some((b.offset, end))
+}
+
+/// All pairs of the given buffers that share bytes, in order of offsets.
+pub(crate) fn overlapping(role: &RoleProgram, among: impl Iterator<Item = BufferId>) -> Vec<(BufferId, BufferId)> {
+    let mut spans: Vec<(u64, u64, BufferId)> = among.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).collect();
+    spans.sort_unstable();
+    let mut pairs = Vec::new();
+    for (i, a) in spans.iter().enumerate() {
+        for b in spans[i + 1..].iter().take_while(|b| b.0 < a.1) {
+            pairs.push((a.2, b.2));
+        }
+    }
+    pairs
+}
+
+pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
+    let usable = plan.cluster.usable_bytes();
+    for (i, role) in program.roles.iter().enumerate() {
+        if role.arena_bytes > usable {
+            report.add(role_place(i), "memory", format!("at most {usable} bytes"), role.arena_bytes.to_string());
+        }
+        let mut inside = true;
+        for (j, b) in role.buffers.iter().enumerate() {
+            if !b.offset.is_multiple_of(ARENA_ALIGN) {
+                report.add(buffer_place(program, i, j), "alignment", format!("a multiple of {ARENA_ALIGN}"), b.offset.to_string());
+            }
+            if extent(b).is_none_or(|(_, end)| end > role.arena_bytes) {
+                let actual = extent(b).map_or("an offset that overflows".into(), |(s, e)| format!("{s}..{e}"));
+                report.add(buffer_place(program, i, j), "arena", format!("inside {} bytes", role.arena_bytes), actual);
+                inside = false;
+            }
+        }
+        if inside {
+            overlaps(program, i, report);
+        }
+    }
+}
+
+fn overlaps(program: &Program, i: usize, report: &mut Report) {
+    let role = &program.roles[i];
+    let exchanged = exchanged(role);
+    let class = |b: BufferId| role.buffer(b).class;
+    let transient = |b: BufferId| class(b) == BufferClass::Transient;
+    // Pairs of transients are many and none of them matters here, unless exchanged.
+    let lasting = (0..role.buffers.len()).map(BufferId::new).filter(|&b| !transient(b) || exchanged.contains(&b));
+    let mut bad = overlapping(role, lasting);
+    let fragile = |b: BufferId| matches!(class(b), BufferClass::Persistent | BufferClass::Step) || exchanged.contains(&b);
+    bad.extend(against_transients(role, &fragile));
+    for (a, b) in bad {
+        let name = |b: BufferId| format!("{} ({:?})", role.buffer(b).name, class(b));
+        let actual = format!("the bytes of buffer {} {} too", b.0, name(b));
+        report.add(buffer_place(program, i, a.index()), "overlap", "bytes of its own", actual);
+    }
+}
+
+/// For each transient, the fragile buffers it shares bytes with; those are disjoint already
+/// or reported, so that a search by offset finds them.
+fn against_transients(role: &RoleProgram, fragile: &dyn Fn(BufferId) -> bool) -> Vec<(BufferId, BufferId)> {
+    let spans = |keep: &dyn Fn(BufferId) -> bool| -> Vec<(u64, u64, BufferId)> {
+        let ids = (0..role.buffers.len()).map(BufferId::new).filter(|&b| keep(b));
+        let mut s: Vec<_> = ids.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).filter(|x| x.0 < x.1).collect();
+        s.sort_unstable();
+        s
+    };
+    let lasting = spans(fragile);
+    let mut pairs = Vec::new();
+    for t in spans(&|b| role.buffer(b).class == BufferClass::Transient && !fragile(b)) {
+        let from = lasting.partition_point(|l| l.1 <= t.0);
+        pairs.extend(lasting[from..].iter().take_while(|l| l.0 < t.1).map(|l| (l.2, t.2)));
+    }
+    pairs
+}
+
+fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
+    let mut found = BTreeSet::new();
+    for instr in role.templates.iter().flat_map(|t| &t.instructions) {
+        if let InstrKind::Exchange { .. } = instr.kind {
+            found.extend(instr.reads());
+            found.extend(instr.writes());
+        }
+    }
+    found
+}

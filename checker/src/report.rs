@@ -1,0 +1,99 @@
+//! What the referee says: every violation with its place, what was expected and what is there.
+
+use ir::program::{InstrKind, Program, TemplateKind};
+use ir::{InstrId, TemplateId};
+use std::collections::BTreeSet;
+
+/// A broken rule.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+#[error("{place}: {rule}: expected {expected}, found {actual}")]
+pub struct Violation {
+    /// Where: a key of the plan, or role, template, instruction and op path.
+    pub place: String,
+    /// Name of the rule.
+    pub rule: &'static str,
+    /// What the rule asks for here.
+    pub expected: String,
+    /// What is there.
+    pub actual: String,
+}
+
+/// Violations are cut off here; a program this wrong needs no longer list.
+const MAX_VIOLATIONS: usize = 1000;
+
+/// Collects violations, each once.
+#[derive(Default)]
+pub(crate) struct Report {
+    found: Vec<Violation>,
+    seen: BTreeSet<Violation>,
+}
+
+impl Report {
+    pub(crate) fn add(&mut self, place: impl Into<String>, rule: &'static str, expected: impl Into<String>, actual: impl Into<String>) {
+        let violation = Violation { place: place.into(), rule, expected: expected.into(), actual: actual.into() };
+        if self.found.len() < MAX_VIOLATIONS && self.seen.insert(violation.clone()) {
+            self.found.push(violation);
+        }
+    }
+    pub(crate) fn is_empty(&self) -> bool {
+        self.found.is_empty()
+    }
+    pub(crate) fn finish(self) -> Vec<Violation> {
+        self.found
+    }
+}
+
+/// `stage 1`.
+pub(crate) fn role_place(role: usize) -> String {
+    format!("stage {role}")
+}
+
+/// `stage 1 buffer 4 (h.0.out)`.
+pub(crate) fn buffer_place(program: &Program, role: usize, buffer: usize) -> String {
+    let name = program.roles.get(role).and_then(|r| r.buffers.get(buffer)).map_or("?", |b| b.name.as_str());
+    format!("stage {role} buffer {buffer} ({name})")
+}
+
+/// `stage 1 template 2 (forward) instruction 14 (h.0.attn.qkv)`.
+pub(crate) fn instr_place(program: &Program, role: usize, template: TemplateId, instr: InstrId) -> String {
+    let Some(t) = program.roles.get(role).and_then(|r| r.templates.get(template.index())) else {
+        return format!("stage {role} template {}", template.0);
+    };
+    let what = t.instructions.get(instr.index()).map_or("?", |i| instr_name(&i.kind));
+    format!("stage {role} template {} ({}) instruction {} ({what})", template.0, template_name(t.kind), instr.0)
+}
+
+/// `stage 1 slot 7 (backward of microbatch 3)`.
+pub(crate) fn slot_place(program: &Program, role: usize, slot: usize) -> String {
+    let Some((r, s)) = program.roles.get(role).and_then(|r| r.trace.get(slot).map(|s| (r, s))) else {
+        return format!("stage {role} slot {slot}");
+    };
+    let name = r.templates.get(s.template.index()).map_or("?", |t| template_name(t.kind));
+    match s.microbatch {
+        Some(m) => format!("stage {role} slot {slot} ({name} of microbatch {m})"),
+        None => format!("stage {role} slot {slot} ({name})"),
+    }
+}
+
+pub(crate) fn template_name(kind: TemplateKind) -> &'static str {
+    match kind {
+        TemplateKind::StepBegin => "step_begin",
+        TemplateKind::Forward => "forward",
+        TemplateKind::Backward => "backward",
+        TemplateKind::Exchange => "exchange",
+        TemplateKind::StepEnd => "step_end",
+    }
+}
+
+fn instr_name(kind: &InstrKind) -> &str {
+    match kind {
+        InstrKind::Compute { path, .. } => path,
+        InstrKind::Collective { kind, .. } => kind.name(),
+        InstrKind::Slice { .. } => "slice",
+        InstrKind::Exchange { .. } => "exchange",
+        InstrKind::WorldSum { .. } => "world_sum",
+        InstrKind::Load { .. } => "load",
+        InstrKind::Fill { .. } => "fill",
+        InstrKind::Copy { .. } => "copy",
+    }
+}

@@ -1,0 +1,191 @@
+//! Duration of every instruction of a program on a cluster, once per template.
+//!
+//! The same layer recurs many times in a template and the same template in many roles, so
+//! collectives and transfers are remembered by what they depend on. Durations are those of an
+//! undisturbed rank; sharing of processors is the simulator's business.
+
+mod wire;
+
+pub use wire::{Wire, wires};
+
+use crate::{SimError, collectives, compute};
+use ir::cluster::Cluster;
+use ir::collective::CollectiveKind;
+use ir::mesh::{Axis, DeviceMesh};
+use ir::op::OpKind;
+use ir::program::{CollectiveItem, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
+use ir::sharding::ReduceKind;
+use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
+use std::collections::HashMap;
+
+/// What an instruction's time counts as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CostClass {
+    /// Kernels and local copies.
+    Compute,
+    /// Collectives and the world's sum.
+    Collective,
+    /// Stage-to-stage exchanges.
+    Transfer,
+}
+
+/// Duration of one instruction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct InstrCost {
+    /// Seconds, undisturbed; of an exchange, from the moment both sides have started.
+    pub seconds: f64,
+    /// What it counts as.
+    pub class: CostClass,
+}
+
+/// Costs of a whole program.
+#[derive(Clone, Debug)]
+pub struct Costs {
+    /// By role, template, instruction.
+    pub instructions: Vec<Vec<Vec<InstrCost>>>,
+    /// By transfer.
+    pub wires: Vec<Wire>,
+}
+
+/// Durations of all instructions of `program`.
+///
+/// Fails when the cluster has problems or too few devices, or the program names what does not
+/// exist.
+pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
+    let problems = cluster.problems();
+    if !problems.is_empty() {
+        return Err(SimError::Cluster { name: cluster.name.clone(), problems });
+    }
+    let last = program.roles.iter().map(|r| r.mesh.devices.first_rank.0.saturating_add(r.mesh.n_devices())).max().unwrap_or(0);
+    if last > cluster.n_devices() {
+        return Err(SimError::Ranks { rank: last.saturating_sub(1), devices: cluster.n_devices() });
+    }
+    let wires = wires(program, cluster)?;
+    let world = world_mesh(program);
+    let instructions = program
+        .roles
+        .iter()
+        .map(|role| RoleCosts { cluster, role, world: &world, wires: &wires, shapes: shapes(role), collectives: HashMap::new() }.templates())
+        .collect::<Result<_, _>>()?;
+    Ok(Costs { instructions, wires })
+}
+
+/// Seconds of the sends to one partner, or the receives from it, that proceed together: their
+/// bytes share the link, their latencies overlap.
+pub fn together(wires: &[Wire], transfers: impl Iterator<Item = TransferId>) -> f64 {
+    let (fixed, moving) = transfers.map(|t| wires[t.index()]).fold((0.0f64, 0.0), |(f, m), w| (f.max(w.fixed_s), m + w.moving_s));
+    fixed + moving
+}
+
+type Local = (DType, Vec<u64>);
+
+fn shapes(role: &RoleProgram) -> Vec<Local> {
+    role.buffers.iter().map(|b| (b.dtype, b.spec.local_shape(&b.lens, &role.mesh))).collect()
+}
+
+/// One axis over all ranks of the program.
+fn world_mesh(program: &Program) -> LogicalMesh {
+    let devices = |r: &RoleProgram| r.mesh.devices;
+    let first = program.roles.iter().map(|r| devices(r).first_rank.0).min().unwrap_or(0);
+    let n = program.roles.iter().map(|r| devices(r).n_devices).sum();
+    LogicalMesh { devices: DeviceMesh { first_rank: Rank(first), n_devices: n }, axes: vec![Axis { name: "world".into(), size: n }] }
+}
+
+struct RoleCosts<'a> {
+    cluster: &'a Cluster,
+    role: &'a RoleProgram,
+    world: &'a LogicalMesh,
+    wires: &'a [Wire],
+    shapes: Vec<Local>,
+    collectives: HashMap<(Vec<AxisId>, CollectiveKind, u64), f64>,
+}
+
+impl RoleCosts<'_> {
+    fn templates(mut self) -> Result<Vec<Vec<InstrCost>>, SimError> {
+        let role = self.role;
+        if let Some(slot) = role.trace.iter().find(|s| s.template.index() >= role.templates.len()) {
+            return Err(malformed(role, slot.template.index(), 0, "the trace plays a template that does not exist"));
+        }
+        let mut all = Vec::with_capacity(role.templates.len());
+        for (t, template) in role.templates.iter().enumerate() {
+            let mut costs = Vec::with_capacity(template.instructions.len());
+            for (i, instruction) in template.instructions.iter().enumerate() {
+                self.check(template.kind, i, instruction).map_err(|problem| malformed(role, t, i, &problem))?;
+                costs.push(self.cost(instruction));
+            }
+            all.push(costs);
+        }
+        Ok(all)
+    }
+
+    fn check(&self, kind: TemplateKind, index: usize, instruction: &Instruction) -> Result<(), String> {
+        let exists = |b: &BufferId| b.index() < self.role.buffers.len();
+        if let Some(b) = instruction.reads().iter().chain(&instruction.writes()).find(|b| !exists(b)) {
+            return Err(format!("{b} does not exist"));
+        }
+        if let Some(d) = instruction.deps.iter().find(|d| d.index() >= index) {
+            return Err(format!("waits for {d}, which does not come before it"));
+        }
+        if matches!(instruction.kind, InstrKind::Exchange { .. }) != (kind == TemplateKind::Exchange) {
+            return Err("exchanges stand alone in exchange templates".into());
+        }
+        match &instruction.kind {
+            InstrKind::Exchange { sends, recvs } => {
+                let missing = sends.iter().chain(recvs).find(|s| s.0.index() >= self.wires.len());
+                missing.map_or(Ok(()), |s| Err(format!("transfer {} does not exist", s.0)))
+            }
+            InstrKind::Collective { axes, .. } => {
+                let missing = axes.iter().find(|a| a.index() >= self.role.mesh.axes.len());
+                missing.map_or(Ok(()), |a| Err(format!("{a} does not exist")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn cost(&mut self, instruction: &Instruction) -> InstrCost {
+        let (seconds, class) = match &instruction.kind {
+            InstrKind::Compute { kind, inputs, outputs, .. } => (self.op(kind, inputs, outputs), CostClass::Compute),
+            InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => {
+                (compute::copy_time(self.cluster, self.bytes(*output)).0, CostClass::Compute)
+            }
+            InstrKind::Load { output, .. } | InstrKind::Fill { output, .. } => {
+                (compute::write_time(self.cluster, self.bytes(*output)).0, CostClass::Compute)
+            }
+            InstrKind::Collective { kind, axes, items } => (self.collective(*kind, axes, items), CostClass::Collective),
+            InstrKind::WorldSum { output, .. } => {
+                let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
+                let seconds = collectives::collective_time(self.cluster, self.world, &[AxisId(0)], kind, self.bytes(*output)).0;
+                (seconds, CostClass::Collective)
+            }
+            InstrKind::Exchange { sends, recvs } => {
+                let out = together(self.wires, sends.iter().map(|s| s.0));
+                let into = together(self.wires, recvs.iter().map(|s| s.0));
+                (out.max(into), CostClass::Transfer)
+            }
+        };
+        InstrCost { seconds, class }
+    }
+
+    fn bytes(&self, buffer: BufferId) -> u64 {
+        self.role.buffer(buffer).bytes
+    }
+
+    fn op(&self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> f64 {
+        let local = |ids: &[BufferId]| -> Vec<Local> { ids.iter().map(|b| self.shapes[b.index()].clone()).collect() };
+        compute::op_time(self.cluster, kind, &local(inputs), &local(outputs)).0
+    }
+
+    /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
+    fn collective(&mut self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem]) -> f64 {
+        let bytes = items.iter().map(|i| self.bytes(i.input).max(self.bytes(i.output))).fold(0u64, u64::saturating_add);
+        let (cluster, mesh) = (self.cluster, &self.role.mesh);
+        *self
+            .collectives
+            .entry((axes.to_vec(), kind, bytes))
+            .or_insert_with(|| collectives::collective_time(cluster, mesh, axes, kind, bytes).0)
+    }
+}
+
+fn malformed(role: &RoleProgram, template: usize, instruction: usize, problem: &str) -> SimError {
+    SimError::Malformed { stage: role.stage, template, instruction, problem: problem.to_string() }
+}

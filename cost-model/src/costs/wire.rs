@@ -1,0 +1,103 @@
+//! Time of stage-to-stage transfers, from the blocks that `ir::reshard::tiles_to` gives.
+//!
+//! Every rank sends and receives over its own links, so a transfer takes as long as its most
+//! loaded rank. For meshes of up to [`EXACT_PAIRS`] pairs of ranks all blocks are counted. For
+//! larger ones a few receivers (the first, the last, and the first one's neighbour along each
+//! axis) stand for all, and what the senders send is taken to be spread evenly over those
+//! that `tiles_to` chooses: one replica of each shard per replica of the receivers.
+
+use crate::SimError;
+use ir::cluster::Cluster;
+use ir::program::{Program, Transfer};
+use ir::reshard::{Placement, Tile, tiles_to};
+use ir::{LogicalMesh, ShardingSpec, TransferId};
+use std::collections::{BTreeMap, HashMap};
+
+/// Time of one transfer, apart in what overlaps and what adds up when several transfers
+/// proceed together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Wire {
+    /// Latency and start-up, `latency + half_bytes / bandwidth` of the slowest link used.
+    pub fixed_s: f64,
+    /// Bytes of the most loaded rank over its links.
+    pub moving_s: f64,
+}
+
+/// Pairs of ranks up to which all blocks are counted.
+const EXACT_PAIRS: u64 = 4096;
+
+/// Time of every transfer of a program.
+pub fn wires(program: &Program, cluster: &Cluster) -> Result<Vec<Wire>, SimError> {
+    let mut known = HashMap::new();
+    let mut wires = Vec::with_capacity(program.transfers.len());
+    for (i, transfer) in program.transfers.iter().enumerate() {
+        let error = |problem: &str| SimError::Transfer { transfer: TransferId::new(i), buffer: None, problem: problem.into() };
+        let mesh = |stage: ir::StageId| program.roles.get(stage.index()).map(|r| &r.mesh).ok_or_else(|| error("a side is not a stage"));
+        let (from, to) = (mesh(transfer.from)?, mesh(transfer.to)?);
+        let fits = |s: &ShardingSpec, m: &LogicalMesh| s.dims.len() == transfer.lens.len() && s.problems(m).is_empty() && s.partial.is_empty();
+        if !fits(&transfer.from_spec, from) || !fits(&transfer.to_spec, to) {
+            return Err(error("a spec does not fit its mesh or is partial"));
+        }
+        let wire = *known.entry(question(cluster, transfer, from, to)).or_insert_with(|| wire(cluster, transfer, from, to));
+        wires.push(wire);
+    }
+    Ok(wires)
+}
+
+type Question<'a> = (Vec<u32>, Vec<u32>, &'a ShardingSpec, &'a ShardingSpec, &'a [u64], u64, u32, i64);
+
+/// What a wire's time depends on: shapes, and where the meshes stand to the links.
+fn question<'a>(cluster: &Cluster, t: &'a Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Question<'a> {
+    let sizes = |m: &LogicalMesh| m.axes.iter().map(|a| a.size).collect();
+    let period = cluster.levels.iter().rev().nth(1).map_or(1, |l| l.devices.max(1));
+    let (a, b) = (from.devices.first_rank.0, to.devices.first_rank.0);
+    (sizes(from), sizes(to), &t.from_spec, &t.to_spec, &t.lens, t.dtype.bytes(), a % period, i64::from(b) - i64::from(a))
+}
+
+fn wire(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Wire {
+    let (source, target) = (Placement { mesh: from, spec: &t.from_spec }, Placement { mesh: to, spec: &t.to_spec });
+    let blocks = |coords: &[u32]| tiles_to(&t.lens, source, target, coords);
+    if u64::from(from.n_devices()) * u64::from(to.n_devices()) <= EXACT_PAIRS {
+        let tiles: Vec<Tile> = to.ranks().filter_map(|r| to.coords(r)).flat_map(|c| blocks(&c)).collect();
+        return worst(cluster, t.dtype.bytes(), &tiles);
+    }
+    let mut worst_received = Wire::default();
+    for coords in representatives(to) {
+        let received = worst(cluster, t.dtype.bytes(), &blocks(&coords));
+        worst_received.fixed_s = worst_received.fixed_s.max(received.fixed_s);
+        worst_received.moving_s = worst_received.moving_s.max(received.moving_s);
+    }
+    let replicas = |p: Placement<'_>| -> u64 { p.mesh.axis_ids().filter(|&a| p.spec.replicates(a)).map(|a| p.mesh.size(a)).product() };
+    let shards = u64::from(from.n_devices()) / replicas(source);
+    let senders = shards * replicas(source).min(replicas(target));
+    let fan_out = f64::from(to.n_devices()) / senders as f64;
+    Wire { moving_s: worst_received.moving_s * fan_out.max(1.0), ..worst_received }
+}
+
+/// The most loaded rank's time to send or receive all its blocks.
+fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
+    let mut loads: BTreeMap<(bool, u32), f64> = BTreeMap::new();
+    let mut fixed_s = 0.0f64;
+    for tile in tiles {
+        let Some(level) = cluster.level_between(tile.from.0, tile.to.0).filter(|_| tile.from != tile.to) else { continue };
+        let rate = level.bandwidth_bytes_per_s * level.efficiency;
+        let bytes = tile.len.iter().fold(element_bytes, |a, &b| a.saturating_mul(b));
+        fixed_s = fixed_s.max(level.latency_s + level.half_bytes / rate);
+        *loads.entry((true, tile.from.0)).or_default() += bytes as f64 / rate;
+        *loads.entry((false, tile.to.0)).or_default() += bytes as f64 / rate;
+    }
+    Wire { fixed_s, moving_s: loads.values().copied().fold(0.0, f64::max) }
+}
+
+/// The first rank, its neighbour along each axis, and the last rank.
+fn representatives(mesh: &LogicalMesh) -> Vec<Vec<u32>> {
+    let first = vec![0; mesh.axes.len()];
+    let mut all = vec![first.clone()];
+    for (i, axis) in mesh.axes.iter().enumerate().filter(|(_, a)| a.size > 1) {
+        let mut next = first.clone();
+        next[i] = 1.min(axis.size - 1);
+        all.push(next);
+    }
+    all.push(mesh.axes.iter().map(|a| a.size - 1).collect());
+    all
+}

@@ -1,0 +1,37 @@
+//! What a training step computes, whatever the plan: the numerator of MFU.
+
+use ir::training::TrainingGraph;
+use ir::{DType, Flops, Pass, Region, TrainSpec};
+
+/// What one step of training does, for rates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepWork {
+    /// Model FLOPs, see [`model_flops`].
+    pub model_flops: Flops,
+    /// Tokens of the global batch.
+    pub tokens: u64,
+    /// Compute dtype, whose peak MFU is measured against.
+    pub dtype: DType,
+}
+
+impl StepWork {
+    /// The work of a training graph under a spec.
+    pub fn of(training: &TrainingGraph, spec: &TrainSpec) -> Self {
+        StepWork {
+            model_flops: model_flops(training, spec.global_batch),
+            tokens: spec.global_batch.saturating_mul(spec.sequence),
+            dtype: spec.precision.compute(),
+        }
+    }
+}
+
+/// FLOPs of the matmuls and of attention (full, without the causal half) in the forward and
+/// backward passes of one step with `global_batch` samples: PaLM's convention (Chowdhery et
+/// al. 2022, appendix B). Recomputation and the optimizer do not count.
+///
+/// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
+pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
+    let counts = |pass: Pass| matches!(pass, Pass::F | Pass::BI | Pass::BW);
+    let ops = training.graph.ops().iter().filter(|op| op.region == Region::Microbatch && counts(op.pass));
+    ops.map(|op| Flops(training.graph.work(op, 1).model_flops() * global_batch as f64)).sum()
+}

@@ -1,0 +1,223 @@
+//! Collectives that can share a launch.
+//!
+//! In the step phases, where all is about many parameters at once, instructions are
+//! list-scheduled: whatever is ready and no collective runs first, then all ready collectives
+//! that do the same over the same axes become one. In microbatches the order of the graph
+//! stays, because it bounds the memory; only neighbours merge.
+
+use crate::draft::{DraftBuffer, RoleDraft};
+use ir::collective::CollectiveKind;
+use ir::program::{InstrKind, Instruction, TemplateKind};
+use ir::{AxisId, BufferId, DType, LogicalMesh};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Most operand bytes of one rank in a merged collective: large enough that its fixed time
+/// does not matter on any link, small enough that its buffers need not all exist at once.
+const BUCKET_BYTES: u64 = 256 << 20;
+
+pub(crate) fn coalesce(role: &mut RoleDraft) {
+    for template in &mut role.templates {
+        let buffers = Buffers { all: &role.buffers, mesh: &role.mesh };
+        let instructions = std::mem::take(&mut template.instructions);
+        template.instructions = match template.kind {
+            TemplateKind::StepBegin | TemplateKind::StepEnd => list_schedule(instructions, buffers),
+            TemplateKind::Forward | TemplateKind::Backward => merge_neighbours(instructions, buffers),
+            TemplateKind::Exchange => instructions,
+        };
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Buffers<'a> {
+    all: &'a [DraftBuffer],
+    mesh: &'a LogicalMesh,
+}
+
+/// What collectives must share to become one.
+#[derive(PartialEq, Eq)]
+struct Sort {
+    kind: CollectiveKind,
+    axes: Vec<AxisId>,
+    dtype: DType,
+}
+
+impl Buffers<'_> {
+    fn sort(&self, i: &Instruction) -> Option<Sort> {
+        match &i.kind {
+            InstrKind::Collective { kind, axes, items } => {
+                let dtype = self.all[items.first()?.input.index()].dtype;
+                Some(Sort { kind: *kind, axes: axes.clone(), dtype })
+            }
+            _ => None,
+        }
+    }
+    /// Operand bytes on one rank.
+    fn bytes(&self, i: &Instruction) -> u64 {
+        let bytes = |b: BufferId| {
+            let b = &self.all[b.index()];
+            b.spec.local_elements(&b.lens, self.mesh).saturating_mul(b.dtype.bytes())
+        };
+        i.reads().into_iter().fold(0, |sum, b| sum.saturating_add(bytes(b)))
+    }
+}
+
+fn merge_neighbours(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instruction> {
+    let mut out: Vec<Instruction> = Vec::with_capacity(instructions.len());
+    for next in instructions {
+        match out.last_mut() {
+            Some(last) if can_merge(last, &next, buffers) => append(last, next),
+            _ => out.push(next),
+        }
+    }
+    out
+}
+
+fn can_merge(a: &Instruction, b: &Instruction, buffers: Buffers) -> bool {
+    let same = buffers.sort(a).is_some_and(|s| Some(s) == buffers.sort(b));
+    let touched: Vec<BufferId> = a.reads().into_iter().chain(a.writes()).collect();
+    let (a_writes, mut b_touched) = (a.writes(), b.reads().into_iter().chain(b.writes()));
+    let independent = b_touched.all(|x| !a_writes.contains(&x)) && b.writes().iter().all(|x| !touched.contains(x));
+    same && independent && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= BUCKET_BYTES
+}
+
+fn append(into: &mut Instruction, other: Instruction) {
+    if let (InstrKind::Collective { items, .. }, InstrKind::Collective { items: more, .. }) = (&mut into.kind, other.kind) {
+        items.extend(more);
+    }
+}
+
+fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instruction> {
+    let successors = successors(&instructions);
+    let mut waits = vec![0usize; instructions.len()];
+    successors.iter().flatten().for_each(|&s| waits[s] += 1);
+    let is_collective = |i: &Instruction| matches!(i.kind, InstrKind::Collective { .. } | InstrKind::WorldSum { .. });
+    let mut ready: BTreeSet<(bool, usize)> = BTreeSet::new();
+    for (i, instruction) in instructions.iter().enumerate().filter(|(i, _)| waits[*i] == 0) {
+        ready.insert((is_collective(instruction), i));
+    }
+    let mut pending: Vec<Option<Instruction>> = instructions.into_iter().map(Some).collect();
+    let mut out = Vec::with_capacity(pending.len());
+    // The smallest entry: by graph order a non-collective if one is ready, else a collective.
+    while let Some((_, first)) = ready.pop_first() {
+        let Some(mut instruction) = pending[first].take() else { continue };
+        let mut played = vec![first];
+        if let Some(sort) = buffers.sort(&instruction) {
+            let mut bytes = buffers.bytes(&instruction);
+            for &(_, i) in &ready {
+                let Some(other) = pending[i].take_if(|other| {
+                    let sum = bytes.saturating_add(buffers.bytes(other));
+                    buffers.sort(other).as_ref() == Some(&sort) && sum <= BUCKET_BYTES
+                }) else {
+                    continue;
+                };
+                bytes = bytes.saturating_add(buffers.bytes(&other));
+                append(&mut instruction, other);
+                played.push(i);
+            }
+        }
+        out.push(instruction);
+        for i in played {
+            ready.remove(&(true, i));
+            for &s in &successors[i] {
+                waits[s] -= 1;
+                if waits[s] == 0 {
+                    let collective = pending[s].as_ref().is_some_and(is_collective);
+                    ready.insert((collective, s));
+                }
+            }
+        }
+    }
+    out
+}
+
+/// For each instruction the later ones that must stay behind it: they read what it writes,
+/// or write what it reads or writes.
+fn successors(instructions: &[Instruction]) -> Vec<BTreeSet<usize>> {
+    let mut successors = vec![BTreeSet::new(); instructions.len()];
+    let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
+    let mut readers: BTreeMap<BufferId, Vec<usize>> = BTreeMap::new();
+    for (i, instruction) in instructions.iter().enumerate() {
+        for b in instruction.reads() {
+            if let Some(&w) = writer.get(&b) {
+                successors[w].insert(i);
+            }
+            readers.entry(b).or_default().push(i);
+        }
+        for b in instruction.writes() {
+            let before = readers.remove(&b).unwrap_or_default().into_iter().chain(writer.insert(b, i));
+            for p in before.filter(|&p| p != i) {
+                successors[p].insert(i);
+            }
+        }
+    }
+    successors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draft::Lifetime;
+    use ir::program::{CollectiveItem, Stream};
+    use ir::reshard::LayoutStep;
+    use ir::{Axis, DeviceMesh, Pass, Rank, ReduceKind, ShardingSpec};
+
+    fn mesh() -> LogicalMesh {
+        let devices = DeviceMesh { first_rank: Rank(0), n_devices: 2 };
+        LogicalMesh::new(devices, vec![Axis { name: "x".into(), size: 2 }]).expect("2 = 2")
+    }
+
+    fn buffers(n: usize, elements: u64) -> Vec<DraftBuffer> {
+        let one = |i| DraftBuffer { name: format!("b{i}"), dtype: DType::F32, lens: vec![elements], spec: ShardingSpec::replicated(1), lifetime: Lifetime::ByUse };
+        (0..n).map(one).collect()
+    }
+
+    fn instruction(kind: InstrKind) -> Instruction {
+        Instruction { kind, stream: Stream::Compute, deps: vec![], pass: Pass::F, layer: None }
+    }
+
+    fn reduce(b: u32) -> Instruction {
+        let step = LayoutStep::AllReduce { axes: vec![AxisId::new(0)] };
+        let item = CollectiveItem { step, input: BufferId(b), output: BufferId(b) };
+        instruction(InstrKind::Collective { kind: CollectiveKind::AllReduce(ReduceKind::Sum), axes: vec![AxisId::new(0)], items: vec![item] })
+    }
+
+    fn copy(input: u32, output: u32) -> Instruction {
+        instruction(InstrKind::Copy { input: BufferId(input), output: BufferId(output) })
+    }
+
+    fn show(instructions: &[Instruction]) -> String {
+        let one = |i: &Instruction| match &i.kind {
+            InstrKind::Collective { items, .. } => format!("reduce{:?}", items.iter().map(|i| i.input.0).collect::<Vec<_>>()),
+            InstrKind::Copy { input, output } => format!("copy[{}->{}]", input.0, output.0),
+            other => panic!("{other:?} is not made here"),
+        };
+        instructions.iter().map(one).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn step_phases_gather_what_is_ready() {
+        let all = buffers(6, 8);
+        let mesh = mesh();
+        let b = Buffers { all: &all, mesh: &mesh };
+        let out = list_schedule(vec![reduce(0), copy(0, 3), reduce(1), copy(1, 4), copy(2, 5), reduce(4)], b);
+        assert_eq!(show(&out), "copy[2->5] reduce[0, 1] copy[0->3] copy[1->4] reduce[4]");
+    }
+
+    #[test]
+    fn buckets_are_bounded() {
+        // 2^25 f32 are 128 MiB: two fit a bucket.
+        let all = buffers(3, 1 << 25);
+        let mesh = mesh();
+        let out = list_schedule((0..3).map(reduce).collect(), Buffers { all: &all, mesh: &mesh });
+        assert_eq!(show(&out), "reduce[0, 1] reduce[2]");
+    }
+
+    #[test]
+    fn microbatches_merge_independent_neighbours_only() {
+        let all = buffers(4, 8);
+        let mesh = mesh();
+        let b = Buffers { all: &all, mesh: &mesh };
+        let out = merge_neighbours(vec![reduce(0), reduce(1), copy(1, 2), reduce(3), reduce(3)], b);
+        assert_eq!(show(&out), "reduce[0, 1] copy[1->2] reduce[3] reduce[3]");
+    }
+}

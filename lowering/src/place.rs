@@ -1,0 +1,209 @@
+//! Lifetimes and places of buffers.
+//!
+//! ```text
+//! 0 ┌────────────┬──────┬────────────────┬───────────────────────┐ arena_bytes
+//!   │ persistent │ step │ per microbatch │ transient             │
+//!   └────────────┴──────┴────────────────┴───────────────────────┘
+//! ```
+//! The first three have fixed places. Transient buffers of all templates share one region;
+//! within a template they share bytes when their lifetimes (first to last instruction that
+//! touches them) are disjoint. First fit, largest first.
+
+use crate::draft::{Lifetime, RoleDraft, buffers_mut};
+use crate::error::LowerError;
+use crate::hazards::set_dependencies;
+use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, TemplateKind};
+use ir::{BufferId, StageId, TemplateId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Bytes beyond which an arena is an error; leaves room for sums.
+const MAX_BYTES: u64 = 1 << 62;
+
+pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
+    let mut program = classify(role)?;
+    let base = place_fixed(&mut program)?;
+    program.arena_bytes = place_transient(&mut program, base)?;
+    for template in &mut program.templates {
+        set_dependencies(&mut template.instructions, &program.buffers);
+    }
+    Ok(program)
+}
+
+/// Gives every buffer its class and drops those that nothing touches.
+fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
+    let mut touched_by: Vec<BTreeSet<TemplateId>> = vec![BTreeSet::new(); role.buffers.len()];
+    for (t, template) in role.templates.iter().enumerate() {
+        for b in template.instructions.iter().flat_map(|i| i.reads().into_iter().chain(i.writes())) {
+            touched_by[b.index()].insert(TemplateId::new(t));
+        }
+    }
+    let in_microbatches: BTreeSet<TemplateId> = role.passes.values().chain(role.flows.values()).copied().collect();
+    let mut slots = SlotCounts { role: &role, by_templates: BTreeMap::new() };
+    let mut renumbered = vec![None; role.buffers.len()];
+    let mut buffers = Vec::new();
+    for (i, (b, by)) in role.buffers.iter().zip(&touched_by).enumerate() {
+        let class = match b.lifetime {
+            Lifetime::Persistent => BufferClass::Persistent,
+            Lifetime::Accumulator | Lifetime::Kept => BufferClass::Step,
+            Lifetime::ByUse if by.is_empty() => continue,
+            Lifetime::ByUse if by.len() == 1 => BufferClass::Transient,
+            Lifetime::ByUse if by.is_subset(&in_microbatches) => BufferClass::PerMicrobatch { slots: slots.count(by) },
+            Lifetime::ByUse => BufferClass::Step,
+        };
+        let bytes = b.spec.local_elements(&b.lens, &role.mesh).saturating_mul(b.dtype.bytes());
+        if bytes > MAX_BYTES {
+            return Err(LowerError::TooLarge { name: b.name.clone(), stage: role.stage });
+        }
+        renumbered[i] = Some(BufferId::new(buffers.len()));
+        buffers.push(Buffer { name: b.name.clone(), dtype: b.dtype, lens: b.lens.clone(), spec: b.spec.clone(), class, offset: 0, bytes });
+    }
+    let new = |b: BufferId| renumbered[b.index()].expect("a named buffer is touched or persistent");
+    let RoleDraft { stage, mesh, mut templates, trace, mut states, loss, grad_norm, .. } = role;
+    for instruction in templates.iter_mut().flat_map(|t| &mut t.instructions) {
+        buffers_mut(&mut instruction.kind, &mut |b| *b = new(*b));
+    }
+    states.iter_mut().for_each(|s| s.buffer = new(s.buffer));
+    Ok(RoleProgram { stage, mesh, buffers, templates, trace, arena_bytes: 0, states, loss: loss.map(new), grad_norm: grad_norm.map(new) })
+}
+
+/// Numbers of copies, by the templates that touch a buffer.
+struct SlotCounts<'a> {
+    role: &'a RoleDraft,
+    by_templates: BTreeMap<BTreeSet<TemplateId>, u32>,
+}
+
+impl SlotCounts<'_> {
+    fn count(&mut self, templates: &BTreeSet<TemplateId>) -> u32 {
+        if let Some(&n) = self.by_templates.get(templates) {
+            return n;
+        }
+        let n = copies(&lifetimes(self.role, templates));
+        self.by_templates.insert(templates.clone(), n);
+        n
+    }
+}
+
+/// First and last slot of the trace that touch each microbatch's copy, by microbatch.
+fn lifetimes(role: &RoleDraft, templates: &BTreeSet<TemplateId>) -> Vec<(usize, usize)> {
+    let mut alive: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
+    for (at, slot) in role.trace.iter().enumerate().filter(|(_, s)| templates.contains(&s.template)) {
+        if let Some(m) = slot.microbatch {
+            alive.entry(m).or_insert((at, at)).1 = at;
+        }
+    }
+    alive.into_values().collect()
+}
+
+/// The smallest `n` such that copy `m mod n` is free again when microbatch `m` needs it.
+fn copies(alive: &[(usize, usize)]) -> u32 {
+    let free = |n: usize| alive.iter().zip(alive.iter().skip(n)).all(|(early, late)| early.1 < late.0);
+    let n = (1..=alive.len()).find(|&n| free(n)).unwrap_or(1);
+    u32::try_from(n).expect("there are fewer than 2^32 microbatches")
+}
+
+/// Places what outlives a template; returns the end.
+fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
+    let rank = |class: BufferClass| match class {
+        BufferClass::Persistent => 0,
+        BufferClass::Step => 1,
+        BufferClass::PerMicrobatch { .. } => 2,
+        BufferClass::Transient => 3,
+    };
+    let mut at = 0u64;
+    for group in 0..3 {
+        for b in program.buffers.iter_mut().filter(|b| rank(b.class) == group) {
+            b.offset = at;
+            let bytes = b.stride().saturating_mul(u64::from(b.slots()));
+            at = end(at, bytes, b, program.stage)?;
+        }
+    }
+    Ok(at)
+}
+
+fn end(offset: u64, bytes: u64, b: &Buffer, stage: StageId) -> Result<u64, LowerError> {
+    let end = offset.saturating_add(bytes);
+    if end > MAX_BYTES { Err(LowerError::TooLarge { name: b.name.clone(), stage }) } else { Ok(end) }
+}
+
+/// A transient buffer of one template.
+#[derive(Clone, Copy)]
+struct Interval {
+    buffer: BufferId,
+    bytes: u64,
+    first: usize,
+    last: usize,
+    offset: u64,
+}
+
+/// Places the transient buffers of each template from `base` on; returns the end of all.
+fn place_transient(program: &mut RoleProgram, base: u64) -> Result<u64, LowerError> {
+    debug_assert_eq!(base % ARENA_ALIGN, 0);
+    let mut arena = base;
+    for t in 0..program.templates.len() {
+        if program.templates[t].kind == TemplateKind::Exchange {
+            continue;
+        }
+        for interval in first_fit(intervals(program, t), base) {
+            let b = &mut program.buffers[interval.buffer.index()];
+            b.offset = interval.offset;
+            arena = arena.max(end(interval.offset, interval.bytes, b, program.stage)?);
+        }
+    }
+    Ok(arena)
+}
+
+fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {
+    let mut found: BTreeMap<BufferId, Interval> = BTreeMap::new();
+    for (i, instruction) in program.templates[template].instructions.iter().enumerate() {
+        for buffer in instruction.reads().into_iter().chain(instruction.writes()) {
+            let b = program.buffer(buffer);
+            if b.class == BufferClass::Transient {
+                let new = Interval { buffer, bytes: b.stride(), first: i, last: i, offset: 0 };
+                found.entry(buffer).or_insert(new).last = i;
+            }
+        }
+    }
+    found.into_values().collect()
+}
+
+fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
+    intervals.sort_by_key(|i| (std::cmp::Reverse(i.bytes), i.first, i.buffer));
+    // By offset, so that gaps are found in one pass.
+    let mut placed: Vec<Interval> = Vec::with_capacity(intervals.len());
+    for mut new in intervals {
+        new.offset = base;
+        for old in placed.iter().filter(|old| old.first <= new.last && new.first <= old.last) {
+            if old.offset >= new.offset.saturating_add(new.bytes) {
+                break;
+            }
+            new.offset = new.offset.max(old.offset.saturating_add(old.bytes));
+        }
+        let at = placed.partition_point(|old| old.offset <= new.offset);
+        placed.insert(at, new);
+    }
+    placed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_follow_from_lifetimes() {
+        // Disjoint: one copy. Each overlaps the next: two. All alive at once: all.
+        assert_eq!(copies(&[(0, 1), (2, 3), (4, 5)]), 1);
+        assert_eq!(copies(&[(0, 3), (2, 5), (4, 7)]), 2);
+        assert_eq!(copies(&[(0, 3), (1, 4), (2, 5)]), 3);
+        // Never two alive at once but the first two, and yet copy 0 serves every other one.
+        assert_eq!(copies(&[(0, 2), (1, 3), (4, 5), (6, 7)]), 2);
+    }
+
+    #[test]
+    fn disjoint_lifetimes_share_bytes() {
+        let i = |buffer, bytes, first, last| Interval { buffer: BufferId(buffer), bytes, first, last, offset: 0 };
+        let placed = first_fit(vec![i(0, 256, 0, 1), i(1, 512, 1, 2), i(2, 256, 2, 3), i(3, 768, 3, 4)], 1024);
+        let offsets: BTreeMap<u32, u64> = placed.iter().map(|p| (p.buffer.0, p.offset)).collect();
+        // Largest first: 3 at the base, 1 at the base, 2 behind 3 and 1, 0 behind 1.
+        assert_eq!(offsets, BTreeMap::from([(3, 1024), (1, 1024), (2, 1024 + 768), (0, 1024 + 512)]));
+    }
+}

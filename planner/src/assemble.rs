@@ -1,0 +1,129 @@
+//! From a chosen pipeline to a plan document: strategies by layer, then the layout changes
+//! that the program will need, each by its cheapest path.
+
+use crate::groups::Setting;
+use crate::layer_model::LayerModel;
+use crate::layers::Layers;
+use crate::prices::{best_path, path_time};
+use crate::stage::{PricedMesh, StagePath};
+use cost_model::collectives;
+use ir::cluster::Cluster;
+use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
+use ir::reshard::{self, CrossPath, Placement};
+use ir::training::TrainingGraph;
+use ir::{LayerId, LogicalMesh, ShardingSpec};
+use lowering::{CrossEdge, LowerError};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// One stage with everything decided but the paths.
+pub(crate) struct ChosenStage<'a> {
+    pub layers: Range<usize>,
+    pub mesh: LogicalMesh,
+    pub models: &'a [LayerModel],
+    pub priced: PricedMesh<'a>,
+    pub path: StagePath,
+}
+
+/// Adds a stage to a plan: runs of layers that share a strategy.
+pub(crate) fn add_stage(plan: &mut Plan, s: &Setting<'_>, layers: &Layers, stage: &ChosenStage<'_>) {
+    let mut runs: Vec<LayerRun> = Vec::new();
+    for (i, layer) in stage.layers.clone().enumerate() {
+        let kind = layers.kind[layer];
+        let (entry, exit) = (stage.path.boundaries[i], stage.path.boundaries[i + 1]);
+        let strategy = layer_strategy(s, layers, &stage.models[kind], kind, &stage.priced.decode(kind, entry, exit));
+        let index = plan.layer_strategies.iter().position(|x| *x == strategy).unwrap_or_else(|| {
+            plan.layer_strategies.push(strategy);
+            plan.layer_strategies.len() - 1
+        }) as u32;
+        match runs.last_mut() {
+            Some(run) if run.strategy == index => run.count += 1,
+            _ => runs.push(LayerRun { first: LayerId::new(layer), count: 1, strategy: index }),
+        }
+    }
+    plan.stages.push(StagePlan { mesh: stage.mesh.clone(), runs });
+}
+
+fn layer_strategy(s: &Setting<'_>, layers: &Layers, model: &LayerModel, kind: usize, choice: &[u32]) -> LayerStrategy {
+    let graph = &s.training.graph;
+    let name = &graph.layers[layers.first[kind].index()];
+    let mut strategy = LayerStrategy::default();
+    for (group, &c) in model.groups.iter().zip(choice).take(model.n_own) {
+        for (&id, op) in group.ops.iter().zip(&group.choices[c as usize].strategies) {
+            strategy.ops.insert(relative_path(&graph.op(id).path, name), op.clone());
+        }
+    }
+    strategy
+}
+
+/// Records the cheapest path of every layout change that the plan's program needs.
+pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<(), LowerError> {
+    let cluster = plan.cluster.clone();
+    for edge in lowering::cross_edges(plan, training)? {
+        if let Some(path) = best_cross(&cluster, plan, &edge) {
+            plan.transfers.insert(edge.key.clone(), path);
+        }
+    }
+    // Layers that share a strategy share a path where they agree; the rest stand apart.
+    let mut of_run: BTreeMap<usize, u32> = BTreeMap::new();
+    for run in plan.stages.iter().flat_map(|s| &s.runs) {
+        for l in run.first.index()..run.first.index() + run.count as usize {
+            of_run.insert(l, run.strategy);
+        }
+    }
+    for edge in lowering::edges(plan, training)? {
+        let mesh = &plan.stages[edge.stage.index()].mesh;
+        let Some((steps, _)) = best_path(&cluster, mesh, &edge.from, &edge.to, &edge.lens, edge.dtype) else { continue };
+        let shared = edge.layer.and_then(|l| of_run.get(&l.index())).and_then(|&k| plan.layer_strategies.get_mut(k as usize));
+        let Some(strategy) = shared else {
+            plan.edges.insert(edge.key, steps);
+            continue;
+        };
+        let known = strategy.edges.entry(edge.relative).or_insert_with(|| steps.clone());
+        if *known != steps {
+            plan.edges.insert(edge.key, steps);
+        }
+    }
+    Ok(())
+}
+
+fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossPath> {
+    let (from_mesh, to_mesh) = (&plan.stages[edge.from.index()].mesh, &plan.stages[edge.to.index()].mesh);
+    let mut targets = edge.wanted.clone();
+    let sizes = |m: &LogicalMesh| m.axes.iter().map(|a| a.size).collect::<Vec<_>>();
+    if sizes(from_mesh) == sizes(to_mesh) {
+        let same = ShardingSpec { partial: BTreeMap::new(), ..edge.from_spec.clone() };
+        if !targets.contains(&same) {
+            targets.push(same);
+        }
+    }
+    let mut best: Option<(CrossPath, f64)> = None;
+    for target in &targets {
+        let from = Placement { mesh: from_mesh, spec: &edge.from_spec };
+        let to = Placement { mesh: to_mesh, spec: target };
+        for path in reshard::cross_paths(&edge.lens, from, to) {
+            let seconds = cross_time(cluster, from_mesh, to_mesh, edge, target, &path);
+            if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
+                best = Some((path, seconds));
+            }
+        }
+    }
+    best.map(|(path, _)| path)
+}
+
+/// Seconds of a transfer: reducing, sending one shard, gathering, and what its uses then need.
+fn cross_time(cluster: &Cluster, from: &LogicalMesh, to: &LogicalMesh, edge: &CrossEdge, target: &ShardingSpec, path: &CrossPath) -> f64 {
+    let (lens, dtype) = (&edge.lens, edge.dtype);
+    let bytes = path.target_spec.local_elements(lens, to).saturating_mul(dtype.bytes());
+    let sent = path.source_spec.local_elements(lens, from).saturating_mul(dtype.bytes());
+    let send = collectives::send_time(cluster, from.devices.first_rank.0, to.devices.first_rank.0, bytes.max(sent.min(bytes.saturating_mul(2)))).0;
+    let uses: f64 = edge
+        .wanted
+        .iter()
+        .map(|w| best_path(cluster, to, target, w, lens, dtype).map_or(f64::INFINITY, |(_, seconds)| seconds))
+        .sum();
+    path_time(cluster, from, &edge.from_spec, &path.before, lens, dtype)
+        + send
+        + path_time(cluster, to, &path.target_spec, &path.after, lens, dtype)
+        + uses
+}

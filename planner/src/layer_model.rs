@@ -1,0 +1,373 @@
+//! One kind of layer on one mesh: its groups, the priced edges between them, and its cost as
+//! a matrix over the layouts of its two boundaries.
+//!
+//! The groups of the next layer's boundary take part with their layouts but without cost, so
+//! that the layer pays for bringing its result into the layout that the next layer wants and
+//! for receiving its gradient in it. Eliminating everything but the two boundaries, under a
+//! price on memory, gives the matrix; min-plus products of matrices are stages (`stage`).
+
+use crate::groups::{Choice, Group, Phases, Setting, make_groups};
+use crate::intra_op::eliminate::{Eliminator, TooWide};
+use crate::intra_op::problem::{Cost, Edge, Table};
+use crate::layers::Layers;
+use crate::prices::Prices;
+use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// Cost quantum: seconds per unit of the integer costs that solvers see.
+pub(crate) const QUANTUM_S: f64 = 1e-10;
+/// Elimination tables beyond this many cells are refused.
+const MAX_CELLS: u64 = 40_000_000;
+
+/// Seconds as an integer cost.
+pub(crate) fn quanta(seconds: f64) -> Cost {
+    if seconds.is_finite() { Cost::finite((seconds / QUANTUM_S).round().clamp(0.0, 1e17) as u64) } else { Cost::FORBIDDEN }
+}
+
+/// A priced layer kind.
+pub(crate) struct LayerModel {
+    /// Own groups first, then those of the next layer's boundary.
+    pub groups: Vec<Group>,
+    /// Number of own groups.
+    pub n_own: usize,
+    /// The group of the own boundary, if the layer has one (the first has none).
+    pub entry: Option<usize>,
+    /// The group of the next layer's boundary.
+    pub exit: Option<usize>,
+    links: Vec<Link>,
+    tables: Vec<Edge>,
+    eliminator: Eliminator,
+}
+
+/// All layout changes between two groups.
+struct Link {
+    a: usize,
+    b: usize,
+    uses: Vec<Use>,
+}
+
+/// One use of a value of another group.
+#[derive(Clone, Copy)]
+struct Use {
+    /// (position of the op in its group, result) of the producer, in group `from`.
+    from: usize,
+    producer: (usize, usize),
+    /// (position of the op in its group, operand) of the consumer, in group `to`; for a
+    /// state's next value: the position of the state's op and `None`.
+    to: usize,
+    consumer: (usize, Option<usize>),
+    /// Consumer's op: region and pass decide how often it is paid.
+    op: OpId,
+    value: ValueId,
+}
+
+/// What a layer costs under a price on memory, for each pair of boundary layouts.
+pub(crate) struct PricedLayer {
+    /// `[entry][exit]`, quanta; a side without boundary has one row or column.
+    pub matrix: Vec<Vec<Option<u64>>>,
+    node_costs: Vec<Vec<Cost>>,
+}
+
+/// Weights that turn times and bytes into one number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Weights {
+    /// Microbatches.
+    pub m: f64,
+    /// 1 to count per-step time, 0 to leave it out.
+    pub step: f64,
+    /// Seconds per byte that lives for the step.
+    pub static_price: f64,
+    /// Seconds per byte that is saved per microbatch.
+    pub saved_price: f64,
+}
+
+impl Weights {
+    fn seconds(&self, t: Phases) -> f64 {
+        self.m * (t.forward + t.backward) + self.step * t.step
+    }
+    fn cost(&self, c: &Choice) -> Cost {
+        quanta(self.seconds(c.time) + self.static_price * c.static_bytes as f64 + self.saved_price * c.saved_bytes as f64)
+    }
+}
+
+/// The layer cannot be modelled.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum ModelError {
+    /// An op is left without a strategy.
+    #[error("op `{0}` has no strategy that the pins allow")]
+    NoChoice(String),
+    /// The layer's groups are too entangled to eliminate.
+    #[error(transparent)]
+    TooWide(#[from] TooWide),
+}
+
+impl LayerModel {
+    /// The model of the kind of `layer` (an instance of it, with its successor).
+    pub(crate) fn new(s: &Setting<'_>, layers: &Layers, layer: LayerId, weights: Weights) -> Result<Self, ModelError> {
+        let graph = &s.training.graph;
+        let mut groups = make_groups(s, &layers.ops[layer.index()]);
+        for g in &groups {
+            if g.choices.is_empty() {
+                return Err(ModelError::NoChoice(graph.op(g.ops[0]).path.clone()));
+            }
+        }
+        let n_own = groups.len();
+        let entry = groups.iter().position(|g| g.boundary);
+        if let Some(next) = layers.ops.get(layer.index() + 1) {
+            let mut boundary: Vec<Group> = make_groups(s, next).into_iter().filter(|g| g.boundary).collect();
+            for c in boundary.iter_mut().flat_map(|g| &mut g.choices) {
+                (c.time, c.static_bytes, c.saved_bytes) = (Phases::default(), 0, 0);
+            }
+            groups.extend(boundary);
+        }
+        let exit = (groups.len() > n_own).then_some(n_own);
+        let links = find_links(s, &groups);
+        let mut prices = Prices::new(s.cluster, s.mesh);
+        for (i, group) in groups.iter_mut().enumerate().take(n_own) {
+            price_inside(s, &mut prices, &links, i, group);
+        }
+        let mut tables = Vec::new();
+        for link in links.iter().filter(|l| l.a != l.b) {
+            let (rows, cols) = (groups[link.a].choices.len(), groups[link.b].choices.len());
+            let cells = price_between(s, &mut prices, link, &groups, weights);
+            let table = Table::new(rows, cols, cells).expect("one cell per pair of choices");
+            tables.push(Edge { a: link.a as u32, b: link.b as u32, table: Arc::new(table) });
+        }
+        let sizes: Vec<usize> = groups.iter().map(|g| g.choices.len()).collect();
+        let keep: Vec<u32> = entry.into_iter().chain(exit).map(|g| g as u32).collect();
+        let eliminator = Eliminator::new(&sizes, &tables, &keep, MAX_CELLS)?;
+        Ok(LayerModel { groups, n_own, entry, exit, links, tables, eliminator })
+    }
+
+    /// The matrix under some weights; edge prices were fixed by `new`, with the same `m`.
+    pub(crate) fn price(&self, weights: Weights) -> PricedLayer {
+        let node_costs: Vec<Vec<Cost>> = self.groups.iter().map(|g| g.choices.iter().map(|c| weights.cost(c)).collect()).collect();
+        let found = self.eliminator.run(&node_costs);
+        let (rows, cols) = (self.n_entry(), self.n_exit());
+        let table = found.table();
+        let matrix = (0..rows).map(|i| (0..cols).map(|j| table[i * cols + j].value().filter(|&v| v < 1 << 60)).collect()).collect();
+        PricedLayer { matrix, node_costs }
+    }
+
+    /// Number of layouts of the entry boundary, at least 1.
+    pub(crate) fn n_entry(&self) -> usize {
+        self.entry.map_or(1, |g| self.groups[g].choices.len())
+    }
+    /// Number of layouts of the exit boundary, at least 1.
+    pub(crate) fn n_exit(&self) -> usize {
+        self.exit.map_or(1, |g| self.groups[g].choices.len())
+    }
+
+    /// The best choices of all groups for given boundary layouts.
+    pub(crate) fn decode(&self, priced: &PricedLayer, entry: usize, exit: usize) -> Vec<u32> {
+        let found = self.eliminator.run(&priced.node_costs);
+        let kept: Vec<u32> = self.entry.map(|_| entry as u32).into_iter().chain(self.exit.map(|_| exit as u32)).collect();
+        found.decode(&kept)
+    }
+
+    /// Times and bytes of a decoded choice.
+    pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
+        let mut cost = LayerCost::default();
+        for (group, &c) in self.groups.iter().zip(choice).take(self.n_own) {
+            let c = &group.choices[c as usize];
+            cost.time = cost.time.plus(c.time);
+            cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
+            cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
+            cost.transient_bytes = cost.transient_bytes.max(transient(s, group, c));
+        }
+        let mut prices = Prices::new(s.cluster, s.mesh);
+        for link in self.links.iter().filter(|l| l.a != l.b) {
+            let (ca, cb) = (choice[link.a] as usize, choice[link.b] as usize);
+            let at = |g: usize| if g == link.a { ca } else { cb };
+            for (u, price) in unique_uses(s, &mut prices, &link.uses, &self.groups, &at) {
+                cost.time.add(s.training.graph.op(u.op), price.unwrap_or(f64::INFINITY));
+            }
+        }
+        cost
+    }
+
+    /// The intra-op problem of this layer as a plain value: nodes are groups, a group's bytes
+    /// live for the whole step, saved bytes times `in_flight`.
+    pub(crate) fn problem(&self, name: &str, weights: Weights, in_flight: u64, budget: Option<u64>) -> crate::intra_op::problem::IntraOpProblem {
+        let free = Weights { static_price: 0.0, saved_price: 0.0, ..weights };
+        let nodes = self
+            .groups
+            .iter()
+            .map(|g| crate::intra_op::problem::Node {
+                costs: g.choices.iter().map(|c| free.cost(c)).collect(),
+                usages: g.choices.iter().map(|c| c.static_bytes.saturating_add(c.saved_bytes.saturating_mul(in_flight))).collect(),
+                interval: [0, 1],
+            })
+            .collect();
+        crate::intra_op::problem::IntraOpProblem { name: name.to_string(), nodes, edges: self.tables.clone(), usage_limit: budget }
+    }
+}
+
+/// Times and bytes of a layer under one choice.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct LayerCost {
+    pub time: Phases,
+    pub static_bytes: u64,
+    pub saved_bytes: u64,
+    pub transient_bytes: u64,
+}
+
+/// Bytes that an op of the group needs beside what is counted as saved or static: its largest
+/// set of operands and results.
+fn transient(s: &Setting<'_>, group: &Group, c: &Choice) -> u64 {
+    let graph = &s.training.graph;
+    group
+        .ops
+        .iter()
+        .zip(&c.specs)
+        .filter(|(id, _)| graph.op(**id).region != Region::StepBegin)
+        .map(|(&id, a)| {
+            let op = graph.op(id);
+            let results = op.outputs.iter().zip(&a.results).map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
+            let operands = op.inputs.iter().zip(&a.operands).map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
+            results.chain(operands).fold(0, u64::saturating_add)
+        })
+        .max()
+        .unwrap_or(0)
+}
+
+fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
+    let graph = &s.training.graph;
+    let mut home: BTreeMap<OpId, (usize, usize)> = BTreeMap::new();
+    for (g, group) in groups.iter().enumerate() {
+        for (k, &id) in group.ops.iter().enumerate() {
+            home.insert(id, (g, k));
+        }
+    }
+    let mut links: BTreeMap<(usize, usize), Vec<Use>> = BTreeMap::new();
+    for (&id, &(g, k)) in &home {
+        let op = graph.op(id);
+        for (operand, &value) in op.inputs.iter().enumerate() {
+            let producer = graph.value(value).producer;
+            // Data and constants are made wherever and however they are wanted.
+            if matches!(graph.op(producer).kind, OpKind::Input { .. } | OpKind::Constant { .. }) {
+                continue;
+            }
+            if let Some(&(from, p)) = home.get(&producer) {
+                let result = graph.value(value).result as usize;
+                let u = Use { from, producer: (p, result), to: g, consumer: (k, Some(operand)), op: id, value };
+                links.entry((from.min(g), from.max(g))).or_default().push(u);
+            }
+        }
+    }
+    for state in &s.training.states {
+        let writer = graph.value(state.write);
+        let reader = graph.value(state.read).producer;
+        if let (Some(&(from, p)), Some(&(to, k))) = (home.get(&writer.producer), home.get(&reader)) {
+            let u = Use { from, producer: (p, writer.result as usize), to, consumer: (k, None), op: writer.producer, value: state.write };
+            links.entry((from.min(to), from.max(to))).or_default().push(u);
+        }
+    }
+    links.into_iter().map(|((a, b), uses)| Link { a, b, uses }).collect()
+}
+
+fn spec_from<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec {
+    &groups[u.from].choices[choice].specs[u.producer.0].results[u.producer.1]
+}
+
+fn spec_to<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec {
+    let a = &groups[u.to].choices[choice].specs[u.consumer.0];
+    match u.consumer.1 {
+        Some(operand) => &a.operands[operand],
+        None => &a.results[0],
+    }
+}
+
+/// The distinct layout changes of some uses with their prices: a value that several ops of
+/// one phase want in one spec is brought there once, as lowering does.
+fn unique_uses<'u>(
+    s: &Setting<'_>,
+    prices: &mut Prices<'_>,
+    uses: &'u [Use],
+    groups: &[Group],
+    choice: &dyn Fn(usize) -> usize,
+) -> Vec<(&'u Use, Option<f64>)> {
+    let graph = &s.training.graph;
+    let mut seen = BTreeSet::new();
+    let mut out = Vec::new();
+    for u in uses {
+        let (from, to) = (spec_from(u, groups, choice(u.from)), spec_to(u, groups, choice(u.to)));
+        if from == to {
+            continue;
+        }
+        let op = graph.op(u.op);
+        let phase = (op.region, op.region == Region::Microbatch && op.pass == ir::Pass::F);
+        if seen.insert((u.value, phase, to)) {
+            let ty = graph.ty(u.value);
+            out.push((u, prices.price(from, to, &ty.shape.bind(s.batch), ty.dtype)));
+        }
+    }
+    out
+}
+
+/// Adds the price of layout changes inside a group to its choices; impossible ones are dropped.
+fn price_inside(s: &Setting<'_>, prices: &mut Prices<'_>, links: &[Link], index: usize, group: &mut Group) {
+    let Some(link) = links.iter().find(|l| l.a == index && l.b == index) else { return };
+    let mut kept = Vec::with_capacity(group.choices.len());
+    // `unique_uses` looks groups up by index; inside one group every index means this group.
+    let inner: Vec<Use> = link.uses.iter().map(|u| Use { from: 0, to: 0, ..*u }).collect();
+    for choice in std::mem::take(&mut group.choices) {
+        let single = [Group { ops: group.ops.clone(), choices: vec![choice], boundary: group.boundary }];
+        let priced = unique_uses(s, prices, &inner, &single, &|_| 0);
+        let mut time = single[0].choices[0].time;
+        let mut possible = true;
+        for (u, price) in priced {
+            match price {
+                Some(p) => time.add(s.training.graph.op(u.op), p),
+                None => possible = false,
+            }
+        }
+        let [Group { choices, .. }] = single;
+        if possible {
+            kept.extend(choices.into_iter().map(|c| Choice { time, ..c }));
+        }
+    }
+    group.choices = kept;
+}
+
+fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: &[Group], weights: Weights) -> Vec<Cost> {
+    let graph = &s.training.graph;
+    // Choices that show this link the same specs cost the same: price each pair of faces once.
+    let face = |g: usize, c: usize| -> Vec<&ShardingSpec> {
+        link.uses.iter().map(|u| if u.from == g { spec_from(u, groups, c) } else { spec_to(u, groups, c) }).collect()
+    };
+    let faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
+        let mut known = BTreeMap::new();
+        let mut first = Vec::new();
+        let ids = (0..groups[g].choices.len()).map(|c| {
+            *known.entry(face(g, c)).or_insert_with(|| {
+                first.push(c);
+                first.len() - 1
+            })
+        });
+        let ids = ids.collect();
+        (ids, first)
+    };
+    let ((ids_a, first_a), (ids_b, first_b)) = (faces(link.a), faces(link.b));
+    let mut costs = Vec::with_capacity(first_a.len() * first_b.len());
+    for &ca in &first_a {
+        for &cb in &first_b {
+            let at = |g: usize| if g == link.a { ca } else { cb };
+            let mut phases = Phases::default();
+            let mut possible = true;
+            for (u, price) in unique_uses(s, prices, &link.uses, groups, &at) {
+                match price {
+                    Some(p) => phases.add(graph.op(u.op), p),
+                    None => possible = false,
+                }
+            }
+            costs.push(if possible { quanta(weights.seconds(phases)) } else { Cost::FORBIDDEN });
+        }
+    }
+    let mut cells = Vec::with_capacity(ids_a.len() * ids_b.len());
+    for &a in &ids_a {
+        cells.extend(ids_b.iter().map(|&b| costs[a * first_b.len() + b]));
+    }
+    cells
+}

@@ -1,0 +1,472 @@
+//! The search: microbatch sizes, submeshes and their logical shapes, stages, pipelines.
+//!
+//! For every microbatch size and every shape of every submesh, layers are modelled once per
+//! kind and priced under a ladder of memory prices; ranges of layers become stage-table
+//! entries; the inter-op DP finds the best pipeline of each microbatch size. The best few by
+//! the additive objective are lowered and simulated, and the fastest of those that fit wins.
+
+use crate::assemble::{ChosenStage, add_stage, record_paths};
+use crate::groups::Setting;
+use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
+use crate::layer_model::{LayerModel, Weights};
+use crate::layers::{Layers, find_layers};
+use crate::pins::{AxisRole, Pins};
+use crate::stage::PricedMesh;
+use crate::{PlanError, PlanOptions, PlanStats, Planned};
+use cost_model::simulate::{SimulateOptions, Simulation, simulate};
+use ir::cluster::Cluster;
+use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
+use ir::program::Program;
+use ir::training::{TrainingGraph, training_graph};
+use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec};
+use rayon::prelude::*;
+
+/// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
+/// plentiful) to where every byte is worth any communication.
+const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
+/// Microbatches in flight that saved bytes are weighed with; exact counts enter in the DP.
+const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
+/// Pipelines that are lowered and simulated.
+const SIMULATED: usize = 6;
+/// Times that a plan is made again because its buffers overran the budget.
+const RETRIES: usize = 4;
+/// Largest number of layers that the DP slices one by one.
+const MAX_LAYERS: usize = 400;
+
+/// One logical shape of a submesh.
+#[derive(Clone, Debug)]
+struct Shape {
+    mesh: LogicalMesh,
+    roles: Vec<AxisRole>,
+}
+
+/// A shape with its models and prices for one microbatch size.
+struct Candidate {
+    shape: Shape,
+    submesh: usize,
+    models: Vec<LayerModel>,
+    weights: Vec<Weights>,
+    /// Per weight: range of layers to stage costs.
+    tables: Vec<Vec<((usize, usize), crate::layer_model::LayerCost)>>,
+    /// The same with neither memory nor per-step time: for the bound.
+    relaxed: Vec<((usize, usize), f64)>,
+}
+
+/// A pipeline for one microbatch size.
+struct Pipeline {
+    batch: u64,
+    m: u32,
+    schedule: ScheduleKind,
+    choice: PipelineChoice,
+}
+
+struct Search<'a> {
+    training: &'a TrainingGraph,
+    train: &'a TrainSpec,
+    cluster: &'a Cluster,
+    pins: &'a Pins,
+    layers: Layers,
+    saved: Vec<bool>,
+    submeshes: Vec<u32>,
+}
+
+/// Plans `forward` for `cluster`; see the crate header.
+pub(crate) fn plan(forward: &Graph, train: &TrainSpec, cluster: &Cluster, options: &PlanOptions) -> Result<Planned, PlanError> {
+    let problems: Vec<String> = train.problems().into_iter().chain(cluster.problems()).collect();
+    if let Some(first) = problems.into_iter().next() {
+        return Err(PlanError::Input(first));
+    }
+    let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
+    let pins = &options.pins;
+    let layers = find_layers(&training, &|path| match pins.tensor(path) {
+        Some(pin) => format!("{pin:?}"),
+        None => String::new(),
+    });
+    if layers.kind.len() > MAX_LAYERS {
+        return Err(PlanError::Input(format!("{} layers; the search slices at most {MAX_LAYERS}", layers.kind.len())));
+    }
+    let search = Search { training: &training, train, cluster, pins, saved: saved_values(&training), layers, submeshes: submeshes(cluster, pins)? };
+    let batches = search.batches()?;
+    let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
+    let mut stats = PlanStats { n_layer_kinds: search.layers.first.len(), ..PlanStats::default() };
+    let mut reserve = 0u64;
+    for _ in 0..RETRIES {
+        let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
+        let made = search.simulate_best(forward, pipelines, lower_bound, schedule, reserve, &mut stats)?;
+        match made {
+            Made::Fits(plan, program, simulation) => {
+                return Ok(Planned { plan: *plan, training: training.clone(), program, simulation, stats });
+            }
+            Made::Overrun(bytes) => reserve = reserve.saturating_add(bytes).saturating_add(bytes / 16),
+        }
+    }
+    Err(PlanError::Overrun { bytes: reserve })
+}
+
+enum Made {
+    Fits(Box<Plan>, Program, Simulation),
+    /// The nearest plan's arena exceeds the budget by this many bytes.
+    Overrun(u64),
+}
+
+impl Search<'_> {
+    fn batches(&self) -> Result<Vec<u64>, PlanError> {
+        let b = self.train.global_batch;
+        if let Some(pinned) = self.pins.microbatch {
+            if b % pinned != 0 {
+                return Err(PlanError::Input(format!("pinned microbatch {pinned} does not divide the global batch {b}")));
+            }
+            return Ok(vec![pinned]);
+        }
+        let divisors: Vec<u64> = (1..=b.min(1 << 16)).filter(|d| b % d == 0).collect();
+        Ok(divisors)
+    }
+
+    fn setting<'s>(&'s self, shape: &'s Shape, batch: u64) -> Setting<'s> {
+        Setting {
+            training: self.training,
+            train: self.train,
+            cluster: self.cluster,
+            mesh: &shape.mesh,
+            roles: &shape.roles,
+            pins: self.pins,
+            batch,
+            saved: &self.saved,
+        }
+    }
+
+    /// The best pipeline of every microbatch size, best first, and a bound on all of them.
+    fn pipelines(&self, batches: &[u64], schedule: ScheduleKind, reserve: u64, stats: &mut PlanStats) -> Result<(Vec<Pipeline>, f64), PlanError> {
+        let mut found = Vec::new();
+        let mut bound = f64::INFINITY;
+        let mut nearest: Option<PlanError> = None;
+        for &batch in batches {
+            let m = (self.train.global_batch / batch) as u32;
+            if self.pins.pipeline.is_some_and(|p| p > 1) && m < 1 {
+                continue;
+            }
+            let shapes = self.shapes(batch);
+            let candidates: Vec<Result<Candidate, PlanError>> = shapes.into_par_iter().map(|(submesh, shape)| self.candidate(submesh, shape, batch, m)).collect();
+            let mut usable = Vec::new();
+            for c in candidates {
+                match c {
+                    Ok(c) => usable.push(c),
+                    Err(e) => nearest = nearest.or(Some(e)),
+                }
+            }
+            stats.candidates += usable.len() as u64;
+            match self.solve_pipeline(&usable, batch, m, schedule, reserve) {
+                Ok((choice, lower)) => {
+                    bound = bound.min(lower);
+                    found.push(Pipeline { batch, m, schedule, choice });
+                }
+                Err(e) => nearest = Some(nearer(nearest, e)),
+            }
+        }
+        if found.is_empty() {
+            return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
+        }
+        found.sort_by(|a, b| a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s).then(a.batch.cmp(&b.batch)));
+        Ok((found, bound))
+    }
+
+    /// Logical shapes of every submesh that suit a microbatch of `batch` samples.
+    fn shapes(&self, batch: u64) -> Vec<(usize, Shape)> {
+        let mut shapes = Vec::new();
+        for (submesh, &n) in self.submeshes.iter().enumerate() {
+            let devices = DeviceMesh { first_rank: Rank(0), n_devices: n };
+            let axis = |name: &str, size: u32| Axis { name: name.into(), size };
+            if self.pins.fixes_mesh() {
+                let data = self.pins.data.unwrap_or_else(|| n / self.pins.tensor.unwrap_or(1).max(1));
+                let tensor = self.pins.tensor.unwrap_or_else(|| n / data.max(1));
+                // A data axis that no sample can fill is a pin that cannot be met well.
+                if u64::from(data) <= batch
+                    && let Some(mesh) = LogicalMesh::new(devices, vec![axis("data", data), axis("tensor", tensor)])
+                {
+                    shapes.push((submesh, Shape { mesh, roles: vec![AxisRole::Data, AxisRole::Tensor] }));
+                }
+                continue;
+            }
+            let inner_most = self.cluster.devices_per_host.min(n);
+            for y in (1..=inner_most).filter(|y| n % y == 0 && self.cluster.devices_per_host % y == 0) {
+                // One axis over all devices is one shape, whichever axis has it.
+                if y == 1 && n > 1 && n <= self.cluster.devices_per_host {
+                    continue;
+                }
+                if let Some(mesh) = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)]) {
+                    shapes.push((submesh, Shape { mesh, roles: vec![AxisRole::Free, AxisRole::Free] }));
+                }
+            }
+        }
+        shapes
+    }
+
+    fn candidate(&self, submesh: usize, shape: Shape, batch: u64, m: u32) -> Result<Candidate, PlanError> {
+        let s = self.setting(&shape, batch);
+        let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+        let models = self.models(&s, base)?;
+        let mut weights = vec![base];
+        for &price in &MEMORY_PRICES[1..] {
+            for &f in IN_FLIGHT.iter().filter(|&&f| f == 1.0 || f <= f64::from(m)) {
+                weights.push(Weights { static_price: price, saved_price: price * f, ..base });
+            }
+        }
+        let mut tables = Vec::with_capacity(weights.len());
+        for &w in &weights {
+            let (ranges, paths) = PricedMesh::new(&models, w).ranges(&s, &self.layers);
+            tables.push(ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, p.cost))).collect());
+        }
+        // Edge prices weigh per-step time too, so the relaxation has models of its own.
+        let free = Weights { step: 0.0, ..base };
+        let relaxed_models = self.models(&s, free)?;
+        let (ranges, paths) = PricedMesh::new(&relaxed_models, free).ranges(&s, &self.layers);
+        let per_microbatch = |objective: u64| objective as f64 * crate::layer_model::QUANTUM_S / f64::from(m);
+        let relaxed = ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, per_microbatch(p.objective)))).collect();
+        drop(relaxed_models);
+        Ok(Candidate { shape, submesh, models, weights, tables, relaxed })
+    }
+
+    fn models(&self, s: &Setting<'_>, weights: Weights) -> Result<Vec<LayerModel>, PlanError> {
+        self.layers.first.iter().map(|&l| LayerModel::new(s, &self.layers, l, weights).map_err(|e| PlanError::Strategies(e.to_string()))).collect()
+    }
+
+    fn solve_pipeline(&self, candidates: &[Candidate], batch: u64, m: u32, schedule: ScheduleKind, reserve: u64) -> Result<(PipelineChoice, f64), PlanError> {
+        let n_layers = self.layers.kind.len();
+        let devices = self.cluster.n_devices() as usize;
+        let sizes: Vec<usize> = self.submeshes.iter().map(|&n| n as usize).collect();
+        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let mut table = StageTable::new(n_layers, devices, sizes.clone());
+        let mut relaxed = StageTable::new(n_layers, devices, sizes);
+        let mut best_relaxed = std::collections::BTreeMap::new();
+        for (c, candidate) in candidates.iter().enumerate() {
+            for (w, costs) in candidate.tables.iter().enumerate() {
+                for ((i, j), cost) in costs {
+                    let entry = StageEntry {
+                        forward_s: cost.time.forward,
+                        backward_s: cost.time.backward,
+                        step_s: cost.time.step,
+                        static_bytes: cost.static_bytes,
+                        saved_bytes_per_microbatch: cost.saved_bytes,
+                        transient_bytes: cost.transient_bytes,
+                        capacity_bytes: capacity,
+                        boundary_in: 0,
+                        boundary_out: 0,
+                        tag: (c as u64) << 16 | w as u64,
+                    };
+                    table.push(*i..*j, candidate.submesh, entry);
+                }
+            }
+            for ((i, j), seconds) in &candidate.relaxed {
+                let known = best_relaxed.entry((*i, *j, candidate.submesh)).or_insert(*seconds);
+                *known = known.min(*seconds);
+            }
+        }
+        for ((i, j, submesh), seconds) in best_relaxed {
+            let entry = StageEntry {
+                forward_s: seconds,
+                backward_s: 0.0,
+                step_s: 0.0,
+                static_bytes: 0,
+                saved_bytes_per_microbatch: 0,
+                transient_bytes: 0,
+                capacity_bytes: u64::MAX,
+                boundary_in: 0,
+                boundary_out: 0,
+                tag: 0,
+            };
+            relaxed.push(i..j, submesh, entry);
+        }
+        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(self.transfer_s(a, b, batch));
+        let kind = match schedule {
+            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
+            ScheduleKind::OneFOneB => inter_op::ScheduleKind::OneFOneB,
+        };
+        let options = InterOpOptions { n_stages: self.pins.pipeline.map(|p| p as usize), ..InterOpOptions::new(u64::from(m), kind) };
+        let choice = inter_op::plan(&table, &transfer, &options).map_err(|e| self.infeasible(e))?;
+        let lower = inter_op::plan(&relaxed, &transfer, &options).map_or(0.0, |c| c.lower_bound_s);
+        Ok((choice, lower))
+    }
+
+    /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
+    fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
+        let graph = &self.training.graph;
+        let boundary = graph.ops().iter().find(|op| op.path.starts_with(ir::boundary::BOUNDARY));
+        let bytes = boundary.map_or(0, |op| graph.ty(op.outputs[0]).bytes(batch));
+        let (a, b) = (self.submeshes[from], self.submeshes[to]);
+        let share = bytes / u64::from(a.min(b).max(1));
+        let neighbour = a.min(self.cluster.n_devices().saturating_sub(1));
+        2.0 * cost_model::collectives::send_time(self.cluster, 0, neighbour, share).0
+    }
+
+    fn infeasible(&self, why: NoPlan) -> PlanError {
+        match why {
+            NoPlan::NoTiling => PlanError::NoTiling { devices: self.cluster.n_devices(), layers: self.layers.kind.len() },
+            NoPlan::Memory { n_stages, layers, submesh, in_flight, needed_bytes, capacity_bytes } => PlanError::Memory {
+                n_stages,
+                layers: format!("{} to {}", self.training.graph.layers[layers.start], self.training.graph.layers[layers.end - 1]),
+                devices: self.submeshes[submesh],
+                in_flight,
+                needed: u64::try_from(needed_bytes).unwrap_or(u64::MAX),
+                capacity: capacity_bytes,
+            },
+        }
+    }
+
+    /// Lowers and simulates the best pipelines; the fastest that fits wins.
+    fn simulate_best(
+        &self,
+        forward: &Graph,
+        pipelines: Vec<Pipeline>,
+        lower_bound: f64,
+        schedule: ScheduleKind,
+        reserve: u64,
+        stats: &mut PlanStats,
+    ) -> Result<Made, PlanError> {
+        let mut best: Option<(Box<Plan>, Program, Simulation)> = None;
+        let mut overrun = u64::MAX;
+        for p in pipelines.iter().take(SIMULATED) {
+            let mut plan = self.assemble(forward, p)?;
+            record_paths(&mut plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
+            let program = lowering::lower_training(&plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
+            let arena = program.roles.iter().map(|r| r.arena_bytes).max().unwrap_or(0);
+            let usable = self.cluster.usable_bytes();
+            if arena > usable {
+                overrun = overrun.min(arena - usable);
+                continue;
+            }
+            let simulation = simulate(&program, self.cluster, &SimulateOptions::for_training(self.training)).map_err(|e| PlanError::Lower(e.to_string()))?;
+            stats.simulated += 1;
+            stats.alternatives.push((format!("{} stages, microbatch {}", plan.stages.len(), p.batch), simulation.step_time));
+            plan.predicted = simulation.prediction.clone();
+            plan.proof = self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve);
+            if best.as_ref().is_none_or(|(_, _, b)| simulation.step_time.0 < b.step_time.0) {
+                best = Some((Box::new(plan), program, simulation));
+            }
+        }
+        Ok(match best {
+            Some((plan, program, simulation)) => Made::Fits(plan, program, simulation),
+            None => Made::Overrun(overrun),
+        })
+    }
+
+    fn proof(&self, choice: &PipelineChoice, lower_bound: f64, candidates: u64, schedule: ScheduleKind, reserve: u64) -> Proof {
+        let objective = choice.cost.total_s;
+        let lower = lower_bound.min(objective).max(0.0);
+        let mut space = format!(
+            "{} pipelines of contiguous stages over submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes that divide the global batch",
+            schedule.name(),
+            self.submeshes
+        );
+        if reserve > 0 {
+            space += &format!(", {reserve} bytes reserved for buffer placement");
+        }
+        Proof {
+            objective_s: Seconds(objective),
+            lower_bound_s: Seconds(lower),
+            gap: if objective > 0.0 { (objective - lower) / objective } else { 0.0 },
+            space,
+            candidates,
+            stopped: false,
+        }
+    }
+
+    fn assemble(&self, forward: &Graph, p: &Pipeline) -> Result<Plan, PlanError> {
+        let mut plan = Plan {
+            version: PLAN_VERSION,
+            passes: PASSES_VERSION,
+            name: forward.name.clone(),
+            graph: ir::text::print(forward),
+            train: self.train.clone(),
+            cluster: self.cluster.clone(),
+            microbatch: p.batch,
+            n_microbatches: p.m,
+            schedule: p.schedule,
+            stages: Vec::new(),
+            layer_strategies: Vec::new(),
+            transfers: Default::default(),
+            edges: Default::default(),
+            pins: self.pins.describe(),
+            predicted: Prediction::default(),
+            proof: Proof::default(),
+        };
+        // Candidates were dropped with their microbatch size; the chosen ones are made again.
+        let shapes = self.shapes(p.batch);
+        let mut first_rank = 0;
+        for stage in &p.choice.stages {
+            let (c, w) = ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize);
+            let usable: Vec<&(usize, Shape)> = shapes.iter().collect();
+            let (_, shape) = usable.get(c).ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
+            let s = self.setting(shape, p.batch);
+            let base = Weights { m: f64::from(p.m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+            let models = self.models(&s, base)?;
+            let weights = weight_at(p.m, w);
+            let mut priced = PricedMesh::new(&models, weights);
+            let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
+            let path = priced.path(&s, &kinds).ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
+            let mesh = LogicalMesh {
+                devices: DeviceMesh { first_rank: Rank(first_rank), n_devices: shape.mesh.n_devices() },
+                axes: shape.mesh.axes.clone(),
+            };
+            first_rank += shape.mesh.n_devices();
+            let chosen = ChosenStage { layers: stage.layers.clone(), mesh, models: &models, priced, path };
+            add_stage(&mut plan, &s, &self.layers, &chosen);
+        }
+        Ok(plan)
+    }
+}
+
+/// The `w`-th weights that a candidate with `m` microbatches is priced under.
+fn weight_at(m: u32, w: usize) -> Weights {
+    let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+    let prices = MEMORY_PRICES[1..].iter().flat_map(|&price| {
+        IN_FLIGHT.iter().filter(move |&&f| f == 1.0 || f <= f64::from(m)).map(move |&f| (price, price * f))
+    });
+    std::iter::once((0.0, 0.0)).chain(prices).nth(w).map_or(base, |(a, b)| Weights { static_price: a, saved_price: b, ..base })
+}
+
+/// The error that tells the user more: too little memory before anything else.
+fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
+    match (old, new) {
+        (Some(PlanError::Memory { needed, capacity, n_stages, layers, devices, in_flight }), PlanError::Memory { needed: n2, .. }) if needed <= n2 => {
+            PlanError::Memory { needed, capacity, n_stages, layers, devices, in_flight }
+        }
+        (Some(old @ PlanError::Memory { .. }), new) if !matches!(new, PlanError::Memory { .. }) => old,
+        (_, new) => new,
+    }
+}
+
+/// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
+fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
+    let n = cluster.n_devices();
+    if let Some(p) = pins.pipeline {
+        if n % p != 0 {
+            return Err(PlanError::Input(format!("pinned pipeline={p} does not divide the {n} devices of the cluster")));
+        }
+    }
+    if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
+        let stage = d.checked_mul(t).unwrap_or(u32::MAX);
+        if n % stage != 0 || pins.pipeline.is_some_and(|p| p.checked_mul(stage) != Some(n)) {
+            let p = pins.pipeline.map_or("p".to_string(), |p| p.to_string());
+            return Err(PlanError::Input(format!("pinned data={d} x tensor={t} x pipeline={p} does not make the {n} devices of the cluster")));
+        }
+        return Ok(vec![stage]);
+    }
+    if let Some(p) = pins.pipeline {
+        return Ok(vec![n / p]);
+    }
+    let host = cluster.devices_per_host;
+    Ok((1..=n).filter(|k| n % k == 0 && ((*k <= host && host % k == 0) || k % host == 0)).collect())
+}
+
+/// Which values a backward op uses.
+fn saved_values(training: &TrainingGraph) -> Vec<bool> {
+    let graph = &training.graph;
+    let mut saved = vec![false; graph.values().len()];
+    for op in graph.ops().iter().filter(|op| op.region == Region::Microbatch && op.pass != Pass::F) {
+        for &v in &op.inputs {
+            let producer = graph.op(graph.value(v).producer);
+            saved[v.index()] |= producer.region == Region::Microbatch && producer.pass == Pass::F && !producer.kind.is_source();
+        }
+    }
+    saved
+}

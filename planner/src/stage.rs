@@ -1,0 +1,145 @@
+//! Stages of layers on one mesh: min-plus products of layer matrices under prices on memory.
+//!
+//! A stage's cost depends on the sequence of its layers' kinds only, so equal sequences are
+//! computed once however many ranges of layers they describe: for a stack of equal layers the
+//! products are the powers of one matrix.
+
+use crate::groups::Setting;
+use crate::layer_model::{LayerCost, LayerModel, PricedLayer, Weights};
+use crate::layers::Layers;
+use std::collections::BTreeMap;
+
+/// One mesh with its layer models, priced under some weights.
+pub(crate) struct PricedMesh<'m> {
+    models: &'m [LayerModel],
+    priced: Vec<PricedLayer>,
+    /// Cost of a layer kind between two boundary layouts, once asked for.
+    costs: BTreeMap<(usize, usize, usize), LayerCost>,
+}
+
+/// A sequence of layers with the best boundary layouts.
+#[derive(Clone, Debug)]
+pub(crate) struct StagePath {
+    /// Layout index at each boundary, entry of the first layer to exit of the last.
+    pub boundaries: Vec<usize>,
+    /// Sum over the layers (transient: maximum).
+    pub cost: LayerCost,
+    /// The objective under the weights, quanta.
+    pub objective: u64,
+}
+
+/// The best costs of a sequence from every entry layout to every exit layout.
+struct Product {
+    kind: usize,
+    parent: Option<usize>,
+    /// `[entry][exit]`: cost and the layout before the last layer.
+    cells: Vec<Vec<Option<(u64, usize)>>>,
+}
+
+impl<'m> PricedMesh<'m> {
+    pub(crate) fn new(models: &'m [LayerModel], weights: Weights) -> Self {
+        PricedMesh { models, priced: models.iter().map(|m| m.price(weights)).collect(), costs: BTreeMap::new() }
+    }
+
+    /// Best paths of all ranges `start..end` of layers, equal sequences shared: for each
+    /// range an index into the returned paths; `None` where no strategy exists.
+    pub(crate) fn ranges(&mut self, s: &Setting<'_>, layers: &Layers) -> (BTreeMap<(usize, usize), usize>, Vec<Option<StagePath>>) {
+        let n = layers.kind.len();
+        let mut products: Vec<Product> = Vec::new();
+        let mut children: BTreeMap<(Option<usize>, usize), usize> = BTreeMap::new();
+        let mut ranges = BTreeMap::new();
+        for start in 0..n {
+            let mut at = None;
+            for end in start..n {
+                let key = (at, layers.kind[end]);
+                let next = match children.get(&key) {
+                    Some(&p) => p,
+                    None => {
+                        let product = self.extend(&products, at, layers.kind[end]);
+                        products.push(product);
+                        children.insert(key, products.len() - 1);
+                        products.len() - 1
+                    }
+                };
+                ranges.insert((start, end + 1), next);
+                at = Some(next);
+            }
+        }
+        let paths = (0..products.len()).map(|p| self.best_path(s, &products, p)).collect();
+        (ranges, paths)
+    }
+
+    /// The best path of one sequence of kinds.
+    pub(crate) fn path(&mut self, s: &Setting<'_>, kinds: &[usize]) -> Option<StagePath> {
+        let mut products: Vec<Product> = Vec::new();
+        for (i, &kind) in kinds.iter().enumerate() {
+            let product = self.extend(&products, i.checked_sub(1), kind);
+            products.push(product);
+        }
+        self.best_path(s, &products, products.len().checked_sub(1)?)
+    }
+
+    /// The choices of one layer's groups between two boundary layouts.
+    pub(crate) fn decode(&self, kind: usize, entry: usize, exit: usize) -> Vec<u32> {
+        self.models[kind].decode(&self.priced[kind], entry, exit)
+    }
+
+    fn extend(&self, products: &[Product], parent: Option<usize>, kind: usize) -> Product {
+        let matrix = &self.priced[kind].matrix;
+        let cells = match parent {
+            None => matrix.iter().map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect()).collect(),
+            Some(p) => products[p]
+                .cells
+                .iter()
+                .map(|row| {
+                    (0..self.models[kind].n_exit())
+                        .map(|exit| {
+                            row.iter()
+                                .zip(matrix)
+                                .enumerate()
+                                .filter_map(|(mid, (left, right))| Some((left.as_ref()?.0 + right[exit]?, mid)))
+                                .min()
+                        })
+                        .collect()
+                })
+                .collect(),
+        };
+        Product { kind, parent, cells }
+    }
+
+    fn best_path(&mut self, s: &Setting<'_>, products: &[Product], last: usize) -> Option<StagePath> {
+        let cells = &products[last].cells;
+        let (objective, entry, exit) =
+            cells.iter().enumerate().flat_map(|(i, row)| row.iter().enumerate().filter_map(move |(j, c)| c.map(|c| (c.0, i, j)))).min()?;
+        let mut boundaries = vec![exit];
+        let mut kinds = Vec::new();
+        let mut at = Some(last);
+        while let Some(p) = at {
+            kinds.push(products[p].kind);
+            at = products[p].parent;
+            let exit = boundaries[boundaries.len() - 1];
+            boundaries.push(if at.is_some() { products[p].cells[entry][exit]?.1 } else { entry });
+        }
+        boundaries.reverse();
+        kinds.reverse();
+        let mut cost = LayerCost::default();
+        for (i, &kind) in kinds.iter().enumerate() {
+            let c = self.layer_cost(s, kind, boundaries[i], boundaries[i + 1]);
+            cost.time = cost.time.plus(c.time);
+            cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
+            cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
+            cost.transient_bytes = cost.transient_bytes.max(c.transient_bytes);
+        }
+        Some(StagePath { boundaries, cost, objective })
+    }
+
+    fn layer_cost(&mut self, s: &Setting<'_>, kind: usize, entry: usize, exit: usize) -> LayerCost {
+        if let Some(&known) = self.costs.get(&(kind, entry, exit)) {
+            return known;
+        }
+        let choice = self.decode(kind, entry, exit);
+        let cost = self.models[kind].evaluate(s, &choice);
+        self.costs.insert((kind, entry, exit), cost);
+        cost
+    }
+}

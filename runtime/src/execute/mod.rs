@@ -1,0 +1,31 @@
+//! Execution of role programs: one thread per rank, instructions in list order.
+//!
+//! ```text
+//!   Session ── commands ──> RankState (arena, endpoint) ── kernel / collective ──> arena
+//!           <── replies ───            └── Endpoint ── World ── other ranks
+//! ```
+//!
+//! * [`kernel`](kernel()) runs one op on local shards; the single-device reference uses it too.
+//! * [`collective`] says what a layout change does to local buffers.
+//! * [`Session`] keeps the ranks alive between steps, gives out initial states and gathers
+//!   results.
+//!
+//! Invariants: the padding of every buffer is zero after every instruction; the same program,
+//! seed, states and data give the same bits.
+
+pub mod collective;
+mod kernel;
+mod local;
+mod rank;
+#[cfg(test)]
+mod reshard_tests;
+mod script;
+mod session;
+
+pub use kernel::{Context, Operand, Output, in_place, kernel, supports};
+pub use local::{Local, is_computed, narrow, widen};
+pub use rank::RankTimings;
+pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
+
+pub(crate) use rank::{LOSS_SCALE_UNIT, load_tokens, what};
+pub(crate) use session::check_batch;

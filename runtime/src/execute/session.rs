@@ -1,0 +1,397 @@
+//! A session: the ranks of a program as threads that live, with their arenas, from step to
+//! step, and the one who tells them what to do.
+
+use super::local::Local;
+use super::rank::{Play, Played, RankState, RankTimings};
+use crate::arena::Bytes;
+use crate::communicator::World;
+use crate::error::RuntimeError;
+use ir::program::{Program, StateBuffer};
+use ir::training::StateRole;
+use ir::{BufferId, DType, Rank, TrainSpec};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How a session runs.
+#[derive(Clone, Copy, Debug)]
+pub struct SessionOptions {
+    /// Longest that a rank waits for another one.
+    pub watchdog: Duration,
+    /// Threads per rank for large kernels; `None`: the machine's, shared evenly.
+    pub threads_per_rank: Option<usize>,
+}
+
+impl Default for SessionOptions {
+    /// Five minutes, even share.
+    fn default() -> Self {
+        SessionOptions { watchdog: Duration::from_secs(300), threads_per_rank: None }
+    }
+}
+
+/// What a training step gave.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepResult {
+    /// Mean loss over the tokens of the batch, before the update.
+    pub loss: f64,
+    /// Norm of the gradient before clipping, loss scale taken out.
+    pub grad_norm: f64,
+    /// Wall time from the first rank's start to the last rank's end.
+    pub seconds: f64,
+    /// Per rank, when profiled.
+    pub timings: Vec<RankTimings>,
+    /// Peak bytes per rank so far: arena and the largest scratch space of an instruction.
+    pub peak_bytes: Vec<u64>,
+}
+
+/// A full tensor of the training state.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateTensor {
+    /// Global lengths.
+    pub lens: Vec<u64>,
+    /// Row-major elements.
+    pub values: Vec<f32>,
+}
+
+/// States by path: parameters, moments, scalars.
+pub type States = BTreeMap<String, StateTensor>;
+
+/// What the provider of initial values is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct StateRequest<'a> {
+    /// Path of the `State` op.
+    pub path: &'a str,
+    /// Parameter, moment or scalar.
+    pub role: StateRole,
+    /// Global lengths.
+    pub lens: &'a [u64],
+}
+
+enum Command {
+    Play(Play),
+    Read(BufferId),
+    Write(BufferId, Arc<Vec<f32>>),
+}
+
+enum Reply {
+    Played(Box<Played>),
+    Bytes(Bytes),
+    Done,
+}
+
+struct Worker {
+    rank: Rank,
+    role: usize,
+    /// `None` once the session is being dropped.
+    commands: Option<Sender<Command>>,
+    replies: Receiver<Result<Reply, RuntimeError>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A program in execution.
+pub struct Session {
+    program: Arc<Program>,
+    spec: TrainSpec,
+    workers: Vec<Worker>,
+    step: u64,
+    /// The first error; after it the ranks are out of step and nothing more can be run.
+    ended: Option<String>,
+}
+
+impl Session {
+    /// Starts the ranks and gives every state its initial value. `initial` is asked once for
+    /// each state path, in ascending order, and gives the full tensor; each rank keeps its
+    /// part.
+    ///
+    /// Fails when the program does not fit `spec` or is inconsistent, or `initial` fails or
+    /// gives another number of elements.
+    pub fn new(program: &Program, spec: &TrainSpec, options: SessionOptions, mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>) -> Result<Self, RuntimeError> {
+        check(program, spec)?;
+        let program = Arc::new(program.clone());
+        let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let threads = options.threads_per_rank.unwrap_or(cores / (n_ranks as usize).max(1)).max(1);
+        let world = World::new(n_ranks, options.watchdog);
+        let mut workers = Vec::with_capacity(n_ranks as usize);
+        for (role, this) in program.roles.iter().enumerate() {
+            for rank in this.mesh.ranks() {
+                let state = RankState::new(Arc::clone(&program), role, world.endpoint(rank), threads)?;
+                workers.push(start(state, Arc::clone(&world), rank, role));
+            }
+        }
+        let mut session = Session { program, spec: spec.clone(), workers, step: 0, ended: None };
+        for (path, places) in session.state_places() {
+            let (role, state) = &places[0];
+            let buffer = session.program.roles[*role].buffer(state.buffer);
+            let values = initial(StateRequest { path: &path, role: state.role, lens: &buffer.lens })?;
+            session.set_state(&path, &places, values)?;
+        }
+        Ok(session)
+    }
+
+    /// Number of ranks.
+    pub fn n_ranks(&self) -> usize {
+        self.workers.len()
+    }
+    /// The program.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+    /// Training steps done; the next one's number.
+    pub fn step_number(&self) -> u64 {
+        self.step
+    }
+    /// Sets the number of the next step: the count of updates that the states have seen.
+    pub fn set_step_number(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// Runs one training step on a global batch: `sequence + 1` tokens per sample.
+    pub fn step(&mut self, batch: &[Vec<u32>], lr: f64, profile: bool) -> Result<StepResult, RuntimeError> {
+        let result = self.play(batch, lr, true, profile)?;
+        self.step += 1;
+        Ok(result)
+    }
+
+    /// The loss of a global batch with the present parameters, without dropout. Nothing
+    /// changes.
+    pub fn validate(&mut self, batch: &[Vec<u32>]) -> Result<f64, RuntimeError> {
+        Ok(self.play(batch, 0.0, false, false)?.loss)
+    }
+
+    fn play(&mut self, batch: &[Vec<u32>], lr: f64, training: bool, profile: bool) -> Result<StepResult, RuntimeError> {
+        check_batch(batch, &self.spec)?;
+        let play = Play { batch: Arc::new(batch.to_vec()), seed: self.spec.seed, step: self.step, lr, training, profile };
+        let all: Vec<usize> = (0..self.workers.len()).collect();
+        let replies = self.ask(&all, |_| Command::Play(play.clone()))?;
+        let mut played: Vec<Played> = replies.into_iter().filter_map(|r| if let Reply::Played(p) = r { Some(*p) } else { None }).collect();
+        let loss = played.iter().find_map(|p| p.loss).ok_or_else(|| RuntimeError::Program("no stage has the loss".into()))?;
+        let grad_norm = played.iter().find_map(|p| p.grad_norm).unwrap_or(f64::NAN);
+        let start = played.iter().map(|p| p.start).min();
+        let end = played.iter().map(|p| p.end).max();
+        let seconds = start.zip(end).map_or(0.0, |(start, end): (Instant, Instant)| (end - start).as_secs_f64());
+        let peak_bytes = played.iter().map(|p| p.peak_bytes).collect();
+        let timings = played.iter_mut().filter_map(|p| p.timings.take()).collect();
+        Ok(StepResult { loss: f64::from(loss), grad_norm, seconds, timings, peak_bytes })
+    }
+
+    /// The parameters as full tensors by path.
+    pub fn params(&mut self) -> Result<States, RuntimeError> {
+        self.states_where(|role| role == StateRole::Parameter)
+    }
+    /// All states as full tensors by path: whatever the plan, the same training state.
+    pub fn export_states(&mut self) -> Result<States, RuntimeError> {
+        self.states_where(|_| true)
+    }
+    /// Replaces the states, each of which `states` must have, in full.
+    pub fn import_states(&mut self, states: &States) -> Result<(), RuntimeError> {
+        for (path, places) in self.state_places() {
+            let tensor = states.get(&path).ok_or_else(|| RuntimeError::State { path: path.clone(), problem: "is missing".into() })?;
+            self.set_state(&path, &places, tensor.values.clone())?;
+        }
+        Ok(())
+    }
+    /// Whether all ranks that hold the same part of a state hold the same bits; the error
+    /// names the first state and rank that differ.
+    pub fn replicas_agree(&mut self) -> Result<(), RuntimeError> {
+        for (path, places) in self.state_places() {
+            let full = self.gather_state(&places)?;
+            for (role, state) in &places {
+                for (local, rank, part) in self.parts(*role, state)? {
+                    let mut expected = vec![0.0f32; local.elements()];
+                    local.cut(&full.values, &mut expected);
+                    let same = expected.iter().zip(part.f32s()).all(|(a, b)| a.to_bits() == b.to_bits());
+                    if !same {
+                        return Err(RuntimeError::State { path, problem: format!("{rank} differs from other ranks with the same part") });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn states_where(&mut self, wanted: impl Fn(StateRole) -> bool) -> Result<States, RuntimeError> {
+        let mut states = States::new();
+        for (path, places) in self.state_places() {
+            if wanted(places[0].1.role) {
+                let full = self.gather_state(&places)?;
+                states.insert(path, full);
+            }
+        }
+        Ok(states)
+    }
+
+    /// Where each state lies: (role, state) by path.
+    fn state_places(&self) -> BTreeMap<String, Vec<(usize, StateBuffer)>> {
+        let mut places: BTreeMap<String, Vec<(usize, StateBuffer)>> = BTreeMap::new();
+        for (role, this) in self.program.roles.iter().enumerate() {
+            for state in &this.states {
+                places.entry(state.path.clone()).or_default().push((role, state.clone()));
+            }
+        }
+        places
+    }
+
+    fn set_state(&mut self, path: &str, places: &[(usize, StateBuffer)], values: Vec<f32>) -> Result<(), RuntimeError> {
+        let values = Arc::new(values);
+        for (role, state) in places {
+            let buffer = self.program.roles[*role].buffer(state.buffer);
+            let expected: u64 = buffer.lens.iter().product();
+            if values.len() as u64 != expected || buffer.dtype != DType::F32 {
+                let problem = format!("{} elements for {} {:?}", values.len(), buffer.dtype.name(), buffer.lens);
+                return Err(RuntimeError::State { path: path.into(), problem });
+            }
+            let workers = self.workers_of(*role);
+            self.ask(&workers, |_| Command::Write(state.buffer, Arc::clone(&values)))?;
+        }
+        Ok(())
+    }
+
+    /// The full tensor, from the first rank that has each part.
+    fn gather_state(&mut self, places: &[(usize, StateBuffer)]) -> Result<StateTensor, RuntimeError> {
+        let (role, state) = &places[0];
+        let lens = self.program.roles[*role].buffer(state.buffer).lens.clone();
+        let mut values = vec![0.0f32; lens.iter().product::<u64>() as usize];
+        // Last rank first, so that the first one's copy stays.
+        for (local, _, part) in self.parts(*role, state)?.into_iter().rev() {
+            local.paste(part.f32s(), &mut values);
+        }
+        Ok(StateTensor { lens, values })
+    }
+
+    fn parts(&mut self, role: usize, state: &StateBuffer) -> Result<Vec<(Local, Rank, Bytes)>, RuntimeError> {
+        let workers = self.workers_of(role);
+        let replies = self.ask(&workers, |_| Command::Read(state.buffer))?;
+        let this = &self.program.roles[role];
+        let b = this.buffer(state.buffer);
+        let mut parts = Vec::with_capacity(replies.len());
+        for (reply, &w) in replies.into_iter().zip(&workers) {
+            let rank = self.workers[w].rank;
+            if let (Reply::Bytes(bytes), Some(local)) = (reply, Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank)) {
+                parts.push((local, rank, bytes));
+            }
+        }
+        Ok(parts)
+    }
+
+    fn workers_of(&self, role: usize) -> Vec<usize> {
+        (0..self.workers.len()).filter(|&w| self.workers[w].role == role).collect()
+    }
+
+    /// Gives commands to some ranks and waits for all their replies. When several fail, the
+    /// error is of one that did not merely follow another.
+    fn ask(&mut self, workers: &[usize], command: impl Fn(usize) -> Command) -> Result<Vec<Reply>, RuntimeError> {
+        if let Some(reason) = &self.ended {
+            return Err(RuntimeError::Ended(reason.clone()));
+        }
+        for &w in workers {
+            if let Some(commands) = &self.workers[w].commands {
+                // A rank that is gone says so by not replying.
+                let _ = commands.send(command(w));
+            }
+        }
+        let (mut replies, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
+        for &w in workers {
+            match self.workers[w].replies.recv() {
+                Ok(Ok(reply)) => replies.push(reply),
+                Ok(Err(error)) => errors.push(error),
+                Err(_) => errors.push(RuntimeError::Panic { rank: self.workers[w].rank, message: "its thread is gone".into() }),
+            }
+        }
+        if errors.is_empty() {
+            return Ok(replies);
+        }
+        let first = errors.iter().position(|e| !e.is_consequence()).unwrap_or(0);
+        let error = errors.swap_remove(first);
+        self.ended = Some(error.to_string());
+        Err(error)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        for worker in &mut self.workers {
+            worker.commands = None;
+        }
+        for worker in &mut self.workers {
+            if let Some(thread) = worker.thread.take() {
+                // Panics were caught inside and reported as replies.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+fn start(mut state: RankState, world: Arc<World>, rank: Rank, role: usize) -> Worker {
+    let (commands, inbox) = channel();
+    let (outbox, replies) = channel();
+    let thread = std::thread::spawn(move || {
+        for command in inbox {
+            // After a panic the state is never used again: the session has ended.
+            let result = catch_unwind(AssertUnwindSafe(|| obey(&mut state, command))).unwrap_or_else(|panic| {
+                let message = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
+                Err(RuntimeError::Panic { rank, message: message.unwrap_or_default() })
+            });
+            if let Err(error) = &result
+                && !error.is_consequence()
+            {
+                world.abort(rank, &error.to_string());
+            }
+            if outbox.send(result).is_err() {
+                return;
+            }
+        }
+    });
+    Worker { rank, role, commands: Some(commands), replies, thread: Some(thread) }
+}
+
+fn obey(state: &mut RankState, command: Command) -> Result<Reply, RuntimeError> {
+    match command {
+        Command::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
+        Command::Read(buffer) => Ok(Reply::Bytes(state.read(buffer))),
+        Command::Write(buffer, full) => {
+            state.write(buffer, &full);
+            Ok(Reply::Done)
+        }
+    }
+}
+
+/// The batch has the spec's shape.
+pub(crate) fn check_batch(batch: &[Vec<u32>], spec: &TrainSpec) -> Result<(), RuntimeError> {
+    if batch.len() as u64 != spec.global_batch {
+        return Err(RuntimeError::Batch(format!("{} samples, expected {}", batch.len(), spec.global_batch)));
+    }
+    match batch.iter().find(|s| s.len() as u64 != spec.sequence + 1) {
+        Some(s) => Err(RuntimeError::Batch(format!("a sample of {} tokens, expected {} + 1", s.len(), spec.sequence))),
+        None => Ok(()),
+    }
+}
+
+fn check(program: &Program, spec: &TrainSpec) -> Result<(), RuntimeError> {
+    let samples = program.microbatch.checked_mul(u64::from(program.n_microbatches));
+    if samples != Some(spec.global_batch) {
+        let message = format!("{} microbatches of {} do not make the global batch of {}", program.n_microbatches, program.microbatch, spec.global_batch);
+        return Err(RuntimeError::Program(message));
+    }
+    let mut ranks: Vec<Rank> = program.roles.iter().flat_map(|r| r.mesh.ranks()).collect();
+    let n = ranks.len();
+    ranks.sort_unstable();
+    ranks.dedup();
+    if ranks.len() != n || n == 0 {
+        return Err(RuntimeError::Program(format!("{n} ranks, {} of them distinct", ranks.len())));
+    }
+    let ids_hold = program.roles.iter().all(|r| {
+        let n_buffers = r.buffers.len();
+        let in_range = |b: &BufferId| b.index() < n_buffers;
+        let instructions = r.templates.iter().flat_map(|t| &t.instructions);
+        let buffers = instructions.flat_map(|i| i.reads().into_iter().chain(i.writes())).chain(r.states.iter().map(|s| s.buffer)).chain(r.loss).chain(r.grad_norm);
+        r.trace.iter().all(|s| s.template.index() < r.templates.len()) && buffers.into_iter().all(|b| in_range(&b))
+    });
+    match ids_hold {
+        true => Ok(()),
+        false => Err(RuntimeError::Program("a trace or instruction names a template or buffer that does not exist".into())),
+    }
+}

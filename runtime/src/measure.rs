@@ -1,0 +1,180 @@
+//! From the ranks' times to an `ir::measurement::Measurement`.
+//!
+//! Ranks time instructions in profiled steps only, each into its own table; here the tables
+//! are added up after the step. Times include waiting: for a collective, the time until the
+//! last member came.
+
+use crate::execute::{RankTimings, StepResult, what};
+use ir::measurement::{InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement};
+use ir::program::{Program, Stream, TemplateKind};
+use ir::{Bytes, Seconds, TrainSpec};
+
+/// First steps that the median step time leaves out: caches, page faults, thread start.
+const WARM_UP_STEPS: usize = 1;
+
+/// Collects the steps of a run.
+#[derive(Clone, Debug)]
+pub struct Recorder {
+    measurement: Measurement,
+    /// Per stage.
+    profiles: Vec<Profile>,
+    peak_bytes: Vec<u64>,
+    tokens_per_step: f64,
+}
+
+/// Sums over profiled steps and the ranks of a stage.
+#[derive(Clone, Debug, Default)]
+struct Profile {
+    n_ranks: u32,
+    n_steps: u32,
+    instructions: Vec<Vec<(f64, u64)>>,
+    templates: Vec<(f64, u64)>,
+}
+
+impl Recorder {
+    /// A record of a run of `program`; `name` and `plan_hash` say of which plan.
+    pub fn new(program: &Program, spec: &TrainSpec, name: &str, plan_hash: &str) -> Self {
+        let n_ranks = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let measurement = Measurement {
+            version: MEASUREMENT_VERSION,
+            name: name.into(),
+            backend: "cpu-threads".into(),
+            plan_hash: plan_hash.into(),
+            n_ranks,
+            ..Measurement::default()
+        };
+        let profile = |r: &ir::program::RoleProgram| Profile {
+            n_ranks: r.mesh.n_devices(),
+            n_steps: 0,
+            instructions: r.templates.iter().map(|t| vec![(0.0, 0); t.instructions.len()]).collect(),
+            templates: vec![(0.0, 0); r.templates.len()],
+        };
+        Recorder {
+            measurement,
+            profiles: program.roles.iter().map(profile).collect(),
+            peak_bytes: vec![0; program.roles.len()],
+            tokens_per_step: spec.global_batch as f64 * spec.sequence as f64,
+        }
+    }
+
+    /// Adds a step.
+    pub fn step(&mut self, program: &Program, step: u64, lr: f64, result: &StepResult) -> StepMeasurement {
+        let profiled = !result.timings.is_empty();
+        let measured = StepMeasurement { step, loss: result.loss, grad_norm: result.grad_norm, lr, seconds: result.seconds, profiled };
+        self.measurement.steps.push(measured);
+        let mut at = 0;
+        for (stage, role) in program.roles.iter().enumerate() {
+            let n = role.mesh.n_devices() as usize;
+            let peaks = result.peak_bytes.get(at..at + n).unwrap_or_default();
+            self.peak_bytes[stage] = peaks.iter().copied().fold(self.peak_bytes[stage], u64::max);
+            if profiled {
+                self.profiles[stage].n_steps += 1;
+                result.timings.get(at..at + n).unwrap_or_default().iter().for_each(|t| self.profiles[stage].add(t));
+            }
+            at += n;
+        }
+        measured
+    }
+
+    /// Adds a validation loss after `step` training steps.
+    pub fn validation(&mut self, step: u64, loss: f64) {
+        self.measurement.validation.push((step, loss));
+    }
+
+    /// The measurement.
+    pub fn finish(mut self, program: &Program) -> Measurement {
+        for (stage, (role, profile)) in program.roles.iter().zip(&self.profiles).enumerate() {
+            self.measurement.stages.push(profile.stage(role, self.peak_bytes[stage]));
+            if profile.n_steps > 0 {
+                self.measurement.instructions.extend(profile.instructions(role, stage as u32));
+            }
+        }
+        self.measurement.step_time_s = Seconds(median_step(&self.measurement.steps));
+        let seconds = self.measurement.step_time_s.0;
+        self.measurement.tokens_per_s = if seconds > 0.0 { self.tokens_per_step / seconds } else { 0.0 };
+        self.measurement
+    }
+}
+
+impl Profile {
+    fn add(&mut self, timings: &RankTimings) {
+        let pairs = self.instructions.iter_mut().flatten().zip(timings.instructions.iter().flatten());
+        for (total, &(seconds, n)) in pairs.chain(self.templates.iter_mut().zip(&timings.templates)) {
+            total.0 += seconds;
+            total.1 += u64::from(n);
+        }
+    }
+
+    fn stage(&self, role: &ir::program::RoleProgram, peak_bytes: u64) -> StageMeasurement {
+        let per_step = f64::from(self.n_steps * self.n_ranks).max(1.0);
+        let on_stream = |stream: Stream| {
+            let timed = role.templates.iter().zip(&self.instructions).flat_map(|(t, times)| t.instructions.iter().zip(times));
+            timed.filter(|(i, _)| i.stream == stream).map(|(_, t)| t.0).sum::<f64>() / per_step
+        };
+        let of_kind = |wanted: &[TemplateKind]| {
+            let timed = role.templates.iter().zip(&self.templates).filter(|(t, _)| wanted.contains(&t.kind));
+            timed.fold((0.0, 0u64), |(seconds, n), (_, t)| (seconds + t.0, n + t.1))
+        };
+        let mean = |kind: TemplateKind| {
+            let (seconds, n) = of_kind(&[kind]);
+            if n == 0 { 0.0 } else { seconds / n as f64 }
+        };
+        StageMeasurement {
+            compute_s: on_stream(Stream::Compute),
+            collective_s: on_stream(Stream::Collective),
+            transfer_s: on_stream(Stream::Transfer),
+            forward_s: mean(TemplateKind::Forward),
+            backward_s: mean(TemplateKind::Backward),
+            step_s: of_kind(&[TemplateKind::StepBegin, TemplateKind::StepEnd]).0 / per_step,
+            peak_bytes: Bytes(peak_bytes),
+        }
+    }
+
+    fn instructions(&self, role: &ir::program::RoleProgram, stage: u32) -> Vec<InstructionMeasurement> {
+        let mut all = Vec::new();
+        for (t, (template, times)) in role.templates.iter().zip(&self.instructions).enumerate() {
+            for (i, (instruction, &(seconds, n))) in template.instructions.iter().zip(times).enumerate() {
+                all.push(InstructionMeasurement {
+                    stage,
+                    template: t as u32,
+                    instruction: i as u32,
+                    what: what(role, instruction),
+                    count: (n / u64::from((self.n_steps * self.n_ranks).max(1))) as u32,
+                    mean_s: if n == 0 { 0.0 } else { seconds / n as f64 },
+                });
+            }
+        }
+        all
+    }
+}
+
+/// Median time of the steps that are neither warm-up nor profiled; of all steps when none is
+/// left; zero without steps.
+fn median_step(steps: &[StepMeasurement]) -> f64 {
+    let plain = |s: &&StepMeasurement| !s.profiled;
+    let mut times: Vec<f64> = steps.iter().skip(WARM_UP_STEPS).filter(plain).map(|s| s.seconds).collect();
+    if times.is_empty() {
+        times = steps.iter().map(|s| s.seconds).collect();
+    }
+    times.sort_by(f64::total_cmp);
+    match times.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => times[n / 2],
+        n => (times[n / 2 - 1] + times[n / 2]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_leaves_out_warm_up_and_profiling() {
+        let step = |seconds, profiled| StepMeasurement { seconds, profiled, ..StepMeasurement::default() };
+        assert_eq!(median_step(&[]), 0.0);
+        assert_eq!(median_step(&[step(9.0, false)]), 9.0);
+        let steps = [step(9.0, false), step(1.0, false), step(3.0, false), step(8.0, true)];
+        assert_eq!(median_step(&steps), (1.0 + 3.0) / 2.0);
+        assert_eq!(median_step(&steps[..2]), 1.0);
+    }
+}

@@ -1,0 +1,238 @@
+//! The reference: a training graph interpreted op by op on whole tensors, one device, no
+//! program, no layouts. What every plan must compute, and the oracle for it.
+//!
+//! It shares the kernels with the ranks (`execute::kernel`) and nothing else.
+
+use crate::arena::Bytes;
+use crate::error::RuntimeError;
+use crate::execute::{Context, LOSS_SCALE_UNIT, Local, Operand, Output, StateTensor, States, check_batch, in_place, kernel, load_tokens, narrow};
+use ir::training::{StateRole, TrainingGraph};
+use ir::{Graph, Op, OpKind, Region, TensorType, TrainSpec, ValueId};
+use std::collections::BTreeMap;
+
+/// A training graph with its states, ready to train on one device.
+#[derive(Clone, Debug)]
+pub struct Reference {
+    training: TrainingGraph,
+    spec: TrainSpec,
+    microbatch: u64,
+    n_microbatches: u32,
+    states: BTreeMap<String, Vec<f32>>,
+    gradients: BTreeMap<String, Vec<f32>>,
+    step: u64,
+    threads: usize,
+}
+
+/// What a step of the reference gave.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReferenceStep {
+    /// Mean loss over the tokens of the batch, before the update.
+    pub loss: f64,
+    /// Norm of the gradient before clipping, loss scale taken out.
+    pub grad_norm: f64,
+}
+
+/// Values of a graph, by value id.
+type Values = Vec<Option<Bytes>>;
+
+impl Reference {
+    /// Prepares training in `n_microbatches` microbatches of `microbatch` samples.
+    ///
+    /// `parameter` gives the initial value of each state that is not a moment, by path and
+    /// type; moments start at zero. Fails when the microbatches do not make the global batch,
+    /// or a value has another number of elements than its state.
+    pub fn new<E: From<RuntimeError>>(training: &TrainingGraph, spec: &TrainSpec, microbatch: u64, n_microbatches: u32, mut parameter: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, E>) -> Result<Self, E> {
+        if microbatch.checked_mul(u64::from(n_microbatches)) != Some(spec.global_batch) {
+            let message = format!("{n_microbatches} microbatches of {microbatch} do not make the global batch of {}", spec.global_batch);
+            return Err(RuntimeError::Program(message).into());
+        }
+        let mut states = BTreeMap::new();
+        for s in &training.states {
+            let ty = training.graph.ty(s.read);
+            let n = ty.shape.bind(1).iter().product::<u64>() as usize;
+            let values = match s.role {
+                StateRole::Parameter | StateRole::Scalar => parameter(&s.path, ty)?,
+                StateRole::Moment1 | StateRole::Moment2 => vec![0.0; n],
+            };
+            if values.len() != n {
+                return Err(RuntimeError::State { path: s.path.clone(), problem: format!("{} elements for {ty}", values.len()) }.into());
+            }
+            states.insert(s.path.clone(), values);
+        }
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Ok(Reference { training: training.clone(), spec: spec.clone(), microbatch, n_microbatches, states, gradients: BTreeMap::new(), step: 0, threads })
+    }
+
+    /// One training step on a global batch of samples of `sequence + 1` tokens.
+    pub fn step(&mut self, batch: &[Vec<u32>], lr: f64) -> Result<ReferenceStep, RuntimeError> {
+        let mut values = self.run(batch, lr, true)?;
+        let loss = scalar(&values, self.training.loss);
+        let scale = self.states.get("loss_scale").map_or(1.0, |s| f64::from(s[0]) * LOSS_SCALE_UNIT);
+        let grad_norm = scalar(&values, self.training.grad_norm) / scale;
+        self.gradients.clear();
+        for s in self.training.states.iter().filter(|s| s.role == StateRole::Parameter) {
+            let update = self.training.graph.op(self.training.graph.value(s.write).producer);
+            let gradient = update.inputs.get(1).and_then(|v| values[v.index()].as_ref());
+            let gradient = gradient.ok_or_else(|| RuntimeError::Program(format!("`{}` has no gradient", s.param)))?;
+            self.gradients.insert(s.path.clone(), gradient.f32s().iter().map(|g| (f64::from(*g) / scale) as f32).collect());
+        }
+        for s in &self.training.states {
+            let written = values[s.write.index()].take();
+            let written = written.ok_or_else(|| RuntimeError::Program(format!("state `{}` is not written", s.path)))?;
+            self.states.insert(s.path.clone(), written.f32s().to_vec());
+        }
+        self.step += 1;
+        Ok(ReferenceStep { loss, grad_norm })
+    }
+
+    /// The loss of a global batch with the present parameters, without dropout.
+    pub fn validate(&self, batch: &[Vec<u32>]) -> Result<f64, RuntimeError> {
+        let values = self.run(batch, 0.0, false)?;
+        Ok(scalar(&values, self.training.loss))
+    }
+
+    /// Gradients of the last step by parameter path: summed over the step, before clipping,
+    /// loss scale taken out.
+    pub fn gradients(&self) -> &BTreeMap<String, Vec<f32>> {
+        &self.gradients
+    }
+    /// All states by path.
+    pub fn states(&self) -> &BTreeMap<String, Vec<f32>> {
+        &self.states
+    }
+    /// Replaces a state; false when there is none of this path and size.
+    pub fn set_state(&mut self, path: &str, values: Vec<f32>) -> bool {
+        match self.states.get_mut(path).filter(|old| old.len() == values.len()) {
+            Some(old) => {
+                *old = values;
+                true
+            }
+            None => false,
+        }
+    }
+    /// All states in the form of a session's export.
+    pub fn export_states(&self) -> States {
+        let lens = |s: &ir::training::State| self.training.graph.ty(s.read).shape.bind(1);
+        let tensor = |s: &ir::training::State| StateTensor { lens: lens(s), values: self.states[&s.path].clone() };
+        self.training.states.iter().map(|s| (s.path.clone(), tensor(s))).collect()
+    }
+
+    /// All values after a step; of microbatch values, the last microbatch's. Without
+    /// `training`, only what comes before the gradients.
+    fn run(&self, batch: &[Vec<u32>], lr: f64, training: bool) -> Result<Values, RuntimeError> {
+        check_batch(batch, &self.spec)?;
+        let graph = &self.training.graph;
+        let mut machine = Machine { graph, microbatch: self.microbatch, values: vec![None; graph.values().len()] };
+        let mut cx = Context { seed: self.spec.seed, step: self.step, lr, first_sample: 0, training, threads: self.threads };
+        let last_forward = graph.ops().iter().rposition(|op| op.pass == ir::Pass::F).map_or(0, |i| i + 1);
+        let n_ops = if training { graph.ops().len() } else { last_forward };
+        let ops = || graph.ops()[..n_ops].iter();
+        for op in ops().filter(|op| op.region == Region::StepBegin) {
+            match op.kind {
+                OpKind::State { .. } => machine.values[op.outputs[0].index()] = Some(Bytes::of_f32(&self.states[&op.path])),
+                _ => machine.execute(op, batch, &cx)?,
+            }
+        }
+        for m in 0..self.n_microbatches {
+            cx.first_sample = u64::from(m) * self.microbatch;
+            for op in ops().filter(|op| op.region == Region::Microbatch && (training || op.pass == ir::Pass::F)) {
+                machine.execute(op, batch, &cx)?;
+            }
+        }
+        cx.first_sample = 0;
+        for op in ops().filter(|op| op.region == Region::StepEnd) {
+            machine.execute(op, batch, &cx)?;
+        }
+        Ok(machine.values)
+    }
+}
+
+/// Evaluates a forward graph on one microbatch of `tokens.len()` samples and returns the
+/// values named, as f32. States take their values from `state`; dropout is off.
+///
+/// Fails when a state has another number of elements, or a value is not computed.
+pub fn eval_forward(graph: &Graph, tokens: &[Vec<u32>], mut state: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, RuntimeError>, wanted: &[ValueId]) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    let cx = Context { seed: 0, step: 0, lr: 0.0, first_sample: 0, training: false, threads: 1 };
+    let mut machine = Machine { graph, microbatch: tokens.len() as u64, values: vec![None; graph.values().len()] };
+    for op in graph.ops() {
+        if let OpKind::State { .. } = op.kind {
+            let ty = graph.ty(op.outputs[0]);
+            let values = state(&op.path, ty)?;
+            if values.len() as u64 * 4 != ty.bytes(1) {
+                return Err(RuntimeError::State { path: op.path.clone(), problem: format!("{} elements for {ty}", values.len()) });
+            }
+            machine.values[op.outputs[0].index()] = Some(Bytes::of_f32(&values));
+        } else {
+            machine.execute(op, tokens, &cx)?;
+        }
+    }
+    let value = |&v: &ValueId| {
+        let bytes = machine.values.get(v.index()).and_then(Option::as_ref);
+        let bytes = bytes.ok_or_else(|| RuntimeError::Program(format!("{v} is not a value of `{}`", graph.name)))?;
+        Ok(crate::execute::widen(graph.ty(v).dtype, bytes).into_owned())
+    };
+    wanted.iter().map(value).collect()
+}
+
+/// Runs ops, keeping every value.
+struct Machine<'a> {
+    graph: &'a Graph,
+    microbatch: u64,
+    values: Values,
+}
+
+impl Machine<'_> {
+    fn local(&self, v: ValueId) -> Local {
+        let ty = self.graph.ty(v);
+        Local::whole(ty.dtype, &ty.shape.bind(self.microbatch))
+    }
+
+    fn execute(&mut self, op: &Op, batch: &[Vec<u32>], cx: &Context) -> Result<(), RuntimeError> {
+        let locals: Vec<Local> = op.outputs.iter().map(|&v| self.local(v)).collect();
+        match &op.kind {
+            OpKind::Input { kind } => {
+                let mut data = Bytes::zeroed(locals[0].bytes());
+                load_tokens(*kind, &locals[0], cx.first_sample, batch, bytemuck::cast_slice_mut(&mut data))?;
+                self.values[op.outputs[0].index()] = Some(data);
+            }
+            OpKind::Constant { value } => {
+                let mut data = Bytes::zeroed(locals[0].bytes());
+                narrow(locals[0].dtype, &[*value as f32], &mut data);
+                self.values[op.outputs[0].index()] = Some(data);
+            }
+            kind => {
+                let mut results = self.results(op, &locals);
+                let operand_locals: Vec<Local> = op.inputs.iter().map(|&v| self.local(v)).collect();
+                let mut operands = Vec::with_capacity(op.inputs.len());
+                for (v, local) in op.inputs.iter().zip(&operand_locals) {
+                    let data = self.values[v.index()].as_ref();
+                    let data = data.ok_or_else(|| RuntimeError::Program(format!("op `{}` needs {v} before it is computed", op.path)))?;
+                    operands.push(Operand { local, data });
+                }
+                let mut outputs: Vec<Output<'_>> = locals.iter().zip(&mut results).map(|(local, data)| Output { local, data }).collect();
+                kernel(kind, &op.path, &operands, &mut outputs, cx)?;
+                for (v, data) in op.outputs.iter().zip(results) {
+                    self.values[v.index()] = Some(data);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fresh results, or the old values of those that an op changes.
+    fn results(&mut self, op: &Op, locals: &[Local]) -> Vec<Bytes> {
+        let old = |result: usize| -> Option<Bytes> {
+            if let OpKind::Accumulate { .. } = op.kind {
+                return self.values[op.outputs[result].index()].take();
+            }
+            let (operand, _) = in_place(&op.kind).iter().find(|p| p.1 == result)?;
+            self.values[op.inputs[*operand].index()].clone()
+        };
+        let mut old = old;
+        locals.iter().enumerate().map(|(i, local)| old(i).unwrap_or_else(|| Bytes::zeroed(local.bytes()))).collect()
+    }
+}
+
+fn scalar(values: &Values, v: ValueId) -> f64 {
+    values[v.index()].as_ref().map_or(f64::NAN, |b| f64::from(b.f32s()[0]))
+}
