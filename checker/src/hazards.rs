@@ -8,9 +8,10 @@
 
 use crate::memory::overlapping;
 use crate::report::{Report, instr_place};
-use ir::program::{Program, RoleProgram, Stream, Template};
+use ir::collective::CollectiveKind;
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, Template};
 use ir::{BufferId, InstrId, TemplateId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const N_STREAMS: usize = 3;
 
@@ -28,7 +29,13 @@ type Clock = [u32; N_STREAMS];
 pub(crate) fn check(program: &Program, report: &mut Report) {
     for (i, role) in program.roles.iter().enumerate() {
         for (t, template) in role.templates.iter().enumerate() {
-            for (first, second, b) in races(role, template) {
+            let neighbours = neighbours(role, template);
+            for (j, a, b) in self_overlaps(role, template, &neighbours) {
+                let name = |b: BufferId| format!("buffer {} ({})", b.0, role.buffer(b).name);
+                let place = instr_place(program, i, TemplateId::new(t), j);
+                report.add(place, "hazard", format!("bytes of its own for result {}", name(a)), format!("bytes of {} too", name(b)));
+            }
+            for (first, second, b) in races(template, &neighbours) {
                 let what = |j: InstrId| instr_place(program, i, TemplateId::new(t), j);
                 let expected = format!("an order between it and {}", what(first));
                 let actual = format!("none, though both use the bytes of buffer {} ({})", b.0, role.buffer(b).name);
@@ -58,9 +65,35 @@ pub(crate) fn neighbours(role: &RoleProgram, template: &Template) -> BTreeMap<Bu
     map
 }
 
-fn races(role: &RoleProgram, template: &Template) -> Vec<(InstrId, InstrId, BufferId)> {
+type Neighbours = BTreeMap<BufferId, Vec<BufferId>>;
+
+/// Results whose bytes another operand or result of the same instruction uses, under another
+/// id. An all-reduce may work on two buffers that are the same bytes.
+fn self_overlaps(role: &RoleProgram, template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, BufferId, BufferId)> {
+    let mut found = Vec::new();
+    for (j, instr) in template.instructions.iter().enumerate() {
+        let writes = instr.writes();
+        if writes.iter().all(|b| neighbours.get(b).is_none_or(Vec::is_empty)) {
+            continue;
+        }
+        let used: BTreeSet<BufferId> = instr.reads().into_iter().chain(writes.iter().copied()).collect();
+        for &a in &writes {
+            let shared = neighbours.get(&a).into_iter().flatten().filter(|b| used.contains(b));
+            found.extend(shared.filter(|&&b| !same_bytes(role, instr, a, b)).map(|&b| (InstrId::new(j), a, b)));
+        }
+    }
+    found
+}
+
+/// True when `output` is the all-reduced `input` on the very same bytes.
+fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: BufferId) -> bool {
+    let InstrKind::Collective { kind: CollectiveKind::AllReduce(_), items, .. } = &instr.kind else { return false };
+    let (a, b) = (role.buffer(output), role.buffer(input));
+    items.iter().any(|i| i.input == input && i.output == output) && a.offset == b.offset && a.bytes == b.bytes && a.slots() == b.slots()
+}
+
+fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId, BufferId)> {
     let n = template.instructions.len();
-    let neighbours = neighbours(role, template);
     let mut last: BTreeMap<BufferId, Last> = BTreeMap::new();
     let mut clocks: Vec<Clock> = Vec::with_capacity(n);
     let mut positions: Vec<(usize, u32)> = Vec::with_capacity(n);

@@ -25,8 +25,7 @@ pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
 
 /// All pairs of the given buffers that share bytes, in order of offsets.
 pub(crate) fn overlapping(role: &RoleProgram, among: impl Iterator<Item = BufferId>) -> Vec<(BufferId, BufferId)> {
-    let mut spans: Vec<(u64, u64, BufferId)> = among.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).collect();
-    spans.sort_unstable();
+    let spans = spans(role, among);
     let mut pairs = Vec::new();
     for (i, a) in spans.iter().enumerate() {
         for b in spans[i + 1..].iter().take_while(|b| b.0 < a.1) {
@@ -68,7 +67,9 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
     let lasting = (0..role.buffers.len()).map(BufferId::new).filter(|&b| !transient(b) || exchanged.contains(&b));
     let mut bad = overlapping(role, lasting);
     let fragile = |b: BufferId| matches!(class(b), BufferClass::Persistent | BufferClass::Step) || exchanged.contains(&b);
-    bad.extend(against_transients(role, &fragile));
+    let ids = || (0..role.buffers.len()).map(BufferId::new);
+    let others = spans(role, ids().filter(|&b| transient(b) && !exchanged.contains(&b)));
+    bad.extend(pairs(&spans(role, ids().filter(|&b| fragile(b))), &others));
     for (a, b) in bad {
         let name = |b: BufferId| format!("{} ({:?})", role.buffer(b).name, class(b));
         let actual = format!("the bytes of buffer {} {} too", b.0, name(b));
@@ -76,22 +77,24 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
     }
 }
 
-/// For each transient, the fragile buffers it shares bytes with; those are disjoint already
-/// or reported, so that a search by offset finds them.
-fn against_transients(role: &RoleProgram, fragile: &dyn Fn(BufferId) -> bool) -> Vec<(BufferId, BufferId)> {
-    let spans = |keep: &dyn Fn(BufferId) -> bool| -> Vec<(u64, u64, BufferId)> {
-        let ids = (0..role.buffers.len()).map(BufferId::new).filter(|&b| keep(b));
-        let mut s: Vec<_> = ids.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).filter(|x| x.0 < x.1).collect();
-        s.sort_unstable();
-        s
-    };
-    let lasting = spans(fragile);
-    let mut pairs = Vec::new();
-    for t in spans(&|b| role.buffer(b).class == BufferClass::Transient && !fragile(b)) {
+type Span = (u64, u64, BufferId);
+
+/// First byte and end of buffers, in order of offsets.
+fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
+    let mut spans: Vec<Span> = ids.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).collect();
+    spans.sort_unstable();
+    spans
+}
+
+/// Pairs that share bytes, one of each list. The first list's are disjoint, or that is
+/// reported already; so a search by offset finds them.
+fn pairs(lasting: &[Span], transients: &[Span]) -> Vec<(BufferId, BufferId)> {
+    let mut found = Vec::new();
+    for t in transients {
         let from = lasting.partition_point(|l| l.1 <= t.0);
-        pairs.extend(lasting[from..].iter().take_while(|l| l.0 < t.1).map(|l| (l.2, t.2)));
+        found.extend(lasting[from..].iter().take_while(|l| l.0 < t.1).map(|l| (l.2, t.2)));
     }
-    pairs
+    found
 }
 
 fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
@@ -103,4 +106,13 @@ fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
         }
     }
     found
+}
+
+/// Microbatch buffers that share bytes with some of these transients.
+pub(crate) fn lost_to_transients(role: &RoleProgram, transients: &[BufferId]) -> Vec<BufferId> {
+    let lasting = spans(role, (0..role.buffers.len()).map(BufferId::new).filter(|&b| matches!(role.buffer(b).class, BufferClass::PerMicrobatch { .. })));
+    let mut lost: Vec<BufferId> = pairs(&lasting, &spans(role, transients.iter().copied())).into_iter().map(|p| p.0).collect();
+    lost.sort_unstable();
+    lost.dedup();
+    lost
 }

@@ -1,12 +1,12 @@
 //! Is the plan a plan? Every key, index and path in it against the graph it embeds.
 
-use crate::report::Report;
-use crate::Violation;
+use crate::report::{Report, Violation};
 use ir::op::Assignment;
 use ir::plan::{LayerStrategy, PASSES_VERSION, PLAN_VERSION, Plan, edge_key, relative_path, transfer_key, write_key};
 use ir::reshard::{LayoutStep, apply_all};
 use ir::training::{TrainingGraph, training_graph};
-use ir::{Graph, LayerId, LogicalMesh, Op, ShardingSpec, StageId, ValueId};
+use ir::program::TemplateKind;
+use ir::{Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Everything that is wrong with a plan; empty when it can be lowered.
@@ -242,7 +242,9 @@ impl Cx<'_> {
     fn assignment(&self, op: &Op, home: Home, key: &str, report: &mut Report) -> Option<Assignment> {
         let place = || format!("layer_strategies[{}].ops.{key} ({})", home.strategy, op.path);
         let Some(strategy) = self.strategy(home).ops.get(key) else {
-            report.add(place(), "strategy", "a strategy", "none");
+            if !made_at_use(op) {
+                report.add(place(), "strategy", "a strategy", "none");
+            }
             return None;
         };
         let n = self.mesh(home.stage).axes.len();
@@ -264,6 +266,15 @@ impl Cx<'_> {
         for (id, op) in self.graph.iter() {
             for (k, &v) in op.inputs.iter().enumerate() {
                 let key = edge_key(&op.path, k);
+                // What comes together in a world sum, or is made where it is used, has no way.
+                if matches!(op.kind, OpKind::GlobalNorm) || made_at_use(self.graph.op(self.graph.value(v).producer)) {
+                    let wanted = specs[id.index()].as_ref().and_then(|a| a.operands.get(k));
+                    if let Some(spec) = wanted.filter(|s| !s.partial.is_empty()) {
+                        report.add(key.clone(), "edge", "nothing partial, as sources are made", format!("{:?}", spec.partial));
+                    }
+                    self.note(op, key, &mut known);
+                    continue;
+                }
                 let to = match (op.layer, &specs[id.index()]) {
                     (None, _) => Some(ShardingSpec::replicated(self.graph.ty(v).shape.rank())),
                     (Some(_), a) => a.as_ref().and_then(|a| a.operands.get(k).cloned()),
@@ -297,10 +308,7 @@ impl Cx<'_> {
             let (home, layer) = here?;
             self.strategy(home).edges.get(&relative_path(&key, self.layer_name(layer)))
         });
-        if let Some((_, layer)) = here {
-            known.relative.entry(layer).or_default().insert(relative_path(&key, self.layer_name(layer)));
-        }
-        known.absolute.insert(key.clone());
+        self.note(consumer, key.clone(), known);
         let (Some(from), Some(to)) = (self.made(v, specs), to) else { return };
         let source = self.home(producer).map(|(h, _)| h.stage);
         let (stage, from) = match (source, here.map(|(h, _)| h.stage)) {
@@ -318,8 +326,23 @@ impl Cx<'_> {
             (Some(s), None) if recorded.is_some() => (s, from),
             (_, None) => return,
         };
-        let empty = Vec::new();
-        self.leads(&key, recorded.unwrap_or(&empty), stage, &from, &to, report);
+        // Uses of one value in one spec, stage and kind of template share the changed tensor;
+        // the first may speak for all.
+        let group = (stage, template_of(consumer), v, to.clone());
+        let steps = match (recorded, known.groups.get(&group)) {
+            (Some(own), _) => own.clone(),
+            (None, Some(first)) if from != to => first.clone(),
+            (None, _) => Vec::new(),
+        };
+        self.leads(&key, &steps, stage, &from, &to, report);
+        known.groups.entry(group).or_insert(steps);
+    }
+
+    fn note(&self, consumer: &Op, key: String, known: &mut Known) {
+        if let Some((_, layer)) = self.home(consumer) {
+            known.relative.entry(layer).or_default().insert(relative_path(&key, self.layer_name(layer)));
+        }
+        known.absolute.insert(key);
     }
 
     fn transfer(&self, v: ValueId, from_stage: usize, to_stage: usize, from: &ShardingSpec, known: &mut Known, report: &mut Report) -> Option<ShardingSpec> {
@@ -386,9 +409,29 @@ impl Cx<'_> {
     }
 }
 
-/// Keys that mean something.
+/// True for data and constants, which every template makes in the spec that it wants.
+fn made_at_use(op: &Op) -> bool {
+    matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. })
+}
+
+/// The kind of template that an op runs in.
+fn template_of(op: &Op) -> TemplateKind {
+    match (op.region, op.pass) {
+        (Region::StepBegin, _) if matches!(op.kind, OpKind::State { .. }) => TemplateKind::StepEnd,
+        (Region::StepBegin, _) => TemplateKind::StepBegin,
+        (Region::StepEnd, _) => TemplateKind::StepEnd,
+        (Region::Microbatch, Pass::F) => TemplateKind::Forward,
+        (Region::Microbatch, _) => TemplateKind::Backward,
+    }
+}
+
+/// Uses that share a changed tensor: stage, template, value, spec.
+type Group = (usize, TemplateKind, ValueId, ShardingSpec);
+
+/// Keys that mean something, and the steps of the first use of each group.
 #[derive(Default)]
 struct Known {
+    groups: BTreeMap<Group, Vec<LayoutStep>>,
     absolute: BTreeSet<String>,
     relative: BTreeMap<LayerId, BTreeSet<String>>,
     transfers: BTreeSet<String>,

@@ -6,9 +6,9 @@ use crate::plan::mesh_problem;
 use crate::ranges::{MAX_LEN, local_elements};
 use crate::report::{Report, buffer_place, instr_place, role_place, slot_place, template_name};
 use ir::plan::Plan;
-use ir::program::{Buffer, BufferClass, InstrKind, Program, RoleProgram, TemplateKind};
+use ir::program::{BufferClass, InstrKind, Program, RoleProgram, TemplateKind};
 use ir::reshard::LayoutStep;
-use ir::{AxisId, BufferId, InstrId, LogicalMesh, ShardingSpec, TemplateId};
+use ir::{AxisId, InstrId, LogicalMesh, ShardingSpec, TemplateId};
 
 /// Most copies of buffers of one role that are tracked.
 const MAX_COPIES: u64 = 1 << 26;
@@ -89,7 +89,7 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
             let expected = bytes.map_or(format!("at most {MAX_LEN} bytes"), |n| format!("{n} bytes"));
             report.add(place(), "bytes", expected, b.bytes.to_string());
         }
-        copies = copies.saturating_add(u64::from(slots_of(b)));
+        copies = copies.saturating_add(u64::from(b.slots()));
         if let BufferClass::PerMicrobatch { slots } = b.class
             && (slots == 0 || slots > program.n_microbatches)
         {
@@ -99,10 +99,6 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
     if copies > MAX_COPIES {
         report.add(role_place(i), "slots", format!("at most {MAX_COPIES} copies"), copies.to_string());
     }
-}
-
-fn slots_of(b: &Buffer) -> u32 {
-    b.slots()
 }
 
 fn named_buffers(facts: &Facts<'_>, i: usize, role: &RoleProgram, report: &mut Report) {
@@ -202,9 +198,4 @@ fn transfers(program: &Program, report: &mut Report) {
             }
         }
     }
-}
-
-/// The buffer of an id that has been checked.
-pub(crate) fn buffer(role: &RoleProgram, b: BufferId) -> &Buffer {
-    role.buffer(b)
 }

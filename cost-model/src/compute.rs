@@ -68,3 +68,73 @@ pub fn write_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
     Seconds(d.launch_s + bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::op::{Binary, Einsum};
+
+    fn cluster() -> Cluster {
+        let mut c = crate::testing::cluster(1);
+        let d = &mut c.device;
+        (d.memory_bandwidth_bytes_per_s, d.memory_efficiency, d.launch_s) = (1e9, 0.5, 1e-6);
+        (d.matmul_half_size.m, d.matmul_half_size.k) = (8.0, 16.0);
+        c
+    }
+
+    fn f32s(lens: &[u64]) -> (DType, Vec<u64>) {
+        (DType::F32, lens.to_vec())
+    }
+
+    #[test]
+    fn a_matmul_runs_at_the_rate_of_its_shape() {
+        let einsum = Einsum::parse("mk,kn->mn").unwrap();
+        let t = op_time(&cluster(), &OpKind::DotGeneral { einsum }, &[f32s(&[8, 4800]), f32s(&[4800, 64])], &[f32s(&[8, 64])]);
+        // 2*8*4800*64 FLOPs at 1e12 * 0.5 * 8/16 * 4800/4816; 4*(8*4800 + 4800*64 + 8*64) bytes
+        // at 0.5e9, which take longer.
+        let arithmetic = 2.0 * 8.0 * 4800.0 * 64.0 / (0.5e12 * 0.5 * 4800.0 / 4816.0);
+        let memory = 4.0 * (8.0 * 4800.0 + 4800.0 * 64.0 + 8.0 * 64.0) / 0.5e9;
+        assert!(memory > arithmetic);
+        assert!((t.0 - 1e-6 - memory).abs() < 1e-12);
+        let mut fast = cluster();
+        fast.device.memory_bandwidth_bytes_per_s = 1e15;
+        let einsum = Einsum::parse("mk,kn->mn").unwrap();
+        let t = op_time(&fast, &OpKind::DotGeneral { einsum }, &[f32s(&[8, 4800]), f32s(&[4800, 64])], &[f32s(&[8, 64])]);
+        assert!((t.0 - 1e-6 - arithmetic).abs() < 1e-12);
+    }
+
+    #[test]
+    fn attention_pays_for_half_the_scores() {
+        let mut fast = cluster();
+        fast.device.memory_bandwidth_bytes_per_s = 1e15;
+        let q = f32s(&[1, 128, 2, 64]);
+        let lse = f32s(&[1, 128, 2]);
+        let t = op_time(&fast, &OpKind::Attention { scale: 1.0, dropout: 0.0 }, &[q.clone(), q.clone(), q.clone()], &[q, lse]);
+        // 2 heads, 128 x 128 scores, 64 wide, two products; at half of 0.5e12 FLOP/s. Plus four
+        // operations for each score.
+        let scores = 2.0 * 128.0 * 128.0;
+        let expected = 1e-6 + 0.5 * (2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9;
+        assert!((t.0 - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn elementwise_is_bound_by_memory_and_views_are_free() {
+        let x = f32s(&[1000, 1000]);
+        let mut c = cluster();
+        c.device.vector_flops_per_s = 1e12;
+        let t = op_time(&c, &OpKind::Binary { f: Binary::Add }, &[x.clone(), x.clone()], std::slice::from_ref(&x));
+        assert!((t.0 - 1e-6 - 12e6 / 0.5e9).abs() < 1e-12);
+        assert_eq!(op_time(&c, &OpKind::Layout, std::slice::from_ref(&x), std::slice::from_ref(&x)).0, 0.0);
+        assert!((copy_time(&c, 1000).0 - 1e-6 - 2000.0 / 0.5e9).abs() < 1e-15);
+        assert!((write_time(&c, 1000).0 - 1e-6 - 1000.0 / 0.5e9).abs() < 1e-15);
+    }
+
+    #[test]
+    fn a_type_without_a_peak_runs_at_the_slowest() {
+        let mut c = cluster();
+        c.device.peak_flops_per_s.insert(DType::Bf16, 4e12);
+        c.device.matmul_efficiency.insert(DType::Bf16, 0.25);
+        assert_eq!(peak_rate(&c, DType::Bf16), 1e12);
+        assert_eq!(peak_rate(&c, DType::F16), 0.5e12);
+    }
+}

@@ -17,11 +17,16 @@ const BUCKET_BYTES: u64 = 256 << 20;
 
 pub(crate) fn coalesce(role: &mut RoleDraft) {
     for template in &mut role.templates {
-        let buffers = Buffers { all: &role.buffers, mesh: &role.mesh };
+        let buffers = Buffers {
+            all: &role.buffers,
+            mesh: &role.mesh,
+        };
         let instructions = std::mem::take(&mut template.instructions);
         template.instructions = match template.kind {
             TemplateKind::StepBegin | TemplateKind::StepEnd => list_schedule(instructions, buffers),
-            TemplateKind::Forward | TemplateKind::Backward => merge_neighbours(instructions, buffers),
+            TemplateKind::Forward | TemplateKind::Backward => {
+                merge_neighbours(instructions, buffers)
+            }
             TemplateKind::Exchange => instructions,
         };
     }
@@ -46,7 +51,11 @@ impl Buffers<'_> {
         match &i.kind {
             InstrKind::Collective { kind, axes, items } => {
                 let dtype = self.all[items.first()?.input.index()].dtype;
-                Some(Sort { kind: *kind, axes: axes.clone(), dtype })
+                Some(Sort {
+                    kind: *kind,
+                    axes: axes.clone(),
+                    dtype,
+                })
             }
             _ => None,
         }
@@ -55,9 +64,13 @@ impl Buffers<'_> {
     fn bytes(&self, i: &Instruction) -> u64 {
         let bytes = |b: BufferId| {
             let b = &self.all[b.index()];
-            b.spec.local_elements(&b.lens, self.mesh).saturating_mul(b.dtype.bytes())
+            b.spec
+                .local_elements(&b.lens, self.mesh)
+                .saturating_mul(b.dtype.bytes())
         };
-        i.reads().into_iter().fold(0, |sum, b| sum.saturating_add(bytes(b)))
+        i.reads()
+            .into_iter()
+            .fold(0, |sum, b| sum.saturating_add(bytes(b)))
     }
 }
 
@@ -76,12 +89,15 @@ fn can_merge(a: &Instruction, b: &Instruction, buffers: Buffers) -> bool {
     let same = buffers.sort(a).is_some_and(|s| Some(s) == buffers.sort(b));
     let touched: Vec<BufferId> = a.reads().into_iter().chain(a.writes()).collect();
     let (a_writes, mut b_touched) = (a.writes(), b.reads().into_iter().chain(b.writes()));
-    let independent = b_touched.all(|x| !a_writes.contains(&x)) && b.writes().iter().all(|x| !touched.contains(x));
+    let independent = b_touched.all(|x| !a_writes.contains(&x))
+        && b.writes().iter().all(|x| !touched.contains(x));
     same && independent && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= BUCKET_BYTES
 }
 
 fn append(into: &mut Instruction, other: Instruction) {
-    if let (InstrKind::Collective { items, .. }, InstrKind::Collective { items: more, .. }) = (&mut into.kind, other.kind) {
+    if let (InstrKind::Collective { items, .. }, InstrKind::Collective { items: more, .. }) =
+        (&mut into.kind, other.kind)
+    {
         items.extend(more);
     }
 }
@@ -90,16 +106,27 @@ fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instru
     let successors = successors(&instructions);
     let mut waits = vec![0usize; instructions.len()];
     successors.iter().flatten().for_each(|&s| waits[s] += 1);
-    let is_collective = |i: &Instruction| matches!(i.kind, InstrKind::Collective { .. } | InstrKind::WorldSum { .. });
+    let is_collective = |i: &Instruction| {
+        matches!(
+            i.kind,
+            InstrKind::Collective { .. } | InstrKind::WorldSum { .. }
+        )
+    };
     let mut ready: BTreeSet<(bool, usize)> = BTreeSet::new();
-    for (i, instruction) in instructions.iter().enumerate().filter(|(i, _)| waits[*i] == 0) {
+    for (i, instruction) in instructions
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| waits[*i] == 0)
+    {
         ready.insert((is_collective(instruction), i));
     }
     let mut pending: Vec<Option<Instruction>> = instructions.into_iter().map(Some).collect();
     let mut out = Vec::with_capacity(pending.len());
     // The smallest entry: by graph order a non-collective if one is ready, else a collective.
     while let Some((_, first)) = ready.pop_first() {
-        let Some(mut instruction) = pending[first].take() else { continue };
+        let Some(mut instruction) = pending[first].take() else {
+            continue;
+        };
         let mut played = vec![first];
         if let Some(sort) = buffers.sort(&instruction) {
             let mut bytes = buffers.bytes(&instruction);
@@ -144,7 +171,11 @@ fn successors(instructions: &[Instruction]) -> Vec<BTreeSet<usize>> {
             readers.entry(b).or_default().push(i);
         }
         for b in instruction.writes() {
-            let before = readers.remove(&b).unwrap_or_default().into_iter().chain(writer.insert(b, i));
+            let before = readers
+                .remove(&b)
+                .unwrap_or_default()
+                .into_iter()
+                .chain(writer.insert(b, i));
             for p in before.filter(|&p| p != i) {
                 successors[p].insert(i);
             }
@@ -162,32 +193,70 @@ mod tests {
     use ir::{Axis, DeviceMesh, Pass, Rank, ReduceKind, ShardingSpec};
 
     fn mesh() -> LogicalMesh {
-        let devices = DeviceMesh { first_rank: Rank(0), n_devices: 2 };
-        LogicalMesh::new(devices, vec![Axis { name: "x".into(), size: 2 }]).expect("2 = 2")
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: 2,
+        };
+        LogicalMesh::new(
+            devices,
+            vec![Axis {
+                name: "x".into(),
+                size: 2,
+            }],
+        )
+        .expect("2 = 2")
     }
 
     fn buffers(n: usize, elements: u64) -> Vec<DraftBuffer> {
-        let one = |i| DraftBuffer { name: format!("b{i}"), dtype: DType::F32, lens: vec![elements], spec: ShardingSpec::replicated(1), lifetime: Lifetime::ByUse };
+        let one = |i| DraftBuffer {
+            name: format!("b{i}"),
+            dtype: DType::F32,
+            lens: vec![elements],
+            spec: ShardingSpec::replicated(1),
+            lifetime: Lifetime::ByUse,
+        };
         (0..n).map(one).collect()
     }
 
     fn instruction(kind: InstrKind) -> Instruction {
-        Instruction { kind, stream: Stream::Compute, deps: vec![], pass: Pass::F, layer: None }
+        Instruction {
+            kind,
+            stream: Stream::Compute,
+            deps: vec![],
+            pass: Pass::F,
+            layer: None,
+        }
     }
 
     fn reduce(b: u32) -> Instruction {
-        let step = LayoutStep::AllReduce { axes: vec![AxisId::new(0)] };
-        let item = CollectiveItem { step, input: BufferId(b), output: BufferId(b) };
-        instruction(InstrKind::Collective { kind: CollectiveKind::AllReduce(ReduceKind::Sum), axes: vec![AxisId::new(0)], items: vec![item] })
+        let step = LayoutStep::AllReduce {
+            axes: vec![AxisId::new(0)],
+        };
+        let item = CollectiveItem {
+            step,
+            input: BufferId(b),
+            output: BufferId(b),
+        };
+        instruction(InstrKind::Collective {
+            kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+            axes: vec![AxisId::new(0)],
+            items: vec![item],
+        })
     }
 
     fn copy(input: u32, output: u32) -> Instruction {
-        instruction(InstrKind::Copy { input: BufferId(input), output: BufferId(output) })
+        instruction(InstrKind::Copy {
+            input: BufferId(input),
+            output: BufferId(output),
+        })
     }
 
     fn show(instructions: &[Instruction]) -> String {
         let one = |i: &Instruction| match &i.kind {
-            InstrKind::Collective { items, .. } => format!("reduce{:?}", items.iter().map(|i| i.input.0).collect::<Vec<_>>()),
+            InstrKind::Collective { items, .. } => format!(
+                "reduce{:?}",
+                items.iter().map(|i| i.input.0).collect::<Vec<_>>()
+            ),
             InstrKind::Copy { input, output } => format!("copy[{}->{}]", input.0, output.0),
             other => panic!("{other:?} is not made here"),
         };
@@ -198,9 +267,25 @@ mod tests {
     fn step_phases_gather_what_is_ready() {
         let all = buffers(6, 8);
         let mesh = mesh();
-        let b = Buffers { all: &all, mesh: &mesh };
-        let out = list_schedule(vec![reduce(0), copy(0, 3), reduce(1), copy(1, 4), copy(2, 5), reduce(4)], b);
-        assert_eq!(show(&out), "copy[2->5] reduce[0, 1] copy[0->3] copy[1->4] reduce[4]");
+        let b = Buffers {
+            all: &all,
+            mesh: &mesh,
+        };
+        let out = list_schedule(
+            vec![
+                reduce(0),
+                copy(0, 3),
+                reduce(1),
+                copy(1, 4),
+                copy(2, 5),
+                reduce(4),
+            ],
+            b,
+        );
+        assert_eq!(
+            show(&out),
+            "copy[2->5] reduce[0, 1] copy[0->3] copy[1->4] reduce[4]"
+        );
     }
 
     #[test]
@@ -208,7 +293,13 @@ mod tests {
         // 2^25 f32 are 128 MiB: two fit a bucket.
         let all = buffers(3, 1 << 25);
         let mesh = mesh();
-        let out = list_schedule((0..3).map(reduce).collect(), Buffers { all: &all, mesh: &mesh });
+        let out = list_schedule(
+            (0..3).map(reduce).collect(),
+            Buffers {
+                all: &all,
+                mesh: &mesh,
+            },
+        );
         assert_eq!(show(&out), "reduce[0, 1] reduce[2]");
     }
 
@@ -216,8 +307,14 @@ mod tests {
     fn microbatches_merge_independent_neighbours_only() {
         let all = buffers(4, 8);
         let mesh = mesh();
-        let b = Buffers { all: &all, mesh: &mesh };
-        let out = merge_neighbours(vec![reduce(0), reduce(1), copy(1, 2), reduce(3), reduce(3)], b);
+        let b = Buffers {
+            all: &all,
+            mesh: &mesh,
+        };
+        let out = merge_neighbours(
+            vec![reduce(0), reduce(1), copy(1, 2), reduce(3), reduce(3)],
+            b,
+        );
         assert_eq!(show(&out), "reduce[0, 1] copy[1->2] reduce[3] reduce[3]");
     }
 }

@@ -3,7 +3,9 @@
 
 use crate::order::{Event, Flow};
 use crate::schedule::SlotPass;
-use ir::program::{InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer};
+use ir::program::{
+    InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
+};
 use ir::reshard::LayoutStep;
 use ir::{BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId};
 use std::collections::BTreeMap;
@@ -93,20 +95,33 @@ impl RoleDraft {
     /// Appends an instruction to the template that is being made.
     pub fn push(&mut self, kind: InstrKind, serves: Serves) {
         let stream = stream_of(&kind);
-        self.current.push(Instruction { kind, stream, deps: Vec::new(), pass: serves.pass, layer: serves.layer });
+        self.current.push(Instruction {
+            kind,
+            stream,
+            deps: Vec::new(),
+            pass: serves.pass,
+            layer: serves.layer,
+        });
     }
 
     /// Ends a template of a step phase; an empty one vanishes.
     pub fn close_step(&mut self, kind: TemplateKind) {
         if !self.current.is_empty() {
             let template = self.close(kind);
-            self.step_slots(kind).push(Slot { template, microbatch: None });
+            self.step_slots(kind).push(Slot {
+                template,
+                microbatch: None,
+            });
         }
     }
 
     /// Ends a microbatch template, empty or not.
     pub fn close_pass(&mut self, pass: SlotPass) {
-        let kind = if pass == SlotPass::Forward { TemplateKind::Forward } else { TemplateKind::Backward };
+        let kind = if pass == SlotPass::Forward {
+            TemplateKind::Forward
+        } else {
+            TemplateKind::Backward
+        };
         let template = self.close(kind);
         self.passes.insert(pass, template);
     }
@@ -119,25 +134,49 @@ impl RoleDraft {
 
     /// Adds a template of one exchange.
     pub fn add_exchange(&mut self, kind: InstrKind, serves: Serves) -> TemplateId {
-        let instruction = Instruction { kind, stream: Stream::Transfer, deps: Vec::new(), pass: serves.pass, layer: serves.layer };
-        self.templates.push(Template { kind: TemplateKind::Exchange, instructions: vec![instruction] });
+        let instruction = Instruction {
+            kind,
+            stream: Stream::Transfer,
+            deps: Vec::new(),
+            pass: serves.pass,
+            layer: serves.layer,
+        };
+        self.templates.push(Template {
+            kind: TemplateKind::Exchange,
+            instructions: vec![instruction],
+        });
         TemplateId::new(self.templates.len() - 1)
     }
 
     /// The slots of a step phase so far.
     pub fn step_slots(&mut self, phase: TemplateKind) -> &mut Vec<Slot> {
-        if phase == TemplateKind::StepBegin { &mut self.begin } else { &mut self.end }
+        if phase == TemplateKind::StepBegin {
+            &mut self.begin
+        } else {
+            &mut self.end
+        }
     }
 
     /// The trace: the step's begin, the role's part of the microbatch events, the step's end.
     pub fn assemble_trace(&mut self, events: &[Event]) {
         let slot = |e: &Event| match *e {
-            Event::Compute(stage, slot) if stage == self.stage => Some((self.passes[&slot.pass], slot.microbatch)),
+            Event::Compute(stage, slot) if stage == self.stage => {
+                Some((self.passes[&slot.pass], slot.microbatch))
+            }
             Event::Compute(..) => None,
             Event::Exchange(flow, m) => self.flows.get(&flow).map(|&t| (t, m)),
         };
-        let middle = events.iter().filter_map(slot).map(|(template, m)| Slot { template, microbatch: Some(m) });
-        self.trace = self.begin.iter().copied().chain(middle).chain(self.end.iter().copied()).collect();
+        let middle = events.iter().filter_map(slot).map(|(template, m)| Slot {
+            template,
+            microbatch: Some(m),
+        });
+        self.trace = self
+            .begin
+            .iter()
+            .copied()
+            .chain(middle)
+            .chain(self.end.iter().copied())
+            .collect();
     }
 }
 
@@ -145,14 +184,20 @@ fn stream_of(kind: &InstrKind) -> Stream {
     match kind {
         InstrKind::Collective { .. } | InstrKind::WorldSum { .. } => Stream::Collective,
         InstrKind::Exchange { .. } => Stream::Transfer,
-        InstrKind::Compute { .. } | InstrKind::Slice { .. } | InstrKind::Load { .. } | InstrKind::Fill { .. } | InstrKind::Copy { .. } => Stream::Compute,
+        InstrKind::Compute { .. }
+        | InstrKind::Slice { .. }
+        | InstrKind::Load { .. }
+        | InstrKind::Fill { .. }
+        | InstrKind::Copy { .. } => Stream::Compute,
     }
 }
 
 /// Calls `f` on every buffer that an instruction names.
 pub(crate) fn buffers_mut(kind: &mut InstrKind, f: &mut dyn FnMut(&mut BufferId)) {
     match kind {
-        InstrKind::Compute { inputs, outputs, .. } => inputs.iter_mut().chain(outputs).for_each(f),
+        InstrKind::Compute {
+            inputs, outputs, ..
+        } => inputs.iter_mut().chain(outputs).for_each(f),
         InstrKind::Collective { items, .. } => items.iter_mut().for_each(|i| {
             f(&mut i.input);
             f(&mut i.output);
@@ -161,7 +206,9 @@ pub(crate) fn buffers_mut(kind: &mut InstrKind, f: &mut dyn FnMut(&mut BufferId)
             f(input);
             f(output);
         }
-        InstrKind::Exchange { sends, recvs } => sends.iter_mut().chain(recvs).for_each(|(_, b)| f(b)),
+        InstrKind::Exchange { sends, recvs } => {
+            sends.iter_mut().chain(recvs).for_each(|(_, b)| f(b))
+        }
         InstrKind::WorldSum { inputs, output } => {
             inputs.iter_mut().for_each(|(_, b)| f(b));
             f(output);

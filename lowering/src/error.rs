@@ -33,7 +33,7 @@ pub enum LowerError {
         problem: String,
     },
     /// The runs of the stages are not all layers in order, once each.
-    #[error("stage {stage}: {problem}")]
+    #[error("{stage}: {problem}")]
     Layers {
         /// The stage.
         stage: StageId,
@@ -41,7 +41,7 @@ pub enum LowerError {
         problem: String,
     },
     /// The axes of a stage's mesh do not multiply to its devices.
-    #[error("the mesh of stage {stage} has {n_devices} devices, its axes do not multiply to that")]
+    #[error("the mesh of {stage} has {n_devices} devices, its axes do not multiply to that")]
     Mesh {
         /// The stage.
         stage: StageId,
@@ -78,7 +78,7 @@ pub enum LowerError {
         source: StrategyError,
     },
     /// A layout change has no recorded path.
-    #[error("edge `{key}` on stage {stage} has no recorded path from {from} to {to}")]
+    #[error("edge `{key}` on {stage} has no recorded path from {from} to {to}")]
     MissingPath {
         /// Absolute key of the edge.
         key: String,
@@ -90,7 +90,7 @@ pub enum LowerError {
         to: String,
     },
     /// A recorded path does not lead where it must.
-    #[error("edge `{key}` on stage {stage}: its recorded path does not lead from {from} to {to}")]
+    #[error("edge `{key}` on {stage}: its recorded path does not lead from {from} to {to}")]
     WrongPath {
         /// Absolute key of the edge, or of the transfer.
         key: String,
@@ -124,7 +124,7 @@ pub enum LowerError {
         waiting: String,
     },
     /// A buffer or the arena does not fit 64 bits.
-    #[error("`{name}` on stage {stage} exceeds 2^63 bytes")]
+    #[error("`{name}` on {stage} exceeds 2^63 bytes")]
     TooLarge {
         /// Name of the buffer.
         name: String,

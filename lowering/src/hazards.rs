@@ -77,20 +77,29 @@ pub(crate) fn set_dependencies(instructions: &mut [Instruction], buffers: &[Buff
             join(&mut accesses.entry(*b).or_default().read, &at);
         }
         for b in &writes {
-            *accesses.entry(*b).or_default() = Access { written: at, read: Clock::default() };
+            *accesses.entry(*b).or_default() = Access {
+                written: at,
+                read: Clock::default(),
+            };
         }
     }
 }
 
 /// A transient buffer's first access waits for all accesses of those whose bytes it takes.
-fn reused_bytes(b: BufferId, buffers: &[Buffer], accesses: &BTreeMap<BufferId, Access>, wait: &mut Clock) {
+fn reused_bytes(
+    b: BufferId,
+    buffers: &[Buffer],
+    accesses: &BTreeMap<BufferId, Access>,
+    wait: &mut Clock,
+) {
     let own = &buffers[b.index()];
     if own.class != BufferClass::Transient {
         return;
     }
     for (other, access) in accesses {
         let other = &buffers[other.index()];
-        let overlaps = own.offset < other.offset + other.stride() && other.offset < own.offset + own.stride();
+        let overlaps =
+            own.offset < other.offset + other.stride() && other.offset < own.offset + own.stride();
         if other.class == BufferClass::Transient && overlaps {
             join(wait, &access.written);
             join(wait, &access.read);

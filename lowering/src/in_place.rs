@@ -16,9 +16,19 @@ pub(crate) fn merge_all_reduces(role: &mut RoleDraft) {
     let mut into: Vec<BufferId> = (0..role.buffers.len()).map(BufferId::new).collect();
     for template in &role.templates {
         for instruction in &template.instructions {
-            let InstrKind::Collective { kind: CollectiveKind::AllReduce(_), items, .. } = &instruction.kind else { continue };
+            let InstrKind::Collective {
+                kind: CollectiveKind::AllReduce(_),
+                items,
+                ..
+            } = &instruction.kind
+            else {
+                continue;
+            };
             for item in items {
-                let (from, to) = (&role.buffers[item.input.index()], &role.buffers[item.output.index()]);
+                let (from, to) = (
+                    &role.buffers[item.input.index()],
+                    &role.buffers[item.output.index()],
+                );
                 let fact = &facts[item.input.index()];
                 let as_often = match from.lifetime {
                     Lifetime::Accumulator => template.kind == TemplateKind::StepEnd,
@@ -83,9 +93,11 @@ fn facts(role: &RoleDraft) -> Vec<Facts> {
 }
 
 fn apply(role: &mut RoleDraft, into: &[BufferId]) {
-    for (i, &target) in into.iter().enumerate() {
-        if role.buffers[i].lifetime == Lifetime::Kept && role.buffers[target.index()].lifetime == Lifetime::ByUse {
-            role.buffers[target.index()].lifetime = Lifetime::Kept;
+    for (i, &target) in into.iter().enumerate().filter(|(i, t)| t.index() != *i) {
+        // The merged buffer is used no more; what was to be kept is now in the other.
+        let lifetime = std::mem::replace(&mut role.buffers[i].lifetime, Lifetime::ByUse);
+        if role.buffers[target.index()].lifetime == Lifetime::ByUse {
+            role.buffers[target.index()].lifetime = lifetime;
         }
     }
     for instruction in role.templates.iter_mut().flat_map(|t| &mut t.instructions) {

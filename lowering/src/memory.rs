@@ -21,7 +21,10 @@ pub struct RoleMemory {
 
 /// Adds up a role's buffers.
 pub fn memory_report(role: &RoleProgram) -> RoleMemory {
-    let mut m = RoleMemory { arena: Bytes(role.arena_bytes), ..RoleMemory::default() };
+    let mut m = RoleMemory {
+        arena: Bytes(role.arena_bytes),
+        ..RoleMemory::default()
+    };
     for b in &role.buffers {
         let bytes = b.stride() * u64::from(b.slots());
         match b.class {

@@ -33,12 +33,24 @@ pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
 fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let mut touched_by: Vec<BTreeSet<TemplateId>> = vec![BTreeSet::new(); role.buffers.len()];
     for (t, template) in role.templates.iter().enumerate() {
-        for b in template.instructions.iter().flat_map(|i| i.reads().into_iter().chain(i.writes())) {
+        for b in template
+            .instructions
+            .iter()
+            .flat_map(|i| i.reads().into_iter().chain(i.writes()))
+        {
             touched_by[b.index()].insert(TemplateId::new(t));
         }
     }
-    let in_microbatches: BTreeSet<TemplateId> = role.passes.values().chain(role.flows.values()).copied().collect();
-    let mut slots = SlotCounts { role: &role, by_templates: BTreeMap::new() };
+    let in_microbatches: BTreeSet<TemplateId> = role
+        .passes
+        .values()
+        .chain(role.flows.values())
+        .copied()
+        .collect();
+    let mut slots = SlotCounts {
+        role: &role,
+        by_templates: BTreeMap::new(),
+    };
     let mut renumbered = vec![None; role.buffers.len()];
     let mut buffers = Vec::new();
     for (i, (b, by)) in role.buffers.iter().zip(&touched_by).enumerate() {
@@ -47,23 +59,58 @@ fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
             Lifetime::Accumulator | Lifetime::Kept => BufferClass::Step,
             Lifetime::ByUse if by.is_empty() => continue,
             Lifetime::ByUse if by.len() == 1 => BufferClass::Transient,
-            Lifetime::ByUse if by.is_subset(&in_microbatches) => BufferClass::PerMicrobatch { slots: slots.count(by) },
+            Lifetime::ByUse if by.is_subset(&in_microbatches) => BufferClass::PerMicrobatch {
+                slots: slots.count(by),
+            },
             Lifetime::ByUse => BufferClass::Step,
         };
-        let bytes = b.spec.local_elements(&b.lens, &role.mesh).saturating_mul(b.dtype.bytes());
+        let bytes = b
+            .spec
+            .local_elements(&b.lens, &role.mesh)
+            .saturating_mul(b.dtype.bytes());
         if bytes > MAX_BYTES {
-            return Err(LowerError::TooLarge { name: b.name.clone(), stage: role.stage });
+            return Err(LowerError::TooLarge {
+                name: b.name.clone(),
+                stage: role.stage,
+            });
         }
         renumbered[i] = Some(BufferId::new(buffers.len()));
-        buffers.push(Buffer { name: b.name.clone(), dtype: b.dtype, lens: b.lens.clone(), spec: b.spec.clone(), class, offset: 0, bytes });
+        buffers.push(Buffer {
+            name: b.name.clone(),
+            dtype: b.dtype,
+            lens: b.lens.clone(),
+            spec: b.spec.clone(),
+            class,
+            offset: 0,
+            bytes,
+        });
     }
     let new = |b: BufferId| renumbered[b.index()].expect("a named buffer is touched or persistent");
-    let RoleDraft { stage, mesh, mut templates, trace, mut states, loss, grad_norm, .. } = role;
+    let RoleDraft {
+        stage,
+        mesh,
+        mut templates,
+        trace,
+        mut states,
+        loss,
+        grad_norm,
+        ..
+    } = role;
     for instruction in templates.iter_mut().flat_map(|t| &mut t.instructions) {
         buffers_mut(&mut instruction.kind, &mut |b| *b = new(*b));
     }
     states.iter_mut().for_each(|s| s.buffer = new(s.buffer));
-    Ok(RoleProgram { stage, mesh, buffers, templates, trace, arena_bytes: 0, states, loss: loss.map(new), grad_norm: grad_norm.map(new) })
+    Ok(RoleProgram {
+        stage,
+        mesh,
+        buffers,
+        templates,
+        trace,
+        arena_bytes: 0,
+        states,
+        loss: loss.map(new),
+        grad_norm: grad_norm.map(new),
+    })
 }
 
 /// Numbers of copies, by the templates that touch a buffer.
@@ -86,7 +133,12 @@ impl SlotCounts<'_> {
 /// First and last slot of the trace that touch each microbatch's copy, by microbatch.
 fn lifetimes(role: &RoleDraft, templates: &BTreeSet<TemplateId>) -> Vec<(usize, usize)> {
     let mut alive: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
-    for (at, slot) in role.trace.iter().enumerate().filter(|(_, s)| templates.contains(&s.template)) {
+    for (at, slot) in role
+        .trace
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| templates.contains(&s.template))
+    {
         if let Some(m) = slot.microbatch {
             alive.entry(m).or_insert((at, at)).1 = at;
         }
@@ -96,7 +148,12 @@ fn lifetimes(role: &RoleDraft, templates: &BTreeSet<TemplateId>) -> Vec<(usize, 
 
 /// The smallest `n` such that copy `m mod n` is free again when microbatch `m` needs it.
 fn copies(alive: &[(usize, usize)]) -> u32 {
-    let free = |n: usize| alive.iter().zip(alive.iter().skip(n)).all(|(early, late)| early.1 < late.0);
+    let free = |n: usize| {
+        alive
+            .iter()
+            .zip(alive.iter().skip(n))
+            .all(|(early, late)| early.1 < late.0)
+    };
     let n = (1..=alive.len()).find(|&n| free(n)).unwrap_or(1);
     u32::try_from(n).expect("there are fewer than 2^32 microbatches")
 }
@@ -111,7 +168,11 @@ fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
     };
     let mut at = 0u64;
     for group in 0..3 {
-        for b in program.buffers.iter_mut().filter(|b| rank(b.class) == group) {
+        for b in program
+            .buffers
+            .iter_mut()
+            .filter(|b| rank(b.class) == group)
+        {
             b.offset = at;
             let bytes = b.stride().saturating_mul(u64::from(b.slots()));
             at = end(at, bytes, b, program.stage)?;
@@ -122,7 +183,14 @@ fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
 
 fn end(offset: u64, bytes: u64, b: &Buffer, stage: StageId) -> Result<u64, LowerError> {
     let end = offset.saturating_add(bytes);
-    if end > MAX_BYTES { Err(LowerError::TooLarge { name: b.name.clone(), stage }) } else { Ok(end) }
+    if end > MAX_BYTES {
+        Err(LowerError::TooLarge {
+            name: b.name.clone(),
+            stage,
+        })
+    } else {
+        Ok(end)
+    }
 }
 
 /// A transient buffer of one template.
@@ -158,7 +226,13 @@ fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {
         for buffer in instruction.reads().into_iter().chain(instruction.writes()) {
             let b = program.buffer(buffer);
             if b.class == BufferClass::Transient {
-                let new = Interval { buffer, bytes: b.stride(), first: i, last: i, offset: 0 };
+                let new = Interval {
+                    buffer,
+                    bytes: b.stride(),
+                    first: i,
+                    last: i,
+                    offset: 0,
+                };
                 found.entry(buffer).or_insert(new).last = i;
             }
         }
@@ -172,7 +246,10 @@ fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
     let mut placed: Vec<Interval> = Vec::with_capacity(intervals.len());
     for mut new in intervals {
         new.offset = base;
-        for old in placed.iter().filter(|old| old.first <= new.last && new.first <= old.last) {
+        for old in placed
+            .iter()
+            .filter(|old| old.first <= new.last && new.first <= old.last)
+        {
             if old.offset >= new.offset.saturating_add(new.bytes) {
                 break;
             }
@@ -200,10 +277,27 @@ mod tests {
 
     #[test]
     fn disjoint_lifetimes_share_bytes() {
-        let i = |buffer, bytes, first, last| Interval { buffer: BufferId(buffer), bytes, first, last, offset: 0 };
-        let placed = first_fit(vec![i(0, 256, 0, 1), i(1, 512, 1, 2), i(2, 256, 2, 3), i(3, 768, 3, 4)], 1024);
+        let i = |buffer, bytes, first, last| Interval {
+            buffer: BufferId(buffer),
+            bytes,
+            first,
+            last,
+            offset: 0,
+        };
+        let placed = first_fit(
+            vec![
+                i(0, 256, 0, 1),
+                i(1, 512, 1, 2),
+                i(2, 256, 2, 3),
+                i(3, 768, 3, 4),
+            ],
+            1024,
+        );
         let offsets: BTreeMap<u32, u64> = placed.iter().map(|p| (p.buffer.0, p.offset)).collect();
         // Largest first: 3 at the base, 1 at the base, 2 behind 3 and 1, 0 behind 1.
-        assert_eq!(offsets, BTreeMap::from([(3, 1024), (1, 1024), (2, 1024 + 768), (0, 1024 + 512)]));
+        assert_eq!(
+            offsets,
+            BTreeMap::from([(3, 1024), (1, 1024), (2, 1024 + 768), (0, 1024 + 512)])
+        );
     }
 }

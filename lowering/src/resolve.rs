@@ -9,7 +9,9 @@ use ir::op::{Assignment, OpStrategy};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, relative_path};
 use ir::program::TemplateKind;
 use ir::training::TrainingGraph;
-use ir::{Graph, LayerId, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
+use ir::{
+    Graph, LayerId, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId,
+};
 
 /// Compute slots of all stages in one step; a limit so that a damaged plan is an error.
 const MAX_SLOTS: u64 = 1 << 24;
@@ -25,38 +27,71 @@ pub(crate) struct Resolved<'a> {
 }
 
 pub(crate) fn check_versions(plan: &Plan) -> Result<(), LowerError> {
-    for (what, found, expected) in [("format version", plan.version, PLAN_VERSION), ("pass version", plan.passes, PASSES_VERSION)] {
+    for (what, found, expected) in [
+        ("format version", plan.version, PLAN_VERSION),
+        ("pass version", plan.passes, PASSES_VERSION),
+    ] {
         if found != expected {
-            return Err(LowerError::Version { what, found, expected });
+            return Err(LowerError::Version {
+                what,
+                found,
+                expected,
+            });
         }
     }
     Ok(())
 }
 
 /// Joins a plan with its training graph, checking that it covers the graph.
-pub(crate) fn resolve<'a>(plan: &'a Plan, training: &'a TrainingGraph) -> Result<Resolved<'a>, LowerError> {
+pub(crate) fn resolve<'a>(
+    plan: &'a Plan,
+    training: &'a TrainingGraph,
+) -> Result<Resolved<'a>, LowerError> {
     check_microbatches(plan)?;
     for (i, stage) in plan.stages.iter().enumerate() {
         if LogicalMesh::new(stage.mesh.devices, stage.mesh.axes.clone()).is_none() {
-            return Err(LowerError::Mesh { stage: StageId::new(i), n_devices: stage.mesh.n_devices() });
+            return Err(LowerError::Mesh {
+                stage: StageId::new(i),
+                n_devices: stage.mesh.n_devices(),
+            });
         }
     }
     let layers = place_layers(plan, training.graph.layers.len())?;
-    let mut r = Resolved { plan, training, layers, assignments: Vec::new() };
-    r.assignments = training.graph.ops().iter().map(|op| r.assign(op)).collect::<Result<_, _>>()?;
+    let mut r = Resolved {
+        plan,
+        training,
+        layers,
+        assignments: Vec::new(),
+    };
+    r.assignments = training
+        .graph
+        .ops()
+        .iter()
+        .map(|op| r.assign(op))
+        .collect::<Result<_, _>>()?;
     Ok(r)
 }
 
 fn check_microbatches(plan: &Plan) -> Result<(), LowerError> {
-    let (n, size, batch) = (plan.n_microbatches, plan.microbatch, plan.train.global_batch);
+    let (n, size, batch) = (
+        plan.n_microbatches,
+        plan.microbatch,
+        plan.train.global_batch,
+    );
     let slots = u64::from(n).saturating_mul(2 * plan.stages.len() as u64);
     let problem = match size.checked_mul(u64::from(n)) {
         _ if n == 0 || size == 0 => "both must be at least 1".to_string(),
-        _ if slots > MAX_SLOTS => format!("they make {slots} slots, at most {MAX_SLOTS} are lowered"),
+        _ if slots > MAX_SLOTS => {
+            format!("they make {slots} slots, at most {MAX_SLOTS} are lowered")
+        }
         Some(total) if total == batch => return Ok(()),
         _ => format!("the global batch is {batch}"),
     };
-    Err(LowerError::Microbatches { n_microbatches: n, microbatch: size, problem })
+    Err(LowerError::Microbatches {
+        n_microbatches: n,
+        microbatch: size,
+        problem,
+    })
 }
 
 fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<(StageId, u32)>, LowerError> {
@@ -65,22 +100,41 @@ fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<(StageId, u32)>, Low
     for (i, stage) in plan.stages.iter().enumerate() {
         last = StageId::new(i);
         for run in &stage.runs {
-            let fail = |problem| Err(LowerError::Layers { stage: last, problem });
+            let fail = |problem| {
+                Err(LowerError::Layers {
+                    stage: last,
+                    problem,
+                })
+            };
             if run.first.index() != layers.len() {
-                return fail(format!("a run starts at {}, expected {}", run.first, LayerId::new(layers.len())));
+                return fail(format!(
+                    "a run starts at {}, expected {}",
+                    run.first,
+                    LayerId::new(layers.len())
+                ));
             }
             if run.strategy as usize >= plan.layer_strategies.len() {
-                return fail(format!("layer strategy {} does not exist; there are {}", run.strategy, plan.layer_strategies.len()));
+                return fail(format!(
+                    "layer strategy {} does not exist; there are {}",
+                    run.strategy,
+                    plan.layer_strategies.len()
+                ));
             }
             if run.count as usize > n_layers - layers.len() {
-                return fail(format!("a run of {} from {} exceeds the {n_layers} layers", run.count, run.first));
+                return fail(format!(
+                    "a run of {} from {} exceeds the {n_layers} layers",
+                    run.count, run.first
+                ));
             }
             layers.extend((0..run.count).map(|_| (last, run.strategy)));
         }
     }
     match layers.len() == n_layers && !plan.stages.is_empty() {
         true => Ok(layers),
-        false => Err(LowerError::Layers { stage: last, problem: format!("the stages hold {} of {n_layers} layers", layers.len()) }),
+        false => Err(LowerError::Layers {
+            stage: last,
+            problem: format!("the stages hold {} of {n_layers} layers", layers.len()),
+        }),
     }
 }
 
@@ -114,7 +168,10 @@ impl<'a> Resolved<'a> {
     }
     /// True for values that are made anew in every template that uses them.
     pub fn is_made_at_use(&self, v: ValueId) -> bool {
-        matches!(self.producer(v).kind, OpKind::Input { .. } | OpKind::Constant { .. })
+        matches!(
+            self.producer(v).kind,
+            OpKind::Input { .. } | OpKind::Constant { .. }
+        )
     }
     /// Spec of a value where it is made.
     pub fn made_spec(&self, v: ValueId) -> &ShardingSpec {
@@ -141,39 +198,73 @@ impl<'a> Resolved<'a> {
     /// When a value is complete: accumulated ones at the end of the step.
     pub fn complete_in(&self, v: ValueId) -> Region {
         let op = self.producer(v);
-        if matches!(op.kind, OpKind::Accumulate { .. }) { Region::StepEnd } else { op.region }
+        if matches!(op.kind, OpKind::Accumulate { .. }) {
+            Region::StepEnd
+        } else {
+            op.region
+        }
     }
     /// The key of an edge in the strategy of `layer`; the absolute key for world ops.
     pub fn relative_key(&self, key: &str, layer: Option<LayerId>) -> String {
-        layer.map_or_else(|| key.to_string(), |l| relative_path(key, &self.graph().layers[l.index()]))
+        layer.map_or_else(
+            || key.to_string(),
+            |l| relative_path(key, &self.graph().layers[l.index()]),
+        )
     }
     /// The steps recorded in the strategy of `layer` under a relative key.
-    pub fn layer_steps(&self, relative: &str, layer: Option<LayerId>) -> Option<&'a Vec<ir::reshard::LayoutStep>> {
+    pub fn layer_steps(
+        &self,
+        relative: &str,
+        layer: Option<LayerId>,
+    ) -> Option<&'a Vec<ir::reshard::LayoutStep>> {
         let (_, strategy) = self.layers[layer?.index()];
-        self.plan.layer_strategies[strategy as usize].edges.get(relative)
+        self.plan.layer_strategies[strategy as usize]
+            .edges
+            .get(relative)
     }
 
     fn assign(&self, op: &Op) -> Result<Assignment, LowerError> {
+        if let Some(layer) = op.layer.filter(|l| l.index() >= self.layers.len()) {
+            let problem = format!("op `{}` is of {layer}, which does not exist", op.path);
+            return Err(LowerError::Layers {
+                stage: StageId::new(0),
+                problem,
+            });
+        }
         let replicated = OpStrategy::replicate(0);
         let strategy = match op.layer {
-            Some(layer) if !matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. }) => self.strategy(op, layer)?,
+            Some(layer) if !matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. }) => {
+                self.strategy(op, layer)?
+            }
             _ => &replicated,
         };
-        let named = |source| LowerError::Strategy { path: op.path.clone(), source };
+        let named = |source| LowerError::Strategy {
+            path: op.path.clone(),
+            source,
+        };
         self.graph().rule(op).assign(strategy).map_err(named)
     }
 
     fn strategy(&self, op: &Op, layer: LayerId) -> Result<&'a OpStrategy, LowerError> {
-        let Some(&(stage, index)) = self.layers.get(layer.index()) else {
-            return Err(LowerError::Layers { stage: StageId::new(0), problem: format!("op `{}` is of {layer}, which does not exist", op.path) });
-        };
+        let (stage, index) = self.layers[layer.index()];
         let relative = self.relative_key(&op.path, Some(layer));
-        let Some(strategy) = self.plan.layer_strategies[index as usize].ops.get(&relative) else {
-            return Err(LowerError::MissingStrategy { strategy: index, relative, layer });
+        let Some(strategy) = self.plan.layer_strategies[index as usize]
+            .ops
+            .get(&relative)
+        else {
+            return Err(LowerError::MissingStrategy {
+                strategy: index,
+                relative,
+                layer,
+            });
         };
         let expected = self.mesh(stage).axes.len();
         if strategy.uses.len() != expected {
-            return Err(LowerError::StrategyAxes { path: op.path.clone(), found: strategy.uses.len(), expected });
+            return Err(LowerError::StrategyAxes {
+                path: op.path.clone(),
+                found: strategy.uses.len(),
+                expected,
+            });
         }
         Ok(strategy)
     }

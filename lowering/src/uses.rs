@@ -156,11 +156,23 @@ pub(crate) struct Uses {
 impl Uses {
     pub fn new(r: &Resolved) -> Self {
         let all = all_uses(r);
-        let by = all.iter().enumerate().map(|(i, u)| ((u.by, u.stage), i)).collect();
-        let mut uses = Uses { by, all, cross: Vec::new(), first_of: BTreeMap::new(), cross_of: BTreeMap::new() };
+        let by = all
+            .iter()
+            .enumerate()
+            .map(|(i, u)| ((u.by, u.stage), i))
+            .collect();
+        let mut uses = Uses {
+            by,
+            all,
+            cross: Vec::new(),
+            first_of: BTreeMap::new(),
+            cross_of: BTreeMap::new(),
+        };
         for (i, u) in uses.all.iter().enumerate() {
             uses.first_of.entry(u.group()).or_insert(i);
-            let Some(from) = r.home(u.value).filter(|&home| home != u.stage) else { continue };
+            let Some(from) = r.home(u.value).filter(|&home| home != u.stage) else {
+                continue;
+            };
             let at = *uses.cross_of.entry((u.value, u.stage)).or_insert_with(|| {
                 uses.cross.push(cross_edge(r, u, from));
                 uses.cross.len() - 1
@@ -192,30 +204,53 @@ impl Uses {
 
     /// The recorded steps of a use whose value is at hand in `from`: its own, or those of the
     /// first use that shares its edge.
-    pub fn steps<'a>(&self, r: &Resolved<'a>, u: &Use, from: &ShardingSpec) -> Result<&'a [LayoutStep], LowerError> {
+    pub fn steps<'a>(
+        &self,
+        r: &Resolved<'a>,
+        u: &Use,
+        from: &ShardingSpec,
+    ) -> Result<&'a [LayoutStep], LowerError> {
         let first = &self.all[self.first_of[&u.group()]];
         let mesh = r.mesh(u.stage);
         let (from_text, to) = (from.display(mesh), u.wanted.display(mesh));
         let Some(steps) = u.recorded(r).or_else(|| first.recorded(r)) else {
-            return Err(LowerError::MissingPath { key: first.key(r), stage: u.stage, from: from_text, to });
+            return Err(LowerError::MissingPath {
+                key: first.key(r),
+                stage: u.stage,
+                from: from_text,
+                to,
+            });
         };
         match replay(steps, from, mesh) {
             Some(end) if end == u.wanted => Ok(steps),
-            _ => Err(LowerError::WrongPath { key: u.key(r), stage: u.stage, from: from_text, to }),
+            _ => Err(LowerError::WrongPath {
+                key: u.key(r),
+                stage: u.stage,
+                from: from_text,
+                to,
+            }),
         }
     }
 }
 
 /// The spec in which a value arrives by a recorded transfer; an error when the path does not
 /// start at the value's spec, sends partial values, or leaves either mesh.
-pub(crate) fn check_cross(r: &Resolved, cross: &CrossEdge, path: &CrossPath) -> Result<ShardingSpec, LowerError> {
+pub(crate) fn check_cross(
+    r: &Resolved,
+    cross: &CrossEdge,
+    path: &CrossPath,
+) -> Result<ShardingSpec, LowerError> {
     let (from, to) = (r.mesh(cross.from), r.mesh(cross.to));
     let sends = replay(&path.before, &cross.from_spec, from);
     let lands = &path.target_spec;
-    let fits = lands.dims.len() == cross.lens.len() && lands.partial.is_empty() && lands.problems(to).is_empty();
+    let fits = lands.dims.len() == cross.lens.len()
+        && lands.partial.is_empty()
+        && lands.problems(to).is_empty();
     let arrives = replay(&path.after, lands, to).filter(|_| fits);
     match (sends, arrives) {
-        (Some(sends), Some(arrives)) if sends == path.source_spec && sends.partial.is_empty() => Ok(arrives),
+        (Some(sends), Some(arrives)) if sends == path.source_spec && sends.partial.is_empty() => {
+            Ok(arrives)
+        }
         _ => Err(LowerError::WrongPath {
             key: cross.key.clone(),
             stage: cross.to,
@@ -227,7 +262,9 @@ pub(crate) fn check_cross(r: &Resolved, cross: &CrossEdge, path: &CrossPath) -> 
 
 /// The spec at the end of a path whose every step applies and stays within the mesh.
 fn replay(steps: &[LayoutStep], from: &ShardingSpec, mesh: &LogicalMesh) -> Option<ShardingSpec> {
-    steps.iter().try_fold(from.clone(), |s, step| step.apply(&s).filter(|s| s.problems(mesh).is_empty()))
+    steps.iter().try_fold(from.clone(), |s, step| {
+        step.apply(&s).filter(|s| s.problems(mesh).is_empty())
+    })
 }
 
 fn cross_edge(r: &Resolved, u: &Use, from: StageId) -> CrossEdge {
@@ -251,7 +288,12 @@ fn all_uses(r: &Resolved) -> Vec<Use> {
         if matches!(op.kind, OpKind::GlobalNorm) {
             continue;
         }
-        for (i, &value) in op.inputs.iter().enumerate().filter(|(_, v)| !r.is_made_at_use(**v)) {
+        for (i, &value) in op
+            .inputs
+            .iter()
+            .enumerate()
+            .filter(|(_, v)| !r.is_made_at_use(**v))
+        {
             for stage in r.stages_of(op) {
                 all.push(Use {
                     by: UseBy::Operand(id, i),

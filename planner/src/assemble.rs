@@ -4,7 +4,7 @@
 use crate::groups::Setting;
 use crate::layer_model::LayerModel;
 use crate::layers::Layers;
-use crate::prices::{best_path, path_time};
+use crate::prices::Prices;
 use crate::stage::{PricedMesh, StagePath};
 use cost_model::collectives;
 use ir::cluster::Cluster;
@@ -73,7 +73,8 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
     }
     for edge in lowering::edges(plan, training)? {
         let mesh = &plan.stages[edge.stage.index()].mesh;
-        let Some((steps, _)) = best_path(&cluster, mesh, &edge.from, &edge.to, &edge.lens, edge.dtype) else { continue };
+        let best = Prices::new(&cluster, mesh).best_path(&edge.from, &edge.to, &edge.lens, edge.dtype);
+        let Some((steps, _)) = best else { continue };
         let shared = edge.layer.and_then(|l| of_run.get(&l.index())).and_then(|&k| plan.layer_strategies.get_mut(k as usize));
         let Some(strategy) = shared else {
             plan.edges.insert(edge.key, steps);
@@ -117,13 +118,11 @@ fn cross_time(cluster: &Cluster, from: &LogicalMesh, to: &LogicalMesh, edge: &Cr
     let bytes = path.target_spec.local_elements(lens, to).saturating_mul(dtype.bytes());
     let sent = path.source_spec.local_elements(lens, from).saturating_mul(dtype.bytes());
     let send = collectives::send_time(cluster, from.devices.first_rank.0, to.devices.first_rank.0, bytes.max(sent.min(bytes.saturating_mul(2)))).0;
-    let uses: f64 = edge
-        .wanted
-        .iter()
-        .map(|w| best_path(cluster, to, target, w, lens, dtype).map_or(f64::INFINITY, |(_, seconds)| seconds))
-        .sum();
-    path_time(cluster, from, &edge.from_spec, &path.before, lens, dtype)
+    let mut here = Prices::new(cluster, from);
+    let mut there = Prices::new(cluster, to);
+    let uses: f64 = edge.wanted.iter().map(|w| there.price(target, w, lens, dtype).unwrap_or(f64::INFINITY)).sum();
+    here.path_time(&edge.from_spec, &path.before, lens, dtype)
         + send
-        + path_time(cluster, to, &path.target_spec, &path.after, lens, dtype)
+        + there.path_time(&path.target_spec, &path.after, lens, dtype)
         + uses
 }

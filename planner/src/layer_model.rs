@@ -36,7 +36,24 @@ pub(crate) struct LayerModel {
     /// The group of the next layer's boundary.
     pub exit: Option<usize>,
     links: Vec<Link>,
-    tables: Vec<Edge>,
+    sizes: Vec<usize>,
+    priced: Vec<PricedLink>,
+}
+
+/// Times of all pairs of choices of a link, by what the choices show it of their specs.
+struct PricedLink {
+    a: usize,
+    b: usize,
+    /// Per choice of `a` and of `b`, its face.
+    faces: (Vec<usize>, Vec<usize>),
+    n_faces_b: usize,
+    /// `[face of a][face of b]`; `None` where a layout cannot be reached.
+    times: Vec<Option<Phases>>,
+}
+
+/// A layer model under fixed weights of time, ready for any price on memory.
+pub(crate) struct WeightedLayer<'m> {
+    pub model: &'m LayerModel,
     eliminator: Eliminator,
 }
 
@@ -104,7 +121,7 @@ pub(crate) enum ModelError {
 
 impl LayerModel {
     /// The model of the kind of `layer` (an instance of it, with its successor).
-    pub(crate) fn new(s: &Setting<'_>, layers: &Layers, layer: LayerId, weights: Weights) -> Result<Self, ModelError> {
+    pub(crate) fn new<'a>(s: &Setting<'a>, layers: &Layers, layer: LayerId, prices: &mut Prices<'a>) -> Result<Self, ModelError> {
         let graph = &s.training.graph;
         let mut groups = make_groups(s, &layers.ops[layer.index()]);
         for g in &groups {
@@ -115,7 +132,8 @@ impl LayerModel {
         let n_own = groups.len();
         let entry = groups.iter().position(|g| g.boundary);
         if let Some(next) = layers.ops.get(layer.index() + 1) {
-            let mut boundary: Vec<Group> = make_groups(s, next).into_iter().filter(|g| g.boundary).collect();
+            let entering: Vec<OpId> = next.iter().copied().filter(|&id| is_boundary(graph, id)).collect();
+            let mut boundary: Vec<Group> = make_groups(s, &entering).into_iter().filter(|g| g.boundary).collect();
             for c in boundary.iter_mut().flat_map(|g| &mut g.choices) {
                 (c.time, c.static_bytes, c.saved_bytes) = (Phases::default(), 0, 0);
             }
@@ -123,31 +141,35 @@ impl LayerModel {
         }
         let exit = (groups.len() > n_own).then_some(n_own);
         let links = find_links(s, &groups);
-        let mut prices = Prices::new(s.cluster, s.mesh);
-        for (i, group) in groups.iter_mut().enumerate().take(n_own) {
-            price_inside(s, &mut prices, &links, i, group);
+        for (i, group) in groups.iter_mut().enumerate() {
+            price_inside(s, prices, &links, i, group);
+            if group.choices.is_empty() {
+                return Err(ModelError::NoChoice(graph.op(group.ops[0]).path.clone()));
+            }
         }
-        let mut tables = Vec::new();
-        for link in links.iter().filter(|l| l.a != l.b) {
-            let (rows, cols) = (groups[link.a].choices.len(), groups[link.b].choices.len());
-            let cells = price_between(s, &mut prices, link, &groups, weights);
-            let table = Table::new(rows, cols, cells).expect("one cell per pair of choices");
-            tables.push(Edge { a: link.a as u32, b: link.b as u32, table: Arc::new(table) });
-        }
-        let sizes: Vec<usize> = groups.iter().map(|g| g.choices.len()).collect();
-        let keep: Vec<u32> = entry.into_iter().chain(exit).map(|g| g as u32).collect();
-        let eliminator = Eliminator::new(&sizes, &tables, &keep, MAX_CELLS)?;
-        Ok(LayerModel { groups, n_own, entry, exit, links, tables, eliminator })
+        let priced = links.iter().filter(|l| l.a != l.b).map(|l| price_between(s, prices, l, &groups)).collect();
+        let sizes = groups.iter().map(|g| g.choices.len()).collect();
+        Ok(LayerModel { groups, n_own, entry, exit, links, sizes, priced })
     }
 
-    /// The matrix under some weights; edge prices were fixed by `new`, with the same `m`.
-    pub(crate) fn price(&self, weights: Weights) -> PricedLayer {
-        let node_costs: Vec<Vec<Cost>> = self.groups.iter().map(|g| g.choices.iter().map(|c| weights.cost(c)).collect()).collect();
-        let found = self.eliminator.run(&node_costs);
-        let (rows, cols) = (self.n_entry(), self.n_exit());
-        let table = found.table();
-        let matrix = (0..rows).map(|i| (0..cols).map(|j| table[i * cols + j].value().filter(|&v| v < 1 << 60)).collect()).collect();
-        PricedLayer { matrix, node_costs }
+    /// The model with the weights of time (`m`, `step`) fixed.
+    pub(crate) fn weighted(&self, weights: Weights) -> Result<WeightedLayer<'_>, ModelError> {
+        let keep: Vec<u32> = self.entry.into_iter().chain(self.exit).map(|g| g as u32).collect();
+        let eliminator = Eliminator::new(&self.sizes, &self.edges(weights), &keep, MAX_CELLS)?;
+        Ok(WeightedLayer { model: self, eliminator })
+    }
+
+    /// The edges of the intra-op problem under some weights of time.
+    pub(crate) fn edges(&self, weights: Weights) -> Vec<Edge> {
+        self.priced
+            .iter()
+            .map(|p| {
+                let costs: Vec<Cost> = p.times.iter().map(|t| t.map_or(Cost::FORBIDDEN, |t| quanta(weights.seconds(t)))).collect();
+                let cell = |i: usize, j: usize| costs[p.faces.0[i] * p.n_faces_b + p.faces.1[j]];
+                let table = Table::from_fn(self.sizes[p.a], self.sizes[p.b], cell);
+                Edge { a: p.a as u32, b: p.b as u32, table: Arc::new(table) }
+            })
+            .collect()
     }
 
     /// Number of layouts of the entry boundary, at least 1.
@@ -159,30 +181,24 @@ impl LayerModel {
         self.exit.map_or(1, |g| self.groups[g].choices.len())
     }
 
-    /// The best choices of all groups for given boundary layouts.
-    pub(crate) fn decode(&self, priced: &PricedLayer, entry: usize, exit: usize) -> Vec<u32> {
-        let found = self.eliminator.run(&priced.node_costs);
-        let kept: Vec<u32> = self.entry.map(|_| entry as u32).into_iter().chain(self.exit.map(|_| exit as u32)).collect();
-        found.decode(&kept)
-    }
-
     /// Times and bytes of a decoded choice.
     pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
         let mut cost = LayerCost::default();
-        for (group, &c) in self.groups.iter().zip(choice).take(self.n_own) {
+        for (i, (group, &c)) in self.groups.iter().zip(choice).enumerate() {
             let c = &group.choices[c as usize];
             cost.time = cost.time.plus(c.time);
+            if i >= self.n_own {
+                continue;
+            }
             cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             cost.transient_bytes = cost.transient_bytes.max(transient(s, group, c));
         }
-        let mut prices = Prices::new(s.cluster, s.mesh);
-        for link in self.links.iter().filter(|l| l.a != l.b) {
-            let (ca, cb) = (choice[link.a] as usize, choice[link.b] as usize);
-            let at = |g: usize| if g == link.a { ca } else { cb };
-            for (u, price) in unique_uses(s, &mut prices, &link.uses, &self.groups, &at) {
-                cost.time.add(s.training.graph.op(u.op), price.unwrap_or(f64::INFINITY));
-            }
+        for p in &self.priced {
+            let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
+            let cell = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]];
+            let forbidden = Phases { forward: f64::INFINITY, ..Phases::default() };
+            cost.time = cost.time.plus(cell.unwrap_or(forbidden));
         }
         cost
     }
@@ -200,7 +216,27 @@ impl LayerModel {
                 interval: [0, 1],
             })
             .collect();
-        crate::intra_op::problem::IntraOpProblem { name: name.to_string(), nodes, edges: self.tables.clone(), usage_limit: budget }
+        crate::intra_op::problem::IntraOpProblem { name: name.to_string(), nodes, edges: self.edges(free), usage_limit: budget }
+    }
+}
+
+impl WeightedLayer<'_> {
+    /// The matrix under some weights; the weights of time must be those of `weighted`.
+    pub(crate) fn price(&self, weights: Weights) -> PricedLayer {
+        let groups = &self.model.groups;
+        let node_costs: Vec<Vec<Cost>> = groups.iter().map(|g| g.choices.iter().map(|c| weights.cost(c)).collect()).collect();
+        let found = self.eliminator.run(&node_costs);
+        let (rows, cols) = (self.model.n_entry(), self.model.n_exit());
+        let table = found.table();
+        let matrix = (0..rows).map(|i| (0..cols).map(|j| table[i * cols + j].value().filter(|&v| v < 1 << 60)).collect()).collect();
+        PricedLayer { matrix, node_costs }
+    }
+
+    /// The best choices of all groups for given boundary layouts.
+    pub(crate) fn decode(&self, priced: &PricedLayer, entry: usize, exit: usize) -> Vec<u32> {
+        let found = self.eliminator.run(&priced.node_costs);
+        let kept: Vec<u32> = self.model.entry.map(|_| entry as u32).into_iter().chain(self.model.exit.map(|_| exit as u32)).collect();
+        found.decode(&kept)
     }
 }
 
@@ -331,7 +367,13 @@ fn price_inside(s: &Setting<'_>, prices: &mut Prices<'_>, links: &[Link], index:
     group.choices = kept;
 }
 
-fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: &[Group], weights: Weights) -> Vec<Cost> {
+fn is_boundary(graph: &ir::Graph, id: OpId) -> bool {
+    let path = &graph.op(id).path;
+    let path = path.strip_prefix("grad.").unwrap_or(path);
+    path.starts_with(ir::boundary::BOUNDARY)
+}
+
+fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: &[Group]) -> PricedLink {
     let graph = &s.training.graph;
     // Choices that show this link the same specs cost the same: price each pair of faces once.
     let face = |g: usize, c: usize| -> Vec<&ShardingSpec> {
@@ -350,24 +392,19 @@ fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: 
         (ids, first)
     };
     let ((ids_a, first_a), (ids_b, first_b)) = (faces(link.a), faces(link.b));
-    let mut costs = Vec::with_capacity(first_a.len() * first_b.len());
+    let mut times = Vec::with_capacity(first_a.len() * first_b.len());
     for &ca in &first_a {
         for &cb in &first_b {
             let at = |g: usize| if g == link.a { ca } else { cb };
-            let mut phases = Phases::default();
-            let mut possible = true;
+            let mut phases = Some(Phases::default());
             for (u, price) in unique_uses(s, prices, &link.uses, groups, &at) {
-                match price {
-                    Some(p) => phases.add(graph.op(u.op), p),
-                    None => possible = false,
-                }
+                phases = phases.zip(price).map(|(mut t, p)| {
+                    t.add(graph.op(u.op), p);
+                    t
+                });
             }
-            costs.push(if possible { quanta(weights.seconds(phases)) } else { Cost::FORBIDDEN });
+            times.push(phases);
         }
     }
-    let mut cells = Vec::with_capacity(ids_a.len() * ids_b.len());
-    for &a in &ids_a {
-        cells.extend(ids_b.iter().map(|&b| costs[a * first_b.len() + b]));
-    }
-    cells
+    PricedLink { a: link.a, b: link.b, faces: (ids_a, ids_b), n_faces_b: first_b.len(), times }
 }

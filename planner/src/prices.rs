@@ -1,9 +1,11 @@
-//! Prices of layout changes, remembered: the same few hundred questions recur in every layer.
+//! Prices of layout changes, remembered: the same few hundred questions recur in every layer,
+//! and the possible paths between two specs do not depend on the tensor at all.
 
-use cost_model::{collectives, compute};
+use cost_model::collectives::Group;
+use cost_model::compute;
 use ir::cluster::Cluster;
 use ir::reshard::{self, LayoutStep};
-use ir::{DType, LogicalMesh, ShardingSpec};
+use ir::{AxisId, DType, LogicalMesh, ShardingSpec};
 use std::collections::HashMap;
 
 /// From, to, lengths, element type.
@@ -13,12 +15,13 @@ type Question = (ShardingSpec, ShardingSpec, Vec<u64>, DType);
 pub(crate) struct Prices<'a> {
     cluster: &'a Cluster,
     mesh: &'a LogicalMesh,
+    groups: HashMap<Vec<AxisId>, Group<'a>>,
     known: HashMap<Question, Option<f64>>,
 }
 
 impl<'a> Prices<'a> {
     pub(crate) fn new(cluster: &'a Cluster, mesh: &'a LogicalMesh) -> Self {
-        Prices { cluster, mesh, known: HashMap::new() }
+        Prices { cluster, mesh, groups: HashMap::new(), known: HashMap::new() }
     }
 
     /// Seconds of the cheapest path; `None` when there is none. Lengths and dtype matter.
@@ -30,43 +33,41 @@ impl<'a> Prices<'a> {
         if let Some(&known) = self.known.get(&key) {
             return known;
         }
-        let price = best_path(self.cluster, self.mesh, from, to, lens, dtype).map(|(_, seconds)| seconds);
+        let price = self.best_path(from, to, lens, dtype).map(|(_, seconds)| seconds);
         self.known.insert(key, price);
         price
     }
-}
 
-/// The cheapest path and its seconds; ties go to the earlier path of `reshard::paths`.
-pub(crate) fn best_path(
-    cluster: &Cluster,
-    mesh: &LogicalMesh,
-    from: &ShardingSpec,
-    to: &ShardingSpec,
-    lens: &[u64],
-    dtype: DType,
-) -> Option<(Vec<LayoutStep>, f64)> {
-    let mut best: Option<(Vec<LayoutStep>, f64)> = None;
-    for path in reshard::paths(from, to) {
-        let seconds = path_time(cluster, mesh, from, &path, lens, dtype);
-        if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
-            best = Some((path, seconds));
+    /// The cheapest path and its seconds; ties go to the earlier path of `reshard::paths`.
+    pub(crate) fn best_path(&mut self, from: &ShardingSpec, to: &ShardingSpec, lens: &[u64], dtype: DType) -> Option<(Vec<LayoutStep>, f64)> {
+        let mut best: Option<(Vec<LayoutStep>, f64)> = None;
+        for path in reshard::paths(from, to) {
+            let seconds = self.path_time(from, &path, lens, dtype);
+            if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
+                best = Some((path, seconds));
+            }
         }
+        best
     }
-    best
-}
 
-/// Seconds of a path: its collectives, and the copies of slices.
-pub(crate) fn path_time(cluster: &Cluster, mesh: &LogicalMesh, from: &ShardingSpec, path: &[LayoutStep], lens: &[u64], dtype: DType) -> f64 {
-    let mut spec = from.clone();
-    let mut seconds = 0.0;
-    for step in path {
-        let Some(after) = step.apply(&spec) else { return f64::INFINITY };
-        let bytes = |s: &ShardingSpec| s.local_elements(lens, mesh).saturating_mul(dtype.bytes());
-        seconds += match step.collective(&spec) {
-            Some(kind) => collectives::collective_time(cluster, mesh, &step.axes(), kind, bytes(&spec).max(bytes(&after))).0,
-            None => compute::copy_time(cluster, bytes(&after)).0,
-        };
-        spec = after;
+    /// Seconds of a path: its collectives, and the copies of slices.
+    pub(crate) fn path_time(&mut self, from: &ShardingSpec, path: &[LayoutStep], lens: &[u64], dtype: DType) -> f64 {
+        let mut spec = from.clone();
+        let mut seconds = 0.0;
+        for step in path {
+            let Some(after) = step.apply(&spec) else { return f64::INFINITY };
+            let bytes = |s: &ShardingSpec| s.local_elements(lens, self.mesh).saturating_mul(dtype.bytes());
+            let size = bytes(&spec).max(bytes(&after));
+            seconds += match step.collective(&spec) {
+                Some(kind) => {
+                    let (cluster, mesh) = (self.cluster, self.mesh);
+                    let axes = step.axes();
+                    self.groups.entry(axes).or_insert_with_key(|axes| Group::new(cluster, mesh, axes)).time(kind, size).0
+                }
+                None => compute::copy_time(self.cluster, bytes(&after)).0,
+            };
+            spec = after;
+        }
+        seconds
     }
-    seconds
 }

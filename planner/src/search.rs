@@ -8,9 +8,10 @@
 use crate::assemble::{ChosenStage, add_stage, record_paths};
 use crate::groups::Setting;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
-use crate::layer_model::{LayerModel, Weights};
+use crate::layer_model::{LayerModel, ModelError, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
 use crate::pins::{AxisRole, Pins};
+use crate::prices::Prices;
 use crate::stage::PricedMesh;
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
@@ -42,10 +43,7 @@ struct Shape {
 
 /// A shape with its models and prices for one microbatch size.
 struct Candidate {
-    shape: Shape,
     submesh: usize,
-    models: Vec<LayerModel>,
-    weights: Vec<Weights>,
     /// Per weight: range of layers to stage costs.
     tables: Vec<Vec<((usize, usize), crate::layer_model::LayerCost)>>,
     /// The same with neither memory nor per-step time: for the bound.
@@ -204,7 +202,8 @@ impl Search<'_> {
     fn candidate(&self, submesh: usize, shape: Shape, batch: u64, m: u32) -> Result<Candidate, PlanError> {
         let s = self.setting(&shape, batch);
         let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
-        let models = self.models(&s, base)?;
+        let models = self.models(&s)?;
+        let weighted = weigh(&models, base)?;
         let mut weights = vec![base];
         for &price in &MEMORY_PRICES[1..] {
             for &f in IN_FLIGHT.iter().filter(|&&f| f == 1.0 || f <= f64::from(m)) {
@@ -213,21 +212,19 @@ impl Search<'_> {
         }
         let mut tables = Vec::with_capacity(weights.len());
         for &w in &weights {
-            let (ranges, paths) = PricedMesh::new(&models, w).ranges(&s, &self.layers);
+            let (ranges, paths) = PricedMesh::new(&weighted, w).ranges(&s, &self.layers);
             tables.push(ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, p.cost))).collect());
         }
-        // Edge prices weigh per-step time too, so the relaxation has models of its own.
         let free = Weights { step: 0.0, ..base };
-        let relaxed_models = self.models(&s, free)?;
-        let (ranges, paths) = PricedMesh::new(&relaxed_models, free).ranges(&s, &self.layers);
+        let (ranges, paths) = PricedMesh::new(&weigh(&models, free)?, free).ranges(&s, &self.layers);
         let per_microbatch = |objective: u64| objective as f64 * crate::layer_model::QUANTUM_S / f64::from(m);
         let relaxed = ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, per_microbatch(p.objective)))).collect();
-        drop(relaxed_models);
-        Ok(Candidate { shape, submesh, models, weights, tables, relaxed })
+        Ok(Candidate { submesh, tables, relaxed })
     }
 
-    fn models(&self, s: &Setting<'_>, weights: Weights) -> Result<Vec<LayerModel>, PlanError> {
-        self.layers.first.iter().map(|&l| LayerModel::new(s, &self.layers, l, weights).map_err(|e| PlanError::Strategies(e.to_string()))).collect()
+    fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
+        let mut prices = Prices::new(s.cluster, s.mesh);
+        self.layers.first.iter().map(|&l| LayerModel::new(s, &self.layers, l, &mut prices).map_err(no_strategy)).collect()
     }
 
     fn solve_pipeline(&self, candidates: &[Candidate], batch: u64, m: u32, schedule: ScheduleKind, reserve: u64) -> Result<(PipelineChoice, f64), PlanError> {
@@ -398,9 +395,9 @@ impl Search<'_> {
             let (_, shape) = usable.get(c).ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
             let s = self.setting(shape, p.batch);
             let base = Weights { m: f64::from(p.m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
-            let models = self.models(&s, base)?;
-            let weights = weight_at(p.m, w);
-            let mut priced = PricedMesh::new(&models, weights);
+            let models = self.models(&s)?;
+            let weighted = weigh(&models, base)?;
+            let mut priced = PricedMesh::new(&weighted, weight_at(p.m, w));
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
             let path = priced.path(&s, &kinds).ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
             let mesh = LogicalMesh {
@@ -413,6 +410,14 @@ impl Search<'_> {
         }
         Ok(plan)
     }
+}
+
+fn no_strategy(e: ModelError) -> PlanError {
+    PlanError::Strategies(e.to_string())
+}
+
+fn weigh(models: &[LayerModel], weights: Weights) -> Result<Vec<WeightedLayer<'_>>, PlanError> {
+    models.iter().map(|m| m.weighted(weights).map_err(no_strategy)).collect()
 }
 
 /// The `w`-th weights that a candidate with `m` microbatches is priced under.

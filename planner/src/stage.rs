@@ -5,13 +5,13 @@
 //! products are the powers of one matrix.
 
 use crate::groups::Setting;
-use crate::layer_model::{LayerCost, LayerModel, PricedLayer, Weights};
+use crate::layer_model::{LayerCost, PricedLayer, WeightedLayer, Weights};
 use crate::layers::Layers;
 use std::collections::BTreeMap;
 
 /// One mesh with its layer models, priced under some weights.
 pub(crate) struct PricedMesh<'m> {
-    models: &'m [LayerModel],
+    models: &'m [WeightedLayer<'m>],
     priced: Vec<PricedLayer>,
     /// Cost of a layer kind between two boundary layouts, once asked for.
     costs: BTreeMap<(usize, usize, usize), LayerCost>,
@@ -37,7 +37,7 @@ struct Product {
 }
 
 impl<'m> PricedMesh<'m> {
-    pub(crate) fn new(models: &'m [LayerModel], weights: Weights) -> Self {
+    pub(crate) fn new(models: &'m [WeightedLayer<'m>], weights: Weights) -> Self {
         PricedMesh { models, priced: models.iter().map(|m| m.price(weights)).collect(), costs: BTreeMap::new() }
     }
 
@@ -92,7 +92,7 @@ impl<'m> PricedMesh<'m> {
                 .cells
                 .iter()
                 .map(|row| {
-                    (0..self.models[kind].n_exit())
+                    (0..self.models[kind].model.n_exit())
                         .map(|exit| {
                             row.iter()
                                 .zip(matrix)
@@ -138,7 +138,7 @@ impl<'m> PricedMesh<'m> {
             return known;
         }
         let choice = self.decode(kind, entry, exit);
-        let cost = self.models[kind].evaluate(s, &choice);
+        let cost = self.models[kind].model.evaluate(s, &choice);
         self.costs.insert((kind, entry, exit), cost);
         cost
     }

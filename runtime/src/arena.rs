@@ -124,12 +124,13 @@ impl Arena {
         }
         let find = |r: &Range<usize>| -> &[u8] {
             let holder = shared.iter().find(|(range, _)| range.start <= r.start && r.end <= range.end);
-            holder.map_or(&[], |(range, piece)| &piece[r.start - range.start..r.end - range.start])
+            // Empty ranges are aligned too.
+            holder.map_or(bytemuck::cast_slice::<u64, u8>(&[]), |(range, piece)| &piece[r.start - range.start..r.end - range.start])
         };
         let reads = reads.iter().map(find).collect();
         let mut take = |w: &Range<usize>| -> &mut [u8] {
             let holder = exclusive.iter_mut().find(|(start, piece)| *start == w.start && piece.is_some() && !w.is_empty());
-            holder.and_then(|(_, piece)| piece.take()).unwrap_or(&mut [])
+            holder.and_then(|(_, piece)| piece.take()).unwrap_or(bytemuck::cast_slice_mut::<u64, u8>(&mut []))
         };
         let writes = writes.iter().map(&mut take).collect();
         Ok(Borrowed { reads, writes })

@@ -236,3 +236,116 @@ impl Machine<'_> {
 fn scalar(values: &Values, v: ValueId) -> f64 {
     values[v.index()].as_ref().map_or(f64::NAN, |b| f64::from(b.f32s()[0]))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::op::Init;
+    use ir::testing::{GraphOptions, Rng, random_graph, sequence_of};
+    use ir::training::training_graph;
+    use ir::{DType, Dim, Optimizer, Precision};
+
+    fn setup(seed: u64, options: &GraphOptions, global_batch: u64) -> (TrainingGraph, TrainSpec, Vec<Vec<u32>>) {
+        let graph = random_graph(seed, options);
+        let sequence = sequence_of(&graph).unwrap();
+        let optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        let spec = TrainSpec { global_batch, sequence, precision: Precision::F32, optimizer, seed, clip_norm: None, ..TrainSpec::default() };
+        let mut rng = Rng::new(seed);
+        let embedding = graph.ops().iter().find(|op| op.kind == OpKind::Embedding).unwrap();
+        let Dim::Fixed(vocab) = graph.ty(embedding.inputs[0]).shape.0[0] else { panic!() };
+        let batch = (0..global_batch).map(|_| (0..=sequence).map(|_| rng.below(vocab) as u32).collect()).collect();
+        (training_graph(&graph, &spec).unwrap(), spec, batch)
+    }
+
+    /// Random values also where a model would start from zeros and ones.
+    fn random(path: &str, ty: &TensorType) -> Result<Vec<f32>, RuntimeError> {
+        Ok(crate::init::parameter(11, path, Init::Normal { std: 0.4 }, &ty.shape.bind(1)))
+    }
+
+    #[test]
+    fn gradients_equal_differences_of_the_loss() {
+        for seed in 0..40 {
+            let (training, spec, batch) = setup(seed, &GraphOptions::default(), 2);
+            let mut reference = Reference::new(&training, &spec, 2, 1, random).unwrap();
+            let start = reference.clone();
+            reference.step(&batch, 0.0).unwrap();
+            let total: f64 = reference.gradients().values().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+            for (path, gradient) in reference.gradients() {
+                // Along the gradient, the loss has the gradient's norm as its slope.
+                let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+                let loss_at = |t: f64| {
+                    let mut moved = start.clone();
+                    let along = |(p, g): (&f32, &f32)| (f64::from(*p) + t * f64::from(*g) / norm) as f32;
+                    let values = start.states()[path].iter().zip(gradient).map(along).collect();
+                    assert!(moved.set_state(path, values));
+                    moved.validate(&batch).unwrap()
+                };
+                if norm < 1e-3 * total {
+                    continue;
+                }
+                let slope = |t: f64| (loss_at(t) - loss_at(-t)) / (2.0 * t);
+                // Richardson: removes the cubic term of the difference quotient.
+                let slope = (4.0 * slope(1e-2) - slope(2e-2)) / 3.0;
+                assert!((slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm, "seed {seed}, {path}: slope {slope}, gradient {norm}, all {total}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_does_not_depend_on_the_number_of_microbatches() {
+        let options = GraphOptions { dropout: true, ..GraphOptions::default() };
+        for seed in 0..20 {
+            let (training, spec, batch) = setup(seed, &options, 4);
+            let run = |n: u32| {
+                let mut reference = Reference::new(&training, &spec, 4 / u64::from(n), n, random).unwrap();
+                let step = reference.step(&batch, 0.0).unwrap();
+                (step.loss, step.grad_norm, reference.gradients().clone())
+            };
+            let whole = run(1);
+            for n in [2, 4] {
+                let split = run(n);
+                assert!((whole.0 - split.0).abs() < 1e-5 * whole.0.abs(), "seed {seed}: losses {} and {}", whole.0, split.0);
+                assert!((whole.1 - split.1).abs() < 1e-4 * whole.1, "seed {seed}: norms {} and {}", whole.1, split.1);
+                for (path, gradient) in &whole.2 {
+                    let off = gradient.iter().zip(&split.2[path]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    assert!(f64::from(off) < 1e-4 * whole.1, "seed {seed}: {path} differs by {off}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sgd_descends_by_its_gradients() {
+        let (training, spec, batch) = setup(1, &GraphOptions::default(), 2);
+        let mut reference = Reference::new(&training, &spec, 1, 2, random).unwrap();
+        let start = reference.states().clone();
+        let first = reference.step(&batch, 0.125).unwrap();
+        for (path, gradient) in reference.gradients() {
+            for ((new, old), g) in reference.states()[path].iter().zip(&start[path]).zip(gradient) {
+                assert_eq!(*new, old - 0.125 * g, "{path}");
+            }
+        }
+        let norm = reference.gradients().values().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        assert!((norm / first.grad_norm - 1.0).abs() < 1e-5);
+        assert!(reference.validate(&batch).unwrap() < first.loss);
+    }
+
+    #[test]
+    fn forward_graphs_are_evaluated() {
+        let graph = random_graph(4, &GraphOptions { reduce_max: true, ..GraphOptions::default() });
+        let n = sequence_of(&graph).unwrap() as usize + 1;
+        let tokens = vec![vec![1; n], vec![2; n]];
+        let values = eval_forward(&graph, &tokens, random, &graph.outputs).unwrap();
+        assert!(values[0].len() == 1 && values[0][0].is_finite() && values[0][0] > 0.0);
+        let input = graph.ops().iter().find(|op| matches!(op.kind, OpKind::Input { .. })).unwrap();
+        assert_eq!(graph.ty(input.outputs[0]).dtype, DType::I32);
+    }
+
+    #[test]
+    fn microbatches_must_make_the_batch() {
+        let (training, spec, batch) = setup(0, &GraphOptions::default(), 4);
+        assert!(matches!(Reference::new(&training, &spec, 3, 1, random), Err(RuntimeError::Program(_))));
+        let mut reference = Reference::new(&training, &spec, 2, 2, random).unwrap();
+        assert!(matches!(reference.step(&batch[1..], 0.1), Err(RuntimeError::Batch(_))));
+    }
+}

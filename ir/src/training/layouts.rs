@@ -78,22 +78,19 @@ fn plan(graph: &Graph) -> Vec<Shared> {
             }
         }
     }
-    let mut paths = BTreeSet::new();
     let mut shared = Vec::new();
-    for ((value, backward, layer), consumers) in groups {
+    for ((value, _, layer), consumers) in groups {
         if consumers.len() < 2 {
             continue;
         }
-        // A colon means a result's index in the name of a value, so paths do without.
-        let name = graph.value_name(value).replace(':', "-");
-        let mut path = if backward && !name.starts_with("grad.") {
-            format!("layout.grad.{name}")
-        } else {
-            format!("layout.{name}")
+        // Named after its first use, which is in its own layer, so that equal layers have
+        // equal relative paths.
+        let Some(&first) = consumers.first() else {
+            continue;
         };
-        if !paths.insert(path.clone()) {
-            path = format!("{path}.layer{}", layer.map_or(0, LayerId::index));
-        }
+        let user = graph.op(first);
+        let operand = user.inputs.iter().position(|&v| v == value).unwrap_or(0);
+        let path = format!("layout.{}.{operand}", user.path);
         let pass = consumers
             .iter()
             .map(|&c| graph.op(c).pass)

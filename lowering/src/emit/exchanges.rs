@@ -25,6 +25,9 @@ pub(super) struct Crossing {
     used_by: BTreeSet<SlotPass>,
 }
 
+/// One side of an exchange.
+type Parts = Vec<(TransferId, BufferId)>;
+
 #[derive(Clone, Copy)]
 struct Sent {
     transfer: TransferId,
@@ -36,10 +39,17 @@ struct Sent {
 impl Crossing {
     pub fn new(r: &Resolved, edge: &CrossEdge) -> Result<Self, LowerError> {
         let Some(path) = r.plan.transfers.get(&edge.key) else {
-            return Err(LowerError::MissingTransfer { key: edge.key.clone() });
+            return Err(LowerError::MissingTransfer {
+                key: edge.key.clone(),
+            });
         };
         check_cross(r, edge, path)?;
-        Ok(Crossing { edge: edge.clone(), path: path.clone(), sent: None, used_by: BTreeSet::new() })
+        Ok(Crossing {
+            edge: edge.clone(),
+            path: path.clone(),
+            sent: None,
+            used_by: BTreeSet::new(),
+        })
     }
     fn goes(&self, v: ValueId, to: StageId) -> bool {
         self.edge.value == v && self.edge.to == to
@@ -60,19 +70,27 @@ impl Emitter<'_, '_> {
         };
         let (from, region) = (self.crossings[at].edge.from, self.crossings[at].edge.region);
         match (self.phase, region) {
-            (TemplateKind::StepBegin | TemplateKind::StepEnd, _) => self.exchange_step(from, stage)?,
+            (TemplateKind::StepBegin | TemplateKind::StepEnd, _) => {
+                self.exchange_step(from, stage)?
+            }
             (_, Region::Microbatch) => self.arrive(at),
             _ => {}
         }
         self.note_use(v, stage);
-        self.places.get(&(v, stage)).cloned().ok_or_else(|| self.unavailable(v, stage))
+        self.places
+            .get(&(v, stage))
+            .cloned()
+            .ok_or_else(|| self.unavailable(v, stage))
     }
 
     /// A value that no earlier phase makes.
     fn unavailable(&self, v: ValueId, stage: StageId) -> LowerError {
         let from = self.r.home(v).unwrap_or(stage);
         let value = self.r.graph().value_name(v);
-        LowerError::Stuck { played: 0, waiting: format!("{stage} needs `{value}`, which {from} makes only later") }
+        LowerError::Stuck {
+            played: 0,
+            waiting: format!("{stage} needs `{value}`, which {from} makes only later"),
+        }
     }
 
     fn note_use(&mut self, v: ValueId, stage: StageId) {
@@ -90,23 +108,30 @@ impl Emitter<'_, '_> {
     }
 
     /// Prepares a microbatch value for every stage that it goes to.
-    pub(super) fn send_from(&mut self, v: ValueId, stage: StageId) -> Result<(), LowerError> {
+    pub(super) fn send_from(&mut self, v: ValueId, stage: StageId) {
         for at in 0..self.crossings.len() {
             let c = &self.crossings[at];
             if c.edge.value == v && c.edge.from == stage && c.edge.region == Region::Microbatch {
                 self.prepare(at);
             }
         }
-        Ok(())
     }
 
     /// The steps on the sender, and the buffers at both ends.
     fn prepare(&mut self, at: usize) {
-        let (edge, path) = (self.crossings[at].edge.clone(), self.crossings[at].path.clone());
+        let (edge, path) = (
+            self.crossings[at].edge.clone(),
+            self.crossings[at].path.clone(),
+        );
         let op = self.r.producer(edge.value);
-        let serves = Serves { pass: op.pass, layer: op.layer };
+        let serves = Serves {
+            pass: op.pass,
+            layer: op.layer,
+        };
         let made = self.places[&(edge.value, edge.from)].clone();
-        let send = self.change(edge.from, edge.value, made, &path.before, serves).buffer;
+        let send = self
+            .change(edge.from, edge.value, made, &path.before, serves)
+            .buffer;
         let recv = self.buffer(edge.to, edge.value, &path.target_spec, Lifetime::ByUse);
         let transfer = TransferId::new(self.transfers.len());
         self.transfers.push(Transfer {
@@ -118,14 +143,27 @@ impl Emitter<'_, '_> {
             from_spec: path.source_spec,
             to_spec: path.target_spec,
         });
-        self.crossings[at].sent = Some(Sent { transfer, send, recv, serves });
+        self.crossings[at].sent = Some(Sent {
+            transfer,
+            send,
+            recv,
+            serves,
+        });
     }
 
     /// The steps on the receiver; afterwards the value has its place there.
     fn arrive(&mut self, at: usize) {
-        let Some(sent) = self.crossings[at].sent else { return };
-        let (edge, path) = (self.crossings[at].edge.clone(), self.crossings[at].path.clone());
-        let landed = Located { buffer: sent.recv, spec: path.target_spec };
+        let Some(sent) = self.crossings[at].sent else {
+            return;
+        };
+        let (edge, path) = (
+            self.crossings[at].edge.clone(),
+            self.crossings[at].path.clone(),
+        );
+        let landed = Located {
+            buffer: sent.recv,
+            spec: path.target_spec,
+        };
         let arrived = self.change(edge.to, edge.value, landed, &path.after, sent.serves);
         self.places.insert((edge.value, edge.to), arrived);
     }
@@ -133,12 +171,20 @@ impl Emitter<'_, '_> {
     /// An exchange in a step phase: everything that two stages have for each other by now.
     fn exchange_step(&mut self, a: StageId, b: StageId) -> Result<(), LowerError> {
         let phase = self.phase;
-        let region = if phase == TemplateKind::StepBegin { Region::StepBegin } else { Region::StepEnd };
+        let region = if phase == TemplateKind::StepBegin {
+            Region::StepBegin
+        } else {
+            Region::StepEnd
+        };
         let due: Vec<usize> = (0..self.crossings.len())
             .filter(|&i| {
                 let c = &self.crossings[i];
-                let between = (c.edge.from, c.edge.to) == (a, b) || (c.edge.from, c.edge.to) == (b, a);
-                between && c.sent.is_none() && c.edge.region == region && self.places.contains_key(&(c.edge.value, c.edge.from))
+                let between =
+                    (c.edge.from, c.edge.to) == (a, b) || (c.edge.from, c.edge.to) == (b, a);
+                between
+                    && c.sent.is_none()
+                    && c.edge.region == region
+                    && self.places.contains_key(&(c.edge.value, c.edge.from))
             })
             .collect();
         if due.is_empty() {
@@ -147,19 +193,24 @@ impl Emitter<'_, '_> {
         due.iter().for_each(|&at| self.prepare(at));
         for stage in [a, b] {
             let (sends, recvs) = self.parts(&due, stage);
-            let serves = Serves { pass: ir::Pass::Update, layer: None };
+            let serves = Serves {
+                pass: ir::Pass::Update,
+                layer: None,
+            };
             let role = self.role(stage);
             role.close_step(phase);
             let template = role.add_exchange(InstrKind::Exchange { sends, recvs }, serves);
-            role.step_slots(phase).push(Slot { template, microbatch: None });
+            role.step_slots(phase).push(Slot {
+                template,
+                microbatch: None,
+            });
         }
         due.iter().for_each(|&at| self.arrive(at));
         Ok(())
     }
 
     /// What of some crossings a stage sends and receives.
-    #[allow(clippy::type_complexity)]
-    fn parts(&self, crossings: &[usize], stage: StageId) -> (Vec<(TransferId, BufferId)>, Vec<(TransferId, BufferId)>) {
+    fn parts(&self, crossings: &[usize], stage: StageId) -> (Parts, Parts) {
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         for c in crossings.iter().map(|&at| &self.crossings[at]) {
             if let Some(sent) = c.sent {
@@ -181,28 +232,57 @@ impl Emitter<'_, '_> {
                 self.exchange_step(StageId::new(a), StageId::new(b))?;
             }
         }
-        self.roles.iter_mut().for_each(|role| role.close_step(TemplateKind::StepBegin));
+        self.roles
+            .iter_mut()
+            .for_each(|role| role.close_step(TemplateKind::StepBegin));
         Ok(())
     }
 
     /// One exchange template per sender, receiver and pass, on both sides.
     pub(super) fn flow_exchanges(&mut self) -> Vec<Flow> {
         let mut by_flow: BTreeMap<(StageId, StageId, SlotPass), Vec<usize>> = BTreeMap::new();
-        for (at, c) in self.crossings.iter().enumerate().filter(|(_, c)| c.edge.region == Region::Microbatch) {
+        for (at, c) in self
+            .crossings
+            .iter()
+            .enumerate()
+            .filter(|(_, c)| c.edge.region == Region::Microbatch)
+        {
             let forward = self.r.template(self.r.producer(c.edge.value)) == TemplateKind::Forward;
-            let pass = if forward { SlotPass::Forward } else { SlotPass::Backward };
-            by_flow.entry((c.edge.from, c.edge.to, pass)).or_default().push(at);
+            let pass = if forward {
+                SlotPass::Forward
+            } else {
+                SlotPass::Backward
+            };
+            by_flow
+                .entry((c.edge.from, c.edge.to, pass))
+                .or_default()
+                .push(at);
         }
         let mut flows = Vec::with_capacity(by_flow.len());
         for ((from, to, made_by), crossings) in by_flow {
-            let used_by = crossings.iter().flat_map(|&at| self.crossings[at].used_by.clone()).collect();
-            let Some(serves) = crossings.iter().find_map(|&at| self.crossings[at].sent.map(|s| s.serves)) else { continue };
+            let used_by = crossings
+                .iter()
+                .flat_map(|&at| self.crossings[at].used_by.clone())
+                .collect();
+            let Some(serves) = crossings
+                .iter()
+                .find_map(|&at| self.crossings[at].sent.map(|s| s.serves))
+            else {
+                continue;
+            };
             for stage in [from, to] {
                 let (sends, recvs) = self.parts(&crossings, stage);
-                let template = self.role(stage).add_exchange(InstrKind::Exchange { sends, recvs }, serves);
+                let template = self
+                    .role(stage)
+                    .add_exchange(InstrKind::Exchange { sends, recvs }, serves);
                 self.role(stage).flows.insert(flows.len(), template);
             }
-            flows.push(Flow { from, to, made_by, used_by });
+            flows.push(Flow {
+                from,
+                to,
+                made_by,
+                used_by,
+            });
         }
         flows
     }

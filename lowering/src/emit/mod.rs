@@ -29,15 +29,25 @@ pub(crate) fn emit(r: &Resolved) -> Result<Draft, LowerError> {
     e.walk(TemplateKind::StepBegin)?;
     e.flush_step_begin()?;
     for pass in [SlotPass::Forward, SlotPass::Backward] {
-        e.walk(if pass == SlotPass::Forward { TemplateKind::Forward } else { TemplateKind::Backward })?;
+        e.walk(if pass == SlotPass::Forward {
+            TemplateKind::Forward
+        } else {
+            TemplateKind::Backward
+        })?;
         e.roles.iter_mut().for_each(|role| role.close_pass(pass));
     }
     let flows = e.flow_exchanges();
     e.reduce_loss()?;
     e.walk(TemplateKind::StepEnd)?;
     e.write_states()?;
-    e.roles.iter_mut().for_each(|role| role.close_step(TemplateKind::StepEnd));
-    Ok(Draft { roles: e.roles, transfers: e.transfers, flows })
+    e.roles
+        .iter_mut()
+        .for_each(|role| role.close_step(TemplateKind::StepEnd));
+    Ok(Draft {
+        roles: e.roles,
+        transfers: e.transfers,
+        flows,
+    })
 }
 
 /// A tensor in a buffer.
@@ -65,9 +75,25 @@ struct Emitter<'r, 'a> {
 impl<'r, 'a> Emitter<'r, 'a> {
     fn new(r: &'r Resolved<'a>) -> Result<Self, LowerError> {
         let uses = Uses::new(r);
-        let crossings = uses.cross.iter().map(|c| Crossing::new(r, c)).collect::<Result<_, _>>()?;
-        let roles = r.stages().map(|s| RoleDraft::new(s, r.mesh(s).clone())).collect();
-        Ok(Emitter { r, uses, roles, transfers: Vec::new(), places: BTreeMap::new(), crossings, sources: Vec::new(), phase: TemplateKind::StepBegin })
+        let crossings = uses
+            .cross
+            .iter()
+            .map(|c| Crossing::new(r, c))
+            .collect::<Result<_, _>>()?;
+        let roles = r
+            .stages()
+            .map(|s| RoleDraft::new(s, r.mesh(s).clone()))
+            .collect();
+        Ok(Emitter {
+            r,
+            uses,
+            roles,
+            transfers: Vec::new(),
+            places: BTreeMap::new(),
+            crossings,
+            sources: Vec::new(),
+            phase: TemplateKind::StepBegin,
+        })
     }
 
     fn role(&mut self, stage: StageId) -> &mut RoleDraft {
@@ -75,25 +101,49 @@ impl<'r, 'a> Emitter<'r, 'a> {
     }
 
     /// A new buffer for a value, or for a changed copy of it.
-    fn buffer(&mut self, stage: StageId, v: ValueId, spec: &ShardingSpec, lifetime: Lifetime) -> BufferId {
+    fn buffer(
+        &mut self,
+        stage: StageId,
+        v: ValueId,
+        spec: &ShardingSpec,
+        lifetime: Lifetime,
+    ) -> BufferId {
         let (r, mut name) = (self.r, self.r.graph().value_name(v));
         if r.home(v).is_some_and(|home| home != stage) || *spec != *r.made_spec(v) {
             name = format!("{name}@{}", spec.display(r.mesh(stage)).replace(", ", ","));
         }
         let (lens, dtype) = (r.lens(v), r.graph().ty(v).dtype);
-        self.role(stage).add_buffer(DraftBuffer { name, dtype, lens, spec: spec.clone(), lifetime })
+        self.role(stage).add_buffer(DraftBuffer {
+            name,
+            dtype,
+            lens,
+            spec: spec.clone(),
+            lifetime,
+        })
     }
 
     /// Every accumulator is zero when the step begins.
     fn clear_accumulators(&mut self) {
         let r = self.r;
-        for op in r.graph().ops().iter().filter(|op| matches!(op.kind, OpKind::Accumulate { .. })) {
+        for op in r
+            .graph()
+            .ops()
+            .iter()
+            .filter(|op| matches!(op.kind, OpKind::Accumulate { .. }))
+        {
             for stage in r.stages_of(op) {
                 let v = op.outputs[0];
                 let spec = r.made_spec(v).clone();
                 let output = self.buffer(stage, v, &spec, Lifetime::Accumulator);
-                self.role(stage).push(InstrKind::Fill { value: 0.0, output }, serves(op));
-                self.places.insert((v, stage), Located { buffer: output, spec });
+                self.role(stage)
+                    .push(InstrKind::Fill { value: 0.0, output }, serves(op));
+                self.places.insert(
+                    (v, stage),
+                    Located {
+                        buffer: output,
+                        spec,
+                    },
+                );
             }
         }
     }
@@ -125,7 +175,14 @@ impl<'r, 'a> Emitter<'r, 'a> {
         let op = r.producer(r.training.loss);
         self.begin(TemplateKind::StepEnd);
         for stage in r.stages_of(op) {
-            let loss = self.replicated(r.training.loss, stage, Serves { pass: Pass::Update, layer: op.layer })?;
+            let loss = self.replicated(
+                r.training.loss,
+                stage,
+                Serves {
+                    pass: Pass::Update,
+                    layer: op.layer,
+                },
+            )?;
             let role = self.role(stage);
             if role.buffers[loss.index()].lifetime == Lifetime::ByUse {
                 role.buffers[loss.index()].lifetime = Lifetime::Kept;
@@ -143,13 +200,24 @@ impl<'r, 'a> Emitter<'r, 'a> {
             for stage in r.stages_of(op) {
                 let from = self.at_hand(state.write, stage)?;
                 let output = self.places[&(state.read, stage)].buffer;
-                let Some(u) = self.uses.find(UseBy::Write(i), stage) else { continue };
-                let serves = Serves { pass: u.pass, layer: u.layer };
+                let Some(u) = self.uses.find(UseBy::Write(i), stage) else {
+                    continue;
+                };
+                let serves = Serves {
+                    pass: u.pass,
+                    layer: u.layer,
+                };
                 if from.spec != u.wanted {
                     let steps = self.uses.steps(r, u, &from.spec)?;
                     self.change_into(stage, state.write, from, steps, serves, output);
                 } else if from.buffer != output {
-                    self.role(stage).push(InstrKind::Copy { input: from.buffer, output }, serves);
+                    self.role(stage).push(
+                        InstrKind::Copy {
+                            input: from.buffer,
+                            output,
+                        },
+                        serves,
+                    );
                 }
             }
         }
@@ -158,5 +226,8 @@ impl<'r, 'a> Emitter<'r, 'a> {
 }
 
 fn serves(op: &Op) -> Serves {
-    Serves { pass: op.pass, layer: op.layer }
+    Serves {
+        pass: op.pass,
+        layer: op.layer,
+    }
 }

@@ -10,33 +10,63 @@ use ir::{BufferId, Op, OpId, OpKind, ShardingSpec, StageId, ValueId};
 
 impl<'a> Emitter<'_, 'a> {
     /// Operand `i` of an op, in the spec that the op wants.
-    pub(super) fn operand(&mut self, id: OpId, op: &Op, i: usize, stage: StageId) -> Result<Located, LowerError> {
+    pub(super) fn operand(
+        &mut self,
+        id: OpId,
+        op: &Op,
+        i: usize,
+        stage: StageId,
+    ) -> Result<Located, LowerError> {
         let v = op.inputs[i];
         if self.r.is_made_at_use(v) {
             return self.source(v, op, self.r.wanted_spec(id, i), stage);
         }
         let from = self.at_hand(v, stage)?;
-        let Some(steps) = self.steps(id, i, stage, &from)? else { return Ok(from) };
+        let Some(steps) = self.steps(id, i, stage, &from)? else {
+            return Ok(from);
+        };
         Ok(self.change(stage, v, from, steps, serves(op)))
     }
 
     /// An operand that its op overwrites: a state's own buffer, or a private changed copy.
-    pub(super) fn owned_operand(&mut self, id: OpId, op: &Op, i: usize, stage: StageId) -> Result<Located, LowerError> {
+    pub(super) fn owned_operand(
+        &mut self,
+        id: OpId,
+        op: &Op,
+        i: usize,
+        stage: StageId,
+    ) -> Result<Located, LowerError> {
         let from = self.at_hand(op.inputs[i], stage)?;
-        let Some(steps) = self.steps(id, i, stage, &from)? else { return Ok(from) };
+        let Some(steps) = self.steps(id, i, stage, &from)? else {
+            return Ok(from);
+        };
         Ok(self.change_fresh(stage, op.inputs[i], from, steps, serves(op)))
     }
 
     /// A value in one replicated buffer, by the first path there is.
-    pub(super) fn replicated(&mut self, v: ValueId, stage: StageId, serves: Serves) -> Result<BufferId, LowerError> {
+    pub(super) fn replicated(
+        &mut self,
+        v: ValueId,
+        stage: StageId,
+        serves: Serves,
+    ) -> Result<BufferId, LowerError> {
         let from = self.at_hand(v, stage)?;
         let to = ShardingSpec::replicated(from.spec.dims.len());
-        let steps = paths(&from.spec, &to).into_iter().next().unwrap_or_default();
+        let steps = paths(&from.spec, &to)
+            .into_iter()
+            .next()
+            .unwrap_or_default();
         Ok(self.change(stage, v, from, &steps, serves).buffer)
     }
 
     /// The steps from where an operand stands to where it is wanted; `None` when it is there.
-    fn steps(&self, id: OpId, i: usize, stage: StageId, from: &Located) -> Result<Option<&'a [LayoutStep]>, LowerError> {
+    fn steps(
+        &self,
+        id: OpId,
+        i: usize,
+        stage: StageId,
+        from: &Located,
+    ) -> Result<Option<&'a [LayoutStep]>, LowerError> {
         match self.uses.find(UseBy::Operand(id, i), stage) {
             Some(u) if u.wanted != from.spec => self.uses.steps(self.r, u, &from.spec).map(Some),
             _ => Ok(None),
@@ -44,14 +74,26 @@ impl<'a> Emitter<'_, 'a> {
     }
 
     /// Data or a constant, made in the wanted spec once per phase.
-    fn source(&mut self, v: ValueId, op: &Op, wanted: &ShardingSpec, stage: StageId) -> Result<Located, LowerError> {
-        let made = self.sources.iter().find(|s| s.0 == (v, stage) && s.1.spec == *wanted);
+    fn source(
+        &mut self,
+        v: ValueId,
+        op: &Op,
+        wanted: &ShardingSpec,
+        stage: StageId,
+    ) -> Result<Located, LowerError> {
+        let made = self
+            .sources
+            .iter()
+            .find(|s| s.0 == (v, stage) && s.1.spec == *wanted);
         if let Some((_, located)) = made {
             return Ok(located.clone());
         }
         if !wanted.partial.is_empty() {
             // Every rank would add the whole.
-            return Err(LowerError::PartialSource { path: op.path.clone(), value: self.r.graph().value_name(v) });
+            return Err(LowerError::PartialSource {
+                path: op.path.clone(),
+                value: self.r.graph().value_name(v),
+            });
         }
         let output = self.buffer(stage, v, wanted, Lifetime::ByUse);
         let kind = match self.r.producer(v).kind {
@@ -60,13 +102,23 @@ impl<'a> Emitter<'_, 'a> {
             _ => return self.at_hand(v, stage),
         };
         self.role(stage).push(kind, serves(op));
-        let located = Located { buffer: output, spec: wanted.clone() };
+        let located = Located {
+            buffer: output,
+            spec: wanted.clone(),
+        };
         self.sources.push(((v, stage), located.clone()));
         Ok(located)
     }
 
     /// Replays steps; equal changes of one buffer are made once per phase of the role.
-    pub(super) fn change(&mut self, stage: StageId, v: ValueId, from: Located, steps: &[LayoutStep], serves: Serves) -> Located {
+    pub(super) fn change(
+        &mut self,
+        stage: StageId,
+        v: ValueId,
+        from: Located,
+        steps: &[LayoutStep],
+        serves: Serves,
+    ) -> Located {
         steps.iter().fold(from, |at, step| {
             let spec = after(step, &at.spec);
             let key = (at.buffer, step.clone());
@@ -81,7 +133,14 @@ impl<'a> Emitter<'_, 'a> {
     }
 
     /// Replays steps into buffers that nothing else reads.
-    fn change_fresh(&mut self, stage: StageId, v: ValueId, from: Located, steps: &[LayoutStep], serves: Serves) -> Located {
+    fn change_fresh(
+        &mut self,
+        stage: StageId,
+        v: ValueId,
+        from: Located,
+        steps: &[LayoutStep],
+        serves: Serves,
+    ) -> Located {
         steps.iter().fold(from, |at, step| {
             let spec = after(step, &at.spec);
             let buffer = self.buffer(stage, v, &spec, Lifetime::ByUse);
@@ -91,25 +150,53 @@ impl<'a> Emitter<'_, 'a> {
     }
 
     /// Replays steps, the last one into `output`.
-    pub(super) fn change_into(&mut self, stage: StageId, v: ValueId, from: Located, steps: &[LayoutStep], serves: Serves, output: BufferId) {
+    pub(super) fn change_into(
+        &mut self,
+        stage: StageId,
+        v: ValueId,
+        from: Located,
+        steps: &[LayoutStep],
+        serves: Serves,
+        output: BufferId,
+    ) {
         if let Some((last, before)) = steps.split_last() {
             let at = self.change_fresh(stage, v, from, before, serves);
             self.step(stage, &at, last, output, serves);
         }
     }
 
-    fn step(&mut self, stage: StageId, from: &Located, step: &LayoutStep, output: BufferId, serves: Serves) {
+    fn step(
+        &mut self,
+        stage: StageId,
+        from: &Located,
+        step: &LayoutStep,
+        output: BufferId,
+        serves: Serves,
+    ) {
         let kind = match step.collective(&from.spec) {
             Some(kind) => {
-                let item = CollectiveItem { step: step.clone(), input: from.buffer, output };
-                InstrKind::Collective { kind, axes: step.axes(), items: vec![item] }
+                let item = CollectiveItem {
+                    step: step.clone(),
+                    input: from.buffer,
+                    output,
+                };
+                InstrKind::Collective {
+                    kind,
+                    axes: step.axes(),
+                    items: vec![item],
+                }
             }
-            None => InstrKind::Slice { step: step.clone(), input: from.buffer, output },
+            None => InstrKind::Slice {
+                step: step.clone(),
+                input: from.buffer,
+                output,
+            },
         };
         self.role(stage).push(kind, serves);
     }
 }
 
 fn after(step: &LayoutStep, before: &ShardingSpec) -> ShardingSpec {
-    step.apply(before).expect("paths are replayed when they are looked up")
+    step.apply(before)
+        .expect("paths are replayed when they are looked up")
 }

@@ -18,25 +18,35 @@ impl Emitter<'_, '_> {
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => self.update(id, op, stage)?,
             _ => {
                 let inputs = self.operands(id, op, stage)?;
-                let outputs = op.outputs.iter().map(|&v| self.result(op, v, stage)).collect();
+                let outputs = op
+                    .outputs
+                    .iter()
+                    .map(|&v| self.result(op, v, stage))
+                    .collect();
                 self.compute(op, stage, inputs, outputs);
             }
         }
         if matches!(self.phase, TemplateKind::Forward | TemplateKind::Backward) {
             for &v in &op.outputs {
-                self.send_from(v, stage)?;
+                self.send_from(v, stage);
             }
         }
         Ok(())
     }
 
     fn operands(&mut self, id: OpId, op: &Op, stage: StageId) -> Result<Vec<BufferId>, LowerError> {
-        (0..op.inputs.len()).map(|i| Ok(self.operand(id, op, i, stage)?.buffer)).collect()
+        (0..op.inputs.len())
+            .map(|i| Ok(self.operand(id, op, i, stage)?.buffer))
+            .collect()
     }
 
     /// A new place for a result.
     fn result(&mut self, op: &Op, v: ir::ValueId, stage: StageId) -> BufferId {
-        let lifetime = if v == self.r.training.grad_norm { Lifetime::Kept } else { Lifetime::ByUse };
+        let lifetime = if v == self.r.training.grad_norm {
+            Lifetime::Kept
+        } else {
+            Lifetime::ByUse
+        };
         debug_assert!(op.outputs.contains(&v));
         let spec = self.r.made_spec(v).clone();
         let buffer = self.buffer(stage, v, &spec, lifetime);
@@ -45,7 +55,12 @@ impl Emitter<'_, '_> {
     }
 
     fn compute(&mut self, op: &Op, stage: StageId, inputs: Vec<BufferId>, outputs: Vec<BufferId>) {
-        let kind = InstrKind::Compute { path: op.path.clone(), kind: op.kind.clone(), inputs, outputs };
+        let kind = InstrKind::Compute {
+            path: op.path.clone(),
+            kind: op.kind.clone(),
+            inputs,
+            outputs,
+        };
         self.role(stage).push(kind, serves(op));
     }
 
@@ -56,7 +71,12 @@ impl Emitter<'_, '_> {
         let buffer = self.buffer(stage, v, &spec, Lifetime::Persistent);
         self.places.insert((v, stage), Located { buffer, spec });
         if let Some(s) = self.r.training.states.iter().find(|s| s.read == v) {
-            let entry = StateBuffer { path: s.path.clone(), param: s.param.clone(), role: s.role, buffer };
+            let entry = StateBuffer {
+                path: s.path.clone(),
+                param: s.param.clone(),
+                role: s.role,
+                buffer,
+            };
             self.role(stage).states.push(entry);
         }
     }
@@ -94,8 +114,12 @@ impl Emitter<'_, '_> {
             spec: ShardingSpec::replicated(1),
             lifetime: Lifetime::ByUse,
         });
-        self.role(stage).push(InstrKind::WorldSum { inputs, output }, serves(op));
+        self.role(stage)
+            .push(InstrKind::WorldSum { inputs, output }, serves(op));
         let norm = self.result(op, op.outputs[0], stage);
+        if op.outputs[0] == r.training.grad_norm {
+            self.role(stage).grad_norm = Some(norm);
+        }
         self.compute(op, stage, vec![output], vec![norm]);
         Ok(())
     }
@@ -110,7 +134,8 @@ impl Emitter<'_, '_> {
                 continue;
             }
             let owned = self.owned_operand(id, op, i, stage)?;
-            self.places.insert((op.outputs[outputs.len()], stage), owned.clone());
+            self.places
+                .insert((op.outputs[outputs.len()], stage), owned.clone());
             inputs.push(owned.buffer);
             outputs.push(owned.buffer);
         }

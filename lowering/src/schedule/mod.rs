@@ -36,11 +36,17 @@ pub fn schedule(kind: ScheduleKind, stage: usize, n_stages: usize, m: u32) -> Ve
 }
 
 fn forward(microbatch: u32) -> ComputeSlot {
-    ComputeSlot { pass: SlotPass::Forward, microbatch }
+    ComputeSlot {
+        pass: SlotPass::Forward,
+        microbatch,
+    }
 }
 
 fn backward(microbatch: u32) -> ComputeSlot {
-    ComputeSlot { pass: SlotPass::Backward, microbatch }
+    ComputeSlot {
+        pass: SlotPass::Backward,
+        microbatch,
+    }
 }
 
 #[cfg(test)]
@@ -49,14 +55,33 @@ mod tests {
 
     /// One line per stage: `F0 F1 B0 ...`.
     fn draw(kind: ScheduleKind, n_stages: usize, m: u32) -> String {
-        let name = |s: &ComputeSlot| format!("{}{}", if s.pass == SlotPass::Forward { "F" } else { "B" }, s.microbatch);
-        let line = |i| schedule(kind, i, n_stages, m).iter().map(name).collect::<Vec<_>>().join(" ");
+        let name = |s: &ComputeSlot| {
+            format!(
+                "{}{}",
+                if s.pass == SlotPass::Forward {
+                    "F"
+                } else {
+                    "B"
+                },
+                s.microbatch
+            )
+        };
+        let line = |i| {
+            schedule(kind, i, n_stages, m)
+                .iter()
+                .map(name)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
         (0..n_stages).map(line).collect::<Vec<_>>().join("\n")
     }
 
     #[test]
     fn gpipe_runs_all_forwards_first() {
-        assert_eq!(draw(ScheduleKind::GPipe, 2, 3), "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2");
+        assert_eq!(
+            draw(ScheduleKind::GPipe, 2, 3),
+            "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2"
+        );
     }
 
     #[test]
@@ -72,7 +97,10 @@ mod tests {
 
     #[test]
     fn one_f_one_b_with_fewer_microbatches_than_stages() {
-        assert_eq!(draw(ScheduleKind::OneFOneB, 3, 2), "F0 F1 B0 B1\nF0 F1 B0 B1\nF0 B0 F1 B1");
+        assert_eq!(
+            draw(ScheduleKind::OneFOneB, 3, 2),
+            "F0 F1 B0 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
+        );
     }
 
     #[test]
@@ -91,7 +119,11 @@ mod tests {
                             }
                             most = most.max(alive);
                         }
-                        assert_eq!(most, kind.in_flight(stage, n_stages, m), "{kind:?} {stage}/{n_stages} m={m}");
+                        assert_eq!(
+                            most,
+                            kind.in_flight(stage, n_stages, m),
+                            "{kind:?} {stage}/{n_stages} m={m}"
+                        );
                     }
                 }
             }

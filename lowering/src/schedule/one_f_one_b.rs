@@ -10,7 +10,13 @@
 use super::{ComputeSlot, backward, forward};
 
 pub(super) fn schedule(stage: usize, n_stages: usize, m: u32) -> Vec<ComputeSlot> {
-    let warmup = u32::try_from(n_stages - 1 - stage).unwrap_or(u32::MAX).min(m);
+    let warmup = u32::try_from(n_stages - 1 - stage)
+        .unwrap_or(u32::MAX)
+        .min(m);
     let steady = (warmup..m).flat_map(|i| [forward(i), backward(i - warmup)]);
-    (0..warmup).map(forward).chain(steady).chain((m - warmup..m).map(backward)).collect()
+    (0..warmup)
+        .map(forward)
+        .chain(steady)
+        .chain((m - warmup..m).map(backward))
+        .collect()
 }

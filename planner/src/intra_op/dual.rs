@@ -9,8 +9,8 @@
 //! [`Dual::shift`] extra bits; priced usage is rounded down and the budget's value up; edges
 //! keep non-negative costs after every message, so leaving them out only lowers the bound.
 //!
-//! Methods: sequential tree-reweighted message passing, Kolmogorov 2006; prices by averaged
-//! subgradients, the volume algorithm, Barahona & Anbil 2000, with Polyak steps.
+//! Methods: sequential tree-reweighted message passing, Kolmogorov 2006; prices by
+//! subgradients with Polyak's step, going back to the best prices when steps fail.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,6 +24,8 @@ pub(super) const INFINITE: i64 = 1 << 58;
 const MOST: u128 = 1 << 54;
 /// Fractional bits of a price.
 const PRICE_BITS: u32 = 32;
+/// Price steps without a better bound before the step is made smaller.
+const PATIENCE: usize = 3;
 
 /// An edge as its end sees it.
 #[derive(Clone, Copy, Debug)]
@@ -52,8 +54,6 @@ pub(super) struct Dual<'r> {
     prices: Vec<u64>,
     /// What the budgets are worth at these prices, scaled, rounded up.
     budget: u128,
-    /// The averaged violation of each budget, in bytes.
-    violation: Vec<f64>,
 }
 
 impl<'r> Dual<'r> {
@@ -84,7 +84,6 @@ impl<'r> Dual<'r> {
             messages,
             prices: vec![0; reduced.limits.len()],
             budget: 0,
-            violation: Vec::new(),
         }
     }
 
@@ -161,6 +160,18 @@ impl<'r> Dual<'r> {
         (self.reduced.offset.saturating_add(bound), picks)
     }
 
+    /// How far (scaled) a choice of at most `cost` may be above the bound.
+    pub fn room(&self, cost: u64) -> i128 {
+        let (mut total, mut sum) = (0i128, Vec::new());
+        for v in 0..self.links.len() {
+            self.gather(v, &mut sum);
+            total += i128::from(sum.iter().copied().min().unwrap_or(0));
+        }
+        let budget = i128::try_from(self.budget).unwrap_or(i128::MAX / 2);
+        let cost = i128::from(cost) - i128::from(self.reduced.offset);
+        (cost << self.shift) - (total - budget)
+    }
+
     /// Sets the price of each time, in cost units per byte.
     pub fn set_prices(&mut self, prices: &[f64]) {
         let unit = (1u64 << self.shift) as f64 * (1u64 << PRICE_BITS) as f64;
@@ -188,52 +199,156 @@ impl<'r> Dual<'r> {
         }
     }
 
+    /// Node costs with prices, without the extra bits, rounded down.
+    pub fn priced_units(&self) -> Vec<Vec<Cost>> {
+        let unit = |&x: &i64| {
+            let cost = Cost::finite((x >> self.shift) as u64);
+            if x >= INFINITE { Cost::FORBIDDEN } else { cost }
+        };
+        self.priced.iter().map(|row| row.iter().map(unit).collect()).collect()
+    }
+
+    /// What the budgets are worth at these prices, without the extra bits, rounded up.
+    pub fn budget_units(&self) -> u64 {
+        u64::try_from(self.budget.div_ceil(1 << self.shift)).unwrap_or(u64::MAX)
+    }
+
     /// The prices in cost units per byte.
     pub fn prices(&self) -> Vec<f64> {
         let unit = (1u64 << self.shift) as f64 * (1u64 << PRICE_BITS) as f64;
         self.prices.iter().map(|&p| p as f64 / unit).collect()
     }
 
-    /// Moves the prices along the averaged violations, as far as closing `distance` (in cost
-    /// units) would take.
-    pub fn step_prices(&mut self, picks: &[u32], distance: f64, averaging: f64) {
+    /// Raises the prices where the picks' memory is over budget, so far that closing
+    /// `distance` (in cost units) would take it, and lets them decay where it is not.
+    ///
+    /// Steps that lower prices by a difference, as in the plain subgradient method, take
+    /// forever to clear the many times that are not tight; decay by a factor does not.
+    pub fn step_prices(&mut self, picks: &[u32], distance: f64, decay: f64) {
         let levels = self.reduced.levels(picks);
-        let over = levels.iter().zip(&self.reduced.limits).map(|(&l, &m)| l as f64 - m as f64);
-        if self.violation.is_empty() {
-            self.violation = over.collect();
-        } else {
-            for (mean, over) in self.violation.iter_mut().zip(over) {
-                *mean += averaging * (over - *mean);
-            }
-        }
+        let limits = &self.reduced.limits;
+        let over: Vec<f64> = levels.iter().zip(limits).map(|(&l, &m)| l as f64 - m as f64).collect();
+        let norm: f64 = over.iter().filter(|g| **g > 0.0).map(|g| g * g).sum();
         let mut prices = self.prices();
-        let moves = |(p, g): (&f64, &f64)| if *p > 0.0 || *g > 0.0 { g * g } else { 0.0 };
-        let norm: f64 = prices.iter().zip(&self.violation).map(moves).sum();
-        if norm > 0.0 {
-            for (p, g) in prices.iter_mut().zip(&self.violation) {
-                *p = (*p + distance / norm * g).max(0.0);
+        for ((p, g), &limit) in prices.iter_mut().zip(&over).zip(limits) {
+            if *g > 0.0 {
+                *p += distance / norm * g;
+            } else {
+                *p *= (decay * g / (limit as f64).max(1.0)).max(-2.0).exp();
             }
-            self.set_prices(&prices);
-        }
-    }
-}
-
-impl Dual<'_> {
-    pub fn step_eg(&mut self, picks: &[u32], eta: f64, averaging: f64) {
-        let levels = self.reduced.levels(picks);
-        let over = levels.iter().zip(&self.reduced.limits).map(|(&l, &m)| (l as f64 - m as f64) / (m as f64).max(1.0));
-        if self.violation.is_empty() {
-            self.violation = over.collect();
-        } else {
-            for (mean, over) in self.violation.iter_mut().zip(over) {
-                *mean += averaging * (over - *mean);
-            }
-        }
-        let mut prices = self.prices();
-        for (p, g) in prices.iter_mut().zip(&self.violation) {
-            *p *= (eta * g).clamp(-2.0, 2.0).exp();
         }
         self.set_prices(&prices);
+    }
+
+    /// Raises the bound towards `target`: one price for all times first, then one per time.
+    /// Returns the best bound; prices and messages are left where it was found.
+    pub fn ascend(&mut self, target: f64, n_rounds: usize, out_of_time: &dyn Fn() -> bool) -> u64 {
+        let mut best = (self.uniform_price(target), self.prices());
+        let (mut step, mut n_failed) = (0.1, 0);
+        for _ in 0..n_rounds {
+            if out_of_time() || best.0 as f64 >= target {
+                break;
+            }
+            self.pass_messages();
+            self.pass_messages();
+            let (bound, picks) = self.bound();
+            if bound > best.0 {
+                best = (bound, self.prices());
+                (step, n_failed) = (step * 1.1, 0);
+            } else {
+                n_failed += 1;
+            }
+            if n_failed > PATIENCE {
+                self.set_prices(&best.1);
+                (step, n_failed) = (step * 0.7, 0);
+                if step < 1e-6 {
+                    break;
+                }
+                continue;
+            }
+            let distance = step * (target - bound as f64).max(1.0);
+            self.step_prices(&picks, distance, 20.0 * step.min(0.2));
+        }
+        self.set_prices(&best.1);
+        self.pass_messages();
+        self.pass_messages();
+        best.0.max(self.bound().0)
+    }
+
+    pub fn ascend_lazy(&mut self, target: f64, n_rounds: usize, out_of_time: &dyn Fn() -> bool) -> u64 {
+        let ev = |k: &str, x: f64| std::env::var(k).ok().and_then(|s| s.parse().ok()).unwrap_or(x);
+        let n = self.prices.len();
+        let mut best = (self.bound().0, self.prices());
+        let s0 = ev("ALPHA", 0.1);
+        let (mut step, mut n_failed) = (s0, 0usize);
+        let mut active: Vec<usize> = Vec::new();
+        let mut mean: Vec<f64> = Vec::new();
+        let avg = ev("AVG", 0.2);
+        let start = std::time::Instant::now();
+        let mut stage_best = 0u64;
+        let mut stall = 0;
+        for it in 0..n_rounds {
+            if out_of_time() { break; }
+            for _ in 0..ev("PASSES", 2.0) as usize { self.pass_messages(); }
+            let (bound, picks) = self.bound();
+            if bound > best.0 { best = (bound, self.prices()); step *= ev("UP", 1.1); n_failed = 0; } else { n_failed += 1; }
+            if it % (n_rounds / 10) == 0 { println!("   lazy it {it} {:.2}s bound {bound} best {} step {step:.6} active {} ", start.elapsed().as_secs_f64(), best.0, active.len()); }
+            let levels = self.reduced.levels(&picks);
+            let over: Vec<f64> = levels.iter().zip(&self.reduced.limits).map(|(&l, &m)| l as f64 - m as f64).collect();
+            if mean.is_empty() { mean = over.clone(); } else { for (m, o) in mean.iter_mut().zip(&over) { *m += avg * (o - *m); } }
+            if active.is_empty() || step < ev("SMIN", 0.1) * s0 {
+                let mut k = 0;
+                while k < ev("K", 2.0) as usize {
+                    let mut add: Option<usize> = None;
+                    for t in 0..n { if mean[t] > 0.0 && !active.contains(&t) && (t == 0 || mean[t] >= mean[t-1]) && (t + 1 == n || mean[t] >= mean[t+1]) && add.is_none_or(|a| mean[t] > mean[a]) { add = Some(t); } }
+                    let Some(a) = add else { break };
+                    active.push(a); k += 1;
+                }
+                if best.0 as f64 <= stage_best as f64 * (1.0 + ev("TOL", 1e-5)) { stall += 1; } else { stall = 0; }
+                stage_best = best.0;
+                if stall >= 3 { break; }
+                step = s0 * ev("SDEC", 1.0).powi(active.len() as i32);
+                self.set_prices(&best.1);
+                n_failed = 0;
+                if k == 0 { step *= 0.5; }
+            }
+            if n_failed > ev("PAT", 3.0) as usize { self.set_prices(&best.1); step *= ev("DOWN", 0.6); n_failed = 0; continue; }
+            let mut prices = self.prices();
+            let dir = if ev("USEMEAN", 1.0) > 0.0 { &mean } else { &over };
+            let norm: f64 = active.iter().filter(|&&t| prices[t] > 0.0 || dir[t] > 0.0).map(|&t| dir[t] * dir[t]).sum();
+            if norm > 0.0 {
+                let d = step * (target - bound as f64).max(1.0) / norm;
+                for &t in &active { prices[t] = (prices[t] + d * dir[t]).max(0.0); }
+                self.set_prices(&prices);
+            }
+        }
+        self.set_prices(&best.1);
+        self.pass_messages();
+        println!("   lazy best {} prices {} of {} {:.2}s", best.0, best.1.iter().filter(|p| **p > 0.0).count(), active.len(), start.elapsed().as_secs_f64());
+        best.0
+    }
+
+    /// Sets the best price that is the same at all times; returns its bound.
+    fn uniform_price(&mut self, target: f64) -> u64 {
+        let n = self.prices.len();
+        let mut best = (self.bound().0, vec![0.0; n]);
+        let budget: f64 = self.reduced.limits.iter().map(|&l| l as f64).sum();
+        if budget > 0.0 {
+            for doubling in -10..10 {
+                let price = target / budget * f64::from(doubling).exp2();
+                self.set_prices(&vec![price; n]);
+                (0..3).for_each(|_| self.pass_messages());
+                let bound = self.bound().0;
+                if bound > best.0 {
+                    best = (bound, self.prices());
+                } else if (bound as f64) < 0.9 * best.0 as f64 {
+                    break;
+                }
+            }
+        }
+        self.set_prices(&best.1);
+        (0..3).for_each(|_| self.pass_messages());
+        best.0.max(self.bound().0)
     }
 }
 

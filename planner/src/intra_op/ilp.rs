@@ -116,6 +116,14 @@ pub(super) fn solve_ilp(
     options: &IlpOptions,
     time_left: &dyn Fn() -> Option<Duration>,
 ) -> IlpOutcome {
+    if reduced.nodes.is_empty() {
+        return IlpOutcome {
+            choice: Some((reduced.offset, Vec::new())),
+            bound: Some(reduced.offset),
+            proved: true,
+            n_rows: 0,
+        };
+    }
     let mut program = Program::new(reduced);
     let mut state = IlpOutcome {
         choice: start.cloned(),

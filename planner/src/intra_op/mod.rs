@@ -17,12 +17,14 @@ mod improve;
 pub mod iopddl;
 #[cfg(feature = "highs")]
 mod microlp_backend;
+mod neighbourhood;
 pub mod presolve;
 pub mod problem;
 mod profile;
 pub mod reduced;
 pub mod solve;
 mod tables;
+mod tighten;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
 pub use solve::{IlpBackend, SolveOptions, SolveResult, SolveStatus, solve};

@@ -102,37 +102,27 @@ pub fn presolve(
     })
 }
 
-fn reduce(problem: &IntraOpProblem, options: &PresolveOptions) -> Result<Reduced, Infeasibility> {
-    let mut work = Work::new(problem)?;
-    work.settle_all()?;
-    for _ in 0..MAX_ROUNDS {
-        let before = work.measure();
-        if options.propagate {
-            work.propagate()?;
+/// Reduces what was already reduced, after strategies or pairs have been ruled out.
+///
+/// `keep[v]` lists the strategies of reduced node `v` that are left, ascending.
+pub(super) fn presolve_again(
+    reduced: Reduced,
+    keep: &[Vec<u32>],
+    options: &PresolveOptions,
+) -> Result<Reduced, Infeasibility> {
+    let mut work = Work::from_reduced(reduced);
+    for (original, kept) in work.renamed.clone().into_iter().zip(keep) {
+        if kept.is_empty() {
+            return Err(Infeasibility::NoStrategy { node: original });
         }
-        if options.minima {
-            work.move_minima();
-        }
-        if options.ties {
-            work.merge_ties()?;
-        }
-        if options.fold {
-            work.fold()?;
-        }
-        if options.dominance {
-            work.drop_dominated();
-        }
-        work.settle_all()?;
-        if options.times {
-            work.drop_times();
-        }
-        if work.measure() == before {
-            break;
-        }
+        work.keep(original, kept);
     }
-    Ok(work.finish())
+    work.reduce(options)
 }
 
+fn reduce(problem: &IntraOpProblem, options: &PresolveOptions) -> Result<Reduced, Infeasibility> {
+    Work::new(problem).reduce(options)
+}
 fn check_magnitudes(problem: &IntraOpProblem) -> Result<(), IntraOpError> {
     let largest = |cells: &[Cost]| {
         let finite = cells.iter().filter_map(|c| c.value());
@@ -182,10 +172,25 @@ struct Work {
     offset: u64,
     steps: Vec<Step>,
     tables: Tables,
+    /// The original nodes of the reduced problem that this started from, if it did.
+    renamed: Vec<u32>,
+}
+
+impl WorkNode {
+    fn gone() -> WorkNode {
+        WorkNode {
+            gone: true,
+            costs: Vec::new(),
+            strategies: Vec::new(),
+            memory: Vec::new(),
+            links: BTreeMap::new(),
+            dirty: false,
+        }
+    }
 }
 
 impl Work {
-    fn new(problem: &IntraOpProblem) -> Result<Work, Infeasibility> {
+    fn new(problem: &IntraOpProblem) -> Work {
         let (times, spans) = compress_times(problem);
         let limit = problem.usage_limit.unwrap_or(0);
         let nodes = problem.nodes.iter().zip(&spans).map(|(node, &(from, to))| {
@@ -212,12 +217,77 @@ impl Work {
             offset: 0,
             steps: Vec::new(),
             tables: Tables::default(),
+            renamed: Vec::new(),
         };
         for edge in &problem.edges {
             work.add_edge(edge.a, edge.b, Arc::clone(&edge.table));
         }
-        Ok(work)
+        work
     }
+
+    fn from_reduced(reduced: Reduced) -> Work {
+        let Lift {
+            n_original,
+            original,
+            steps,
+        } = reduced.lift;
+        let mut work = Work {
+            nodes: (0..n_original).map(|_| WorkNode::gone()).collect(),
+            edges: Vec::new(),
+            limits: reduced.limits,
+            times: reduced.times,
+            offset: reduced.offset,
+            steps,
+            tables: Tables::default(),
+            renamed: original.iter().map(|(v, _)| *v).collect(),
+        };
+        for ((v, strategies), node) in original.into_iter().zip(reduced.nodes) {
+            work.nodes[v as usize] = WorkNode {
+                gone: false,
+                costs: node.costs,
+                strategies,
+                memory: node.memory,
+                links: BTreeMap::new(),
+                dirty: true,
+            };
+        }
+        for edge in reduced.edges {
+            let (a, b) = (work.renamed[edge.a as usize], work.renamed[edge.b as usize]);
+            work.add_edge(a, b, edge.table);
+        }
+        work
+    }
+
+    fn reduce(mut self, options: &PresolveOptions) -> Result<Reduced, Infeasibility> {
+        self.settle_all()?;
+        for _ in 0..MAX_ROUNDS {
+            let before = self.measure();
+            if options.propagate {
+                self.propagate()?;
+            }
+            if options.minima {
+                self.move_minima();
+            }
+            if options.ties {
+                self.merge_ties()?;
+            }
+            if options.fold {
+                self.fold()?;
+            }
+            if options.dominance {
+                self.drop_dominated();
+            }
+            self.settle_all()?;
+            if options.times {
+                self.drop_times();
+            }
+            if self.measure() == before {
+                break;
+            }
+        }
+        Ok(self.finish())
+    }
+
 
     /// A number that changes whenever a step has changed something.
     fn measure(&self) -> (usize, usize, usize, u64, usize) {
@@ -621,15 +691,7 @@ impl Work {
 
     /// Takes a node out; its edges must be gone.
     fn retire(&mut self, v: u32) -> WorkNode {
-        let empty = WorkNode {
-            gone: true,
-            costs: Vec::new(),
-            strategies: Vec::new(),
-            memory: Vec::new(),
-            links: BTreeMap::new(),
-            dirty: false,
-        };
-        std::mem::replace(&mut self.nodes[v as usize], empty)
+        std::mem::replace(&mut self.nodes[v as usize], WorkNode::gone())
     }
 
     fn fold(&mut self) -> Result<(), Infeasibility> {

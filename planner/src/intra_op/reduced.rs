@@ -122,6 +122,18 @@ impl Reduced {
         full
     }
 
+    /// An original choice in this problem's terms, with its cost here, if it is still there,
+    /// allowed, and fits. What follows from other decisions is decided anew.
+    pub fn project(&self, original: &[u32]) -> Option<(u64, Vec<u32>)> {
+        let place = |(v, strategies): &(u32, Vec<u32>)| {
+            let s = strategies.binary_search(&original[*v as usize]).ok()?;
+            Some(s as u32)
+        };
+        let choice: Vec<u32> = self.lift.original.iter().map(place).collect::<Option<_>>()?;
+        let cost = self.cost(&choice)?;
+        self.fits(&choice).then_some((cost, choice))
+    }
+
     /// Cells of all edge tables: the size that integer programming meets.
     pub fn n_cells(&self) -> usize {
         self.edges.iter().map(|e| e.table.cells().len()).sum()

@@ -10,10 +10,34 @@
 use std::time::{Duration, Instant};
 
 use super::IntraOpError;
-use super::ilp::{self, IlpOptions, IlpOutcome};
-use super::presolve::{Infeasibility, PresolveOptions, Presolved, presolve};
+use super::dive::dive;
+use super::dual::Dual;
+use super::eliminate::Eliminator;
+use super::ilp::{self, IlpOptions};
+use super::improve::{Random, Search};
+use super::neighbourhood::{ball, solve_part};
+use super::presolve::{Infeasibility, PresolveOptions, Presolved, presolve, presolve_again};
 use super::problem::{IntraOpProblem, evaluate};
 use super::reduced::Reduced;
+use super::tighten::tighten;
+
+/// Rounds of prices, search and tightening before the integer program.
+const TIGHTEN_ROUNDS: usize = 3;
+/// Price steps per round.
+const PRICE_ROUNDS: usize = 300;
+/// Elimination is tried up to this many message cells: 32 MiB.
+const MAX_MESSAGE_CELLS: u64 = 1 << 22;
+/// Factors on the prices that elimination is run with.
+const EXACT_STEPS: usize = 8;
+/// Sizes of the trees that are changed at once, in turn.
+const TREE_SIZES: [usize; 4] = [3, 10, 30, 100];
+/// Trees between two parts.
+const TREES_PER_ROUND: usize = 20_000;
+/// Rounds of search when neither time nor work is limited.
+const SEARCH_ROUNDS: u64 = 50;
+/// Branch-and-bound nodes and seconds that one part may take.
+const PART_NODES: u64 = 500;
+const PART_TIME: Duration = Duration::from_secs(4);
 
 /// Which integer-programming library to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,9 +167,9 @@ pub fn solve(
     match presolve(problem, &options.presolve)? {
         Presolved::Infeasible(why) => {
             run.infeasible = Some(why);
-            run.note("presolve", None, format!("infeasible: {why:?}"));
+            run.note("presolve", format!("infeasible: {why:?}"));
         }
-        Presolved::Reduced(reduced) => run.solve_reduced(&reduced),
+        Presolved::Reduced(reduced) => run.solve_reduced(reduced),
     }
     run.finish(problem)
 }
@@ -153,12 +177,11 @@ pub fn solve(
 struct Run<'a> {
     options: &'a SolveOptions,
     start: Instant,
-    /// Cost and choice of the reduced problem.
+    /// Cost and original choice of the best found.
     best: Option<(u64, Vec<u32>)>,
     bound: u64,
     proved: bool,
     infeasible: Option<Infeasibility>,
-    lifted: Option<Vec<u32>>,
     trace: Vec<TraceEntry>,
 }
 
@@ -171,7 +194,6 @@ impl<'a> Run<'a> {
             bound: 0,
             proved: false,
             infeasible: None,
-            lifted: None,
             trace: Vec::new(),
         }
     }
@@ -181,8 +203,13 @@ impl<'a> Run<'a> {
         Some(limit.saturating_sub(self.start.elapsed()))
     }
 
-    fn note(&mut self, phase: &'static str, bound: Option<u64>, note: String) {
-        self.bound = self.bound.max(bound.unwrap_or(0));
+    /// Whether more than this fraction of the time limit has passed.
+    fn past(&self, fraction: f64) -> bool {
+        let limit = self.options.time_limit;
+        limit.is_some_and(|limit| self.start.elapsed() > limit.mul_f64(fraction))
+    }
+
+    fn note(&mut self, phase: &'static str, note: String) {
         self.trace.push(TraceEntry {
             phase,
             seconds: self.start.elapsed().as_secs_f64(),
@@ -192,46 +219,244 @@ impl<'a> Run<'a> {
         });
     }
 
-    fn solve_reduced(&mut self, reduced: &Reduced) {
-        let (nodes, edges) = (reduced.nodes.len(), reduced.edges.len());
-        let (cells, times) = (reduced.n_cells(), reduced.times.len());
-        let left = format!("{nodes} nodes, {edges} edges, {cells} cells, {times} times left");
-        self.note("presolve", Some(reduced.offset), left);
-        if nodes == 0 {
-            self.best = Some((reduced.offset, Vec::new()));
-            self.proved = true;
-        } else {
-            self.integer_program(reduced, &[]);
+    /// Takes over a choice that fits, if it is better.
+    fn offer(&mut self, reduced: &Reduced, choice: &[u32]) -> bool {
+        let Some(cost) = reduced.cost(choice) else {
+            return false;
+        };
+        let better = self.best.as_ref().is_none_or(|(best, _)| cost < *best);
+        if better {
+            self.best = Some((cost, reduced.lift(choice)));
         }
-        if let Some((_, choice)) = &self.best {
-            self.lifted = Some(reduced.lift(choice));
+        better
+    }
+
+    /// Whether the best choice is proved within the gap.
+    fn close_enough(&self) -> bool {
+        let close = |(cost, _): &(u64, Vec<u32>)| {
+            let gap = cost.saturating_sub(self.bound) as f64;
+            gap <= self.options.gap * *cost as f64
+        };
+        self.proved || self.best.as_ref().is_some_and(close)
+    }
+
+    fn solve_reduced(&mut self, mut reduced: Reduced) {
+        self.bound = reduced.offset;
+        self.note("presolve", size(&reduced));
+        if reduced.nodes.is_empty() {
+            self.offer(&reduced, &[]);
+            self.proved = true;
+            return;
+        }
+        for round in 0..TIGHTEN_ROUNDS {
+            let cells = reduced.n_cells();
+            let mut dual = Dual::new(&reduced);
+            self.raise_bound(&reduced, &mut dual);
+            self.find_choices(&reduced, &dual, round);
+            if self.close_enough() || self.infeasible.is_some() {
+                return;
+            }
+            let Some(next) = self.tightened(&reduced, &dual) else {
+                self.proved = true;
+                return;
+            };
+            if next.nodes.is_empty() {
+                self.offer(&next, &[]);
+                self.proved = true;
+                return;
+            }
+            let shrunk = next.n_cells() < cells - cells / 10;
+            reduced = next;
+            if !shrunk {
+                break;
+            }
+        }
+        if !self.integer_program(&reduced) && !self.close_enough() {
+            self.search(&reduced);
         }
     }
 
-    fn integer_program(&mut self, reduced: &Reduced, times: &[usize]) {
-        let Some(backend) = backend(self.options.backend) else {
+    fn raise_bound(&mut self, reduced: &Reduced, dual: &mut Dual<'_>) {
+        (0..20).for_each(|_| dual.pass_messages());
+        let known = self.best.as_ref().map(|(cost, _)| *cost);
+        let target = known.unwrap_or(dual.bound().0.saturating_mul(2)) as f64;
+        let bound = dual.ascend(target, PRICE_ROUNDS, &|| self.past(0.3));
+        self.bound = self.bound.max(bound);
+        self.exact_at_prices(reduced, dual);
+        self.note("prices", size(reduced));
+    }
+
+    /// Where the graph is nearly a chain, the priced problem is solved exactly by elimination:
+    /// a better bound, and choices that fit, with the prices scaled up until they do.
+    fn exact_at_prices(&mut self, reduced: &Reduced, dual: &mut Dual<'_>) {
+        let sizes: Vec<usize> = reduced.nodes.iter().map(|n| n.costs.len()).collect();
+        let Ok(eliminator) = Eliminator::new(&sizes, &reduced.edges, &[], MAX_MESSAGE_CELLS) else {
             return;
+        };
+        let prices = dual.prices();
+        let (mut low, mut high) = (0.0, None);
+        for i in 0..EXACT_STEPS {
+            // No price, the prices, then towards the least factor at which the choice fits.
+            let factor = match (i, high) {
+                (0, _) => 0.0,
+                (1, _) => 1.0,
+                (_, Some(high)) => 0.5 * (low + high),
+                (_, None) => 2.0 * low,
+            };
+            dual.set_prices(&prices.iter().map(|p| p * factor).collect::<Vec<_>>());
+            let found = eliminator.run(&dual.priced_units());
+            let Some(least) = found.table()[0].value() else {
+                self.infeasible = Some(Infeasibility::Searched);
+                self.proved = true;
+                break;
+            };
+            self.bound = self.bound.max(reduced.offset + least.saturating_sub(dual.budget_units()));
+            let choice = found.decode(&[]);
+            if reduced.fits(&choice) {
+                self.offer(reduced, &choice);
+                high = Some(factor);
+            } else {
+                low = factor;
+            }
+            if self.close_enough() || high == Some(0.0) || prices.is_empty() {
+                break;
+            }
+        }
+        dual.set_prices(&prices);
+        dual.pass_messages();
+    }
+
+    fn find_choices(&mut self, reduced: &Reduced, dual: &Dual<'_>, round: usize) {
+        if self.close_enough() {
+            return;
+        }
+        let order: Vec<u32> = (0..reduced.nodes.len() as u32).collect();
+        let mut found = Vec::new();
+        for weight in [1.0, 0.8, 1.3, 2.0, 5.0] {
+            if let Some(choice) = dive(reduced, dual, weight, &order)
+                && let Some(cost) = reduced.cost(&choice)
+            {
+                found.push((cost, choice));
+            }
+        }
+        if let Some((_, known)) = &self.best {
+            found.extend(reduced.project(known));
+        }
+        let n_found = found.len();
+        if let Some((_, choice)) = found.into_iter().min() {
+            self.offer(reduced, &choice);
+            let seed = self.options.seed.wrapping_add(round as u64);
+            let mut search = Search::new(reduced, dual, choice, seed);
+            for i in 0..40 * reduced.nodes.len() {
+                if i % 256 == 0 && self.past(0.5) {
+                    break;
+                }
+                search.step(TREE_SIZES[i % TREE_SIZES.len()]);
+            }
+            self.offer(reduced, &search.choice);
+        }
+        self.note("trees", format!("from {n_found} choices that fit"));
+    }
+
+    /// The problem without what the best choice's cost rules out; `None` if nothing is left.
+    fn tightened(&mut self, reduced: &Reduced, dual: &Dual<'_>) -> Option<Reduced> {
+        let Some((cost, _)) = self.best else {
+            return Some(reduced.clone());
+        };
+        let left = tighten(reduced, dual, cost);
+        let mut next = reduced.clone();
+        next.edges = left.edges;
+        let next = presolve_again(next, &left.keep, &self.options.presolve).ok()?;
+        self.note("tighten", size(&next));
+        Some(next)
+    }
+
+    /// True if the integer program was small enough to be tried.
+    fn integer_program(&mut self, reduced: &Reduced) -> bool {
+        let Some(backend) = backend(self.options.backend) else {
+            return false;
         };
         let columns = ilp::n_columns(reduced);
         if columns > self.options.max_ilp_columns {
-            self.note("ilp", None, format!("skipped: {columns} columns"));
-            return;
+            self.note("ilp", format!("{columns} columns are too many"));
+            return false;
         }
-        let options = IlpOptions {
-            nodes: self.options.work_limit,
+        let options = self.ilp_options(backend, self.options.work_limit);
+        let known = self.best.as_ref().and_then(|(_, choice)| reduced.project(choice));
+        let time_left = || self.time_left();
+        let outcome = ilp::solve_ilp(reduced, known.as_ref(), &[], &options, &time_left);
+        self.proved = outcome.proved;
+        if let Some((_, choice)) = &outcome.choice {
+            self.offer(reduced, choice);
+        }
+        // What was ruled out before costs more than the best choice, which bounds it as well.
+        let most = self.best.as_ref().map_or(u64::MAX, |(cost, _)| *cost);
+        self.bound = self.bound.max(outcome.bound.unwrap_or(0).min(most));
+        if outcome.proved && self.best.is_none() {
+            self.infeasible = Some(Infeasibility::Searched);
+        }
+        let rows = outcome.n_rows;
+        self.note("ilp", format!("{columns} columns, {rows} memory rows"));
+        true
+    }
+
+    fn ilp_options(&self, backend: ilp::Backend, nodes: Option<u64>) -> IlpOptions {
+        IlpOptions {
+            nodes,
             relative_gap: self.options.gap,
             seed: self.options.seed,
             backend,
-        };
-        let time_left = || self.time_left();
-        let outcome = ilp::solve_ilp(reduced, self.best.as_ref(), times, &options, &time_left);
-        let IlpOutcome { choice, bound, proved, n_rows } = outcome;
-        self.best = choice;
-        self.proved = proved;
-        if proved && self.best.is_none() {
-            self.infeasible = Some(Infeasibility::Searched);
         }
-        self.note("ilp", bound, format!("{columns} columns, {n_rows} memory rows"));
+    }
+
+    /// Improves the best choice until the limits: trees, then parts as integer programs.
+    fn search(&mut self, reduced: &Reduced) {
+        let mut dual = Dual::new(reduced);
+        self.raise_bound(reduced, &mut dual);
+        let known = self.best.as_ref().and_then(|(_, choice)| reduced.project(choice));
+        let Some((_, mut choice)) = known else {
+            return;
+        };
+        let mut random = Random(self.options.seed ^ 0x5eed);
+        let mut max_cells = 4000;
+        let n_rounds = self.options.work_limit.unwrap_or(match self.options.time_limit {
+            Some(_) => u64::MAX,
+            None => SEARCH_ROUNDS,
+        });
+        let (mut n_parts, mut n_better) = (0, 0);
+        for round in 0..n_rounds {
+            if self.past(1.0) || self.close_enough() {
+                break;
+            }
+            let seed = self.options.seed.wrapping_add(1000 + round);
+            let mut search = Search::new(reduced, &dual, choice, seed);
+            for i in 0..TREES_PER_ROUND {
+                if i % 256 == 0 && self.past(1.0) {
+                    break;
+                }
+                search.step(TREE_SIZES[i % TREE_SIZES.len()]);
+            }
+            choice = search.choice;
+            if let Some(backend) = backend(self.options.backend) {
+                let options = self.ilp_options(backend, Some(PART_NODES));
+                let members = ball(reduced, &dual, max_cells, &mut random);
+                let left = || self.time_left().map(|left| left.min(PART_TIME));
+                let begun = Instant::now();
+                let (better, solved) = solve_part(reduced, &dual, &choice, &members, &options, 50_000, &left);
+                // The size follows what is solved; with a clock, also how fast.
+                let slow = self.options.time_limit.is_some() && begun.elapsed() > PART_TIME / 2;
+                max_cells = if solved && !slow { max_cells + max_cells / 10 } else { max_cells - max_cells / 5 };
+                n_parts += 1;
+                if let Some(better) = better {
+                    choice = better;
+                    n_better += 1;
+                }
+            }
+            if self.offer(reduced, &choice) && round % 8 == 0 {
+                self.note("search", format!("{n_better} of {n_parts} parts helped, {max_cells} cells"));
+            }
+        }
+        self.note("search", format!("{n_better} of {n_parts} parts helped, {max_cells} cells"));
     }
 
     fn finish(mut self, problem: &IntraOpProblem) -> Result<SolveResult, IntraOpError> {
@@ -249,7 +474,7 @@ impl<'a> Run<'a> {
             result.status = SolveStatus::Infeasible(why);
             return Ok(result);
         }
-        let Some(choice) = self.lifted else {
+        let Some((_, choice)) = self.best else {
             return Ok(result);
         };
         let value = evaluate(problem, &choice)?;
@@ -278,6 +503,12 @@ impl<'a> Run<'a> {
     }
 }
 
+fn size(reduced: &Reduced) -> String {
+    let (nodes, edges) = (reduced.nodes.len(), reduced.edges.len());
+    let (cells, times) = (reduced.n_cells(), reduced.times.len());
+    format!("{nodes} nodes, {edges} edges, {cells} cells, {times} times")
+}
+
 fn backend(which: IlpBackend) -> Option<ilp::Backend> {
     match which {
         #[cfg(feature = "highs")]
@@ -290,52 +521,7 @@ fn backend(which: IlpBackend) -> Option<ilp::Backend> {
 
 pub fn debug_dual(problem: &IntraOpProblem, iters: usize, ub: f64) {
     let Presolved::Reduced(r) = presolve(problem, &PresolveOptions::default()).unwrap() else { return };
-    let mut d = super::dual::Dual::new(&r);
-    let start = Instant::now();
-    let mut best = 0u64;
-    let mut best_prices = d.prices();
-    let ev = |k: &str, x: f64| std::env::var(k).ok().and_then(|s| s.parse().ok()).unwrap_or(x);
-    let (mut alpha, up, down, patience, passes, avg) = (ev("ALPHA", 0.02), ev("UP", 1.1), ev("DOWN", 0.7), ev("PAT", 3.0) as usize, ev("PASSES", 2.0) as usize, ev("AVG", 0.3));
-    let mut since = 0;
-    for _ in 0..ev("PRE", 50.0) as usize { d.pass_messages(); }
-    // uniform
-    let total: f64 = r.limits.iter().map(|&l| l as f64).sum();
-    let base = ub / total;
-    let mut bestl = (0u64, 0.0);
-    for k in 0..24 { let l = base * 2f64.powi(k - 10); d.set_prices(&vec![l; r.limits.len()]); for _ in 0..3 { d.pass_messages(); } let (b, _) = d.bound(); println!("uniform 2^{} {b}", k - 10); if b > bestl.0 { bestl = (b, l); } else if (b as f64) < 0.9 * bestl.0 as f64 { break; } }
-    d.set_prices(&vec![bestl.1; r.limits.len()]);
-    for it in 0..iters {
-        for _ in 0..passes { d.pass_messages(); }
-        let (b, picks) = d.bound();
-        if b > best { best = b; best_prices = d.prices(); alpha *= up; since = 0; } else { since += 1; }
-        if since > patience { since = 0; alpha *= down; d.set_prices(&best_prices); continue; }
-        if it % (iters / 10) == 0 { println!("it {it} {:.2}s bound {b} best {best} alpha {alpha:.5} prices>0 {}", start.elapsed().as_secs_f64(), d.prices().iter().filter(|p| **p > 0.0).count()); }
-        if ev("EG", 1.0) > 0.0 { d.step_eg(&picks, alpha, avg); } else { d.step_prices(&picks, alpha * (ub - b as f64).max(1.0), avg); }
-    }
-    println!("best {best} alpha {alpha}");
-    d.set_prices(&best_prices);
-    for _ in 0..3 { d.pass_messages(); }
-    let order: Vec<u32> = (0..r.nodes.len() as u32).collect();
-    let mut got: Option<(u64, Vec<u32>)> = None;
-    for w in [0.8, 1.0, 1.1, 1.3, 1.7, 2.5, 5.0] {
-        let c = super::dive::dive(&r, &d, w, &order);
-        println!("{:.2}s dive {w} {:?}", start.elapsed().as_secs_f64(), c.as_ref().and_then(|c| r.cost(c)));
-        if let Some(c) = c && let Some(k) = r.cost(&c) && got.as_ref().is_none_or(|(b, _)| k < *b) { assert!(r.fits(&c)); got = Some((k, c)); }
-    }
-    let Some((k, c)) = got else { return };
-    let mut s = super::improve::Search::new(&r, &d, c, 1);
-    let mut cost = k as i64;
-    let t0 = Instant::now();
-    let mut n = 0u64;
-    let mut next = 1.0;
-    let lim = ev("LIM", 20.0);
-    let mut scaled = (k as i64 - r.offset as i64) << d.shift;
-    while t0.elapsed().as_secs_f64() < lim {
-        let size = [3, 10, 30, 100][(n % 4) as usize];
-        scaled -= s.step(size);
-        n += 1;
-        if t0.elapsed().as_secs_f64() > next { next *= 1.5; println!("  {:.1}s {n} moves cost {}", t0.elapsed().as_secs_f64(), (scaled >> d.shift) + r.offset as i64); }
-    }
-    cost = r.cost(&s.choice).unwrap() as i64;
-    println!("final {cost} fits {} moves {n}", r.fits(&s.choice));
+    let mut d = Dual::new(&r);
+    (0..30).for_each(|_| d.pass_messages());
+    d.ascend_lazy(ub, iters, &|| false);
 }

@@ -15,7 +15,7 @@ pub enum Unary {
     Scale(f64),
     /// GELU, `x * P(X <= x)` for a standard normal `X` (Hendrycks & Gimpel 2016).
     GeluErf,
-    /// GELU, tanh approximation: see [`gelu_tanh_argument`].
+    /// GELU, tanh approximation: `x * (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`.
     GeluTanh,
     /// `x * logistic(x)`.
     Silu,

@@ -156,7 +156,7 @@ proptest! {
     }
 }
 
-/// The first ten einsums again, with every free and batch label sharded in turn.
+/// The einsums of tensors with free dims, with every free and batch label sharded in turn.
 #[test]
 fn shards_equal_the_whole_bit_for_bit() {
     let extent = |label: u8| match label {

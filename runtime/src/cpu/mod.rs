@@ -18,7 +18,10 @@ pub mod embedding;
 pub mod gemm;
 pub mod halves;
 pub mod layout;
+pub mod loss;
 pub mod matmul;
+pub mod norm;
+pub mod optimizer;
 pub mod rotary;
 
 mod special;

@@ -16,11 +16,15 @@
 pub mod collective;
 mod kernel;
 mod local;
+#[cfg(test)]
+mod naive;
 mod rank;
 #[cfg(test)]
 mod reshard_tests;
 mod script;
 mod session;
+#[cfg(test)]
+mod session_tests;
 
 pub use kernel::{Context, Operand, Output, in_place, kernel, supports};
 pub use local::{Local, is_computed, narrow, widen};

@@ -393,7 +393,8 @@ pub(crate) fn load_tokens(kind: InputKind, local: &Local, first: u64, batch: &[V
         InputKind::Tokens => 0,
         InputKind::Labels => 1,
     };
-    for r in 0..rows.valid {
+    let n_rows = if columns.valid == 0 { 0 } else { rows.valid };
+    for r in 0..n_rows {
         let sample = first + rows.start + r;
         let from = (columns.start + shift) as usize;
         let tokens = batch.get(sample as usize).and_then(|s| s.get(from..from + columns.valid as usize));

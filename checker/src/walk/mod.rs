@@ -1,0 +1,111 @@
+//! The abstract interpretation; the lattice and transfer functions are in the crate's header.
+//!
+//! `trace` walks a role's trace and keeps what every copy holds; `template` interprets one
+//! template on what its buffers hold on entry; `held` is the lattice. Here: the roles, and
+//! what only all roles together show.
+
+mod held;
+mod template;
+mod trace;
+
+use crate::facts::Facts;
+use crate::report::{Report, role_place};
+use ir::collective::CollectiveKind;
+use ir::program::{InstrKind, Program, RoleProgram};
+use ir::{AxisId, BufferId, ReduceKind, ShardingSpec};
+use std::collections::BTreeMap;
+
+/// Entries that a role gives to each of its world sums, in order of the sums.
+type WorldSums = Vec<Vec<u32>>;
+
+pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
+    let sums: Vec<WorldSums> = (0..program.roles.len()).map(|i| trace::walk(facts, program, i, report)).collect();
+    world_sums(facts, &sums, report);
+    owners(facts, program, report);
+    let has = |of: fn(&RoleProgram) -> Option<BufferId>| program.roles.iter().any(|r| of(r).is_some());
+    for (name, found) in [("loss", has(|r| r.loss)), ("grad_norm", has(|r| r.grad_norm))] {
+        if !found {
+            report.add("program", "result", format!("a role that has the {name}"), "none");
+        }
+    }
+}
+
+/// Every operand of the global norm is contributed once to every world sum.
+fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
+    let Some(norm) = facts.norm else { return };
+    let n = facts.graph.op(norm).inputs.len();
+    let rounds = sums.iter().map(Vec::len).max().unwrap_or(0);
+    for k in 0..rounds {
+        let mut times = vec![0u32; n];
+        for (i, role) in sums.iter().enumerate() {
+            match role.get(k) {
+                None => report.add(role_place(i), "world_sum", format!("{rounds} world sums, as elsewhere"), role.len().to_string()),
+                Some(entries) => {
+                    for &e in entries {
+                        times.get_mut(e as usize).into_iter().for_each(|t| *t += 1);
+                    }
+                }
+            }
+        }
+        for (e, &t) in times.iter().enumerate().filter(|(_, t)| **t != 1) {
+            let name = facts.name(facts.graph.op(norm).inputs[e]);
+            report.add(format!("world sum {k} entry {e} ({name})"), "world_sum", "one contribution", t.to_string());
+        }
+    }
+}
+
+/// A state of a layer has one owner; a world state stands on every stage that uses it.
+fn owners(facts: &Facts<'_>, program: &Program, report: &mut Report) {
+    let mut owners: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (i, role) in program.roles.iter().enumerate() {
+        role.states.iter().for_each(|s| owners.entry(&s.path).or_default().push(i));
+    }
+    for s in &facts.training.states {
+        let at = owners.get(s.path.as_str()).map_or(&[][..], Vec::as_slice);
+        let world = facts.producer(s.read).layer.is_none();
+        let twice = at.windows(2).any(|w| w[0] == w[1]);
+        if at.is_empty() || twice || (at.len() > 1 && !world) {
+            report.add(format!("state {}", s.path), "state", "one owner", format!("stages {at:?}"));
+        }
+    }
+}
+
+/// The specs that a buffer's contents may have beside its own: an all-reduce in place takes
+/// partial axes away, or the buffer is declared without them and has them before.
+type Variants = BTreeMap<BufferId, Vec<ShardingSpec>>;
+
+/// Most specs of one buffer; more than any sequence of all-reduces over a mesh needs.
+const MAX_VARIANTS: usize = 16;
+
+fn variants(role: &RoleProgram) -> Variants {
+    let mut in_place: BTreeMap<BufferId, Vec<(Vec<AxisId>, ReduceKind)>> = BTreeMap::new();
+    for instr in role.templates.iter().flat_map(|t| &t.instructions) {
+        if let InstrKind::Collective { kind: CollectiveKind::AllReduce(reduce), axes, items } = &instr.kind {
+            for item in items.iter().filter(|i| i.input == i.output) {
+                in_place.entry(item.input).or_default().push((axes.clone(), *reduce));
+            }
+        }
+    }
+    in_place.into_iter().map(|(b, steps)| (b, closure(&role.buffer(b).spec, &steps))).collect()
+}
+
+fn closure(own: &ShardingSpec, steps: &[(Vec<AxisId>, ReduceKind)]) -> Vec<ShardingSpec> {
+    let mut specs = vec![own.clone()];
+    let mut next = 0;
+    while next < specs.len() && specs.len() < MAX_VARIANTS {
+        let spec = specs[next].clone();
+        next += 1;
+        for (axes, reduce) in steps {
+            let mut other = spec.clone();
+            if axes.iter().all(|a| spec.partial.get(a) == Some(reduce)) {
+                other.partial.retain(|a, _| !axes.contains(a));
+            } else if axes.iter().all(|&a| spec.replicates(a)) {
+                other.partial.extend(axes.iter().map(|&a| (a, *reduce)));
+            }
+            if !specs.contains(&other) {
+                specs.push(other);
+            }
+        }
+    }
+    specs
+}

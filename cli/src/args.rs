@@ -1,0 +1,338 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// Exit codes, shown at the end of every help text.
+const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible; 5 check failed; 6 run failed; 70 internal error.";
+
+/// Compiles the training of a model to a parallel plan, proves it, runs it, and compares
+/// what was predicted with what was measured.
+#[derive(Debug, Parser)]
+#[command(name = "meshwright", version, after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile models/tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Search for the best plan to train a model on a cluster.
+    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n\n{EXIT_CODES}"))]
+    Compile(Box<CompileArgs>),
+    /// Show a plan: stages, what each axis does, collectives, memory.
+    #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
+    Inspect(InspectArgs),
+    /// Prove that a plan and the program lowered from it are correct.
+    #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
+    Check(CheckArgs),
+    /// Play a plan on its cluster's description.
+    #[command(after_help = format!("Example:\n  meshwright simulate plan.json --trace trace.json    (open the trace at https://ui.perfetto.dev)\n\n{EXIT_CODES}"))]
+    Simulate(SimulateArgs),
+    /// Train by a plan, on CPU ranks of this machine.
+    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n\n{EXIT_CODES}"))]
+    Run(Box<RunArgs>),
+    /// Show what a plan predicted beside what its run measured.
+    #[command(after_help = format!("Example:\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
+    Compare(CompareArgs),
+    /// Measure this machine and write a cluster file for its CPU ranks.
+    #[command(after_help = format!("Example:\n  meshwright calibrate -o cluster.toml --ranks 4\n\n{EXIT_CODES}"))]
+    Calibrate(CalibrateArgs),
+    /// Solve an intra-op problem in the form of the IOPDDL benchmark.
+    #[command(after_help = format!("Example:\n  meshwright solve instance.json.gz --time-limit 60 -o solution.json\n\nThe last line of the output is a JSON object with status, objective, lower_bound, gap,\nseconds, peak_usage and usage_limit.\n\n{EXIT_CODES}"))]
+    Solve(SolveArgs),
+    /// Print the JSON Schema of a document.
+    #[command(after_help = format!("Example:\n  meshwright schema plan > plan.schema.json\n\n{EXIT_CODES}"))]
+    Schema(SchemaArgs),
+    /// List the clusters that are built in.
+    #[command(after_help = format!("Example:\n  meshwright presets\n\n{EXIT_CODES}"))]
+    Presets(PresetsArgs),
+}
+
+/// Arguments of `compile`.
+#[derive(Debug, Args)]
+pub struct CompileArgs {
+    /// Hugging Face config.json or its folder, or a graph in Meshwright's text form.
+    pub model: PathBuf,
+    /// A preset (see `meshwright presets`), or a cluster file (.toml, .json); `cpu` means
+    /// the cluster.toml that `calibrate` wrote here.
+    #[arg(long)]
+    pub cluster: String,
+    /// Where to write the plan.
+    #[arg(short, long, default_value = "plan.json")]
+    pub output: PathBuf,
+    /// Number of hosts instead of the cluster's own.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    pub hosts: Option<u32>,
+    /// Number of ranks on a machine whose ranks share processors.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks: Option<u32>,
+    /// Fix something before the search: data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N,
+    /// schedule=gpipe|1f1b, spec:TENSOR=[axes,...]; may be repeated.
+    #[arg(long = "pin", value_name = "KEY=VALUE")]
+    pub pins: Vec<String>,
+    /// What is trained.
+    #[command(flatten)]
+    pub train: TrainArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What is trained: a file, flags, or both; flags win.
+#[derive(Debug, Default, Args)]
+pub struct TrainArgs {
+    /// TOML file with any of the keys global_batch, sequence, precision, dropout, seed,
+    /// clip_norm (a number or "none"), and a table [optimizer.adam_w] or [optimizer.sgd].
+    #[arg(long = "train", value_name = "TRAIN.TOML")]
+    pub file: Option<PathBuf>,
+    /// Samples per optimizer step over the whole cluster [default: 8].
+    #[arg(long)]
+    pub global_batch: Option<u64>,
+    /// Tokens per sample [default: 1024, or the model's positions if fewer].
+    #[arg(long, visible_alias = "seq")]
+    pub sequence: Option<u64>,
+    /// Precision of compute and activations [default: f32].
+    #[arg(long)]
+    pub precision: Option<PrecisionArg>,
+    /// Optimizer [default: adamw].
+    #[arg(long)]
+    pub optimizer: Option<OptimizerArg>,
+    /// AdamW: decay of the first moment [default: 0.9].
+    #[arg(long)]
+    pub beta1: Option<f64>,
+    /// AdamW: decay of the second moment [default: 0.95].
+    #[arg(long)]
+    pub beta2: Option<f64>,
+    /// AdamW: added to the root of the second moment [default: 1e-8].
+    #[arg(long)]
+    pub eps: Option<f64>,
+    /// SGD: momentum [default: 0].
+    #[arg(long)]
+    pub momentum: Option<f64>,
+    /// Weight decay of matrices [default: 0.1 for AdamW, 0 for SGD].
+    #[arg(long)]
+    pub weight_decay: Option<f64>,
+    /// Largest gradient norm, or `none` [default: 1].
+    #[arg(long, value_name = "NORM|none")]
+    pub clip_norm: Option<String>,
+    /// Dropout probability [default: 0].
+    #[arg(long)]
+    pub dropout: Option<f64>,
+    /// Seed of initial weights, dropout and the order of data [default: 1337].
+    #[arg(long)]
+    pub seed: Option<u64>,
+}
+
+/// Precisions.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum PrecisionArg {
+    /// Everything f32.
+    F32,
+    /// Compute in bf16, f32 master weights.
+    Bf16,
+    /// Compute in f16 with loss scaling, f32 master weights.
+    F16,
+}
+
+/// Optimizers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerArg {
+    /// AdamW.
+    Adamw,
+    /// SGD with momentum.
+    Sgd,
+}
+
+/// Arguments of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Show the strategy of every op too.
+    #[arg(long)]
+    pub layers: bool,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `check`.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `simulate`.
+#[derive(Debug, Args)]
+pub struct SimulateArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Write a trace in Chrome's format, for Perfetto.
+    #[arg(long)]
+    pub trace: Option<PathBuf>,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Shapes of the learning rate after warmup.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum DecayArg {
+    /// Half a cosine wave down to --min-lr.
+    Cosine,
+    /// A straight line down to --min-lr.
+    Linear,
+    /// No decay.
+    Constant,
+}
+
+/// Arguments of `run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Training data: tokens of nanoGPT or llm.c (.bin), or text.
+    #[arg(long)]
+    pub data: PathBuf,
+    /// A Hugging Face tokenizer.json for text; without it each byte is a token.
+    #[arg(long)]
+    pub tokenizer: Option<PathBuf>,
+    /// Training steps to do.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    pub steps: u64,
+    /// Peak learning rate.
+    #[arg(long, default_value_t = 3e-4)]
+    pub lr: f64,
+    /// Steps of linear warmup.
+    #[arg(long, default_value_t = 0)]
+    pub warmup: u64,
+    /// Shape of the learning rate after warmup.
+    #[arg(long, value_enum, default_value_t = DecayArg::Constant)]
+    pub schedule: DecayArg,
+    /// Learning rate at the end of the decay.
+    #[arg(long, default_value_t = 0.0)]
+    pub min_lr: f64,
+    /// Step at which the decay ends, counted from the first of all runs [default: the last
+    /// step of this run].
+    #[arg(long)]
+    pub total_steps: Option<u64>,
+    /// Initial weights: a safetensors file, its index, or their folder; without it weights
+    /// are drawn from the plan's seed.
+    #[arg(long)]
+    pub weights: Option<PathBuf>,
+    /// The model's config.json, which says how weights are stored [default: beside --weights].
+    #[arg(long)]
+    pub config: Option<PathBuf>,
+    /// Validate before the first step, after every so many, and after the last.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub validate_every: Option<u64>,
+    /// Share of the data, at its end, that is kept for validation.
+    #[arg(long, default_value_t = 0.1)]
+    pub validation_fraction: f64,
+    /// Batches of one validation.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    pub validation_batches: u64,
+    /// Write the trained weights in Hugging Face's form; needs --config.
+    #[arg(long)]
+    pub save: Option<PathBuf>,
+    /// Folder for the training state at the end of the run.
+    #[arg(long)]
+    pub checkpoint: Option<PathBuf>,
+    /// Go on from the training state in this folder.
+    #[arg(long, conflicts_with = "weights")]
+    pub resume: Option<PathBuf>,
+    /// How many steps, the last ones, are timed instruction by instruction.
+    #[arg(long, default_value_t = 2)]
+    pub profile: u64,
+    /// Longest that a rank waits for another one, seconds.
+    #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    pub time_out: u64,
+    /// Where to write what was measured.
+    #[arg(short, long, default_value = "run.json")]
+    pub output: PathBuf,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `compare`.
+#[derive(Debug, Args)]
+pub struct CompareArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// What its run measured.
+    pub run: PathBuf,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// Where to write the cluster.
+    #[arg(short, long, default_value = "cluster.toml")]
+    pub output: PathBuf,
+    /// Ranks that collectives are measured with.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=64))]
+    pub ranks: u32,
+    /// Fewer sizes and repetitions.
+    #[arg(long)]
+    pub quick: bool,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `solve`.
+#[derive(Debug, Args)]
+pub struct SolveArgs {
+    /// The problem, JSON or gzipped JSON.
+    pub instance: PathBuf,
+    /// Wall-clock limit in seconds.
+    #[arg(long)]
+    pub time_limit: Option<f64>,
+    /// Threads.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: u16,
+    /// Seed of everything random.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Where to write the solution: a JSON list with one strategy index per node.
+    #[arg(short, long)]
+    pub output: Option<PathBuf>,
+}
+
+/// Documents with a schema.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Document {
+    /// What `compile` writes.
+    Plan,
+    /// What `run` writes.
+    Run,
+    /// What `calibrate` writes and `compile --cluster` reads.
+    Cluster,
+}
+
+/// Arguments of `schema`.
+#[derive(Debug, Args)]
+pub struct SchemaArgs {
+    /// Which document.
+    #[arg(default_value = "plan")]
+    pub document: Document,
+}
+
+/// Arguments of `presets`.
+#[derive(Debug, Args)]
+pub struct PresetsArgs {
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}

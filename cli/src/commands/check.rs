@@ -1,0 +1,45 @@
+//! `check`: the proof that a plan and its program are correct, or all that is wrong.
+
+use crate::args::CheckArgs;
+use crate::failure::Failure;
+use crate::plan_file;
+use crate::report;
+use checker::Violation;
+use serde_json::json;
+
+/// Runs the verb.
+pub fn run(args: &CheckArgs) -> Result<(), Failure> {
+    let name = args.plan.display().to_string();
+    let (plan, _) = plan_file::read(&args.plan)?;
+    let violations = checker::check_plan(&plan);
+    if !violations.is_empty() {
+        return refuse(args, &format!("{name}: the plan"), &violations);
+    }
+    let (training, program) = plan_file::lower(&plan)?;
+    let violations = checker::check_program(&plan, &training, &program);
+    if !violations.is_empty() {
+        return refuse(args, &format!("{name}: the program of the plan"), &violations);
+    }
+    let instructions: usize = program.roles.iter().flat_map(|r| &r.templates).map(|t| t.instructions.len()).sum();
+    let buffers: usize = program.roles.iter().map(|r| r.buffers.len()).sum();
+    let ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+    if args.json {
+        return report::print_json(&json!({
+            "correct": true, "violations": [], "stages": program.roles.len(), "ranks": ranks,
+            "instructions": instructions, "buffers": buffers, "transfers": program.transfers.len(),
+        }));
+    }
+    report::out(&format!(
+        "{name}: correct. {} stages on {ranks} ranks, {instructions} instructions, {buffers} buffers, {} transfers:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
+        program.roles.len(),
+        program.transfers.len()
+    ))
+}
+
+fn refuse(args: &CheckArgs, what: &str, violations: &[Violation]) -> Result<(), Failure> {
+    if args.json {
+        let list: Vec<_> = violations.iter().map(|v| json!({ "place": v.place, "rule": v.rule, "expected": v.expected, "actual": v.actual })).collect();
+        report::print_json(&json!({ "correct": false, "violations": list }))?;
+    }
+    Err(plan_file::rejected(what, violations))
+}

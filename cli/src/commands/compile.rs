@@ -1,0 +1,81 @@
+//! `compile`: model, training and cluster to a plan that passed the checker.
+
+use super::spinner;
+use crate::args::CompileArgs;
+use crate::failure::{Exit, Failure};
+use crate::{cluster, files, model, plan_file, report, train_spec};
+use planner::{PlanOptions, Planned, Pins};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// Runs the verb.
+pub fn run(args: &CompileArgs) -> Result<(), Failure> {
+    let pins = Pins::parse(&args.pins).map_err(|e| {
+        Failure::new(Exit::Usage, e).help("pins are data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N, schedule=gpipe|1f1b, spec:TENSOR=[axes,...] with _ for a whole dim")
+    })?;
+    let model = model::load(&args.model)?;
+    let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
+    let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
+    let forward = model.graph(spec.sequence, spec.dropout)?;
+    files::check_writable(&args.output)?;
+    let started = Instant::now();
+    let bar = spinner("searching for a plan");
+    let planned = planner::plan(&forward, &spec, &cluster, &PlanOptions { pins });
+    let searched = started.elapsed();
+    bar.set_message("proving the plan");
+    let planned = planned.inspect_err(|_| bar.finish_and_clear())?;
+    let proved = prove(&planned);
+    bar.finish_and_clear();
+    proved?;
+    let text = plan_file::to_text(&planned.plan)?;
+    files::write_atomic(&args.output, text.as_bytes())?;
+    if args.json { print_json(args, &planned, searched, &text) } else { print_words(args, &planned, searched) }
+}
+
+/// The checker's word on the plan and its program. What it rejects here is our mistake.
+fn prove(planned: &Planned) -> Result<(), Failure> {
+    let mut violations = checker::check_plan(&planned.plan);
+    if violations.is_empty() {
+        violations = checker::check_program(&planned.plan, &planned.training, &planned.program);
+    }
+    if violations.is_empty() {
+        return Ok(());
+    }
+    let list: Vec<String> = violations.iter().take(20).map(|v| format!("  {v}")).collect();
+    let message = format!("the checker rejects the plan that was found ({} violations); nothing was written:\n{}", violations.len(), list.join("\n"));
+    Err(Failure::new(Exit::Internal, message).help("this is a defect of meshwright; please report it with the command line"))
+}
+
+fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Result<(), Failure> {
+    report::out(&report::plan::words(&planned.plan, &planned.training))?;
+    let s = &planned.stats;
+    report::out(&format!("\nSearched in {:.1} s: {} kinds of layers, {} candidates priced, {} plans simulated.", searched.as_secs_f64(), s.n_layer_kinds, s.candidates, s.simulated))?;
+    for (what, seconds) in s.alternatives.iter().take(5) {
+        report::out(&format!("  {seconds}  {what}"))?;
+    }
+    report::out(&format!("The checker accepts the plan and its program. Written to {}.", args.output.display()))
+}
+
+fn print_json(args: &CompileArgs, planned: &Planned, searched: Duration, text: &str) -> Result<(), Failure> {
+    let plan = &planned.plan;
+    report::print_json(&json!({
+        "plan": args.output,
+        "plan_hash": files::fingerprint(text.as_bytes()),
+        "name": plan.name,
+        "devices": report::plan::used_devices(plan),
+        "schedule": plan.schedule.name(),
+        "microbatch": plan.microbatch,
+        "n_microbatches": plan.n_microbatches,
+        "pins": plan.pins,
+        "stages": report::plan::stages(plan, &planned.training),
+        "predicted": plan.predicted,
+        "proof": plan.proof,
+        "search": {
+            "seconds": searched.as_secs_f64(),
+            "layer_kinds": planned.stats.n_layer_kinds,
+            "candidates": planned.stats.candidates,
+            "simulated": planned.stats.simulated,
+            "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
+        },
+    }))
+}

@@ -1,0 +1,58 @@
+//! `inspect`: a plan in words and tables.
+
+use crate::args::InspectArgs;
+use crate::failure::Failure;
+use crate::plan_file::{self, Loaded};
+use crate::report::{self, collectives, strategies};
+use serde_json::json;
+
+/// Runs the verb.
+pub fn run(args: &InspectArgs) -> Result<(), Failure> {
+    let loaded = plan_file::load(&args.plan)?;
+    if args.json { print_json(args, &loaded) } else { print_words(args, &loaded) }
+}
+
+fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
+    let Loaded { plan, training, program, .. } = loaded;
+    report::out(&report::plan::words(plan, training))?;
+    report::out("\nCommunication in one step")?;
+    report::out(&collectives::table(&collectives::traffic(program)))?;
+    if args.layers {
+        report::out("\nStrategies of ops, for the first of each run of equal layers")?;
+        report::out(&strategies::table(&strategies::strategies(plan, training)))?;
+    }
+    Ok(())
+}
+
+fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
+    let Loaded { plan, training, program, hash } = loaded;
+    let memory: Vec<_> = program
+        .roles
+        .iter()
+        .map(|r| {
+            let m = lowering::memory_report(r);
+            json!({ "persistent_bytes": m.persistent, "step_bytes": m.step, "activation_bytes": m.activation, "transient_bytes": m.transient, "arena_bytes": m.arena })
+        })
+        .collect();
+    let mut value = json!({
+        "name": plan.name,
+        "plan_hash": hash,
+        "train": plan.train,
+        "cluster": plan.cluster.name,
+        "devices": report::plan::used_devices(plan),
+        "schedule": plan.schedule.name(),
+        "microbatch": plan.microbatch,
+        "n_microbatches": plan.n_microbatches,
+        "pins": plan.pins,
+        "stages": report::plan::stages(plan, training),
+        "communication": collectives::traffic(program),
+        "memory": memory,
+        "predicted": plan.predicted,
+        "mfu_convention": report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)),
+        "proof": plan.proof,
+    });
+    if args.layers {
+        value["ops"] = json!(strategies::strategies(plan, training));
+    }
+    report::print_json(&value)
+}

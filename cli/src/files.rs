@@ -1,0 +1,90 @@
+//! Files in and out: whole texts with a limit on their size, and results that appear under
+//! their names only when they are complete.
+
+use crate::failure::{Exit, Failure};
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::path::Path;
+
+/// Largest config, cluster or training file, bytes.
+pub const SMALL: u64 = 16 << 20;
+/// Largest plan, run or graph file, bytes.
+pub const LARGE: u64 = 1 << 30;
+
+/// The text of the file at `path`; `what` names its kind in messages ("plan", "cluster").
+///
+/// Fails with the reason and a way out when it is missing, a folder, larger than `limit`
+/// bytes, empty, or not UTF-8.
+pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure> {
+    let shown = path.display();
+    let bad = |problem: String| Failure::new(Exit::BadInput, format!("{shown}: {problem}"));
+    let io = |e: std::io::Error| {
+        let failure = bad(format!("cannot read the {what}: {e}"));
+        if e.kind() == ErrorKind::NotFound { failure.help(missing_help(path)) } else { failure }
+    };
+    let meta = std::fs::metadata(path).map_err(io)?;
+    if meta.is_dir() {
+        return Err(bad(format!("is a folder, expected a {what} file")));
+    }
+    let mut bytes = Vec::new();
+    // Pipes have no length, so the limit is on what is read.
+    File::open(path).map_err(io)?.take(limit + 1).read_to_end(&mut bytes).map_err(io)?;
+    if bytes.len() as u64 > limit {
+        return Err(bad(format!("is larger than {}, the limit of a {what} file", ir::Bytes(limit))));
+    }
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Err(bad(format!("is empty, expected a {what}")));
+    }
+    String::from_utf8(bytes).map_err(|e| bad(format!("is not text: not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
+}
+
+/// What to do about a missing file: a name that is close, or where we looked.
+fn missing_help(path: &Path) -> String {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let wanted = path.file_name().unwrap_or_default().to_string_lossy();
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return format!("the folder {} does not exist", folder.display());
+    };
+    let names: Vec<String> = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    match closest(&wanted, names.iter().map(String::as_str)) {
+        Some(name) => format!("did you mean `{}`?", folder.join(name).display()),
+        None => "check the path".into(),
+    }
+}
+
+/// The name most like `wanted`, if any is like it at all; ties go to the first in order.
+pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let mut all: Vec<(f64, &str)> = names.map(|n| (strsim::jaro_winkler(wanted, n), n)).filter(|(s, _)| *s > 0.8).collect();
+    all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    all.first().map(|(_, n)| *n)
+}
+
+/// Writes a file whole or not at all: beside its place first, then renamed into it.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let error = |e: std::io::Error| Failure::new(Exit::BadInput, format!("{}: cannot write: {e}", path.display()));
+    if path.is_dir() {
+        return Err(Failure::new(Exit::BadInput, format!("{}: is a folder, expected the name of a file to write", path.display())));
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new().prefix(".meshwright-").tempfile_in(folder).map_err(error)?;
+    file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(error)?;
+    file.persist(path).map(|_| ()).map_err(|e| error(e.error))
+}
+
+/// Fails early when `path` cannot be written, so that a long run does not end in nothing.
+pub fn check_writable(path: &Path) -> Result<(), Failure> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.is_dir() {
+        return Err(Failure::new(Exit::BadInput, format!("{}: is a folder, expected the name of a file to write", path.display())));
+    }
+    tempfile::Builder::new().prefix(".meshwright-").tempfile_in(folder).map(|_| ()).map_err(|e| {
+        Failure::new(Exit::BadInput, format!("{}: cannot write: {e}", path.display())).help(format!("make the folder {} first", folder.display()))
+    })
+}
+
+/// A fingerprint of a document's bytes: FNV-1a, 64 bits. Tells documents apart; no protection
+/// against forgery.
+pub fn fingerprint(bytes: &[u8]) -> String {
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3));
+    format!("fnv1a64:{hash:016x}")
+}

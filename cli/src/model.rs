@@ -1,0 +1,110 @@
+//! The MODEL argument: a Hugging Face `config.json` or its folder, or a graph in text form.
+
+use crate::document::line_column;
+use crate::failure::{Exit, Failure};
+use crate::files;
+use import::{BuildOptions, ImportError, ModelConfig, model_graph};
+use ir::op::{InputKind, OpKind};
+use ir::{Dim, Graph};
+use std::path::{Path, PathBuf};
+
+/// A model before sequence and dropout are known.
+pub enum Model {
+    /// A published architecture.
+    Config(ModelConfig),
+    /// A graph that says everything itself.
+    Graph(Box<Graph>),
+}
+
+/// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
+pub fn load(path: &Path) -> Result<Model, Failure> {
+    let file = config_path(path);
+    let text = files::read_text(&file, "model", files::LARGE)?;
+    let name = file.display().to_string();
+    if text.trim_start().starts_with(['{', '[', '"']) || file.extension().is_some_and(|e| e == "json") {
+        return Ok(Model::Config(parse_config(&name, &text)?));
+    }
+    let graph = ir::text::parse(&text).map_err(|e| {
+        let failure = Failure::new(Exit::BadInput, format!("{name}:{}:{}: {}", e.line, e.column, e.message)).place(&name, &text, e.start, e.len, "here");
+        failure.help(e.help.unwrap_or_else(|| "a model is a Hugging Face config.json (gpt2 or llama), or a graph in Meshwright's text form (docs/ir.md)".into()))
+    })?;
+    let broken = ir::verify::verify(&graph);
+    if broken.is_empty() {
+        return Ok(Model::Graph(Box::new(graph)));
+    }
+    let list: Vec<String> = broken.iter().take(20).map(|v| format!("  {}: {}: expected {}, found {}", v.path, v.rule.name(), v.expected, v.actual)).collect();
+    Err(Failure::new(Exit::BadInput, format!("{name}: the graph breaks {} rules:\n{}", broken.len(), list.join("\n"))))
+}
+
+/// The configuration at `path`, a file or its folder.
+pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
+    let file = config_path(path);
+    let text = files::read_text(&file, "model configuration", files::SMALL)?;
+    parse_config(&file.display().to_string(), &text)
+}
+
+fn config_path(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join("config.json") } else { path.to_path_buf() }
+}
+
+fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
+    ModelConfig::parse(name, text.as_bytes()).map_err(|e| {
+        let at = match &e {
+            ImportError::Json { line, column, .. } | ImportError::Field { line, column, .. } | ImportError::UnknownField { line, column, .. } => Some((*line, *column)),
+            _ => None,
+        };
+        let help = match &e {
+            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2 or llama; examples are in models/",
+            ImportError::UnknownField { .. } => "remove the field if it does not change the mathematics of training",
+            _ => "examples are in models/",
+        };
+        let failure = Failure::from(e).help(help);
+        match at {
+            Some((line, column)) => failure.place(name, text, byte_of(text, line, column), 1, "here"),
+            None => failure,
+        }
+    })
+}
+
+/// The byte at a line and column, both from 1.
+fn byte_of(text: &str, line: usize, column: usize) -> usize {
+    let start: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+    debug_assert!(line_column(text, start).0 <= line.max(1));
+    start + column.saturating_sub(1)
+}
+
+impl Model {
+    /// The longest sequence that makes sense, in tokens.
+    pub fn max_sequence(&self) -> Option<u64> {
+        match self {
+            Model::Config(c) => Some(c.max_sequence()),
+            Model::Graph(g) => sequence_of(g),
+        }
+    }
+
+    /// The forward graph.
+    pub fn graph(self, sequence: u64, dropout: f64) -> Result<Graph, Failure> {
+        match self {
+            Model::Config(c) => model_graph(&c, &BuildOptions { sequence, dropout }).map_err(|e| match &e {
+                ImportError::Option { option, .. } => {
+                    let help = format!("set --{option}");
+                    Failure::from(e).help(help)
+                }
+                _ => Failure::from(e),
+            }),
+            Model::Graph(g) => match sequence_of(&g) {
+                Some(n) if n != sequence => Err(Failure::new(Exit::Usage, format!("--sequence is {sequence}, but the graph's tokens are [B,{n}]")).help(format!("leave --sequence out or set it to {n}"))),
+                _ => Ok(*g),
+            },
+        }
+    }
+}
+
+/// Second dim of the tokens input.
+fn sequence_of(graph: &Graph) -> Option<u64> {
+    let tokens = graph.ops().iter().find(|op| matches!(op.kind, OpKind::Input { kind: InputKind::Tokens }))?;
+    match graph.ty(*tokens.outputs.first()?).shape.0.get(1)? {
+        Dim::Fixed(n) => Some(*n),
+        Dim::Batch => None,
+    }
+}

@@ -1,0 +1,57 @@
+//! Plans and what comes of them, in words and tables.
+//!
+//! * `parallelism`: what each mesh axis does, in the field's terms, read off the strategies.
+//! * `collectives`: what a program communicates in one step.
+//! * `plan`: a plan in words.
+//! * `strategies`: the strategy of every op.
+
+pub mod collectives;
+pub mod parallelism;
+pub mod plan;
+pub mod strategies;
+
+use crate::failure::{Exit, Failure};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+/// A table with a header; columns from `numbers_from` on are right-aligned.
+pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_BORDERS_ONLY).set_header(header.iter().copied());
+    table.add_rows(rows);
+    for column in table.column_iter_mut().skip(numbers_from) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.to_string()
+}
+
+/// Prints a value as JSON.
+pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}")))?;
+    out(&text)
+}
+
+/// Prints to standard output; a reader that has gone away (`| head`) is no error.
+pub fn out(text: &str) -> Result<(), Failure> {
+    use std::io::Write;
+    match writeln!(std::io::stdout().lock(), "{text}") {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::new(Exit::BadInput, format!("cannot write to standard output: {e}"))),
+        _ => Ok(()),
+    }
+}
+
+/// A share in percent.
+pub fn percent(share: f64) -> String {
+    format!("{:.1}%", share * 100.0)
+}
+
+/// A count with a prefix: `12.3 k`.
+pub fn count(x: f64) -> String {
+    match x.abs() {
+        a if a >= 1e12 => format!("{:.2} T", x / 1e12),
+        a if a >= 1e9 => format!("{:.2} G", x / 1e9),
+        a if a >= 1e6 => format!("{:.2} M", x / 1e6),
+        a if a >= 1e4 => format!("{:.2} k", x / 1e3),
+        _ => format!("{x:.1}"),
+    }
+}

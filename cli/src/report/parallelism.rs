@@ -1,0 +1,172 @@
+//! What each axis of a stage's mesh does for a layer, in the field's terms.
+//!
+//! Nothing of this is recorded in a plan: it is read off the ops' strategies. An axis that
+//! shards the samples of the heavy ops is data parallel, their features tensor parallel, the
+//! sequence inside attention context parallel, the sequence between the matmuls of a
+//! tensor-parallel axis sequence parallel. The ZeRO level of an axis (Rajbhandari et al. 2020)
+//! says which tensors of a parameter lie split over it although its uses want it whole.
+
+use ir::op::{Assignment, AxisUse, FactorRole};
+use ir::plan::{Plan, relative_path};
+use ir::training::{StateRole, TrainingGraph};
+use ir::{AxisId, LayerId, Op, OpKind, Pass, Region, ShardingSpec};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// What one axis does for one layer.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AxisReport {
+    /// Name of the axis.
+    pub axis: String,
+    /// Devices along it.
+    pub size: u32,
+    /// `data parallel`, `tensor parallel`, ...; empty when all its ranks compute the same.
+    pub does: Vec<String>,
+    /// ZeRO level of most parameter bytes; `None` where the axis shards the parameters' uses.
+    pub zero: Option<u8>,
+    /// Share of the layer's parameter bytes at that level.
+    pub zero_share: f64,
+}
+
+impl AxisReport {
+    /// One line.
+    pub fn words(&self) -> String {
+        let mut does = self.does.join(" and ");
+        if does.is_empty() {
+            does = "replicated".into();
+        }
+        let zero = match self.zero {
+            Some(level) if level > 0 && self.zero_share > 0.995 => format!(", ZeRO-{level}"),
+            Some(level) if level > 0 => format!(", ZeRO-{level} for {:.0}% of the parameter bytes", self.zero_share * 100.0),
+            _ => String::new(),
+        };
+        format!("{} ({}): {does}{zero}", self.axis, self.size)
+    }
+}
+
+/// What the axes of the stage's mesh do for `layer`; `strategy` indexes the plan's.
+pub fn axes(plan: &Plan, training: &TrainingGraph, stage: usize, strategy: usize, layer: LayerId) -> Vec<AxisReport> {
+    let cx = Layer { training, ops: assignments(plan, training, strategy, layer) };
+    let mesh = &plan.stages[stage].mesh;
+    mesh.axis_ids()
+        .map(|axis| {
+            let levels = cx.zero_levels(axis);
+            let total: u64 = levels.iter().map(|l| l.1).sum();
+            let mut by_level: BTreeMap<u8, u64> = BTreeMap::new();
+            levels.iter().for_each(|(level, bytes)| *by_level.entry(*level).or_default() += bytes);
+            let most = by_level.iter().max_by_key(|(_, bytes)| **bytes);
+            AxisReport {
+                axis: mesh.name(axis).to_string(),
+                size: mesh.size(axis) as u32,
+                does: cx.does(axis),
+                zero: most.map(|(level, _)| *level),
+                zero_share: most.map_or(0.0, |(_, bytes)| *bytes as f64 / total.max(1) as f64),
+            }
+        })
+        .collect()
+}
+
+/// An op with its strategy and the specs that this implies.
+pub struct Assigned<'a> {
+    /// The op.
+    pub op: &'a Op,
+    /// Per axis, what it does in the op.
+    pub uses: Vec<AxisUse>,
+    /// Roles of the op's factors.
+    pub roles: Vec<FactorRole>,
+    /// Specs of operands and results.
+    pub specs: Assignment,
+}
+
+/// The ops of a layer that have a strategy, in graph order.
+pub fn assignments<'a>(plan: &Plan, training: &'a TrainingGraph, strategy: usize, layer: LayerId) -> Vec<Assigned<'a>> {
+    let graph = &training.graph;
+    let name = graph.layers.get(layer.index()).map_or("", String::as_str);
+    let strategies = &plan.layer_strategies[strategy].ops;
+    let of_layer = graph.ops().iter().filter(|op| op.layer == Some(layer));
+    of_layer
+        .filter_map(|op| {
+            let strategy = strategies.get(&relative_path(&op.path, name))?;
+            let rule = graph.rule(op);
+            let specs = rule.assign(strategy).ok()?;
+            Some(Assigned { op, uses: strategy.uses.clone(), roles: rule.factors.iter().map(|f| f.role).collect(), specs })
+        })
+        .collect()
+}
+
+struct Layer<'a> {
+    training: &'a TrainingGraph,
+    ops: Vec<Assigned<'a>>,
+}
+
+impl Layer<'_> {
+    fn does(&self, axis: AxisId) -> Vec<String> {
+        let forward = self.ops.iter().filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch);
+        let (mut heavy, mut light): (Vec<_>, Vec<_>) = forward.partition(|a| is_heavy(&a.op.kind));
+        if heavy.is_empty() {
+            heavy = std::mem::take(&mut light);
+        }
+        let role_of = |a: &Assigned<'_>| match a.uses.get(axis.index()) {
+            Some(AxisUse::Factor(f)) => a.roles.get(f.index()).copied(),
+            _ => None,
+        };
+        let with = |role| heavy.iter().filter(|a| role_of(a) == Some(role)).map(|a| leaf(&a.op.path)).collect::<Vec<_>>();
+        let (batch, feature, sequence) = (with(FactorRole::Batch), with(FactorRole::Feature), with(FactorRole::Sequence));
+        let several = [&batch, &feature, &sequence].iter().filter(|n| !n.is_empty()).count() > 1;
+        let name = |what: &str, ops: &[String]| if several { format!("{what} in {}", ops.join(", ")) } else { what.to_string() };
+        let mut does = Vec::new();
+        if !batch.is_empty() {
+            does.push(name("data parallel", &batch));
+        }
+        if !feature.is_empty() {
+            does.push(name("tensor parallel", &feature));
+        }
+        if heavy.iter().any(|a| matches!(a.op.kind, OpKind::Attention { .. }) && role_of(a) == Some(FactorRole::Sequence)) {
+            does.push("context parallel".into());
+        } else if !sequence.is_empty() {
+            does.push(name("split along the sequence", &sequence));
+        }
+        if !feature.is_empty() && light.iter().any(|a| role_of(a) == Some(FactorRole::Sequence)) {
+            does.push("sequence parallel between the matmuls".into());
+        }
+        does
+    }
+
+    /// Level and bytes of every parameter whose uses do not shard it over `axis`.
+    fn zero_levels(&self, axis: AxisId) -> Vec<(u8, u64)> {
+        let graph = &self.training.graph;
+        let by_path: BTreeMap<&str, &Assigned<'_>> = self.ops.iter().map(|a| (a.op.path.as_str(), a)).collect();
+        let result = |path: &str| by_path.get(path).and_then(|a| a.specs.results.first());
+        let splits = |spec: Option<&ShardingSpec>| spec.is_some_and(|s| s.dim_of(axis).is_some());
+        let parameters = self.training.states.iter().filter(|s| s.role == StateRole::Parameter && by_path.contains_key(s.path.as_str()));
+        let mut levels = Vec::new();
+        for state in parameters {
+            let prepared = format!("prepare.{}", state.path);
+            let made: Option<&Assigned<'_>> = by_path.get(prepared.as_str()).or_else(|| by_path.get(state.path.as_str())).copied();
+            let Some(value) = made.and_then(|a| a.op.outputs.first().copied()) else { continue };
+            let uses = || self.ops.iter().filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch).flat_map(|a| a.op.inputs.iter().enumerate().filter(|(_, v)| **v == value).map(move |(k, _)| (a, k)));
+            if uses().any(|(a, k)| splits(a.specs.operands.get(k))) {
+                continue;
+            }
+            let accumulated = uses().any(|(a, k)| splits(result(&format!("accumulate.{}.{k}", a.op.path))));
+            let level = match () {
+                () if splits(made.and_then(|a| a.specs.results.first())) => 3,
+                () if accumulated => 2,
+                () if splits(result(&format!("moment1.{}", state.path))) || splits(result(&state.path)) => 1,
+                () => 0,
+            };
+            levels.push((level, graph.ty(state.read).bytes(1)));
+        }
+        levels
+    }
+}
+
+fn is_heavy(kind: &OpKind) -> bool {
+    matches!(kind, OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::Embedding | OpKind::CrossEntropy)
+}
+
+/// The last two parts of a path: `attn.qkv`.
+fn leaf(path: &str) -> String {
+    let parts: Vec<&str> = path.split('.').collect();
+    parts[parts.len().saturating_sub(2)..].join(".")
+}

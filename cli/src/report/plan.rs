@@ -1,0 +1,177 @@
+//! A plan in words.
+
+use super::parallelism::{AxisReport, axes};
+use super::strategies::layer_range;
+use super::{count, percent, table};
+use ir::cluster::Cluster;
+use ir::plan::{Plan, Prediction};
+use ir::training::TrainingGraph;
+use ir::{Bytes, DType, Optimizer, Seconds};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// A stage for machines.
+#[derive(Clone, Debug, Serialize)]
+pub struct StageReport {
+    /// Ranks, first and last.
+    pub ranks: [u32; 2],
+    /// Axes, major first: name and size.
+    pub mesh: Vec<(String, u32)>,
+    /// Runs of equal layers.
+    pub layers: Vec<RunReport>,
+}
+
+/// Layers of a stage that are treated equally.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunReport {
+    /// Names of the layers.
+    pub layers: String,
+    /// What the axes do for them.
+    pub axes: Vec<AxisReport>,
+}
+
+/// The stages of a plan.
+pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
+    let stage = |(i, s): (usize, &ir::plan::StagePlan)| {
+        let first = s.mesh.devices.first_rank.0;
+        let run = |r: &ir::plan::LayerRun| RunReport { layers: layer_range(training, r.first, r.count), axes: axes(plan, training, i, r.strategy as usize, r.first) };
+        StageReport {
+            ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
+            mesh: s.mesh.axes.iter().map(|a| (a.name.clone(), a.size)).collect(),
+            layers: s.runs.iter().map(run).collect(),
+        }
+    };
+    plan.stages.iter().enumerate().map(stage).collect()
+}
+
+/// The whole plan in words.
+pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
+    let mut w = heading(plan);
+    for (i, stage) in stages(plan, training).iter().enumerate() {
+        let mesh = stage.mesh.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ");
+        let _ = writeln!(w, "\nStage {i}: ranks {} to {}, mesh {}", stage.ranks[0], stage.ranks[1], if mesh.is_empty() { "of one device" } else { &mesh });
+        // Runs that do the same differ only in details of single ops.
+        let mut shown: Vec<(String, Vec<String>)> = Vec::new();
+        for run in &stage.layers {
+            let does: Vec<String> = run.axes.iter().filter(|a| a.size > 1).map(AxisReport::words).collect();
+            match shown.last_mut() {
+                Some((names, same)) if *same == does => *names = join_ranges(names, &run.layers),
+                _ => shown.push((run.layers.clone(), does)),
+            }
+        }
+        for (layers, does) in shown {
+            let does = if does.is_empty() { "no parallelism inside the stage".into() } else { does.join("; ") };
+            let _ = writeln!(w, "  {layers}: {does}");
+        }
+    }
+    w.push('\n');
+    w += &predicted(plan, &plan.predicted);
+    w += &proof(plan);
+    w
+}
+
+fn join_ranges(a: &str, b: &str) -> String {
+    let first = a.split(" to ").next().unwrap_or(a);
+    let last = b.rsplit(" to ").next().unwrap_or(b);
+    format!("{first} to {last}")
+}
+
+fn heading(plan: &Plan) -> String {
+    let (t, c) = (&plan.train, &plan.cluster);
+    let optimizer = match t.optimizer {
+        Optimizer::AdamW { .. } => "AdamW",
+        Optimizer::Sgd { .. } => "SGD",
+    };
+    let used: u32 = plan.stages.iter().map(|s| s.mesh.n_devices()).sum();
+    let mut w = format!("{} on {used} of the {} devices of {} ({})\n", plan.name, c.n_devices(), c.name, c.device.name);
+    let _ = writeln!(w, "Training: global batch {}, sequence {}, {}, {optimizer}", t.global_batch, t.sequence, t.precision.compute().name());
+    let _ = writeln!(
+        w,
+        "Pipeline: {} stage{}, schedule {}, {} microbatch{} of {} sample{}",
+        plan.stages.len(),
+        plural(plan.stages.len() as u64, "s"),
+        plan.schedule.name(),
+        plan.n_microbatches,
+        plural(u64::from(plan.n_microbatches), "es"),
+        plan.microbatch,
+        plural(plan.microbatch, "s"),
+    );
+    if !plan.pins.is_empty() {
+        let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
+    }
+    w
+}
+
+fn plural(n: u64, ending: &str) -> &str {
+    if n == 1 { "" } else { ending }
+}
+
+/// Step time, rates and memory as predicted.
+pub fn predicted(plan: &Plan, p: &Prediction) -> String {
+    let mut w = String::new();
+    let _ = writeln!(w, "Predicted: {} per step, {} tokens/s, MFU {}, bubble {}", p.step_time_s, count(p.tokens_per_s), percent(p.mfu), percent(p.bubble));
+    let _ = writeln!(w, "  {}", mfu_convention(&plan.cluster, plan.train.precision.compute(), used_devices(plan)));
+    w += &stage_table(p);
+    w.push('\n');
+    w
+}
+
+/// Devices that the plan uses.
+pub fn used_devices(plan: &Plan) -> u32 {
+    plan.stages.iter().map(|s| s.mesh.n_devices()).sum()
+}
+
+/// What MFU means here, with the peak and its source.
+pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
+    let key = format!("device.peak_flops_per_s.{}", dtype.name());
+    // The source of the key, or of the nearest table around it.
+    let prefixes = std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
+    let source = prefixes.filter_map(|end| cluster.sources.get(&key[..end])).next().map_or("source not given", String::as_str);
+    match cluster.peak_flops_per_s(dtype, devices) {
+        Some(peak) => format!(
+            "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation) over {}FLOP/s {} peak of {devices} device{} ({source})",
+            count(peak),
+            dtype.name(),
+            plural(u64::from(devices), "s"),
+        ),
+        None => format!("MFU: the cluster has no {} peak", dtype.name()),
+    }
+}
+
+/// Times and memory per stage.
+pub fn stage_table(p: &Prediction) -> String {
+    let time = |s: Seconds| s.to_string();
+    let bytes = |b: Bytes| b.to_string();
+    let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
+        vec![
+            i.to_string(),
+            time(s.forward_s),
+            time(s.backward_s),
+            time(s.step_s),
+            time(s.compute_s),
+            time(s.collective_s),
+            time(s.transfer_s),
+            bytes(s.persistent_bytes),
+            bytes(s.step_bytes),
+            bytes(s.activation_bytes),
+            bytes(s.transient_bytes),
+            bytes(s.peak_bytes),
+        ]
+    };
+    let header = ["stage", "forward", "backward", "begin+end", "compute", "collectives", "transfers", "states", "gradients", "activations", "transient", "peak"];
+    let note = "(forward and backward of one microbatch; compute, collectives and transfers per step; bytes per rank)";
+    format!("{}\n{note}", table(&header, p.stages.iter().enumerate().map(row).collect(), 1))
+}
+
+fn proof(plan: &Plan) -> String {
+    let p = &plan.proof;
+    let state = if p.stopped { ", stopped early" } else { "" };
+    format!(
+        "Proof: additive objective {}, lower bound {}, gap {} over {} candidates{state}\n  space: {}",
+        p.objective_s,
+        p.lower_bound_s,
+        percent(p.gap),
+        p.candidates,
+        if p.space.is_empty() { "not stated" } else { &p.space }
+    )
+}

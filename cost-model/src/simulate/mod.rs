@@ -1,0 +1,266 @@
+//! The simulator: plays role programs under the semantics of `ir::program`.
+//!
+//! All ranks of a role are equal, so one stands for them. Two ways of executing:
+//! [`Execution::Streams`] overlaps the streams of a device (see [`streams`]);
+//! [`Execution::Serial`] carries out every instruction in list order on one thread, as CPU
+//! ranks do, and lets ranks that share processors slow each other down (see [`serial`]).
+//!
+//! Both are exact for the durations they are given ([`crate::costs`]): nothing is sampled, and
+//! playing whole templates at once gives the result of playing every instruction.
+
+mod fold;
+mod serial;
+mod streams;
+
+use crate::costs::{CostClass, Costs, costs};
+use crate::memory::{memory_of, peak_bytes};
+use crate::{SimError, StepWork};
+use ir::cluster::Cluster;
+use ir::plan::{Prediction, StagePrediction};
+use ir::program::{InstrKind, Program, RoleProgram, Stream, TemplateKind};
+use ir::{Seconds, StageId};
+
+/// How ranks carry out instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Execution {
+    /// Streams of a device run side by side.
+    Streams,
+    /// One thread per rank, instructions in list order.
+    Serial,
+}
+
+/// What the timeline holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TimelineDetail {
+    /// No timeline.
+    #[default]
+    None,
+    /// One event per slot of the trace.
+    Templates,
+    /// One event per instruction.
+    Instructions,
+}
+
+/// How to simulate.
+#[derive(Clone, Debug)]
+pub struct SimulateOptions {
+    /// What the step computes, for tokens per second and MFU.
+    pub work: StepWork,
+    /// How ranks execute; by default `Serial` where devices share processors, else `Streams`.
+    pub execution: Option<Execution>,
+    /// What the timeline holds.
+    pub timeline: TimelineDetail,
+    /// Events after which the timeline ends; the simulation goes on.
+    pub max_events: usize,
+    /// Whether templates are played as one unit where possible. The result is the same without,
+    /// only later.
+    pub fold: bool,
+}
+
+impl SimulateOptions {
+    /// No timeline, execution by cluster.
+    pub fn new(work: StepWork) -> Self {
+        SimulateOptions { work, execution: None, timeline: TimelineDetail::None, max_events: 200_000, fold: true }
+    }
+}
+
+/// Something that happened in the simulated step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TimelineEvent {
+    /// Stage.
+    pub stage: StageId,
+    /// Stream; templates stand on the compute stream, exchanges on the transfer stream.
+    pub stream: Stream,
+    /// Template index in the role.
+    pub template: u32,
+    /// Instruction index; `None` for a whole template.
+    pub instruction: Option<u32>,
+    /// Microbatch.
+    pub microbatch: Option<u32>,
+    /// Op path, or what the template is for.
+    pub name: String,
+    /// Seconds from the start of the step.
+    pub start_s: f64,
+    /// Seconds.
+    pub duration_s: f64,
+}
+
+/// A simulated step.
+#[derive(Clone, Debug)]
+pub struct Simulation {
+    /// From the start of the first role to the end of the last.
+    pub step_time: Seconds,
+    /// What is recorded in plans and reports.
+    pub prediction: Prediction,
+    /// By role and template: elapsed time over undisturbed time; above 1 where ranks share
+    /// processors.
+    pub slowdown: Vec<Vec<f64>>,
+    /// Events in order of their start, if asked for.
+    pub timeline: Option<Vec<TimelineEvent>>,
+}
+
+/// What an engine says about one role.
+#[derive(Clone, Debug, Default)]
+struct RolePlay {
+    /// By template: how often it was played.
+    count: Vec<u64>,
+    /// By template: seconds it took together, without waiting for others.
+    elapsed_s: Vec<f64>,
+    /// By template: the same without sharing processors.
+    work_s: Vec<f64>,
+    /// Seconds in which the role did anything but wait.
+    busy_s: f64,
+}
+
+struct Played {
+    end_s: f64,
+    roles: Vec<RolePlay>,
+    events: Vec<TimelineEvent>,
+}
+
+/// Plays one training step of `program` on `cluster`.
+///
+/// Fails when the cluster has problems or too few devices, the program is malformed, or it
+/// deadlocks.
+pub fn simulate(program: &Program, cluster: &Cluster, options: &SimulateOptions) -> Result<Simulation, SimError> {
+    let costs = costs(program, cluster)?;
+    let by_cluster = if cluster.pool.is_some() { Execution::Serial } else { Execution::Streams };
+    let played = match options.execution.unwrap_or(by_cluster) {
+        Execution::Streams if cluster.pool.is_some() => return Err(SimError::StreamsOnPool),
+        Execution::Streams => streams::play(program, &costs, options)?,
+        Execution::Serial => serial::play(program, &costs, cluster, options)?,
+    };
+    Ok(assemble(program, cluster, options, &costs, played))
+}
+
+fn assemble(program: &Program, cluster: &Cluster, options: &SimulateOptions, costs: &Costs, mut played: Played) -> Simulation {
+    let slowdown: Vec<Vec<f64>> = played
+        .roles
+        .iter()
+        .map(|r| r.elapsed_s.iter().zip(&r.work_s).map(|(&e, &w)| if w > 0.0 { e / w } else { 1.0 }).collect())
+        .collect();
+    let stages = (0..program.roles.len())
+        .map(|r| stage_prediction(program, cluster, r, &costs.instructions[r], &played.roles[r], &slowdown[r]))
+        .collect();
+    let n_roles = program.roles.len().max(1) as f64;
+    let per_step = |x: f64| if played.end_s > 0.0 { x / played.end_s } else { 0.0 };
+    let n_ranks = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+    let peak = cluster.peak_flops_per_s(options.work.dtype, n_ranks);
+    let prediction = Prediction {
+        step_time_s: Seconds(played.end_s),
+        tokens_per_s: per_step(options.work.tokens as f64),
+        mfu: peak.map_or(0.0, |p| per_step(options.work.model_flops.0) / p),
+        bubble: played.roles.iter().map(|r| (1.0 - per_step(r.busy_s)).max(0.0)).sum::<f64>() / n_roles,
+        stages,
+    };
+    played.events.sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
+    let timeline = (options.timeline != TimelineDetail::None).then_some(played.events);
+    Simulation { step_time: Seconds(played.end_s), prediction, slowdown, timeline }
+}
+
+fn stage_prediction(program: &Program, cluster: &Cluster, role: usize, costs: &[Vec<crate::costs::InstrCost>], play: &RolePlay, slowdown: &[f64]) -> StagePrediction {
+    let this = &program.roles[role];
+    let elapsed = |kinds: &[TemplateKind]| -> f64 {
+        this.templates.iter().zip(&play.elapsed_s).filter(|(t, _)| kinds.contains(&t.kind)).map(|(_, e)| e).sum()
+    };
+    let spent = |class: CostClass| -> Seconds {
+        let of = |t: usize| costs[t].iter().filter(|c| c.class == class).map(|c| c.seconds).sum::<f64>() * slowdown[t] * play.count[t] as f64;
+        Seconds((0..costs.len()).map(of).sum())
+    };
+    let m = f64::from(program.n_microbatches.max(1));
+    let memory = memory_of(this);
+    StagePrediction {
+        forward_s: Seconds(elapsed(&[TemplateKind::Forward]) / m),
+        backward_s: Seconds(elapsed(&[TemplateKind::Backward]) / m),
+        step_s: Seconds(elapsed(&[TemplateKind::StepBegin, TemplateKind::StepEnd])),
+        compute_s: spent(CostClass::Compute),
+        collective_s: spent(CostClass::Collective),
+        transfer_s: spent(CostClass::Transfer),
+        persistent_bytes: memory.persistent,
+        step_bytes: memory.step,
+        activation_bytes: memory.activation,
+        transient_bytes: memory.transient,
+        peak_bytes: peak_bytes(this, cluster),
+    }
+}
+
+/// Name of an instruction in timelines and reports: the op's path, or what is done to which
+/// buffer.
+pub fn instruction_name(role: &RoleProgram, kind: &InstrKind) -> String {
+    let name = |b: &ir::BufferId| role.buffers.get(b.index()).map_or("?", |b| b.name.as_str());
+    match kind {
+        InstrKind::Compute { path, .. } => path.clone(),
+        InstrKind::Collective { kind, items, .. } => {
+            let first = items.first().map_or("", |i| name(&i.input));
+            let more = if items.len() > 1 { format!(" and {} more", items.len() - 1) } else { String::new() };
+            format!("{} {first}{more}", kind.name())
+        }
+        InstrKind::Slice { output, .. } => format!("slice {}", name(output)),
+        InstrKind::Exchange { sends, recvs } => {
+            let list = |what: &str, bs: &[(ir::TransferId, ir::BufferId)]| bs.iter().map(|b| format!("{what} {}", name(&b.1))).collect::<Vec<_>>();
+            [list("send", sends), list("recv", recvs)].concat().join(", ")
+        }
+        InstrKind::WorldSum { output, .. } => format!("world_sum {}", name(output)),
+        InstrKind::Load { output, .. } => format!("load {}", name(output)),
+        InstrKind::Fill { output, .. } => format!("fill {}", name(output)),
+        InstrKind::Copy { output, .. } => format!("copy {}", name(output)),
+    }
+}
+
+/// Name of a template in timelines.
+pub fn template_name(kind: TemplateKind) -> &'static str {
+    match kind {
+        TemplateKind::StepBegin => "step_begin",
+        TemplateKind::Forward => "forward",
+        TemplateKind::Backward => "backward",
+        TemplateKind::Exchange => "exchange",
+        TemplateKind::StepEnd => "step_end",
+    }
+}
+
+/// Collects events up to a limit.
+struct Timeline<'a> {
+    program: &'a Program,
+    detail: TimelineDetail,
+    left: usize,
+    events: Vec<TimelineEvent>,
+}
+
+impl<'a> Timeline<'a> {
+    fn new(program: &'a Program, options: &SimulateOptions) -> Self {
+        Timeline { program, detail: options.timeline, left: options.max_events, events: Vec::new() }
+    }
+    /// Records slot `slot` of `role`, or one instruction of it, from `start_s` to `end_s`.
+    fn add(&mut self, role: usize, slot: usize, instruction: Option<usize>, start_s: f64, end_s: f64) {
+        let wanted = match self.detail {
+            TimelineDetail::None => false,
+            TimelineDetail::Templates => instruction.is_none(),
+            TimelineDetail::Instructions => instruction.is_some(),
+        };
+        if !wanted || self.left == 0 {
+            return;
+        }
+        self.left -= 1;
+        let this = &self.program.roles[role];
+        let slot = this.trace[slot];
+        let template = this.template(slot.template);
+        let (name, stream) = match instruction.map(|i| &template.instructions[i]) {
+            Some(i) => (instruction_name(this, &i.kind), i.stream),
+            None if template.kind == TemplateKind::Exchange => (template_name(template.kind).into(), Stream::Transfer),
+            None => (template_name(template.kind).into(), Stream::Compute),
+        };
+        self.events.push(TimelineEvent {
+            stage: this.stage,
+            stream,
+            template: slot.template.0,
+            instruction: instruction.map(|i| i as u32),
+            microbatch: slot.microbatch,
+            name,
+            start_s,
+            duration_s: end_s - start_s,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,392 @@
+//! Playing on devices whose streams run side by side.
+//!
+//! Every start is a maximum over ends (there is no preemption and no choice), so times follow
+//! from the program by going through every trace in order. A role goes on as far as it can:
+//! it publishes when its exchanges start, and stops where it needs the end of an exchange whose
+//! partner has not published yet, or a world sum that not all roles have reached. When no role
+//! can go on, the program deadlocks.
+
+use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, stream_index, touches};
+use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
+use crate::SimError;
+use crate::costs::{Costs, together};
+use ir::TransferId;
+use ir::program::{InstrKind, Program, RoleProgram, TemplateKind};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+pub(super) fn play(program: &Program, costs: &Costs, options: &SimulateOptions) -> Result<Played, SimError> {
+    let mut shared = Shared {
+        starts: vec![[Vec::new(), Vec::new()]; program.transfers.len()],
+        world: Vec::new(),
+        n_roles: program.roles.len(),
+        timeline: Timeline::new(program, options),
+    };
+    let unfold = !options.fold || options.timeline == TimelineDetail::Instructions;
+    let mut roles: Vec<Player<'_>> = (0..program.roles.len()).map(|r| Player::new(program, costs, r, unfold)).collect();
+    loop {
+        let mut progress = false;
+        let mut finished = true;
+        for role in &mut roles {
+            progress |= role.advance(&mut shared);
+            finished &= role.finished(&shared);
+        }
+        if finished {
+            break;
+        }
+        if !progress {
+            return Err(SimError::Deadlock { waiting: roles.iter().filter(|r| !r.finished(&shared)).map(|r| r.waiting(&shared)).collect() });
+        }
+    }
+    let mut end = 0;
+    for role in &mut roles {
+        end = end.max(role.close(&mut shared));
+    }
+    let plays = roles.into_iter().map(|r| r.play).collect();
+    Ok(Played { end_s: seconds(end), roles: plays, events: shared.timeline.events })
+}
+
+/// What roles tell each other.
+struct Shared<'a> {
+    /// By transfer: starts of its sends and of its receives, in order.
+    starts: Vec<[Vec<Pico>; 2]>,
+    /// By world sum: starts so far, and the latest.
+    world: Vec<(usize, Pico)>,
+    n_roles: usize,
+    timeline: Timeline<'a>,
+}
+
+const SEND: usize = 0;
+const RECV: usize = 1;
+
+/// The transfers of an exchange that go to, or come from, one partner.
+struct Part {
+    side: usize,
+    transfers: Vec<TransferId>,
+    duration: Pico,
+}
+
+/// One execution of an exchange instruction.
+struct Instance {
+    start: Pico,
+    template: usize,
+    instruction: usize,
+    slot: usize,
+    /// Where the numbers of its transfers begin in `Player::numbers`.
+    first_number: usize,
+}
+
+/// A template that is being played instruction by instruction.
+struct Partial {
+    ends: Vec<Pico>,
+    stream_ends: [Pico; 3],
+    /// The world sum that has been reached and not passed.
+    reached: Option<(usize, Pico)>,
+}
+
+struct Player<'a> {
+    role: &'a RoleProgram,
+    index: usize,
+    durations: Vec<Vec<Pico>>,
+    folded: Rc<Vec<Folded>>,
+    parts: BTreeMap<(usize, usize), Vec<Part>>,
+    exchanged: Exchanged,
+    unfold: bool,
+    next: usize,
+    /// Next instruction of the exchange template at `next`.
+    next_exchange: usize,
+    partial: Option<Partial>,
+    /// End of the last template.
+    now: Pico,
+    instances: Vec<Instance>,
+    ends: Vec<Option<Pico>>,
+    numbers: Vec<u32>,
+    counts: Vec<[u32; 2]>,
+    n_world_sums: usize,
+    last_write: Vec<Pico>,
+    last_touch: Vec<Pico>,
+    received_by: Vec<Option<u32>>,
+    sent_by: Vec<Option<u32>>,
+    inputs: Vec<Pico>,
+    play: RolePlay,
+}
+
+impl<'a> Player<'a> {
+    fn new(program: &'a Program, costs: &Costs, index: usize, unfold: bool) -> Self {
+        let role = &program.roles[index];
+        let durations: Vec<Vec<Pico>> = costs.instructions[index].iter().map(|t| t.iter().map(|c| pico(c.seconds)).collect()).collect();
+        let exchanged = Exchanged::new(role);
+        let folded = Rc::new(role.templates.iter().zip(&durations).map(|(t, d)| Folded::new(t, d, &exchanged)).collect());
+        let n = role.templates.len();
+        Player {
+            role,
+            index,
+            durations,
+            folded,
+            parts: parts(program, costs, role),
+            unfold,
+            next: 0,
+            next_exchange: 0,
+            partial: None,
+            now: 0,
+            instances: Vec::new(),
+            ends: Vec::new(),
+            numbers: Vec::new(),
+            counts: vec![[0; 2]; program.transfers.len()],
+            n_world_sums: 0,
+            last_write: vec![0; exchanged.n_copies],
+            last_touch: vec![0; exchanged.n_copies],
+            received_by: vec![None; exchanged.n_copies],
+            sent_by: vec![None; exchanged.n_copies],
+            inputs: Vec::new(),
+            exchanged,
+            play: RolePlay { count: vec![0; n], elapsed_s: vec![0.0; n], work_s: vec![0.0; n], busy_s: 0.0 },
+        }
+    }
+
+    /// Goes on as far as possible; true if that was anywhere.
+    fn advance(&mut self, shared: &mut Shared<'_>) -> bool {
+        let before = (self.next, self.next_exchange, self.partial.as_ref().map(|p| (p.ends.len(), p.reached.is_some())));
+        while self.next < self.role.trace.len() && self.play_slot(shared).is_some() {
+            self.next += 1;
+        }
+        before != (self.next, self.next_exchange, self.partial.as_ref().map(|p| (p.ends.len(), p.reached.is_some())))
+    }
+
+    fn finished(&self, shared: &Shared<'_>) -> bool {
+        // The last exchange ends last: streams are FIFO, so its start needed the others' ends.
+        let exchanges = self.instances.len().checked_sub(1).is_none_or(|last| self.ends[last].is_some() || self.end_of(last, shared).is_some());
+        self.next == self.role.trace.len() && exchanges
+    }
+
+    /// Plays the next slot; `None` when it must wait.
+    fn play_slot(&mut self, shared: &mut Shared<'_>) -> Option<()> {
+        let slot = self.role.trace[self.next];
+        let t = slot.template.index();
+        if self.role.templates[t].kind == TemplateKind::Exchange {
+            self.start_exchanges(t, slot.microbatch, shared)?;
+        } else {
+            let start = self.now;
+            if self.unfold || self.folded[t].has_world_sum {
+                self.play_instructions(t, slot.microbatch, shared)?;
+            } else {
+                self.play_folded(t, slot.microbatch, shared)?;
+            }
+            self.count(t);
+            // What waits for an exchange mostly does so in its first instruction.
+            let shown = start.max(self.now.saturating_sub(self.folded[t].undisturbed()));
+            shared.timeline.add(self.index, self.next, None, seconds(shown), seconds(self.now));
+        }
+        Some(())
+    }
+
+    fn count(&mut self, t: usize) {
+        let duration = seconds(self.folded[t].undisturbed());
+        self.play.count[t] += 1;
+        self.play.elapsed_s[t] += duration;
+        self.play.work_s[t] += duration;
+        self.play.busy_s += duration;
+    }
+
+    fn play_folded(&mut self, t: usize, microbatch: Option<u32>, shared: &Shared<'_>) -> Option<()> {
+        let templates = Rc::clone(&self.folded);
+        let folded = &templates[t];
+        let mut inputs = std::mem::take(&mut self.inputs);
+        inputs.clear();
+        inputs.push(self.now);
+        let ready = folded.inputs[1..].iter().all(|touches| self.ready(touches, microbatch, shared).map(|time| inputs.push(time)).is_some());
+        if ready {
+            for output in &folded.outputs {
+                let copy = output.copies.of(microbatch);
+                self.last_write[copy] = self.last_write[copy].max(latest(&inputs, &output.write).unwrap_or(0));
+                self.last_touch[copy] = self.last_touch[copy].max(latest(&inputs, &output.touch).unwrap_or(0));
+            }
+            self.now = latest(&inputs, &folded.end).unwrap_or(self.now);
+        }
+        self.inputs = inputs;
+        ready.then_some(())
+    }
+
+    fn play_instructions(&mut self, t: usize, microbatch: Option<u32>, shared: &mut Shared<'_>) -> Option<()> {
+        let begin = self.now;
+        let mut partial = self.partial.take().unwrap_or(Partial { ends: Vec::new(), stream_ends: [begin; 3], reached: None });
+        let role = self.role;
+        let instructions = &role.templates[t].instructions;
+        while let Some(instruction) = instructions.get(partial.ends.len()) {
+            let i = partial.ends.len();
+            let touched = touches(instruction, &self.exchanged);
+            let stream = stream_index(instruction.stream);
+            let Some(outside) = self.ready(&touched, microbatch, shared) else {
+                self.partial = Some(partial);
+                return None;
+            };
+            let deps = instruction.deps.iter().map(|d| partial.ends[d.index()]).max().unwrap_or(0);
+            let own = outside.max(deps).max(partial.stream_ends[stream]);
+            let start = if matches!(instruction.kind, InstrKind::WorldSum { .. }) {
+                let number = *partial.reached.get_or_insert_with(|| self.reach(own, shared));
+                let (arrived, latest) = shared.world[number.0];
+                if arrived < shared.n_roles {
+                    self.partial = Some(partial);
+                    return None;
+                }
+                partial.reached = None;
+                latest
+            } else {
+                own
+            };
+            let end = start + self.durations[t][i];
+            shared.timeline.add(self.index, self.next, Some(i), seconds(start), seconds(end));
+            partial.stream_ends[stream] = end;
+            partial.ends.push(end);
+            for touch in touched {
+                let copy = touch.copies.of(microbatch);
+                self.last_touch[copy] = self.last_touch[copy].max(end);
+                if touch.writes {
+                    self.last_write[copy] = self.last_write[copy].max(end);
+                }
+            }
+        }
+        self.now = partial.ends.iter().copied().max().unwrap_or(begin);
+        Some(())
+    }
+
+    /// Announces the role's next world sum, which it could start at `time`.
+    fn reach(&mut self, time: Pico, shared: &mut Shared<'_>) -> (usize, Pico) {
+        let number = self.n_world_sums;
+        self.n_world_sums += 1;
+        if shared.world.len() == number {
+            shared.world.push((0, 0));
+        }
+        let sum = &mut shared.world[number];
+        *sum = (sum.0 + 1, sum.1.max(time));
+        (number, time)
+    }
+
+    /// When the exchanges that a touch waits for are over.
+    fn ready(&mut self, touches: &[Touch], microbatch: Option<u32>, shared: &Shared<'_>) -> Option<Pico> {
+        let mut time = 0;
+        for touch in touches {
+            let copy = touch.copies.of(microbatch);
+            let sent = self.sent_by[copy].filter(|_| touch.writes);
+            for exchange in [self.received_by[copy], sent].into_iter().flatten() {
+                time = time.max(self.resolve(exchange as usize, shared)?);
+            }
+        }
+        Some(time)
+    }
+
+    /// End of an exchange, remembered.
+    fn resolve(&mut self, exchange: usize, shared: &Shared<'_>) -> Option<Pico> {
+        if self.ends[exchange].is_none() {
+            self.ends[exchange] = self.end_of(exchange, shared);
+        }
+        self.ends[exchange]
+    }
+
+    /// End of an exchange: of every part, when both sides have started and the bytes are over.
+    fn end_of(&self, exchange: usize, shared: &Shared<'_>) -> Option<Pico> {
+        let instance = &self.instances[exchange];
+        let mut number = instance.first_number;
+        let mut end = instance.start;
+        for part in &self.parts[&(instance.template, instance.instruction)] {
+            let mut start = instance.start;
+            for transfer in &part.transfers {
+                let partner = &shared.starts[transfer.index()][1 - part.side];
+                start = start.max(*partner.get(self.numbers[number] as usize)?);
+                number += 1;
+            }
+            end = end.max(start + part.duration);
+        }
+        Some(end)
+    }
+
+    fn start_exchanges(&mut self, t: usize, microbatch: Option<u32>, shared: &mut Shared<'_>) -> Option<()> {
+        while self.next_exchange < self.role.templates[t].instructions.len() {
+            let i = self.next_exchange;
+            let before = match self.instances.len() {
+                0 => 0,
+                n => self.resolve(n - 1, shared)?,
+            };
+            let InstrKind::Exchange { sends, recvs } = &self.role.templates[t].instructions[i].kind else { return None };
+            let id = Some(self.instances.len() as u32);
+            let mut start = before;
+            for copies in sends.iter().filter_map(|s| self.exchanged.copies(s.1)) {
+                let copy = copies.of(microbatch);
+                start = start.max(self.last_write[copy]);
+                self.sent_by[copy] = id;
+            }
+            for copies in recvs.iter().filter_map(|r| self.exchanged.copies(r.1)) {
+                let copy = copies.of(microbatch);
+                start = start.max(self.last_touch[copy]);
+                self.received_by[copy] = id;
+            }
+            let first_number = self.numbers.len();
+            for (side, transfer) in self.parts[&(t, i)].iter().flat_map(|p| p.transfers.iter().map(|x| (p.side, x.index()))) {
+                self.numbers.push(self.counts[transfer][side]);
+                self.counts[transfer][side] += 1;
+                shared.starts[transfer][side].push(start);
+            }
+            self.instances.push(Instance { start, template: t, instruction: i, slot: self.next, first_number });
+            self.ends.push(None);
+            self.next_exchange += 1;
+        }
+        self.next_exchange = 0;
+        self.play.count[t] += 1;
+        let duration: f64 = seconds(self.durations[t].iter().sum());
+        self.play.elapsed_s[t] += duration;
+        self.play.work_s[t] += duration;
+        Some(())
+    }
+
+    /// Records the exchanges; the end of the role.
+    fn close(&mut self, shared: &mut Shared<'_>) -> Pico {
+        let mut end = self.now;
+        for e in 0..self.instances.len() {
+            let over = self.resolve(e, shared).expect("a finished role's exchanges are over");
+            let Instance { start, slot, instruction, .. } = self.instances[e];
+            shared.timeline.add(self.index, slot, None, seconds(start), seconds(over));
+            shared.timeline.add(self.index, slot, Some(instruction), seconds(start), seconds(over));
+            end = end.max(over);
+        }
+        end
+    }
+
+    fn waiting(&self, shared: &Shared<'_>) -> (ir::StageId, usize, String) {
+        let reached = self.partial.as_ref().and_then(|p| p.reached);
+        let what = match (reached, self.instances.last()) {
+            (Some((number, _)), _) => format!("world sum {number}, which {} of {} stages have reached", shared.world[number].0, shared.n_roles),
+            (None, Some(last)) => super::instruction_name(self.role, &self.role.templates[last.template].instructions[last.instruction].kind),
+            (None, None) => "an exchange".into(),
+        };
+        (self.role.stage, self.next, what)
+    }
+}
+
+/// The parts of every exchange instruction of a role, by template and instruction.
+fn parts(program: &Program, costs: &Costs, role: &RoleProgram) -> BTreeMap<(usize, usize), Vec<Part>> {
+    let mut all = BTreeMap::new();
+    for (t, template) in role.templates.iter().enumerate() {
+        for (i, instruction) in template.instructions.iter().enumerate() {
+            if let InstrKind::Exchange { sends, recvs } = &instruction.kind {
+                all.insert((t, i), exchange_parts(program, costs, sends, recvs));
+            }
+        }
+    }
+    all
+}
+
+fn exchange_parts(program: &Program, costs: &Costs, sends: &[(TransferId, ir::BufferId)], recvs: &[(TransferId, ir::BufferId)]) -> Vec<Part> {
+    let mut by_partner: BTreeMap<(usize, ir::StageId), Vec<TransferId>> = BTreeMap::new();
+    for (x, _) in sends {
+        by_partner.entry((SEND, program.transfers[x.index()].to)).or_default().push(*x);
+    }
+    for (x, _) in recvs {
+        by_partner.entry((RECV, program.transfers[x.index()].from)).or_default().push(*x);
+    }
+    let part = |((side, _), transfers): ((usize, ir::StageId), Vec<TransferId>)| Part {
+        side,
+        duration: pico(together(&costs.wires, transfers.iter().copied())),
+        transfers,
+    };
+    by_partner.into_iter().map(part).collect()
+}

@@ -1,0 +1,414 @@
+//! Programs of small plans: played by the referee, and read.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::model::mlp;
+use common::plans::{Recipe, Setup, plan};
+use common::{referee, show};
+use ir::plan::ScheduleKind;
+use ir::program::{BufferClass, Program, TemplateKind};
+use ir::reshard::{Placement, cross_paths};
+use ir::{LayerId, Precision};
+use lowering::{LowerError, cross_edges, edges, lower, lower_training, memory_report};
+
+fn lowered(tied: bool, setup: &Setup) -> Program {
+    let n_blocks = setup.layers.iter().sum::<u32>() as usize - 2;
+    let (plan, training) = plan(&mlp(n_blocks, tied), setup);
+    let program = lower_training(&plan, &training).unwrap();
+    referee::check(&plan, &training, &program);
+    assert_eq!(
+        lower(&plan).unwrap(),
+        program,
+        "lowering the document is lowering its training graph"
+    );
+    for role in &program.roles {
+        let m = memory_report(role);
+        assert_eq!(
+            m.persistent.0 + m.step.0 + m.activation.0 + m.transient.0,
+            role.arena_bytes
+        );
+        assert_eq!(m.arena.0, role.arena_bytes);
+    }
+    program
+}
+
+#[test]
+fn every_recipe_plays_on_every_pipeline() {
+    use Recipe::*;
+    for recipe in [Replicate, Data, Tensor, Zero1, Zero3, Zero3Step] {
+        for layers in [&[4][..], &[2, 2], &[1, 2, 1], &[1, 1, 1, 1]] {
+            for tied in [false, true] {
+                for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+                    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+                        for n_microbatches in [1, 2, 5] {
+                            let base = Setup::new(recipe, 2, layers);
+                            lowered(
+                                tied,
+                                &Setup {
+                                    precision,
+                                    schedule,
+                                    n_microbatches,
+                                    ..base
+                                },
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn long_pipelines_play_without_deadlock() {
+    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+        for p in [1usize, 2, 3, 5, 8] {
+            for m in [1, 2, 3, 7, 16] {
+                let mut layers = vec![1; p];
+                layers[0] += if p == 1 { 9 } else { 10 - p as u32 };
+                let base = Setup::new(Recipe::Replicate, 1, &layers);
+                lowered(
+                    true,
+                    &Setup {
+                        schedule,
+                        n_microbatches: m,
+                        ..base
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// Copies of what forward saves for backward: `min(m, p - i)` for 1F1B, `m` for GPipe.
+#[test]
+fn saved_activations_have_as_many_copies_as_microbatches_in_flight() {
+    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+        for m in [1, 2, 3, 8] {
+            let program = lowered(
+                false,
+                &Setup {
+                    schedule,
+                    n_microbatches: m,
+                    ..Setup::new(Recipe::Data, 2, &[2, 1, 1, 1, 1])
+                },
+            );
+            for (i, role) in program.roles.iter().enumerate().take(4) {
+                // Inputs of the activation function: made in the forward, read in the backward.
+                let saved = role
+                    .buffers
+                    .iter()
+                    .find(|b| b.name.ends_with(".fc"))
+                    .unwrap();
+                assert_eq!(
+                    saved.class,
+                    BufferClass::PerMicrobatch {
+                        slots: schedule.in_flight(i, 5, m)
+                    },
+                    "{schedule:?} m={m} stage {i}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn grids_of_two_axes_play() {
+    use Recipe::*;
+    let grids = [
+        [(Data, 2), (Tensor, 2)],
+        [(Zero1, 2), (Tensor, 4)],
+        [(Zero3, 3), (Tensor, 2)],
+        [(Zero3, 2), (Data, 2)],
+        [(Data, 3), (Data, 2)],
+        [(Zero3Step, 2), (Tensor, 2)],
+    ];
+    for grid in grids {
+        for layers in [&[4][..], &[2, 2]] {
+            for tied in [false, true] {
+                lowered(tied, &Setup::grid(&grid, layers));
+            }
+        }
+    }
+}
+
+fn templates(program: &Program, stage: usize, kind: TemplateKind) -> String {
+    show::templates(&program.roles[stage], kind)
+}
+
+#[test]
+fn one_rank_computes_and_nothing_else() {
+    let program = lowered(false, &Setup::new(Recipe::Replicate, 1, &[3]));
+    assert_eq!(
+        templates(&program, 0, TemplateKind::Forward),
+        "load tokens
+embed.lookup(embed.table tokens)
+h.0.fc(embed.lookup h.0.up)
+h.0.act(h.0.fc)
+h.0.proj(h.0.act h.0.down)
+h.0.out(h.0.proj embed.lookup)
+head.logits(h.0.out head.weight)
+head.lse(head.logits)
+load labels
+head.nll(head.logits head.lse labels)
+head.sum(head.nll)
+loss(head.sum)
+accumulate.loss(loss)"
+    );
+    assert_eq!(show::trace(&program.roles[0]), "begin F0 B0 F1 B1 end");
+}
+
+/// Megatron: one all-reduce in the forward of a block and one in its backward, in place.
+#[test]
+fn tensor_parallel_reduces_once_per_block_and_pass() {
+    let program = lowered(false, &Setup::new(Recipe::Tensor, 2, &[3]));
+    let collectives = |kind| {
+        templates(&program, 0, kind)
+            .lines()
+            .filter(|l| l.contains("all_"))
+            .map(String::from)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(collectives(TemplateKind::Forward), ["all_reduce h.0.proj"]);
+    assert_eq!(
+        collectives(TemplateKind::Backward),
+        ["all_reduce grad.h.0.fc.lhs"]
+    );
+    assert_eq!(
+        collectives(TemplateKind::StepEnd),
+        ["all_reduce sum_squares.h.0.up, sum_squares.h.0.down"]
+    );
+}
+
+/// Gradients are reduced in place, all in one collective, after the microbatches.
+#[test]
+fn data_parallel_reduces_gradients_once_per_step() {
+    let program = lowered(false, &Setup::new(Recipe::Data, 2, &[3]));
+    assert!(!templates(&program, 0, TemplateKind::Backward).contains("reduce"));
+    assert_eq!(
+        templates(&program, 0, TemplateKind::StepEnd).lines().take(6).collect::<Vec<_>>().join("\n"),
+        "fill 1 loss_scale.one
+all_reduce accumulate.loss, accumulate.embed.lookup.0, accumulate.h.0.fc.1, accumulate.h.0.proj.1, accumulate.head.logits.1
+sum_squares.embed.table(accumulate.embed.lookup.0)
+sum_squares.h.0.up(accumulate.h.0.fc.1)
+sum_squares.h.0.down(accumulate.h.0.proj.1)
+sum_squares.head.weight(accumulate.head.logits.1)"
+    );
+}
+
+/// A buffer that an all-reduce in place made superfluous takes no memory.
+#[test]
+fn merged_buffers_disappear() {
+    let program = lowered(false, &Setup::new(Recipe::Data, 2, &[3]));
+    let role = &program.roles[0];
+    let losses: Vec<&str> = role
+        .buffers
+        .iter()
+        .map(|b| b.name.as_str())
+        .filter(|n| n.starts_with("accumulate.loss"))
+        .collect();
+    assert_eq!(losses, ["accumulate.loss"]);
+    assert_eq!(role.buffer(role.loss.unwrap()).class, BufferClass::Step);
+}
+
+/// ZeRO-1: the gradient is scattered, a slice of the parameter updated and gathered.
+#[test]
+fn sharded_moments_make_zero_1() {
+    let program = lowered(false, &Setup::new(Recipe::Zero1, 2, &[3]));
+    assert_eq!(
+        templates(&program, 0, TemplateKind::StepEnd).lines().filter(|l| l.contains("h.0.up") && !l.contains("sum")).collect::<Vec<_>>().join("\n"),
+        "slice h.0.up -> h.0.up@[x,_]
+update.h.0.up(h.0.up@[x,_] accumulate.h.0.fc.1@[x,_] moment1.h.0.up moment2.h.0.up clip_coefficient) -> h.0.up@[x,_] moment1.h.0.up moment2.h.0.up
+all_gather embed.table@[x,_] -> embed.table, h.0.up@[x,_] -> h.0.up, h.0.down@[x,_] -> h.0.down, head.weight@[x,_] -> head.weight"
+    );
+    let bytes = |name: &str| {
+        program.roles[0]
+            .buffers
+            .iter()
+            .find(|b| b.name == name)
+            .unwrap()
+            .bytes
+    };
+    // Parameter 6 x 16 f32 on every rank, moments halved.
+    assert_eq!(
+        (bytes("h.0.up"), bytes("moment1.h.0.up")),
+        (6 * 16 * 4, 6 * 16 * 4 / 2)
+    );
+}
+
+/// ZeRO-3: the parameter is gathered at its uses, twice per microbatch, or once per step.
+#[test]
+fn sharded_parameters_make_zero_3() {
+    let program = lowered(false, &Setup::new(Recipe::Zero3, 2, &[3]));
+    for pass in [TemplateKind::Forward, TemplateKind::Backward] {
+        let gathers = templates(&program, 0, pass)
+            .lines()
+            .filter(|l| *l == "all_gather h.0.up -> prepare.h.0.up@[_,_]")
+            .count();
+        assert_eq!(gathers, 1, "{pass:?}");
+    }
+    let per_step = lowered(false, &Setup::new(Recipe::Zero3Step, 2, &[3]));
+    assert!(!templates(&per_step, 0, TemplateKind::Forward).contains("gather"));
+    assert_eq!(
+        templates(&per_step, 0, TemplateKind::StepBegin)
+            .lines()
+            .last()
+            .unwrap(),
+        "all_gather embed.table -> embed.table@[_,_], h.0.up -> h.0.up@[_,_], h.0.down -> h.0.down@[_,_], head.weight -> head.weight@[_,_]"
+    );
+}
+
+/// The table goes to the last stage before the microbatches, its gradient comes back after
+/// them; the receiver sums both uses in a fixed order.
+#[test]
+fn a_tied_table_travels_once_per_step() {
+    let program = lowered(true, &Setup::new(Recipe::Replicate, 1, &[2, 1]));
+    assert_eq!(
+        show::trace(&program.roles[0]),
+        "begin send- F0 send-F0 F1 send-F1 recv-B0 B0 recv-B1 B1 recv- end"
+    );
+    assert_eq!(
+        show::trace(&program.roles[1]),
+        "begin recv- recv-F0 F0 recv-F1 B0 send-B0 F1 B1 send-B1 send- end"
+    );
+    assert_eq!(
+        templates(&program, 1, TemplateKind::Exchange),
+        "exchange send() recv(prepare.embed.table@[_,_])
+exchange send() recv(h.0.out@[_,_,_])
+exchange send(grad.head.logits.lhs) recv()
+exchange send(accumulate.head.logits.1) recv()"
+    );
+    let end = templates(&program, 0, TemplateKind::StepEnd);
+    assert_eq!(
+        end.lines().next().unwrap(),
+        "grad_sum.embed.table(accumulate.embed.lookup.0 accumulate.head.logits.1@[_,_])"
+    );
+    assert!(program.roles[1].states.is_empty(), "only the owner updates");
+}
+
+/// A path that scatters before sending and gathers after receiving.
+#[test]
+fn transfers_replay_the_steps_around_them() {
+    let forward = mlp(1, false);
+    let (mut plan, training) = plan(&forward, &Setup::new(Recipe::Tensor, 2, &[2, 1]));
+    let cross = cross_edges(&plan, &training).unwrap();
+    let c = cross.iter().find(|c| c.key == "h.0.out@1").unwrap();
+    let (from, to) = (&plan.stages[0].mesh, &plan.stages[1].mesh);
+    let all = cross_paths(
+        &c.lens,
+        Placement {
+            mesh: from,
+            spec: &c.from_spec,
+        },
+        Placement {
+            mesh: to,
+            spec: &c.wanted[0],
+        },
+    );
+    let path = all.into_iter().find(|p| !p.after.is_empty()).unwrap();
+    plan.transfers.insert(c.key.clone(), path);
+    let program = lower_training(&plan, &training).unwrap();
+    referee::check(&plan, &training, &program);
+    assert_eq!(
+        templates(&program, 1, TemplateKind::Forward)
+            .lines()
+            .next()
+            .unwrap(),
+        "all_gather h.0.out@[x,_,_] -> h.0.out@[_,_,_]"
+    );
+}
+
+#[test]
+fn what_a_plan_lacks_is_named() {
+    let forward = mlp(1, false);
+    let (good, training) = plan(&forward, &Setup::new(Recipe::Tensor, 2, &[2, 1]));
+    let error = |change: &dyn Fn(&mut ir::plan::Plan)| {
+        let mut plan = good.clone();
+        change(&mut plan);
+        lower_training(&plan, &training).unwrap_err().to_string()
+    };
+    assert_eq!(
+        error(&|p| p.transfers.clear()),
+        "transfer `h.0.out@1` has no recorded path"
+    );
+    assert_eq!(
+        error(&|p| p.layer_strategies[1].edges.clear()),
+        "edge `h.0.out#0` on stage0 has no recorded path from [_, _, _] partial(x: sum) to [_, _, _]"
+    );
+    assert_eq!(
+        error(&|p| {
+            p.edges.insert("h.0.out#0".into(), vec![]);
+        }),
+        "edge `h.0.out#0` on stage0: its recorded path does not lead from [_, _, _] partial(x: sum) to [_, _, _]"
+    );
+    assert_eq!(
+        error(&|p| {
+            p.layer_strategies[1].ops.remove("{}.fc");
+        }),
+        "layer strategy 1 has none for op `{}.fc` of layer1"
+    );
+    assert_eq!(
+        error(&|p| p.layer_strategies[1]
+            .ops
+            .get_mut("{}.fc")
+            .unwrap()
+            .uses
+            .clear()),
+        "the strategy of op `h.0.fc` has 0 axes, its mesh 1"
+    );
+    assert_eq!(
+        error(&|p| p.stages[1].runs[0].first = LayerId(1)),
+        "stage1: a run starts at layer1, expected layer2"
+    );
+    assert_eq!(
+        error(&|p| p.stages[1].runs.clear()),
+        "stage1: the stages hold 2 of 3 layers"
+    );
+    assert_eq!(
+        error(&|p| p.n_microbatches = 3),
+        "3 microbatches of 4 samples do not make a step: the global batch is 8"
+    );
+    assert_eq!(
+        error(&|p| p.stages[0].mesh.devices.n_devices = 3),
+        "the mesh of stage0 has 3 devices, its axes do not multiply to that"
+    );
+    let mut old = good.clone();
+    old.version = 99;
+    assert_eq!(
+        lower(&old).unwrap_err().to_string(),
+        "the plan has format version 99, this build reads 1"
+    );
+    old = good.clone();
+    old.graph = "graph".into();
+    assert!(matches!(lower(&old), Err(LowerError::Graph(_))));
+}
+
+/// The edges to be priced are those that lowering looks up: without any one it fails.
+#[test]
+fn every_enumerated_edge_is_needed() {
+    for setup in [
+        Setup::new(Recipe::Zero3, 2, &[2, 1]),
+        Setup::grid(&[(Recipe::Zero1, 2), (Recipe::Tensor, 2)], &[2, 1]),
+    ] {
+        let (good, training) = plan(&mlp(1, true), &setup);
+        for e in edges(&good, &training).unwrap() {
+            let mut plan = good.clone();
+            plan.layer_strategies[e.layer.unwrap().index()]
+                .edges
+                .remove(&e.relative)
+                .unwrap();
+            assert!(
+                matches!(lower_training(&plan, &training), Err(LowerError::MissingPath { key, .. }) if key == e.key)
+            );
+        }
+        for c in cross_edges(&good, &training).unwrap() {
+            let mut plan = good.clone();
+            plan.transfers.remove(&c.key).unwrap();
+            assert_eq!(
+                lower_training(&plan, &training),
+                Err(LowerError::MissingTransfer { key: c.key })
+            );
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! The referee against lowering: it proves what lowering makes, and nothing that is spoiled.
+//!
+//! Programs of random plans are proved. Then every class of mutation is applied at random
+//! places; a spoiled program must be refused, unless an independent judge (`oracle`) finds
+//! that it still computes the same without races. What the referee refuses although the
+//! judge sees no difference is counted too: it may be strict, not lax.
+#![allow(clippy::unwrap_used)]
+
+#[path = "mutations/fuzz.rs"]
+mod fuzz;
+#[path = "mutations/mutate.rs"]
+mod mutate;
+#[path = "mutations/oracle.rs"]
+mod oracle;
+#[path = "mutations/plans.rs"]
+mod plans;
+
+use ir::Precision;
+use ir::plan::{Plan, ScheduleKind};
+use ir::program::Program;
+use ir::training::TrainingGraph;
+use mutate::CLASSES;
+use plans::{Random, SEQUENCE, Setup, mlp, random_plan};
+
+struct Case {
+    plan: Plan,
+    training: TrainingGraph,
+    program: Program,
+}
+
+fn case(random: &mut Random) -> Case {
+    let layers = [&[3][..], &[1, 2], &[2, 1], &[1, 1, 1]][random.below(4)].to_vec();
+    let axes = [&[1][..], &[2], &[4], &[2, 2], &[3, 2], &[2, 2, 2]][random.below(6)].to_vec();
+    let setup = Setup {
+        layers,
+        axes,
+        microbatch: [1, 3, 4][random.below(3)],
+        n_microbatches: [1, 2, 3, 5][random.below(4)],
+        sequence: SEQUENCE,
+        schedule: [ScheduleKind::GPipe, ScheduleKind::OneFOneB][random.below(2)],
+        precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
+    };
+    let (plan, training) = random_plan(&mlp(1), &setup, random);
+    let program = lowering::lower(&plan).unwrap();
+    Case { plan, training, program }
+}
+
+fn list(found: &[checker::Violation]) -> String {
+    found.iter().take(10).map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn lowered_programs_are_proved() {
+    let mut random = Random(1);
+    for round in 0..100 {
+        let c = case(&mut random);
+        let found = checker::check_plan(&c.plan);
+        assert!(found.is_empty(), "round {round}, plan: {}", list(&found));
+        let found = checker::check_program(&c.plan, &c.training, &c.program);
+        assert!(found.is_empty(), "round {round}, program: {}", list(&found));
+        oracle::fingerprint(&c.program).unwrap_or_else(|e| panic!("round {round}: the judge says {e}"));
+    }
+}
+
+#[test]
+fn every_mutation_that_matters_is_caught() {
+    const PROGRAMS: usize = 24;
+    const TRIES: usize = 8;
+    let mut random = Random(2);
+    let cases: Vec<Case> = (0..PROGRAMS).map(|_| case(&mut random)).collect();
+    let mut missed = Vec::new();
+    println!("{:<28} {:>7} {:>7} {:>7} {:>7} {:>8}", "mutation", "applied", "caught", "benign", "missed", "share");
+    for (name, mutation) in CLASSES {
+        let (mut applied, mut caught, mut benign, mut lost) = (0, 0, 0, 0);
+        for (k, c) in cases.iter().enumerate() {
+            let original = oracle::fingerprint(&c.program).unwrap();
+            for _ in 0..TRIES {
+                let mut spoiled = c.program.clone();
+                if !mutation(&mut spoiled, &mut random) || spoiled == c.program {
+                    continue;
+                }
+                applied += 1;
+                if !checker::check_program(&c.plan, &c.training, &spoiled).is_empty() {
+                    caught += 1;
+                    continue;
+                }
+                match oracle::fingerprint(&spoiled) {
+                    Ok(print) if print == original => benign += 1,
+                    other => {
+                        lost += 1;
+                        missed.push(format!("{name} in program {k}: {other:?}\n{}", difference(&c.program, &spoiled)));
+                    }
+                }
+            }
+        }
+        assert!(applied > 0, "`{name}` was never applied");
+        let share = f64::from(caught) / f64::from((caught + lost).max(1));
+        println!("{name:<28} {applied:>7} {caught:>7} {benign:>7} {lost:>7} {:>7.1}%", share * 100.0);
+        assert!(caught > 0, "`{name}` was never caught");
+    }
+    assert!(missed.is_empty(), "{} mutations were missed:\n{}", missed.len(), missed[..missed.len().min(10)].join("\n"));
+}
+
+/// Lines of the debug form that differ, for a missed mutation.
+fn difference(a: &Program, b: &Program) -> String {
+    let (a, b) = (format!("{a:#?}"), format!("{b:#?}"));
+    let (a, b): (Vec<&str>, Vec<&str>) = (a.lines().collect(), b.lines().collect());
+    let first = a.iter().zip(&b).position(|(x, y)| x != y).unwrap_or(0);
+    let end = (first + 12).min(a.len().min(b.len()));
+    let from = first.saturating_sub(12);
+    format!("was {}\nis {}", a[from..end].join("\n"), b[from..end].join("\n"))
+}
