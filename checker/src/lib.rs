@@ -19,8 +19,8 @@
 //!
 //! A value of a microbatch region carries its microbatch; a copy that holds another
 //! microbatch's value is undefined to its reader. Values that `Layout` ops join are one
-//! value, as are all inputs of one kind. The spec is the buffer's own, but for buffers that
-//! an all-reduce works on in place: there it may differ in the partial axes.
+//! value, as are all inputs of one kind. The spec is the buffer's own: values are made
+//! in it; an all-reduce in place leaves it with fewer partial axes.
 //!
 //! **Transfer functions.** `Compute`: the op of that path with the same attributes; operands
 //! hold its operands, and *some* use of each mesh axis that the rule allows gives all specs

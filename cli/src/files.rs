@@ -66,7 +66,12 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         return Err(Failure::new(Exit::BadInput, format!("{}: is a folder, expected the name of a file to write", path.display())));
     }
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::Builder::new().prefix(".meshwright-").tempfile_in(folder).map_err(error)?;
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".meshwright-");
+    // As any new file, less the umask; temporary files are private otherwise.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder).map_err(error)?;
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(error)?;
     file.persist(path).map(|_| ()).map_err(|e| error(e.error))
 }

@@ -31,6 +31,9 @@ const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 const SIMULATED: usize = 6;
 /// Times that a plan is made again because its buffers overran the budget.
 const RETRIES: usize = 4;
+/// Layers times devices up to which stages may have submeshes of different sizes; above,
+/// all stages of a pipeline have equal submeshes.
+const MIXED_SUBMESHES: usize = 512;
 /// Largest number of layers that the DP slices one by one.
 const MAX_LAYERS: usize = 400;
 
@@ -43,6 +46,8 @@ struct Shape {
 
 /// A shape with its models and prices for one microbatch size.
 struct Candidate {
+    /// Index into `shapes`.
+    shape: usize,
     submesh: usize,
     /// Per weight: range of layers to stage costs.
     tables: Vec<Vec<((usize, usize), crate::layer_model::LayerCost)>>,
@@ -144,7 +149,7 @@ impl Search<'_> {
                 continue;
             }
             let shapes = self.shapes(batch);
-            let candidates: Vec<Result<Candidate, PlanError>> = shapes.into_par_iter().map(|(submesh, shape)| self.candidate(submesh, shape, batch, m)).collect();
+            let candidates: Vec<Result<Candidate, PlanError>> = shapes.par_iter().enumerate().map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m)).collect();
             let mut usable = Vec::new();
             for c in candidates {
                 match c {
@@ -199,8 +204,8 @@ impl Search<'_> {
         shapes
     }
 
-    fn candidate(&self, submesh: usize, shape: Shape, batch: u64, m: u32) -> Result<Candidate, PlanError> {
-        let s = self.setting(&shape, batch);
+    fn candidate(&self, (index, submesh): (usize, usize), shape: &Shape, batch: u64, m: u32) -> Result<Candidate, PlanError> {
+        let s = self.setting(shape, batch);
         let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
@@ -219,7 +224,7 @@ impl Search<'_> {
         let (ranges, paths) = PricedMesh::new(&weigh(&models, free)?, free).ranges(&s, &self.layers);
         let per_microbatch = |objective: u64| objective as f64 * crate::layer_model::QUANTUM_S / f64::from(m);
         let relaxed = ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, per_microbatch(p.objective)))).collect();
-        Ok(Candidate { submesh, tables, relaxed })
+        Ok(Candidate { shape: index, submesh, tables, relaxed })
     }
 
     fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
@@ -230,12 +235,66 @@ impl Search<'_> {
     fn solve_pipeline(&self, candidates: &[Candidate], batch: u64, m: u32, schedule: ScheduleKind, reserve: u64) -> Result<(PipelineChoice, f64), PlanError> {
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices() as usize;
-        let sizes: Vec<usize> = self.submeshes.iter().map(|&n| n as usize).collect();
+        if n_layers * devices <= MIXED_SUBMESHES {
+            let all: Vec<usize> = (0..self.submeshes.len()).collect();
+            return self.solve_over(&all, candidates, batch, m, schedule, reserve);
+        }
+        let mut best: Option<(PipelineChoice, f64)> = None;
+        let mut bound = f64::INFINITY;
+        let mut nearest = None;
+        for submesh in 0..self.submeshes.len() {
+            if devices / self.submeshes[submesh] as usize > n_layers {
+                continue;
+            }
+            match self.solve_over(&[submesh], candidates, batch, m, schedule, reserve) {
+                Ok((choice, lower)) => {
+                    bound = bound.min(lower);
+                    if best.as_ref().is_none_or(|(b, _)| choice.cost.total_s < b.cost.total_s) {
+                        best = Some((choice, lower));
+                    }
+                }
+                Err(e) => nearest = Some(nearer(nearest, e)),
+            }
+        }
+        match best {
+            Some((choice, _)) => Ok((choice, bound)),
+            None => Err(nearest.unwrap_or(PlanError::NoTiling { devices: self.cluster.n_devices(), layers: n_layers })),
+        }
+    }
+
+    /// The best pipeline over some of the submeshes (indices), and a bound on all of them.
+    fn solve_over(
+        &self,
+        submeshes: &[usize],
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Result<(PipelineChoice, f64), PlanError> {
+        let n_layers = self.layers.kind.len();
+        // Sizes in units of their common divisor keep the table of devices small.
+        let unit = submeshes.iter().map(|&i| self.submeshes[i]).fold(0, gcd).max(1);
+        let sizes: Vec<usize> = submeshes.iter().map(|&i| (self.submeshes[i] / unit) as usize).collect();
+        let devices = (self.cluster.n_devices() / unit) as usize;
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let mut table = StageTable::new(n_layers, devices, sizes.clone());
         let mut relaxed = StageTable::new(n_layers, devices, sizes);
         let mut best_relaxed = std::collections::BTreeMap::new();
-        for (c, candidate) in candidates.iter().enumerate() {
+        let blank = StageEntry {
+            forward_s: 0.0,
+            backward_s: 0.0,
+            step_s: 0.0,
+            static_bytes: 0,
+            saved_bytes_per_microbatch: 0,
+            transient_bytes: 0,
+            capacity_bytes: capacity,
+            boundary_in: 0,
+            boundary_out: 0,
+            tag: 0,
+        };
+        for candidate in candidates {
+            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else { continue };
             for (w, costs) in candidate.tables.iter().enumerate() {
                 for ((i, j), cost) in costs {
                     let entry = StageEntry {
@@ -245,41 +304,27 @@ impl Search<'_> {
                         static_bytes: cost.static_bytes,
                         saved_bytes_per_microbatch: cost.saved_bytes,
                         transient_bytes: cost.transient_bytes,
-                        capacity_bytes: capacity,
-                        boundary_in: 0,
-                        boundary_out: 0,
-                        tag: (c as u64) << 16 | w as u64,
+                        tag: (candidate.shape as u64) << 16 | w as u64,
+                        ..blank.clone()
                     };
-                    table.push(*i..*j, candidate.submesh, entry);
+                    table.push(*i..*j, submesh, entry);
                 }
             }
             for ((i, j), seconds) in &candidate.relaxed {
-                let known = best_relaxed.entry((*i, *j, candidate.submesh)).or_insert(*seconds);
+                let known = best_relaxed.entry((*i, *j, submesh)).or_insert(*seconds);
                 *known = known.min(*seconds);
             }
         }
         for ((i, j, submesh), seconds) in best_relaxed {
-            let entry = StageEntry {
-                forward_s: seconds,
-                backward_s: 0.0,
-                step_s: 0.0,
-                static_bytes: 0,
-                saved_bytes_per_microbatch: 0,
-                transient_bytes: 0,
-                capacity_bytes: u64::MAX,
-                boundary_in: 0,
-                boundary_out: 0,
-                tag: 0,
-            };
-            relaxed.push(i..j, submesh, entry);
+            relaxed.push(i..j, submesh, StageEntry { forward_s: seconds, capacity_bytes: u64::MAX, ..blank.clone() });
         }
-        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(self.transfer_s(a, b, batch));
+        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(self.transfer_s(submeshes[a], submeshes[b], batch));
         let kind = match schedule {
             ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
             ScheduleKind::OneFOneB => inter_op::ScheduleKind::OneFOneB,
         };
         let options = InterOpOptions { n_stages: self.pins.pipeline.map(|p| p as usize), ..InterOpOptions::new(u64::from(m), kind) };
-        let choice = inter_op::plan(&table, &transfer, &options).map_err(|e| self.infeasible(e))?;
+        let choice = inter_op::plan(&table, &transfer, &options).map_err(|e| self.infeasible(e, submeshes))?;
         let lower = inter_op::plan(&relaxed, &transfer, &options).map_or(0.0, |c| c.lower_bound_s);
         Ok((choice, lower))
     }
@@ -295,13 +340,13 @@ impl Search<'_> {
         2.0 * cost_model::collectives::send_time(self.cluster, 0, neighbour, share).0
     }
 
-    fn infeasible(&self, why: NoPlan) -> PlanError {
+    fn infeasible(&self, why: NoPlan, submeshes: &[usize]) -> PlanError {
         match why {
             NoPlan::NoTiling => PlanError::NoTiling { devices: self.cluster.n_devices(), layers: self.layers.kind.len() },
             NoPlan::Memory { n_stages, layers, submesh, in_flight, needed_bytes, capacity_bytes } => PlanError::Memory {
                 n_stages,
                 layers: format!("{} to {}", self.training.graph.layers[layers.start], self.training.graph.layers[layers.end - 1]),
-                devices: self.submeshes[submesh],
+                devices: self.submeshes[submeshes[submesh]],
                 in_flight,
                 needed: u64::try_from(needed_bytes).unwrap_or(u64::MAX),
                 capacity: capacity_bytes,
@@ -349,9 +394,11 @@ impl Search<'_> {
     fn proof(&self, choice: &PipelineChoice, lower_bound: f64, candidates: u64, schedule: ScheduleKind, reserve: u64) -> Proof {
         let objective = choice.cost.total_s;
         let lower = lower_bound.min(objective).max(0.0);
+        let mixed = self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES;
         let mut space = format!(
-            "{} pipelines of contiguous stages over submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes that divide the global batch",
+            "{} pipelines of contiguous stages over {} submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes that divide the global batch",
             schedule.name(),
+            if mixed { "any mix of" } else { "equal" },
             self.submeshes
         );
         if reserve > 0 {
@@ -391,8 +438,7 @@ impl Search<'_> {
         let mut first_rank = 0;
         for stage in &p.choice.stages {
             let (c, w) = ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize);
-            let usable: Vec<&(usize, Shape)> = shapes.iter().collect();
-            let (_, shape) = usable.get(c).ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
+            let (_, shape) = shapes.get(c).ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
             let s = self.setting(shape, p.batch);
             let base = Weights { m: f64::from(p.m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
             let models = self.models(&s)?;
@@ -461,6 +507,10 @@ fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
     }
     let host = cluster.devices_per_host;
     Ok((1..=n).filter(|k| n % k == 0 && ((*k <= host && host % k == 0) || k % host == 0)).collect())
+}
+
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Which values a backward op uses.

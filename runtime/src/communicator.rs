@@ -57,7 +57,12 @@ struct Gathering {
 impl World {
     /// A world of `n_ranks` ranks whose watchdog barks after `timeout`.
     pub fn new(n_ranks: u32, timeout: Duration) -> Arc<Self> {
-        Arc::new(World { n_ranks, timeout, table: Mutex::default(), changed: Condvar::new() })
+        Arc::new(World {
+            n_ranks,
+            timeout,
+            table: Mutex::default(),
+            changed: Condvar::new(),
+        })
     }
     /// Number of ranks.
     pub fn n_ranks(&self) -> u32 {
@@ -65,12 +70,20 @@ impl World {
     }
     /// The place of `rank` in the world. Take it once per rank: it counts the rank's meetings.
     pub fn endpoint(self: &Arc<Self>, rank: Rank) -> Endpoint {
-        Endpoint { world: Arc::clone(self), rank, gathered: BTreeMap::new(), sent: BTreeMap::new(), received: BTreeMap::new() }
+        Endpoint {
+            world: Arc::clone(self),
+            rank,
+            gathered: BTreeMap::new(),
+            sent: BTreeMap::new(),
+            received: BTreeMap::new(),
+        }
     }
     /// Makes every rank that waits, or will wait, return [`RuntimeError::Aborted`]. The first
     /// failure is kept.
     pub fn abort(&self, by: Rank, reason: &str) {
-        self.lock().failed.get_or_insert_with(|| (by, reason.to_string()));
+        self.lock()
+            .failed
+            .get_or_insert_with(|| (by, reason.to_string()));
         self.changed.notify_all();
     }
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -78,7 +91,13 @@ impl World {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
     /// Waits until `ready` gives something. `missing` names the ranks waited for.
-    fn wait<T>(&self, rank: Rank, what: &dyn Fn() -> String, mut ready: impl FnMut(&mut Table) -> Option<T>, missing: impl Fn(&Table) -> Vec<Rank>) -> Result<T, RuntimeError> {
+    fn wait<T>(
+        &self,
+        rank: Rank,
+        what: &dyn Fn() -> String,
+        mut ready: impl FnMut(&mut Table) -> Option<T>,
+        missing: impl Fn(&Table) -> Vec<Rank>,
+    ) -> Result<T, RuntimeError> {
         let deadline = Instant::now() + self.timeout;
         let mut table = self.lock();
         loop {
@@ -89,14 +108,27 @@ impl World {
                 return Ok(done);
             }
             if let Some((by, reason)) = &table.failed {
-                return Err(RuntimeError::Aborted { rank, by: *by, reason: reason.clone() });
+                return Err(RuntimeError::Aborted {
+                    rank,
+                    by: *by,
+                    reason: reason.clone(),
+                });
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let waiting_for = missing(&table);
-                return Err(RuntimeError::Watchdog { rank, what: what(), waiting_for, seconds: self.timeout.as_secs() });
+                return Err(RuntimeError::Watchdog {
+                    rank,
+                    what: what(),
+                    waiting_for,
+                    seconds: self.timeout.as_secs(),
+                });
             }
-            table = self.changed.wait_timeout(table, left).unwrap_or_else(PoisonError::into_inner).0;
+            table = self
+                .changed
+                .wait_timeout(table, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }
@@ -124,9 +156,18 @@ impl Endpoint {
     /// group order. `what` names the meeting in a watchdog's message.
     ///
     /// Fails when the rank is not in the group, the world is aborted, or the watchdog barks.
-    pub fn gather(&mut self, group: &[Rank], contribution: Vec<Bytes>, what: &dyn Fn() -> String) -> Result<Vec<Contribution>, RuntimeError> {
+    pub fn gather(
+        &mut self,
+        group: &[Rank],
+        contribution: Vec<Bytes>,
+        what: &dyn Fn() -> String,
+    ) -> Result<Vec<Contribution>, RuntimeError> {
         let Some(place) = group.iter().position(|&r| r == self.rank) else {
-            return Err(RuntimeError::Program(format!("{} is not in the group {group:?} of {}", self.rank, what())));
+            return Err(RuntimeError::Program(format!(
+                "{} is not in the group {group:?} of {}",
+                self.rank,
+                what()
+            )));
         };
         let contribution = Arc::new(contribution);
         if group.len() == 1 {
@@ -137,13 +178,23 @@ impl Endpoint {
         *counter += 1;
         {
             let mut table = self.world.lock();
-            let meeting = table.gatherings.entry(key.clone()).or_insert_with(|| Gathering { contributions: vec![None; group.len()], n_left: 0 });
+            let meeting = table
+                .gatherings
+                .entry(key.clone())
+                .or_insert_with(|| Gathering {
+                    contributions: vec![None; group.len()],
+                    n_left: 0,
+                });
             meeting.contributions[place] = Some(contribution);
         }
         self.world.changed.notify_all();
         let ready = |table: &mut Table| {
             let meeting = table.gatherings.get_mut(&key)?;
-            let all: Vec<Contribution> = meeting.contributions.iter().cloned().collect::<Option<_>>()?;
+            let all: Vec<Contribution> = meeting
+                .contributions
+                .iter()
+                .cloned()
+                .collect::<Option<_>>()?;
             meeting.n_left += 1;
             if meeting.n_left == all.len() {
                 table.gatherings.remove(&key);
@@ -153,7 +204,12 @@ impl Endpoint {
         let missing = |table: &Table| {
             let meeting = table.gatherings.get(&key);
             let came = |i: usize| meeting.is_some_and(|m| m.contributions[i].is_some());
-            group.iter().enumerate().filter(|(i, _)| !came(*i)).map(|(_, r)| *r).collect()
+            group
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| !came(*i))
+                .map(|(_, r)| *r)
+                .collect()
         };
         self.world.wait(self.rank, what, ready, missing)
     }
@@ -161,7 +217,12 @@ impl Endpoint {
     /// everything has arrived and everything sent has been taken.
     ///
     /// Fails when the world is aborted or the watchdog barks.
-    pub fn exchange(&mut self, sends: Vec<(Channel, Bytes)>, receives: &[Channel], what: &dyn Fn() -> String) -> Result<Vec<Bytes>, RuntimeError> {
+    pub fn exchange(
+        &mut self,
+        sends: Vec<(Channel, Bytes)>,
+        receives: &[Channel],
+        what: &dyn Fn() -> String,
+    ) -> Result<Vec<Bytes>, RuntimeError> {
         let mut keys = Vec::with_capacity(sends.len());
         {
             let mut table = self.world.lock();
@@ -175,10 +236,25 @@ impl Endpoint {
         let mut arrived = Vec::with_capacity(receives.len());
         for &channel in receives {
             let key = (channel, next(&mut self.received, channel));
-            arrived.push(self.world.wait(self.rank, what, |t| t.deliveries.remove(&key), |_| vec![channel.from])?);
+            arrived.push(self.world.wait(
+                self.rank,
+                what,
+                |t| t.deliveries.remove(&key),
+                |_| vec![channel.from],
+            )?);
         }
-        let untaken = |table: &Table| -> Vec<Rank> { keys.iter().filter(|k| table.deliveries.contains_key(k)).map(|k| k.0.to).collect() };
-        self.world.wait(self.rank, what, |t| untaken(t).is_empty().then_some(()), untaken)?;
+        let untaken = |table: &Table| -> Vec<Rank> {
+            keys.iter()
+                .filter(|k| table.deliveries.contains_key(k))
+                .map(|k| k.0.to)
+                .collect()
+        };
+        self.world.wait(
+            self.rank,
+            what,
+            |t| untaken(t).is_empty().then_some(()),
+            untaken,
+        )?;
         Ok(arrived)
     }
 }
@@ -199,7 +275,10 @@ mod tests {
     fn on_ranks<T: Send>(world: &Arc<World>, f: impl Fn(Endpoint) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let f = &f;
-            let threads: Vec<_> = (0..world.n_ranks()).map(|r| world.endpoint(Rank(r))).map(|e| scope.spawn(move || f(e))).collect();
+            let threads: Vec<_> = (0..world.n_ranks())
+                .map(|r| world.endpoint(Rank(r)))
+                .map(|e| scope.spawn(move || f(e)))
+                .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })
     }
@@ -213,10 +292,16 @@ mod tests {
         let world = World::new(4, PATIENCE);
         let seen = on_ranks(&world, |mut e| {
             let me = e.rank().0;
-            let group = if me % 2 == 0 { [Rank(2), Rank(0)] } else { [Rank(1), Rank(3)] };
+            let group = if me % 2 == 0 {
+                [Rank(2), Rank(0)]
+            } else {
+                [Rank(1), Rank(3)]
+            };
             let mut seen = Vec::new();
             for round in 0..50u8 {
-                let all = e.gather(&group, vec![Bytes::copy_of(&[me as u8, round])], &what).unwrap();
+                let all = e
+                    .gather(&group, vec![Bytes::copy_of(&[me as u8, round])], &what)
+                    .unwrap();
                 seen.push(all.iter().map(|c| c[0].to_vec()).collect::<Vec<_>>());
             }
             seen
@@ -235,9 +320,19 @@ mod tests {
         let world = World::new(2, PATIENCE);
         let got = on_ranks(&world, |mut e| {
             let (me, other) = (e.rank(), Rank(1 - e.rank().0));
-            let out = Channel { transfer: me.0, from: me, to: other };
-            let back = Channel { transfer: other.0, from: other, to: me };
-            e.exchange(vec![(out, Bytes::copy_of(&[me.0 as u8]))], &[back], &what).unwrap()[0].to_vec()
+            let out = Channel {
+                transfer: me.0,
+                from: me,
+                to: other,
+            };
+            let back = Channel {
+                transfer: other.0,
+                from: other,
+                to: me,
+            };
+            e.exchange(vec![(out, Bytes::copy_of(&[me.0 as u8]))], &[back], &what)
+                .unwrap()[0]
+                .to_vec()
         });
         assert_eq!(got, [vec![1], vec![0]]);
     }
@@ -245,18 +340,33 @@ mod tests {
     #[test]
     fn a_send_waits_for_its_receiver() {
         let world = World::new(2, Duration::from_millis(50));
-        let channel = Channel { transfer: 0, from: Rank(0), to: Rank(1) };
-        let error = world.endpoint(Rank(0)).exchange(vec![(channel, Bytes::zeroed(1))], &[], &what).unwrap_err();
-        assert!(matches!(&error, RuntimeError::Watchdog { rank: Rank(0), waiting_for, .. } if *waiting_for == [Rank(1)]), "{error}");
+        let channel = Channel {
+            transfer: 0,
+            from: Rank(0),
+            to: Rank(1),
+        };
+        let error = world
+            .endpoint(Rank(0))
+            .exchange(vec![(channel, Bytes::zeroed(1))], &[], &what)
+            .unwrap_err();
+        assert!(
+            matches!(&error, RuntimeError::Watchdog { rank: Rank(0), waiting_for, .. } if *waiting_for == [Rank(1)]),
+            "{error}"
+        );
     }
 
     #[test]
     fn the_watchdog_names_who_is_missing() {
         let world = World::new(3, Duration::from_millis(50));
         let group = [Rank(0), Rank(1), Rank(2)];
-        let errors = on_ranks(&world, |mut e| (e.rank().0 != 1).then(|| e.gather(&group, vec![], &what).unwrap_err()));
+        let errors = on_ranks(&world, |mut e| {
+            (e.rank().0 != 1).then(|| e.gather(&group, vec![], &what).unwrap_err())
+        });
         let error = errors[0].as_ref().unwrap();
-        assert!(matches!(error, RuntimeError::Watchdog { waiting_for, .. } if *waiting_for == [Rank(1)]), "{error}");
+        assert!(
+            matches!(error, RuntimeError::Watchdog { waiting_for, .. } if *waiting_for == [Rank(1)]),
+            "{error}"
+        );
         assert!(error.to_string().contains("a test"));
     }
 
@@ -274,7 +384,10 @@ mod tests {
         });
         assert!(started.elapsed() < PATIENCE);
         for error in errors.into_iter().flatten() {
-            assert!(error.is_consequence() && error.to_string().contains("out of luck"), "{error}");
+            assert!(
+                error.is_consequence() && error.to_string().contains("out of luck"),
+                "{error}"
+            );
         }
     }
 }

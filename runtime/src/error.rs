@@ -100,5 +100,9 @@ impl RuntimeError {
 }
 
 fn list(ranks: &[Rank]) -> String {
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+    ranks
+        .iter()
+        .map(Rank::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
 }

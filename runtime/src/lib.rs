@@ -1,6 +1,7 @@
 //! Execution: CPU kernels, ranks, communicators, data, measuring.
 
 pub mod arena;
+pub mod calibrate;
 pub mod checkpoint;
 pub mod communicator;
 pub mod cpu;

@@ -5,7 +5,9 @@
 //! last member came.
 
 use crate::execute::{RankTimings, StepResult, what};
-use ir::measurement::{InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement};
+use ir::measurement::{
+    InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement,
+};
 use ir::program::{Program, Stream, TemplateKind};
 use ir::{Bytes, Seconds, TrainSpec};
 
@@ -46,7 +48,11 @@ impl Recorder {
         let profile = |r: &ir::program::RoleProgram| Profile {
             n_ranks: r.mesh.n_devices(),
             n_steps: 0,
-            instructions: r.templates.iter().map(|t| vec![(0.0, 0); t.instructions.len()]).collect(),
+            instructions: r
+                .templates
+                .iter()
+                .map(|t| vec![(0.0, 0); t.instructions.len()])
+                .collect(),
             templates: vec![(0.0, 0); r.templates.len()],
         };
         Recorder {
@@ -58,9 +64,22 @@ impl Recorder {
     }
 
     /// Adds a step.
-    pub fn step(&mut self, program: &Program, step: u64, lr: f64, result: &StepResult) -> StepMeasurement {
+    pub fn step(
+        &mut self,
+        program: &Program,
+        step: u64,
+        lr: f64,
+        result: &StepResult,
+    ) -> StepMeasurement {
         let profiled = !result.timings.is_empty();
-        let measured = StepMeasurement { step, loss: result.loss, grad_norm: result.grad_norm, lr, seconds: result.seconds, profiled };
+        let measured = StepMeasurement {
+            step,
+            loss: result.loss,
+            grad_norm: result.grad_norm,
+            lr,
+            seconds: result.seconds,
+            profiled,
+        };
         self.measurement.steps.push(measured);
         let mut at = 0;
         for (stage, role) in program.roles.iter().enumerate() {
@@ -69,7 +88,12 @@ impl Recorder {
             self.peak_bytes[stage] = peaks.iter().copied().fold(self.peak_bytes[stage], u64::max);
             if profiled {
                 self.profiles[stage].n_steps += 1;
-                result.timings.get(at..at + n).unwrap_or_default().iter().for_each(|t| self.profiles[stage].add(t));
+                result
+                    .timings
+                    .get(at..at + n)
+                    .unwrap_or_default()
+                    .iter()
+                    .for_each(|t| self.profiles[stage].add(t));
             }
             at += n;
         }
@@ -84,22 +108,35 @@ impl Recorder {
     /// The measurement.
     pub fn finish(mut self, program: &Program) -> Measurement {
         for (stage, (role, profile)) in program.roles.iter().zip(&self.profiles).enumerate() {
-            self.measurement.stages.push(profile.stage(role, self.peak_bytes[stage]));
+            self.measurement
+                .stages
+                .push(profile.stage(role, self.peak_bytes[stage]));
             if profile.n_steps > 0 {
-                self.measurement.instructions.extend(profile.instructions(role, stage as u32));
+                self.measurement
+                    .instructions
+                    .extend(profile.instructions(role, stage as u32));
             }
         }
         self.measurement.step_time_s = Seconds(median_step(&self.measurement.steps));
         let seconds = self.measurement.step_time_s.0;
-        self.measurement.tokens_per_s = if seconds > 0.0 { self.tokens_per_step / seconds } else { 0.0 };
+        self.measurement.tokens_per_s = if seconds > 0.0 {
+            self.tokens_per_step / seconds
+        } else {
+            0.0
+        };
         self.measurement
     }
 }
 
 impl Profile {
     fn add(&mut self, timings: &RankTimings) {
-        let pairs = self.instructions.iter_mut().flatten().zip(timings.instructions.iter().flatten());
-        for (total, &(seconds, n)) in pairs.chain(self.templates.iter_mut().zip(&timings.templates)) {
+        let pairs = self
+            .instructions
+            .iter_mut()
+            .flatten()
+            .zip(timings.instructions.iter().flatten());
+        for (total, &(seconds, n)) in pairs.chain(self.templates.iter_mut().zip(&timings.templates))
+        {
             total.0 += seconds;
             total.1 += u64::from(n);
         }
@@ -108,11 +145,23 @@ impl Profile {
     fn stage(&self, role: &ir::program::RoleProgram, peak_bytes: u64) -> StageMeasurement {
         let per_step = f64::from(self.n_steps * self.n_ranks).max(1.0);
         let on_stream = |stream: Stream| {
-            let timed = role.templates.iter().zip(&self.instructions).flat_map(|(t, times)| t.instructions.iter().zip(times));
-            timed.filter(|(i, _)| i.stream == stream).map(|(_, t)| t.0).sum::<f64>() / per_step
+            let timed = role
+                .templates
+                .iter()
+                .zip(&self.instructions)
+                .flat_map(|(t, times)| t.instructions.iter().zip(times));
+            timed
+                .filter(|(i, _)| i.stream == stream)
+                .map(|(_, t)| t.0)
+                .sum::<f64>()
+                / per_step
         };
         let of_kind = |wanted: &[TemplateKind]| {
-            let timed = role.templates.iter().zip(&self.templates).filter(|(t, _)| wanted.contains(&t.kind));
+            let timed = role
+                .templates
+                .iter()
+                .zip(&self.templates)
+                .filter(|(t, _)| wanted.contains(&t.kind));
             timed.fold((0.0, 0u64), |(seconds, n), (_, t)| (seconds + t.0, n + t.1))
         };
         let mean = |kind: TemplateKind| {
@@ -130,10 +179,16 @@ impl Profile {
         }
     }
 
-    fn instructions(&self, role: &ir::program::RoleProgram, stage: u32) -> Vec<InstructionMeasurement> {
+    fn instructions(
+        &self,
+        role: &ir::program::RoleProgram,
+        stage: u32,
+    ) -> Vec<InstructionMeasurement> {
         let mut all = Vec::new();
         for (t, (template, times)) in role.templates.iter().zip(&self.instructions).enumerate() {
-            for (i, (instruction, &(seconds, n))) in template.instructions.iter().zip(times).enumerate() {
+            for (i, (instruction, &(seconds, n))) in
+                template.instructions.iter().zip(times).enumerate()
+            {
                 all.push(InstructionMeasurement {
                     stage,
                     template: t as u32,
@@ -152,7 +207,12 @@ impl Profile {
 /// left; zero without steps.
 fn median_step(steps: &[StepMeasurement]) -> f64 {
     let plain = |s: &&StepMeasurement| !s.profiled;
-    let mut times: Vec<f64> = steps.iter().skip(WARM_UP_STEPS).filter(plain).map(|s| s.seconds).collect();
+    let mut times: Vec<f64> = steps
+        .iter()
+        .skip(WARM_UP_STEPS)
+        .filter(plain)
+        .map(|s| s.seconds)
+        .collect();
     if times.is_empty() {
         times = steps.iter().map(|s| s.seconds).collect();
     }
@@ -170,10 +230,19 @@ mod tests {
 
     #[test]
     fn the_median_leaves_out_warm_up_and_profiling() {
-        let step = |seconds, profiled| StepMeasurement { seconds, profiled, ..StepMeasurement::default() };
+        let step = |seconds, profiled| StepMeasurement {
+            seconds,
+            profiled,
+            ..StepMeasurement::default()
+        };
         assert_eq!(median_step(&[]), 0.0);
         assert_eq!(median_step(&[step(9.0, false)]), 9.0);
-        let steps = [step(9.0, false), step(1.0, false), step(3.0, false), step(8.0, true)];
+        let steps = [
+            step(9.0, false),
+            step(1.0, false),
+            step(3.0, false),
+            step(8.0, true),
+        ];
         assert_eq!(median_step(&steps), (1.0 + 3.0) / 2.0);
         assert_eq!(median_step(&steps[..2]), 1.0);
     }

@@ -5,7 +5,10 @@
 
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
-use crate::execute::{Context, LOSS_SCALE_UNIT, Local, Operand, Output, StateTensor, States, check_batch, in_place, kernel, load_tokens, narrow};
+use crate::execute::{
+    Context, LOSS_SCALE_UNIT, Local, Operand, Output, StateTensor, States, check_batch, in_place,
+    kernel, load_tokens, narrow,
+};
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Graph, Op, OpKind, Region, TensorType, TrainSpec, ValueId};
 use std::collections::BTreeMap;
@@ -41,9 +44,18 @@ impl Reference {
     /// `parameter` gives the initial value of each state that is not a moment, by path and
     /// type; moments start at zero. Fails when the microbatches do not make the global batch,
     /// or a value has another number of elements than its state.
-    pub fn new<E: From<RuntimeError>>(training: &TrainingGraph, spec: &TrainSpec, microbatch: u64, n_microbatches: u32, mut parameter: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, E>) -> Result<Self, E> {
+    pub fn new<E: From<RuntimeError>>(
+        training: &TrainingGraph,
+        spec: &TrainSpec,
+        microbatch: u64,
+        n_microbatches: u32,
+        mut parameter: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, E>,
+    ) -> Result<Self, E> {
         if microbatch.checked_mul(u64::from(n_microbatches)) != Some(spec.global_batch) {
-            let message = format!("{n_microbatches} microbatches of {microbatch} do not make the global batch of {}", spec.global_batch);
+            let message = format!(
+                "{n_microbatches} microbatches of {microbatch} do not make the global batch of {}",
+                spec.global_batch
+            );
             return Err(RuntimeError::Program(message).into());
         }
         let mut states = BTreeMap::new();
@@ -55,30 +67,67 @@ impl Reference {
                 StateRole::Moment1 | StateRole::Moment2 => vec![0.0; n],
             };
             if values.len() != n {
-                return Err(RuntimeError::State { path: s.path.clone(), problem: format!("{} elements for {ty}", values.len()) }.into());
+                return Err(RuntimeError::State {
+                    path: s.path.clone(),
+                    problem: format!("{} elements for {ty}", values.len()),
+                }
+                .into());
             }
             states.insert(s.path.clone(), values);
         }
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
-        Ok(Reference { training: training.clone(), spec: spec.clone(), microbatch, n_microbatches, states, gradients: BTreeMap::new(), step: 0, threads })
+        Ok(Reference {
+            training: training.clone(),
+            spec: spec.clone(),
+            microbatch,
+            n_microbatches,
+            states,
+            gradients: BTreeMap::new(),
+            step: 0,
+            threads,
+        })
     }
 
     /// One training step on a global batch of samples of `sequence + 1` tokens.
     pub fn step(&mut self, batch: &[Vec<u32>], lr: f64) -> Result<ReferenceStep, RuntimeError> {
         let mut values = self.run(batch, lr, true)?;
         let loss = scalar(&values, self.training.loss);
-        let scale = self.states.get("loss_scale").map_or(1.0, |s| f64::from(s[0]) * LOSS_SCALE_UNIT);
+        let scale = self
+            .states
+            .get("loss_scale")
+            .map_or(1.0, |s| f64::from(s[0]) * LOSS_SCALE_UNIT);
         let grad_norm = scalar(&values, self.training.grad_norm) / scale;
         self.gradients.clear();
-        for s in self.training.states.iter().filter(|s| s.role == StateRole::Parameter) {
-            let update = self.training.graph.op(self.training.graph.value(s.write).producer);
-            let gradient = update.inputs.get(1).and_then(|v| values[v.index()].as_ref());
-            let gradient = gradient.ok_or_else(|| RuntimeError::Program(format!("`{}` has no gradient", s.param)))?;
-            self.gradients.insert(s.path.clone(), gradient.f32s().iter().map(|g| (f64::from(*g) / scale) as f32).collect());
+        for s in self
+            .training
+            .states
+            .iter()
+            .filter(|s| s.role == StateRole::Parameter)
+        {
+            let update = self
+                .training
+                .graph
+                .op(self.training.graph.value(s.write).producer);
+            let gradient = update
+                .inputs
+                .get(1)
+                .and_then(|v| values[v.index()].as_ref());
+            let gradient = gradient
+                .ok_or_else(|| RuntimeError::Program(format!("`{}` has no gradient", s.param)))?;
+            self.gradients.insert(
+                s.path.clone(),
+                gradient
+                    .f32s()
+                    .iter()
+                    .map(|g| (f64::from(*g) / scale) as f32)
+                    .collect(),
+            );
         }
         for s in &self.training.states {
             let written = values[s.write.index()].take();
-            let written = written.ok_or_else(|| RuntimeError::Program(format!("state `{}` is not written", s.path)))?;
+            let written = written.ok_or_else(|| {
+                RuntimeError::Program(format!("state `{}` is not written", s.path))
+            })?;
             self.states.insert(s.path.clone(), written.f32s().to_vec());
         }
         self.step += 1;
@@ -102,7 +151,11 @@ impl Reference {
     }
     /// Replaces a state; false when there is none of this path and size.
     pub fn set_state(&mut self, path: &str, values: Vec<f32>) -> bool {
-        match self.states.get_mut(path).filter(|old| old.len() == values.len()) {
+        match self
+            .states
+            .get_mut(path)
+            .filter(|old| old.len() == values.len())
+        {
             Some(old) => {
                 *old = values;
                 true
@@ -113,8 +166,15 @@ impl Reference {
     /// All states in the form of a session's export.
     pub fn export_states(&self) -> States {
         let lens = |s: &ir::training::State| self.training.graph.ty(s.read).shape.bind(1);
-        let tensor = |s: &ir::training::State| StateTensor { lens: lens(s), values: self.states[&s.path].clone() };
-        self.training.states.iter().map(|s| (s.path.clone(), tensor(s))).collect()
+        let tensor = |s: &ir::training::State| StateTensor {
+            lens: lens(s),
+            values: self.states[&s.path].clone(),
+        };
+        self.training
+            .states
+            .iter()
+            .map(|s| (s.path.clone(), tensor(s)))
+            .collect()
     }
 
     /// All values after a step; of microbatch values, the last microbatch's. Without
@@ -122,20 +182,44 @@ impl Reference {
     fn run(&self, batch: &[Vec<u32>], lr: f64, training: bool) -> Result<Values, RuntimeError> {
         check_batch(batch, &self.spec)?;
         let graph = &self.training.graph;
-        let mut machine = Machine { graph, microbatch: self.microbatch, values: vec![None; graph.values().len()] };
-        let mut cx = Context { seed: self.spec.seed, step: self.step, lr, first_sample: 0, training, threads: self.threads };
-        let last_forward = graph.ops().iter().rposition(|op| op.pass == ir::Pass::F).map_or(0, |i| i + 1);
-        let n_ops = if training { graph.ops().len() } else { last_forward };
+        let mut machine = Machine {
+            graph,
+            microbatch: self.microbatch,
+            values: vec![None; graph.values().len()],
+        };
+        let mut cx = Context {
+            seed: self.spec.seed,
+            step: self.step,
+            lr,
+            first_sample: 0,
+            training,
+            threads: self.threads,
+        };
+        let last_forward = graph
+            .ops()
+            .iter()
+            .rposition(|op| op.pass == ir::Pass::F)
+            .map_or(0, |i| i + 1);
+        let n_ops = if training {
+            graph.ops().len()
+        } else {
+            last_forward
+        };
         let ops = || graph.ops()[..n_ops].iter();
         for op in ops().filter(|op| op.region == Region::StepBegin) {
             match op.kind {
-                OpKind::State { .. } => machine.values[op.outputs[0].index()] = Some(Bytes::of_f32(&self.states[&op.path])),
+                OpKind::State { .. } => {
+                    machine.values[op.outputs[0].index()] =
+                        Some(Bytes::of_f32(&self.states[&op.path]))
+                }
                 _ => machine.execute(op, batch, &cx)?,
             }
         }
         for m in 0..self.n_microbatches {
             cx.first_sample = u64::from(m) * self.microbatch;
-            for op in ops().filter(|op| op.region == Region::Microbatch && (training || op.pass == ir::Pass::F)) {
+            for op in ops().filter(|op| {
+                op.region == Region::Microbatch && (training || op.pass == ir::Pass::F)
+            }) {
                 machine.execute(op, batch, &cx)?;
             }
         }
@@ -151,15 +235,34 @@ impl Reference {
 /// values named, as f32. States take their values from `state`; dropout is off.
 ///
 /// Fails when a state has another number of elements, or a value is not computed.
-pub fn eval_forward(graph: &Graph, tokens: &[Vec<u32>], mut state: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, RuntimeError>, wanted: &[ValueId]) -> Result<Vec<Vec<f32>>, RuntimeError> {
-    let cx = Context { seed: 0, step: 0, lr: 0.0, first_sample: 0, training: false, threads: 1 };
-    let mut machine = Machine { graph, microbatch: tokens.len() as u64, values: vec![None; graph.values().len()] };
+pub fn eval_forward(
+    graph: &Graph,
+    tokens: &[Vec<u32>],
+    mut state: impl FnMut(&str, &TensorType) -> Result<Vec<f32>, RuntimeError>,
+    wanted: &[ValueId],
+) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    let cx = Context {
+        seed: 0,
+        step: 0,
+        lr: 0.0,
+        first_sample: 0,
+        training: false,
+        threads: 1,
+    };
+    let mut machine = Machine {
+        graph,
+        microbatch: tokens.len() as u64,
+        values: vec![None; graph.values().len()],
+    };
     for op in graph.ops() {
         if let OpKind::State { .. } = op.kind {
             let ty = graph.ty(op.outputs[0]);
             let values = state(&op.path, ty)?;
             if values.len() as u64 * 4 != ty.bytes(1) {
-                return Err(RuntimeError::State { path: op.path.clone(), problem: format!("{} elements for {ty}", values.len()) });
+                return Err(RuntimeError::State {
+                    path: op.path.clone(),
+                    problem: format!("{} elements for {ty}", values.len()),
+                });
             }
             machine.values[op.outputs[0].index()] = Some(Bytes::of_f32(&values));
         } else {
@@ -168,7 +271,9 @@ pub fn eval_forward(graph: &Graph, tokens: &[Vec<u32>], mut state: impl FnMut(&s
     }
     let value = |&v: &ValueId| {
         let bytes = machine.values.get(v.index()).and_then(Option::as_ref);
-        let bytes = bytes.ok_or_else(|| RuntimeError::Program(format!("{v} is not a value of `{}`", graph.name)))?;
+        let bytes = bytes.ok_or_else(|| {
+            RuntimeError::Program(format!("{v} is not a value of `{}`", graph.name))
+        })?;
         Ok(crate::execute::widen(graph.ty(v).dtype, bytes).into_owned())
     };
     wanted.iter().map(value).collect()
@@ -192,7 +297,13 @@ impl Machine<'_> {
         match &op.kind {
             OpKind::Input { kind } => {
                 let mut data = Bytes::zeroed(locals[0].bytes());
-                load_tokens(*kind, &locals[0], cx.first_sample, batch, bytemuck::cast_slice_mut(&mut data))?;
+                load_tokens(
+                    *kind,
+                    &locals[0],
+                    cx.first_sample,
+                    batch,
+                    bytemuck::cast_slice_mut(&mut data),
+                )?;
                 self.values[op.outputs[0].index()] = Some(data);
             }
             OpKind::Constant { value } => {
@@ -206,10 +317,19 @@ impl Machine<'_> {
                 let mut operands = Vec::with_capacity(op.inputs.len());
                 for (v, local) in op.inputs.iter().zip(&operand_locals) {
                     let data = self.values[v.index()].as_ref();
-                    let data = data.ok_or_else(|| RuntimeError::Program(format!("op `{}` needs {v} before it is computed", op.path)))?;
+                    let data = data.ok_or_else(|| {
+                        RuntimeError::Program(format!(
+                            "op `{}` needs {v} before it is computed",
+                            op.path
+                        ))
+                    })?;
                     operands.push(Operand { local, data });
                 }
-                let mut outputs: Vec<Output<'_>> = locals.iter().zip(&mut results).map(|(local, data)| Output { local, data }).collect();
+                let mut outputs: Vec<Output<'_>> = locals
+                    .iter()
+                    .zip(&mut results)
+                    .map(|(local, data)| Output { local, data })
+                    .collect();
                 kernel(kind, &op.path, &operands, &mut outputs, cx)?;
                 for (v, data) in op.outputs.iter().zip(results) {
                     self.values[v.index()] = Some(data);
@@ -229,12 +349,18 @@ impl Machine<'_> {
             self.values[op.inputs[*operand].index()].clone()
         };
         let mut old = old;
-        locals.iter().enumerate().map(|(i, local)| old(i).unwrap_or_else(|| Bytes::zeroed(local.bytes()))).collect()
+        locals
+            .iter()
+            .enumerate()
+            .map(|(i, local)| old(i).unwrap_or_else(|| Bytes::zeroed(local.bytes())))
+            .collect()
     }
 }
 
 fn scalar(values: &Values, v: ValueId) -> f64 {
-    values[v.index()].as_ref().map_or(f64::NAN, |b| f64::from(b.f32s()[0]))
+    values[v.index()]
+        .as_ref()
+        .map_or(f64::NAN, |b| f64::from(b.f32s()[0]))
 }
 
 #[cfg(test)]
@@ -245,21 +371,49 @@ mod tests {
     use ir::training::training_graph;
     use ir::{DType, Dim, Optimizer, Precision};
 
-    fn setup(seed: u64, options: &GraphOptions, global_batch: u64) -> (TrainingGraph, TrainSpec, Vec<Vec<u32>>) {
+    fn setup(
+        seed: u64,
+        options: &GraphOptions,
+        global_batch: u64,
+    ) -> (TrainingGraph, TrainSpec, Vec<Vec<u32>>) {
         let graph = random_graph(seed, options);
         let sequence = sequence_of(&graph).unwrap();
-        let optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
-        let spec = TrainSpec { global_batch, sequence, precision: Precision::F32, optimizer, seed, clip_norm: None, ..TrainSpec::default() };
+        let optimizer = Optimizer::Sgd {
+            momentum: 0.0,
+            weight_decay: 0.0,
+        };
+        let spec = TrainSpec {
+            global_batch,
+            sequence,
+            precision: Precision::F32,
+            optimizer,
+            seed,
+            clip_norm: None,
+            ..TrainSpec::default()
+        };
         let mut rng = Rng::new(seed);
-        let embedding = graph.ops().iter().find(|op| op.kind == OpKind::Embedding).unwrap();
-        let Dim::Fixed(vocab) = graph.ty(embedding.inputs[0]).shape.0[0] else { panic!() };
-        let batch = (0..global_batch).map(|_| (0..=sequence).map(|_| rng.below(vocab) as u32).collect()).collect();
+        let embedding = graph
+            .ops()
+            .iter()
+            .find(|op| op.kind == OpKind::Embedding)
+            .unwrap();
+        let Dim::Fixed(vocab) = graph.ty(embedding.inputs[0]).shape.0[0] else {
+            panic!()
+        };
+        let batch = (0..global_batch)
+            .map(|_| (0..=sequence).map(|_| rng.below(vocab) as u32).collect())
+            .collect();
         (training_graph(&graph, &spec).unwrap(), spec, batch)
     }
 
     /// Random values also where a model would start from zeros and ones.
     fn random(path: &str, ty: &TensorType) -> Result<Vec<f32>, RuntimeError> {
-        Ok(crate::init::parameter(11, path, Init::Normal { std: 0.4 }, &ty.shape.bind(1)))
+        Ok(crate::init::parameter(
+            11,
+            path,
+            Init::Normal { std: 0.4 },
+            &ty.shape.bind(1),
+        ))
     }
 
     #[test]
@@ -269,14 +423,29 @@ mod tests {
             let mut reference = Reference::new(&training, &spec, 2, 1, random).unwrap();
             let start = reference.clone();
             reference.step(&batch, 0.0).unwrap();
-            let total: f64 = reference.gradients().values().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+            let total: f64 = reference
+                .gradients()
+                .values()
+                .flatten()
+                .map(|g| f64::from(*g).powi(2))
+                .sum::<f64>()
+                .sqrt();
             for (path, gradient) in reference.gradients() {
                 // Along the gradient, the loss has the gradient's norm as its slope.
-                let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+                let norm = gradient
+                    .iter()
+                    .map(|g| f64::from(*g).powi(2))
+                    .sum::<f64>()
+                    .sqrt();
                 let loss_at = |t: f64| {
                     let mut moved = start.clone();
-                    let along = |(p, g): (&f32, &f32)| (f64::from(*p) + t * f64::from(*g) / norm) as f32;
-                    let values = start.states()[path].iter().zip(gradient).map(along).collect();
+                    let along =
+                        |(p, g): (&f32, &f32)| (f64::from(*p) + t * f64::from(*g) / norm) as f32;
+                    let values = start.states()[path]
+                        .iter()
+                        .zip(gradient)
+                        .map(along)
+                        .collect();
                     assert!(moved.set_state(path, values));
                     moved.validate(&batch).unwrap()
                 };
@@ -286,29 +455,53 @@ mod tests {
                 let slope = |t: f64| (loss_at(t) - loss_at(-t)) / (2.0 * t);
                 // Richardson: removes the cubic term of the difference quotient.
                 let slope = (4.0 * slope(1e-2) - slope(2e-2)) / 3.0;
-                assert!((slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm, "seed {seed}, {path}: slope {slope}, gradient {norm}, all {total}");
+                assert!(
+                    (slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm,
+                    "seed {seed}, {path}: slope {slope}, gradient {norm}, all {total}"
+                );
             }
         }
     }
 
     #[test]
     fn a_step_does_not_depend_on_the_number_of_microbatches() {
-        let options = GraphOptions { dropout: true, ..GraphOptions::default() };
+        let options = GraphOptions {
+            dropout: true,
+            ..GraphOptions::default()
+        };
         for seed in 0..20 {
             let (training, spec, batch) = setup(seed, &options, 4);
             let run = |n: u32| {
-                let mut reference = Reference::new(&training, &spec, 4 / u64::from(n), n, random).unwrap();
+                let mut reference =
+                    Reference::new(&training, &spec, 4 / u64::from(n), n, random).unwrap();
                 let step = reference.step(&batch, 0.0).unwrap();
                 (step.loss, step.grad_norm, reference.gradients().clone())
             };
             let whole = run(1);
             for n in [2, 4] {
                 let split = run(n);
-                assert!((whole.0 - split.0).abs() < 1e-5 * whole.0.abs(), "seed {seed}: losses {} and {}", whole.0, split.0);
-                assert!((whole.1 - split.1).abs() < 1e-4 * whole.1, "seed {seed}: norms {} and {}", whole.1, split.1);
+                assert!(
+                    (whole.0 - split.0).abs() < 1e-5 * whole.0.abs(),
+                    "seed {seed}: losses {} and {}",
+                    whole.0,
+                    split.0
+                );
+                assert!(
+                    (whole.1 - split.1).abs() < 1e-4 * whole.1,
+                    "seed {seed}: norms {} and {}",
+                    whole.1,
+                    split.1
+                );
                 for (path, gradient) in &whole.2 {
-                    let off = gradient.iter().zip(&split.2[path]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-                    assert!(f64::from(off) < 1e-4 * whole.1, "seed {seed}: {path} differs by {off}");
+                    let off = gradient
+                        .iter()
+                        .zip(&split.2[path])
+                        .map(|(a, b)| (a - b).abs())
+                        .fold(0.0, f32::max);
+                    assert!(
+                        f64::from(off) < 1e-4 * whole.1,
+                        "seed {seed}: {path} differs by {off}"
+                    );
                 }
             }
         }
@@ -321,31 +514,57 @@ mod tests {
         let start = reference.states().clone();
         let first = reference.step(&batch, 0.125).unwrap();
         for (path, gradient) in reference.gradients() {
-            for ((new, old), g) in reference.states()[path].iter().zip(&start[path]).zip(gradient) {
+            for ((new, old), g) in reference.states()[path]
+                .iter()
+                .zip(&start[path])
+                .zip(gradient)
+            {
                 assert_eq!(*new, old - 0.125 * g, "{path}");
             }
         }
-        let norm = reference.gradients().values().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        let norm = reference
+            .gradients()
+            .values()
+            .flatten()
+            .map(|g| f64::from(*g).powi(2))
+            .sum::<f64>()
+            .sqrt();
         assert!((norm / first.grad_norm - 1.0).abs() < 1e-5);
         assert!(reference.validate(&batch).unwrap() < first.loss);
     }
 
     #[test]
     fn forward_graphs_are_evaluated() {
-        let graph = random_graph(4, &GraphOptions { reduce_max: true, ..GraphOptions::default() });
+        let graph = random_graph(
+            4,
+            &GraphOptions {
+                reduce_max: true,
+                ..GraphOptions::default()
+            },
+        );
         let n = sequence_of(&graph).unwrap() as usize + 1;
         let tokens = vec![vec![1; n], vec![2; n]];
         let values = eval_forward(&graph, &tokens, random, &graph.outputs).unwrap();
         assert!(values[0].len() == 1 && values[0][0].is_finite() && values[0][0] > 0.0);
-        let input = graph.ops().iter().find(|op| matches!(op.kind, OpKind::Input { .. })).unwrap();
+        let input = graph
+            .ops()
+            .iter()
+            .find(|op| matches!(op.kind, OpKind::Input { .. }))
+            .unwrap();
         assert_eq!(graph.ty(input.outputs[0]).dtype, DType::I32);
     }
 
     #[test]
     fn microbatches_must_make_the_batch() {
         let (training, spec, batch) = setup(0, &GraphOptions::default(), 4);
-        assert!(matches!(Reference::new(&training, &spec, 3, 1, random), Err(RuntimeError::Program(_))));
+        assert!(matches!(
+            Reference::new(&training, &spec, 3, 1, random),
+            Err(RuntimeError::Program(_))
+        ));
         let mut reference = Reference::new(&training, &spec, 2, 2, random).unwrap();
-        assert!(matches!(reference.step(&batch[1..], 0.1), Err(RuntimeError::Batch(_))));
+        assert!(matches!(
+            reference.step(&batch[1..], 0.1),
+            Err(RuntimeError::Batch(_))
+        ));
     }
 }

@@ -61,7 +61,11 @@ pub enum Progress {
 ///
 /// What step `n` sees depends on the data file, the spec's seed and `n` alone, so a resumed
 /// run goes on as if it had never stopped.
-pub fn train(options: &TrainOptions<'_>, initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>, mut on_progress: impl FnMut(Progress)) -> Result<Measurement, RuntimeError> {
+pub fn train(
+    options: &TrainOptions<'_>,
+    initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
+    mut on_progress: impl FnMut(Progress),
+) -> Result<Measurement, RuntimeError> {
     let data = Batches::new(options)?;
     let mut session = match &options.resume {
         None => Session::new(options.program, options.spec, options.session, initial)?,
@@ -69,16 +73,33 @@ pub fn train(options: &TrainOptions<'_>, initial: impl FnMut(StateRequest<'_>) -
             let (states, step) = crate::checkpoint::load(path)?;
             let stored = |r: StateRequest<'_>| match states.get(r.path) {
                 Some(tensor) if tensor.lens == r.lens => Ok(tensor.values.clone()),
-                Some(tensor) => Err(RuntimeError::State { path: r.path.into(), problem: format!("is {:?} in the checkpoint, expected {:?}", tensor.lens, r.lens) }),
-                None => Err(RuntimeError::State { path: r.path.into(), problem: "is not in the checkpoint".into() }),
+                Some(tensor) => Err(RuntimeError::State {
+                    path: r.path.into(),
+                    problem: format!(
+                        "is {:?} in the checkpoint, expected {:?}",
+                        tensor.lens, r.lens
+                    ),
+                }),
+                None => Err(RuntimeError::State {
+                    path: r.path.into(),
+                    problem: "is not in the checkpoint".into(),
+                }),
             };
             let mut session = Session::new(options.program, options.spec, options.session, stored)?;
             session.set_step_number(step);
             session
         }
     };
-    let mut recorder = Recorder::new(options.program, options.spec, options.name, options.plan_hash);
-    let validate = |session: &mut Session, recorder: &mut Recorder, on_progress: &mut dyn FnMut(Progress)| -> Result<(), RuntimeError> {
+    let mut recorder = Recorder::new(
+        options.program,
+        options.spec,
+        options.name,
+        options.plan_hash,
+    );
+    let validate = |session: &mut Session,
+                    recorder: &mut Recorder,
+                    on_progress: &mut dyn FnMut(Progress)|
+     -> Result<(), RuntimeError> {
         let (step, loss) = (session.step_number(), data.validation_loss(session)?);
         recorder.validation(step, loss);
         on_progress(Progress::Validation { step, loss });
@@ -94,7 +115,9 @@ pub fn train(options: &TrainOptions<'_>, initial: impl FnMut(StateRequest<'_>) -
         let result = session.step(&data.train(step)?, lr, profile)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
-        let due = options.validate_every.is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
+        let due = options
+            .validate_every
+            .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
         if due {
             validate(&mut session, &mut recorder, &mut on_progress)?;
         }
@@ -120,30 +143,266 @@ impl<'a> Batches<'a> {
     fn new(options: &TrainOptions<'a>) -> Result<Self, RuntimeError> {
         let (dataset, spec) = (options.dataset, options.spec);
         let sequence = spec.sequence as usize;
-        let order = Order::new(dataset.n_windows(Split::Train, sequence)?, spec.global_batch, spec.seed)?;
+        let order = Order::new(
+            dataset.n_windows(Split::Train, sequence)?,
+            spec.global_batch,
+            spec.seed,
+        )?;
         let validation = match options.validate_every {
             None => None,
-            Some(_) => Some((dataset.n_windows(Split::Validation, sequence)?, options.validation_batches.max(1))),
+            Some(_) => Some((
+                dataset.n_windows(Split::Validation, sequence)?,
+                options.validation_batches.max(1),
+            )),
         };
-        Ok(Batches { dataset, sequence, global_batch: spec.global_batch, order, validation })
+        Ok(Batches {
+            dataset,
+            sequence,
+            global_batch: spec.global_batch,
+            order,
+            validation,
+        })
     }
 
     /// The global batch of a training step.
     fn train(&self, step: u64) -> Result<Vec<Vec<u32>>, RuntimeError> {
-        let sample = |position| self.dataset.sample(Split::Train, self.order.window(step, position), self.sequence);
-        Ok((0..self.global_batch).map(sample).collect::<Result<_, _>>()?)
+        let sample = |position| {
+            self.dataset.sample(
+                Split::Train,
+                self.order.window(step, position),
+                self.sequence,
+            )
+        };
+        Ok((0..self.global_batch)
+            .map(sample)
+            .collect::<Result<_, _>>()?)
     }
 
     /// The mean loss over the first windows of the validation split, from the start again
     /// where there are too few.
     fn validation_loss(&self, session: &mut Session) -> Result<f64, RuntimeError> {
-        let Some((n_windows, n_batches)) = self.validation else { return Ok(f64::NAN) };
+        let Some((n_windows, n_batches)) = self.validation else {
+            return Ok(f64::NAN);
+        };
         let mut total = 0.0;
         for b in 0..n_batches {
-            let sample = |position| self.dataset.sample(Split::Validation, (b * self.global_batch + position) % n_windows, self.sequence);
-            let batch: Vec<Vec<u32>> = (0..self.global_batch).map(sample).collect::<Result<_, _>>()?;
+            let sample = |position| {
+                self.dataset.sample(
+                    Split::Validation,
+                    (b * self.global_batch + position) % n_windows,
+                    self.sequence,
+                )
+            };
+            let batch: Vec<Vec<u32>> = (0..self.global_batch)
+                .map(sample)
+                .collect::<Result<_, _>>()?;
             total += session.validate(&batch)?;
         }
         Ok(total / n_batches as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::DataOptions;
+    use crate::execute::naive::lower;
+    use crate::schedule::Decay;
+    use ir::testing::{GraphOptions, random_graph, sequence_of};
+    use ir::training::{TrainingGraph, training_graph};
+    use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Rank};
+
+    fn meshes() -> Vec<LogicalMesh> {
+        let mesh = |first, sizes: [u32; 1]| {
+            let devices = DeviceMesh {
+                first_rank: Rank(first),
+                n_devices: sizes.iter().product(),
+            };
+            LogicalMesh::new(
+                devices,
+                sizes
+                    .iter()
+                    .map(|&size| Axis {
+                        name: "x".into(),
+                        size,
+                    })
+                    .collect(),
+            )
+            .unwrap()
+        };
+        vec![mesh(0, [2]), mesh(2, [1])]
+    }
+
+    fn setup() -> (TrainingGraph, TrainSpec, u32) {
+        let graph = random_graph(5, &GraphOptions::default());
+        let spec = TrainSpec {
+            global_batch: 4,
+            sequence: sequence_of(&graph).unwrap(),
+            ..TrainSpec::default()
+        };
+        let table = graph
+            .ops()
+            .iter()
+            .find(|op| op.kind == OpKind::Embedding)
+            .unwrap()
+            .inputs[0];
+        let vocab = graph.ty(table).shape.bind(1)[0] as u32;
+        (training_graph(&graph, &spec).unwrap(), spec, vocab)
+    }
+
+    #[test]
+    fn training_learns_and_resumes_where_it_stopped() {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let data = dir.path().join("data.bin");
+        // A sequence that repeats: there is something to learn.
+        let tokens: Vec<u8> = (0..2000u32)
+            .flat_map(|i| ((i * i % 7 % vocab) as u16).to_le_bytes())
+            .collect();
+        std::fs::write(&data, tokens).unwrap();
+        let options = DataOptions {
+            format: None,
+            tokenizer: None,
+            vocab,
+            validation_fraction: 0.2,
+        };
+        let dataset = Dataset::open(&data, &options).unwrap();
+        let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let save = dir.path().join("state.safetensors");
+        let run = |program: &Program, steps, resume, save| {
+            let options = TrainOptions {
+                program,
+                spec: &spec,
+                name: "test",
+                plan_hash: "0",
+                dataset: &dataset,
+                schedule: &schedule,
+                steps,
+                validate_every: Some(10),
+                validation_batches: 2,
+                profile_steps: 2,
+                resume,
+                save,
+                session: SessionOptions::default(),
+            };
+            let mut n_progress = 0;
+            let measured = train(
+                &options,
+                crate::init::from_graph(&training, spec.seed),
+                |_| n_progress += 1,
+            )
+            .unwrap();
+            assert_eq!(n_progress, measured.steps.len() + measured.validation.len());
+            measured
+        };
+        let whole = run(&program, 40, None, None);
+        assert_eq!(
+            whole.steps.iter().map(|s| s.step).collect::<Vec<_>>(),
+            (0..40).collect::<Vec<_>>()
+        );
+        assert_eq!(
+            whole.validation.iter().map(|v| v.0).collect::<Vec<_>>(),
+            [0, 10, 20, 30, 40]
+        );
+        assert!(
+            whole.validation[4].1 < 0.8 * whole.validation[0].1,
+            "{:?}",
+            whole.validation
+        );
+        run(&program, 25, None, Some(save.clone()));
+        let rest = run(&program, 15, Some(save.clone()), None);
+        for (a, b) in whole.steps[25..].iter().zip(&rest.steps) {
+            assert_eq!(
+                (a.step, a.loss.to_bits(), a.grad_norm.to_bits()),
+                (b.step, b.loss.to_bits(), b.grad_norm.to_bits())
+            );
+        }
+        let other_plan = run(
+            &lower(&training, &meshes()[..1], 1, 4, 2),
+            1,
+            Some(save),
+            None,
+        );
+        assert!((other_plan.steps[0].loss - rest.steps[0].loss).abs() < 1e-5);
+    }
+
+    #[test]
+    fn a_measurement_accounts_for_the_step() {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let data = dir.path().join("data.bin");
+        std::fs::write(&data, vec![0u8; 2000]).unwrap();
+        let dataset = Dataset::open(
+            &data,
+            &DataOptions {
+                format: None,
+                tokenizer: None,
+                vocab,
+                validation_fraction: 0.0,
+            },
+        )
+        .unwrap();
+        let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let options = TrainOptions {
+            program: &program,
+            spec: &spec,
+            name: "test",
+            plan_hash: "f00d",
+            dataset: &dataset,
+            schedule: &schedule,
+            steps: 5,
+            validate_every: None,
+            validation_batches: 0,
+            profile_steps: 2,
+            resume: None,
+            save: None,
+            session: SessionOptions::default(),
+        };
+        let m = train(
+            &options,
+            crate::init::from_graph(&training, spec.seed),
+            |_| (),
+        )
+        .unwrap();
+        assert_eq!(
+            (m.n_ranks, m.stages.len(), m.plan_hash.as_str()),
+            (3, 2, "f00d")
+        );
+        assert_eq!(
+            m.steps.iter().map(|s| s.profiled).collect::<Vec<_>>(),
+            [false, false, false, true, true]
+        );
+        let slowest = m.steps.iter().map(|s| s.seconds).fold(0.0, f64::max);
+        for (stage, role) in m.stages.iter().zip(&program.roles) {
+            assert!(
+                stage.compute_s > 0.0
+                    && stage.transfer_s > 0.0
+                    && stage.forward_s > 0.0
+                    && stage.backward_s > 0.0
+                    && stage.step_s > 0.0
+            );
+            assert!(
+                stage.compute_s + stage.collective_s + stage.transfer_s <= slowest,
+                "{stage:?}, {slowest} s"
+            );
+            assert!(stage.peak_bytes.0 > role.arena_bytes);
+        }
+        let n: usize = program
+            .roles
+            .iter()
+            .flat_map(|r| &r.templates)
+            .map(|t| t.instructions.len())
+            .sum();
+        assert_eq!(m.instructions.len(), n);
+        let forward = m.instructions.iter().find(|i| i.template == 4).unwrap();
+        assert_eq!(forward.count, program.n_microbatches);
+        assert!(
+            m.step_time_s.0 > 0.0
+                && (m.tokens_per_s * m.step_time_s.0 - (spec.global_batch * spec.sequence) as f64)
+                    .abs()
+                    < 1e-6
+        );
     }
 }

@@ -20,6 +20,9 @@ fn small(r: &mut Random) -> u32 {
 fn spoil(p: &mut Program, r: &mut Random) {
     let n_roles = p.roles.len();
     let at = r.below(n_roles);
+    if p.roles.get(at).is_none_or(|role| role.trace.is_empty()) {
+        return;
+    }
     match r.below(14) {
         0 => p.n_microbatches = small(r),
         1 => p.microbatch = absurd(r),

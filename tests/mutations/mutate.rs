@@ -604,6 +604,9 @@ fn slot_template(p: &mut Program, r: &mut Random) -> bool {
 fn state_buffer(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let n = role.states.len();
+    if n < 2 {
+        return false;
+    }
     let (a, b) = (r.below(n), r.below(n));
     let (x, y) = (role.states[a].buffer, role.states[b].buffer);
     (role.states[a].buffer, role.states[b].buffer) = (y, x);
@@ -613,8 +616,7 @@ fn state_buffer(p: &mut Program, r: &mut Random) -> bool {
 fn drop_state(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.states.len());
-    role.states.remove(at);
-    true
+    !role.states.is_empty() && { role.states.remove(at); true }
 }
 
 fn result_buffer(p: &mut Program, r: &mut Random, of: fn(&mut RoleProgram) -> &mut Option<BufferId>) -> bool {

@@ -23,7 +23,7 @@ pub fn fingerprint(program: &Program) -> Result<u64, String> {
     }
     let mut play = Play { program, roles: Vec::new(), sent: BTreeMap::new(), awaited: BTreeSet::new(), done: BTreeMap::new() };
     for role in &program.roles {
-        let mut r = Role { role, memory: BTreeMap::new(), slot: 0, instr: 0, arrived: false, sums: 0 };
+        let mut r = Role { role, memory: BTreeMap::new(), slot: 0, instr: 0, arrived: false };
         for s in &role.states {
             let spec = role.buffer(s.buffer).spec.clone();
             r.write(s.buffer, None, hash(&("state", &s.path, s.buffer.0)), spec)?;
@@ -101,6 +101,8 @@ struct Held {
     spec: ShardingSpec,
     /// The element type and lengths it was written with.
     ty: u64,
+    /// The buffer it was written through.
+    owner: BufferId,
 }
 
 struct Role<'a> {
@@ -110,7 +112,6 @@ struct Role<'a> {
     instr: usize,
     /// Has come to the present rendezvous.
     arrived: bool,
-    sums: usize,
 }
 
 type Key = (TransferId, Option<u32>, usize);
@@ -144,14 +145,13 @@ impl Role<'_> {
         let (start, end) = (x.offset_for(m), x.offset_for(m) + x.bytes);
         self.memory.retain(|&s, held| held.end <= start || end <= s);
         let ty = self.ty(b);
-        self.memory.insert(start, Held { end, print, spec, ty });
+        self.memory.insert(start, Held { end, print, spec, ty, owner: b });
         Ok(())
     }
     fn end_template(&mut self, t: &Template) {
         for b in t.instructions.iter().flat_map(|i| i.reads().into_iter().chain(i.writes())) {
             if self.role.buffer(b).class == BufferClass::Transient {
-                let at = self.role.buffer(b).offset;
-                self.memory.remove(&at);
+                self.memory.retain(|_, held| held.owner != b);
             }
         }
     }
@@ -265,7 +265,6 @@ impl<'a> Play<'a> {
             let spec = self.roles[i].role.buffer(output).spec.clone();
             self.roles[i].write(output, m, hash(&("world", &terms)), spec)?;
             self.roles[i].instr += 1;
-            self.roles[i].sums += 1;
         }
         Ok(true)
     }
@@ -305,7 +304,7 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
                 }
                 results.push((item.output, print, item.step.apply(&before).ok_or("a step does not apply")?));
             }
-            results.into_iter().try_for_each(|(b, print, spec)| lands(r, b, print, spec, m))
+            results.into_iter().try_for_each(|(b, print, spec)| r.write(b, m, print, spec))
         }
         InstrKind::Slice { step, input, output } => {
             let (print, before) = r.read(*input, m)?;
@@ -313,7 +312,7 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
                 return Err("a slice is no slice".into());
             }
             let after = step.apply(&before).ok_or("a step does not apply")?;
-            lands(r, *output, print, after, m)
+            r.write(*output, m, print, after)
         }
         InstrKind::Load { kind, output } => {
             let spec = r.role.buffer(*output).spec.clone();
@@ -325,15 +324,10 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
         }
         InstrKind::Copy { input, output } => {
             let (print, spec) = r.read(*input, m)?;
-            lands(r, *output, print, spec, m)
+            r.write(*output, m, print, spec)
         }
         InstrKind::Exchange { .. } | InstrKind::WorldSum { .. } => unreachable!("played together"),
     }
-}
-
-/// A changed tensor lands in a buffer of its own spec, but for all-reduces in place.
-fn lands(r: &mut Role, b: BufferId, print: u64, spec: ShardingSpec, m: Option<u32>) -> Result<(), String> {
-    r.write(b, m, print, spec)
 }
 
 fn compute(r: &mut Role, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId], m: Option<u32>) -> Result<(), String> {

@@ -23,7 +23,6 @@ pub(super) enum Held {
     /// An accumulator over some microbatches, which `Trace` keeps.
     Sum {
         root: ValueId,
-        variant: u8,
     },
     /// The vector of a world sum.
     World,
@@ -37,7 +36,7 @@ impl Held {
             Held::Poison => "something wrong".into(),
             Held::Value { root, .. } => format!("`{}`", facts.name(root)),
             Held::Filled(bits) => format!("the number {}", f64::from_bits(bits)),
-            Held::Sum { root, .. } => format!("an incomplete sum `{}`", facts.name(root)),
+            Held::Sum { root } => format!("an incomplete sum `{}`", facts.name(root)),
             Held::World => "the vector of a world sum".into(),
         }
     }

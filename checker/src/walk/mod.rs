@@ -12,7 +12,7 @@ use crate::facts::Facts;
 use crate::report::{Report, role_place};
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Program, RoleProgram};
-use ir::{AxisId, BufferId, ReduceKind, ShardingSpec};
+use ir::{AxisId, BufferId, ShardingSpec};
 use std::collections::BTreeMap;
 
 /// Entries that a role gives to each of its world sums, in order of the sums.
@@ -70,42 +70,37 @@ fn owners(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     }
 }
 
-/// The specs that a buffer's contents may have beside its own: an all-reduce in place takes
-/// partial axes away, or the buffer is declared without them and has them before.
+/// The specs that a buffer's contents may have: its own, in which they are made, and what
+/// all-reduces in place leave of it, with fewer partial axes.
 type Variants = BTreeMap<BufferId, Vec<ShardingSpec>>;
 
 /// Most specs of one buffer; more than any sequence of all-reduces over a mesh needs.
-const MAX_VARIANTS: usize = 16;
+const MAX_VARIANTS: usize = 64;
 
 fn variants(role: &RoleProgram) -> Variants {
-    let mut in_place: BTreeMap<BufferId, Vec<(Vec<AxisId>, ReduceKind)>> = BTreeMap::new();
+    let mut in_place: BTreeMap<BufferId, Vec<Vec<AxisId>>> = BTreeMap::new();
     for instr in role.templates.iter().flat_map(|t| &t.instructions) {
-        if let InstrKind::Collective { kind: CollectiveKind::AllReduce(reduce), axes, items } = &instr.kind {
+        if let InstrKind::Collective { kind: CollectiveKind::AllReduce(_), axes, items } = &instr.kind {
             for item in items.iter().filter(|i| i.input == i.output) {
-                in_place.entry(item.input).or_default().push((axes.clone(), *reduce));
+                in_place.entry(item.input).or_default().push(axes.clone());
             }
         }
     }
-    in_place.into_iter().map(|(b, steps)| (b, closure(&role.buffer(b).spec, &steps))).collect()
+    in_place.into_iter().map(|(b, groups)| (b, closure(&role.buffer(b).spec, &groups))).collect()
 }
 
-fn closure(own: &ShardingSpec, steps: &[(Vec<AxisId>, ReduceKind)]) -> Vec<ShardingSpec> {
+fn closure(own: &ShardingSpec, groups: &[Vec<AxisId>]) -> Vec<ShardingSpec> {
     let mut specs = vec![own.clone()];
     let mut next = 0;
     while next < specs.len() && specs.len() < MAX_VARIANTS {
-        let spec = specs[next].clone();
-        next += 1;
-        for (axes, reduce) in steps {
-            let mut other = spec.clone();
-            if axes.iter().all(|a| spec.partial.get(a) == Some(reduce)) {
-                other.partial.retain(|a, _| !axes.contains(a));
-            } else if axes.iter().all(|&a| spec.replicates(a)) {
-                other.partial.extend(axes.iter().map(|&a| (a, *reduce)));
-            }
-            if !specs.contains(&other) {
-                specs.push(other);
+        for axes in groups {
+            let mut reduced = specs[next].clone();
+            reduced.partial.retain(|a, _| !axes.contains(a));
+            if !specs.contains(&reduced) {
+                specs.push(reduced);
             }
         }
+        next += 1;
     }
     specs
 }

@@ -256,15 +256,12 @@ impl Run<'_, '_> {
         let Some(variants) = found.into_iter().collect::<Option<Vec<u8>>>().filter(|_| typed) else {
             return self.poison(outputs);
         };
-        match self.specs(op, inputs, &variants, outputs, None) {
-            None => self.poison(outputs),
-            Some(results) => {
-                let root = |r: usize| self.site.facts.root(op.outputs[r]);
-                let held = |r: usize, variant| Held::Value { root: root(r), variant };
-                let all: Vec<(BufferId, Held)> = outputs.iter().zip(&results).enumerate().map(|(r, (&b, &v))| (b, held(r, v))).collect();
-                self.write(&all);
-            }
+        if !self.specs(op, inputs, &variants, outputs) {
+            return self.poison(outputs);
         }
+        let held = |&v: &ValueId| Held::Value { root: self.site.facts.root(v), variant: 0 };
+        let results: Vec<(BufferId, Held)> = outputs.iter().copied().zip(op.outputs.iter().map(held)).collect();
+        self.write(&results);
     }
 
     fn types(&mut self, op: &Op, outputs: &[BufferId]) -> bool {
@@ -278,37 +275,18 @@ impl Run<'_, '_> {
         good
     }
 
-    /// Variants of the results' specs that some strategy gives for these operands' specs.
-    fn specs(&mut self, op: &Op, inputs: &[BufferId], variants: &[u8], outputs: &[BufferId], fixed: Option<u8>) -> Option<Vec<u8>> {
+    /// Some strategy of the op gives the operands' specs and the results' buffers' own.
+    fn specs(&mut self, op: &Op, inputs: &[BufferId], variants: &[u8], outputs: &[BufferId]) -> bool {
         let rule = self.site.facts.graph.rule(op);
-        let n_axes = self.site.role.mesh.axes.len();
         let operands: Vec<&ShardingSpec> = inputs.iter().zip(variants).map(|(&b, &v)| self.spec(b, v)).collect();
-        let mut choice: Vec<u8> = vec![fixed.unwrap_or(0); outputs.len()];
-        loop {
-            let results: Vec<&ShardingSpec> = outputs.iter().zip(&choice).map(|(&b, &v)| self.spec(b, v)).collect();
-            if consistent(&rule, n_axes, &operands, &results) {
-                return Some(choice);
-            }
-            let mut advanced = false;
-            for (c, &b) in choice.iter_mut().zip(outputs).filter(|_| fixed.is_none()) {
-                *c += 1;
-                if *c < self.n_variants(b) {
-                    advanced = true;
-                    break;
-                }
-                *c = 0;
-            }
-            if !advanced {
-                break;
-            }
+        let results: Vec<&ShardingSpec> = outputs.iter().map(|&b| self.spec(b, 0)).collect();
+        if consistent(&rule, self.site.role.mesh.axes.len(), &operands, &results) {
+            return true;
         }
-        let list = |bs: &[BufferId], vs: &[u8]| -> String {
-            bs.iter().zip(vs).map(|(&b, &v)| self.show(self.spec(b, v))).collect::<Vec<_>>().join(", ")
-        };
-        let zeros = vec![fixed.unwrap_or(0); outputs.len()];
-        let actual = format!("({}) -> ({})", list(inputs, variants), list(outputs, &zeros));
+        let list = |specs: &[&ShardingSpec]| specs.iter().map(|s| self.show(s)).collect::<Vec<_>>().join(", ");
+        let actual = format!("({}) -> ({})", list(&operands), list(&results));
         self.wrong("spec", "specs that one strategy of the op gives", actual);
-        None
+        false
     }
 
     fn accumulate(&mut self, op: &Op, input: BufferId, output: BufferId) {
@@ -320,9 +298,9 @@ impl Run<'_, '_> {
             self.wrong("accumulate", "an accumulator that lives through the step", self.name(output));
         }
         let held = self.held(output);
-        let (fixed, from_zero) = match held {
-            Held::Filled(0) => (None, true),
-            Held::Sum { root: r, variant } if r == root => (Some(variant), false),
+        let from_zero = match held {
+            Held::Filled(0) => true,
+            Held::Sum { root: r } if r == root => false,
             Held::Poison => return,
             _ => {
                 let found = format!("{} in {}", held.describe(self.site.facts), self.name(output));
@@ -331,13 +309,11 @@ impl Run<'_, '_> {
             }
         };
         let Some(variant) = found.filter(|_| typed && lasts) else { return self.poison(&[output]) };
-        match self.specs(op, &[input], &[variant], &[output], fixed) {
-            None => self.poison(&[output]),
-            Some(variants) => {
-                self.accumulated.push((output, from_zero));
-                self.write(&[(output, Held::Sum { root, variant: variants[0] })]);
-            }
+        if !self.specs(op, &[input], &[variant], &[output]) {
+            return self.poison(&[output]);
         }
+        self.accumulated.push((output, from_zero));
+        self.write(&[(output, Held::Sum { root })]);
     }
 
     fn global_norm(&mut self, op: &Op, input: BufferId, output: BufferId) {
@@ -410,7 +386,8 @@ impl Run<'_, '_> {
             let expected = format!("{}{:?}", from.dtype.name(), from.lens);
             return self.wrong("type", expected, format!("{}{:?} in {}", to.dtype.name(), to.lens, self.name(output)));
         }
-        match self.variant(output, spec) {
+        let variant = if input == output { self.variant(output, spec) } else { (to.spec == *spec).then_some(0) };
+        match variant {
             Some(variant) => Held::Value { root, variant },
             None => {
                 let (expected, found) = (self.show(spec), self.show(&to.spec));
@@ -512,13 +489,12 @@ impl Run<'_, '_> {
             return Held::Poison;
         }
         let Some(v) = self.moved(x) else { return Held::Poison };
-        match self.variant(b, &transfer.to_spec) {
-            Some(variant) => Held::Value { root: self.site.facts.root(v), variant },
-            None => {
-                let (expected, actual) = (self.show(&transfer.to_spec), self.show(&self.site.role.buffer(b).spec));
-                self.wrong("spec", expected, format!("{actual} in {}", self.name(b)))
-            }
+        let own = &self.site.role.buffer(b).spec;
+        if *own != transfer.to_spec {
+            let (expected, actual) = (self.show(&transfer.to_spec), self.show(own));
+            return self.wrong("spec", expected, format!("{actual} in {}", self.name(b)));
         }
+        Held::Value { root: self.site.facts.root(v), variant: 0 }
     }
 
     fn world_sum(&mut self, inputs: &[(u32, BufferId)], output: BufferId) {

@@ -118,7 +118,7 @@ impl Trace<'_> {
 
     fn describe(&self, b: BufferId, held: Held) -> String {
         match (held, self.sums.get(&b)) {
-            (Held::Sum { root, .. }, Some(set)) => {
+            (Held::Sum { root }, Some(set)) => {
                 format!("`{}` over {} of {} microbatches", self.facts.name(root), set.len(), self.program.n_microbatches)
             }
             _ => held.describe(self.facts),
@@ -148,7 +148,7 @@ impl Trace<'_> {
         match cell.held {
             Held::Value { root, .. } if self.facts.per_microbatch(root) && cell.microbatch != microbatch => Held::Stale,
             // After the microbatches a complete sum is the value that `StepEnd` reads.
-            Held::Sum { root, variant } if microbatch.is_none() && self.complete(b) => Held::Value { root, variant },
+            Held::Sum { root } if microbatch.is_none() && self.complete(b) => Held::Value { root, variant: 0 },
             held => held,
         }
     }

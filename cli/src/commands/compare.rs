@@ -1,7 +1,121 @@
-//! `compare`.
+//! `compare`: what a plan predicted beside what its run measured.
+
 use crate::args::CompareArgs;
-use crate::failure::Failure;
+use crate::document;
+use crate::failure::{Exit, Failure};
+use crate::plan_file::{self, Loaded};
+use crate::{files, report};
+use cost_model::compare::{Compared, Comparison, StageComparison, compare, expected_instructions};
+use ir::measurement::{MEASUREMENT_VERSION, Measurement};
+use ir::{Bytes, Seconds};
+use serde_json::json;
+use std::path::Path;
+
 /// Runs the verb.
-pub fn run(_args: &CompareArgs) -> Result<(), Failure> {
-    todo!()
+pub fn run(args: &CompareArgs) -> Result<(), Failure> {
+    let loaded = plan_file::load(&args.plan)?;
+    let measured = read(&args.run, &loaded)?;
+    let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's program cannot be played: {e}")))?;
+    let comparison = compare(&without_reserve(&loaded), &expected, &measured);
+    if args.json {
+        return report::print_json(&json!({ "name": loaded.plan.name, "plan_hash": loaded.hash, "comparison": comparison }));
+    }
+    print_words(&loaded, &measured, &comparison)
+}
+
+/// The measurement at `path`, if it is one of this plan.
+fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
+    let name = path.display().to_string();
+    let text = files::read_text(path, "run", files::LARGE)?;
+    let m: Measurement = document::json(&name, &text, "run")?;
+    let bad = |problem: String| Err(Failure::new(Exit::BadInput, format!("{name}: {problem}")));
+    if m.version != MEASUREMENT_VERSION {
+        return bad(format!("version is {}, this build reads {MEASUREMENT_VERSION}", m.version));
+    }
+    if m.plan_hash != loaded.hash {
+        return match bad(format!("is a run of the plan {}, not of this one, {}", m.plan_hash, loaded.hash)) {
+            Err(failure) => Err(failure.help("compare a run with the plan it was made by; a plan that was changed or compiled again must be run again")),
+            ok => ok,
+        };
+    }
+    if m.stages.len() != loaded.program.roles.len() {
+        return bad(format!("has {} stages, the plan has {}", m.stages.len(), loaded.program.roles.len()));
+    }
+    let of_steps = m.steps.iter().map(|s| ("steps: seconds", s.seconds));
+    let of_stages = m.stages.iter().flat_map(|s| [s.compute_s, s.collective_s, s.transfer_s, s.forward_s, s.backward_s, s.step_s]).map(|x| ("stages: a time", x));
+    let of_instructions = m.instructions.iter().map(|i| ("instructions: mean_s", i.mean_s));
+    let totals = [("step_time_s", m.step_time_s.0), ("tokens_per_s", m.tokens_per_s)];
+    if let Some((key, x)) = totals.into_iter().chain(of_steps).chain(of_stages).chain(of_instructions).find(|(_, x)| !x.is_finite() || *x < 0.0) {
+        return bad(format!("{key} is {x}, expected a number from 0"));
+    }
+    Ok(m)
+}
+
+/// The prediction with the peak memory of the arena alone: a run measures what its ranks use,
+/// not what the cluster sets aside for the runtime.
+fn without_reserve(loaded: &Loaded) -> ir::plan::Prediction {
+    let mut p = loaded.plan.predicted.clone();
+    let reserve = loaded.plan.cluster.device.memory_reserved_bytes.0;
+    p.stages.iter_mut().for_each(|s| s.peak_bytes = Bytes(s.peak_bytes.0.saturating_sub(reserve)));
+    p
+}
+
+fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Result<(), Failure> {
+    let plan = &loaded.plan;
+    report::out(&format!("{} on {} ranks of {}: {} steps measured\n", plan.name, measured.n_ranks, plan.cluster.name, measured.steps.len()))?;
+    let rows = vec![
+        row("step time", c.step_time_s, &seconds),
+        row("tokens/s", c.tokens_per_s, &report::count),
+        row("MFU", c.mfu, &report::percent),
+        row("peak memory of a rank", c.peak_bytes, &bytes),
+    ];
+    report::out(&report::table(&["", "predicted", "measured", "predicted/measured"], rows, 1))?;
+    report::out(&report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)))?;
+    report::out(&format!("Peak memory is without the {} that the cluster reserves for the runtime on each rank.\n", plan.cluster.device.memory_reserved_bytes))?;
+    let mut rows: Vec<Vec<String>> = c.stages.iter().enumerate().flat_map(|(i, s)| stage_rows(&i.to_string(), s)).collect();
+    if c.stages.len() > 1 {
+        rows.extend(stage_rows("all", &c.total));
+    }
+    report::out(&report::table(&["stage", "", "predicted", "measured", "predicted/measured"], rows, 2))?;
+    report::out("(forward and backward of one microbatch, the others per step; measured collectives and transfers include waiting)")?;
+    if c.worst.is_empty() {
+        return report::out("\nNo step was timed instruction by instruction; run with --profile 2 for that.");
+    }
+    report::out("\nThe instructions with the largest difference per step")?;
+    let worst = c.worst.iter().map(|w| {
+        let place = format!("{}.{}.{}", w.stage, w.template, w.instruction);
+        let mut cells = vec![place, w.what.clone(), w.count.to_string()];
+        cells.extend(row("", w.seconds, &seconds).into_iter().skip(1));
+        cells.push(seconds(w.error_s));
+        cells
+    });
+    report::out(&report::table(&["stage.template.instruction", "what", "per step", "predicted", "measured", "predicted/measured", "difference per step"], worst.collect(), 2))
+}
+
+fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
+    let times = [
+        ("forward", s.forward_s),
+        ("backward", s.backward_s),
+        ("step begin and end", s.step_s),
+        ("compute", s.compute_s),
+        ("collectives", s.collective_s),
+        ("transfers", s.transfer_s),
+    ];
+    let there = times.into_iter().filter(|(_, c)| c.predicted != 0.0 || c.measured != 0.0);
+    let mut rows: Vec<Vec<String>> = there.map(|(name, c)| row(name, c, &seconds)).collect();
+    rows.push(row("peak memory", s.peak_bytes, &bytes));
+    rows.iter_mut().for_each(|r| r.insert(0, stage.to_string()));
+    rows
+}
+
+fn row(name: &str, c: Compared, show: &dyn Fn(f64) -> String) -> Vec<String> {
+    vec![name.to_string(), show(c.predicted), show(c.measured), c.ratio.map_or("-".into(), |r| format!("{r:.2}"))]
+}
+
+fn seconds(s: f64) -> String {
+    Seconds(s).to_string()
+}
+
+fn bytes(b: f64) -> String {
+    Bytes(b as u64).to_string()
 }

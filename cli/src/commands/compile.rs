@@ -50,7 +50,9 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
     report::out(&report::plan::words(&planned.plan, &planned.training))?;
     let s = &planned.stats;
     report::out(&format!("\nSearched in {:.1} s: {} kinds of layers, {} candidates priced, {} plans simulated.", searched.as_secs_f64(), s.n_layer_kinds, s.candidates, s.simulated))?;
-    for (what, seconds) in s.alternatives.iter().take(5) {
+    let mut alternatives = s.alternatives.clone();
+    alternatives.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
+    for (what, seconds) in alternatives.iter().take(5) {
         report::out(&format!("  {seconds}  {what}"))?;
     }
     report::out(&format!("The checker accepts the plan and its program. Written to {}.", args.output.display()))

@@ -140,7 +140,8 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
 
 /// Times and memory per stage.
 pub fn stage_table(p: &Prediction) -> String {
-    let time = |s: Seconds| s.to_string();
+    // Sums of nothing may be a negative zero.
+    let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
     let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
         vec![

@@ -276,11 +276,18 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Prices and messages; on the way, choices that fit are made from them.
     fn raise_bound(&mut self, reduced: &Reduced, dual: &mut Dual<'_>) {
         (0..20).for_each(|_| dual.pass_messages());
-        let known = self.best.as_ref().map(|(cost, _)| *cost);
-        let target = known.unwrap_or(dual.bound().0.saturating_mul(2)) as f64;
-        let bound = dual.ascend(target, PRICE_ROUNDS, &|| self.past(0.3));
+        let order: Vec<u32> = (0..reduced.nodes.len() as u32).collect();
+        let bound = dual.ascend(PRICE_ROUNDS, &mut |dual| {
+            if let Some(choice) = dive(reduced, dual, 1.0, &order) {
+                self.offer(reduced, &choice);
+            }
+            let known = self.best.as_ref().map(|(cost, _)| *cost as f64);
+            let aim = known.unwrap_or_else(|| 2.0 * dual.bound().0 as f64);
+            (!self.past(0.4)).then_some(aim)
+        });
         self.bound = self.bound.max(bound);
         self.exact_at_prices(reduced, dual);
         self.note("prices", size(reduced));
@@ -519,9 +526,3 @@ fn backend(which: IlpBackend) -> Option<ilp::Backend> {
     }
 }
 
-pub fn debug_dual(problem: &IntraOpProblem, iters: usize, ub: f64) {
-    let Presolved::Reduced(r) = presolve(problem, &PresolveOptions::default()).unwrap() else { return };
-    let mut d = Dual::new(&r);
-    (0..30).for_each(|_| d.pass_messages());
-    d.ascend_lazy(ub, iters, &|| false);
-}

@@ -19,13 +19,27 @@ use std::ops::Range;
 ///
 /// # Panics
 /// If the buffers do not have their shapes, which lowering guarantees.
-pub fn result(kind: CollectiveKind, step: &LayoutStep, me: usize, input: &Local, members: &[&[u8]], output: &Local, out: &mut [u8]) {
+pub fn result(
+    kind: CollectiveKind,
+    step: &LayoutStep,
+    me: usize,
+    input: &Local,
+    members: &[&[u8]],
+    output: &Local,
+    out: &mut [u8],
+) {
     let (from, to) = (input.dims(), output.dims());
     match (kind, step) {
         (CollectiveKind::AllReduce(reduce), _) => combine(reduce, output.dtype, members, out),
         (CollectiveKind::ReduceScatter(reduce), LayoutStep::ReduceScatter { dim, .. }) => {
-            let pieces: Vec<Vec<u64>> = members.iter().map(|m| cut_piece(output.dtype, m, &from, *dim, me, to[*dim])).collect();
-            let pieces: Vec<&[u8]> = pieces.iter().map(|p| &bytemuck::cast_slice(p)[..out.len()]).collect();
+            let pieces: Vec<Vec<u64>> = members
+                .iter()
+                .map(|m| cut_piece(output.dtype, m, &from, *dim, me, to[*dim]))
+                .collect();
+            let pieces: Vec<&[u8]> = pieces
+                .iter()
+                .map(|p| &bytemuck::cast_slice(p)[..out.len()])
+                .collect();
             combine(reduce, output.dtype, &pieces, out);
         }
         (CollectiveKind::AllGather, LayoutStep::AllGather { dim, .. }) => {
@@ -34,14 +48,29 @@ pub fn result(kind: CollectiveKind, step: &LayoutStep, me: usize, input: &Local,
                 place_piece(output.dtype, member, &from, *dim, j, out, &to);
             }
         }
-        (CollectiveKind::AllToAll, LayoutStep::AllToAll { from: gathered, to: split, .. }) => {
+        (
+            CollectiveKind::AllToAll,
+            LayoutStep::AllToAll {
+                from: gathered,
+                to: split,
+                ..
+            },
+        ) => {
             out.fill(0);
             let mut piece_dims = from.clone();
             piece_dims[*split] = to[*split];
             let n = piece_dims.iter().product::<usize>() * output.dtype.bytes() as usize;
             for (j, member) in members.iter().enumerate() {
                 let piece = cut_piece(output.dtype, member, &from, *split, me, to[*split]);
-                place_piece(output.dtype, &bytemuck::cast_slice(&piece)[..n], &piece_dims, *gathered, j, out, &to);
+                place_piece(
+                    output.dtype,
+                    &bytemuck::cast_slice(&piece)[..n],
+                    &piece_dims,
+                    *gathered,
+                    j,
+                    out,
+                    &to,
+                );
             }
         }
         (kind, step) => panic!("a {} cannot do {step:?}", kind.name()),
@@ -53,9 +82,23 @@ pub fn result(kind: CollectiveKind, step: &LayoutStep, me: usize, input: &Local,
 ///
 /// # Panics
 /// As [`result`].
-pub fn slice(dim: usize, coordinate: usize, input: &Local, operand: &[u8], output: &Local, out: &mut [u8]) {
+pub fn slice(
+    dim: usize,
+    coordinate: usize,
+    input: &Local,
+    operand: &[u8],
+    output: &Local,
+    out: &mut [u8],
+) {
     let to = output.dims();
-    let piece = cut_piece(output.dtype, operand, &input.dims(), dim, coordinate, to[dim]);
+    let piece = cut_piece(
+        output.dtype,
+        operand,
+        &input.dims(),
+        dim,
+        coordinate,
+        to[dim],
+    );
     out.copy_from_slice(&bytemuck::cast_slice(&piece)[..out.len()]);
     output.zero_padding(out);
 }
@@ -80,11 +123,27 @@ fn combined(kind: ReduceKind, a: f32, b: f32) -> f32 {
     match kind {
         ReduceKind::Sum => a + b,
         // A comparison with NaN is false: NaN must win, as in the kernels.
-        ReduceKind::Max => if a >= b || a.is_nan() { a } else { b },
-        ReduceKind::Min => if a <= b || a.is_nan() { a } else { b },
+        ReduceKind::Max => {
+            if a >= b || a.is_nan() {
+                a
+            } else {
+                b
+            }
+        }
+        ReduceKind::Min => {
+            if a <= b || a.is_nan() {
+                a
+            } else {
+                b
+            }
+        }
         ReduceKind::LogSumExp => {
             let (high, low) = if a >= b { (a, b) } else { (b, a) };
-            if low == f32::NEG_INFINITY { high } else { high + (low - high).exp().ln_1p() }
+            if low == f32::NEG_INFINITY {
+                high
+            } else {
+                high + (low - high).exp().ln_1p()
+            }
         }
     }
 }
@@ -97,7 +156,14 @@ pub fn chunk(elements: usize, index: usize, n: usize) -> Range<usize> {
 }
 
 /// Piece `index` of `len` elements along `dim`, zeros past the operand's end, 8-aligned.
-fn cut_piece(dtype: DType, src: &[u8], dims: &[usize], dim: usize, index: usize, len: usize) -> Vec<u64> {
+fn cut_piece(
+    dtype: DType,
+    src: &[u8],
+    dims: &[usize],
+    dim: usize,
+    index: usize,
+    len: usize,
+) -> Vec<u64> {
     let mut to = dims.to_vec();
     to[dim] = len;
     let n_bytes = to.iter().product::<usize>() * dtype.bytes() as usize;
@@ -109,26 +175,65 @@ fn cut_piece(dtype: DType, src: &[u8], dims: &[usize], dim: usize, index: usize,
     src_start[dim] = start;
     let zeros = vec![0; dims.len()];
     let bytes = &mut bytemuck::cast_slice_mut(&mut out)[..n_bytes];
-    copy_block(dtype, (src, dims, &src_start), (bytes, &to, &zeros), &extent);
+    copy_block(
+        dtype,
+        (src, dims, &src_start),
+        (bytes, &to, &zeros),
+        &extent,
+    );
     out
 }
 
 /// Puts `piece` at `index` times its length along `dim`, cropping what exceeds `out`.
-fn place_piece(dtype: DType, piece: &[u8], dims: &[usize], dim: usize, index: usize, out: &mut [u8], out_dims: &[usize]) {
+fn place_piece(
+    dtype: DType,
+    piece: &[u8],
+    dims: &[usize],
+    dim: usize,
+    index: usize,
+    out: &mut [u8],
+    out_dims: &[usize],
+) {
     let start = (index * dims[dim]).min(out_dims[dim]);
     let mut extent = dims.to_vec();
     extent[dim] = dims[dim].min(out_dims[dim] - start);
     let mut out_start = vec![0; dims.len()];
     out_start[dim] = start;
     let zeros = vec![0; dims.len()];
-    copy_block(dtype, (piece, dims, &zeros), (out, out_dims, &out_start), &extent);
+    copy_block(
+        dtype,
+        (piece, dims, &zeros),
+        (out, out_dims, &out_start),
+        &extent,
+    );
 }
 
 /// [`copy_region`] on elements of any type: `(bytes, dims, start)` of both sides.
-pub fn copy_block(dtype: DType, src: (&[u8], &[usize], &[usize]), dst: (&mut [u8], &[usize], &[usize]), extent: &[usize]) {
+pub fn copy_block(
+    dtype: DType,
+    src: (&[u8], &[usize], &[usize]),
+    dst: (&mut [u8], &[usize], &[usize]),
+    extent: &[usize],
+) {
     match dtype.bytes() {
-        4 => copy_region::<u32>(bytemuck::cast_slice(src.0), src.1, src.2, bytemuck::cast_slice_mut(dst.0), dst.1, dst.2, extent),
-        2 => copy_region::<u16>(bytemuck::cast_slice(src.0), src.1, src.2, bytemuck::cast_slice_mut(dst.0), dst.1, dst.2, extent),
+        4 => copy_region::<u32>(
+            bytemuck::cast_slice(src.0),
+            src.1,
+            src.2,
+            bytemuck::cast_slice_mut(dst.0),
+            dst.1,
+            dst.2,
+            extent,
+        ),
+        2 => copy_region::<u16>(
+            bytemuck::cast_slice(src.0),
+            src.1,
+            src.2,
+            bytemuck::cast_slice_mut(dst.0),
+            dst.1,
+            dst.2,
+            extent,
+        ),
         _ => copy_region::<u8>(src.0, src.1, src.2, dst.0, dst.1, dst.2, extent),
     }
 }
@@ -143,7 +248,12 @@ mod tests {
         let run = |kind| {
             let members: Vec<&[u8]> = members.iter().map(|m| bytemuck::cast_slice(m)).collect();
             let mut out = [0.0f32; 2];
-            combine(kind, DType::F32, &members, bytemuck::cast_slice_mut(&mut out));
+            combine(
+                kind,
+                DType::F32,
+                &members,
+                bytemuck::cast_slice_mut(&mut out),
+            );
             out
         };
         assert_eq!(run(ReduceKind::Sum), [2.0, 2e8]);
@@ -155,7 +265,10 @@ mod tests {
 
     #[test]
     fn a_log_sum_exp_of_nothing_is_minus_infinity() {
-        assert_eq!(combined(ReduceKind::LogSumExp, f32::NEG_INFINITY, f32::NEG_INFINITY), f32::NEG_INFINITY);
+        assert_eq!(
+            combined(ReduceKind::LogSumExp, f32::NEG_INFINITY, f32::NEG_INFINITY),
+            f32::NEG_INFINITY
+        );
         assert_eq!(combined(ReduceKind::LogSumExp, f32::NEG_INFINITY, 2.0), 2.0);
         assert!(combined(ReduceKind::LogSumExp, f32::NAN, 2.0).is_nan());
         assert!(combined(ReduceKind::LogSumExp, 2.0, f32::NAN).is_nan());
@@ -169,10 +282,21 @@ mod tests {
         let members = [member(256.0), member(1.0), member(1.0)];
         let refs: Vec<&[u8]> = members.iter().map(|m| &m[..]).collect();
         // The byte arrays may lie anywhere; words are aligned.
-        let words: Vec<Vec<u64>> = refs.iter().map(|m| vec![u64::from(u16::from_le_bytes([m[0], m[1]]))]).collect();
-        let aligned: Vec<&[u8]> = words.iter().map(|w| &bytemuck::cast_slice(w)[..2]).collect();
+        let words: Vec<Vec<u64>> = refs
+            .iter()
+            .map(|m| vec![u64::from(u16::from_le_bytes([m[0], m[1]]))])
+            .collect();
+        let aligned: Vec<&[u8]> = words
+            .iter()
+            .map(|w| &bytemuck::cast_slice(w)[..2])
+            .collect();
         let mut out = [0u64];
-        combine(ReduceKind::Sum, DType::Bf16, &aligned, &mut bytemuck::cast_slice_mut(&mut out)[..2]);
+        combine(
+            ReduceKind::Sum,
+            DType::Bf16,
+            &aligned,
+            &mut bytemuck::cast_slice_mut(&mut out)[..2],
+        );
         assert_eq!(half::bf16::from_bits(out[0] as u16).to_f32(), 258.0);
     }
 

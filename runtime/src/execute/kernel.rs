@@ -110,8 +110,19 @@ pub fn in_place(op: &OpKind) -> &'static [(usize, usize)] {
 /// `GlobalNorm` takes scalars, or one vector of them. Returns the bytes of scratch memory that
 /// conversions took. Fails when numbers of operands or element types are not the op's;
 /// shapes that do not fit panic, as they do in the kernels.
-pub fn kernel(op: &OpKind, path: &str, inputs: &[Operand<'_>], outputs: &mut [Output<'_>], cx: &Context) -> Result<u64, RuntimeError> {
-    let call = Call { op, path, inputs, cx };
+pub fn kernel(
+    op: &OpKind,
+    path: &str,
+    inputs: &[Operand<'_>],
+    outputs: &mut [Output<'_>],
+    cx: &Context,
+) -> Result<u64, RuntimeError> {
+    let call = Call {
+        op,
+        path,
+        inputs,
+        cx,
+    };
     call.check(outputs)?;
     let scratch = match call.moves(outputs) {
         true => 0,
@@ -132,7 +143,10 @@ struct Call<'a> {
 
 impl Call<'_> {
     fn error(&self, problem: impl Into<String>) -> RuntimeError {
-        RuntimeError::Kernel { op: format!("{} ({})", self.path, self.op.name()), problem: problem.into() }
+        RuntimeError::Kernel {
+            op: format!("{} ({})", self.path, self.op.name()),
+            problem: problem.into(),
+        }
     }
 
     fn check(&self, outputs: &[Output<'_>]) -> Result<(), RuntimeError> {
@@ -146,17 +160,28 @@ impl Call<'_> {
         };
         if (self.inputs.len(), outputs.len()) != (n_operands, n_results) || outputs.is_empty() {
             let (n, m) = (self.inputs.len(), outputs.len());
-            return Err(self.error(format!("{n} operands and {m} results, expected {n_operands} and {n_results}")));
+            return Err(self.error(format!(
+                "{n} operands and {m} results, expected {n_operands} and {n_results}"
+            )));
         }
         let unread = |i: usize| in_place(self.op).iter().any(|&(operand, _)| operand == i);
-        let operands = self.inputs.iter().enumerate().filter(|(i, _)| !unread(*i)).map(|(_, x)| (x.local, x.data.len()));
+        let operands = self
+            .inputs
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| !unread(*i))
+            .map(|(_, x)| (x.local, x.data.len()));
         let sides = operands.chain(outputs.iter().map(|o| (o.local, o.data.len())));
         for (local, bytes) in sides {
             if !is_computed(local.dtype) {
                 return Err(self.error(format!("no kernels for {}", local.dtype.name())));
             }
             if local.bytes() != bytes {
-                return Err(self.error(format!("a buffer of {bytes} bytes for {:?} {}", local.dims(), local.dtype.name())));
+                return Err(self.error(format!(
+                    "a buffer of {bytes} bytes for {:?} {}",
+                    local.dims(),
+                    local.dtype.name()
+                )));
             }
         }
         Ok(())
@@ -164,7 +189,9 @@ impl Call<'_> {
 
     /// Ops that move elements of any type unchanged; false when the op is not one of them.
     fn moves(&self, outputs: &mut [Output<'_>]) -> bool {
-        let Some(first) = self.inputs.first() else { return false };
+        let Some(first) = self.inputs.first() else {
+            return false;
+        };
         if first.local.dtype != outputs[0].local.dtype {
             return false;
         }
@@ -178,7 +205,10 @@ impl Call<'_> {
         let x: &[T] = bytemuck::cast_slice(self.inputs[0].data);
         let dims = self.inputs[0].local.dims();
         if let OpKind::Unstack { dim } = self.op {
-            let mut outs: Vec<&mut [T]> = outputs.iter_mut().map(|o| bytemuck::cast_slice_mut(o.data)).collect();
+            let mut outs: Vec<&mut [T]> = outputs
+                .iter_mut()
+                .map(|o| bytemuck::cast_slice_mut(o.data))
+                .collect();
             layout::unstack(x, &dims, *dim, &mut outs);
             return true;
         }
@@ -186,12 +216,22 @@ impl Call<'_> {
         let out: &mut [T] = bytemuck::cast_slice_mut(outputs[0].data);
         match self.op {
             OpKind::Layout | OpKind::Reshape { .. } | OpKind::Cast { .. } => out.copy_from_slice(x),
-            OpKind::Broadcast { leading } => layout::broadcast_leading(x, out_dims[..leading.len()].iter().product(), out),
+            OpKind::Broadcast { leading } => {
+                layout::broadcast_leading(x, out_dims[..leading.len()].iter().product(), out)
+            }
             OpKind::Transpose { perm } => layout::transpose(x, &dims, perm, out),
-            OpKind::Slice { dim, start, len } => layout::slice(x, &dims, *dim, *start as usize, *len as usize, out),
-            OpKind::Pad { dim, start, len } => layout::pad(x, &dims, *dim, *start as usize, *len as usize, out),
+            OpKind::Slice { dim, start, len } => {
+                layout::slice(x, &dims, *dim, *start as usize, *len as usize, out)
+            }
+            OpKind::Pad { dim, start, len } => {
+                layout::pad(x, &dims, *dim, *start as usize, *len as usize, out)
+            }
             OpKind::Stack { dim } => {
-                let xs: Vec<&[T]> = self.inputs.iter().map(|i| bytemuck::cast_slice(i.data)).collect();
+                let xs: Vec<&[T]> = self
+                    .inputs
+                    .iter()
+                    .map(|i| bytemuck::cast_slice(i.data))
+                    .collect();
                 layout::stack(&xs, &dims, *dim, out);
             }
             _ => return false,
@@ -201,7 +241,8 @@ impl Call<'_> {
 
     /// Everything else, in f32. Returns the bytes of conversions.
     fn compute(&self, outputs: &mut [Output<'_>]) -> Result<u64, RuntimeError> {
-        let reads_result = matches!(self.op, OpKind::Accumulate { .. }) || !in_place(self.op).is_empty();
+        let reads_result =
+            matches!(self.op, OpKind::Accumulate { .. }) || !in_place(self.op).is_empty();
         let mut scratch = 0;
         let mut temporaries: Vec<Option<Vec<f32>>> = Vec::with_capacity(outputs.len());
         for out in outputs.iter() {
@@ -209,9 +250,17 @@ impl Call<'_> {
                 true => widen(out.local.dtype, out.data).into_owned(),
                 false => vec![0.0; out.local.elements()],
             }));
-            scratch += temporaries.last().and_then(Option::as_ref).map_or(0, |t| t.len() as u64 * 4);
+            scratch += temporaries
+                .last()
+                .and_then(Option::as_ref)
+                .map_or(0, |t| t.len() as u64 * 4);
         }
-        scratch += self.inputs.iter().filter(|i| matches!(i.local.dtype, DType::Bf16 | DType::F16)).map(|i| i.local.elements() as u64 * 4).sum::<u64>();
+        scratch += self
+            .inputs
+            .iter()
+            .filter(|i| matches!(i.local.dtype, DType::Bf16 | DType::F16))
+            .map(|i| i.local.elements() as u64 * 4)
+            .sum::<u64>();
         {
             let locals: Vec<&Local> = outputs.iter().map(|o| o.local).collect();
             let slots = outputs.iter_mut().zip(&mut temporaries);
@@ -245,7 +294,10 @@ impl Call<'_> {
     }
     /// A scalar operand.
     fn scalar(&self, i: usize) -> Result<f32, RuntimeError> {
-        self.x(i).first().copied().ok_or_else(|| self.error(format!("operand {i} has no elements")))
+        self.x(i)
+            .first()
+            .copied()
+            .ok_or_else(|| self.error(format!("operand {i} has no elements")))
     }
     /// Length of the last dim of operand `i`, as the buffer has it.
     fn width(&self, i: usize) -> usize {
@@ -257,42 +309,87 @@ impl Call<'_> {
         match self.op {
             OpKind::Cast { .. } => outs[0].copy_from_slice(&self.x(0)),
             OpKind::Unary { f } => elementwise::unary(unary(*f), &self.x(0), outs[0]),
-            OpKind::Binary { f } => elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0]),
+            OpKind::Binary { f } => {
+                elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0])
+            }
             OpKind::Reduce { kind, dims } => self.reduce(*kind, dims, outs[0])?,
             OpKind::DotGeneral { einsum } => {
                 let (lhs, rhs) = (self.x(0), self.x(1));
                 let (l, r) = (self.local(0).dims(), self.local(1).dims());
-                let lhs = matmul::Operand { data: &lhs, dims: &l, labels: &einsum.lhs };
-                let rhs = matmul::Operand { data: &rhs, dims: &r, labels: &einsum.rhs };
+                let lhs = matmul::Operand {
+                    data: &lhs,
+                    dims: &l,
+                    labels: &einsum.lhs,
+                };
+                let rhs = matmul::Operand {
+                    data: &rhs,
+                    dims: &r,
+                    labels: &einsum.rhs,
+                };
                 matmul::dot_general(lhs, rhs, &einsum.out, outs[0], threads);
             }
             OpKind::Embedding => {
                 let vocab = self.local(0).ranges[0];
                 let (rows, width) = (vocab.valid as usize, self.width(0));
                 // Rows past the valid ones are padding, though other shards may hold their ids.
-                embedding::gather(&self.x(0)[..rows * width], rows, width, vocab.start as usize, self.ids(1)?, outs[0]);
+                embedding::gather(
+                    &self.x(0)[..rows * width],
+                    rows,
+                    width,
+                    vocab.start as usize,
+                    self.ids(1)?,
+                    outs[0],
+                );
             }
             OpKind::EmbeddingGrad { .. } => {
                 let vocab = locals[0].ranges[0];
                 let (rows, width) = (vocab.valid as usize, self.width(1));
                 let (valid, padding) = outs[0].split_at_mut(rows * width);
-                embedding::scatter_add(self.ids(0)?, &self.x(1), width, vocab.start as usize, rows, valid);
+                embedding::scatter_add(
+                    self.ids(0)?,
+                    &self.x(1),
+                    width,
+                    vocab.start as usize,
+                    rows,
+                    valid,
+                );
                 padding.fill(0.0);
             }
-            OpKind::Rotary { theta, scaling, inverse } => {
+            OpKind::Rotary {
+                theta,
+                scaling,
+                inverse,
+            } => {
                 let dims = self.local(0).dims();
                 let freq = rotary::inv_freq(*theta, self.width(0), rope_scaling(*scaling));
-                rotary::rotate(&self.x(0), &dims, self.local(0).ranges[1].start as usize, &freq, *inverse, outs[0]);
+                rotary::rotate(
+                    &self.x(0),
+                    &dims,
+                    self.local(0).ranges[1].start as usize,
+                    &freq,
+                    *inverse,
+                    outs[0],
+                );
             }
-            OpKind::Attention { scale, dropout } => self.attention(*scale, *dropout, self.path, |a| {
-                let [o, lse] = outs else { return };
-                attention::forward(a, o, lse, threads);
-            }),
-            OpKind::AttentionGrad { scale, dropout, key } => {
+            OpKind::Attention { scale, dropout } => {
+                self.attention(*scale, *dropout, self.path, |a| {
+                    let [o, lse] = outs else { return };
+                    attention::forward(a, o, lse, threads);
+                })
+            }
+            OpKind::AttentionGrad {
+                scale,
+                dropout,
+                key,
+            } => {
                 let (o, lse, d_o) = (self.x(3), self.x(4), self.x(5));
                 self.attention(*scale, *dropout, key, |a| {
                     let [dq, dk, dv] = outs else { return };
-                    let upstream = attention::Upstream { o: &o, lse: &lse, d_o: &d_o };
+                    let upstream = attention::Upstream {
+                        o: &o,
+                        lse: &lse,
+                        d_o: &d_o,
+                    };
                     attention::backward(a, upstream, attention::Gradients { dq, dk, dv }, threads);
                 });
             }
@@ -315,18 +412,39 @@ impl Call<'_> {
         let (offset, valid) = last.map_or((0, 1), |r| (r.start as usize, r.valid as usize));
         let (width, x) = (self.width(0), |i| self.x(i));
         match (self.op, outs) {
-            (OpKind::LayerNorm { eps }, [y, mean, rstd]) => norm::layer_norm(&x(0), &x(1), &x(2), *eps, y, mean, rstd),
-            (OpKind::LayerNormGradInput, [dx]) => norm::layer_norm_grad_input(&x(0), &x(1), &x(2), &x(3), &x(4), dx),
-            (OpKind::LayerNormGradWeight, [dgamma, dbeta]) => norm::layer_norm_grad_weight(&x(0), &x(1), &x(2), &x(3), dgamma, dbeta),
+            (OpKind::LayerNorm { eps }, [y, mean, rstd]) => {
+                norm::layer_norm(&x(0), &x(1), &x(2), *eps, y, mean, rstd)
+            }
+            (OpKind::LayerNormGradInput, [dx]) => {
+                norm::layer_norm_grad_input(&x(0), &x(1), &x(2), &x(3), &x(4), dx)
+            }
+            (OpKind::LayerNormGradWeight, [dgamma, dbeta]) => {
+                norm::layer_norm_grad_weight(&x(0), &x(1), &x(2), &x(3), dgamma, dbeta)
+            }
             (OpKind::RmsNorm { eps }, [y, rstd]) => norm::rms_norm(&x(0), &x(1), *eps, y, rstd),
-            (OpKind::RmsNormGradInput, [dx]) => norm::rms_norm_grad_input(&x(0), &x(1), &x(2), &x(3), dx),
-            (OpKind::RmsNormGradWeight, [dgamma]) => norm::rms_norm_grad_weight(&x(0), &x(1), &x(2), dgamma),
+            (OpKind::RmsNormGradInput, [dx]) => {
+                norm::rms_norm_grad_input(&x(0), &x(1), &x(2), &x(3), dx)
+            }
+            (OpKind::RmsNormGradWeight, [dgamma]) => {
+                norm::rms_norm_grad_weight(&x(0), &x(1), &x(2), dgamma)
+            }
             (OpKind::LogSumExp, [lse]) => {
                 let rows = lse.len();
                 loss::log_sum_exp(&x(0), rows, width, valid, lse);
             }
-            (OpKind::CrossEntropy, [nll]) => loss::cross_entropy(&x(0), &x(1), self.ids(2)?, width, offset, valid, nll),
-            (OpKind::CrossEntropyGrad, [dlogits]) => loss::cross_entropy_grad(&x(0), &x(1), self.ids(2)?, &x(3), width, offset, valid, dlogits),
+            (OpKind::CrossEntropy, [nll]) => {
+                loss::cross_entropy(&x(0), &x(1), self.ids(2)?, width, offset, valid, nll)
+            }
+            (OpKind::CrossEntropyGrad, [dlogits]) => loss::cross_entropy_grad(
+                &x(0),
+                &x(1),
+                self.ids(2)?,
+                &x(3),
+                width,
+                offset,
+                valid,
+                dlogits,
+            ),
             (_, outs) => self.run_step_end(outs)?,
         }
         Ok(())
@@ -339,7 +457,11 @@ impl Call<'_> {
             (OpKind::ClipCoefficient { max_norm }, [out]) => {
                 let (norm, scale) = (f64::from(scalar(0)?), f64::from(scalar(1)?));
                 let clipped = max_norm.map_or(1.0, |m| (m / (norm / scale + 1e-6)).min(1.0));
-                out[0] = if norm.is_finite() { (clipped / scale) as f32 } else { f32::NAN };
+                out[0] = if norm.is_finite() {
+                    (clipped / scale) as f32
+                } else {
+                    f32::NAN
+                };
             }
             (OpKind::UpdateLossScale { growth_interval }, [scale, good_steps]) => {
                 let (old, good, norm) = (scalar(0)?, scalar(1)?, scalar(2)?);
@@ -349,13 +471,40 @@ impl Call<'_> {
                     true => (old, good + 1.0),
                 };
             }
-            (&OpKind::AdamW { beta1, beta2, eps, weight_decay }, [p, m, v]) => {
+            (
+                &OpKind::AdamW {
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                },
+                [p, m, v],
+            ) => {
                 let (step, coefficient) = (self.cx.step + 1, scalar(4)?);
-                let step = optimizer::AdamWStep { lr: self.cx.lr, beta1, beta2, eps, weight_decay, step, coefficient };
+                let step = optimizer::AdamWStep {
+                    lr: self.cx.lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                    step,
+                    coefficient,
+                };
                 optimizer::adamw(p, &self.x(1), m, v, step);
             }
-            (&OpKind::Sgd { momentum, weight_decay }, [p, m]) => {
-                let step = optimizer::SgdStep { lr: self.cx.lr, momentum, weight_decay, coefficient: scalar(3)? };
+            (
+                &OpKind::Sgd {
+                    momentum,
+                    weight_decay,
+                },
+                [p, m],
+            ) => {
+                let step = optimizer::SgdStep {
+                    lr: self.cx.lr,
+                    momentum,
+                    weight_decay,
+                    coefficient: scalar(3)?,
+                };
                 optimizer::sgd(p, &self.x(1), m, step);
             }
             _ => return Err(self.error("sources have no kernel")),
@@ -364,13 +513,21 @@ impl Call<'_> {
     }
 
     /// Padding is no element of a maximum; of a sum it is a zero.
-    fn reduce(&self, kind: ReduceKind, dims: &[usize], out: &mut [f32]) -> Result<(), RuntimeError> {
+    fn reduce(
+        &self,
+        kind: ReduceKind,
+        dims: &[usize],
+        out: &mut [f32],
+    ) -> Result<(), RuntimeError> {
         let (local, mut x) = (self.local(0), self.x(0));
         let shape = local.dims();
         match kind {
             ReduceKind::Sum => layout::reduce_sum(&x, &shape, dims, out),
             ReduceKind::Max => {
-                if dims.iter().any(|&d| local.ranges[d].valid < local.ranges[d].padded) {
+                if dims
+                    .iter()
+                    .any(|&d| local.ranges[d].valid < local.ranges[d].padded)
+                {
                     let mut masked = vec![f32::NEG_INFINITY; x.len()];
                     let (valid, zero) = (local.valid(), vec![0; shape.len()]);
                     layout::copy_region(&x, &shape, &zero, &mut masked, &shape, &zero, &valid);
@@ -415,15 +572,33 @@ impl Call<'_> {
         let key = Key::new(self.cx.seed, self.cx.step, key);
         let kept = (1.0 / (1.0 - p)) as f32;
         let n_groups = if grouped { lens[3] } else { 1 };
-        let first = [self.cx.first_sample + ql[0].start, ql[1].start, ql[2].start, if grouped { ql[3].start } else { 0 }];
+        let first = [
+            self.cx.first_sample + ql[0].start,
+            ql[1].start,
+            ql[2].start,
+            if grouped { ql[3].start } else { 0 },
+        ];
         let n_keys = self.local(1).lens[1];
         let mask = |b: usize, kv: usize, g: usize, i: usize, j: usize| {
-            let row = ((first[0] + b as u64) * lens[1] + first[1] + i as u64) * lens[2] + first[2] + kv as u64;
+            let row = ((first[0] + b as u64) * lens[1] + first[1] + i as u64) * lens[2]
+                + first[2]
+                + kv as u64;
             let element = (row * n_groups + first[3] + g as u64) * n_keys + j as u64;
-            if f64::from(rng::uniform(key, element)) < p { 0.0 } else { kept }
+            if f64::from(rng::uniform(key, element)) < p {
+                0.0
+            } else {
+                kept
+            }
         };
         let dropout = (self.cx.training && p > 0.0).then_some(&mask as &attention::Dropout<'_>);
-        f(&attention::Attention { q: &q, k: &k, v: &v, dims, scale: scale as f32, dropout });
+        f(&attention::Attention {
+            q: &q,
+            k: &k,
+            v: &v,
+            dims,
+            scale: scale as f32,
+            dropout,
+        });
     }
 }
 
@@ -445,7 +620,11 @@ impl ElementName {
         for d in (1..strides.len()).rev() {
             strides[d - 1] = strides[d] * local.lens[d];
         }
-        ElementName { dims: local.ranges.iter().map(|r| r.padded).collect(), start, strides }
+        ElementName {
+            dims: local.ranges.iter().map(|r| r.padded).collect(),
+            start,
+            strides,
+        }
     }
     fn of(&self, i: usize) -> u64 {
         let mut rest = i as u64;
@@ -489,7 +668,12 @@ fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
     match scaling {
         RopeScaling::None => rotary::RopeScaling::None,
         RopeScaling::Linear { factor } => rotary::RopeScaling::Linear { factor },
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => rotary::RopeScaling::Llama3 {
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position,
+        } => rotary::RopeScaling::Llama3 {
             factor,
             low_freq_factor,
             high_freq_factor,
@@ -500,9 +684,21 @@ fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
 
 fn n_operands(op: &OpKind) -> usize {
     match op {
-        OpKind::Binary { .. } | OpKind::DotGeneral { .. } | OpKind::Embedding | OpKind::EmbeddingGrad { .. } | OpKind::RmsNorm { .. } | OpKind::ClipCoefficient { .. } => 2,
-        OpKind::LayerNorm { .. } | OpKind::RmsNormGradWeight | OpKind::Attention { .. } | OpKind::CrossEntropy | OpKind::UpdateLossScale { .. } => 3,
-        OpKind::LayerNormGradWeight | OpKind::RmsNormGradInput | OpKind::CrossEntropyGrad | OpKind::Sgd { .. } => 4,
+        OpKind::Binary { .. }
+        | OpKind::DotGeneral { .. }
+        | OpKind::Embedding
+        | OpKind::EmbeddingGrad { .. }
+        | OpKind::RmsNorm { .. }
+        | OpKind::ClipCoefficient { .. } => 2,
+        OpKind::LayerNorm { .. }
+        | OpKind::RmsNormGradWeight
+        | OpKind::Attention { .. }
+        | OpKind::CrossEntropy
+        | OpKind::UpdateLossScale { .. } => 3,
+        OpKind::LayerNormGradWeight
+        | OpKind::RmsNormGradInput
+        | OpKind::CrossEntropyGrad
+        | OpKind::Sgd { .. } => 4,
         OpKind::LayerNormGradInput | OpKind::AdamW { .. } => 5,
         OpKind::AttentionGrad { .. } => 6,
         _ => 1,
@@ -512,7 +708,11 @@ fn n_operands(op: &OpKind) -> usize {
 fn n_results(op: &OpKind) -> usize {
     match op {
         OpKind::LayerNorm { .. } | OpKind::AttentionGrad { .. } | OpKind::AdamW { .. } => 3,
-        OpKind::LayerNormGradWeight | OpKind::RmsNorm { .. } | OpKind::Attention { .. } | OpKind::UpdateLossScale { .. } | OpKind::Sgd { .. } => 2,
+        OpKind::LayerNormGradWeight
+        | OpKind::RmsNorm { .. }
+        | OpKind::Attention { .. }
+        | OpKind::UpdateLossScale { .. }
+        | OpKind::Sgd { .. } => 2,
         _ => 1,
     }
 }

@@ -21,16 +21,44 @@ pub struct Local {
 impl Local {
     /// The whole tensor.
     pub fn whole(dtype: DType, lens: &[u64]) -> Self {
-        let ranges = lens.iter().map(|&len| LocalRange { start: 0, valid: len, padded: len }).collect();
-        Local { dtype, lens: lens.to_vec(), ranges }
+        let ranges = lens
+            .iter()
+            .map(|&len| LocalRange {
+                start: 0,
+                valid: len,
+                padded: len,
+            })
+            .collect();
+        Local {
+            dtype,
+            lens: lens.to_vec(),
+            ranges,
+        }
     }
     /// What the rank at `coords` of `mesh` holds of a tensor with `spec`.
-    pub fn shard(dtype: DType, lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh, coords: &[u32]) -> Self {
-        Local { dtype, lens: lens.to_vec(), ranges: spec.local_ranges(lens, mesh, coords) }
+    pub fn shard(
+        dtype: DType,
+        lens: &[u64],
+        spec: &ShardingSpec,
+        mesh: &LogicalMesh,
+        coords: &[u32],
+    ) -> Self {
+        Local {
+            dtype,
+            lens: lens.to_vec(),
+            ranges: spec.local_ranges(lens, mesh, coords),
+        }
     }
     /// As [`Local::shard`], by rank; `None` when the rank is not in the mesh.
-    pub fn of_rank(dtype: DType, lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh, rank: Rank) -> Option<Self> {
-        mesh.coords(rank).map(|coords| Self::shard(dtype, lens, spec, mesh, &coords))
+    pub fn of_rank(
+        dtype: DType,
+        lens: &[u64],
+        spec: &ShardingSpec,
+        mesh: &LogicalMesh,
+        rank: Rank,
+    ) -> Option<Self> {
+        mesh.coords(rank)
+            .map(|coords| Self::shard(dtype, lens, spec, mesh, &coords))
     }
     /// Padded length along each dim: the shape of the buffer.
     pub fn dims(&self) -> Vec<usize> {
@@ -77,7 +105,15 @@ impl Local {
         let lens: Vec<usize> = self.lens.iter().map(|&n| n as usize).collect();
         let valid = self.valid();
         if !valid.contains(&0) {
-            layout::copy_region(full, &lens, &self.start(), part, &self.dims(), &vec![0; valid.len()], &valid);
+            layout::copy_region(
+                full,
+                &lens,
+                &self.start(),
+                part,
+                &self.dims(),
+                &vec![0; valid.len()],
+                &valid,
+            );
         }
     }
     /// Copies this part to its place in the full tensor; inverse of [`Local::cut`].
@@ -88,7 +124,15 @@ impl Local {
         let lens: Vec<usize> = self.lens.iter().map(|&n| n as usize).collect();
         let valid = self.valid();
         if !valid.contains(&0) {
-            layout::copy_region(part, &self.dims(), &vec![0; valid.len()], full, &lens, &self.start(), &valid);
+            layout::copy_region(
+                part,
+                &self.dims(),
+                &vec![0; valid.len()],
+                full,
+                &lens,
+                &self.start(),
+                &valid,
+            );
         }
     }
 }

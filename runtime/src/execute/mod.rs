@@ -17,7 +17,7 @@ pub mod collective;
 mod kernel;
 mod local;
 #[cfg(test)]
-mod naive;
+pub(crate) mod naive;
 mod rank;
 #[cfg(test)]
 mod reshard_tests;

@@ -1,123 +1,385 @@
-//! A lowering for tests alone: one stage, random strategies for every op, every value in a
-//! buffer of its own, nothing coalesced or reused. What it makes is slow and right, so ranks
-//! can be compared with the reference whatever the real lowering does.
+//! A lowering for tests alone: random strategies for every op, every value in a buffer of its
+//! own, nothing coalesced or reused, all forwards before all backwards. What it makes is slow
+//! and right, so ranks can be compared with the reference whatever the real lowering does.
 
+use ir::op::{AxisUse, OpStrategy};
 use ir::program::*;
-use ir::reshard::{LayoutStep, paths};
+use ir::reshard::paths;
 use ir::testing::Rng;
 use ir::training::TrainingGraph;
-use ir::op::{AxisUse, OpStrategy};
-use ir::{AxisId, BufferId, DType, InstrId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId, TemplateId, ValueId};
-use std::collections::BTreeMap;
+use ir::{
+    AxisId, BufferId, DType, InstrId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId,
+    TemplateId, TransferId, ValueId,
+};
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Lowers with strategies drawn from `seed`.
-pub(crate) fn lower(training: &TrainingGraph, mesh: &LogicalMesh, microbatch: u64, n_microbatches: u32, seed: u64) -> Program {
-    let mut l = Lowering {
-        training,
-        mesh,
-        microbatch,
-        n_microbatches,
-        rng: Rng::new(seed),
+const BEGIN: usize = 0;
+const BEGIN_EXCHANGE: usize = 1;
+/// Ops before the microbatches that need what was exchanged.
+const BEGIN_AFTER: usize = 2;
+const FORWARD_RECV: usize = 3;
+const FORWARD: usize = 4;
+const FORWARD_SEND: usize = 5;
+const BACKWARD_RECV: usize = 6;
+const BACKWARD: usize = 7;
+const BACKWARD_SEND: usize = 8;
+/// Prepares accumulators for other stages.
+const END_BEFORE: usize = 9;
+const END_EXCHANGE: usize = 10;
+const END: usize = 11;
+
+const KINDS: [TemplateKind; 12] = [
+    TemplateKind::StepBegin,
+    TemplateKind::Exchange,
+    TemplateKind::StepBegin,
+    TemplateKind::Exchange,
+    TemplateKind::Forward,
+    TemplateKind::Exchange,
+    TemplateKind::Exchange,
+    TemplateKind::Backward,
+    TemplateKind::Exchange,
+    TemplateKind::StepEnd,
+    TemplateKind::Exchange,
+    TemplateKind::StepEnd,
+];
+
+/// Lowers onto one mesh per stage, equally many layers each, with strategies drawn from `seed`.
+pub(crate) fn lower(
+    training: &TrainingGraph,
+    meshes: &[LogicalMesh],
+    microbatch: u64,
+    n_microbatches: u32,
+    seed: u64,
+) -> Program {
+    let stage = |mesh: &LogicalMesh| Stage {
+        mesh: mesh.clone(),
         buffers: Vec::new(),
         end: 0,
         placed: BTreeMap::new(),
-        templates: [TemplateKind::StepBegin, TemplateKind::Forward, TemplateKind::Backward, TemplateKind::StepEnd].map(|kind| Template { kind, instructions: Vec::new() }),
+        late: BTreeSet::new(),
+        templates: KINDS.map(|kind| Template {
+            kind,
+            instructions: Vec::new(),
+        }),
         states: Vec::new(),
     };
-    training.graph.ops().iter().for_each(|op| l.op(op));
-    let loss = l.scalar(training.loss);
-    let grad_norm = l.scalar(training.grad_norm);
-    l.write_states();
-    let slot = |t: u32, microbatch| Slot { template: TemplateId(t), microbatch };
-    let mut trace = vec![slot(0, None)];
-    trace.extend((0..n_microbatches).map(|m| slot(1, Some(m))));
-    trace.extend((0..n_microbatches).map(|m| slot(2, Some(m))));
-    trace.push(slot(3, None));
-    let role = RoleProgram {
-        stage: StageId(0),
-        mesh: mesh.clone(),
-        buffers: l.buffers,
-        templates: l.templates.into(),
-        trace,
-        arena_bytes: l.end,
-        states: l.states,
-        loss: Some(loss),
-        grad_norm: Some(grad_norm),
+    let mut l = Lowering {
+        training,
+        microbatch,
+        n_microbatches,
+        rng: Rng::new(seed),
+        stages: meshes.iter().map(stage).collect(),
+        transfers: Vec::new(),
     };
-    Program { roles: vec![role], transfers: vec![], n_microbatches, microbatch }
+    training.graph.ops().iter().for_each(|op| l.op(op));
+    let loss_stage = l.stages_of(
+        training
+            .graph
+            .op(training.graph.value(training.loss).producer),
+    )[0];
+    let scalar = ShardingSpec::replicated(0);
+    let loss = l.reshard(
+        loss_stage,
+        l.stages[loss_stage].placed[&training.loss],
+        &scalar,
+        END,
+    );
+    l.write_states();
+    let mut roles = Vec::new();
+    for (s, stage) in l.stages.into_iter().enumerate() {
+        let slot = |t: usize, microbatch| Slot {
+            template: TemplateId::new(t),
+            microbatch,
+        };
+        let mut trace: Vec<Slot> = [BEGIN, BEGIN_EXCHANGE, BEGIN_AFTER]
+            .map(|t| slot(t, None))
+            .into();
+        for templates in [
+            [FORWARD_RECV, FORWARD, FORWARD_SEND],
+            [BACKWARD_RECV, BACKWARD, BACKWARD_SEND],
+        ] {
+            trace.extend((0..n_microbatches).flat_map(|m| templates.map(|t| slot(t, Some(m)))));
+        }
+        trace.extend([END_BEFORE, END_EXCHANGE, END].map(|t| slot(t, None)));
+        roles.push(RoleProgram {
+            stage: StageId::new(s),
+            mesh: stage.mesh,
+            buffers: stage.buffers,
+            templates: stage.templates.into(),
+            trace,
+            arena_bytes: stage.end,
+            states: stage.states,
+            loss: (s == loss_stage).then_some(loss),
+            grad_norm: stage.placed.get(&training.grad_norm).copied(),
+        });
+    }
+    Program {
+        roles,
+        transfers: l.transfers,
+        n_microbatches,
+        microbatch,
+    }
 }
 
 struct Lowering<'a> {
     training: &'a TrainingGraph,
-    mesh: &'a LogicalMesh,
     microbatch: u64,
     n_microbatches: u32,
     rng: Rng,
+    stages: Vec<Stage>,
+    transfers: Vec<Transfer>,
+}
+
+type Moves = Vec<(TransferId, BufferId)>;
+
+struct Stage {
+    mesh: LogicalMesh,
     buffers: Vec<Buffer>,
     end: u64,
     placed: BTreeMap<ValueId, BufferId>,
-    templates: [Template; 4],
+    /// Values that exist from `BEGIN_AFTER` on.
+    late: BTreeSet<ValueId>,
+    templates: [Template; 12],
     states: Vec<StateBuffer>,
 }
 
 impl Lowering<'_> {
+    fn stages_of(&self, op: &Op) -> Vec<usize> {
+        let (n_layers, n_stages) = (self.training.graph.layers.len(), self.stages.len());
+        op.layer.map_or((0..n_stages).collect(), |l| {
+            vec![l.index() * n_stages / n_layers]
+        })
+    }
+
     fn op(&mut self, op: &Op) {
+        for stage in self.stages_of(op) {
+            self.op_on(stage, op);
+        }
+    }
+
+    fn op_on(&mut self, stage: usize, op: &Op) {
         let graph = &self.training.graph;
+        if op.kind == OpKind::GlobalNorm {
+            return self.global_norm(stage, op);
+        }
+        for &v in &op.inputs {
+            if !self.stages[stage].placed.contains_key(&v) {
+                self.transfer(v, stage);
+            }
+        }
+        let late = op
+            .inputs
+            .iter()
+            .any(|v| self.stages[stage].late.contains(v));
         let template = match (op.region, op.pass) {
-            (Region::StepBegin, _) => 0,
-            (Region::Microbatch, Pass::F) => 1,
-            (Region::Microbatch, _) => 2,
-            (Region::StepEnd, _) => 3,
+            (Region::StepBegin, _) if late => BEGIN_AFTER,
+            (Region::StepBegin, _) => BEGIN,
+            (Region::Microbatch, Pass::F) => FORWARD,
+            (Region::Microbatch, _) => BACKWARD,
+            (Region::StepEnd, _) => END,
         };
-        let (wanted, results) = self.strategy(op);
-        let inputs: Vec<BufferId> = op.inputs.iter().zip(&wanted).map(|(&v, spec)| self.reshard(self.placed[&v], spec, template)).collect();
+        let (wanted, results) = self.strategy(stage, op);
+        let inputs: Vec<BufferId> = op
+            .inputs
+            .iter()
+            .zip(&wanted)
+            .map(|(v, spec)| self.reshard(stage, self.stages[stage].placed[v], spec, template))
+            .collect();
         let class = match (op.region, &op.kind) {
             (_, OpKind::State { .. }) => BufferClass::Persistent,
-            (Region::Microbatch, OpKind::Accumulate { .. }) => BufferClass::Step,
-            (Region::Microbatch, _) => BufferClass::PerMicrobatch { slots: self.n_microbatches },
-            _ => BufferClass::Step,
+            (_, OpKind::Accumulate { .. }) => BufferClass::Step,
+            _ => self.class(template),
         };
         let mut outputs = Vec::new();
-        for (&v, spec) in op.outputs.iter().zip(results) {
+        for (i, (&v, spec)) in op.outputs.iter().zip(results).enumerate() {
             let (name, ty) = (graph.value_name(v), graph.ty(v));
-            let buffer = self.buffer(name, ty.dtype, ty.shape.bind(self.microbatch), spec, class);
-            self.placed.insert(v, buffer);
+            let lens = ty.shape.bind(self.microbatch);
+            // An update goes over the state itself where the state's layout is the update's.
+            let old = super::in_place(&op.kind)
+                .iter()
+                .find(|p| p.1 == i)
+                .map(|p| inputs[p.0]);
+            let state = old
+                .filter(|b| self.stages[stage].buffers[b.index()].class == BufferClass::Persistent);
+            let buffer = state
+                .unwrap_or_else(|| self.stages[stage].buffer(name, ty.dtype, lens, spec, class));
+            self.stages[stage].placed.insert(v, buffer);
+            if template == BEGIN_AFTER {
+                self.stages[stage].late.insert(v);
+            }
             outputs.push(buffer);
         }
         let kind = match &op.kind {
             OpKind::State { .. } => {
-                let state = self.training.states.iter().find(|s| s.path == op.path).unwrap();
-                self.states.push(StateBuffer { path: state.path.clone(), param: state.param.clone(), role: state.role, buffer: outputs[0] });
-                return;
+                let state = self
+                    .training
+                    .states
+                    .iter()
+                    .find(|s| s.path == op.path)
+                    .unwrap();
+                let state = StateBuffer {
+                    path: state.path.clone(),
+                    param: state.param.clone(),
+                    role: state.role,
+                    buffer: outputs[0],
+                };
+                return self.stages[stage].states.push(state);
             }
-            OpKind::Input { kind } => InstrKind::Load { kind: *kind, output: outputs[0] },
-            OpKind::Constant { value } => InstrKind::Fill { value: *value, output: outputs[0] },
-            kind => InstrKind::Compute { path: op.path.clone(), kind: kind.clone(), inputs, outputs: outputs.clone() },
+            OpKind::Input { kind } => InstrKind::Load {
+                kind: *kind,
+                output: outputs[0],
+            },
+            OpKind::Constant { value } => InstrKind::Fill {
+                value: *value,
+                output: outputs[0],
+            },
+            kind => InstrKind::Compute {
+                path: op.path.clone(),
+                kind: kind.clone(),
+                inputs,
+                outputs: outputs.clone(),
+            },
         };
         if matches!(op.kind, OpKind::Accumulate { .. }) {
-            self.push(0, InstrKind::Fill { value: 0.0, output: outputs[0] });
+            self.stages[stage].push(
+                BEGIN,
+                InstrKind::Fill {
+                    value: 0.0,
+                    output: outputs[0],
+                },
+            );
         }
-        self.push(template, kind);
+        self.stages[stage].push(template, kind);
+    }
+
+    /// A sum over the world makes one vector of the squares, of which every stage takes the norm.
+    fn global_norm(&mut self, stage: usize, op: &Op) {
+        let scalar = ShardingSpec::replicated(0);
+        let mut entries = Vec::new();
+        for (i, v) in op.inputs.iter().enumerate() {
+            if let Some(&b) = self.stages[stage].placed.get(v) {
+                entries.push((i as u32, self.reshard(stage, b, &scalar, END)));
+            }
+        }
+        let this = &mut self.stages[stage];
+        let vector = this.buffer(
+            "squares".into(),
+            DType::F32,
+            vec![op.inputs.len() as u64],
+            ShardingSpec::replicated(1),
+            BufferClass::Step,
+        );
+        this.push(
+            END,
+            InstrKind::WorldSum {
+                inputs: entries,
+                output: vector,
+            },
+        );
+        let norm = this.buffer("norm".into(), DType::F32, vec![], scalar, BufferClass::Step);
+        this.placed.insert(op.outputs[0], norm);
+        this.push(
+            END,
+            InstrKind::Compute {
+                path: op.path.clone(),
+                kind: op.kind.clone(),
+                inputs: vec![vector],
+                outputs: vec![norm],
+            },
+        );
+    }
+
+    /// Brings a value of another stage to this one, in random specs.
+    fn transfer(&mut self, v: ValueId, to: usize) {
+        let graph = &self.training.graph;
+        let producer = graph.op(graph.value(v).producer);
+        let from = self.stages_of(producer)[0];
+        let (prepare, send, recv) = match (producer.region, producer.pass, &producer.kind) {
+            (Region::StepBegin, ..) => (BEGIN, BEGIN_EXCHANGE, BEGIN_EXCHANGE),
+            (_, _, OpKind::Accumulate { .. }) => (END_BEFORE, END_EXCHANGE, END_EXCHANGE),
+            (Region::Microbatch, Pass::F, _) => (FORWARD, FORWARD_SEND, FORWARD_RECV),
+            (Region::Microbatch, ..) => (BACKWARD, BACKWARD_SEND, BACKWARD_RECV),
+            (Region::StepEnd, ..) => panic!(
+                "`{}` crosses stages after the microbatches",
+                graph.value_name(v)
+            ),
+        };
+        let n_dims = graph.ty(v).shape.rank();
+        let from_spec = self.random_spec(from, n_dims);
+        let to_spec = self.random_spec(to, n_dims);
+        let source = self.reshard(from, self.stages[from].placed[&v], &from_spec, prepare);
+        let Buffer {
+            name, dtype, lens, ..
+        } = self.stages[from].buffers[source.index()].clone();
+        let class = self.class(recv);
+        let target =
+            self.stages[to].buffer(name.clone(), dtype, lens.clone(), to_spec.clone(), class);
+        let id = TransferId::new(self.transfers.len());
+        self.transfers.push(Transfer {
+            value: name,
+            from: StageId::new(from),
+            to: StageId::new(to),
+            lens,
+            dtype,
+            from_spec,
+            to_spec,
+        });
+        self.stages[from].exchange(send).0.push((id, source));
+        self.stages[to].exchange(recv).1.push((id, target));
+        self.stages[to].placed.insert(v, target);
+        if recv == BEGIN_EXCHANGE {
+            self.stages[to].late.insert(v);
+        }
+    }
+
+    fn random_spec(&mut self, stage: usize, n_dims: usize) -> ShardingSpec {
+        let mut spec = ShardingSpec::replicated(n_dims);
+        for axis in self.stages[stage].mesh.axis_ids() {
+            if n_dims > 0 && self.rng.one_in(2) {
+                spec.dims[self.rng.below(n_dims as u64) as usize]
+                    .axes
+                    .push(axis);
+            }
+        }
+        spec
+    }
+
+    fn class(&self, template: usize) -> BufferClass {
+        match (FORWARD_RECV..=BACKWARD_SEND).contains(&template) {
+            true => BufferClass::PerMicrobatch {
+                slots: self.n_microbatches,
+            },
+            false => BufferClass::Step,
+        }
     }
 
     /// Specs of operands and results for a random strategy that operands can be brought to.
-    fn strategy(&mut self, op: &Op) -> (Vec<ShardingSpec>, Vec<ShardingSpec>) {
+    fn strategy(&mut self, stage: usize, op: &Op) -> (Vec<ShardingSpec>, Vec<ShardingSpec>) {
         let rule = self.training.graph.rule(op);
-        let n_axes = self.mesh.axes.len();
+        let n_axes = self.stages[stage].mesh.axes.len();
         let shardable: Vec<_> = rule.shardable().collect();
         for attempt in 0..20 {
             let mut strategy = OpStrategy::replicate(n_axes);
             for u in strategy.uses.iter_mut().filter(|_| attempt < 19) {
                 match self.rng.below(4) {
                     0 => {}
-                    1 if !rule.linear.is_empty() => *u = AxisUse::Partial(self.rng.below(rule.linear.len() as u64) as u32),
+                    1 if !rule.linear.is_empty() => {
+                        *u = AxisUse::Partial(self.rng.below(rule.linear.len() as u64) as u32)
+                    }
                     _ if !shardable.is_empty() => *u = AxisUse::Factor(self.rng.pick(&shardable)),
                     _ => {}
                 }
             }
             strategy.reverse = self.rng.one_in(3);
-            let Ok(assigned) = rule.assign(&strategy) else { continue };
-            let reachable = op.inputs.iter().zip(&assigned.operands).all(|(v, spec)| !paths(self.spec(self.placed[v]), spec).is_empty());
+            let Ok(assigned) = rule.assign(&strategy) else {
+                continue;
+            };
+            let this = &self.stages[stage];
+            let reachable = op
+                .inputs
+                .iter()
+                .zip(&assigned.operands)
+                .all(|(v, spec)| !paths(this.spec(this.placed[v]), spec).is_empty());
             if reachable {
                 return (assigned.operands, assigned.results);
             }
@@ -125,61 +387,135 @@ impl Lowering<'_> {
         panic!("op `{}` cannot even be replicated", op.path)
     }
 
-    fn spec(&self, b: BufferId) -> &ShardingSpec {
-        &self.buffers[b.index()].spec
-    }
-
     /// Brings a buffer to a spec by a random path.
-    fn reshard(&mut self, mut from: BufferId, to: &ShardingSpec, template: usize) -> BufferId {
-        let all = paths(self.spec(from), to);
-        let path = self.rng.pick(&all);
+    fn reshard(
+        &mut self,
+        stage: usize,
+        mut from: BufferId,
+        to: &ShardingSpec,
+        template: usize,
+    ) -> BufferId {
+        let class = self.class(template);
+        let this = &mut self.stages[stage];
+        let path = self.rng.pick(&paths(this.spec(from), to));
         for step in path {
-            let before = self.buffers[from.index()].clone();
+            let before = this.buffers[from.index()].clone();
             let after = step.apply(&before.spec).unwrap();
-            let class = if template == 1 || template == 2 { BufferClass::PerMicrobatch { slots: self.n_microbatches } } else { BufferClass::Step };
-            let output = self.buffer(format!("{}'", before.name), before.dtype, before.lens.clone(), after, class);
+            let output = this.buffer(
+                format!("{}'", before.name),
+                before.dtype,
+                before.lens.clone(),
+                after,
+                class,
+            );
             let kind = match step.collective(&before.spec) {
-                None => InstrKind::Slice { step: step.clone(), input: from, output },
+                None => InstrKind::Slice {
+                    step: step.clone(),
+                    input: from,
+                    output,
+                },
                 Some(kind) => {
                     let axes: Vec<AxisId> = step.axes();
-                    InstrKind::Collective { kind, axes, items: vec![CollectiveItem { step: step.clone(), input: from, output }] }
+                    InstrKind::Collective {
+                        kind,
+                        axes,
+                        items: vec![CollectiveItem {
+                            step: step.clone(),
+                            input: from,
+                            output,
+                        }],
+                    }
                 }
             };
-            debug_assert!(!matches!(kind, InstrKind::Slice { .. }) || matches!(step, LayoutStep::Slice { .. }));
-            self.push(template, kind);
+            this.push(template, kind);
             from = output;
         }
         from
     }
 
-    fn scalar(&mut self, v: ValueId) -> BufferId {
-        self.reshard(self.placed[&v], &ShardingSpec::replicated(0), 3)
-    }
-
     fn write_states(&mut self) {
         for state in self.training.states.clone() {
-            let to = self.placed[&state.read];
-            let spec = self.spec(to).clone();
-            let input = self.reshard(self.placed[&state.write], &spec, 3);
-            self.push(3, InstrKind::Copy { input, output: to });
+            for stage in 0..self.stages.len() {
+                let Some(&to) = self.stages[stage]
+                    .placed
+                    .get(&state.read)
+                    .filter(|b| self.stages[stage].states.iter().any(|s| s.buffer == **b))
+                else {
+                    continue;
+                };
+                let spec = self.stages[stage].spec(to).clone();
+                let input =
+                    self.reshard(stage, self.stages[stage].placed[&state.write], &spec, END);
+                self.stages[stage].push(END, InstrKind::Copy { input, output: to });
+            }
         }
     }
+}
 
-    fn buffer(&mut self, name: String, dtype: DType, lens: Vec<u64>, spec: ShardingSpec, class: BufferClass) -> BufferId {
-        let bytes = spec.local_elements(&lens, self.mesh) * dtype.bytes();
-        let buffer = Buffer { name, dtype, lens, spec, class, offset: self.end, bytes };
+impl Stage {
+    fn spec(&self, b: BufferId) -> &ShardingSpec {
+        &self.buffers[b.index()].spec
+    }
+
+    fn buffer(
+        &mut self,
+        name: String,
+        dtype: DType,
+        lens: Vec<u64>,
+        spec: ShardingSpec,
+        class: BufferClass,
+    ) -> BufferId {
+        let bytes = spec.local_elements(&lens, &self.mesh) * dtype.bytes();
+        let buffer = Buffer {
+            name,
+            dtype,
+            lens,
+            spec,
+            class,
+            offset: self.end,
+            bytes,
+        };
         self.end += u64::from(buffer.slots()) * buffer.stride();
         self.buffers.push(buffer);
         BufferId::new(self.buffers.len() - 1)
     }
 
+    /// Sends and receives of an exchange template.
+    fn exchange(&mut self, template: usize) -> (&mut Moves, &mut Moves) {
+        if self.templates[template].instructions.is_empty() {
+            self.push(
+                template,
+                InstrKind::Exchange {
+                    sends: vec![],
+                    recvs: vec![],
+                },
+            );
+        }
+        match &mut self.templates[template].instructions[0].kind {
+            InstrKind::Exchange { sends, recvs } => (sends, recvs),
+            other => panic!("{other:?} in an exchange template"),
+        }
+    }
+
     fn push(&mut self, template: usize, kind: InstrKind) {
         let stream = match kind {
-            InstrKind::Collective { .. } => Stream::Collective,
+            InstrKind::Collective { .. } | InstrKind::WorldSum { .. } => Stream::Collective,
+            InstrKind::Exchange { .. } => Stream::Transfer,
             _ => Stream::Compute,
         };
         let instructions = &mut self.templates[template].instructions;
-        let deps = instructions.len().checked_sub(1).map(InstrId::new).into_iter().collect();
-        instructions.push(Instruction { kind, stream, deps, pass: Pass::F, layer: None });
+        let deps = instructions
+            .len()
+            .checked_sub(1)
+            .map(InstrId::new)
+            .into_iter()
+            .collect();
+        instructions.push(Instruction {
+            kind,
+            stream,
+            deps,
+            pass: Pass::F,
+            layer: None,
+        });
     }
 }

@@ -87,23 +87,57 @@ pub(crate) struct RankState {
 impl RankState {
     /// Fails when the program is not consistent: see [`Scripts::new`]; a buffer of another
     /// size than its part, or beyond the arena.
-    pub fn new(program: Arc<Program>, role: usize, endpoint: Endpoint, threads: usize) -> Result<Self, RuntimeError> {
+    pub fn new(
+        program: Arc<Program>,
+        role: usize,
+        endpoint: Endpoint,
+        threads: usize,
+    ) -> Result<Self, RuntimeError> {
         let scripts = Scripts::new(&program, role)?;
         let (rank, this) = (endpoint.rank(), &program.roles[role]);
-        let coords = this.mesh.coords(rank).ok_or_else(|| RuntimeError::Program(format!("{rank} is not in the mesh of {}", this.stage)))?;
-        let part = |b: &ir::program::Buffer| Local::shard(b.dtype, &b.lens, &b.spec, &this.mesh, &coords);
+        let coords = this.mesh.coords(rank).ok_or_else(|| {
+            RuntimeError::Program(format!("{rank} is not in the mesh of {}", this.stage))
+        })?;
+        let part =
+            |b: &ir::program::Buffer| Local::shard(b.dtype, &b.lens, &b.spec, &this.mesh, &coords);
         let locals: Vec<Local> = this.buffers.iter().map(part).collect();
         for (buffer, local) in this.buffers.iter().zip(&locals) {
             let end = buffer.offset + u64::from(buffer.slots()) * buffer.stride();
-            if local.bytes() as u64 != buffer.bytes || end > this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN) || buffer.offset % 8 != 0 {
-                let message = format!("buffer `{}` of {}: {} bytes at {}, its part has {}, the arena {}", buffer.name, this.stage, buffer.bytes, buffer.offset, local.bytes(), this.arena_bytes);
+            if local.bytes() as u64 != buffer.bytes
+                || end > this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN)
+                || buffer.offset % 8 != 0
+            {
+                let message = format!(
+                    "buffer `{}` of {}: {} bytes at {}, its part has {}, the arena {}",
+                    buffer.name,
+                    this.stage,
+                    buffer.bytes,
+                    buffer.offset,
+                    local.bytes(),
+                    this.arena_bytes
+                );
                 return Err(RuntimeError::Program(message));
             }
         }
-        let arena = Arena::new(this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN) as usize);
+        let arena =
+            Arena::new(this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN) as usize);
         let (outgoing, incoming) = tiles(&program, role, rank, &coords)?;
         let world = program.roles.iter().flat_map(|r| r.mesh.ranks()).collect();
-        Ok(RankState { rank, role, scripts, arena, endpoint, locals, coords, world, outgoing, incoming, threads, peak_scratch: 0, program })
+        Ok(RankState {
+            rank,
+            role,
+            scripts,
+            arena,
+            endpoint,
+            locals,
+            coords,
+            world,
+            outgoing,
+            incoming,
+            threads,
+            peak_scratch: 0,
+            program,
+        })
     }
 
     fn this(&self) -> &RoleProgram {
@@ -132,7 +166,11 @@ impl RankState {
     pub fn play(&mut self, play: &Play) -> Result<Played, RuntimeError> {
         let start = Instant::now();
         let scale = self.loss_scale();
-        let script = if play.training { self.scripts.training() } else { self.scripts.validation() };
+        let script = if play.training {
+            self.scripts.training()
+        } else {
+            self.scripts.validation()
+        };
         let mut timings = play.profile.then(|| self.no_timings());
         for slot in script.iter() {
             let began = Instant::now();
@@ -141,40 +179,76 @@ impl RankState {
                 add(&mut t.templates[slot.template.index()], began);
             }
         }
-        let scalar = |b: BufferId| self.arena.read(self.range(b, None)).first_chunk().map(|&bytes| f32::from_le_bytes(bytes));
+        let scalar = |b: BufferId| {
+            self.arena
+                .read(self.range(b, None))
+                .first_chunk()
+                .map(|&bytes| f32::from_le_bytes(bytes))
+        };
         let loss = self.this().loss.and_then(scalar);
-        let grad_norm = self.this().grad_norm.and_then(scalar).map(|norm| f64::from(norm) / scale);
+        let grad_norm = self
+            .this()
+            .grad_norm
+            .and_then(scalar)
+            .map(|norm| f64::from(norm) / scale);
         let peak_bytes = self.arena.len() as u64 + self.peak_scratch;
-        Ok(Played { start, end: Instant::now(), loss, grad_norm, timings, peak_bytes })
+        Ok(Played {
+            start,
+            end: Instant::now(),
+            loss,
+            grad_norm,
+            timings,
+            peak_bytes,
+        })
     }
 
     /// The factor by which this step's gradients are too large.
     fn loss_scale(&self) -> f64 {
-        let state = self.this().states.iter().find(|s| s.role == StateRole::Scalar && s.path == LOSS_SCALE);
-        state.map_or(1.0, |s| f64::from(self.read(s.buffer).f32s()[0]) * LOSS_SCALE_UNIT)
+        let state = self
+            .this()
+            .states
+            .iter()
+            .find(|s| s.role == StateRole::Scalar && s.path == LOSS_SCALE);
+        state.map_or(1.0, |s| {
+            f64::from(self.read(s.buffer).f32s()[0]) * LOSS_SCALE_UNIT
+        })
     }
 
     fn no_timings(&self) -> RankTimings {
         let templates = &self.this().templates;
         RankTimings {
             rank: self.rank.0,
-            instructions: templates.iter().map(|t| vec![(0.0, 0); t.instructions.len()]).collect(),
+            instructions: templates
+                .iter()
+                .map(|t| vec![(0.0, 0); t.instructions.len()])
+                .collect(),
             templates: vec![(0.0, 0); templates.len()],
         }
     }
 
-    fn play_slot(&mut self, slot: &ScriptSlot, play: &Play, mut timings: Option<&mut RankTimings>) -> Result<(), RuntimeError> {
+    fn play_slot(
+        &mut self,
+        slot: &ScriptSlot,
+        play: &Play,
+        mut timings: Option<&mut RankTimings>,
+    ) -> Result<(), RuntimeError> {
         let program = Arc::clone(&self.program);
         let role = &program.roles[self.role];
         for &i in &slot.instructions {
             let instruction = &role.template(slot.template).instructions[i];
             let began = timings.is_some().then(Instant::now);
-            self.execute(instruction, slot, play).map_err(|source| RuntimeError::Instruction {
-                rank: self.rank,
-                stage: role.stage,
-                instruction: format!("{:?} template {}, instruction {i}, {}", role.template(slot.template).kind, slot.template.0, what(role, instruction)),
-                source: Box::new(source),
-            })?;
+            self.execute(instruction, slot, play)
+                .map_err(|source| RuntimeError::Instruction {
+                    rank: self.rank,
+                    stage: role.stage,
+                    instruction: format!(
+                        "{:?} template {}, instruction {i}, {}",
+                        role.template(slot.template).kind,
+                        slot.template.0,
+                        what(role, instruction)
+                    ),
+                    source: Box::new(source),
+                })?;
             if let (Some(t), Some(began)) = (timings.as_deref_mut(), began) {
                 add(&mut t.instructions[slot.template.index()][i], began);
             }
@@ -182,16 +256,39 @@ impl RankState {
         Ok(())
     }
 
-    fn execute(&mut self, instruction: &Instruction, slot: &ScriptSlot, play: &Play) -> Result<(), RuntimeError> {
+    fn execute(
+        &mut self,
+        instruction: &Instruction,
+        slot: &ScriptSlot,
+        play: &Play,
+    ) -> Result<(), RuntimeError> {
         let microbatch = slot.microbatch;
         match &instruction.kind {
-            InstrKind::Compute { path, kind, inputs, outputs } => {
+            InstrKind::Compute {
+                path,
+                kind,
+                inputs,
+                outputs,
+            } => {
                 let first_sample = u64::from(microbatch.unwrap_or(0)) * self.program.microbatch;
-                let cx = Context { seed: play.seed, step: play.step, lr: play.lr, first_sample, training: play.training, threads: self.threads };
+                let cx = Context {
+                    seed: play.seed,
+                    step: play.step,
+                    lr: play.lr,
+                    first_sample,
+                    training: play.training,
+                    threads: self.threads,
+                };
                 self.compute(path, kind, inputs, outputs, microbatch, &cx)
             }
-            InstrKind::Collective { kind, axes, items } => self.collective(*kind, axes, items, microbatch),
-            InstrKind::Slice { step, input, output } => self.slice(step, *input, *output, microbatch),
+            InstrKind::Collective { kind, axes, items } => {
+                self.collective(*kind, axes, items, microbatch)
+            }
+            InstrKind::Slice {
+                step,
+                input,
+                output,
+            } => self.slice(step, *input, *output, microbatch),
             InstrKind::Exchange { sends, recvs } => {
                 let kept = |id: &TransferId| slot.keeps(&self.program.transfers[id.index()]);
                 let sends: Vec<_> = sends.iter().filter(|s| kept(&s.0)).copied().collect();
@@ -205,9 +302,16 @@ impl RankState {
                 Ok(())
             }
             InstrKind::Copy { input, output } => {
-                let (from, to) = (self.range(*input, microbatch), self.range(*output, microbatch));
+                let (from, to) = (
+                    self.range(*input, microbatch),
+                    self.range(*output, microbatch),
+                );
                 if from.len() != to.len() {
-                    return Err(RuntimeError::Program(format!("a copy of {} bytes to {}", from.len(), to.len())));
+                    return Err(RuntimeError::Program(format!(
+                        "a copy of {} bytes to {}",
+                        from.len(),
+                        to.len()
+                    )));
                 }
                 self.arena.copy(from, to.start);
                 Ok(())
@@ -215,19 +319,34 @@ impl RankState {
         }
     }
 
-    fn compute(&mut self, path: &str, op: &ir::OpKind, inputs: &[BufferId], outputs: &[BufferId], microbatch: Option<u32>, cx: &Context) -> Result<(), RuntimeError> {
-        let writes: Vec<Range<usize>> = outputs.iter().map(|&b| self.range(b, microbatch)).collect();
+    fn compute(
+        &mut self,
+        path: &str,
+        op: &ir::OpKind,
+        inputs: &[BufferId],
+        outputs: &[BufferId],
+        microbatch: Option<u32>,
+        cx: &Context,
+    ) -> Result<(), RuntimeError> {
+        let writes: Vec<Range<usize>> =
+            outputs.iter().map(|&b| self.range(b, microbatch)).collect();
         let mut copies: BTreeMap<usize, Bytes> = BTreeMap::new();
         let mut reads = Vec::with_capacity(inputs.len());
         for (i, &b) in inputs.iter().enumerate() {
             let range = self.range(b, microbatch);
             if let Some(&(_, o)) = in_place(op).iter().find(|p| p.0 == i) {
                 // The old value goes where the new one will be; often it is there already.
-                if let Some(to) = writes.get(o).filter(|to| **to != range && to.len() == range.len()) {
+                if let Some(to) = writes
+                    .get(o)
+                    .filter(|to| **to != range && to.len() == range.len())
+                {
                     self.arena.copy(range, to.start);
                 }
                 reads.push(0..0);
-            } else if writes.iter().any(|w| w.start < range.end && range.start < w.end) {
+            } else if writes
+                .iter()
+                .any(|w| w.start < range.end && range.start < w.end)
+            {
                 if matches!(op, ir::OpKind::Layout) && writes[0] == range {
                     return Ok(());
                 }
@@ -237,37 +356,69 @@ impl RankState {
                 reads.push(range);
             }
         }
-        let borrowed = self.arena.borrow(&reads, &writes).map_err(RuntimeError::Program)?;
+        let borrowed = self
+            .arena
+            .borrow(&reads, &writes)
+            .map_err(RuntimeError::Program)?;
         let operands: Vec<Operand<'_>> = inputs
             .iter()
             .zip(borrowed.reads)
             .enumerate()
-            .map(|(i, (b, data))| Operand { local: &self.locals[b.index()], data: copies.get(&i).map_or(data, |copy| copy) })
+            .map(|(i, (b, data))| Operand {
+                local: &self.locals[b.index()],
+                data: copies.get(&i).map_or(data, |copy| copy),
+            })
             .collect();
-        let mut results: Vec<Output<'_>> = outputs.iter().zip(borrowed.writes).map(|(b, data)| Output { local: &self.locals[b.index()], data }).collect();
-        let scratch = kernel(op, path, &operands, &mut results, cx)? + copies.values().map(|c| c.len() as u64).sum::<u64>();
+        let mut results: Vec<Output<'_>> = outputs
+            .iter()
+            .zip(borrowed.writes)
+            .map(|(b, data)| Output {
+                local: &self.locals[b.index()],
+                data,
+            })
+            .collect();
+        let scratch = kernel(op, path, &operands, &mut results, cx)?
+            + copies.values().map(|c| c.len() as u64).sum::<u64>();
         self.peak_scratch = self.peak_scratch.max(scratch);
         Ok(())
     }
 
-    fn collective(&mut self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem], microbatch: Option<u32>) -> Result<(), RuntimeError> {
+    fn collective(
+        &mut self,
+        kind: CollectiveKind,
+        axes: &[AxisId],
+        items: &[CollectiveItem],
+        microbatch: Option<u32>,
+    ) -> Result<(), RuntimeError> {
         let group = self.this().mesh.group(self.rank, axes).unwrap_or_default();
         let me = group.iter().position(|&r| r == self.rank).unwrap_or(0);
-        let contribution: Vec<Bytes> = items.iter().map(|i| Bytes::copy_of(self.arena.read(self.range(i.input, microbatch)))).collect();
+        let contribution: Vec<Bytes> = items
+            .iter()
+            .map(|i| Bytes::copy_of(self.arena.read(self.range(i.input, microbatch))))
+            .collect();
         let n_bytes: usize = contribution.iter().map(|c| c.len()).sum();
         let label = || format!("{} over {}", kind.name(), axis_names(axes));
         let members = self.endpoint.gather(&group, contribution, &label)?;
-        let two_phase = matches!(kind, CollectiveKind::AllReduce(_)) && n_bytes >= TWO_PHASE_BYTES && group.len() > 1;
+        let two_phase = matches!(kind, CollectiveKind::AllReduce(_))
+            && n_bytes >= TWO_PHASE_BYTES
+            && group.len() > 1;
         let parts = match (two_phase, kind) {
             (true, CollectiveKind::AllReduce(reduce)) => {
-                let mine = items.iter().enumerate().map(|(i, item)| self.reduce_part(reduce, item, &members, i, me)).collect();
+                let mine = items
+                    .iter()
+                    .enumerate()
+                    .map(|(i, item)| self.reduce_part(reduce, item, &members, i, me))
+                    .collect();
                 Some(self.endpoint.gather(&group, mine, &label)?)
             }
             _ => None,
         };
         for (i, item) in items.iter().enumerate() {
             let range = self.range(item.output, microbatch);
-            let (input, output) = (&self.locals[item.input.index()], &self.locals[item.output.index()]);
+            let (input, output) = (
+                &self.locals[item.input.index()],
+                &self.locals[item.output.index()],
+            );
             let out = self.arena.write(range);
             match &parts {
                 Some(parts) => {
@@ -289,7 +440,14 @@ impl RankState {
     }
 
     /// This member's part of a two-phase all-reduce.
-    fn reduce_part(&self, reduce: ir::ReduceKind, item: &CollectiveItem, members: &[Contribution], i: usize, me: usize) -> Bytes {
+    fn reduce_part(
+        &self,
+        reduce: ir::ReduceKind,
+        item: &CollectiveItem,
+        members: &[Contribution],
+        i: usize,
+        me: usize,
+    ) -> Bytes {
         let local = self.local(item.input);
         let size = local.dtype.bytes() as usize;
         let chunk = collective::chunk(local.elements(), me, members.len());
@@ -300,7 +458,13 @@ impl RankState {
         out
     }
 
-    fn slice(&mut self, step: &LayoutStep, input: BufferId, output: BufferId, microbatch: Option<u32>) -> Result<(), RuntimeError> {
+    fn slice(
+        &mut self,
+        step: &LayoutStep,
+        input: BufferId,
+        output: BufferId,
+        microbatch: Option<u32>,
+    ) -> Result<(), RuntimeError> {
         let LayoutStep::Slice { axis, dim, .. } = step else {
             return Err(RuntimeError::Program(format!("{step:?} is not a slice")));
         };
@@ -308,66 +472,161 @@ impl RankState {
         let range = self.range(output, microbatch);
         let coordinate = self.coords[axis.index()] as usize;
         let (from, to) = (&self.locals[input.index()], &self.locals[output.index()]);
-        collective::slice(*dim, coordinate, from, &operand, to, self.arena.write(range));
+        collective::slice(
+            *dim,
+            coordinate,
+            from,
+            &operand,
+            to,
+            self.arena.write(range),
+        );
         self.peak_scratch = self.peak_scratch.max(2 * operand.len() as u64);
         Ok(())
     }
 
-    fn exchange(&mut self, sends: &[(TransferId, BufferId)], recvs: &[(TransferId, BufferId)], microbatch: Option<u32>) -> Result<(), RuntimeError> {
+    fn exchange(
+        &mut self,
+        sends: &[(TransferId, BufferId)],
+        recvs: &[(TransferId, BufferId)],
+        microbatch: Option<u32>,
+    ) -> Result<(), RuntimeError> {
         let mut outgoing = Vec::new();
         for &(transfer, buffer) in sends {
             let local = self.local(buffer);
             let data = self.arena.read(self.range(buffer, microbatch));
             for tile in self.outgoing.get(&transfer).into_iter().flatten() {
                 let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-                let mut block = Bytes::zeroed(len.iter().product::<usize>() * local.dtype.bytes() as usize);
-                collective::copy_block(local.dtype, (data, &local.dims(), &within(tile, local)), (&mut block, &len, &vec![0; len.len()]), &len);
-                outgoing.push((Channel { transfer: transfer.0, from: self.rank, to: tile.to }, block));
+                let mut block =
+                    Bytes::zeroed(len.iter().product::<usize>() * local.dtype.bytes() as usize);
+                collective::copy_block(
+                    local.dtype,
+                    (data, &local.dims(), &within(tile, local)),
+                    (&mut block, &len, &vec![0; len.len()]),
+                    &len,
+                );
+                outgoing.push((
+                    Channel {
+                        transfer: transfer.0,
+                        from: self.rank,
+                        to: tile.to,
+                    },
+                    block,
+                ));
             }
         }
-        let expected: Vec<(BufferId, &Tile)> = recvs.iter().flat_map(|(t, b)| self.incoming.get(t).into_iter().flatten().map(|tile| (*b, tile))).collect();
-        let transfer_of: Vec<TransferId> = recvs.iter().flat_map(|(t, _)| self.incoming.get(t).into_iter().flatten().map(|_| *t)).collect();
-        let channels: Vec<Channel> = expected.iter().zip(&transfer_of).map(|((_, tile), t)| Channel { transfer: t.0, from: tile.from, to: self.rank }).collect();
+        let expected: Vec<(BufferId, &Tile)> = recvs
+            .iter()
+            .flat_map(|(t, b)| {
+                self.incoming
+                    .get(t)
+                    .into_iter()
+                    .flatten()
+                    .map(|tile| (*b, tile))
+            })
+            .collect();
+        let transfer_of: Vec<TransferId> = recvs
+            .iter()
+            .flat_map(|(t, _)| self.incoming.get(t).into_iter().flatten().map(|_| *t))
+            .collect();
+        let channels: Vec<Channel> = expected
+            .iter()
+            .zip(&transfer_of)
+            .map(|((_, tile), t)| Channel {
+                transfer: t.0,
+                from: tile.from,
+                to: self.rank,
+            })
+            .collect();
         let n_bytes: usize = outgoing.iter().map(|o| o.1.len()).sum();
-        let names = |list: &[(TransferId, BufferId)]| list.iter().map(|(t, _)| self.program.transfers[t.index()].value.clone()).collect::<Vec<_>>().join(", ");
-        let label = format!("an exchange that sends [{}] and receives [{}]", names(sends), names(recvs));
-        let arrived = self.endpoint.exchange(outgoing, &channels, &|| label.clone())?;
-        let received: Vec<Range<usize>> = recvs.iter().map(|r| self.range(r.1, microbatch)).collect();
-        received.into_iter().for_each(|r| self.arena.write(r).fill(0));
-        let places: Vec<Range<usize>> = expected.iter().map(|(b, _)| self.range(*b, microbatch)).collect();
+        let names = |list: &[(TransferId, BufferId)]| {
+            list.iter()
+                .map(|(t, _)| self.program.transfers[t.index()].value.clone())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let label = format!(
+            "an exchange that sends [{}] and receives [{}]",
+            names(sends),
+            names(recvs)
+        );
+        let arrived = self
+            .endpoint
+            .exchange(outgoing, &channels, &|| label.clone())?;
+        let received: Vec<Range<usize>> =
+            recvs.iter().map(|r| self.range(r.1, microbatch)).collect();
+        received
+            .into_iter()
+            .for_each(|r| self.arena.write(r).fill(0));
+        let places: Vec<Range<usize>> = expected
+            .iter()
+            .map(|(b, _)| self.range(*b, microbatch))
+            .collect();
         for (((buffer, tile), place), block) in expected.into_iter().zip(places).zip(&arrived) {
             let local = &self.locals[buffer.index()];
             let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
             let out = self.arena.write(place);
-            collective::copy_block(local.dtype, (block, &len, &vec![0; len.len()]), (out, &local.dims(), &within(tile, local)), &len);
+            collective::copy_block(
+                local.dtype,
+                (block, &len, &vec![0; len.len()]),
+                (out, &local.dims(), &within(tile, local)),
+                &len,
+            );
         }
         let n_arrived: usize = arrived.iter().map(|b| b.len()).sum();
         self.peak_scratch = self.peak_scratch.max((n_bytes + n_arrived) as u64);
         Ok(())
     }
 
-    fn world_sum(&mut self, inputs: &[(u32, BufferId)], output: BufferId, microbatch: Option<u32>) -> Result<(), RuntimeError> {
+    fn world_sum(
+        &mut self,
+        inputs: &[(u32, BufferId)],
+        output: BufferId,
+        microbatch: Option<u32>,
+    ) -> Result<(), RuntimeError> {
         let n = self.local(output).elements();
         let mut mine = vec![0.0f32; n];
         if self.coords.iter().all(|&c| c == 0) {
             for &(entry, buffer) in inputs {
                 let value = self.arena.read(self.range(buffer, microbatch));
-                let slot = mine.get_mut(entry as usize).ok_or_else(|| RuntimeError::Program(format!("entry {entry} of a world sum of {n}")))?;
+                let slot = mine.get_mut(entry as usize).ok_or_else(|| {
+                    RuntimeError::Program(format!("entry {entry} of a world sum of {n}"))
+                })?;
                 *slot = bytemuck::cast_slice(value).first().copied().unwrap_or(0.0);
             }
         }
-        let members = self.endpoint.gather(&self.world, vec![Bytes::of_f32(&mine)], &|| "a sum over the world".into())?;
+        let members = self
+            .endpoint
+            .gather(&self.world, vec![Bytes::of_f32(&mine)], &|| {
+                "a sum over the world".into()
+            })?;
         let parts: Vec<&[u8]> = members.iter().map(|m| &m[0][..]).collect();
         let range = self.range(output, microbatch);
-        collective::combine(ir::ReduceKind::Sum, DType::F32, &parts, self.arena.write(range));
+        collective::combine(
+            ir::ReduceKind::Sum,
+            DType::F32,
+            &parts,
+            self.arena.write(range),
+        );
         Ok(())
     }
 
-    fn load(&mut self, kind: InputKind, output: BufferId, microbatch: Option<u32>, batch: &[Vec<u32>]) -> Result<(), RuntimeError> {
+    fn load(
+        &mut self,
+        kind: InputKind,
+        output: BufferId,
+        microbatch: Option<u32>,
+        batch: &[Vec<u32>],
+    ) -> Result<(), RuntimeError> {
         let first = u64::from(microbatch.unwrap_or(0)) * self.program.microbatch;
         let range = self.range(output, microbatch);
         let local = &self.locals[output.index()];
-        load_tokens(kind, local, first, batch, bytemuck::cast_slice_mut(self.arena.write(range)))
+        load_tokens(
+            kind,
+            local,
+            first,
+            batch,
+            bytemuck::cast_slice_mut(self.arena.write(range)),
+        )
     }
 
     fn fill(&mut self, value: f32, output: BufferId, microbatch: Option<u32>) {
@@ -384,9 +643,18 @@ impl RankState {
 
 /// Writes a rank's part of a microbatch's tokens or labels: `first` is the index in `batch`
 /// of the microbatch's first sample. Label `i` of a sample is its token `i + 1`.
-pub(crate) fn load_tokens(kind: InputKind, local: &Local, first: u64, batch: &[Vec<u32>], out: &mut [i32]) -> Result<(), RuntimeError> {
+pub(crate) fn load_tokens(
+    kind: InputKind,
+    local: &Local,
+    first: u64,
+    batch: &[Vec<u32>],
+    out: &mut [i32],
+) -> Result<(), RuntimeError> {
     let [rows, columns] = local.ranges[..] else {
-        return Err(RuntimeError::Program(format!("data are loaded into {:?}, expected [batch, sequence]", local.lens)));
+        return Err(RuntimeError::Program(format!(
+            "data are loaded into {:?}, expected [batch, sequence]",
+            local.lens
+        )));
     };
     out.fill(0);
     let shift = match kind {
@@ -397,11 +665,19 @@ pub(crate) fn load_tokens(kind: InputKind, local: &Local, first: u64, batch: &[V
     for r in 0..n_rows {
         let sample = first + rows.start + r;
         let from = (columns.start + shift) as usize;
-        let tokens = batch.get(sample as usize).and_then(|s| s.get(from..from + columns.valid as usize));
-        let tokens = tokens.ok_or_else(|| RuntimeError::Batch(format!("sample {sample} has no tokens {from}..{}", from + columns.valid as usize)))?;
+        let tokens = batch
+            .get(sample as usize)
+            .and_then(|s| s.get(from..from + columns.valid as usize));
+        let tokens = tokens.ok_or_else(|| {
+            RuntimeError::Batch(format!(
+                "sample {sample} has no tokens {from}..{}",
+                from + columns.valid as usize
+            ))
+        })?;
         let row = &mut out[(r * columns.padded) as usize..][..tokens.len()];
         for (out, &token) in row.iter_mut().zip(tokens) {
-            *out = i32::try_from(token).map_err(|_| RuntimeError::Batch(format!("token {token} exceeds 2^31 - 1")))?;
+            *out = i32::try_from(token)
+                .map_err(|_| RuntimeError::Batch(format!("token {token} exceeds 2^31 - 1")))?;
         }
     }
     Ok(())
@@ -410,7 +686,12 @@ pub(crate) fn load_tokens(kind: InputKind, local: &Local, first: u64, batch: &[V
 type Tiles = BTreeMap<TransferId, Vec<Tile>>;
 
 /// The blocks that `rank` sends and receives, per transfer.
-fn tiles(program: &Program, role: usize, rank: Rank, coords: &[u32]) -> Result<(Tiles, Tiles), RuntimeError> {
+fn tiles(
+    program: &Program,
+    role: usize,
+    rank: Rank,
+    coords: &[u32],
+) -> Result<(Tiles, Tiles), RuntimeError> {
     let stage = program.roles[role].stage;
     let (mut outgoing, mut incoming) = (Tiles::new(), Tiles::new());
     for (i, t) in program.transfers.iter().enumerate() {
@@ -427,19 +708,39 @@ fn tiles(program: &Program, role: usize, rank: Rank, coords: &[u32]) -> Result<(
 
 fn source<'a>(program: &'a Program, t: &'a Transfer) -> Result<Placement<'a>, RuntimeError> {
     let role = program.roles.iter().find(|r| r.stage == t.from);
-    let mesh = role.map(|r| &r.mesh).ok_or_else(|| RuntimeError::Program(format!("transfer `{}` comes from {}, which has no role", t.value, t.from)))?;
-    Ok(Placement { mesh, spec: &t.from_spec })
+    let mesh = role.map(|r| &r.mesh).ok_or_else(|| {
+        RuntimeError::Program(format!(
+            "transfer `{}` comes from {}, which has no role",
+            t.value, t.from
+        ))
+    })?;
+    Ok(Placement {
+        mesh,
+        spec: &t.from_spec,
+    })
 }
 
 fn target<'a>(program: &'a Program, t: &'a Transfer) -> Result<Placement<'a>, RuntimeError> {
     let role = program.roles.iter().find(|r| r.stage == t.to);
-    let mesh = role.map(|r| &r.mesh).ok_or_else(|| RuntimeError::Program(format!("transfer `{}` goes to {}, which has no role", t.value, t.to)))?;
-    Ok(Placement { mesh, spec: &t.to_spec })
+    let mesh = role.map(|r| &r.mesh).ok_or_else(|| {
+        RuntimeError::Program(format!(
+            "transfer `{}` goes to {}, which has no role",
+            t.value, t.to
+        ))
+    })?;
+    Ok(Placement {
+        mesh,
+        spec: &t.to_spec,
+    })
 }
 
 /// Where a tile starts in a rank's buffer.
 fn within(tile: &Tile, local: &Local) -> Vec<usize> {
-    tile.start.iter().zip(&local.ranges).map(|(&start, r)| (start - r.start) as usize).collect()
+    tile.start
+        .iter()
+        .zip(&local.ranges)
+        .map(|(&start, r)| (start - r.start) as usize)
+        .collect()
 }
 
 fn add(total: &mut (f64, u32), began: Instant) {
@@ -448,7 +749,10 @@ fn add(total: &mut (f64, u32), began: Instant) {
 }
 
 fn axis_names(axes: &[AxisId]) -> String {
-    axes.iter().map(AxisId::to_string).collect::<Vec<_>>().join("+")
+    axes.iter()
+        .map(AxisId::to_string)
+        .collect::<Vec<_>>()
+        .join("+")
 }
 
 /// What an instruction is, in a word: the op's path, or the kind and its buffers.
@@ -457,10 +761,18 @@ pub(crate) fn what(role: &RoleProgram, instruction: &Instruction) -> String {
     let names = |list: Vec<&BufferId>| list.into_iter().map(name).collect::<Vec<_>>().join("+");
     match &instruction.kind {
         InstrKind::Compute { path, .. } => path.clone(),
-        InstrKind::Collective { kind, items, .. } => format!("{} {}", kind.name(), names(items.iter().map(|i| &i.input).collect())),
+        InstrKind::Collective { kind, items, .. } => format!(
+            "{} {}",
+            kind.name(),
+            names(items.iter().map(|i| &i.input).collect())
+        ),
         InstrKind::Slice { input, .. } => format!("slice {}", name(input)),
         InstrKind::Exchange { sends, recvs } => {
-            format!("send {} recv {}", names(sends.iter().map(|s| &s.1).collect()), names(recvs.iter().map(|r| &r.1).collect()))
+            format!(
+                "send {} recv {}",
+                names(sends.iter().map(|s| &s.1).collect()),
+                names(recvs.iter().map(|r| &r.1).collect())
+            )
         }
         InstrKind::WorldSum { output, .. } => format!("world_sum {}", name(output)),
         InstrKind::Load { output, .. } => format!("load {}", name(output)),

@@ -5,7 +5,9 @@
 use super::collective;
 use super::local::Local;
 use ir::reshard::{LayoutStep, Placement, paths, tiles_from, tiles_to};
-use ir::{Axis, AxisId, DType, DeviceMesh, DimSharding, LogicalMesh, Rank, ReduceKind, ShardingSpec};
+use ir::{
+    Axis, AxisId, DType, DeviceMesh, DimSharding, LogicalMesh, Rank, ReduceKind, ShardingSpec,
+};
 
 /// SplitMix64; a case is a function of its seed.
 struct Dice(u64);
@@ -23,16 +25,30 @@ impl Dice {
         from + self.next() % (to - from + 1)
     }
     fn mesh(&mut self, first_rank: u32) -> LogicalMesh {
-        let mut sizes: Vec<u32> = (0..self.between(1, 3)).map(|_| self.between(1, 4) as u32).collect();
+        let mut sizes: Vec<u32> = (0..self.between(1, 3))
+            .map(|_| self.between(1, 4) as u32)
+            .collect();
         while sizes.iter().product::<u32>() > 16 {
             sizes.pop();
         }
-        let devices = DeviceMesh { first_rank: Rank(first_rank), n_devices: sizes.iter().product() };
-        let axes = sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("a{i}"), size }).collect();
+        let devices = DeviceMesh {
+            first_rank: Rank(first_rank),
+            n_devices: sizes.iter().product(),
+        };
+        let axes = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &size)| Axis {
+                name: format!("a{i}"),
+                size,
+            })
+            .collect();
         LogicalMesh::new(devices, axes).unwrap()
     }
     fn lens(&mut self) -> Vec<u64> {
-        (0..self.between(1, 3)).map(|_| self.between(1, 11)).collect()
+        (0..self.between(1, 3))
+            .map(|_| self.between(1, 11))
+            .collect()
     }
     /// A spec that uses some of `axes` for dims in a random order.
     fn spec(&mut self, n_dims: usize, units: &[u64], axes: &[AxisId]) -> ShardingSpec {
@@ -55,16 +71,26 @@ impl Dice {
 }
 
 fn full(dice: &mut Dice, lens: &[u64]) -> Vec<f32> {
-    (0..lens.iter().product::<u64>()).map(|_| dice.between(1, 1000) as f32).collect()
+    (0..lens.iter().product::<u64>())
+        .map(|_| dice.between(1, 1000) as f32)
+        .collect()
 }
 
 /// What each rank holds of `full`; over partial axes, values that reduce to it.
-fn shards(full: &[f32], lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh) -> Vec<(Local, Vec<f32>)> {
+fn shards(
+    full: &[f32],
+    lens: &[u64],
+    spec: &ShardingSpec,
+    mesh: &LogicalMesh,
+) -> Vec<(Local, Vec<f32>)> {
     let n_parts: u64 = spec.partial.keys().map(|&a| mesh.size(a)).product();
     let kind = spec.partial.values().next().copied();
     let shard = |rank: Rank| {
         let coords = mesh.coords(rank).unwrap();
-        let part = spec.partial.keys().fold(0, |i, &a| i * mesh.size(a) + u64::from(coords[a.index()]));
+        let part = spec
+            .partial
+            .keys()
+            .fold(0, |i, &a| i * mesh.size(a) + u64::from(coords[a.index()]));
         let values: Vec<f32> = full
             .iter()
             .enumerate()
@@ -73,7 +99,9 @@ fn shards(full: &[f32], lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh) -
                 let holds = i as u64 % n_parts == part;
                 match kind {
                     None => v,
-                    Some(ReduceKind::Sum) if holds => v - (0..n_parts).filter(|&p| p != part).map(noise).sum::<f32>(),
+                    Some(ReduceKind::Sum) if holds => {
+                        v - (0..n_parts).filter(|&p| p != part).map(noise).sum::<f32>()
+                    }
                     Some(ReduceKind::Sum) => noise(part),
                     Some(ReduceKind::Max) if !holds => v - 1.0 - noise(part),
                     Some(ReduceKind::Min) if !holds => v + 1.0 + noise(part),
@@ -90,7 +118,14 @@ fn shards(full: &[f32], lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh) -
 }
 
 /// One step on all ranks.
-fn carry_out(step: &LayoutStep, before: &ShardingSpec, after: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh, shards: &[(Local, Vec<f32>)]) -> Vec<(Local, Vec<f32>)> {
+fn carry_out(
+    step: &LayoutStep,
+    before: &ShardingSpec,
+    after: &ShardingSpec,
+    lens: &[u64],
+    mesh: &LogicalMesh,
+    shards: &[(Local, Vec<f32>)],
+) -> Vec<(Local, Vec<f32>)> {
     let index = |r: Rank| (r.0 - mesh.devices.first_rank.0) as usize;
     let on_rank = |rank: Rank| {
         let coords = mesh.coords(rank).unwrap();
@@ -100,12 +135,22 @@ fn carry_out(step: &LayoutStep, before: &ShardingSpec, after: &ShardingSpec, len
         let (input, operand) = &shards[index(rank)];
         match (step, step.collective(before)) {
             (LayoutStep::Slice { axis, dim, .. }, None) => {
-                collective::slice(*dim, coords[axis.index()] as usize, input, bytemuck::cast_slice(operand), &local, bytes);
+                collective::slice(
+                    *dim,
+                    coords[axis.index()] as usize,
+                    input,
+                    bytemuck::cast_slice(operand),
+                    &local,
+                    bytes,
+                );
             }
             (_, Some(kind)) => {
                 let group = mesh.group(rank, &step.axes()).unwrap();
                 let me = group.iter().position(|&r| r == rank).unwrap();
-                let members: Vec<&[u8]> = group.iter().map(|&r| bytemuck::cast_slice(&shards[index(r)].1[..])).collect();
+                let members: Vec<&[u8]> = group
+                    .iter()
+                    .map(|&r| bytemuck::cast_slice(&shards[index(r)].1[..]))
+                    .collect();
                 collective::result(kind, step, me, input, &members, &local, bytes);
             }
             other => panic!("{other:?}"),
@@ -122,9 +167,19 @@ fn every_path_gives_the_shards_of_the_full_tensor() {
     for seed in 0..3000 {
         let mut dice = Dice(seed);
         let (mesh, lens) = (dice.mesh(5), dice.lens());
-        let units: Vec<u64> = lens.iter().map(|_| if dice.between(0, 2) == 0 { dice.between(2, 3) } else { 1 }).collect();
+        let units: Vec<u64> = lens
+            .iter()
+            .map(|_| {
+                if dice.between(0, 2) == 0 {
+                    dice.between(2, 3)
+                } else {
+                    1
+                }
+            })
+            .collect();
         let axes: Vec<AxisId> = mesh.axis_ids().collect();
-        let (partial, others): (Vec<AxisId>, Vec<AxisId>) = axes.iter().partition(|_| dice.between(0, 3) == 0);
+        let (partial, others): (Vec<AxisId>, Vec<AxisId>) =
+            axes.iter().partition(|_| dice.between(0, 3) == 0);
         let mut from = dice.spec(lens.len(), &units, &others);
         let kind = [ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min][dice.between(0, 2) as usize];
         from.partial = partial.iter().map(|&a| (a, kind)).collect();
@@ -132,7 +187,12 @@ fn every_path_gives_the_shards_of_the_full_tensor() {
         let full = full(&mut dice, &lens);
         let expected = shards(&full, &lens, &to, &mesh);
         let all = paths(&from, &to);
-        assert!(!all.is_empty(), "seed {seed}: no path from {} to {}", from.display(&mesh), to.display(&mesh));
+        assert!(
+            !all.is_empty(),
+            "seed {seed}: no path from {} to {}",
+            from.display(&mesh),
+            to.display(&mesh)
+        );
         for path in all {
             let (mut spec, mut state) = (from.clone(), shards(&full, &lens, &from, &mesh));
             for step in &path {
@@ -141,12 +201,22 @@ fn every_path_gives_the_shards_of_the_full_tensor() {
                 spec = after;
                 seen.insert(step.collective(&from).map(|k| k.name()));
             }
-            assert_eq!(state, expected, "seed {seed}, lengths {lens:?}: {} to {} by {path:?}", from.display(&mesh), to.display(&mesh));
+            assert_eq!(
+                state,
+                expected,
+                "seed {seed}, lengths {lens:?}: {} to {} by {path:?}",
+                from.display(&mesh),
+                to.display(&mesh)
+            );
             n_paths += 1;
         }
     }
     assert!(n_paths > 3000, "{n_paths} paths");
-    assert_eq!(seen.len(), 5, "every collective and the slice occur: {seen:?}");
+    assert_eq!(
+        seen.len(),
+        5,
+        "every collective and the slice occur: {seen:?}"
+    );
 }
 
 #[test]
@@ -162,7 +232,16 @@ fn tiles_between_meshes_give_the_shards_of_the_full_tensor() {
         let (from_spec, to_spec) = (spec_on(&source), spec_on(&target));
         let full = full(&mut dice, &lens);
         let sent = shards(&full, &lens, &from_spec, &source);
-        let (from, to) = (Placement { mesh: &source, spec: &from_spec }, Placement { mesh: &target, spec: &to_spec });
+        let (from, to) = (
+            Placement {
+                mesh: &source,
+                spec: &from_spec,
+            },
+            Placement {
+                mesh: &target,
+                spec: &to_spec,
+            },
+        );
         let mut received = Vec::new();
         for rank in target.ranks() {
             let coords = target.coords(rank).unwrap();
@@ -171,18 +250,37 @@ fn tiles_between_meshes_give_the_shards_of_the_full_tensor() {
             for tile in tiles_to(&lens, from, to, &coords) {
                 let (have, data) = &sent[tile.from.index()];
                 let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-                let at = |l: &Local| tile.start.iter().zip(&l.ranges).map(|(s, r)| (s - r.start) as usize).collect::<Vec<_>>();
+                let at = |l: &Local| {
+                    tile.start
+                        .iter()
+                        .zip(&l.ranges)
+                        .map(|(s, r)| (s - r.start) as usize)
+                        .collect::<Vec<_>>()
+                };
                 collective::copy_block(
                     DType::F32,
                     (bytemuck::cast_slice(data), &have.dims(), &at(have)),
-                    (bytemuck::cast_slice_mut(&mut out), &local.dims(), &at(&local)),
+                    (
+                        bytemuck::cast_slice_mut(&mut out),
+                        &local.dims(),
+                        &at(&local),
+                    ),
                     &len,
                 );
-                assert!(tiles_from(&lens, from, to, tile.from).contains(&tile), "seed {seed}: the sender knows of {tile:?}");
+                assert!(
+                    tiles_from(&lens, from, to, tile.from).contains(&tile),
+                    "seed {seed}: the sender knows of {tile:?}"
+                );
             }
             received.push((local, out));
         }
         let expected = shards(&full, &lens, &to_spec, &target);
-        assert_eq!(received, expected, "seed {seed}, lengths {lens:?}: {} to {}", from_spec.display(&source), to_spec.display(&target));
+        assert_eq!(
+            received,
+            expected,
+            "seed {seed}, lengths {lens:?}: {} to {}",
+            from_spec.display(&source),
+            to_spec.display(&target)
+        );
     }
 }

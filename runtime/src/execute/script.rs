@@ -43,9 +43,17 @@ impl Scripts {
         let training = role
             .trace
             .iter()
-            .map(|s| ScriptSlot { template: s.template, microbatch: s.microbatch, instructions: all(s.template), forward_only: false })
+            .map(|s| ScriptSlot {
+                template: s.template,
+                microbatch: s.microbatch,
+                instructions: all(s.template),
+                forward_only: false,
+            })
             .collect();
-        Ok(Scripts { training: Arc::new(training), validation: Arc::new(validation(role)?) })
+        Ok(Scripts {
+            training: Arc::new(training),
+            validation: Arc::new(validation(role)?),
+        })
     }
     /// One training step.
     pub fn training(&self) -> Arc<Vec<ScriptSlot>> {
@@ -60,8 +68,13 @@ impl Scripts {
 fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
     let kind = |i: usize| role.template(role.trace[i].template).kind;
     let is_microbatch = |i: usize| role.trace[i].microbatch.is_some();
-    let first = (0..role.trace.len()).find(|&i| is_microbatch(i)).unwrap_or(role.trace.len());
-    let last = (0..role.trace.len()).rev().find(|&i| is_microbatch(i)).map_or(first, |i| i + 1);
+    let first = (0..role.trace.len())
+        .find(|&i| is_microbatch(i))
+        .unwrap_or(role.trace.len());
+    let last = (0..role.trace.len())
+        .rev()
+        .find(|&i| is_microbatch(i))
+        .map_or(first, |i| i + 1);
     let mut slots = Vec::new();
     for (i, s) in role.trace.iter().enumerate().take(last) {
         let played = match kind(i) {
@@ -72,7 +85,12 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
         if played {
             let instructions = (0..role.template(s.template).instructions.len()).collect();
             let forward_only = kind(i) == TemplateKind::Exchange && i >= first;
-            slots.push(ScriptSlot { template: s.template, microbatch: s.microbatch, instructions, forward_only });
+            slots.push(ScriptSlot {
+                template: s.template,
+                microbatch: s.microbatch,
+                instructions,
+                forward_only,
+            });
         }
     }
     let mut tail = Vec::new();
@@ -84,17 +102,31 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
             if !instruction.writes().iter().any(|b| needed.contains(b)) {
                 continue;
             }
-            let foreign = matches!(instruction.kind, InstrKind::Exchange { .. } | InstrKind::WorldSum { .. });
-            let persistent = instruction.writes().iter().any(|&b| role.buffer(b).class == BufferClass::Persistent);
+            let foreign = matches!(
+                instruction.kind,
+                InstrKind::Exchange { .. } | InstrKind::WorldSum { .. }
+            );
+            let persistent = instruction
+                .writes()
+                .iter()
+                .any(|&b| role.buffer(b).class == BufferClass::Persistent);
             if foreign || persistent {
-                return Err(RuntimeError::Program(format!("the loss of {} depends on instruction {i} of template {}, which validation cannot play", role.stage, s.template.0)));
+                return Err(RuntimeError::Program(format!(
+                    "the loss of {} depends on instruction {i} of template {}, which validation cannot play",
+                    role.stage, s.template.0
+                )));
             }
             needed.extend(instruction.reads());
             instructions.push(i);
         }
         instructions.reverse();
         if !instructions.is_empty() {
-            tail.push(ScriptSlot { template: s.template, microbatch: s.microbatch, instructions, forward_only: true });
+            tail.push(ScriptSlot {
+                template: s.template,
+                microbatch: s.microbatch,
+                instructions,
+                forward_only: true,
+            });
         }
     }
     slots.extend(tail.into_iter().rev());

@@ -28,7 +28,10 @@ pub struct SessionOptions {
 impl Default for SessionOptions {
     /// Five minutes, even share.
     fn default() -> Self {
-        SessionOptions { watchdog: Duration::from_secs(300), threads_per_rank: None }
+        SessionOptions {
+            watchdog: Duration::from_secs(300),
+            threads_per_rank: None,
+        }
     }
 }
 
@@ -108,25 +111,44 @@ impl Session {
     ///
     /// Fails when the program does not fit `spec` or is inconsistent, or `initial` fails or
     /// gives another number of elements.
-    pub fn new(program: &Program, spec: &TrainSpec, options: SessionOptions, mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>) -> Result<Self, RuntimeError> {
+    pub fn new(
+        program: &Program,
+        spec: &TrainSpec,
+        options: SessionOptions,
+        mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
+    ) -> Result<Self, RuntimeError> {
         check(program, spec)?;
         let program = Arc::new(program.clone());
         let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let threads = options.threads_per_rank.unwrap_or(cores / (n_ranks as usize).max(1)).max(1);
+        let threads = options
+            .threads_per_rank
+            .unwrap_or(cores / (n_ranks as usize).max(1))
+            .max(1);
         let world = World::new(n_ranks, options.watchdog);
         let mut workers = Vec::with_capacity(n_ranks as usize);
         for (role, this) in program.roles.iter().enumerate() {
             for rank in this.mesh.ranks() {
-                let state = RankState::new(Arc::clone(&program), role, world.endpoint(rank), threads)?;
+                let state =
+                    RankState::new(Arc::clone(&program), role, world.endpoint(rank), threads)?;
                 workers.push(start(state, Arc::clone(&world), rank, role));
             }
         }
-        let mut session = Session { program, spec: spec.clone(), workers, step: 0, ended: None };
+        let mut session = Session {
+            program,
+            spec: spec.clone(),
+            workers,
+            step: 0,
+            ended: None,
+        };
         for (path, places) in session.state_places() {
             let (role, state) = &places[0];
             let buffer = session.program.roles[*role].buffer(state.buffer);
-            let values = initial(StateRequest { path: &path, role: state.role, lens: &buffer.lens })?;
+            let values = initial(StateRequest {
+                path: &path,
+                role: state.role,
+                lens: &buffer.lens,
+            })?;
             session.set_state(&path, &places, values)?;
         }
         Ok(session)
@@ -150,7 +172,12 @@ impl Session {
     }
 
     /// Runs one training step on a global batch: `sequence + 1` tokens per sample.
-    pub fn step(&mut self, batch: &[Vec<u32>], lr: f64, profile: bool) -> Result<StepResult, RuntimeError> {
+    pub fn step(
+        &mut self,
+        batch: &[Vec<u32>],
+        lr: f64,
+        profile: bool,
+    ) -> Result<StepResult, RuntimeError> {
         let result = self.play(batch, lr, true, profile)?;
         self.step += 1;
         Ok(result)
@@ -162,20 +189,55 @@ impl Session {
         Ok(self.play(batch, 0.0, false, false)?.loss)
     }
 
-    fn play(&mut self, batch: &[Vec<u32>], lr: f64, training: bool, profile: bool) -> Result<StepResult, RuntimeError> {
+    fn play(
+        &mut self,
+        batch: &[Vec<u32>],
+        lr: f64,
+        training: bool,
+        profile: bool,
+    ) -> Result<StepResult, RuntimeError> {
         check_batch(batch, &self.spec)?;
-        let play = Play { batch: Arc::new(batch.to_vec()), seed: self.spec.seed, step: self.step, lr, training, profile };
+        let play = Play {
+            batch: Arc::new(batch.to_vec()),
+            seed: self.spec.seed,
+            step: self.step,
+            lr,
+            training,
+            profile,
+        };
         let all: Vec<usize> = (0..self.workers.len()).collect();
         let replies = self.ask(&all, |_| Command::Play(play.clone()))?;
-        let mut played: Vec<Played> = replies.into_iter().filter_map(|r| if let Reply::Played(p) = r { Some(*p) } else { None }).collect();
-        let loss = played.iter().find_map(|p| p.loss).ok_or_else(|| RuntimeError::Program("no stage has the loss".into()))?;
+        let mut played: Vec<Played> = replies
+            .into_iter()
+            .filter_map(|r| {
+                if let Reply::Played(p) = r {
+                    Some(*p)
+                } else {
+                    None
+                }
+            })
+            .collect();
+        let loss = played
+            .iter()
+            .find_map(|p| p.loss)
+            .ok_or_else(|| RuntimeError::Program("no stage has the loss".into()))?;
         let grad_norm = played.iter().find_map(|p| p.grad_norm).unwrap_or(f64::NAN);
         let start = played.iter().map(|p| p.start).min();
         let end = played.iter().map(|p| p.end).max();
-        let seconds = start.zip(end).map_or(0.0, |(start, end): (Instant, Instant)| (end - start).as_secs_f64());
+        let seconds = start
+            .zip(end)
+            .map_or(0.0, |(start, end): (Instant, Instant)| {
+                (end - start).as_secs_f64()
+            });
         let peak_bytes = played.iter().map(|p| p.peak_bytes).collect();
         let timings = played.iter_mut().filter_map(|p| p.timings.take()).collect();
-        Ok(StepResult { loss: f64::from(loss), grad_norm, seconds, timings, peak_bytes })
+        Ok(StepResult {
+            loss: f64::from(loss),
+            grad_norm,
+            seconds,
+            timings,
+            peak_bytes,
+        })
     }
 
     /// The parameters as full tensors by path.
@@ -189,7 +251,10 @@ impl Session {
     /// Replaces the states, each of which `states` must have, in full.
     pub fn import_states(&mut self, states: &States) -> Result<(), RuntimeError> {
         for (path, places) in self.state_places() {
-            let tensor = states.get(&path).ok_or_else(|| RuntimeError::State { path: path.clone(), problem: "is missing".into() })?;
+            let tensor = states.get(&path).ok_or_else(|| RuntimeError::State {
+                path: path.clone(),
+                problem: "is missing".into(),
+            })?;
             self.set_state(&path, &places, tensor.values.clone())?;
         }
         Ok(())
@@ -203,9 +268,15 @@ impl Session {
                 for (local, rank, part) in self.parts(*role, state)? {
                     let mut expected = vec![0.0f32; local.elements()];
                     local.cut(&full.values, &mut expected);
-                    let same = expected.iter().zip(part.f32s()).all(|(a, b)| a.to_bits() == b.to_bits());
+                    let same = expected
+                        .iter()
+                        .zip(part.f32s())
+                        .all(|(a, b)| a.to_bits() == b.to_bits());
                     if !same {
-                        return Err(RuntimeError::State { path, problem: format!("{rank} differs from other ranks with the same part") });
+                        return Err(RuntimeError::State {
+                            path,
+                            problem: format!("{rank} differs from other ranks with the same part"),
+                        });
                     }
                 }
             }
@@ -229,29 +300,50 @@ impl Session {
         let mut places: BTreeMap<String, Vec<(usize, StateBuffer)>> = BTreeMap::new();
         for (role, this) in self.program.roles.iter().enumerate() {
             for state in &this.states {
-                places.entry(state.path.clone()).or_default().push((role, state.clone()));
+                places
+                    .entry(state.path.clone())
+                    .or_default()
+                    .push((role, state.clone()));
             }
         }
         places
     }
 
-    fn set_state(&mut self, path: &str, places: &[(usize, StateBuffer)], values: Vec<f32>) -> Result<(), RuntimeError> {
+    fn set_state(
+        &mut self,
+        path: &str,
+        places: &[(usize, StateBuffer)],
+        values: Vec<f32>,
+    ) -> Result<(), RuntimeError> {
         let values = Arc::new(values);
         for (role, state) in places {
             let buffer = self.program.roles[*role].buffer(state.buffer);
             let expected: u64 = buffer.lens.iter().product();
             if values.len() as u64 != expected || buffer.dtype != DType::F32 {
-                let problem = format!("{} elements for {} {:?}", values.len(), buffer.dtype.name(), buffer.lens);
-                return Err(RuntimeError::State { path: path.into(), problem });
+                let problem = format!(
+                    "{} elements for {} {:?}",
+                    values.len(),
+                    buffer.dtype.name(),
+                    buffer.lens
+                );
+                return Err(RuntimeError::State {
+                    path: path.into(),
+                    problem,
+                });
             }
             let workers = self.workers_of(*role);
-            self.ask(&workers, |_| Command::Write(state.buffer, Arc::clone(&values)))?;
+            self.ask(&workers, |_| {
+                Command::Write(state.buffer, Arc::clone(&values))
+            })?;
         }
         Ok(())
     }
 
     /// The full tensor, from the first rank that has each part.
-    fn gather_state(&mut self, places: &[(usize, StateBuffer)]) -> Result<StateTensor, RuntimeError> {
+    fn gather_state(
+        &mut self,
+        places: &[(usize, StateBuffer)],
+    ) -> Result<StateTensor, RuntimeError> {
         let (role, state) = &places[0];
         let lens = self.program.roles[*role].buffer(state.buffer).lens.clone();
         let mut values = vec![0.0f32; lens.iter().product::<u64>() as usize];
@@ -262,7 +354,11 @@ impl Session {
         Ok(StateTensor { lens, values })
     }
 
-    fn parts(&mut self, role: usize, state: &StateBuffer) -> Result<Vec<(Local, Rank, Bytes)>, RuntimeError> {
+    fn parts(
+        &mut self,
+        role: usize,
+        state: &StateBuffer,
+    ) -> Result<Vec<(Local, Rank, Bytes)>, RuntimeError> {
         let workers = self.workers_of(role);
         let replies = self.ask(&workers, |_| Command::Read(state.buffer))?;
         let this = &self.program.roles[role];
@@ -270,7 +366,10 @@ impl Session {
         let mut parts = Vec::with_capacity(replies.len());
         for (reply, &w) in replies.into_iter().zip(&workers) {
             let rank = self.workers[w].rank;
-            if let (Reply::Bytes(bytes), Some(local)) = (reply, Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank)) {
+            if let (Reply::Bytes(bytes), Some(local)) = (
+                reply,
+                Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank),
+            ) {
                 parts.push((local, rank, bytes));
             }
         }
@@ -278,12 +377,18 @@ impl Session {
     }
 
     fn workers_of(&self, role: usize) -> Vec<usize> {
-        (0..self.workers.len()).filter(|&w| self.workers[w].role == role).collect()
+        (0..self.workers.len())
+            .filter(|&w| self.workers[w].role == role)
+            .collect()
     }
 
     /// Gives commands to some ranks and waits for all their replies. When several fail, the
     /// error is of one that did not merely follow another.
-    fn ask(&mut self, workers: &[usize], command: impl Fn(usize) -> Command) -> Result<Vec<Reply>, RuntimeError> {
+    fn ask(
+        &mut self,
+        workers: &[usize],
+        command: impl Fn(usize) -> Command,
+    ) -> Result<Vec<Reply>, RuntimeError> {
         if let Some(reason) = &self.ended {
             return Err(RuntimeError::Ended(reason.clone()));
         }
@@ -298,7 +403,10 @@ impl Session {
             match self.workers[w].replies.recv() {
                 Ok(Ok(reply)) => replies.push(reply),
                 Ok(Err(error)) => errors.push(error),
-                Err(_) => errors.push(RuntimeError::Panic { rank: self.workers[w].rank, message: "its thread is gone".into() }),
+                Err(_) => errors.push(RuntimeError::Panic {
+                    rank: self.workers[w].rank,
+                    message: "its thread is gone".into(),
+                }),
             }
         }
         if errors.is_empty() {
@@ -331,10 +439,17 @@ fn start(mut state: RankState, world: Arc<World>, rank: Rank, role: usize) -> Wo
     let thread = std::thread::spawn(move || {
         for command in inbox {
             // After a panic the state is never used again: the session has ended.
-            let result = catch_unwind(AssertUnwindSafe(|| obey(&mut state, command))).unwrap_or_else(|panic| {
-                let message = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
-                Err(RuntimeError::Panic { rank, message: message.unwrap_or_default() })
-            });
+            let result = catch_unwind(AssertUnwindSafe(|| obey(&mut state, command)))
+                .unwrap_or_else(|panic| {
+                    let message = panic
+                        .downcast_ref::<String>()
+                        .cloned()
+                        .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
+                    Err(RuntimeError::Panic {
+                        rank,
+                        message: message.unwrap_or_default(),
+                    })
+                });
             if let Err(error) = &result
                 && !error.is_consequence()
             {
@@ -345,7 +460,13 @@ fn start(mut state: RankState, world: Arc<World>, rank: Rank, role: usize) -> Wo
             }
         }
     });
-    Worker { rank, role, commands: Some(commands), replies, thread: Some(thread) }
+    Worker {
+        rank,
+        role,
+        commands: Some(commands),
+        replies,
+        thread: Some(thread),
+    }
 }
 
 fn obey(state: &mut RankState, command: Command) -> Result<Reply, RuntimeError> {
@@ -362,18 +483,31 @@ fn obey(state: &mut RankState, command: Command) -> Result<Reply, RuntimeError> 
 /// The batch has the spec's shape.
 pub(crate) fn check_batch(batch: &[Vec<u32>], spec: &TrainSpec) -> Result<(), RuntimeError> {
     if batch.len() as u64 != spec.global_batch {
-        return Err(RuntimeError::Batch(format!("{} samples, expected {}", batch.len(), spec.global_batch)));
+        return Err(RuntimeError::Batch(format!(
+            "{} samples, expected {}",
+            batch.len(),
+            spec.global_batch
+        )));
     }
     match batch.iter().find(|s| s.len() as u64 != spec.sequence + 1) {
-        Some(s) => Err(RuntimeError::Batch(format!("a sample of {} tokens, expected {} + 1", s.len(), spec.sequence))),
+        Some(s) => Err(RuntimeError::Batch(format!(
+            "a sample of {} tokens, expected {} + 1",
+            s.len(),
+            spec.sequence
+        ))),
         None => Ok(()),
     }
 }
 
 fn check(program: &Program, spec: &TrainSpec) -> Result<(), RuntimeError> {
-    let samples = program.microbatch.checked_mul(u64::from(program.n_microbatches));
+    let samples = program
+        .microbatch
+        .checked_mul(u64::from(program.n_microbatches));
     if samples != Some(spec.global_batch) {
-        let message = format!("{} microbatches of {} do not make the global batch of {}", program.n_microbatches, program.microbatch, spec.global_batch);
+        let message = format!(
+            "{} microbatches of {} do not make the global batch of {}",
+            program.n_microbatches, program.microbatch, spec.global_batch
+        );
         return Err(RuntimeError::Program(message));
     }
     let mut ranks: Vec<Rank> = program.roles.iter().flat_map(|r| r.mesh.ranks()).collect();
@@ -381,17 +515,29 @@ fn check(program: &Program, spec: &TrainSpec) -> Result<(), RuntimeError> {
     ranks.sort_unstable();
     ranks.dedup();
     if ranks.len() != n || n == 0 {
-        return Err(RuntimeError::Program(format!("{n} ranks, {} of them distinct", ranks.len())));
+        return Err(RuntimeError::Program(format!(
+            "{n} ranks, {} of them distinct",
+            ranks.len()
+        )));
     }
     let ids_hold = program.roles.iter().all(|r| {
         let n_buffers = r.buffers.len();
         let in_range = |b: &BufferId| b.index() < n_buffers;
         let instructions = r.templates.iter().flat_map(|t| &t.instructions);
-        let buffers = instructions.flat_map(|i| i.reads().into_iter().chain(i.writes())).chain(r.states.iter().map(|s| s.buffer)).chain(r.loss).chain(r.grad_norm);
-        r.trace.iter().all(|s| s.template.index() < r.templates.len()) && buffers.into_iter().all(|b| in_range(&b))
+        let buffers = instructions
+            .flat_map(|i| i.reads().into_iter().chain(i.writes()))
+            .chain(r.states.iter().map(|s| s.buffer))
+            .chain(r.loss)
+            .chain(r.grad_norm);
+        r.trace
+            .iter()
+            .all(|s| s.template.index() < r.templates.len())
+            && buffers.into_iter().all(|b| in_range(&b))
     });
     match ids_hold {
         true => Ok(()),
-        false => Err(RuntimeError::Program("a trace or instruction names a template or buffer that does not exist".into())),
+        false => Err(RuntimeError::Program(
+            "a trace or instruction names a template or buffer that does not exist".into(),
+        )),
     }
 }

@@ -1,0 +1,118 @@
+//! Runs the binary in a folder of its own, with small inputs at hand.
+
+#![allow(dead_code)] // Each test binary uses a part of it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// A GPT-2 of two layers and a few thousand parameters, one token per byte.
+pub const CONFIG: &str = r#"{
+  "model_type": "gpt2",
+  "vocab_size": 256,
+  "n_positions": 16,
+  "n_embd": 16,
+  "n_layer": 2,
+  "n_head": 2,
+  "activation_function": "gelu_new",
+  "layer_norm_epsilon": 1e-05,
+  "initializer_range": 0.02
+}
+"#;
+
+/// What a command did.
+pub struct Done {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Done {
+    /// Fails the test unless the command ended with `code`.
+    pub fn expect(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.out, self.err);
+        assert_no_panic(&self);
+        self
+    }
+    /// Fails the test unless the error says all of `words`.
+    pub fn says(self, words: &[&str]) -> Self {
+        for w in words {
+            assert!(self.err.contains(w), "`{w}` is not in:\n{}", self.err);
+        }
+        self
+    }
+    /// Standard output as JSON.
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}:\n{}", self.out))
+    }
+}
+
+/// Whatever was given, our own checks caught it.
+pub fn assert_no_panic(done: &Done) {
+    for word in ["internal error", "panicked", "RUST_BACKTRACE"] {
+        assert!(!done.err.contains(word) && !done.out.contains(word), "{}", done.err);
+    }
+}
+
+/// A folder with a model, text and, once compiled, a plan.
+pub struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let place = Place { folder: tempfile::tempdir().unwrap() };
+        place.write("config.json", CONFIG.as_bytes());
+        let text: Vec<u8> = (0..4000u32).map(|i| b"the quick brown fox jumps over the lazy dog. "[(i % 45) as usize]).collect();
+        place.write("text.txt", &text);
+        place
+    }
+    /// One with `plan.json`, for four ranks in two stages.
+    pub fn with_plan() -> Self {
+        let place = Place::new();
+        place.run(&["compile", "config.json", "--cluster", "cpu-default", "--global-batch", "4", "--pin", "pipeline=2", "--pin", "data=2"]).expect(0);
+        place
+    }
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+    pub fn write(&self, name: &str, bytes: &[u8]) {
+        std::fs::write(self.path(name), bytes).unwrap();
+    }
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path(name)).unwrap()
+    }
+    pub fn exists(&self, name: &str) -> bool {
+        self.path(name).exists()
+    }
+    /// Names in the folder, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(self.folder.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+    /// Runs `meshwright` here.
+    pub fn run(&self, args: &[&str]) -> Done {
+        let output = Command::new(env!("CARGO_BIN_EXE_meshwright")).args(args).current_dir(self.folder.path()).output().unwrap();
+        Done {
+            code: output.status.code().unwrap_or(-1),
+            out: String::from_utf8_lossy(&output.stdout).into_owned(),
+            err: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+    /// Runs and asserts that a bad input is refused with the file's name and leaves no trace.
+    pub fn refuses(&self, args: &[&str], codes: &[i32]) -> Done {
+        let before = self.names();
+        let done = self.run(args);
+        assert!(codes.contains(&done.code), "{args:?}: exit code {}, expected {codes:?}\n{}\n{}", done.code, done.out, done.err);
+        assert_no_panic(&done);
+        assert!(done.err.trim().len() > 10, "{args:?}: no message");
+        assert_eq!(self.names(), before, "{args:?}: something was written");
+        done
+    }
+}
+
+/// The root of the repository.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
