@@ -42,11 +42,20 @@ fn case(random: &mut Random) -> Case {
     };
     let (plan, training) = random_plan(&mlp(1), &setup, random);
     let program = lowering::lower(&plan).unwrap();
-    Case { plan, training, program }
+    Case {
+        plan,
+        training,
+        program,
+    }
 }
 
 fn list(found: &[checker::Violation]) -> String {
-    found.iter().take(10).map(ToString::to_string).collect::<Vec<_>>().join("\n")
+    found
+        .iter()
+        .take(10)
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 #[test]
@@ -58,7 +67,8 @@ fn lowered_programs_are_proved() {
         assert!(found.is_empty(), "round {round}, plan: {}", list(&found));
         let found = checker::check_program(&c.plan, &c.training, &c.program);
         assert!(found.is_empty(), "round {round}, program: {}", list(&found));
-        oracle::fingerprint(&c.program).unwrap_or_else(|e| panic!("round {round}: the judge says {e}"));
+        oracle::fingerprint(&c.program)
+            .unwrap_or_else(|e| panic!("round {round}: the judge says {e}"));
     }
 }
 
@@ -69,7 +79,10 @@ fn every_mutation_that_matters_is_caught() {
     let mut random = Random(2);
     let cases: Vec<Case> = (0..PROGRAMS).map(|_| case(&mut random)).collect();
     let mut missed = Vec::new();
-    println!("{:<28} {:>7} {:>7} {:>7} {:>7} {:>8}", "mutation", "applied", "caught", "benign", "missed", "share");
+    println!(
+        "{:<28} {:>7} {:>7} {:>7} {:>7} {:>8}",
+        "mutation", "applied", "caught", "benign", "missed", "share"
+    );
     for (name, mutation) in CLASSES {
         let (mut applied, mut caught, mut benign, mut lost) = (0, 0, 0, 0);
         for (k, c) in cases.iter().enumerate() {
@@ -88,17 +101,28 @@ fn every_mutation_that_matters_is_caught() {
                     Ok(print) if print == original => benign += 1,
                     other => {
                         lost += 1;
-                        missed.push(format!("{name} in program {k}: {other:?}\n{}", difference(&c.program, &spoiled)));
+                        missed.push(format!(
+                            "{name} in program {k}: {other:?}\n{}",
+                            difference(&c.program, &spoiled)
+                        ));
                     }
                 }
             }
         }
         assert!(applied > 0, "`{name}` was never applied");
         let share = f64::from(caught) / f64::from((caught + lost).max(1));
-        println!("{name:<28} {applied:>7} {caught:>7} {benign:>7} {lost:>7} {:>7.1}%", share * 100.0);
+        println!(
+            "{name:<28} {applied:>7} {caught:>7} {benign:>7} {lost:>7} {:>7.1}%",
+            share * 100.0
+        );
         assert!(caught > 0, "`{name}` was never caught");
     }
-    assert!(missed.is_empty(), "{} mutations were missed:\n{}", missed.len(), missed[..missed.len().min(10)].join("\n"));
+    assert!(
+        missed.is_empty(),
+        "{} mutations were missed:\n{}",
+        missed.len(),
+        missed[..missed.len().min(10)].join("\n")
+    );
 }
 
 /// Lines of the debug form that differ, for a missed mutation.
@@ -108,5 +132,9 @@ fn difference(a: &Program, b: &Program) -> String {
     let first = a.iter().zip(&b).position(|(x, y)| x != y).unwrap_or(0);
     let end = (first + 12).min(a.len().min(b.len()));
     let from = first.saturating_sub(12);
-    format!("was {}\nis {}", a[from..end].join("\n"), b[from..end].join("\n"))
+    format!(
+        "was {}\nis {}",
+        a[from..end].join("\n"),
+        b[from..end].join("\n")
+    )
 }

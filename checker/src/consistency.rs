@@ -28,11 +28,18 @@ fn on(axis: AxisId, spec: &ShardingSpec) -> On {
 }
 
 /// True when some strategy of the rule over `n_axes` axes gives exactly these specs.
-pub(crate) fn consistent(rule: &ShardingRule, n_axes: usize, operands: &[&ShardingSpec], results: &[&ShardingSpec]) -> bool {
+pub(crate) fn consistent(
+    rule: &ShardingRule,
+    n_axes: usize,
+    operands: &[&ShardingSpec],
+    results: &[&ShardingSpec],
+) -> bool {
     if operands.len() != rule.operands.len() || results.len() != rule.results.len() {
         return false;
     }
-    let uses: Vec<Vec<AxisUse>> = (0..n_axes).map(|a| uses_of(rule, AxisId::new(a), operands, results)).collect();
+    let uses: Vec<Vec<AxisUse>> = (0..n_axes)
+        .map(|a| uses_of(rule, AxisId::new(a), operands, results))
+        .collect();
     if uses.iter().any(Vec::is_empty) {
         return false;
     }
@@ -49,8 +56,16 @@ pub(crate) fn consistent(rule: &ShardingRule, n_axes: usize, operands: &[&Shardi
     false
 }
 
-fn gives(rule: &ShardingRule, uses: Vec<AxisUse>, operands: &[&ShardingSpec], results: &[&ShardingSpec]) -> bool {
-    let mut strategy = OpStrategy { uses, reverse: false };
+fn gives(
+    rule: &ShardingRule,
+    uses: Vec<AxisUse>,
+    operands: &[&ShardingSpec],
+    results: &[&ShardingSpec],
+) -> bool {
+    let mut strategy = OpStrategy {
+        uses,
+        reverse: false,
+    };
     for reverse in [false, true] {
         strategy.reverse = reverse;
         if let Ok(a) = rule.assign(&strategy)
@@ -75,15 +90,28 @@ fn advance(choice: &mut [usize], uses: &[Vec<AxisUse>]) -> bool {
     false
 }
 
-fn uses_of(rule: &ShardingRule, axis: AxisId, operands: &[&ShardingSpec], results: &[&ShardingSpec]) -> Vec<AxisUse> {
+fn uses_of(
+    rule: &ShardingRule,
+    axis: AxisId,
+    operands: &[&ShardingSpec],
+    results: &[&ShardingSpec],
+) -> Vec<AxisUse> {
     let factors = rule.shardable().map(AxisUse::Factor);
-    let sets = (0..rule.linear.len()).filter_map(|i| u32::try_from(i).ok()).map(AxisUse::Partial);
+    let sets = (0..rule.linear.len())
+        .filter_map(|i| u32::try_from(i).ok())
+        .map(AxisUse::Partial);
     std::iter::once(AxisUse::Replicate)
         .chain(factors)
         .chain(sets)
         .filter(|&u| {
-            operands.iter().enumerate().all(|(i, s)| on(axis, s) == operand_on(rule, u, i))
-                && results.iter().enumerate().all(|(i, s)| on(axis, s) == result_on(rule, u, i))
+            operands
+                .iter()
+                .enumerate()
+                .all(|(i, s)| on(axis, s) == operand_on(rule, u, i))
+                && results
+                    .iter()
+                    .enumerate()
+                    .all(|(i, s)| on(axis, s) == result_on(rule, u, i))
         })
         .collect()
 }
@@ -106,7 +134,9 @@ fn operand_on(rule: &ShardingRule, u: AxisUse, i: usize) -> On {
 fn result_on(rule: &ShardingRule, u: AxisUse, i: usize) -> On {
     match u {
         AxisUse::Replicate => On::Nothing,
-        AxisUse::Factor(f) => dim_of(&rule.results[i], f).map_or(On::Partial(rule.factors[f.index()].reduce), On::Dim),
+        AxisUse::Factor(f) => {
+            dim_of(&rule.results[i], f).map_or(On::Partial(rule.factors[f.index()].reduce), On::Dim)
+        }
         AxisUse::Partial(_) => On::Partial(ReduceKind::Sum),
     }
 }

@@ -31,8 +31,13 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
             Some(_) => vec![at.to_vec()],
             None => {
                 let mut by_role: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
-                at.iter().for_each(|&site| by_role.entry(site.0).or_default().push(site));
-                if by_role.is_empty() { vec![vec![]] } else { by_role.into_values().collect() }
+                at.iter()
+                    .for_each(|&site| by_role.entry(site.0).or_default().push(site));
+                if by_role.is_empty() {
+                    vec![vec![]]
+                } else {
+                    by_role.into_values().collect()
+                }
             }
         };
         for group in groups {
@@ -40,7 +45,13 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
                 (None, Some(&(role, _))) => format!("{} {}", role_place(role), op.path),
                 _ => op.path.clone(),
             };
-            if let Some((expected, actual)) = miscount(op.region, facts.needed(id), &group, &plays, program.n_microbatches) {
+            if let Some((expected, actual)) = miscount(
+                op.region,
+                facts.needed(id),
+                &group,
+                &plays,
+                program.n_microbatches,
+            ) {
                 report.add(place, "coverage", expected, actual);
             }
         }
@@ -59,29 +70,50 @@ fn plays(program: &Program) -> Vec<Vec<Plays>> {
         .roles
         .iter()
         .map(|role| {
-            let mut plays: Vec<Plays> = role.templates.iter().map(|_| Plays { once_each: false, none: 0, by_microbatch: BTreeMap::new() }).collect();
+            let mut plays: Vec<Plays> = role
+                .templates
+                .iter()
+                .map(|_| Plays {
+                    once_each: false,
+                    none: 0,
+                    by_microbatch: BTreeMap::new(),
+                })
+                .collect();
             for slot in &role.trace {
-                let Some(p) = plays.get_mut(slot.template.index()) else { continue };
+                let Some(p) = plays.get_mut(slot.template.index()) else {
+                    continue;
+                };
                 match slot.microbatch {
                     None => p.none += 1,
                     Some(m) => *p.by_microbatch.entry(m).or_insert(0) += 1,
                 }
             }
             for p in &mut plays {
-                p.once_each = p.none == 0 && p.by_microbatch.len() == program.n_microbatches as usize && p.by_microbatch.values().all(|&n| n == 1);
+                p.once_each = p.none == 0
+                    && p.by_microbatch.len() == program.n_microbatches as usize
+                    && p.by_microbatch.values().all(|&n| n == 1);
             }
             plays
         })
         .collect()
 }
 
-fn miscount(region: Region, needed: bool, sites: &[(usize, usize)], plays: &[Vec<Plays>], n: u32) -> Option<(String, String)> {
+fn miscount(
+    region: Region,
+    needed: bool,
+    sites: &[(usize, usize)],
+    plays: &[Vec<Plays>],
+    n: u32,
+) -> Option<(String, String)> {
     if sites.is_empty() {
         return needed.then(|| ("an instruction".into(), "none".into()));
     }
     let played = |&(r, t): &(usize, usize)| &plays[r][t];
     if region != Region::Microbatch {
-        let times: u32 = sites.iter().map(|s| played(s).none).fold(0, u32::saturating_add);
+        let times: u32 = sites
+            .iter()
+            .map(|s| played(s).none)
+            .fold(0, u32::saturating_add);
         let wrong = times > 1 || (needed && times == 0);
         return wrong.then(|| ("once a step".into(), format!("{times} times")));
     }

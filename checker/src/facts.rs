@@ -21,22 +21,52 @@ pub(crate) struct Facts<'a> {
 
 impl<'a> Facts<'a> {
     /// `None`, with the reason reported, when the training graph contradicts itself.
-    pub(crate) fn new(training: &'a TrainingGraph, microbatch: u64, report: &mut Report) -> Option<Self> {
+    pub(crate) fn new(
+        training: &'a TrainingGraph,
+        microbatch: u64,
+        report: &mut Report,
+    ) -> Option<Self> {
         let graph = &training.graph;
         let n = graph.values().len();
-        let named = training.states.iter().flat_map(|s| [s.read, s.write]).chain([training.loss, training.grad_norm]);
+        let named = training
+            .states
+            .iter()
+            .flat_map(|s| [s.read, s.write])
+            .chain([training.loss, training.grad_norm]);
         for v in named {
             if v.index() >= n {
-                report.add("training graph", "training_graph", format!("one of {n} values"), format!("value {v}"));
+                report.add(
+                    "training graph",
+                    "training_graph",
+                    format!("one of {n} values"),
+                    format!("value {v}"),
+                );
                 return None;
             }
         }
-        let norms: Vec<OpId> = graph.iter().filter(|(_, op)| matches!(op.kind, OpKind::GlobalNorm)).map(|(id, _)| id).collect();
+        let norms: Vec<OpId> = graph
+            .iter()
+            .filter(|(_, op)| matches!(op.kind, OpKind::GlobalNorm))
+            .map(|(id, _)| id)
+            .collect();
         if norms.len() > 1 {
-            report.add("training graph", "training_graph", "one global norm", format!("{}", norms.len()));
+            report.add(
+                "training graph",
+                "training_graph",
+                "one global norm",
+                format!("{}", norms.len()),
+            );
             return None;
         }
-        let mut facts = Facts { training, graph, microbatch, roots: Vec::with_capacity(n), needed: Vec::new(), inputs: BTreeMap::new(), norm: norms.first().copied() };
+        let mut facts = Facts {
+            training,
+            graph,
+            microbatch,
+            roots: Vec::with_capacity(n),
+            needed: Vec::new(),
+            inputs: BTreeMap::new(),
+            norm: norms.first().copied(),
+        };
         facts.find_roots();
         facts.find_needed();
         Some(facts)
@@ -57,7 +87,12 @@ impl<'a> Facts<'a> {
 
     fn find_needed(&mut self) {
         let t = self.training;
-        let mut live: BTreeSet<ValueId> = t.states.iter().map(|s| s.write).chain([t.loss, t.grad_norm]).collect();
+        let mut live: BTreeSet<ValueId> = t
+            .states
+            .iter()
+            .map(|s| s.write)
+            .chain([t.loss, t.grad_norm])
+            .collect();
         let mut needed = vec![false; self.graph.ops().len()];
         for (i, op) in self.graph.ops().iter().enumerate().rev() {
             if op.outputs.iter().any(|v| live.contains(v)) {
@@ -96,7 +131,11 @@ impl<'a> Facts<'a> {
         }
         let (path, result) = name.rsplit_once(':')?;
         let op = self.graph.find(path)?;
-        self.graph.op(op).outputs.get(result.parse::<usize>().ok()?).copied()
+        self.graph
+            .op(op)
+            .outputs
+            .get(result.parse::<usize>().ok()?)
+            .copied()
     }
     pub(crate) fn name(&self, v: ValueId) -> String {
         self.graph.value_name(v)
@@ -110,7 +149,11 @@ impl<'a> Facts<'a> {
         let ty = self.graph.ty(v);
         let lens = self.lens(ty);
         let same = buffer.dtype == ty.dtype && buffer.lens == lens;
-        (!same).then(|| (format!("{}{lens:?}", ty.dtype.name()), format!("{}{:?}", buffer.dtype.name(), buffer.lens)))
+        (!same).then(|| {
+            (
+                format!("{}{lens:?}", ty.dtype.name()),
+                format!("{}{:?}", buffer.dtype.name(), buffer.lens),
+            )
+        })
     }
 }
-

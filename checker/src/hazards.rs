@@ -33,12 +33,21 @@ pub(crate) fn check(program: &Program, report: &mut Report) {
             for (j, a, b) in self_overlaps(role, template, &neighbours) {
                 let name = |b: BufferId| format!("buffer {} ({})", b.0, role.buffer(b).name);
                 let place = instr_place(program, i, TemplateId::new(t), j);
-                report.add(place, "hazard", format!("bytes of its own for result {}", name(a)), format!("bytes of {} too", name(b)));
+                report.add(
+                    place,
+                    "hazard",
+                    format!("bytes of its own for result {}", name(a)),
+                    format!("bytes of {} too", name(b)),
+                );
             }
             for (first, second, b) in races(template, &neighbours) {
                 let what = |j: InstrId| instr_place(program, i, TemplateId::new(t), j);
                 let expected = format!("an order between it and {}", what(first));
-                let actual = format!("none, though both use the bytes of buffer {} ({})", b.0, role.buffer(b).name);
+                let actual = format!(
+                    "none, though both use the bytes of buffer {} ({})",
+                    b.0,
+                    role.buffer(b).name
+                );
                 report.add(what(second), "hazard", expected, actual);
             }
         }
@@ -53,8 +62,15 @@ struct Last {
 }
 
 /// Buffers that share bytes, among those a template touches.
-pub(crate) fn neighbours(role: &RoleProgram, template: &Template) -> BTreeMap<BufferId, Vec<BufferId>> {
-    let mut touched: Vec<BufferId> = template.instructions.iter().flat_map(|i| i.reads().into_iter().chain(i.writes())).collect();
+pub(crate) fn neighbours(
+    role: &RoleProgram,
+    template: &Template,
+) -> BTreeMap<BufferId, Vec<BufferId>> {
+    let mut touched: Vec<BufferId> = template
+        .instructions
+        .iter()
+        .flat_map(|i| i.reads().into_iter().chain(i.writes()))
+        .collect();
     touched.sort_unstable();
     touched.dedup();
     let mut map: BTreeMap<BufferId, Vec<BufferId>> = touched.iter().map(|&b| (b, vec![])).collect();
@@ -69,17 +85,36 @@ type Neighbours = BTreeMap<BufferId, Vec<BufferId>>;
 
 /// Results whose bytes another operand or result of the same instruction uses, under another
 /// id. An all-reduce may work on two buffers that are the same bytes.
-fn self_overlaps(role: &RoleProgram, template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, BufferId, BufferId)> {
+fn self_overlaps(
+    role: &RoleProgram,
+    template: &Template,
+    neighbours: &Neighbours,
+) -> Vec<(InstrId, BufferId, BufferId)> {
     let mut found = Vec::new();
     for (j, instr) in template.instructions.iter().enumerate() {
         let writes = instr.writes();
-        if writes.iter().all(|b| neighbours.get(b).is_none_or(Vec::is_empty)) {
+        if writes
+            .iter()
+            .all(|b| neighbours.get(b).is_none_or(Vec::is_empty))
+        {
             continue;
         }
-        let used: BTreeSet<BufferId> = instr.reads().into_iter().chain(writes.iter().copied()).collect();
+        let used: BTreeSet<BufferId> = instr
+            .reads()
+            .into_iter()
+            .chain(writes.iter().copied())
+            .collect();
         for &a in &writes {
-            let shared = neighbours.get(&a).into_iter().flatten().filter(|b| used.contains(b));
-            found.extend(shared.filter(|&&b| !same_bytes(role, instr, a, b)).map(|&b| (InstrId::new(j), a, b)));
+            let shared = neighbours
+                .get(&a)
+                .into_iter()
+                .flatten()
+                .filter(|b| used.contains(b));
+            found.extend(
+                shared
+                    .filter(|&&b| !same_bytes(role, instr, a, b))
+                    .map(|&b| (InstrId::new(j), a, b)),
+            );
         }
     }
     found
@@ -87,9 +122,19 @@ fn self_overlaps(role: &RoleProgram, template: &Template, neighbours: &Neighbour
 
 /// True when `output` is the all-reduced `input` on the very same bytes.
 fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: BufferId) -> bool {
-    let InstrKind::Collective { kind: CollectiveKind::AllReduce(_), items, .. } = &instr.kind else { return false };
+    let InstrKind::Collective {
+        kind: CollectiveKind::AllReduce(_),
+        items,
+        ..
+    } = &instr.kind
+    else {
+        return false;
+    };
     let (a, b) = (role.buffer(output), role.buffer(input));
-    items.iter().any(|i| i.input == input && i.output == output) && a.offset == b.offset && a.bytes == b.bytes && a.slots() == b.slots()
+    items.iter().any(|i| i.input == input && i.output == output)
+        && a.offset == b.offset
+        && a.bytes == b.bytes
+        && a.slots() == b.slots()
 }
 
 fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId, BufferId)> {
@@ -120,7 +165,12 @@ fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId,
             for other in std::iter::once(&b).chain(neighbours.get(&b).into_iter().flatten()) {
                 let Some(l) = last.get(other) else { continue };
                 let reads = l.reads.iter().flatten().filter(|_| with_reads);
-                for &i in l.write.iter().chain(reads).filter(|&&i| i != j && !ordered(i)) {
+                for &i in l
+                    .write
+                    .iter()
+                    .chain(reads)
+                    .filter(|&&i| i != j && !ordered(i))
+                {
                     found.push((InstrId::new(i), InstrId::new(j), *other));
                 }
             }
@@ -131,7 +181,13 @@ fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId,
             last.entry(b).or_default().reads[stream] = Some(j);
         }
         for b in writes {
-            last.insert(b, Last { write: Some(j), reads: [None; N_STREAMS] });
+            last.insert(
+                b,
+                Last {
+                    write: Some(j),
+                    reads: [None; N_STREAMS],
+                },
+            );
         }
     }
     found

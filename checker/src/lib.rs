@@ -59,6 +59,8 @@ mod ranges;
 mod rendezvous;
 mod report;
 mod structure;
+#[cfg(test)]
+mod tests;
 mod transfers;
 mod walk;
 
@@ -73,8 +75,9 @@ use report::Report;
 
 /// Everything that is wrong with a program of `plan`; empty when it is proved correct.
 ///
-/// `training` is the plan's training graph. Never panics and needs memory in proportion to
-/// the program. A program whose indices or sizes make no sense is reported as that alone.
+/// `training` is the plan's training graph; the plan is taken to be one ([`check_plan`]).
+/// Never panics and needs memory in proportion to the program. A program whose indices or
+/// sizes make no sense is reported as that alone.
 pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -> Vec<Violation> {
     let mut report = Report::default();
     let Some(facts) = Facts::new(training, program.microbatch, &mut report) else {

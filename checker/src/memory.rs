@@ -24,7 +24,10 @@ pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
 }
 
 /// All pairs of the given buffers that share bytes, in order of offsets.
-pub(crate) fn overlapping(role: &RoleProgram, among: impl Iterator<Item = BufferId>) -> Vec<(BufferId, BufferId)> {
+pub(crate) fn overlapping(
+    role: &RoleProgram,
+    among: impl Iterator<Item = BufferId>,
+) -> Vec<(BufferId, BufferId)> {
     let spans = spans(role, among);
     let mut pairs = Vec::new();
     for (i, a) in spans.iter().enumerate() {
@@ -39,16 +42,33 @@ pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
     let usable = plan.cluster.usable_bytes();
     for (i, role) in program.roles.iter().enumerate() {
         if role.arena_bytes > usable {
-            report.add(role_place(i), "memory", format!("at most {usable} bytes"), role.arena_bytes.to_string());
+            report.add(
+                role_place(i),
+                "memory",
+                format!("at most {usable} bytes"),
+                role.arena_bytes.to_string(),
+            );
         }
         let mut inside = true;
         for (j, b) in role.buffers.iter().enumerate() {
             if !b.offset.is_multiple_of(ARENA_ALIGN) {
-                report.add(buffer_place(program, i, j), "alignment", format!("a multiple of {ARENA_ALIGN}"), b.offset.to_string());
+                report.add(
+                    buffer_place(program, i, j),
+                    "alignment",
+                    format!("a multiple of {ARENA_ALIGN}"),
+                    b.offset.to_string(),
+                );
             }
             if extent(b).is_none_or(|(_, end)| end > role.arena_bytes) {
-                let actual = extent(b).map_or("an offset that overflows".into(), |(s, e)| format!("{s}..{e}"));
-                report.add(buffer_place(program, i, j), "arena", format!("inside {} bytes", role.arena_bytes), actual);
+                let actual = extent(b).map_or("an offset that overflows".into(), |(s, e)| {
+                    format!("{s}..{e}")
+                });
+                report.add(
+                    buffer_place(program, i, j),
+                    "arena",
+                    format!("inside {} bytes", role.arena_bytes),
+                    actual,
+                );
                 inside = false;
             }
         }
@@ -64,16 +84,28 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
     let class = |b: BufferId| role.buffer(b).class;
     let transient = |b: BufferId| class(b) == BufferClass::Transient;
     // Pairs of transients are many and none of them matters here, unless exchanged.
-    let lasting = (0..role.buffers.len()).map(BufferId::new).filter(|&b| !transient(b) || exchanged.contains(&b));
+    let lasting = (0..role.buffers.len())
+        .map(BufferId::new)
+        .filter(|&b| !transient(b) || exchanged.contains(&b));
     let mut bad = overlapping(role, lasting);
-    let fragile = |b: BufferId| matches!(class(b), BufferClass::Persistent | BufferClass::Step) || exchanged.contains(&b);
+    let fragile = |b: BufferId| {
+        matches!(class(b), BufferClass::Persistent | BufferClass::Step) || exchanged.contains(&b)
+    };
     let ids = || (0..role.buffers.len()).map(BufferId::new);
-    let others = spans(role, ids().filter(|&b| transient(b) && !exchanged.contains(&b)));
+    let others = spans(
+        role,
+        ids().filter(|&b| transient(b) && !exchanged.contains(&b)),
+    );
     bad.extend(pairs(&spans(role, ids().filter(|&b| fragile(b))), &others));
     for (a, b) in bad {
         let name = |b: BufferId| format!("{} ({:?})", role.buffer(b).name, class(b));
         let actual = format!("the bytes of buffer {} {} too", b.0, name(b));
-        report.add(buffer_place(program, i, a.index()), "overlap", "bytes of its own", actual);
+        report.add(
+            buffer_place(program, i, a.index()),
+            "overlap",
+            "bytes of its own",
+            actual,
+        );
     }
 }
 
@@ -81,7 +113,9 @@ type Span = (u64, u64, BufferId);
 
 /// First byte and end of buffers, in order of offsets.
 fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
-    let mut spans: Vec<Span> = ids.filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b))).collect();
+    let mut spans: Vec<Span> = ids
+        .filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b)))
+        .collect();
     spans.sort_unstable();
     spans
 }
@@ -92,7 +126,12 @@ fn pairs(lasting: &[Span], transients: &[Span]) -> Vec<(BufferId, BufferId)> {
     let mut found = Vec::new();
     for t in transients {
         let from = lasting.partition_point(|l| l.1 <= t.0);
-        found.extend(lasting[from..].iter().take_while(|l| l.0 < t.1).map(|l| (l.2, t.2)));
+        found.extend(
+            lasting[from..]
+                .iter()
+                .take_while(|l| l.0 < t.1)
+                .map(|l| (l.2, t.2)),
+        );
     }
     found
 }
@@ -110,8 +149,16 @@ fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
 
 /// Microbatch buffers that share bytes with some of these transients.
 pub(crate) fn lost_to_transients(role: &RoleProgram, transients: &[BufferId]) -> Vec<BufferId> {
-    let lasting = spans(role, (0..role.buffers.len()).map(BufferId::new).filter(|&b| matches!(role.buffer(b).class, BufferClass::PerMicrobatch { .. })));
-    let mut lost: Vec<BufferId> = pairs(&lasting, &spans(role, transients.iter().copied())).into_iter().map(|p| p.0).collect();
+    let lasting = spans(
+        role,
+        (0..role.buffers.len())
+            .map(BufferId::new)
+            .filter(|&b| matches!(role.buffer(b).class, BufferClass::PerMicrobatch { .. })),
+    );
+    let mut lost: Vec<BufferId> = pairs(&lasting, &spans(role, transients.iter().copied()))
+        .into_iter()
+        .map(|p| p.0)
+        .collect();
     lost.sort_unstable();
     lost.dedup();
     lost

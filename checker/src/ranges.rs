@@ -19,13 +19,20 @@ pub(crate) fn held(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u3
     let n_units = len / unit + u64::from(!len.is_multiple_of(unit));
     let (mut first, mut block, mut end) = (0u64, n_units, n_units);
     for axis in &dim.axes {
-        let n = mesh.axes.get(axis.index()).map_or(1, |a| u64::from(a.size)).max(1);
+        let n = mesh
+            .axes
+            .get(axis.index())
+            .map_or(1, |a| u64::from(a.size))
+            .max(1);
         let at = coords.get(axis.index()).map_or(0, |&c| u64::from(c));
         block = block / n + u64::from(!block.is_multiple_of(n));
         first = first.saturating_add(at.saturating_mul(block));
         end = end.min(first.saturating_add(block));
     }
-    (first.saturating_mul(unit), end.saturating_mul(unit).min(len))
+    (
+        first.saturating_mul(unit),
+        end.saturating_mul(unit).min(len),
+    )
 }
 
 /// Length of every rank's buffer along a dim.
@@ -35,14 +42,21 @@ pub(crate) fn padded(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
     }
     let unit = dim.unit.max(1);
     let units = dim.axes.iter().fold(len.div_ceil(unit), |k, axis| {
-        k.div_ceil(mesh.axes.get(axis.index()).map_or(1, |a| u64::from(a.size)).max(1))
+        k.div_ceil(
+            mesh.axes
+                .get(axis.index())
+                .map_or(1, |a| u64::from(a.size))
+                .max(1),
+        )
     });
     units.saturating_mul(unit)
 }
 
 /// Elements of every rank's buffer; `None` when they overflow.
 pub(crate) fn local_elements(lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh) -> Option<u64> {
-    lens.iter().zip(&spec.dims).try_fold(1u64, |n, (&len, dim)| n.checked_mul(padded(len, dim, mesh)))
+    lens.iter()
+        .zip(&spec.dims)
+        .try_fold(1u64, |n, (&len, dim)| n.checked_mul(padded(len, dim, mesh)))
 }
 
 #[cfg(test)]
@@ -54,8 +68,24 @@ mod tests {
 
     #[test]
     fn ranges_agree_with_the_ir_on_all_small_dims() {
-        let axes = vec![Axis { name: "x".into(), size: 3 }, Axis { name: "y".into(), size: 4 }];
-        let mesh = LogicalMesh::new(DeviceMesh { first_rank: Rank(0), n_devices: 12 }, axes).unwrap();
+        let axes = vec![
+            Axis {
+                name: "x".into(),
+                size: 3,
+            },
+            Axis {
+                name: "y".into(),
+                size: 4,
+            },
+        ];
+        let mesh = LogicalMesh::new(
+            DeviceMesh {
+                first_rank: Rank(0),
+                n_devices: 12,
+            },
+            axes,
+        )
+        .unwrap();
         let (x, y) = (AxisId(0), AxisId(1));
         for axes in [vec![], vec![x], vec![y], vec![x, y], vec![y, x]] {
             for len in 1..40 {
@@ -66,15 +96,26 @@ mod tests {
                         let coords = mesh.coords(rank).unwrap();
                         let (start, end) = held(len, &dim, &mesh, &coords);
                         let theirs = local_range(len, &dim, &mesh, &coords);
-                        assert_eq!(end.saturating_sub(start), theirs.valid, "{dim:?} of {len} at {coords:?}");
+                        assert_eq!(
+                            end.saturating_sub(start),
+                            theirs.valid,
+                            "{dim:?} of {len} at {coords:?}"
+                        );
                         assert_eq!(padded(len, &dim, &mesh), theirs.padded);
                         if theirs.valid > 0 {
                             assert_eq!(start, theirs.start);
                         }
                         (start..end).for_each(|i| covered[i as usize] += 1);
                     }
-                    let replicas: usize = mesh.axis_ids().filter(|a| !axes.contains(a)).map(|a| mesh.size(a) as usize).product();
-                    assert!(covered.iter().all(|&n| n == replicas), "{dim:?} of {len}: {covered:?}");
+                    let replicas: usize = mesh
+                        .axis_ids()
+                        .filter(|a| !axes.contains(a))
+                        .map(|a| mesh.size(a) as usize)
+                        .product();
+                    assert!(
+                        covered.iter().all(|&n| n == replicas),
+                        "{dim:?} of {len}: {covered:?}"
+                    );
                 }
             }
         }

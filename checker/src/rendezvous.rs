@@ -16,7 +16,10 @@ use std::collections::BTreeMap;
 type Message = (TransferId, Option<u32>);
 
 enum Kind {
-    Exchange { sends: Vec<Message>, recvs: Vec<Message> },
+    Exchange {
+        sends: Vec<Message>,
+        recvs: Vec<Message>,
+    },
     /// The n-th world sum.
     WorldSum(usize),
 }
@@ -31,7 +34,9 @@ struct Event {
 type Events = Vec<Vec<Event>>;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
-    let events: Events = (0..program.roles.len()).map(|i| events(program, i)).collect();
+    let events: Events = (0..program.roles.len())
+        .map(|i| events(program, i))
+        .collect();
     let needed = partners(facts, program, &events, report);
     play(program, &events, &needed, report);
 }
@@ -42,14 +47,22 @@ fn events(program: &Program, i: usize) -> Vec<Event> {
     let mut n_sums = 0;
     for (slot, s) in role.trace.iter().enumerate() {
         let template = role.template(s.template);
-        if !matches!(template.kind, TemplateKind::Exchange | TemplateKind::StepEnd | TemplateKind::StepBegin) {
+        if !matches!(
+            template.kind,
+            TemplateKind::Exchange | TemplateKind::StepEnd | TemplateKind::StepBegin
+        ) {
             // World sums in passes are reported by the walk; nothing else can wait there.
             continue;
         }
         for instr in &template.instructions {
-            let of = |xs: &[(TransferId, ir::BufferId)]| xs.iter().map(|x| (x.0, s.microbatch)).collect();
+            let of = |xs: &[(TransferId, ir::BufferId)]| {
+                xs.iter().map(|x| (x.0, s.microbatch)).collect()
+            };
             let kind = match &instr.kind {
-                InstrKind::Exchange { sends, recvs } => Kind::Exchange { sends: of(sends), recvs: of(recvs) },
+                InstrKind::Exchange { sends, recvs } => Kind::Exchange {
+                    sends: of(sends),
+                    recvs: of(recvs),
+                },
                 InstrKind::WorldSum { .. } => {
                     n_sums += 1;
                     Kind::WorldSum(n_sums - 1)
@@ -73,14 +86,19 @@ fn partners(facts: &Facts<'_>, program: &Program, events: &Events, report: &mut 
         for (k, event) in role.iter().enumerate() {
             match &event.kind {
                 Kind::Exchange { sends: s, recvs: r } => {
-                    s.iter().for_each(|&m| sends.entry(m).or_default().push((i, k)));
-                    r.iter().for_each(|&m| recvs.entry(m).or_default().push((i, k)));
+                    s.iter()
+                        .for_each(|&m| sends.entry(m).or_default().push((i, k)));
+                    r.iter()
+                        .for_each(|&m| recvs.entry(m).or_default().push((i, k)));
                 }
                 Kind::WorldSum(n) => sums.entry(*n).or_default().push((i, k)),
             }
         }
     }
-    let mut needed: Needed = events.iter().map(|role| role.iter().map(|_| Vec::new()).collect()).collect();
+    let mut needed: Needed = events
+        .iter()
+        .map(|role| role.iter().map(|_| Vec::new()).collect())
+        .collect();
     for (mine, theirs, what) in [(&sends, &recvs, "receive"), (&recvs, &sends, "send")] {
         for (message, at) in mine {
             let others = theirs.get(message).map_or(&[][..], Vec::as_slice);
@@ -89,8 +107,14 @@ fn partners(facts: &Facts<'_>, program: &Program, events: &Events, report: &mut 
                     (1, [other]) => needed[i][k].push(*other),
                     _ => {
                         let place = slot_place(program, i, events[i][k].slot);
-                        let expected = format!("one {what} of {}, and one of it", name(program, *message));
-                        report.add(place, "rendezvous", expected, format!("{} for {}", others.len(), at.len()));
+                        let expected =
+                            format!("one {what} of {}, and one of it", name(program, *message));
+                        report.add(
+                            place,
+                            "rendezvous",
+                            expected,
+                            format!("{} for {}", others.len(), at.len()),
+                        );
                     }
                 }
             }
@@ -99,7 +123,12 @@ fn partners(facts: &Facts<'_>, program: &Program, events: &Events, report: &mut 
     for at in sums.values() {
         if at.len() != events.len() && facts.norm.is_some() {
             let at: Vec<usize> = at.iter().map(|x| x.0).collect();
-            report.add("world sum", "rendezvous", format!("all {} stages", events.len()), format!("stages {at:?}"));
+            report.add(
+                "world sum",
+                "rendezvous",
+                format!("all {} stages", events.len()),
+                format!("stages {at:?}"),
+            );
         }
         for &(i, k) in at {
             needed[i][k].extend(at.iter().filter(|x| x.0 != i));
@@ -109,7 +138,10 @@ fn partners(facts: &Facts<'_>, program: &Program, events: &Events, report: &mut 
 }
 
 fn name(program: &Program, (x, m): Message) -> String {
-    let value = program.transfers.get(x.index()).map_or("?", |t| t.value.as_str());
+    let value = program
+        .transfers
+        .get(x.index())
+        .map_or("?", |t| t.value.as_str());
     match m {
         Some(m) => format!("transfer {} ({value}) of microbatch {m}", x.0),
         None => format!("transfer {} ({value})", x.0),
@@ -141,9 +173,17 @@ fn play(program: &Program, events: &Events, needed: &Needed, report: &mut Report
             .filter(|&&(r, other)| at[r] < other)
             .map(|&(r, other)| {
                 let stands = slot_place(program, r, events[r][at[r].min(events[r].len() - 1)].slot);
-                format!("{}, which stands at {stands}", slot_place(program, r, events[r][other].slot))
+                format!(
+                    "{}, which stands at {stands}",
+                    slot_place(program, r, events[r][other].slot)
+                )
             })
             .collect();
-        report.add(slot_place(program, i, events[i][k].slot), "deadlock", "partners that come", waits.join("; "));
+        report.add(
+            slot_place(program, i, events[i][k].slot),
+            "deadlock",
+            "partners that come",
+            waits.join("; "),
+        );
     }
 }

@@ -29,8 +29,19 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(crate) fn add(&mut self, place: impl Into<String>, rule: &'static str, expected: impl Into<String>, actual: impl Into<String>) {
-        let violation = Violation { place: place.into(), rule, expected: expected.into(), actual: actual.into() };
+    pub(crate) fn add(
+        &mut self,
+        place: impl Into<String>,
+        rule: &'static str,
+        expected: impl Into<String>,
+        actual: impl Into<String>,
+    ) {
+        let violation = Violation {
+            place: place.into(),
+            rule,
+            expected: expected.into(),
+            actual: actual.into(),
+        };
         if self.found.len() < MAX_VIOLATIONS && self.seen.insert(violation.clone()) {
             self.found.push(violation);
         }
@@ -50,25 +61,53 @@ pub(crate) fn role_place(role: usize) -> String {
 
 /// `stage 1 buffer 4 (h.0.out)`.
 pub(crate) fn buffer_place(program: &Program, role: usize, buffer: usize) -> String {
-    let name = program.roles.get(role).and_then(|r| r.buffers.get(buffer)).map_or("?", |b| b.name.as_str());
+    let name = program
+        .roles
+        .get(role)
+        .and_then(|r| r.buffers.get(buffer))
+        .map_or("?", |b| b.name.as_str());
     format!("stage {role} buffer {buffer} ({name})")
 }
 
 /// `stage 1 template 2 (forward) instruction 14 (h.0.attn.qkv)`.
-pub(crate) fn instr_place(program: &Program, role: usize, template: TemplateId, instr: InstrId) -> String {
-    let Some(t) = program.roles.get(role).and_then(|r| r.templates.get(template.index())) else {
+pub(crate) fn instr_place(
+    program: &Program,
+    role: usize,
+    template: TemplateId,
+    instr: InstrId,
+) -> String {
+    let Some(t) = program
+        .roles
+        .get(role)
+        .and_then(|r| r.templates.get(template.index()))
+    else {
         return format!("stage {role} template {}", template.0);
     };
-    let what = t.instructions.get(instr.index()).map_or("?", |i| instr_name(&i.kind));
-    format!("stage {role} template {} ({}) instruction {} ({what})", template.0, template_name(t.kind), instr.0)
+    let what = t
+        .instructions
+        .get(instr.index())
+        .map_or("?", |i| instr_name(&i.kind));
+    format!(
+        "stage {role} template {} ({}) instruction {} ({what})",
+        template.0,
+        template_name(t.kind),
+        instr.0
+    )
 }
 
 /// `stage 1 slot 7 (backward of microbatch 3)`.
 pub(crate) fn slot_place(program: &Program, role: usize, slot: usize) -> String {
-    let Some((r, s)) = program.roles.get(role).and_then(|r| r.trace.get(slot).map(|s| (r, s))) else {
+    let Some((r, s)) = program
+        .roles
+        .get(role)
+        .and_then(|r| r.trace.get(slot).map(|s| (r, s)))
+    else {
         return format!("stage {role} slot {slot}");
     };
-    let name = r.templates.get(s.template.index()).map_or("?", |t| template_name(t.kind));
+    let name = r
+        .templates
+        .get(s.template.index())
+        .map_or("?", |t| template_name(t.kind));
     match s.microbatch {
         Some(m) => format!("stage {role} slot {slot} ({name} of microbatch {m})"),
         None => format!("stage {role} slot {slot} ({name})"),

@@ -34,30 +34,70 @@ pub(crate) fn check(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &
 fn whole(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report) {
     let mut same = |what: &str, expected: String, actual: String| {
         if expected != actual {
-            report.add("program", "plan", format!("{what} {expected}, as in the plan"), actual);
+            report.add(
+                "program",
+                "plan",
+                format!("{what} {expected}, as in the plan"),
+                actual,
+            );
         }
     };
-    same("stages", plan.stages.len().to_string(), program.roles.len().to_string());
-    same("microbatches", plan.n_microbatches.to_string(), program.n_microbatches.to_string());
-    same("microbatch", plan.microbatch.to_string(), program.microbatch.to_string());
-    let samples = program.microbatch.checked_mul(u64::from(program.n_microbatches));
+    same(
+        "stages",
+        plan.stages.len().to_string(),
+        program.roles.len().to_string(),
+    );
+    same(
+        "microbatches",
+        plan.n_microbatches.to_string(),
+        program.n_microbatches.to_string(),
+    );
+    same(
+        "microbatch",
+        plan.microbatch.to_string(),
+        program.microbatch.to_string(),
+    );
+    let samples = program
+        .microbatch
+        .checked_mul(u64::from(program.n_microbatches));
     if samples != Some(plan.train.global_batch) || samples == Some(0) {
         let actual = format!("{} x {}", program.n_microbatches, program.microbatch);
-        report.add("program", "batch", format!("{} samples a step", plan.train.global_batch), actual);
+        report.add(
+            "program",
+            "batch",
+            format!("{} samples a step", plan.train.global_batch),
+            actual,
+        );
     }
     for v in facts.graph.values() {
         if facts.lens(&v.ty).iter().any(|&n| n == 0 || n > MAX_LEN) {
-            report.add("training graph", "size", format!("dims from 1 to {MAX_LEN}"), format!("{}", v.ty));
+            report.add(
+                "training graph",
+                "size",
+                format!("dims from 1 to {MAX_LEN}"),
+                format!("{}", v.ty),
+            );
         }
     }
     for (i, (role, stage)) in program.roles.iter().zip(&plan.stages).enumerate() {
         if role.stage.index() != i || role.mesh != stage.mesh {
-            report.add(role_place(i), "plan", format!("the role of stage {i} on its mesh"), format!("{} on {:?}", role.stage, role.mesh));
-        } else if let Some((expected, actual)) = mesh_problem(&role.mesh, plan.cluster.n_devices()) {
+            report.add(
+                role_place(i),
+                "plan",
+                format!("the role of stage {i} on its mesh"),
+                format!("{} on {:?}", role.stage, role.mesh),
+            );
+        } else if let Some((expected, actual)) = mesh_problem(&role.mesh, plan.cluster.n_devices())
+        {
             report.add(role_place(i), "mesh", expected, actual);
         }
         if (role.trace.len() as u64) < u64::from(program.n_microbatches) {
-            report.add(role_place(i), "coverage", format!("at least {} slots", program.n_microbatches), role.trace.len().to_string());
+            report.add(
+                role_place(i),
+                "coverage",
+                format!("at least {} slots", program.n_microbatches),
+                role.trace.len().to_string(),
+            );
         }
     }
 }
@@ -71,7 +111,10 @@ fn spec_problem(spec: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh) -> Option
         return Some(p);
     }
     if lens.iter().any(|&n| n == 0 || n > MAX_LEN) || spec.dims.iter().any(|d| d.unit > MAX_LEN) {
-        return Some(format!("lengths {lens:?}, units {:?}", spec.dims.iter().map(|d| d.unit).collect::<Vec<_>>()));
+        return Some(format!(
+            "lengths {lens:?}, units {:?}",
+            spec.dims.iter().map(|d| d.unit).collect::<Vec<_>>()
+        ));
     }
     None
 }
@@ -81,39 +124,73 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
     for (j, b) in role.buffers.iter().enumerate() {
         let place = || buffer_place(program, i, j);
         if let Some(p) = spec_problem(&b.spec, &b.lens, &role.mesh) {
-            report.add(place(), "spec", format!("a spec of {} dims, lengths from 1 to {MAX_LEN}", b.lens.len()), p);
+            report.add(
+                place(),
+                "spec",
+                format!(
+                    "a spec of {} dims, lengths from 1 to {MAX_LEN}",
+                    b.lens.len()
+                ),
+                p,
+            );
             continue;
         }
-        let bytes = local_elements(&b.lens, &b.spec, &role.mesh).and_then(|n| n.checked_mul(b.dtype.bytes()));
+        let bytes = local_elements(&b.lens, &b.spec, &role.mesh)
+            .and_then(|n| n.checked_mul(b.dtype.bytes()));
         if bytes != Some(b.bytes) || b.bytes > MAX_LEN {
-            let expected = bytes.map_or(format!("at most {MAX_LEN} bytes"), |n| format!("{n} bytes"));
+            let expected =
+                bytes.map_or(format!("at most {MAX_LEN} bytes"), |n| format!("{n} bytes"));
             report.add(place(), "bytes", expected, b.bytes.to_string());
         }
         copies = copies.saturating_add(u64::from(b.slots()));
         if let BufferClass::PerMicrobatch { slots } = b.class
             && (slots == 0 || slots > program.n_microbatches)
         {
-            report.add(place(), "slots", format!("1 to {} copies", program.n_microbatches), slots.to_string());
+            report.add(
+                place(),
+                "slots",
+                format!("1 to {} copies", program.n_microbatches),
+                slots.to_string(),
+            );
         }
     }
     if copies > MAX_COPIES {
-        report.add(role_place(i), "slots", format!("at most {MAX_COPIES} copies"), copies.to_string());
+        report.add(
+            role_place(i),
+            "slots",
+            format!("at most {MAX_COPIES} copies"),
+            copies.to_string(),
+        );
     }
 }
 
 fn named_buffers(facts: &Facts<'_>, i: usize, role: &RoleProgram, report: &mut Report) {
     let states = role.states.iter().map(|s| (s.path.as_str(), s.buffer));
-    let results = [("loss", role.loss), ("grad_norm", role.grad_norm)].into_iter().filter_map(|(n, b)| Some((n, b?)));
+    let results = [("loss", role.loss), ("grad_norm", role.grad_norm)]
+        .into_iter()
+        .filter_map(|(n, b)| Some((n, b?)));
     for (name, b) in states.chain(results) {
         if b.index() >= role.buffers.len() {
-            report.add(format!("{} {name}", role_place(i)), "index", format!("one of {} buffers", role.buffers.len()), b.to_string());
+            report.add(
+                format!("{} {name}", role_place(i)),
+                "index",
+                format!("one of {} buffers", role.buffers.len()),
+                b.to_string(),
+            );
         }
     }
     for s in &role.states {
         let known = facts.training.states.iter().find(|k| k.path == s.path);
         if known.is_none_or(|k| k.role != s.role || k.param != s.param) {
-            let expected = known.map_or("a state of the training graph".into(), |k| format!("{:?} of `{}`", k.role, k.param));
-            report.add(format!("{} {}", role_place(i), s.path), "state", expected, format!("{:?} of `{}`", s.role, s.param));
+            let expected = known.map_or("a state of the training graph".into(), |k| {
+                format!("{:?} of `{}`", k.role, k.param)
+            });
+            report.add(
+                format!("{} {}", role_place(i), s.path),
+                "state",
+                expected,
+                format!("{:?} of `{}`", s.role, s.param),
+            );
         }
     }
 }
@@ -122,10 +199,16 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
     let role = &program.roles[i];
     let template = role.template(t);
     let instr = &template.instructions[j.index()];
-    let mut bad = |rule, expected: String, actual: String| report.add(instr_place(program, i, t, j), rule, expected, actual);
+    let mut bad = |rule, expected: String, actual: String| {
+        report.add(instr_place(program, i, t, j), rule, expected, actual)
+    };
     for b in instr.reads().into_iter().chain(instr.writes()) {
         if b.index() >= role.buffers.len() {
-            bad("index", format!("one of {} buffers", role.buffers.len()), b.to_string());
+            bad(
+                "index",
+                format!("one of {} buffers", role.buffers.len()),
+                b.to_string(),
+            );
         }
     }
     for d in instr.deps.iter().filter(|d| **d >= j) {
@@ -134,18 +217,28 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
     let n_axes = role.mesh.axes.len();
     let mut axes: Vec<AxisId> = Vec::new();
     match &instr.kind {
-        InstrKind::Collective { axes: group, items, .. } => {
+        InstrKind::Collective {
+            axes: group, items, ..
+        } => {
             axes.extend(group);
             axes.extend(items.iter().flat_map(|item| item.step.axes()));
             if items.is_empty() || group.is_empty() {
-                bad("collective", "a group and buffers".into(), format!("{} axes, {} buffers", group.len(), items.len()));
+                bad(
+                    "collective",
+                    "a group and buffers".into(),
+                    format!("{} axes, {} buffers", group.len(), items.len()),
+                );
             }
         }
         InstrKind::Slice { step, .. } => axes.extend(LayoutStep::axes(step)),
         InstrKind::Exchange { sends, recvs } => {
             for (x, _) in sends.iter().chain(recvs) {
                 if x.index() >= program.transfers.len() {
-                    bad("index", format!("one of {} transfers", program.transfers.len()), x.to_string());
+                    bad(
+                        "index",
+                        format!("one of {} transfers", program.transfers.len()),
+                        x.to_string(),
+                    );
                 }
             }
         }
@@ -156,18 +249,31 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
     }
     let exchanges = matches!(instr.kind, InstrKind::Exchange { .. });
     if exchanges != (template.kind == TemplateKind::Exchange) {
-        bad("template", "exchanges in exchange templates, and nothing else there".into(), format!("in a template of kind {}", template_name(template.kind)));
+        bad(
+            "template",
+            "exchanges in exchange templates, and nothing else there".into(),
+            format!("in a template of kind {}", template_name(template.kind)),
+        );
     }
     let stream_is_transfer = instr.stream == ir::program::Stream::Transfer;
     if exchanges != stream_is_transfer {
-        bad("stream", "exchanges on the transfer stream, and nothing else there".into(), format!("{:?}", instr.stream));
+        bad(
+            "stream",
+            "exchanges on the transfer stream, and nothing else there".into(),
+            format!("{:?}", instr.stream),
+        );
     }
 }
 
 fn trace(program: &Program, i: usize, role: &RoleProgram, report: &mut Report) {
     for (k, slot) in role.trace.iter().enumerate() {
         let Some(template) = role.templates.get(slot.template.index()) else {
-            report.add(slot_place(program, i, k), "index", format!("one of {} templates", role.templates.len()), slot.template.to_string());
+            report.add(
+                slot_place(program, i, k),
+                "index",
+                format!("one of {} templates", role.templates.len()),
+                slot.template.to_string(),
+            );
             continue;
         };
         let fits = match template.kind {
@@ -176,8 +282,16 @@ fn trace(program: &Program, i: usize, role: &RoleProgram, report: &mut Report) {
             TemplateKind::Exchange => true,
         };
         if !fits || slot.microbatch.is_some_and(|m| m >= program.n_microbatches) {
-            let expected = format!("a microbatch below {} in passes alone", program.n_microbatches);
-            report.add(slot_place(program, i, k), "microbatch", expected, format!("{:?}", slot.microbatch));
+            let expected = format!(
+                "a microbatch below {} in passes alone",
+                program.n_microbatches
+            );
+            report.add(
+                slot_place(program, i, k),
+                "microbatch",
+                expected,
+                format!("{:?}", slot.microbatch),
+            );
         }
     }
 }
@@ -187,14 +301,25 @@ fn transfers(program: &Program, report: &mut Report) {
     for (k, x) in program.transfers.iter().enumerate() {
         let place = format!("transfer {k} ({})", x.value);
         if x.from.index() >= n || x.to.index() >= n || x.from == x.to {
-            report.add(place, "index", format!("two of {n} stages"), format!("{} to {}", x.from, x.to));
+            report.add(
+                place,
+                "index",
+                format!("two of {n} stages"),
+                format!("{} to {}", x.from, x.to),
+            );
             continue;
         }
         for (stage, spec) in [(x.from, &x.from_spec), (x.to, &x.to_spec)] {
             let problem = spec_problem(spec, &x.lens, &program.roles[stage.index()].mesh);
-            let problem = problem.or_else(|| (!spec.partial.is_empty()).then(|| "partial axes".to_string()));
+            let problem =
+                problem.or_else(|| (!spec.partial.is_empty()).then(|| "partial axes".to_string()));
             if let Some(p) = problem {
-                report.add(place.clone(), "spec", format!("a spec on the mesh of {stage}, nothing partial"), p);
+                report.add(
+                    place.clone(),
+                    "spec",
+                    format!("a spec on the mesh of {stage}, nothing partial"),
+                    p,
+                );
             }
         }
     }

@@ -9,7 +9,7 @@ pub mod compare;
 pub mod compute;
 pub mod costs;
 mod error;
-//pub mod fit;
+pub mod fit;
 pub mod memory;
 pub mod pipeline;
 pub mod presets;

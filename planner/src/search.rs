@@ -15,6 +15,7 @@ use crate::prices::Prices;
 use crate::stage::PricedMesh;
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
+use cost_model::work::StepWork;
 use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
@@ -376,7 +377,7 @@ impl Search<'_> {
                 overrun = overrun.min(arena - usable);
                 continue;
             }
-            let simulation = simulate(&program, self.cluster, &SimulateOptions::for_training(self.training)).map_err(|e| PlanError::Lower(e.to_string()))?;
+            let simulation = simulate(&program, self.cluster, &SimulateOptions::new(StepWork::of(self.training, self.train))).map_err(|e| PlanError::Lower(e.to_string()))?;
             stats.simulated += 1;
             stats.alternatives.push((format!("{} stages, microbatch {}", plan.stages.len(), p.batch), simulation.step_time));
             plan.predicted = simulation.prediction.clone();

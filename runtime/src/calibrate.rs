@@ -3,7 +3,7 @@
 //! The probes are instructions of a hand-made program that a [`Session`] plays with
 //! instruction timing, so that what is measured is what ranks do, overhead included. One
 //! session has a single rank and measures kernels and copies; another one has all ranks and
-//! measures matmuls running together, and collectives. Before each probe its operands are
+//! measures how matmuls slow each other down, and collectives. Before each probe its operands are
 //! filled with one half, so that they are as warm as a producer leaves them.
 //!
 //! What the points are called, and their sizes:
@@ -11,7 +11,7 @@
 //! | what                    | size                                           |
 //! |-------------------------|------------------------------------------------|
 //! | `matmul <dtype>`        | m, n, k                                        |
-//! | `matmul f32 together`   | m, n, k, ranks                                 |
+//! | `matmul f32 together`   | m, n, k, ranks at work; many one after another |
 //! | `attention f32`         | attention FLOPs (full), vector FLOPs, bytes    |
 //! | `vector <op>`           | vector FLOPs, bytes                            |
 //! | `copy`                  | bytes                                          |
@@ -65,6 +65,7 @@ pub fn measure(options: CalibrateOptions, progress: &mut dyn FnMut(&str)) -> Res
     progress("kernels on one rank");
     let mut single = ProgramOfProbes::new(1, 1);
     single.kernels(options.quick);
+    single.together();
     let mut points = single.measure(threads, options.seconds * SINGLE_SHARE)?;
     if options.n_ranks > 1 {
         progress(&format!("matmuls and collectives on {} ranks", options.n_ranks));
@@ -88,8 +89,20 @@ pub fn measure(options: CalibrateOptions, progress: &mut dyn FnMut(&str)) -> Res
 struct Probe {
     what: String,
     size: Vec<u64>,
-    instruction: usize,
+    place: Place,
 }
+
+/// What is timed for a probe.
+#[derive(Clone, Copy)]
+enum Place {
+    /// An instruction of the first template: the mean over ranks.
+    Instruction(usize),
+    /// The second template, which repeats something `divisor` times: the slowest rank.
+    Template { divisor: u32 },
+}
+
+/// Matmuls in a row when ranks run together; long enough for several turns of a scheduler.
+const N_TOGETHER: u32 = 200;
 
 /// A program of one role and one template, under construction. Every probe's buffers begin at
 /// the start of the arena again.
@@ -142,7 +155,7 @@ impl ProgramOfProbes {
     }
     fn probe(&mut self, what: impl Into<String>, size: Vec<u64>, kind: InstrKind) {
         let instruction = self.push(kind);
-        self.probes.push(Probe { what: what.into(), size, instruction });
+        self.probes.push(Probe { what: what.into(), size, place: Place::Instruction(instruction) });
         self.next_offset = 0;
     }
 
@@ -235,17 +248,26 @@ impl ProgramOfProbes {
         add(OpKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, &[x, x, x, x, scalar], &[x, x, x]);
     }
 
-    /// Matmuls that all ranks run at the same time.
+    /// A template of [`N_TOGETHER`] matmuls that all ranks run at the same time. It is the
+    /// template that is timed: ranks that share processors take turns of milliseconds, and
+    /// waiting for a turn falls between short instructions as often as into them.
     fn together(&mut self) {
+        let s = 256;
+        self.barrier();
+        let mut instructions = std::mem::take(&mut self.role.templates[0].instructions);
         let n = u64::from(self.role.mesh.n_devices());
-        for s in [256, 512] {
-            self.barrier();
+        for _ in 0..N_TOGETHER {
             self.matmul(DType::F32, "mk,kn->mn", (s, s, s), "matmul f32 together".into(), vec![s, s, s, n]);
+            self.probes.pop();
         }
+        std::mem::swap(&mut instructions, &mut self.role.templates[0].instructions);
+        self.role.templates.push(Template { kind: TemplateKind::Forward, instructions });
+        self.role.trace.push(Slot { template: TemplateId(1), microbatch: Some(0) });
+        self.probes.push(Probe { what: "matmul f32 together".into(), size: vec![s, s, s, n], place: Place::Template { divisor: N_TOGETHER } });
     }
 
     fn collectives(&mut self, quick: bool) {
-        let sizes: &[u64] = if quick { &[1 << 12, 1 << 20] } else { &[1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24] };
+        let sizes: &[u64] = if quick { &[1 << 12, 1 << 20] } else { &[1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22] };
         for &bytes in sizes {
             // All three of the same size: the whole tensor on one side at least.
             let lens = [(bytes / 4).next_multiple_of(u64::from(self.group))];
@@ -297,8 +319,10 @@ impl ProgramOfProbes {
             }
             let played = session.step(&batch, 1e-3, true)?;
             for (probe, times) in self.probes.iter().zip(&mut times) {
-                let of_ranks: f64 = played.timings.iter().map(|t| t.instructions[0][probe.instruction].0).sum();
-                times.push(of_ranks / played.timings.len().max(1) as f64);
+                times.push(match probe.place {
+                    Place::Instruction(i) => played.timings.iter().map(|t| t.instructions[0][i].0).sum::<f64>() / played.timings.len().max(1) as f64,
+                    Place::Template { divisor } => played.timings.iter().map(|t| t.templates[1].0).fold(0.0, f64::max) / f64::from(divisor),
+                });
             }
         }
         Ok(self.probes.into_iter().zip(times).map(|(probe, times)| point(probe, times)).collect())
@@ -328,7 +352,7 @@ mod tests {
 
     #[test]
     fn medians_and_spreads() {
-        let p = point(Probe { what: "x".into(), size: vec![], instruction: 0 }, vec![5.0, 1.0, 2.0, 100.0]);
+        let p = point(Probe { what: "x".into(), size: vec![], place: Place::Instruction(0) }, vec![5.0, 1.0, 2.0, 100.0]);
         // Sorted 1 2 5 100; deviations from 3.5 are 2.5 1.5 1.5 96.5.
         assert_eq!((p.median_s, p.spread_s, p.n), (3.5, 2.0, 4));
     }
@@ -345,8 +369,8 @@ mod tests {
             assert_eq!(count("attention f32"), 2);
             assert_eq!(count("launch"), 8);
             let together = points.iter().filter(|p| p.what == "matmul f32 together");
-            assert!(together.clone().all(|p| p.size[3] == u64::from(n_ranks)));
-            assert_eq!(together.count(), if n_ranks > 1 { 2 } else { 0 });
+            let at_work: Vec<u64> = together.map(|p| p.size[3]).collect();
+            assert_eq!(at_work, if n_ranks > 1 { vec![1, u64::from(n_ranks)] } else { vec![1] });
             // Two sizes over all ranks, and over pairs where those are fewer.
             let groups = [0, 1, 2][(n_ranks as usize).ilog2() as usize];
             assert_eq!(count("all_reduce"), 2 * groups);

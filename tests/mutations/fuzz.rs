@@ -7,7 +7,17 @@ use ir::program::{BufferClass, InstrKind, Program};
 use ir::reshard::LayoutStep;
 use ir::{AxisId, BufferId, InstrId, StageId, TemplateId, TransferId};
 
-const ABSURD: [u64; 9] = [0, 1, 2, 7, 255, u32::MAX as u64 - 1, u32::MAX as u64, u64::MAX / 2 + 1, u64::MAX];
+const ABSURD: [u64; 9] = [
+    0,
+    1,
+    2,
+    7,
+    255,
+    u32::MAX as u64 - 1,
+    u32::MAX as u64,
+    u64::MAX / 2 + 1,
+    u64::MAX,
+];
 
 fn absurd(r: &mut Random) -> u64 {
     ABSURD[r.below(ABSURD.len())]
@@ -34,12 +44,20 @@ fn spoil(p: &mut Program, r: &mut Random) {
                 0 => t.from = StageId(small(r)),
                 1 => t.lens.push(absurd(r)),
                 2 => t.lens.iter_mut().for_each(|n| *n = absurd(r)),
-                3 => t.to_spec.dims.iter_mut().for_each(|d| d.axes.push(AxisId(small(r)))),
+                3 => t
+                    .to_spec
+                    .dims
+                    .iter_mut()
+                    .for_each(|d| d.axes.push(AxisId(small(r)))),
                 _ => t.from_spec.dims.iter_mut().for_each(|d| d.unit = absurd(r)),
             }
         }
         4 => p.roles[at].arena_bytes = absurd(r),
-        5 => p.roles[at].mesh.axes.iter_mut().for_each(|a| a.size = small(r)),
+        5 => p.roles[at]
+            .mesh
+            .axes
+            .iter_mut()
+            .for_each(|a| a.size = small(r)),
         6 => p.roles[at].mesh.devices.n_devices = small(r),
         7 => p.roles[at].loss = Some(BufferId(small(r))),
         8 => {
@@ -50,7 +68,10 @@ fn spoil(p: &mut Program, r: &mut Random) {
                 _ => slot.microbatch = Some(small(r)),
             }
         }
-        9 => p.roles[at].templates.iter_mut().for_each(|t| t.instructions.truncate(r.below(5))),
+        9 => p.roles[at]
+            .templates
+            .iter_mut()
+            .for_each(|t| t.instructions.truncate(r.below(5))),
         10 => p.roles[at].trace.clear(),
         11 => {
             let t = r.below(p.roles[at].templates.len());
@@ -81,7 +102,12 @@ fn spoil(p: &mut Program, r: &mut Random) {
 fn spoil_kind(kind: &mut InstrKind, r: &mut Random) {
     let b = BufferId(small(r));
     match kind {
-        InstrKind::Compute { inputs, outputs, path, .. } => match r.below(5) {
+        InstrKind::Compute {
+            inputs,
+            outputs,
+            path,
+            ..
+        } => match r.below(5) {
             0 => inputs.clear(),
             1 => outputs.clear(),
             2 => inputs.push(b),
@@ -91,11 +117,22 @@ fn spoil_kind(kind: &mut InstrKind, r: &mut Random) {
         InstrKind::Collective { axes, items, .. } => match r.below(4) {
             0 => axes.push(AxisId(small(r))),
             1 => items.clear(),
-            2 => items[0].step = LayoutStep::AllGather { axis: AxisId(small(r)), dim: absurd(r) as usize },
+            2 => {
+                items[0].step = LayoutStep::AllGather {
+                    axis: AxisId(small(r)),
+                    dim: absurd(r) as usize,
+                }
+            }
             _ => items[0].step = LayoutStep::AllReduce { axes: vec![] },
         },
         InstrKind::Slice { step, output, .. } => match r.below(2) {
-            0 => *step = LayoutStep::Slice { axis: AxisId(0), dim: absurd(r) as usize, unit: absurd(r) },
+            0 => {
+                *step = LayoutStep::Slice {
+                    axis: AxisId(0),
+                    dim: absurd(r) as usize,
+                    unit: absurd(r),
+                }
+            }
             _ => *output = b,
         },
         InstrKind::Exchange { sends, recvs } => match r.below(3) {
@@ -113,7 +150,11 @@ fn spoil_kind(kind: &mut InstrKind, r: &mut Random) {
 fn absurd_programs_are_answered() {
     let mut random = Random(3);
     for _ in 0..12 {
-        let Case { plan, training, program } = case(&mut random);
+        let Case {
+            plan,
+            training,
+            program,
+        } = case(&mut random);
         for _ in 0..80 {
             let mut spoiled = program.clone();
             (0..=random.below(2)).for_each(|_| spoil(&mut spoiled, &mut random));
@@ -148,12 +189,38 @@ fn absurd_plans_are_refused() {
                 10 => p.stages[0].mesh.axes[0].size = u32::MAX,
                 11 => p.stages[0].mesh.devices.first_rank = ir::Rank(u32::MAX),
                 12 => drop(p.layer_strategies[0].ops.pop_first()),
-                13 => drop(p.layer_strategies[0].ops.insert("grad.{}.nothing".into(), ir::op::OpStrategy::replicate(1))),
-                14 => p.layer_strategies[0].ops.values_mut().for_each(|s| s.uses.push(ir::op::AxisUse::Replicate)),
-                15 => p.layer_strategies[0].ops.values_mut().for_each(|s| s.uses[0] = ir::op::AxisUse::Factor(ir::FactorId(u32::MAX))),
-                16 => p.layer_strategies[0].ops.values_mut().for_each(|s| s.uses[0] = ir::op::AxisUse::Partial(u32::MAX)),
+                13 => drop(
+                    p.layer_strategies[0]
+                        .ops
+                        .insert("grad.{}.nothing".into(), ir::op::OpStrategy::replicate(1)),
+                ),
+                14 => p.layer_strategies[0]
+                    .ops
+                    .values_mut()
+                    .for_each(|s| s.uses.push(ir::op::AxisUse::Replicate)),
+                15 => p.layer_strategies[0]
+                    .ops
+                    .values_mut()
+                    .for_each(|s| s.uses[0] = ir::op::AxisUse::Factor(ir::FactorId(u32::MAX))),
+                16 => p.layer_strategies[0]
+                    .ops
+                    .values_mut()
+                    .for_each(|s| s.uses[0] = ir::op::AxisUse::Partial(u32::MAX)),
                 17 => drop(p.edges.insert("nothing#0".into(), vec![])),
-                18 => drop(p.edges.insert("head.lse#0".into(), vec![LayoutStep::Slice { axis: AxisId(9), dim: 0, unit: 1 }, LayoutStep::AllGather { axis: AxisId(9), dim: 0 }])),
+                18 => drop(p.edges.insert(
+                    "head.lse#0".into(),
+                    vec![
+                        LayoutStep::Slice {
+                            axis: AxisId(9),
+                            dim: 0,
+                            unit: 1,
+                        },
+                        LayoutStep::AllGather {
+                            axis: AxisId(9),
+                            dim: 0,
+                        },
+                    ],
+                )),
                 19 => drop(p.transfers.insert("nothing@1".into(), absurd_path())),
                 20 => p.predicted.mfu = f64::NAN,
                 21 => p.cluster.device.memory_bandwidth_bytes_per_s = f64::INFINITY,
@@ -161,7 +228,10 @@ fn absurd_plans_are_refused() {
                 _ => p.train.sequence = u64::MAX,
             }
             let found = checker::check_plan(&p);
-            assert!(!found.is_empty(), "round {round}: absurdity {way} is accepted");
+            assert!(
+                !found.is_empty(),
+                "round {round}: absurdity {way} is accepted"
+            );
         }
         assert_eq!(list(&checker::check_plan(&plan)), "");
     }
@@ -169,5 +239,10 @@ fn absurd_plans_are_refused() {
 
 fn absurd_path() -> ir::reshard::CrossPath {
     let spec = ir::ShardingSpec::replicated(1);
-    ir::reshard::CrossPath { before: vec![], source_spec: spec.clone(), target_spec: spec, after: vec![] }
+    ir::reshard::CrossPath {
+        before: vec![],
+        source_spec: spec.clone(),
+        target_spec: spec,
+        after: vec![],
+    }
 }

@@ -61,12 +61,21 @@ fn role<'a>(p: &'a mut Program, r: &mut Random) -> &'a mut RoleProgram {
 }
 
 /// A random template whose instructions satisfy `f`, and one of those.
-fn find(role: &RoleProgram, r: &mut Random, f: &dyn Fn(&Instruction) -> bool) -> Option<(usize, usize)> {
+fn find(
+    role: &RoleProgram,
+    r: &mut Random,
+    f: &dyn Fn(&Instruction) -> bool,
+) -> Option<(usize, usize)> {
     let all: Vec<(usize, usize)> = role
         .templates
         .iter()
         .enumerate()
-        .flat_map(|(t, x)| x.instructions.iter().enumerate().map(move |(i, instr)| (t, i, instr)))
+        .flat_map(|(t, x)| {
+            x.instructions
+                .iter()
+                .enumerate()
+                .map(move |(i, instr)| (t, i, instr))
+        })
         .filter(|(_, _, instr)| f(instr))
         .map(|(t, i, _)| (t, i))
         .collect();
@@ -74,10 +83,25 @@ fn find(role: &RoleProgram, r: &mut Random, f: &dyn Fn(&Instruction) -> bool) ->
 }
 
 /// Changes a random instruction that `f` can change.
-fn change(p: &mut Program, r: &mut Random, which: &dyn Fn(&InstrKind) -> bool, f: &mut dyn FnMut(&mut InstrKind, &mut Random) -> bool) -> bool {
-    let all: Vec<usize> = (0..p.roles.len()).filter(|&i| p.roles[i].templates.iter().flat_map(|t| &t.instructions).any(|x| which(&x.kind))).collect();
+fn change(
+    p: &mut Program,
+    r: &mut Random,
+    which: &dyn Fn(&InstrKind) -> bool,
+    f: &mut dyn FnMut(&mut InstrKind, &mut Random) -> bool,
+) -> bool {
+    let all: Vec<usize> = (0..p.roles.len())
+        .filter(|&i| {
+            p.roles[i]
+                .templates
+                .iter()
+                .flat_map(|t| &t.instructions)
+                .any(|x| which(&x.kind))
+        })
+        .collect();
     let Some(&i) = r.pick(&all) else { return false };
-    let Some((t, j)) = find(&p.roles[i], r, &|x| which(&x.kind)) else { return false };
+    let Some((t, j)) = find(&p.roles[i], r, &|x| which(&x.kind)) else {
+        return false;
+    };
     f(&mut p.roles[i].templates[t].instructions[j].kind, r)
 }
 
@@ -89,21 +113,43 @@ fn other<T: PartialEq + Clone>(r: &mut Random, from: &[T], not: &T) -> Option<T>
 /// Another buffer, of the same type where there is one.
 fn other_buffer(role: &RoleProgram, r: &mut Random, b: BufferId) -> Option<BufferId> {
     let x = role.buffer(b);
-    let ids: Vec<BufferId> = (0..role.buffers.len()).map(BufferId::new).filter(|&o| o != b).collect();
-    let same: Vec<BufferId> = ids.iter().copied().filter(|&o| role.buffer(o).lens == x.lens && role.buffer(o).dtype == x.dtype).collect();
-    let closer: Vec<BufferId> = same.iter().copied().filter(|&o| role.buffer(o).spec == x.spec).collect();
+    let ids: Vec<BufferId> = (0..role.buffers.len())
+        .map(BufferId::new)
+        .filter(|&o| o != b)
+        .collect();
+    let same: Vec<BufferId> = ids
+        .iter()
+        .copied()
+        .filter(|&o| role.buffer(o).lens == x.lens && role.buffer(o).dtype == x.dtype)
+        .collect();
+    let closer: Vec<BufferId> = same
+        .iter()
+        .copied()
+        .filter(|&o| role.buffer(o).spec == x.spec)
+        .collect();
     let pools = [&closer, &same, &ids];
-    pools[r.below(3)].iter().copied().nth(r.below(pools[0].len().max(1))).or_else(|| r.pick(&ids).copied())
+    pools[r.below(3)]
+        .iter()
+        .copied()
+        .nth(r.below(pools[0].len().max(1)))
+        .or_else(|| r.pick(&ids).copied())
 }
 
 fn swap_operands(p: &mut Program, r: &mut Random) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Compute { inputs, .. } if inputs.len() > 1), &mut |k, r| {
-        let InstrKind::Compute { inputs, .. } = k else { return false };
-        let (a, b) = (r.below(inputs.len()), r.below(inputs.len()));
-        let differ = inputs[a] != inputs[b];
-        inputs.swap(a, b);
-        differ
-    })
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Compute { inputs, .. } if inputs.len() > 1),
+        &mut |k, r| {
+            let InstrKind::Compute { inputs, .. } = k else {
+                return false;
+            };
+            let (a, b) = (r.below(inputs.len()), r.below(inputs.len()));
+            let differ = inputs[a] != inputs[b];
+            inputs.swap(a, b);
+            differ
+        },
+    )
 }
 
 fn read_slots(kind: &mut InstrKind) -> Vec<&mut BufferId> {
@@ -130,13 +176,21 @@ fn write_slots(kind: &mut InstrKind) -> Vec<&mut BufferId> {
     }
 }
 
-fn wrong_buffer(p: &mut Program, r: &mut Random, slots: fn(&mut InstrKind) -> Vec<&mut BufferId>) -> bool {
+fn wrong_buffer(
+    p: &mut Program,
+    r: &mut Random,
+    slots: fn(&mut InstrKind) -> Vec<&mut BufferId>,
+) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|i| !slots(&mut i.kind.clone()).is_empty()) else { return false };
+    let Some((t, j)) = find(role, r, &|i| !slots(&mut i.kind.clone()).is_empty()) else {
+        return false;
+    };
     let mut kind = role.templates[t].instructions[j].kind.clone();
     let mut all = slots(&mut kind);
     let at = r.below(all.len());
-    let Some(new) = other_buffer(role, r, *all[at]) else { return false };
+    let Some(new) = other_buffer(role, r, *all[at]) else {
+        return false;
+    };
     *all[at] = new;
     role.templates[t].instructions[j].kind = kind;
     true
@@ -153,13 +207,20 @@ fn wrong_output(p: &mut Program, r: &mut Random) -> bool {
 /// Renumbers the deps of a template; those that `f` maps to nothing go.
 fn renumber(t: &mut Template, f: &dyn Fn(usize) -> Option<usize>) {
     for i in &mut t.instructions {
-        i.deps = i.deps.iter().filter_map(|d| f(d.index())).map(InstrId::new).collect();
+        i.deps = i
+            .deps
+            .iter()
+            .filter_map(|d| f(d.index()))
+            .map(InstrId::new)
+            .collect();
     }
 }
 
 fn drop_instruction(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|_| true) else { return false };
+    let Some((t, j)) = find(role, r, &|_| true) else {
+        return false;
+    };
     let template = &mut role.templates[t];
     // Whoever waited for it waits for what it waited for.
     let inherited = template.instructions[j].deps.clone();
@@ -169,13 +230,17 @@ fn drop_instruction(p: &mut Program, r: &mut Random) -> bool {
         }
     }
     template.instructions.remove(j);
-    renumber(template, &|d| (d != j).then_some(if d > j { d - 1 } else { d }));
+    renumber(template, &|d| {
+        (d != j).then_some(if d > j { d - 1 } else { d })
+    });
     true
 }
 
 fn duplicate_instruction(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|_| true) else { return false };
+    let Some((t, j)) = find(role, r, &|_| true) else {
+        return false;
+    };
     let template = &mut role.templates[t];
     renumber(template, &|d| Some(if d > j { d + 1 } else { d }));
     let mut copy = template.instructions[j].clone();
@@ -191,51 +256,107 @@ fn duplicate_instruction(p: &mut Program, r: &mut Random) -> bool {
 
 fn swap_instructions(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|_| true) else { return false };
+    let Some((t, j)) = find(role, r, &|_| true) else {
+        return false;
+    };
     let template = &mut role.templates[t];
     if j + 1 >= template.instructions.len() {
         return false;
     }
     template.instructions.swap(j, j + 1);
-    renumber(template, &|d| Some(if d == j { j + 1 } else if d == j + 1 { j } else { d }));
+    renumber(template, &|d| {
+        Some(if d == j {
+            j + 1
+        } else if d == j + 1 {
+            j
+        } else {
+            d
+        })
+    });
     true
 }
 
 fn op_path(p: &mut Program, r: &mut Random) -> bool {
-    let paths: Vec<String> = p.roles.iter().flat_map(|x| &x.templates).flat_map(|t| &t.instructions).filter_map(|i| if let InstrKind::Compute { path, .. } = &i.kind { Some(path.clone()) } else { None }).collect();
-    change(p, r, &|k| matches!(k, InstrKind::Compute { .. }), &mut |k, r| {
-        let InstrKind::Compute { path, .. } = k else { return false };
-        let Some(new) = other(r, &paths, path) else { return false };
-        *path = new;
-        true
-    })
+    let paths: Vec<String> = p
+        .roles
+        .iter()
+        .flat_map(|x| &x.templates)
+        .flat_map(|t| &t.instructions)
+        .filter_map(|i| {
+            if let InstrKind::Compute { path, .. } = &i.kind {
+                Some(path.clone())
+            } else {
+                None
+            }
+        })
+        .collect();
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Compute { .. }),
+        &mut |k, r| {
+            let InstrKind::Compute { path, .. } = k else {
+                return false;
+            };
+            let Some(new) = other(r, &paths, path) else {
+                return false;
+            };
+            *path = new;
+            true
+        },
+    )
 }
 
 fn op_attribute(p: &mut Program, r: &mut Random) -> bool {
     let attributed = |k: &OpKind| {
         matches!(
             k,
-            OpKind::Unary { .. } | OpKind::Binary { .. } | OpKind::Cast { .. } | OpKind::RmsNorm { .. } | OpKind::AdamW { .. } | OpKind::DotGeneral { .. } | OpKind::ClipCoefficient { .. } | OpKind::Accumulate { .. } | OpKind::Broadcast { .. } | OpKind::EmbeddingGrad { .. } | OpKind::UpdateLossScale { .. }
+            OpKind::Unary { .. }
+                | OpKind::Binary { .. }
+                | OpKind::Cast { .. }
+                | OpKind::RmsNorm { .. }
+                | OpKind::AdamW { .. }
+                | OpKind::DotGeneral { .. }
+                | OpKind::ClipCoefficient { .. }
+                | OpKind::Accumulate { .. }
+                | OpKind::Broadcast { .. }
+                | OpKind::EmbeddingGrad { .. }
+                | OpKind::UpdateLossScale { .. }
         )
     };
-    change(p, r, &|k| matches!(k, InstrKind::Compute { kind, .. } if attributed(kind)), &mut |k, _| {
-        let InstrKind::Compute { kind, .. } = k else { return false };
-        match kind {
-            OpKind::Unary { f: Unary::Scale { by } } => *by *= 1.0 + f64::EPSILON,
-            OpKind::Unary { f } => *f = Unary::Silu,
-            OpKind::Binary { f } => *f = if *f == ir::op::Binary::Sub { ir::op::Binary::Add } else { ir::op::Binary::Sub },
-            OpKind::Cast { dtype } | OpKind::Accumulate { dtype } => *dtype = DType::F8e4m3,
-            OpKind::RmsNorm { eps } => *eps *= 2.0,
-            OpKind::AdamW { beta1, .. } => *beta1 = 0.5,
-            OpKind::DotGeneral { einsum } => std::mem::swap(&mut einsum.lhs, &mut einsum.rhs),
-            OpKind::ClipCoefficient { max_norm } => *max_norm = None,
-            OpKind::Broadcast { leading } => leading.push(ir::Dim::Fixed(1)),
-            OpKind::EmbeddingGrad { vocab } => *vocab += 1,
-            OpKind::UpdateLossScale { growth_interval } => *growth_interval += 1,
-            _ => return false,
-        }
-        true
-    })
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Compute { kind, .. } if attributed(kind)),
+        &mut |k, _| {
+            let InstrKind::Compute { kind, .. } = k else {
+                return false;
+            };
+            match kind {
+                OpKind::Unary {
+                    f: Unary::Scale { by },
+                } => *by *= 1.0 + f64::EPSILON,
+                OpKind::Unary { f } => *f = Unary::Silu,
+                OpKind::Binary { f } => {
+                    *f = if *f == ir::op::Binary::Sub {
+                        ir::op::Binary::Add
+                    } else {
+                        ir::op::Binary::Sub
+                    }
+                }
+                OpKind::Cast { dtype } | OpKind::Accumulate { dtype } => *dtype = DType::F8e4m3,
+                OpKind::RmsNorm { eps } => *eps *= 2.0,
+                OpKind::AdamW { beta1, .. } => *beta1 = 0.5,
+                OpKind::DotGeneral { einsum } => std::mem::swap(&mut einsum.lhs, &mut einsum.rhs),
+                OpKind::ClipCoefficient { max_norm } => *max_norm = None,
+                OpKind::Broadcast { leading } => leading.push(ir::Dim::Fixed(1)),
+                OpKind::EmbeddingGrad { vocab } => *vocab += 1,
+                OpKind::UpdateLossScale { growth_interval } => *growth_interval += 1,
+                _ => return false,
+            }
+            true
+        },
+    )
 }
 
 fn is_collective(k: &InstrKind) -> bool {
@@ -243,10 +364,19 @@ fn is_collective(k: &InstrKind) -> bool {
 }
 
 fn collective_kind(p: &mut Program, r: &mut Random) -> bool {
-    let all = [CollectiveKind::AllReduce(ReduceKind::Sum), CollectiveKind::ReduceScatter(ReduceKind::Sum), CollectiveKind::AllGather, CollectiveKind::AllToAll];
+    let all = [
+        CollectiveKind::AllReduce(ReduceKind::Sum),
+        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        CollectiveKind::AllGather,
+        CollectiveKind::AllToAll,
+    ];
     change(p, r, &is_collective, &mut |k, r| {
-        let InstrKind::Collective { kind, .. } = k else { return false };
-        let Some(new) = other(r, &all, kind) else { return false };
+        let InstrKind::Collective { kind, .. } = k else {
+            return false;
+        };
+        let Some(new) = other(r, &all, kind) else {
+            return false;
+        };
         *kind = new;
         true
     })
@@ -255,7 +385,9 @@ fn collective_kind(p: &mut Program, r: &mut Random) -> bool {
 fn collective_axes(p: &mut Program, r: &mut Random) -> bool {
     let n = p.roles[0].mesh.axes.len();
     change(p, r, &is_collective, &mut |k, r| {
-        let InstrKind::Collective { axes, .. } = k else { return false };
+        let InstrKind::Collective { axes, .. } = k else {
+            return false;
+        };
         let new = AxisId::new(r.below(n + 1));
         match r.below(3) {
             0 => axes.push(new),
@@ -268,24 +400,63 @@ fn collective_axes(p: &mut Program, r: &mut Random) -> bool {
 }
 
 fn reduction(p: &mut Program, r: &mut Random) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Collective { kind: CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_), .. }), &mut |k, r| {
-        let InstrKind::Collective { kind: CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce), .. } = k else { return false };
-        let Some(new) = other(r, &[ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min, ReduceKind::LogSumExp], reduce) else { return false };
-        *reduce = new;
-        true
-    })
+    change(
+        p,
+        r,
+        &|k| {
+            matches!(
+                k,
+                InstrKind::Collective {
+                    kind: CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_),
+                    ..
+                }
+            )
+        },
+        &mut |k, r| {
+            let InstrKind::Collective {
+                kind: CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce),
+                ..
+            } = k
+            else {
+                return false;
+            };
+            let Some(new) = other(
+                r,
+                &[
+                    ReduceKind::Sum,
+                    ReduceKind::Max,
+                    ReduceKind::Min,
+                    ReduceKind::LogSumExp,
+                ],
+                reduce,
+            ) else {
+                return false;
+            };
+            *reduce = new;
+            true
+        },
+    )
 }
 
 /// Changes a step of a collective or slice.
-fn change_step(p: &mut Program, r: &mut Random, f: &mut dyn FnMut(&mut LayoutStep, &mut Random) -> bool) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Collective { .. } | InstrKind::Slice { .. }), &mut |k, r| match k {
-        InstrKind::Collective { items, .. } => {
-            let at = r.below(items.len());
-            f(&mut items[at].step, r)
-        }
-        InstrKind::Slice { step, .. } => f(step, r),
-        _ => false,
-    })
+fn change_step(
+    p: &mut Program,
+    r: &mut Random,
+    f: &mut dyn FnMut(&mut LayoutStep, &mut Random) -> bool,
+) -> bool {
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Collective { .. } | InstrKind::Slice { .. }),
+        &mut |k, r| match k {
+            InstrKind::Collective { items, .. } => {
+                let at = r.below(items.len());
+                f(&mut items[at].step, r)
+            }
+            InstrKind::Slice { step, .. } => f(step, r),
+            _ => false,
+        },
+    )
 }
 
 fn step_dim(p: &mut Program, r: &mut Random) -> bool {
@@ -300,7 +471,13 @@ fn step_dim(p: &mut Program, r: &mut Random) -> bool {
                     *unit += 1;
                 }
             }
-            LayoutStep::AllGather { dim, .. } => *dim = if up { *dim + 1 } else { dim.saturating_sub(1) + usize::from(*dim == 0) },
+            LayoutStep::AllGather { dim, .. } => {
+                *dim = if up {
+                    *dim + 1
+                } else {
+                    dim.saturating_sub(1) + usize::from(*dim == 0)
+                }
+            }
             LayoutStep::AllToAll { from, to, .. } => std::mem::swap(from, to),
         }
         true
@@ -317,7 +494,10 @@ fn step_axis(p: &mut Program, r: &mut Random) -> bool {
                 axes[0] = new;
                 changed
             }
-            LayoutStep::ReduceScatter { axis, .. } | LayoutStep::AllGather { axis, .. } | LayoutStep::AllToAll { axis, .. } | LayoutStep::Slice { axis, .. } => {
+            LayoutStep::ReduceScatter { axis, .. }
+            | LayoutStep::AllGather { axis, .. }
+            | LayoutStep::AllToAll { axis, .. }
+            | LayoutStep::Slice { axis, .. } => {
                 let changed = *axis != new;
                 *axis = new;
                 changed
@@ -327,18 +507,27 @@ fn step_axis(p: &mut Program, r: &mut Random) -> bool {
 }
 
 fn collective_item(p: &mut Program, r: &mut Random) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Collective { items, .. } if items.len() > 1), &mut |k, r| {
-        let InstrKind::Collective { items, .. } = k else { return false };
-        let (a, b) = (r.below(items.len()), r.below(items.len()));
-        let (x, y) = (items[a].output, items[b].output);
-        (items[a].output, items[b].output) = (y, x);
-        x != y
-    })
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Collective { items, .. } if items.len() > 1),
+        &mut |k, r| {
+            let InstrKind::Collective { items, .. } = k else {
+                return false;
+            };
+            let (a, b) = (r.below(items.len()), r.below(items.len()));
+            let (x, y) = (items[a].output, items[b].output);
+            (items[a].output, items[b].output) = (y, x);
+            x != y
+        },
+    )
 }
 
 fn drop_item(p: &mut Program, r: &mut Random) -> bool {
     change(p, r, &is_collective, &mut |k, r| {
-        let InstrKind::Collective { items, .. } = k else { return false };
+        let InstrKind::Collective { items, .. } = k else {
+            return false;
+        };
         let at = r.below(items.len());
         items.remove(at);
         true
@@ -347,7 +536,9 @@ fn drop_item(p: &mut Program, r: &mut Random) -> bool {
 
 fn drop_dep(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|i| !i.deps.is_empty()) else { return false };
+    let Some((t, j)) = find(role, r, &|i| !i.deps.is_empty()) else {
+        return false;
+    };
     let deps = &mut role.templates[t].instructions[j].deps;
     let at = r.below(deps.len());
     deps.remove(at);
@@ -356,9 +547,17 @@ fn drop_dep(p: &mut Program, r: &mut Random) -> bool {
 
 fn stream(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let Some((t, j)) = find(role, r, &|_| true) else { return false };
+    let Some((t, j)) = find(role, r, &|_| true) else {
+        return false;
+    };
     let instr = &mut role.templates[t].instructions[j];
-    let Some(new) = other(r, &[Stream::Compute, Stream::Collective, Stream::Transfer], &instr.stream) else { return false };
+    let Some(new) = other(
+        r,
+        &[Stream::Compute, Stream::Collective, Stream::Transfer],
+        &instr.stream,
+    ) else {
+        return false;
+    };
     instr.stream = new;
     true
 }
@@ -378,8 +577,12 @@ fn shift_offset(p: &mut Program, r: &mut Random) -> bool {
 
 fn shrink_slots(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
-    let many: Vec<usize> = (0..role.buffers.len()).filter(|&b| role.buffers[b].slots() > 1).collect();
-    let Some(&at) = r.pick(&many) else { return false };
+    let many: Vec<usize> = (0..role.buffers.len())
+        .filter(|&b| role.buffers[b].slots() > 1)
+        .collect();
+    let Some(&at) = r.pick(&many) else {
+        return false;
+    };
     let slots = role.buffers[at].slots() - 1;
     role.buffers[at].class = BufferClass::PerMicrobatch { slots };
     true
@@ -389,8 +592,15 @@ fn buffer_class(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.buffers.len());
     let class = role.buffers[at].class;
-    let all = [BufferClass::Persistent, BufferClass::Step, BufferClass::PerMicrobatch { slots: 1 }, BufferClass::Transient];
-    let Some(new) = other(r, &all, &class) else { return false };
+    let all = [
+        BufferClass::Persistent,
+        BufferClass::Step,
+        BufferClass::PerMicrobatch { slots: 1 },
+        BufferClass::Transient,
+    ];
+    let Some(new) = other(r, &all, &class) else {
+        return false;
+    };
     role.buffers[at].class = new;
     true
 }
@@ -427,7 +637,9 @@ fn buffer_dtype(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.buffers.len());
     let b = &mut role.buffers[at];
-    let Some(new) = other(r, &[DType::F32, DType::I32, DType::Bf16], &b.dtype) else { return false };
+    let Some(new) = other(r, &[DType::F32, DType::I32, DType::Bf16], &b.dtype) else {
+        return false;
+    };
     b.bytes = b.bytes / b.dtype.bytes() * new.bytes();
     b.dtype = new;
     true
@@ -448,9 +660,15 @@ fn arena(p: &mut Program, r: &mut Random) -> bool {
 
 fn transfer_spec(p: &mut Program, r: &mut Random) -> bool {
     let n = p.roles[0].mesh.axes.len();
-    let Some(x) = pick_transfer(p, r) else { return false };
+    let Some(x) = pick_transfer(p, r) else {
+        return false;
+    };
     let t = &mut p.transfers[x];
-    let spec = if r.below(2) == 0 { &mut t.from_spec } else { &mut t.to_spec };
+    let spec = if r.below(2) == 0 {
+        &mut t.from_spec
+    } else {
+        &mut t.to_spec
+    };
     let axis = AxisId::new(r.below(n));
     if spec.dims.is_empty() {
         return false;
@@ -474,19 +692,36 @@ fn pick_transfer(p: &Program, r: &mut Random) -> Option<usize> {
 }
 
 fn transfer_stage(p: &mut Program, r: &mut Random) -> bool {
-    let Some(x) = pick_transfer(p, r) else { return false };
+    let Some(x) = pick_transfer(p, r) else {
+        return false;
+    };
     let stages: Vec<StageId> = (0..=p.roles.len()).map(StageId::new).collect();
     let t = &mut p.transfers[x];
-    let stage = if r.below(2) == 0 { &mut t.from } else { &mut t.to };
-    let Some(new) = other(r, &stages, stage) else { return false };
+    let stage = if r.below(2) == 0 {
+        &mut t.from
+    } else {
+        &mut t.to
+    };
+    let Some(new) = other(r, &stages, stage) else {
+        return false;
+    };
     *stage = new;
     true
 }
 
 fn transfer_value(p: &mut Program, r: &mut Random) -> bool {
-    let Some(x) = pick_transfer(p, r) else { return false };
-    let names: Vec<String> = p.roles.iter().flat_map(|x| &x.buffers).map(|b| b.name.clone()).collect();
-    let Some(new) = other(r, &names, &p.transfers[x].value) else { return false };
+    let Some(x) = pick_transfer(p, r) else {
+        return false;
+    };
+    let names: Vec<String> = p
+        .roles
+        .iter()
+        .flat_map(|x| &x.buffers)
+        .map(|b| b.name.clone())
+        .collect();
+    let Some(new) = other(r, &names, &p.transfers[x].value) else {
+        return false;
+    };
     p.transfers[x].value = new;
     true
 }
@@ -498,11 +733,17 @@ fn is_exchange(k: &InstrKind) -> bool {
 fn exchange_transfer(p: &mut Program, r: &mut Random) -> bool {
     let all: Vec<TransferId> = (0..p.transfers.len()).map(TransferId::new).collect();
     change(p, r, &is_exchange, &mut |k, r| {
-        let InstrKind::Exchange { sends, recvs } = k else { return false };
+        let InstrKind::Exchange { sends, recvs } = k else {
+            return false;
+        };
         let n = sends.len() + recvs.len();
         let at = r.below(n);
-        let Some(part) = sends.iter_mut().chain(recvs).nth(at) else { return false };
-        let Some(new) = other(r, &all, &part.0) else { return false };
+        let Some(part) = sends.iter_mut().chain(recvs).nth(at) else {
+            return false;
+        };
+        let Some(new) = other(r, &all, &part.0) else {
+            return false;
+        };
         part.0 = new;
         true
     })
@@ -510,8 +751,14 @@ fn exchange_transfer(p: &mut Program, r: &mut Random) -> bool {
 
 fn exchange_drop(p: &mut Program, r: &mut Random) -> bool {
     change(p, r, &is_exchange, &mut |k, r| {
-        let InstrKind::Exchange { sends, recvs } = k else { return false };
-        let parts = if r.below(2) == 0 && !sends.is_empty() || recvs.is_empty() { sends } else { recvs };
+        let InstrKind::Exchange { sends, recvs } = k else {
+            return false;
+        };
+        let parts = if r.below(2) == 0 && !sends.is_empty() || recvs.is_empty() {
+            sends
+        } else {
+            recvs
+        };
         if parts.is_empty() {
             return false;
         }
@@ -522,19 +769,37 @@ fn exchange_drop(p: &mut Program, r: &mut Random) -> bool {
 }
 
 fn fill(p: &mut Program, r: &mut Random) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Fill { .. }), &mut |k, _| {
-        let InstrKind::Fill { value, .. } = k else { return false };
-        *value += 0.5;
-        true
-    })
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Fill { .. }),
+        &mut |k, _| {
+            let InstrKind::Fill { value, .. } = k else {
+                return false;
+            };
+            *value += 0.5;
+            true
+        },
+    )
 }
 
 fn load(p: &mut Program, r: &mut Random) -> bool {
-    change(p, r, &|k| matches!(k, InstrKind::Load { .. }), &mut |k, _| {
-        let InstrKind::Load { kind, .. } = k else { return false };
-        *kind = if *kind == InputKind::Tokens { InputKind::Labels } else { InputKind::Tokens };
-        true
-    })
+    change(
+        p,
+        r,
+        &|k| matches!(k, InstrKind::Load { .. }),
+        &mut |k, _| {
+            let InstrKind::Load { kind, .. } = k else {
+                return false;
+            };
+            *kind = if *kind == InputKind::Tokens {
+                InputKind::Labels
+            } else {
+                InputKind::Tokens
+            };
+            true
+        },
+    )
 }
 
 fn is_world(k: &InstrKind) -> bool {
@@ -543,16 +808,24 @@ fn is_world(k: &InstrKind) -> bool {
 
 fn world_entry(p: &mut Program, r: &mut Random) -> bool {
     change(p, r, &is_world, &mut |k, r| {
-        let InstrKind::WorldSum { inputs, .. } = k else { return false };
+        let InstrKind::WorldSum { inputs, .. } = k else {
+            return false;
+        };
         let at = r.below(inputs.len());
-        inputs[at].0 = if r.below(2) == 0 { inputs[at].0 + 1 } else { inputs[(at + 1) % inputs.len()].0 ^ 1 };
+        inputs[at].0 = if r.below(2) == 0 {
+            inputs[at].0 + 1
+        } else {
+            inputs[(at + 1) % inputs.len()].0 ^ 1
+        };
         true
     })
 }
 
 fn world_drop(p: &mut Program, r: &mut Random) -> bool {
     change(p, r, &is_world, &mut |k, r| {
-        let InstrKind::WorldSum { inputs, .. } = k else { return false };
+        let InstrKind::WorldSum { inputs, .. } = k else {
+            return false;
+        };
         let at = r.below(inputs.len());
         inputs.remove(at);
         true
@@ -587,7 +860,9 @@ fn slot_microbatch(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.trace.len());
     let all: Vec<Option<u32>> = std::iter::once(None).chain((0..=m).map(Some)).collect();
-    let Some(new) = other(r, &all, &role.trace[at].microbatch) else { return false };
+    let Some(new) = other(r, &all, &role.trace[at].microbatch) else {
+        return false;
+    };
     role.trace[at].microbatch = new;
     true
 }
@@ -596,7 +871,9 @@ fn slot_template(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.trace.len());
     let all: Vec<TemplateId> = (0..role.templates.len()).map(TemplateId::new).collect();
-    let Some(new) = other(r, &all, &role.trace[at].template) else { return false };
+    let Some(new) = other(r, &all, &role.trace[at].template) else {
+        return false;
+    };
     role.trace[at].template = new;
     true
 }
@@ -616,13 +893,22 @@ fn state_buffer(p: &mut Program, r: &mut Random) -> bool {
 fn drop_state(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.states.len());
-    !role.states.is_empty() && { role.states.remove(at); true }
+    !role.states.is_empty() && {
+        role.states.remove(at);
+        true
+    }
 }
 
-fn result_buffer(p: &mut Program, r: &mut Random, of: fn(&mut RoleProgram) -> &mut Option<BufferId>) -> bool {
+fn result_buffer(
+    p: &mut Program,
+    r: &mut Random,
+    of: fn(&mut RoleProgram) -> &mut Option<BufferId>,
+) -> bool {
     let role = role(p, r);
     let Some(b) = *of(role) else { return false };
-    let Some(new) = other_buffer(role, r, b) else { return false };
+    let Some(new) = other_buffer(role, r, b) else {
+        return false;
+    };
     *of(role) = Some(new);
     true
 }

@@ -8,7 +8,9 @@
 
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
-use ir::program::{ARENA_ALIGN, BufferClass, InstrKind, Instruction, Program, RoleProgram, Template, TemplateKind};
+use ir::program::{
+    ARENA_ALIGN, BufferClass, InstrKind, Instruction, Program, RoleProgram, Template, TemplateKind,
+};
 use ir::reshard::LayoutStep;
 use ir::{BufferId, InstrId, ShardingSpec, TransferId};
 use std::collections::hash_map::DefaultHasher;
@@ -21,9 +23,21 @@ pub fn fingerprint(program: &Program) -> Result<u64, String> {
         memory(role)?;
         role.templates.iter().try_for_each(|t| races(role, t))?;
     }
-    let mut play = Play { program, roles: Vec::new(), sent: BTreeMap::new(), awaited: BTreeSet::new(), done: BTreeMap::new() };
+    let mut play = Play {
+        program,
+        roles: Vec::new(),
+        sent: BTreeMap::new(),
+        awaited: BTreeSet::new(),
+        done: BTreeMap::new(),
+    };
     for role in &program.roles {
-        let mut r = Role { role, memory: BTreeMap::new(), slot: 0, instr: 0, arrived: false };
+        let mut r = Role {
+            role,
+            memory: BTreeMap::new(),
+            slot: 0,
+            instr: 0,
+            arrived: false,
+        };
         for s in &role.states {
             let spec = role.buffer(s.buffer).spec.clone();
             r.write(s.buffer, None, hash(&("state", &s.path, s.buffer.0)), spec)?;
@@ -42,7 +56,11 @@ fn hash(x: &impl Hash) -> u64 {
 
 /// Everything inside the arena; exchanged buffers alone on their bytes.
 fn memory(role: &RoleProgram) -> Result<(), String> {
-    let end = |b: BufferId| role.buffer(b).offset + role.buffer(b).stride() * u64::from(role.buffer(b).slots() - 1) + role.buffer(b).bytes;
+    let end = |b: BufferId| {
+        role.buffer(b).offset
+            + role.buffer(b).stride() * u64::from(role.buffer(b).slots() - 1)
+            + role.buffer(b).bytes
+    };
     let ids: Vec<BufferId> = (0..role.buffers.len()).map(BufferId::new).collect();
     for &b in &ids {
         let x = role.buffer(b);
@@ -59,9 +77,18 @@ fn memory(role: &RoleProgram) -> Result<(), String> {
         .flat_map(|i| i.reads().into_iter().chain(i.writes()))
         .collect();
     // Exchanges run beside other templates; step buffers live through all of them.
-    let alone = |b: BufferId| exchanged.contains(&b) || matches!(role.buffer(b).class, BufferClass::Step | BufferClass::Persistent);
+    let alone = |b: BufferId| {
+        exchanged.contains(&b)
+            || matches!(
+                role.buffer(b).class,
+                BufferClass::Step | BufferClass::Persistent
+            )
+    };
     for &a in ids.iter().filter(|&&a| alone(a)) {
-        if let Some(b) = ids.iter().find(|&&b| a != b && role.buffer(a).offset < end(b) && role.buffer(b).offset < end(a)) {
+        if let Some(b) = ids
+            .iter()
+            .find(|&&b| a != b && role.buffer(a).offset < end(b) && role.buffer(b).offset < end(a))
+        {
             return Err(format!("buffers {a} and {b} overlap"));
         }
     }
@@ -73,7 +100,13 @@ fn races(role: &RoleProgram, t: &Template) -> Result<(), String> {
     let mut last = BTreeMap::new();
     for (i, instr) in t.instructions.iter().enumerate() {
         let mut all = BTreeSet::new();
-        for d in instr.deps.iter().copied().map(InstrId::index).chain(last.insert(instr.stream, i)) {
+        for d in instr
+            .deps
+            .iter()
+            .copied()
+            .map(InstrId::index)
+            .chain(last.insert(instr.stream, i))
+        {
             all.extend(before.get(d).ok_or("a dep on a later instruction")?);
             all.insert(d);
         }
@@ -88,8 +121,14 @@ fn races(role: &RoleProgram, t: &Template) -> Result<(), String> {
 }
 
 fn conflict(role: &RoleProgram, a: &Instruction, b: &Instruction) -> bool {
-    let span = |b: &BufferId| (role.buffer(*b).offset, role.buffer(*b).offset + role.buffer(*b).stride() * u64::from(role.buffer(*b).slots()));
-    let meet = |x: &BufferId, y: &BufferId| x == y || (span(x).0 < span(y).1 && span(y).0 < span(x).1);
+    let span = |b: &BufferId| {
+        (
+            role.buffer(*b).offset,
+            role.buffer(*b).offset + role.buffer(*b).stride() * u64::from(role.buffer(*b).slots()),
+        )
+    };
+    let meet =
+        |x: &BufferId, y: &BufferId| x == y || (span(x).0 < span(y).1 && span(y).0 < span(x).1);
     let any = |xs: &[BufferId], ys: &[BufferId]| xs.iter().any(|x| ys.iter().any(|y| meet(x, y)));
     any(&a.writes(), &b.reads()) || any(&a.reads(), &b.writes()) || any(&a.writes(), &b.writes())
 }
@@ -131,13 +170,25 @@ impl Role<'_> {
     }
     fn read(&self, b: BufferId, m: Option<u32>) -> Result<(u64, ShardingSpec), String> {
         let x = self.role.buffer(b);
-        let held = self.memory.get(&x.offset_for(m)).ok_or_else(|| format!("`{}` holds nothing", x.name))?;
-        if held.end != x.offset_for(m) + x.bytes || held.ty != self.ty(b) || held.spec.dims != x.spec.dims {
+        let held = self
+            .memory
+            .get(&x.offset_for(m))
+            .ok_or_else(|| format!("`{}` holds nothing", x.name))?;
+        if held.end != x.offset_for(m) + x.bytes
+            || held.ty != self.ty(b)
+            || held.spec.dims != x.spec.dims
+        {
             return Err(format!("`{}` holds something else", x.name));
         }
         Ok((held.print, held.spec.clone()))
     }
-    fn write(&mut self, b: BufferId, m: Option<u32>, print: u64, spec: ShardingSpec) -> Result<(), String> {
+    fn write(
+        &mut self,
+        b: BufferId,
+        m: Option<u32>,
+        print: u64,
+        spec: ShardingSpec,
+    ) -> Result<(), String> {
         let x = self.role.buffer(b);
         if spec.dims != x.spec.dims {
             return Err(format!("`{}` gets another spec", x.name));
@@ -145,11 +196,24 @@ impl Role<'_> {
         let (start, end) = (x.offset_for(m), x.offset_for(m) + x.bytes);
         self.memory.retain(|&s, held| held.end <= start || end <= s);
         let ty = self.ty(b);
-        self.memory.insert(start, Held { end, print, spec, ty, owner: b });
+        self.memory.insert(
+            start,
+            Held {
+                end,
+                print,
+                spec,
+                ty,
+                owner: b,
+            },
+        );
         Ok(())
     }
     fn end_template(&mut self, t: &Template) {
-        for b in t.instructions.iter().flat_map(|i| i.reads().into_iter().chain(i.writes())) {
+        for b in t
+            .instructions
+            .iter()
+            .flat_map(|i| i.reads().into_iter().chain(i.writes()))
+        {
             if self.role.buffer(b).class == BufferClass::Transient {
                 self.memory.retain(|_, held| held.owner != b);
             }
@@ -192,7 +256,9 @@ impl<'a> Play<'a> {
     }
 
     fn advance(&mut self, i: usize) -> Result<bool, String> {
-        let Some((instr, _, m)) = self.next(i) else { return Ok(false) };
+        let Some((instr, _, m)) = self.next(i) else {
+            return Ok(false);
+        };
         match &instr.kind {
             InstrKind::Exchange { sends, recvs } => {
                 if !self.exchange(i, sends, recvs, m)? {
@@ -207,29 +273,51 @@ impl<'a> Play<'a> {
         Ok(true)
     }
 
-    fn exchange(&mut self, i: usize, sends: &[(TransferId, BufferId)], recvs: &[(TransferId, BufferId)], m: Option<u32>) -> Result<bool, String> {
-        let count = |done: &BTreeMap<_, usize>, send, x| done.get(&(i, send, x, m)).copied().unwrap_or(0);
+    fn exchange(
+        &mut self,
+        i: usize,
+        sends: &[(TransferId, BufferId)],
+        recvs: &[(TransferId, BufferId)],
+        m: Option<u32>,
+    ) -> Result<bool, String> {
+        let count =
+            |done: &BTreeMap<_, usize>, send, x| done.get(&(i, send, x, m)).copied().unwrap_or(0);
         if !self.roles[i].arrived {
             self.roles[i].arrived = true;
             for &(x, b) in sends {
                 let t = &self.program.transfers[x.index()];
                 let (print, spec) = self.roles[i].read(b, m)?;
                 let buffer = self.roles[i].role.buffer(b);
-                if t.from.index() != i || spec != t.from_spec || buffer.lens != t.lens || buffer.dtype != t.dtype {
+                if t.from.index() != i
+                    || spec != t.from_spec
+                    || buffer.lens != t.lens
+                    || buffer.dtype != t.dtype
+                {
                     return Err(format!("stage {i} sends `{}` wrongly", t.value));
                 }
-                self.sent.insert((x, m, count(&self.done, true, x)), (print, t.to_spec.clone()));
+                self.sent.insert(
+                    (x, m, count(&self.done, true, x)),
+                    (print, t.to_spec.clone()),
+                );
             }
             for &(x, b) in recvs {
-                let (t, buffer) = (&self.program.transfers[x.index()], self.roles[i].role.buffer(b));
+                let (t, buffer) = (
+                    &self.program.transfers[x.index()],
+                    self.roles[i].role.buffer(b),
+                );
                 if t.to.index() != i || buffer.lens != t.lens || buffer.dtype != t.dtype {
                     return Err(format!("stage {i} receives `{}` wrongly", t.value));
                 }
                 self.awaited.insert((x, m, count(&self.done, false, x)));
             }
         }
-        let met = sends.iter().all(|s| self.awaited.contains(&(s.0, m, count(&self.done, true, s.0))))
-            && recvs.iter().all(|r| self.sent.contains_key(&(r.0, m, count(&self.done, false, r.0))));
+        let met = sends.iter().all(|s| {
+            self.awaited
+                .contains(&(s.0, m, count(&self.done, true, s.0)))
+        }) && recvs.iter().all(|r| {
+            self.sent
+                .contains_key(&(r.0, m, count(&self.done, false, r.0)))
+        });
         if !met {
             return Ok(false);
         }
@@ -238,7 +326,9 @@ impl<'a> Play<'a> {
             self.roles[i].write(b, m, print, spec)?;
         }
         for (send, parts) in [(true, sends), (false, recvs)] {
-            parts.iter().for_each(|p| *self.done.entry((i, send, p.0, m)).or_insert(0) += 1);
+            parts
+                .iter()
+                .for_each(|p| *self.done.entry((i, send, p.0, m)).or_insert(0) += 1);
         }
         Ok(true)
     }
@@ -247,7 +337,14 @@ impl<'a> Play<'a> {
         let mut all = Vec::new();
         for i in 0..self.roles.len() {
             match self.next(i) {
-                Some((Instruction { kind: InstrKind::WorldSum { inputs, output }, .. }, _, m)) => all.push((inputs, *output, m)),
+                Some((
+                    Instruction {
+                        kind: InstrKind::WorldSum { inputs, output },
+                        ..
+                    },
+                    _,
+                    m,
+                )) => all.push((inputs, *output, m)),
                 _ => return Ok(false),
             }
         }
@@ -291,7 +388,12 @@ impl<'a> Play<'a> {
 
 fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
     match kind {
-        InstrKind::Compute { kind, inputs, outputs, .. } => compute(r, kind, inputs, outputs, m),
+        InstrKind::Compute {
+            kind,
+            inputs,
+            outputs,
+            ..
+        } => compute(r, kind, inputs, outputs, m),
         InstrKind::Collective { kind, axes, items } => {
             let mut results = Vec::new();
             for item in items {
@@ -302,11 +404,21 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
                 if item.input == item.output && !matches!(kind, CollectiveKind::AllReduce(_)) {
                     return Err("a collective destroys its operand".into());
                 }
-                results.push((item.output, print, item.step.apply(&before).ok_or("a step does not apply")?));
+                results.push((
+                    item.output,
+                    print,
+                    item.step.apply(&before).ok_or("a step does not apply")?,
+                ));
             }
-            results.into_iter().try_for_each(|(b, print, spec)| r.write(b, m, print, spec))
+            results
+                .into_iter()
+                .try_for_each(|(b, print, spec)| r.write(b, m, print, spec))
         }
-        InstrKind::Slice { step, input, output } => {
+        InstrKind::Slice {
+            step,
+            input,
+            output,
+        } => {
             let (print, before) = r.read(*input, m)?;
             if !matches!(step, LayoutStep::Slice { .. }) {
                 return Err("a slice is no slice".into());
@@ -330,13 +442,22 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
     }
 }
 
-fn compute(r: &mut Role, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId], m: Option<u32>) -> Result<(), String> {
+fn compute(
+    r: &mut Role,
+    kind: &OpKind,
+    inputs: &[BufferId],
+    outputs: &[BufferId],
+    m: Option<u32>,
+) -> Result<(), String> {
     let mut operands = Vec::new();
     for &b in inputs {
         let (print, spec) = r.read(b, m)?;
         operands.push((print, spec, r.ty(b)));
     }
-    let specs: Vec<(ShardingSpec, u64)> = outputs.iter().map(|&b| (r.role.buffer(b).spec.clone(), r.ty(b))).collect();
+    let specs: Vec<(ShardingSpec, u64)> = outputs
+        .iter()
+        .map(|&b| (r.role.buffer(b).spec.clone(), r.ty(b)))
+        .collect();
     let print = hash(&(format!("{kind:?}"), &operands, &specs));
     if let OpKind::Accumulate { .. } = kind {
         let (old, spec) = r.read(outputs[0], m)?;

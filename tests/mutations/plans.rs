@@ -3,10 +3,16 @@
 
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize, Level};
 use ir::op::{Assignment, AxisUse, Binary, Einsum, Init, InputKind, OpStrategy, Unary};
-use ir::plan::{LayerRun, LayerStrategy, PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind, StagePlan, relative_path};
+use ir::plan::{
+    LayerRun, LayerStrategy, PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind,
+    StagePlan, relative_path,
+};
 use ir::reshard::{Placement, cross_paths, paths};
 use ir::training::{TrainingGraph, training_graph};
-use ir::{Axis, Bytes, DType, DeviceMesh, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place, Precision, Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId};
+use ir::{
+    Axis, Bytes, DType, DeviceMesh, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
+    Precision, Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
+};
 use std::collections::BTreeMap;
 
 /// SplitMix64 (Steele, Lea & Flood 2014): enough randomness for tests, and the same everywhere.
@@ -37,7 +43,13 @@ pub fn mlp(n_blocks: usize) -> Graph {
     let embed = g.add_layer("embed");
     let table = param(&mut g, embed, "embed.table", &[10, 6]);
     let tokens = input(&mut g, embed, "tokens", InputKind::Tokens);
-    let mut x = op(&mut g, embed, "embed.lookup", OpKind::Embedding, &[table, tokens]);
+    let mut x = op(
+        &mut g,
+        embed,
+        "embed.lookup",
+        OpKind::Embedding,
+        &[table, tokens],
+    );
     for i in 0..n_blocks {
         let name = format!("h.{i}");
         let h = g.add_layer(&name);
@@ -46,26 +58,69 @@ pub fn mlp(n_blocks: usize) -> Graph {
         let bias = param(&mut g, h, &format!("{name}.bias"), &[16]);
         let down = param(&mut g, h, &format!("{name}.down"), &[16, 6]);
         let place = Place::forward(format!("{name}.norm"), h);
-        let y = g.add(OpKind::RmsNorm { eps: 1e-5 }, &[x, gain], place).unwrap()[0];
-        let y = op(&mut g, h, &format!("{name}.fc"), dot("bsh,hf->bsf"), &[y, up]);
-        let y = op(&mut g, h, &format!("{name}.shift"), OpKind::Binary { f: Binary::Add }, &[y, bias]);
-        let y = op(&mut g, h, &format!("{name}.act"), OpKind::Unary { f: Unary::Relu }, &[y]);
-        let y = op(&mut g, h, &format!("{name}.proj"), dot("bsf,fh->bsh"), &[y, down]);
-        x = op(&mut g, h, &format!("{name}.out"), OpKind::Binary { f: Binary::Add }, &[y, x]);
+        let y = g
+            .add(OpKind::RmsNorm { eps: 1e-5 }, &[x, gain], place)
+            .unwrap()[0];
+        let y = op(
+            &mut g,
+            h,
+            &format!("{name}.fc"),
+            dot("bsh,hf->bsf"),
+            &[y, up],
+        );
+        let y = op(
+            &mut g,
+            h,
+            &format!("{name}.shift"),
+            OpKind::Binary { f: Binary::Add },
+            &[y, bias],
+        );
+        let y = op(
+            &mut g,
+            h,
+            &format!("{name}.act"),
+            OpKind::Unary { f: Unary::Relu },
+            &[y],
+        );
+        let y = op(
+            &mut g,
+            h,
+            &format!("{name}.proj"),
+            dot("bsf,fh->bsh"),
+            &[y, down],
+        );
+        x = op(
+            &mut g,
+            h,
+            &format!("{name}.out"),
+            OpKind::Binary { f: Binary::Add },
+            &[y, x],
+        );
     }
     let head = g.add_layer("head");
     let labels = input(&mut g, head, "labels", InputKind::Labels);
     let logits = op(&mut g, head, "head.logits", dot("bsh,vh->bsv"), &[x, table]);
     let lse = op(&mut g, head, "head.lse", OpKind::LogSumExp, &[logits]);
-    let nll = op(&mut g, head, "head.nll", OpKind::CrossEntropy, &[logits, lse, labels]);
-    let sum = OpKind::Reduce { kind: ReduceKind::Sum, dims: vec![0, 1] };
+    let nll = op(
+        &mut g,
+        head,
+        "head.nll",
+        OpKind::CrossEntropy,
+        &[logits, lse, labels],
+    );
+    let sum = OpKind::Reduce {
+        kind: ReduceKind::Sum,
+        dims: vec![0, 1],
+    };
     let total = op(&mut g, head, "head.sum", sum, &[nll]);
     g.outputs = vec![total];
     g
 }
 
 fn dot(einsum: &str) -> OpKind {
-    OpKind::DotGeneral { einsum: Einsum::parse(einsum).unwrap() }
+    OpKind::DotGeneral {
+        einsum: Einsum::parse(einsum).unwrap(),
+    }
 }
 
 fn op(g: &mut Graph, layer: LayerId, path: &str, kind: OpKind, inputs: &[ValueId]) -> ValueId {
@@ -73,14 +128,24 @@ fn op(g: &mut Graph, layer: LayerId, path: &str, kind: OpKind, inputs: &[ValueId
 }
 
 fn param(g: &mut Graph, layer: LayerId, path: &str, lens: &[u64]) -> ValueId {
-    let place = Place { path: path.into(), pass: Pass::Update, region: Region::StepBegin, layer: Some(layer) };
-    let kind = OpKind::State { init: Init::Normal { std: 0.02 }, decay: true };
-    g.add_source(kind, TensorType::new(DType::F32, Shape::fixed(lens)), place).unwrap()
+    let place = Place {
+        path: path.into(),
+        pass: Pass::Update,
+        region: Region::StepBegin,
+        layer: Some(layer),
+    };
+    let kind = OpKind::State {
+        init: Init::Normal { std: 0.02 },
+        decay: true,
+    };
+    g.add_source(kind, TensorType::new(DType::F32, Shape::fixed(lens)), place)
+        .unwrap()
 }
 
 fn input(g: &mut Graph, layer: LayerId, path: &str, kind: InputKind) -> ValueId {
     let ty = TensorType::new(DType::I32, Shape::batched(&[SEQUENCE]));
-    g.add_source(OpKind::Input { kind }, ty, Place::forward(path, layer)).unwrap()
+    g.add_source(OpKind::Input { kind }, ty, Place::forward(path, layer))
+        .unwrap()
 }
 
 /// What is not random in a plan.
@@ -101,16 +166,39 @@ pub fn random_plan(forward: &Graph, setup: &Setup, random: &mut Random) -> (Plan
     let training = training_graph(forward, &plan.train).unwrap();
     strategies(&mut plan, &training, random);
     for c in lowering::cross_edges(&plan, &training).unwrap() {
-        let (from, to) = (&plan.stages[c.from.index()].mesh, &plan.stages[c.to.index()].mesh);
-        let all = cross_paths(&c.lens, Placement { mesh: from, spec: &c.from_spec }, Placement { mesh: to, spec: &c.wanted[0] });
-        let path = random.pick(&all).unwrap_or_else(|| panic!("{} has no way", c.key)).clone();
+        let (from, to) = (
+            &plan.stages[c.from.index()].mesh,
+            &plan.stages[c.to.index()].mesh,
+        );
+        let all = cross_paths(
+            &c.lens,
+            Placement {
+                mesh: from,
+                spec: &c.from_spec,
+            },
+            Placement {
+                mesh: to,
+                spec: &c.wanted[0],
+            },
+        );
+        let path = random
+            .pick(&all)
+            .unwrap_or_else(|| panic!("{} has no way", c.key))
+            .clone();
         plan.transfers.insert(c.key, path);
     }
     for e in lowering::edges(&plan, &training).unwrap() {
         let all = paths(&e.from, &e.to);
-        let path = random.pick(&all).unwrap_or_else(|| panic!("{} has no path", e.key)).clone();
+        let path = random
+            .pick(&all)
+            .unwrap_or_else(|| panic!("{} has no path", e.key))
+            .clone();
         match e.layer {
-            Some(layer) => drop(plan.layer_strategies[layer.index()].edges.insert(e.relative, path)),
+            Some(layer) => drop(
+                plan.layer_strategies[layer.index()]
+                    .edges
+                    .insert(e.relative, path),
+            ),
             None => drop(plan.edges.insert(e.key, path)),
         }
     }
@@ -121,11 +209,31 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
     let n: u32 = setup.axes.iter().product();
     let mut first = 0;
     let stages = setup.layers.iter().enumerate().map(|(i, &count)| {
-        let devices = DeviceMesh { first_rank: Rank(i as u32 * n), n_devices: n };
-        let axes = setup.axes.iter().enumerate().map(|(k, &size)| Axis { name: format!("a{k}"), size }).collect();
-        let runs = (first..first + count).map(|l| LayerRun { first: LayerId(l), count: 1, strategy: l }).collect();
+        let devices = DeviceMesh {
+            first_rank: Rank(i as u32 * n),
+            n_devices: n,
+        };
+        let axes = setup
+            .axes
+            .iter()
+            .enumerate()
+            .map(|(k, &size)| Axis {
+                name: format!("a{k}"),
+                size,
+            })
+            .collect();
+        let runs = (first..first + count)
+            .map(|l| LayerRun {
+                first: LayerId(l),
+                count: 1,
+                strategy: l,
+            })
+            .collect();
         first += count;
-        StagePlan { mesh: LogicalMesh::new(devices, axes).unwrap(), runs }
+        StagePlan {
+            mesh: LogicalMesh::new(devices, axes).unwrap(),
+            runs,
+        }
     });
     Plan {
         version: PLAN_VERSION,
@@ -157,7 +265,11 @@ fn cluster(n: u32) -> Cluster {
         name: "made up".into(),
         peak_flops_per_s: BTreeMap::from([(DType::F32, 1e12)]),
         matmul_efficiency: BTreeMap::from([(DType::F32, 0.5)]),
-        matmul_half_size: HalfSize { m: 1.0, n: 1.0, k: 1.0 },
+        matmul_half_size: HalfSize {
+            m: 1.0,
+            n: 1.0,
+            k: 1.0,
+        },
         attention_efficiency: 0.5,
         vector_flops_per_s: 1e11,
         memory_bytes: Bytes(1 << 40),
@@ -166,48 +278,107 @@ fn cluster(n: u32) -> Cluster {
         memory_efficiency: 0.8,
         launch_s: 1e-6,
     };
-    let level = Level { name: "links".into(), devices: n, latency_s: 1e-6, bandwidth_bytes_per_s: 1e10, efficiency: 0.8, half_bytes: 1e4 };
-    Cluster { version: CLUSTER_VERSION, name: "made up".into(), n_hosts: 1, devices_per_host: n, device, levels: vec![level], pool: None, sources: BTreeMap::new(), measured: vec![] }
+    let level = Level {
+        name: "links".into(),
+        devices: n,
+        latency_s: 1e-6,
+        bandwidth_bytes_per_s: 1e10,
+        efficiency: 0.8,
+        half_bytes: 1e4,
+    };
+    Cluster {
+        version: CLUSTER_VERSION,
+        name: "made up".into(),
+        n_hosts: 1,
+        devices_per_host: n,
+        device,
+        levels: vec![level],
+        pool: None,
+        sources: BTreeMap::new(),
+        measured: vec![],
+    }
 }
 
 /// In graph order, for each op a strategy whose operands can be reached from what was made.
 fn strategies(plan: &mut Plan, training: &TrainingGraph, random: &mut Random) {
     let graph = &training.graph;
-    let stage_of: Vec<usize> = plan.stages.iter().enumerate().flat_map(|(i, s)| s.runs.iter().flat_map(move |r| (0..r.count).map(move |_| i))).collect();
+    let stage_of: Vec<usize> = plan
+        .stages
+        .iter()
+        .enumerate()
+        .flat_map(|(i, s)| {
+            s.runs
+                .iter()
+                .flat_map(move |r| (0..r.count).map(move |_| i))
+        })
+        .collect();
     let mut made: Vec<Option<ShardingSpec>> = vec![None; graph.values().len()];
     for op in graph.ops() {
         if matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. }) {
             continue;
         }
         let Some(layer) = op.layer else {
-            op.outputs.iter().for_each(|v| made[v.index()] = Some(ShardingSpec::replicated(graph.ty(*v).shape.rank())));
+            op.outputs.iter().for_each(|v| {
+                made[v.index()] = Some(ShardingSpec::replicated(graph.ty(*v).shape.rank()))
+            });
             continue;
         };
         let stage = stage_of[layer.index()];
-        let (strategy, a) = strategy(op, graph, plan.stages[stage].mesh.axes.len(), random, &|v, wanted| {
-            let producer = graph.op(graph.value(v).producer);
-            let Some(from) = &made[v.index()] else { return wanted.partial.is_empty() };
-            match producer.layer {
-                Some(l) if stage_of[l.index()] != stage => wanted.partial.is_empty(),
-                _ => from == wanted || !paths(from, wanted).is_empty(),
-            }
-        });
-        op.outputs.iter().zip(a.results).for_each(|(v, spec)| made[v.index()] = Some(spec));
+        let (strategy, a) = strategy(
+            op,
+            graph,
+            plan.stages[stage].mesh.axes.len(),
+            random,
+            &|v, wanted| {
+                let producer = graph.op(graph.value(v).producer);
+                let Some(from) = &made[v.index()] else {
+                    return wanted.partial.is_empty();
+                };
+                match producer.layer {
+                    Some(l) if stage_of[l.index()] != stage => wanted.partial.is_empty(),
+                    _ => from == wanted || !paths(from, wanted).is_empty(),
+                }
+            },
+        );
+        op.outputs
+            .iter()
+            .zip(a.results)
+            .for_each(|(v, spec)| made[v.index()] = Some(spec));
         let relative = relative_path(&op.path, &graph.layers[layer.index()]);
-        plan.layer_strategies[layer.index()].ops.insert(relative, strategy);
+        plan.layer_strategies[layer.index()]
+            .ops
+            .insert(relative, strategy);
     }
 }
 
-fn strategy(op: &Op, graph: &Graph, n_axes: usize, random: &mut Random, reachable: &dyn Fn(ValueId, &ShardingSpec) -> bool) -> (OpStrategy, Assignment) {
+fn strategy(
+    op: &Op,
+    graph: &Graph,
+    n_axes: usize,
+    random: &mut Random,
+    reachable: &dyn Fn(ValueId, &ShardingSpec) -> bool,
+) -> (OpStrategy, Assignment) {
     let rule = graph.rule(op);
     let mut options: Vec<AxisUse> = rule.shardable().map(AxisUse::Factor).collect();
     options.extend((0..rule.linear.len()).map(|i| AxisUse::Partial(i as u32)));
     options.push(AxisUse::Replicate);
     for _ in 0..50 {
-        let uses = (0..n_axes).map(|_| *random.pick(&options).unwrap()).collect();
-        let strategy = OpStrategy { uses, reverse: random.below(4) == 0 };
-        let Ok(a) = rule.assign(&strategy) else { continue };
-        if op.inputs.iter().zip(&a.operands).all(|(&v, wanted)| reachable(v, wanted)) {
+        let uses = (0..n_axes)
+            .map(|_| *random.pick(&options).unwrap())
+            .collect();
+        let strategy = OpStrategy {
+            uses,
+            reverse: random.below(4) == 0,
+        };
+        let Ok(a) = rule.assign(&strategy) else {
+            continue;
+        };
+        if op
+            .inputs
+            .iter()
+            .zip(&a.operands)
+            .all(|(&v, wanted)| reachable(v, wanted))
+        {
             return (strategy, a);
         }
     }

@@ -1,1 +1,139 @@
-//! End-to-end tests of Meshwright.
+//! What the end-to-end tests share: reference cases, small clusters, and one way to plan, check
+//! and run a case on in-process ranks.
+
+use ir::cluster::Cluster;
+use ir::plan::Plan;
+use ir::program::Program;
+use ir::training::TrainingGraph;
+use ir::{Bytes, Graph, Optimizer, TensorType, TrainSpec};
+use runtime::RuntimeError;
+use runtime::execute::{Session, SessionOptions};
+use runtime::reference::Reference;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// A case of `reference/`: a model with weights, batches and what PyTorch made of them.
+pub struct Case {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// The model.
+    pub config: import::ModelConfig,
+    /// The forward graph.
+    pub forward: Graph,
+    /// What is trained.
+    pub train: TrainSpec,
+    /// Learning rate.
+    pub lr: f64,
+    /// Batches of samples of `sequence + 1` tokens, one per step.
+    pub batches: Vec<Vec<Vec<u32>>>,
+    /// What PyTorch found.
+    pub reference: Value,
+}
+
+/// Names of the reference cases.
+pub const CASES: [&str; 5] = ["gpt2_small_tied", "gpt2_untied_gelu", "llama_tied", "llama_untied_rope", "llama_linear_rope"];
+
+impl Case {
+    /// Reads a case.
+    pub fn load(name: &str) -> Case {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("reference").join(name);
+        let json = |file: &str| -> Value { serde_json::from_slice(&std::fs::read(folder.join(file)).expect(file)).expect(file) };
+        let reference = json("reference.json");
+        let config = import::ModelConfig::load(&folder.join("config.json")).expect("the case's config is valid");
+        let sequence = reference["seq"].as_u64().expect("seq");
+        let forward = import::model_graph(&config, &import::BuildOptions { sequence, dropout: 0.0 }).expect("the model builds");
+        let hyper = &reference["hyper"];
+        let number = |v: &Value| v.as_f64().expect("a number");
+        let train = TrainSpec {
+            global_batch: reference["batch"].as_u64().expect("batch"),
+            sequence,
+            optimizer: Optimizer::AdamW {
+                beta1: number(&hyper["betas"][0]),
+                beta2: number(&hyper["betas"][1]),
+                eps: number(&hyper["eps"]),
+                weight_decay: number(&hyper["weight_decay"]),
+            },
+            clip_norm: Some(number(&hyper["clip_norm"])),
+            ..TrainSpec::default()
+        };
+        let batches = serde_json::from_value(json("batches.json")["tokens"].clone()).expect("tokens");
+        Case { folder, config, forward, train, lr: number(&hyper["lr"]), batches, reference }
+    }
+
+    /// The initial value of a state: the case's weights, zero moments.
+    pub fn initial(&self) -> impl FnMut(&str, usize) -> Result<Vec<f32>, RuntimeError> + use<> {
+        let weights = import::Weights::open(&self.folder, &self.config).expect("the weights open");
+        let params: BTreeMap<String, ()> = self.config.params().into_iter().map(|p| (p.path, ())).collect();
+        move |path, elements| match params.contains_key(path) {
+            true => Ok(weights.param(path).expect("the weight exists")),
+            false => Ok(vec![0.0; elements]),
+        }
+    }
+
+    /// The single-device reference with the case's weights.
+    pub fn single(&self, training: &TrainingGraph, microbatch: u64) -> Reference {
+        let mut initial = self.initial();
+        let m = (self.train.global_batch / microbatch) as u32;
+        Reference::new(training, &self.train, microbatch, m, |path: &str, ty: &TensorType| {
+            initial(path, ty.shape.bind(1).iter().product::<u64>() as usize)
+        })
+        .expect("the reference starts")
+    }
+
+    /// Ranks that play a program with the case's weights.
+    pub fn session(&self, program: &Program) -> Session {
+        let mut initial = self.initial();
+        Session::new(program, &self.train, SessionOptions::default(), |request| {
+            initial(request.path, request.lens.iter().product::<u64>() as usize)
+        })
+        .expect("the ranks start")
+    }
+}
+
+/// A GPU-like cluster of one host, for plans that run on CPU ranks.
+pub fn cluster(n_devices: u32) -> Cluster {
+    let mut cluster = cost_model::presets::load("dgx-a100-80gb", 1).expect("the preset loads");
+    cluster.devices_per_host = n_devices;
+    for level in &mut cluster.levels {
+        level.devices = n_devices;
+    }
+    cluster.levels.truncate(1);
+    cluster
+}
+
+/// The same with little memory.
+pub fn cluster_with_memory(n_devices: u32, usable: u64) -> Cluster {
+    let mut c = cluster(n_devices);
+    c.device.memory_reserved_bytes = Bytes(0);
+    c.device.memory_bytes = Bytes(usable);
+    c
+}
+
+/// Plans with pins, and asserts that the checker finds nothing.
+pub fn planned(forward: &Graph, train: &TrainSpec, cluster: &Cluster, pins: &[&str]) -> Result<planner::Planned, planner::PlanError> {
+    let pins = planner::Pins::parse(pins).expect("the pins are well-formed");
+    let made = planner::plan(forward, train, cluster, &planner::PlanOptions { pins, ..Default::default() })?;
+    assert_checked(&made.plan, &made.training, &made.program);
+    Ok(made)
+}
+
+/// Asserts that the checker proves plan and program.
+pub fn assert_checked(plan: &Plan, training: &TrainingGraph, program: &Program) {
+    let mut violations: Vec<String> = checker::check_plan(plan).iter().map(ToString::to_string).collect();
+    violations.extend(checker::check_program(plan, training, program).iter().map(ToString::to_string));
+    violations.truncate(10);
+    assert!(violations.is_empty(), "the checker rejects the plan:\n{}", violations.join("\n"));
+}
+
+/// Relative distance of two numbers.
+pub fn relative(a: f64, b: f64) -> f64 {
+    (a - b).abs() / b.abs().max(1e-30)
+}
+
+/// Norm of the difference over the norm of the second.
+pub fn distance(a: &[f32], b: &[f32]) -> (f64, f64) {
+    assert_eq!(a.len(), b.len(), "tensors differ in size");
+    let sum = |f: &dyn Fn(usize) -> f64| (0..a.len()).map(f).sum::<f64>();
+    (sum(&|i| f64::from(a[i] - b[i]).powi(2)), sum(&|i| f64::from(b[i]).powi(2)))
+}

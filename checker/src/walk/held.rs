@@ -14,16 +14,11 @@ pub(super) enum Held {
     /// Anything: something wrong has been reported.
     Poison,
     /// A value (the root of its equals), under this variant of the buffer's spec.
-    Value {
-        root: ValueId,
-        variant: u8,
-    },
+    Value { root: ValueId, variant: u8 },
     /// A number, by its bits.
     Filled(u64),
     /// An accumulator over some microbatches, which `Trace` keeps.
-    Sum {
-        root: ValueId,
-    },
+    Sum { root: ValueId },
     /// The vector of a world sum.
     World,
 }

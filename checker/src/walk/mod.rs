@@ -19,13 +19,24 @@ use std::collections::BTreeMap;
 type WorldSums = Vec<Vec<u32>>;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
-    let sums: Vec<WorldSums> = (0..program.roles.len()).map(|i| trace::walk(facts, program, i, report)).collect();
+    let sums: Vec<WorldSums> = (0..program.roles.len())
+        .map(|i| trace::walk(facts, program, i, report))
+        .collect();
     world_sums(facts, &sums, report);
     owners(facts, program, report);
-    let has = |of: fn(&RoleProgram) -> Option<BufferId>| program.roles.iter().any(|r| of(r).is_some());
-    for (name, found) in [("loss", has(|r| r.loss)), ("grad_norm", has(|r| r.grad_norm))] {
+    let has =
+        |of: fn(&RoleProgram) -> Option<BufferId>| program.roles.iter().any(|r| of(r).is_some());
+    for (name, found) in [
+        ("loss", has(|r| r.loss)),
+        ("grad_norm", has(|r| r.grad_norm)),
+    ] {
         if !found {
-            report.add("program", "result", format!("a role that has the {name}"), "none");
+            report.add(
+                "program",
+                "result",
+                format!("a role that has the {name}"),
+                "none",
+            );
         }
     }
 }
@@ -39,7 +50,12 @@ fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
         let mut times = vec![0u32; n];
         for (i, role) in sums.iter().enumerate() {
             match role.get(k) {
-                None => report.add(role_place(i), "world_sum", format!("{rounds} world sums, as elsewhere"), role.len().to_string()),
+                None => report.add(
+                    role_place(i),
+                    "world_sum",
+                    format!("{rounds} world sums, as elsewhere"),
+                    role.len().to_string(),
+                ),
                 Some(entries) => {
                     for &e in entries {
                         times.get_mut(e as usize).into_iter().for_each(|t| *t += 1);
@@ -49,7 +65,12 @@ fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
         }
         for (e, &t) in times.iter().enumerate().filter(|(_, t)| **t != 1) {
             let name = facts.name(facts.graph.op(norm).inputs[e]);
-            report.add(format!("world sum {k} entry {e} ({name})"), "world_sum", "one contribution", t.to_string());
+            report.add(
+                format!("world sum {k} entry {e} ({name})"),
+                "world_sum",
+                "one contribution",
+                t.to_string(),
+            );
         }
     }
 }
@@ -58,14 +79,21 @@ fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
 fn owners(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     let mut owners: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (i, role) in program.roles.iter().enumerate() {
-        role.states.iter().for_each(|s| owners.entry(&s.path).or_default().push(i));
+        role.states
+            .iter()
+            .for_each(|s| owners.entry(&s.path).or_default().push(i));
     }
     for s in &facts.training.states {
         let at = owners.get(s.path.as_str()).map_or(&[][..], Vec::as_slice);
         let world = facts.producer(s.read).layer.is_none();
         let twice = at.windows(2).any(|w| w[0] == w[1]);
         if at.is_empty() || twice || (at.len() > 1 && !world) {
-            report.add(format!("state {}", s.path), "state", "one owner", format!("stages {at:?}"));
+            report.add(
+                format!("state {}", s.path),
+                "state",
+                "one owner",
+                format!("stages {at:?}"),
+            );
         }
     }
 }
@@ -80,13 +108,21 @@ const MAX_VARIANTS: usize = 64;
 fn variants(role: &RoleProgram) -> Variants {
     let mut in_place: BTreeMap<BufferId, Vec<Vec<AxisId>>> = BTreeMap::new();
     for instr in role.templates.iter().flat_map(|t| &t.instructions) {
-        if let InstrKind::Collective { kind: CollectiveKind::AllReduce(_), axes, items } = &instr.kind {
+        if let InstrKind::Collective {
+            kind: CollectiveKind::AllReduce(_),
+            axes,
+            items,
+        } = &instr.kind
+        {
             for item in items.iter().filter(|i| i.input == i.output) {
                 in_place.entry(item.input).or_default().push(axes.clone());
             }
         }
     }
-    in_place.into_iter().map(|(b, groups)| (b, closure(&role.buffer(b).spec, &groups))).collect()
+    in_place
+        .into_iter()
+        .map(|(b, groups)| (b, closure(&role.buffer(b).spec, &groups)))
+        .collect()
 }
 
 fn closure(own: &ShardingSpec, groups: &[Vec<AxisId>]) -> Vec<ShardingSpec> {

@@ -37,7 +37,12 @@ struct Trace<'a> {
     world_sums: WorldSums,
 }
 
-pub(super) fn walk(facts: &Facts<'_>, program: &Program, i: usize, report: &mut Report) -> WorldSums {
+pub(super) fn walk(
+    facts: &Facts<'_>,
+    program: &Program,
+    i: usize,
+    report: &mut Report,
+) -> WorldSums {
     let role = &program.roles[i];
     let mut trace = Trace {
         facts,
@@ -45,7 +50,11 @@ pub(super) fn walk(facts: &Facts<'_>, program: &Program, i: usize, report: &mut 
         i,
         role,
         variants: variants(role),
-        shapes: role.templates.iter().map(|t| Rc::new(shape(role, t))).collect(),
+        shapes: role
+            .templates
+            .iter()
+            .map(|t| Rc::new(shape(role, t)))
+            .collect(),
         cells: vec![Vec::new(); role.buffers.len()],
         sums: BTreeMap::new(),
         known: HashMap::new(),
@@ -61,9 +70,14 @@ pub(super) fn walk(facts: &Facts<'_>, program: &Program, i: usize, report: &mut 
 
 fn shape(role: &RoleProgram, template: &ir::program::Template) -> Shape {
     let neighbours = neighbours(role, template);
-    let (transients, externals): (Vec<BufferId>, Vec<BufferId>) =
-        neighbours.keys().partition(|&&b| role.buffer(b).class == BufferClass::Transient);
-    Shape { lost: lost_to_transients(role, &transients), externals, neighbours }
+    let (transients, externals): (Vec<BufferId>, Vec<BufferId>) = neighbours
+        .keys()
+        .partition(|&&b| role.buffer(b).class == BufferClass::Transient);
+    Shape {
+        lost: lost_to_transients(role, &transients),
+        externals,
+        neighbours,
+    }
 }
 
 impl Trace<'_> {
@@ -71,18 +85,38 @@ impl Trace<'_> {
     fn begin(&mut self, report: &mut Report) {
         let mut taken = BTreeSet::new();
         for s in &self.role.states {
-            let Some(state) = self.facts.training.states.iter().find(|k| k.path == s.path) else { continue };
+            let Some(state) = self.facts.training.states.iter().find(|k| k.path == s.path) else {
+                continue;
+            };
             let b = self.role.buffer(s.buffer);
             let place = || buffer_place(self.program, self.i, s.buffer.index());
             if let Some((expected, actual)) = self.facts.type_problem(b, state.read) {
                 report.add(place(), "type", expected, actual);
             }
-            if b.class != BufferClass::Persistent || !b.spec.partial.is_empty() || !taken.insert(s.buffer) {
+            if b.class != BufferClass::Persistent
+                || !b.spec.partial.is_empty()
+                || !taken.insert(s.buffer)
+            {
                 let actual = format!("{:?} {}", b.class, b.spec.display(&self.role.mesh));
-                report.add(place(), "state", format!("`{}` alone, persistent, nothing partial", s.path), actual);
+                report.add(
+                    place(),
+                    "state",
+                    format!("`{}` alone, persistent, nothing partial", s.path),
+                    actual,
+                );
             }
-            let held = Held::Value { root: self.facts.root(state.read), variant: 0 };
-            self.store(s.buffer, 0, Cell { held, microbatch: None });
+            let held = Held::Value {
+                root: self.facts.root(state.read),
+                variant: 0,
+            };
+            self.store(
+                s.buffer,
+                0,
+                Cell {
+                    held,
+                    microbatch: None,
+                },
+            );
         }
     }
 
@@ -93,14 +127,24 @@ impl Trace<'_> {
                 self.must_hold(s.buffer, state.write, "state", false, report);
             }
         }
-        for (b, v) in [(self.role.loss, self.facts.training.loss), (self.role.grad_norm, self.facts.training.grad_norm)] {
+        for (b, v) in [
+            (self.role.loss, self.facts.training.loss),
+            (self.role.grad_norm, self.facts.training.grad_norm),
+        ] {
             if let Some(b) = b {
                 self.must_hold(b, v, "result", true, report);
             }
         }
     }
 
-    fn must_hold(&self, b: BufferId, v: ValueId, rule: &'static str, replicated: bool, report: &mut Report) {
+    fn must_hold(
+        &self,
+        b: BufferId,
+        v: ValueId,
+        rule: &'static str,
+        replicated: bool,
+        report: &mut Report,
+    ) {
         let held = self.entry(b, None);
         let root = self.facts.root(v);
         let found = match held {
@@ -113,13 +157,23 @@ impl Trace<'_> {
             held => self.describe(b, held),
         };
         let how = if replicated { " replicated" } else { "" };
-        report.add(buffer_place(self.program, self.i, b.index()), rule, format!("`{}`{how} at the end of the step", self.facts.name(root)), found);
+        report.add(
+            buffer_place(self.program, self.i, b.index()),
+            rule,
+            format!("`{}`{how} at the end of the step", self.facts.name(root)),
+            found,
+        );
     }
 
     fn describe(&self, b: BufferId, held: Held) -> String {
         match (held, self.sums.get(&b)) {
             (Held::Sum { root }, Some(set)) => {
-                format!("`{}` over {} of {} microbatches", self.facts.name(root), set.len(), self.program.n_microbatches)
+                format!(
+                    "`{}` over {} of {} microbatches",
+                    self.facts.name(root),
+                    set.len(),
+                    self.program.n_microbatches
+                )
             }
             _ => held.describe(self.facts),
         }
@@ -127,7 +181,10 @@ impl Trace<'_> {
 
     fn spec(&self, b: BufferId, variant: u8) -> &ir::ShardingSpec {
         let own = &self.role.buffer(b).spec;
-        self.variants.get(&b).and_then(|v| v.get(usize::from(variant))).unwrap_or(own)
+        self.variants
+            .get(&b)
+            .and_then(|v| v.get(usize::from(variant)))
+            .unwrap_or(own)
     }
 
     fn copy(&self, b: BufferId, microbatch: Option<u32>) -> usize {
@@ -144,22 +201,37 @@ impl Trace<'_> {
 
     /// What the copy for `microbatch` holds, seen from it.
     fn entry(&self, b: BufferId, microbatch: Option<u32>) -> Held {
-        let cell = self.cells[b.index()].get(self.copy(b, microbatch)).copied().unwrap_or_default();
+        let cell = self.cells[b.index()]
+            .get(self.copy(b, microbatch))
+            .copied()
+            .unwrap_or_default();
         match cell.held {
-            Held::Value { root, .. } if self.facts.per_microbatch(root) && cell.microbatch != microbatch => Held::Stale,
+            Held::Value { root, .. }
+                if self.facts.per_microbatch(root) && cell.microbatch != microbatch =>
+            {
+                Held::Stale
+            }
             // After the microbatches a complete sum is the value that `StepEnd` reads.
-            Held::Sum { root } if microbatch.is_none() && self.complete(b) => Held::Value { root, variant: 0 },
+            Held::Sum { root } if microbatch.is_none() && self.complete(b) => {
+                Held::Value { root, variant: 0 }
+            }
             held => held,
         }
     }
 
     fn complete(&self, b: BufferId) -> bool {
-        self.sums.get(&b).is_some_and(|set| set.len() == self.program.n_microbatches)
+        self.sums
+            .get(&b)
+            .is_some_and(|set| set.len() == self.program.n_microbatches)
     }
 
     fn slot(&mut self, k: usize, slot: Slot, report: &mut Report) {
         let shape = &self.shapes[slot.template.index()];
-        let entry: Vec<Held> = shape.externals.iter().map(|&b| self.entry(b, slot.microbatch)).collect();
+        let entry: Vec<Held> = shape
+            .externals
+            .iter()
+            .map(|&b| self.entry(b, slot.microbatch))
+            .collect();
         let key = (slot.template, entry);
         let outcome = match self.known.get(&key) {
             Some(outcome) if slot.microbatch.is_some() => Rc::clone(outcome),
@@ -190,7 +262,14 @@ impl Trace<'_> {
         template::interpret(&site, entry, report)
     }
 
-    fn commit(&mut self, k: usize, slot: Slot, entry: &[Held], outcome: &Outcome, report: &mut Report) {
+    fn commit(
+        &mut self,
+        k: usize,
+        slot: Slot,
+        entry: &[Held],
+        outcome: &Outcome,
+        report: &mut Report,
+    ) {
         for &(b, from_zero) in &outcome.accumulated {
             let set = self.sums.entry(b).or_default();
             if from_zero {
@@ -199,8 +278,17 @@ impl Trace<'_> {
             if let Some(m) = slot.microbatch
                 && !set.insert(m)
             {
-                let actual = format!("microbatch {m} again in buffer {} ({})", b.0, self.role.buffer(b).name);
-                report.add(slot_place(self.program, self.i, k), "accumulate", "every microbatch once", actual);
+                let actual = format!(
+                    "microbatch {m} again in buffer {} ({})",
+                    b.0,
+                    self.role.buffer(b).name
+                );
+                report.add(
+                    slot_place(self.program, self.i, k),
+                    "accumulate",
+                    "every microbatch once",
+                    actual,
+                );
             }
         }
         let shape = Rc::clone(&self.shapes[slot.template.index()]);
@@ -209,10 +297,20 @@ impl Trace<'_> {
         }
         for ((&b, &before), &after) in shape.externals.iter().zip(entry).zip(&outcome.held) {
             if after != before || shape.lost.contains(&b) {
-                let held = if after == Held::Stale { Held::Undefined } else { after };
-                self.store(b, self.copy(b, slot.microbatch), Cell { held, microbatch: slot.microbatch });
+                let held = if after == Held::Stale {
+                    Held::Undefined
+                } else {
+                    after
+                };
+                self.store(
+                    b,
+                    self.copy(b, slot.microbatch),
+                    Cell {
+                        held,
+                        microbatch: slot.microbatch,
+                    },
+                );
             }
         }
     }
 }
-

@@ -8,7 +8,8 @@ mod wire;
 
 pub use wire::{Wire, wires};
 
-use crate::{SimError, collectives, compute};
+use crate::collectives::{Group, collective_time};
+use crate::{SimError, compute};
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
@@ -65,7 +66,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
     let instructions = program
         .roles
         .iter()
-        .map(|role| RoleCosts { cluster, role, world: &world, wires: &wires, shapes: shapes(role), collectives: HashMap::new() }.templates())
+        .map(|role| RoleCosts { cluster, role, world: &world, wires: &wires, shapes: shapes(role), groups: HashMap::new() }.templates())
         .collect::<Result<_, _>>()?;
     Ok(Costs { instructions, wires })
 }
@@ -97,7 +98,7 @@ struct RoleCosts<'a> {
     world: &'a LogicalMesh,
     wires: &'a [Wire],
     shapes: Vec<Local>,
-    collectives: HashMap<(Vec<AxisId>, CollectiveKind, u64), f64>,
+    groups: HashMap<Vec<AxisId>, Group<'a>>,
 }
 
 impl RoleCosts<'_> {
@@ -154,7 +155,7 @@ impl RoleCosts<'_> {
             InstrKind::Collective { kind, axes, items } => (self.collective(*kind, axes, items), CostClass::Collective),
             InstrKind::WorldSum { output, .. } => {
                 let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
-                let seconds = collectives::collective_time(self.cluster, self.world, &[AxisId(0)], kind, self.bytes(*output)).0;
+                let seconds = collective_time(self.cluster, self.world, &[AxisId(0)], kind, self.bytes(*output)).0;
                 (seconds, CostClass::Collective)
             }
             InstrKind::Exchange { sends, recvs } => {
@@ -179,10 +180,7 @@ impl RoleCosts<'_> {
     fn collective(&mut self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem]) -> f64 {
         let bytes = items.iter().map(|i| self.bytes(i.input).max(self.bytes(i.output))).fold(0u64, u64::saturating_add);
         let (cluster, mesh) = (self.cluster, &self.role.mesh);
-        *self
-            .collectives
-            .entry((axes.to_vec(), kind, bytes))
-            .or_insert_with(|| collectives::collective_time(cluster, mesh, axes, kind, bytes).0)
+        self.groups.entry(axes.to_vec()).or_insert_with(|| Group::new(cluster, mesh, axes)).time(kind, bytes).0
     }
 }
 

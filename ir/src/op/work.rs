@@ -1,6 +1,6 @@
 //! Floating-point operations and memory traffic of an op at concrete (local) lengths.
 
-use super::{OpKind, Unary};
+use super::{Binary, OpKind, Unary};
 use crate::DType;
 
 /// The dimensions of a (batched) matrix multiplication `[b] m x k x n`.
@@ -82,6 +82,7 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
         OpKind::EmbeddingGrad { .. } => Work { vector_flops: numel(&x[1]), bytes: bytes_of(&x[0]) + 3 * bytes_of(&x[1]) + bytes_of(&y[0]), ..Work::default() },
         OpKind::Unary { f: Unary::Neg | Unary::Scale { .. } | Unary::Relu | Unary::Square } => vector(1.0, &x[0]),
         OpKind::Unary { .. } => vector(10.0, &x[0]),
+        OpKind::Binary { f: Binary::GeluErfGrad | Binary::GeluTanhGrad | Binary::SiluGrad } => vector(14.0, &x[0]),
         OpKind::Binary { .. } | OpKind::Cast { .. } | OpKind::Accumulate { .. } => {
             let mut w = vector(1.0, &x[0]);
             if matches!(kind, OpKind::Accumulate { .. }) {

@@ -24,8 +24,14 @@ struct Dive<'a> {
     raised: Vec<(u32, u32, u64)>,
 }
 
-/// A choice that fits, or `None`. Prices count `weight` times; `order` lists all nodes.
-pub(super) fn dive(reduced: &Reduced, dual: &Dual<'_>, weight: f64, order: &[u32]) -> Option<Vec<u32>> {
+/// A choice that fits, or `None`. Prices count `weight` times; where `prefer` names a
+/// strategy, that is tried first.
+pub(super) fn dive(
+    reduced: &Reduced,
+    dual: &Dual<'_>,
+    weight: f64,
+    prefer: Option<&[Option<u32>]>,
+) -> Option<Vec<u32>> {
     let mut dive = Dive::new(reduced, dual);
     let n = reduced.nodes.len();
     let mut choice = vec![u32::MAX; n];
@@ -33,8 +39,9 @@ pub(super) fn dive(reduced: &Reduced, dual: &Dual<'_>, weight: f64, order: &[u32
     if !dive.follow(&all) {
         return None;
     }
-    for &v in order {
-        choice[v as usize] = dive.decide(v, weight, &choice)?;
+    for v in all {
+        let first = prefer.and_then(|p| p[v as usize]);
+        choice[v as usize] = dive.decide(v, weight, first, &choice)?;
     }
     Some(choice)
 }
@@ -60,10 +67,10 @@ impl<'a> Dive<'a> {
     }
 
     /// Decides node `v`, or `None` when every strategy leads to a contradiction.
-    fn decide(&mut self, v: u32, weight: f64, choice: &[u32]) -> Option<u32> {
+    fn decide(&mut self, v: u32, weight: f64, first: Option<u32>, choice: &[u32]) -> Option<u32> {
         let scores = self.scores(v, weight, choice);
         let mut order: Vec<u32> = (0..scores.len() as u32).collect();
-        order.sort_by_key(|&s| (scores[s as usize], s));
+        order.sort_by_key(|&s| (Some(s) != first, scores[s as usize], s));
         for s in order {
             if !self.alive[v as usize][s as usize] {
                 continue;

@@ -44,38 +44,49 @@ pub(super) fn ball(reduced: &Reduced, dual: &Dual<'_>, max_cells: usize, random:
     members
 }
 
-/// Solves the part `members` with the rest of `choice` held. Returns the whole choice if it
-/// is better, and whether the part was solved to the end.
-pub(super) fn solve_part(
-    reduced: &Reduced,
-    dual: &Dual<'_>,
-    choice: &[u32],
-    members: &[u32],
-    options: &IlpOptions,
-    max_columns: usize,
-    time_left: &dyn Fn() -> Option<Duration>,
-) -> (Option<Vec<u32>>, bool) {
-    let part = part(reduced, dual, choice, members);
-    let keep: Vec<Vec<u32>> = part.nodes.iter().map(|n| (0..n.costs.len() as u32).collect()).collect();
-    let held: Vec<u32> = members.iter().map(|&v| choice[v as usize]).collect();
-    let Some(before) = part.cost(&held) else {
-        return (None, true);
-    };
-    let Ok(small) = presolve_again(part, &keep, &PresolveOptions::default()) else {
-        return (None, true);
-    };
-    if n_columns(&small) > max_columns {
-        return (None, false);
+/// A part of a problem, to be solved with the rest held.
+pub(super) struct Part<'a> {
+    pub reduced: &'a Reduced,
+    pub dual: &'a Dual<'a>,
+    /// Nodes of the part, ascending.
+    pub members: &'a [u32],
+    /// Larger integer programs are not tried.
+    pub max_columns: usize,
+}
+
+impl Part<'_> {
+    /// The whole choice with the part improved, if it can be; and whether the part was solved
+    /// to the end.
+    pub fn solve(
+        &self,
+        choice: &[u32],
+        options: &IlpOptions,
+        time_left: &dyn Fn() -> Option<Duration>,
+    ) -> (Option<Vec<u32>>, bool) {
+        let part = part(self.reduced, self.dual, choice, self.members);
+        let all = |n: &ReducedNode| (0..n.costs.len() as u32).collect();
+        let keep: Vec<Vec<u32>> = part.nodes.iter().map(all).collect();
+        let held: Vec<u32> = self.members.iter().map(|&v| choice[v as usize]).collect();
+        let Some(before) = part.cost(&held) else {
+            return (None, true);
+        };
+        let Ok(small) = presolve_again(part, &keep, &PresolveOptions::default()) else {
+            return (None, true);
+        };
+        if n_columns(&small) > self.max_columns {
+            return (None, false);
+        }
+        let start = small.project(choice);
+        let outcome = solve_ilp(&small, start.as_ref(), &[], options, time_left);
+        let better = outcome.choice.filter(|(cost, _)| *cost < before);
+        let found = better.map(|(_, picks)| {
+            let lifted = small.lift(&picks);
+            let mut whole = choice.to_vec();
+            self.members.iter().for_each(|&v| whole[v as usize] = lifted[v as usize]);
+            whole
+        });
+        (found, outcome.proved)
     }
-    let start = small.project(choice);
-    let outcome = solve_ilp(&small, start.as_ref(), &[], options, time_left);
-    let found = outcome.choice.filter(|(cost, _)| *cost < before).map(|(_, picks)| {
-        let lifted = small.lift(&picks);
-        let mut whole = choice.to_vec();
-        members.iter().for_each(|&v| whole[v as usize] = lifted[v as usize]);
-        whole
-    });
-    (found, outcome.proved)
 }
 
 fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> Reduced {

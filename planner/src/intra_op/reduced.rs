@@ -125,13 +125,19 @@ impl Reduced {
     /// An original choice in this problem's terms, with its cost here, if it is still there,
     /// allowed, and fits. What follows from other decisions is decided anew.
     pub fn project(&self, original: &[u32]) -> Option<(u64, Vec<u32>)> {
+        let left = self.project_partly(original);
+        let choice: Vec<u32> = left.into_iter().collect::<Option<_>>()?;
+        let cost = self.cost(&choice)?;
+        self.fits(&choice).then_some((cost, choice))
+    }
+
+    /// The same node by node; `None` where the strategy was dropped.
+    pub(super) fn project_partly(&self, original: &[u32]) -> Vec<Option<u32>> {
         let place = |(v, strategies): &(u32, Vec<u32>)| {
             let s = strategies.binary_search(&original[*v as usize]).ok()?;
             Some(s as u32)
         };
-        let choice: Vec<u32> = self.lift.original.iter().map(place).collect::<Option<_>>()?;
-        let cost = self.cost(&choice)?;
-        self.fits(&choice).then_some((cost, choice))
+        self.lift.original.iter().map(place).collect()
     }
 
     /// Cells of all edge tables: the size that integer programming meets.

@@ -15,14 +15,14 @@ use super::dual::Dual;
 use super::eliminate::Eliminator;
 use super::ilp::{self, IlpOptions};
 use super::improve::{Random, Search};
-use super::neighbourhood::{ball, solve_part};
+use super::neighbourhood::{Part, ball};
 use super::presolve::{Infeasibility, PresolveOptions, Presolved, presolve, presolve_again};
 use super::problem::{IntraOpProblem, evaluate};
 use super::reduced::Reduced;
 use super::tighten::tighten;
 
-/// Rounds of prices, search and tightening before the integer program.
-const TIGHTEN_ROUNDS: usize = 3;
+/// Rounds of prices, choices and tightening.
+const MAX_ROUNDS: u64 = 30;
 /// Price steps per round.
 const PRICE_ROUNDS: usize = 300;
 /// Elimination is tried up to this many message cells: 32 MiB.
@@ -31,11 +31,14 @@ const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 const EXACT_STEPS: usize = 8;
 /// Sizes of the trees that are changed at once, in turn.
 const TREE_SIZES: [usize; 4] = [3, 10, 30, 100];
-/// Trees between two parts.
-const TREES_PER_ROUND: usize = 20_000;
-/// Rounds of search when neither time nor work is limited.
+/// Trees per node after the dives, and between two parts.
+const TREES_PER_NODE: usize = 20;
+const TREES_PER_PART: usize = 10_000;
+/// Parts per round, unless the work limit says otherwise.
 const SEARCH_ROUNDS: u64 = 50;
-/// Branch-and-bound nodes and seconds that one part may take.
+/// Table cells of the first part; its most columns, branch-and-bound nodes and seconds.
+const FIRST_PART_CELLS: usize = 4000;
+const MAX_PART_COLUMNS: usize = 50_000;
 const PART_NODES: u64 = 500;
 const PART_TIME: Duration = Duration::from_secs(4);
 
@@ -240,53 +243,74 @@ impl<'a> Run<'a> {
         self.proved || self.best.as_ref().is_some_and(close)
     }
 
+    /// Prices, choices and tightening in turn; an integer program once it is small enough,
+    /// search in parts as long as it is not.
     fn solve_reduced(&mut self, mut reduced: Reduced) {
         self.bound = reduced.offset;
         self.note("presolve", size(&reduced));
-        if reduced.nodes.is_empty() {
-            self.offer(&reduced, &[]);
-            self.proved = true;
-            return;
-        }
-        for round in 0..TIGHTEN_ROUNDS {
-            let cells = reduced.n_cells();
-            let mut dual = Dual::new(&reduced);
-            self.raise_bound(&reduced, &mut dual);
-            self.find_choices(&reduced, &dual, round);
-            if self.close_enough() || self.infeasible.is_some() {
+        for round in 0..MAX_ROUNDS {
+            if reduced.nodes.is_empty() {
+                self.offer(&reduced, &[]);
+                self.proved = true;
                 return;
             }
+            let before = (reduced.n_cells(), self.open_gap());
+            let mut dual = Dual::new(&reduced);
+            self.raise_bound(&reduced, &mut dual);
+            if self.infeasible.is_some() {
+                return;
+            }
+            let choice = self.find_choice(&reduced, &dual, round);
             let Some(next) = self.tightened(&reduced, &dual) else {
                 self.proved = true;
                 return;
             };
-            if next.nodes.is_empty() {
-                self.offer(&next, &[]);
-                self.proved = true;
+            if self.done() || self.integer_program(&next) {
                 return;
             }
-            let shrunk = next.n_cells() < cells - cells / 10;
-            reduced = next;
-            if !shrunk {
-                break;
+            let stuck = next.n_cells() > before.0 - before.0 / 20 && self.open_gap() > 0.9 * before.1;
+            if let Some(choice) = choice
+                && (stuck || round + 1 == MAX_ROUNDS)
+            {
+                self.search(&reduced, &dual, choice, round);
             }
+            if self.done() {
+                return;
+            }
+            reduced = next;
         }
-        if !self.integer_program(&reduced) && !self.close_enough() {
-            self.search(&reduced);
-        }
+    }
+
+    fn done(&self) -> bool {
+        self.close_enough() || self.past(1.0)
+    }
+
+    /// How far the best choice is from the bound, relatively; 1 without a choice.
+    fn open_gap(&self) -> f64 {
+        let gap = |(cost, _): &(u64, Vec<u32>)| cost.saturating_sub(self.bound) as f64 / (*cost).max(1) as f64;
+        self.best.as_ref().map_or(1.0, gap)
+    }
+
+    /// A test whether this fraction of the time limit has passed from now on.
+    fn used(&self, fraction: f64) -> impl Fn() -> bool + use<> {
+        let until = self.options.time_limit.map(|limit| {
+            let end = self.start + limit;
+            end.min(Instant::now() + limit.mul_f64(fraction))
+        });
+        move || until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Prices and messages; on the way, choices that fit are made from them.
     fn raise_bound(&mut self, reduced: &Reduced, dual: &mut Dual<'_>) {
         (0..20).for_each(|_| dual.pass_messages());
-        let order: Vec<u32> = (0..reduced.nodes.len() as u32).collect();
+        let used = self.used(0.2);
         let bound = dual.ascend(PRICE_ROUNDS, &mut |dual| {
-            if let Some(choice) = dive(reduced, dual, 1.0, &order) {
+            if let Some(choice) = dive(reduced, dual, 1.0, None) {
                 self.offer(reduced, &choice);
             }
             let known = self.best.as_ref().map(|(cost, _)| *cost as f64);
             let aim = known.unwrap_or_else(|| 2.0 * dual.bound().0 as f64);
-            (!self.past(0.4)).then_some(aim)
+            (!used()).then_some(aim)
         });
         self.bound = self.bound.max(bound);
         self.exact_at_prices(reduced, dual);
@@ -333,36 +357,34 @@ impl<'a> Run<'a> {
         dual.pass_messages();
     }
 
-    fn find_choices(&mut self, reduced: &Reduced, dual: &Dual<'_>, round: usize) {
-        if self.close_enough() {
-            return;
-        }
-        let order: Vec<u32> = (0..reduced.nodes.len() as u32).collect();
+    /// The best of a few dives and of what is known, improved tree by tree.
+    fn find_choice(&mut self, reduced: &Reduced, dual: &Dual<'_>, round: u64) -> Option<Vec<u32>> {
         let mut found = Vec::new();
-        for weight in [1.0, 0.8, 1.3, 2.0, 5.0] {
-            if let Some(choice) = dive(reduced, dual, weight, &order)
-                && let Some(cost) = reduced.cost(&choice)
-            {
-                found.push((cost, choice));
+        let mut add = |choice: Option<Vec<u32>>| {
+            let valued = choice.and_then(|choice| Some((reduced.cost(&choice)?, choice)));
+            found.extend(valued);
+        };
+        if let Some((_, known)) = &self.best {
+            match reduced.project(known) {
+                Some((_, choice)) => add(Some(choice)),
+                None => add(dive(reduced, dual, 1.0, Some(&reduced.project_partly(known)))),
             }
         }
-        if let Some((_, known)) = &self.best {
-            found.extend(reduced.project(known));
+        for weight in [1.0, 0.8, 1.3, 2.0, 5.0] {
+            add(dive(reduced, dual, weight, None));
         }
         let n_found = found.len();
-        if let Some((_, choice)) = found.into_iter().min() {
-            self.offer(reduced, &choice);
-            let seed = self.options.seed.wrapping_add(round as u64);
-            let mut search = Search::new(reduced, dual, choice, seed);
-            for i in 0..40 * reduced.nodes.len() {
-                if i % 256 == 0 && self.past(0.5) {
-                    break;
-                }
-                search.step(TREE_SIZES[i % TREE_SIZES.len()]);
-            }
-            self.offer(reduced, &search.choice);
+        let (_, choice) = found.into_iter().min()?;
+        self.offer(reduced, &choice);
+        let seed = self.options.seed.wrapping_add(round);
+        let mut search = Search::new(reduced, dual, choice, seed);
+        let n_trees = TREES_PER_NODE * reduced.nodes.len();
+        if !self.close_enough() {
+            improve_trees(&mut search, n_trees, &self.used(0.1));
         }
+        self.offer(reduced, &search.choice);
         self.note("trees", format!("from {n_found} choices that fit"));
+        Some(search.choice)
     }
 
     /// The problem without what the best choice's cost rules out; `None` if nothing is left.
@@ -416,52 +438,41 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Improves the best choice until the limits: trees, then parts as integer programs.
-    fn search(&mut self, reduced: &Reduced) {
-        let mut dual = Dual::new(reduced);
-        self.raise_bound(reduced, &mut dual);
-        let known = self.best.as_ref().and_then(|(_, choice)| reduced.project(choice));
-        let Some((_, mut choice)) = known else {
-            return;
-        };
-        let mut random = Random(self.options.seed ^ 0x5eed);
-        let mut max_cells = 4000;
-        let n_rounds = self.options.work_limit.unwrap_or(match self.options.time_limit {
-            Some(_) => u64::MAX,
-            None => SEARCH_ROUNDS,
-        });
+    /// Improves a choice for a while: trees, then parts as integer programs, in turn.
+    fn search(&mut self, reduced: &Reduced, dual: &Dual<'_>, mut choice: Vec<u32>, round: u64) {
+        let seed = self.options.seed ^ (round << 32);
+        let mut random = Random(seed);
+        let mut max_cells = FIRST_PART_CELLS;
         let (mut n_parts, mut n_better) = (0, 0);
-        for round in 0..n_rounds {
-            if self.past(1.0) || self.close_enough() {
+        // Ends early enough that what was found can tighten the problem.
+        let used = self.used(0.2);
+        let n_rounds = self.options.work_limit.unwrap_or(SEARCH_ROUNDS);
+        for i in 0..n_rounds {
+            if used() || self.close_enough() {
                 break;
             }
-            let seed = self.options.seed.wrapping_add(1000 + round);
-            let mut search = Search::new(reduced, &dual, choice, seed);
-            for i in 0..TREES_PER_ROUND {
-                if i % 256 == 0 && self.past(1.0) {
-                    break;
-                }
-                search.step(TREE_SIZES[i % TREE_SIZES.len()]);
-            }
+            let mut search = Search::new(reduced, dual, choice, seed.wrapping_add(i));
+            improve_trees(&mut search, TREES_PER_PART, &used);
             choice = search.choice;
             if let Some(backend) = backend(self.options.backend) {
                 let options = self.ilp_options(backend, Some(PART_NODES));
-                let members = ball(reduced, &dual, max_cells, &mut random);
+                let members = ball(reduced, dual, max_cells, &mut random);
                 let left = || self.time_left().map(|left| left.min(PART_TIME));
                 let begun = Instant::now();
-                let (better, solved) = solve_part(reduced, &dual, &choice, &members, &options, 50_000, &left);
+                let part = Part { reduced, dual, members: &members, max_columns: MAX_PART_COLUMNS };
+                let (better, solved) = part.solve(&choice, &options, &left);
                 // The size follows what is solved; with a clock, also how fast.
                 let slow = self.options.time_limit.is_some() && begun.elapsed() > PART_TIME / 2;
-                max_cells = if solved && !slow { max_cells + max_cells / 10 } else { max_cells - max_cells / 5 };
+                max_cells = if solved && !slow {
+                    max_cells + max_cells / 10
+                } else {
+                    (max_cells - max_cells / 5).max(FIRST_PART_CELLS / 8)
+                };
                 n_parts += 1;
-                if let Some(better) = better {
-                    choice = better;
-                    n_better += 1;
-                }
+                n_better += usize::from(better.is_some());
+                choice = better.unwrap_or(choice);
             }
-            if self.offer(reduced, &choice) && round % 8 == 0 {
-                self.note("search", format!("{n_better} of {n_parts} parts helped, {max_cells} cells"));
-            }
+            self.offer(reduced, &choice);
         }
         self.note("search", format!("{n_better} of {n_parts} parts helped, {max_cells} cells"));
     }
@@ -507,6 +518,15 @@ impl<'a> Run<'a> {
         result.peak_usage = Some(value.peak_usage);
         result.choice = Some(choice);
         Ok(result)
+    }
+}
+
+fn improve_trees(search: &mut Search<'_>, n_trees: usize, used: &dyn Fn() -> bool) {
+    for i in 0..n_trees {
+        if i % 256 == 0 && used() {
+            return;
+        }
+        search.step(TREE_SIZES[i % TREE_SIZES.len()]);
     }
 }
 

@@ -15,6 +15,7 @@
 
 pub mod collective;
 mod kernel;
+mod load;
 mod local;
 #[cfg(test)]
 pub(crate) mod naive;
@@ -31,5 +32,6 @@ pub use local::{Local, is_computed, narrow, widen};
 pub use rank::RankTimings;
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
-pub(crate) use rank::{LOSS_SCALE_UNIT, load_tokens, what};
+pub(crate) use load::load_tokens;
+pub(crate) use rank::{LOSS_SCALE_UNIT, what};
 pub(crate) use session::check_batch;

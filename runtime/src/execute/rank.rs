@@ -1,26 +1,23 @@
 //! One rank: its arena, and the instructions of its role carried out in list order.
 
-use super::collective;
+mod communicate;
+
 use super::kernel::{Context, Operand, Output, in_place, kernel};
+use super::load::load_tokens;
 use super::local::Local;
 use super::script::{ScriptSlot, Scripts};
 use crate::arena::{Arena, Bytes};
-use crate::communicator::{Channel, Contribution, Endpoint};
+use crate::communicator::Endpoint;
 use crate::error::RuntimeError;
-use ir::collective::CollectiveKind;
+use communicate::Tiles;
 use ir::op::InputKind;
-use ir::program::{CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Transfer};
-use ir::reshard::{LayoutStep, Placement, Tile, tiles_from, tiles_to};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram};
 use ir::training::StateRole;
-use ir::{AxisId, BufferId, DType, Rank, TransferId};
+use ir::{BufferId, Rank, TransferId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// All-reduces of at least this many bytes are done in two phases: every member reduces one
-/// part, then the parts are shared. The bits are the same; the work is divided.
-const TWO_PHASE_BYTES: usize = 1 << 16;
 
 /// The state whose value times [`LOSS_SCALE_UNIT`] is the dynamic loss scale (`ir::training`).
 pub(crate) const LOSS_SCALE: &str = "loss_scale";
@@ -78,8 +75,8 @@ pub(crate) struct RankState {
     locals: Vec<Local>,
     coords: Vec<u32>,
     world: Vec<Rank>,
-    outgoing: BTreeMap<TransferId, Vec<Tile>>,
-    incoming: BTreeMap<TransferId, Vec<Tile>>,
+    outgoing: Tiles,
+    incoming: Tiles,
     threads: usize,
     peak_scratch: u64,
 }
@@ -121,7 +118,7 @@ impl RankState {
         }
         let arena =
             Arena::new(this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN) as usize);
-        let (outgoing, incoming) = tiles(&program, role, rank, &coords)?;
+        let (outgoing, incoming) = communicate::tiles(&program, role, rank, &coords)?;
         let world = program.roles.iter().flat_map(|r| r.mesh.ranks()).collect();
         Ok(RankState {
             rank,
@@ -383,233 +380,6 @@ impl RankState {
         Ok(())
     }
 
-    fn collective(
-        &mut self,
-        kind: CollectiveKind,
-        axes: &[AxisId],
-        items: &[CollectiveItem],
-        microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
-        let group = self.this().mesh.group(self.rank, axes).unwrap_or_default();
-        let me = group.iter().position(|&r| r == self.rank).unwrap_or(0);
-        let contribution: Vec<Bytes> = items
-            .iter()
-            .map(|i| Bytes::copy_of(self.arena.read(self.range(i.input, microbatch))))
-            .collect();
-        let n_bytes: usize = contribution.iter().map(|c| c.len()).sum();
-        let label = || format!("{} over {}", kind.name(), axis_names(axes));
-        let members = self.endpoint.gather(&group, contribution, &label)?;
-        let two_phase = matches!(kind, CollectiveKind::AllReduce(_))
-            && n_bytes >= TWO_PHASE_BYTES
-            && group.len() > 1;
-        let parts = match (two_phase, kind) {
-            (true, CollectiveKind::AllReduce(reduce)) => {
-                let mine = items
-                    .iter()
-                    .enumerate()
-                    .map(|(i, item)| self.reduce_part(reduce, item, &members, i, me))
-                    .collect();
-                Some(self.endpoint.gather(&group, mine, &label)?)
-            }
-            _ => None,
-        };
-        for (i, item) in items.iter().enumerate() {
-            let range = self.range(item.output, microbatch);
-            let (input, output) = (
-                &self.locals[item.input.index()],
-                &self.locals[item.output.index()],
-            );
-            let out = self.arena.write(range);
-            match &parts {
-                Some(parts) => {
-                    let mut at = 0;
-                    for part in parts {
-                        out[at..at + part[i].len()].copy_from_slice(&part[i]);
-                        at += part[i].len();
-                    }
-                    output.zero_padding(out);
-                }
-                None => {
-                    let operands: Vec<&[u8]> = members.iter().map(|m| &m[i][..]).collect();
-                    collective::result(kind, &item.step, me, input, &operands, output, out);
-                }
-            }
-        }
-        self.peak_scratch = self.peak_scratch.max(2 * n_bytes as u64);
-        Ok(())
-    }
-
-    /// This member's part of a two-phase all-reduce.
-    fn reduce_part(
-        &self,
-        reduce: ir::ReduceKind,
-        item: &CollectiveItem,
-        members: &[Contribution],
-        i: usize,
-        me: usize,
-    ) -> Bytes {
-        let local = self.local(item.input);
-        let size = local.dtype.bytes() as usize;
-        let chunk = collective::chunk(local.elements(), me, members.len());
-        let bytes = chunk.start * size..chunk.end * size;
-        let parts: Vec<&[u8]> = members.iter().map(|m| &m[i][bytes.clone()]).collect();
-        let mut out = Bytes::zeroed(bytes.len());
-        collective::combine(reduce, local.dtype, &parts, &mut out);
-        out
-    }
-
-    fn slice(
-        &mut self,
-        step: &LayoutStep,
-        input: BufferId,
-        output: BufferId,
-        microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
-        let LayoutStep::Slice { axis, dim, .. } = step else {
-            return Err(RuntimeError::Program(format!("{step:?} is not a slice")));
-        };
-        let operand = Bytes::copy_of(self.arena.read(self.range(input, microbatch)));
-        let range = self.range(output, microbatch);
-        let coordinate = self.coords[axis.index()] as usize;
-        let (from, to) = (&self.locals[input.index()], &self.locals[output.index()]);
-        collective::slice(
-            *dim,
-            coordinate,
-            from,
-            &operand,
-            to,
-            self.arena.write(range),
-        );
-        self.peak_scratch = self.peak_scratch.max(2 * operand.len() as u64);
-        Ok(())
-    }
-
-    fn exchange(
-        &mut self,
-        sends: &[(TransferId, BufferId)],
-        recvs: &[(TransferId, BufferId)],
-        microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
-        let mut outgoing = Vec::new();
-        for &(transfer, buffer) in sends {
-            let local = self.local(buffer);
-            let data = self.arena.read(self.range(buffer, microbatch));
-            for tile in self.outgoing.get(&transfer).into_iter().flatten() {
-                let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-                let mut block =
-                    Bytes::zeroed(len.iter().product::<usize>() * local.dtype.bytes() as usize);
-                collective::copy_block(
-                    local.dtype,
-                    (data, &local.dims(), &within(tile, local)),
-                    (&mut block, &len, &vec![0; len.len()]),
-                    &len,
-                );
-                outgoing.push((
-                    Channel {
-                        transfer: transfer.0,
-                        from: self.rank,
-                        to: tile.to,
-                    },
-                    block,
-                ));
-            }
-        }
-        let expected: Vec<(BufferId, &Tile)> = recvs
-            .iter()
-            .flat_map(|(t, b)| {
-                self.incoming
-                    .get(t)
-                    .into_iter()
-                    .flatten()
-                    .map(|tile| (*b, tile))
-            })
-            .collect();
-        let transfer_of: Vec<TransferId> = recvs
-            .iter()
-            .flat_map(|(t, _)| self.incoming.get(t).into_iter().flatten().map(|_| *t))
-            .collect();
-        let channels: Vec<Channel> = expected
-            .iter()
-            .zip(&transfer_of)
-            .map(|((_, tile), t)| Channel {
-                transfer: t.0,
-                from: tile.from,
-                to: self.rank,
-            })
-            .collect();
-        let n_bytes: usize = outgoing.iter().map(|o| o.1.len()).sum();
-        let names = |list: &[(TransferId, BufferId)]| {
-            list.iter()
-                .map(|(t, _)| self.program.transfers[t.index()].value.clone())
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
-        let label = format!(
-            "an exchange that sends [{}] and receives [{}]",
-            names(sends),
-            names(recvs)
-        );
-        let arrived = self
-            .endpoint
-            .exchange(outgoing, &channels, &|| label.clone())?;
-        let received: Vec<Range<usize>> =
-            recvs.iter().map(|r| self.range(r.1, microbatch)).collect();
-        received
-            .into_iter()
-            .for_each(|r| self.arena.write(r).fill(0));
-        let places: Vec<Range<usize>> = expected
-            .iter()
-            .map(|(b, _)| self.range(*b, microbatch))
-            .collect();
-        for (((buffer, tile), place), block) in expected.into_iter().zip(places).zip(&arrived) {
-            let local = &self.locals[buffer.index()];
-            let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-            let out = self.arena.write(place);
-            collective::copy_block(
-                local.dtype,
-                (block, &len, &vec![0; len.len()]),
-                (out, &local.dims(), &within(tile, local)),
-                &len,
-            );
-        }
-        let n_arrived: usize = arrived.iter().map(|b| b.len()).sum();
-        self.peak_scratch = self.peak_scratch.max((n_bytes + n_arrived) as u64);
-        Ok(())
-    }
-
-    fn world_sum(
-        &mut self,
-        inputs: &[(u32, BufferId)],
-        output: BufferId,
-        microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
-        let n = self.local(output).elements();
-        let mut mine = vec![0.0f32; n];
-        if self.coords.iter().all(|&c| c == 0) {
-            for &(entry, buffer) in inputs {
-                let value = self.arena.read(self.range(buffer, microbatch));
-                let slot = mine.get_mut(entry as usize).ok_or_else(|| {
-                    RuntimeError::Program(format!("entry {entry} of a world sum of {n}"))
-                })?;
-                *slot = bytemuck::cast_slice(value).first().copied().unwrap_or(0.0);
-            }
-        }
-        let members = self
-            .endpoint
-            .gather(&self.world, vec![Bytes::of_f32(&mine)], &|| {
-                "a sum over the world".into()
-            })?;
-        let parts: Vec<&[u8]> = members.iter().map(|m| &m[0][..]).collect();
-        let range = self.range(output, microbatch);
-        collective::combine(
-            ir::ReduceKind::Sum,
-            DType::F32,
-            &parts,
-            self.arena.write(range),
-        );
-        Ok(())
-    }
-
     fn load(
         &mut self,
         kind: InputKind,
@@ -641,118 +411,9 @@ impl RankState {
     }
 }
 
-/// Writes a rank's part of a microbatch's tokens or labels: `first` is the index in `batch`
-/// of the microbatch's first sample. Label `i` of a sample is its token `i + 1`.
-pub(crate) fn load_tokens(
-    kind: InputKind,
-    local: &Local,
-    first: u64,
-    batch: &[Vec<u32>],
-    out: &mut [i32],
-) -> Result<(), RuntimeError> {
-    let [rows, columns] = local.ranges[..] else {
-        return Err(RuntimeError::Program(format!(
-            "data are loaded into {:?}, expected [batch, sequence]",
-            local.lens
-        )));
-    };
-    out.fill(0);
-    let shift = match kind {
-        InputKind::Tokens => 0,
-        InputKind::Labels => 1,
-    };
-    let n_rows = if columns.valid == 0 { 0 } else { rows.valid };
-    for r in 0..n_rows {
-        let sample = first + rows.start + r;
-        let from = (columns.start + shift) as usize;
-        let tokens = batch
-            .get(sample as usize)
-            .and_then(|s| s.get(from..from + columns.valid as usize));
-        let tokens = tokens.ok_or_else(|| {
-            RuntimeError::Batch(format!(
-                "sample {sample} has no tokens {from}..{}",
-                from + columns.valid as usize
-            ))
-        })?;
-        let row = &mut out[(r * columns.padded) as usize..][..tokens.len()];
-        for (out, &token) in row.iter_mut().zip(tokens) {
-            *out = i32::try_from(token)
-                .map_err(|_| RuntimeError::Batch(format!("token {token} exceeds 2^31 - 1")))?;
-        }
-    }
-    Ok(())
-}
-
-type Tiles = BTreeMap<TransferId, Vec<Tile>>;
-
-/// The blocks that `rank` sends and receives, per transfer.
-fn tiles(
-    program: &Program,
-    role: usize,
-    rank: Rank,
-    coords: &[u32],
-) -> Result<(Tiles, Tiles), RuntimeError> {
-    let stage = program.roles[role].stage;
-    let (mut outgoing, mut incoming) = (Tiles::new(), Tiles::new());
-    for (i, t) in program.transfers.iter().enumerate() {
-        let (from, to) = (source(program, t)?, target(program, t)?);
-        if t.from == stage {
-            outgoing.insert(TransferId::new(i), tiles_from(&t.lens, from, to, rank));
-        }
-        if t.to == stage {
-            incoming.insert(TransferId::new(i), tiles_to(&t.lens, from, to, coords));
-        }
-    }
-    Ok((outgoing, incoming))
-}
-
-fn source<'a>(program: &'a Program, t: &'a Transfer) -> Result<Placement<'a>, RuntimeError> {
-    let role = program.roles.iter().find(|r| r.stage == t.from);
-    let mesh = role.map(|r| &r.mesh).ok_or_else(|| {
-        RuntimeError::Program(format!(
-            "transfer `{}` comes from {}, which has no role",
-            t.value, t.from
-        ))
-    })?;
-    Ok(Placement {
-        mesh,
-        spec: &t.from_spec,
-    })
-}
-
-fn target<'a>(program: &'a Program, t: &'a Transfer) -> Result<Placement<'a>, RuntimeError> {
-    let role = program.roles.iter().find(|r| r.stage == t.to);
-    let mesh = role.map(|r| &r.mesh).ok_or_else(|| {
-        RuntimeError::Program(format!(
-            "transfer `{}` goes to {}, which has no role",
-            t.value, t.to
-        ))
-    })?;
-    Ok(Placement {
-        mesh,
-        spec: &t.to_spec,
-    })
-}
-
-/// Where a tile starts in a rank's buffer.
-fn within(tile: &Tile, local: &Local) -> Vec<usize> {
-    tile.start
-        .iter()
-        .zip(&local.ranges)
-        .map(|(&start, r)| (start - r.start) as usize)
-        .collect()
-}
-
 fn add(total: &mut (f64, u32), began: Instant) {
     total.0 += began.elapsed().as_secs_f64();
     total.1 += 1;
-}
-
-fn axis_names(axes: &[AxisId]) -> String {
-    axes.iter()
-        .map(AxisId::to_string)
-        .collect::<Vec<_>>()
-        .join("+")
 }
 
 /// What an instruction is, in a word: the op's path, or the kind and its buffers.

@@ -1,0 +1,251 @@
+//! Is the plan a plan? Every key, index and path in it against the graph it embeds.
+
+mod paths;
+
+use crate::report::{Report, Violation};
+use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
+use ir::training::{TrainingGraph, training_graph};
+use ir::{Graph, LogicalMesh};
+use std::collections::BTreeSet;
+
+/// Everything that is wrong with a plan; empty when it can be lowered.
+///
+/// Checks versions, figures, batch sizes, the graph, that stages cover layers and meshes the
+/// cluster without overlap, that every op has a strategy its rule allows, and that every
+/// recorded layout change leads from the spec before it to the spec after it. Never panics.
+pub fn check_plan(plan: &Plan) -> Vec<Violation> {
+    let mut report = Report::default();
+    versions(plan, &mut report);
+    figures(plan, &mut report);
+    batch(plan, &mut report);
+    let meshes = meshes(plan, &mut report);
+    if meshes
+        && plan.train.problems().is_empty()
+        && let Some(training) = training(plan, &mut report)
+        && let Some(layers) = layers(plan, &training.graph, &mut report)
+    {
+        paths::check(plan, &training, layers, &mut report);
+    }
+    report.finish()
+}
+
+fn versions(plan: &Plan, report: &mut Report) {
+    for (key, found, expected) in [
+        ("version", plan.version, PLAN_VERSION),
+        ("passes", plan.passes, PASSES_VERSION),
+    ] {
+        if found != expected {
+            report.add(key, "version", expected.to_string(), found.to_string());
+        }
+    }
+}
+
+fn figures(plan: &Plan, report: &mut Report) {
+    for p in plan.cluster.problems() {
+        report.add("cluster", "cluster", "figures in range", p);
+    }
+    for p in plan.train.problems() {
+        report.add("train", "train", "figures in range", p);
+    }
+    let p = &plan.predicted;
+    let mut numbers = vec![
+        ("predicted.step_time_s".to_string(), p.step_time_s.0),
+        ("predicted.tokens_per_s".into(), p.tokens_per_s),
+        ("predicted.mfu".into(), p.mfu),
+        ("predicted.bubble".into(), p.bubble),
+        ("proof.objective_s".into(), plan.proof.objective_s.0),
+        ("proof.lower_bound_s".into(), plan.proof.lower_bound_s.0),
+        ("proof.gap".into(), plan.proof.gap),
+    ];
+    for (i, s) in p.stages.iter().enumerate() {
+        for (key, x) in [
+            ("forward_s", s.forward_s),
+            ("backward_s", s.backward_s),
+            ("step_s", s.step_s),
+            ("compute_s", s.compute_s),
+            ("collective_s", s.collective_s),
+            ("transfer_s", s.transfer_s),
+        ] {
+            numbers.push((format!("predicted.stages[{i}].{key}"), x.0));
+        }
+    }
+    for (key, x) in numbers {
+        if !x.is_finite() || x < 0.0 {
+            report.add(key, "finite", "a number from 0", x.to_string());
+        }
+    }
+}
+
+fn batch(plan: &Plan, report: &mut Report) {
+    let product = plan.microbatch.checked_mul(u64::from(plan.n_microbatches));
+    if plan.microbatch == 0 || plan.n_microbatches == 0 || product != Some(plan.train.global_batch)
+    {
+        report.add(
+            "microbatch",
+            "batch",
+            format!("microbatch x n_microbatches = {}", plan.train.global_batch),
+            format!("{} x {}", plan.microbatch, plan.n_microbatches),
+        );
+    }
+}
+
+/// What is wrong with one mesh in a cluster of `n_devices`.
+pub(crate) fn mesh_problem(mesh: &LogicalMesh, n_devices: u32) -> Option<(String, String)> {
+    if LogicalMesh::new(mesh.devices, mesh.axes.clone()).is_none() {
+        let sizes: Vec<u32> = mesh.axes.iter().map(|a| a.size).collect();
+        return Some((
+            format!("axes that multiply to {}", mesh.devices.n_devices),
+            format!("{sizes:?}"),
+        ));
+    }
+    let names: BTreeSet<&str> = mesh.axes.iter().map(|a| a.name.as_str()).collect();
+    if names.len() != mesh.axes.len() {
+        return Some(("axes of different names".into(), format!("{:?}", mesh.axes)));
+    }
+    let end = mesh
+        .devices
+        .first_rank
+        .0
+        .checked_add(mesh.devices.n_devices);
+    if end.is_none_or(|end| end > n_devices) {
+        let d = mesh.devices;
+        return Some((
+            format!("devices of a cluster of {n_devices}"),
+            format!("{} from {}", d.n_devices, d.first_rank),
+        ));
+    }
+    None
+}
+
+fn meshes(plan: &Plan, report: &mut Report) -> bool {
+    let mut good = true;
+    if plan.stages.is_empty() {
+        report.add("stages", "stages", "at least one stage", "none");
+        good = false;
+    }
+    let mut runs = Vec::new();
+    for (i, stage) in plan.stages.iter().enumerate() {
+        match mesh_problem(&stage.mesh, plan.cluster.n_devices()) {
+            Some((expected, actual)) => {
+                report.add(format!("stages[{i}].mesh"), "mesh", expected, actual);
+                good = false;
+            }
+            None => runs.push((
+                stage.mesh.devices.first_rank.0,
+                stage.mesh.devices.n_devices,
+                i,
+            )),
+        }
+    }
+    runs.sort_unstable();
+    for w in runs.windows(2) {
+        if w[0].0.saturating_add(w[0].1) > w[1].0 {
+            report.add(
+                format!("stages[{}].mesh", w[1].2),
+                "mesh",
+                "devices of its own",
+                format!("devices of stage {} too", w[0].2),
+            );
+            good = false;
+        }
+    }
+    good
+}
+
+fn training(plan: &Plan, report: &mut Report) -> Option<TrainingGraph> {
+    let forward = match ir::text::parse(&plan.graph) {
+        Ok(graph) => graph,
+        Err(e) => {
+            report.add(
+                "graph",
+                "graph",
+                "the text of a graph",
+                format!("line {}: {}", e.line, e.message),
+            );
+            return None;
+        }
+    };
+    let broken = ir::verify::verify(&forward);
+    for v in &broken {
+        report.add(
+            format!("graph {}", v.path),
+            "graph",
+            format!("{}: {}", v.rule, v.expected),
+            v.actual.clone(),
+        );
+    }
+    if !broken.is_empty() {
+        return None;
+    }
+    match training_graph(&forward, &plan.train) {
+        Ok(t) => Some(t),
+        Err(e) => {
+            report.add(
+                "graph",
+                "graph",
+                "a graph that can be trained",
+                e.to_string(),
+            );
+            None
+        }
+    }
+}
+
+/// Where a layer is.
+#[derive(Clone, Copy)]
+struct Home {
+    stage: usize,
+    strategy: usize,
+}
+
+fn layers(plan: &Plan, graph: &Graph, report: &mut Report) -> Option<Vec<Home>> {
+    let n = graph.layers.len();
+    let mut homes = Vec::with_capacity(n);
+    for (i, stage) in plan.stages.iter().enumerate() {
+        if stage.runs.is_empty() {
+            report.add(
+                format!("stages[{i}]"),
+                "layers",
+                "at least one layer",
+                "none",
+            );
+        }
+        for (j, run) in stage.runs.iter().enumerate() {
+            let place = format!("stages[{i}].runs[{j}]");
+            let left = n - homes.len();
+            if run.first.index() != homes.len() || run.count == 0 || run.count as usize > left {
+                report.add(
+                    place,
+                    "layers",
+                    format!("1 to {left} layers from {}", homes.len()),
+                    format!("{} from {}", run.count, run.first.0),
+                );
+                return None;
+            }
+            let strategy = run.strategy as usize;
+            if strategy >= plan.layer_strategies.len() {
+                report.add(
+                    place,
+                    "layers",
+                    format!("one of {} strategies", plan.layer_strategies.len()),
+                    run.strategy.to_string(),
+                );
+                return None;
+            }
+            homes.extend(std::iter::repeat_n(
+                Home { stage: i, strategy },
+                run.count as usize,
+            ));
+        }
+    }
+    if homes.len() != n {
+        report.add(
+            "stages",
+            "layers",
+            format!("{n} layers"),
+            homes.len().to_string(),
+        );
+        return None;
+    }
+    Some(homes)
+}

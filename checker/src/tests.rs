@@ -1,0 +1,602 @@
+//! Hand-made programs of a tiny model: what is proved, and under which rule what is not.
+#![allow(clippy::unwrap_used)]
+
+use crate::{Violation, check_program};
+use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize};
+use ir::op::InputKind;
+use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind, StagePlan};
+use ir::program::{
+    Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, StateBuffer, Stream,
+    Template, TemplateKind,
+};
+use ir::training::{TrainingGraph, training_graph};
+use ir::{
+    BufferId, Bytes, DType, DeviceMesh, Graph, InstrId, LogicalMesh, Op, OpKind, Pass, Place, Rank,
+    ReduceKind, Region, Shape, ShardingSpec, StageId, TemplateId, TensorType, TrainSpec, ValueId,
+};
+use std::collections::BTreeMap;
+
+const SEQUENCE: u64 = 3;
+
+/// The sum of the embeddings of all tokens.
+fn forward() -> Graph {
+    let mut g = Graph::new("tiny");
+    let layer = g.add_layer("only");
+    let at = |path: &str, region, pass| Place {
+        path: path.into(),
+        pass,
+        region,
+        layer: Some(layer),
+    };
+    let table = OpKind::State {
+        init: ir::op::Init::Ones,
+        decay: true,
+    };
+    let table = g
+        .add_source(
+            table,
+            TensorType::new(DType::F32, Shape::fixed(&[5, 2])),
+            at("table", Region::StepBegin, Pass::Update),
+        )
+        .unwrap();
+    let tokens = OpKind::Input {
+        kind: InputKind::Tokens,
+    };
+    let tokens = g
+        .add_source(
+            tokens,
+            TensorType::new(DType::I32, Shape::batched(&[SEQUENCE])),
+            at("tokens", Region::Microbatch, Pass::F),
+        )
+        .unwrap();
+    let x = g
+        .add1(
+            OpKind::Embedding,
+            &[table, tokens],
+            at("lookup", Region::Microbatch, Pass::F),
+        )
+        .unwrap();
+    let sum = OpKind::Reduce {
+        kind: ReduceKind::Sum,
+        dims: vec![0, 1, 2],
+    };
+    g.outputs = vec![
+        g.add1(sum, &[x], at("total", Region::Microbatch, Pass::F))
+            .unwrap(),
+    ];
+    g
+}
+
+fn plan(m: u32) -> (Plan, TrainingGraph) {
+    let forward = forward();
+    let device = Device {
+        name: "any".into(),
+        peak_flops_per_s: BTreeMap::from([(DType::F32, 1.0)]),
+        matmul_efficiency: BTreeMap::from([(DType::F32, 1.0)]),
+        matmul_half_size: HalfSize {
+            m: 0.0,
+            n: 0.0,
+            k: 0.0,
+        },
+        attention_efficiency: 1.0,
+        vector_flops_per_s: 1.0,
+        memory_bytes: Bytes(1 << 20),
+        memory_reserved_bytes: Bytes(0),
+        memory_bandwidth_bytes_per_s: 1.0,
+        memory_efficiency: 1.0,
+        launch_s: 0.0,
+    };
+    let cluster = Cluster {
+        version: CLUSTER_VERSION,
+        name: "any".into(),
+        n_hosts: 1,
+        devices_per_host: 1,
+        device,
+        levels: vec![],
+        pool: None,
+        sources: BTreeMap::new(),
+        measured: vec![],
+    };
+    let mesh = LogicalMesh::new(
+        DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: 1,
+        },
+        vec![],
+    )
+    .unwrap();
+    let train = TrainSpec {
+        global_batch: 2 * u64::from(m),
+        sequence: SEQUENCE,
+        ..TrainSpec::default()
+    };
+    let training = training_graph(&forward, &train).unwrap();
+    let plan = Plan {
+        version: PLAN_VERSION,
+        passes: PASSES_VERSION,
+        name: "tiny".into(),
+        graph: ir::text::print(&forward),
+        train,
+        cluster,
+        microbatch: 2,
+        n_microbatches: m,
+        schedule: ScheduleKind::GPipe,
+        stages: vec![StagePlan { mesh, runs: vec![] }],
+        layer_strategies: vec![],
+        transfers: BTreeMap::new(),
+        edges: BTreeMap::new(),
+        pins: vec![],
+        predicted: Prediction::default(),
+        proof: Proof::default(),
+    };
+    (plan, training)
+}
+
+/// One device, one buffer for each value, everything in graph order.
+struct Naive<'a> {
+    training: &'a TrainingGraph,
+    role: RoleProgram,
+    at: BTreeMap<ValueId, BufferId>,
+}
+
+impl Naive<'_> {
+    fn buffer(
+        &mut self,
+        name: String,
+        dtype: DType,
+        lens: Vec<u64>,
+        class: BufferClass,
+    ) -> BufferId {
+        let bytes = lens.iter().product::<u64>() * dtype.bytes();
+        let offset = self.role.arena_bytes;
+        self.role.arena_bytes += bytes.next_multiple_of(256);
+        let spec = ShardingSpec::replicated(lens.len());
+        self.role.buffers.push(Buffer {
+            name,
+            dtype,
+            lens,
+            spec,
+            class,
+            offset,
+            bytes,
+        });
+        BufferId::new(self.role.buffers.len() - 1)
+    }
+    fn value(&mut self, v: ValueId) -> BufferId {
+        let op = self
+            .training
+            .graph
+            .op(self.training.graph.value(v).producer);
+        let class = match (&op.kind, op.region) {
+            (OpKind::State { .. }, _) => BufferClass::Persistent,
+            (OpKind::Accumulate { .. }, _) | (_, Region::StepBegin | Region::StepEnd) => {
+                BufferClass::Step
+            }
+            _ => BufferClass::PerMicrobatch { slots: 1 },
+        };
+        let ty = self.training.graph.ty(v).clone();
+        let b = self.buffer(
+            self.training.graph.value_name(v),
+            ty.dtype,
+            ty.shape.bind(2),
+            class,
+        );
+        self.at.insert(v, b);
+        b
+    }
+    fn push(&mut self, template: usize, kind: InstrKind) {
+        let instr = Instruction {
+            kind,
+            stream: Stream::Compute,
+            deps: vec![],
+            pass: Pass::F,
+            layer: None,
+        };
+        self.role.templates[template].instructions.push(instr);
+    }
+    fn op(&mut self, op: &Op) {
+        let template = match op.region {
+            Region::StepBegin => 0,
+            Region::Microbatch => 1,
+            Region::StepEnd => 2,
+        };
+        let inputs: Vec<BufferId> = op.inputs.iter().map(|v| self.at[v]).collect();
+        let compute = |inputs, outputs| InstrKind::Compute {
+            path: op.path.clone(),
+            kind: op.kind.clone(),
+            inputs,
+            outputs,
+        };
+        match &op.kind {
+            OpKind::Layout => drop(self.at.insert(op.outputs[0], inputs[0])),
+            OpKind::State { .. } => drop(self.value(op.outputs[0])),
+            OpKind::Input { kind } => {
+                let output = self.value(op.outputs[0]);
+                self.push(
+                    template,
+                    InstrKind::Load {
+                        kind: *kind,
+                        output,
+                    },
+                );
+            }
+            OpKind::Constant { value } => {
+                let output = self.value(op.outputs[0]);
+                self.push(
+                    template,
+                    InstrKind::Fill {
+                        value: *value,
+                        output,
+                    },
+                );
+            }
+            OpKind::Accumulate { .. } => {
+                let output = self.value(op.outputs[0]);
+                self.push(0, InstrKind::Fill { value: 0.0, output });
+                self.push(template, compute(inputs, vec![output]));
+            }
+            OpKind::GlobalNorm => {
+                let terms = self.buffer(
+                    "terms".into(),
+                    DType::F32,
+                    vec![inputs.len() as u64],
+                    BufferClass::Transient,
+                );
+                let entries = inputs
+                    .iter()
+                    .enumerate()
+                    .map(|(i, &b)| (i as u32, b))
+                    .collect();
+                self.push(
+                    template,
+                    InstrKind::WorldSum {
+                        inputs: entries,
+                        output: terms,
+                    },
+                );
+                let norm = self.value(op.outputs[0]);
+                self.push(template, compute(vec![terms], vec![norm]));
+            }
+            OpKind::AdamW { .. } => {
+                let outputs = vec![inputs[0], inputs[2], inputs[3]];
+                self.push(template, compute(inputs, outputs));
+            }
+            _ => {
+                let outputs = op.outputs.iter().map(|&v| self.value(v)).collect();
+                self.push(template, compute(inputs, outputs));
+            }
+        }
+    }
+}
+
+fn program(plan: &Plan, training: &TrainingGraph) -> Program {
+    let template = |kind| Template {
+        kind,
+        instructions: vec![],
+    };
+    let slot = |template, microbatch| Slot {
+        template: TemplateId(template),
+        microbatch,
+    };
+    let middle = (0..plan.n_microbatches).map(|m| slot(1, Some(m)));
+    let role = RoleProgram {
+        stage: StageId(0),
+        mesh: plan.stages[0].mesh.clone(),
+        buffers: vec![],
+        templates: vec![
+            template(TemplateKind::StepBegin),
+            template(TemplateKind::Forward),
+            template(TemplateKind::StepEnd),
+        ],
+        trace: std::iter::once(slot(0, None))
+            .chain(middle)
+            .chain([slot(2, None)])
+            .collect(),
+        arena_bytes: 0,
+        states: vec![],
+        loss: None,
+        grad_norm: None,
+    };
+    let mut naive = Naive {
+        training,
+        role,
+        at: BTreeMap::new(),
+    };
+    training.graph.ops().iter().for_each(|op| naive.op(op));
+    for s in &training.states {
+        naive.role.states.push(StateBuffer {
+            path: s.path.clone(),
+            param: s.param.clone(),
+            role: s.role,
+            buffer: naive.at[&s.read],
+        });
+    }
+    naive.role.loss = Some(naive.at[&training.loss]);
+    naive.role.grad_norm = Some(naive.at[&training.grad_norm]);
+    Program {
+        roles: vec![naive.role],
+        transfers: vec![],
+        n_microbatches: plan.n_microbatches,
+        microbatch: plan.microbatch,
+    }
+}
+
+/// What the referee says about the tiny program after a change.
+fn after(m: u32, change: impl Fn(&mut RoleProgram)) -> Vec<Violation> {
+    let (plan, training) = plan(m);
+    let mut program = program(&plan, &training);
+    change(&mut program.roles[0]);
+    check_program(&plan, &training, &program)
+}
+
+#[track_caller]
+fn refused(rule: &str, found: &[Violation]) {
+    assert!(
+        found.iter().any(|v| v.rule == rule),
+        "no `{rule}` in {found:#?}"
+    );
+}
+
+fn find(role: &RoleProgram, path: &str) -> (usize, usize) {
+    let has = |i: &Instruction| matches!(&i.kind, InstrKind::Compute { path: p, .. } if p == path);
+    let mut all = role
+        .templates
+        .iter()
+        .enumerate()
+        .filter_map(|(t, x)| Some((t, x.instructions.iter().position(has)?)));
+    all.next().unwrap()
+}
+
+fn named(role: &RoleProgram, name: &str) -> BufferId {
+    BufferId::new(role.buffers.iter().position(|b| b.name == name).unwrap())
+}
+
+#[test]
+fn the_naive_program_is_proved() {
+    for m in [1, 2, 7, 100] {
+        let found = after(m, |_| {});
+        assert!(found.is_empty(), "{m}: {found:#?}");
+    }
+}
+
+#[test]
+fn a_reused_template_is_not_a_skipped_one() {
+    refused(
+        "coverage",
+        &after(100, |role| role.trace[50].microbatch = Some(3)),
+    );
+    refused(
+        "accumulate",
+        &after(100, |role| role.trace[50].microbatch = Some(3)),
+    );
+    refused("result", &after(100, |role| role.trace.truncate(50)));
+}
+
+#[test]
+fn another_microbatchs_value_is_refused() {
+    // The gradient half of microbatch 0 plays after the forward half of microbatch 1.
+    let found = after(2, |role| {
+        let grad = role.templates[1].instructions.split_off(2);
+        role.templates.push(Template {
+            kind: TemplateKind::Backward,
+            instructions: grad,
+        });
+        let slot = |template, m| Slot {
+            template: TemplateId(template),
+            microbatch: Some(m),
+        };
+        role.trace
+            .splice(1..3, [slot(1, 0), slot(1, 1), slot(3, 0), slot(3, 1)]);
+    });
+    refused("operand", &found);
+    assert!(
+        found
+            .iter()
+            .any(|v| v.actual.contains("another microbatch")),
+        "{found:#?}"
+    );
+}
+
+#[test]
+fn an_op_must_be_the_graphs() {
+    let at = |role: &mut RoleProgram, f: &dyn Fn(&mut InstrKind)| {
+        let (t, i) = find(role, "total");
+        f(&mut role.templates[t].instructions[i].kind);
+    };
+    refused(
+        "op",
+        &after(2, |role| {
+            at(role, &|k| {
+                if let InstrKind::Compute { path, .. } = k {
+                    path.push('x')
+                }
+            })
+        }),
+    );
+    refused(
+        "op",
+        &after(2, |role| {
+            at(role, &|k| {
+                if let InstrKind::Compute { kind, .. } = k {
+                    *kind = OpKind::Reduce {
+                        kind: ReduceKind::Max,
+                        dims: vec![0, 1, 2],
+                    }
+                }
+            });
+        }),
+    );
+    refused(
+        "arity",
+        &after(2, |role| {
+            at(role, &|k| {
+                if let InstrKind::Compute { inputs, .. } = k {
+                    inputs.clear()
+                }
+            })
+        }),
+    );
+}
+
+#[test]
+fn accumulators_start_at_zero_and_hold_everything() {
+    let clear = |role: &mut RoleProgram, value: Option<f64>| {
+        let acc = named(role, "accumulate.loss");
+        let fills =
+            |i: &Instruction| matches!(i.kind, InstrKind::Fill { output, .. } if output == acc);
+        let at = role.templates[0]
+            .instructions
+            .iter()
+            .position(fills)
+            .unwrap();
+        match (value, &mut role.templates[0].instructions[at].kind) {
+            (Some(x), InstrKind::Fill { value, .. }) => *value = x,
+            _ => drop(role.templates[0].instructions.remove(at)),
+        }
+    };
+    refused("accumulate", &after(2, |role| clear(role, None)));
+    refused("accumulate", &after(2, |role| clear(role, Some(1.0))));
+}
+
+#[test]
+fn states_are_updated_once_and_in_place() {
+    refused("coverage", &after(2, |role| role.trace.push(role.trace[3])));
+    refused(
+        "state",
+        &after(2, |role| {
+            let (t, i) = find(role, "update.table");
+            role.templates[t].instructions.remove(i);
+        }),
+    );
+    refused(
+        "in_place",
+        &after(2, |role| {
+            let (t, i) = find(role, "update.table");
+            if let InstrKind::Compute { outputs, .. } = &mut role.templates[t].instructions[i].kind
+            {
+                outputs.swap(1, 2);
+            }
+        }),
+    );
+}
+
+#[test]
+fn memory_is_checked() {
+    refused(
+        "overlap",
+        &after(1, |role| role.buffers[1].offset = role.buffers[0].offset),
+    );
+    refused("arena", &after(1, |role| role.arena_bytes -= 256));
+    refused("alignment", &after(1, |role| role.buffers[0].offset += 4));
+    refused("bytes", &after(1, |role| role.buffers[0].bytes += 1));
+    refused("memory", &after(1, |role| role.arena_bytes = 1 << 30));
+}
+
+#[test]
+fn streams_need_deps() {
+    let split = |deps: &[u32]| {
+        after(1, |role| {
+            let (t, i) = find(role, "total");
+            let instr = &mut role.templates[t].instructions[i];
+            instr.stream = Stream::Collective;
+            instr.deps = deps.iter().map(|&d| InstrId(d)).collect();
+        })
+    };
+    // It reads what its predecessor writes, and its successor reads what it writes.
+    let found = split(&[]);
+    refused("hazard", &found);
+    assert!(found.iter().all(|v| v.rule == "hazard"), "{found:#?}");
+    refused("deps", &split(&[40]));
+}
+
+#[test]
+fn the_world_sum_takes_every_entry_once() {
+    let entries = |f: fn(&mut Vec<(u32, BufferId)>)| {
+        after(1, |role| {
+            for i in &mut role.templates[2].instructions {
+                if let InstrKind::WorldSum { inputs, .. } = &mut i.kind {
+                    f(inputs);
+                }
+            }
+        })
+    };
+    refused("world_sum", &entries(|inputs| inputs.clear()));
+    refused("world_sum", &entries(|inputs| inputs.push(inputs[0])));
+    refused("world_sum", &entries(|inputs| inputs[0].0 = 9));
+}
+
+/// Two stages that exchange transfers 0 (to stage 1) and 1 (back): what each of their
+/// exchanges sends and receives.
+fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
+    let (plan, training) = plan(1);
+    let mut program = program(&plan, &training);
+    let transfer = |from, to| ir::program::Transfer {
+        value: "lookup".into(),
+        from: StageId(from),
+        to: StageId(to),
+        lens: vec![],
+        dtype: DType::F32,
+        from_spec: ShardingSpec::replicated(0),
+        to_spec: ShardingSpec::replicated(0),
+    };
+    program.transfers = vec![transfer(0, 1), transfer(1, 0)];
+    program.roles.push(program.roles[0].clone());
+    for (role, exchanges) in program.roles.iter_mut().zip(exchanges) {
+        let of = |xs: &[u32]| {
+            xs.iter()
+                .map(|&x| (ir::TransferId(x), BufferId(0)))
+                .collect()
+        };
+        let kinds = exchanges.iter().map(|(s, r)| InstrKind::Exchange {
+            sends: of(s),
+            recvs: of(r),
+        });
+        role.templates = kinds
+            .map(|kind| Instruction {
+                kind,
+                stream: Stream::Transfer,
+                deps: vec![],
+                pass: Pass::F,
+                layer: None,
+            })
+            .map(|i| Template {
+                kind: TemplateKind::Exchange,
+                instructions: vec![i],
+            })
+            .collect();
+        role.trace = (0..role.templates.len())
+            .map(|t| Slot {
+                template: TemplateId::new(t),
+                microbatch: Some(0),
+            })
+            .collect();
+    }
+    let mut report = crate::report::Report::default();
+    let facts = crate::facts::Facts::new(&training, 2, &mut report).unwrap();
+    crate::rendezvous::check(&facts, &program, &mut report);
+    report.finish()
+}
+
+#[test]
+fn opposite_sends_hang_unless_they_proceed_together() {
+    let found = meeting([&[(&[0], &[]), (&[], &[1])], &[(&[1], &[]), (&[], &[0])]]);
+    assert_eq!(
+        found.iter().filter(|v| v.rule == "deadlock").count(),
+        2,
+        "{found:#?}"
+    );
+    assert_eq!(meeting([&[(&[0], &[1])], &[(&[1], &[0])]]), []);
+    assert_eq!(
+        meeting([&[(&[0], &[]), (&[], &[1])], &[(&[], &[0]), (&[1], &[])]]),
+        []
+    );
+}
+
+#[test]
+fn messages_have_one_sender_and_one_receiver() {
+    refused("rendezvous", &meeting([&[(&[0], &[])], &[]]));
+    refused(
+        "rendezvous",
+        &meeting([&[(&[0], &[]), (&[0], &[])], &[(&[], &[0])]]),
+    );
+}

@@ -1,0 +1,145 @@
+//! Layout changes and copies: the value stays, the spec changes.
+
+use super::Run;
+use crate::walk::held::Held;
+use ir::collective::CollectiveKind;
+use ir::program::CollectiveItem;
+use ir::reshard::LayoutStep;
+use ir::{AxisId, BufferId, ShardingSpec, ValueId};
+
+impl Run<'_, '_> {
+    pub(super) fn collective(
+        &mut self,
+        kind: CollectiveKind,
+        axes: &[AxisId],
+        items: &[CollectiveItem],
+    ) {
+        let ascending = axes.windows(2).all(|w| w[0] < w[1]);
+        let mut results = Vec::with_capacity(items.len());
+        for (k, item) in items.iter().enumerate() {
+            let held = if item.step.axes() != axes || !ascending {
+                self.wrong(
+                    "collective",
+                    format!("the step's group {:?}, ascending", item.step.axes()),
+                    format!("{axes:?}"),
+                )
+            } else if item.input == item.output && !matches!(kind, CollectiveKind::AllReduce(_)) {
+                self.wrong(
+                    "in_place",
+                    "another buffer for the result",
+                    self.name(item.output),
+                )
+            } else if items
+                .iter()
+                .enumerate()
+                .any(|(j, other)| j != k && other.input == item.output)
+            {
+                self.wrong(
+                    "in_place",
+                    "a result that is no other item's operand",
+                    self.name(item.output),
+                )
+            } else {
+                self.reduced(kind, item)
+            };
+            results.push((item.output, held));
+        }
+        self.write(&results);
+    }
+
+    fn reduced(&mut self, kind: CollectiveKind, item: &CollectiveItem) -> Held {
+        if let Held::Value { variant, .. } = self.held(item.input) {
+            let before = self.spec(item.input, variant).clone();
+            let expected = item.step.collective(&before);
+            if expected != Some(kind) {
+                return self.wrong("collective", format!("{expected:?}"), format!("{kind:?}"));
+            }
+        }
+        self.stepped(&item.step, item.input, item.output)
+    }
+
+    /// What a layout step leaves in its output.
+    pub(super) fn stepped(&mut self, step: &LayoutStep, input: BufferId, output: BufferId) -> Held {
+        let (root, variant) = match self.held(input) {
+            Held::Value { root, variant } => (root, variant),
+            Held::Poison => return Held::Poison,
+            held => {
+                let found = format!("{} in {}", held.describe(self.site.facts), self.name(input));
+                return self.wrong("operand", "a value", found);
+            }
+        };
+        let before = self.spec(input, variant).clone();
+        let Some(after) = step.apply(&before) else {
+            let shown = self.show(&before);
+            return self.wrong(
+                "step",
+                format!("a step that applies to {shown}"),
+                format!("{step:?}"),
+            );
+        };
+        self.lands(root, &after, input, output)
+    }
+
+    /// A value of `input`'s type that now lies as `spec` in `output`.
+    fn lands(
+        &mut self,
+        root: ValueId,
+        spec: &ShardingSpec,
+        input: BufferId,
+        output: BufferId,
+    ) -> Held {
+        let (from, to) = (self.site.role.buffer(input), self.site.role.buffer(output));
+        if from.dtype != to.dtype || from.lens != to.lens {
+            let expected = format!("{}{:?}", from.dtype.name(), from.lens);
+            return self.wrong(
+                "type",
+                expected,
+                format!("{}{:?} in {}", to.dtype.name(), to.lens, self.name(output)),
+            );
+        }
+        let variant = if input == output {
+            self.variant(output, spec)
+        } else {
+            (to.spec == *spec).then_some(0)
+        };
+        match variant {
+            Some(variant) => Held::Value { root, variant },
+            None => {
+                let (expected, found) = (self.show(spec), self.show(&to.spec));
+                self.wrong(
+                    "spec",
+                    expected,
+                    format!("{found} in {}", self.name(output)),
+                )
+            }
+        }
+    }
+
+    pub(super) fn copied(&mut self, input: BufferId, output: BufferId) -> Held {
+        if input == output {
+            return self.wrong("in_place", "another buffer for the copy", self.name(output));
+        }
+        match self.held(input) {
+            Held::Value { root, variant } => {
+                let spec = self.spec(input, variant).clone();
+                self.lands(root, &spec, input, output)
+            }
+            Held::Filled(bits) => {
+                let (from, to) = (self.site.role.buffer(input), self.site.role.buffer(output));
+                match from.dtype == to.dtype && from.lens == to.lens && from.spec == to.spec {
+                    true => Held::Filled(bits),
+                    false => self.wrong(
+                        "type",
+                        "a buffer of the same type and spec",
+                        self.name(output),
+                    ),
+                }
+            }
+            Held::Poison => Held::Poison,
+            held => {
+                let found = format!("{} in {}", held.describe(self.site.facts), self.name(input));
+                self.wrong("operand", "a value", found)
+            }
+        }
+    }
+}

@@ -1,0 +1,419 @@
+//! The ops that compute, in f32: from `OpKind` to the calls of the CPU kernels.
+
+use super::Call;
+use crate::cpu::attention::{self, AttentionDims};
+use crate::cpu::{elementwise, embedding, layout, loss, matmul, norm, optimizer, rotary};
+use crate::error::RuntimeError;
+use crate::execute::local::{Local, widen};
+use crate::rng::{self, Key};
+use ir::op::{Binary, RopeScaling, Unary};
+use ir::{DType, OpKind, ReduceKind};
+use std::borrow::Cow;
+
+impl Call<'_> {
+    fn x(&self, i: usize) -> Cow<'_, [f32]> {
+        widen(self.inputs[i].local.dtype, self.inputs[i].data)
+    }
+    fn ids(&self, i: usize) -> Result<&[i32], RuntimeError> {
+        match self.inputs[i].local.dtype {
+            DType::I32 => Ok(bytemuck::cast_slice(self.inputs[i].data)),
+            other => Err(self.error(format!("operand {i} is {}, expected i32", other.name()))),
+        }
+    }
+    fn local(&self, i: usize) -> &Local {
+        self.inputs[i].local
+    }
+    /// A scalar operand.
+    fn scalar(&self, i: usize) -> Result<f32, RuntimeError> {
+        self.x(i)
+            .first()
+            .copied()
+            .ok_or_else(|| self.error(format!("operand {i} has no elements")))
+    }
+    /// Length of the last dim of operand `i`, as the buffer has it.
+    fn width(&self, i: usize) -> usize {
+        self.local(i).ranges.last().map_or(1, |r| r.padded as usize)
+    }
+
+    /// Computes into f32 buffers; `locals` say which parts of the results they are.
+    pub(super) fn run(
+        &self,
+        outs: &mut [&mut [f32]],
+        locals: &[&Local],
+    ) -> Result<(), RuntimeError> {
+        let threads = self.cx.threads;
+        match self.op {
+            OpKind::Cast { .. } => outs[0].copy_from_slice(&self.x(0)),
+            OpKind::Unary { f } => elementwise::unary(unary(*f), &self.x(0), outs[0]),
+            OpKind::Binary { f } => {
+                elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0])
+            }
+            OpKind::Reduce { kind, dims } => self.reduce(*kind, dims, outs[0])?,
+            OpKind::DotGeneral { einsum } => {
+                let (lhs, rhs) = (self.x(0), self.x(1));
+                let (l, r) = (self.local(0).dims(), self.local(1).dims());
+                let lhs = matmul::Operand {
+                    data: &lhs,
+                    dims: &l,
+                    labels: &einsum.lhs,
+                };
+                let rhs = matmul::Operand {
+                    data: &rhs,
+                    dims: &r,
+                    labels: &einsum.rhs,
+                };
+                matmul::dot_general(lhs, rhs, &einsum.out, outs[0], threads);
+            }
+            OpKind::Embedding => {
+                let vocab = self.local(0).ranges[0];
+                let (rows, width) = (vocab.valid as usize, self.width(0));
+                // Rows past the valid ones are padding, though other shards may hold their ids.
+                embedding::gather(
+                    &self.x(0)[..rows * width],
+                    rows,
+                    width,
+                    vocab.start as usize,
+                    self.ids(1)?,
+                    outs[0],
+                );
+            }
+            OpKind::EmbeddingGrad { .. } => {
+                let vocab = locals[0].ranges[0];
+                let (rows, width) = (vocab.valid as usize, self.width(1));
+                let (valid, padding) = outs[0].split_at_mut(rows * width);
+                embedding::scatter_add(
+                    self.ids(0)?,
+                    &self.x(1),
+                    width,
+                    vocab.start as usize,
+                    rows,
+                    valid,
+                );
+                padding.fill(0.0);
+            }
+            OpKind::Rotary {
+                theta,
+                scaling,
+                inverse,
+            } => {
+                let dims = self.local(0).dims();
+                let freq = rotary::inv_freq(*theta, self.width(0), rope_scaling(*scaling));
+                rotary::rotate(
+                    &self.x(0),
+                    &dims,
+                    self.local(0).ranges[1].start as usize,
+                    &freq,
+                    *inverse,
+                    outs[0],
+                );
+            }
+            OpKind::Attention { scale, dropout } => {
+                self.attention(*scale, *dropout, self.path, |a| {
+                    let [o, lse] = outs else { return };
+                    attention::forward(a, o, lse, threads);
+                })
+            }
+            OpKind::AttentionGrad {
+                scale,
+                dropout,
+                key,
+            } => {
+                let (o, lse, d_o) = (self.x(3), self.x(4), self.x(5));
+                self.attention(*scale, *dropout, key, |a| {
+                    let [dq, dk, dv] = outs else { return };
+                    let upstream = attention::Upstream {
+                        o: &o,
+                        lse: &lse,
+                        d_o: &d_o,
+                    };
+                    attention::backward(a, upstream, attention::Gradients { dq, dk, dv }, threads);
+                });
+            }
+            OpKind::Dropout { p, key } => self.dropout(*p, key, outs[0]),
+            OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
+            OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,
+            OpKind::GlobalNorm => {
+                let squares = (0..self.inputs.len()).flat_map(|i| self.x(i).into_owned());
+                outs[0][0] = squares.map(f64::from).sum::<f64>().sqrt() as f32;
+            }
+            _ => self.run_rows(outs)?,
+        }
+        Ok(())
+    }
+
+    /// Ops along the last dim: norms and losses.
+    fn run_rows(&self, outs: &mut [&mut [f32]]) -> Result<(), RuntimeError> {
+        // The vocabulary's part, where the last dim is one.
+        let last = self.local(0).ranges.last().copied();
+        let (offset, valid) = last.map_or((0, 1), |r| (r.start as usize, r.valid as usize));
+        let (width, x) = (self.width(0), |i| self.x(i));
+        match (self.op, outs) {
+            (OpKind::LayerNorm { eps }, [y, mean, rstd]) => {
+                norm::layer_norm(&x(0), &x(1), &x(2), *eps, y, mean, rstd)
+            }
+            (OpKind::LayerNormGradInput, [dx]) => {
+                norm::layer_norm_grad_input(&x(0), &x(1), &x(2), &x(3), &x(4), dx)
+            }
+            (OpKind::LayerNormGradWeight, [dgamma, dbeta]) => {
+                norm::layer_norm_grad_weight(&x(0), &x(1), &x(2), &x(3), dgamma, dbeta)
+            }
+            (OpKind::RmsNorm { eps }, [y, rstd]) => norm::rms_norm(&x(0), &x(1), *eps, y, rstd),
+            (OpKind::RmsNormGradInput, [dx]) => {
+                norm::rms_norm_grad_input(&x(0), &x(1), &x(2), &x(3), dx)
+            }
+            (OpKind::RmsNormGradWeight, [dgamma]) => {
+                norm::rms_norm_grad_weight(&x(0), &x(1), &x(2), dgamma)
+            }
+            (OpKind::LogSumExp, [lse]) => {
+                let rows = lse.len();
+                loss::log_sum_exp(&x(0), rows, width, valid, lse);
+            }
+            (OpKind::CrossEntropy, [nll]) => {
+                loss::cross_entropy(&x(0), &x(1), self.ids(2)?, width, offset, valid, nll)
+            }
+            (OpKind::CrossEntropyGrad, [dlogits]) => loss::cross_entropy_grad(
+                &x(0),
+                &x(1),
+                self.ids(2)?,
+                &x(3),
+                width,
+                offset,
+                valid,
+                dlogits,
+            ),
+            (_, outs) => self.run_step_end(outs)?,
+        }
+        Ok(())
+    }
+
+    /// Clipping, loss scale and updates. Every rank computes the same from the same scalars.
+    fn run_step_end(&self, outs: &mut [&mut [f32]]) -> Result<(), RuntimeError> {
+        let scalar = |i: usize| self.scalar(i);
+        match (self.op, outs) {
+            (OpKind::ClipCoefficient { max_norm }, [out]) => {
+                let (norm, scale) = (f64::from(scalar(0)?), f64::from(scalar(1)?));
+                let clipped = max_norm.map_or(1.0, |m| (m / (norm / scale + 1e-6)).min(1.0));
+                out[0] = if norm.is_finite() {
+                    (clipped / scale) as f32
+                } else {
+                    f32::NAN
+                };
+            }
+            (OpKind::UpdateLossScale { growth_interval }, [scale, good_steps]) => {
+                let (old, good, norm) = (scalar(0)?, scalar(1)?, scalar(2)?);
+                (scale[0], good_steps[0]) = match norm.is_finite() {
+                    false => (old * 0.5, 0.0),
+                    true if f64::from(good) + 1.0 >= *growth_interval as f64 => (old * 2.0, 0.0),
+                    true => (old, good + 1.0),
+                };
+            }
+            (
+                &OpKind::AdamW {
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                },
+                [p, m, v],
+            ) => {
+                let (step, coefficient) = (self.cx.step + 1, scalar(4)?);
+                let step = optimizer::AdamWStep {
+                    lr: self.cx.lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                    step,
+                    coefficient,
+                };
+                optimizer::adamw(p, &self.x(1), m, v, step);
+            }
+            (
+                &OpKind::Sgd {
+                    momentum,
+                    weight_decay,
+                },
+                [p, m],
+            ) => {
+                let step = optimizer::SgdStep {
+                    lr: self.cx.lr,
+                    momentum,
+                    weight_decay,
+                    coefficient: scalar(3)?,
+                };
+                optimizer::sgd(p, &self.x(1), m, step);
+            }
+            _ => return Err(self.error("sources have no kernel")),
+        }
+        Ok(())
+    }
+
+    /// Padding is no element of a maximum; of a sum it is a zero.
+    fn reduce(
+        &self,
+        kind: ReduceKind,
+        dims: &[usize],
+        out: &mut [f32],
+    ) -> Result<(), RuntimeError> {
+        let (local, mut x) = (self.local(0), self.x(0));
+        let shape = local.dims();
+        match kind {
+            ReduceKind::Sum => layout::reduce_sum(&x, &shape, dims, out),
+            ReduceKind::Max => {
+                if dims
+                    .iter()
+                    .any(|&d| local.ranges[d].valid < local.ranges[d].padded)
+                {
+                    let mut masked = vec![f32::NEG_INFINITY; x.len()];
+                    let (valid, zero) = (local.valid(), vec![0; shape.len()]);
+                    layout::copy_region(&x, &shape, &zero, &mut masked, &shape, &zero, &valid);
+                    x = Cow::Owned(masked);
+                }
+                layout::reduce_max(&x, &shape, dims, out);
+            }
+            other => return Err(self.error(format!("no kernel for a reduction by {other:?}"))),
+        }
+        Ok(())
+    }
+
+    /// Mask bits belong to the element of the whole tensor, whose dim 0 is the sample's index
+    /// in the global batch.
+    fn dropout(&self, p: f64, key: &str, out: &mut [f32]) {
+        let (local, x) = (self.local(0), self.x(0));
+        if !self.cx.training || p == 0.0 {
+            return out.copy_from_slice(&x);
+        }
+        let key = Key::new(self.cx.seed, self.cx.step, key);
+        let name = ElementName::new(local, self.cx.first_sample);
+        elementwise::dropout(&x, p, |i| name.of(i), |i| rng::uniform(key, i), out);
+    }
+
+    /// Calls `f` with the attention of operands 0 to 2. Its mask's elements are named
+    /// `[sample, query, kv head, group, key]`.
+    fn attention(&self, scale: f64, p: f64, key: &str, f: impl FnOnce(&attention::Attention<'_>)) {
+        let (q, k, v) = (self.x(0), self.x(1), self.x(2));
+        let (ql, kl) = (&self.local(0).ranges, &self.local(1).ranges);
+        let grouped = ql.len() == 5;
+        let dims = AttentionDims {
+            batch: ql[0].padded as usize,
+            q_len: ql[1].padded as usize,
+            k_len: kl[1].padded as usize,
+            kv_heads: kl[2].padded as usize,
+            groups: if grouped { ql[3].padded as usize } else { 1 },
+            head_dim: self.width(0),
+            q_offset: ql[1].start as usize,
+            valid_k: kl[1].valid as usize,
+        };
+        let lens = &self.local(0).lens;
+        let key = Key::new(self.cx.seed, self.cx.step, key);
+        let kept = (1.0 / (1.0 - p)) as f32;
+        let n_groups = if grouped { lens[3] } else { 1 };
+        let first = [
+            self.cx.first_sample + ql[0].start,
+            ql[1].start,
+            ql[2].start,
+            if grouped { ql[3].start } else { 0 },
+        ];
+        let n_keys = self.local(1).lens[1];
+        let mask = |b: usize, kv: usize, g: usize, i: usize, j: usize| {
+            let row = ((first[0] + b as u64) * lens[1] + first[1] + i as u64) * lens[2]
+                + first[2]
+                + kv as u64;
+            let element = (row * n_groups + first[3] + g as u64) * n_keys + j as u64;
+            if f64::from(rng::uniform(key, element)) < p {
+                0.0
+            } else {
+                kept
+            }
+        };
+        let dropout = (self.cx.training && p > 0.0).then_some(&mask as &attention::Dropout<'_>);
+        f(&attention::Attention {
+            q: &q,
+            k: &k,
+            v: &v,
+            dims,
+            scale: scale as f32,
+            dropout,
+        });
+    }
+}
+
+/// Names elements of a shard by their row-major index in the whole tensor of the step.
+struct ElementName {
+    dims: Vec<u64>,
+    /// Global start, dim 0 counted from the global batch's first sample.
+    start: Vec<u64>,
+    strides: Vec<u64>,
+}
+
+impl ElementName {
+    fn new(local: &Local, first_sample: u64) -> Self {
+        let mut start: Vec<u64> = local.ranges.iter().map(|r| r.start).collect();
+        if let Some(samples) = start.first_mut() {
+            *samples += first_sample;
+        }
+        let mut strides = vec![1; local.lens.len()];
+        for d in (1..strides.len()).rev() {
+            strides[d - 1] = strides[d] * local.lens[d];
+        }
+        ElementName {
+            dims: local.ranges.iter().map(|r| r.padded).collect(),
+            start,
+            strides,
+        }
+    }
+    fn of(&self, i: usize) -> u64 {
+        let mut rest = i as u64;
+        let mut name = 0;
+        for d in (0..self.dims.len()).rev() {
+            let index = rest % self.dims[d];
+            rest /= self.dims[d];
+            name += (self.start[d] + index) * self.strides[d];
+        }
+        name
+    }
+}
+
+fn unary(f: Unary) -> elementwise::Unary {
+    match f {
+        Unary::Neg => elementwise::Unary::Neg,
+        Unary::Scale { by } => elementwise::Unary::Scale(by),
+        Unary::GeluErf => elementwise::Unary::GeluErf,
+        Unary::GeluTanh => elementwise::Unary::GeluTanh,
+        Unary::Silu => elementwise::Unary::Silu,
+        Unary::Relu => elementwise::Unary::Relu,
+        Unary::Exp => elementwise::Unary::Exp,
+        Unary::Tanh => elementwise::Unary::Tanh,
+        Unary::Square => elementwise::Unary::Square,
+    }
+}
+
+fn binary(f: Binary) -> elementwise::Binary {
+    match f {
+        Binary::Add => elementwise::Binary::Add,
+        Binary::Sub => elementwise::Binary::Sub,
+        Binary::Mul => elementwise::Binary::Mul,
+        Binary::GeluErfGrad => elementwise::Binary::GeluErfGrad,
+        Binary::GeluTanhGrad => elementwise::Binary::GeluTanhGrad,
+        Binary::SiluGrad => elementwise::Binary::SiluGrad,
+        Binary::ReluGrad => elementwise::Binary::ReluGrad,
+    }
+}
+
+fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
+    match scaling {
+        RopeScaling::None => rotary::RopeScaling::None,
+        RopeScaling::Linear { factor } => rotary::RopeScaling::Linear { factor },
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position,
+        } => rotary::RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position: original_max_position as f64,
+        },
+    }
+}
