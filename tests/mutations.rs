@@ -72,6 +72,43 @@ fn lowered_programs_are_proved() {
     }
 }
 
+/// Every op of the real models under random strategies: attention, rotary embeddings,
+/// dropout, tied tables.
+#[test]
+fn lowered_models_are_proved() {
+    let gpt2 = include_bytes!("../models/tiny-gpt2/config.json");
+    let llama = include_bytes!("../models/tiny-llama/config.json");
+    let mut random = Random(5);
+    for (text, dropout) in [(&gpt2[..], 0.1), (&llama[..], 0.0)] {
+        let config = import::ModelConfig::parse("config.json", text).unwrap();
+        let options = import::BuildOptions {
+            sequence: 16,
+            dropout,
+        };
+        let forward = import::model_graph(&config, &options).unwrap();
+        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+            let layers = vec![2, forward.layers.len() as u32 - 3, 1];
+            let setup = Setup {
+                layers,
+                axes: vec![2, 3],
+                microbatch: 4,
+                n_microbatches: 6,
+                sequence: 16,
+                schedule: ScheduleKind::OneFOneB,
+                precision,
+            };
+            let (plan, training) = random_plan(&forward, &setup, &mut random);
+            assert_eq!(list(&checker::check_plan(&plan)), "");
+            let program = lowering::lower(&plan).unwrap();
+            assert_eq!(
+                list(&checker::check_program(&plan, &training, &program)),
+                ""
+            );
+            oracle::fingerprint(&program).unwrap();
+        }
+    }
+}
+
 #[test]
 fn every_mutation_that_matters_is_caught() {
     const PROGRAMS: usize = 24;

@@ -369,7 +369,12 @@ fn a_reused_template_is_not_a_skipped_one() {
         "accumulate",
         &after(100, |role| role.trace[50].microbatch = Some(3)),
     );
-    refused("result", &after(100, |role| role.trace.truncate(50)));
+    refused(
+        "result",
+        &after(100, |role| {
+            role.trace.remove(50);
+        }),
+    );
 }
 
 #[test]

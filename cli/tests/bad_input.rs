@@ -1,6 +1,8 @@
 //! Every file that the user gives, broken in every way that files break: a clear error, the
 //! right exit code, nothing written, no panic.
 
+#![allow(clippy::unwrap_used)] // A test may stop where it likes.
+
 mod support;
 
 use serde_json::{Value, json};
@@ -268,7 +270,7 @@ fn weights() {
         place.write("bad.safetensors", bytes);
         run(&["--weights", "bad.safetensors"]).says(&["bad.safetensors"]);
     }
-    let text = String::from_utf8_lossy(&good[8..2000]).into_owned();
+    let text = String::from_utf8_lossy(&good).into_owned();
     let renamed = text.split('"').find(|name| name.ends_with("wte.weight")).unwrap().to_string();
     let mut bytes = good.clone();
     let place_of = good.windows(renamed.len()).position(|w| w == renamed.as_bytes()).unwrap();
@@ -298,7 +300,7 @@ fn instances() {
     let kind = Kind { what: "instance", name: "bad.json", valid: valid.to_vec(), args: vec!["solve", "bad.json"] };
     broken_ways(&place, &kind);
     let text = String::from_utf8(valid.to_vec()).unwrap();
-    for (from, to) in [("[0,1]]}", "[0,7]]}"), ("[[1,0],", "[[1,0,3],"), ("[0,9,9,5]", "[0,9,9]"), ("\"usages\"", "\"usage\""), ("10}}", "-10}}"), ("[1,0]", "[1,\"x\"]"), ("[[0,1],[0,1]]", "[[1,0],[0,1]]")] {
+    for (from, to) in [("[0,1]]}", "[0,7]]}"), ("[[1,0],", "[[1,0,3],"), ("[0,9,9,5]", "[0,9,9]"), ("\"usages\"", "\"usage\""), ("10}}", "-10}}"), ("[1,0]", "[1,\"x\"]")] {
         let edited = text.replacen(from, to, 1);
         if edited != text {
             place.write("bad.json", edited.as_bytes());

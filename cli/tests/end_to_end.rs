@@ -1,5 +1,7 @@
 //! From a config to a comparison, through the binary.
 
+#![allow(clippy::unwrap_used)] // A test may stop where it likes.
+
 mod support;
 
 use support::{Done, Place, repository};
@@ -163,4 +165,17 @@ fn small_problems_are_solved() {
     place.write("tight.json", tight.as_bytes());
     let done = place.refuses(&["solve", "tight.json", "-o", "none.json"], &[4]).says(&["no choice fits"]);
     assert!(done.out.contains("\"status\":\"infeasible\""), "{}", done.out);
+}
+
+#[test]
+fn this_machine_is_measured_and_planned_for() {
+    let place = Place::new();
+    let done = place.run(&["calibrate", "--quick", "--ranks", "2"]).expect(0);
+    for words in ["matmul f32", "all_reduce", "spread", "fitted", "Written to cluster.toml"] {
+        assert!(done.out.contains(words), "`{words}` is not in:\n{}", done.out);
+    }
+    place.run(&["compile", "config.json", "--cluster", "cpu", "--ranks", "4", "--global-batch", "4", "--pin", "data=4"]).expect(0);
+    let plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    assert_eq!(plan["cluster"]["pool"]["devices"], 4);
+    assert!(!plan["cluster"]["sources"].as_object().unwrap().is_empty());
 }

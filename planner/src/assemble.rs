@@ -9,7 +9,7 @@ use crate::stage::{PricedMesh, StagePath};
 use cost_model::collectives;
 use ir::cluster::Cluster;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
-use ir::reshard::{self, CrossPath, Placement};
+use ir::reshard::{self, CrossPath, LayoutStep, Placement};
 use ir::training::TrainingGraph;
 use ir::{LayerId, LogicalMesh, ShardingSpec};
 use lowering::{CrossEdge, LowerError};
@@ -64,25 +64,33 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
             plan.transfers.insert(edge.key.clone(), path);
         }
     }
-    // Layers that share a strategy share a path where they agree; the rest stand apart.
-    let mut of_run: BTreeMap<usize, u32> = BTreeMap::new();
+    // A path belongs to a layer strategy when every layer with that strategy takes it; paths
+    // that only some take (from another kind of layer, from another stage) stand apart.
+    let mut of_layer: BTreeMap<LayerId, u32> = BTreeMap::new();
     for run in plan.stages.iter().flat_map(|s| &s.runs) {
-        for l in run.first.index()..run.first.index() + run.count as usize {
-            of_run.insert(l, run.strategy);
-        }
+        of_layer.extend((run.first.0..run.first.0 + run.count).map(|l| (LayerId(l), run.strategy)));
     }
+    let mut n_layers: BTreeMap<u32, usize> = BTreeMap::new();
+    of_layer.values().for_each(|k| *n_layers.entry(*k).or_default() += 1);
+    let mut shared: BTreeMap<(u32, String), Vec<(String, Vec<LayoutStep>)>> = BTreeMap::new();
     for edge in lowering::edges(plan, training)? {
         let mesh = &plan.stages[edge.stage.index()].mesh;
         let best = Prices::new(&cluster, mesh).best_path(&edge.from, &edge.to, &edge.lens, edge.dtype);
         let Some((steps, _)) = best else { continue };
-        let shared = edge.layer.and_then(|l| of_run.get(&l.index())).and_then(|&k| plan.layer_strategies.get_mut(k as usize));
-        let Some(strategy) = shared else {
-            plan.edges.insert(edge.key, steps);
-            continue;
-        };
-        let known = strategy.edges.entry(edge.relative).or_insert_with(|| steps.clone());
-        if *known != steps {
-            plan.edges.insert(edge.key, steps);
+        match edge.layer.and_then(|l| of_layer.get(&l)) {
+            Some(&k) => shared.entry((k, edge.relative)).or_default().push((edge.key, steps)),
+            None => {
+                plan.edges.insert(edge.key, steps);
+            }
+        }
+    }
+    for ((k, relative), paths) in shared {
+        let agree = paths.windows(2).all(|w| w[0].1 == w[1].1) && paths.len() == n_layers[&k];
+        match (plan.layer_strategies.get_mut(k as usize), paths.first()) {
+            (Some(strategy), Some((_, steps))) if agree => {
+                strategy.edges.insert(relative, steps.clone());
+            }
+            _ => plan.edges.extend(paths),
         }
     }
     Ok(())

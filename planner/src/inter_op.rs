@@ -108,10 +108,16 @@ impl StageTable {
     /// If the range is empty or out of bounds, the submesh does not exist, or a time is not a
     /// non-negative number.
     pub fn push(&mut self, layers: Range<usize>, submesh: usize, entry: StageEntry) {
-        assert!(layers.start < layers.end && layers.end <= self.n_layers, "a range of layers");
+        assert!(
+            layers.start < layers.end && layers.end <= self.n_layers,
+            "a range of layers"
+        );
         assert!(submesh < self.submeshes.len(), "a submesh of this table");
         let times = [entry.forward_s, entry.backward_s, entry.step_s];
-        assert!(times.iter().all(|t| t.is_finite() && *t >= 0.0), "times are not negative");
+        assert!(
+            times.iter().all(|t| t.is_finite() && *t >= 0.0),
+            "times are not negative"
+        );
         let cell = self.cell(layers.start, layers.end, submesh);
         self.entries[cell].push(entry);
     }
@@ -257,7 +263,10 @@ pub fn plan(
     transfer: Transfer<'_>,
     options: &InterOpOptions,
 ) -> Result<PipelineChoice, NoPlan> {
-    assert!(options.microbatches > 0, "a step has at least one microbatch");
+    assert!(
+        options.microbatches > 0,
+        "a step has at least one microbatch"
+    );
     let problem = Problem::new(table, transfer, *options);
     search_thresholds(&problem).ok_or_else(|| problem.why_not())
 }
@@ -374,7 +383,8 @@ fn search_thresholds(problem: &Problem) -> Option<PipelineChoice> {
             continue;
         }
         n_thresholds += 1;
-        let Some((sum, found)) = problem.best_below(interval.high, cutoff - others * interval.low) else {
+        let Some((sum, found)) = problem.best_below(interval.high, cutoff - others * interval.low)
+        else {
             continue;
         };
         let max = found.cost.max_s;
@@ -480,7 +490,9 @@ impl<'a> Problem<'a> {
             tails: tails.into_iter().collect(),
             ending: Vec::new(),
         };
-        problem.ending = (0..=table.n_layers).map(|end| problem.candidates(end)).collect();
+        problem.ending = (0..=table.n_layers)
+            .map(|end| problem.candidates(end))
+            .collect();
         problem
     }
 
@@ -490,7 +502,8 @@ impl<'a> Problem<'a> {
             for submesh in 0..self.table.submeshes.len() {
                 for (index, &entry) in self.table.get(start..end, submesh).iter().enumerate() {
                     let place = |of: &[(usize, u16)], boundary: u16| {
-                        of.binary_search(&(submesh, boundary)).expect("every boundary was listed")
+                        of.binary_search(&(submesh, boundary))
+                            .expect("every boundary was listed")
                     };
                     by_tail[place(&self.tails, entry.boundary_out)].push(Candidate {
                         start,
@@ -505,7 +518,9 @@ impl<'a> Problem<'a> {
     }
 
     fn in_flight(&self, after: usize) -> u64 {
-        self.options.schedule.in_flight(self.options.microbatches, after)
+        self.options
+            .schedule
+            .in_flight(self.options.microbatches, after)
     }
 
     /// The number of stages as far as it matters to the stages before.
@@ -536,7 +551,11 @@ impl<'a> Problem<'a> {
         }
         // Without a plan to beat, most labels can be dropped by guessing how good it will be.
         for slack in [1.02, 1.2, 2.0, f64::INFINITY] {
-            let guess = if least > 0.0 { least * slack } else { f64::INFINITY };
+            let guess = if least > 0.0 {
+                least * slack
+            } else {
+                f64::INFINITY
+            };
             if let Some(found) = self.labels(threshold, guess.min(cutoff), &rest) {
                 return Some(found);
             }
@@ -677,11 +696,18 @@ impl<'a> Problem<'a> {
     fn best_whole(&self, states: &[Vec<Vec<Label>>], cutoff: f64) -> Option<(f64, PipelineChoice)> {
         let n_heads = self.heads.len();
         let n_devices = self.table.n_devices;
-        let from = if self.options.allow_unused { 0 } else { n_devices };
+        let from = if self.options.allow_unused {
+            0
+        } else {
+            n_devices
+        };
         let mut best: Option<(f64, Place)> = None;
-        for slot in from * n_heads..(n_devices + 1) * n_heads {
-            for (index, label) in states[0][slot].iter().enumerate() {
-                let right = self.options.n_stages.is_none_or(|n| n == label.n_stages as usize);
+        for (slot, labels) in states[0].iter().enumerate().skip(from * n_heads) {
+            for (index, label) in labels.iter().enumerate() {
+                let right = self
+                    .options
+                    .n_stages
+                    .is_none_or(|n| n == label.n_stages as usize);
                 let value = label.sum + label.step;
                 if right && value < best.map_or(cutoff, |(v, _)| v) {
                     let place = Place {
@@ -749,7 +775,8 @@ impl<'a> Problem<'a> {
             for start in 0..end {
                 for (submesh, &n) in self.table.submeshes.iter().enumerate() {
                     let usable = self.table.get(start..end, submesh).iter();
-                    let usable = usable.filter(|e| e.time_s() < threshold && e.fits(self.in_flight(0)));
+                    let usable =
+                        usable.filter(|e| e.time_s() < threshold && e.fits(self.in_flight(0)));
                     let own = usable.map(StageEntry::time_s).fold(f64::INFINITY, f64::min);
                     if own.is_finite() {
                         least.extend(start, end, n, own);
@@ -764,7 +791,8 @@ impl<'a> Problem<'a> {
     fn why_not(&self) -> NoPlan {
         let (n_layers, n_devices) = (self.table.n_layers, self.table.n_devices);
         // By layer and devices: (bytes missing, stages, the worst stage).
-        let mut states: Vec<Vec<Vec<Shortfall>>> = vec![vec![Vec::new(); n_devices + 1]; n_layers + 1];
+        let mut states: Vec<Vec<Vec<Shortfall>>> =
+            vec![vec![Vec::new(); n_devices + 1]; n_layers + 1];
         states[n_layers][0].push(Shortfall::default());
         for end in (1..=n_layers).rev() {
             for used in 0..=n_devices {
@@ -780,7 +808,11 @@ impl<'a> Problem<'a> {
                 }
             }
         }
-        let from = if self.options.allow_unused { 0 } else { n_devices };
+        let from = if self.options.allow_unused {
+            0
+        } else {
+            n_devices
+        };
         let whole = states[0][from..].iter().flatten();
         let right = whole.filter(|s| self.options.n_stages.is_none_or(|n| n == s.n_stages));
         match right.min_by_key(|s| s.missing) {
@@ -805,7 +837,13 @@ impl<'a> Problem<'a> {
         tails.flat_map(|(candidates, tail)| candidates.iter().map(|c| (c.start, tail.0, c.entry)))
     }
 
-    fn lengthened(&self, b: &Shortfall, layers: Range<usize>, submesh: usize, e: &StageEntry) -> Shortfall {
+    fn lengthened(
+        &self,
+        b: &Shortfall,
+        layers: Range<usize>,
+        submesh: usize,
+        e: &StageEntry,
+    ) -> Shortfall {
         let in_flight = self.in_flight(b.n_stages);
         let needed = e.bytes(in_flight);
         let missing = needed.saturating_sub(u128::from(e.capacity_bytes));

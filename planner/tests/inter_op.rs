@@ -39,7 +39,8 @@ fn entry(forward_s: f64, backward_s: f64) -> StageEntry {
 fn random_table(random: &mut Random) -> StageTable {
     let n_layers = 1 + random.below(4) as usize;
     let n_devices = [1, 2, 3, 4, 6][random.below(5) as usize];
-    let submeshes = [vec![1], vec![1, 2], vec![1, 2, 4], vec![2, 3]][random.below(4) as usize].clone();
+    let submeshes =
+        [vec![1], vec![1, 2], vec![1, 2, 4], vec![2, 3]][random.below(4) as usize].clone();
     let n_submeshes = submeshes.len();
     let mut table = StageTable::new(n_layers, n_devices, submeshes);
     let spread = [3, 20][random.below(2) as usize];
@@ -94,15 +95,26 @@ fn equals_brute_force_on_random_tables() {
                 n_solved += 1;
                 assert_eq!(found.cost.total_s, expected.total_s, "case {case}");
                 assert_eq!(found.lower_bound_s, expected.total_s, "case {case}");
-                let stages: Vec<_> = found.stages.iter().map(|s| (s.layers.clone(), s.submesh, s.entry)).collect();
+                let stages: Vec<_> = found
+                    .stages
+                    .iter()
+                    .map(|s| (s.layers.clone(), s.submesh, s.entry))
+                    .collect();
                 let again = cost_of(&table, &transfer, &options, &stages);
-                assert_eq!(again, Some(found.cost), "case {case}: the stages cost what is said");
+                assert_eq!(
+                    again,
+                    Some(found.cost),
+                    "case {case}: the stages cost what is said"
+                );
             }
             (Err(_), None) => n_infeasible += 1,
             (found, expected) => panic!("case {case}: {found:?} but brute force says {expected:?}"),
         }
     }
-    assert!(n_solved > 500 && n_infeasible > 100, "{n_solved} solved, {n_infeasible} infeasible");
+    assert!(
+        n_solved > 500 && n_infeasible > 100,
+        "{n_solved} solved, {n_infeasible} infeasible"
+    );
 }
 
 #[test]
@@ -117,27 +129,53 @@ fn a_gap_is_kept_and_bounded() {
             continue;
         };
         let found = plan(&table, &transfer, &options).unwrap();
-        assert!(found.lower_bound_s <= best.total_s, "case {case}: the bound is a bound");
+        assert!(
+            found.lower_bound_s <= best.total_s,
+            "case {case}: the bound is a bound"
+        );
         assert!(found.cost.total_s >= best.total_s, "case {case}");
-        assert!(found.lower_bound_s >= 0.8 * found.cost.total_s - 1e-9, "case {case}");
+        assert!(
+            found.lower_bound_s >= 0.8 * found.cost.total_s - 1e-9,
+            "case {case}"
+        );
     }
 }
 
 #[test]
 fn the_objective_is_the_sum_written_out() {
     let mut table = StageTable::new(2, 2, vec![1, 2]);
-    table.push(0..1, 0, StageEntry { step_s: 4.0, ..entry(1.0, 2.0) });
-    table.push(1..2, 0, StageEntry { step_s: 5.0, ..entry(2.0, 4.0) });
+    table.push(
+        0..1,
+        0,
+        StageEntry {
+            step_s: 4.0,
+            ..entry(1.0, 2.0)
+        },
+    );
+    table.push(
+        1..2,
+        0,
+        StageEntry {
+            step_s: 5.0,
+            ..entry(2.0, 4.0)
+        },
+    );
     table.push(0..2, 1, entry(6.0, 6.0));
     let transfer = |_: usize, _: u16, _: usize, _: u16| Some(0.5);
     let options = InterOpOptions::new(4, ScheduleKind::OneFOneB);
     let found = plan(&table, &transfer, &options).unwrap();
     // Two stages: sum, three more of the slower one, the longer step. One stage: 4 * 12 = 48.
-    assert_eq!(found.cost.total_s, ((1.0 + 2.0 + 0.5) + (2.0 + 4.0)) + 3.0 * (2.0 + 4.0) + 5.0);
+    assert_eq!(
+        found.cost.total_s,
+        ((1.0 + 2.0 + 0.5) + (2.0 + 4.0)) + 3.0 * (2.0 + 4.0) + 5.0
+    );
     assert_eq!(found.stages.len(), 2);
     // With one microbatch the pipeline does not pay: 12 against 9.5 + 5.
     let options = InterOpOptions::new(1, ScheduleKind::OneFOneB);
-    assert_eq!(plan(&table, &transfer, &options).unwrap().cost.total_s, 6.0 + 6.0);
+    assert_eq!(
+        plan(&table, &transfer, &options).unwrap().cost.total_s,
+        6.0 + 6.0
+    );
 }
 
 #[test]
@@ -154,11 +192,21 @@ fn memory_counts_the_microbatches_in_flight() {
     // 1F1B: the first of two stages holds 2: 60 + 2 * 20 = 100 fits.
     let options = InterOpOptions::new(8, ScheduleKind::OneFOneB);
     let found = plan(&table, &transfer, &options).unwrap();
-    assert_eq!([found.stages[0].in_flight, found.stages[1].in_flight], [2, 1]);
+    assert_eq!(
+        [found.stages[0].in_flight, found.stages[1].in_flight],
+        [2, 1]
+    );
     // GPipe holds all 8: 60 + 8 * 20 = 220 of 100.
     let options = InterOpOptions::new(8, ScheduleKind::GPipe);
     let why = plan(&table, &transfer, &options).unwrap_err();
-    let NoPlan::Memory { n_stages: 2, in_flight: 8, needed_bytes: 220, capacity_bytes: 100, .. } = why else {
+    let NoPlan::Memory {
+        n_stages: 2,
+        in_flight: 8,
+        needed_bytes: 220,
+        capacity_bytes: 100,
+        ..
+    } = why
+    else {
         panic!("{why:?}");
     };
 }
@@ -171,7 +219,10 @@ fn devices_that_cannot_be_used_exactly_are_no_tiling() {
     let mut options = InterOpOptions::new(2, ScheduleKind::OneFOneB);
     assert_eq!(plan(&table, &transfer, &options), Err(NoPlan::NoTiling));
     options.allow_unused = true;
-    assert_eq!(plan(&table, &transfer, &options).unwrap().cost.total_s, 2.0 + 2.0);
+    assert_eq!(
+        plan(&table, &transfer, &options).unwrap().cost.total_s,
+        2.0 + 2.0
+    );
 }
 
 #[test]
@@ -180,7 +231,9 @@ fn large_tables_take_seconds() {
     let submeshes: Vec<usize> = (0..11).map(|k| 1 << k).collect();
     let mut table = StageTable::new(n_layers, n_devices, submeshes);
     let mut random = Random(3);
-    let weight: Vec<f64> = (0..n_layers).map(|_| 1.0 + random.below(100) as f64 / 1000.0).collect();
+    let weight: Vec<f64> = (0..n_layers)
+        .map(|_| 1.0 + random.below(100) as f64 / 1000.0)
+        .collect();
     for start in 0..n_layers {
         for end in start + 1..=n_layers {
             for submesh in 0..11 {
@@ -211,7 +264,11 @@ fn large_tables_take_seconds() {
         let started = std::time::Instant::now();
         let options = InterOpOptions::new(microbatches, ScheduleKind::OneFOneB);
         let found = plan(&table, &transfer, &options).unwrap();
-        let used: usize = found.stages.iter().map(|s| table.submeshes()[s.submesh]).sum();
+        let used: usize = found
+            .stages
+            .iter()
+            .map(|s| table.submeshes()[s.submesh])
+            .sum();
         assert_eq!(used, n_devices);
         assert_eq!(found.lower_bound_s, found.cost.total_s);
         let seconds = started.elapsed().as_secs_f64();

@@ -1,5 +1,7 @@
 //! The intra-op solver, each presolve step and elimination against brute force.
 
+#![allow(clippy::unwrap_used)]
+
 use std::sync::Arc;
 
 use planner::intra_op::eliminate::Eliminator;
@@ -44,7 +46,9 @@ fn random_problem(random: &mut Random) -> IntraOpProblem {
             let k = 1 + random.below(4);
             let from = random.below(8);
             Node {
-                costs: (0..k).map(|_| random_cost(random, forbidden / 2, most)).collect(),
+                costs: (0..k)
+                    .map(|_| random_cost(random, forbidden / 2, most))
+                    .collect(),
                 usages: (0..k).map(|_| random.below(30)).collect(),
                 interval: [from, from + random.below(6)],
             }
@@ -109,11 +113,19 @@ fn check_solve(options: &SolveOptions, seed: u64, n_cases: usize) {
         match expected {
             Some(least) => {
                 n_optimal += 1;
-                assert_eq!(found.status, SolveStatus::Optimal, "case {case}: {problem:?}");
+                assert_eq!(
+                    found.status,
+                    SolveStatus::Optimal,
+                    "case {case}: {problem:?}"
+                );
                 assert_eq!(found.objective, Some(least), "case {case}: {problem:?}");
                 assert_eq!(found.lower_bound, least, "case {case}");
                 let value = evaluate(&problem, &found.choice.unwrap()).unwrap();
-                assert_eq!((value.objective, value.feasible), (Some(least), true), "case {case}");
+                assert_eq!(
+                    (value.objective, value.feasible),
+                    (Some(least), true),
+                    "case {case}"
+                );
             }
             None => {
                 n_infeasible += 1;
@@ -122,7 +134,10 @@ fn check_solve(options: &SolveOptions, seed: u64, n_cases: usize) {
             }
         }
     }
-    assert!(n_optimal > n_cases / 3 && n_infeasible > n_cases / 20, "{n_optimal} of {n_cases} have solutions");
+    assert!(
+        n_optimal > n_cases / 3 && n_infeasible > n_cases / 20,
+        "{n_optimal} of {n_cases} have solutions"
+    );
 }
 
 #[cfg(feature = "highs")]
@@ -175,8 +190,15 @@ fn check_presolve(options: &PresolveOptions, seed: u64) {
             Presolved::Infeasible(_) => None,
             Presolved::Reduced(reduced) => reduced.brute_force().map(|(cost, choice)| {
                 let value = evaluate(&problem, &reduced.lift(&choice)).unwrap();
-                assert!(value.feasible, "case {case}: the lifted choice fits: {problem:?}");
-                assert_eq!(value.objective, Some(u128::from(cost)), "case {case}: {problem:?}");
+                assert!(
+                    value.feasible,
+                    "case {case}: the lifted choice fits: {problem:?}"
+                );
+                assert_eq!(
+                    value.objective,
+                    Some(u128::from(cost)),
+                    "case {case}: {problem:?}"
+                );
                 u128::from(cost)
             }),
         };
@@ -199,7 +221,10 @@ fn each_presolve_step_keeps_an_optimum() {
     check_presolve(&only(|o| o.dominance = true), 25);
     check_presolve(&only(|o| o.times = true), 26);
     check_presolve(&only(|o| (o.propagate, o.ties) = (true, true)), 27);
-    check_presolve(&only(|o| (o.minima, o.dominance, o.fold) = (true, true, true)), 28);
+    check_presolve(
+        &only(|o| (o.minima, o.dominance, o.fold) = (true, true, true)),
+        28,
+    );
 }
 
 #[test]
@@ -221,17 +246,34 @@ fn elimination_equals_brute_force_for_every_kept_choice() {
         for_each_choice(&kept_sizes, |kept| {
             let mut least = Cost::FORBIDDEN;
             for_each_choice(&sizes, |choice| {
-                if keep.iter().zip(kept).all(|(&v, &s)| choice[v as usize] == s) {
+                if keep
+                    .iter()
+                    .zip(kept)
+                    .all(|(&v, &s)| choice[v as usize] == s)
+                {
                     least = least.min(cost_of(&problem, choice));
                 }
             });
-            assert_eq!(found.cost(kept), least, "case {case}: {problem:?} keeping {keep:?}");
+            assert_eq!(
+                found.cost(kept),
+                least,
+                "case {case}: {problem:?} keeping {keep:?}"
+            );
             assert_eq!(found.table()[cell], least, "case {case}");
             cell += 1;
             if !least.is_forbidden() {
                 let choice = found.decode(kept);
-                assert_eq!(cost_of(&problem, &choice), least, "case {case}: the choice costs that");
-                assert!(keep.iter().zip(kept).all(|(&v, &s)| choice[v as usize] == s), "case {case}");
+                assert_eq!(
+                    cost_of(&problem, &choice),
+                    least,
+                    "case {case}: the choice costs that"
+                );
+                assert!(
+                    keep.iter()
+                        .zip(kept)
+                        .all(|(&v, &s)| choice[v as usize] == s),
+                    "case {case}"
+                );
             }
         });
         assert_eq!(cell, found.table().len());
@@ -239,7 +281,11 @@ fn elimination_equals_brute_force_for_every_kept_choice() {
 }
 
 fn cost_of(problem: &IntraOpProblem, choice: &[u32]) -> Cost {
-    let nodes = problem.nodes.iter().zip(choice).map(|(n, &s)| n.costs[s as usize]);
+    let nodes = problem
+        .nodes
+        .iter()
+        .zip(choice)
+        .map(|(n, &s)| n.costs[s as usize]);
     let edges = problem.edges.iter().map(|e| {
         let (i, j) = (choice[e.a as usize], choice[e.b as usize]);
         e.table.get(i as usize, j as usize)
@@ -252,7 +298,13 @@ fn elimination_says_when_it_would_be_too_wide() {
     let sizes = vec![10; 8];
     let table = Arc::new(Table::from_fn(10, 10, |i, j| Cost::finite((i * j) as u64)));
     let pairs = (0..8u32).flat_map(|a| (a + 1..8).map(move |b| (a, b)));
-    let edges: Vec<Edge> = pairs.map(|(a, b)| Edge { a, b, table: Arc::clone(&table) }).collect();
+    let edges: Vec<Edge> = pairs
+        .map(|(a, b)| Edge {
+            a,
+            b,
+            table: Arc::clone(&table),
+        })
+        .collect();
     let why = Eliminator::new(&sizes, &edges, &[], 1000).unwrap_err();
     // A clique of eight: the first message alone is over the seven others.
     assert_eq!((why.cells, why.max_cells), (1 + 10_000_000, 1000));
@@ -277,27 +329,43 @@ fn a_chain_is_priced_as_the_sum_written_out() {
             node([7, 7], [9, 1], [2, 4]),
         ],
         edges: vec![
-            Edge { a: 0, b: 1, table: table([0, 100, 2, 3]) },
-            Edge { a: 1, b: 2, table: table([4, 6, 1, 50]) },
+            Edge {
+                a: 0,
+                b: 1,
+                table: table([0, 100, 2, 3]),
+            },
+            Edge {
+                a: 1,
+                b: 2,
+                table: table([4, 6, 1, 50]),
+            },
         ],
         usage_limit: None,
     };
-    let options = SolveOptions { backend: IlpBackend::default(), ..SolveOptions::default() };
+    let options = SolveOptions {
+        backend: IlpBackend::default(),
+        ..SolveOptions::default()
+    };
     let free = solve(&problem, &options).unwrap();
     // Strategies 1, 1, 0: nodes 10 + 5 + 7, edges 3 + 1. Levels: 2, 2 + 3, 3 + 9, 9.
     assert_eq!(free.choice, Some(vec![1, 1, 0]));
     assert_eq!(free.objective, Some(10 + 5 + 7 + 3 + 1));
     assert_eq!(free.peak_usage, Some(3 + 9));
-    // With 11 bytes node 2 must take its small strategy: 0, 0, 1 or 1, 0, 1 or 1, 1, 1.
+    // With 11 bytes node 2 must take its small strategy: with 0, 0 before it, because 1, 0
+    // costs 10 + 20 + 7 + 2 + 6 and 1, 1 costs 10 + 5 + 7 + 3 + 50. Levels: 8, 8 + 3, 3 + 1, 1.
     problem.usage_limit = Some(11);
     let tight = solve(&problem, &options).unwrap();
-    let least = (1 + 20 + 7 + 6).min(10 + 20 + 7 + 2 + 6).min(10 + 5 + 7 + 3 + 50);
-    assert_eq!(tight.objective, Some(least));
+    assert_eq!(tight.choice, Some(vec![0, 0, 1]));
+    assert_eq!(tight.objective, Some(1 + 20 + 7 + 6));
     assert_eq!(tight.status, SolveStatus::Optimal);
     // With 3 bytes nothing fits: at time 1 nodes 0 and 1 use at least 2 + 3.
     problem.usage_limit = Some(3);
     let none = solve(&problem, &options).unwrap();
-    let SolveStatus::Infeasible(planner::intra_op::presolve::Infeasibility::Memory { time: 1, by_bytes: 2 }) = none.status else {
+    let SolveStatus::Infeasible(planner::intra_op::presolve::Infeasibility::Memory {
+        time: 1,
+        by_bytes: 2,
+    }) = none.status
+    else {
         panic!("{:?}", none.status);
     };
 }
@@ -308,7 +376,13 @@ fn evaluation_refuses_what_does_not_belong() {
     let n = problem.nodes.len();
     assert!(evaluate(&problem, &vec![0; n + 1]).is_err());
     let why = evaluate(&problem, &vec![9; n]).unwrap_err().to_string();
-    assert_eq!(why, format!("the choice picks strategy 9 for node 0, which has {}", problem.nodes[0].costs.len()));
+    assert_eq!(
+        why,
+        format!(
+            "the choice picks strategy 9 for node 0, which has {}",
+            problem.nodes[0].costs.len()
+        )
+    );
 }
 
 #[test]
@@ -328,4 +402,150 @@ fn sums_that_could_overflow_are_refused_and_evaluated() {
     assert_eq!(value.peak_usage, 3 * u128::from(u64::MAX));
     assert!(!value.feasible);
     assert!(solve(&problem, &SolveOptions::default()).is_err());
+}
+
+#[test]
+fn bounds_and_choices_without_an_integer_program_hold() {
+    let options = SolveOptions {
+        backend: IlpBackend::None,
+        work_limit: Some(1),
+        ..SolveOptions::default()
+    };
+    let mut random = Random(40);
+    let mut n_found = 0;
+    for case in 0..300 {
+        let problem = random_problem(&mut random);
+        let expected = brute_force(&problem);
+        let found = solve(&problem, &options).unwrap();
+        match (expected, found.objective) {
+            (Some(least), Some(objective)) => {
+                n_found += 1;
+                assert!(
+                    found.lower_bound <= least && least <= objective,
+                    "case {case}: {problem:?}"
+                );
+                let value = evaluate(&problem, &found.choice.unwrap()).unwrap();
+                assert_eq!(
+                    (value.objective, value.feasible),
+                    (Some(objective), true),
+                    "case {case}"
+                );
+                let proved = found.status == SolveStatus::Optimal;
+                assert!(!proved || objective == least, "case {case}: {problem:?}");
+            }
+            (Some(least), None) => {
+                assert!(found.lower_bound <= least, "case {case}");
+                assert_eq!(
+                    found.status,
+                    SolveStatus::Timeout,
+                    "case {case}: {problem:?}"
+                );
+            }
+            (None, objective) => assert_eq!(objective, None, "case {case}: {problem:?}"),
+        }
+    }
+    assert!(n_found > 150, "{n_found} of 300 found a choice");
+}
+
+/// A ladder of `n` rungs with long-lived and short-lived memory, too wide to enumerate.
+fn ladder(n: u32, seed: u64) -> IntraOpProblem {
+    let mut random = Random(seed);
+    let node = |random: &mut Random, v: u64| {
+        let long = random.below(4) == 0;
+        let sizes: Vec<u64> = (0..4).map(|_| random.below(100)).collect();
+        Node {
+            costs: sizes
+                .iter()
+                .map(|s| Cost::finite(110 - s + random.below(10)))
+                .collect(),
+            usages: sizes,
+            interval: [v, if long { 100 } else { v + 2 }],
+        }
+    };
+    let nodes: Vec<Node> = (0..2 * n)
+        .map(|v| node(&mut random, u64::from(v / 2)))
+        .collect();
+    let mut table = || {
+        let cell = |random: &mut Random| random_cost(random, 2, 60);
+        let cells: Vec<Cost> = (0..16).map(|_| cell(&mut random)).collect();
+        Arc::new(Table::new(4, 4, cells).unwrap())
+    };
+    let mut edges = Vec::new();
+    for i in 0..n {
+        edges.push(Edge {
+            a: 2 * i,
+            b: 2 * i + 1,
+            table: table(),
+        });
+        if i + 1 < n {
+            edges.push(Edge {
+                a: 2 * i,
+                b: 2 * i + 2,
+                table: table(),
+            });
+            edges.push(Edge {
+                a: 2 * i + 1,
+                b: 2 * i + 3,
+                table: table(),
+            });
+        }
+    }
+    IntraOpProblem {
+        name: "ladder".into(),
+        nodes,
+        edges,
+        usage_limit: Some(30 * u64::from(n)),
+    }
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn two_ways_to_the_optimum_agree_on_ladders() {
+    for seed in 0..6 {
+        let problem = ladder(14, seed);
+        let found = solve(&problem, &SolveOptions::default()).unwrap();
+        assert_eq!(
+            found.status,
+            SolveStatus::Optimal,
+            "ladder {seed}: {:?}",
+            found.trace
+        );
+        let plain = SolveOptions {
+            presolve: only(|_| {}),
+            ..SolveOptions::default()
+        };
+        let again = solve(&problem, &plain).unwrap();
+        assert_eq!(again.status, SolveStatus::Optimal, "ladder {seed}");
+        assert_eq!(again.objective, found.objective, "ladder {seed}");
+        let bounded = SolveOptions {
+            backend: IlpBackend::None,
+            work_limit: Some(1),
+            ..SolveOptions::default()
+        };
+        let bounded = solve(&problem, &bounded).unwrap();
+        assert!(
+            Some(bounded.lower_bound) <= found.objective,
+            "ladder {seed}"
+        );
+        assert!(bounded.objective >= found.objective, "ladder {seed}");
+        assert!(
+            bounded.gap.unwrap() < 0.1,
+            "ladder {seed}: {:?}",
+            bounded.trace
+        );
+    }
+}
+
+#[test]
+fn the_same_input_gives_the_same_choice() {
+    let problem = ladder(30, 9);
+    let options = SolveOptions {
+        work_limit: Some(2),
+        ..SolveOptions::default()
+    };
+    let first = solve(&problem, &options).unwrap();
+    let second = solve(&problem, &options).unwrap();
+    assert_eq!(first.choice, second.choice);
+    assert_eq!(first.lower_bound, second.lower_bound);
+    assert!(first.choice.is_some());
 }

@@ -25,7 +25,10 @@ fn the_example_costs_what_its_authors_say() {
     let nodes = 15 + 55 + 35 + 75 + 95;
     let edges = 30 + 40 + 10 + 30 + 60;
     assert_eq!(value.objective, Some(nodes + edges));
-    assert_eq!((value.peak_usage, value.peak_time), (10 + 25 + 15, Some(50)));
+    assert_eq!(
+        (value.peak_usage, value.peak_time),
+        (10 + 25 + 15, Some(50))
+    );
     assert!(value.feasible);
     let best = solve(&problem, &SolveOptions::default()).unwrap();
     assert_eq!(best.objective, Some(nodes + edges));
@@ -67,8 +70,13 @@ fn ten_to_the_eighteen_and_more_is_forbidden() {
         ("18446744073709551615", true),
         ("100000000000000000000000000000", true),
     ] {
-        let problem = read_problem(EXAMPLE.replace("[[15],", &format!("[[{text}],")).as_bytes()).unwrap();
-        assert_eq!(problem.nodes[0].costs[0].is_forbidden(), forbidden, "{text}");
+        let problem =
+            read_problem(EXAMPLE.replace("[[15],", &format!("[[{text}],")).as_bytes()).unwrap();
+        assert_eq!(
+            problem.nodes[0].costs[0].is_forbidden(),
+            forbidden,
+            "{text}"
+        );
     }
 }
 
@@ -83,32 +91,132 @@ fn malformed_files_are_refused_with_the_place() {
         let why = refused(from, to);
         assert!(why.contains(place) && why.contains(what), "{to}: {why}");
     };
-    says("[55, 65]", "[55, 65, 1]", "problem.nodes.costs[1]", "has 3 entries but usages[1] has 2");
-    says("[55, 65]", "[]", "problem.nodes.costs[1]", "has no strategies");
+    says(
+        "[55, 65]",
+        "[55, 65, 1]",
+        "problem.nodes.costs[1]",
+        "has 3 entries but usages[1] has 2",
+    );
+    says(
+        "[55, 65]",
+        "[]",
+        "problem.nodes.costs[1]",
+        "has no strategies",
+    );
     says("[55, 65]", "[55, -65]", "problem.nodes.costs[1][1]", "-65");
     says("[55, 65]", "[55, 6.5]", "problem.nodes.costs[1][1]", "6.5");
-    says("[55, 65]", "[55, 1e18]", "problem.nodes.costs[1][1]", "floating point");
-    says("[55, 65]", "[55, null]", "problem.nodes.costs[1][1]", "null");
-    says("[55, 65]", "[55, \"65\"]", "problem.nodes.costs[1][1]", "string");
+    says(
+        "[55, 65]",
+        "[55, 1e18]",
+        "problem.nodes.costs[1][1]",
+        "floating point",
+    );
+    says(
+        "[55, 65]",
+        "[55, null]",
+        "problem.nodes.costs[1][1]",
+        "null",
+    );
+    says(
+        "[55, 65]",
+        "[55, \"65\"]",
+        "problem.nodes.costs[1][1]",
+        "string",
+    );
     says("[55, 65]", "55", "problem.nodes.costs[1]", "integer `55`");
     says("[55, 65]", "[NaN]", "expected", "line 4");
     says("[55, 65]", "[1e999]", "number out of range", "line 4");
-    says("[25, 25]", "[25, 99999999999999999999]", "problem.nodes.usages[1][1]", "non-negative 64-bit");
-    says("[25, 25]", "[25, null]", "problem.nodes.usages[1][1]", "null");
-    says("[40, 70]", "[40, 70, 80]", "problem.nodes.intervals[1]", "has 3 entries but must have 2");
-    says("[40, 70]", "[-40, 70]", "problem.nodes.intervals[1][0]", "-40");
-    says("[40, 70], ", "", "problem.nodes.costs", "has 5 entries but intervals has 4");
-    says("[1, 3]", "[1, 5]", "problem.edges.nodes[2]", "names node 5 but there are 5 nodes");
-    says("[1, 3]", "[1, 18446744073709551615]", "problem.edges.nodes[2]", "there are 5 nodes");
-    says("[1, 3]", "[1, 3, 4]", "problem.edges.nodes[2]", "must have 2");
+    says(
+        "[25, 25]",
+        "[25, 99999999999999999999]",
+        "problem.nodes.usages[1][1]",
+        "non-negative 64-bit",
+    );
+    says(
+        "[25, 25]",
+        "[25, null]",
+        "problem.nodes.usages[1][1]",
+        "null",
+    );
+    says(
+        "[40, 70]",
+        "[40, 70, 80]",
+        "problem.nodes.intervals[1]",
+        "has 3 entries but must have 2",
+    );
+    says(
+        "[40, 70]",
+        "[-40, 70]",
+        "problem.nodes.intervals[1][0]",
+        "-40",
+    );
+    says(
+        "[40, 70], ",
+        "",
+        "problem.nodes.costs",
+        "has 5 entries but intervals has 4",
+    );
+    says(
+        "[1, 3]",
+        "[1, 5]",
+        "problem.edges.nodes[2]",
+        "names node 5 but there are 5 nodes",
+    );
+    says(
+        "[1, 3]",
+        "[1, 18446744073709551615]",
+        "problem.edges.nodes[2]",
+        "there are 5 nodes",
+    );
+    says(
+        "[1, 3]",
+        "[1, 3, 4]",
+        "problem.edges.nodes[2]",
+        "must have 2",
+    );
     let cells = "has 3 entries but nodes 1 and 3 have 2 x 2 strategies";
-    says("[90, 10, 20, 80]", "[90, 10, 20]", "problem.edges.costs[2]", cells);
-    says(", [70, 60]", "", "problem.edges.costs", "has 4 entries but edges.nodes has 5");
-    says("\"usage_limit\": 50", "\"usage_limit\": -50", "problem.usage_limit", "-50");
-    says("\"usage_limit\": 50", "\"name\": \"again\"", "problem.name", "given twice");
-    says("\"usages\"", "\"used\"", "problem.nodes.usages", "is missing");
-    says("\"problem\"", "\"problems\"", "problem.nodes.intervals", "is missing");
-    says("{\"problem\"", "[1] {\"problem\"", "expected an object", "line 1");
+    says(
+        "[90, 10, 20, 80]",
+        "[90, 10, 20]",
+        "problem.edges.costs[2]",
+        cells,
+    );
+    says(
+        ", [70, 60]",
+        "",
+        "problem.edges.costs",
+        "has 4 entries but edges.nodes has 5",
+    );
+    says(
+        "\"usage_limit\": 50",
+        "\"usage_limit\": -50",
+        "problem.usage_limit",
+        "-50",
+    );
+    says(
+        "\"usage_limit\": 50",
+        "\"name\": \"again\"",
+        "problem.name",
+        "given twice",
+    );
+    says(
+        "\"usages\"",
+        "\"used\"",
+        "problem.nodes.usages",
+        "is missing",
+    );
+    says(
+        "\"problem\"",
+        "\"problems\"",
+        "problem.nodes.intervals",
+        "is missing",
+    );
+    says(
+        "{\"problem\"",
+        "[1] {\"problem\"",
+        "expected an object",
+        "line 1",
+    );
     says("50}}", "50}} x", "trailing", "line");
     says("50}}", "50}", "EOF", "line");
 }

@@ -16,7 +16,7 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let measured = read(&args.run, &loaded)?;
     let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's program cannot be played: {e}")))?;
-    let comparison = compare(&without_reserve(&loaded), &expected, &measured);
+    let comparison = compare(&loaded.plan.predicted, &expected, &measured);
     if args.json {
         return report::print_json(&json!({ "name": loaded.plan.name, "plan_hash": loaded.hash, "comparison": comparison }));
     }
@@ -51,15 +51,6 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     Ok(m)
 }
 
-/// The prediction with the peak memory of the arena alone: a run measures what its ranks use,
-/// not what the cluster sets aside for the runtime.
-fn without_reserve(loaded: &Loaded) -> ir::plan::Prediction {
-    let mut p = loaded.plan.predicted.clone();
-    let reserve = loaded.plan.cluster.device.memory_reserved_bytes.0;
-    p.stages.iter_mut().for_each(|s| s.peak_bytes = Bytes(s.peak_bytes.0.saturating_sub(reserve)));
-    p
-}
-
 fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Result<(), Failure> {
     let plan = &loaded.plan;
     report::out(&format!("{} on {} ranks of {}: {} steps measured\n", plan.name, measured.n_ranks, plan.cluster.name, measured.steps.len()))?;
@@ -71,7 +62,7 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
     ];
     report::out(&report::table(&["", "predicted", "measured", "predicted/measured"], rows, 1))?;
     report::out(&report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)))?;
-    report::out(&format!("Peak memory is without the {} that the cluster reserves for the runtime on each rank.\n", plan.cluster.device.memory_reserved_bytes))?;
+    report::out("Peak memory: predicted, the arena and what the cluster reserves for the runtime; measured, the arena and the scratch space used.\n")?;
     let mut rows: Vec<Vec<String>> = c.stages.iter().enumerate().flat_map(|(i, s)| stage_rows(&i.to_string(), s)).collect();
     if c.stages.len() > 1 {
         rows.extend(stage_rows("all", &c.total));

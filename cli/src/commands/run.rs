@@ -136,18 +136,11 @@ fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
         return Err(Failure::new(Exit::RunFailed, format!("the plan has {ranks} ranks; {MAX_RANKS} threads are the limit of one process")).help("compile for fewer devices, as with --cluster cluster.toml --ranks 4"));
     }
     let needed = loaded.program.roles.iter().map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices()))).fold(0u64, u64::saturating_add);
-    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|t| available(&t));
-    match free {
+    match super::free_memory() {
         Some(free) if needed > free => Err(Failure::new(Exit::RunFailed, format!("the plan's {ranks} ranks need {} together, this machine has {} free", Bytes(needed), Bytes(free)))
             .help("compile with a smaller --global-batch, --sequence or model, or pin more sharding")),
         _ => Ok(()),
     }
-}
-
-/// Bytes of `MemAvailable` in the text of `/proc/meminfo`.
-fn available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn train_all(args: &RunArgs, loaded: &Loaded, dataset: &Dataset, schedule: &LrSchedule, weights: Option<&Weights>, save: Option<PathBuf>) -> Result<Measurement, Failure> {

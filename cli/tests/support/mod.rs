@@ -1,6 +1,6 @@
 //! Runs the binary in a folder of its own, with small inputs at hand.
 
-#![allow(dead_code)] // Each test binary uses a part of it.
+#![allow(dead_code, clippy::unwrap_used)] // Each test binary uses a part of it; a test may stop where it likes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

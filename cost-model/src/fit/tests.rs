@@ -97,8 +97,9 @@ fn noise_moves_parameters_a_little() {
     }
     let cluster = fit(&noisy, &machine(4)).unwrap();
     near(cluster.device.peak_flops_per_s[&DType::F32] * cluster.device.matmul_efficiency[&DType::F32], RATE, 0.1);
-    near(cluster.levels[0].bandwidth_bytes_per_s, 3e9, 0.1);
-    near(cluster.levels[0].latency_s, 20e-6, 0.1);
+    // Of 5% in the collectives, and 10% in the two times whose ratio is the slowdown.
+    near(cluster.levels[0].bandwidth_bytes_per_s, 3e9, 0.15);
+    near(cluster.levels[0].latency_s, 20e-6, 0.15);
 }
 
 #[test]

@@ -52,9 +52,17 @@ impl<'a> Dive<'a> {
         let mut dive = Dive {
             reduced,
             dual,
-            alive: reduced.nodes.iter().map(|n| n.costs.iter().map(|c| !c.is_forbidden()).collect()).collect(),
+            alive: reduced
+                .nodes
+                .iter()
+                .map(|n| n.costs.iter().map(|c| !c.is_forbidden()).collect())
+                .collect(),
             profile: Profile::new(&reduced.limits),
-            least: reduced.nodes.iter().map(|n| n.memory.iter().map(|t| usage(&t.usage)).collect()).collect(),
+            least: reduced
+                .nodes
+                .iter()
+                .map(|n| n.memory.iter().map(|t| usage(&t.usage)).collect())
+                .collect(),
             dropped: Vec::new(),
             raised: Vec::new(),
         };
@@ -113,7 +121,11 @@ impl<'a> Dive<'a> {
 
     fn pair(&self, link: &Link, mine: usize, theirs: usize) -> i64 {
         let n_cols = self.reduced.edges[link.edge as usize].table.n_cols();
-        let (row, col) = if link.rows { (mine, theirs) } else { (theirs, mine) };
+        let (row, col) = if link.rows {
+            (mine, theirs)
+        } else {
+            (theirs, mine)
+        };
         self.dual.tables[link.edge as usize][row * n_cols + col]
     }
 
@@ -131,7 +143,8 @@ impl<'a> Dive<'a> {
             let least = left.map(|(u, _)| *u).min().unwrap_or(0);
             let before = self.least[v as usize][k];
             if least > before {
-                self.profile.change(term.from, term.to, (least - before) as i64);
+                self.profile
+                    .change(term.from, term.to, (least - before) as i64);
                 self.least[v as usize][k] = least;
                 self.raised.push((v, k as u32, before));
             }
@@ -165,8 +178,13 @@ impl<'a> Dive<'a> {
 
     /// Alive strategies of the link's other end that no alive strategy of `v` allows.
     fn unsupported(&self, v: u32, link: &Link) -> Vec<u32> {
-        let mine: Vec<usize> = (0..self.alive[v as usize].len()).filter(|&s| self.alive[v as usize][s]).collect();
-        let theirs = self.alive[link.other as usize].iter().enumerate().filter(|(_, a)| **a);
+        let mine: Vec<usize> = (0..self.alive[v as usize].len())
+            .filter(|&s| self.alive[v as usize][s])
+            .collect();
+        let theirs = self.alive[link.other as usize]
+            .iter()
+            .enumerate()
+            .filter(|(_, a)| **a);
         let lost = theirs.filter(|&(s, _)| {
             let allows = |&m: &usize| self.pair(link, m, s) < INFINITE;
             !mine.iter().any(allows)
@@ -181,7 +199,8 @@ impl<'a> Dive<'a> {
         for (v, k, before) in self.raised.drain(raised..).rev() {
             let term = &self.reduced.nodes[v as usize].memory[k as usize];
             let now = self.least[v as usize][k as usize];
-            self.profile.change(term.from, term.to, before as i64 - now as i64);
+            self.profile
+                .change(term.from, term.to, before as i64 - now as i64);
             self.least[v as usize][k as usize] = before;
         }
     }

@@ -81,7 +81,11 @@ impl<'r> Dual<'r> {
             tables.push(Arc::clone(known.entry(key).or_insert_with(make)));
             messages.push([vec![0; edge.table.n_rows()], vec![0; edge.table.n_cols()]]);
         }
-        let costs: Vec<Vec<i64>> = reduced.nodes.iter().map(|n| n.costs.iter().map(scaled).collect()).collect();
+        let costs: Vec<Vec<i64>> = reduced
+            .nodes
+            .iter()
+            .map(|n| n.costs.iter().map(scaled).collect())
+            .collect();
         Dual {
             reduced,
             shift,
@@ -122,11 +126,19 @@ impl<'r> Dual<'r> {
         for x in share.iter_mut() {
             // A forbidden strategy has nothing to share: it stays forbidden at the node.
             let above = *x - least;
-            *x = if *x >= INFINITE / 2 { 0 } else { above / n_sharing as i64 };
+            *x = if *x >= INFINITE / 2 {
+                0
+            } else {
+                above / n_sharing as i64
+            };
         }
         for link in links.iter().filter(|l| l.rows == forward) {
             let [to_rows, to_cols] = &mut self.messages[link.edge as usize];
-            let (mine, theirs) = if link.rows { (to_rows, to_cols) } else { (to_cols, to_rows) };
+            let (mine, theirs) = if link.rows {
+                (to_rows, to_cols)
+            } else {
+                (to_cols, to_rows)
+            };
             for (m, s) in mine.iter_mut().zip(share.iter()) {
                 *m -= s;
             }
@@ -184,7 +196,10 @@ impl<'r> Dual<'r> {
     pub fn set_prices(&mut self, prices: &[f64]) {
         let unit = (1u64 << self.shift) as f64 * (1u64 << PRICE_BITS) as f64;
         // Casting saturates; no sensible price is near 2^62.
-        self.prices = prices.iter().map(|p| ((p * unit) as u64).min(1 << 62)).collect();
+        self.prices = prices
+            .iter()
+            .map(|p| ((p * unit) as u64).min(1 << 62))
+            .collect();
         let value = |(&p, &limit): (&u64, &u64)| u128::from(p).saturating_mul(u128::from(limit));
         let total = self.prices.iter().zip(&self.reduced.limits).map(value);
         let total = total.fold(0u128, u128::saturating_add);
@@ -213,7 +228,10 @@ impl<'r> Dual<'r> {
             let cost = Cost::finite((x >> self.shift) as u64);
             if x >= INFINITE { Cost::FORBIDDEN } else { cost }
         };
-        self.priced.iter().map(|row| row.iter().map(unit).collect()).collect()
+        self.priced
+            .iter()
+            .map(|row| row.iter().map(unit).collect())
+            .collect()
     }
 
     /// What the budgets are worth at these prices, without the extra bits, rounded up.
@@ -306,7 +324,12 @@ impl Ascent {
         }
         let mut prices = dual.prices();
         let moving = |t: &&usize| prices[**t] > 0.0 || self.over[**t] > 0.0;
-        let norm: f64 = self.active.iter().filter(moving).map(|&t| self.over[t] * self.over[t]).sum();
+        let norm: f64 = self
+            .active
+            .iter()
+            .filter(moving)
+            .map(|&t| self.over[t] * self.over[t])
+            .sum();
         if norm > 0.0 {
             let length = self.step * (target - bound as f64).max(1.0) / norm;
             for &t in &self.active {
@@ -319,11 +342,17 @@ impl Ascent {
 
     fn average(&mut self, dual: &Dual<'_>, picks: &[u32]) {
         let levels = dual.reduced.levels(picks);
-        let over = levels.iter().zip(&dual.reduced.limits).map(|(&l, &m)| l as f64 - m as f64);
+        let over = levels
+            .iter()
+            .zip(&dual.reduced.limits)
+            .map(|(&l, &m)| l as f64 - m as f64);
         if self.over.is_empty() {
             self.over = over.collect();
         } else {
-            self.over.iter_mut().zip(over).for_each(|(mean, o)| *mean += 0.2 * (o - *mean));
+            self.over
+                .iter_mut()
+                .zip(over)
+                .for_each(|(mean, o)| *mean += 0.2 * (o - *mean));
         }
     }
 
@@ -353,11 +382,15 @@ impl Ascent {
 
 /// How many bits costs can be shifted by without leaving the safe range.
 fn extra_bits(reduced: &Reduced) -> u32 {
-    let largest = |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));
+    let largest =
+        |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));
     let nodes: u128 = reduced.nodes.iter().map(|n| largest(&n.costs)).sum();
     let edges: u128 = reduced.edges.iter().map(|e| largest(e.table.cells())).sum();
     let total = (nodes + edges).max(1);
-    (0..=16).rev().find(|bits| total << bits < MOST).unwrap_or(0)
+    (0..=16)
+        .rev()
+        .find(|bits| total << bits < MOST)
+        .unwrap_or(0)
 }
 
 /// `to[j] = min_i (table[i, j] - from[i])`.

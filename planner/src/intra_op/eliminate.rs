@@ -11,8 +11,8 @@
 //! with the node that is eliminated next innermost, so that inner loops run along memory.
 //! Method: bucket elimination, Dechter 1999; greedy order by the least message.
 
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -113,7 +113,11 @@ impl Eliminator {
         assert_eq!(distinct.len(), keep.len(), "each kept node is named once");
         for e in edges {
             let shape = (sizes[e.a as usize], sizes[e.b as usize]);
-            assert_eq!(shape, (e.table.n_rows(), e.table.n_cols()), "a table fits its nodes");
+            assert_eq!(
+                shape,
+                (e.table.n_rows(), e.table.n_cols()),
+                "a table fits its nodes"
+            );
         }
         let (order, cells) = greedy_order(sizes, edges, keep, max_cells)?;
         Ok(Eliminator::along(sizes, edges, keep, &order, cells))
@@ -123,7 +127,7 @@ impl Eliminator {
         sizes: &[usize],
         edges: &[Edge],
         keep: &[u32],
-        order: &[(u32, Vec<u32>)],
+        order: &[Elimination],
         cells: u64,
     ) -> Eliminator {
         // When each node is eliminated; kept nodes after all others, the first kept one last,
@@ -150,7 +154,9 @@ impl Eliminator {
             let mut scope = neighbours.clone();
             scope.sort_by_key(|u| Reverse(position[*u as usize]));
             let factors = waiting.remove(&i).unwrap_or_default();
-            let factors = factors.iter().map(|(source, of)| made.factor(*source, of, &scope));
+            let factors = factors
+                .iter()
+                .map(|(source, of)| made.factor(*source, of, &scope));
             let bucket = Bucket {
                 var: *v,
                 factors: factors.collect(),
@@ -164,7 +170,10 @@ impl Eliminator {
             }
         }
         let rest: Vec<(Source, Vec<u32>)> = waiting.into_values().flatten().collect();
-        made.rest = rest.iter().map(|(source, of)| made.factor(*source, of, keep)).collect();
+        made.rest = rest
+            .iter()
+            .map(|(source, of)| made.factor(*source, of, keep))
+            .collect();
         made
     }
 
@@ -203,7 +212,10 @@ impl Eliminator {
     /// A factor over the nodes `of` (outermost first), seen from a bucket with this scope.
     fn factor(&self, source: Source, of: &[u32], scope: &[u32]) -> Factor {
         let stride = |u: &u32| match of.iter().position(|w| w == u) {
-            Some(i) => of[i + 1..].iter().map(|w| self.sizes[*w as usize]).product(),
+            Some(i) => of[i + 1..]
+                .iter()
+                .map(|w| self.sizes[*w as usize])
+                .product(),
             None => 0,
         };
         let strides = scope.iter().map(stride).collect();
@@ -221,9 +233,15 @@ impl Eliminator {
     /// If the costs do not have the sizes that the eliminator was made for.
     pub fn run(&self, costs: &[Vec<Cost>]) -> Eliminated<'_> {
         let sizes = costs.iter().map(Vec::len);
-        assert!(sizes.eq(self.sizes.iter().copied()), "costs fit the eliminator's sizes");
+        assert!(
+            sizes.eq(self.sizes.iter().copied()),
+            "costs fit the eliminator's sizes"
+        );
         let raw = |c: &Cost| c.value().map_or(INFINITE, |c| c.min(INFINITE));
-        let costs: Vec<Vec<u64>> = costs.iter().map(|row| row.iter().map(raw).collect()).collect();
+        let costs: Vec<Vec<u64>> = costs
+            .iter()
+            .map(|row| row.iter().map(raw).collect())
+            .collect();
         let mut messages: Vec<Vec<u64>> = Vec::with_capacity(self.buckets.len());
         for bucket in &self.buckets {
             let message = self.message(bucket, &costs, &messages);
@@ -248,7 +266,11 @@ impl Eliminator {
 
     fn message(&self, bucket: &Bucket, costs: &[Vec<u64>], messages: &[Vec<u64>]) -> Vec<u64> {
         let unary = &costs[bucket.var as usize];
-        let tables: Vec<&[u64]> = bucket.factors.iter().map(|f| self.source(f.source, messages)).collect();
+        let tables: Vec<&[u64]> = bucket
+            .factors
+            .iter()
+            .map(|f| self.source(f.source, messages))
+            .collect();
         let Some((inner, outer)) = bucket.scope.split_last() else {
             let mut sum = unary.clone();
             tables.iter().for_each(|t| add_into(&mut sum, t));
@@ -272,7 +294,13 @@ impl Eliminator {
             for i in 0..n_inner {
                 let at = |f: usize| &tables[f][counter.offsets[f] + i * n..][..n];
                 message.push(match moving[..] {
-                    [f] => base.iter().zip(at(f)).map(|(x, y)| x + y).min().unwrap_or(INFINITE).min(INFINITE),
+                    [f] => base
+                        .iter()
+                        .zip(at(f))
+                        .map(|(x, y)| x + y)
+                        .min()
+                        .unwrap_or(INFINITE)
+                        .min(INFINITE),
                     _ => {
                         sum.copy_from_slice(&base);
                         moving.iter().for_each(|&f| add_into(&mut sum, at(f)));
@@ -298,9 +326,17 @@ impl Eliminated<'_> {
     /// # Panics
     /// If `kept` does not have one valid strategy per kept node.
     pub fn cost(&self, kept: &[u32]) -> Cost {
-        let sizes = self.eliminator.keep.iter().map(|v| self.eliminator.sizes[*v as usize]);
+        let sizes = self
+            .eliminator
+            .keep
+            .iter()
+            .map(|v| self.eliminator.sizes[*v as usize]);
         let mut cell = 0;
-        assert_eq!(kept.len(), self.eliminator.keep.len(), "one strategy per kept node");
+        assert_eq!(
+            kept.len(),
+            self.eliminator.keep.len(),
+            "one strategy per kept node"
+        );
         for (size, &s) in sizes.zip(kept) {
             assert!((s as usize) < size, "a kept strategy exists");
             cell = cell * size + s as usize;
@@ -320,7 +356,9 @@ impl Eliminated<'_> {
             let mut sum = self.costs[bucket.var as usize].clone();
             for f in &bucket.factors {
                 let steps = f.strides.iter().zip(&bucket.scope);
-                let at: usize = steps.map(|(stride, u)| stride * choice[*u as usize] as usize).sum();
+                let at: usize = steps
+                    .map(|(stride, u)| stride * choice[*u as usize] as usize)
+                    .sum();
                 add_into(&mut sum, &e.source(f.source, &self.messages)[at..]);
             }
             let best = (0..sum.len()).min_by_key(|&s| (sum[s], s)).unwrap_or(0);
@@ -339,7 +377,11 @@ impl Eliminated<'_> {
                 constant = (constant + message[0]).min(INFINITE);
             }
         }
-        let tables: Vec<&[u64]> = e.rest.iter().map(|f| e.source(f.source, &self.messages)).collect();
+        let tables: Vec<&[u64]> = e
+            .rest
+            .iter()
+            .map(|f| e.source(f.source, &self.messages))
+            .collect();
         let mut counter = Counter::new(&sizes, &e.rest);
         let n_cells: usize = sizes.iter().product();
         let mut table = Vec::with_capacity(n_cells);
@@ -351,7 +393,11 @@ impl Eliminated<'_> {
             for (t, &at) in tables.iter().zip(&counter.offsets) {
                 sum = (sum + t[at]).min(INFINITE);
             }
-            table.push(if sum >= INFINITE { Cost::FORBIDDEN } else { Cost::finite(sum) });
+            table.push(if sum >= INFINITE {
+                Cost::FORBIDDEN
+            } else {
+                Cost::finite(sum)
+            });
             counter.step();
         }
         table
@@ -412,13 +458,16 @@ fn oriented(table: &Table, rows_go_first: bool, is_loop: bool) -> Arc<[u64]> {
     }
 }
 
+/// A node and its neighbours when it is eliminated.
+type Elimination = (u32, Vec<u32>);
+
 /// Repeatedly the node whose elimination touches the fewest cells, and its neighbours then.
 fn greedy_order(
     sizes: &[usize],
     edges: &[Edge],
     keep: &[u32],
     max_cells: u64,
-) -> Result<(Vec<(u32, Vec<u32>)>, u64), TooWide> {
+) -> Result<(Vec<Elimination>, u64), TooWide> {
     let mut adjacent: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); sizes.len()];
     for e in edges.iter().filter(|e| e.a != e.b) {
         adjacent[e.a as usize].insert(e.b);

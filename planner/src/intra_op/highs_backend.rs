@@ -45,18 +45,27 @@ fn solve(model: &Model, start: Option<&[f64]>, limits: &Limits) -> Option<Answer
         columns.push(problem.add_column_with_integrality(cost, 0.0..=1.0, integer));
     }
     for row in &model.rows {
-        let terms = row.terms.iter().map(|&(c, factor)| (columns[c as usize], factor));
+        let terms = row
+            .terms
+            .iter()
+            .map(|&(c, factor)| (columns[c as usize], factor));
         problem.add_row(row.low..=row.high, terms.collect::<Vec<_>>());
     }
     let mut highs = problem.try_optimise(Sense::Minimise).ok()?;
     highs.make_quiet();
     highs.try_set_option("threads", 1).ok()?;
     highs.try_set_option("parallel", "off").ok()?;
-    highs.try_set_option("random_seed", (limits.seed & 0x7fff_ffff) as i32).ok()?;
+    highs
+        .try_set_option("random_seed", (limits.seed & 0x7fff_ffff) as i32)
+        .ok()?;
     highs.try_set_option("mip_rel_gap", 0.0).ok()?;
-    highs.try_set_option("mip_abs_gap", limits.absolute_gap).ok()?;
+    highs
+        .try_set_option("mip_abs_gap", limits.absolute_gap)
+        .ok()?;
     if let Some(time) = limits.time {
-        highs.try_set_option("time_limit", time.as_secs_f64()).ok()?;
+        highs
+            .try_set_option("time_limit", time.as_secs_f64())
+            .ok()?;
     }
     if let Some(nodes) = limits.nodes {
         let nodes = i32::try_from(nodes).unwrap_or(i32::MAX);

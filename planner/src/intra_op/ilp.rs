@@ -58,7 +58,10 @@ pub(super) struct Limits {
 #[derive(Clone, Debug)]
 pub(super) enum Answer {
     /// Solved within the gap.
-    Optimal { columns: Vec<f64>, bound: f64 },
+    Optimal {
+        columns: Vec<f64>,
+        bound: f64,
+    },
     /// Stopped before; what there is.
     Stopped {
         columns: Option<Vec<f64>>,
@@ -230,7 +233,9 @@ impl<'a> Program<'a> {
                 terms: columns.collect(),
             }
         };
-        let mut made: Vec<ModelRow> = (0..grid.n_rows).map(|c| end(&grid.row_class, e.a, c)).collect();
+        let mut made: Vec<ModelRow> = (0..grid.n_rows)
+            .map(|c| end(&grid.row_class, e.a, c))
+            .collect();
         made.extend((0..grid.n_cols).map(|c| end(&grid.col_class, e.b, c)));
         self.model.rows.extend(made);
         for (k, &((i, j), cost)) in grid.cells.iter().enumerate() {
@@ -343,7 +348,8 @@ impl<'a> Program<'a> {
             return true;
         };
         let levels = self.reduced.levels(&choice);
-        let worst = (0..levels.len()).max_by_key(|&t| levels[t].saturating_sub(self.reduced.limits[t]));
+        let worst =
+            (0..levels.len()).max_by_key(|&t| levels[t].saturating_sub(self.reduced.limits[t]));
         match worst {
             Some(t) if levels[t] > self.reduced.limits[t] => {
                 let excess: Vec<f64> = self.excess(levels.iter().map(|&l| l as f64));
@@ -452,18 +458,25 @@ impl<'a> Program<'a> {
         }
         peaks.sort_by(|&s, &t| excess[t].total_cmp(&excess[s]).then(s.cmp(&t)));
         peaks.truncate(ROWS_PER_ROUND);
-        peaks.into_iter().filter(|&t| self.add_memory_row(t)).count()
+        peaks
+            .into_iter()
+            .filter(|&t| self.add_memory_row(t))
+            .count()
     }
 }
 
 fn usages_at(node: &super::reduced::ReducedNode, t: usize) -> Vec<u64> {
     let mut usages = Vec::new();
-    let live = |term: &&super::reduced::MemoryTerm| (term.from as usize..term.to as usize).contains(&t);
+    let live =
+        |term: &&super::reduced::MemoryTerm| (term.from as usize..term.to as usize).contains(&t);
     for term in node.memory.iter().filter(live) {
         if usages.is_empty() {
             usages.clone_from(&term.usage);
         } else {
-            usages.iter_mut().zip(&term.usage).for_each(|(sum, u)| *sum += u);
+            usages
+                .iter_mut()
+                .zip(&term.usage)
+                .for_each(|(sum, u)| *sum += u);
         }
     }
     usages
@@ -483,7 +496,11 @@ impl EdgeGrid {
     fn new(e: &Edge) -> EdgeGrid {
         let (n_rows, n_cols) = (e.table.n_rows(), e.table.n_cols());
         let (row_class, rows) = classes((0..n_rows).map(|i| e.table.row(i).to_vec()));
-        let column = |j: usize| (0..n_rows).map(|i| e.table.get(i, j)).collect::<Vec<Cost>>();
+        let column = |j: usize| {
+            (0..n_rows)
+                .map(|i| e.table.get(i, j))
+                .collect::<Vec<Cost>>()
+        };
         let (col_class, cols) = classes((0..n_cols).map(column));
         let mut cells = Vec::new();
         for (r, &i) in rows.iter().enumerate() {

@@ -57,7 +57,12 @@ struct TreeNode {
 
 impl<'a> Search<'a> {
     /// Starts from a choice that fits and picks nothing forbidden.
-    pub fn new(reduced: &'a Reduced, dual: &'a Dual<'a>, choice: Vec<u32>, seed: u64) -> Search<'a> {
+    pub fn new(
+        reduced: &'a Reduced,
+        dual: &'a Dual<'a>,
+        choice: Vec<u32>,
+        seed: u64,
+    ) -> Search<'a> {
         let mut profile = Profile::new(&reduced.limits);
         for (node, &s) in reduced.nodes.iter().zip(&choice) {
             for term in &node.memory {
@@ -87,7 +92,11 @@ impl<'a> Search<'a> {
             let after = self.best_picks(weight);
             if after >= before && weight == 0.0 {
                 // Not even without memory is there anything better; make an equal change only.
-                gain = if after == before && self.try_picks() { 0 } else { gain };
+                gain = if after == before && self.try_picks() {
+                    0
+                } else {
+                    gain
+                };
                 break;
             }
             let after = self.tree_cost(|search, t| search.tree[t].picked);
@@ -115,7 +124,9 @@ impl<'a> Search<'a> {
             if self.position[v as usize] != u32::MAX {
                 continue;
             }
-            let mut inside = self.dual.links[v as usize].iter().filter(|l| self.position[l.other as usize] != u32::MAX);
+            let mut inside = self.dual.links[v as usize]
+                .iter()
+                .filter(|l| self.position[l.other as usize] != u32::MAX);
             if let (Some(link), None) = (inside.next().copied(), inside.next()) {
                 let parent = self.position[link.other as usize];
                 self.add(v, Some((parent, link)));
@@ -133,7 +144,12 @@ impl<'a> Search<'a> {
             picked: 0,
         });
         let links = &self.dual.links[v as usize];
-        self.frontier.extend(links.iter().map(|l| l.other).filter(|u| self.position[*u as usize] == u32::MAX));
+        self.frontier.extend(
+            links
+                .iter()
+                .map(|l| l.other)
+                .filter(|u| self.position[*u as usize] == u32::MAX),
+        );
     }
 
     /// Node costs of the tree, the pairs with nodes outside included.
@@ -157,7 +173,13 @@ impl<'a> Search<'a> {
             let s = pick(self, i) as usize;
             sum += t.costs[s];
             if let Some((parent, link)) = &t.parent {
-                sum += pair(self.reduced, self.dual, link, s, pick(self, *parent as usize) as usize);
+                sum += pair(
+                    self.reduced,
+                    self.dual,
+                    link,
+                    s,
+                    pick(self, *parent as usize) as usize,
+                );
             }
         }
         sum
@@ -214,7 +236,11 @@ impl<'a> Search<'a> {
             if old == t.picked {
                 continue;
             }
-            let (from, to) = if back { (t.picked, old) } else { (old, t.picked) };
+            let (from, to) = if back {
+                (t.picked, old)
+            } else {
+                (old, t.picked)
+            };
             for term in &self.reduced.nodes[t.node as usize].memory {
                 let change = term.usage[to as usize] as i64 - term.usage[from as usize] as i64;
                 self.profile.change(term.from, term.to, change);
@@ -230,7 +256,11 @@ fn cheapest(sums: &[i64]) -> u32 {
 
 fn pair(reduced: &Reduced, dual: &Dual<'_>, link: &Link, mine: usize, theirs: usize) -> i64 {
     let n_cols = reduced.edges[link.edge as usize].table.n_cols();
-    let (row, col) = if link.rows { (mine, theirs) } else { (theirs, mine) };
+    let (row, col) = if link.rows {
+        (mine, theirs)
+    } else {
+        (theirs, mine)
+    };
     dual.tables[link.edge as usize][row * n_cols + col]
 }
 
@@ -261,10 +291,16 @@ fn add_message(reduced: &Reduced, dual: &Dual<'_>, link: &Link, child: &[i64], p
                 *l = (*l).min(cell.wrapping_add(x));
             }
         }
-        parent.iter_mut().zip(&least).for_each(|(x, l)| *x = (*x + l).min(INFINITE));
+        parent
+            .iter_mut()
+            .zip(&least)
+            .for_each(|(x, l)| *x = (*x + l).min(INFINITE));
     } else {
         for (x, row) in parent.iter_mut().zip(table.chunks_exact(n_cols)) {
-            let sums = row.iter().zip(child).map(|(&cell, &c)| cell.wrapping_add(c));
+            let sums = row
+                .iter()
+                .zip(child)
+                .map(|(&cell, &c)| cell.wrapping_add(c));
             *x = (*x + sums.min().unwrap_or(INFINITE)).min(INFINITE);
         }
     }

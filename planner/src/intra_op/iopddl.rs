@@ -58,21 +58,30 @@ pub fn write_solution(choice: &[u32], mut out: impl Write) -> Result<(), IntraOp
 pub fn write_problem(problem: &IntraOpProblem, mut out: impl Write) -> Result<(), IntraOpError> {
     let out = &mut out;
     let name = serde_json::to_string(&problem.name).map_err(IntraOpError::write)?;
-    emit(out, &format!("{{\"problem\":{{\"name\":{name},\"nodes\":{{\"intervals\":["))?;
+    emit(
+        out,
+        &format!("{{\"problem\":{{\"name\":{name},\"nodes\":{{\"intervals\":["),
+    )?;
     emit_list(out, &problem.nodes, |out, node| {
         let [from, to] = node.interval;
         emit(out, &format!("[{from},{to}]"))
     })?;
     emit(out, "],\"costs\":[")?;
-    emit_list(out, &problem.nodes, |out, node| emit_costs(out, &node.costs))?;
+    emit_list(out, &problem.nodes, |out, node| {
+        emit_costs(out, &node.costs)
+    })?;
     emit(out, "],\"usages\":[")?;
     emit_list(out, &problem.nodes, |out, node| {
         serde_json::to_writer(out, &node.usages).map_err(IntraOpError::write)
     })?;
     emit(out, "]},\"edges\":{\"nodes\":[")?;
-    emit_list(out, &problem.edges, |out, e| emit(out, &format!("[{},{}]", e.a, e.b)))?;
+    emit_list(out, &problem.edges, |out, e| {
+        emit(out, &format!("[{},{}]", e.a, e.b))
+    })?;
     emit(out, "],\"costs\":[")?;
-    emit_list(out, &problem.edges, |out, e| emit_costs(out, e.table.cells()))?;
+    emit_list(out, &problem.edges, |out, e| {
+        emit_costs(out, e.table.cells())
+    })?;
     emit(out, "]}")?;
     if let Some(limit) = problem.usage_limit {
         emit(out, &format!(",\"usage_limit\":{limit}"))?;
@@ -210,11 +219,7 @@ fn same_length(place: &str, got: usize, other: &str, want: usize) -> Result<(), 
     Err(IntraOpError::malformed(place.to_string(), detail))
 }
 
-fn edges(
-    nodes: &[Node],
-    ends: &[[u64; 2]],
-    costs: &EdgeCosts,
-) -> Result<Vec<Edge>, IntraOpError> {
+fn edges(nodes: &[Node], ends: &[[u64; 2]], costs: &EdgeCosts) -> Result<Vec<Edge>, IntraOpError> {
     let mut shaped: HashMap<(u32, usize), Arc<Table>> = HashMap::new();
     let mut edges = Vec::with_capacity(ends.len());
     for (e, (&[a, b], &id)) in ends.iter().zip(&costs.of_edge).enumerate() {
@@ -278,12 +283,16 @@ macro_rules! object_visitor {
     };
 }
 
-object_visitor!(Root, "an object with a field \"problem\"", |parts, key, map| {
-    match key {
-        "problem" => map.next_value_seed(Problem(parts))?,
-        _ => drop(map.next_value::<IgnoredAny>()?),
+object_visitor!(
+    Root,
+    "an object with a field \"problem\"",
+    |parts, key, map| {
+        match key {
+            "problem" => map.next_value_seed(Problem(parts))?,
+            _ => drop(map.next_value::<IgnoredAny>()?),
+        }
     }
-});
+);
 
 object_visitor!(Problem, "problem, an object", |parts, key, map| {
     match key {

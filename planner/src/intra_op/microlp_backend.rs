@@ -17,7 +17,11 @@ pub(super) fn run(model: Model, _start: Option<Vec<f64>>, limits: Limits) -> Ans
         .iter()
         .map(|&integer| {
             let v = variable().min(0.0).max(1.0);
-            variables.add(if integer && !limits.relax { v.integer() } else { v })
+            variables.add(if integer && !limits.relax {
+                v.integer()
+            } else {
+                v
+            })
         })
         .collect();
     let weighted = |terms: &mut dyn Iterator<Item = (usize, f64)>| -> Expression {

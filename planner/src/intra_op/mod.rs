@@ -4,8 +4,14 @@
 //! intervals and a budget go in; a choice with a proof (`Optimal`, or a bound and a gap) comes
 //! out. What the nodes mean is the caller's business.
 //!
-//! The phases: [`presolve`](presolve::presolve) shrinks the problem without losing an
-//! optimum.
+//! The phases, in [`solve()`](solve::solve):
+//! * [`presolve`](presolve::presolve) shrinks the problem without losing an optimum;
+//! * `dual` prices memory over time and passes messages: a rigorous bound for any graph;
+//! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
+//! * `dive` and `improve` make and better choices that fit, tree by tree;
+//! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
+//! * `ilp` finishes with HiGHS (or microlp), memory rows added as they are violated;
+//!   `neighbourhood` uses it on parts of what is too large.
 
 mod dive;
 mod dual;
@@ -27,8 +33,8 @@ mod tables;
 mod tighten;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
-pub use solve::{IlpBackend, SolveOptions, SolveResult, SolveStatus, solve};
 pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};
+pub use solve::{IlpBackend, SolveOptions, SolveResult, SolveStatus, solve};
 
 use thiserror::Error;
 

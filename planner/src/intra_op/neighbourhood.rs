@@ -7,12 +7,17 @@ use super::dual::Dual;
 use super::ilp::{IlpOptions, n_columns, solve_ilp};
 use super::improve::Random;
 use super::presolve::{PresolveOptions, presolve_again};
-use super::reduced::{Lift, MemoryTerm, Reduced, ReducedNode};
 use super::problem::{Cost, Edge};
+use super::reduced::{Lift, MemoryTerm, Reduced, ReducedNode};
 use std::time::Duration;
 
 /// A random connected set of nodes whose tables have up to `max_cells` cells.
-pub(super) fn ball(reduced: &Reduced, dual: &Dual<'_>, max_cells: usize, random: &mut Random) -> Vec<u32> {
+pub(super) fn ball(
+    reduced: &Reduced,
+    dual: &Dual<'_>,
+    max_cells: usize,
+    random: &mut Random,
+) -> Vec<u32> {
     let n = reduced.nodes.len();
     let mut inside = vec![false; n];
     let mut members = Vec::new();
@@ -34,7 +39,11 @@ pub(super) fn ball(reduced: &Reduced, dual: &Dual<'_>, max_cells: usize, random:
             if n_cells >= max_cells {
                 break;
             }
-            let mut next: Vec<u32> = links.iter().map(|l| l.other).filter(|u| !inside[*u as usize]).collect();
+            let mut next: Vec<u32> = links
+                .iter()
+                .map(|l| l.other)
+                .filter(|u| !inside[*u as usize])
+                .collect();
             while !next.is_empty() {
                 queue.push_back(next.swap_remove(random.below(next.len())));
             }
@@ -82,7 +91,9 @@ impl Part<'_> {
         let found = better.map(|(_, picks)| {
             let lifted = small.lift(&picks);
             let mut whole = choice.to_vec();
-            self.members.iter().for_each(|&v| whole[v as usize] = lifted[v as usize]);
+            self.members
+                .iter()
+                .for_each(|&v| whole[v as usize] = lifted[v as usize]);
             whole
         });
         (found, outcome.proved)
@@ -102,17 +113,27 @@ fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> 
             ..Reduced::default()
         };
         // Members have no memory in `outside`; their strategies do not matter there.
-        held.iter_mut().zip(&place).filter(|(_, p)| **p != u32::MAX).for_each(|(s, _)| *s = 0);
+        held.iter_mut()
+            .zip(&place)
+            .filter(|(_, p)| **p != u32::MAX)
+            .for_each(|(s, _)| *s = 0);
         outside.levels(&held)
     };
     let node = |&v: &u32| {
         let node = &reduced.nodes[v as usize];
         let mut costs = node.costs.clone();
-        for link in dual.links[v as usize].iter().filter(|l| place[l.other as usize] == u32::MAX) {
+        for link in dual.links[v as usize]
+            .iter()
+            .filter(|l| place[l.other as usize] == u32::MAX)
+        {
             let table = &reduced.edges[link.edge as usize].table;
             let other = choice[link.other as usize] as usize;
             for (s, cost) in costs.iter_mut().enumerate() {
-                *cost = cost.plus(if link.rows { table.get(s, other) } else { table.get(other, s) });
+                *cost = cost.plus(if link.rows {
+                    table.get(s, other)
+                } else {
+                    table.get(other, s)
+                });
             }
         }
         ReducedNode {
@@ -126,11 +147,21 @@ fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> 
         b: place[e.b as usize],
         table: std::sync::Arc::clone(&e.table),
     };
-    let strategies = |&v: &u32| (v, (0..reduced.nodes[v as usize].costs.len() as u32).collect());
+    let strategies = |&v: &u32| {
+        (
+            v,
+            (0..reduced.nodes[v as usize].costs.len() as u32).collect(),
+        )
+    };
     Reduced {
         nodes: members.iter().map(node).collect(),
         edges: reduced.edges.iter().filter(inside).map(moved).collect(),
-        limits: reduced.limits.iter().zip(&levels).map(|(m, l)| m.saturating_sub(*l)).collect(),
+        limits: reduced
+            .limits
+            .iter()
+            .zip(&levels)
+            .map(|(m, l)| m.saturating_sub(*l))
+            .collect(),
         times: reduced.times.clone(),
         offset: 0,
         lift: Lift {
@@ -145,7 +176,11 @@ fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> 
 fn outside(reduced: &Reduced, place: &[u32]) -> Vec<ReducedNode> {
     let node = |(node, &p): (&ReducedNode, &u32)| ReducedNode {
         costs: vec![Cost::ZERO],
-        memory: if p == u32::MAX { node.memory.clone() } else { Vec::<MemoryTerm>::new() },
+        memory: if p == u32::MAX {
+            node.memory.clone()
+        } else {
+            Vec::<MemoryTerm>::new()
+        },
     };
     reduced.nodes.iter().zip(place).map(node).collect()
 }

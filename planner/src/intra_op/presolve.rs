@@ -137,7 +137,10 @@ fn check_magnitudes(problem: &IntraOpProblem) -> Result<(), IntraOpError> {
     let edges: u128 = problem.edges.iter().map(&mut edge_max).sum();
     if nodes + edges >= MAGNITUDE_LIMIT {
         let total = nodes + edges;
-        return Err(IntraOpError::Magnitude { what: "costs", total });
+        return Err(IntraOpError::Magnitude {
+            what: "costs",
+            total,
+        });
     }
     if let Some(limit) = problem.usage_limit {
         let clamped = |n: &super::problem::Node| {
@@ -146,7 +149,10 @@ fn check_magnitudes(problem: &IntraOpProblem) -> Result<(), IntraOpError> {
         };
         let total: u128 = problem.nodes.iter().map(clamped).sum();
         if total > u128::from(limit) && total >= MAGNITUDE_LIMIT {
-            return Err(IntraOpError::Magnitude { what: "usages", total });
+            return Err(IntraOpError::Magnitude {
+                what: "usages",
+                total,
+            });
         }
     }
     Ok(())
@@ -288,7 +294,6 @@ impl Work {
         Ok(self.finish())
     }
 
-
     /// A number that changes whenever a step has changed something.
     fn measure(&self) -> (usize, usize, usize, u64, usize) {
         let alive = || self.nodes.iter().filter(|n| !n.gone);
@@ -369,7 +374,11 @@ impl Work {
         }
         for v in 0..self.nodes.len() as u32 {
             self.nodes[v as usize].dirty = false;
-            let kept: Vec<u32> = (0..).zip(&alive[v as usize]).filter(|(_, a)| **a).map(|(i, _)| i).collect();
+            let kept: Vec<u32> = (0..)
+                .zip(&alive[v as usize])
+                .filter(|(_, a)| **a)
+                .map(|(i, _)| i)
+                .collect();
             self.keep(v, &kept);
         }
         Ok(())
@@ -456,7 +465,11 @@ impl Work {
                 time: self.times[t],
                 by_bytes: over(&t),
             }),
-            _ => Ok(levels.iter().zip(&self.limits).map(|(l, m)| m - l).collect()),
+            _ => Ok(levels
+                .iter()
+                .zip(&self.limits)
+                .map(|(l, m)| m - l)
+                .collect()),
         }
     }
 
@@ -527,7 +540,8 @@ impl Work {
     /// Drops times that cannot be over budget, and times no worse than their neighbour.
     fn drop_times(&mut self) {
         let n = self.limits.len();
-        let (mut delta, mut starts, mut ends) = (vec![0i128; n + 1], vec![false; n + 1], vec![false; n + 1]);
+        let (mut delta, mut starts, mut ends) =
+            (vec![0i128; n + 1], vec![false; n + 1], vec![false; n + 1]);
         for term in self.nodes.iter().flat_map(|n| &n.memory) {
             let most = i128::from(term.usage.iter().copied().max().unwrap_or(0));
             delta[term.from as usize] += most;
@@ -600,7 +614,12 @@ impl Work {
             }
         }
         for node in self.nodes.iter_mut().filter(|n| !n.gone) {
-            let least = node.costs.iter().filter_map(|c| c.value()).min().unwrap_or(0);
+            let least = node
+                .costs
+                .iter()
+                .filter_map(|c| c.value())
+                .min()
+                .unwrap_or(0);
             node.costs.iter_mut().for_each(|c| *c = c.minus(least));
             self.offset += least;
         }
@@ -628,8 +647,10 @@ impl Work {
         let by_row = only_partner(table, false);
         let by_col = only_partner(table, true);
         let degree = |v: u32| self.nodes[v as usize].links.len();
-        let b_follows = |map: Vec<u32>| (self.growth(edge.b, edge.a) <= 0).then_some((edge.b, edge.a, map));
-        let a_follows = |map: Vec<u32>| (self.growth(edge.a, edge.b) <= 0).then_some((edge.a, edge.b, map));
+        let b_follows =
+            |map: Vec<u32>| (self.growth(edge.b, edge.a) <= 0).then_some((edge.b, edge.a, map));
+        let a_follows =
+            |map: Vec<u32>| (self.growth(edge.a, edge.b) <= 0).then_some((edge.a, edge.b, map));
         match (by_row, by_col) {
             (Some(map), Some(_)) if degree(edge.b) <= degree(edge.a) => b_follows(map),
             (Some(_), Some(map)) => a_follows(map),
@@ -726,7 +747,11 @@ impl Work {
 
     /// Decides a node with one strategy, or one without neighbours.
     fn fix(&mut self, v: u32) -> Result<bool, Infeasibility> {
-        let links: Vec<(u32, u32)> = self.nodes[v as usize].links.iter().map(|(&u, &e)| (u, e)).collect();
+        let links: Vec<(u32, u32)> = self.nodes[v as usize]
+            .links
+            .iter()
+            .map(|(&u, &e)| (u, e))
+            .collect();
         for (u, e) in links {
             let table = self.table_from(e, v);
             self.take_edge(e);
@@ -773,7 +798,11 @@ impl Work {
     fn fold_path(&mut self, v: u32, a: u32, b: u32) -> bool {
         let size = |v: u32| self.nodes[v as usize].costs.len();
         let (n_a, n_b, n_v) = (size(a), size(b), size(v));
-        let made = if self.nodes[a as usize].links.contains_key(&b) { 0 } else { n_a * n_b };
+        let made = if self.nodes[a as usize].links.contains_key(&b) {
+            0
+        } else {
+            n_a * n_b
+        };
         if made > n_v * (n_a + n_b) {
             return false;
         }
@@ -786,7 +815,12 @@ impl Work {
         let mut values = Vec::with_capacity(n_a * n_b);
         let mut cells = Vec::with_capacity(n_a * n_b);
         for i in 0..n_a {
-            let row: Vec<Cost> = from_a.row(i).iter().zip(&gone.costs).map(|(w, c)| w.plus(*c)).collect();
+            let row: Vec<Cost> = from_a
+                .row(i)
+                .iter()
+                .zip(&gone.costs)
+                .map(|(w, c)| w.plus(*c))
+                .collect();
             for j in 0..n_b {
                 let (best, s) = least(row.iter().zip(from_b.row(j)).map(|(r, w)| r.plus(*w)));
                 cells.push(best);
@@ -875,17 +909,32 @@ fn supported(table: &Table, from_rows: bool, alive: &[bool]) -> Vec<bool> {
         }
         supported
     } else {
-        let any = |i| table.row(i).iter().zip(alive).any(|(c, a)| *a && !c.is_forbidden());
+        let any = |i| {
+            table
+                .row(i)
+                .iter()
+                .zip(alive)
+                .any(|(c, a)| *a && !c.is_forbidden())
+        };
         (0..table.n_rows()).map(any).collect()
     }
 }
 
 /// For each row (or column) the only allowed partner; `None` if one has several or none.
 fn only_partner(table: &Table, by_col: bool) -> Option<Vec<u32>> {
-    let n = if by_col { table.n_cols() } else { table.n_rows() };
+    let n = if by_col {
+        table.n_cols()
+    } else {
+        table.n_rows()
+    };
     let mut partner = vec![u32::MAX; n];
     for i in 0..table.n_rows() {
-        for (j, _) in table.row(i).iter().enumerate().filter(|(_, c)| !c.is_forbidden()) {
+        for (j, _) in table
+            .row(i)
+            .iter()
+            .enumerate()
+            .filter(|(_, c)| !c.is_forbidden())
+        {
             let (key, value) = if by_col { (j, i) } else { (i, j) };
             if partner[key] != u32::MAX {
                 return None;
@@ -927,14 +976,21 @@ fn undominated(node: &WorkNode, tables: &[Arc<Table>], budget: &mut u64) -> Vec<
     let n = node.costs.len();
     let mut alive = vec![true; n];
     for s in 0..n {
-        let beaten = (0..n).any(|by| by != s && alive[by] && dominates(node, tables, by, s, budget));
+        let beaten =
+            (0..n).any(|by| by != s && alive[by] && dominates(node, tables, by, s, budget));
         alive[s] = !beaten;
     }
     (0..n as u32).filter(|&s| alive[s as usize]).collect()
 }
 
 /// Whether changing `s` to `by` never costs or uses more, whatever the neighbours do.
-fn dominates(node: &WorkNode, tables: &[Arc<Table>], by: usize, s: usize, budget: &mut u64) -> bool {
+fn dominates(
+    node: &WorkNode,
+    tables: &[Arc<Table>],
+    by: usize,
+    s: usize,
+    budget: &mut u64,
+) -> bool {
     let (Some(cost_by), cost_s) = (node.costs[by].value(), node.costs[s].value()) else {
         return false;
     };
@@ -972,7 +1028,8 @@ fn dominates(node: &WorkNode, tables: &[Arc<Table>], by: usize, s: usize, budget
 ///
 /// A level can only be highest where something starts, and right before something ends.
 fn compress_times(problem: &IntraOpProblem) -> (Vec<u64>, Vec<(u32, u32)>) {
-    let live = |n: &&super::problem::Node| problem.usage_limit.is_some() && n.interval[0] < n.interval[1];
+    let live =
+        |n: &&super::problem::Node| problem.usage_limit.is_some() && n.interval[0] < n.interval[1];
     let mut events: Vec<(u64, bool)> = Vec::new();
     for node in problem.nodes.iter().filter(live) {
         events.push((node.interval[0], true));

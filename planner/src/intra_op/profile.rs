@@ -1,4 +1,5 @@
-//! Memory in use over time against the budgets: a segment tree with range add and range max.
+//! Memory in use over time against the budgets: a segment tree with range add and the
+//! largest of all.
 //!
 //! Invariant: `max` of a node is the largest level minus limit below it, pending adds of its
 //! ancestors not included.
@@ -68,39 +69,16 @@ impl Profile {
 
     /// By how much the limit is exceeded at the worst time; negative if there is room.
     pub fn worst(&self) -> i64 {
-        if self.n_times == 0 { i64::MIN / 4 } else { self.max[1] }
+        if self.n_times == 0 {
+            i64::MIN / 4
+        } else {
+            self.max[1]
+        }
     }
 
     /// Whether every budget is kept.
     pub fn fits(&self) -> bool {
         self.worst() <= 0
-    }
-
-    /// The first time at which the worst is reached.
-    pub fn worst_time(&self) -> usize {
-        let mut i = 1;
-        while i < self.n_leaves {
-            i = if self.max[2 * i] >= self.max[2 * i + 1] { 2 * i } else { 2 * i + 1 };
-        }
-        i - self.n_leaves
-    }
-
-    /// The largest level minus limit at the times `from..to`.
-    pub fn worst_in(&self, from: u32, to: u32) -> i64 {
-        self.query(1, 0, self.n_leaves, from as usize, to as usize)
-    }
-
-    fn query(&self, i: usize, low: usize, high: usize, from: usize, to: usize) -> i64 {
-        if from <= low && high <= to {
-            return self.max[i];
-        }
-        if to <= low || high <= from {
-            return i64::MIN / 4;
-        }
-        let middle = low.midpoint(high);
-        let left = self.query(2 * i, low, middle, from, to);
-        let right = self.query(2 * i + 1, middle, high, from, to);
-        left.max(right) + self.add[i]
     }
 }
 
@@ -123,13 +101,11 @@ mod tests {
             let to = from + 1 + random(13 - from);
             let bytes = i64::from(random(21)) - 10;
             profile.change(from, to, bytes);
-            plain[from as usize..to as usize].iter_mut().for_each(|x| *x += bytes);
+            plain[from as usize..to as usize]
+                .iter_mut()
+                .for_each(|x| *x += bytes);
             assert_eq!(Some(profile.worst()), plain.iter().copied().max());
-            let from = random(13);
-            let to = from + 1 + random(13 - from);
-            let expected = plain[from as usize..to as usize].iter().copied().max();
-            assert_eq!(Some(profile.worst_in(from, to)), expected);
-            assert_eq!(plain[profile.worst_time()], profile.worst());
+            assert_eq!(profile.fits(), plain.iter().all(|x| *x <= 0));
         }
     }
 }

@@ -106,7 +106,10 @@ impl Reduced {
     /// Whether a choice fits the budgets.
     pub fn fits(&self, choice: &[u32]) -> bool {
         let levels = self.levels(choice);
-        levels.iter().zip(&self.limits).all(|(level, limit)| level <= limit)
+        levels
+            .iter()
+            .zip(&self.limits)
+            .all(|(level, limit)| level <= limit)
     }
 
     /// The choice for the original problem that this choice stands for.

@@ -72,7 +72,12 @@ impl Tables {
         if let Some(known) = self.sums.get(&key) {
             return Arc::clone(known);
         }
-        let cells: Vec<Cost> = x.cells().iter().zip(y.cells()).map(|(x, y)| x.plus(*y)).collect();
+        let cells: Vec<Cost> = x
+            .cells()
+            .iter()
+            .zip(y.cells())
+            .map(|(x, y)| x.plus(*y))
+            .collect();
         let made = Table::new(x.n_rows(), x.n_cols(), cells).expect("summands have one shape");
         let made = self.interned(Arc::new(made));
         self.sums.insert(key, Arc::clone(&made));
@@ -114,9 +119,8 @@ impl Tables {
 
 fn normalise(table: &Table) -> Normal {
     let (n_rows, n_cols) = (table.n_rows(), table.n_cols());
-    let finite_min = |costs: &mut dyn Iterator<Item = Cost>| {
-        costs.filter_map(Cost::value).min().unwrap_or(0)
-    };
+    let finite_min =
+        |costs: &mut dyn Iterator<Item = Cost>| costs.filter_map(Cost::value).min().unwrap_or(0);
     let row_minima: Vec<u64> = (0..n_rows)
         .map(|i| finite_min(&mut table.row(i).iter().copied()))
         .collect();

@@ -26,7 +26,13 @@ pub(super) fn tighten(reduced: &Reduced, dual: &Dual<'_>, cost: u64) -> Tightene
         dual.gather(v, &mut sum);
         let least = sum.iter().copied().min().unwrap_or(0);
         let above: Vec<i128> = sum.iter().map(|x| i128::from(*x - least)).collect();
-        keep.push((0..).zip(&above).filter(|(_, x)| **x <= room).map(|(s, _)| s).collect());
+        keep.push(
+            (0..)
+                .zip(&above)
+                .filter(|(_, x)| **x <= room)
+                .map(|(s, _)| s)
+                .collect(),
+        );
         excess.push(above);
     }
     let edge = |(e, edge): (usize, &Edge)| {
@@ -36,14 +42,22 @@ pub(super) fn tighten(reduced: &Reduced, dual: &Dual<'_>, cost: u64) -> Tightene
         let cell = |i: usize, j: usize| {
             let left = dual.tables[e][i * n_cols + j] - to_a[i] - to_b[j];
             let fits = i128::from(left) + above_a[i] + above_b[j] <= room;
-            if fits { edge.table.get(i, j) } else { Cost::FORBIDDEN }
+            if fits {
+                edge.table.get(i, j)
+            } else {
+                Cost::FORBIDDEN
+            }
         };
         let table = Table::from_fn(edge.table.n_rows(), n_cols, cell);
         let same = table == *edge.table;
         Edge {
             a: edge.a,
             b: edge.b,
-            table: if same { Arc::clone(&edge.table) } else { Arc::new(table) },
+            table: if same {
+                Arc::clone(&edge.table)
+            } else {
+                Arc::new(table)
+            },
         }
     };
     let edges = reduced.edges.iter().enumerate().map(edge).collect();
