@@ -12,15 +12,14 @@ mod fuzz;
 mod mutate;
 #[path = "mutations/oracle.rs"]
 mod oracle;
-#[path = "mutations/plans.rs"]
-mod plans;
 
-use ir::Precision;
 use ir::plan::{Plan, ScheduleKind};
 use ir::program::Program;
 use ir::training::TrainingGraph;
 use mutate::CLASSES;
-use plans::{Random, SEQUENCE, Setup, mlp, random_plan};
+use ir::{Precision, TrainSpec};
+use tests::plans;
+use tests::plans::{Random, SEQUENCE, Setup, mlp, random_plan};
 
 struct Case {
     plan: Plan,
@@ -32,13 +31,16 @@ fn case(random: &mut Random) -> Case {
     let layers = [&[3][..], &[1, 2], &[2, 1], &[1, 1, 1]][random.below(4)].to_vec();
     let axes = [&[1][..], &[2], &[4], &[2, 2], &[3, 2], &[2, 2, 2]][random.below(6)].to_vec();
     let setup = Setup {
-        layers,
-        axes,
+        stages: layers.iter().map(|&n| (n, axes.clone())).collect(),
         microbatch: [1, 3, 4][random.below(3)],
         n_microbatches: [1, 2, 3, 5][random.below(4)],
-        sequence: SEQUENCE,
         schedule: [ScheduleKind::GPipe, ScheduleKind::OneFOneB][random.below(2)],
-        precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
+        train: TrainSpec {
+            sequence: SEQUENCE,
+            precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
+            ..TrainSpec::default()
+        },
+        ..Setup::default()
     };
     let (plan, training) = random_plan(&mlp(1), &setup, random);
     let program = lowering::lower(&plan).unwrap();
@@ -87,15 +89,17 @@ fn lowered_models_are_proved() {
         };
         let forward = import::model_graph(&config, &options).unwrap();
         for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-            let layers = vec![2, forward.layers.len() as u32 - 3, 1];
+            let layers = [2, forward.layers.len() as u32 - 3, 1];
             let setup = Setup {
-                layers,
-                axes: vec![2, 3],
+                stages: layers.map(|n| (n, vec![2, 3])).to_vec(),
                 microbatch: 4,
                 n_microbatches: 6,
-                sequence: 16,
-                schedule: ScheduleKind::OneFOneB,
-                precision,
+                train: TrainSpec {
+                    sequence: 16,
+                    precision,
+                    ..TrainSpec::default()
+                },
+                ..Setup::default()
             };
             let (plan, training) = random_plan(&forward, &setup, &mut random);
             assert_eq!(list(&checker::check_plan(&plan)), "");

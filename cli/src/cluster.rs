@@ -16,13 +16,21 @@ const CALIBRATED: &str = "cluster.toml";
 /// writes; anything else is a preset.
 pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluster, Failure> {
     let mut cluster = read(name)?;
-    let usage = |flag: &str, n: u32, problem: String| Failure::new(Exit::Usage, format!("--{flag} {n}: cluster `{name}`: {problem}"));
+    let usage = |flag: &str, n: u32, problem: String| {
+        Failure::new(
+            Exit::Usage,
+            format!("--{flag} {n}: cluster `{name}`: {problem}"),
+        )
+    };
     if let Some(n) = hosts {
         cluster = presets::with_hosts(cluster, n).map_err(|p| usage("hosts", n, p))?;
     }
     if let Some(n) = ranks {
         if cluster.pool.is_none() {
-            return Err(usage("ranks", n, "its devices do not share processors".into()).help("use --hosts to change the size of a cluster of GPUs"));
+            return Err(
+                usage("ranks", n, "its devices do not share processors".into())
+                    .help("use --hosts to change the size of a cluster of GPUs"),
+            );
         }
         cluster = presets::with_ranks(cluster, n).map_err(|p| usage("ranks", n, p))?;
     }
@@ -37,16 +45,28 @@ fn read(name: &str) -> Result<Cluster, Failure> {
     if path.exists() || name.contains(['/', '.']) {
         let file = path.display().to_string();
         let text = files::read_text(path, "cluster", files::SMALL)?;
-        let is_json = path.extension().is_some_and(|e| e == "json") || text.trim_start().starts_with('{');
-        return if is_json { checked(&file, &text, document::json(&file, &text, "cluster")?) } else { from_toml(&file, &text) };
+        let is_json =
+            path.extension().is_some_and(|e| e == "json") || text.trim_start().starts_with('{');
+        return if is_json {
+            checked(&file, &text, document::json(&file, &text, "cluster")?)
+        } else {
+            from_toml(&file, &text)
+        };
     }
     if name == "cpu" {
-        return Err(Failure::new(Exit::BadInput, "there is no cluster.toml here, which the cluster `cpu` means").help("measure this machine first: meshwright calibrate"));
+        return Err(Failure::new(
+            Exit::BadInput,
+            "there is no cluster.toml here, which the cluster `cpu` means",
+        )
+        .help("measure this machine first: meshwright calibrate"));
     }
     let known = presets::names();
     let help = match files::closest(name, known.iter().copied()) {
         Some(near) => format!("did you mean `{near}`? Presets are {}", known.join(", ")),
-        None => format!("presets are {}; a file is named with its ending, such as cluster.toml", known.join(", ")),
+        None => format!(
+            "presets are {}; a file is named with its ending, such as cluster.toml",
+            known.join(", ")
+        ),
     };
     Err(Failure::new(Exit::BadInput, format!("there is no cluster `{name}`")).help(help))
 }
@@ -58,12 +78,19 @@ fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {
 /// The cluster, if its figures make sense; else all that do not, the first with its place.
 fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure> {
     let problems = cluster.problems();
-    let Some(first) = problems.first() else { return Ok(cluster) };
+    let Some(first) = problems.first() else {
+        return Ok(cluster);
+    };
     let message = match problems.len() {
         1 => format!("{file}: {first}"),
-        n => format!("{file}: {n} figures make no sense:\n  {}", problems.join("\n  ")),
+        n => format!(
+            "{file}: {n} figures make no sense:\n  {}",
+            problems.join("\n  ")
+        ),
     };
-    let failure = Failure::new(Exit::BadInput, message).help("examples of cluster files are in clusters/, what each key means is in docs/cost-model.md");
+    let failure = Failure::new(Exit::BadInput, message).help(
+        "examples of cluster files are in clusters/, what each key means is in docs/cost-model.md",
+    );
     let key = first.split(' ').next().unwrap_or_default();
     Err(match document::find_key(text, key) {
         Some((at, len)) => failure.place(file, text, at, len, "this key"),

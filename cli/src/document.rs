@@ -12,27 +12,47 @@ pub fn json<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
         let key = e.path().to_string();
         json_failure(file, text, what, &key, e.inner())
     })?;
-    parser.end().map_err(|e| json_failure(file, text, what, ".", &e))?;
+    parser
+        .end()
+        .map_err(|e| json_failure(file, text, what, ".", &e))?;
     Ok(value)
 }
 
 fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::Error) -> Failure {
     let full = e.to_string();
-    let problem = full.rsplit_once(" at line ").map_or(full.as_str(), |(p, _)| p);
-    let at = if matches!(key, "." | "" | "?") { String::new() } else { format!("`{key}`: ") };
+    let problem = full
+        .rsplit_once(" at line ")
+        .map_or(full.as_str(), |(p, _)| p);
+    let at = if matches!(key, "." | "" | "?") {
+        String::new()
+    } else {
+        format!("`{key}`: ")
+    };
     let (line, column) = (e.line(), e.column());
-    let failure = Failure::new(Exit::BadInput, format!("{file}:{line}:{column}: {at}{problem}")).place(file, text, offset(text, line, column), 1, "here");
+    let failure = Failure::new(
+        Exit::BadInput,
+        format!("{file}:{line}:{column}: {at}{problem}"),
+    )
+    .place(file, text, offset(text, line, column), 1, "here");
     match e.classify() {
-        serde_json::error::Category::Eof => failure.help(format!("the file ends too early: it was cut off, or is no {what}")),
+        serde_json::error::Category::Eof => failure.help(format!(
+            "the file ends too early: it was cut off, or is no {what}"
+        )),
         serde_json::error::Category::Syntax => failure.help(format!("expected a {what} in JSON")),
-        _ => failure.help(format!("expected a {what}; its form is in `meshwright schema`")),
+        _ => failure.help(format!(
+            "expected a {what}; its form is in `meshwright schema`"
+        )),
     }
 }
 
 /// Byte offset of serde_json's line and column: the byte before the column count, as it
 /// counts what it has read.
 fn offset(text: &str, line: usize, column: usize) -> usize {
-    let start: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+    let start: usize = text
+        .split_inclusive('\n')
+        .take(line.saturating_sub(1))
+        .map(str::len)
+        .sum();
     start + column.saturating_sub(1)
 }
 
@@ -41,9 +61,12 @@ pub fn toml<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
     toml::from_str(text).map_err(|e| {
         let span = e.span().unwrap_or(0..0);
         let (line, column) = line_column(text, span.start);
-        Failure::new(Exit::BadInput, format!("{file}:{line}:{column}: {}", e.message()))
-            .place(file, text, span.start, span.len(), "here")
-            .help(format!("expected a {what} in TOML"))
+        Failure::new(
+            Exit::BadInput,
+            format!("{file}:{line}:{column}: {}", e.message()),
+        )
+        .place(file, text, span.start, span.len(), "here")
+        .help(format!("expected a {what} in TOML"))
     })
 }
 
@@ -60,10 +83,18 @@ pub fn find_key(text: &str, path: &str) -> Option<(usize, usize)> {
     let last = path.rsplit('.').next().filter(|k| !k.is_empty())?;
     let is_key = |at: usize| {
         let before = text[..at].chars().next_back();
-        let after = text[at + last.len()..].trim_start_matches('"').trim_start().chars().next();
-        before.is_none_or(|c| !c.is_alphanumeric() && c != '_' && c != '.') && matches!(after, Some('=' | ':'))
+        let after = text[at + last.len()..]
+            .trim_start_matches('"')
+            .trim_start()
+            .chars()
+            .next();
+        before.is_none_or(|c| !c.is_alphanumeric() && c != '_' && c != '.')
+            && matches!(after, Some('=' | ':'))
     };
-    let mut found = text.match_indices(last).map(|(at, _)| at).filter(|at| is_key(*at));
+    let mut found = text
+        .match_indices(last)
+        .map(|(at, _)| at)
+        .filter(|at| is_key(*at));
     match (found.next(), found.next()) {
         (Some(at), None) => Some((at, last.len())),
         _ => None,

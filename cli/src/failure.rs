@@ -53,7 +53,13 @@ const LONGEST_LINE_SHOWN: usize = 300;
 impl Failure {
     /// A failure with a message, which names the file where there is one.
     pub fn new(exit: Exit, message: impl fmt::Display) -> Self {
-        Failure(Box::new(Parts { exit, message: message.to_string(), help: None, source: None, label: None }))
+        Failure(Box::new(Parts {
+            exit,
+            message: message.to_string(),
+            help: None,
+            source: None,
+            label: None,
+        }))
     }
     /// Adds the way out.
     pub fn help(mut self, help: impl Into<String>) -> Self {
@@ -61,7 +67,14 @@ impl Failure {
         self
     }
     /// Shows `len` bytes of `text` from byte `start`, with `label` under them.
-    pub fn place(mut self, file: &str, text: &str, start: usize, len: usize, label: impl Into<String>) -> Self {
+    pub fn place(
+        mut self,
+        file: &str,
+        text: &str,
+        start: usize,
+        len: usize,
+        label: impl Into<String>,
+    ) -> Self {
         let start = floor_char(text, start.min(text.len()));
         let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
         let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
@@ -95,16 +108,26 @@ impl std::error::Error for Failure {}
 
 impl miette::Diagnostic for Failure {
     fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        Some(Box::new(format!("{} (exit code {})", self.0.exit.name(), self.0.exit as u8)))
+        Some(Box::new(format!(
+            "{} (exit code {})",
+            self.0.exit.name(),
+            self.0.exit as u8
+        )))
     }
     fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        self.0.help.as_ref().map(|h| Box::new(h) as Box<dyn fmt::Display>)
+        self.0
+            .help
+            .as_ref()
+            .map(|h| Box::new(h) as Box<dyn fmt::Display>)
     }
     fn source_code(&self) -> Option<&dyn SourceCode> {
         self.0.source.as_ref().map(|s| s as &dyn SourceCode)
     }
     fn labels(&self) -> Option<Box<dyn Iterator<Item = LabeledSpan> + '_>> {
-        self.0.label.clone().map(|l| Box::new(std::iter::once(l)) as Box<dyn Iterator<Item = LabeledSpan>>)
+        self.0
+            .label
+            .clone()
+            .map(|l| Box::new(std::iter::once(l)) as Box<dyn Iterator<Item = LabeledSpan>>)
     }
 }
 
@@ -119,20 +142,37 @@ impl From<planner::PlanError> for Failure {
         use planner::PlanError::*;
         let (exit, help) = match &e {
             Input(_) => (Exit::BadInput, None),
-            Strategies(_) | NoTiling { .. } => (Exit::Infeasible, Some("loosen or remove pins, or change --global-batch")),
-            Memory { .. } | Overrun { .. } => {
-                (Exit::Infeasible, Some("use more devices (--hosts), a smaller --global-batch or microbatch, --precision bf16, or remove pins"))
-            }
-            Lower(_) => (Exit::Internal, Some("this is a defect of the planner; please report it with the command line")),
+            Strategies(_) | NoTiling { .. } => (
+                Exit::Infeasible,
+                Some("loosen or remove pins, or change --global-batch"),
+            ),
+            Memory { .. } | Overrun { .. } => (
+                Exit::Infeasible,
+                Some(
+                    "use more devices (--hosts), a smaller --global-batch or microbatch, --precision bf16, or remove pins",
+                ),
+            ),
+            Lower(_) => (
+                Exit::Internal,
+                Some("this is a defect of the planner; please report it with the command line"),
+            ),
         };
         let failure = Failure::new(exit, &e);
-        if let Some(help) = help { failure.help(help) } else { failure }
+        if let Some(help) = help {
+            failure.help(help)
+        } else {
+            failure
+        }
     }
 }
 
 impl From<lowering::LowerError> for Failure {
     fn from(e: lowering::LowerError) -> Self {
-        Failure::new(Exit::CheckFailed, format!("the plan cannot be lowered: {e}")).help("make the plan again with `meshwright compile`")
+        Failure::new(
+            Exit::CheckFailed,
+            format!("the plan cannot be lowered: {e}"),
+        )
+        .help("make the plan again with `meshwright compile`")
     }
 }
 

@@ -20,7 +20,11 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
     let bad = |problem: String| Failure::new(Exit::BadInput, format!("{shown}: {problem}"));
     let io = |e: std::io::Error| {
         let failure = bad(format!("cannot read the {what}: {e}"));
-        if e.kind() == ErrorKind::NotFound { failure.help(missing_help(path)) } else { failure }
+        if e.kind() == ErrorKind::NotFound {
+            failure.help(missing_help(path))
+        } else {
+            failure
+        }
     };
     let meta = std::fs::metadata(path).map_err(io)?;
     if meta.is_dir() {
@@ -28,24 +32,42 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
     }
     let mut bytes = Vec::new();
     // Pipes have no length, so the limit is on what is read.
-    File::open(path).map_err(io)?.take(limit + 1).read_to_end(&mut bytes).map_err(io)?;
+    File::open(path)
+        .map_err(io)?
+        .take(limit + 1)
+        .read_to_end(&mut bytes)
+        .map_err(io)?;
     if bytes.len() as u64 > limit {
-        return Err(bad(format!("is larger than {}, the limit of a {what} file", ir::Bytes(limit))));
+        return Err(bad(format!(
+            "is larger than {}, the limit of a {what} file",
+            ir::Bytes(limit)
+        )));
     }
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(bad(format!("is empty, expected a {what}")));
     }
-    String::from_utf8(bytes).map_err(|e| bad(format!("is not text: not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
+    String::from_utf8(bytes).map_err(|e| {
+        bad(format!(
+            "is not text: not UTF-8 at byte {}",
+            e.utf8_error().valid_up_to()
+        ))
+    })
 }
 
 /// What to do about a missing file: a name that is close, or where we looked.
 fn missing_help(path: &Path) -> String {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let wanted = path.file_name().unwrap_or_default().to_string_lossy();
     let Ok(entries) = std::fs::read_dir(folder) else {
         return format!("the folder {} does not exist", folder.display());
     };
-    let names: Vec<String> = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    let names: Vec<String> = entries
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
     match closest(&wanted, names.iter().map(String::as_str)) {
         Some(name) => format!("did you mean `{}`?", folder.join(name).display()),
         None => "check the path".into(),
@@ -54,42 +76,80 @@ fn missing_help(path: &Path) -> String {
 
 /// The name most like `wanted`, if any is like it at all; ties go to the first in order.
 pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let mut all: Vec<(f64, &str)> = names.map(|n| (strsim::jaro_winkler(wanted, n), n)).filter(|(s, _)| *s > 0.8).collect();
+    let mut all: Vec<(f64, &str)> = names
+        .map(|n| (strsim::jaro_winkler(wanted, n), n))
+        .filter(|(s, _)| *s > 0.8)
+        .collect();
     all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
     all.first().map(|(_, n)| *n)
 }
 
 /// Writes a file whole or not at all: beside its place first, then renamed into it.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let error = |e: std::io::Error| Failure::new(Exit::BadInput, format!("{}: cannot write: {e}", path.display()));
+    let error = |e: std::io::Error| {
+        Failure::new(
+            Exit::BadInput,
+            format!("{}: cannot write: {e}", path.display()),
+        )
+    };
     if path.is_dir() {
-        return Err(Failure::new(Exit::BadInput, format!("{}: is a folder, expected the name of a file to write", path.display())));
+        return Err(Failure::new(
+            Exit::BadInput,
+            format!(
+                "{}: is a folder, expected the name of a file to write",
+                path.display()
+            ),
+        ));
     }
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     builder.prefix(".meshwright-");
     // As any new file, less the umask; temporary files are private otherwise.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let mut file = builder.tempfile_in(folder).map_err(error)?;
-    file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(error)?;
+    file.write_all(bytes)
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(error)?;
     file.persist(path).map(|_| ()).map_err(|e| error(e.error))
 }
 
 /// Fails early when `path` cannot be written, so that a long run does not end in nothing.
 pub fn check_writable(path: &Path) -> Result<(), Failure> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     if path.is_dir() {
-        return Err(Failure::new(Exit::BadInput, format!("{}: is a folder, expected the name of a file to write", path.display())));
+        return Err(Failure::new(
+            Exit::BadInput,
+            format!(
+                "{}: is a folder, expected the name of a file to write",
+                path.display()
+            ),
+        ));
     }
-    tempfile::Builder::new().prefix(".meshwright-").tempfile_in(folder).map(|_| ()).map_err(|e| {
-        Failure::new(Exit::BadInput, format!("{}: cannot write: {e}", path.display())).help(format!("make the folder {} first", folder.display()))
-    })
+    tempfile::Builder::new()
+        .prefix(".meshwright-")
+        .tempfile_in(folder)
+        .map(|_| ())
+        .map_err(|e| {
+            Failure::new(
+                Exit::BadInput,
+                format!("{}: cannot write: {e}", path.display()),
+            )
+            .help(format!("make the folder {} first", folder.display()))
+        })
 }
 
 /// A fingerprint of a document's bytes: FNV-1a, 64 bits. Tells documents apart; no protection
 /// against forgery.
 pub fn fingerprint(bytes: &[u8]) -> String {
-    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3));
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| {
+        (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
     format!("fnv1a64:{hash:016x}")
 }

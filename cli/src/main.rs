@@ -63,7 +63,9 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
 /// reports them itself.
 fn install_panic_message() {
     std::panic::set_hook(Box::new(|info| {
-        eprintln!("internal error: {info}\nThis is a defect of meshwright; please report it with the command line.");
+        eprintln!(
+            "internal error: {info}\nThis is a defect of meshwright; please report it with the command line."
+        );
     }));
 }
 
@@ -73,6 +75,14 @@ fn set_error_style() {
     // Fails only when a style is set already, and then that one serves.
     let _ = miette::set_hook(Box::new(move |_| {
         let options = miette::MietteHandlerOpts::new().context_lines(1);
-        Box::new(if terminal { options.build() } else { options.wrap_lines(false).break_words(false).color(false).build() })
+        Box::new(if terminal {
+            options.build()
+        } else {
+            options
+                .wrap_lines(false)
+                .break_words(false)
+                .color(false)
+                .build()
+        })
     }));
 }

@@ -21,7 +21,9 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     let file = config_path(path);
     let text = files::read_text(&file, "model", files::LARGE)?;
     let name = file.display().to_string();
-    if text.trim_start().starts_with(['{', '[', '"']) || file.extension().is_some_and(|e| e == "json") {
+    if text.trim_start().starts_with(['{', '[', '"'])
+        || file.extension().is_some_and(|e| e == "json")
+    {
         return Ok(Model::Config(parse_config(&name, &text)?));
     }
     let graph = ir::text::parse(&text).map_err(|e| {
@@ -32,8 +34,27 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     if broken.is_empty() {
         return Ok(Model::Graph(Box::new(graph)));
     }
-    let list: Vec<String> = broken.iter().take(20).map(|v| format!("  {}: {}: expected {}, found {}", v.path, v.rule.name(), v.expected, v.actual)).collect();
-    Err(Failure::new(Exit::BadInput, format!("{name}: the graph breaks {} rules:\n{}", broken.len(), list.join("\n"))))
+    let list: Vec<String> = broken
+        .iter()
+        .take(20)
+        .map(|v| {
+            format!(
+                "  {}: {}: expected {}, found {}",
+                v.path,
+                v.rule.name(),
+                v.expected,
+                v.actual
+            )
+        })
+        .collect();
+    Err(Failure::new(
+        Exit::BadInput,
+        format!(
+            "{name}: the graph breaks {} rules:\n{}",
+            broken.len(),
+            list.join("\n")
+        ),
+    ))
 }
 
 /// The configuration at `path`, a file or its folder.
@@ -44,7 +65,11 @@ pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
 }
 
 fn config_path(path: &Path) -> PathBuf {
-    if path.is_dir() { path.join("config.json") } else { path.to_path_buf() }
+    if path.is_dir() {
+        path.join("config.json")
+    } else {
+        path.to_path_buf()
+    }
 }
 
 fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
@@ -68,7 +93,11 @@ fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
 
 /// The byte at a line and column, both from 1.
 fn byte_of(text: &str, line: usize, column: usize) -> usize {
-    let start: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+    let start: usize = text
+        .split_inclusive('\n')
+        .take(line.saturating_sub(1))
+        .map(str::len)
+        .sum();
     debug_assert!(line_column(text, start).0 <= line.max(1));
     start + column.saturating_sub(1)
 }
@@ -85,15 +114,21 @@ impl Model {
     /// The forward graph.
     pub fn graph(self, sequence: u64, dropout: f64) -> Result<Graph, Failure> {
         match self {
-            Model::Config(c) => model_graph(&c, &BuildOptions { sequence, dropout }).map_err(|e| match &e {
-                ImportError::Option { option, .. } => {
-                    let help = format!("set --{option}");
-                    Failure::from(e).help(help)
-                }
-                _ => Failure::from(e),
-            }),
+            Model::Config(c) => {
+                model_graph(&c, &BuildOptions { sequence, dropout }).map_err(|e| match &e {
+                    ImportError::Option { option, .. } => {
+                        let help = format!("set --{option}");
+                        Failure::from(e).help(help)
+                    }
+                    _ => Failure::from(e),
+                })
+            }
             Model::Graph(g) => match sequence_of(&g) {
-                Some(n) if n != sequence => Err(Failure::new(Exit::Usage, format!("--sequence is {sequence}, but the graph's tokens are [B,{n}]")).help(format!("leave --sequence out or set it to {n}"))),
+                Some(n) if n != sequence => Err(Failure::new(
+                    Exit::Usage,
+                    format!("--sequence is {sequence}, but the graph's tokens are [B,{n}]"),
+                )
+                .help(format!("leave --sequence out or set it to {n}"))),
                 _ => Ok(*g),
             },
         }
@@ -102,7 +137,14 @@ impl Model {
 
 /// Second dim of the tokens input.
 fn sequence_of(graph: &Graph) -> Option<u64> {
-    let tokens = graph.ops().iter().find(|op| matches!(op.kind, OpKind::Input { kind: InputKind::Tokens }))?;
+    let tokens = graph.ops().iter().find(|op| {
+        matches!(
+            op.kind,
+            OpKind::Input {
+                kind: InputKind::Tokens
+            }
+        )
+    })?;
     match graph.ty(*tokens.outputs.first()?).shape.0.get(1)? {
         Dim::Fixed(n) => Some(*n),
         Dim::Batch => None,

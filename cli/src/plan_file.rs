@@ -33,7 +33,12 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
         return Err(rejected(&format!("{name}: the plan"), &violations));
     }
     let (training, program) = lower(&plan)?;
-    Ok(Loaded { plan, training, program, hash })
+    Ok(Loaded {
+        plan,
+        training,
+        program,
+        hash,
+    })
 }
 
 /// The plan at `path` and its fingerprint, not yet checked.
@@ -55,7 +60,11 @@ pub fn lower(plan: &Plan) -> Result<(TrainingGraph, Program), Failure> {
 /// Proves the program, or says what is wrong with it.
 pub fn check_program(loaded: &Loaded) -> Result<(), Failure> {
     let violations = checker::check_program(&loaded.plan, &loaded.training, &loaded.program);
-    if violations.is_empty() { Ok(()) } else { Err(rejected("the program of the plan", &violations)) }
+    if violations.is_empty() {
+        Ok(())
+    } else {
+        Err(rejected("the program of the plan", &violations))
+    }
 }
 
 /// Violations that are listed in a message.
@@ -63,18 +72,28 @@ const LISTED: usize = 20;
 
 /// The failure that `what` breaks rules.
 pub fn rejected(what: &str, violations: &[Violation]) -> Failure {
-    let mut message = format!("{what} breaks {} rule{}:", violations.len(), if violations.len() == 1 { "" } else { "s" });
+    let mut message = format!(
+        "{what} breaks {} rule{}:",
+        violations.len(),
+        if violations.len() == 1 { "" } else { "s" }
+    );
     for v in violations.iter().take(LISTED) {
         message += &format!("\n  {v}");
     }
     if violations.len() > LISTED {
         message += &format!("\n  and {} more", violations.len() - LISTED);
     }
-    Failure::new(Exit::CheckFailed, message).help("undo what was edited by hand, or make the plan again with `meshwright compile`")
+    Failure::new(Exit::CheckFailed, message)
+        .help("undo what was edited by hand, or make the plan again with `meshwright compile`")
 }
 
 /// The plan as a document.
 pub fn to_text(plan: &Plan) -> Result<String, Failure> {
-    let text = serde_json::to_string_pretty(plan).map_err(|e| Failure::new(Exit::Internal, format!("the plan cannot be written as JSON: {e}")))?;
+    let text = serde_json::to_string_pretty(plan).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("the plan cannot be written as JSON: {e}"),
+        )
+    })?;
     Ok(text + "\n")
 }

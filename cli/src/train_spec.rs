@@ -67,7 +67,11 @@ impl<'de> Deserialize<'de> for Clip {
                 Ok(Clip(Some(x as f64)))
             }
             fn visit_str<E: Error>(self, x: &str) -> Result<Clip, E> {
-                if x == "none" { Ok(Clip(None)) } else { Err(E::invalid_value(serde::de::Unexpected::Str(x), &self)) }
+                if x == "none" {
+                    Ok(Clip(None))
+                } else {
+                    Err(E::invalid_value(serde::de::Unexpected::Str(x), &self))
+                }
             }
         }
         d.deserialize_any(ClipVisitor)
@@ -77,7 +81,10 @@ impl<'de> Deserialize<'de> for Clip {
 /// The spec that `args` ask for; `max_sequence` bounds the default sequence.
 pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSpec, Failure> {
     let default = TrainSpec::default();
-    let mut spec = TrainSpec { sequence: max_sequence.map_or(default.sequence, |m| m.min(default.sequence)), ..default };
+    let mut spec = TrainSpec {
+        sequence: max_sequence.map_or(default.sequence, |m| m.min(default.sequence)),
+        ..default
+    };
     if let Some(path) = &args.file {
         let name = path.display().to_string();
         let text = files::read_text(path, "training file", files::SMALL)?;
@@ -109,8 +116,21 @@ fn apply_file(spec: &mut TrainSpec, f: TrainFile) {
     set(&mut spec.seed, f.seed);
     set(&mut spec.clip_norm, f.clip_norm.map(|c| c.0));
     match f.optimizer {
-        Some(OptimizerFile::AdamW(a)) => spec.optimizer = adamw(a.beta1, a.beta2, a.eps, a.weight_decay, Optimizer::default()),
-        Some(OptimizerFile::Sgd(s)) => spec.optimizer = Optimizer::Sgd { momentum: s.momentum.unwrap_or(0.0), weight_decay: s.weight_decay.unwrap_or(0.0) },
+        Some(OptimizerFile::AdamW(a)) => {
+            spec.optimizer = adamw(
+                a.beta1,
+                a.beta2,
+                a.eps,
+                a.weight_decay,
+                Optimizer::default(),
+            )
+        }
+        Some(OptimizerFile::Sgd(s)) => {
+            spec.optimizer = Optimizer::Sgd {
+                momentum: s.momentum.unwrap_or(0.0),
+                weight_decay: s.weight_decay.unwrap_or(0.0),
+            }
+        }
         None => {}
     }
 }
@@ -129,21 +149,41 @@ fn apply_flags(spec: &mut TrainSpec, a: &TrainArgs) -> Result<(), Failure> {
     if let Some(text) = &a.clip_norm {
         spec.clip_norm = match text.as_str() {
             "none" => None,
-            number => Some(number.parse().map_err(|_| Failure::new(Exit::Usage, format!("--clip-norm is `{number}`, expected a number or none")))?),
+            number => Some(number.parse().map_err(|_| {
+                Failure::new(
+                    Exit::Usage,
+                    format!("--clip-norm is `{number}`, expected a number or none"),
+                )
+            })?),
         };
     }
     match a.optimizer {
-        Some(OptimizerArg::Sgd) if !matches!(spec.optimizer, Optimizer::Sgd { .. }) => spec.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 },
-        Some(OptimizerArg::Adamw) if !matches!(spec.optimizer, Optimizer::AdamW { .. }) => spec.optimizer = Optimizer::default(),
+        Some(OptimizerArg::Sgd) if !matches!(spec.optimizer, Optimizer::Sgd { .. }) => {
+            spec.optimizer = Optimizer::Sgd {
+                momentum: 0.0,
+                weight_decay: 0.0,
+            }
+        }
+        Some(OptimizerArg::Adamw) if !matches!(spec.optimizer, Optimizer::AdamW { .. }) => {
+            spec.optimizer = Optimizer::default()
+        }
         _ => {}
     }
-    let unused = |flag: &str, with: &str| Err(Failure::new(Exit::Usage, format!("--{flag} has no meaning with {with}")).help("see --optimizer"));
+    let unused = |flag: &str, with: &str| {
+        Err(
+            Failure::new(Exit::Usage, format!("--{flag} has no meaning with {with}"))
+                .help("see --optimizer"),
+        )
+    };
     match &mut spec.optimizer {
         Optimizer::AdamW { .. } if a.momentum.is_some() => return unused("momentum", "AdamW"),
         Optimizer::Sgd { .. } if a.beta1.is_some() => return unused("beta1", "SGD"),
         Optimizer::Sgd { .. } if a.beta2.is_some() => return unused("beta2", "SGD"),
         Optimizer::Sgd { .. } if a.eps.is_some() => return unused("eps", "SGD"),
-        Optimizer::Sgd { momentum, weight_decay } => {
+        Optimizer::Sgd {
+            momentum,
+            weight_decay,
+        } => {
             set(momentum, a.momentum);
             set(weight_decay, a.weight_decay);
         }
@@ -152,8 +192,20 @@ fn apply_flags(spec: &mut TrainSpec, a: &TrainArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn adamw(b1: Option<f64>, b2: Option<f64>, e: Option<f64>, decay: Option<f64>, mut base: Optimizer) -> Optimizer {
-    if let Optimizer::AdamW { beta1, beta2, eps, weight_decay } = &mut base {
+fn adamw(
+    b1: Option<f64>,
+    b2: Option<f64>,
+    e: Option<f64>,
+    decay: Option<f64>,
+    mut base: Optimizer,
+) -> Optimizer {
+    if let Optimizer::AdamW {
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+    } = &mut base
+    {
         set(beta1, b1);
         set(beta2, b2);
         set(eps, e);

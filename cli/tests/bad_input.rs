@@ -24,7 +24,18 @@ fn broken_ways(place: &Place, kind: &Kind) {
     std::fs::create_dir(place.path(kind.name)).unwrap();
     refuse(&[3]).says(&[kind.name.split('.').next().unwrap()]);
     std::fs::remove_dir(place.path(kind.name)).unwrap();
-    for content in [&b""[..], b"  \n\t\n", b"\xff\xfe\x00\x01nonsense", b"nonsense", b"[1, 2", b"{}", b"[]", b"null", b"{\"a\": NaN}", b"{\"version\": 1e999}"] {
+    for content in [
+        &b""[..],
+        b"  \n\t\n",
+        b"\xff\xfe\x00\x01nonsense",
+        b"nonsense",
+        b"[1, 2",
+        b"{}",
+        b"[]",
+        b"null",
+        b"{\"a\": NaN}",
+        b"{\"version\": 1e999}",
+    ] {
         place.write(kind.name, content);
         refuse(&[3]).says(&[kind.name]);
     }
@@ -49,7 +60,10 @@ fn scalars(value: &Value, path: &mut Vec<String>, found: &mut Vec<Vec<String>>) 
     };
     match value {
         Value::Object(map) => map.iter().for_each(|(k, v)| inside(k.clone(), v)),
-        Value::Array(list) => list.iter().enumerate().for_each(|(i, v)| inside(i.to_string(), v)),
+        Value::Array(list) => list
+            .iter()
+            .enumerate()
+            .for_each(|(i, v)| inside(i.to_string(), v)),
         _ => found.push(path.clone()),
     }
 }
@@ -67,21 +81,43 @@ fn scalars_replaced(place: &Place, kind: &Kind, codes: &[i32], stride: usize) {
     let mut paths = Vec::new();
     scalars(&valid, &mut Vec::new(), &mut paths);
     let mut refused = 0;
-    let others = [json!("words"), json!(-1), json!(1e308), json!(u64::MAX), json!([]), json!(null)];
+    let others = [
+        json!("words"),
+        json!(-1),
+        json!(1e308),
+        json!(u64::MAX),
+        json!([]),
+        json!(null),
+    ];
     for (i, path) in paths.iter().enumerate().step_by(stride) {
         let other = &others[(i / stride) % others.len()];
         let mut document = valid.clone();
         *at(&mut document, path) = other.clone();
-        place.write(kind.name, serde_json::to_string_pretty(&document).unwrap().as_bytes());
+        place.write(
+            kind.name,
+            serde_json::to_string_pretty(&document).unwrap().as_bytes(),
+        );
         let done = place.run(&kind.args);
         assert_no_panic(&done);
-        assert!(done.code == 0 || codes.contains(&done.code), "{path:?} = {other}: {}\n{}", done.code, done.err);
+        assert!(
+            done.code == 0 || codes.contains(&done.code),
+            "{path:?} = {other}: {}\n{}",
+            done.code,
+            done.err
+        );
         refused += usize::from(done.code != 0);
     }
-    assert!(refused * 2 > paths.len() / stride, "{refused} of {} were refused", paths.len() / stride);
+    assert!(
+        refused * 2 > paths.len() / stride,
+        "{refused} of {} were refused",
+        paths.len() / stride
+    );
     let mut document = valid.clone();
     document["surprise"] = json!(1);
-    place.write(kind.name, serde_json::to_string_pretty(&document).unwrap().as_bytes());
+    place.write(
+        kind.name,
+        serde_json::to_string_pretty(&document).unwrap().as_bytes(),
+    );
     place.run(&kind.args).expect(3).says(&["surprise"]);
     std::fs::remove_file(place.path(kind.name)).unwrap();
 }
@@ -93,13 +129,39 @@ fn models() {
         what: "model",
         name: "bad.json",
         valid: support::CONFIG.as_bytes().to_vec(),
-        args: vec!["compile", "bad.json", "--cluster", "cpu-default", "--global-batch", "4", "--pin", "data=4", "-o", "bad.plan"],
+        args: vec![
+            "compile",
+            "bad.json",
+            "--cluster",
+            "cpu-default",
+            "--global-batch",
+            "4",
+            "--pin",
+            "data=4",
+            "-o",
+            "bad.plan",
+        ],
     };
     broken_ways(&place, &compile);
     std::fs::remove_file(place.path("bad.plan")).unwrap();
     let valid: Value = serde_json::from_slice(&compile.valid).unwrap();
-    for key in ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon"] {
-        for value in [json!("words"), json!(-1), json!(0), json!(1e308), json!(u64::MAX), json!([]), json!(true)] {
+    for key in [
+        "vocab_size",
+        "n_positions",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "layer_norm_epsilon",
+    ] {
+        for value in [
+            json!("words"),
+            json!(-1),
+            json!(0),
+            json!(1e308),
+            json!(u64::MAX),
+            json!([]),
+            json!(true),
+        ] {
             let mut document = valid.clone();
             document[key] = value;
             place.write("bad.json", document.to_string().as_bytes());
@@ -108,9 +170,26 @@ fn models() {
     }
     let mut document = valid.clone();
     document["n_embed"] = json!(16);
-    place.write("bad.json", serde_json::to_string_pretty(&document).unwrap().as_bytes());
-    place.refuses(&compile.args, &[3]).says(&["unknown field `n_embed`", "bad.json:"]);
-    place.refuses(&["compile", "config.json", "--cluster", "cpu-default", "--sequence", "17"], &[3]).says(&["sequence 17", "16 positions"]);
+    place.write(
+        "bad.json",
+        serde_json::to_string_pretty(&document).unwrap().as_bytes(),
+    );
+    place
+        .refuses(&compile.args, &[3])
+        .says(&["unknown field `n_embed`", "bad.json:"]);
+    place
+        .refuses(
+            &[
+                "compile",
+                "config.json",
+                "--cluster",
+                "cpu-default",
+                "--sequence",
+                "17",
+            ],
+            &[3],
+        )
+        .says(&["sequence 17", "16 positions"]);
 }
 
 #[test]
@@ -118,13 +197,28 @@ fn graphs() {
     let place = Place::with_plan();
     let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
     let text = plan["graph"].as_str().unwrap().to_string();
-    let args = ["compile", "bad.mw", "--cluster", "cpu-default", "--global-batch", "4", "-o", "none.json"];
+    let args = [
+        "compile",
+        "bad.mw",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "4",
+        "-o",
+        "none.json",
+    ];
     place.refuses(&args, &[3]).says(&["bad.mw"]);
     for n in (0..text.len() - 10).step_by(text.len() / 25) {
         place.write("bad.mw", &text.as_bytes()[..n]);
         place.refuses(&args, &[3]).says(&["bad.mw"]);
     }
-    for (from, to) in [("layer_norm", "layer_form"), ("f32[", "f31["), ("%0", "%999"), ("microbatch", "macrobatch"), ("\"bsh", "\"qqq")] {
+    for (from, to) in [
+        ("layer_norm", "layer_form"),
+        ("f32[", "f31["),
+        ("%0", "%999"),
+        ("microbatch", "macrobatch"),
+        ("\"bsh", "\"qqq"),
+    ] {
         let edited = text.replacen(from, to, 1);
         if edited != text {
             place.write("bad.mw", edited.as_bytes());
@@ -138,18 +232,36 @@ fn clusters() {
     let place = Place::new();
     let json = {
         let presets = place.run(&["presets", "--json"]).expect(0).json();
-        presets.as_array().unwrap().iter().find(|p| p["name"] == "cpu-default").unwrap()["cluster"].clone()
+        presets
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|p| p["name"] == "cpu-default")
+            .unwrap()["cluster"]
+            .clone()
     };
     let kind = |name, valid| Kind {
         what: "cluster",
         name,
         valid,
-        args: vec!["compile", "config.json", "--cluster", name, "--global-batch", "4", "--pin", "data=4", "-o", "bad.plan"],
+        args: vec![
+            "compile",
+            "config.json",
+            "--cluster",
+            name,
+            "--global-batch",
+            "4",
+            "--pin",
+            "data=4",
+            "-o",
+            "bad.plan",
+        ],
     };
     let as_json = kind("bad.json", serde_json::to_vec_pretty(&json).unwrap());
     broken_ways(&place, &as_json);
     scalars_replaced(&place, &as_json, &[3, 4], 1);
-    let text = std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
+    let text =
+        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
     let as_toml = kind("bad.toml", text.as_bytes().to_vec());
     let _ = std::fs::remove_file(place.path("bad.plan"));
     for n in [0, 1, 300, text.len() / 2] {
@@ -159,10 +271,26 @@ fn clusters() {
     for (from, to, said) in [
         ("launch_s = 5.0e-6", "launch_s = nan", "launch_s is NaN"),
         ("launch_s = 5.0e-6", "launch_s = -1.0", "launch_s is -1"),
-        ("vector_flops_per_s = 1.0e9", "vector_flops_per_s = inf", "vector_flops_per_s is inf"),
-        ("compute_devices = 2.0", "compute_devices = 0.0", "pool.compute_devices is 0"),
-        ("devices_per_host = 4\n", "devices_per_host = 4294967295\n", "expected 1 to"),
-        ("launch_s = 5.0e-6", "launch_s = 5.0e-6\nlunch_s = 1.0", "unknown field `lunch_s`"),
+        (
+            "vector_flops_per_s = 1.0e9",
+            "vector_flops_per_s = inf",
+            "vector_flops_per_s is inf",
+        ),
+        (
+            "compute_devices = 2.0",
+            "compute_devices = 0.0",
+            "pool.compute_devices is 0",
+        ),
+        (
+            "devices_per_host = 4\n",
+            "devices_per_host = 4294967295\n",
+            "expected 1 to",
+        ),
+        (
+            "launch_s = 5.0e-6",
+            "launch_s = 5.0e-6\nlunch_s = 1.0",
+            "unknown field `lunch_s`",
+        ),
         ("launch_s = 5.0e-6", "launch_s = \"fast\"", "invalid type"),
     ] {
         let edited = text.replacen(from, to, 1);
@@ -176,7 +304,12 @@ fn clusters() {
 fn plans() {
     let place = Place::with_plan();
     let valid = place.read("plan.json");
-    let kind = Kind { what: "plan", name: "bad.json", valid, args: vec!["check", "bad.json"] };
+    let kind = Kind {
+        what: "plan",
+        name: "bad.json",
+        valid,
+        args: vec!["check", "bad.json"],
+    };
     broken_ways(&place, &kind);
     scalars_replaced(&place, &kind, &[3, 5], 7);
 }
@@ -195,15 +328,26 @@ fn a_plan_edited_into_nonsense_is_refused_by_every_verb() {
     edit("version", &|p| p["version"] = json!(99));
     edit("microbatch", &|p| p["microbatch"] = json!(3));
     edit("stages", &|p| p["stages"] = json!([]));
-    edit("layers", &|p| p["stages"][0]["runs"][0]["count"] = json!(1000));
-    edit("strategies", &|p| p["stages"][0]["runs"][0]["strategy"] = json!(77));
-    edit("mesh", &|p| p["stages"][1]["mesh"]["devices"]["first_rank"] = json!(0));
-    edit("cluster", &|p| p["cluster"]["device"]["launch_s"] = json!(-1.0));
+    edit("layers", &|p| {
+        p["stages"][0]["runs"][0]["count"] = json!(1000)
+    });
+    edit("strategies", &|p| {
+        p["stages"][0]["runs"][0]["strategy"] = json!(77)
+    });
+    edit("mesh", &|p| {
+        p["stages"][1]["mesh"]["devices"]["first_rank"] = json!(0)
+    });
+    edit("cluster", &|p| {
+        p["cluster"]["device"]["launch_s"] = json!(-1.0)
+    });
     edit("strategy", &|p| p["layer_strategies"][0]["ops"] = json!({}));
     edit("transfer", &|p| p["transfers"] = json!({}));
     edit("graph", &|p| p["graph"] = json!("graph \"x\" {}"));
     for (said, plan) in edits {
-        place.write("bad.json", serde_json::to_string_pretty(&plan).unwrap().as_bytes());
+        place.write(
+            "bad.json",
+            serde_json::to_string_pretty(&plan).unwrap().as_bytes(),
+        );
         for args in [
             &["check", "bad.json"][..],
             &["inspect", "bad.json"],
@@ -239,7 +383,11 @@ fn data() {
     run("huge.bin", &[]).says(&["huge.bin", "not below the vocabulary size 256"]);
     run("text.txt", &["--validation-fraction", "nan"]).says(&["validation fraction"]);
     run("text.txt", &["--validation-fraction", "1"]).says(&["validation fraction"]);
-    run("text.txt", &["--validation-fraction", "0", "--validate-every", "1"]).says(&["validation"]);
+    run(
+        "text.txt",
+        &["--validation-fraction", "0", "--validate-every", "1"],
+    )
+    .says(&["validation"]);
     for content in [&b""[..], b"{", b"{}", b"[1]", b"\xff\xff"] {
         place.write("tokenizer.json", content);
         run("text.txt", &["--tokenizer", "tokenizer.json"]).says(&["tokenizer.json"]);
@@ -255,7 +403,22 @@ fn weights() {
         args.extend(more);
         place.refuses(&args, &[3])
     };
-    place.run(&["run", "plan.json", "--data", "text.txt", "--steps", "1", "--config", "config.json", "--save", "good.safetensors", "-o", "good.json"]).expect(0);
+    place
+        .run(&[
+            "run",
+            "plan.json",
+            "--data",
+            "text.txt",
+            "--steps",
+            "1",
+            "--config",
+            "config.json",
+            "--save",
+            "good.safetensors",
+            "-o",
+            "good.json",
+        ])
+        .expect(0);
     let good = place.read("good.safetensors");
     run(&["--weights", "none.safetensors"]).says(&["none.safetensors"]);
     std::fs::create_dir(place.path("folder")).unwrap();
@@ -266,14 +429,30 @@ fn weights() {
     let mut not_a_number = good.clone();
     let n = good.len();
     not_a_number[n - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
-    for bytes in [&b""[..], b"nonsense", &good[..7], &good[..100], &good[..n / 2], &good[..n - 1], &huge_header, &not_a_number] {
+    for bytes in [
+        &b""[..],
+        b"nonsense",
+        &good[..7],
+        &good[..100],
+        &good[..n / 2],
+        &good[..n - 1],
+        &huge_header,
+        &not_a_number,
+    ] {
         place.write("bad.safetensors", bytes);
         run(&["--weights", "bad.safetensors"]).says(&["bad.safetensors"]);
     }
     let text = String::from_utf8_lossy(&good).into_owned();
-    let renamed = text.split('"').find(|name| name.ends_with("wte.weight")).unwrap().to_string();
+    let renamed = text
+        .split('"')
+        .find(|name| name.ends_with("wte.weight"))
+        .unwrap()
+        .to_string();
     let mut bytes = good.clone();
-    let place_of = good.windows(renamed.len()).position(|w| w == renamed.as_bytes()).unwrap();
+    let place_of = good
+        .windows(renamed.len())
+        .position(|w| w == renamed.as_bytes())
+        .unwrap();
     bytes[place_of] = b'X';
     place.write("bad.safetensors", &bytes);
     run(&["--weights", "bad.safetensors"]).says(&["bad.safetensors", "missing"]);
@@ -285,22 +464,65 @@ fn weights() {
 #[test]
 fn runs() {
     let place = Place::with_plan();
-    place.run(&["run", "plan.json", "--data", "text.txt", "--steps", "2", "--profile", "1"]).expect(0);
-    let kind = Kind { what: "run", name: "bad.json", valid: place.read("run.json"), args: vec!["compare", "plan.json", "bad.json"] };
+    place
+        .run(&[
+            "run",
+            "plan.json",
+            "--data",
+            "text.txt",
+            "--steps",
+            "2",
+            "--profile",
+            "1",
+        ])
+        .expect(0);
+    let kind = Kind {
+        what: "run",
+        name: "bad.json",
+        valid: place.read("run.json"),
+        args: vec!["compare", "plan.json", "bad.json"],
+    };
     broken_ways(&place, &kind);
     scalars_replaced(&place, &kind, &[3], 23);
-    place.run(&["compile", "config.json", "--cluster", "cpu-default", "--global-batch", "4", "--pin", "data=4", "-o", "other.json"]).expect(0);
-    place.refuses(&["compare", "other.json", "run.json"], &[3]).says(&["is a run of the plan"]);
+    place
+        .run(&[
+            "compile",
+            "config.json",
+            "--cluster",
+            "cpu-default",
+            "--global-batch",
+            "4",
+            "--pin",
+            "data=4",
+            "-o",
+            "other.json",
+        ])
+        .expect(0);
+    place
+        .refuses(&["compare", "other.json", "run.json"], &[3])
+        .says(&["is a run of the plan"]);
 }
 
 #[test]
 fn instances() {
     let place = Place::new();
     let valid = br#"{"problem":{"name":"two","nodes":{"intervals":[[0,1],[0,1]],"costs":[[1,0],[2,0]],"usages":[[5,5],[5,5]]},"edges":{"nodes":[[0,1]],"costs":[[0,9,9,5]]},"usage_limit":10}}"#;
-    let kind = Kind { what: "instance", name: "bad.json", valid: valid.to_vec(), args: vec!["solve", "bad.json"] };
+    let kind = Kind {
+        what: "instance",
+        name: "bad.json",
+        valid: valid.to_vec(),
+        args: vec!["solve", "bad.json"],
+    };
     broken_ways(&place, &kind);
     let text = String::from_utf8(valid.to_vec()).unwrap();
-    for (from, to) in [("[0,1]]}", "[0,7]]}"), ("[[1,0],", "[[1,0,3],"), ("[0,9,9,5]", "[0,9,9]"), ("\"usages\"", "\"usage\""), ("10}}", "-10}}"), ("[1,0]", "[1,\"x\"]")] {
+    for (from, to) in [
+        ("[0,1]]}", "[0,7]]}"),
+        ("[[1,0],", "[[1,0,3],"),
+        ("[0,9,9,5]", "[0,9,9]"),
+        ("\"usages\"", "\"usage\""),
+        ("10}}", "-10}}"),
+        ("[1,0]", "[1,\"x\"]"),
+    ] {
         let edited = text.replacen(from, to, 1);
         if edited != text {
             place.write("bad.json", edited.as_bytes());
@@ -308,22 +530,80 @@ fn instances() {
         }
     }
     place.write("bad.json.gz", b"\x1f\x8b\x08nonsense");
-    place.refuses(&["solve", "bad.json.gz"], &[3]).says(&["bad.json.gz"]);
+    place
+        .refuses(&["solve", "bad.json.gz"], &[3])
+        .says(&["bad.json.gz"]);
 }
 
 #[test]
 fn outputs_that_cannot_be_written_are_refused_before_the_work() {
     let place = Place::with_plan();
-    place.refuses(&["compile", "config.json", "--cluster", "cpu-default", "-o", "nowhere/plan.json"], &[3]).says(&["nowhere"]);
-    place.refuses(&["run", "plan.json", "--data", "text.txt", "-o", "nowhere/run.json"], &[3]).says(&["nowhere"]);
-    place.refuses(&["simulate", "plan.json", "--trace", "nowhere/trace.json"], &[3]).says(&["nowhere"]);
+    place
+        .refuses(
+            &[
+                "compile",
+                "config.json",
+                "--cluster",
+                "cpu-default",
+                "-o",
+                "nowhere/plan.json",
+            ],
+            &[3],
+        )
+        .says(&["nowhere"]);
+    place
+        .refuses(
+            &[
+                "run",
+                "plan.json",
+                "--data",
+                "text.txt",
+                "-o",
+                "nowhere/run.json",
+            ],
+            &[3],
+        )
+        .says(&["nowhere"]);
+    place
+        .refuses(
+            &["simulate", "plan.json", "--trace", "nowhere/trace.json"],
+            &[3],
+        )
+        .says(&["nowhere"]);
     std::fs::create_dir(place.path("folder")).unwrap();
-    place.refuses(&["compile", "config.json", "--cluster", "cpu-default", "-o", "folder"], &[3]).says(&["folder"]);
+    place
+        .refuses(
+            &[
+                "compile",
+                "config.json",
+                "--cluster",
+                "cpu-default",
+                "-o",
+                "folder",
+            ],
+            &[3],
+        )
+        .says(&["folder"]);
 }
 
 #[test]
 fn a_run_that_does_not_fit_this_machine_is_refused() {
     let place = Place::new();
-    place.run(&["compile", "config.json", "--cluster", "dgx-h100", "--hosts", "256", "--global-batch", "4096", "--pin", "data=2048"]).expect(0);
-    place.refuses(&["run", "plan.json", "--data", "text.txt"], &[6]).says(&["2048 ranks"]);
+    place
+        .run(&[
+            "compile",
+            "config.json",
+            "--cluster",
+            "dgx-h100",
+            "--hosts",
+            "256",
+            "--global-batch",
+            "4096",
+            "--pin",
+            "data=2048",
+        ])
+        .expect(0);
+    place
+        .refuses(&["run", "plan.json", "--data", "text.txt"], &[6])
+        .says(&["2048 ranks"]);
 }

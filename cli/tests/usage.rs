@@ -9,9 +9,25 @@ use support::Place;
 #[test]
 fn every_verb_has_examples_and_exit_codes_in_its_help() {
     let place = Place::new();
-    for verb in ["compile", "inspect", "check", "simulate", "run", "compare", "calibrate", "solve", "schema", "presets"] {
+    for verb in [
+        "compile",
+        "inspect",
+        "check",
+        "simulate",
+        "run",
+        "compare",
+        "calibrate",
+        "solve",
+        "schema",
+        "presets",
+    ] {
         let help = place.run(&[verb, "--help"]).expect(0).out;
-        assert!(help.contains("Example") && help.contains(&format!("meshwright {verb}")) && help.contains("Exit codes: 0 done; 2 usage"), "{help}");
+        assert!(
+            help.contains("Example")
+                && help.contains(&format!("meshwright {verb}"))
+                && help.contains("Exit codes: 0 done; 2 usage"),
+            "{help}"
+        );
     }
     assert!(place.run(&["--help"]).expect(0).out.contains("Exit codes"));
 }
@@ -25,7 +41,9 @@ fn what_makes_no_sense_is_a_usage_error() {
         place.refuses(&args, &[2])
     };
     place.refuses(&["compilate"], &[2]);
-    place.refuses(&["compile", "config.json"], &[2]).says(&["--cluster"]);
+    place
+        .refuses(&["compile", "config.json"], &[2])
+        .says(&["--cluster"]);
     compile(&["--pin", "data"]).says(&["pin `data`", "key=value"]);
     compile(&["--pin", "datum=2"]).says(&["unknown key `datum`"]);
     compile(&["--pin", "zero=4"]).says(&["not a ZeRO level"]);
@@ -40,35 +58,102 @@ fn what_makes_no_sense_is_a_usage_error() {
     compile(&["--hosts", "0"]);
     compile(&["--hosts", "2"]).says(&["--hosts 2", "no link joins"]);
     compile(&["--ranks", "4000000000"]).says(&["--ranks 4000000000"]);
-    place.refuses(&["compile", "config.json", "--cluster", "dgx-h100", "--ranks", "4"], &[2]).says(&["do not share processors", "--hosts"]);
+    place
+        .refuses(
+            &[
+                "compile",
+                "config.json",
+                "--cluster",
+                "dgx-h100",
+                "--ranks",
+                "4",
+            ],
+            &[2],
+        )
+        .says(&["do not share processors", "--hosts"]);
     place.refuses(&["solve", "x.json", "--time-limit", "-3"], &[2]);
     place.refuses(&["solve", "x.json", "--time-limit", "nan"], &[2]);
-    place.refuses(&["run", "plan.json", "--data", "text.txt", "--lr", "nan"], &[2]).says(&["learning rate is NaN"]);
-    place.refuses(&["run", "plan.json", "--data", "text.txt", "--lr", "1", "--min-lr", "2"], &[2]).says(&["above the peak"]);
-    place.refuses(&["run", "plan.json", "--data", "text.txt", "--save", "w.safetensors"], &[2, 3]);
+    place
+        .refuses(
+            &["run", "plan.json", "--data", "text.txt", "--lr", "nan"],
+            &[2],
+        )
+        .says(&["learning rate is NaN"]);
+    place
+        .refuses(
+            &[
+                "run",
+                "plan.json",
+                "--data",
+                "text.txt",
+                "--lr",
+                "1",
+                "--min-lr",
+                "2",
+            ],
+            &[2],
+        )
+        .says(&["above the peak"]);
+    place.refuses(
+        &[
+            "run",
+            "plan.json",
+            "--data",
+            "text.txt",
+            "--save",
+            "w.safetensors",
+        ],
+        &[2, 3],
+    );
 }
 
 #[test]
 fn misspelt_names_get_a_suggestion() {
     let place = Place::new();
-    place.refuses(&["compile", "config.json", "--cluster", "dgx-h10"], &[3]).says(&["no cluster `dgx-h10`", "did you mean `dgx-h100`"]);
-    place.refuses(&["compile", "config.json", "--cluster", "cpu"], &[3]).says(&["meshwright calibrate"]);
-    place.refuses(&["compile", "confg.json", "--cluster", "cpu-default"], &[3]).says(&["did you mean", "config.json"]);
+    place
+        .refuses(&["compile", "config.json", "--cluster", "dgx-h10"], &[3])
+        .says(&["no cluster `dgx-h10`", "did you mean `dgx-h100`"]);
+    place
+        .refuses(&["compile", "config.json", "--cluster", "cpu"], &[3])
+        .says(&["meshwright calibrate"]);
+    place
+        .refuses(&["compile", "confg.json", "--cluster", "cpu-default"], &[3])
+        .says(&["did you mean", "config.json"]);
 }
 
 #[test]
 fn constraints_that_nothing_meets_are_infeasible() {
     let place = Place::new();
     let compile = |more: &[&str]| {
-        let mut args = vec!["compile", "config.json", "--cluster", "cpu-default", "--global-batch", "4"];
+        let mut args = vec![
+            "compile",
+            "config.json",
+            "--cluster",
+            "cpu-default",
+            "--global-batch",
+            "4",
+        ];
         args.extend(more);
         place.refuses(&args, &[4])
     };
     // Four layers make no eight stages.
     compile(&["--ranks", "8", "--pin", "pipeline=8"]).says(&["no pipeline"]);
-    let cluster = std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
+    let cluster =
+        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
     let small = cluster.replace("memory_bytes = 8589934592", "memory_bytes = 400000");
     assert_ne!(small, cluster);
     place.write("small.toml", small.as_bytes());
-    place.refuses(&["compile", "config.json", "--cluster", "small.toml", "--global-batch", "4"], &[4]).says(&["out of memory", "more than the"]);
+    place
+        .refuses(
+            &[
+                "compile",
+                "config.json",
+                "--cluster",
+                "small.toml",
+                "--global-batch",
+                "4",
+            ],
+            &[4],
+        )
+        .says(&["out of memory", "more than the"]);
 }

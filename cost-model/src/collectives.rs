@@ -38,7 +38,9 @@ pub struct Group<'a> {
 impl<'a> Group<'a> {
     /// The group over `axes` of `mesh`.
     pub fn new(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Self {
-        Group { tiers: tiers(cluster, mesh, axes) }
+        Group {
+            tiers: tiers(cluster, mesh, axes),
+        }
     }
 
     /// Time of a collective of `bytes` (as defined in `ir::collective`) over the group.
@@ -54,14 +56,22 @@ impl<'a> Group<'a> {
 
 /// Time of a collective over `axes` of `mesh`, `bytes` as defined in `ir::collective`.
 /// Zero for a group of one. Slices cost nothing here.
-pub fn collective_time(cluster: &Cluster, mesh: &LogicalMesh, axes: &[AxisId], kind: CollectiveKind, bytes: u64) -> Seconds {
+pub fn collective_time(
+    cluster: &Cluster,
+    mesh: &LogicalMesh,
+    axes: &[AxisId],
+    kind: CollectiveKind,
+    bytes: u64,
+) -> Seconds {
     Group::new(cluster, mesh, axes).time(kind, bytes)
 }
 
 /// Time to move `bytes` from one rank to another (0 for the same rank).
 pub fn send_time(cluster: &Cluster, from: u32, to: u32, bytes: u64) -> Seconds {
     match cluster.level_between(from, to) {
-        Some(level) if from != to => Seconds(level.latency_s + bytes as f64 / effective(level, bytes as f64)),
+        Some(level) if from != to => {
+            Seconds(level.latency_s + bytes as f64 / effective(level, bytes as f64))
+        }
         _ => Seconds(0.0),
     }
 }
@@ -77,9 +87,16 @@ fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<T
     let mut inside = 1usize;
     for level in cluster.levels.iter().filter(|_| group.len() > 1) {
         let block = |r: &u32| r / level.devices.max(1);
-        let members = group.chunk_by(|a, b| block(a) == block(b)).map(<[u32]>::len).max().unwrap_or(1);
+        let members = group
+            .chunk_by(|a, b| block(a) == block(b))
+            .map(<[u32]>::len)
+            .max()
+            .unwrap_or(1);
         if members > inside {
-            tiers.push(Tier { level, n: members as f64 / inside as f64 });
+            tiers.push(Tier {
+                level,
+                n: members as f64 / inside as f64,
+            });
             inside = members;
         }
     }
@@ -95,7 +112,10 @@ fn ascending_group(mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<u32> {
     // Inner axes have smaller strides than all of an outer one, so major-first stays sorted.
     for &axis in &axes {
         let stride = mesh.stride(axis);
-        group = group.iter().flat_map(|&r| (0..mesh.size(axis) as u32).map(move |i| r + i * stride)).collect();
+        group = group
+            .iter()
+            .flat_map(|&r| (0..mesh.size(axis) as u32).map(move |i| r + i * stride))
+            .collect();
     }
     group
 }
@@ -164,14 +184,33 @@ mod tests {
         let mut c = crate::presets::load("dgx-a100-80gb", n_hosts).unwrap();
         for (level, latency, bandwidth) in [(0, 1e-6, 100.0 * GB), (1, 10e-6, 10.0 * GB)] {
             let l = &mut c.levels[level];
-            (l.latency_s, l.bandwidth_bytes_per_s, l.efficiency, l.half_bytes) = (latency, bandwidth, 1.0, 0.0);
+            (
+                l.latency_s,
+                l.bandwidth_bytes_per_s,
+                l.efficiency,
+                l.half_bytes,
+            ) = (latency, bandwidth, 1.0, 0.0);
         }
         c
     }
 
     fn mesh(first: u32, sizes: &[u32]) -> LogicalMesh {
-        let axes: Vec<Axis> = sizes.iter().enumerate().map(|(i, &size)| Axis { name: format!("a{i}"), size }).collect();
-        LogicalMesh::new(DeviceMesh { first_rank: Rank(first), n_devices: sizes.iter().product() }, axes).unwrap()
+        let axes: Vec<Axis> = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &size)| Axis {
+                name: format!("a{i}"),
+                size,
+            })
+            .collect();
+        LogicalMesh::new(
+            DeviceMesh {
+                first_rank: Rank(first),
+                n_devices: sizes.iter().product(),
+            },
+            axes,
+        )
+        .unwrap()
     }
 
     fn time(c: &Cluster, m: &LogicalMesh, axes: &[u32], kind: CollectiveKind, bytes: u64) -> f64 {
@@ -188,10 +227,16 @@ mod tests {
         let (c, m) = (cluster(1), mesh(0, &[8]));
         let s = 800_000_000;
         // Every rank sends 2 * 7/8 of 800 MB at 100 GB/s in 14 steps of 1 us.
-        assert!(close(time(&c, &m, &[0], SUM, s), 14.0 * 1e-6 + 2.0 * 7.0 / 8.0 * 0.8 * GB / (100.0 * GB)));
+        assert!(close(
+            time(&c, &m, &[0], SUM, s),
+            14.0 * 1e-6 + 2.0 * 7.0 / 8.0 * 0.8 * GB / (100.0 * GB)
+        ));
         let half = 7.0 * 1e-6 + 7.0 / 8.0 * 0.8 * GB / (100.0 * GB);
         assert!(close(time(&c, &m, &[0], SCATTER, s), half));
-        assert!(close(time(&c, &m, &[0], CollectiveKind::AllGather, s), half));
+        assert!(close(
+            time(&c, &m, &[0], CollectiveKind::AllGather, s),
+            half
+        ));
         // Seven peers get an eighth each.
         assert!(close(time(&c, &m, &[0], CollectiveKind::AllToAll, s), half));
         assert_eq!(time(&c, &mesh(0, &[1]), &[0], SUM, s), 0.0);
@@ -201,7 +246,10 @@ mod tests {
     fn a_small_all_reduce_takes_the_tree() {
         let (c, m) = (cluster(1), mesh(0, &[8]));
         // 2 log2(8) steps instead of 14.
-        assert!(close(time(&c, &m, &[0], SUM, 8), 6.0 * 1e-6 + 2.0 * 8.0 / (100.0 * GB)));
+        assert!(close(
+            time(&c, &m, &[0], SUM, 8),
+            6.0 * 1e-6 + 2.0 * 8.0 / (100.0 * GB)
+        ));
     }
 
     #[test]
@@ -211,14 +259,32 @@ mod tests {
         let inside = 7.0 * 1e-6 + 7.0 / 8.0 * 0.8 * GB / (100.0 * GB);
         // Each rank all-reduces its eighth, 100 MB, with one partner at 10 GB/s.
         let between = 2.0 * (10e-6 + 0.5 * 0.1 * GB / (10.0 * GB));
-        assert!(close(time(&c, &m, &[0, 1], SUM, s), inside + between + inside));
-        assert!(close(time(&c, &m, &[1, 0], SUM, s), inside + between + inside));
-        assert!(close(time(&c, &m, &[0, 1], CollectiveKind::AllGather, s), inside + between / 2.0));
+        assert!(close(
+            time(&c, &m, &[0, 1], SUM, s),
+            inside + between + inside
+        ));
+        assert!(close(
+            time(&c, &m, &[1, 0], SUM, s),
+            inside + between + inside
+        ));
+        assert!(close(
+            time(&c, &m, &[0, 1], CollectiveKind::AllGather, s),
+            inside + between / 2.0
+        ));
         // Across hosts alone: every rank has its own link, and the whole message to move.
-        assert!(close(time(&c, &m, &[0], SUM, s), 2.0 * (10e-6 + 0.5 * 0.8 * GB / (10.0 * GB))));
+        assert!(close(
+            time(&c, &m, &[0], SUM, s),
+            2.0 * (10e-6 + 0.5 * 0.8 * GB / (10.0 * GB))
+        ));
         // All-to-all of 16: 7/16 stay inside, 8/16 go out.
-        let out = 7.0 * 1e-6 + 0.8 * GB * 7.0 / 16.0 / (100.0 * GB) + 8.0 * 10e-6 + 0.8 * GB * 0.5 / (10.0 * GB);
-        assert!(close(time(&c, &m, &[0, 1], CollectiveKind::AllToAll, s), out));
+        let out = 7.0 * 1e-6
+            + 0.8 * GB * 7.0 / 16.0 / (100.0 * GB)
+            + 8.0 * 10e-6
+            + 0.8 * GB * 0.5 / (10.0 * GB);
+        assert!(close(
+            time(&c, &m, &[0, 1], CollectiveKind::AllToAll, s),
+            out
+        ));
     }
 
     #[test]
@@ -228,7 +294,10 @@ mod tests {
         let straddling = time(&c, &mesh(6, &[4]), &[0], SUM, 1 << 20);
         assert!(straddling > time(&c, &mesh(0, &[4]), &[0], SUM, 1 << 20));
         // Axis 0 of [2, 4] in one host has stride 4: still inside.
-        assert!(close(time(&c, &mesh(0, &[2, 4]), &[0], SUM, 1 << 20), time(&c, &mesh(0, &[2]), &[0], SUM, 1 << 20)));
+        assert!(close(
+            time(&c, &mesh(0, &[2, 4]), &[0], SUM, 1 << 20),
+            time(&c, &mesh(0, &[2]), &[0], SUM, 1 << 20)
+        ));
     }
 
     #[test]
@@ -237,8 +306,14 @@ mod tests {
         c.levels[0].half_bytes = 1e6;
         let m = mesh(0, &[2]);
         // Of 1 MB half is sent, at half of 100 GB/s.
-        assert!(close(time(&c, &m, &[0], CollectiveKind::AllGather, 1_000_000), 1e-6 + 0.5e6 / (50.0 * GB)));
-        assert!(close(send_time(&c, 0, 1, 1_000_000).0, 1e-6 + 1e6 / (50.0 * GB)));
+        assert!(close(
+            time(&c, &m, &[0], CollectiveKind::AllGather, 1_000_000),
+            1e-6 + 0.5e6 / (50.0 * GB)
+        ));
+        assert!(close(
+            send_time(&c, 0, 1, 1_000_000).0,
+            1e-6 + 1e6 / (50.0 * GB)
+        ));
         assert_eq!(send_time(&c, 1, 1, 1_000_000).0, 0.0);
     }
 
@@ -246,12 +321,31 @@ mod tests {
     fn more_bytes_take_longer_and_an_all_reduce_takes_longest() {
         for name in ["dgx-a100-80gb", "dgx-h100"] {
             let c = crate::presets::load(name, 8).unwrap();
-            for (sizes, axes) in [(vec![8], vec![0]), (vec![2, 8], vec![0, 1]), (vec![8, 8], vec![0]), (vec![8, 8], vec![0, 1]), (vec![8, 2, 4], vec![0, 2])] {
+            for (sizes, axes) in [
+                (vec![8], vec![0]),
+                (vec![2, 8], vec![0, 1]),
+                (vec![8, 8], vec![0]),
+                (vec![8, 8], vec![0, 1]),
+                (vec![8, 2, 4], vec![0, 2]),
+            ] {
                 let m = mesh(0, &sizes);
-                for kind in [SUM, SCATTER, CollectiveKind::AllGather, CollectiveKind::AllToAll] {
-                    let times: Vec<f64> = (0..36).map(|e| time(&c, &m, &axes, kind, 1 << e)).collect();
-                    assert!(times.windows(2).all(|w| w[0] <= w[1]), "{name} {sizes:?} {axes:?} {kind:?}");
-                    for (e, &t) in times.iter().enumerate().filter(|_| kind != CollectiveKind::AllToAll) {
+                for kind in [
+                    SUM,
+                    SCATTER,
+                    CollectiveKind::AllGather,
+                    CollectiveKind::AllToAll,
+                ] {
+                    let times: Vec<f64> =
+                        (0..36).map(|e| time(&c, &m, &axes, kind, 1 << e)).collect();
+                    assert!(
+                        times.windows(2).all(|w| w[0] <= w[1]),
+                        "{name} {sizes:?} {axes:?} {kind:?}"
+                    );
+                    for (e, &t) in times
+                        .iter()
+                        .enumerate()
+                        .filter(|_| kind != CollectiveKind::AllToAll)
+                    {
                         assert!(t <= time(&c, &m, &axes, SUM, 1 << e));
                     }
                 }

@@ -1,7 +1,7 @@
 //! Predicted against measured: step, rates, memory, and the instructions where the gap is.
 
 use crate::costs::{CostClass, costs};
-use crate::simulate::{SimulateOptions, instruction_name, simulate};
+use crate::simulate::{SimulateOptions, expected_seconds, instruction_name, simulate};
 use crate::{SimError, StepWork};
 use ir::cluster::Cluster;
 use ir::measurement::Measurement;
@@ -24,8 +24,8 @@ pub struct ExpectedInstruction {
     pub name: String,
     /// What it counts as.
     pub class: CostClass,
-    /// Seconds, without waiting for others; where ranks share processors, with the mean
-    /// slowdown of the template.
+    /// Seconds, without waiting for other stages; where ranks share processors, with what they
+    /// lose by it ([`expected_seconds`]).
     pub seconds: f64,
 }
 
@@ -42,7 +42,11 @@ pub struct Compared {
 
 impl Compared {
     fn new(predicted: f64, measured: f64) -> Self {
-        Compared { predicted, measured, ratio: (measured > 0.0).then(|| predicted / measured) }
+        Compared {
+            predicted,
+            measured,
+            ratio: (measured > 0.0).then(|| predicted / measured),
+        }
     }
 }
 
@@ -110,22 +114,30 @@ const N_WORST: usize = 10;
 /// Expected duration of every instruction of a program.
 ///
 /// Fails as [`simulate`] does.
-pub fn expected_instructions(program: &Program, cluster: &Cluster) -> Result<Vec<ExpectedInstruction>, SimError> {
-    let work = StepWork { model_flops: Flops(0.0), tokens: 0, dtype: DType::F32 };
+pub fn expected_instructions(
+    program: &Program,
+    cluster: &Cluster,
+) -> Result<Vec<ExpectedInstruction>, SimError> {
+    let work = StepWork {
+        model_flops: Flops(0.0),
+        tokens: 0,
+        dtype: DType::F32,
+    };
     let slowdown = simulate(program, cluster, &SimulateOptions::new(work))?.slowdown;
     let costs = costs(program, cluster)?;
     let mut all = Vec::new();
     for (r, role) in program.roles.iter().enumerate() {
         for (t, template) in role.templates.iter().enumerate() {
+            let template_costs = &costs.instructions[r][t];
+            let seconds = expected_seconds(template_costs, slowdown[r][t]);
             for (i, instruction) in template.instructions.iter().enumerate() {
-                let cost = costs.instructions[r][t][i];
                 all.push(ExpectedInstruction {
                     stage: role.stage,
                     template: TemplateId::new(t),
                     instruction: InstrId::new(i),
                     name: instruction_name(role, &instruction.kind),
-                    class: cost.class,
-                    seconds: cost.seconds * slowdown[r][t],
+                    class: template_costs[i].class,
+                    seconds: seconds[i],
                 });
             }
         }
@@ -134,9 +146,15 @@ pub fn expected_instructions(program: &Program, cluster: &Cluster) -> Result<Vec
 }
 
 /// Sets a prediction, with the expected durations of its instructions, against a measurement.
-pub fn compare(predicted: &Prediction, expected: &[ExpectedInstruction], measured: &Measurement) -> Comparison {
+pub fn compare(
+    predicted: &Prediction,
+    expected: &[ExpectedInstruction],
+    measured: &Measurement,
+) -> Comparison {
     let n_stages = predicted.stages.len().max(measured.stages.len());
-    let stages: Vec<StageComparison> = (0..n_stages).map(|s| stage(predicted, measured, s)).collect();
+    let stages: Vec<StageComparison> = (0..n_stages)
+        .map(|s| stage(predicted, measured, s))
+        .collect();
     let step_time_s = Compared::new(predicted.step_time_s.0, measured.step_time_s.0);
     let measured_mfu = step_time_s.ratio.map_or(0.0, |r| predicted.mfu * r);
     let total = total(&stages);
@@ -167,7 +185,9 @@ fn stage(predicted: &Prediction, measured: &Measurement, s: usize) -> StageCompa
 
 fn total(stages: &[StageComparison]) -> StageComparison {
     let over = |of: fn(&StageComparison) -> Compared, fold: fn(f64, f64) -> f64| {
-        let both = stages.iter().map(of).fold((0.0, 0.0), |(p, m), c| (fold(p, c.predicted), fold(m, c.measured)));
+        let both = stages.iter().map(of).fold((0.0, 0.0), |(p, m), c| {
+            (fold(p, c.predicted), fold(m, c.measured))
+        });
         Compared::new(both.0, both.1)
     };
     let sum = |a: f64, b: f64| a + b;
@@ -183,7 +203,10 @@ fn total(stages: &[StageComparison]) -> StageComparison {
 }
 
 fn worst(expected: &[ExpectedInstruction], measured: &Measurement) -> Vec<InstructionComparison> {
-    let by_place: BTreeMap<(u32, u32, u32), f64> = expected.iter().map(|e| ((e.stage.0, e.template.0, e.instruction.0), e.seconds)).collect();
+    let by_place: BTreeMap<(u32, u32, u32), f64> = expected
+        .iter()
+        .map(|e| ((e.stage.0, e.template.0, e.instruction.0), e.seconds))
+        .collect();
     let mut all: Vec<InstructionComparison> = measured
         .instructions
         .iter()
@@ -218,12 +241,31 @@ mod tests {
     fn gaps_are_found_where_they_are() {
         let program = pipeline(&[3000, 3000], &[6000, 6000], 4, 1, 1);
         let expected = expected_instructions(&program, &cluster(2)).unwrap();
-        let n: usize = program.roles.iter().flat_map(|r| &r.templates).map(|t| t.instructions.len()).sum();
+        let n: usize = program
+            .roles
+            .iter()
+            .flat_map(|r| &r.templates)
+            .map(|t| t.instructions.len())
+            .sum();
         assert_eq!(expected.len(), n);
         // The forward template's second kernel: two thirds of 3000 ns.
-        assert_eq!((expected[2].name.as_str(), expected[2].seconds), ("main", 2e-6));
-        let mut measurement = Measurement { step_time_s: Seconds(2.0), tokens_per_s: 50.0, ..Measurement::default() };
-        measurement.stages = vec![StageMeasurement { compute_s: 1.0, peak_bytes: Bytes(100), ..Default::default() }; 2];
+        assert_eq!(
+            (expected[2].name.as_str(), expected[2].seconds),
+            ("main", 2e-6)
+        );
+        let mut measurement = Measurement {
+            step_time_s: Seconds(2.0),
+            tokens_per_s: 50.0,
+            ..Measurement::default()
+        };
+        measurement.stages = vec![
+            StageMeasurement {
+                compute_s: 1.0,
+                peak_bytes: Bytes(100),
+                ..Default::default()
+            };
+            2
+        ];
         measurement.instructions = expected
             .iter()
             .enumerate()
@@ -236,18 +278,39 @@ mod tests {
                 mean_s: e.seconds + if i == 2 { 5e-6 } else { 1e-9 * i as f64 },
             })
             .collect();
-        let stage = StagePrediction { compute_s: Seconds(1.5), peak_bytes: Bytes(80), ..Default::default() };
-        let prediction = Prediction { step_time_s: Seconds(1.0), tokens_per_s: 100.0, mfu: 0.4, stages: vec![stage.clone(), stage], ..Default::default() };
+        let stage = StagePrediction {
+            compute_s: Seconds(1.5),
+            peak_bytes: Bytes(80),
+            ..Default::default()
+        };
+        let prediction = Prediction {
+            step_time_s: Seconds(1.0),
+            tokens_per_s: 100.0,
+            mfu: 0.4,
+            stages: vec![stage.clone(), stage],
+            ..Default::default()
+        };
         let c = compare(&prediction, &expected, &measurement);
         assert_eq!(c.step_time_s.ratio, Some(0.5));
         // Half the speed is half the utilisation.
         assert_eq!((c.mfu.measured, c.tokens_per_s.ratio), (0.2, Some(2.0)));
-        assert_eq!(c.total.compute_s, Compared { predicted: 3.0, measured: 2.0, ratio: Some(1.5) });
+        assert_eq!(
+            c.total.compute_s,
+            Compared {
+                predicted: 3.0,
+                measured: 2.0,
+                ratio: Some(1.5)
+            }
+        );
         assert_eq!(c.peak_bytes.ratio, Some(0.8));
         assert_eq!(c.stages[0].collective_s.ratio, None);
         assert_eq!(c.worst.len(), 10);
         assert_eq!((c.worst[0].template, c.worst[0].instruction), (0, 2));
         assert!((c.worst[0].error_s + 4.0 * 5e-6).abs() < 1e-15);
-        assert!(c.worst.windows(2).all(|w| w[0].error_s.abs() >= w[1].error_s.abs()));
+        assert!(
+            c.worst
+                .windows(2)
+                .all(|w| w[0].error_s.abs() >= w[1].error_s.abs())
+        );
     }
 }

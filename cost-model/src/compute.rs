@@ -17,11 +17,21 @@ const CAUSAL_SHARE: f64 = 0.5;
 ///
 /// Views and sources take no time. The dtype of the first float operand chooses the peak;
 /// a type the device has no peak for runs at the slowest peak it has.
-pub fn op_time(cluster: &Cluster, kind: &OpKind, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> Seconds {
+pub fn op_time(
+    cluster: &Cluster,
+    kind: &OpKind,
+    operands: &[(DType, Vec<u64>)],
+    results: &[(DType, Vec<u64>)],
+) -> Seconds {
     if kind.is_source() || kind.is_view() {
         return Seconds(0.0);
     }
-    let dtype = operands.iter().chain(results).map(|t| t.0).find(|t| t.is_float()).unwrap_or(DType::F32);
+    let dtype = operands
+        .iter()
+        .chain(results)
+        .map(|t| t.0)
+        .find(|t| t.is_float())
+        .unwrap_or(DType::F32);
     work_time(cluster, dtype, &kind.work(operands, results))
 }
 
@@ -33,7 +43,8 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
             arithmetic += work.matmul_flops / rate;
-            arithmetic += CAUSAL_SHARE * work.attention_flops / (peak_rate(cluster, dtype) * d.attention_efficiency);
+            arithmetic += CAUSAL_SHARE * work.attention_flops
+                / (peak_rate(cluster, dtype) * d.attention_efficiency);
         }
     }
     let memory = work.bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency);
@@ -44,7 +55,10 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
 pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
     let half = cluster.device.matmul_half_size;
     let share = |x: u64, h: f64| x as f64 / (x as f64 + h);
-    peak_rate(cluster, dtype) * share(shape.m, half.m) * share(shape.n, half.n) * share(shape.k, half.k)
+    peak_rate(cluster, dtype)
+        * share(shape.m, half.m)
+        * share(shape.n, half.n)
+        * share(shape.k, half.k)
 }
 
 /// The best matmul rate of the device in FLOP/s: peak times best measured efficiency.
@@ -52,7 +66,11 @@ pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
     let d = &cluster.device;
     let rate = |t: DType| Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)?);
     rate(dtype).unwrap_or_else(|| {
-        let slowest = d.peak_flops_per_s.keys().filter_map(|&t| rate(t)).fold(f64::INFINITY, f64::min);
+        let slowest = d
+            .peak_flops_per_s
+            .keys()
+            .filter_map(|&t| rate(t))
+            .fold(f64::INFINITY, f64::min);
         if slowest.is_finite() { slowest } else { 0.0 }
     })
 }
@@ -60,7 +78,9 @@ pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
 /// Time of copying `bytes` within a device (each byte read and written once).
 pub fn copy_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
-    Seconds(d.launch_s + 2.0 * bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
+    Seconds(
+        d.launch_s + 2.0 * bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency),
+    )
 }
 
 /// Time of writing `bytes` within a device (fills, loaded data).
@@ -77,7 +97,11 @@ mod tests {
     fn cluster() -> Cluster {
         let mut c = crate::testing::cluster(1);
         let d = &mut c.device;
-        (d.memory_bandwidth_bytes_per_s, d.memory_efficiency, d.launch_s) = (1e9, 0.5, 1e-6);
+        (
+            d.memory_bandwidth_bytes_per_s,
+            d.memory_efficiency,
+            d.launch_s,
+        ) = (1e9, 0.5, 1e-6);
         (d.matmul_half_size.m, d.matmul_half_size.k) = (8.0, 16.0);
         c
     }
@@ -89,7 +113,12 @@ mod tests {
     #[test]
     fn a_matmul_runs_at_the_rate_of_its_shape() {
         let einsum = Einsum::parse("mk,kn->mn").unwrap();
-        let t = op_time(&cluster(), &OpKind::DotGeneral { einsum }, &[f32s(&[8, 4800]), f32s(&[4800, 64])], &[f32s(&[8, 64])]);
+        let t = op_time(
+            &cluster(),
+            &OpKind::DotGeneral { einsum },
+            &[f32s(&[8, 4800]), f32s(&[4800, 64])],
+            &[f32s(&[8, 64])],
+        );
         // 2*8*4800*64 FLOPs at 1e12 * 0.5 * 8/16 * 4800/4816; 4*(8*4800 + 4800*64 + 8*64) bytes
         // at 0.5e9, which take longer.
         let arithmetic = 2.0 * 8.0 * 4800.0 * 64.0 / (0.5e12 * 0.5 * 4800.0 / 4816.0);
@@ -99,7 +128,12 @@ mod tests {
         let mut fast = cluster();
         fast.device.memory_bandwidth_bytes_per_s = 1e15;
         let einsum = Einsum::parse("mk,kn->mn").unwrap();
-        let t = op_time(&fast, &OpKind::DotGeneral { einsum }, &[f32s(&[8, 4800]), f32s(&[4800, 64])], &[f32s(&[8, 64])]);
+        let t = op_time(
+            &fast,
+            &OpKind::DotGeneral { einsum },
+            &[f32s(&[8, 4800]), f32s(&[4800, 64])],
+            &[f32s(&[8, 64])],
+        );
         assert!((t.0 - 1e-6 - arithmetic).abs() < 1e-12);
     }
 
@@ -109,11 +143,20 @@ mod tests {
         fast.device.memory_bandwidth_bytes_per_s = 1e15;
         let q = f32s(&[1, 128, 2, 64]);
         let lse = f32s(&[1, 128, 2]);
-        let t = op_time(&fast, &OpKind::Attention { scale: 1.0, dropout: 0.0 }, &[q.clone(), q.clone(), q.clone()], &[q, lse]);
+        let t = op_time(
+            &fast,
+            &OpKind::Attention {
+                scale: 1.0,
+                dropout: 0.0,
+            },
+            &[q.clone(), q.clone(), q.clone()],
+            &[q, lse],
+        );
         // 2 heads, 128 x 128 scores, 64 wide, two products; at half of 0.5e12 FLOP/s. Plus four
         // operations for each score.
         let scores = 2.0 * 128.0 * 128.0;
-        let expected = 1e-6 + 0.5 * (2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9;
+        let expected =
+            1e-6 + 0.5 * (2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9;
         assert!((t.0 - expected).abs() < 1e-12);
     }
 
@@ -122,9 +165,23 @@ mod tests {
         let x = f32s(&[1000, 1000]);
         let mut c = cluster();
         c.device.vector_flops_per_s = 1e12;
-        let t = op_time(&c, &OpKind::Binary { f: Binary::Add }, &[x.clone(), x.clone()], std::slice::from_ref(&x));
+        let t = op_time(
+            &c,
+            &OpKind::Binary { f: Binary::Add },
+            &[x.clone(), x.clone()],
+            std::slice::from_ref(&x),
+        );
         assert!((t.0 - 1e-6 - 12e6 / 0.5e9).abs() < 1e-12);
-        assert_eq!(op_time(&c, &OpKind::Layout, std::slice::from_ref(&x), std::slice::from_ref(&x)).0, 0.0);
+        assert_eq!(
+            op_time(
+                &c,
+                &OpKind::Layout,
+                std::slice::from_ref(&x),
+                std::slice::from_ref(&x)
+            )
+            .0,
+            0.0
+        );
         assert!((copy_time(&c, 1000).0 - 1e-6 - 2000.0 / 0.5e9).abs() < 1e-15);
         assert!((write_time(&c, 1000).0 - 1e-6 - 1000.0 / 0.5e9).abs() < 1e-15);
     }

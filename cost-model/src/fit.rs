@@ -54,8 +54,8 @@ pub enum FitError {
     },
 }
 
-/// Bytes of a rank beyond its arena: copies that messages and conversions make.
-const SCRATCH_BYTES: u64 = 16 << 20;
+/// Bytes of a rank beyond its arena and the copies that `memory::scratch_bytes` counts.
+const RESERVED_BYTES: u64 = 1 << 20;
 /// Vector work of fewer FLOPs per byte than this is taken to be limited by memory.
 const MEMORY_BOUND_FLOPS_PER_BYTE: f64 = 0.25;
 /// No half size is larger; sizes that are measured are not much larger.
@@ -71,7 +71,9 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
     let launch_s = median(named(points, "launch").map(|p| p.median_s).collect()).unwrap_or(0.0);
     let busy = |p: &MeasuredPoint| (p.median_s - launch_s).max(0.1 * p.median_s);
     let (bandwidth, memory_efficiency) = memory(points, &busy)?;
-    let (flops, seconds) = vectors(points).filter(|p| !memory_bound(p)).fold((0.0, 0.0), |(f, s), p| (f + p.size[0] as f64, s + busy(p)));
+    let (flops, seconds) = vectors(points)
+        .filter(|p| !memory_bound(p))
+        .fold((0.0, 0.0), |(f, s), p| (f + p.size[0] as f64, s + busy(p)));
     let vector_rate = positive(flops / seconds).ok_or_else(|| missing("vector ..."))?;
     let matmul = matmul(points, &busy)?;
     let mut cluster = Cluster {
@@ -87,13 +89,17 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             attention_efficiency: 1.0,
             vector_flops_per_s: vector_rate,
             memory_bytes: machine.memory_bytes,
-            memory_reserved_bytes: Bytes(SCRATCH_BYTES),
+            memory_reserved_bytes: Bytes(RESERVED_BYTES),
             memory_bandwidth_bytes_per_s: bandwidth,
             memory_efficiency,
             launch_s,
         },
         levels: Vec::new(),
-        pool: Some(Pool { devices: n_ranks, compute_devices: compute_devices(points, machine), memory_bytes: machine.memory_bytes }),
+        pool: Some(Pool {
+            devices: n_ranks,
+            compute_devices: compute_devices(points, machine),
+            memory_bytes: machine.memory_bytes,
+        }),
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };
@@ -103,12 +109,23 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
     }
     cluster.device.attention_efficiency = attention(points, &matmul, vector_rate, &busy);
     if n_ranks > 1 {
-        cluster.levels.push(Level { name: "shared-memory".into(), devices: n_ranks, latency_s: 1e-5, bandwidth_bytes_per_s: bandwidth, efficiency: 1.0, half_bytes: 0.0 });
+        cluster.levels.push(Level {
+            name: "shared-memory".into(),
+            devices: n_ranks,
+            latency_s: 1e-5,
+            bandwidth_bytes_per_s: bandwidth,
+            efficiency: 1.0,
+            half_bytes: 0.0,
+        });
         links(points, &mut cluster)?;
     }
     cluster.sources = sources(points, n_ranks);
     let problems = cluster.problems();
-    if problems.is_empty() { Ok(cluster) } else { Err(FitError::Cluster { problems }) }
+    if problems.is_empty() {
+        Ok(cluster)
+    } else {
+        Err(FitError::Cluster { problems })
+    }
 }
 
 fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
@@ -120,9 +137,18 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
             "copy" => 1,
             _ => 0,
         };
-        let error = |problem: String| Err(FitError::Point { index, what: p.what.clone(), problem });
+        let error = |problem: String| {
+            Err(FitError::Point {
+                index,
+                what: p.what.clone(),
+                problem,
+            })
+        };
         if p.size.len() < needed || p.size.contains(&0) {
-            return error(format!("size {:?}, expected {needed} positive numbers", p.size));
+            return error(format!(
+                "size {:?}, expected {needed} positive numbers",
+                p.size
+            ));
         }
         if positive(p.median_s).is_none() {
             return error(format!("{} s, expected a positive number", p.median_s));
@@ -131,7 +157,10 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
     Ok(())
 }
 
-fn named<'a>(points: &'a [MeasuredPoint], what: &'a str) -> impl Iterator<Item = &'a MeasuredPoint> {
+fn named<'a>(
+    points: &'a [MeasuredPoint],
+    what: &'a str,
+) -> impl Iterator<Item = &'a MeasuredPoint> {
     points.iter().filter(move |p| p.what == what)
 }
 
@@ -163,9 +192,14 @@ fn geometric_mean(values: &[f64]) -> Option<f64> {
 
 /// The best rate of copies and memory-bound kernels, and their mean share of it. Operands of
 /// all sizes count: those that caches hold and those that they do not.
-fn memory(points: &[MeasuredPoint], busy: &dyn Fn(&MeasuredPoint) -> f64) -> Result<(f64, f64), FitError> {
+fn memory(
+    points: &[MeasuredPoint],
+    busy: &dyn Fn(&MeasuredPoint) -> f64,
+) -> Result<(f64, f64), FitError> {
     let copies = named(points, "copy").map(|p| 2.0 * p.size[0] as f64 / busy(p));
-    let kernels = vectors(points).filter(|p| memory_bound(p)).map(|p| p.size[1] as f64 / busy(p));
+    let kernels = vectors(points)
+        .filter(|p| memory_bound(p))
+        .map(|p| p.size[1] as f64 / busy(p));
     let rates: Vec<f64> = copies.chain(kernels).collect();
     let best = rates.iter().copied().fold(0.0, f64::max);
     let mean = geometric_mean(&rates).ok_or_else(|| missing("copy"))?;
@@ -183,7 +217,11 @@ struct Matmul {
 impl Matmul {
     fn time(&self, p: &MeasuredPoint) -> f64 {
         let share = |x: u64, half: f64| x as f64 / (x as f64 + half);
-        flops(p) / (self.rate * share(p.size[0], self.half.m) * share(p.size[1], self.half.n) * share(p.size[2], self.half.k))
+        flops(p)
+            / (self.rate
+                * share(p.size[0], self.half.m)
+                * share(p.size[1], self.half.n)
+                * share(p.size[2], self.half.k))
     }
 }
 
@@ -191,26 +229,59 @@ fn flops(p: &MeasuredPoint) -> f64 {
     p.size[..3].iter().fold(2.0, |f, &x| f * x as f64)
 }
 
-fn matmul(points: &[MeasuredPoint], busy: &dyn Fn(&MeasuredPoint) -> f64) -> Result<Matmul, FitError> {
-    let measured: Vec<(&MeasuredPoint, f64)> = named(points, "matmul f32").map(|p| (p, busy(p))).collect();
-    let best = measured.iter().map(|(p, t)| flops(p) / t).fold(0.0, f64::max);
+fn matmul(
+    points: &[MeasuredPoint],
+    busy: &dyn Fn(&MeasuredPoint) -> f64,
+) -> Result<Matmul, FitError> {
+    let measured: Vec<(&MeasuredPoint, f64)> =
+        named(points, "matmul f32").map(|p| (p, busy(p))).collect();
+    let best = measured
+        .iter()
+        .map(|(p, t)| flops(p) / t)
+        .fold(0.0, f64::max);
     positive(best).ok_or_else(|| missing("matmul f32"))?;
-    let of = |x: &[f64]| Matmul { best, rate: best * x[0].exp(), half: HalfSize { m: x[1].exp_m1(), n: x[2].exp_m1(), k: x[3].exp_m1() } };
+    let of = |x: &[f64]| Matmul {
+        best,
+        rate: best * x[0].exp(),
+        half: HalfSize {
+            m: x[1].exp_m1(),
+            n: x[2].exp_m1(),
+            k: x[3].exp_m1(),
+        },
+    };
     let error = |x: &[f64]| {
         let model = of(x);
-        measured.iter().map(|(p, t)| (model.time(p) / t).ln().powi(2)).sum()
+        measured
+            .iter()
+            .map(|(p, t)| (model.time(p) / t).ln().powi(2))
+            .sum()
     };
     let largest = MAX_HALF_SIZE.ln_1p();
-    let bounds = [(0.25f64.ln(), 0.0), (0.0, largest), (0.0, largest), (0.0, largest)];
-    Ok(of(&minimise(vec![0.9f64.ln(), 2.0, 2.0, 2.0], &bounds, &error)))
+    let bounds = [
+        (0.25f64.ln(), 0.0),
+        (0.0, largest),
+        (0.0, largest),
+        (0.0, largest),
+    ];
+    Ok(of(&minimise(
+        vec![0.9f64.ln(), 2.0, 2.0, 2.0],
+        &bounds,
+        &error,
+    )))
 }
 
 /// Share of the best rate per element type; types that were not measured have none.
-fn efficiencies(points: &[MeasuredPoint], matmul: &Matmul, busy: &dyn Fn(&MeasuredPoint) -> f64) -> Vec<(DType, f64)> {
+fn efficiencies(
+    points: &[MeasuredPoint],
+    matmul: &Matmul,
+    busy: &dyn Fn(&MeasuredPoint) -> f64,
+) -> Vec<(DType, f64)> {
     let mut all = vec![(DType::F32, matmul.rate / matmul.best)];
     for dtype in [DType::Bf16, DType::F16] {
         let what = format!("matmul {}", dtype.name());
-        let ratios: Vec<f64> = named(points, &what).map(|p| matmul.time(p) / busy(p)).collect();
+        let ratios: Vec<f64> = named(points, &what)
+            .map(|p| matmul.time(p) / busy(p))
+            .collect();
         if let Some(ratio) = geometric_mean(&ratios) {
             all.push((dtype, (ratio * matmul.rate / matmul.best).min(1.0)));
         }
@@ -220,10 +291,19 @@ fn efficiencies(points: &[MeasuredPoint], matmul: &Matmul, busy: &dyn Fn(&Measur
 
 /// What is left of the time of attention after its vector work, over what its products would
 /// take as a matmul; half of the scores are computed.
-fn attention(points: &[MeasuredPoint], matmul: &Matmul, vector_rate: f64, busy: &dyn Fn(&MeasuredPoint) -> f64) -> f64 {
+fn attention(
+    points: &[MeasuredPoint],
+    matmul: &Matmul,
+    vector_rate: f64,
+    busy: &dyn Fn(&MeasuredPoint) -> f64,
+) -> f64 {
     let totals = named(points, "attention f32").fold((0.0, 0.0, 0.0), |(f, t, all), p| {
         let vector = p.size[1] as f64 / vector_rate;
-        (f + 0.5 * p.size[0] as f64, t + busy(p) - vector, all + busy(p))
+        (
+            f + 0.5 * p.size[0] as f64,
+            t + busy(p) - vector,
+            all + busy(p),
+        )
     });
     // The vector work is a rough count: at least a tenth of the time is left to the products.
     let seconds = totals.1.max(0.1 * totals.2);
@@ -232,10 +312,18 @@ fn attention(points: &[MeasuredPoint], matmul: &Matmul, vector_rate: f64, busy: 
 
 /// How many ranks' worth of work gets done when all work at the same time.
 fn compute_devices(points: &[MeasuredPoint], machine: &Machine) -> f64 {
-    let times = |ranks: u64| -> Vec<f64> { named(points, "matmul f32 together").filter(|p| p.size[3] == ranks).map(|p| p.median_s).collect() };
+    let times = |ranks: u64| -> Vec<f64> {
+        named(points, "matmul f32 together")
+            .filter(|p| p.size[3] == ranks)
+            .map(|p| p.median_s)
+            .collect()
+    };
     let n = machine.n_ranks.max(1);
     let guess = f64::from(machine.cores.clamp(1, n));
-    match (geometric_mean(&times(1)), geometric_mean(&times(u64::from(n)))) {
+    match (
+        geometric_mean(&times(1)),
+        geometric_mean(&times(u64::from(n))),
+    ) {
         (Some(alone), Some(together)) => (f64::from(n) * alone / together).clamp(0.5, f64::from(n)),
         _ => guess,
     }
@@ -245,22 +333,47 @@ fn compute_devices(points: &[MeasuredPoint], machine: &Machine) -> f64 {
 /// were slowed down while they were measured; the simulator slows them down again, so that
 /// factor is taken out.
 fn links(points: &[MeasuredPoint], cluster: &mut Cluster) -> Result<(), FitError> {
-    let kinds = [CollectiveKind::AllReduce(ReduceKind::Sum), CollectiveKind::ReduceScatter(ReduceKind::Sum), CollectiveKind::AllGather];
+    let kinds = [
+        CollectiveKind::AllReduce(ReduceKind::Sum),
+        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        CollectiveKind::AllGather,
+    ];
     let compute = cluster.pool.map_or(f64::INFINITY, |p| p.compute_devices);
     let fits = |p: &&MeasuredPoint| (2..=u64::from(cluster.devices_per_host)).contains(&p.size[1]);
     let measured: Vec<(CollectiveKind, LogicalMesh, u64, f64)> = kinds
         .iter()
-        .flat_map(|&kind| named(points, kind.name()).filter(fits).map(move |p| (kind, group(p.size[1] as u32), p.size[0], p.median_s / (p.size[2] as f64 / compute).max(1.0))))
+        .flat_map(|&kind| {
+            named(points, kind.name()).filter(fits).map(move |p| {
+                (
+                    kind,
+                    group(p.size[1] as u32),
+                    p.size[0],
+                    p.median_s / (p.size[2] as f64 / compute).max(1.0),
+                )
+            })
+        })
         .collect();
     if measured.is_empty() {
         return Err(missing("all_reduce"));
     }
-    let with = |cluster: &mut Cluster, x: &[f64]| (cluster.levels[0].latency_s, cluster.levels[0].bandwidth_bytes_per_s) = (x[0].exp(), x[1].exp());
+    let with = |cluster: &mut Cluster, x: &[f64]| {
+        (
+            cluster.levels[0].latency_s,
+            cluster.levels[0].bandwidth_bytes_per_s,
+        ) = (x[0].exp(), x[1].exp())
+    };
     let scratch = std::cell::RefCell::new(cluster.clone());
     let error = |x: &[f64]| {
         let mut candidate = scratch.borrow_mut();
         with(&mut candidate, x);
-        measured.iter().map(|(kind, mesh, bytes, t)| (collective_time(&candidate, mesh, &[AxisId(0)], *kind, *bytes).0 / t).ln().powi(2)).sum()
+        measured
+            .iter()
+            .map(|(kind, mesh, bytes, t)| {
+                (collective_time(&candidate, mesh, &[AxisId(0)], *kind, *bytes).0 / t)
+                    .ln()
+                    .powi(2)
+            })
+            .sum()
     };
     let bounds = [(1e-8f64.ln(), 1e-2f64.ln()), (1e6f64.ln(), 1e13f64.ln())];
     let best = minimise(vec![1e-5f64.ln(), 1e9f64.ln()], &bounds, &error);
@@ -270,7 +383,16 @@ fn links(points: &[MeasuredPoint], cluster: &mut Cluster) -> Result<(), FitError
 
 /// The first `n` ranks as one axis.
 fn group(n: u32) -> LogicalMesh {
-    LogicalMesh { devices: DeviceMesh { first_rank: Rank(0), n_devices: n }, axes: vec![Axis { name: "group".into(), size: n }] }
+    LogicalMesh {
+        devices: DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: n,
+        },
+        axes: vec![Axis {
+            name: "group".into(),
+            size: n,
+        }],
+    }
 }
 
 /// Pattern search (Hooke & Jeeves 1961): steps along each coordinate, then along the last
@@ -278,7 +400,11 @@ fn group(n: u32) -> LogicalMesh {
 fn minimise(start: Vec<f64>, bounds: &[(f64, f64)], f: &dyn Fn(&[f64]) -> f64) -> Vec<f64> {
     const SMALLEST_STEP: f64 = 1e-7;
     const MAX_ROUNDS: usize = 10_000;
-    let clamp = |x: &mut [f64]| x.iter_mut().zip(bounds).for_each(|(x, b)| *x = x.clamp(b.0, b.1));
+    let clamp = |x: &mut [f64]| {
+        x.iter_mut()
+            .zip(bounds)
+            .for_each(|(x, b)| *x = x.clamp(b.0, b.1))
+    };
     let explore = |from: &[f64], step: f64| {
         let (mut at, mut value) = (from.to_vec(), f(from));
         for i in 0..at.len() {
@@ -304,7 +430,11 @@ fn minimise(start: Vec<f64>, bounds: &[(f64, f64)], f: &dyn Fn(&[f64]) -> f64) -
             let mut beyond: Vec<f64> = at.iter().zip(&best).map(|(a, b)| 2.0 * a - b).collect();
             clamp(&mut beyond);
             let (further, further_value) = explore(&beyond, step);
-            (best, value) = if further_value < there { (further, further_value) } else { (at, there) };
+            (best, value) = if further_value < there {
+                (further, further_value)
+            } else {
+                (at, there)
+            };
         } else if step > SMALLEST_STEP {
             step *= 0.5;
         } else {
@@ -317,28 +447,75 @@ fn minimise(start: Vec<f64>, bounds: &[(f64, f64)], f: &dyn Fn(&[f64]) -> f64) -
 fn sources(points: &[MeasuredPoint], n_ranks: u32) -> BTreeMap<String, String> {
     let mut sources = BTreeMap::new();
     let mut add = |key: &str, what: &str, how: &str| {
-        let used: Vec<&MeasuredPoint> = points.iter().filter(|p| p.what.starts_with(what)).collect();
+        let used: Vec<&MeasuredPoint> =
+            points.iter().filter(|p| p.what.starts_with(what)).collect();
         let n = used.iter().map(|p| p.n).min().unwrap_or(0);
-        sources.insert(key.to_string(), format!("calibrate: {how} {} points of `{what}`, each the median of {n} or more", used.len()));
+        sources.insert(
+            key.to_string(),
+            format!(
+                "calibrate: {how} {} points of `{what}`, each the median of {n} or more",
+                used.len()
+            ),
+        );
     };
     add("device.peak_flops_per_s", "matmul f32", "best rate of");
     add("device.matmul_efficiency", "matmul", "fitted to");
     add("device.matmul_half_size", "matmul f32", "fitted to");
-    add("device.attention_efficiency", "attention", "total work over total time of");
-    add("device.vector_flops_per_s", "vector", "total work over total time of those of at least 1/4 FLOP per byte among");
-    add("device.memory_bandwidth_bytes_per_s", "copy", "best rate of");
-    add("device.memory_efficiency", "copy", "mean share of the best rate over memory-bound kernels and");
+    add(
+        "device.attention_efficiency",
+        "attention",
+        "total work over total time of",
+    );
+    add(
+        "device.vector_flops_per_s",
+        "vector",
+        "total work over total time of those of at least 1/4 FLOP per byte among",
+    );
+    add(
+        "device.memory_bandwidth_bytes_per_s",
+        "copy",
+        "best rate of",
+    );
+    add(
+        "device.memory_efficiency",
+        "copy",
+        "mean share of the best rate over memory-bound kernels and",
+    );
     add("device.launch_s", "launch", "median of");
-    add("pool.compute_devices", "matmul f32 together", "time alone over time together of");
+    add(
+        "pool.compute_devices",
+        "matmul f32 together",
+        "time alone over time together of",
+    );
     if n_ranks > 1 {
-        add("levels.shared-memory.latency_s", "all_reduce", "fitted to reduce_scatter, all_gather and");
-        add("levels.shared-memory.bandwidth_bytes_per_s", "all_reduce", "fitted to reduce_scatter, all_gather and");
-        sources.insert("levels.shared-memory".into(), "one machine: efficiency is part of the bandwidth, start-up part of the latency".into());
+        add(
+            "levels.shared-memory.latency_s",
+            "all_reduce",
+            "fitted to reduce_scatter, all_gather and",
+        );
+        add(
+            "levels.shared-memory.bandwidth_bytes_per_s",
+            "all_reduce",
+            "fitted to reduce_scatter, all_gather and",
+        );
+        sources.insert(
+            "levels.shared-memory".into(),
+            "one machine: efficiency is part of the bandwidth, start-up part of the latency".into(),
+        );
     }
-    sources.insert("devices_per_host".into(), "chosen: ranks that were calibrated".into());
+    sources.insert(
+        "devices_per_host".into(),
+        "chosen: ranks that were calibrated".into(),
+    );
     sources.insert("pool".into(), "all ranks share one machine".into());
-    sources.insert("device.memory_bytes".into(), "memory that the ranks may use together; each gets its share of the pool".into());
-    sources.insert("device.memory_reserved_bytes".into(), "assumption: copies made by messages and conversions, beyond the arena".into());
+    sources.insert(
+        "device.memory_bytes".into(),
+        "memory that the ranks may use together; each gets its share of the pool".into(),
+    );
+    sources.insert(
+        "device.memory_reserved_bytes".into(),
+        "assumption: stacks and bookkeeping of a rank, 1 MiB".into(),
+    );
     sources
 }
 

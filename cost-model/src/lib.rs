@@ -19,7 +19,9 @@ pub mod work;
 
 pub use compare::{Comparison, compare, expected_instructions};
 pub use error::SimError;
-pub use simulate::{Execution, Simulation, SimulateOptions, TimelineDetail, TimelineEvent, simulate};
+pub use simulate::{
+    Execution, SimulateOptions, Simulation, TimelineDetail, TimelineEvent, simulate,
+};
 pub use work::{StepWork, model_flops};
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Bytes of a role by lifetime, from its buffers as they lie in the arena.
 
-use ir::Bytes;
 use ir::cluster::Cluster;
-use ir::program::{Buffer, BufferClass, RoleProgram};
+use ir::program::{Buffer, BufferClass, InstrKind, RoleProgram};
+use ir::{BufferId, Bytes, DType};
 
 /// Bytes on every rank of a role.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,7 +22,10 @@ pub struct RoleMemory {
 /// Memory of a role by class. Every copy of a buffer counts with the distance to the next one
 /// ([`Buffer::stride`]).
 pub fn memory_of(role: &RoleProgram) -> RoleMemory {
-    let mut memory = RoleMemory { arena: Bytes(role.arena_bytes), ..RoleMemory::default() };
+    let mut memory = RoleMemory {
+        arena: Bytes(role.arena_bytes),
+        ..RoleMemory::default()
+    };
     let mut transient = Vec::new();
     for buffer in &role.buffers {
         let all = Bytes(buffer.stride().saturating_mul(u64::from(buffer.slots())));
@@ -37,9 +40,62 @@ pub fn memory_of(role: &RoleProgram) -> RoleMemory {
     memory
 }
 
-/// Peak bytes on every rank: the arena and what the cluster reserves.
+/// Peak bytes on every rank: the arena and what the cluster reserves; where devices share
+/// processors (ranks are threads) also the copies that the runtime makes.
 pub fn peak_bytes(role: &RoleProgram, cluster: &Cluster) -> Bytes {
-    Bytes(role.arena_bytes.saturating_add(cluster.device.memory_reserved_bytes.0))
+    let scratch = if cluster.pool.is_some() {
+        scratch_bytes(role).0
+    } else {
+        0
+    };
+    Bytes(
+        role.arena_bytes
+            .saturating_add(cluster.device.memory_reserved_bytes.0)
+            .saturating_add(scratch),
+    )
+}
+
+/// The most bytes that one instruction copies outside the arena on the CPU: both sides of a
+/// message, f32 forms of half-precision operands and results.
+pub fn scratch_bytes(role: &RoleProgram) -> Bytes {
+    let instructions = role.templates.iter().flat_map(|t| &t.instructions);
+    Bytes(
+        instructions
+            .map(|i| instruction_scratch(role, &i.kind))
+            .max()
+            .unwrap_or(0),
+    )
+}
+
+fn instruction_scratch(role: &RoleProgram, kind: &InstrKind) -> u64 {
+    let bytes = |ids: &mut dyn Iterator<Item = BufferId>| -> u64 {
+        ids.filter_map(|b| role.buffers.get(b.index()))
+            .map(|b| b.bytes)
+            .fold(0, u64::saturating_add)
+    };
+    match kind {
+        InstrKind::Collective { items, .. } => {
+            2u64.saturating_mul(bytes(&mut items.iter().map(|i| i.input)))
+        }
+        InstrKind::Slice { input, .. } => 2u64.saturating_mul(bytes(&mut std::iter::once(*input))),
+        InstrKind::Exchange { sends, recvs } => bytes(&mut sends.iter().chain(recvs).map(|s| s.1)),
+        InstrKind::Compute {
+            inputs, outputs, ..
+        } => {
+            let is_half = |b: &BufferId| {
+                role.buffers
+                    .get(b.index())
+                    .is_some_and(|b| matches!(b.dtype, DType::Bf16 | DType::F16))
+            };
+            2u64.saturating_mul(bytes(
+                &mut inputs.iter().chain(outputs).copied().filter(is_half),
+            ))
+        }
+        InstrKind::WorldSum { .. }
+        | InstrKind::Load { .. }
+        | InstrKind::Fill { .. }
+        | InstrKind::Copy { .. } => 0,
+    }
 }
 
 fn extent(buffer: &Buffer) -> (u64, u64) {
@@ -67,7 +123,11 @@ mod tests {
 
     #[test]
     fn classes_add_up_and_shared_bytes_count_once() {
-        let at = |class, offset, elements: u64| Buffer { offset, bytes: 4 * elements, ..buffer("b", class, &[elements]) };
+        let at = |class, offset, elements: u64| Buffer {
+            offset,
+            bytes: 4 * elements,
+            ..buffer("b", class, &[elements])
+        };
         let mut r = role(0, 0, 1);
         r.buffers = vec![
             at(BufferClass::Persistent, 0, 100),
@@ -88,6 +148,30 @@ mod tests {
         assert_eq!(m.transient, 768 + 256);
         assert_eq!(m.arena, 3584);
         // Everything but the hole 3072..3328.
-        assert_eq!(m.persistent + m.step + m.activation + m.transient, Bytes(3584 - 256));
+        assert_eq!(
+            m.persistent + m.step + m.activation + m.transient,
+            Bytes(3584 - 256)
+        );
+    }
+    #[test]
+    fn cpu_ranks_copy_messages_and_widen_halves() {
+        let program = crate::testing::pipeline(&[10], &[10], 1, 100, 1);
+        let mut r = program.roles[0].clone();
+        r.arena_bytes = 10_000;
+        // Relu on f32 needs nothing; on bf16 an f32 form of operand and result.
+        assert_eq!(scratch_bytes(&r), 0);
+        (r.buffers[5].dtype, r.buffers[5].bytes) = (DType::Bf16, 200);
+        assert_eq!(scratch_bytes(&r), 2 * (200 + 200));
+        let mut c = crate::testing::cluster(1);
+        assert_eq!(peak_bytes(&r, &c), 10_000 + 1000);
+        c.pool = Some(ir::cluster::Pool {
+            devices: 1,
+            compute_devices: 1.0,
+            memory_bytes: Bytes(1),
+        });
+        assert_eq!(peak_bytes(&r, &c), 10_000 + 1000 + 800);
+        // A pipeline of two: the exchange of 400 B in one direction at a time.
+        let two = crate::testing::pipeline(&[10, 10], &[10, 10], 1, 100, 1);
+        assert_eq!(scratch_bytes(&two.roles[0]), 400);
     }
 }

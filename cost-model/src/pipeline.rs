@@ -23,7 +23,8 @@ pub struct StageTime {
 
 /// Latency of one training step; see the module header. Zero without stages.
 pub fn latency(stages: &[StageTime], n_microbatches: u32) -> Seconds {
-    let slowest = |time: fn(&StageTime) -> Seconds| stages.iter().map(time).fold(Seconds(0.0), Seconds::max);
+    let slowest =
+        |time: fn(&StageTime) -> Seconds| stages.iter().map(time).fold(Seconds(0.0), Seconds::max);
     let microbatch = |s: &StageTime| s.forward + s.backward;
     let first: Seconds = stages.iter().map(microbatch).sum();
     first + slowest(microbatch) * f64::from(n_microbatches.saturating_sub(1)) + slowest(|s| s.step)
@@ -41,7 +42,11 @@ mod tests {
 
     #[test]
     fn equal_stages_have_the_known_bubble() {
-        let stage = StageTime { forward: Seconds(1.0), backward: Seconds(2.0), step: Seconds(0.0) };
+        let stage = StageTime {
+            forward: Seconds(1.0),
+            backward: Seconds(2.0),
+            step: Seconds(0.0),
+        };
         // 4 stages of 3 s, 8 microbatches: 4 * 3 + 7 * 3 = 33 s, of which 24 s are work.
         let t = latency(&[stage; 4], 8);
         assert_eq!(t, Seconds(33.0));
@@ -51,9 +56,16 @@ mod tests {
 
     #[test]
     fn the_slowest_stage_sets_the_pace() {
-        let stage = |f, b, s| StageTime { forward: Seconds(f), backward: Seconds(b), step: Seconds(s) };
+        let stage = |f, b, s| StageTime {
+            forward: Seconds(f),
+            backward: Seconds(b),
+            step: Seconds(s),
+        };
         // (1 + 2) + (2 + 3) + 3 * 5 + 0.5
-        assert_eq!(latency(&[stage(1.0, 2.0, 0.5), stage(2.0, 3.0, 0.25)], 4), Seconds(23.5));
+        assert_eq!(
+            latency(&[stage(1.0, 2.0, 0.5), stage(2.0, 3.0, 0.25)], 4),
+            Seconds(23.5)
+        );
         assert_eq!(latency(&[], 4), Seconds(0.0));
     }
 }

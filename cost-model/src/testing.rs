@@ -3,8 +3,14 @@
 use ir::cluster::Cluster;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::Unary;
-use ir::program::{Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template, TemplateKind, Transfer};
-use ir::{BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, TemplateId, TransferId};
+use ir::program::{
+    Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template,
+    TemplateKind, Transfer,
+};
+use ir::{
+    BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, TemplateId,
+    TransferId,
+};
 
 /// A cluster whose times are easy to write down: vector work at `1e9` FLOP/s (memory never
 /// limits), links of `1e9` B/s without latency, no launch time.
@@ -20,12 +26,30 @@ pub(crate) fn cluster(n: u32) -> Cluster {
 }
 
 pub(crate) fn mesh(first: u32, n: u32) -> LogicalMesh {
-    LogicalMesh::new(DeviceMesh { first_rank: Rank(first), n_devices: n }, vec![Axis { name: "x".into(), size: n }]).expect("one axis covers the mesh")
+    LogicalMesh::new(
+        DeviceMesh {
+            first_rank: Rank(first),
+            n_devices: n,
+        },
+        vec![Axis {
+            name: "x".into(),
+            size: n,
+        }],
+    )
+    .expect("one axis covers the mesh")
 }
 
 pub(crate) fn buffer(name: &str, class: BufferClass, lens: &[u64]) -> Buffer {
     let bytes = 4 * lens.iter().product::<u64>();
-    Buffer { name: name.into(), dtype: DType::F32, lens: lens.to_vec(), spec: ShardingSpec::replicated(lens.len()), class, offset: 0, bytes }
+    Buffer {
+        name: name.into(),
+        dtype: DType::F32,
+        lens: lens.to_vec(),
+        spec: ShardingSpec::replicated(lens.len()),
+        class,
+        offset: 0,
+        bytes,
+    }
 }
 
 pub(crate) fn role(stage: u32, first: u32, n: u32) -> RoleProgram {
@@ -43,19 +67,36 @@ pub(crate) fn role(stage: u32, first: u32, n: u32) -> RoleProgram {
 }
 
 pub(crate) fn instr(kind: InstrKind, stream: Stream, deps: &[u32]) -> Instruction {
-    Instruction { kind, stream, deps: deps.iter().map(|&d| InstrId(d)).collect(), pass: Pass::F, layer: None }
+    Instruction {
+        kind,
+        stream,
+        deps: deps.iter().map(|&d| InstrId(d)).collect(),
+        pass: Pass::F,
+        layer: None,
+    }
 }
 
 /// `relu` on `input`: as many nanoseconds as it has elements, on the test cluster.
 pub(crate) fn relu(path: &str, input: u32, output: u32) -> InstrKind {
     let kind = OpKind::Unary { f: Unary::Relu };
-    InstrKind::Compute { path: path.into(), kind, inputs: vec![BufferId(input)], outputs: vec![BufferId(output)] }
+    InstrKind::Compute {
+        path: path.into(),
+        kind,
+        inputs: vec![BufferId(input)],
+        outputs: vec![BufferId(output)],
+    }
 }
 
 /// A pipeline with activations of `elements` and 1F1B order. Stage `s` takes `forward[s]` and
 /// `backward[s]` nanoseconds, each in two instructions of which only one, with two thirds of
 /// the time, waits for the neighbour; `n` ranks per stage.
-pub(crate) fn pipeline(forward: &[u64], backward: &[u64], m: u32, elements: u64, n: u32) -> Program {
+pub(crate) fn pipeline(
+    forward: &[u64],
+    backward: &[u64],
+    m: u32,
+    elements: u64,
+    n: u32,
+) -> Program {
     pipeline_with((forward, backward), m, elements, n, |ns| ns / 3)
 }
 
@@ -64,7 +105,13 @@ pub(crate) fn strict_pipeline(forward: &[u64], backward: &[u64], m: u32) -> Prog
     pipeline_with((forward, backward), m, 1, 1, |_| 1)
 }
 
-fn pipeline_with((forward, backward): (&[u64], &[u64]), m: u32, elements: u64, n: u32, own: fn(u64) -> u64) -> Program {
+fn pipeline_with(
+    (forward, backward): (&[u64], &[u64]),
+    m: u32,
+    elements: u64,
+    n: u32,
+    own: fn(u64) -> u64,
+) -> Program {
     let p = forward.len();
     let spec = ShardingSpec::replicated(1);
     let transfer = |value: &str, from: usize, to: usize| Transfer {
@@ -77,23 +124,63 @@ fn pipeline_with((forward, backward): (&[u64], &[u64]), m: u32, elements: u64, n
         to_spec: spec.clone(),
     };
     // Transfer 2s goes down from stage s, 2s + 1 comes back.
-    let transfers = (1..p).flat_map(|s| [transfer("a", s - 1, s), transfer("g", s, s - 1)]).collect();
-    let roles = (0..p).map(|s| pipeline_role((s, p), [own(forward[s]), forward[s] - own(forward[s]), own(backward[s]), backward[s] - own(backward[s])], m, elements, n)).collect();
-    Program { roles, transfers, n_microbatches: m, microbatch: 1 }
+    let transfers = (1..p)
+        .flat_map(|s| [transfer("a", s - 1, s), transfer("g", s, s - 1)])
+        .collect();
+    let roles = (0..p)
+        .map(|s| {
+            pipeline_role(
+                (s, p),
+                [
+                    own(forward[s]),
+                    forward[s] - own(forward[s]),
+                    own(backward[s]),
+                    backward[s] - own(backward[s]),
+                ],
+                m,
+                elements,
+                n,
+            )
+        })
+        .collect();
+    Program {
+        roles,
+        transfers,
+        n_microbatches: m,
+        microbatch: 1,
+    }
 }
 
-fn pipeline_role((s, p): (usize, usize), work_ns: [u64; 4], m: u32, elements: u64, n: u32) -> RoleProgram {
+fn pipeline_role(
+    (s, p): (usize, usize),
+    work_ns: [u64; 4],
+    m: u32,
+    elements: u64,
+    n: u32,
+) -> RoleProgram {
     let in_flight = (p - s) as u32;
-    let slots = BufferClass::PerMicrobatch { slots: in_flight.min(m).max(1) + 1 };
+    let slots = BufferClass::PerMicrobatch {
+        slots: in_flight.min(m).max(1) + 1,
+    };
     let mut r = role(s as u32, s as u32 * n, n);
     // 0 received activation, 1 sent activation, 2 received gradient, 3 sent gradient, then one
     // scratch buffer for each duration.
-    r.buffers = ["a_in", "a_out", "g_in", "g_out"].iter().map(|b| buffer(b, slots, &[elements])).collect();
+    r.buffers = ["a_in", "a_out", "g_in", "g_out"]
+        .iter()
+        .map(|b| buffer(b, slots, &[elements]))
+        .collect();
     for ns in work_ns {
-        r.buffers.push(buffer("work", BufferClass::Transient, &[ns]));
+        r.buffers
+            .push(buffer("work", BufferClass::Transient, &[ns]));
     }
-    let fill = |b: u32| InstrKind::Fill { value: 0.0, output: BufferId(b) };
-    let copy = |a: u32, b: u32| InstrKind::Copy { input: BufferId(a), output: BufferId(b) };
+    let fill = |b: u32| InstrKind::Fill {
+        value: 0.0,
+        output: BufferId(b),
+    };
+    let copy = |a: u32, b: u32| InstrKind::Copy {
+        input: BufferId(a),
+        output: BufferId(b),
+    };
     let pass = |kind, own: u32, main: u32, from: u32, to: u32| Template {
         kind,
         instructions: vec![
@@ -105,18 +192,46 @@ fn pipeline_role((s, p): (usize, usize), work_ns: [u64; 4], m: u32, elements: u6
         ],
     };
     let exchange = |sends: Vec<(u32, u32)>, recvs: Vec<(u32, u32)>| {
-        let ids = |v: Vec<(u32, u32)>| v.into_iter().map(|(x, b)| (TransferId(x), BufferId(b))).collect();
-        Template { kind: TemplateKind::Exchange, instructions: vec![instr(InstrKind::Exchange { sends: ids(sends), recvs: ids(recvs) }, Stream::Transfer, &[])] }
+        let ids = |v: Vec<(u32, u32)>| {
+            v.into_iter()
+                .map(|(x, b)| (TransferId(x), BufferId(b)))
+                .collect()
+        };
+        Template {
+            kind: TemplateKind::Exchange,
+            instructions: vec![instr(
+                InstrKind::Exchange {
+                    sends: ids(sends),
+                    recvs: ids(recvs),
+                },
+                Stream::Transfer,
+                &[],
+            )],
+        }
     };
     let (up, down) = (2 * s as u32, 2 * s as u32 + 1);
     let (first, last) = (s == 0, s + 1 == p);
     r.templates = vec![
         pass(TemplateKind::Forward, 4, 5, 0, 1),
         pass(TemplateKind::Backward, 6, 7, 2, 3),
-        exchange(vec![], if first { vec![] } else { vec![(up.wrapping_sub(2), 0)] }),
+        exchange(
+            vec![],
+            if first {
+                vec![]
+            } else {
+                vec![(up.wrapping_sub(2), 0)]
+            },
+        ),
         exchange(if last { vec![] } else { vec![(up, 1)] }, vec![]),
         exchange(vec![], if last { vec![] } else { vec![(down, 2)] }),
-        exchange(if first { vec![] } else { vec![(down.wrapping_sub(2), 3)] }, vec![]),
+        exchange(
+            if first {
+                vec![]
+            } else {
+                vec![(down.wrapping_sub(2), 3)]
+            },
+            vec![],
+        ),
     ];
     r.trace = one_f_one_b(s, p, m);
     r
@@ -128,7 +243,12 @@ fn one_f_one_b(s: usize, p: usize, m: u32) -> Vec<Slot> {
     let (first, last) = (s == 0, s + 1 == p);
     let warmup = ((p - 1 - s) as u32).min(m);
     let mut trace = Vec::new();
-    let mut play = |t: u32, i: u32| trace.push(Slot { template: TemplateId(t), microbatch: Some(i) });
+    let mut play = |t: u32, i: u32| {
+        trace.push(Slot {
+            template: TemplateId(t),
+            microbatch: Some(i),
+        })
+    };
     let (f, b, recv_f, send_f, recv_b, send_b) = (0, 1, 2, 3, 4, 5);
     for i in 0..warmup {
         if !first {

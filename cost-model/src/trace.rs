@@ -21,16 +21,28 @@ pub fn chrome_trace(events: &[TimelineEvent], max_events: usize) -> String {
     .to_string()
 }
 
-const STREAMS: [(Stream, &str); 3] = [(Stream::Compute, "compute"), (Stream::Collective, "collective"), (Stream::Transfer, "transfer")];
+const STREAMS: [(Stream, &str); 3] = [
+    (Stream::Compute, "compute"),
+    (Stream::Collective, "collective"),
+    (Stream::Transfer, "transfer"),
+];
 
 fn tid(stream: Stream) -> usize {
-    STREAMS.iter().position(|s| s.0 == stream).unwrap_or(STREAMS.len())
+    STREAMS
+        .iter()
+        .position(|s| s.0 == stream)
+        .unwrap_or(STREAMS.len())
 }
 
 fn names(stage: u32) -> Vec<Value> {
     let meta = |name: &str, tid: usize, value: &str| json!({ "ph": "M", "pid": stage, "tid": tid, "name": name, "args": { "name": value } });
     let mut all = vec![meta("process_name", 0, &format!("stage {stage}"))];
-    all.extend(STREAMS.iter().enumerate().map(|(i, s)| meta("thread_name", i, s.1)));
+    all.extend(
+        STREAMS
+            .iter()
+            .enumerate()
+            .map(|(i, s)| meta("thread_name", i, s.1)),
+    );
     all
 }
 
@@ -69,8 +81,14 @@ mod tests {
         // One process name, three thread names, one event.
         assert_eq!(events.len(), 5);
         let last = &events[4];
-        assert_eq!((last["pid"].as_u64(), last["tid"].as_u64()), (Some(1), Some(2)));
-        assert_eq!((last["ts"].as_f64(), last["dur"].as_f64()), (Some(1000.0), Some(2.0)));
+        assert_eq!(
+            (last["pid"].as_u64(), last["tid"].as_u64()),
+            (Some(1), Some(2))
+        );
+        assert_eq!(
+            (last["ts"].as_f64(), last["dur"].as_f64()),
+            (Some(1000.0), Some(2.0))
+        );
         assert_eq!(last["args"]["microbatch"], 7);
         assert_eq!(last["name"], "send \"h.0\"");
     }

@@ -32,6 +32,11 @@ impl StepWork {
 /// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
 pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
     let counts = |pass: Pass| matches!(pass, Pass::F | Pass::BI | Pass::BW);
-    let ops = training.graph.ops().iter().filter(|op| op.region == Region::Microbatch && counts(op.pass));
-    ops.map(|op| Flops(training.graph.work(op, 1).model_flops() * global_batch as f64)).sum()
+    let ops = training
+        .graph
+        .ops()
+        .iter()
+        .filter(|op| op.region == Region::Microbatch && counts(op.pass));
+    ops.map(|op| Flops(training.graph.work(op, 1).model_flops() * global_batch as f64))
+        .sum()
 }

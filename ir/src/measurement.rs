@@ -42,7 +42,10 @@ pub struct StepMeasurement {
     pub step: u64,
     /// Loss of the step's batch before the update.
     pub loss: f64,
-    /// Global gradient norm before clipping.
+    /// Global gradient norm before clipping; no number (`null` in JSON) where it overflowed, as
+    /// in the steps that f16's loss scaling skips.
+    #[serde(deserialize_with = "null_is_nan")]
+    #[schemars(with = "Option<f64>")]
     pub grad_norm: f64,
     /// Learning rate.
     pub lr: f64,
@@ -88,4 +91,9 @@ pub struct InstructionMeasurement {
     pub count: u32,
     /// Mean seconds of one execution, over ranks and executions.
     pub mean_s: f64,
+}
+
+/// JSON has no infinities and NaNs: serde_json writes them as `null`.
+fn null_is_nan<'de, D: serde::Deserializer<'de>>(d: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(d)?.unwrap_or(f64::NAN))
 }

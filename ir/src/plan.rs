@@ -219,4 +219,20 @@ pub struct Proof {
     pub candidates: u64,
     /// True when a watchdog stopped a solver: the bound is what was proved until then.
     pub stopped: bool,
+    /// Per stage, what was proved about its intra-op choice given layers, mesh and budget.
+    pub stages: Vec<StageProof>,
+}
+
+/// What was proved about one stage's intra-op choice.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StageProof {
+    /// How: `elimination` (memory does not bind), `integer program`, or `priced elimination`.
+    pub method: String,
+    /// Time of the stage's ops and layout changes in one step, seconds.
+    pub objective_s: Seconds,
+    /// No choice within the memory budget takes less.
+    pub lower_bound_s: Seconds,
+    /// `(objective - lower_bound) / objective`.
+    pub gap: f64,
 }

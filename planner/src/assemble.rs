@@ -5,7 +5,6 @@ use crate::groups::Setting;
 use crate::layer_model::LayerModel;
 use crate::layers::Layers;
 use crate::prices::Prices;
-use crate::stage::{PricedMesh, StagePath};
 use cost_model::collectives;
 use ir::cluster::Cluster;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
@@ -21,8 +20,8 @@ pub(crate) struct ChosenStage<'a> {
     pub layers: Range<usize>,
     pub mesh: LogicalMesh,
     pub models: &'a [LayerModel],
-    pub priced: PricedMesh<'a>,
-    pub path: StagePath,
+    /// Per layer, the choice of each of its model's groups.
+    pub choices: &'a [Vec<u32>],
 }
 
 /// Adds a stage to a plan: runs of layers that share a strategy.
@@ -30,8 +29,7 @@ pub(crate) fn add_stage(plan: &mut Plan, s: &Setting<'_>, layers: &Layers, stage
     let mut runs: Vec<LayerRun> = Vec::new();
     for (i, layer) in stage.layers.clone().enumerate() {
         let kind = layers.kind[layer];
-        let (entry, exit) = (stage.path.boundaries[i], stage.path.boundaries[i + 1]);
-        let strategy = layer_strategy(s, layers, &stage.models[kind], kind, &stage.priced.decode(kind, entry, exit));
+        let strategy = layer_strategy(s, layers, &stage.models[kind], kind, &stage.choices[i]);
         let index = plan.layer_strategies.iter().position(|x| *x == strategy).unwrap_or_else(|| {
             plan.layer_strategies.push(strategy);
             plan.layer_strategies.len() - 1

@@ -76,10 +76,6 @@ impl Phases {
     pub(crate) fn plus(self, o: Phases) -> Phases {
         Phases { forward: self.forward + o.forward, backward: self.backward + o.backward, step: self.step + o.step }
     }
-    /// Seconds per step with `m` microbatches.
-    pub(crate) fn total(self, m: f64) -> f64 {
-        m * (self.forward + self.backward) + self.step
-    }
 }
 
 /// Splits the ops of one layer into groups with their choices.
@@ -350,8 +346,11 @@ fn pins_hold(s: &Setting<'_>, op: &Op, a: &Assignment) -> bool {
         None => true,
         Some(pin) => {
             let names = |axes: &[ir::AxisId]| -> Vec<String> { axes.iter().filter(|x| s.mesh.size(**x) > 1).map(|&x| s.mesh.name(x).to_string()).collect() };
-            let wanted = pin.dims.iter().map(|d| d.iter().filter(|n| s.mesh.axes.iter().any(|a| a.name == **n && a.size > 1)).cloned().collect::<Vec<_>>());
-            spec.partial.is_empty() && pin.dims.len() == spec.dims.len() && spec.dims.iter().zip(wanted).all(|(d, w)| names(&d.axes) == w)
+            let size = |name: &str| s.mesh.axes.iter().find(|a| a.name == name).map(|a| a.size);
+            // An axis of one rank splits nothing; one that does not exist cannot be met.
+            let known = pin.dims.iter().flatten().all(|n| size(n).is_some());
+            let wanted = pin.dims.iter().map(|d| d.iter().filter(|n| size(n) != Some(1)).cloned().collect::<Vec<_>>());
+            known && spec.partial.is_empty() && pin.dims.len() == spec.dims.len() && spec.dims.iter().zip(wanted).all(|(d, w)| names(&d.axes) == w)
         }
     })
 }

@@ -35,7 +35,6 @@ pub(crate) struct LayerModel {
     pub entry: Option<usize>,
     /// The group of the next layer's boundary.
     pub exit: Option<usize>,
-    links: Vec<Link>,
     sizes: Vec<usize>,
     priced: Vec<PricedLink>,
 }
@@ -103,7 +102,7 @@ impl Weights {
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
-    fn cost(&self, c: &Choice) -> Cost {
+    pub(crate) fn cost(&self, c: &Choice) -> Cost {
         quanta(self.seconds(c.time) + self.static_price * c.static_bytes as f64 + self.saved_price * c.saved_bytes as f64)
     }
 }
@@ -149,7 +148,7 @@ impl LayerModel {
         }
         let priced = links.iter().filter(|l| l.a != l.b).map(|l| price_between(s, prices, l, &groups)).collect();
         let sizes = groups.iter().map(|g| g.choices.len()).collect();
-        Ok(LayerModel { groups, n_own, entry, exit, links, sizes, priced })
+        Ok(LayerModel { groups, n_own, entry, exit, sizes, priced })
     }
 
     /// The model with the weights of time (`m`, `step`) fixed.
@@ -201,22 +200,6 @@ impl LayerModel {
             cost.time = cost.time.plus(cell.unwrap_or(forbidden));
         }
         cost
-    }
-
-    /// The intra-op problem of this layer as a plain value: nodes are groups, a group's bytes
-    /// live for the whole step, saved bytes times `in_flight`.
-    pub(crate) fn problem(&self, name: &str, weights: Weights, in_flight: u64, budget: Option<u64>) -> crate::intra_op::problem::IntraOpProblem {
-        let free = Weights { static_price: 0.0, saved_price: 0.0, ..weights };
-        let nodes = self
-            .groups
-            .iter()
-            .map(|g| crate::intra_op::problem::Node {
-                costs: g.choices.iter().map(|c| free.cost(c)).collect(),
-                usages: g.choices.iter().map(|c| c.static_bytes.saturating_add(c.saved_bytes.saturating_mul(in_flight))).collect(),
-                interval: [0, 1],
-            })
-            .collect();
-        crate::intra_op::problem::IntraOpProblem { name: name.to_string(), nodes, edges: self.edges(free), usage_limit: budget }
     }
 }
 

@@ -11,6 +11,7 @@
 //! * `layer_model`: a layer as an intra-op problem; eliminated to a matrix over the layouts
 //!   of its boundaries, under a price on memory.
 //! * `stage`: sequences of layers as min-plus products.
+//! * `refine`: a stage under memory pressure as one integer program with memory rows.
 //! * `inter_op`: the DP over stages; a pure function of the stage table.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
 //! * `intra_op`: the intra-op problem as a plain value with its solvers; public.
@@ -23,6 +24,7 @@ mod layer_model;
 pub mod layers;
 pub mod pins;
 mod prices;
+mod refine;
 mod search;
 mod stage;
 
@@ -65,6 +67,8 @@ pub struct PlanStats {
     pub candidates: u64,
     /// Pipelines that were lowered and simulated.
     pub simulated: u64,
+    /// The intra-op problems of the plan's stages that were solved as integer programs.
+    pub problems: Vec<intra_op::problem::IntraOpProblem>,
     /// What was simulated, in words, with the predicted step time.
     pub alternatives: Vec<(String, Seconds)>,
 }

@@ -7,8 +7,10 @@
 
 use crate::assemble::{ChosenStage, add_stage, record_paths};
 use crate::groups::Setting;
+use crate::intra_op::problem::IntraOpProblem;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
-use crate::layer_model::{LayerModel, ModelError, WeightedLayer, Weights};
+use crate::layer_model::{LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
+use crate::refine::refine;
 use crate::layers::{Layers, find_layers};
 use crate::pins::{AxisRole, Pins};
 use crate::prices::Prices;
@@ -62,6 +64,14 @@ struct Pipeline {
     m: u32,
     schedule: ScheduleKind,
     choice: PipelineChoice,
+}
+
+/// What the search made of one microbatch size.
+struct Solved {
+    candidates: u64,
+    /// The best pipeline and a bound on all.
+    found: Option<(PipelineChoice, f64)>,
+    error: Option<PlanError>,
 }
 
 struct Search<'a> {
@@ -144,27 +154,17 @@ impl Search<'_> {
         let mut found = Vec::new();
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
-        for &batch in batches {
-            let m = (self.train.global_batch / batch) as u32;
-            if self.pins.pipeline.is_some_and(|p| p > 1) && m < 1 {
-                continue;
+        // In parallel; collected in the order of the batches, so the outcome does not depend
+        // on which is ready first.
+        let solved: Vec<Solved> = batches.par_iter().map(|&batch| self.solve_batch(batch, schedule, reserve)).collect();
+        for (&batch, solved) in batches.iter().zip(solved) {
+            stats.candidates += solved.candidates;
+            if let Some(e) = solved.error {
+                nearest = Some(nearer(nearest, e));
             }
-            let shapes = self.shapes(batch);
-            let candidates: Vec<Result<Candidate, PlanError>> = shapes.par_iter().enumerate().map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m)).collect();
-            let mut usable = Vec::new();
-            for c in candidates {
-                match c {
-                    Ok(c) => usable.push(c),
-                    Err(e) => nearest = nearest.or(Some(e)),
-                }
-            }
-            stats.candidates += usable.len() as u64;
-            match self.solve_pipeline(&usable, batch, m, schedule, reserve) {
-                Ok((choice, lower)) => {
-                    bound = bound.min(lower);
-                    found.push(Pipeline { batch, m, schedule, choice });
-                }
-                Err(e) => nearest = Some(nearer(nearest, e)),
+            if let Some((choice, lower)) = solved.found {
+                bound = bound.min(lower);
+                found.push(Pipeline { batch, m: (self.train.global_batch / batch) as u32, schedule, choice });
             }
         }
         if found.is_empty() {
@@ -172,6 +172,27 @@ impl Search<'_> {
         }
         found.sort_by(|a, b| a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s).then(a.batch.cmp(&b.batch)));
         Ok((found, bound))
+    }
+
+    fn solve_batch(&self, batch: u64, schedule: ScheduleKind, reserve: u64) -> Solved {
+        let m = (self.train.global_batch / batch) as u32;
+        let shapes = self.shapes(batch);
+        let candidates: Vec<Result<Candidate, PlanError>> =
+            shapes.par_iter().enumerate().map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m)).collect();
+        let mut solved = Solved { candidates: 0, found: None, error: None };
+        let mut usable = Vec::new();
+        for c in candidates {
+            match c {
+                Ok(c) => usable.push(c),
+                Err(e) => solved.error = solved.error.or(Some(e)),
+            }
+        }
+        solved.candidates = usable.len() as u64;
+        match self.solve_pipeline(&usable, batch, m, schedule, reserve) {
+            Ok(found) => solved.found = Some(found),
+            Err(e) => solved.error = Some(nearer(solved.error, e)),
+        }
+        solved
     }
 
     /// Logical shapes of every submesh that suit a microbatch of `batch` samples.
@@ -221,11 +242,32 @@ impl Search<'_> {
             let (ranges, paths) = PricedMesh::new(&weighted, w).ranges(&s, &self.layers);
             tables.push(ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, p.cost))).collect());
         }
-        let free = Weights { step: 0.0, ..base };
-        let (ranges, paths) = PricedMesh::new(&weigh(&models, free)?, free).ranges(&s, &self.layers);
-        let per_microbatch = |objective: u64| objective as f64 * crate::layer_model::QUANTUM_S / f64::from(m);
-        let relaxed = ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, per_microbatch(p.objective)))).collect();
+        let relaxed = self.relaxed(&s, &models, base)?;
         Ok(Candidate { shape: index, submesh, tables, relaxed })
+    }
+
+    /// For each range of layers a time of one microbatch that no stage of it can beat: the
+    /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
+    /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
+    /// most the time of whatever fits the capacity.
+    fn relaxed(&self, s: &Setting<'_>, models: &[LayerModel], base: Weights) -> Result<Vec<((usize, usize), f64)>, PlanError> {
+        let free = Weights { step: 0.0, ..base };
+        let weighted = weigh(models, free)?;
+        let capacity = self.cluster.usable_bytes() as f64;
+        let mut best: std::collections::BTreeMap<(usize, usize), f64> = Default::default();
+        for price in MEMORY_PRICES {
+            let priced = Weights { static_price: price, saved_price: price, ..free };
+            let (ranges, paths) = PricedMesh::new(&weighted, priced).ranges(s, &self.layers);
+            for (range, path) in ranges {
+                let Some(path) = &paths[path] else { continue };
+                // Rounding: each of the summed costs is within half a quantum of its value.
+                let rounding = QUANTUM_S * 64.0 * (range.1 - range.0) as f64;
+                let seconds = (path.objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
+                let known = best.entry(range).or_insert(0.0);
+                *known = known.max(seconds);
+            }
+        }
+        Ok(best.into_iter().collect())
     }
 
     fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
@@ -368,7 +410,7 @@ impl Search<'_> {
         let mut best: Option<(Box<Plan>, Program, Simulation)> = None;
         let mut overrun = u64::MAX;
         for p in pipelines.iter().take(SIMULATED) {
-            let mut plan = self.assemble(forward, p)?;
+            let (mut plan, problems) = self.assemble(forward, p, reserve)?;
             record_paths(&mut plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
             let program = lowering::lower_training(&plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
             let arena = program.roles.iter().map(|r| r.arena_bytes).max().unwrap_or(0);
@@ -381,9 +423,10 @@ impl Search<'_> {
             stats.simulated += 1;
             stats.alternatives.push((format!("{} stages, microbatch {}", plan.stages.len(), p.batch), simulation.step_time));
             plan.predicted = simulation.prediction.clone();
-            plan.proof = self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve);
+            plan.proof = Proof { stages: std::mem::take(&mut plan.proof.stages), ..self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve) };
             if best.as_ref().is_none_or(|(_, _, b)| simulation.step_time.0 < b.step_time.0) {
                 best = Some((Box::new(plan), program, simulation));
+                stats.problems = problems;
             }
         }
         Ok(match best {
@@ -412,10 +455,12 @@ impl Search<'_> {
             space,
             candidates,
             stopped: false,
+            stages: Vec::new(),
         }
     }
 
-    fn assemble(&self, forward: &Graph, p: &Pipeline) -> Result<Plan, PlanError> {
+    fn assemble(&self, forward: &Graph, p: &Pipeline, reserve: u64) -> Result<(Plan, Vec<IntraOpProblem>), PlanError> {
+        let mut problems = Vec::new();
         let mut plan = Plan {
             version: PLAN_VERSION,
             passes: PASSES_VERSION,
@@ -447,15 +492,20 @@ impl Search<'_> {
             let mut priced = PricedMesh::new(&weighted, weight_at(p.m, w));
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
             let path = priced.path(&s, &kinds).ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
+            let choices = kinds.iter().enumerate().map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1])).collect();
+            let budget = self.cluster.usable_bytes().saturating_sub(reserve).saturating_sub(path.cost.transient_bytes);
+            let name = format!("{} layers {}..{}", forward.name, stage.layers.start, stage.layers.end);
+            let refined = refine(&name, &models, &kinds, choices, base, stage.in_flight, budget, w != 0);
             let mesh = LogicalMesh {
                 devices: DeviceMesh { first_rank: Rank(first_rank), n_devices: shape.mesh.n_devices() },
                 axes: shape.mesh.axes.clone(),
             };
             first_rank += shape.mesh.n_devices();
-            let chosen = ChosenStage { layers: stage.layers.clone(), mesh, models: &models, priced, path };
-            add_stage(&mut plan, &s, &self.layers, &chosen);
+            add_stage(&mut plan, &s, &self.layers, &ChosenStage { layers: stage.layers.clone(), mesh, models: &models, choices: &refined.choices });
+            plan.proof.stages.push(refined.proof);
+            problems.extend(refined.problem);
         }
-        Ok(plan)
+        Ok((plan, problems))
     }
 }
 

@@ -146,25 +146,41 @@ fn solving_equals_brute_force() {
     check_solve(&SolveOptions::default(), 1, 1000);
 }
 
+/// The integer program on the whole problem, or on what presolve leaves.
 #[cfg(feature = "highs")]
-#[test]
-fn solving_without_presolve_equals_brute_force() {
-    let presolve = only(|_| {});
-    let options = SolveOptions {
-        presolve,
+fn integer_program(backend: IlpBackend, presolved: bool) -> SolveOptions {
+    let mut options = SolveOptions {
+        integer_program_first: true,
+        backend,
         ..SolveOptions::default()
     };
-    check_solve(&options, 2, 300);
+    if !presolved {
+        options.presolve = only(|_| {});
+    }
+    options
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn the_integer_program_equals_brute_force() {
+    check_solve(&integer_program(IlpBackend::Highs, false), 2, 1000);
+    check_solve(&integer_program(IlpBackend::Highs, true), 3, 1000);
 }
 
 #[cfg(feature = "highs")]
 #[test]
 fn microlp_agrees() {
+    check_solve(&integer_program(IlpBackend::Microlp, false), 4, 300);
+}
+
+#[cfg(feature = "highs")]
+#[test]
+fn solving_without_presolve_equals_brute_force() {
     let options = SolveOptions {
-        backend: IlpBackend::Microlp,
+        presolve: only(|_| {}),
         ..SolveOptions::default()
     };
-    check_solve(&options, 3, 300);
+    check_solve(&options, 5, 1000);
 }
 
 /// No presolve step but what `set` turns on.
@@ -501,8 +517,8 @@ fn ladder(n: u32, seed: u64) -> IntraOpProblem {
 #[cfg(feature = "highs")]
 #[test]
 fn two_ways_to_the_optimum_agree_on_ladders() {
-    for seed in 0..6 {
-        let problem = ladder(14, seed);
+    for seed in 0..4 {
+        let problem = ladder(12, seed);
         let found = solve(&problem, &SolveOptions::default()).unwrap();
         assert_eq!(
             found.status,
@@ -510,11 +526,7 @@ fn two_ways_to_the_optimum_agree_on_ladders() {
             "ladder {seed}: {:?}",
             found.trace
         );
-        let plain = SolveOptions {
-            presolve: only(|_| {}),
-            ..SolveOptions::default()
-        };
-        let again = solve(&problem, &plain).unwrap();
+        let again = solve(&problem, &integer_program(IlpBackend::Highs, true)).unwrap();
         assert_eq!(again.status, SolveStatus::Optimal, "ladder {seed}");
         assert_eq!(again.objective, found.objective, "ladder {seed}");
         let bounded = SolveOptions {

@@ -6,27 +6,27 @@
 //! measures how matmuls slow each other down, and collectives. Before each probe its operands are
 //! filled with one half, so that they are as warm as a producer leaves them.
 //!
-//! What the points are called, and their sizes:
+//! Points are medians, except `matmul f32 together`: it shows how many processors there are,
+//! not how busy they are with other programs, so the fastest repetition counts. What the points
+//! are called, and their sizes:
 //!
 //! | what                    | size                                           |
 //! |-------------------------|------------------------------------------------|
 //! | `matmul <dtype>`        | m, n, k                                        |
-//! | `matmul f32 together`   | m, n, k, ranks at work; many one after another |
+//! | `matmul f32 together`   | m, n, k, ranks at work                         |
 //! | `attention f32`         | attention FLOPs (full), vector FLOPs, bytes    |
 //! | `vector <op>`           | vector FLOPs, bytes                            |
 //! | `copy`                  | bytes                                          |
 //! | `launch`                |                                                |
 //! | `all_reduce` ...        | bytes, ranks of the group, ranks at work       |
 
+mod probes;
+
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions};
+use ir::TrainSpec;
 use ir::cluster::MeasuredPoint;
-use ir::collective::CollectiveKind;
-use ir::mesh::{Axis, DeviceMesh};
-use ir::op::{Binary, Einsum, RopeScaling, Unary};
-use ir::program::{ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template, TemplateKind};
-use ir::reshard::LayoutStep;
-use ir::{AxisId, BufferId, DType, DimSharding, LogicalMesh, OpKind, Pass, Rank, ReduceKind, ShardingSpec, StageId, TemplateId, TrainSpec};
+use probes::{Place, Probe, ProgramOfProbes};
 use std::time::Instant;
 
 /// What to measure and for how long.
@@ -43,7 +43,11 @@ pub struct CalibrateOptions {
 impl Default for CalibrateOptions {
     /// Four ranks, all probes, 20 seconds.
     fn default() -> Self {
-        CalibrateOptions { n_ranks: 4, quick: false, seconds: 20.0 }
+        CalibrateOptions {
+            n_ranks: 4,
+            quick: false,
+            seconds: 20.0,
+        }
     }
 }
 
@@ -55,9 +59,14 @@ const SINGLE_SHARE: f64 = 0.6;
 /// Measures the machine; `progress` is told what comes next.
 ///
 /// Fails when `n_ranks` is zero, or a session fails.
-pub fn measure(options: CalibrateOptions, progress: &mut dyn FnMut(&str)) -> Result<Vec<MeasuredPoint>, RuntimeError> {
+pub fn measure(
+    options: CalibrateOptions,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<MeasuredPoint>, RuntimeError> {
     if options.n_ranks == 0 {
-        return Err(RuntimeError::Program("calibration needs at least one rank".into()));
+        return Err(RuntimeError::Program(
+            "calibration needs at least one rank".into(),
+        ));
     }
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     // As a session with all ranks shares them.
@@ -66,274 +75,97 @@ pub fn measure(options: CalibrateOptions, progress: &mut dyn FnMut(&str)) -> Res
     let mut single = ProgramOfProbes::new(1, 1);
     single.kernels(options.quick);
     single.together();
-    let mut points = single.measure(threads, options.seconds * SINGLE_SHARE)?;
+    let mut points = play(single, threads, options.seconds * SINGLE_SHARE)?;
     if options.n_ranks > 1 {
-        progress(&format!("matmuls and collectives on {} ranks", options.n_ranks));
+        progress(&format!(
+            "matmuls and collectives on {} ranks",
+            options.n_ranks
+        ));
         let mut all = ProgramOfProbes::new(options.n_ranks, options.n_ranks);
         all.together();
         all.collectives(options.quick);
         let pairs = options.n_ranks > 2 && options.n_ranks.is_multiple_of(2);
         let share = if pairs { 0.5 } else { 1.0 } * (1.0 - SINGLE_SHARE);
-        points.extend(all.measure(threads, options.seconds * share)?);
+        points.extend(play(all, threads, options.seconds * share)?);
         if pairs {
             progress("collectives of pairs");
             let mut all = ProgramOfProbes::new(options.n_ranks, 2);
             all.collectives(options.quick);
-            points.extend(all.measure(threads, options.seconds * share)?);
+            points.extend(play(all, threads, options.seconds * share)?);
         }
     }
     Ok(points)
 }
 
-/// A measured instruction.
-struct Probe {
-    what: String,
-    size: Vec<u64>,
-    place: Place,
-}
-
-/// What is timed for a probe.
-#[derive(Clone, Copy)]
-enum Place {
-    /// An instruction of the first template: the mean over ranks.
-    Instruction(usize),
-    /// The second template, which repeats something `divisor` times: the slowest rank.
-    Template { divisor: u32 },
-}
-
-/// Matmuls in a row when ranks run together; long enough for several turns of a scheduler.
-const N_TOGETHER: u32 = 200;
-
-/// A program of one role and one template, under construction. Every probe's buffers begin at
-/// the start of the arena again.
-struct ProgramOfProbes {
-    role: RoleProgram,
-    group: u32,
-    probes: Vec<Probe>,
-    next_offset: u64,
-}
-
-/// Axis 1 joins the group.
-const GROUP: AxisId = AxisId(1);
-
-impl ProgramOfProbes {
-    /// `n_ranks` ranks in groups of `group`.
-    fn new(n_ranks: u32, group: u32) -> Self {
-        let axes = vec![Axis { name: "groups".into(), size: n_ranks / group }, Axis { name: "members".into(), size: group }];
-        let devices = DeviceMesh { first_rank: Rank(0), n_devices: n_ranks };
-        let role = RoleProgram {
-            stage: StageId(0),
-            mesh: LogicalMesh { devices, axes },
-            buffers: Vec::new(),
-            templates: vec![Template { kind: TemplateKind::Forward, instructions: Vec::new() }],
-            trace: vec![Slot { template: TemplateId(0), microbatch: Some(0) }],
-            arena_bytes: 0,
-            states: Vec::new(),
-            loss: None,
-            grad_norm: None,
-        };
-        ProgramOfProbes { role, group, probes: Vec::new(), next_offset: 0 }
-    }
-
-    fn buffer(&mut self, dtype: DType, lens: &[u64], spec: ShardingSpec) -> BufferId {
-        let bytes = spec.local_elements(lens, &self.role.mesh) * dtype.bytes();
-        let buffer = Buffer { name: "probe".into(), dtype, lens: lens.to_vec(), spec, class: BufferClass::Transient, offset: self.next_offset, bytes };
-        self.next_offset += buffer.stride().max(ARENA_ALIGN);
-        self.role.arena_bytes = self.role.arena_bytes.max(self.next_offset);
-        self.role.buffers.push(buffer);
-        BufferId::new(self.role.buffers.len() - 1)
-    }
-    fn operand(&mut self, dtype: DType, lens: &[u64]) -> BufferId {
-        let b = self.buffer(dtype, lens, ShardingSpec::replicated(lens.len()));
-        self.push(InstrKind::Fill { value: 0.5, output: b });
-        b
-    }
-    fn push(&mut self, kind: InstrKind) -> usize {
-        let instructions = &mut self.role.templates[0].instructions;
-        instructions.push(Instruction { kind, stream: Stream::Compute, deps: vec![], pass: Pass::F, layer: None });
-        instructions.len() - 1
-    }
-    fn probe(&mut self, what: impl Into<String>, size: Vec<u64>, kind: InstrKind) {
-        let instruction = self.push(kind);
-        self.probes.push(Probe { what: what.into(), size, place: Place::Instruction(instruction) });
-        self.next_offset = 0;
-    }
-
-    /// An op whose results lie apart from its operands, or over them where it updates.
-    fn op(&mut self, kind: OpKind, operands: &[(DType, &[u64])], results: &[(DType, &[u64])], call: impl FnOnce(ir::op::Work) -> (String, Vec<u64>)) {
-        let inputs: Vec<BufferId> = operands.iter().map(|(d, lens)| self.operand(*d, lens)).collect();
-        let over = crate::execute::in_place(&kind);
-        let result = |this: &mut Self, i: usize| match over.iter().find(|p| p.1 == i) {
-            Some(p) => inputs[p.0],
-            None => this.buffer(results[i].0, results[i].1, ShardingSpec::replicated(results[i].1.len())),
-        };
-        let outputs = (0..results.len()).map(|i| result(self, i)).collect();
-        let concrete = |ts: &[(DType, &[u64])]| ts.iter().map(|t| (t.0, t.1.to_vec())).collect::<Vec<_>>();
-        let (what, size) = call(kind.work(&concrete(operands), &concrete(results)));
-        self.probe(what, size, InstrKind::Compute { path: "probe".into(), kind, inputs, outputs });
-    }
-
-    fn matmul(&mut self, dtype: DType, einsum: &str, (m, n, k): (u64, u64, u64), what: String, size: Vec<u64>) {
-        let einsum = Einsum::parse(einsum).expect("probes are valid einsums");
-        let lens = |labels: &[u8]| labels.iter().map(|l| match l { b'm' => m, b'n' => n, _ => k }).collect::<Vec<u64>>();
-        let (lhs, rhs, out) = (lens(&einsum.lhs), lens(&einsum.rhs), lens(&einsum.out));
-        self.op(OpKind::DotGeneral { einsum }, &[(dtype, &lhs), (dtype, &rhs)], &[(dtype, &out)], |_| (what, size));
-    }
-
-    fn kernels(&mut self, quick: bool) {
-        for _ in 0..8 {
-            self.op(OpKind::Binary { f: Binary::Add }, &[(DType::F32, &[16]), (DType::F32, &[16])], &[(DType::F32, &[16])], |_| ("launch".into(), vec![]));
+/// Plays the probes until `seconds` are over; medians over the plays of means over ranks.
+fn play(
+    probes: ProgramOfProbes,
+    threads: usize,
+    seconds: f64,
+) -> Result<Vec<MeasuredPoint>, RuntimeError> {
+    let (program, probes) = probes.finish();
+    let spec = TrainSpec {
+        global_batch: 1,
+        sequence: 1,
+        ..TrainSpec::default()
+    };
+    let options = SessionOptions {
+        threads_per_rank: Some(threads),
+        ..SessionOptions::default()
+    };
+    let mut session = Session::new(&program, &spec, options, |_| Ok(Vec::new()))?;
+    let batch = vec![vec![0, 0]];
+    // Page faults and cold caches stay in the first play.
+    session.step(&batch, 1e-3, true)?;
+    let started = Instant::now();
+    let mut times: Vec<Vec<f64>> = vec![Vec::new(); probes.len()];
+    for n in 0..REPETITIONS.1 {
+        if n >= REPETITIONS.0 && started.elapsed().as_secs_f64() > seconds {
+            break;
         }
-        let squares: &[u64] = if quick { &[64, 256, 512] } else { &[32, 64, 128, 256, 512, 1024] };
-        let mut shapes: Vec<(u64, u64, u64)> = squares.iter().map(|&s| (s, s, s)).collect();
-        shapes.extend([(16, 512, 512), (512, 16, 512), (512, 512, 16)]);
-        if !quick {
-            shapes.extend([(64, 512, 512), (512, 64, 512), (512, 512, 64), (128, 2048, 512), (2048, 128, 512), (256, 768, 2048), (4, 1024, 1024), (1024, 4096, 256)]);
-        }
-        for (m, n, k) in shapes {
-            // As in a forward pass, its input gradient and its weight gradient.
-            for einsum in ["mk,kn->mn", "mk,nk->mn", "km,kn->mn"] {
-                self.matmul(DType::F32, einsum, (m, n, k), "matmul f32".into(), vec![m, n, k]);
-            }
-        }
-        for dtype in [DType::Bf16, DType::F16] {
-            for s in [256, 512] {
-                self.matmul(dtype, "mk,kn->mn", (s, s, s), format!("matmul {}", dtype.name()), vec![s, s, s]);
-            }
-        }
-        let copies: &[u64] = if quick { &[1 << 18, 1 << 22] } else { &[1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26] };
-        for &bytes in copies {
-            let input = self.operand(DType::F32, &[bytes / 4]);
-            let output = self.operand(DType::F32, &[bytes / 4]);
-            self.probe("copy", vec![bytes], InstrKind::Copy { input, output });
-        }
-        let attention: &[(u64, u64, u64)] = if quick { &[(128, 4, 64)] } else { &[(64, 4, 16), (128, 4, 64), (256, 8, 64), (512, 4, 64)] };
-        for &(s, heads, d) in attention {
-            self.attention(s, heads, d);
-        }
-        for rows in if quick { vec![256] } else { vec![64, 512, 4096] } {
-            self.vectors(rows, 256);
+        let played = session.step(&batch, 1e-3, true)?;
+        for (probe, times) in probes.iter().zip(&mut times) {
+            times.push(match probe.place {
+                Place::Instruction(i) => {
+                    played
+                        .timings
+                        .iter()
+                        .map(|t| t.instructions[0][i].0)
+                        .sum::<f64>()
+                        / played.timings.len().max(1) as f64
+                }
+                Place::Template { divisor } => {
+                    played
+                        .timings
+                        .iter()
+                        .map(|t| t.templates[1].0)
+                        .fold(0.0, f64::max)
+                        / f64::from(divisor)
+                }
+            });
         }
     }
-
-    fn attention(&mut self, s: u64, heads: u64, d: u64) {
-        let (q, lse) = ([1, s, heads, d], [1, s, heads]);
-        let (q, lse) = ((DType::F32, &q[..]), (DType::F32, &lse[..]));
-        let scale = 1.0 / (d as f64).sqrt();
-        let point = |w: ir::op::Work| ("attention f32".to_string(), vec![w.attention_flops as u64, w.vector_flops as u64, w.bytes]);
-        self.op(OpKind::Attention { scale, dropout: 0.0 }, &[q, q, q], &[q, lse], point);
-        self.op(OpKind::AttentionGrad { scale, dropout: 0.0, key: "probe".into() }, &[q, q, q, q, lse, q], &[q, q, q], point);
-    }
-
-    fn vectors(&mut self, rows: u64, width: u64) {
-        let (x, vector, column) = ([rows, width], [width], [rows]);
-        let (x, vector, column) = ((DType::F32, &x[..]), (DType::F32, &vector[..]), (DType::F32, &column[..]));
-        let (heads, scalar) = ([1, rows, 4, width / 4], []);
-        let (heads, scalar) = ((DType::F32, &heads[..]), (DType::F32, &scalar[..]));
-        let mut add = |kind: OpKind, operands: &[(DType, &[u64])], results: &[(DType, &[u64])]| {
-            let name = format!("vector {}", kind.name());
-            self.op(kind, operands, results, |w| (name, vec![w.vector_flops as u64, w.bytes]));
-        };
-        add(OpKind::Binary { f: Binary::Add }, &[x, x], &[x]);
-        add(OpKind::Unary { f: Unary::GeluTanh }, &[x], &[x]);
-        add(OpKind::Binary { f: Binary::GeluTanhGrad }, &[x, x], &[x]);
-        add(OpKind::LayerNorm { eps: 1e-5 }, &[x, vector, vector], &[x, column, column]);
-        add(OpKind::LayerNormGradInput, &[x, x, vector, column, column], &[x]);
-        add(OpKind::LayerNormGradWeight, &[x, x, column, column], &[vector, vector]);
-        add(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false }, &[heads], &[heads]);
-        add(OpKind::LogSumExp, &[x], &[column]);
-        add(OpKind::Accumulate { dtype: DType::F32 }, &[x], &[x]);
-        add(OpKind::SumSquares, &[x], &[scalar]);
-        add(OpKind::Transpose { perm: vec![1, 0] }, &[x], &[(DType::F32, &[width, rows])]);
-        add(OpKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, &[x, x, x, x, scalar], &[x, x, x]);
-    }
-
-    /// A template of [`N_TOGETHER`] matmuls that all ranks run at the same time. It is the
-    /// template that is timed: ranks that share processors take turns of milliseconds, and
-    /// waiting for a turn falls between short instructions as often as into them.
-    fn together(&mut self) {
-        let s = 256;
-        self.barrier();
-        let mut instructions = std::mem::take(&mut self.role.templates[0].instructions);
-        let n = u64::from(self.role.mesh.n_devices());
-        for _ in 0..N_TOGETHER {
-            self.matmul(DType::F32, "mk,kn->mn", (s, s, s), "matmul f32 together".into(), vec![s, s, s, n]);
-            self.probes.pop();
-        }
-        std::mem::swap(&mut instructions, &mut self.role.templates[0].instructions);
-        self.role.templates.push(Template { kind: TemplateKind::Forward, instructions });
-        self.role.trace.push(Slot { template: TemplateId(1), microbatch: Some(0) });
-        self.probes.push(Probe { what: "matmul f32 together".into(), size: vec![s, s, s, n], place: Place::Template { divisor: N_TOGETHER } });
-    }
-
-    fn collectives(&mut self, quick: bool) {
-        let sizes: &[u64] = if quick { &[1 << 12, 1 << 20] } else { &[1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22] };
-        for &bytes in sizes {
-            // All three of the same size: the whole tensor on one side at least.
-            let lens = [(bytes / 4).next_multiple_of(u64::from(self.group))];
-            let whole = ShardingSpec::replicated(1);
-            let split = ShardingSpec { dims: vec![DimSharding::by(vec![GROUP], 1)], ..whole.clone() };
-            let partial = ShardingSpec { partial: [(GROUP, ReduceKind::Sum)].into(), ..whole.clone() };
-            let sum = ReduceKind::Sum;
-            self.collective(CollectiveKind::AllReduce(sum), LayoutStep::AllReduce { axes: vec![GROUP] }, &lens, partial.clone(), whole.clone());
-            self.collective(CollectiveKind::ReduceScatter(sum), LayoutStep::ReduceScatter { axis: GROUP, dim: 0, unit: 1 }, &lens, partial, split.clone());
-            self.collective(CollectiveKind::AllGather, LayoutStep::AllGather { axis: GROUP, dim: 0 }, &lens, split, whole);
-        }
-    }
-
-    fn collective(&mut self, kind: CollectiveKind, step: LayoutStep, lens: &[u64], from: ShardingSpec, to: ShardingSpec) {
-        let input = self.buffer(DType::F32, lens, from);
-        self.push(InstrKind::Fill { value: 0.5, output: input });
-        let output = self.buffer(DType::F32, lens, to);
-        self.barrier();
-        let size = vec![lens[0] * 4, u64::from(self.group), u64::from(self.role.mesh.n_devices())];
-        self.probe(kind.name(), size, InstrKind::Collective { kind, axes: vec![GROUP], items: vec![CollectiveItem { step, input, output }] });
-    }
-
-    /// A tiny all-reduce over everything, so that nobody waits in what is measured next.
-    fn barrier(&mut self) {
-        let axes = vec![AxisId(0), GROUP];
-        let partial = axes.iter().map(|&a| (a, ReduceKind::Sum)).collect();
-        let input = self.buffer(DType::F32, &[1], ShardingSpec { partial, ..ShardingSpec::replicated(1) });
-        let output = self.buffer(DType::F32, &[1], ShardingSpec::replicated(1));
-        let items = vec![CollectiveItem { step: LayoutStep::AllReduce { axes: axes.clone() }, input, output }];
-        self.push(InstrKind::Collective { kind: CollectiveKind::AllReduce(ReduceKind::Sum), axes, items });
-    }
-
-    /// Plays the probes until `seconds` are over; medians over the plays of means over ranks.
-    fn measure(mut self, threads: usize, seconds: f64) -> Result<Vec<MeasuredPoint>, RuntimeError> {
-        self.next_offset = self.role.arena_bytes;
-        self.role.loss = Some(self.buffer(DType::F32, &[], ShardingSpec::replicated(0)));
-        let program = Program { roles: vec![self.role], transfers: vec![], n_microbatches: 1, microbatch: 1 };
-        let spec = TrainSpec { global_batch: 1, sequence: 1, ..TrainSpec::default() };
-        let options = SessionOptions { threads_per_rank: Some(threads), ..SessionOptions::default() };
-        let mut session = Session::new(&program, &spec, options, |_| Ok(Vec::new()))?;
-        let batch = vec![vec![0, 0]];
-        // Page faults and cold caches stay in the first play.
-        session.step(&batch, 1e-3, true)?;
-        let started = Instant::now();
-        let mut times: Vec<Vec<f64>> = vec![Vec::new(); self.probes.len()];
-        for n in 0..REPETITIONS.1 {
-            if n >= REPETITIONS.0 && started.elapsed().as_secs_f64() > seconds {
-                break;
-            }
-            let played = session.step(&batch, 1e-3, true)?;
-            for (probe, times) in self.probes.iter().zip(&mut times) {
-                times.push(match probe.place {
-                    Place::Instruction(i) => played.timings.iter().map(|t| t.instructions[0][i].0).sum::<f64>() / played.timings.len().max(1) as f64,
-                    Place::Template { divisor } => played.timings.iter().map(|t| t.templates[1].0).fold(0.0, f64::max) / f64::from(divisor),
-                });
-            }
-        }
-        Ok(self.probes.into_iter().zip(times).map(|(probe, times)| point(probe, times)).collect())
-    }
+    Ok(probes
+        .into_iter()
+        .zip(times)
+        .map(|(probe, times)| point(probe, times))
+        .collect())
 }
 
 fn point(probe: Probe, times: Vec<f64>) -> MeasuredPoint {
     let n = times.len() as u32;
-    let median_s = median(times.clone());
+    let median_s = match probe.place {
+        Place::Instruction(_) => median(times.clone()),
+        Place::Template { .. } => times.iter().copied().fold(f64::INFINITY, f64::min),
+    };
     let spread_s = median(times.into_iter().map(|t| (t - median_s).abs()).collect());
-    MeasuredPoint { what: probe.what, size: probe.size, median_s, spread_s, n }
+    MeasuredPoint {
+        what: probe.what,
+        size: probe.size,
+        median_s,
+        spread_s,
+        n,
+    }
 }
 
 /// The median; 0 of nothing. Of an even number the mean of the middle two.
@@ -351,8 +183,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_fastest_time_together_counts() {
+        let place = Place::Template { divisor: 2 };
+        let p = point(
+            Probe {
+                what: "x".into(),
+                size: vec![],
+                place,
+            },
+            vec![3.0, 2.0, 7.0],
+        );
+        assert_eq!((p.median_s, p.spread_s), (2.0, 1.0));
+    }
+
+    #[test]
     fn medians_and_spreads() {
-        let p = point(Probe { what: "x".into(), size: vec![], place: Place::Instruction(0) }, vec![5.0, 1.0, 2.0, 100.0]);
+        let p = point(
+            Probe {
+                what: "x".into(),
+                size: vec![],
+                place: Place::Instruction(0),
+            },
+            vec![5.0, 1.0, 2.0, 100.0],
+        );
         // Sorted 1 2 5 100; deviations from 3.5 are 2.5 1.5 1.5 96.5.
         assert_eq!((p.median_s, p.spread_s, p.n), (3.5, 2.0, 4));
     }
@@ -361,30 +214,50 @@ mod tests {
     fn a_quick_calibration_measures_everything() {
         for n_ranks in [1, 2, 4] {
             let mut told = 0;
-            let points = measure(CalibrateOptions { n_ranks, quick: true, seconds: 0.1 }, &mut |_| told += 1).unwrap();
+            let points = measure(
+                CalibrateOptions {
+                    n_ranks,
+                    quick: true,
+                    seconds: 0.1,
+                },
+                &mut |_| told += 1,
+            )
+            .unwrap();
             assert!(told > 0);
-            assert!(points.iter().all(|p| p.median_s > 0.0 && p.spread_s >= 0.0 && p.n >= REPETITIONS.0), "{points:?}");
+            assert!(
+                points
+                    .iter()
+                    .all(|p| p.median_s > 0.0 && p.spread_s >= 0.0 && p.n >= REPETITIONS.0),
+                "{points:?}"
+            );
             let count = |what: &str| points.iter().filter(|p| p.what == what).count();
             assert_eq!(count("matmul f32"), 18);
             assert_eq!(count("attention f32"), 2);
             assert_eq!(count("launch"), 8);
             let together = points.iter().filter(|p| p.what == "matmul f32 together");
             let at_work: Vec<u64> = together.map(|p| p.size[3]).collect();
-            assert_eq!(at_work, if n_ranks > 1 { vec![1, u64::from(n_ranks)] } else { vec![1] });
+            assert_eq!(
+                at_work,
+                if n_ranks > 1 {
+                    vec![1, u64::from(n_ranks)]
+                } else {
+                    vec![1]
+                }
+            );
             // Two sizes over all ranks, and over pairs where those are fewer.
             let groups = [0, 1, 2][(n_ranks as usize).ilog2() as usize];
             assert_eq!(count("all_reduce"), 2 * groups);
             assert_eq!(count("reduce_scatter"), 2 * groups);
         }
-        assert!(measure(CalibrateOptions { n_ranks: 0, ..CalibrateOptions::default() }, &mut |_| ()).is_err());
-    }
-
-    #[test]
-    #[ignore = "prints a calibration of this machine; run by hand"]
-    fn show() {
-        let started = Instant::now();
-        let points = measure(CalibrateOptions { n_ranks: 4, quick: false, seconds: 20.0 }, &mut |s| eprintln!("{s}")).unwrap();
-        eprintln!("{:?}", started.elapsed());
-        println!("{}", serde_json::to_string(&points).unwrap());
+        assert!(
+            measure(
+                CalibrateOptions {
+                    n_ranks: 0,
+                    ..CalibrateOptions::default()
+                },
+                &mut |_| ()
+            )
+            .is_err()
+        );
     }
 }

@@ -1,6 +1,9 @@
 //! What the end-to-end tests share: reference cases, small clusters, and one way to plan, check
 //! and run a case on in-process ranks.
 
+pub mod fuzz;
+pub mod plans;
+
 use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::program::Program;

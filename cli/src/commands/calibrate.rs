@@ -17,12 +17,24 @@ const SECONDS: (f64, f64) = (5.0, 20.0);
 pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
     files::check_writable(&args.output)?;
     let machine = machine(args.ranks)?;
-    let options = CalibrateOptions { n_ranks: args.ranks, quick: args.quick, seconds: if args.quick { SECONDS.0 } else { SECONDS.1 } };
+    let options = CalibrateOptions {
+        n_ranks: args.ranks,
+        quick: args.quick,
+        seconds: if args.quick { SECONDS.0 } else { SECONDS.1 },
+    };
     let bar = spinner("measuring");
-    let measured = measure(options, &mut |what| bar.set_message(format!("measuring {what}")));
+    let measured = measure(options, &mut |what| {
+        bar.set_message(format!("measuring {what}"))
+    });
     bar.finish_and_clear();
     let points = measured?;
-    let failed = |e: &dyn std::fmt::Display| Failure::new(Exit::RunFailed, format!("the measurements do not make a cluster: {e}")).help("measure again while nothing else runs, without --quick");
+    let failed = |e: &dyn std::fmt::Display| {
+        Failure::new(
+            Exit::RunFailed,
+            format!("the measurements do not make a cluster: {e}"),
+        )
+        .help("measure again while nothing else runs, without --quick")
+    };
     let cluster = fit(&points, &machine).map_err(|e| failed(&e))?;
     let text = document(args, &cluster).map_err(|e| failed(&e))?;
     files::write_atomic(&args.output, text.as_bytes())?;
@@ -35,49 +47,125 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
 /// The cluster as a file of the form that its ending asks for.
 fn document(args: &CalibrateArgs, cluster: &Cluster) -> Result<String, String> {
     if args.output.extension().is_some_and(|e| e == "json") {
-        return serde_json::to_string_pretty(cluster).map(|t| t + "\n").map_err(|e| e.to_string());
+        return serde_json::to_string_pretty(cluster)
+            .map(|t| t + "\n")
+            .map_err(|e| e.to_string());
     }
     let ranks = cluster.n_devices();
-    Ok(format!("# This machine's CPU as {ranks} ranks, measured by `meshwright calibrate`.\n{}", presets::print(cluster)?))
+    Ok(format!(
+        "# This machine's CPU as {ranks} ranks, measured by `meshwright calibrate`.\n{}",
+        presets::print(cluster)?
+    ))
 }
 
 /// What is known of the machine without measuring.
 fn machine(n_ranks: u32) -> Result<Machine, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
-    let memory = super::free_memory().ok_or_else(|| Failure::new(Exit::RunFailed, "cannot tell how much memory is free: /proc/meminfo has no MemAvailable"))?;
-    Ok(Machine { cores, memory_bytes: Bytes(memory), n_ranks })
+    let memory = super::free_memory().ok_or_else(|| {
+        Failure::new(
+            Exit::RunFailed,
+            "cannot tell how much memory is free: /proc/meminfo has no MemAvailable",
+        )
+    })?;
+    Ok(Machine {
+        cores,
+        memory_bytes: Bytes(memory),
+        n_ranks,
+    })
 }
 
 fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     let rows = cluster.measured.iter().map(|p| {
         let size: Vec<String> = p.size.iter().map(u64::to_string).collect();
-        let spread = if p.median_s > 0.0 { report::percent(p.spread_s / p.median_s) } else { "-".into() };
-        vec![p.what.clone(), size.join(" x "), Seconds(p.median_s).to_string(), spread, p.n.to_string(), rate(p)]
+        let spread = if p.median_s > 0.0 {
+            report::percent(p.spread_s / p.median_s)
+        } else {
+            "-".into()
+        };
+        vec![
+            p.what.clone(),
+            size.join(" x "),
+            Seconds(p.median_s).to_string(),
+            spread,
+            p.n.to_string(),
+            rate(p),
+        ]
     });
-    report::out(&report::table(&["what", "size", "median", "spread", "n", "rate"], rows.collect(), 1))?;
-    report::out("(sizes: m x n x k of a matmul, bytes of a copy or collective; spread: median absolute deviation)\n")?;
+    report::out(&report::table(
+        &["what", "size", "median", "spread", "n", "rate"],
+        rows.collect(),
+        1,
+    ))?;
+    report::out(
+        "(sizes: m x n x k of a matmul, bytes of a copy or collective; spread: median absolute deviation)\n",
+    )?;
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d
         .peak_flops_per_s
         .iter()
-        .map(|(t, peak)| vec![format!("matmul {}, of one rank at work", t.name()), format!("{}FLOP/s at best", report::count(*peak * d.matmul_efficiency.get(t).copied().unwrap_or(1.0)))])
+        .map(|(t, peak)| {
+            vec![
+                format!("matmul {}, of one rank at work", t.name()),
+                format!(
+                    "{}FLOP/s at best",
+                    report::count(*peak * d.matmul_efficiency.get(t).copied().unwrap_or(1.0))
+                ),
+            ]
+        })
         .collect();
-    fitted.push(vec!["other arithmetic".into(), format!("{}FLOP/s", report::count(d.vector_flops_per_s))]);
-    fitted.push(vec!["memory".into(), format!("{}B/s, of which {} are reached", report::count(d.memory_bandwidth_bytes_per_s), report::percent(d.memory_efficiency))]);
-    fitted.push(vec!["a kernel's fixed time".into(), Seconds(d.launch_s).to_string()]);
+    fitted.push(vec![
+        "other arithmetic".into(),
+        format!("{}FLOP/s", report::count(d.vector_flops_per_s)),
+    ]);
+    fitted.push(vec![
+        "memory".into(),
+        format!(
+            "{}B/s, of which {} are reached",
+            report::count(d.memory_bandwidth_bytes_per_s),
+            report::percent(d.memory_efficiency)
+        ),
+    ]);
+    fitted.push(vec![
+        "a kernel's fixed time".into(),
+        Seconds(d.launch_s).to_string(),
+    ]);
     for l in &cluster.levels {
-        fitted.push(vec![format!("{} between ranks", l.name), format!("{}B/s, latency {}", report::count(l.bandwidth_bytes_per_s), Seconds(l.latency_s))]);
+        fitted.push(vec![
+            format!("{} between ranks", l.name),
+            format!(
+                "{}B/s, latency {}",
+                report::count(l.bandwidth_bytes_per_s),
+                Seconds(l.latency_s)
+            ),
+        ]);
     }
     if let Some(pool) = &cluster.pool {
-        fitted.push(vec![format!("{} ranks together", pool.devices), format!("as fast as {:.2} alone; {}", pool.compute_devices, pool.memory_bytes)]);
+        fitted.push(vec![
+            format!("{} ranks together", pool.devices),
+            format!(
+                "as fast as {:.2} alone; {}",
+                pool.compute_devices, pool.memory_bytes
+            ),
+        ]);
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
-    report::out(&format!("Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}", args.output.display(), args.output.display(), args.ranks))
+    report::out(&format!(
+        "Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}",
+        args.output.display(),
+        args.output.display(),
+        args.ranks
+    ))
 }
 
 /// FLOP/s or bytes per second, where the point's sizes say what was done.
 fn rate(p: &MeasuredPoint) -> String {
-    let per_second = |amount: f64, unit: &str| if p.median_s > 0.0 { format!("{}{unit}/s", report::count(amount / p.median_s)) } else { "-".into() };
+    let per_second = |amount: f64, unit: &str| {
+        if p.median_s > 0.0 {
+            format!("{}{unit}/s", report::count(amount / p.median_s))
+        } else {
+            "-".into()
+        }
+    };
     let size = |i: usize| p.size.get(i).copied().unwrap_or(0) as f64;
     match p.what.split(' ').next().unwrap_or_default() {
         "matmul" => per_second(2.0 * size(0) * size(1) * size(2), "FLOP"),

@@ -18,9 +18,18 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     let (training, program) = plan_file::lower(&plan)?;
     let violations = checker::check_program(&plan, &training, &program);
     if !violations.is_empty() {
-        return refuse(args, &format!("{name}: the program of the plan"), &violations);
+        return refuse(
+            args,
+            &format!("{name}: the program of the plan"),
+            &violations,
+        );
     }
-    let instructions: usize = program.roles.iter().flat_map(|r| &r.templates).map(|t| t.instructions.len()).sum();
+    let instructions: usize = program
+        .roles
+        .iter()
+        .flat_map(|r| &r.templates)
+        .map(|t| t.instructions.len())
+        .sum();
     let buffers: usize = program.roles.iter().map(|r| r.buffers.len()).sum();
     let ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
     if args.json {

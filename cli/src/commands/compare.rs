@@ -15,10 +15,17 @@ use std::path::Path;
 pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let measured = read(&args.run, &loaded)?;
-    let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's program cannot be played: {e}")))?;
+    let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| {
+        Failure::new(
+            Exit::CheckFailed,
+            format!("the plan's program cannot be played: {e}"),
+        )
+    })?;
     let comparison = compare(&loaded.plan.predicted, &expected, &measured);
     if args.json {
-        return report::print_json(&json!({ "name": loaded.plan.name, "plan_hash": loaded.hash, "comparison": comparison }));
+        return report::print_json(
+            &json!({ "name": loaded.plan.name, "plan_hash": loaded.hash, "comparison": comparison }),
+        );
     }
     print_words(&loaded, &measured, &comparison)
 }
@@ -30,7 +37,10 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     let m: Measurement = document::json(&name, &text, "run")?;
     let bad = |problem: String| Err(Failure::new(Exit::BadInput, format!("{name}: {problem}")));
     if m.version != MEASUREMENT_VERSION {
-        return bad(format!("version is {}, this build reads {MEASUREMENT_VERSION}", m.version));
+        return bad(format!(
+            "version is {}, this build reads {MEASUREMENT_VERSION}",
+            m.version
+        ));
     }
     if m.plan_hash != loaded.hash {
         return match bad(format!("is a run of the plan {}, not of this one, {}", m.plan_hash, loaded.hash)) {
@@ -39,13 +49,42 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
         };
     }
     if m.stages.len() != loaded.program.roles.len() {
-        return bad(format!("has {} stages, the plan has {}", m.stages.len(), loaded.program.roles.len()));
+        return bad(format!(
+            "has {} stages, the plan has {}",
+            m.stages.len(),
+            loaded.program.roles.len()
+        ));
     }
     let of_steps = m.steps.iter().map(|s| ("steps: seconds", s.seconds));
-    let of_stages = m.stages.iter().flat_map(|s| [s.compute_s, s.collective_s, s.transfer_s, s.forward_s, s.backward_s, s.step_s]).map(|x| ("stages: a time", x));
-    let of_instructions = m.instructions.iter().map(|i| ("instructions: mean_s", i.mean_s));
-    let totals = [("step_time_s", m.step_time_s.0), ("tokens_per_s", m.tokens_per_s)];
-    if let Some((key, x)) = totals.into_iter().chain(of_steps).chain(of_stages).chain(of_instructions).find(|(_, x)| !x.is_finite() || *x < 0.0) {
+    let of_stages = m
+        .stages
+        .iter()
+        .flat_map(|s| {
+            [
+                s.compute_s,
+                s.collective_s,
+                s.transfer_s,
+                s.forward_s,
+                s.backward_s,
+                s.step_s,
+            ]
+        })
+        .map(|x| ("stages: a time", x));
+    let of_instructions = m
+        .instructions
+        .iter()
+        .map(|i| ("instructions: mean_s", i.mean_s));
+    let totals = [
+        ("step_time_s", m.step_time_s.0),
+        ("tokens_per_s", m.tokens_per_s),
+    ];
+    if let Some((key, x)) = totals
+        .into_iter()
+        .chain(of_steps)
+        .chain(of_stages)
+        .chain(of_instructions)
+        .find(|(_, x)| !x.is_finite() || *x < 0.0)
+    {
         return bad(format!("{key} is {x}, expected a number from 0"));
     }
     Ok(m)
@@ -53,24 +92,53 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
 
 fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Result<(), Failure> {
     let plan = &loaded.plan;
-    report::out(&format!("{} on {} ranks of {}: {} steps measured\n", plan.name, measured.n_ranks, plan.cluster.name, measured.steps.len()))?;
+    report::out(&format!(
+        "{} on {} ranks of {}: {} steps measured\n",
+        plan.name,
+        measured.n_ranks,
+        plan.cluster.name,
+        measured.steps.len()
+    ))?;
     let rows = vec![
         row("step time", c.step_time_s, &seconds),
         row("tokens/s", c.tokens_per_s, &report::count),
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
-    report::out(&report::table(&["", "predicted", "measured", "predicted/measured"], rows, 1))?;
-    report::out(&report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)))?;
-    report::out("Peak memory: predicted, the arena and what the cluster reserves for the runtime; measured, the arena and the scratch space used.\n")?;
-    let mut rows: Vec<Vec<String>> = c.stages.iter().enumerate().flat_map(|(i, s)| stage_rows(&i.to_string(), s)).collect();
+    report::out(&report::table(
+        &["", "predicted", "measured", "predicted/measured"],
+        rows,
+        1,
+    ))?;
+    report::out(&report::plan::mfu_convention(
+        &plan.cluster,
+        plan.train.precision.compute(),
+        report::plan::used_devices(plan),
+    ))?;
+    report::out(
+        "Peak memory: predicted, the arena and what the cluster reserves for the runtime; measured, the arena and the scratch space used.\n",
+    )?;
+    let mut rows: Vec<Vec<String>> = c
+        .stages
+        .iter()
+        .enumerate()
+        .flat_map(|(i, s)| stage_rows(&i.to_string(), s))
+        .collect();
     if c.stages.len() > 1 {
         rows.extend(stage_rows("all", &c.total));
     }
-    report::out(&report::table(&["stage", "", "predicted", "measured", "predicted/measured"], rows, 2))?;
-    report::out("(forward and backward of one microbatch, the others per step; measured collectives and transfers include waiting)")?;
+    report::out(&report::table(
+        &["stage", "", "predicted", "measured", "predicted/measured"],
+        rows,
+        2,
+    ))?;
+    report::out(
+        "(forward and backward of one microbatch, the others per step; measured collectives and transfers include waiting)",
+    )?;
     if c.worst.is_empty() {
-        return report::out("\nNo step was timed instruction by instruction; run with --profile 2 for that.");
+        return report::out(
+            "\nNo step was timed instruction by instruction; run with --profile 2 for that.",
+        );
     }
     report::out("\nThe instructions with the largest difference per step")?;
     let worst = c.worst.iter().map(|w| {
@@ -80,7 +148,19 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
         cells.push(seconds(w.error_s));
         cells
     });
-    report::out(&report::table(&["stage.template.instruction", "what", "per step", "predicted", "measured", "predicted/measured", "difference per step"], worst.collect(), 2))
+    report::out(&report::table(
+        &[
+            "stage.template.instruction",
+            "what",
+            "per step",
+            "predicted",
+            "measured",
+            "predicted/measured",
+            "difference per step",
+        ],
+        worst.collect(),
+        2,
+    ))
 }
 
 fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
@@ -92,7 +172,9 @@ fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
         ("collectives", s.collective_s),
         ("transfers", s.transfer_s),
     ];
-    let there = times.into_iter().filter(|(_, c)| c.predicted != 0.0 || c.measured != 0.0);
+    let there = times
+        .into_iter()
+        .filter(|(_, c)| c.predicted != 0.0 || c.measured != 0.0);
     let mut rows: Vec<Vec<String>> = there.map(|(name, c)| row(name, c, &seconds)).collect();
     rows.push(row("peak memory", s.peak_bytes, &bytes));
     rows.iter_mut().for_each(|r| r.insert(0, stage.to_string()));
@@ -100,7 +182,12 @@ fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
 }
 
 fn row(name: &str, c: Compared, show: &dyn Fn(f64) -> String) -> Vec<String> {
-    vec![name.to_string(), show(c.predicted), show(c.measured), c.ratio.map_or("-".into(), |r| format!("{r:.2}"))]
+    vec![
+        name.to_string(),
+        show(c.predicted),
+        show(c.measured),
+        c.ratio.map_or("-".into(), |r| format!("{r:.2}")),
+    ]
 }
 
 fn seconds(s: f64) -> String {

@@ -4,7 +4,7 @@ use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure};
 use crate::{cluster, files, model, plan_file, report, train_spec};
-use planner::{PlanOptions, Planned, Pins};
+use planner::{Pins, PlanOptions, Planned};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,11 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     proved?;
     let text = plan_file::to_text(&planned.plan)?;
     files::write_atomic(&args.output, text.as_bytes())?;
-    if args.json { print_json(args, &planned, searched, &text) } else { print_words(args, &planned, searched) }
+    if args.json {
+        print_json(args, &planned, searched, &text)
+    } else {
+        print_words(args, &planned, searched)
+    }
 }
 
 /// The checker's word on the plan and its program. What it rejects here is our mistake.
@@ -41,24 +45,47 @@ fn prove(planned: &Planned) -> Result<(), Failure> {
     if violations.is_empty() {
         return Ok(());
     }
-    let list: Vec<String> = violations.iter().take(20).map(|v| format!("  {v}")).collect();
-    let message = format!("the checker rejects the plan that was found ({} violations); nothing was written:\n{}", violations.len(), list.join("\n"));
-    Err(Failure::new(Exit::Internal, message).help("this is a defect of meshwright; please report it with the command line"))
+    let list: Vec<String> = violations
+        .iter()
+        .take(20)
+        .map(|v| format!("  {v}"))
+        .collect();
+    let message = format!(
+        "the checker rejects the plan that was found ({} violations); nothing was written:\n{}",
+        violations.len(),
+        list.join("\n")
+    );
+    Err(Failure::new(Exit::Internal, message)
+        .help("this is a defect of meshwright; please report it with the command line"))
 }
 
 fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Result<(), Failure> {
     report::out(&report::plan::words(&planned.plan, &planned.training))?;
     let s = &planned.stats;
-    report::out(&format!("\nSearched in {:.1} s: {} kinds of layers, {} candidates priced, {} plans simulated.", searched.as_secs_f64(), s.n_layer_kinds, s.candidates, s.simulated))?;
+    report::out(&format!(
+        "\nSearched in {:.1} s: {} kinds of layers, {} candidates priced, {} plans simulated.",
+        searched.as_secs_f64(),
+        s.n_layer_kinds,
+        s.candidates,
+        s.simulated
+    ))?;
     let mut alternatives = s.alternatives.clone();
     alternatives.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
     for (what, seconds) in alternatives.iter().take(5) {
         report::out(&format!("  {seconds}  {what}"))?;
     }
-    report::out(&format!("The checker accepts the plan and its program. Written to {}.", args.output.display()))
+    report::out(&format!(
+        "The checker accepts the plan and its program. Written to {}.",
+        args.output.display()
+    ))
 }
 
-fn print_json(args: &CompileArgs, planned: &Planned, searched: Duration, text: &str) -> Result<(), Failure> {
+fn print_json(
+    args: &CompileArgs,
+    planned: &Planned,
+    searched: Duration,
+    text: &str,
+) -> Result<(), Failure> {
     let plan = &planned.plan;
     report::print_json(&json!({
         "plan": args.output,

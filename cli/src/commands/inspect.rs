@@ -9,11 +9,20 @@ use serde_json::json;
 /// Runs the verb.
 pub fn run(args: &InspectArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
-    if args.json { print_json(args, &loaded) } else { print_words(args, &loaded) }
+    if args.json {
+        print_json(args, &loaded)
+    } else {
+        print_words(args, &loaded)
+    }
 }
 
 fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
-    let Loaded { plan, training, program, .. } = loaded;
+    let Loaded {
+        plan,
+        training,
+        program,
+        ..
+    } = loaded;
     report::out(&report::plan::words(plan, training))?;
     report::out("\nCommunication in one step")?;
     report::out(&collectives::table(&collectives::traffic(program)))?;
@@ -25,7 +34,12 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
 }
 
 fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
-    let Loaded { plan, training, program, hash } = loaded;
+    let Loaded {
+        plan,
+        training,
+        program,
+        hash,
+    } = loaded;
     let memory: Vec<_> = program
         .roles
         .iter()

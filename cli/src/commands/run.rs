@@ -8,6 +8,7 @@ use cost_model::StepWork;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
+use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind};
 use runtime::RuntimeError;
@@ -37,15 +38,31 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let state = outputs(args)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
-    let measurement = train_all(args, &loaded, &dataset, &schedule, weights.as_ref(), state.path())?;
+    let measurement = train_all(
+        args,
+        &loaded,
+        &dataset,
+        &schedule,
+        weights.as_ref(),
+        state.path(),
+    )?;
     finite(&measurement)?;
     if let (Some(path), Some(config)) = (&args.save, &config) {
         export(path, config, state.path())?;
     }
-    let mut text = serde_json::to_string_pretty(&measurement).map_err(|e| Failure::new(Exit::Internal, format!("the measurement cannot be written: {e}")))?;
+    let mut text = serde_json::to_string_pretty(&measurement).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("the measurement cannot be written: {e}"),
+        )
+    })?;
     text.push('\n');
     files::write_atomic(&args.output, text.as_bytes())?;
-    if args.json { print_json(args, &loaded, &measurement) } else { print_words(args, &loaded, &measurement) }
+    if args.json {
+        print_json(args, &loaded, &measurement)
+    } else {
+        print_words(args, &loaded, &measurement)
+    }
 }
 
 /// Where the final training state goes: nowhere, a checkpoint, or a file that is gone after
@@ -73,15 +90,32 @@ fn outputs(args: &RunArgs) -> Result<FinalState, Failure> {
         files::check_writable(path)?;
     }
     if let Some(folder) = &args.checkpoint {
-        std::fs::create_dir_all(folder).map_err(|e| Failure::new(Exit::BadInput, format!("{}: cannot make the folder: {e}", folder.display())))?;
+        std::fs::create_dir_all(folder).map_err(|e| {
+            Failure::new(
+                Exit::BadInput,
+                format!("{}: cannot make the folder: {e}", folder.display()),
+            )
+        })?;
         let path = folder.join(STATE);
         files::check_writable(&path)?;
         return Ok(FinalState::Kept(path));
     }
-    let Some(path) = &args.save else { return Ok(FinalState::None) };
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let temporary = tempfile::Builder::new().prefix(".meshwright-").tempdir_in(folder);
-    temporary.map(FinalState::Temporary).map_err(|e| Failure::new(Exit::BadInput, format!("{}: cannot write: {e}", path.display())))
+    let Some(path) = &args.save else {
+        return Ok(FinalState::None);
+    };
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let temporary = tempfile::Builder::new()
+        .prefix(".meshwright-")
+        .tempdir_in(folder);
+    temporary.map(FinalState::Temporary).map_err(|e| {
+        Failure::new(
+            Exit::BadInput,
+            format!("{}: cannot write: {e}", path.display()),
+        )
+    })
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
@@ -93,27 +127,55 @@ fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
     let total = match (args.total_steps, &args.resume) {
         (Some(total), _) => total,
         (None, Some(_)) if decay != Decay::Constant => {
-            return Err(Failure::new(Exit::Usage, "a resumed run with a decaying learning rate needs --total-steps, the step at which the decay ends"));
+            return Err(Failure::new(
+                Exit::Usage,
+                "a resumed run with a decaying learning rate needs --total-steps, the step at which the decay ends",
+            ));
         }
         (None, Some(_)) => args.steps.max(args.warmup),
         (None, None) => args.steps,
     };
-    LrSchedule::new(args.lr, args.min_lr, args.warmup, total, decay).map_err(|e| Failure::new(Exit::Usage, e).help("see --lr, --min-lr, --warmup, --steps and --total-steps"))
+    LrSchedule::new(args.lr, args.min_lr, args.warmup, total, decay).map_err(|e| {
+        Failure::new(Exit::Usage, e).help("see --lr, --min-lr, --warmup, --steps and --total-steps")
+    })
 }
 
 /// The model's configuration, where weights are read or written.
 fn config(args: &RunArgs) -> Result<Option<ModelConfig>, Failure> {
-    let beside = |w: &PathBuf| if w.is_dir() { w.join("config.json") } else { w.with_file_name("config.json") };
-    let path = args.config.clone().or_else(|| args.weights.as_ref().map(beside));
+    let beside = |w: &PathBuf| {
+        if w.is_dir() {
+            w.join("config.json")
+        } else {
+            w.with_file_name("config.json")
+        }
+    };
+    let path = args
+        .config
+        .clone()
+        .or_else(|| args.weights.as_ref().map(beside));
     match path {
-        Some(path) => Ok(Some(model::load_config(&path).map_err(|f| if args.config.is_none() { f.help("name the model's config.json with --config") } else { f })?)),
-        None if args.save.is_some() => Err(Failure::new(Exit::Usage, "--save writes Hugging Face's form, which needs --config, the model's config.json")),
+        Some(path) => Ok(Some(model::load_config(&path).map_err(|f| {
+            if args.config.is_none() {
+                f.help("name the model's config.json with --config")
+            } else {
+                f
+            }
+        })?)),
+        None if args.save.is_some() => Err(Failure::new(
+            Exit::Usage,
+            "--save writes Hugging Face's form, which needs --config, the model's config.json",
+        )),
         None => Ok(None),
     }
 }
 
 fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure> {
-    let options = DataOptions { format: None, tokenizer: args.tokenizer.clone(), vocab: vocabulary(training), validation_fraction: args.validation_fraction };
+    let options = DataOptions {
+        format: None,
+        tokenizer: args.tokenizer.clone(),
+        vocab: vocabulary(training),
+        validation_fraction: args.validation_fraction,
+    };
     Dataset::open(&args.data, &options).map_err(|e| {
         let failure = Failure::from(e);
         if args.tokenizer.is_none() { failure.help("data is a .bin file of tokens (nanoGPT, llm.c) or UTF-8 text; text is read as bytes, or through --tokenizer") } else { failure }
@@ -123,27 +185,66 @@ fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure>
 /// Rows of the smallest table that tokens index; without a table any token will do.
 fn vocabulary(training: &TrainingGraph) -> u32 {
     let graph = &training.graph;
-    let tables = graph.ops().iter().filter(|op| matches!(op.kind, OpKind::Embedding)).filter_map(|op| op.inputs.first());
+    let is_tokens = |v: &ir::ValueId| {
+        matches!(
+            graph.op(graph.value(*v).producer).kind,
+            OpKind::Input {
+                kind: InputKind::Tokens
+            }
+        )
+    };
+    let lookups = graph
+        .ops()
+        .iter()
+        .filter(|op| matches!(op.kind, OpKind::Embedding) && op.inputs.iter().any(is_tokens));
+    let tables = lookups.filter_map(|op| op.inputs.iter().find(|v| !is_tokens(v)));
     let rows = tables.filter_map(|v| graph.ty(*v).shape.0.first().map(|d| d.bind(1)));
-    // Positions are looked up too, in tables of their own; tokens are below the largest.
-    u32::try_from(rows.max().unwrap_or(u64::from(u32::MAX))).unwrap_or(u32::MAX)
+    u32::try_from(rows.min().unwrap_or(u64::from(u32::MAX))).unwrap_or(u32::MAX)
 }
 
 /// The ranks' arenas against the memory that is free, so that the system need not kill us.
 fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
-    let ranks: u32 = loaded.program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+    let ranks: u32 = loaded
+        .program
+        .roles
+        .iter()
+        .map(|r| r.mesh.n_devices())
+        .sum();
     if ranks > MAX_RANKS {
-        return Err(Failure::new(Exit::RunFailed, format!("the plan has {ranks} ranks; {MAX_RANKS} threads are the limit of one process")).help("compile for fewer devices, as with --cluster cluster.toml --ranks 4"));
+        return Err(Failure::new(
+            Exit::RunFailed,
+            format!("the plan has {ranks} ranks; {MAX_RANKS} threads are the limit of one process"),
+        )
+        .help("compile for fewer devices, as with --cluster cluster.toml --ranks 4"));
     }
-    let needed = loaded.program.roles.iter().map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices()))).fold(0u64, u64::saturating_add);
+    let needed = loaded
+        .program
+        .roles
+        .iter()
+        .map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices())))
+        .fold(0u64, u64::saturating_add);
     match super::free_memory() {
-        Some(free) if needed > free => Err(Failure::new(Exit::RunFailed, format!("the plan's {ranks} ranks need {} together, this machine has {} free", Bytes(needed), Bytes(free)))
-            .help("compile with a smaller --global-batch, --sequence or model, or pin more sharding")),
+        Some(free) if needed > free => Err(Failure::new(
+            Exit::RunFailed,
+            format!(
+                "the plan's {ranks} ranks need {} together, this machine has {} free",
+                Bytes(needed),
+                Bytes(free)
+            ),
+        )
+        .help("compile with a smaller --global-batch, --sequence or model, or pin more sharding")),
         _ => Ok(()),
     }
 }
 
-fn train_all(args: &RunArgs, loaded: &Loaded, dataset: &Dataset, schedule: &LrSchedule, weights: Option<&Weights>, save: Option<PathBuf>) -> Result<Measurement, Failure> {
+fn train_all(
+    args: &RunArgs,
+    loaded: &Loaded,
+    dataset: &Dataset,
+    schedule: &LrSchedule,
+    weights: Option<&Weights>,
+    save: Option<PathBuf>,
+) -> Result<Measurement, Failure> {
     let plan = &loaded.plan;
     let options = TrainOptions {
         program: &loaded.program,
@@ -156,13 +257,27 @@ fn train_all(args: &RunArgs, loaded: &Loaded, dataset: &Dataset, schedule: &LrSc
         validate_every: args.validate_every,
         validation_batches: args.validation_batches,
         profile_steps: args.profile,
-        resume: args.resume.as_ref().map(|folder| if folder.is_dir() { folder.join(STATE) } else { folder.clone() }),
+        resume: args.resume.as_ref().map(|folder| {
+            if folder.is_dir() {
+                folder.join(STATE)
+            } else {
+                folder.clone()
+            }
+        }),
         save,
-        session: SessionOptions { watchdog: Duration::from_secs(args.time_out), threads_per_rank: None },
+        session: SessionOptions {
+            watchdog: Duration::from_secs(args.time_out),
+            threads_per_rank: None,
+        },
     };
     let drawn = runtime::init::from_graph(&loaded.training, plan.train.seed);
     let initial = |request: StateRequest<'_>| match weights {
-        Some(weights) if request.role == StateRole::Parameter => weights.param(request.path).map_err(|e| RuntimeError::State { path: request.path.into(), problem: e.to_string() }),
+        Some(weights) if request.role == StateRole::Parameter => weights
+            .param(request.path)
+            .map_err(|e| RuntimeError::State {
+                path: request.path.into(),
+                problem: e.to_string(),
+            }),
         _ => drawn(request),
     };
     let rates = Rates::of(loaded);
@@ -173,9 +288,16 @@ fn train_all(args: &RunArgs, loaded: &Loaded, dataset: &Dataset, schedule: &LrSc
     let result = train(&options, initial, |progress| match progress {
         Progress::Step(s) => {
             bar.inc(1);
-            bar.set_message(format!("loss {:.4}, {} tokens/s, MFU {}", s.loss, report::count(rates.tokens / s.seconds), rates.mfu_words(s.seconds)));
+            bar.set_message(format!(
+                "loss {:.4}, {} tokens/s, MFU {}",
+                s.loss,
+                report::count(rates.tokens / s.seconds),
+                rates.mfu_words(s.seconds)
+            ));
         }
-        Progress::Validation { step, loss } => bar.println(format!("step {step}: validation loss {loss:.4}")),
+        Progress::Validation { step, loss } => {
+            bar.println(format!("step {step}: validation loss {loss:.4}"))
+        }
     });
     bar.finish_and_clear();
     Ok(result?)
@@ -192,10 +314,16 @@ impl Rates {
     fn of(loaded: &Loaded) -> Self {
         let work = StepWork::of(&loaded.training, &loaded.plan.train);
         let devices = report::plan::used_devices(&loaded.plan);
-        Rates { tokens: work.tokens as f64, model_flops: work.model_flops.0, peak: loaded.plan.cluster.peak_flops_per_s(work.dtype, devices) }
+        Rates {
+            tokens: work.tokens as f64,
+            model_flops: work.model_flops.0,
+            peak: loaded.plan.cluster.peak_flops_per_s(work.dtype, devices),
+        }
     }
     fn mfu(&self, seconds: f64) -> Option<f64> {
-        self.peak.filter(|p| *p > 0.0 && seconds > 0.0).map(|p| self.model_flops / seconds / p)
+        self.peak
+            .filter(|p| *p > 0.0 && seconds > 0.0)
+            .map(|p| self.model_flops / seconds / p)
     }
     fn mfu_words(&self, seconds: f64) -> String {
         self.mfu(seconds).map_or("unknown".into(), report::percent)
@@ -206,16 +334,30 @@ impl Rates {
 fn finite(m: &Measurement) -> Result<(), Failure> {
     let bad = m.steps.iter().find(|s| !s.loss.is_finite());
     match bad {
-        Some(s) => Err(Failure::new(Exit::RunFailed, format!("the loss of step {} is {}: training diverged; no measurement was written", s.step, s.loss)).help("lower --lr, add --warmup, or clip gradients")),
+        Some(s) => Err(Failure::new(
+            Exit::RunFailed,
+            format!(
+                "the loss of step {} is {}: training diverged; no measurement was written",
+                s.step, s.loss
+            ),
+        )
+        .help("lower --lr, add --warmup, or clip gradients")),
         None => Ok(()),
     }
 }
 
 /// Writes the parameters of a training state as Hugging Face weights.
 fn export(path: &Path, config: &ModelConfig, state: Option<PathBuf>) -> Result<(), Failure> {
-    let Some(state) = state else { return Err(Failure::new(Exit::Internal, "no training state to export")) };
+    let Some(state) = state else {
+        return Err(Failure::new(Exit::Internal, "no training state to export"));
+    };
     let (states, _) = runtime::checkpoint::load(&state)?;
-    let supply = |name: &str| states.get(name).map(|t| t.values.clone()).ok_or_else(|| format!("the plan has no parameter `{name}`; is --config the model's?"));
+    let supply = |name: &str| {
+        states
+            .get(name)
+            .map(|t| t.values.clone())
+            .ok_or_else(|| format!("the plan has no parameter `{name}`; is --config the model's?"))
+    };
     Ok(import::export(path, config, supply)?)
 }
 
@@ -239,15 +381,46 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     let rates = Rates::of(loaded);
     let (first, last) = (m.steps.first(), m.steps.last());
     if let (Some(a), Some(b)) = (first, last) {
-        report::out(&format!("{}: {} steps on {} ranks, loss {:.4} at step {} to {:.4} at step {}", m.name, m.steps.len(), m.n_ranks, a.loss, a.step, b.loss, b.step))?;
+        report::out(&format!(
+            "{}: {} steps on {} ranks, loss {:.4} at step {} to {:.4} at step {}",
+            m.name,
+            m.steps.len(),
+            m.n_ranks,
+            a.loss,
+            a.step,
+            b.loss,
+            b.step
+        ))?;
     }
     for (step, loss) in &m.validation {
         report::out(&format!("  validation loss after {step} steps: {loss:.4}"))?;
     }
-    report::out(&format!("Measured: {} per step (median), {} tokens/s, MFU {}", m.step_time_s, report::count(m.tokens_per_s), rates.mfu_words(m.step_time_s.0)))?;
+    report::out(&format!(
+        "Measured: {} per step (median), {} tokens/s, MFU {}",
+        m.step_time_s,
+        report::count(m.tokens_per_s),
+        rates.mfu_words(m.step_time_s.0)
+    ))?;
     let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&format!("  {}", report::plan::mfu_convention(&loaded.plan.cluster, loaded.plan.train.precision.compute(), devices)))?;
-    let peaks: Vec<String> = m.stages.iter().enumerate().map(|(i, s)| format!("stage {i}: {}", s.peak_bytes)).collect();
+    report::out(&format!(
+        "  {}",
+        report::plan::mfu_convention(
+            &loaded.plan.cluster,
+            loaded.plan.train.precision.compute(),
+            devices
+        )
+    ))?;
+    let peaks: Vec<String> = m
+        .stages
+        .iter()
+        .enumerate()
+        .map(|(i, s)| format!("stage {i}: {}", s.peak_bytes))
+        .collect();
     report::out(&format!("Peak memory of a rank: {}", peaks.join(", ")))?;
-    report::out(&format!("Written to {}. Next: meshwright compare {} {}", args.output.display(), args.plan.display(), args.output.display()))
+    report::out(&format!(
+        "Written to {}. Next: meshwright compare {} {}",
+        args.output.display(),
+        args.plan.display(),
+        args.output.display()
+    ))
 }

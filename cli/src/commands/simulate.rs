@@ -2,9 +2,9 @@
 
 use crate::args::SimulateArgs;
 use crate::failure::{Exit, Failure};
+use crate::files;
 use crate::plan_file;
 use crate::report;
-use crate::files;
 use cost_model::simulate::{SimulateOptions, TimelineDetail, simulate};
 use cost_model::{StepWork, trace};
 use serde_json::json;
@@ -17,22 +17,39 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let plan = &loaded.plan;
     let work = StepWork::of(&loaded.training, &plan.train);
-    let mut options = SimulateOptions { max_events: MAX_EVENTS, ..SimulateOptions::new(work) };
+    let mut options = SimulateOptions {
+        max_events: MAX_EVENTS,
+        ..SimulateOptions::new(work)
+    };
     if args.trace.is_some() {
         options.timeline = TimelineDetail::Instructions;
     }
-    let played = simulate(&loaded.program, &plan.cluster, &options).map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's program cannot be played: {e}")))?;
+    let played = simulate(&loaded.program, &plan.cluster, &options).map_err(|e| {
+        Failure::new(
+            Exit::CheckFailed,
+            format!("the plan's program cannot be played: {e}"),
+        )
+    })?;
     let events = played.timeline.as_deref().unwrap_or_default();
     if let Some(path) = &args.trace {
         files::write_atomic(path, trace::chrome_trace(events, MAX_EVENTS).as_bytes())?;
     }
     if args.json {
-        return report::print_json(&json!({ "name": plan.name, "plan_hash": loaded.hash, "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }));
+        return report::print_json(
+            &json!({ "name": plan.name, "plan_hash": loaded.hash, "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }),
+        );
     }
-    report::out(&format!("{} on {}: one step\n", plan.name, plan.cluster.name))?;
+    report::out(&format!(
+        "{} on {}: one step\n",
+        plan.name, plan.cluster.name
+    ))?;
     report::out(report::plan::predicted(plan, &played.prediction).trim_end())?;
     if let Some(path) = &args.trace {
-        report::out(&format!("{} events written to {}; open it at https://ui.perfetto.dev", events.len(), path.display()))?;
+        report::out(&format!(
+            "{} events written to {}; open it at https://ui.perfetto.dev",
+            events.len(),
+            path.display()
+        ))?;
     }
     Ok(())
 }

@@ -19,12 +19,24 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
         files::check_writable(path)?;
     }
     let problem = read(&args.instance)?;
-    report::out(&format!("{}: {} nodes, {} edges, usage limit {}", problem.name, problem.nodes.len(), problem.edges.len(), problem.usage_limit.map_or("none".into(), |l| l.to_string())))?;
-    let options = SolveOptions { time_limit, threads: usize::from(args.threads), seed: args.seed, ..SolveOptions::default() };
+    report::out(&format!(
+        "{}: {} nodes, {} edges, usage limit {}",
+        problem.name,
+        problem.nodes.len(),
+        problem.edges.len(),
+        problem.usage_limit.map_or("none".into(), |l| l.to_string())
+    ))?;
+    let options = SolveOptions {
+        time_limit,
+        threads: usize::from(args.threads),
+        seed: args.seed,
+        ..SolveOptions::default()
+    };
     let bar = spinner("solving");
     let solved = solve(&problem, &options);
     bar.finish_and_clear();
-    let result = solved.map_err(|e| Failure::new(Exit::BadInput, format!("{}: {e}", args.instance.display())))?;
+    let result = solved
+        .map_err(|e| Failure::new(Exit::BadInput, format!("{}: {e}", args.instance.display())))?;
     for t in &result.trace {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;
     }
@@ -51,16 +63,34 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     });
     report::out(&line.to_string())?;
     match &result.status {
-        SolveStatus::Infeasible(why) => Err(Failure::new(Exit::Infeasible, format!("{}: no choice fits: {}", args.instance.display(), reason(why)))),
-        SolveStatus::Timeout => Err(Failure::new(Exit::Infeasible, format!("{}: no choice that fits was found in time", args.instance.display())).help("give it more time with --time-limit")),
+        SolveStatus::Infeasible(why) => Err(Failure::new(
+            Exit::Infeasible,
+            format!(
+                "{}: no choice fits: {}",
+                args.instance.display(),
+                reason(why)
+            ),
+        )),
+        SolveStatus::Timeout => Err(Failure::new(
+            Exit::Infeasible,
+            format!(
+                "{}: no choice that fits was found in time",
+                args.instance.display()
+            ),
+        )
+        .help("give it more time with --time-limit")),
         SolveStatus::Optimal | SolveStatus::Feasible { .. } => Ok(()),
     }
 }
 
 fn reason(why: &Infeasibility) -> String {
     match why {
-        Infeasibility::Memory { time, by_bytes } => format!("at time {time} at least {by_bytes} more than the usage limit must be in use"),
-        Infeasibility::NoStrategy { node } => format!("every strategy of node {node} is ruled out by forbidden costs and the usage limit"),
+        Infeasibility::Memory { time, by_bytes } => {
+            format!("at time {time} at least {by_bytes} more than the usage limit must be in use")
+        }
+        Infeasibility::NoStrategy { node } => format!(
+            "every strategy of node {node} is ruled out by forbidden costs and the usage limit"
+        ),
         Infeasibility::Searched => "all choices were searched".into(),
     }
 }
@@ -68,14 +98,18 @@ fn reason(why: &Infeasibility) -> String {
 fn seconds(s: f64) -> Result<Duration, Failure> {
     match Duration::try_from_secs_f64(s) {
         Ok(d) if s > 0.0 => Ok(d),
-        _ => Err(Failure::new(Exit::Usage, format!("--time-limit is {s}, expected a positive number of seconds"))),
+        _ => Err(Failure::new(
+            Exit::Usage,
+            format!("--time-limit is {s}, expected a positive number of seconds"),
+        )),
     }
 }
 
 fn read(path: &Path) -> Result<planner::intra_op::IntraOpProblem, Failure> {
     let name = path.display();
     let bad = |e: &dyn std::fmt::Display| Failure::new(Exit::BadInput, format!("{name}: {e}"));
-    let meta = std::fs::metadata(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
+    let meta =
+        std::fs::metadata(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
     if meta.is_dir() {
         return Err(bad(&"is a folder, expected an instance file"));
     }
@@ -83,5 +117,7 @@ fn read(path: &Path) -> Result<planner::intra_op::IntraOpProblem, Failure> {
         return Err(bad(&"is empty, expected an instance"));
     }
     let file = File::open(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
-    read_problem(file).map_err(|e| bad(&e).help("expected the JSON of the IOPDDL benchmark (google/iopddl), plain or gzip"))
+    read_problem(file).map_err(|e| {
+        bad(&e).help("expected the JSON of the IOPDDL benchmark (google/iopddl), plain or gzip")
+    })
 }

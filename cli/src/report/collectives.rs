@@ -42,32 +42,61 @@ pub fn traffic(program: &Program) -> Vec<Traffic> {
             }
         }
     }
-    let row = |((stage, kind, over, ranks, part), (count, bytes)): (Key, (u64, u64))| Traffic { stage, kind: kind.into(), over, ranks, part: part.into(), count, bytes: Bytes(bytes) };
+    let row = |((stage, kind, over, ranks, part), (count, bytes)): (Key, (u64, u64))| Traffic {
+        stage,
+        kind: kind.into(),
+        over,
+        ranks,
+        part: part.into(),
+        count,
+        bytes: Bytes(bytes),
+    };
     sums.into_iter().map(row).collect()
 }
 
 /// How often each template is played in a step.
 fn plays(role: &RoleProgram) -> Vec<u64> {
     let mut plays = vec![0; role.templates.len()];
-    role.trace.iter().for_each(|slot| plays[slot.template.index()] += 1);
+    role.trace
+        .iter()
+        .for_each(|slot| plays[slot.template.index()] += 1);
     plays
 }
 
-fn communicates(program: &Program, role: &RoleProgram, kind: &InstrKind) -> Vec<(&'static str, String, u64, u64)> {
+fn communicates(
+    program: &Program,
+    role: &RoleProgram,
+    kind: &InstrKind,
+) -> Vec<(&'static str, String, u64, u64)> {
     let bytes = |b: &ir::BufferId| role.buffer(*b).bytes;
     match kind {
         InstrKind::Collective { kind, axes, items } => {
-            let total = items.iter().map(|i| bytes(&i.input).max(bytes(&i.output))).fold(0, u64::saturating_add);
-            vec![(kind.name(), axis_names(&role.mesh, axes), axes.iter().map(|a| role.mesh.size(*a)).product(), total)]
+            let total = items
+                .iter()
+                .map(|i| bytes(&i.input).max(bytes(&i.output)))
+                .fold(0, u64::saturating_add);
+            vec![(
+                kind.name(),
+                axis_names(&role.mesh, axes),
+                axes.iter().map(|a| role.mesh.size(*a)).product(),
+                total,
+            )]
         }
         InstrKind::Exchange { sends, recvs } => {
             let to = |t: &ir::TransferId| format!("to stage {}", program.transfers[t.index()].to.0);
-            let from = |t: &ir::TransferId| format!("from stage {}", program.transfers[t.index()].from.0);
+            let from =
+                |t: &ir::TransferId| format!("from stage {}", program.transfers[t.index()].from.0);
             let sends = sends.iter().map(|(t, b)| ("send", to(t), 2, bytes(b)));
-            sends.chain(recvs.iter().map(|(t, b)| ("receive", from(t), 2, bytes(b)))).collect()
+            sends
+                .chain(recvs.iter().map(|(t, b)| ("receive", from(t), 2, bytes(b))))
+                .collect()
         }
         InstrKind::WorldSum { output, .. } => {
-            let ranks = program.roles.iter().map(|r| u64::from(r.mesh.n_devices())).sum();
+            let ranks = program
+                .roles
+                .iter()
+                .map(|r| u64::from(r.mesh.n_devices()))
+                .sum();
             vec![("world_sum", "all ranks".into(), ranks, bytes(output))]
         }
         _ => Vec::new(),
@@ -75,7 +104,10 @@ fn communicates(program: &Program, role: &RoleProgram, kind: &InstrKind) -> Vec<
 }
 
 fn axis_names(mesh: &LogicalMesh, axes: &[ir::AxisId]) -> String {
-    axes.iter().map(|a| mesh.name(*a)).collect::<Vec<_>>().join("+")
+    axes.iter()
+        .map(|a| mesh.name(*a))
+        .collect::<Vec<_>>()
+        .join("+")
 }
 
 fn part_name(kind: TemplateKind) -> &'static str {
@@ -90,6 +122,28 @@ fn part_name(kind: TemplateKind) -> &'static str {
 
 /// As a table.
 pub fn table(rows: &[Traffic]) -> String {
-    let line = |t: &Traffic| vec![t.stage.to_string(), t.kind.clone(), t.over.clone(), t.part.clone(), t.ranks.to_string(), t.count.to_string(), t.bytes.to_string()];
-    super::table(&["stage", "what", "over", "in", "ranks", "per step", "bytes per step and rank"], rows.iter().map(line).collect(), 4)
+    let line = |t: &Traffic| {
+        vec![
+            t.stage.to_string(),
+            t.kind.clone(),
+            t.over.clone(),
+            t.part.clone(),
+            t.ranks.to_string(),
+            t.count.to_string(),
+            t.bytes.to_string(),
+        ]
+    };
+    super::table(
+        &[
+            "stage",
+            "what",
+            "over",
+            "in",
+            "ranks",
+            "per step",
+            "bytes per step and rank",
+        ],
+        rows.iter().map(line).collect(),
+        4,
+    )
 }

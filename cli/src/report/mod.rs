@@ -17,7 +17,9 @@ use serde::Serialize;
 /// A table with a header; columns from `numbers_from` on are right-aligned.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_BORDERS_ONLY).set_header(header.iter().copied());
+    table
+        .load_preset(presets::UTF8_BORDERS_ONLY)
+        .set_header(header.iter().copied());
     table.add_rows(rows);
     for column in table.column_iter_mut().skip(numbers_from) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -27,7 +29,8 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> St
 
 /// Prints a value as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(value).map_err(|e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}")))?;
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}")))?;
     out(&text)
 }
 
@@ -35,7 +38,10 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
 pub fn out(text: &str) -> Result<(), Failure> {
     use std::io::Write;
     match writeln!(std::io::stdout().lock(), "{text}") {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::new(Exit::BadInput, format!("cannot write to standard output: {e}"))),
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::new(
+            Exit::BadInput,
+            format!("cannot write to standard output: {e}"),
+        )),
         _ => Ok(()),
     }
 }
@@ -48,6 +54,7 @@ pub fn percent(share: f64) -> String {
 /// A count with a prefix: `12.3 k`.
 pub fn count(x: f64) -> String {
     match x.abs() {
+        a if a >= 1e15 => format!("{:.2} P", x / 1e15),
         a if a >= 1e12 => format!("{:.2} T", x / 1e12),
         a if a >= 1e9 => format!("{:.2} G", x / 1e9),
         a if a >= 1e6 => format!("{:.2} M", x / 1e6),

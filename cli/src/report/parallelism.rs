@@ -22,7 +22,7 @@ pub struct AxisReport {
     pub size: u32,
     /// `data parallel`, `tensor parallel`, ...; empty when all its ranks compute the same.
     pub does: Vec<String>,
-    /// ZeRO level of most parameter bytes; `None` where the axis shards the parameters' uses.
+    /// ZeRO level of most parameter bytes; `None` where the axis shards the uses of most.
     pub zero: Option<u8>,
     /// Share of the layer's parameter bytes at that level.
     pub zero_share: f64,
@@ -37,7 +37,10 @@ impl AxisReport {
         }
         let zero = match self.zero {
             Some(level) if level > 0 && self.zero_share > 0.995 => format!(", ZeRO-{level}"),
-            Some(level) if level > 0 => format!(", ZeRO-{level} for {:.0}% of the parameter bytes", self.zero_share * 100.0),
+            Some(level) if level > 0 => format!(
+                ", ZeRO-{level} for {:.0}% of the parameter bytes",
+                self.zero_share * 100.0
+            ),
             _ => String::new(),
         };
         format!("{} ({}): {does}{zero}", self.axis, self.size)
@@ -45,21 +48,32 @@ impl AxisReport {
 }
 
 /// What the axes of the stage's mesh do for `layer`; `strategy` indexes the plan's.
-pub fn axes(plan: &Plan, training: &TrainingGraph, stage: usize, strategy: usize, layer: LayerId) -> Vec<AxisReport> {
-    let cx = Layer { training, ops: assignments(plan, training, strategy, layer) };
+pub fn axes(
+    plan: &Plan,
+    training: &TrainingGraph,
+    stage: usize,
+    strategy: usize,
+    layer: LayerId,
+) -> Vec<AxisReport> {
+    let cx = Layer {
+        training,
+        ops: assignments(plan, training, strategy, layer),
+    };
     let mesh = &plan.stages[stage].mesh;
     mesh.axis_ids()
         .map(|axis| {
             let levels = cx.zero_levels(axis);
             let total: u64 = levels.iter().map(|l| l.1).sum();
-            let mut by_level: BTreeMap<u8, u64> = BTreeMap::new();
-            levels.iter().for_each(|(level, bytes)| *by_level.entry(*level).or_default() += bytes);
+            let mut by_level: BTreeMap<Option<u8>, u64> = BTreeMap::new();
+            levels
+                .iter()
+                .for_each(|(level, bytes)| *by_level.entry(*level).or_default() += bytes);
             let most = by_level.iter().max_by_key(|(_, bytes)| **bytes);
             AxisReport {
                 axis: mesh.name(axis).to_string(),
                 size: mesh.size(axis) as u32,
                 does: cx.does(axis),
-                zero: most.map(|(level, _)| *level),
+                zero: most.and_then(|(level, _)| *level),
                 zero_share: most.map_or(0.0, |(_, bytes)| *bytes as f64 / total.max(1) as f64),
             }
         })
@@ -79,7 +93,12 @@ pub struct Assigned<'a> {
 }
 
 /// The ops of a layer that have a strategy, in graph order.
-pub fn assignments<'a>(plan: &Plan, training: &'a TrainingGraph, strategy: usize, layer: LayerId) -> Vec<Assigned<'a>> {
+pub fn assignments<'a>(
+    plan: &Plan,
+    training: &'a TrainingGraph,
+    strategy: usize,
+    layer: LayerId,
+) -> Vec<Assigned<'a>> {
     let graph = &training.graph;
     let name = graph.layers.get(layer.index()).map_or("", String::as_str);
     let strategies = &plan.layer_strategies[strategy].ops;
@@ -89,7 +108,12 @@ pub fn assignments<'a>(plan: &Plan, training: &'a TrainingGraph, strategy: usize
             let strategy = strategies.get(&relative_path(&op.path, name))?;
             let rule = graph.rule(op);
             let specs = rule.assign(strategy).ok()?;
-            Some(Assigned { op, uses: strategy.uses.clone(), roles: rule.factors.iter().map(|f| f.role).collect(), specs })
+            Some(Assigned {
+                op,
+                uses: strategy.uses.clone(),
+                roles: rule.factors.iter().map(|f| f.role).collect(),
+                specs,
+            })
         })
         .collect()
 }
@@ -101,7 +125,10 @@ struct Layer<'a> {
 
 impl Layer<'_> {
     fn does(&self, axis: AxisId) -> Vec<String> {
-        let forward = self.ops.iter().filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch);
+        let forward = self
+            .ops
+            .iter()
+            .filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch);
         let (mut heavy, mut light): (Vec<_>, Vec<_>) = forward.partition(|a| is_heavy(&a.op.kind));
         if heavy.is_empty() {
             heavy = std::mem::take(&mut light);
@@ -110,10 +137,30 @@ impl Layer<'_> {
             Some(AxisUse::Factor(f)) => a.roles.get(f.index()).copied(),
             _ => None,
         };
-        let with = |role| heavy.iter().filter(|a| role_of(a) == Some(role)).map(|a| leaf(&a.op.path)).collect::<Vec<_>>();
-        let (batch, feature, sequence) = (with(FactorRole::Batch), with(FactorRole::Feature), with(FactorRole::Sequence));
-        let several = [&batch, &feature, &sequence].iter().filter(|n| !n.is_empty()).count() > 1;
-        let name = |what: &str, ops: &[String]| if several { format!("{what} in {}", ops.join(", ")) } else { what.to_string() };
+        let with = |role| {
+            heavy
+                .iter()
+                .filter(|a| role_of(a) == Some(role))
+                .map(|a| leaf(&a.op.path))
+                .collect::<Vec<_>>()
+        };
+        let (batch, feature, sequence) = (
+            with(FactorRole::Batch),
+            with(FactorRole::Feature),
+            with(FactorRole::Sequence),
+        );
+        let several = [&batch, &feature, &sequence]
+            .iter()
+            .filter(|n| !n.is_empty())
+            .count()
+            > 1;
+        let name = |what: &str, ops: &[String]| {
+            if several {
+                format!("{what} in {}", ops.join(", "))
+            } else {
+                what.to_string()
+            }
+        };
         let mut does = Vec::new();
         if !batch.is_empty() {
             does.push(name("data parallel", &batch));
@@ -121,39 +168,69 @@ impl Layer<'_> {
         if !feature.is_empty() {
             does.push(name("tensor parallel", &feature));
         }
-        if heavy.iter().any(|a| matches!(a.op.kind, OpKind::Attention { .. }) && role_of(a) == Some(FactorRole::Sequence)) {
+        if heavy.iter().any(|a| {
+            matches!(a.op.kind, OpKind::Attention { .. })
+                && role_of(a) == Some(FactorRole::Sequence)
+        }) {
             does.push("context parallel".into());
         } else if !sequence.is_empty() {
             does.push(name("split along the sequence", &sequence));
         }
-        if !feature.is_empty() && light.iter().any(|a| role_of(a) == Some(FactorRole::Sequence)) {
+        if !feature.is_empty()
+            && light
+                .iter()
+                .any(|a| role_of(a) == Some(FactorRole::Sequence))
+        {
             does.push("sequence parallel between the matmuls".into());
         }
         does
     }
 
-    /// Level and bytes of every parameter whose uses do not shard it over `axis`.
-    fn zero_levels(&self, axis: AxisId) -> Vec<(u8, u64)> {
+    /// Level and bytes of every parameter; no level where its uses shard it over `axis`.
+    fn zero_levels(&self, axis: AxisId) -> Vec<(Option<u8>, u64)> {
         let graph = &self.training.graph;
-        let by_path: BTreeMap<&str, &Assigned<'_>> = self.ops.iter().map(|a| (a.op.path.as_str(), a)).collect();
+        let by_path: BTreeMap<&str, &Assigned<'_>> =
+            self.ops.iter().map(|a| (a.op.path.as_str(), a)).collect();
         let result = |path: &str| by_path.get(path).and_then(|a| a.specs.results.first());
         let splits = |spec: Option<&ShardingSpec>| spec.is_some_and(|s| s.dim_of(axis).is_some());
-        let parameters = self.training.states.iter().filter(|s| s.role == StateRole::Parameter && by_path.contains_key(s.path.as_str()));
+        let parameters =
+            self.training.states.iter().filter(|s| {
+                s.role == StateRole::Parameter && by_path.contains_key(s.path.as_str())
+            });
         let mut levels = Vec::new();
         for state in parameters {
             let prepared = format!("prepare.{}", state.path);
-            let made: Option<&Assigned<'_>> = by_path.get(prepared.as_str()).or_else(|| by_path.get(state.path.as_str())).copied();
-            let Some(value) = made.and_then(|a| a.op.outputs.first().copied()) else { continue };
-            let uses = || self.ops.iter().filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch).flat_map(|a| a.op.inputs.iter().enumerate().filter(|(_, v)| **v == value).map(move |(k, _)| (a, k)));
-            if uses().any(|(a, k)| splits(a.specs.operands.get(k))) {
+            let made: Option<&Assigned<'_>> = by_path
+                .get(prepared.as_str())
+                .or_else(|| by_path.get(state.path.as_str()))
+                .copied();
+            let Some(value) = made.and_then(|a| a.op.outputs.first().copied()) else {
                 continue;
-            }
-            let accumulated = uses().any(|(a, k)| splits(result(&format!("accumulate.{}.{k}", a.op.path))));
+            };
+            let uses = || {
+                self.ops
+                    .iter()
+                    .filter(|a| a.op.pass == Pass::F && a.op.region == Region::Microbatch)
+                    .flat_map(|a| {
+                        a.op.inputs
+                            .iter()
+                            .enumerate()
+                            .filter(|(_, v)| **v == value)
+                            .map(move |(k, _)| (a, k))
+                    })
+            };
+            let accumulated =
+                uses().any(|(a, k)| splits(result(&format!("accumulate.{}.{k}", a.op.path))));
             let level = match () {
-                () if splits(made.and_then(|a| a.specs.results.first())) => 3,
-                () if accumulated => 2,
-                () if splits(result(&format!("moment1.{}", state.path))) || splits(result(&state.path)) => 1,
-                () => 0,
+                () if uses().any(|(a, k)| splits(a.specs.operands.get(k))) => None,
+                () if splits(made.and_then(|a| a.specs.results.first())) => Some(3),
+                () if accumulated => Some(2),
+                () if splits(result(&format!("moment1.{}", state.path)))
+                    || splits(result(&state.path)) =>
+                {
+                    Some(1)
+                }
+                () => Some(0),
             };
             levels.push((level, graph.ty(state.read).bytes(1)));
         }
@@ -162,7 +239,13 @@ impl Layer<'_> {
 }
 
 fn is_heavy(kind: &OpKind) -> bool {
-    matches!(kind, OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::Embedding | OpKind::CrossEntropy)
+    matches!(
+        kind,
+        OpKind::DotGeneral { .. }
+            | OpKind::Attention { .. }
+            | OpKind::Embedding
+            | OpKind::CrossEntropy
+    )
 }
 
 /// The last two parts of a path: `attn.qkv`.

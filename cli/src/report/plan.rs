@@ -34,10 +34,18 @@ pub struct RunReport {
 pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
     let stage = |(i, s): (usize, &ir::plan::StagePlan)| {
         let first = s.mesh.devices.first_rank.0;
-        let run = |r: &ir::plan::LayerRun| RunReport { layers: layer_range(training, r.first, r.count), axes: axes(plan, training, i, r.strategy as usize, r.first) };
+        let run = |r: &ir::plan::LayerRun| RunReport {
+            layers: layer_range(training, r.first, r.count),
+            axes: axes(plan, training, i, r.strategy as usize, r.first),
+        };
         StageReport {
             ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
-            mesh: s.mesh.axes.iter().map(|a| (a.name.clone(), a.size)).collect(),
+            mesh: s
+                .mesh
+                .axes
+                .iter()
+                .map(|a| (a.name.clone(), a.size))
+                .collect(),
             layers: s.runs.iter().map(run).collect(),
         }
     };
@@ -48,19 +56,43 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
     for (i, stage) in stages(plan, training).iter().enumerate() {
-        let mesh = stage.mesh.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ");
-        let _ = writeln!(w, "\nStage {i}: ranks {} to {}, mesh {}", stage.ranks[0], stage.ranks[1], if mesh.is_empty() { "of one device" } else { &mesh });
+        let mesh = stage
+            .mesh
+            .iter()
+            .map(|(name, size)| format!("{name} {size}"))
+            .collect::<Vec<_>>()
+            .join(" x ");
+        let _ = writeln!(
+            w,
+            "\nStage {i}: ranks {} to {}, mesh {}",
+            stage.ranks[0],
+            stage.ranks[1],
+            if mesh.is_empty() {
+                "of one device"
+            } else {
+                &mesh
+            }
+        );
         // Runs that do the same differ only in details of single ops.
         let mut shown: Vec<(String, Vec<String>)> = Vec::new();
         for run in &stage.layers {
-            let does: Vec<String> = run.axes.iter().filter(|a| a.size > 1).map(AxisReport::words).collect();
+            let does: Vec<String> = run
+                .axes
+                .iter()
+                .filter(|a| a.size > 1)
+                .map(AxisReport::words)
+                .collect();
             match shown.last_mut() {
                 Some((names, same)) if *same == does => *names = join_ranges(names, &run.layers),
                 _ => shown.push((run.layers.clone(), does)),
             }
         }
         for (layers, does) in shown {
-            let does = if does.is_empty() { "no parallelism inside the stage".into() } else { does.join("; ") };
+            let does = if does.is_empty() {
+                "no parallelism inside the stage".into()
+            } else {
+                does.join("; ")
+            };
             let _ = writeln!(w, "  {layers}: {does}");
         }
     }
@@ -83,8 +115,20 @@ fn heading(plan: &Plan) -> String {
         Optimizer::Sgd { .. } => "SGD",
     };
     let used: u32 = plan.stages.iter().map(|s| s.mesh.n_devices()).sum();
-    let mut w = format!("{} on {used} of the {} devices of {} ({})\n", plan.name, c.n_devices(), c.name, c.device.name);
-    let _ = writeln!(w, "Training: global batch {}, sequence {}, {}, {optimizer}", t.global_batch, t.sequence, t.precision.compute().name());
+    let mut w = format!(
+        "{} on {used} of the {} devices of {} ({})\n",
+        plan.name,
+        c.n_devices(),
+        c.name,
+        c.device.name
+    );
+    let _ = writeln!(
+        w,
+        "Training: global batch {}, sequence {}, {}, {optimizer}",
+        t.global_batch,
+        t.sequence,
+        t.precision.compute().name()
+    );
     let _ = writeln!(
         w,
         "Pipeline: {} stage{}, schedule {}, {} microbatch{} of {} sample{}",
@@ -109,8 +153,23 @@ fn plural(n: u64, ending: &str) -> &str {
 /// Step time, rates and memory as predicted.
 pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     let mut w = String::new();
-    let _ = writeln!(w, "Predicted: {} per step, {} tokens/s, MFU {}, bubble {}", p.step_time_s, count(p.tokens_per_s), percent(p.mfu), percent(p.bubble));
-    let _ = writeln!(w, "  {}", mfu_convention(&plan.cluster, plan.train.precision.compute(), used_devices(plan)));
+    let _ = writeln!(
+        w,
+        "Predicted: {} per step, {} tokens/s, MFU {}, bubble {}",
+        p.step_time_s,
+        count(p.tokens_per_s),
+        percent(p.mfu),
+        percent(p.bubble)
+    );
+    let _ = writeln!(
+        w,
+        "  {}",
+        mfu_convention(
+            &plan.cluster,
+            plan.train.precision.compute(),
+            used_devices(plan)
+        )
+    );
     w += &stage_table(p);
     w.push('\n');
     w
@@ -126,7 +185,10 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     let key = format!("device.peak_flops_per_s.{}", dtype.name());
     // The source of the key, or of the nearest table around it.
     let prefixes = std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
-    let source = prefixes.filter_map(|end| cluster.sources.get(&key[..end])).next().map_or("source not given", String::as_str);
+    let source = prefixes
+        .filter_map(|end| cluster.sources.get(&key[..end]))
+        .next()
+        .map_or("source not given", String::as_str);
     match cluster.peak_flops_per_s(dtype, devices) {
         Some(peak) => format!(
             "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation) over {}FLOP/s {} peak of {devices} device{} ({source})",
@@ -159,9 +221,25 @@ pub fn stage_table(p: &Prediction) -> String {
             bytes(s.peak_bytes),
         ]
     };
-    let header = ["stage", "forward", "backward", "begin+end", "compute", "collectives", "transfers", "states", "gradients", "activations", "transient", "peak"];
-    let note = "(forward and backward of one microbatch; compute, collectives and transfers per step; bytes per rank)";
-    format!("{}\n{note}", table(&header, p.stages.iter().enumerate().map(row).collect(), 1))
+    let header = [
+        "stage",
+        "forward",
+        "backward",
+        "begin+end",
+        "compute",
+        "collectives",
+        "transfers",
+        "states",
+        "for the step",
+        "activations",
+        "transient",
+        "peak",
+    ];
+    let note = "(forward and backward of one microbatch; compute, collectives and transfers per step; bytes per rank: parameters and optimizer states, prepared parameters and gradients, saved activations, the rest)";
+    format!(
+        "{}\n{note}",
+        table(&header, p.stages.iter().enumerate().map(row).collect(), 1)
+    )
 }
 
 fn proof(plan: &Plan) -> String {
@@ -173,6 +251,10 @@ fn proof(plan: &Plan) -> String {
         p.lower_bound_s,
         percent(p.gap),
         p.candidates,
-        if p.space.is_empty() { "not stated" } else { &p.space }
+        if p.space.is_empty() {
+            "not stated"
+        } else {
+            &p.space
+        }
     )
 }

@@ -27,15 +27,28 @@ pub fn strategies(plan: &Plan, training: &TrainingGraph) -> Vec<OpReport> {
     let mut rows = Vec::new();
     for (stage, s) in plan.stages.iter().enumerate() {
         for run in &s.runs {
-            let name = training.graph.layers.get(run.first.index()).map_or("", String::as_str);
-            let layers = format!("stage {stage}: {}", layer_range(training, run.first, run.count));
+            let name = training
+                .graph
+                .layers
+                .get(run.first.index())
+                .map_or("", String::as_str);
+            let layers = format!(
+                "stage {stage}: {}",
+                layer_range(training, run.first, run.count)
+            );
             for a in assignments(plan, training, run.strategy as usize, run.first) {
                 rows.push(OpReport {
                     layers: layers.clone(),
                     op: relative_path(&a.op.path, name),
                     pass: format!("{:?}", a.op.pass),
                     uses: uses(&a, &s.mesh),
-                    results: a.specs.results.iter().map(|r| r.display(&s.mesh)).collect::<Vec<_>>().join(" "),
+                    results: a
+                        .specs
+                        .results
+                        .iter()
+                        .map(|r| r.display(&s.mesh))
+                        .collect::<Vec<_>>()
+                        .join(" "),
                 });
             }
         }
@@ -45,9 +58,20 @@ pub fn strategies(plan: &Plan, training: &TrainingGraph) -> Vec<OpReport> {
 
 /// `h.0` or `h.0 to h.11`.
 pub fn layer_range(training: &TrainingGraph, first: LayerId, count: u32) -> String {
-    let name = |i: usize| training.graph.layers.get(i).cloned().unwrap_or_else(|| i.to_string());
+    let name = |i: usize| {
+        training
+            .graph
+            .layers
+            .get(i)
+            .cloned()
+            .unwrap_or_else(|| i.to_string())
+    };
     let start = name(first.index());
-    if count <= 1 { start } else { format!("{start} to {}", name(first.index() + count as usize - 1)) }
+    if count <= 1 {
+        start
+    } else {
+        format!("{start} to {}", name(first.index() + count as usize - 1))
+    }
 }
 
 fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
@@ -63,11 +87,28 @@ fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
             },
         }
     };
-    a.uses.iter().enumerate().map(one).collect::<Vec<_>>().join(", ")
+    a.uses
+        .iter()
+        .enumerate()
+        .map(one)
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// As a table.
 pub fn table(rows: &[OpReport]) -> String {
-    let line = |r: &OpReport| vec![r.layers.clone(), r.op.clone(), r.pass.clone(), r.uses.clone(), r.results.clone()];
-    super::table(&["layers", "op", "pass", "axes", "results"], rows.iter().map(line).collect(), 5)
+    let line = |r: &OpReport| {
+        vec![
+            r.layers.clone(),
+            r.op.clone(),
+            r.pass.clone(),
+            r.uses.clone(),
+            r.results.clone(),
+        ]
+    };
+    super::table(
+        &["layers", "op", "pass", "axes", "results"],
+        rows.iter().map(line).collect(),
+        5,
+    )
 }

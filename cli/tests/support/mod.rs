@@ -30,7 +30,11 @@ pub struct Done {
 impl Done {
     /// Fails the test unless the command ended with `code`.
     pub fn expect(self, code: i32) -> Self {
-        assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.out, self.err);
+        assert_eq!(
+            self.code, code,
+            "stdout:\n{}\nstderr:\n{}",
+            self.out, self.err
+        );
         assert_no_panic(&self);
         self
     }
@@ -50,7 +54,11 @@ impl Done {
 /// Whatever was given, our own checks caught it.
 pub fn assert_no_panic(done: &Done) {
     for word in ["internal error", "panicked", "RUST_BACKTRACE"] {
-        assert!(!done.err.contains(word) && !done.out.contains(word), "{}", done.err);
+        assert!(
+            !done.err.contains(word) && !done.out.contains(word),
+            "{}",
+            done.err
+        );
     }
 }
 
@@ -61,16 +69,33 @@ pub struct Place {
 
 impl Place {
     pub fn new() -> Self {
-        let place = Place { folder: tempfile::tempdir().unwrap() };
+        let place = Place {
+            folder: tempfile::tempdir().unwrap(),
+        };
         place.write("config.json", CONFIG.as_bytes());
-        let text: Vec<u8> = (0..4000u32).map(|i| b"the quick brown fox jumps over the lazy dog. "[(i % 45) as usize]).collect();
+        let text: Vec<u8> = (0..4000u32)
+            .map(|i| b"the quick brown fox jumps over the lazy dog. "[(i % 45) as usize])
+            .collect();
         place.write("text.txt", &text);
         place
     }
     /// One with `plan.json`, for four ranks in two stages.
     pub fn with_plan() -> Self {
         let place = Place::new();
-        place.run(&["compile", "config.json", "--cluster", "cpu-default", "--global-batch", "4", "--pin", "pipeline=2", "--pin", "data=2"]).expect(0);
+        place
+            .run(&[
+                "compile",
+                "config.json",
+                "--cluster",
+                "cpu-default",
+                "--global-batch",
+                "4",
+                "--pin",
+                "pipeline=2",
+                "--pin",
+                "data=2",
+            ])
+            .expect(0);
         place
     }
     pub fn path(&self, name: &str) -> PathBuf {
@@ -87,13 +112,20 @@ impl Place {
     }
     /// Names in the folder, sorted.
     pub fn names(&self) -> Vec<String> {
-        let mut names: Vec<String> = std::fs::read_dir(self.folder.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = std::fs::read_dir(self.folder.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
     /// Runs `meshwright` here.
     pub fn run(&self, args: &[&str]) -> Done {
-        let output = Command::new(env!("CARGO_BIN_EXE_meshwright")).args(args).current_dir(self.folder.path()).output().unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+            .args(args)
+            .current_dir(self.folder.path())
+            .output()
+            .unwrap();
         Done {
             code: output.status.code().unwrap_or(-1),
             out: String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -104,7 +136,13 @@ impl Place {
     pub fn refuses(&self, args: &[&str], codes: &[i32]) -> Done {
         let before = self.names();
         let done = self.run(args);
-        assert!(codes.contains(&done.code), "{args:?}: exit code {}, expected {codes:?}\n{}\n{}", done.code, done.out, done.err);
+        assert!(
+            codes.contains(&done.code),
+            "{args:?}: exit code {}, expected {codes:?}\n{}\n{}",
+            done.code,
+            done.out,
+            done.err
+        );
         assert_no_panic(&done);
         assert!(done.err.trim().len() > 10, "{args:?}: no message");
         assert_eq!(self.names(), before, "{args:?}: something was written");
@@ -114,5 +152,8 @@ impl Place {
 
 /// The root of the repository.
 pub fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap()
+        .to_path_buf()
 }

@@ -55,41 +55,92 @@ pub struct Costs {
 pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
     let problems = cluster.problems();
     if !problems.is_empty() {
-        return Err(SimError::Cluster { name: cluster.name.clone(), problems });
+        return Err(SimError::Cluster {
+            name: cluster.name.clone(),
+            problems,
+        });
     }
-    let last = program.roles.iter().map(|r| r.mesh.devices.first_rank.0.saturating_add(r.mesh.n_devices())).max().unwrap_or(0);
+    let last = program
+        .roles
+        .iter()
+        .map(|r| {
+            r.mesh
+                .devices
+                .first_rank
+                .0
+                .saturating_add(r.mesh.n_devices())
+        })
+        .max()
+        .unwrap_or(0);
     if last > cluster.n_devices() {
-        return Err(SimError::Ranks { rank: last.saturating_sub(1), devices: cluster.n_devices() });
+        return Err(SimError::Ranks {
+            rank: last.saturating_sub(1),
+            devices: cluster.n_devices(),
+        });
     }
     let wires = wires(program, cluster)?;
     let world = world_mesh(program);
     let instructions = program
         .roles
         .iter()
-        .map(|role| RoleCosts { cluster, role, world: &world, wires: &wires, shapes: shapes(role), groups: HashMap::new() }.templates())
+        .map(|role| {
+            RoleCosts {
+                cluster,
+                role,
+                world: &world,
+                wires: &wires,
+                shapes: shapes(role),
+                groups: HashMap::new(),
+            }
+            .templates()
+        })
         .collect::<Result<_, _>>()?;
-    Ok(Costs { instructions, wires })
+    Ok(Costs {
+        instructions,
+        wires,
+    })
 }
 
 /// Seconds of the sends to one partner, or the receives from it, that proceed together: their
 /// bytes share the link, their latencies overlap.
 pub fn together(wires: &[Wire], transfers: impl Iterator<Item = TransferId>) -> f64 {
-    let (fixed, moving) = transfers.map(|t| wires[t.index()]).fold((0.0f64, 0.0), |(f, m), w| (f.max(w.fixed_s), m + w.moving_s));
+    let (fixed, moving) = transfers
+        .map(|t| wires[t.index()])
+        .fold((0.0f64, 0.0), |(f, m), w| {
+            (f.max(w.fixed_s), m + w.moving_s)
+        });
     fixed + moving
 }
 
 type Local = (DType, Vec<u64>);
 
 fn shapes(role: &RoleProgram) -> Vec<Local> {
-    role.buffers.iter().map(|b| (b.dtype, b.spec.local_shape(&b.lens, &role.mesh))).collect()
+    role.buffers
+        .iter()
+        .map(|b| (b.dtype, b.spec.local_shape(&b.lens, &role.mesh)))
+        .collect()
 }
 
 /// One axis over all ranks of the program.
 fn world_mesh(program: &Program) -> LogicalMesh {
     let devices = |r: &RoleProgram| r.mesh.devices;
-    let first = program.roles.iter().map(|r| devices(r).first_rank.0).min().unwrap_or(0);
+    let first = program
+        .roles
+        .iter()
+        .map(|r| devices(r).first_rank.0)
+        .min()
+        .unwrap_or(0);
     let n = program.roles.iter().map(|r| devices(r).n_devices).sum();
-    LogicalMesh { devices: DeviceMesh { first_rank: Rank(first), n_devices: n }, axes: vec![Axis { name: "world".into(), size: n }] }
+    LogicalMesh {
+        devices: DeviceMesh {
+            first_rank: Rank(first),
+            n_devices: n,
+        },
+        axes: vec![Axis {
+            name: "world".into(),
+            size: n,
+        }],
+    }
 }
 
 struct RoleCosts<'a> {
@@ -104,14 +155,24 @@ struct RoleCosts<'a> {
 impl RoleCosts<'_> {
     fn templates(mut self) -> Result<Vec<Vec<InstrCost>>, SimError> {
         let role = self.role;
-        if let Some(slot) = role.trace.iter().find(|s| s.template.index() >= role.templates.len()) {
-            return Err(malformed(role, slot.template.index(), 0, "the trace plays a template that does not exist"));
+        if let Some(slot) = role
+            .trace
+            .iter()
+            .find(|s| s.template.index() >= role.templates.len())
+        {
+            return Err(malformed(
+                role,
+                slot.template.index(),
+                0,
+                "the trace plays a template that does not exist",
+            ));
         }
         let mut all = Vec::with_capacity(role.templates.len());
         for (t, template) in role.templates.iter().enumerate() {
             let mut costs = Vec::with_capacity(template.instructions.len());
             for (i, instruction) in template.instructions.iter().enumerate() {
-                self.check(template.kind, i, instruction).map_err(|problem| malformed(role, t, i, &problem))?;
+                self.check(template.kind, i, instruction)
+                    .map_err(|problem| malformed(role, t, i, &problem))?;
                 costs.push(self.cost(instruction));
             }
             all.push(costs);
@@ -119,20 +180,35 @@ impl RoleCosts<'_> {
         Ok(all)
     }
 
-    fn check(&self, kind: TemplateKind, index: usize, instruction: &Instruction) -> Result<(), String> {
+    fn check(
+        &self,
+        kind: TemplateKind,
+        index: usize,
+        instruction: &Instruction,
+    ) -> Result<(), String> {
         let exists = |b: &BufferId| b.index() < self.role.buffers.len();
-        if let Some(b) = instruction.reads().iter().chain(&instruction.writes()).find(|b| !exists(b)) {
+        if let Some(b) = instruction
+            .reads()
+            .iter()
+            .chain(&instruction.writes())
+            .find(|b| !exists(b))
+        {
             return Err(format!("{b} does not exist"));
         }
         if let Some(d) = instruction.deps.iter().find(|d| d.index() >= index) {
             return Err(format!("waits for {d}, which does not come before it"));
         }
-        if matches!(instruction.kind, InstrKind::Exchange { .. }) != (kind == TemplateKind::Exchange) {
+        if matches!(instruction.kind, InstrKind::Exchange { .. })
+            != (kind == TemplateKind::Exchange)
+        {
             return Err("exchanges stand alone in exchange templates".into());
         }
         match &instruction.kind {
             InstrKind::Exchange { sends, recvs } => {
-                let missing = sends.iter().chain(recvs).find(|s| s.0.index() >= self.wires.len());
+                let missing = sends
+                    .iter()
+                    .chain(recvs)
+                    .find(|s| s.0.index() >= self.wires.len());
                 missing.map_or(Ok(()), |s| Err(format!("transfer {} does not exist", s.0)))
             }
             InstrKind::Collective { axes, .. } => {
@@ -145,17 +221,33 @@ impl RoleCosts<'_> {
 
     fn cost(&mut self, instruction: &Instruction) -> InstrCost {
         let (seconds, class) = match &instruction.kind {
-            InstrKind::Compute { kind, inputs, outputs, .. } => (self.op(kind, inputs, outputs), CostClass::Compute),
-            InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => {
-                (compute::copy_time(self.cluster, self.bytes(*output)).0, CostClass::Compute)
+            InstrKind::Compute {
+                kind,
+                inputs,
+                outputs,
+                ..
+            } => (self.op(kind, inputs, outputs), CostClass::Compute),
+            InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => (
+                compute::copy_time(self.cluster, self.bytes(*output)).0,
+                CostClass::Compute,
+            ),
+            InstrKind::Load { output, .. } | InstrKind::Fill { output, .. } => (
+                compute::write_time(self.cluster, self.bytes(*output)).0,
+                CostClass::Compute,
+            ),
+            InstrKind::Collective { kind, axes, items } => {
+                (self.collective(*kind, axes, items), CostClass::Collective)
             }
-            InstrKind::Load { output, .. } | InstrKind::Fill { output, .. } => {
-                (compute::write_time(self.cluster, self.bytes(*output)).0, CostClass::Compute)
-            }
-            InstrKind::Collective { kind, axes, items } => (self.collective(*kind, axes, items), CostClass::Collective),
             InstrKind::WorldSum { output, .. } => {
                 let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
-                let seconds = collective_time(self.cluster, self.world, &[AxisId(0)], kind, self.bytes(*output)).0;
+                let seconds = collective_time(
+                    self.cluster,
+                    self.world,
+                    &[AxisId(0)],
+                    kind,
+                    self.bytes(*output),
+                )
+                .0;
                 (seconds, CostClass::Collective)
             }
             InstrKind::Exchange { sends, recvs } => {
@@ -172,18 +264,37 @@ impl RoleCosts<'_> {
     }
 
     fn op(&self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> f64 {
-        let local = |ids: &[BufferId]| -> Vec<Local> { ids.iter().map(|b| self.shapes[b.index()].clone()).collect() };
+        let local = |ids: &[BufferId]| -> Vec<Local> {
+            ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
+        };
         compute::op_time(self.cluster, kind, &local(inputs), &local(outputs)).0
     }
 
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
-    fn collective(&mut self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem]) -> f64 {
-        let bytes = items.iter().map(|i| self.bytes(i.input).max(self.bytes(i.output))).fold(0u64, u64::saturating_add);
+    fn collective(
+        &mut self,
+        kind: CollectiveKind,
+        axes: &[AxisId],
+        items: &[CollectiveItem],
+    ) -> f64 {
+        let bytes = items
+            .iter()
+            .map(|i| self.bytes(i.input).max(self.bytes(i.output)))
+            .fold(0u64, u64::saturating_add);
         let (cluster, mesh) = (self.cluster, &self.role.mesh);
-        self.groups.entry(axes.to_vec()).or_insert_with(|| Group::new(cluster, mesh, axes)).time(kind, bytes).0
+        self.groups
+            .entry(axes.to_vec())
+            .or_insert_with(|| Group::new(cluster, mesh, axes))
+            .time(kind, bytes)
+            .0
     }
 }
 
 fn malformed(role: &RoleProgram, template: usize, instruction: usize, problem: &str) -> SimError {
-    SimError::Malformed { stage: role.stage, template, instruction, problem: problem.to_string() }
+    SimError::Malformed {
+        stage: role.stage,
+        template,
+        instruction,
+        problem: problem.to_string(),
+    }
 }

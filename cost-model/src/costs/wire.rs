@@ -31,34 +31,89 @@ pub fn wires(program: &Program, cluster: &Cluster) -> Result<Vec<Wire>, SimError
     let mut known = HashMap::new();
     let mut wires = Vec::with_capacity(program.transfers.len());
     for (i, transfer) in program.transfers.iter().enumerate() {
-        let error = |problem: &str| SimError::Transfer { transfer: TransferId::new(i), buffer: None, problem: problem.into() };
-        let mesh = |stage: ir::StageId| program.roles.get(stage.index()).map(|r| &r.mesh).ok_or_else(|| error("a side is not a stage"));
+        let error = |problem: &str| SimError::Transfer {
+            transfer: TransferId::new(i),
+            buffer: None,
+            problem: problem.into(),
+        };
+        let mesh = |stage: ir::StageId| {
+            program
+                .roles
+                .get(stage.index())
+                .map(|r| &r.mesh)
+                .ok_or_else(|| error("a side is not a stage"))
+        };
         let (from, to) = (mesh(transfer.from)?, mesh(transfer.to)?);
-        let fits = |s: &ShardingSpec, m: &LogicalMesh| s.dims.len() == transfer.lens.len() && s.problems(m).is_empty() && s.partial.is_empty();
+        let fits = |s: &ShardingSpec, m: &LogicalMesh| {
+            s.dims.len() == transfer.lens.len() && s.problems(m).is_empty() && s.partial.is_empty()
+        };
         if !fits(&transfer.from_spec, from) || !fits(&transfer.to_spec, to) {
             return Err(error("a spec does not fit its mesh or is partial"));
         }
-        let wire = *known.entry(question(cluster, transfer, from, to)).or_insert_with(|| wire(cluster, transfer, from, to));
+        let wire = *known
+            .entry(question(cluster, transfer, from, to))
+            .or_insert_with(|| wire(cluster, transfer, from, to));
         wires.push(wire);
     }
     Ok(wires)
 }
 
-type Question<'a> = (Vec<u32>, Vec<u32>, &'a ShardingSpec, &'a ShardingSpec, &'a [u64], u64, u32, i64);
+type Question<'a> = (
+    Vec<u32>,
+    Vec<u32>,
+    &'a ShardingSpec,
+    &'a ShardingSpec,
+    &'a [u64],
+    u64,
+    u32,
+    i64,
+);
 
 /// What a wire's time depends on: shapes, and where the meshes stand to the links.
-fn question<'a>(cluster: &Cluster, t: &'a Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Question<'a> {
+fn question<'a>(
+    cluster: &Cluster,
+    t: &'a Transfer,
+    from: &LogicalMesh,
+    to: &LogicalMesh,
+) -> Question<'a> {
     let sizes = |m: &LogicalMesh| m.axes.iter().map(|a| a.size).collect();
-    let period = cluster.levels.iter().rev().nth(1).map_or(1, |l| l.devices.max(1));
+    let period = cluster
+        .levels
+        .iter()
+        .rev()
+        .nth(1)
+        .map_or(1, |l| l.devices.max(1));
     let (a, b) = (from.devices.first_rank.0, to.devices.first_rank.0);
-    (sizes(from), sizes(to), &t.from_spec, &t.to_spec, &t.lens, t.dtype.bytes(), a % period, i64::from(b) - i64::from(a))
+    (
+        sizes(from),
+        sizes(to),
+        &t.from_spec,
+        &t.to_spec,
+        &t.lens,
+        t.dtype.bytes(),
+        a % period,
+        i64::from(b) - i64::from(a),
+    )
 }
 
 fn wire(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Wire {
-    let (source, target) = (Placement { mesh: from, spec: &t.from_spec }, Placement { mesh: to, spec: &t.to_spec });
+    let (source, target) = (
+        Placement {
+            mesh: from,
+            spec: &t.from_spec,
+        },
+        Placement {
+            mesh: to,
+            spec: &t.to_spec,
+        },
+    );
     let blocks = |coords: &[u32]| tiles_to(&t.lens, source, target, coords);
     if u64::from(from.n_devices()) * u64::from(to.n_devices()) <= EXACT_PAIRS {
-        let tiles: Vec<Tile> = to.ranks().filter_map(|r| to.coords(r)).flat_map(|c| blocks(&c)).collect();
+        let tiles: Vec<Tile> = to
+            .ranks()
+            .filter_map(|r| to.coords(r))
+            .flat_map(|c| blocks(&c))
+            .collect();
         return worst(cluster, t.dtype.bytes(), &tiles);
     }
     let mut worst_received = Wire::default();
@@ -67,11 +122,20 @@ fn wire(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -
         worst_received.fixed_s = worst_received.fixed_s.max(received.fixed_s);
         worst_received.moving_s = worst_received.moving_s.max(received.moving_s);
     }
-    let replicas = |p: Placement<'_>| -> u64 { p.mesh.axis_ids().filter(|&a| p.spec.replicates(a)).map(|a| p.mesh.size(a)).product() };
+    let replicas = |p: Placement<'_>| -> u64 {
+        p.mesh
+            .axis_ids()
+            .filter(|&a| p.spec.replicates(a))
+            .map(|a| p.mesh.size(a))
+            .product()
+    };
     let shards = u64::from(from.n_devices()) / replicas(source);
     let senders = shards * replicas(source).min(replicas(target));
     let fan_out = f64::from(to.n_devices()) / senders as f64;
-    Wire { moving_s: worst_received.moving_s * fan_out.max(1.0), ..worst_received }
+    Wire {
+        moving_s: worst_received.moving_s * fan_out.max(1.0),
+        ..worst_received
+    }
 }
 
 /// The most loaded rank's time to send or receive all its blocks.
@@ -79,14 +143,25 @@ fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
     let mut loads: BTreeMap<(bool, u32), f64> = BTreeMap::new();
     let mut fixed_s = 0.0f64;
     for tile in tiles {
-        let Some(level) = cluster.level_between(tile.from.0, tile.to.0).filter(|_| tile.from != tile.to) else { continue };
+        let Some(level) = cluster
+            .level_between(tile.from.0, tile.to.0)
+            .filter(|_| tile.from != tile.to)
+        else {
+            continue;
+        };
         let rate = level.bandwidth_bytes_per_s * level.efficiency;
-        let bytes = tile.len.iter().fold(element_bytes, |a, &b| a.saturating_mul(b));
+        let bytes = tile
+            .len
+            .iter()
+            .fold(element_bytes, |a, &b| a.saturating_mul(b));
         fixed_s = fixed_s.max(level.latency_s + level.half_bytes / rate);
         *loads.entry((true, tile.from.0)).or_default() += bytes as f64 / rate;
         *loads.entry((false, tile.to.0)).or_default() += bytes as f64 / rate;
     }
-    Wire { fixed_s, moving_s: loads.values().copied().fold(0.0, f64::max) }
+    Wire {
+        fixed_s,
+        moving_s: loads.values().copied().fold(0.0, f64::max),
+    }
 }
 
 /// The first rank, its neighbour along each axis, and the last rank.

@@ -2,15 +2,29 @@ use super::*;
 
 const LAUNCH: f64 = 2e-6;
 const RATE: f64 = 8e10;
-const HALF: HalfSize = HalfSize { m: 5.0, n: 12.0, k: 33.0 };
+const HALF: HalfSize = HalfSize {
+    m: 5.0,
+    n: 12.0,
+    k: 33.0,
+};
 const VECTOR: f64 = 2e9;
 
 fn point(what: &str, size: &[u64], seconds: f64) -> MeasuredPoint {
-    MeasuredPoint { what: what.into(), size: size.to_vec(), median_s: seconds, spread_s: 0.0, n: 7 }
+    MeasuredPoint {
+        what: what.into(),
+        size: size.to_vec(),
+        median_s: seconds,
+        spread_s: 0.0,
+        n: 7,
+    }
 }
 
 fn machine(n_ranks: u32) -> Machine {
-    Machine { cores: 2, memory_bytes: Bytes(8 << 30), n_ranks }
+    Machine {
+        cores: 2,
+        memory_bytes: Bytes(8 << 30),
+        n_ranks,
+    }
 }
 
 fn matmul_s(m: u64, n: u64, k: u64, rate: f64) -> f64 {
@@ -21,24 +35,52 @@ fn matmul_s(m: u64, n: u64, k: u64, rate: f64) -> f64 {
 /// Points of a machine with the parameters above: 10 GB/s copies; four ranks on 1.6
 /// processors; links of 3 GB/s and 20 us.
 fn points(n_ranks: u32) -> Vec<MeasuredPoint> {
-    let mut all = vec![point("launch", &[], LAUNCH), point("launch", &[], 0.9 * LAUNCH), point("launch", &[], 1.5 * LAUNCH)];
+    let mut all = vec![
+        point("launch", &[], LAUNCH),
+        point("launch", &[], 0.9 * LAUNCH),
+        point("launch", &[], 1.5 * LAUNCH),
+    ];
     for m in [16, 64, 512, 100_000] {
         for n in [16, 64, 512, 100_000] {
             for k in [16, 64, 512, 100_000] {
-                all.push(point("matmul f32", &[m, n, k], LAUNCH + matmul_s(m, n, k, RATE)));
+                all.push(point(
+                    "matmul f32",
+                    &[m, n, k],
+                    LAUNCH + matmul_s(m, n, k, RATE),
+                ));
             }
         }
     }
-    all.push(point("matmul bf16", &[64, 64, 64], LAUNCH + matmul_s(64, 64, 64, RATE / 2.0)));
+    all.push(point(
+        "matmul bf16",
+        &[64, 64, 64],
+        LAUNCH + matmul_s(64, 64, 64, RATE / 2.0),
+    ));
     for bytes in [1 << 20, 1 << 24] {
         all.push(point("copy", &[bytes], LAUNCH + 2.0 * bytes as f64 / 1e10));
     }
-    all.push(point("vector add", &[1000, 12_000_000], LAUNCH + 12e6 / 1e10));
-    all.push(point("vector gelu", &[10_000_000, 8_000_000], LAUNCH + 1e7 / VECTOR));
+    all.push(point(
+        "vector add",
+        &[1000, 12_000_000],
+        LAUNCH + 12e6 / 1e10,
+    ));
+    all.push(point(
+        "vector gelu",
+        &[10_000_000, 8_000_000],
+        LAUNCH + 1e7 / VECTOR,
+    ));
     // 1e9 FLOPs in full, half of them at a quarter of the rate; 4e6 of vector work.
-    all.push(point("attention f32", &[1_000_000_000, 4_000_000, 1000], LAUNCH + 0.5e9 / (0.25 * RATE) + 4e6 / VECTOR));
+    all.push(point(
+        "attention f32",
+        &[1_000_000_000, 4_000_000, 1000],
+        LAUNCH + 0.5e9 / (0.25 * RATE) + 4e6 / VECTOR,
+    ));
     all.push(point("matmul f32 together", &[256, 256, 256, 1], 1e-3));
-    all.push(point("matmul f32 together", &[256, 256, 256, u64::from(n_ranks)], 1e-3 * f64::from(n_ranks) / 1.6));
+    all.push(point(
+        "matmul f32 together",
+        &[256, 256, 256, u64::from(n_ranks)],
+        1e-3 * f64::from(n_ranks) / 1.6,
+    ));
     let slow = |working: f64| (working / 1.6).max(1.0);
     for bytes in [1u64 << 8, 1 << 14, 1 << 20, 1 << 24] {
         for n in [2u64, 4].into_iter().filter(|&n| n <= u64::from(n_ranks)) {
@@ -46,15 +88,26 @@ fn points(n_ranks: u32) -> Vec<MeasuredPoint> {
             // Ring or tree, whichever is faster.
             let tree = 2.0 * (n as f64).log2() * 20e-6 + 2.0 * bytes as f64 / 3e9;
             let size = [bytes, n, u64::from(n_ranks)];
-            all.push(point("all_reduce", &size, (2.0 * ring).min(tree) * slow(f64::from(n_ranks))));
-            all.push(point("all_gather", &size, ring.min(tree) * slow(f64::from(n_ranks))));
+            all.push(point(
+                "all_reduce",
+                &size,
+                (2.0 * ring).min(tree) * slow(f64::from(n_ranks)),
+            ));
+            all.push(point(
+                "all_gather",
+                &size,
+                ring.min(tree) * slow(f64::from(n_ranks)),
+            ));
         }
     }
     all
 }
 
 fn near(a: f64, b: f64, tolerance: f64) {
-    assert!((a / b - 1.0).abs() < tolerance, "{a} is not within {tolerance} of {b}");
+    assert!(
+        (a / b - 1.0).abs() < tolerance,
+        "{a} is not within {tolerance} of {b}"
+    );
 }
 
 #[test]
@@ -62,16 +115,28 @@ fn known_parameters_are_recovered() {
     let cluster = fit(&points(4), &machine(4)).unwrap();
     let d = &cluster.device;
     near(d.launch_s, LAUNCH, 1e-12);
-    let best = points(4).iter().filter(|p| p.what == "matmul f32").map(|p| flops(p) / (p.median_s - LAUNCH)).fold(0.0, f64::max);
+    let best = points(4)
+        .iter()
+        .filter(|p| p.what == "matmul f32")
+        .map(|p| flops(p) / (p.median_s - LAUNCH))
+        .fold(0.0, f64::max);
     near(d.peak_flops_per_s[&DType::F32], best, 1e-9);
     // The asymptote is just above the best rate measured, which bounds the fit.
-    near(d.peak_flops_per_s[&DType::F32] * d.matmul_efficiency[&DType::F32], RATE, 2e-3);
+    near(
+        d.peak_flops_per_s[&DType::F32] * d.matmul_efficiency[&DType::F32],
+        RATE,
+        2e-3,
+    );
     near(d.matmul_half_size.m, HALF.m, 0.02);
     near(d.matmul_half_size.n, HALF.n, 0.02);
     near(d.matmul_half_size.k, HALF.k, 0.02);
     near(d.matmul_efficiency[&DType::Bf16], 0.5, 5e-3);
     assert!(!d.peak_flops_per_s.contains_key(&DType::F16));
-    near(d.memory_bandwidth_bytes_per_s * d.memory_efficiency, 1e10, 1e-9);
+    near(
+        d.memory_bandwidth_bytes_per_s * d.memory_efficiency,
+        1e10,
+        1e-9,
+    );
     near(d.vector_flops_per_s, VECTOR, 1e-9);
     near(d.attention_efficiency, 0.25, 2e-3);
     near(cluster.pool.unwrap().compute_devices, 1.6, 1e-9);
@@ -79,24 +144,39 @@ fn known_parameters_are_recovered() {
     near(cluster.levels[0].bandwidth_bytes_per_s, 3e9, 1e-3);
     assert_eq!(cluster.measured, points(4));
     assert_eq!(cluster.usable_bytes(), 2 << 30);
-    assert!(cluster.sources["device.launch_s"].contains("3 points") && cluster.sources["device.launch_s"].contains("median of 7"));
+    assert!(
+        cluster.sources["device.launch_s"].contains("3 points")
+            && cluster.sources["device.launch_s"].contains("median of 7")
+    );
 }
 
 #[test]
 fn fits_are_deterministic_and_survive_a_file() {
     let cluster = fit(&points(4), &machine(4)).unwrap();
     assert_eq!(fit(&points(4), &machine(4)).unwrap(), cluster);
-    assert_eq!(crate::presets::parse(&crate::presets::print(&cluster).unwrap()).unwrap(), cluster);
+    assert_eq!(
+        crate::presets::parse(&crate::presets::print(&cluster).unwrap()).unwrap(),
+        cluster
+    );
 }
 
 #[test]
 fn noise_moves_parameters_a_little() {
     let mut noisy = points(4);
-    for (i, p) in noisy.iter_mut().enumerate().filter(|(_, p)| p.what != "launch") {
+    for (i, p) in noisy
+        .iter_mut()
+        .enumerate()
+        .filter(|(_, p)| p.what != "launch")
+    {
         p.median_s *= 1.0 + 0.05 * if i % 2 == 0 { 1.0 } else { -1.0 };
     }
     let cluster = fit(&noisy, &machine(4)).unwrap();
-    near(cluster.device.peak_flops_per_s[&DType::F32] * cluster.device.matmul_efficiency[&DType::F32], RATE, 0.1);
+    near(
+        cluster.device.peak_flops_per_s[&DType::F32]
+            * cluster.device.matmul_efficiency[&DType::F32],
+        RATE,
+        0.1,
+    );
     // Of 5% in the collectives, and 10% in the two times whose ratio is the slowdown.
     near(cluster.levels[0].bandwidth_bytes_per_s, 3e9, 0.15);
     near(cluster.levels[0].latency_s, 20e-6, 0.15);
@@ -104,21 +184,50 @@ fn noise_moves_parameters_a_little() {
 
 #[test]
 fn a_single_rank_needs_no_links() {
-    let alone: Vec<MeasuredPoint> = points(2).into_iter().filter(|p| !p.what.starts_with("all_") && p.size.get(3) != Some(&2)).collect();
+    let alone: Vec<MeasuredPoint> = points(2)
+        .into_iter()
+        .filter(|p| !p.what.starts_with("all_") && p.size.get(3) != Some(&2))
+        .collect();
     let cluster = fit(&alone, &machine(1)).unwrap();
     assert!(cluster.levels.is_empty() && cluster.pool.unwrap().compute_devices == 1.0);
-    assert_eq!(fit(&alone, &machine(4)), Err(FitError::Missing { what: "all_reduce".into() }));
+    assert_eq!(
+        fit(&alone, &machine(4)),
+        Err(FitError::Missing {
+            what: "all_reduce".into()
+        })
+    );
 }
 
 #[test]
 fn useless_points_are_named() {
-    let without = |what: &str| points(4).into_iter().filter(|p| !p.what.starts_with(what)).collect::<Vec<_>>();
-    assert_eq!(fit(&without("matmul"), &machine(4)).unwrap_err(), FitError::Missing { what: "matmul f32".into() });
-    assert_eq!(fit(&without("vector gelu"), &machine(4)).unwrap_err(), FitError::Missing { what: "vector ...".into() });
+    let without = |what: &str| {
+        points(4)
+            .into_iter()
+            .filter(|p| !p.what.starts_with(what))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        fit(&without("matmul"), &machine(4)).unwrap_err(),
+        FitError::Missing {
+            what: "matmul f32".into()
+        }
+    );
+    assert_eq!(
+        fit(&without("vector gelu"), &machine(4)).unwrap_err(),
+        FitError::Missing {
+            what: "vector ...".into()
+        }
+    );
     let mut bad = points(4);
     bad[5].size.pop();
-    assert!(matches!(fit(&bad, &machine(4)), Err(FitError::Point { index: 5, .. })));
+    assert!(matches!(
+        fit(&bad, &machine(4)),
+        Err(FitError::Point { index: 5, .. })
+    ));
     bad[5].size.push(3);
     bad[5].median_s = f64::NAN;
-    assert!(matches!(fit(&bad, &machine(4)), Err(FitError::Point { index: 5, .. })));
+    assert!(matches!(
+        fit(&bad, &machine(4)),
+        Err(FitError::Point { index: 5, .. })
+    ));
 }

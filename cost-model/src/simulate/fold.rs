@@ -6,7 +6,9 @@
 //! path from it)`, with paths that are the same for every microbatch: played once, then a few
 //! additions per slot. Times are integer picoseconds, so this is exact, not close.
 
-use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, Stream, Template, TemplateKind};
+use ir::program::{
+    BufferClass, InstrKind, Instruction, RoleProgram, Stream, Template, TemplateKind,
+};
 use std::collections::BTreeMap;
 
 /// Picoseconds: a step of 200 days still fits.
@@ -32,7 +34,11 @@ impl Exchanged {
     pub(super) fn new(role: &RoleProgram) -> Self {
         let mut by_buffer = vec![None; role.buffers.len()];
         let mut n_copies = 0u32;
-        let exchanges = role.templates.iter().filter(|t| t.kind == TemplateKind::Exchange).flat_map(|t| &t.instructions);
+        let exchanges = role
+            .templates
+            .iter()
+            .filter(|t| t.kind == TemplateKind::Exchange)
+            .flat_map(|t| &t.instructions);
         for buffer in exchanges.flat_map(|i| [i.reads(), i.writes()].concat()) {
             if by_buffer[buffer.index()].is_none() {
                 let slots = match role.buffer(buffer).class {
@@ -43,7 +49,10 @@ impl Exchanged {
                 n_copies += slots;
             }
         }
-        Exchanged { by_buffer, n_copies: n_copies as usize }
+        Exchanged {
+            by_buffer,
+            n_copies: n_copies as usize,
+        }
     }
     /// The reference to a buffer, if it is exchanged.
     pub(super) fn copies(&self, buffer: ir::BufferId) -> Option<Copies> {
@@ -74,8 +83,17 @@ pub(super) struct Touch {
 }
 
 pub(super) fn touches(instruction: &Instruction, exchanged: &Exchanged) -> Vec<Touch> {
-    let of = |buffers: Vec<ir::BufferId>, writes| buffers.into_iter().filter_map(move |b| Some(Touch { copies: exchanged.copies(b)?, writes }));
-    let mut all: Vec<Touch> = of(instruction.reads(), false).chain(of(instruction.writes(), true)).collect();
+    let of = |buffers: Vec<ir::BufferId>, writes| {
+        buffers.into_iter().filter_map(move |b| {
+            Some(Touch {
+                copies: exchanged.copies(b)?,
+                writes,
+            })
+        })
+    };
+    let mut all: Vec<Touch> = of(instruction.reads(), false)
+        .chain(of(instruction.writes(), true))
+        .collect();
     all.sort_unstable();
     all.dedup();
     all
@@ -113,13 +131,21 @@ pub(super) fn stream_index(stream: Stream) -> usize {
 impl Folded {
     /// Folds a template whose instructions take `durations`.
     pub(super) fn new(template: &Template, durations: &[Pico], exchanged: &Exchanged) -> Self {
-        let touched: Vec<Vec<Touch>> = template.instructions.iter().map(|i| touches(i, exchanged)).collect();
+        let touched: Vec<Vec<Touch>> = template
+            .instructions
+            .iter()
+            .map(|i| touches(i, exchanged))
+            .collect();
         let mut inputs: Vec<(Option<usize>, Vec<Touch>)> = vec![(None, Vec::new())];
         let mut waited: [Vec<Touch>; 3] = Default::default();
         for (i, instruction) in template.instructions.iter().enumerate() {
             // What the stream has waited for it need not wait for again.
             let seen = &mut waited[stream_index(instruction.stream)];
-            let new: Vec<Touch> = touched[i].iter().copied().filter(|t| !seen.contains(t)).collect();
+            let new: Vec<Touch> = touched[i]
+                .iter()
+                .copied()
+                .filter(|t| !seen.contains(t))
+                .collect();
             if !new.is_empty() {
                 seen.extend(&new);
                 inputs.push((Some(i), new));
@@ -130,9 +156,17 @@ impl Folded {
         for (k, (at, _)) in inputs.iter().enumerate() {
             let ends = longest_paths(template, durations, *at);
             end.push(ends.iter().copied().max().flatten());
-            for (e, touch) in ends.iter().zip(&touched).flat_map(|(e, ts)| ts.iter().map(move |t| (*e, t))) {
+            for (e, touch) in ends
+                .iter()
+                .zip(&touched)
+                .flat_map(|(e, ts)| ts.iter().map(move |t| (*e, t)))
+            {
                 let none = || vec![None; inputs.len()];
-                let output = outputs.entry(touch.copies).or_insert_with(|| Output { copies: touch.copies, write: none(), touch: none() });
+                let output = outputs.entry(touch.copies).or_insert_with(|| Output {
+                    copies: touch.copies,
+                    write: none(),
+                    touch: none(),
+                });
                 output.touch[k] = output.touch[k].max(e);
                 if touch.writes {
                     output.write[k] = output.write[k].max(e);
@@ -145,7 +179,10 @@ impl Folded {
             inputs: inputs.into_iter().map(|i| i.1).collect(),
             end,
             outputs: outputs.into_values().collect(),
-            has_world_sum: template.instructions.iter().any(|i| matches!(i.kind, InstrKind::WorldSum { .. })),
+            has_world_sum: template
+                .instructions
+                .iter()
+                .any(|i| matches!(i.kind, InstrKind::WorldSum { .. })),
         }
     }
     /// Duration when nothing outside is waited for.
@@ -156,18 +193,30 @@ impl Folded {
 
 /// The latest of `inputs[k] + paths[k]`.
 pub(super) fn latest(inputs: &[Pico], paths: &[Option<Pico>]) -> Option<Pico> {
-    inputs.iter().zip(paths).filter_map(|(&t, p)| Some(t + (*p)?)).max()
+    inputs
+        .iter()
+        .zip(paths)
+        .filter_map(|(&t, p)| Some(t + (*p)?))
+        .max()
 }
 
 /// Ends of all instructions when instruction `from` may start at 0 (all of them, for `None`)
 /// and nothing else is waited for; `None` for those that do not depend on it.
-fn longest_paths(template: &Template, durations: &[Pico], from: Option<usize>) -> Vec<Option<Pico>> {
+fn longest_paths(
+    template: &Template,
+    durations: &[Pico],
+    from: Option<usize>,
+) -> Vec<Option<Pico>> {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
     let mut stream_ends = [None; 3];
     for (i, instruction) in template.instructions.iter().enumerate() {
         let own = from.is_none_or(|f| f == i).then_some(0);
         let stream = &mut stream_ends[stream_index(instruction.stream)];
-        let start = instruction.deps.iter().map(|d| ends[d.index()]).fold(own.max(*stream), Option::max);
+        let start = instruction
+            .deps
+            .iter()
+            .map(|d| ends[d.index()])
+            .fold(own.max(*stream), Option::max);
         let end = start.map(|s| s + durations[i]);
         *stream = end.or(*stream);
         ends.push(end);

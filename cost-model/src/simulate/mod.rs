@@ -12,7 +12,7 @@ mod fold;
 mod serial;
 mod streams;
 
-use crate::costs::{CostClass, Costs, costs};
+use crate::costs::{CostClass, Costs, InstrCost, costs};
 use crate::memory::{memory_of, peak_bytes};
 use crate::{SimError, StepWork};
 use ir::cluster::Cluster;
@@ -60,7 +60,13 @@ pub struct SimulateOptions {
 impl SimulateOptions {
     /// No timeline, execution by cluster.
     pub fn new(work: StepWork) -> Self {
-        SimulateOptions { work, execution: None, timeline: TimelineDetail::None, max_events: 200_000, fold: true }
+        SimulateOptions {
+            work,
+            execution: None,
+            timeline: TimelineDetail::None,
+            max_events: 200_000,
+            fold: true,
+        }
     }
 }
 
@@ -122,9 +128,17 @@ struct Played {
 ///
 /// Fails when the cluster has problems or too few devices, the program is malformed, or it
 /// deadlocks.
-pub fn simulate(program: &Program, cluster: &Cluster, options: &SimulateOptions) -> Result<Simulation, SimError> {
+pub fn simulate(
+    program: &Program,
+    cluster: &Cluster,
+    options: &SimulateOptions,
+) -> Result<Simulation, SimError> {
     let costs = costs(program, cluster)?;
-    let by_cluster = if cluster.pool.is_some() { Execution::Serial } else { Execution::Streams };
+    let by_cluster = if cluster.pool.is_some() {
+        Execution::Serial
+    } else {
+        Execution::Streams
+    };
     let played = match options.execution.unwrap_or(by_cluster) {
         Execution::Streams if cluster.pool.is_some() => return Err(SimError::StreamsOnPool),
         Execution::Streams => streams::play(program, &costs, options)?,
@@ -133,38 +147,102 @@ pub fn simulate(program: &Program, cluster: &Cluster, options: &SimulateOptions)
     Ok(assemble(program, cluster, options, &costs, played))
 }
 
-fn assemble(program: &Program, cluster: &Cluster, options: &SimulateOptions, costs: &Costs, mut played: Played) -> Simulation {
+fn assemble(
+    program: &Program,
+    cluster: &Cluster,
+    options: &SimulateOptions,
+    costs: &Costs,
+    mut played: Played,
+) -> Simulation {
     let slowdown: Vec<Vec<f64>> = played
         .roles
         .iter()
-        .map(|r| r.elapsed_s.iter().zip(&r.work_s).map(|(&e, &w)| if w > 0.0 { e / w } else { 1.0 }).collect())
+        .map(|r| {
+            r.elapsed_s
+                .iter()
+                .zip(&r.work_s)
+                .map(|(&e, &w)| if w > 0.0 { e / w } else { 1.0 })
+                .collect()
+        })
         .collect();
     let stages = (0..program.roles.len())
-        .map(|r| stage_prediction(program, cluster, r, &costs.instructions[r], &played.roles[r], &slowdown[r]))
+        .map(|r| {
+            stage_prediction(
+                program,
+                cluster,
+                r,
+                &costs.instructions[r],
+                &played.roles[r],
+                &slowdown[r],
+            )
+        })
         .collect();
     let n_roles = program.roles.len().max(1) as f64;
-    let per_step = |x: f64| if played.end_s > 0.0 { x / played.end_s } else { 0.0 };
+    let per_step = |x: f64| {
+        if played.end_s > 0.0 {
+            x / played.end_s
+        } else {
+            0.0
+        }
+    };
     let n_ranks = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
     let peak = cluster.peak_flops_per_s(options.work.dtype, n_ranks);
     let prediction = Prediction {
         step_time_s: Seconds(played.end_s),
         tokens_per_s: per_step(options.work.tokens as f64),
         mfu: peak.map_or(0.0, |p| per_step(options.work.model_flops.0) / p),
-        bubble: played.roles.iter().map(|r| (1.0 - per_step(r.busy_s)).max(0.0)).sum::<f64>() / n_roles,
+        bubble: played
+            .roles
+            .iter()
+            .map(|r| (1.0 - per_step(r.busy_s)).max(0.0))
+            .sum::<f64>()
+            / n_roles,
         stages,
     };
-    played.events.sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
+    played
+        .events
+        .sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
     let timeline = (options.timeline != TimelineDetail::None).then_some(played.events);
-    Simulation { step_time: Seconds(played.end_s), prediction, slowdown, timeline }
+    Simulation {
+        step_time: Seconds(played.end_s),
+        prediction,
+        slowdown,
+        timeline,
+    }
 }
 
-fn stage_prediction(program: &Program, cluster: &Cluster, role: usize, costs: &[Vec<crate::costs::InstrCost>], play: &RolePlay, slowdown: &[f64]) -> StagePrediction {
+fn stage_prediction(
+    program: &Program,
+    cluster: &Cluster,
+    role: usize,
+    costs: &[Vec<InstrCost>],
+    play: &RolePlay,
+    slowdown: &[f64],
+) -> StagePrediction {
     let this = &program.roles[role];
     let elapsed = |kinds: &[TemplateKind]| -> f64 {
-        this.templates.iter().zip(&play.elapsed_s).filter(|(t, _)| kinds.contains(&t.kind)).map(|(_, e)| e).sum()
+        this.templates
+            .iter()
+            .zip(&play.elapsed_s)
+            .filter(|(t, _)| kinds.contains(&t.kind))
+            .map(|(_, e)| e)
+            .sum()
     };
+    let expected: Vec<Vec<f64>> = costs
+        .iter()
+        .zip(slowdown)
+        .map(|(c, &s)| expected_seconds(c, s))
+        .collect();
     let spent = |class: CostClass| -> Seconds {
-        let of = |t: usize| costs[t].iter().filter(|c| c.class == class).map(|c| c.seconds).sum::<f64>() * slowdown[t] * play.count[t] as f64;
+        let of = |t: usize| {
+            costs[t]
+                .iter()
+                .zip(&expected[t])
+                .filter(|(c, _)| c.class == class)
+                .map(|(_, s)| s)
+                .sum::<f64>()
+                * play.count[t] as f64
+        };
         Seconds((0..costs.len()).map(of).sum())
     };
     let m = f64::from(program.n_microbatches.max(1));
@@ -184,6 +262,33 @@ fn stage_prediction(program: &Program, cluster: &Cluster, role: usize, costs: &[
     }
 }
 
+/// Seconds of every instruction of a template that takes `slowdown` times its undisturbed time.
+///
+/// Ranks that share processors are stopped where they meet: while some compute, the others
+/// wait in a collective. So the lost time is that of the template's collectives, in equal
+/// parts; in a template without collectives all instructions take longer.
+pub fn expected_seconds(costs: &[InstrCost], slowdown: f64) -> Vec<f64> {
+    let n_collectives = costs
+        .iter()
+        .filter(|c| c.class == CostClass::Collective)
+        .count();
+    if n_collectives == 0 {
+        return costs.iter().map(|c| c.seconds * slowdown).collect();
+    }
+    let lost =
+        (slowdown - 1.0) * costs.iter().map(|c| c.seconds).sum::<f64>() / n_collectives as f64;
+    costs
+        .iter()
+        .map(|c| {
+            if c.class == CostClass::Collective {
+                c.seconds + lost
+            } else {
+                c.seconds
+            }
+        })
+        .collect()
+}
+
 /// Name of an instruction in timelines and reports: the op's path, or what is done to which
 /// buffer.
 pub fn instruction_name(role: &RoleProgram, kind: &InstrKind) -> String {
@@ -192,13 +297,23 @@ pub fn instruction_name(role: &RoleProgram, kind: &InstrKind) -> String {
         InstrKind::Compute { path, .. } => path.clone(),
         InstrKind::Collective { kind, items, .. } => {
             let first = items.first().map_or("", |i| name(&i.input));
-            let more = if items.len() > 1 { format!(" and {} more", items.len() - 1) } else { String::new() };
+            let more = if items.len() > 1 {
+                format!(" and {} more", items.len() - 1)
+            } else {
+                String::new()
+            };
             format!("{} {first}{more}", kind.name())
         }
         InstrKind::Slice { output, .. } => format!("slice {}", name(output)),
         InstrKind::Exchange { sends, recvs } => {
-            let list = |what: &str, bs: &[(ir::TransferId, ir::BufferId)]| bs.iter().map(|b| format!("{what} {}", name(&b.1))).collect::<Vec<_>>();
-            [list("send", sends), list("recv", recvs)].concat().join(", ")
+            let list = |what: &str, bs: &[(ir::TransferId, ir::BufferId)]| {
+                bs.iter()
+                    .map(|b| format!("{what} {}", name(&b.1)))
+                    .collect::<Vec<_>>()
+            };
+            [list("send", sends), list("recv", recvs)]
+                .concat()
+                .join(", ")
         }
         InstrKind::WorldSum { output, .. } => format!("world_sum {}", name(output)),
         InstrKind::Load { output, .. } => format!("load {}", name(output)),
@@ -228,10 +343,22 @@ struct Timeline<'a> {
 
 impl<'a> Timeline<'a> {
     fn new(program: &'a Program, options: &SimulateOptions) -> Self {
-        Timeline { program, detail: options.timeline, left: options.max_events, events: Vec::new() }
+        Timeline {
+            program,
+            detail: options.timeline,
+            left: options.max_events,
+            events: Vec::new(),
+        }
     }
     /// Records slot `slot` of `role`, or one instruction of it, from `start_s` to `end_s`.
-    fn add(&mut self, role: usize, slot: usize, instruction: Option<usize>, start_s: f64, end_s: f64) {
+    fn add(
+        &mut self,
+        role: usize,
+        slot: usize,
+        instruction: Option<usize>,
+        start_s: f64,
+        end_s: f64,
+    ) {
         let wanted = match self.detail {
             TimelineDetail::None => false,
             TimelineDetail::Templates => instruction.is_none(),
@@ -246,7 +373,9 @@ impl<'a> Timeline<'a> {
         let template = this.template(slot.template);
         let (name, stream) = match instruction.map(|i| &template.instructions[i]) {
             Some(i) => (instruction_name(this, &i.kind), i.stream),
-            None if template.kind == TemplateKind::Exchange => (template_name(template.kind).into(), Stream::Transfer),
+            None if template.kind == TemplateKind::Exchange => {
+                (template_name(template.kind).into(), Stream::Transfer)
+            }
             None => (template_name(template.kind).into(), Stream::Compute),
         };
         self.events.push(TimelineEvent {

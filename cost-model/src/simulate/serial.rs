@@ -16,21 +16,44 @@ use ir::cluster::Cluster;
 use ir::program::{InstrKind, Program, RoleProgram};
 use ir::{LogicalMesh, TransferId};
 
-pub(super) fn play(program: &Program, costs: &Costs, cluster: &Cluster, options: &SimulateOptions) -> Result<Played, SimError> {
+pub(super) fn play(
+    program: &Program,
+    costs: &Costs,
+    cluster: &Cluster,
+    options: &SimulateOptions,
+) -> Result<Played, SimError> {
     let unfold = !options.fold || options.timeline == TimelineDetail::Instructions;
     let mut timeline = Timeline::new(program, options);
-    let mut players: Vec<Player<'_>> = program.roles.iter().zip(&costs.instructions).map(|(r, c)| Player::new(r, segments(r, c, unfold), program, cluster)).collect();
-    let mut meetings = Meetings { arrived: vec![[0; 2]; program.transfers.len()], world: vec![0; players.len()] };
+    let mut players: Vec<Player<'_>> = program
+        .roles
+        .iter()
+        .zip(&costs.instructions)
+        .map(|(r, c)| Player::new(r, segments(r, c, unfold), program, cluster))
+        .collect();
+    let mut meetings = Meetings {
+        arrived: vec![[0; 2]; program.transfers.len()],
+        world: vec![0; players.len()],
+    };
     let mut now = 0.0;
     loop {
         settle(&mut players, &mut meetings, now, &mut timeline);
         let speeds = speeds(&players, cluster);
-        let next = players.iter().zip(&speeds).filter_map(|(p, s)| Some(p.left()? / s)).fold(f64::INFINITY, f64::min);
+        let next = players
+            .iter()
+            .zip(&speeds)
+            .filter_map(|(p, s)| Some(p.left()? / s))
+            .fold(f64::INFINITY, f64::min);
         if players.iter().all(|p| p.state == State::Over) {
             break;
         }
         if next == f64::INFINITY {
-            return Err(SimError::Deadlock { waiting: players.iter().filter(|p| p.state != State::Over).map(Player::waiting).collect() });
+            return Err(SimError::Deadlock {
+                waiting: players
+                    .iter()
+                    .filter(|p| p.state != State::Over)
+                    .map(Player::waiting)
+                    .collect(),
+            });
         }
         now += next;
         for (player, speed) in players.iter_mut().zip(&speeds) {
@@ -38,11 +61,20 @@ pub(super) fn play(program: &Program, costs: &Costs, cluster: &Cluster, options:
         }
     }
     let roles = players.into_iter().map(|p| p.play).collect();
-    Ok(Played { end_s: now, roles, events: timeline.events })
+    Ok(Played {
+        end_s: now,
+        roles,
+        events: timeline.events,
+    })
 }
 
 /// Lets every role begin what it can and end what it has done, until all work or wait.
-fn settle(players: &mut [Player<'_>], meetings: &mut Meetings, now: f64, timeline: &mut Timeline<'_>) {
+fn settle(
+    players: &mut [Player<'_>],
+    meetings: &mut Meetings,
+    now: f64,
+    timeline: &mut Timeline<'_>,
+) {
     loop {
         let mut changed = false;
         for (i, player) in players.iter_mut().enumerate() {
@@ -56,14 +88,34 @@ fn settle(players: &mut [Player<'_>], meetings: &mut Meetings, now: f64, timelin
 
 /// Speed of every role: 1 when each of its working ranks has a compute device of its own.
 fn speeds(players: &[Player<'_>], cluster: &Cluster) -> Vec<f64> {
-    let Some(pool) = cluster.pool else { return vec![1.0; players.len()] };
+    let Some(pool) = cluster.pool else {
+        return vec![1.0; players.len()];
+    };
     let n_pools = (cluster.n_devices() / pool.devices.max(1)) as usize + 1;
     let mut working = vec![0.0; n_pools];
-    for &(p, n) in players.iter().filter(|p| p.left().is_some()).flat_map(|p| &p.pools) {
+    for &(p, n) in players
+        .iter()
+        .filter(|p| p.left().is_some())
+        .flat_map(|p| &p.pools)
+    {
         working[p] += f64::from(n);
     }
-    let share = |load: f64| if load > pool.compute_devices { pool.compute_devices / load } else { 1.0 };
-    players.iter().map(|p| p.pools.iter().map(|&(p, _)| share(working[p])).fold(1.0, f64::min)).collect()
+    let share = |load: f64| {
+        if load > pool.compute_devices {
+            pool.compute_devices / load
+        } else {
+            1.0
+        }
+    };
+    players
+        .iter()
+        .map(|p| {
+            p.pools
+                .iter()
+                .map(|&(p, _)| share(working[p]))
+                .fold(1.0, f64::min)
+        })
+        .collect()
 }
 
 /// How often exchanges and world sums have been reached.
@@ -86,7 +138,10 @@ struct Segment {
 #[derive(Clone, Debug)]
 enum Meets {
     Nobody,
-    Partners { sends: Vec<TransferId>, recvs: Vec<TransferId> },
+    Partners {
+        sends: Vec<TransferId>,
+        recvs: Vec<TransferId>,
+    },
     World,
 }
 
@@ -121,7 +176,12 @@ struct Player<'a> {
 const NOTHING_S: f64 = 1e-15;
 
 impl<'a> Player<'a> {
-    fn new(role: &'a RoleProgram, segments: Vec<Vec<Segment>>, program: &Program, cluster: &Cluster) -> Self {
+    fn new(
+        role: &'a RoleProgram,
+        segments: Vec<Vec<Segment>>,
+        program: &Program,
+        cluster: &Cluster,
+    ) -> Self {
         let n = role.templates.len();
         Player {
             role,
@@ -133,7 +193,12 @@ impl<'a> Player<'a> {
             met: vec![[0; 2]; program.transfers.len()],
             n_world_sums: 0,
             slot_began: 0.0,
-            play: RolePlay { count: vec![0; n], elapsed_s: vec![0.0; n], work_s: vec![0.0; n], busy_s: 0.0 },
+            play: RolePlay {
+                count: vec![0; n],
+                elapsed_s: vec![0.0; n],
+                work_s: vec![0.0; n],
+                busy_s: 0.0,
+            },
         }
     }
 
@@ -155,7 +220,13 @@ impl<'a> Player<'a> {
     }
 
     /// Moves on where nothing need be waited for; true if anything changed.
-    fn settle(&mut self, index: usize, meetings: &mut Meetings, now: f64, timeline: &mut Timeline<'_>) -> bool {
+    fn settle(
+        &mut self,
+        index: usize,
+        meetings: &mut Meetings,
+        now: f64,
+        timeline: &mut Timeline<'_>,
+    ) -> bool {
         let mut changed = false;
         loop {
             let next = match self.state {
@@ -163,7 +234,10 @@ impl<'a> Player<'a> {
                 State::Working { left, .. } if left > NOTHING_S => break,
                 State::Working { since, .. } => self.end_segment(index, since, now, timeline),
                 State::Between => self.reach(index, meetings, now, timeline),
-                State::Waiting if self.may_start(meetings) => State::Working { left: self.current().seconds, since: now },
+                State::Waiting if self.may_start(meetings) => State::Working {
+                    left: self.current().seconds,
+                    since: now,
+                },
                 State::Waiting => break,
             };
             self.state = next;
@@ -176,8 +250,16 @@ impl<'a> Player<'a> {
         &self.segments[self.role.trace[self.slot].template.index()][self.segment]
     }
 
-    fn reach(&mut self, index: usize, meetings: &mut Meetings, now: f64, timeline: &mut Timeline<'_>) -> State {
-        let Some(slot) = self.role.trace.get(self.slot) else { return State::Over };
+    fn reach(
+        &mut self,
+        index: usize,
+        meetings: &mut Meetings,
+        now: f64,
+        timeline: &mut Timeline<'_>,
+    ) -> State {
+        let Some(slot) = self.role.trace.get(self.slot) else {
+            return State::Over;
+        };
         let t = slot.template.index();
         if self.segment == 0 {
             self.slot_began = now;
@@ -189,9 +271,18 @@ impl<'a> Player<'a> {
             return State::Between;
         }
         match &self.segments[t][self.segment].meets {
-            Meets::Nobody => return State::Working { left: self.current().seconds, since: now },
+            Meets::Nobody => {
+                return State::Working {
+                    left: self.current().seconds,
+                    since: now,
+                };
+            }
             Meets::Partners { sends, recvs } => {
-                for (side, x) in sends.iter().map(|x| (0, x)).chain(recvs.iter().map(|x| (1, x))) {
+                for (side, x) in sends
+                    .iter()
+                    .map(|x| (0, x))
+                    .chain(recvs.iter().map(|x| (1, x)))
+                {
                     self.met[x.index()][side] += 1;
                     meetings.arrived[x.index()][side] = self.met[x.index()][side];
                 }
@@ -208,14 +299,22 @@ impl<'a> Player<'a> {
         match &self.current().meets {
             Meets::Nobody => true,
             Meets::Partners { sends, recvs } => {
-                let met = |x: &TransferId, side: usize| meetings.arrived[x.index()][1 - side] >= self.met[x.index()][side];
+                let met = |x: &TransferId, side: usize| {
+                    meetings.arrived[x.index()][1 - side] >= self.met[x.index()][side]
+                };
                 sends.iter().all(|x| met(x, 0)) && recvs.iter().all(|x| met(x, 1))
             }
             Meets::World => meetings.world.iter().all(|&n| n >= self.n_world_sums),
         }
     }
 
-    fn end_segment(&mut self, index: usize, since: f64, now: f64, timeline: &mut Timeline<'_>) -> State {
+    fn end_segment(
+        &mut self,
+        index: usize,
+        since: f64,
+        now: f64,
+        timeline: &mut Timeline<'_>,
+    ) -> State {
         if let Some(i) = self.current().instruction {
             timeline.add(index, self.slot, Some(i), since, now);
         }
@@ -228,7 +327,10 @@ impl<'a> Player<'a> {
             Meets::World => format!("world sum {}", self.n_world_sums),
             _ => {
                 let template = self.role.template(self.role.trace[self.slot].template);
-                let kind = self.current().instruction.map(|i| &template.instructions[i].kind);
+                let kind = self
+                    .current()
+                    .instruction
+                    .map(|i| &template.instructions[i].kind);
                 kind.map_or("nothing".into(), |k| super::instruction_name(self.role, k))
             }
         };
@@ -238,21 +340,39 @@ impl<'a> Player<'a> {
 
 /// What is played at once in every template: runs of instructions that meet nobody, or single
 /// instructions.
-fn segments(role: &RoleProgram, costs: &[Vec<crate::costs::InstrCost>], unfold: bool) -> Vec<Vec<Segment>> {
+fn segments(
+    role: &RoleProgram,
+    costs: &[Vec<crate::costs::InstrCost>],
+    unfold: bool,
+) -> Vec<Vec<Segment>> {
     let of = |(template, costs): (&ir::program::Template, &Vec<crate::costs::InstrCost>)| {
         let mut all: Vec<Segment> = Vec::new();
         for (i, (instruction, cost)) in template.instructions.iter().zip(costs).enumerate() {
             let meets = match &instruction.kind {
-                InstrKind::Exchange { sends, recvs } => Meets::Partners { sends: sends.iter().map(|s| s.0).collect(), recvs: recvs.iter().map(|r| r.0).collect() },
+                InstrKind::Exchange { sends, recvs } => Meets::Partners {
+                    sends: sends.iter().map(|s| s.0).collect(),
+                    recvs: recvs.iter().map(|r| r.0).collect(),
+                },
                 InstrKind::WorldSum { .. } => Meets::World,
                 _ => Meets::Nobody,
             };
             match (all.last_mut(), &meets) {
-                (Some(Segment { meets: Meets::Nobody, seconds, instruction }), Meets::Nobody) if !unfold => {
+                (
+                    Some(Segment {
+                        meets: Meets::Nobody,
+                        seconds,
+                        instruction,
+                    }),
+                    Meets::Nobody,
+                ) if !unfold => {
                     *seconds += cost.seconds;
                     *instruction = None;
                 }
-                _ => all.push(Segment { instruction: Some(i), seconds: cost.seconds, meets }),
+                _ => all.push(Segment {
+                    instruction: Some(i),
+                    seconds: cost.seconds,
+                    meets,
+                }),
             }
         }
         all
@@ -261,7 +381,9 @@ fn segments(role: &RoleProgram, costs: &[Vec<crate::costs::InstrCost>], unfold: 
 }
 
 fn pools(mesh: &LogicalMesh, cluster: &Cluster) -> Vec<(usize, u32)> {
-    let Some(pool) = cluster.pool else { return Vec::new() };
+    let Some(pool) = cluster.pool else {
+        return Vec::new();
+    };
     let mut pools: Vec<(usize, u32)> = Vec::new();
     for rank in mesh.ranks() {
         let p = (rank.0 / pool.devices.max(1)) as usize;

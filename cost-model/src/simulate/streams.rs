@@ -15,7 +15,11 @@ use ir::program::{InstrKind, Program, RoleProgram, TemplateKind};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-pub(super) fn play(program: &Program, costs: &Costs, options: &SimulateOptions) -> Result<Played, SimError> {
+pub(super) fn play(
+    program: &Program,
+    costs: &Costs,
+    options: &SimulateOptions,
+) -> Result<Played, SimError> {
     let mut shared = Shared {
         starts: vec![[Vec::new(), Vec::new()]; program.transfers.len()],
         world: Vec::new(),
@@ -23,7 +27,9 @@ pub(super) fn play(program: &Program, costs: &Costs, options: &SimulateOptions) 
         timeline: Timeline::new(program, options),
     };
     let unfold = !options.fold || options.timeline == TimelineDetail::Instructions;
-    let mut roles: Vec<Player<'_>> = (0..program.roles.len()).map(|r| Player::new(program, costs, r, unfold)).collect();
+    let mut roles: Vec<Player<'_>> = (0..program.roles.len())
+        .map(|r| Player::new(program, costs, r, unfold))
+        .collect();
     loop {
         let mut progress = false;
         let mut finished = true;
@@ -35,7 +41,13 @@ pub(super) fn play(program: &Program, costs: &Costs, options: &SimulateOptions) 
             break;
         }
         if !progress {
-            return Err(SimError::Deadlock { waiting: roles.iter().filter(|r| !r.finished(&shared)).map(|r| r.waiting(&shared)).collect() });
+            return Err(SimError::Deadlock {
+                waiting: roles
+                    .iter()
+                    .filter(|r| !r.finished(&shared))
+                    .map(|r| r.waiting(&shared))
+                    .collect(),
+            });
         }
     }
     let mut end = 0;
@@ -43,7 +55,11 @@ pub(super) fn play(program: &Program, costs: &Costs, options: &SimulateOptions) 
         end = end.max(role.close(&mut shared));
     }
     let plays = roles.into_iter().map(|r| r.play).collect();
-    Ok(Played { end_s: seconds(end), roles: plays, events: shared.timeline.events })
+    Ok(Played {
+        end_s: seconds(end),
+        roles: plays,
+        events: shared.timeline.events,
+    })
 }
 
 /// What roles tell each other.
@@ -114,9 +130,18 @@ struct Player<'a> {
 impl<'a> Player<'a> {
     fn new(program: &'a Program, costs: &Costs, index: usize, unfold: bool) -> Self {
         let role = &program.roles[index];
-        let durations: Vec<Vec<Pico>> = costs.instructions[index].iter().map(|t| t.iter().map(|c| pico(c.seconds)).collect()).collect();
+        let durations: Vec<Vec<Pico>> = costs.instructions[index]
+            .iter()
+            .map(|t| t.iter().map(|c| pico(c.seconds)).collect())
+            .collect();
         let exchanged = Exchanged::new(role);
-        let folded = Rc::new(role.templates.iter().zip(&durations).map(|(t, d)| Folded::new(t, d, &exchanged)).collect());
+        let folded = Rc::new(
+            role.templates
+                .iter()
+                .zip(&durations)
+                .map(|(t, d)| Folded::new(t, d, &exchanged))
+                .collect(),
+        );
         let n = role.templates.len();
         Player {
             role,
@@ -140,22 +165,43 @@ impl<'a> Player<'a> {
             sent_by: vec![None; exchanged.n_copies],
             inputs: Vec::new(),
             exchanged,
-            play: RolePlay { count: vec![0; n], elapsed_s: vec![0.0; n], work_s: vec![0.0; n], busy_s: 0.0 },
+            play: RolePlay {
+                count: vec![0; n],
+                elapsed_s: vec![0.0; n],
+                work_s: vec![0.0; n],
+                busy_s: 0.0,
+            },
         }
     }
 
     /// Goes on as far as possible; true if that was anywhere.
     fn advance(&mut self, shared: &mut Shared<'_>) -> bool {
-        let before = (self.next, self.next_exchange, self.partial.as_ref().map(|p| (p.ends.len(), p.reached.is_some())));
+        let before = (
+            self.next,
+            self.next_exchange,
+            self.partial
+                .as_ref()
+                .map(|p| (p.ends.len(), p.reached.is_some())),
+        );
         while self.next < self.role.trace.len() && self.play_slot(shared).is_some() {
             self.next += 1;
         }
-        before != (self.next, self.next_exchange, self.partial.as_ref().map(|p| (p.ends.len(), p.reached.is_some())))
+        before
+            != (
+                self.next,
+                self.next_exchange,
+                self.partial
+                    .as_ref()
+                    .map(|p| (p.ends.len(), p.reached.is_some())),
+            )
     }
 
     fn finished(&self, shared: &Shared<'_>) -> bool {
         // The last exchange ends last: streams are FIFO, so its start needed the others' ends.
-        let exchanges = self.instances.len().checked_sub(1).is_none_or(|last| self.ends[last].is_some() || self.end_of(last, shared).is_some());
+        let exchanges =
+            self.instances.len().checked_sub(1).is_none_or(|last| {
+                self.ends[last].is_some() || self.end_of(last, shared).is_some()
+            });
         self.next == self.role.trace.len() && exchanges
     }
 
@@ -175,7 +221,13 @@ impl<'a> Player<'a> {
             self.count(t);
             // What waits for an exchange mostly does so in its first instruction.
             let shown = start.max(self.now.saturating_sub(self.folded[t].undisturbed()));
-            shared.timeline.add(self.index, self.next, None, seconds(shown), seconds(self.now));
+            shared.timeline.add(
+                self.index,
+                self.next,
+                None,
+                seconds(shown),
+                seconds(self.now),
+            );
         }
         Some(())
     }
@@ -188,18 +240,29 @@ impl<'a> Player<'a> {
         self.play.busy_s += duration;
     }
 
-    fn play_folded(&mut self, t: usize, microbatch: Option<u32>, shared: &Shared<'_>) -> Option<()> {
+    fn play_folded(
+        &mut self,
+        t: usize,
+        microbatch: Option<u32>,
+        shared: &Shared<'_>,
+    ) -> Option<()> {
         let templates = Rc::clone(&self.folded);
         let folded = &templates[t];
         let mut inputs = std::mem::take(&mut self.inputs);
         inputs.clear();
         inputs.push(self.now);
-        let ready = folded.inputs[1..].iter().all(|touches| self.ready(touches, microbatch, shared).map(|time| inputs.push(time)).is_some());
+        let ready = folded.inputs[1..].iter().all(|touches| {
+            self.ready(touches, microbatch, shared)
+                .map(|time| inputs.push(time))
+                .is_some()
+        });
         if ready {
             for output in &folded.outputs {
                 let copy = output.copies.of(microbatch);
-                self.last_write[copy] = self.last_write[copy].max(latest(&inputs, &output.write).unwrap_or(0));
-                self.last_touch[copy] = self.last_touch[copy].max(latest(&inputs, &output.touch).unwrap_or(0));
+                self.last_write[copy] =
+                    self.last_write[copy].max(latest(&inputs, &output.write).unwrap_or(0));
+                self.last_touch[copy] =
+                    self.last_touch[copy].max(latest(&inputs, &output.touch).unwrap_or(0));
             }
             self.now = latest(&inputs, &folded.end).unwrap_or(self.now);
         }
@@ -207,9 +270,18 @@ impl<'a> Player<'a> {
         ready.then_some(())
     }
 
-    fn play_instructions(&mut self, t: usize, microbatch: Option<u32>, shared: &mut Shared<'_>) -> Option<()> {
+    fn play_instructions(
+        &mut self,
+        t: usize,
+        microbatch: Option<u32>,
+        shared: &mut Shared<'_>,
+    ) -> Option<()> {
         let begin = self.now;
-        let mut partial = self.partial.take().unwrap_or(Partial { ends: Vec::new(), stream_ends: [begin; 3], reached: None });
+        let mut partial = self.partial.take().unwrap_or(Partial {
+            ends: Vec::new(),
+            stream_ends: [begin; 3],
+            reached: None,
+        });
         let role = self.role;
         let instructions = &role.templates[t].instructions;
         while let Some(instruction) = instructions.get(partial.ends.len()) {
@@ -220,10 +292,17 @@ impl<'a> Player<'a> {
                 self.partial = Some(partial);
                 return None;
             };
-            let deps = instruction.deps.iter().map(|d| partial.ends[d.index()]).max().unwrap_or(0);
+            let deps = instruction
+                .deps
+                .iter()
+                .map(|d| partial.ends[d.index()])
+                .max()
+                .unwrap_or(0);
             let own = outside.max(deps).max(partial.stream_ends[stream]);
             let start = if matches!(instruction.kind, InstrKind::WorldSum { .. }) {
-                let number = *partial.reached.get_or_insert_with(|| self.reach(own, shared));
+                let number = *partial
+                    .reached
+                    .get_or_insert_with(|| self.reach(own, shared));
                 let (arrived, latest) = shared.world[number.0];
                 if arrived < shared.n_roles {
                     self.partial = Some(partial);
@@ -235,7 +314,9 @@ impl<'a> Player<'a> {
                 own
             };
             let end = start + self.durations[t][i];
-            shared.timeline.add(self.index, self.next, Some(i), seconds(start), seconds(end));
+            shared
+                .timeline
+                .add(self.index, self.next, Some(i), seconds(start), seconds(end));
             partial.stream_ends[stream] = end;
             partial.ends.push(end);
             for touch in touched {
@@ -263,7 +344,12 @@ impl<'a> Player<'a> {
     }
 
     /// When the exchanges that a touch waits for are over.
-    fn ready(&mut self, touches: &[Touch], microbatch: Option<u32>, shared: &Shared<'_>) -> Option<Pico> {
+    fn ready(
+        &mut self,
+        touches: &[Touch],
+        microbatch: Option<u32>,
+        shared: &Shared<'_>,
+    ) -> Option<Pico> {
         let mut time = 0;
         for touch in touches {
             let copy = touch.copies.of(microbatch);
@@ -300,14 +386,22 @@ impl<'a> Player<'a> {
         Some(end)
     }
 
-    fn start_exchanges(&mut self, t: usize, microbatch: Option<u32>, shared: &mut Shared<'_>) -> Option<()> {
+    fn start_exchanges(
+        &mut self,
+        t: usize,
+        microbatch: Option<u32>,
+        shared: &mut Shared<'_>,
+    ) -> Option<()> {
         while self.next_exchange < self.role.templates[t].instructions.len() {
             let i = self.next_exchange;
             let before = match self.instances.len() {
                 0 => 0,
                 n => self.resolve(n - 1, shared)?,
             };
-            let InstrKind::Exchange { sends, recvs } = &self.role.templates[t].instructions[i].kind else { return None };
+            let InstrKind::Exchange { sends, recvs } = &self.role.templates[t].instructions[i].kind
+            else {
+                return None;
+            };
             let id = Some(self.instances.len() as u32);
             let mut start = before;
             for copies in sends.iter().filter_map(|s| self.exchanged.copies(s.1)) {
@@ -321,12 +415,21 @@ impl<'a> Player<'a> {
                 self.received_by[copy] = id;
             }
             let first_number = self.numbers.len();
-            for (side, transfer) in self.parts[&(t, i)].iter().flat_map(|p| p.transfers.iter().map(|x| (p.side, x.index()))) {
+            for (side, transfer) in self.parts[&(t, i)]
+                .iter()
+                .flat_map(|p| p.transfers.iter().map(|x| (p.side, x.index())))
+            {
                 self.numbers.push(self.counts[transfer][side]);
                 self.counts[transfer][side] += 1;
                 shared.starts[transfer][side].push(start);
             }
-            self.instances.push(Instance { start, template: t, instruction: i, slot: self.next, first_number });
+            self.instances.push(Instance {
+                start,
+                template: t,
+                instruction: i,
+                slot: self.next,
+                first_number,
+            });
             self.ends.push(None);
             self.next_exchange += 1;
         }
@@ -342,10 +445,25 @@ impl<'a> Player<'a> {
     fn close(&mut self, shared: &mut Shared<'_>) -> Pico {
         let mut end = self.now;
         for e in 0..self.instances.len() {
-            let over = self.resolve(e, shared).expect("a finished role's exchanges are over");
-            let Instance { start, slot, instruction, .. } = self.instances[e];
-            shared.timeline.add(self.index, slot, None, seconds(start), seconds(over));
-            shared.timeline.add(self.index, slot, Some(instruction), seconds(start), seconds(over));
+            let over = self
+                .resolve(e, shared)
+                .expect("a finished role's exchanges are over");
+            let Instance {
+                start,
+                slot,
+                instruction,
+                ..
+            } = self.instances[e];
+            shared
+                .timeline
+                .add(self.index, slot, None, seconds(start), seconds(over));
+            shared.timeline.add(
+                self.index,
+                slot,
+                Some(instruction),
+                seconds(start),
+                seconds(over),
+            );
             end = end.max(over);
         }
         end
@@ -354,8 +472,14 @@ impl<'a> Player<'a> {
     fn waiting(&self, shared: &Shared<'_>) -> (ir::StageId, usize, String) {
         let reached = self.partial.as_ref().and_then(|p| p.reached);
         let what = match (reached, self.instances.last()) {
-            (Some((number, _)), _) => format!("world sum {number}, which {} of {} stages have reached", shared.world[number].0, shared.n_roles),
-            (None, Some(last)) => super::instruction_name(self.role, &self.role.templates[last.template].instructions[last.instruction].kind),
+            (Some((number, _)), _) => format!(
+                "world sum {number}, which {} of {} stages have reached",
+                shared.world[number].0, shared.n_roles
+            ),
+            (None, Some(last)) => super::instruction_name(
+                self.role,
+                &self.role.templates[last.template].instructions[last.instruction].kind,
+            ),
             (None, None) => "an exchange".into(),
         };
         (self.role.stage, self.next, what)
@@ -363,7 +487,11 @@ impl<'a> Player<'a> {
 }
 
 /// The parts of every exchange instruction of a role, by template and instruction.
-fn parts(program: &Program, costs: &Costs, role: &RoleProgram) -> BTreeMap<(usize, usize), Vec<Part>> {
+fn parts(
+    program: &Program,
+    costs: &Costs,
+    role: &RoleProgram,
+) -> BTreeMap<(usize, usize), Vec<Part>> {
     let mut all = BTreeMap::new();
     for (t, template) in role.templates.iter().enumerate() {
         for (i, instruction) in template.instructions.iter().enumerate() {
@@ -375,13 +503,24 @@ fn parts(program: &Program, costs: &Costs, role: &RoleProgram) -> BTreeMap<(usiz
     all
 }
 
-fn exchange_parts(program: &Program, costs: &Costs, sends: &[(TransferId, ir::BufferId)], recvs: &[(TransferId, ir::BufferId)]) -> Vec<Part> {
+fn exchange_parts(
+    program: &Program,
+    costs: &Costs,
+    sends: &[(TransferId, ir::BufferId)],
+    recvs: &[(TransferId, ir::BufferId)],
+) -> Vec<Part> {
     let mut by_partner: BTreeMap<(usize, ir::StageId), Vec<TransferId>> = BTreeMap::new();
     for (x, _) in sends {
-        by_partner.entry((SEND, program.transfers[x.index()].to)).or_default().push(*x);
+        by_partner
+            .entry((SEND, program.transfers[x.index()].to))
+            .or_default()
+            .push(*x);
     }
     for (x, _) in recvs {
-        by_partner.entry((RECV, program.transfers[x.index()].from)).or_default().push(*x);
+        by_partner
+            .entry((RECV, program.transfers[x.index()].from))
+            .or_default()
+            .push(*x);
     }
     let part = |((side, _), transfers): ((usize, ir::StageId), Vec<TransferId>)| Part {
         side,

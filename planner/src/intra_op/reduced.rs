@@ -148,6 +148,12 @@ impl Reduced {
         self.edges.iter().map(|e| e.table.cells().len()).sum()
     }
 
+    /// Strategies and cells: what shrinks as the problem does.
+    pub(super) fn size(&self) -> usize {
+        let strategies: usize = self.nodes.iter().map(|n| n.costs.len()).sum();
+        strategies + self.n_cells()
+    }
+
     /// Every choice in turn; the best that fits. For tests: exponential.
     pub fn brute_force(&self) -> Option<(u64, Vec<u32>)> {
         let sizes: Vec<usize> = self.nodes.iter().map(|n| n.costs.len()).collect();

@@ -42,6 +42,8 @@ const TREES_PER_NODE: usize = 20;
 const TREES_PER_PART: usize = 10_000;
 /// Parts per round, unless the work limit says otherwise.
 const SEARCH_ROUNDS: u64 = 50;
+/// Times that search is taken up again for the same problem, without a clock.
+const MAX_REPEATS: u64 = 4;
 /// Table cells of the first part; its most columns, branch-and-bound nodes and seconds.
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
@@ -87,6 +89,9 @@ pub struct SolveOptions {
     pub work_limit: Option<u64>,
     /// Integer programs are only built up to this many columns.
     pub max_ilp_columns: usize,
+    /// Try the integer program right after presolve, without prices and search: an
+    /// independent way to the same result.
+    pub integer_program_first: bool,
     /// The integer-programming library.
     pub backend: IlpBackend,
     /// Which presolve steps to take.
@@ -104,6 +109,7 @@ impl Default for SolveOptions {
             // Measured on the public instances: below this every model was proved in a minute
             // (M, 75,570 columns left: 21 s).
             max_ilp_columns: 100_000,
+            integer_program_first: false,
             backend: IlpBackend::default(),
             presolve: PresolveOptions::default(),
         }
@@ -254,13 +260,16 @@ impl<'a> Run<'a> {
     fn solve_reduced(&mut self, mut reduced: Reduced) {
         self.bound = reduced.offset;
         self.note("presolve", size(&reduced));
+        if self.options.integer_program_first && self.integer_program(&reduced) {
+            return;
+        }
         for round in 0..MAX_ROUNDS {
             if reduced.nodes.is_empty() {
                 self.offer(&reduced, &[]);
                 self.proved = true;
                 return;
             }
-            let before = (reduced.n_cells(), self.open_gap());
+            let before = (reduced.size(), self.open_gap());
             let mut dual = Dual::new(&reduced);
             self.raise_bound(&reduced, &mut dual);
             if self.infeasible.is_some() {
@@ -274,24 +283,51 @@ impl<'a> Run<'a> {
                 self.proved = true;
                 return;
             };
-            if self.done() || self.integer_program(&next) {
+            // As long as rounds shrink it, they are cheaper than an integer program.
+            let stuck = next.size() >= before.0 - before.0 / 20;
+            if self.done() || (stuck && self.integer_program(&next)) {
                 return;
             }
-            let stuck =
-                next.n_cells() > before.0 - before.0 / 20 && self.open_gap() > 0.9 * before.1;
-            if let Some(choice) = choice
-                && stuck
-            {
-                let before = self.open_gap();
-                self.search(&reduced, &dual, choice, round);
-                let helped = self.open_gap() < before;
-                // With a clock there is nothing better to do than to go on with other seeds.
-                if self.done() || !(helped || self.options.time_limit.is_some()) {
-                    return;
+            let stuck = stuck && self.open_gap() > 0.9 * before.1;
+            reduced = match choice {
+                Some(choice) if stuck => match self.search_on(&reduced, &dual, choice, round) {
+                    Some(next) => next,
+                    None => return,
+                },
+                _ => next,
+            };
+        }
+        self.integer_program(&reduced);
+    }
+
+    /// Searches until what is found lets the problem shrink; `None` when that is the end.
+    fn search_on(
+        &mut self,
+        reduced: &Reduced,
+        dual: &Dual<'_>,
+        mut choice: Vec<u32>,
+        round: u64,
+    ) -> Option<Reduced> {
+        for repeat in 0.. {
+            let before = self.open_gap();
+            choice = self.search(reduced, dual, choice, round + (repeat << 16));
+            // With a clock there is nothing better to do than to go on with other seeds.
+            let helped = self.open_gap() < before;
+            let clock = self.options.time_limit.is_some();
+            if self.done() || !(clock || (helped && repeat < MAX_REPEATS)) {
+                return None;
+            }
+            if helped {
+                let Some(next) = self.tightened(reduced, dual) else {
+                    self.proved = true;
+                    return None;
+                };
+                if next.size() < reduced.size() - reduced.size() / 20 {
+                    return Some(next);
                 }
             }
-            reduced = next;
         }
+        None
     }
 
     fn done(&self) -> bool {
@@ -465,7 +501,13 @@ impl<'a> Run<'a> {
     }
 
     /// Improves a choice for a while: trees, then parts as integer programs, in turn.
-    fn search(&mut self, reduced: &Reduced, dual: &Dual<'_>, mut choice: Vec<u32>, round: u64) {
+    fn search(
+        &mut self,
+        reduced: &Reduced,
+        dual: &Dual<'_>,
+        mut choice: Vec<u32>,
+        round: u64,
+    ) -> Vec<u32> {
         let seed = self.options.seed ^ (round << 32);
         let mut random = Random(seed);
         let mut max_cells = FIRST_PART_CELLS;
@@ -509,6 +551,7 @@ impl<'a> Run<'a> {
             "search",
             format!("{n_better} of {n_parts} parts helped, {max_cells} cells"),
         );
+        choice
     }
 
     fn finish(mut self, problem: &IntraOpProblem) -> Result<SolveResult, IntraOpError> {

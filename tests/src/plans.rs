@@ -1,8 +1,12 @@
 //! Plans with random strategies: every op does on every mesh axis something that its rule
 //! allows, so that programs have every kind of layout change there is.
+#![allow(clippy::unwrap_used)]
 
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize, Level};
-use ir::op::{Assignment, AxisUse, Binary, Einsum, Init, InputKind, OpStrategy, Unary};
+use ir::op::{
+    Assignment, AxisUse, Binary, Einsum, FactorRole, Init, InputKind, OpStrategy, ShardingRule,
+    Unary,
+};
 use ir::plan::{
     LayerRun, LayerStrategy, PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind,
     StagePlan, relative_path,
@@ -10,15 +14,20 @@ use ir::plan::{
 use ir::reshard::{Placement, cross_paths, paths};
 use ir::training::{TrainingGraph, training_graph};
 use ir::{
-    Axis, Bytes, DType, DeviceMesh, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
-    Precision, Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
+    Axis, Bytes, DType, DeviceMesh, FactorId, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
+    Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
 };
 use std::collections::BTreeMap;
 
 /// SplitMix64 (Steele, Lea & Flood 2014): enough randomness for tests, and the same everywhere.
-pub struct Random(pub u64);
+pub struct Random(
+    /// The state.
+    pub u64,
+);
 
 impl Random {
+    /// The next 64 bits.
+    #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -30,11 +39,13 @@ impl Random {
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
+    /// One of the items; none of none.
     pub fn pick<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
         from.get(self.below(from.len()))
     }
 }
 
+/// Tokens per sample of [`mlp`].
 pub const SEQUENCE: u64 = 4;
 
 /// A residual MLP language model; layers `embed`, `h.0`, ..., `head`, whose table is tied.
@@ -149,22 +160,53 @@ fn input(g: &mut Graph, layer: LayerId, path: &str, kind: InputKind) -> ValueId 
 }
 
 /// What is not random in a plan.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Setup {
-    /// Layers of each stage.
-    pub layers: Vec<u32>,
-    /// Sizes of the mesh axes of every stage.
-    pub axes: Vec<u32>,
+    /// Number of layers and sizes of the mesh axes of each stage.
+    pub stages: Vec<(u32, Vec<u32>)>,
+    /// Samples per microbatch.
     pub microbatch: u64,
+    /// Microbatches per step.
     pub n_microbatches: u32,
-    pub sequence: u64,
+    /// Order of passes.
     pub schedule: ScheduleKind,
-    pub precision: Precision,
+    /// What is trained; the global batch follows from the microbatches.
+    pub train: TrainSpec,
+    /// What strategies are drawn from.
+    pub style: Style,
 }
 
+impl Default for Setup {
+    fn default() -> Self {
+        Setup {
+            stages: vec![],
+            microbatch: 1,
+            n_microbatches: 1,
+            schedule: ScheduleKind::OneFOneB,
+            train: TrainSpec::default(),
+            style: Style::Any,
+        }
+    }
+}
+
+/// What strategies are drawn from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// Whatever the rules allow.
+    Any,
+    /// Mostly ZeRO: samples are split wherever there are any, and where there are none (states,
+    /// updates, accumulated gradients) the first dim.
+    Zero,
+    /// Nothing that changes the order of additions: arithmetic is replicated, and ops that only
+    /// move data or work element by element split any dim.
+    Moves,
+}
+
+/// A plan for `forward` and its training graph. Every layer has a strategy of its own.
 pub fn random_plan(forward: &Graph, setup: &Setup, random: &mut Random) -> (Plan, TrainingGraph) {
     let mut plan = bare(forward, setup);
     let training = training_graph(forward, &plan.train).unwrap();
-    strategies(&mut plan, &training, random);
+    strategies(&mut plan, &training, setup.style, random);
     for c in lowering::cross_edges(&plan, &training).unwrap() {
         let (from, to) = (
             &plan.stages[c.from.index()].mesh,
@@ -206,22 +248,19 @@ pub fn random_plan(forward: &Graph, setup: &Setup, random: &mut Random) -> (Plan
 }
 
 fn bare(forward: &Graph, setup: &Setup) -> Plan {
-    let n: u32 = setup.axes.iter().product();
-    let mut first = 0;
-    let stages = setup.layers.iter().enumerate().map(|(i, &count)| {
+    let (mut first_rank, mut first) = (0, 0);
+    let stages = setup.stages.iter().map(|(count, sizes)| {
+        let n_devices = sizes.iter().product();
         let devices = DeviceMesh {
-            first_rank: Rank(i as u32 * n),
-            n_devices: n,
+            first_rank: Rank(first_rank),
+            n_devices,
         };
-        let axes = setup
-            .axes
-            .iter()
-            .enumerate()
-            .map(|(k, &size)| Axis {
-                name: format!("a{k}"),
-                size,
-            })
-            .collect();
+        first_rank += n_devices;
+        let axis = |(k, &size)| Axis {
+            name: format!("a{k}"),
+            size,
+        };
+        let axes = sizes.iter().enumerate().map(axis).collect();
         let runs = (first..first + count)
             .map(|l| LayerRun {
                 first: LayerId(l),
@@ -235,6 +274,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             runs,
         }
     });
+    let stages: Vec<StagePlan> = stages.collect();
     Plan {
         version: PLAN_VERSION,
         passes: PASSES_VERSION,
@@ -242,15 +282,13 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
         graph: ir::text::print(forward),
         train: TrainSpec {
             global_batch: setup.microbatch * u64::from(setup.n_microbatches),
-            sequence: setup.sequence,
-            precision: setup.precision,
-            ..TrainSpec::default()
+            ..setup.train.clone()
         },
-        cluster: cluster(n * setup.layers.len() as u32),
+        cluster: cluster(stages.iter().map(|s| s.mesh.n_devices()).sum()),
         microbatch: setup.microbatch,
         n_microbatches: setup.n_microbatches,
         schedule: setup.schedule,
-        stages: stages.collect(),
+        stages,
         layer_strategies: vec![LayerStrategy::default(); forward.layers.len()],
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
@@ -300,7 +338,7 @@ fn cluster(n: u32) -> Cluster {
 }
 
 /// In graph order, for each op a strategy whose operands can be reached from what was made.
-fn strategies(plan: &mut Plan, training: &TrainingGraph, random: &mut Random) {
+fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &mut Random) {
     let graph = &training.graph;
     let stage_of: Vec<usize> = plan
         .stages
@@ -328,6 +366,7 @@ fn strategies(plan: &mut Plan, training: &TrainingGraph, random: &mut Random) {
             op,
             graph,
             plan.stages[stage].mesh.axes.len(),
+            style,
             random,
             &|v, wanted| {
                 let producer = graph.op(graph.value(v).producer);
@@ -355,16 +394,25 @@ fn strategy(
     op: &Op,
     graph: &Graph,
     n_axes: usize,
+    style: Style,
     random: &mut Random,
     reachable: &dyn Fn(ValueId, &ShardingSpec) -> bool,
 ) -> (OpStrategy, Assignment) {
     let rule = graph.rule(op);
     let mut options: Vec<AxisUse> = rule.shardable().map(AxisUse::Factor).collect();
-    options.extend((0..rule.linear.len()).map(|i| AxisUse::Partial(i as u32)));
+    let usual = zero_use(&rule);
+    if style != Style::Moves {
+        options.extend((0..rule.linear.len()).map(|i| AxisUse::Partial(i as u32)));
+    } else if !moves(&op.kind) {
+        options.clear();
+    }
     options.push(AxisUse::Replicate);
     for _ in 0..50 {
         let uses = (0..n_axes)
-            .map(|_| *random.pick(&options).unwrap())
+            .map(|_| match style {
+                Style::Zero if random.below(8) > 0 => usual,
+                _ => *random.pick(&options).unwrap(),
+            })
             .collect();
         let strategy = OpStrategy {
             uses,
@@ -385,4 +433,34 @@ fn strategy(
     let strategy = OpStrategy::replicate(n_axes);
     let a = rule.assign(&strategy).unwrap();
     (strategy, a)
+}
+
+/// What ZeRO does along an axis: samples where there are any, the first dim otherwise.
+fn zero_use(rule: &ShardingRule) -> AxisUse {
+    let role = |f: &FactorId| rule.factors[f.index()].role;
+    let samples = rule.shardable().find(|f| role(f) == FactorRole::Batch);
+    let factor = samples.or_else(|| rule.shardable().next());
+    factor.map_or(AxisUse::Replicate, AxisUse::Factor)
+}
+
+/// True for ops that give each element of a result the same bits however they are split.
+fn moves(kind: &OpKind) -> bool {
+    matches!(
+        kind,
+        OpKind::State { .. }
+            | OpKind::Layout
+            | OpKind::Cast { .. }
+            | OpKind::Binary { .. }
+            | OpKind::Broadcast { .. }
+            | OpKind::Reshape { .. }
+            | OpKind::Transpose { .. }
+            | OpKind::Slice { .. }
+            | OpKind::Pad { .. }
+            | OpKind::Stack { .. }
+            | OpKind::Unstack { .. }
+            | OpKind::Dropout { .. }
+            | OpKind::Accumulate { .. }
+            | OpKind::AdamW { .. }
+            | OpKind::Sgd { .. }
+    )
 }
