@@ -9,7 +9,8 @@ scope=(--workspace)
 case " $* " in *" -p "* | *" --package "*) scope=() ;; esac
 if cargo nextest --version >/dev/null 2>&1; then
     cargo nextest run --release "${scope[@]}" "$@"
-    cargo test --release --doc "${scope[@]}" -q
+    # nextest leaves out the examples in documentation.
+    [ ${#scope[@]} = 0 ] || cargo test --release --doc --workspace -q
 else
     cargo test --release "${scope[@]}" "$@"
 fi

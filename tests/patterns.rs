@@ -6,7 +6,7 @@ use ir::collective::CollectiveKind;
 use ir::op::Work;
 use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
 use ir::training::StateRole;
-use ir::{BufferId, Bytes, Graph, Pass, Precision, TrainSpec};
+use ir::{BufferId, Bytes, DType, Graph, Pass, Precision, TrainSpec};
 use planner::{PlanError, Planned};
 use tests::{cluster, planned};
 
@@ -16,12 +16,25 @@ fn gpt2(layers: u64, hidden: u64, sequence: u64, vocab: u64) -> Graph {
         "model_type": "gpt2", "n_layer": layers, "n_head": hidden / 128, "n_embd": hidden,
         "n_positions": sequence, "vocab_size": vocab, "tie_word_embeddings": false,
     });
-    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes()).expect("the config is valid");
-    import::model_graph(&config, &import::BuildOptions { sequence, dropout: 0.0 }).expect("the model builds")
+    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes())
+        .expect("the config is valid");
+    import::model_graph(
+        &config,
+        &import::BuildOptions {
+            sequence,
+            dropout: 0.0,
+        },
+    )
+    .expect("the model builds")
 }
 
 fn train(global_batch: u64, sequence: u64) -> TrainSpec {
-    TrainSpec { global_batch, sequence, precision: Precision::Bf16, ..TrainSpec::default() }
+    TrainSpec {
+        global_batch,
+        sequence,
+        precision: Precision::Bf16,
+        ..TrainSpec::default()
+    }
 }
 
 /// One buffer's part in one collective.
@@ -37,20 +50,29 @@ impl Part<'_> {
         self.kind == CollectiveKind::AllGather
     }
     fn reduces(&self) -> bool {
-        matches!(self.kind, CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_))
+        matches!(
+            self.kind,
+            CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
+        )
     }
     /// Parameters and what lives for a step; all else is about activations and gradients.
     fn of_parameter(&self) -> bool {
-        matches!(self.input.class, BufferClass::Persistent | BufferClass::Step)
+        matches!(
+            self.input.class,
+            BufferClass::Persistent | BufferClass::Step
+        )
     }
-    /// Bytes of the whole tensor.
-    fn bytes(&self) -> u64 {
-        self.input.lens.iter().product::<u64>() * self.input.dtype.bytes()
+    /// Elements of the whole tensor.
+    fn elements(&self) -> f64 {
+        self.input.lens.iter().product::<u64>() as f64
     }
 }
 
 fn instructions(role: &RoleProgram, kind: TemplateKind) -> impl Iterator<Item = &Instruction> {
-    role.templates.iter().filter(move |t| t.kind == kind).flat_map(|t| &t.instructions)
+    role.templates
+        .iter()
+        .filter(move |t| t.kind == kind)
+        .flat_map(|t| &t.instructions)
 }
 
 /// Collectives of one kind of template of a plan with one stage, buffer by buffer.
@@ -59,8 +81,15 @@ fn parts(made: &Planned, kind: TemplateKind) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
     for i in instructions(role, kind) {
         if let InstrKind::Collective { kind, items, .. } = &i.kind {
-            let layer = i.layer.map(|l| made.training.graph.layers[l.index()].as_str());
-            parts.extend(items.iter().map(|item| Part { kind: *kind, pass: i.pass, layer, input: role.buffer(item.input) }));
+            let layer = i
+                .layer
+                .map(|l| made.training.graph.layers[l.index()].as_str());
+            parts.extend(items.iter().map(|item| Part {
+                kind: *kind,
+                pass: i.pass,
+                layer,
+                input: role.buffer(item.input),
+            }));
         }
     }
     parts
@@ -68,7 +97,11 @@ fn parts(made: &Planned, kind: TemplateKind) -> Vec<Part<'_>> {
 
 /// The same for one layer, as `all_reduce h.0.attn.out`.
 fn of_layer(made: &Planned, kind: TemplateKind, layer: &str) -> Vec<String> {
-    parts(made, kind).into_iter().filter(|p| p.layer == Some(layer)).map(|p| format!("{} {}", p.kind.name(), p.input.name)).collect()
+    parts(made, kind)
+        .into_iter()
+        .filter(|p| p.layer == Some(layer))
+        .map(|p| format!("{} {}", p.kind.name(), p.input.name))
+        .collect()
 }
 
 fn only_role(program: &Program) -> &RoleProgram {
@@ -80,48 +113,85 @@ fn only_role(program: &Program) -> &RoleProgram {
 fn split(made: &Planned, path: &str) -> Vec<u64> {
     let role = only_role(&made.program);
     let result = |i: &Instruction| match &i.kind {
-        InstrKind::Compute { path: p, outputs, .. } if p == path => Some(outputs[0]),
+        InstrKind::Compute {
+            path: p, outputs, ..
+        } if p == path => Some(outputs[0]),
         _ => None,
     };
-    let id: BufferId = role.templates.iter().flat_map(|t| &t.instructions).find_map(result).unwrap_or_else(|| panic!("`{path}` is computed"));
+    let id: BufferId = role
+        .templates
+        .iter()
+        .flat_map(|t| &t.instructions)
+        .find_map(result)
+        .unwrap_or_else(|| panic!("`{path}` is computed"));
     ways(role, id)
 }
 
 fn ways(role: &RoleProgram, id: BufferId) -> Vec<u64> {
-    role.buffer(id).spec.dims.iter().map(|d| d.axes.iter().map(|&a| role.mesh.size(a)).product()).collect()
+    role.buffer(id)
+        .spec
+        .dims
+        .iter()
+        .map(|d| d.axes.iter().map(|&a| role.mesh.size(a)).product())
+        .collect()
 }
 
 fn split_of_state(made: &Planned, path: &str) -> Vec<u64> {
     let role = only_role(&made.program);
-    ways(role, role.states.iter().find(|s| s.path == path).unwrap_or_else(|| panic!("`{path}` is a state")).buffer)
+    ways(
+        role,
+        role.states
+            .iter()
+            .find(|s| s.path == path)
+            .unwrap_or_else(|| panic!("`{path}` is a state"))
+            .buffer,
+    )
 }
 
 /// No stage computes faster than the best measured matmul rate of its devices.
 fn assert_rates(made: &Planned) {
+    let mut all = 0.0;
     for (role, predicted) in made.program.roles.iter().zip(&made.plan.predicted.stages) {
         let mut flops = 0.0;
         for slot in &role.trace {
             for i in &role.template(slot.template).instructions {
-                if let InstrKind::Compute { kind, inputs, outputs, .. } = &i.kind {
-                    let local = |ids: &[BufferId]| -> Vec<_> { ids.iter().map(|&b| (role.buffer(b).dtype, role.local_shape(b))).collect() };
-                    let Work { matmul_flops, attention_flops, .. } = kind.work(&local(inputs), &local(outputs));
+                if let InstrKind::Compute {
+                    kind,
+                    inputs,
+                    outputs,
+                    ..
+                } = &i.kind
+                {
+                    let local = |ids: &[BufferId]| -> Vec<_> {
+                        ids.iter()
+                            .map(|&b| (role.buffer(b).dtype, role.local_shape(b)))
+                            .collect()
+                    };
+                    let Work {
+                        matmul_flops,
+                        attention_flops,
+                        ..
+                    } = kind.work(&local(inputs), &local(outputs));
                     // A causal kernel executes half of the products.
                     flops += matmul_flops + 0.5 * attention_flops;
                 }
             }
         }
         let device = &made.plan.cluster.device;
-        let best = device.peak_flops_per_s.values().fold(0.0f64, |a, &b| a.max(b)) * device.matmul_efficiency.values().fold(0.0f64, |a, &b| a.max(b));
+        let best = device.peak_flops_per_s[&DType::Bf16] * device.matmul_efficiency[&DType::Bf16];
         let rate = flops / predicted.compute_s.0;
-        assert!(flops > 0.0 && rate <= best, "{rate:.4e} FLOP/s of at most {best:.4e}");
+        assert!(rate <= best, "{rate:.4e} FLOP/s of at most {best:.4e}");
+        all += flops;
     }
+    assert!(all > 0.0, "matmuls are counted");
 }
 
 #[test]
 fn megatrons_split_of_a_block_is_found() {
     for (hidden, sequence) in [(2048, 1024), (4096, 2048)] {
         let forward = gpt2(3, hidden, sequence, 32768);
-        let made = planned(&forward, &train(1, sequence), &cluster(8), &["pipeline=1"]).expect("there is a plan");
+        let made = planned(&forward, &train(1, sequence), &cluster(8), &["pipeline=1"])
+            .expect("there is a plan");
         assert_rates(&made);
         // Columns, then rows: heads and features of the first matmul, the same of the second.
         for (param, ways) in [
@@ -130,7 +200,11 @@ fn megatrons_split_of_a_block_is_found() {
             ("mlp.fc.weight", vec![1, 8]),
             ("mlp.proj.weight", vec![8, 1]),
         ] {
-            assert_eq!(split_of_state(&made, &format!("h.1.{param}")), ways, "{param}");
+            assert_eq!(
+                split_of_state(&made, &format!("h.1.{param}")),
+                ways,
+                "{param}"
+            );
         }
         assert_eq!(split(&made, "h.1.attn.attend"), [1, 1, 8, 1]);
         assert_eq!(split(&made, "h.1.mlp.act"), [1, 1, 8]);
@@ -140,7 +214,10 @@ fn megatrons_split_of_a_block_is_found() {
         let backward = of_layer(&made, TemplateKind::Backward, "h.1");
         assert_pairs(&backward, ["grad.h.1.mlp.fc.lhs", "grad.h.1.attn.qkv.lhs"]);
         for begin_end in [TemplateKind::StepBegin, TemplateKind::StepEnd] {
-            assert!(of_layer(&made, begin_end, "h.1").is_empty(), "no parameter or gradient of the block is communicated");
+            assert!(
+                of_layer(&made, begin_end, "h.1").is_empty(),
+                "no parameter or gradient of the block is communicated"
+            );
         }
     }
 }
@@ -151,59 +228,127 @@ fn assert_pairs(collectives: &[String], reduced: [&str; 2]) {
     let whole = count("all_reduce ");
     let pieces = count("reduce_scatter ");
     for value in reduced {
-        let n = collectives.iter().filter(|c| **c == format!("all_reduce {value}") || **c == format!("reduce_scatter {value}")).count();
+        let n = collectives
+            .iter()
+            .filter(|c| {
+                **c == format!("all_reduce {value}") || **c == format!("reduce_scatter {value}")
+            })
+            .count();
         assert_eq!(n, 1, "`{value}` is reduced once: {collectives:?}");
     }
-    assert_eq!(whole + pieces, 2, "nothing else is reduced: {collectives:?}");
-    assert!(count("all_gather ") <= pieces, "pieces are gathered once: {collectives:?}");
-    assert_eq!(collectives.len(), whole + pieces + count("all_gather "), "nothing else is communicated: {collectives:?}");
+    assert_eq!(
+        whole + pieces,
+        2,
+        "nothing else is reduced: {collectives:?}"
+    );
+    assert!(
+        count("all_gather ") <= pieces,
+        "pieces are gathered once: {collectives:?}"
+    );
+    assert_eq!(
+        collectives.len(),
+        whole + pieces + count("all_gather "),
+        "nothing else is communicated: {collectives:?}"
+    );
 }
 
 #[test]
 fn the_search_is_no_slower_than_megatrons_pins() {
     let forward = gpt2(2, 2048, 1024, 32768);
-    let step = |pins: &[&str]| planned(&forward, &train(1, 1024), &cluster(8), pins).expect("there is a plan").simulation.step_time.0;
-    let (free, megatron) = (step(&["pipeline=1"]), step(&["pipeline=1", "data=1", "tensor=8"]));
+    let step = |pins: &[&str]| {
+        planned(&forward, &train(1, 1024), &cluster(8), pins)
+            .expect("there is a plan")
+            .simulation
+            .step_time
+            .0
+    };
+    let (free, megatron) = (
+        step(&["pipeline=1"]),
+        step(&["pipeline=1", "data=1", "tensor=8"]),
+    );
     assert!(free <= megatron * 1.001, "{free} against {megatron}");
 }
 
 #[test]
 fn large_batches_split_over_samples() {
     let forward = gpt2(2, 1024, 512, 8192);
-    for (pins, n_microbatches) in [(&["pipeline=1"][..], None), (&["pipeline=1", "microbatch=64"][..], Some(4))] {
+    for (pins, n_microbatches) in [
+        (&["pipeline=1"][..], None),
+        (&["pipeline=1", "microbatch=64"][..], Some(4)),
+    ] {
         let made = planned(&forward, &train(256, 512), &cluster(8), pins).expect("there is a plan");
         assert_rates(&made);
         if let Some(m) = n_microbatches {
             assert_eq!(made.plan.n_microbatches, m);
         }
         for layer in ["h.0", "h.1"] {
-            for path in ["attn.qkv", "attn.attend", "attn.out", "mlp.fc", "mlp.act", "mlp.proj"] {
-                assert_eq!(split(&made, &format!("{layer}.{path}"))[0], 8, "{layer}.{path}");
+            for path in [
+                "attn.qkv",
+                "attn.attend",
+                "attn.out",
+                "mlp.fc",
+                "mlp.act",
+                "mlp.proj",
+            ] {
+                assert_eq!(
+                    split(&made, &format!("{layer}.{path}"))[0],
+                    8,
+                    "{layer}.{path}"
+                );
             }
-            assert_eq!(of_layer(&made, TemplateKind::Forward, layer), Vec::<String>::new());
+            assert_eq!(
+                of_layer(&made, TemplateKind::Forward, layer),
+                Vec::<String>::new()
+            );
         }
         let in_block = |p: &&Part| p.layer.is_some_and(|l| l.starts_with("h."));
         let backward = parts(&made, TemplateKind::Backward);
         let end = parts(&made, TemplateKind::StepEnd);
         if made.plan.n_microbatches == 1 {
             // One microbatch: reducing its gradients is reducing the step's.
-            assert!(backward.iter().filter(in_block).all(|p| p.pass == Pass::BW && p.reduces()));
+            assert!(
+                backward
+                    .iter()
+                    .filter(in_block)
+                    .all(|p| p.pass == Pass::BW && p.reduces())
+            );
         } else {
-            assert_eq!(backward.iter().filter(in_block).count(), 0, "gradients are reduced once per step");
+            assert_eq!(
+                backward.iter().filter(in_block).count(),
+                0,
+                "gradients are reduced once per step"
+            );
         }
-        let once: Vec<&Part> = backward.iter().chain(&end).filter(|p| p.reduces() && p.input.lens.len() > 1).collect();
+        let reduced: Vec<&Part> = backward
+            .iter()
+            .chain(&end)
+            .filter(|p| p.reduces())
+            .collect();
         for weight in ["attn.qkv", "attn.out", "mlp.fc", "mlp.proj"] {
             for layer in ["h.0", "h.1"] {
-                let n = once.iter().filter(|p| p.input.name.contains(&format!("{layer}.{weight}.")) || p.input.name.ends_with(&format!("{layer}.{weight}.1"))).count();
+                let names = [
+                    format!("grad.{layer}.{weight}.rhs"),
+                    format!("accumulate.{layer}.{weight}.1"),
+                ];
+                let n = reduced
+                    .iter()
+                    .filter(|p| names.contains(&p.input.name))
+                    .count();
                 assert_eq!(n, 1, "the gradient of {layer}.{weight} is reduced once");
             }
         }
-        let launches = instructions(only_role(&made.program), TemplateKind::StepEnd).filter(|i| matches!(i.kind, InstrKind::Collective { .. })).count();
-        assert!(launches <= 4, "{launches} collectives at the end of the step: coalesced");
+        let launches = instructions(only_role(&made.program), TemplateKind::StepEnd)
+            .filter(|i| matches!(i.kind, InstrKind::Collective { .. }))
+            .count();
+        // A reduction over two axes may take two steps; vectors, matrices and norms differ.
+        assert!(
+            launches <= 6,
+            "{launches} collectives at the end of the step: coalesced"
+        );
     }
 }
 
-/// Shares, by bytes, of what ZeRO splits.
+/// Shares, by elements, of what ZeRO splits.
 #[derive(Debug)]
 struct Zero {
     /// Moments that are split.
@@ -224,16 +369,30 @@ fn zero(made: &Planned) -> Zero {
     let moments = || role.states.iter().filter(|s| s.role == StateRole::Moment1);
     let total: f64 = moments().map(|s| elements(s.buffer)).sum();
     let share = |kind: TemplateKind, wanted: &dyn Fn(&Part) -> bool| {
-        parts(made, kind).iter().filter(|p| wanted(p)).map(|p| p.input.lens.iter().product::<u64>() as f64).sum::<f64>() / total
+        parts(made, kind)
+            .iter()
+            .filter(|p| wanted(p))
+            .map(Part::elements)
+            .sum::<f64>()
+            / total
     };
-    let scattered = |p: &Part| matches!(p.kind, CollectiveKind::ReduceScatter(_)) && p.bytes() > 0;
+    let scattered = |p: &Part| matches!(p.kind, CollectiveKind::ReduceScatter(_));
     let gathered = |p: &Part| p.gathers() && p.of_parameter();
     Zero {
-        states: moments().filter(|s| !role.buffer(s.buffer).spec.is_replicated()).map(|s| elements(s.buffer)).sum::<f64>() / total,
-        gradients: share(TemplateKind::Backward, &|p| scattered(p) && p.pass == Pass::BW),
-        parameters: (share(TemplateKind::Forward, &gathered), share(TemplateKind::Backward, &gathered)),
+        states: moments()
+            .filter(|s| !role.buffer(s.buffer).spec.is_replicated())
+            .map(|s| elements(s.buffer))
+            .sum::<f64>()
+            / total,
+        gradients: share(TemplateKind::Backward, &|p| {
+            scattered(p) && p.pass == Pass::BW
+        }),
+        parameters: (
+            share(TemplateKind::Forward, &gathered),
+            share(TemplateKind::Backward, &gathered),
+        ),
         reduced_at_end: share(TemplateKind::StepEnd, &scattered),
-        gathered_once: share(TemplateKind::StepBegin, &gathered) + share(TemplateKind::StepEnd, &gathered),
+        gathered_once: share(TemplateKind::StepBegin, &|p| p.gathers()),
     }
 }
 
@@ -249,7 +408,14 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
         c
     };
     let fixed = ["pipeline=1", "data=8", "tensor=1", "microbatch=8"];
-    let plan = |bytes: u64, more: &[&str]| planned(&forward, &train, &with_memory(bytes), &[&fixed[..], more].concat());
+    let plan = |bytes: u64, more: &[&str]| {
+        planned(
+            &forward,
+            &train,
+            &with_memory(bytes),
+            &[&fixed[..], more].concat(),
+        )
+    };
     let plenty = 80 << 30;
     // What each level needs, by the pins.
     let footprint: Vec<u64> = (0..4)
@@ -257,10 +423,18 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
             let made = plan(plenty, &[&format!("zero={level}")]).expect("there is memory");
             let z = zero(&made);
             let expected = [level >= 1, level >= 2, level >= 3];
-            let found = [z.states > 0.999, z.gradients > 0.999, z.parameters.0 > 0.999 && z.parameters.1 > 0.7];
+            let found = [
+                z.states > 0.999,
+                z.gradients > 0.999,
+                z.parameters.0 > 0.999 && z.parameters.1 > 0.7,
+            ];
             assert_eq!(found, expected, "zero={level}: {z:?}");
             assert_eq!(z.reduced_at_end > 0.999, level == 1, "zero={level}: {z:?}");
-            assert_eq!(z.gathered_once > 0.999, level == 1 || level == 2, "zero={level}: {z:?}");
+            assert_eq!(
+                z.gathered_once > 0.999,
+                level == 1 || level == 2,
+                "zero={level}: {z:?}"
+            );
             lowering::memory_report(&made.program.roles[0]).arena.0
         })
         .collect();
@@ -273,22 +447,54 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
         zero(&made)
     };
     let z = chosen(plenty);
-    assert!(z.states == 0.0 && z.gradients == 0.0 && z.parameters == (0.0, 0.0), "plenty of memory: {z:?}");
+    assert!(
+        z.states == 0.0 && z.gradients == 0.0 && z.parameters == (0.0, 0.0),
+        "plenty of memory: {z:?}"
+    );
     let z = chosen(between(0, 1));
-    assert!(z.states > 0.5 && z.reduced_at_end > 0.5 && z.gathered_once > 0.5, "states are split: {z:?}");
-    assert!(z.gradients == 0.0 && z.parameters == (0.0, 0.0), "and nothing else: {z:?}");
+    assert!(
+        z.states > 0.5 && z.reduced_at_end > 0.5 && z.gathered_once > 0.5,
+        "states are split: {z:?}"
+    );
+    assert!(
+        z.gradients == 0.0 && z.parameters == (0.0, 0.0),
+        "and nothing else: {z:?}"
+    );
     let z = chosen(between(1, 2));
-    assert!(z.states > 0.9 && z.gradients > 0.4, "gradients are split too: {z:?}");
-    assert!(z.parameters.0 < 0.5 && z.parameters.1 < 0.5, "parameters mostly not: {z:?}");
+    assert!(
+        z.states > 0.9 && z.gradients > 0.4,
+        "gradients are split too: {z:?}"
+    );
+    assert!(
+        z.parameters.0 < 0.5 && z.parameters.1 < 0.5,
+        "parameters mostly not: {z:?}"
+    );
     let z = chosen(footprint[3] + (footprint[2] - footprint[3]) / 2);
-    assert!(z.states > 0.9 && z.gradients > 0.5 && z.parameters.0 > 0.4 && z.parameters.1 > 0.4, "parameters are split too: {z:?}");
+    assert!(
+        z.states > 0.9 && z.gradients > 0.5 && z.parameters.0 > 0.4 && z.parameters.1 > 0.4,
+        "parameters are split too: {z:?}"
+    );
     match plan(footprint[3] / 2, &[]) {
-        Err(e @ PlanError::Memory { needed, capacity, .. }) => {
+        Err(
+            e @ PlanError::Memory {
+                needed, capacity, ..
+            },
+        ) => {
             assert_eq!(capacity, footprint[3] / 2);
-            assert!(needed > capacity && needed < footprint[3] + footprint[3] / 10, "the nearest plan needs {needed}");
-            assert!(e.to_string().contains(&format!("{} more", Bytes(needed - capacity))), "{e}");
+            assert!(
+                needed > capacity && needed < footprint[3] + footprint[3] / 10,
+                "the nearest plan needs {needed}"
+            );
+            assert!(
+                e.to_string()
+                    .contains(&format!("{} more", Bytes(needed - capacity))),
+                "{e}"
+            );
         }
-        other => panic!("expected too little memory, found {:?}", other.map(|m| m.simulation.step_time)),
+        other => panic!(
+            "expected too little memory, found {:?}",
+            other.map(|m| m.simulation.step_time)
+        ),
     }
 }
 
@@ -298,18 +504,35 @@ fn tensor_pins_hold() {
     let made = |pins: &[&str]| planned(&forward, &train(8, 256), &cluster(8), pins);
     let degrees = ["pipeline=1", "data=2", "tensor=4"];
     for (pin, path, ways) in [
-        ("spec:h.*.attn.qkv.weight=[_,_,tensor,_]", "attn.qkv.weight", vec![1, 1, 4, 1]),
-        ("spec:h.*.attn.qkv.weight=[tensor,_,_,_]", "attn.qkv.weight", vec![4, 1, 1, 1]),
+        (
+            "spec:h.*.attn.qkv.weight=[_,_,tensor,_]",
+            "attn.qkv.weight",
+            vec![1, 1, 4, 1],
+        ),
+        (
+            "spec:h.*.attn.qkv.weight=[tensor,_,_,_]",
+            "attn.qkv.weight",
+            vec![4, 1, 1, 1],
+        ),
         ("spec:h.*.mlp.fc.weight=[_,_]", "mlp.fc.weight", vec![1, 1]),
-        ("spec:h.*.mlp.fc.weight=[data,tensor]", "mlp.fc.weight", vec![2, 4]),
+        (
+            "spec:h.*.mlp.fc.weight=[data,tensor]",
+            "mlp.fc.weight",
+            vec![2, 4],
+        ),
     ] {
         let plan = made(&[&degrees[..], &[pin]].concat()).unwrap_or_else(|e| panic!("{pin}: {e}"));
         for layer in ["h.0", "h.1"] {
-            assert_eq!(split_of_state(&plan, &format!("{layer}.{path}")), ways, "{pin}");
+            assert_eq!(
+                split_of_state(&plan, &format!("{layer}.{path}")),
+                ways,
+                "{pin}"
+            );
         }
     }
     // Only the layer that is named.
-    let plan = made(&[&degrees[..], &["spec:h.1.mlp.act=[data,tensor,_]"]].concat()).expect("the pin can be met");
+    let plan = made(&[&degrees[..], &["spec:h.1.mlp.act=[data,tensor,_]"]].concat())
+        .expect("the pin can be met");
     assert_eq!(split(&plan, "h.1.mlp.act"), [2, 4, 1]);
     assert_ne!(split(&plan, "h.0.mlp.act"), [2, 4, 1]);
 }
@@ -318,6 +541,7 @@ fn tensor_pins_hold() {
 fn pins_that_cannot_be_met_are_errors() {
     let forward = gpt2(1, 512, 256, 4096);
     let degrees = ["pipeline=1", "data=2", "tensor=4"];
+    let mut wrong = Vec::new();
     for (pin, says) in [
         // More dims than the tensor has.
         ("spec:h.0.mlp.fc.bias=[_,_]", "h.0.mlp.fc.bias"),
@@ -328,21 +552,34 @@ fn pins_that_cannot_be_met_are_errors() {
         // No such tensor.
         ("spec:h.7.mlp.fc.weight=[_,tensor]", "h.7.mlp.fc.weight"),
     ] {
-        match planned(&forward, &train(8, 256), &cluster(8), &[&degrees[..], &[pin]].concat()) {
-            Err(e) => assert!(e.to_string().contains(says), "{pin}: {e}"),
-            Ok(_) => panic!("{pin} is ignored"),
+        match planned(
+            &forward,
+            &train(8, 256),
+            &cluster(8),
+            &[&degrees[..], &[pin]].concat(),
+        ) {
+            Err(e) if e.to_string().contains(says) => {}
+            Err(e) => wrong.push(format!("{pin}: {e}")),
+            Ok(_) => wrong.push(format!("{pin} is ignored")),
         }
     }
+    assert_eq!(wrong, Vec::<String>::new());
 }
 
 #[test]
 fn a_zero_pin_without_a_data_axis_does_nothing() {
     let forward = gpt2(1, 512, 256, 4096);
-    let made = |pins: &[&str]| planned(&forward, &train(8, 256), &cluster(8), pins).expect("there is a plan");
+    let made = |pins: &[&str]| {
+        planned(&forward, &train(8, 256), &cluster(8), pins).expect("there is a plan")
+    };
     let degrees = ["pipeline=1", "data=1", "tensor=8", "microbatch=8"];
     let plain = made(&degrees);
     for zero in ["zero=1", "zero=3"] {
-        assert_eq!(made(&[&degrees[..], &[zero]].concat()).program, plain.program, "{zero}");
+        assert_eq!(
+            made(&[&degrees[..], &[zero]].concat()).program,
+            plain.program,
+            "{zero}"
+        );
     }
 }
 
@@ -376,7 +613,14 @@ fn plans_are_equal_to_the_byte() {
             .env(OUT, &path)
             .output()
             .expect("the process runs");
-        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stdout));
-        assert!(std::fs::read_to_string(&path).expect("a plan") == plan, "with {threads} threads the plan differs");
+        assert!(
+            run.status.success(),
+            "{}",
+            String::from_utf8_lossy(&run.stdout)
+        );
+        assert!(
+            std::fs::read_to_string(&path).expect("a plan") == plan,
+            "with {threads} threads the plan differs"
+        );
     }
 }

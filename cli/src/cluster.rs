@@ -89,7 +89,7 @@ fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure>
         ),
     };
     let failure = Failure::new(Exit::BadInput, message).help(
-        "examples of cluster files are in clusters/, what each key means is in docs/cost-model.md",
+        "examples of cluster files are in clusters/, what each key means is in docs/cost_model.md",
     );
     let key = first.split(' ').next().unwrap_or_default();
     Err(match document::find_key(text, key) {

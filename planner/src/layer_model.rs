@@ -391,3 +391,6 @@ fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: 
     }
     PricedLink { a: link.a, b: link.b, faces: (ids_a, ids_b), n_faces_b: first_b.len(), times }
 }
+
+#[cfg(test)]
+mod tests;

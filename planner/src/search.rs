@@ -9,12 +9,12 @@ use crate::assemble::{ChosenStage, add_stage, record_paths};
 use crate::groups::Setting;
 use crate::intra_op::problem::IntraOpProblem;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
-use crate::layer_model::{LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
+use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::refine::refine;
 use crate::layers::{Layers, find_layers};
 use crate::pins::{AxisRole, Pins};
 use crate::prices::Prices;
-use crate::stage::PricedMesh;
+use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
@@ -52,10 +52,10 @@ struct Candidate {
     /// Index into `shapes`.
     shape: usize,
     submesh: usize,
-    /// Per weight: range of layers to stage costs.
-    tables: Vec<Vec<((usize, usize), crate::layer_model::LayerCost)>>,
-    /// The same with neither memory nor per-step time: for the bound.
-    relaxed: Vec<((usize, usize), f64)>,
+    /// Per sequence of kinds: distinct stage costs with the index of their weights.
+    stages: Vec<Vec<(usize, LayerCost)>>,
+    /// Per sequence: a time of one microbatch that no stage of it can beat.
+    relaxed: Vec<Option<f64>>,
 }
 
 /// A pipeline for one microbatch size.
@@ -80,6 +80,7 @@ struct Search<'a> {
     cluster: &'a Cluster,
     pins: &'a Pins,
     layers: Layers,
+    sequences: Sequences,
     saved: Vec<bool>,
     submeshes: Vec<u32>,
 }
@@ -99,7 +100,7 @@ pub(crate) fn plan(forward: &Graph, train: &TrainSpec, cluster: &Cluster, option
     if layers.kind.len() > MAX_LAYERS {
         return Err(PlanError::Input(format!("{} layers; the search slices at most {MAX_LAYERS}", layers.kind.len())));
     }
-    let search = Search { training: &training, train, cluster, pins, saved: saved_values(&training), layers, submeshes: submeshes(cluster, pins)? };
+    let search = Search { training: &training, train, cluster, pins, saved: saved_values(&training), sequences: Sequences::new(&layers), layers, submeshes: submeshes(cluster, pins)? };
     let batches = search.batches()?;
     let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
     let mut stats = PlanStats { n_layer_kinds: search.layers.first.len(), ..PlanStats::default() };
@@ -237,37 +238,42 @@ impl Search<'_> {
                 weights.push(Weights { static_price: price, saved_price: price * f, ..base });
             }
         }
-        let mut tables = Vec::with_capacity(weights.len());
-        for &w in &weights {
-            let (ranges, paths) = PricedMesh::new(&weighted, w).ranges(&s, &self.layers);
-            tables.push(ranges.into_iter().filter_map(|(r, p)| paths[p].as_ref().map(|p| (r, p.cost))).collect());
+        let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
+        for (w, &weight) in weights.iter().enumerate() {
+            let paths = PricedMesh::new(&weighted, weight).paths(&s, &self.sequences);
+            for (costs, path) in stages.iter_mut().zip(paths) {
+                let Some(path) = path else { continue };
+                // Many prices lead to the same choice.
+                if !costs.iter().any(|(_, c)| *c == path.cost) {
+                    costs.push((w, path.cost));
+                }
+            }
         }
-        let relaxed = self.relaxed(&s, &models, base)?;
-        Ok(Candidate { shape: index, submesh, tables, relaxed })
+        let relaxed = self.relaxed(&models, base)?;
+        Ok(Candidate { shape: index, submesh, stages, relaxed })
     }
 
-    /// For each range of layers a time of one microbatch that no stage of it can beat: the
+    /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
     /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
     /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
     /// most the time of whatever fits the capacity.
-    fn relaxed(&self, s: &Setting<'_>, models: &[LayerModel], base: Weights) -> Result<Vec<((usize, usize), f64)>, PlanError> {
+    fn relaxed(&self, models: &[LayerModel], base: Weights) -> Result<Vec<Option<f64>>, PlanError> {
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
         let capacity = self.cluster.usable_bytes() as f64;
-        let mut best: std::collections::BTreeMap<(usize, usize), f64> = Default::default();
+        let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
         for price in MEMORY_PRICES {
             let priced = Weights { static_price: price, saved_price: price, ..free };
-            let (ranges, paths) = PricedMesh::new(&weighted, priced).ranges(s, &self.layers);
-            for (range, path) in ranges {
-                let Some(path) = &paths[path] else { continue };
-                // Rounding: each of the summed costs is within half a quantum of its value.
-                let rounding = QUANTUM_S * 64.0 * (range.1 - range.0) as f64;
-                let seconds = (path.objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
-                let known = best.entry(range).or_insert(0.0);
-                *known = known.max(seconds);
+            let objectives = PricedMesh::new(&weighted, priced).objectives(&self.sequences);
+            for (known, objective) in best.iter_mut().zip(objectives) {
+                let Some(objective) = objective else { continue };
+                // Each of the summed costs is rounded to within half a quantum.
+                let rounding = QUANTUM_S * 100.0 * self.layers.kind.len() as f64;
+                let seconds = (objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
+                *known = Some(known.unwrap_or(0.0).max(seconds));
             }
         }
-        Ok(best.into_iter().collect())
+        Ok(best)
     }
 
     fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
@@ -338,8 +344,8 @@ impl Search<'_> {
         };
         for candidate in candidates {
             let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else { continue };
-            for (w, costs) in candidate.tables.iter().enumerate() {
-                for ((i, j), cost) in costs {
+            for &((i, j), sequence) in &self.sequences.ranges {
+                for (w, cost) in &candidate.stages[sequence] {
                     let entry = StageEntry {
                         forward_s: cost.time.forward,
                         backward_s: cost.time.backward,
@@ -347,15 +353,15 @@ impl Search<'_> {
                         static_bytes: cost.static_bytes,
                         saved_bytes_per_microbatch: cost.saved_bytes,
                         transient_bytes: cost.transient_bytes,
-                        tag: (candidate.shape as u64) << 16 | w as u64,
+                        tag: (candidate.shape as u64) << 16 | *w as u64,
                         ..blank.clone()
                     };
-                    table.push(*i..*j, submesh, entry);
+                    table.push(i..j, submesh, entry);
                 }
-            }
-            for ((i, j), seconds) in &candidate.relaxed {
-                let known = best_relaxed.entry((*i, *j, submesh)).or_insert(*seconds);
-                *known = known.min(*seconds);
+                if let Some(seconds) = candidate.relaxed[sequence] {
+                    let known = best_relaxed.entry((i, j, submesh)).or_insert(seconds);
+                    *known = known.min(seconds);
+                }
             }
         }
         for ((i, j, submesh), seconds) in best_relaxed {

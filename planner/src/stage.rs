@@ -24,8 +24,43 @@ pub(crate) struct StagePath {
     pub boundaries: Vec<usize>,
     /// Sum over the layers (transient: maximum).
     pub cost: LayerCost,
-    /// The objective under the weights, quanta.
-    pub objective: u64,
+}
+
+/// The sequences of layer kinds that ranges of layers have, each once.
+///
+/// A sequence is its longest proper prefix and one more layer, so that products grow one
+/// matrix at a time.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Sequences {
+    /// Per sequence, the prefix (none for one layer) and the kind of the last layer.
+    steps: Vec<(Option<usize>, usize)>,
+    /// Every range `start..end` of layers with its sequence.
+    pub ranges: Vec<((usize, usize), usize)>,
+}
+
+impl Sequences {
+    pub(crate) fn new(layers: &Layers) -> Self {
+        let mut all = Sequences::default();
+        let mut known: BTreeMap<(Option<usize>, usize), usize> = BTreeMap::new();
+        for start in 0..layers.kind.len() {
+            let mut at = None;
+            for end in start..layers.kind.len() {
+                let step = (at, layers.kind[end]);
+                let next = *known.entry(step).or_insert_with(|| {
+                    all.steps.push(step);
+                    all.steps.len() - 1
+                });
+                all.ranges.push(((start, end + 1), next));
+                at = Some(next);
+            }
+        }
+        all
+    }
+
+    /// Number of sequences.
+    pub(crate) fn len(&self) -> usize {
+        self.steps.len()
+    }
 }
 
 /// The best costs of a sequence from every entry layout to every exit layout.
@@ -41,32 +76,24 @@ impl<'m> PricedMesh<'m> {
         PricedMesh { models, priced: models.iter().map(|m| m.price(weights)).collect(), costs: BTreeMap::new() }
     }
 
-    /// Best paths of all ranges `start..end` of layers, equal sequences shared: for each
-    /// range an index into the returned paths; `None` where no strategy exists.
-    pub(crate) fn ranges(&mut self, s: &Setting<'_>, layers: &Layers) -> (BTreeMap<(usize, usize), usize>, Vec<Option<StagePath>>) {
-        let n = layers.kind.len();
-        let mut products: Vec<Product> = Vec::new();
-        let mut children: BTreeMap<(Option<usize>, usize), usize> = BTreeMap::new();
-        let mut ranges = BTreeMap::new();
-        for start in 0..n {
-            let mut at = None;
-            for end in start..n {
-                let key = (at, layers.kind[end]);
-                let next = match children.get(&key) {
-                    Some(&p) => p,
-                    None => {
-                        let product = self.extend(&products, at, layers.kind[end]);
-                        products.push(product);
-                        children.insert(key, products.len() - 1);
-                        products.len() - 1
-                    }
-                };
-                ranges.insert((start, end + 1), next);
-                at = Some(next);
-            }
+    /// Best paths of all sequences; `None` where no strategy exists.
+    pub(crate) fn paths(&mut self, s: &Setting<'_>, sequences: &Sequences) -> Vec<Option<StagePath>> {
+        let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
+        for &(parent, kind) in &sequences.steps {
+            let product = self.extend(&products, parent, kind);
+            products.push(product);
         }
-        let paths = (0..products.len()).map(|p| self.best_path(s, &products, p)).collect();
-        (ranges, paths)
+        (0..products.len()).map(|p| self.best_path(s, &products, p)).collect()
+    }
+
+    /// The objectives of all sequences, quanta.
+    pub(crate) fn objectives(&self, sequences: &Sequences) -> Vec<Option<u64>> {
+        let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
+        for &(parent, kind) in &sequences.steps {
+            let product = self.extend(&products, parent, kind);
+            products.push(product);
+        }
+        products.iter().map(|p| p.cells.iter().flatten().filter_map(|c| c.map(|c| c.0)).min()).collect()
     }
 
     /// The best path of one sequence of kinds.
@@ -109,7 +136,7 @@ impl<'m> PricedMesh<'m> {
 
     fn best_path(&mut self, s: &Setting<'_>, products: &[Product], last: usize) -> Option<StagePath> {
         let cells = &products[last].cells;
-        let (objective, entry, exit) =
+        let (_, entry, exit) =
             cells.iter().enumerate().flat_map(|(i, row)| row.iter().enumerate().filter_map(move |(j, c)| c.map(|c| (c.0, i, j)))).min()?;
         let mut boundaries = vec![exit];
         let mut kinds = Vec::new();
@@ -130,7 +157,7 @@ impl<'m> PricedMesh<'m> {
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             cost.transient_bytes = cost.transient_bytes.max(c.transient_bytes);
         }
-        Some(StagePath { boundaries, cost, objective })
+        Some(StagePath { boundaries, cost })
     }
 
     fn layer_cost(&mut self, s: &Setting<'_>, kind: usize, entry: usize, exit: usize) -> LayerCost {

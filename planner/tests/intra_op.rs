@@ -147,7 +147,6 @@ fn solving_equals_brute_force() {
 }
 
 /// The integer program on the whole problem, or on what presolve leaves.
-#[cfg(feature = "highs")]
 fn integer_program(backend: IlpBackend, presolved: bool) -> SolveOptions {
     let mut options = SolveOptions {
         integer_program_first: true,
@@ -167,7 +166,6 @@ fn the_integer_program_equals_brute_force() {
     check_solve(&integer_program(IlpBackend::Highs, true), 3, 1000);
 }
 
-#[cfg(feature = "highs")]
 #[test]
 fn microlp_agrees() {
     check_solve(&integer_program(IlpBackend::Microlp, false), 4, 300);

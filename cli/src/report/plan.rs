@@ -245,16 +245,27 @@ pub fn stage_table(p: &Prediction) -> String {
 fn proof(plan: &Plan) -> String {
     let p = &plan.proof;
     let state = if p.stopped { ", stopped early" } else { "" };
-    format!(
-        "Proof: additive objective {}, lower bound {}, gap {} over {} candidates{state}\n  space: {}",
+    let space = if p.space.is_empty() {
+        "not stated"
+    } else {
+        &p.space
+    };
+    let mut w = format!(
+        "Proof: additive objective {}, lower bound {}, gap {} over {} candidates{state}\n  space: {space}",
         p.objective_s,
         p.lower_bound_s,
         percent(p.gap),
         p.candidates,
-        if p.space.is_empty() {
-            "not stated"
-        } else {
-            &p.space
-        }
-    )
+    );
+    for (i, s) in p.stages.iter().enumerate() {
+        let _ = write!(
+            w,
+            "\n  stage {i}: {}, {} of at least {}, gap {}",
+            s.method,
+            s.objective_s,
+            s.lower_bound_s,
+            percent(s.gap)
+        );
+    }
+    w
 }

@@ -11,7 +11,8 @@ use ir::program::{
 };
 use std::collections::BTreeMap;
 
-/// Picoseconds: a step of 200 days still fits.
+/// Picoseconds: a step of 200 days still fits. Sums saturate there, as figures of a cluster may
+/// be absurd.
 pub(super) type Pico = u64;
 
 pub(super) fn pico(seconds: f64) -> Pico {
@@ -196,7 +197,7 @@ pub(super) fn latest(inputs: &[Pico], paths: &[Option<Pico>]) -> Option<Pico> {
     inputs
         .iter()
         .zip(paths)
-        .filter_map(|(&t, p)| Some(t + (*p)?))
+        .filter_map(|(&t, p)| Some(t.saturating_add((*p)?)))
         .max()
 }
 
@@ -217,7 +218,7 @@ fn longest_paths(
             .iter()
             .map(|d| ends[d.index()])
             .fold(own.max(*stream), Option::max);
-        let end = start.map(|s| s + durations[i]);
+        let end = start.map(|s| s.saturating_add(durations[i]));
         *stream = end.or(*stream);
         ends.push(end);
     }

@@ -313,7 +313,7 @@ impl<'a> Player<'a> {
             } else {
                 own
             };
-            let end = start + self.durations[t][i];
+            let end = start.saturating_add(self.durations[t][i]);
             shared
                 .timeline
                 .add(self.index, self.next, Some(i), seconds(start), seconds(end));
@@ -381,7 +381,7 @@ impl<'a> Player<'a> {
                 start = start.max(*partner.get(self.numbers[number] as usize)?);
                 number += 1;
             }
-            end = end.max(start + part.duration);
+            end = end.max(start.saturating_add(part.duration));
         }
         Some(end)
     }
@@ -435,7 +435,7 @@ impl<'a> Player<'a> {
         }
         self.next_exchange = 0;
         self.play.count[t] += 1;
-        let duration: f64 = seconds(self.durations[t].iter().sum());
+        let duration: f64 = seconds(self.durations[t].iter().fold(0, |sum, d| sum.saturating_add(*d)));
         self.play.elapsed_s[t] += duration;
         self.play.work_s[t] += duration;
         Some(())

@@ -21,7 +21,6 @@ mod highs_backend;
 mod ilp;
 mod improve;
 pub mod iopddl;
-#[cfg(feature = "highs")]
 mod microlp_backend;
 mod neighbourhood;
 pub mod presolve;

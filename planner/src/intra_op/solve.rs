@@ -57,7 +57,6 @@ pub enum IlpBackend {
     #[cfg(feature = "highs")]
     Highs,
     /// microlp: pure Rust, for small problems.
-    #[cfg(feature = "highs")]
     Microlp,
     /// None: bounds and search only.
     None,
@@ -70,7 +69,7 @@ impl Default for IlpBackend {
     }
     #[cfg(not(feature = "highs"))]
     fn default() -> Self {
-        IlpBackend::None
+        IlpBackend::Microlp
     }
 }
 
@@ -620,7 +619,6 @@ fn backend(which: IlpBackend) -> Option<ilp::Backend> {
     match which {
         #[cfg(feature = "highs")]
         IlpBackend::Highs => Some(super::highs_backend::run),
-        #[cfg(feature = "highs")]
         IlpBackend::Microlp => Some(super::microlp_backend::run),
         IlpBackend::None => None,
     }

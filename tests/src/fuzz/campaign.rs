@@ -33,7 +33,9 @@ const MAX_CORPUS: usize = 200;
 
 /// Keeps panics from printing while they are expected; remembers the last one's message.
 fn quiet_panics() {
-    std::panic::set_hook(Box::new(|info| LAST_PANIC.with(|m| *m.borrow_mut() = info.to_string().replace('\n', " "))));
+    std::panic::set_hook(Box::new(|info| {
+        LAST_PANIC.with(|m| *m.borrow_mut() = info.to_string().replace('\n', " "))
+    }));
 }
 
 /// Tries inputs for `budget`. The same seed tries the same inputs in the same order.
@@ -42,10 +44,18 @@ fn quiet_panics() {
 pub fn fuzz(target: &Target, seed: u64, budget: Duration) -> Campaign {
     let mut corpus = (target.corpus)();
     for (i, good) in corpus.iter().enumerate() {
-        assert_eq!((target.run)(good), target.full, "{}: input {i} of the corpus is not good", target.name);
+        assert_eq!(
+            (target.run)(good),
+            target.full,
+            "{}: input {i} of the corpus is not good",
+            target.name
+        );
     }
     let n_good = corpus.len();
-    let mut found = Campaign { depths: vec![0; target.full + 1], ..Campaign::default() };
+    let mut found = Campaign {
+        depths: vec![0; target.full + 1],
+        ..Campaign::default()
+    };
     let mut rng = Rng::new(seed ^ 0x66757a7a);
     quiet_panics();
     let start = Instant::now();
@@ -75,7 +85,11 @@ pub fn fuzz(target: &Target, seed: u64, budget: Duration) -> Campaign {
             Err(_) => {
                 let message = LAST_PANIC.with(|m| m.borrow().clone());
                 let place = |m: &str| m.split(": ").next().unwrap_or_default().to_string();
-                if !found.panics.iter().any(|(known, _)| place(known) == place(&message)) {
+                if !found
+                    .panics
+                    .iter()
+                    .any(|(known, _)| place(known) == place(&message))
+                {
                     found.panics.push((message, input));
                 }
             }
@@ -87,7 +101,9 @@ pub fn fuzz(target: &Target, seed: u64, budget: Duration) -> Campaign {
 
 /// Writes an input to a file, to be looked at and to be tried again with `FUZZ_INPUT`.
 pub fn save(name: &str, input: &[u8]) -> PathBuf {
-    let hash = input.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+    let hash = input.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| {
+        (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3)
+    });
     let folder = std::env::temp_dir().join("meshwright-fuzz");
     let path = folder.join(format!("{name}-{hash:016x}"));
     let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, input));

@@ -17,7 +17,8 @@ pub const TINY_INDEX: &str = "model.safetensors.index.json";
 /// Name of its one shard.
 pub(super) const TINY_SHARD: &str = "model-00001-of-00001.safetensors";
 /// A text to tokenise.
-pub(super) const TEXT: &str = "It was a dark night. The 3 ships didn't\nsail: \u{e9}t\u{e9}, \u{4f60}\u{597d}!\n";
+pub(super) const TEXT: &str =
+    "It was a dark night. The 3 ships didn't\nsail: \u{e9}t\u{e9}, \u{4f60}\u{597d}!\n";
 
 /// A forward graph that is planned in milliseconds.
 pub fn tiny_forward() -> Graph {
@@ -26,7 +27,11 @@ pub fn tiny_forward() -> Graph {
 
 /// What is trained in it.
 pub fn tiny_train() -> TrainSpec {
-    TrainSpec { global_batch: 4, sequence: SEQUENCE, ..TrainSpec::default() }
+    TrainSpec {
+        global_batch: 4,
+        sequence: SEQUENCE,
+        ..TrainSpec::default()
+    }
 }
 
 fn read(path: &str) -> Vec<u8> {
@@ -35,9 +40,19 @@ fn read(path: &str) -> Vec<u8> {
 }
 
 pub(super) fn configs() -> Vec<Vec<u8>> {
-    let cases = ["gpt2_untied_gelu/config.json", "llama_untied_rope/config.json", "llama_linear_rope/config.v4.json"];
-    let mut all: Vec<Vec<u8>> = cases.iter().map(|c| read(&format!("tests/reference/{c}"))).collect();
-    all.extend(["tiny-gpt2", "tiny-llama", "llama-3.2-1b"].map(|m| read(&format!("models/{m}/config.json"))));
+    let cases = [
+        "gpt2_untied_gelu/config.json",
+        "llama_untied_rope/config.json",
+        "llama_linear_rope/config.v4.json",
+    ];
+    let mut all: Vec<Vec<u8>> = cases
+        .iter()
+        .map(|c| read(&format!("tests/reference/{c}")))
+        .collect();
+    all.extend(
+        ["tiny-gpt2", "tiny-llama", "llama-3.2-1b"]
+            .map(|m| read(&format!("models/{m}/config.json"))),
+    );
     all.push(TINY_CONFIG.into());
     all
 }
@@ -45,9 +60,17 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
 pub(super) fn tiny_weights() -> Vec<u8> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("model.safetensors");
-    let config = ModelConfig::parse("config.json", TINY_CONFIG.as_bytes()).expect("the tiny config is valid");
-    let elements: std::collections::BTreeMap<String, u64> = config.params().into_iter().map(|p| (p.path.clone(), p.elements())).collect();
-    import::export(&path, &config, |p| Ok::<_, Infallible>(vec![0.5; elements[p] as usize])).expect("weights can be written");
+    let config = ModelConfig::parse("config.json", TINY_CONFIG.as_bytes())
+        .expect("the tiny config is valid");
+    let elements: std::collections::BTreeMap<String, u64> = config
+        .params()
+        .into_iter()
+        .map(|p| (p.path.clone(), p.elements()))
+        .collect();
+    import::export(&path, &config, |p| {
+        Ok::<_, Infallible>(vec![0.5; elements[p] as usize])
+    })
+    .expect("weights can be written");
     std::fs::read(path).expect("they were written")
 }
 
@@ -56,32 +79,67 @@ pub(super) fn weights() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn weight_indices() -> Vec<Vec<u8>> {
-    let config = ModelConfig::parse("config.json", TINY_CONFIG.as_bytes()).expect("the tiny config is valid");
-    let map: serde_json::Map<String, serde_json::Value> = config.params().into_iter().map(|p| (p.hf_name, TINY_SHARD.into())).collect();
-    vec![serde_json::json!({ "metadata": { "total_size": 100 }, "weight_map": map }).to_string().into_bytes()]
+    let config = ModelConfig::parse("config.json", TINY_CONFIG.as_bytes())
+        .expect("the tiny config is valid");
+    let map: serde_json::Map<String, serde_json::Value> = config
+        .params()
+        .into_iter()
+        .map(|p| (p.hf_name, TINY_SHARD.into()))
+        .collect();
+    vec![
+        serde_json::json!({ "metadata": { "total_size": 100 }, "weight_map": map })
+            .to_string()
+            .into_bytes(),
+    ]
 }
 
 pub(super) fn graphs() -> Vec<Vec<u8>> {
     let mut all = small_graphs();
-    for text in ["models/tiny-gpt2/config.json", "models/tiny-llama/config.json"] {
+    for text in [
+        "models/tiny-gpt2/config.json",
+        "models/tiny-llama/config.json",
+    ] {
         let config = ModelConfig::parse("config.json", &read(text)).expect("the model is valid");
-        let graph = import::model_graph(&config, &import::BuildOptions { sequence: 8, dropout: 0.1 });
+        let graph = import::model_graph(
+            &config,
+            &import::BuildOptions {
+                sequence: 8,
+                dropout: 0.1,
+            },
+        );
         all.push(ir::text::print(&graph.expect("the model builds")).into_bytes());
     }
-    let equal = GraphOptions { n_layers: 4, equal_layers: true, ..GraphOptions::default() };
+    let equal = GraphOptions {
+        n_layers: 4,
+        equal_layers: true,
+        ..GraphOptions::default()
+    };
     all.extend((0..4).map(|seed| ir::text::print(&random_graph(seed, &equal)).into_bytes()));
     all
 }
 
 pub(super) fn small_graphs() -> Vec<Vec<u8>> {
-    let options = GraphOptions { n_layers: 1, blocks_per_layer: 1, dropout: true, ..GraphOptions::default() };
-    let mut all = vec![ir::text::print(&mlp(1)).into_bytes(), ir::text::print(&mlp(3)).into_bytes()];
+    let options = GraphOptions {
+        n_layers: 1,
+        blocks_per_layer: 1,
+        dropout: true,
+        ..GraphOptions::default()
+    };
+    let mut all = vec![
+        ir::text::print(&mlp(1)).into_bytes(),
+        ir::text::print(&mlp(3)).into_bytes(),
+    ];
     all.extend((0..6).map(|seed| ir::text::print(&random_graph(seed, &options)).into_bytes()));
     all
 }
 
 fn searched_plan() -> Plan {
-    let made = planner::plan(&tiny_forward(), &tiny_train(), &crate::cluster(2), &Default::default());
+    let made = planner::plan(
+        &tiny_forward(),
+        &tiny_train(),
+        &crate::cluster(2),
+        &Default::default(),
+    );
     made.expect("the tiny model is planned").plan
 }
 
@@ -90,7 +148,11 @@ pub(super) fn plans() -> Vec<Vec<u8>> {
         stages: stages.iter().map(|(n, axes)| (*n, axes.to_vec())).collect(),
         microbatch: 2,
         n_microbatches: 2,
-        train: TrainSpec { sequence: SEQUENCE, precision, ..TrainSpec::default() },
+        train: TrainSpec {
+            sequence: SEQUENCE,
+            precision,
+            ..TrainSpec::default()
+        },
         ..Setup::default()
     };
     let random = |s: &Setup| random_plan(&mlp(1), s, &mut Random(7)).0;
@@ -100,7 +162,9 @@ pub(super) fn plans() -> Vec<Vec<u8>> {
         random(&setup(&[(1, &[1]), (2, &[2])], ir::Precision::Bf16)),
         random(&setup(&[(2, &[2, 2]), (1, &[1])], ir::Precision::F16)),
     ];
-    all.iter().map(|p| serde_json::to_vec(p).expect("a plan can be written")).collect()
+    all.iter()
+        .map(|p| serde_json::to_vec(p).expect("a plan can be written"))
+        .collect()
 }
 
 fn small_clusters() -> Vec<ir::cluster::Cluster> {
@@ -108,7 +172,9 @@ fn small_clusters() -> Vec<ir::cluster::Cluster> {
     let hosts = |name: &str| {
         let mut c = cost_model::presets::load(name, 1).expect("the preset loads");
         c.devices_per_host = 2;
-        c.levels.iter_mut().for_each(|l| l.devices = l.devices.min(2));
+        c.levels
+            .iter_mut()
+            .for_each(|l| l.devices = l.devices.min(2));
         c.levels.dedup_by_key(|l| l.devices);
         cost_model::presets::with_hosts(c, 1).expect("two devices are a cluster")
     };
@@ -116,28 +182,52 @@ fn small_clusters() -> Vec<ir::cluster::Cluster> {
 }
 
 pub(super) fn clusters_toml() -> Vec<Vec<u8>> {
-    small_clusters().iter().map(|c| cost_model::presets::print(c).expect("a cluster can be written").into_bytes()).collect()
+    small_clusters()
+        .iter()
+        .map(|c| {
+            cost_model::presets::print(c)
+                .expect("a cluster can be written")
+                .into_bytes()
+        })
+        .collect()
 }
 
 pub(super) fn clusters_json() -> Vec<Vec<u8>> {
-    small_clusters().iter().map(|c| serde_json::to_vec(c).expect("a cluster can be written")).collect()
+    small_clusters()
+        .iter()
+        .map(|c| serde_json::to_vec(c).expect("a cluster can be written"))
+        .collect()
 }
 
 pub(super) fn pins() -> Vec<Vec<u8>> {
-    ["data=2\ntensor=2", "pipeline=2\nschedule=gpipe\nmicrobatch=2", "data=4,zero=3", "tensor=2 pipeline=2 schedule=1f1b", "tensor=4\nspec:h.*.up=[_,tensor]"]
-        .map(|t| t.as_bytes().to_vec())
-        .to_vec()
+    [
+        "data=2\ntensor=2",
+        "pipeline=2\nschedule=gpipe\nmicrobatch=2",
+        "data=4,zero=3",
+        "tensor=2 pipeline=2 schedule=1f1b",
+        "tensor=4\nspec:h.*.up=[_,tensor]",
+    ]
+    .map(|t| t.as_bytes().to_vec())
+    .to_vec()
 }
 
 pub(super) fn data_bins() -> Vec<Vec<u8>> {
-    let tokens: Vec<u8> = (0..400u16).flat_map(|t| (t * 37 % 256).to_le_bytes()).collect();
+    let tokens: Vec<u8> = (0..400u16)
+        .flat_map(|t| (t * 37 % 256).to_le_bytes())
+        .collect();
     let header = |magic: u32, version: u32, n: u32| -> Vec<u8> {
         let mut h = vec![0u32; 256];
         h[..3].copy_from_slice(&[magic, version, n]);
         h.iter().flat_map(|x| x.to_le_bytes()).collect()
     };
-    let wide: Vec<u8> = (0..400u32).flat_map(|t| (t * 37 % 256).to_le_bytes()).collect();
-    vec![tokens.clone(), [header(20240520, 1, 400), tokens].concat(), [header(20240801, 7, 400), wide].concat()]
+    let wide: Vec<u8> = (0..400u32)
+        .flat_map(|t| (t * 37 % 256).to_le_bytes())
+        .collect();
+    vec![
+        tokens.clone(),
+        [header(20240520, 1, 400), tokens].concat(),
+        [header(20240801, 7, 400), wide].concat(),
+    ]
 }
 
 pub(super) fn data_texts() -> Vec<Vec<u8>> {
@@ -146,7 +236,8 @@ pub(super) fn data_texts() -> Vec<Vec<u8>> {
 
 pub(super) fn tokenizers() -> Vec<Vec<u8>> {
     // The example's vocabulary is larger than the 256 tokens that the target accepts.
-    let mut json: serde_json::Value = serde_json::from_slice(&read("examples/data/tokenizer.json")).expect("the tokenizer is JSON");
+    let mut json: serde_json::Value = serde_json::from_slice(&read("examples/data/tokenizer.json"))
+        .expect("the tokenizer is JSON");
     json["model"]["merges"] = serde_json::json!([]);
     if let Some(vocab) = json["model"]["vocab"].as_object_mut() {
         vocab.retain(|_, id| id.as_u64().is_some_and(|id| id < 256));
@@ -154,7 +245,10 @@ pub(super) fn tokenizers() -> Vec<Vec<u8>> {
     let words = serde_json::json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "It": 1, "was": 2, "a": 3}, "unk_token": "[UNK]"}});
-    [json, words].iter().map(|j| j.to_string().into_bytes()).collect()
+    [json, words]
+        .iter()
+        .map(|j| j.to_string().into_bytes())
+        .collect()
 }
 
 pub(super) fn instances() -> Vec<Vec<u8>> {
@@ -169,8 +263,17 @@ pub(super) fn instances() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn measurements() -> Vec<Vec<u8>> {
-    use ir::measurement::{InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement};
-    let step = |step| StepMeasurement { step, loss: 3.5, grad_norm: if step == 1 { f64::NAN } else { 1.25 }, lr: 1e-3, seconds: 0.01, profiled: step == 2 };
+    use ir::measurement::{
+        InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement,
+    };
+    let step = |step| StepMeasurement {
+        step,
+        loss: 3.5,
+        grad_norm: if step == 1 { f64::NAN } else { 1.25 },
+        lr: 1e-3,
+        seconds: 0.01,
+        profiled: step == 2,
+    };
     let m = Measurement {
         version: MEASUREMENT_VERSION,
         name: "tiny".into(),
@@ -179,8 +282,22 @@ pub(super) fn measurements() -> Vec<Vec<u8>> {
         n_ranks: 2,
         steps: (0..3).map(step).collect(),
         validation: vec![(2, 3.25)],
-        stages: vec![StageMeasurement { compute_s: 0.5, ..StageMeasurement::default() }; 2],
-        instructions: vec![InstructionMeasurement { what: "h.0.fc".into(), count: 2, mean_s: 1e-4, ..InstructionMeasurement::default() }; 3],
+        stages: vec![
+            StageMeasurement {
+                compute_s: 0.5,
+                ..StageMeasurement::default()
+            };
+            2
+        ],
+        instructions: vec![
+            InstructionMeasurement {
+                what: "h.0.fc".into(),
+                count: 2,
+                mean_s: 1e-4,
+                ..InstructionMeasurement::default()
+            };
+            3
+        ],
         ..Measurement::default()
     };
     vec![serde_json::to_vec(&m).expect("a measurement can be written")]
@@ -189,8 +306,15 @@ pub(super) fn measurements() -> Vec<Vec<u8>> {
 pub(super) fn checkpoints() -> Vec<Vec<u8>> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("state.safetensors");
-    let tensor = |lens: &[u64]| StateTensor { lens: lens.to_vec(), values: vec![0.25; lens.iter().product::<u64>() as usize] };
-    let states = States::from([("embed.table".into(), tensor(&[4, 2])), ("loss_scale".into(), tensor(&[])), ("moment1.embed.table".into(), tensor(&[4, 2]))]);
+    let tensor = |lens: &[u64]| StateTensor {
+        lens: lens.to_vec(),
+        values: vec![0.25; lens.iter().product::<u64>() as usize],
+    };
+    let states = States::from([
+        ("embed.table".into(), tensor(&[4, 2])),
+        ("loss_scale".into(), tensor(&[])),
+        ("moment1.embed.table".into(), tensor(&[4, 2])),
+    ]);
     runtime::checkpoint::save(&path, &states, 17).expect("a checkpoint can be written");
     vec![std::fs::read(path).expect("it was written")]
 }

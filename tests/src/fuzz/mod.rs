@@ -47,26 +47,119 @@ pub struct Target {
 
 /// All targets.
 pub const TARGETS: [Target; 15] = [
-    Target { name: "config", run: config, corpus: corpus::configs, full: 2, shape: Shape::Json },
-    Target { name: "weights", run: weights, corpus: corpus::weights, full: 2, shape: Shape::Safetensors },
-    Target { name: "weights_index", run: weights_index, corpus: corpus::weight_indices, full: 2, shape: Shape::Json },
-    Target { name: "graph", run: graph, corpus: corpus::graphs, full: 3, shape: Shape::Text },
-    Target { name: "graph_to_plan", run: graph_to_plan, corpus: corpus::small_graphs, full: 2, shape: Shape::Text },
-    Target { name: "plan", run: plan, corpus: corpus::plans, full: 4, shape: Shape::Json },
-    Target { name: "cluster_toml", run: cluster_toml, corpus: corpus::clusters_toml, full: 3, shape: Shape::Text },
-    Target { name: "cluster_json", run: cluster_json, corpus: corpus::clusters_json, full: 3, shape: Shape::Json },
-    Target { name: "pins", run: pins, corpus: corpus::pins, full: 2, shape: Shape::Text },
-    Target { name: "data_bin", run: data_bin, corpus: corpus::data_bins, full: 2, shape: Shape::Binary },
-    Target { name: "data_text", run: data_text, corpus: corpus::data_texts, full: 2, shape: Shape::Binary },
-    Target { name: "tokenizer", run: tokenizer, corpus: corpus::tokenizers, full: 2, shape: Shape::Json },
-    Target { name: "iopddl", run: iopddl, corpus: corpus::instances, full: 2, shape: Shape::Json },
-    Target { name: "measurement", run: measurement, corpus: corpus::measurements, full: 1, shape: Shape::Json },
-    Target { name: "checkpoint", run: checkpoint, corpus: corpus::checkpoints, full: 1, shape: Shape::Safetensors },
+    Target {
+        name: "config",
+        run: config,
+        corpus: corpus::configs,
+        full: 2,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "weights",
+        run: weights,
+        corpus: corpus::weights,
+        full: 2,
+        shape: Shape::Safetensors,
+    },
+    Target {
+        name: "weights_index",
+        run: weights_index,
+        corpus: corpus::weight_indices,
+        full: 2,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "graph",
+        run: graph,
+        corpus: corpus::graphs,
+        full: 3,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "graph_to_plan",
+        run: graph_to_plan,
+        corpus: corpus::small_graphs,
+        full: 2,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "plan",
+        run: plan,
+        corpus: corpus::plans,
+        full: 4,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "cluster_toml",
+        run: cluster_toml,
+        corpus: corpus::clusters_toml,
+        full: 3,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "cluster_json",
+        run: cluster_json,
+        corpus: corpus::clusters_json,
+        full: 3,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "pins",
+        run: pins,
+        corpus: corpus::pins,
+        full: 2,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "data_bin",
+        run: data_bin,
+        corpus: corpus::data_bins,
+        full: 2,
+        shape: Shape::Binary,
+    },
+    Target {
+        name: "data_text",
+        run: data_text,
+        corpus: corpus::data_texts,
+        full: 2,
+        shape: Shape::Binary,
+    },
+    Target {
+        name: "tokenizer",
+        run: tokenizer,
+        corpus: corpus::tokenizers,
+        full: 2,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "iopddl",
+        run: iopddl,
+        corpus: corpus::instances,
+        full: 2,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "measurement",
+        run: measurement,
+        corpus: corpus::measurements,
+        full: 1,
+        shape: Shape::Json,
+    },
+    Target {
+        name: "checkpoint",
+        run: checkpoint,
+        corpus: corpus::checkpoints,
+        full: 1,
+        shape: Shape::Safetensors,
+    },
 ];
 
 /// The target of a name.
 pub fn target(name: &str) -> Target {
-    TARGETS.into_iter().find(|t| t.name == name).expect("a target of this name")
+    TARGETS
+        .into_iter()
+        .find(|t| t.name == name)
+        .expect("a target of this name")
 }
 
 /// Ops above which a parsed graph is not used further.
@@ -74,14 +167,25 @@ const MAX_OPS: usize = 400;
 
 /// A model's `config.json`, and the graph it stands for.
 pub fn config(data: &[u8]) -> Depth {
-    let Ok(config) = ModelConfig::parse("config.json", data) else { return 0 };
+    let Ok(config) = ModelConfig::parse("config.json", data) else {
+        return 0;
+    };
     if config.n_layers() > 64 {
         return 1;
     }
     let _ = config.n_parameters();
-    let options = BuildOptions { sequence: config.max_sequence().min(64), dropout: 0.1 };
-    let Ok(graph) = import::model_graph(&config, &options) else { return 1 };
-    assert_eq!(ir::verify::verify(&graph), vec![], "an imported graph breaks rules");
+    let options = BuildOptions {
+        sequence: config.max_sequence().min(64),
+        dropout: 0.1,
+    };
+    let Ok(graph) = import::model_graph(&config, &options) else {
+        return 1;
+    };
+    assert_eq!(
+        ir::verify::verify(&graph),
+        vec![],
+        "an imported graph breaks rules"
+    );
     2
 }
 
@@ -107,19 +211,32 @@ fn tiny_config() -> ModelConfig {
 
 /// A safetensors file of a tiny model's weights.
 pub fn weights(data: &[u8]) -> Depth {
-    with_file("model.safetensors", data, |path| Weights::open(path, &tiny_config()).map_or(0, |w| all_params(&w)))
+    with_file("model.safetensors", data, |path| {
+        Weights::open(path, &tiny_config()).map_or(0, |w| all_params(&w))
+    })
 }
 
 /// The index of a sharded safetensors file, whose one shard is good.
 pub fn weights_index(data: &[u8]) -> Depth {
     with_file(TINY_INDEX, data, |path| {
-        std::fs::write(path.with_file_name(corpus::TINY_SHARD), corpus::tiny_weights()).expect("a temporary file");
+        std::fs::write(
+            path.with_file_name(corpus::TINY_SHARD),
+            corpus::tiny_weights(),
+        )
+        .expect("a temporary file");
         Weights::open(path, &tiny_config()).map_or(0, |w| all_params(&w))
     })
 }
 
 fn sequence_of(graph: &Graph) -> Option<u64> {
-    let tokens = |k: &OpKind| matches!(k, OpKind::Input { kind: InputKind::Tokens });
+    let tokens = |k: &OpKind| {
+        matches!(
+            k,
+            OpKind::Input {
+                kind: InputKind::Tokens
+            }
+        )
+    };
     let op = graph.ops().iter().find(|op| tokens(&op.kind))?;
     match graph.ty(op.outputs[0]).shape.0.get(1) {
         Some(Dim::Fixed(n)) => Some(*n),
@@ -129,8 +246,12 @@ fn sequence_of(graph: &Graph) -> Option<u64> {
 
 /// A graph in text form: read, printed, verified, differentiated.
 pub fn graph(data: &[u8]) -> Depth {
-    let Ok(text) = std::str::from_utf8(data) else { return 0 };
-    let Ok(graph) = ir::text::parse(text) else { return 0 };
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
+    let Ok(graph) = ir::text::parse(text) else {
+        return 0;
+    };
     if graph.ops().len() > MAX_OPS {
         return 1;
     }
@@ -140,18 +261,28 @@ pub fn graph(data: &[u8]) -> Depth {
     if !ir::verify::verify(&graph).is_empty() {
         return 1;
     }
-    let train = TrainSpec { sequence: sequence_of(&graph).unwrap_or(1), ..tiny_train() };
+    let train = TrainSpec {
+        sequence: sequence_of(&graph).unwrap_or(1),
+        ..tiny_train()
+    };
     training_graph(&graph, &train).map_or(2, |_| 3)
 }
 
 /// A graph in text form, planned for two devices.
 pub fn graph_to_plan(data: &[u8]) -> Depth {
-    let Ok(text) = std::str::from_utf8(data) else { return 0 };
-    let Ok(graph) = ir::text::parse(text) else { return 0 };
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
+    let Ok(graph) = ir::text::parse(text) else {
+        return 0;
+    };
     if graph.ops().len() > MAX_OPS / 4 || !ir::verify::verify(&graph).is_empty() {
         return 0;
     }
-    let train = TrainSpec { sequence: sequence_of(&graph).unwrap_or(1), ..tiny_train() };
+    let train = TrainSpec {
+        sequence: sequence_of(&graph).unwrap_or(1),
+        ..tiny_train()
+    };
     match planner::plan(&graph, &train, &crate::cluster(2), &Default::default()) {
         Ok(made) => {
             crate::assert_checked(&made.plan, &made.training, &made.program);
@@ -164,17 +295,25 @@ pub fn graph_to_plan(data: &[u8]) -> Depth {
 
 /// A plan: read, checked, lowered, and its program checked.
 pub fn plan(data: &[u8]) -> Depth {
-    let Ok(plan) = serde_json::from_slice::<Plan>(data) else { return 0 };
+    let Ok(plan) = serde_json::from_slice::<Plan>(data) else {
+        return 0;
+    };
     if !checker::check_plan(&plan).is_empty() {
         return 1;
     }
-    let n_ranks: u64 = plan.stages.iter().map(|s| u64::from(s.mesh.n_devices())).sum();
+    let n_ranks: u64 = plan
+        .stages
+        .iter()
+        .map(|s| u64::from(s.mesh.n_devices()))
+        .sum();
     if plan.n_microbatches > 256 || n_ranks > 64 {
         return 1;
     }
     let forward = ir::text::parse(&plan.graph).expect("the checker read it");
     let training = training_graph(&forward, &plan.train).expect("the checker built it");
-    let Ok(program) = lowering::lower_training(&plan, &training) else { return 2 };
+    let Ok(program) = lowering::lower_training(&plan, &training) else {
+        return 2;
+    };
     if !checker::check_program(&plan, &training, &program).is_empty() {
         return 3;
     }
@@ -202,7 +341,9 @@ fn cluster(cluster: &Cluster) -> Depth {
 
 /// A cluster as TOML, and a plan for it.
 pub fn cluster_toml(data: &[u8]) -> Depth {
-    let Ok(text) = std::str::from_utf8(data) else { return 0 };
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
     cost_model::presets::parse(text).map_or(0, |c| cluster(&c))
 }
 
@@ -213,11 +354,19 @@ pub fn cluster_json(data: &[u8]) -> Depth {
 
 /// Pins, one to a line, and a plan that keeps them.
 pub fn pins(data: &[u8]) -> Depth {
-    let Ok(text) = std::str::from_utf8(data) else { return 0 };
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
     let lines: Vec<&str> = text.lines().collect();
-    let Ok(pins) = Pins::parse(&lines) else { return 0 };
+    let Ok(pins) = Pins::parse(&lines) else {
+        return 0;
+    };
     let described = pins.describe();
-    assert_eq!(Pins::parse(&described).as_ref(), Ok(&pins), "{described:?} are not the pins");
+    assert_eq!(
+        Pins::parse(&described).as_ref(),
+        Ok(&pins),
+        "{described:?} are not the pins"
+    );
     let options = planner::PlanOptions { pins };
     match planner::plan(&tiny_forward(), &tiny_train(), &crate::cluster(4), &options) {
         Ok(made) => {
@@ -230,8 +379,15 @@ pub fn pins(data: &[u8]) -> Depth {
 }
 
 fn data(path: PathBuf, tokenizer: Option<PathBuf>) -> Depth {
-    let options = DataOptions { format: None, tokenizer, vocab: 256, validation_fraction: 0.2 };
-    let Ok(dataset) = Dataset::open(&path, &options) else { return 0 };
+    let options = DataOptions {
+        format: None,
+        tokenizer,
+        vocab: 256,
+        validation_fraction: 0.2,
+    };
+    let Ok(dataset) = Dataset::open(&path, &options) else {
+        return 0;
+    };
     let mut depth = 1 + usize::from(dataset.check().is_ok());
     for split in [Split::Train, Split::Validation] {
         for sequence in [1, 3, 1000] {
@@ -240,8 +396,13 @@ fn data(path: PathBuf, tokenizer: Option<PathBuf>) -> Depth {
                 continue;
             };
             for window in [0, n - 1, n] {
-                let Ok(tokens) = dataset.sample(split, window, sequence) else { continue };
-                assert!(tokens.len() == sequence + 1 && tokens.iter().all(|t| *t < 256), "{tokens:?}");
+                let Ok(tokens) = dataset.sample(split, window, sequence) else {
+                    continue;
+                };
+                assert!(
+                    tokens.len() == sequence + 1 && tokens.iter().all(|t| *t < 256),
+                    "{tokens:?}"
+                );
             }
         }
     }
@@ -270,17 +431,25 @@ pub fn tokenizer(bytes: &[u8]) -> Depth {
 /// An intra-op problem in the benchmark's form, and a short search; or a solution of one.
 pub fn iopddl(data: &[u8]) -> Depth {
     let _ = read_solution(data);
-    let Ok(problem) = read_problem(data) else { return 0 };
+    let Ok(problem) = read_problem(data) else {
+        return 0;
+    };
     if problem.nodes.len() > 100 {
         return 1;
     }
-    let options = SolveOptions { time_limit: Some(Duration::from_millis(50)), threads: 1, ..SolveOptions::default() };
+    let options = SolveOptions {
+        time_limit: Some(Duration::from_millis(50)),
+        threads: 1,
+        ..SolveOptions::default()
+    };
     solve(&problem, &options).map_or(1, |_| 2)
 }
 
 /// The record of a run.
 pub fn measurement(data: &[u8]) -> Depth {
-    let Ok(m) = serde_json::from_slice::<Measurement>(data) else { return 0 };
+    let Ok(m) = serde_json::from_slice::<Measurement>(data) else {
+        return 0;
+    };
     let text = serde_json::to_string(&m).expect("a measurement can be written");
     serde_json::from_str::<Measurement>(&text).expect("what is written can be read");
     let _ = cost_model::compare::compare(&Default::default(), &[], &m);
@@ -289,5 +458,7 @@ pub fn measurement(data: &[u8]) -> Depth {
 
 /// A checkpoint of a training state.
 pub fn checkpoint(data: &[u8]) -> Depth {
-    with_file("state.safetensors", data, |path| runtime::checkpoint::load(&path).map_or(0, |_| 1))
+    with_file("state.safetensors", data, |path| {
+        runtime::checkpoint::load(&path).map_or(0, |_| 1)
+    })
 }

@@ -18,8 +18,30 @@ pub enum Shape {
 }
 
 const WORDS: [&str; 24] = [
-    "0", "1", "-1", "2", "3", "7", "64", "255", "256", "65536", "2147483647", "4294967295", "4294967296", "9223372036854775807", "18446744073709551615",
-    "18446744073709551616", "1e308", "-1e-320", "0.5", "nan", "inf", "null", "B", "",
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "7",
+    "64",
+    "255",
+    "256",
+    "65536",
+    "2147483647",
+    "4294967295",
+    "4294967296",
+    "9223372036854775807",
+    "18446744073709551615",
+    "18446744073709551616",
+    "1e308",
+    "-1e-320",
+    "0.5",
+    "nan",
+    "inf",
+    "null",
+    "B",
+    "",
 ];
 
 /// One spoiled input, made of one or two of the corpus.
@@ -63,14 +85,20 @@ fn bytes(data: &mut Vec<u8>, corpus: &[Vec<u8>], rng: &mut Rng) {
         4 => drop(data.splice(span(data, rng), rng.pick(&WORDS).bytes())),
         5 => {
             let to = at(data, rng);
-            let value = rng.pick(&[0u64, 1, u64::MAX, 1 << 31, 1 << 32, i64::MAX as u64, 255]).to_le_bytes();
+            let value = rng
+                .pick(&[0u64, 1, u64::MAX, 1 << 31, 1 << 32, i64::MAX as u64, 255])
+                .to_le_bytes();
             let n = rng.pick(&[1, 2, 4, 8usize]).min(data.len() - to);
             data[to..to + n].copy_from_slice(&value[..n]);
         }
         _ => {
             let i = at(data, rng);
             if let Some(b) = data.get_mut(i) {
-                *b = if rng.one_in(2) { *b ^ (1 << rng.below(8)) } else { rng.next() as u8 };
+                *b = if rng.one_in(2) {
+                    *b ^ (1 << rng.below(8))
+                } else {
+                    rng.next() as u8
+                };
             }
         }
     }
@@ -87,11 +115,19 @@ fn text(data: &mut Vec<u8>, corpus: &[Vec<u8>], rng: &mut Rng) {
     let run = |data: &[u8], rng: &mut Rng| -> Option<std::ops::Range<usize>> {
         let from = at(data, rng);
         let start = (from..data.len()).find(|&i| inside(data[i]))?;
-        let end = (start..data.len()).find(|&i| !inside(data[i])).unwrap_or(data.len());
+        let end = (start..data.len())
+            .find(|&i| !inside(data[i]))
+            .unwrap_or(data.len());
         Some(start..end)
     };
-    let Some(place) = run(data, rng) else { return bytes(data, corpus, rng) };
-    let other = if rng.one_in(2) { data.clone() } else { rng.pick(corpus) };
+    let Some(place) = run(data, rng) else {
+        return bytes(data, corpus, rng);
+    };
+    let other = if rng.one_in(2) {
+        data.clone()
+    } else {
+        rng.pick(corpus)
+    };
     let with = match (rng.below(4), run(&other, rng)) {
         (0 | 1, Some(r)) => other[r].to_vec(),
         (2, _) if kind == 2 => Vec::new(),
@@ -101,16 +137,25 @@ fn text(data: &mut Vec<u8>, corpus: &[Vec<u8>], rng: &mut Rng) {
 }
 
 fn header(data: &mut Vec<u8>, rounds: usize, rng: &mut Rng) {
-    let Some((length, rest)) = data.split_first_chunk::<8>() else { return };
+    let Some((length, rest)) = data.split_first_chunk::<8>() else {
+        return;
+    };
     let n = (u64::from_le_bytes(*length) as usize).min(rest.len());
     let mut header = rest[..n].to_vec();
     let same = vec![header.clone()];
     tree(&mut header, &same, rounds, rng);
-    *data = [&(header.len() as u64).to_le_bytes()[..], &header, &rest[n..]].concat();
+    *data = [
+        &(header.len() as u64).to_le_bytes()[..],
+        &header,
+        &rest[n..],
+    ]
+    .concat();
 }
 
 fn tree(data: &mut Vec<u8>, corpus: &[Vec<u8>], rounds: usize, rng: &mut Rng) {
-    let Ok(mut root) = serde_json::from_slice::<Value>(data) else { return bytes(data, corpus, rng) };
+    let Ok(mut root) = serde_json::from_slice::<Value>(data) else {
+        return bytes(data, corpus, rng);
+    };
     let other: Value = serde_json::from_slice(&rng.pick(corpus)).unwrap_or(Value::Null);
     for _ in 0..rounds {
         let graft = node(&mut other.clone(), rng).clone();
@@ -156,8 +201,12 @@ fn spoil(value: &mut Value, graft: Value, rng: &mut Rng) {
             let old = n.as_f64().unwrap_or(0.0);
             *value = match what {
                 0 => (old + 1.0).into(),
-                1 => n.as_u64().map_or((old * 2.0).into(), |k| k.saturating_add(1).into()),
-                2 => n.as_u64().map_or((-old).into(), |k| k.saturating_sub(1).into()),
+                1 => n
+                    .as_u64()
+                    .map_or((old * 2.0).into(), |k| k.saturating_add(1).into()),
+                2 => n
+                    .as_u64()
+                    .map_or((-old).into(), |k| k.saturating_sub(1).into()),
                 _ => number(rng),
             };
         }
@@ -171,7 +220,13 @@ fn spoil(value: &mut Value, graft: Value, rng: &mut Rng) {
             *value = match what {
                 5 => number(rng),
                 6 => graft,
-                7 => rng.pick(&[Value::Null, Value::Bool(true), Value::Array(vec![]), Value::Object(Map::new()), Value::String(String::new())]),
+                7 => rng.pick(&[
+                    Value::Null,
+                    Value::Bool(true),
+                    Value::Array(vec![]),
+                    Value::Object(Map::new()),
+                    Value::String(String::new()),
+                ]),
                 _ => Value::String(rng.pick(&WORDS).into()),
             }
         }
@@ -179,7 +234,11 @@ fn spoil(value: &mut Value, graft: Value, rng: &mut Rng) {
 }
 
 fn change_key(map: &mut Map<String, Value>, what: u64, graft: Value, rng: &mut Rng) {
-    let key = map.keys().nth(rng.below(map.len() as u64) as usize).cloned().unwrap_or_default();
+    let key = map
+        .keys()
+        .nth(rng.below(map.len() as u64) as usize)
+        .cloned()
+        .unwrap_or_default();
     let old = map.remove(&key).unwrap_or(Value::Null);
     match what {
         0 => {}
@@ -191,8 +250,13 @@ fn change_key(map: &mut Map<String, Value>, what: u64, graft: Value, rng: &mut R
         }
         _ => {
             // Values of two keys change places.
-            let other = map.keys().nth(rng.below(map.len().max(1) as u64) as usize).cloned();
-            let swapped = other.and_then(|o| map.insert(o, old.clone())).unwrap_or(old);
+            let other = map
+                .keys()
+                .nth(rng.below(map.len().max(1) as u64) as usize)
+                .cloned();
+            let swapped = other
+                .and_then(|o| map.insert(o, old.clone()))
+                .unwrap_or(old);
             map.insert(key, swapped);
         }
     }
@@ -200,7 +264,21 @@ fn change_key(map: &mut Map<String, Value>, what: u64, graft: Value, rng: &mut R
 
 fn number(rng: &mut Rng) -> Value {
     match rng.below(3) {
-        0 => rng.pick(&[0u64, 1, 2, 3, 5, 16, 1000, u64::from(u32::MAX), 1 << 32, i64::MAX as u64, u64::MAX]).into(),
+        0 => rng
+            .pick(&[
+                0u64,
+                1,
+                2,
+                3,
+                5,
+                16,
+                1000,
+                u64::from(u32::MAX),
+                1 << 32,
+                i64::MAX as u64,
+                u64::MAX,
+            ])
+            .into(),
         1 => rng.pick(&[-1.0, 0.5, 1e-300, 1e18, 1e308, -0.0]).into(),
         _ => rng.below(12).into(),
     }
