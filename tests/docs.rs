@@ -23,16 +23,59 @@ const MAY_USE: [(&str, &[&str]); 10] = [
     ("checker", &["ir"]),
     ("runtime", &["ir"]),
     ("planner", &["ir", "cost-model", "lowering"]),
-    ("cli", &["ir", "import", "cost-model", "lowering", "checker", "runtime", "planner"]),
-    ("tests", &["ir", "import", "cost-model", "lowering", "checker", "runtime", "planner"]),
-    ("benchmarks", &["ir", "import", "cost-model", "lowering", "checker", "runtime", "planner"]),
+    (
+        "cli",
+        &[
+            "ir",
+            "import",
+            "cost-model",
+            "lowering",
+            "checker",
+            "runtime",
+            "planner",
+        ],
+    ),
+    (
+        "tests",
+        &[
+            "ir",
+            "import",
+            "cost-model",
+            "lowering",
+            "checker",
+            "runtime",
+            "planner",
+        ],
+    ),
+    (
+        "benchmarks",
+        &[
+            "ir",
+            "import",
+            "cost-model",
+            "lowering",
+            "checker",
+            "runtime",
+            "planner",
+        ],
+    ),
 ];
 
 /// What is made by building and running, and is not of the repository.
-const NOT_OURS: [&str; 6] = ["target", ".git", ".venv", "quickstart-out", "node_modules", "__pycache__"];
+const NOT_OURS: [&str; 6] = [
+    "target",
+    ".git",
+    ".venv",
+    "quickstart-out",
+    "node_modules",
+    "__pycache__",
+];
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the repository").to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the package lies in the repository")
+        .to_path_buf()
 }
 
 /// All files below `dir` whose name ends in one of `endings`, in order.
@@ -40,7 +83,10 @@ fn files(dir: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display())) {
         let entry = entry.expect("an entry of a folder");
-        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        let (path, name) = (
+            entry.path(),
+            entry.file_name().to_string_lossy().into_owned(),
+        );
         let kind = entry.file_type().expect("a file has a type");
         if kind.is_dir() && !NOT_OURS.contains(&name.as_str()) {
             found.extend(files(&path, endings));
@@ -57,7 +103,10 @@ fn read(path: &Path) -> String {
 }
 
 fn shown(path: &Path) -> String {
-    path.strip_prefix(root()).unwrap_or(path).display().to_string()
+    path.strip_prefix(root())
+        .unwrap_or(path)
+        .display()
+        .to_string()
 }
 
 fn nothing_wrong(problems: &[String]) {
@@ -78,19 +127,34 @@ fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
 
 /// A heading's anchor, as GitHub makes it.
 fn anchor(heading: &str) -> String {
-    let kept = heading.trim().chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
-    kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+    let kept = heading
+        .trim()
+        .chars()
+        .filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| {
+        if c == ' ' {
+            '-'
+        } else {
+            c.to_ascii_lowercase()
+        }
+    })
+    .collect()
 }
 
 fn anchors(document: &Path) -> BTreeSet<String> {
     let text = read(document);
     let headings = lines(&text).filter(|(_, line, fenced)| !fenced && line.starts_with('#'));
-    headings.map(|(_, line, _)| anchor(line.trim_start_matches('#'))).collect()
+    headings
+        .map(|(_, line, _)| anchor(line.trim_start_matches('#')))
+        .collect()
 }
 
 /// Targets of `[text](target)` in a line.
 fn links(line: &str) -> Vec<&str> {
-    line.split("](").skip(1).filter_map(|rest| rest.split_once(')').map(|(target, _)| target)).collect()
+    line.split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
+        .collect()
 }
 
 #[test]
@@ -100,23 +164,36 @@ fn every_link_between_documents_leads_somewhere() {
     for document in files(&root(), &[".md"]) {
         let text = read(&document);
         for (number, line, fenced) in lines(&text) {
-            let ours = links(line).into_iter().filter(|t| !fenced && !t.starts_with("http"));
+            let ours = links(line)
+                .into_iter()
+                .filter(|t| !fenced && !t.starts_with("http"));
             for target in ours {
                 n_links += 1;
-                let (file, heading) = target.split_once('#').map_or((target, None), |(f, h)| (f, Some(h)));
+                let (file, heading) = target
+                    .split_once('#')
+                    .map_or((target, None), |(f, h)| (f, Some(h)));
                 let to = match file {
                     "" => document.clone(),
-                    _ => document.parent().expect("a file lies in a folder").join(file),
+                    _ => document
+                        .parent()
+                        .expect("a file lies in a folder")
+                        .join(file),
                 };
                 let there = to.exists() && heading.is_none_or(|h| anchors(&to).contains(h));
                 if !there {
-                    problems.push(format!("{}:{number}: `{target}` leads nowhere", shown(&document)));
+                    problems.push(format!(
+                        "{}:{number}: `{target}` leads nowhere",
+                        shown(&document)
+                    ));
                 }
             }
         }
     }
     nothing_wrong(&problems);
-    assert!(n_links >= 20, "only {n_links} links were found: the documents or this test are broken");
+    assert!(
+        n_links >= 20,
+        "only {n_links} links were found: the documents or this test are broken"
+    );
 }
 
 /// The command lines of a text: lines that begin with `meshwright` or `$ meshwright`, and code
@@ -132,7 +209,10 @@ fn command_lines(text: &str) -> Vec<(usize, String)> {
             continue;
         }
         let code = line.split('`').skip(1).step_by(2);
-        found.extend(code.filter(|c| c.starts_with("meshwright ")).map(|c| (number, c.to_string())));
+        found.extend(
+            code.filter(|c| c.starts_with("meshwright "))
+                .map(|c| (number, c.to_string())),
+        );
     }
     found
 }
@@ -176,18 +256,40 @@ fn problem(line: &str) -> Option<String> {
     }
     let help = words.iter().any(|w| w == "--help" || w == "--version");
     match args::Cli::try_parse_from(&words) {
-        Err(e) if !help => return Some(e.to_string().lines().next().unwrap_or_default().to_string()),
+        Err(e) if !help => {
+            return Some(e.to_string().lines().next().unwrap_or_default().to_string());
+        }
         _ => {}
     }
-    let pins: Vec<&String> = words.windows(2).filter(|w| w[0] == "--pin").map(|w| &w[1]).collect();
+    let pins: Vec<&String> = words
+        .windows(2)
+        .filter(|w| w[0] == "--pin")
+        .map(|w| &w[1])
+        .collect();
     if let Err(e) = planner::Pins::parse(&pins) {
         return Some(e.to_string());
     }
-    let ours = |w: &&String| ["models/", "examples/", "clusters/"].iter().any(|d| w.starts_with(d));
+    let ours = |w: &&String| {
+        ["models/", "examples/", "clusters/"]
+            .iter()
+            .any(|d| w.starts_with(d))
+    };
     let missing = words.iter().filter(ours).find(|w| !root().join(w).exists());
-    let cluster = words.windows(2).find(|w| w[0] == "--cluster").map(|w| w[1].as_str());
-    let known = |c: &str| c == "cpu" || c.contains('.') || c == c.to_uppercase() || cost_model::presets::names().contains(&c);
-    missing.map(|m| format!("`{m}` is not there")).or_else(|| cluster.filter(|c| !known(c)).map(|c| format!("no cluster `{c}`")))
+    let cluster = words
+        .windows(2)
+        .find(|w| w[0] == "--cluster")
+        .map(|w| w[1].as_str());
+    let known = |c: &str| {
+        c == "cpu"
+            || c.contains('.')
+            || c == c.to_uppercase()
+            || cost_model::presets::names().contains(&c)
+    };
+    missing.map(|m| format!("`{m}` is not there")).or_else(|| {
+        cluster
+            .filter(|c| !known(c))
+            .map(|c| format!("no cluster `{c}`"))
+    })
 }
 
 #[test]
@@ -197,11 +299,16 @@ fn every_command_in_the_documents_is_accepted() {
     for document in files(&root(), &[".md"]) {
         for (number, line) in command_lines(&read(&document)) {
             n_commands += 1;
-            problems.extend(problem(&line).map(|p| format!("{}:{number}: `{line}`: {p}", shown(&document))));
+            problems.extend(
+                problem(&line).map(|p| format!("{}:{number}: `{line}`: {p}", shown(&document))),
+            );
         }
     }
     nothing_wrong(&problems);
-    assert!(n_commands >= 10, "only {n_commands} command lines were found: the documents or this test are broken");
+    assert!(
+        n_commands >= 10,
+        "only {n_commands} command lines were found: the documents or this test are broken"
+    );
 }
 
 #[test]
@@ -209,12 +316,21 @@ fn every_example_in_a_help_text_is_accepted() {
     let command = args::Cli::command();
     let mut problems = Vec::new();
     for verb in std::iter::once(&command).chain(command.get_subcommands()) {
-        let help = verb.get_after_help().map(ToString::to_string).unwrap_or_default();
-        let examples: Vec<&str> = help.lines().map(str::trim).filter(|l| l.starts_with("meshwright ")).collect();
+        let help = verb
+            .get_after_help()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        let examples: Vec<&str> = help
+            .lines()
+            .map(str::trim)
+            .filter(|l| l.starts_with("meshwright "))
+            .collect();
         if examples.is_empty() {
             problems.push(format!("`{}` has no example in its help", verb.get_name()));
         }
-        problems.extend(examples.iter().filter_map(|e| problem(e).map(|p| format!("help of {}: `{e}`: {p}", verb.get_name()))));
+        problems.extend(examples.iter().filter_map(|e| {
+            problem(e).map(|p| format!("help of {}: `{e}`: {p}", verb.get_name()))
+        }));
     }
     nothing_wrong(&problems);
 }
@@ -231,7 +347,10 @@ fn a_wrong_command_would_be_found() {
     ] {
         assert!(problem(wrong).is_some(), "{wrong}");
     }
-    assert_eq!(words("meshwright x 'spec:a b=[_,y]' # remark"), ["meshwright", "x", "spec:a b=[_,y]"]);
+    assert_eq!(
+        words("meshwright x 'spec:a b=[_,y]' # remark"),
+        ["meshwright", "x", "spec:a b=[_,y]"]
+    );
     assert_eq!(anchor(" What is not there yet"), "what-is-not-there-yet");
 }
 
@@ -240,13 +359,27 @@ fn the_readme_names_every_verb_and_the_cli_page_every_exit_code() {
     let readme = read(&root().join("README.md"));
     let command = args::Cli::command();
     let verbs: Vec<&str> = command.get_subcommands().map(|c| c.get_name()).collect();
-    let missing = |verb: &&&str| !readme.contains(&format!("`{verb}")) && !readme.contains(&format!("meshwright {verb}"));
-    assert_eq!(verbs.iter().filter(missing).collect::<Vec<_>>(), Vec::<&&str>::new(), "verbs that the README does not name");
+    let missing = |verb: &&&str| {
+        !readme.contains(&format!("`{verb}")) && !readme.contains(&format!("meshwright {verb}"))
+    };
+    assert_eq!(
+        verbs.iter().filter(missing).collect::<Vec<_>>(),
+        Vec::<&&str>::new(),
+        "verbs that the README does not name"
+    );
     let page = read(&root().join("docs/cli.md"));
-    let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-    let (_, codes) = help.rsplit_once("Exit codes: ").expect("the help lists the exit codes");
+    let help = command
+        .get_after_help()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let (_, codes) = help
+        .rsplit_once("Exit codes: ")
+        .expect("the help lists the exit codes");
     for code in codes.split(';').filter_map(|c| c.split_whitespace().next()) {
-        assert!(page.contains(&format!("| {code} |")), "docs/cli.md does not explain exit code {code}");
+        assert!(
+            page.contains(&format!("| {code} |")),
+            "docs/cli.md does not explain exit code {code}"
+        );
     }
 }
 
@@ -255,12 +388,22 @@ fn graphs_in_the_documents_are_graphs() {
     let mut n_graphs = 0;
     for document in files(&root().join("docs"), &[".md"]) {
         let text = read(&document);
-        for block in text.split("```text\n").skip(1).filter_map(|b| b.split("```").next()).filter(|b| b.starts_with("graph ")) {
+        for block in text
+            .split("```text\n")
+            .skip(1)
+            .filter_map(|b| b.split("```").next())
+            .filter(|b| b.starts_with("graph "))
+        {
             n_graphs += 1;
-            let graph = ir::text::parse(block).unwrap_or_else(|e| panic!("{}: {e}", shown(&document)));
+            let graph =
+                ir::text::parse(block).unwrap_or_else(|e| panic!("{}: {e}", shown(&document)));
             assert_eq!(ir::verify::verify(&graph), vec![], "{}", shown(&document));
-            let train = ir::TrainSpec { sequence: 8, ..ir::TrainSpec::default() };
-            ir::training::training_graph(&graph, &train).unwrap_or_else(|e| panic!("{}: {e}", shown(&document)));
+            let train = ir::TrainSpec {
+                sequence: 8,
+                ..ir::TrainSpec::default()
+            };
+            ir::training::training_graph(&graph, &train)
+                .unwrap_or_else(|e| panic!("{}: {e}", shown(&document)));
         }
     }
     assert!(n_graphs >= 1, "docs/ir.md shows a graph");
@@ -268,20 +411,45 @@ fn graphs_in_the_documents_are_graphs() {
 
 #[test]
 fn crates_depend_on_each_other_as_designed() {
-    let manifest = |dir: &str| read(&root().join(dir).join("Cargo.toml")).parse::<toml::Table>().expect("a manifest is TOML");
-    let workspace: toml::Table = read(&root().join("Cargo.toml")).parse().expect("a manifest is TOML");
-    let members = workspace["workspace"]["members"].as_array().expect("the workspace has members");
+    let manifest = |dir: &str| {
+        read(&root().join(dir).join("Cargo.toml"))
+            .parse::<toml::Table>()
+            .expect("a manifest is TOML")
+    };
+    let workspace: toml::Table = read(&root().join("Cargo.toml"))
+        .parse()
+        .expect("a manifest is TOML");
+    let members = workspace["workspace"]["members"]
+        .as_array()
+        .expect("the workspace has members");
     let members: BTreeSet<&str> = members.iter().filter_map(|m| m.as_str()).collect();
-    assert_eq!(members, MAY_USE.iter().map(|m| m.0).collect(), "a new crate needs a line in MAY_USE and in ARCHITECTURE.md");
+    assert_eq!(
+        members,
+        MAY_USE.iter().map(|m| m.0).collect(),
+        "a new crate needs a line in MAY_USE and in ARCHITECTURE.md"
+    );
     let mut problems = Vec::new();
     for (name, allowed) in MAY_USE {
         let manifest = manifest(name);
         // Tests of a crate may use more; those of the referee may not, so that it stays apart.
-        let tables: &[&str] = if name == "checker" { &["dependencies", "build-dependencies", "dev-dependencies"] } else { &["dependencies", "build-dependencies"] };
+        let tables: &[&str] = if name == "checker" {
+            &["dependencies", "build-dependencies", "dev-dependencies"]
+        } else {
+            &["dependencies", "build-dependencies"]
+        };
         for table in tables {
-            let uses = manifest.get(*table).and_then(|t| t.as_table()).into_iter().flat_map(|t| t.keys());
-            let wrong = uses.filter(|u| members.contains(u.as_str()) && !allowed.contains(&u.as_str()));
-            problems.extend(wrong.map(|u| format!("{name}: [{table}] has `{u}`, which the design does not allow")));
+            let uses = manifest
+                .get(*table)
+                .and_then(|t| t.as_table())
+                .into_iter()
+                .flat_map(|t| t.keys());
+            let wrong =
+                uses.filter(|u| members.contains(u.as_str()) && !allowed.contains(&u.as_str()));
+            problems.extend(
+                wrong.map(|u| {
+                    format!("{name}: [{table}] has `{u}`, which the design does not allow")
+                }),
+            );
         }
     }
     nothing_wrong(&problems);
@@ -292,7 +460,9 @@ fn every_module_says_what_it_is() {
     let mut problems = Vec::new();
     for (name, _) in MAY_USE {
         for file in files(&root().join(name), &[".rs"]) {
-            let of_tests = file.file_name().is_some_and(|n| n.to_string_lossy().ends_with("tests.rs"));
+            let of_tests = file
+                .file_name()
+                .is_some_and(|n| n.to_string_lossy().ends_with("tests.rs"));
             if !of_tests && !read(&file).starts_with("//!") {
                 problems.push(format!("{} has no header", shown(&file)));
             }
@@ -304,17 +474,52 @@ fn every_module_says_what_it_is() {
 #[test]
 fn nothing_speaks_of_the_machine_it_was_written_on() {
     // Put together here, so that this file does not contain them.
-    let forbidden = [["/ro", "ot/"].concat(), ["/wo", "rk/"].concat(), ["/ho", "me/"].concat()];
-    let hosts = ["github.com", "ui.perfetto.dev", "json-schema.org", "rustup.rs", "www.apache.org", "arxiv.org", "nexte.st"];
+    let forbidden = [
+        ["/ro", "ot/"].concat(),
+        ["/wo", "rk/"].concat(),
+        ["/ho", "me/"].concat(),
+    ];
+    let hosts = [
+        "github.com",
+        "ui.perfetto.dev",
+        "json-schema.org",
+        "rustup.rs",
+        "www.apache.org",
+        "arxiv.org",
+        "nexte.st",
+    ];
     let mut problems = Vec::new();
-    for file in files(&root(), &[".rs", ".md", ".toml", ".sh", ".py", "run", "LICENSE", "Cargo.lock"]) {
+    for file in files(
+        &root(),
+        &[
+            ".rs",
+            ".md",
+            ".toml",
+            ".sh",
+            ".py",
+            "run",
+            "LICENSE",
+            "Cargo.lock",
+        ],
+    ) {
         for (i, line) in read(&file).lines().enumerate() {
             let place = || format!("{}:{}", shown(&file), i + 1);
-            problems.extend(forbidden.iter().filter(|f| line.contains(f.as_str())).map(|f| format!("{}: `{f}`", place())));
+            problems.extend(
+                forbidden
+                    .iter()
+                    .filter(|f| line.contains(f.as_str()))
+                    .map(|f| format!("{}: `{f}`", place())),
+            );
             for url in line.split("://").skip(1) {
-                let host: String = url.chars().take_while(|c| c.is_alphanumeric() || matches!(c, '.' | '-')).collect();
+                let host: String = url
+                    .chars()
+                    .take_while(|c| c.is_alphanumeric() || matches!(c, '.' | '-'))
+                    .collect();
                 if !host.is_empty() && !hosts.contains(&host.trim_end_matches('.')) {
-                    problems.push(format!("{}: host `{host}` is not on the list of this test", place()));
+                    problems.push(format!(
+                        "{}: host `{host}` is not on the list of this test",
+                        place()
+                    ));
                 }
             }
         }

@@ -16,8 +16,8 @@ mod oracle;
 use ir::plan::{Plan, ScheduleKind};
 use ir::program::Program;
 use ir::training::TrainingGraph;
-use mutate::CLASSES;
 use ir::{Precision, TrainSpec};
+use mutate::CLASSES;
 use tests::plans;
 use tests::plans::{Random, SEQUENCE, Setup, mlp, random_plan};
 

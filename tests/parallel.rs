@@ -10,19 +10,41 @@ const STEPS: usize = 10;
 /// Runs a pinned plan and the single device side by side.
 fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
     let name = format!("{} on {n_devices}: {}", case.forward.name, pins.join(" "));
-    let made = planned(&case.forward, &case.train, &cluster(n_devices), pins).unwrap_or_else(|e| panic!("{name}: {e}"));
-    assert_eq!(made.plan.stages.iter().map(|s| s.mesh.n_devices()).sum::<u32>(), n_devices, "{name}");
+    let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert_eq!(
+        made.plan
+            .stages
+            .iter()
+            .map(|s| s.mesh.n_devices())
+            .sum::<u32>(),
+        n_devices,
+        "{name}"
+    );
     let mut single = case.single(&made.training, made.plan.microbatch);
     let mut session = case.session(&made.program);
     for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
         let one = single.step(batch, case.lr).expect("the single device runs");
-        let many = session.step(batch, case.lr, false).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let many = session
+            .step(batch, case.lr, false)
+            .unwrap_or_else(|e| panic!("{name}: {e}"));
         if bit_equal {
-            assert_eq!((many.loss, many.grad_norm), (one.loss, one.grad_norm), "{name} step {step}");
+            assert_eq!(
+                (many.loss, many.grad_norm),
+                (one.loss, one.grad_norm),
+                "{name} step {step}"
+            );
         }
-        assert!(relative(many.loss, one.loss) < 1e-5, "{name} step {step}: loss {} against {}", many.loss, one.loss);
+        assert!(
+            relative(many.loss, one.loss) < 1e-5,
+            "{name} step {step}: loss {} against {}",
+            many.loss,
+            one.loss
+        );
     }
-    session.replicas_agree().unwrap_or_else(|e| panic!("{name}: {e}"));
+    session
+        .replicas_agree()
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
     let (mut difference, mut norm) = (0.0, 0.0);
     for (path, tensor) in session.params().expect("the parameters are gathered") {
         let (d, n) = distance(&tensor.values, &single.states()[&path]);
@@ -32,13 +54,21 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
         difference += d;
         norm += n;
     }
-    assert!(difference.sqrt() <= 1e-4 * norm.sqrt(), "{name}: parameters differ by {}", (difference / norm).sqrt());
+    assert!(
+        difference.sqrt() <= 1e-4 * norm.sqrt(),
+        "{name}: parameters differ by {}",
+        (difference / norm).sqrt()
+    );
 }
 
 /// All (data, tensor, pipeline) of a product.
 fn degrees(product: u32) -> Vec<(u32, u32, u32)> {
     let divisors = || (1..=product).filter(move |d| product % d == 0);
-    divisors().flat_map(|d| divisors().map(move |t| (d, t))).filter(|(d, t)| product % (d * t) == 0).map(|(d, t)| (d, t, product / (d * t))).collect()
+    divisors()
+        .flat_map(|d| divisors().map(move |t| (d, t)))
+        .filter(|(d, t)| product % (d * t) == 0)
+        .map(|(d, t)| (d, t, product / (d * t)))
+        .collect()
 }
 
 fn check_all(case: &str, product: u32, schedule: ScheduleKind) {

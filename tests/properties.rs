@@ -12,8 +12,9 @@
 //! many more cases.
 #![allow(clippy::unwrap_used)]
 
-use ir::op::{Init, OpKind};
+use ir::op::{Binary, Init, OpKind};
 use ir::plan::ScheduleKind;
+use ir::program::InstrKind;
 use ir::testing::{GraphOptions, MAX_SAMPLES, Rng, random_graph, sequence_of};
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Graph, Optimizer, Precision, Shape, TensorType, TrainSpec};
@@ -466,4 +467,41 @@ fn parameters(graph: &Graph) -> u64 {
 
 fn numel(shape: &Shape) -> u64 {
     shape.bind(1).iter().product()
+}
+
+/// The comparison notices one wrong operation among all of a step.
+#[test]
+fn a_wrong_program_does_not_pass() {
+    for seed in 0..5 {
+        let problem = Problem::new(seed, INTEGER, Precision::F32);
+        let (plan, training) = random_plan(
+            &problem.forward,
+            &problem.setup(Style::Any),
+            &mut Random(seed),
+        );
+        let mut program = lowering::lower(&plan).unwrap();
+        let add = OpKind::Binary { f: Binary::Add };
+        let instructions = program.roles.iter_mut().flat_map(|r| &mut r.templates);
+        let spoiled = instructions
+            .flat_map(|t| &mut t.instructions)
+            .find_map(|i| match &mut i.kind {
+                InstrKind::Compute { kind, .. } if *kind == add => Some(kind),
+                _ => None,
+            });
+        let Some(kind) = spoiled else { continue };
+        *kind = OpKind::Binary { f: Binary::Sub };
+        let compare = || {
+            problem.compare(
+                &training,
+                &program,
+                problem.microbatch,
+                Equal::Exactly,
+                "spoiled",
+            )
+        };
+        let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare));
+        assert!(run.is_err(), "seed {seed}: nobody sees the wrong sign");
+        return;
+    }
+    panic!("no program has an addition");
 }

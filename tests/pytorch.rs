@@ -6,7 +6,11 @@ use tests::{CASES, Case, distance, relative};
 
 fn tensor(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
     let bytes = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
-    bytes.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    bytes
+        .data()
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect()
 }
 
 /// Loss within 1e-5 relative and gradient norm within 2e-5 at each of 20 AdamW steps;
@@ -21,9 +25,20 @@ fn check(name: &str) {
     assert_eq!(losses.len(), 20);
     for (step, batch) in case.batches.iter().enumerate() {
         let got = single.step(batch, case.lr).expect("the step runs");
-        let (loss, norm) = (losses[step].as_f64().unwrap(), norms[step].as_f64().unwrap());
-        assert!(relative(got.loss, loss) < 1e-5, "{name} step {step}: loss {} against {loss}", got.loss);
-        assert!(relative(got.grad_norm, norm) < 2e-5, "{name} step {step}: norm {} against {norm}", got.grad_norm);
+        let (loss, norm) = (
+            losses[step].as_f64().unwrap(),
+            norms[step].as_f64().unwrap(),
+        );
+        assert!(
+            relative(got.loss, loss) < 1e-5,
+            "{name} step {step}: loss {} against {loss}",
+            got.loss
+        );
+        assert!(
+            relative(got.grad_norm, norm) < 2e-5,
+            "{name} step {step}: norm {} against {norm}",
+            got.grad_norm
+        );
         if step == 0 {
             let bytes = std::fs::read(case.folder.join("grads.safetensors")).unwrap();
             let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -35,14 +50,22 @@ fn check(name: &str) {
                 }
             }
             assert_eq!(n, file.len(), "every gradient was compared");
-            assert!(difference.sqrt() / norm < 1e-5, "{name}: gradients differ by {} of the norm", difference.sqrt() / norm);
+            assert!(
+                difference.sqrt() / norm < 1e-5,
+                "{name}: gradients differ by {} of the norm",
+                difference.sqrt() / norm
+            );
         }
     }
     let bytes = std::fs::read(case.folder.join("final.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let zero = case.reference["zero_gradient"].as_object().expect("zero_gradient");
+    let zero = case.reference["zero_gradient"]
+        .as_object()
+        .expect("zero_gradient");
     for (path, values) in single.states() {
-        let Ok(tensors) = import::to_hf(&case.config, path, values) else { continue };
+        let Ok(tensors) = import::to_hf(&case.config, path, values) else {
+            continue;
+        };
         for (hf, _, mut ours) in tensors {
             let mut theirs = tensor(&file, &hf);
             // Where the gradient is zero in exact arithmetic, AdamW turns rounding into updates.
@@ -52,7 +75,11 @@ fn check(name: &str) {
                 theirs.drain(at(0)..at(1));
             }
             let (d, norm) = distance(&ours, &theirs);
-            assert!(d.sqrt() <= 1e-4 * norm.sqrt(), "{name}: `{hf}` differs by {} after 20 steps", (d / norm).sqrt());
+            assert!(
+                d.sqrt() <= 1e-4 * norm.sqrt(),
+                "{name}: `{hf}` differs by {} after 20 steps",
+                (d / norm).sqrt()
+            );
         }
     }
 }

@@ -7,7 +7,7 @@
 //! cluster, and says whether any is predicted faster than the free plan.
 
 use ir::{Precision, TrainSpec};
-use planner::{PlanOptions, Pins, Planned};
+use planner::{Pins, PlanOptions, Planned};
 use std::path::Path;
 use std::time::Instant;
 
@@ -26,26 +26,52 @@ fn main() {
 fn run(model: &str, preset: &str, hosts: &str, batch: &str, rest: &[String]) -> Result<(), String> {
     let config = import::ModelConfig::load(Path::new(model)).map_err(|e| e.to_string())?;
     let sequence = config.max_sequence().min(2048);
-    let options = import::BuildOptions { sequence, dropout: 0.0 };
+    let options = import::BuildOptions {
+        sequence,
+        dropout: 0.0,
+    };
     let forward = import::model_graph(&config, &options).map_err(|e| e.to_string())?;
-    let hosts: u32 = hosts.parse().map_err(|_| format!("`{hosts}` is no number of hosts"))?;
+    let hosts: u32 = hosts
+        .parse()
+        .map_err(|_| format!("`{hosts}` is no number of hosts"))?;
     let cluster = cost_model::presets::load(preset, hosts).map_err(|e| e.to_string())?;
-    let global_batch = batch.parse().map_err(|_| format!("`{batch}` is no global batch"))?;
-    let train = TrainSpec { global_batch, sequence, precision: Precision::Bf16, ..TrainSpec::default() };
+    let global_batch = batch
+        .parse()
+        .map_err(|_| format!("`{batch}` is no global batch"))?;
+    let train = TrainSpec {
+        global_batch,
+        sequence,
+        precision: Precision::Bf16,
+        ..TrainSpec::default()
+    };
     let pinned = rest.iter().any(|a| a == "--pinned");
     let pins: Vec<&String> = rest.iter().filter(|a| *a != "--pinned").collect();
     let plan = |pins: &[String]| -> Result<(Planned, f64), String> {
         let started = Instant::now();
         let pins = Pins::parse(pins).map_err(|e| e.to_string())?;
-        let made = planner::plan(&forward, &train, &cluster, &PlanOptions { pins, ..PlanOptions::default() }).map_err(|e| e.to_string())?;
+        let made = planner::plan(
+            &forward,
+            &train,
+            &cluster,
+            &PlanOptions {
+                pins,
+                ..PlanOptions::default()
+            },
+        )
+        .map_err(|e| e.to_string())?;
         Ok((made, started.elapsed().as_secs_f64()))
     };
     let pins: Vec<String> = pins.into_iter().cloned().collect();
     let (free, seconds) = plan(&pins)?;
     print_line("free", &free, seconds);
     let started = Instant::now();
-    let violations = checker::check_plan(&free.plan).len() + checker::check_program(&free.plan, &free.training, &free.program).len();
-    println!("checked in {:.1} s: {violations} violations; plan {} bytes", started.elapsed().as_secs_f64(), serde_json::to_vec(&free.plan).map_or(0, |v| v.len()));
+    let violations = checker::check_plan(&free.plan).len()
+        + checker::check_program(&free.plan, &free.training, &free.program).len();
+    println!(
+        "checked in {:.1} s: {violations} violations; plan {} bytes",
+        started.elapsed().as_secs_f64(),
+        serde_json::to_vec(&free.plan).map_or(0, |v| v.len())
+    );
     if pinned {
         let n = cluster.n_devices();
         let (mut feasible, mut faster) = (0, 0);
@@ -54,11 +80,18 @@ fn run(model: &str, preset: &str, hosts: &str, batch: &str, rest: &[String]) -> 
             for pipeline in powers(n / tensor).take_while(|p| *p as usize <= forward.layers.len()) {
                 let data = n / tensor / pipeline;
                 for zero in 0..=3 {
-                    let pins = [format!("data={data}"), format!("tensor={tensor}"), format!("pipeline={pipeline}"), format!("zero={zero}")];
+                    let pins = [
+                        format!("data={data}"),
+                        format!("tensor={tensor}"),
+                        format!("pipeline={pipeline}"),
+                        format!("zero={zero}"),
+                    ];
                     match plan(&pins) {
                         Ok((made, seconds)) => {
                             feasible += 1;
-                            faster += u32::from(made.simulation.step_time.0 < free.simulation.step_time.0);
+                            faster += u32::from(
+                                made.simulation.step_time.0 < free.simulation.step_time.0,
+                            );
                             print_line(&pins.join(" "), &made, seconds);
                         }
                         Err(e) => println!("{}: {e}", pins.join(" ")),
@@ -73,7 +106,19 @@ fn run(model: &str, preset: &str, hosts: &str, batch: &str, rest: &[String]) -> 
 
 fn print_line(name: &str, made: &Planned, seconds: f64) {
     let p = &made.plan;
-    let meshes: Vec<String> = p.stages.iter().take(1).map(|s| s.mesh.axes.iter().map(|a| format!("{}={}", a.name, a.size)).collect::<Vec<_>>().join(",")).collect();
+    let meshes: Vec<String> = p
+        .stages
+        .iter()
+        .take(1)
+        .map(|s| {
+            s.mesh
+                .axes
+                .iter()
+                .map(|a| format!("{}={}", a.name, a.size))
+                .collect::<Vec<_>>()
+                .join(",")
+        })
+        .collect();
     println!(
         "{name}: step {} mfu {:.3} stages {} mesh {} microbatch {} m {} arena {} gap {:.4} | {seconds:.1} s, peak memory {}",
         made.simulation.step_time,
@@ -82,7 +127,14 @@ fn print_line(name: &str, made: &Planned, seconds: f64) {
         meshes.join(" "),
         p.microbatch,
         p.n_microbatches,
-        ir::Bytes(made.program.roles.iter().map(|r| r.arena_bytes).max().unwrap_or(0)),
+        ir::Bytes(
+            made.program
+                .roles
+                .iter()
+                .map(|r| r.arena_bytes)
+                .max()
+                .unwrap_or(0)
+        ),
         p.proof.gap,
         peak_memory().map_or("unknown".into(), |b| b.to_string()),
     );

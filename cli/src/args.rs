@@ -73,6 +73,10 @@ pub struct CompileArgs {
     /// schedule=gpipe|1f1b, spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// Write the intra-op problems of the plan's stages that were solved as integer programs
+    /// (those under memory pressure) to this folder, as `solve` reads them.
+    #[arg(long, value_name = "DIR")]
+    pub dump_intra_op: Option<PathBuf>,
     /// What is trained.
     #[command(flatten)]
     pub train: TrainArgs,

@@ -37,7 +37,8 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                             let name = forward.layers.get(layer.index()).map_or("", String::as_str);
                             let i = entered.keys().filter(|(_, l)| *l == layer).count();
                             let path = format!("{BOUNDARY}.{name}.{i}");
-                            let inside = out.add1(OpKind::Layout, &[mapped], Place::forward(path, layer))?;
+                            let inside =
+                                out.add1(OpKind::Layout, &[mapped], Place::forward(path, layer))?;
                             entered.insert((v, layer), inside);
                             inside
                         }
@@ -47,7 +48,12 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                 _ => inputs.push(mapped),
             }
         }
-        let place = Place { path: op.path.clone(), pass: op.pass, region: op.region, layer: op.layer };
+        let place = Place {
+            path: op.path.clone(),
+            pass: op.pass,
+            region: op.region,
+            layer: op.layer,
+        };
         let results = if op.kind.is_source() {
             vec![out.add_source(op.kind.clone(), forward.ty(op.outputs[0]).clone(), place)?]
         } else {

@@ -134,7 +134,11 @@ impl Cluster {
     }
     /// Bytes that a program may use on every rank.
     pub fn usable_bytes(&self) -> u64 {
-        let own = self.device.memory_bytes.0.saturating_sub(self.device.memory_reserved_bytes.0);
+        let own = self
+            .device
+            .memory_bytes
+            .0
+            .saturating_sub(self.device.memory_reserved_bytes.0);
         match &self.pool {
             Some(pool) => own.min(pool.memory_bytes.0 / u64::from(pool.devices.max(1))),
             None => own,
@@ -147,14 +151,17 @@ impl Cluster {
             Some(p) => {
                 let whole = n / p.devices.max(1);
                 let rest = f64::from(n % p.devices.max(1));
-                one * (f64::from(whole) * p.compute_devices.min(f64::from(p.devices)) + rest.min(p.compute_devices))
+                one * (f64::from(whole) * p.compute_devices.min(f64::from(p.devices))
+                    + rest.min(p.compute_devices))
             }
             None => one * f64::from(n),
         })
     }
     /// The innermost level whose groups hold both ranks.
     pub fn level_between(&self, a: u32, b: u32) -> Option<&Level> {
-        self.levels.iter().find(|l| l.devices > 0 && a / l.devices == b / l.devices)
+        self.levels
+            .iter()
+            .find(|l| l.devices > 0 && a / l.devices == b / l.devices)
     }
     /// What is wrong with the figures, key by key; empty when the cluster can be planned for.
     pub fn problems(&self) -> Vec<String> {
@@ -166,43 +173,158 @@ impl Cluster {
         };
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let share = |x: f64| x.is_finite() && x > 0.0 && x <= 1.0;
-        check(self.version == CLUSTER_VERSION, format!("version is {}, this build reads {CLUSTER_VERSION}", self.version));
+        check(
+            self.version == CLUSTER_VERSION,
+            format!(
+                "version is {}, this build reads {CLUSTER_VERSION}",
+                self.version
+            ),
+        );
         let devices = u64::from(self.n_hosts) * u64::from(self.devices_per_host);
-        check((1..=MAX_DEVICES).contains(&devices), format!("n_hosts x devices_per_host is {devices}, expected 1 to {MAX_DEVICES}"));
+        check(
+            (1..=MAX_DEVICES).contains(&devices),
+            format!("n_hosts x devices_per_host is {devices}, expected 1 to {MAX_DEVICES}"),
+        );
         let d = &self.device;
-        check(!d.peak_flops_per_s.is_empty(), "device.peak_flops_per_s is empty".into());
+        check(
+            !d.peak_flops_per_s.is_empty(),
+            "device.peak_flops_per_s is empty".into(),
+        );
         for (t, &x) in &d.peak_flops_per_s {
-            check(positive(x), format!("device.peak_flops_per_s.{} is {x}, expected a positive number", t.name()));
-            check(d.matmul_efficiency.contains_key(t), format!("device.matmul_efficiency.{} is missing", t.name()));
+            check(
+                positive(x),
+                format!(
+                    "device.peak_flops_per_s.{} is {x}, expected a positive number",
+                    t.name()
+                ),
+            );
+            check(
+                d.matmul_efficiency.contains_key(t),
+                format!("device.matmul_efficiency.{} is missing", t.name()),
+            );
         }
         for (t, &x) in &d.matmul_efficiency {
-            check(share(x), format!("device.matmul_efficiency.{} is {x}, expected 0 to 1", t.name()));
+            check(
+                share(x),
+                format!(
+                    "device.matmul_efficiency.{} is {x}, expected 0 to 1",
+                    t.name()
+                ),
+            );
         }
-        for (key, x) in [("m", d.matmul_half_size.m), ("n", d.matmul_half_size.n), ("k", d.matmul_half_size.k)] {
-            check(x.is_finite() && x >= 0.0, format!("device.matmul_half_size.{key} is {x}, expected 0 or more"));
+        for (key, x) in [
+            ("m", d.matmul_half_size.m),
+            ("n", d.matmul_half_size.n),
+            ("k", d.matmul_half_size.k),
+        ] {
+            check(
+                x.is_finite() && x >= 0.0,
+                format!("device.matmul_half_size.{key} is {x}, expected 0 or more"),
+            );
         }
-        check(share(d.attention_efficiency), format!("device.attention_efficiency is {}, expected 0 to 1", d.attention_efficiency));
-        check(share(d.memory_efficiency), format!("device.memory_efficiency is {}, expected 0 to 1", d.memory_efficiency));
-        check(positive(d.vector_flops_per_s), format!("device.vector_flops_per_s is {}, expected a positive number", d.vector_flops_per_s));
-        check(positive(d.memory_bandwidth_bytes_per_s), format!("device.memory_bandwidth_bytes_per_s is {}, expected a positive number", d.memory_bandwidth_bytes_per_s));
-        check(d.launch_s.is_finite() && d.launch_s >= 0.0, format!("device.launch_s is {}, expected 0 or more", d.launch_s));
-        check(d.memory_bytes.0 > d.memory_reserved_bytes.0, format!("device.memory_bytes {} does not exceed memory_reserved_bytes {}", d.memory_bytes.0, d.memory_reserved_bytes.0));
-        check(!self.levels.is_empty() || devices == 1, "levels is empty".into());
+        check(
+            share(d.attention_efficiency),
+            format!(
+                "device.attention_efficiency is {}, expected 0 to 1",
+                d.attention_efficiency
+            ),
+        );
+        check(
+            share(d.memory_efficiency),
+            format!(
+                "device.memory_efficiency is {}, expected 0 to 1",
+                d.memory_efficiency
+            ),
+        );
+        check(
+            positive(d.vector_flops_per_s),
+            format!(
+                "device.vector_flops_per_s is {}, expected a positive number",
+                d.vector_flops_per_s
+            ),
+        );
+        check(
+            positive(d.memory_bandwidth_bytes_per_s),
+            format!(
+                "device.memory_bandwidth_bytes_per_s is {}, expected a positive number",
+                d.memory_bandwidth_bytes_per_s
+            ),
+        );
+        check(
+            d.launch_s.is_finite() && d.launch_s >= 0.0,
+            format!("device.launch_s is {}, expected 0 or more", d.launch_s),
+        );
+        check(
+            d.memory_bytes.0 > d.memory_reserved_bytes.0,
+            format!(
+                "device.memory_bytes {} does not exceed memory_reserved_bytes {}",
+                d.memory_bytes.0, d.memory_reserved_bytes.0
+            ),
+        );
+        check(
+            !self.levels.is_empty() || devices == 1,
+            "levels is empty".into(),
+        );
         let mut below = 1;
         for (i, l) in self.levels.iter().enumerate() {
-            check(l.devices > 0 && l.devices % below == 0, format!("levels[{i}].devices is {}, expected a multiple of {below}", l.devices));
+            check(
+                l.devices > 0 && l.devices.is_multiple_of(below),
+                format!(
+                    "levels[{i}].devices is {}, expected a multiple of {below}",
+                    l.devices
+                ),
+            );
             below = l.devices.max(1);
-            check(l.latency_s.is_finite() && l.latency_s >= 0.0, format!("levels[{i}].latency_s is {}, expected 0 or more", l.latency_s));
-            check(positive(l.bandwidth_bytes_per_s), format!("levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number", l.bandwidth_bytes_per_s));
-            check(share(l.efficiency), format!("levels[{i}].efficiency is {}, expected 0 to 1", l.efficiency));
-            check(l.half_bytes.is_finite() && l.half_bytes >= 0.0, format!("levels[{i}].half_bytes is {}, expected 0 or more", l.half_bytes));
+            check(
+                l.latency_s.is_finite() && l.latency_s >= 0.0,
+                format!(
+                    "levels[{i}].latency_s is {}, expected 0 or more",
+                    l.latency_s
+                ),
+            );
+            check(
+                positive(l.bandwidth_bytes_per_s),
+                format!(
+                    "levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number",
+                    l.bandwidth_bytes_per_s
+                ),
+            );
+            check(
+                share(l.efficiency),
+                format!(
+                    "levels[{i}].efficiency is {}, expected 0 to 1",
+                    l.efficiency
+                ),
+            );
+            check(
+                l.half_bytes.is_finite() && l.half_bytes >= 0.0,
+                format!(
+                    "levels[{i}].half_bytes is {}, expected 0 or more",
+                    l.half_bytes
+                ),
+            );
         }
         if let Some(l) = self.levels.last() {
-            check(u64::from(l.devices) >= devices, format!("the last level joins {} devices of {devices}", l.devices));
+            check(
+                u64::from(l.devices) >= devices,
+                format!("the last level joins {} devices of {devices}", l.devices),
+            );
         }
         if let Some(pool) = &self.pool {
-            check(pool.devices > 0 && self.devices_per_host % pool.devices.max(1) == 0, format!("pool.devices is {}, expected a divisor of devices_per_host", pool.devices));
-            check(positive(pool.compute_devices), format!("pool.compute_devices is {}, expected a positive number", pool.compute_devices));
+            check(
+                pool.devices > 0 && self.devices_per_host.is_multiple_of(pool.devices.max(1)),
+                format!(
+                    "pool.devices is {}, expected a divisor of devices_per_host",
+                    pool.devices
+                ),
+            );
+            check(
+                positive(pool.compute_devices),
+                format!(
+                    "pool.compute_devices is {}, expected a positive number",
+                    pool.compute_devices
+                ),
+            );
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
         p

@@ -13,7 +13,19 @@ use crate::sharding::ReduceKind;
 use serde::{Deserialize, Serialize};
 
 /// What a collective does, without its group and buffers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum CollectiveKind {
     /// Every member gets the reduction of all members' buffers.

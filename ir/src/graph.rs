@@ -13,7 +13,19 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// What an op is for; schedules and reports speak of passes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Pass {
     /// Forward.
@@ -29,7 +41,19 @@ pub enum Pass {
 }
 
 /// How often an op runs in one training step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Region {
     /// Once, before the microbatches.
@@ -133,14 +157,22 @@ pub struct Place {
 impl Place {
     /// A forward op of a layer, once per microbatch.
     pub fn forward(path: impl Into<String>, layer: LayerId) -> Self {
-        Place { path: path.into(), pass: Pass::F, region: Region::Microbatch, layer: Some(layer) }
+        Place {
+            path: path.into(),
+            pass: Pass::F,
+            region: Region::Microbatch,
+            layer: Some(layer),
+        }
     }
 }
 
 impl Graph {
     /// An empty graph.
     pub fn new(name: impl Into<String>) -> Self {
-        Graph { name: name.into(), ..Graph::default() }
+        Graph {
+            name: name.into(),
+            ..Graph::default()
+        }
     }
     /// Declares the next layer.
     pub fn add_layer(&mut self, name: impl Into<String>) -> LayerId {
@@ -148,43 +180,101 @@ impl Graph {
         LayerId::new(self.layers.len() - 1)
     }
     /// Adds an op and returns its results.
-    pub fn add(&mut self, kind: OpKind, inputs: &[ValueId], place: Place) -> Result<Vec<ValueId>, GraphError> {
+    pub fn add(
+        &mut self,
+        kind: OpKind,
+        inputs: &[ValueId],
+        place: Place,
+    ) -> Result<Vec<ValueId>, GraphError> {
         self.add_declared(kind, inputs, place, None)
     }
     /// Adds an op with one result and returns it.
-    pub fn add1(&mut self, kind: OpKind, inputs: &[ValueId], place: Place) -> Result<ValueId, GraphError> {
+    pub fn add1(
+        &mut self,
+        kind: OpKind,
+        inputs: &[ValueId],
+        place: Place,
+    ) -> Result<ValueId, GraphError> {
         Ok(self.add(kind, inputs, place)?[0])
     }
     /// Adds a source op (`Input`, `State`) of a declared type.
-    pub fn add_source(&mut self, kind: OpKind, ty: TensorType, place: Place) -> Result<ValueId, GraphError> {
+    pub fn add_source(
+        &mut self,
+        kind: OpKind,
+        ty: TensorType,
+        place: Place,
+    ) -> Result<ValueId, GraphError> {
         Ok(self.add_declared(kind, &[], place, Some(ty))?[0])
     }
-    fn add_declared(&mut self, kind: OpKind, inputs: &[ValueId], place: Place, declared: Option<TensorType>) -> Result<Vec<ValueId>, GraphError> {
-        let Place { path, pass, region, layer } = place;
-        let path_error = |problem| GraphError::Path { path: path.clone(), problem };
-        if path.is_empty() || !path.chars().all(|c| c.is_ascii_alphanumeric() || "._:-".contains(c)) {
-            return Err(path_error("is empty or has characters other than letters, digits and `._:-`"));
+    fn add_declared(
+        &mut self,
+        kind: OpKind,
+        inputs: &[ValueId],
+        place: Place,
+        declared: Option<TensorType>,
+    ) -> Result<Vec<ValueId>, GraphError> {
+        let Place {
+            path,
+            pass,
+            region,
+            layer,
+        } = place;
+        let path_error = |problem| GraphError::Path {
+            path: path.clone(),
+            problem,
+        };
+        if path.is_empty()
+            || !path
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "._:-".contains(c))
+        {
+            return Err(path_error(
+                "is empty or has characters other than letters, digits and `._:-`",
+            ));
         }
         if self.paths.contains_key(&path) {
             return Err(path_error("is taken"));
         }
         let mut types = Vec::with_capacity(inputs.len());
         for &v in inputs {
-            let value = self.values.get(v.index()).ok_or_else(|| GraphError::NoSuchValue { path: path.clone(), operand: v })?;
+            let value = self
+                .values
+                .get(v.index())
+                .ok_or_else(|| GraphError::NoSuchValue {
+                    path: path.clone(),
+                    operand: v,
+                })?;
             types.push(value.ty.clone());
         }
-        let results = kind.infer(&types, declared.as_ref()).map_err(|source| GraphError::Type { path: path.clone(), source })?;
+        let results = kind
+            .infer(&types, declared.as_ref())
+            .map_err(|source| GraphError::Type {
+                path: path.clone(),
+                source,
+            })?;
         let producer = OpId::new(self.ops.len());
         let outputs: Vec<ValueId> = results
             .into_iter()
             .enumerate()
             .map(|(i, ty)| {
-                self.values.push(Value { ty, producer, result: i as u32 });
+                self.values.push(Value {
+                    ty,
+                    producer,
+                    result: i as u32,
+                });
                 ValueId::new(self.values.len() - 1)
             })
             .collect();
         self.paths.insert(path.clone(), producer);
-        self.ops.push(Op { kind, inputs: inputs.to_vec(), outputs: outputs.clone(), path, pass, region, layer });
+        self.ops.push(Op {
+            kind,
+            inputs: inputs.to_vec(),
+            outputs: outputs.clone(),
+            path,
+            pass,
+            region,
+            layer,
+        });
         Ok(outputs)
     }
 
@@ -194,7 +284,10 @@ impl Graph {
     }
     /// Ops with their ids.
     pub fn iter(&self) -> impl Iterator<Item = (OpId, &Op)> {
-        self.ops.iter().enumerate().map(|(i, op)| (OpId::new(i), op))
+        self.ops
+            .iter()
+            .enumerate()
+            .map(|(i, op)| (OpId::new(i), op))
     }
     /// One op.
     pub fn op(&self, id: OpId) -> &Op {
@@ -220,7 +313,11 @@ impl Graph {
     pub fn value_name(&self, id: ValueId) -> String {
         let v = self.value(id);
         let path = &self.op(v.producer).path;
-        if v.result == 0 { path.clone() } else { format!("{path}:{}", v.result) }
+        if v.result == 0 {
+            path.clone()
+        } else {
+            format!("{path}:{}", v.result)
+        }
     }
     /// For every value, the ops that use it, ascending (an op that uses it twice stands twice).
     pub fn consumers(&self) -> Vec<Vec<OpId>> {
@@ -242,12 +339,15 @@ impl Graph {
     }
     /// The sharding rule of an op.
     pub fn rule(&self, op: &Op) -> crate::op::ShardingRule {
-        op.kind.rule(&self.operand_types(op), &self.result_types(op))
+        op.kind
+            .rule(&self.operand_types(op), &self.result_types(op))
     }
     /// Work of an op on whole tensors with `batch` samples per microbatch.
     pub fn work(&self, op: &Op, batch: u64) -> crate::op::Work {
         let concrete = |vs: &[ValueId]| -> Vec<(crate::DType, Vec<u64>)> {
-            vs.iter().map(|&v| (self.ty(v).dtype, self.ty(v).shape.bind(batch))).collect()
+            vs.iter()
+                .map(|&v| (self.ty(v).dtype, self.ty(v).shape.bind(batch)))
+                .collect()
         };
         op.kind.work(&concrete(&op.inputs), &concrete(&op.outputs))
     }

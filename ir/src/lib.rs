@@ -27,7 +27,10 @@ pub mod units;
 pub mod verify;
 
 pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
-pub use id::{AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, TemplateId, TransferId, ValueId};
+pub use id::{
+    AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, TemplateId, TransferId,
+    ValueId,
+};
 pub use mesh::{Axis, DeviceMesh, LogicalMesh};
 pub use op::OpKind;
 pub use sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};

@@ -11,7 +11,19 @@ use serde::{Deserialize, Serialize};
 ///
 /// Ranks are numbered host-major, so a run that starts at a host boundary and covers whole
 /// hosts, or lies inside one host, is a submesh in Alpa's sense (Zheng et al. 2022, section 5.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 pub struct DeviceMesh {
     /// First rank of the run.
     pub first_rank: Rank,
@@ -20,7 +32,9 @@ pub struct DeviceMesh {
 }
 
 /// One named axis of a logical mesh.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct Axis {
     /// Name, unique in its mesh (`x`, `y` from the search; `data`, `tensor` from pins).
     pub name: String,
@@ -29,7 +43,9 @@ pub struct Axis {
 }
 
 /// Named axes over a device mesh; the product of their sizes is the number of devices.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct LogicalMesh {
     /// The devices.
     pub devices: DeviceMesh,
@@ -62,7 +78,10 @@ impl LogicalMesh {
     }
     /// Distance in ranks between neighbours along `axis`.
     pub fn stride(&self, axis: AxisId) -> u32 {
-        self.axes[axis.index() + 1..].iter().map(|a| a.size).product()
+        self.axes[axis.index() + 1..]
+            .iter()
+            .map(|a| a.size)
+            .product()
     }
     /// Coordinates of a rank, major axis first; `None` when the rank is not in the mesh.
     pub fn coords(&self, rank: Rank) -> Option<Vec<u32>> {
@@ -79,7 +98,11 @@ impl LogicalMesh {
     }
     /// The rank at `coords` (one coordinate per axis, each below the axis size).
     pub fn rank_at(&self, coords: &[u32]) -> Rank {
-        let offset = self.axes.iter().zip(coords).fold(0, |r, (a, &c)| r * a.size + c);
+        let offset = self
+            .axes
+            .iter()
+            .zip(coords)
+            .fold(0, |r, (a, &c)| r * a.size + c);
         Rank(self.devices.first_rank.0 + offset)
     }
     /// All ranks in mesh order.

@@ -24,11 +24,14 @@
 //!    instruction.
 
 use crate::collective::CollectiveKind;
+use crate::op::InputKind;
 use crate::op::OpKind;
 use crate::reshard::LayoutStep;
 use crate::training::StateRole;
-use crate::{BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId, TransferId};
-use crate::op::InputKind;
+use crate::{
+    BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId,
+    TransferId,
+};
 use serde::{Deserialize, Serialize};
 
 /// The whole program of a plan.
@@ -64,7 +67,19 @@ pub struct Transfer {
 }
 
 /// How long a buffer lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferClass {
     /// Across steps: parameters and optimizer states.
@@ -106,7 +121,11 @@ pub const ARENA_ALIGN: u64 = 256;
 impl Buffer {
     /// Number of copies.
     pub fn slots(&self) -> u32 {
-        if let BufferClass::PerMicrobatch { slots } = self.class { slots } else { 1 }
+        if let BufferClass::PerMicrobatch { slots } = self.class {
+            slots
+        } else {
+            1
+        }
     }
     /// Distance between copies in bytes.
     pub fn stride(&self) -> u64 {
@@ -120,7 +139,19 @@ impl Buffer {
 }
 
 /// Streams of a rank; FIFO each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Stream {
     /// Kernels and local copies.
@@ -233,7 +264,12 @@ impl Instruction {
     /// Buffers read, in operand order.
     pub fn reads(&self) -> Vec<BufferId> {
         match &self.kind {
-            InstrKind::Compute { kind, inputs, outputs, .. } => {
+            InstrKind::Compute {
+                kind,
+                inputs,
+                outputs,
+                ..
+            } => {
                 let mut reads = inputs.clone();
                 if matches!(kind, OpKind::Accumulate { .. }) {
                     reads.extend(outputs);
@@ -263,7 +299,19 @@ impl Instruction {
 }
 
 /// What a template is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum TemplateKind {
     /// Prepares parameters, clears accumulators.

@@ -22,7 +22,9 @@ use crate::{AxisId, Rank};
 use serde::{Deserialize, Serialize};
 
 /// One step of a layout change within a mesh.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum LayoutStep {
     /// Combines partial values over one or more axes.
@@ -83,8 +85,12 @@ impl LayoutStep {
     pub fn collective(&self, before: &ShardingSpec) -> Option<CollectiveKind> {
         let kind = |a: &AxisId| before.partial.get(a).copied().unwrap_or(ReduceKind::Sum);
         match self {
-            LayoutStep::AllReduce { axes } => Some(CollectiveKind::AllReduce(axes.first().map_or(ReduceKind::Sum, kind))),
-            LayoutStep::ReduceScatter { axis, .. } => Some(CollectiveKind::ReduceScatter(kind(axis))),
+            LayoutStep::AllReduce { axes } => Some(CollectiveKind::AllReduce(
+                axes.first().map_or(ReduceKind::Sum, kind),
+            )),
+            LayoutStep::ReduceScatter { axis, .. } => {
+                Some(CollectiveKind::ReduceScatter(kind(axis)))
+            }
             LayoutStep::AllGather { .. } => Some(CollectiveKind::AllGather),
             LayoutStep::AllToAll { .. } => Some(CollectiveKind::AllToAll),
             LayoutStep::Slice { .. } => None,
@@ -106,7 +112,12 @@ impl LayoutStep {
                 push_axis(&mut s, *axis, *dim, *unit)?;
             }
             LayoutStep::AllGather { axis, dim } => pop_axis(&mut s, *axis, *dim)?,
-            LayoutStep::AllToAll { axis, from, to, unit } => {
+            LayoutStep::AllToAll {
+                axis,
+                from,
+                to,
+                unit,
+            } => {
                 (from != to).then_some(())?;
                 pop_axis(&mut s, *axis, *from)?;
                 push_axis(&mut s, *axis, *to, *unit)?;
@@ -140,7 +151,9 @@ fn pop_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize) -> Option<()> {
 
 /// Replays a path; `None` when some step does not apply.
 pub fn apply_all(steps: &[LayoutStep], from: &ShardingSpec) -> Option<ShardingSpec> {
-    steps.iter().try_fold(from.clone(), |s, step| step.apply(&s))
+    steps
+        .iter()
+        .try_fold(from.clone(), |s, step| step.apply(&s))
 }
 
 /// Longest path that is enumerated; enough for three axes that all change twice.
@@ -156,7 +169,12 @@ const MAX_PATHS: usize = 64;
 /// exists (`to` is partial where `from` is not, or the number of dims differs); a single
 /// empty path when the specs are equal.
 pub fn paths(from: &ShardingSpec, to: &ShardingSpec) -> Vec<Vec<LayoutStep>> {
-    if from.dims.len() != to.dims.len() || to.partial.iter().any(|(a, k)| from.partial.get(a) != Some(k)) {
+    if from.dims.len() != to.dims.len()
+        || to
+            .partial
+            .iter()
+            .any(|(a, k)| from.partial.get(a) != Some(k))
+    {
         return Vec::new();
     }
     let mut found = Vec::new();
@@ -194,7 +212,12 @@ fn useful_steps(s: &ShardingSpec, to: &ShardingSpec) -> Vec<LayoutStep> {
         let next = want.axes.get(have.axes.len()) == Some(&axis);
         (fits && next && want.axes.starts_with(&have.axes)).then_some((dim, want.unit))
     };
-    let reducible: Vec<AxisId> = s.partial.keys().filter(|a| !to.partial.contains_key(a)).copied().collect();
+    let reducible: Vec<AxisId> = s
+        .partial
+        .keys()
+        .filter(|a| !to.partial.contains_key(a))
+        .copied()
+        .collect();
     for &axis in &reducible {
         if let Some((dim, unit)) = wanted(axis) {
             steps.push(LayoutStep::ReduceScatter { axis, dim, unit });
@@ -206,17 +229,27 @@ fn useful_steps(s: &ShardingSpec, to: &ShardingSpec) -> Vec<LayoutStep> {
         steps.push(LayoutStep::AllReduce { axes: vec![axis] });
     }
     for &first in &reducible {
-        let same: Vec<AxisId> = reducible.iter().filter(|a| s.partial[a] == s.partial[&first]).copied().collect();
+        let same: Vec<AxisId> = reducible
+            .iter()
+            .filter(|a| s.partial[a] == s.partial[&first])
+            .copied()
+            .collect();
         if same.len() > 1 && same[0] == first {
             steps.push(LayoutStep::AllReduce { axes: same });
         }
     }
     for (dim, have) in s.dims.iter().enumerate() {
         let want = &to.dims[dim];
-        let leads = want.axes.starts_with(&have.axes) && (have.is_whole() || have.unit == want.unit);
+        let leads =
+            want.axes.starts_with(&have.axes) && (have.is_whole() || have.unit == want.unit);
         if let (Some(&axis), false) = (have.axes.last(), leads) {
             if let Some((to_dim, unit)) = wanted(axis).filter(|(d, _)| *d != dim) {
-                steps.push(LayoutStep::AllToAll { axis, from: dim, to: to_dim, unit });
+                steps.push(LayoutStep::AllToAll {
+                    axis,
+                    from: dim,
+                    to: to_dim,
+                    unit,
+                });
             }
             steps.push(LayoutStep::AllGather { axis, dim });
         }
@@ -226,7 +259,11 @@ fn useful_steps(s: &ShardingSpec, to: &ShardingSpec) -> Vec<LayoutStep> {
             && s.replicates(axis)
             && wanted(axis).is_some()
         {
-            steps.push(LayoutStep::Slice { axis, dim, unit: want.unit });
+            steps.push(LayoutStep::Slice {
+                axis,
+                dim,
+                unit: want.unit,
+            });
         }
     }
     steps
@@ -261,7 +298,12 @@ pub struct Tile {
 /// Among the senders that hold the same shard, receiver replica `r` takes replica
 /// `r mod replicas`, so that equal meshes pair up and load spreads. Where sender and receiver
 /// are the same rank the block is a local copy.
-pub fn tiles_to(lens: &[u64], from: Placement<'_>, to: Placement<'_>, to_coords: &[u32]) -> Vec<Tile> {
+pub fn tiles_to(
+    lens: &[u64],
+    from: Placement<'_>,
+    to: Placement<'_>,
+    to_coords: &[u32],
+) -> Vec<Tile> {
     let want = to.spec.local_ranges(lens, to.mesh, to_coords);
     if want.iter().any(|r| r.valid == 0) {
         return Vec::new();
@@ -271,7 +313,9 @@ pub fn tiles_to(lens: &[u64], from: Placement<'_>, to: Placement<'_>, to_coords:
     let n_replicas = n_replicas(from);
     let mut tiles = Vec::new();
     for rank in from.mesh.ranks() {
-        let Some(coords) = from.mesh.coords(rank) else { continue };
+        let Some(coords) = from.mesh.coords(rank) else {
+            continue;
+        };
         if replica_index(from, &coords) != replica % n_replicas {
             continue;
         }
@@ -287,7 +331,12 @@ pub fn tiles_to(lens: &[u64], from: Placement<'_>, to: Placement<'_>, to_coords:
             .collect();
         if let Some(overlap) = overlap {
             let (start, len) = overlap.into_iter().unzip();
-            tiles.push(Tile { from: rank, to: receiver, start, len });
+            tiles.push(Tile {
+                from: rank,
+                to: receiver,
+                start,
+                len,
+            });
         }
     }
     tiles
@@ -312,12 +361,18 @@ fn replica_index(p: Placement<'_>, coords: &[u32]) -> u64 {
 }
 
 fn n_replicas(p: Placement<'_>) -> u64 {
-    p.mesh.axis_ids().filter(|&a| p.spec.replicates(a)).map(|a| p.mesh.size(a)).product()
+    p.mesh
+        .axis_ids()
+        .filter(|&a| p.spec.replicates(a))
+        .map(|a| p.mesh.size(a))
+        .product()
 }
 
 /// A layout change between two meshes: steps on the source mesh, a transfer from
 /// `source_spec` to `target_spec`, steps on the target mesh.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct CrossPath {
     /// Steps on the source mesh; they leave nothing partial.
     pub before: Vec<LayoutStep>,
@@ -344,18 +399,33 @@ pub fn cross_paths(lens: &[u64], from: Placement<'_>, to: Placement<'_>) -> Vec<
     }
     if let [axis] = from.spec.partial.keys().copied().collect::<Vec<_>>()[..] {
         for (dim, &len) in lens.iter().enumerate() {
-            let unit = if from.spec.dims[dim].is_whole() { 1 } else { from.spec.dims[dim].unit };
+            let unit = if from.spec.dims[dim].is_whole() {
+                1
+            } else {
+                from.spec.dims[dim].unit
+            };
             let step = LayoutStep::ReduceScatter { axis, dim, unit };
-            if let Some(spec) = step.apply(from.spec).filter(|_| len >= from.mesh.size(axis)) {
+            if let Some(spec) = step
+                .apply(from.spec)
+                .filter(|_| len >= from.mesh.size(axis))
+            {
                 sources.push((vec![step], spec));
                 break;
             }
         }
     }
     let mut targets = vec![(to.spec.clone(), Vec::new())];
-    for axis in to.mesh.axis_ids().filter(|&a| to.spec.replicates(a) && to.mesh.size(a) > 1) {
+    for axis in to
+        .mesh
+        .axis_ids()
+        .filter(|&a| to.spec.replicates(a) && to.mesh.size(a) > 1)
+    {
         for (dim, &len) in lens.iter().enumerate() {
-            let unit = if to.spec.dims[dim].is_whole() { 1 } else { to.spec.dims[dim].unit };
+            let unit = if to.spec.dims[dim].is_whole() {
+                1
+            } else {
+                to.spec.dims[dim].unit
+            };
             let slice = LayoutStep::Slice { axis, dim, unit };
             if let Some(spec) = slice.apply(to.spec).filter(|_| len >= to.mesh.size(axis)) {
                 targets.push((spec, vec![LayoutStep::AllGather { axis, dim }]));

@@ -16,7 +16,19 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// How partial values over an axis combine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceKind {
     /// Addition.
@@ -30,7 +42,9 @@ pub enum ReduceKind {
 }
 
 /// Sharding of one dim.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct DimSharding {
     /// Axes that shard the dim, major first; empty when the dim is whole.
     pub axes: Vec<AxisId>,
@@ -41,11 +55,18 @@ pub struct DimSharding {
 impl DimSharding {
     /// A dim that is not sharded.
     pub fn whole() -> Self {
-        DimSharding { axes: Vec::new(), unit: 1 }
+        DimSharding {
+            axes: Vec::new(),
+            unit: 1,
+        }
     }
     /// A dim sharded by `axes` in units of `unit`; whole when `axes` is empty.
     pub fn by(axes: Vec<AxisId>, unit: u64) -> Self {
-        if axes.is_empty() { Self::whole() } else { DimSharding { axes, unit } }
+        if axes.is_empty() {
+            Self::whole()
+        } else {
+            DimSharding { axes, unit }
+        }
     }
     /// True when no axis shards the dim.
     pub fn is_whole(&self) -> bool {
@@ -54,7 +75,9 @@ impl DimSharding {
 }
 
 /// How a tensor lies over a logical mesh.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct ShardingSpec {
     /// One entry per tensor dim.
     pub dims: Vec<DimSharding>,
@@ -76,7 +99,10 @@ pub struct LocalRange {
 impl ShardingSpec {
     /// Every rank holds the whole tensor of `rank` dims.
     pub fn replicated(rank: usize) -> Self {
-        ShardingSpec { dims: vec![DimSharding::whole(); rank], partial: BTreeMap::new() }
+        ShardingSpec {
+            dims: vec![DimSharding::whole(); rank],
+            partial: BTreeMap::new(),
+        }
     }
     /// True when no dim is sharded and nothing is partial.
     pub fn is_replicated(&self) -> bool {
@@ -92,31 +118,58 @@ impl ShardingSpec {
     }
     /// Length of every rank's (padded) buffer along each dim of a tensor of lengths `lens`.
     pub fn local_shape(&self, lens: &[u64], mesh: &LogicalMesh) -> Vec<u64> {
-        lens.iter().zip(&self.dims).map(|(&len, d)| padded_len(len, d, mesh)).collect()
+        lens.iter()
+            .zip(&self.dims)
+            .map(|(&len, d)| padded_len(len, d, mesh))
+            .collect()
     }
     /// Elements of every rank's (padded) buffer; saturating.
     pub fn local_elements(&self, lens: &[u64], mesh: &LogicalMesh) -> u64 {
-        self.local_shape(lens, mesh).iter().fold(1u64, |a, &b| a.saturating_mul(b))
+        self.local_shape(lens, mesh)
+            .iter()
+            .fold(1u64, |a, &b| a.saturating_mul(b))
     }
     /// What the rank at `coords` holds along each dim.
-    pub fn local_ranges(&self, lens: &[u64], mesh: &LogicalMesh, coords: &[u32]) -> Vec<LocalRange> {
-        lens.iter().zip(&self.dims).map(|(&len, d)| local_range(len, d, mesh, coords)).collect()
+    pub fn local_ranges(
+        &self,
+        lens: &[u64],
+        mesh: &LogicalMesh,
+        coords: &[u32],
+    ) -> Vec<LocalRange> {
+        lens.iter()
+            .zip(&self.dims)
+            .map(|(&len, d)| local_range(len, d, mesh, coords))
+            .collect()
     }
     /// Violations of the invariants against a mesh: unknown axes, an axis used twice, a
     /// zero unit. Empty when well-formed.
     pub fn problems(&self, mesh: &LogicalMesh) -> Vec<String> {
         let mut seen = vec![false; mesh.axes.len()];
         let mut problems = Vec::new();
-        for &axis in self.dims.iter().flat_map(|d| &d.axes).chain(self.partial.keys()) {
+        for &axis in self
+            .dims
+            .iter()
+            .flat_map(|d| &d.axes)
+            .chain(self.partial.keys())
+        {
             match seen.get_mut(axis.index()) {
-                None => problems.push(format!("{axis} does not exist in a mesh of {} axes", mesh.axes.len())),
-                Some(used) if *used => problems.push(format!("axis `{}` is used twice", mesh.name(axis))),
+                None => problems.push(format!(
+                    "{axis} does not exist in a mesh of {} axes",
+                    mesh.axes.len()
+                )),
+                Some(used) if *used => {
+                    problems.push(format!("axis `{}` is used twice", mesh.name(axis)))
+                }
                 Some(used) => *used = true,
             }
         }
         for (i, d) in self.dims.iter().enumerate() {
             if d.unit == 0 || (d.is_whole() && d.unit != 1) {
-                problems.push(format!("dim {i} has unit {} with {} axes", d.unit, d.axes.len()));
+                problems.push(format!(
+                    "dim {i} has unit {} with {} axes",
+                    d.unit,
+                    d.axes.len()
+                ));
             }
         }
         problems
@@ -124,15 +177,29 @@ impl ShardingSpec {
     /// Text form: dims in brackets with the names of their axes, then the partial axes:
     /// `[x, _, y+z] partial(w: sum)`.
     pub fn display(&self, mesh: &LogicalMesh) -> String {
-        let name = |a: AxisId| mesh.axes.get(a.index()).map_or("?", |a| a.name.as_str()).to_string();
+        let name = |a: AxisId| {
+            mesh.axes
+                .get(a.index())
+                .map_or("?", |a| a.name.as_str())
+                .to_string()
+        };
         let dims: Vec<String> = self
             .dims
             .iter()
             .map(|d| match d.axes.is_empty() {
                 true => "_".to_string(),
                 false => {
-                    let axes = d.axes.iter().map(|&a| name(a)).collect::<Vec<_>>().join("+");
-                    if d.unit == 1 { axes } else { format!("{axes}/{}", d.unit) }
+                    let axes = d
+                        .axes
+                        .iter()
+                        .map(|&a| name(a))
+                        .collect::<Vec<_>>()
+                        .join("+");
+                    if d.unit == 1 {
+                        axes
+                    } else {
+                        format!("{axes}/{}", d.unit)
+                    }
                 }
             })
             .collect();
@@ -164,13 +231,20 @@ fn padded_len(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
         return len;
     }
     let units = len.div_ceil(dim.unit.max(1));
-    dim.axes.iter().fold(units, |k, &a| k.div_ceil(mesh.size(a).max(1))).saturating_mul(dim.unit)
+    dim.axes
+        .iter()
+        .fold(units, |k, &a| k.div_ceil(mesh.size(a).max(1)))
+        .saturating_mul(dim.unit)
 }
 
 /// The part of a dim of length `len` that the rank at `coords` holds; see the module header.
 pub fn local_range(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> LocalRange {
     if dim.is_whole() {
-        return LocalRange { start: 0, valid: len, padded: len };
+        return LocalRange {
+            start: 0,
+            valid: len,
+            padded: len,
+        };
     }
     let unit = dim.unit.max(1);
     let mut block = len.div_ceil(unit);
@@ -183,14 +257,20 @@ pub fn local_range(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u3
     let extent = valid_units(len.div_ceil(unit), dim, mesh, coords);
     let start = start.saturating_mul(unit);
     let valid = (extent * unit).min(len.saturating_sub(start));
-    LocalRange { start, valid, padded: block * unit }
+    LocalRange {
+        start,
+        valid,
+        padded: block * unit,
+    }
 }
 
 fn valid_units(units: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> u64 {
     let (mut block, mut extent) = (units, units);
     for &axis in &dim.axes {
         block = block.div_ceil(mesh.size(axis).max(1));
-        extent = extent.saturating_sub(u64::from(coords[axis.index()]) * block).min(block);
+        extent = extent
+            .saturating_sub(u64::from(coords[axis.index()]) * block)
+            .min(block);
     }
     extent
 }

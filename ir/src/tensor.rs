@@ -3,7 +3,19 @@
 use serde::{Deserialize, Serialize};
 
 /// Element type of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
     /// IEEE 754 binary32.
@@ -45,7 +57,14 @@ impl DType {
         }
     }
     /// All element types, for parsers and tables.
-    pub const ALL: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::F8e4m3, DType::F8e5m2, DType::I32];
+    pub const ALL: [DType; 6] = [
+        DType::F32,
+        DType::Bf16,
+        DType::F16,
+        DType::F8e4m3,
+        DType::F8e5m2,
+        DType::I32,
+    ];
 }
 
 /// One dim of a shape. `Batch` is the number of samples of one microbatch over the whole
@@ -88,7 +107,11 @@ impl Shape {
     }
     /// A shape whose first dim is the batch.
     pub fn batched(rest: &[u64]) -> Self {
-        Shape(std::iter::once(Dim::Batch).chain(rest.iter().map(|&n| Dim::Fixed(n))).collect())
+        Shape(
+            std::iter::once(Dim::Batch)
+                .chain(rest.iter().map(|&n| Dim::Fixed(n)))
+                .collect(),
+        )
     }
     /// Number of dims.
     pub fn rank(&self) -> usize {
@@ -133,7 +156,10 @@ impl TensorType {
     }
     /// Bytes of the whole tensor with `batch` samples; saturates instead of overflowing.
     pub fn bytes(&self, batch: u64) -> u64 {
-        self.shape.0.iter().fold(self.dtype.bytes(), |b, d| b.saturating_mul(d.bind(batch)))
+        self.shape
+            .0
+            .iter()
+            .fold(self.dtype.bytes(), |b, d| b.saturating_mul(d.bind(batch)))
     }
 }
 

@@ -4,7 +4,9 @@ use crate::DType;
 use serde::{Deserialize, Serialize};
 
 /// Precision policy. Parameters at rest and optimizer states are f32 in every policy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// Everything f32.
@@ -54,7 +56,12 @@ pub enum Optimizer {
 
 impl Default for Optimizer {
     fn default() -> Self {
-        Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }
+        Optimizer::AdamW {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+        }
     }
 }
 
@@ -103,20 +110,61 @@ impl TrainSpec {
             }
         };
         let positive = |x: f64| x.is_finite() && x >= 0.0;
-        check((1..=1 << 32).contains(&self.global_batch), format!("global_batch is {}, expected 1 to 2^32", self.global_batch));
-        check((1..=1 << 32).contains(&self.sequence), format!("sequence is {}, expected 1 to 2^32", self.sequence));
-        check((0.0..1.0).contains(&self.dropout), format!("dropout is {}, expected [0, 1)", self.dropout));
-        check(self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0), format!("clip_norm is {:?}, expected a positive number", self.clip_norm));
+        check(
+            (1..=1 << 32).contains(&self.global_batch),
+            format!("global_batch is {}, expected 1 to 2^32", self.global_batch),
+        );
+        check(
+            (1..=1 << 32).contains(&self.sequence),
+            format!("sequence is {}, expected 1 to 2^32", self.sequence),
+        );
+        check(
+            (0.0..1.0).contains(&self.dropout),
+            format!("dropout is {}, expected [0, 1)", self.dropout),
+        );
+        check(
+            self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0),
+            format!(
+                "clip_norm is {:?}, expected a positive number",
+                self.clip_norm
+            ),
+        );
         match self.optimizer {
-            Optimizer::AdamW { beta1, beta2, eps, weight_decay } => {
-                check((0.0..1.0).contains(&beta1), format!("beta1 is {beta1}, expected [0, 1)"));
-                check((0.0..1.0).contains(&beta2), format!("beta2 is {beta2}, expected [0, 1)"));
-                check(eps.is_finite() && eps > 0.0, format!("eps is {eps}, expected a positive number"));
-                check(positive(weight_decay), format!("weight_decay is {weight_decay}, expected 0 or more"));
+            Optimizer::AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+            } => {
+                check(
+                    (0.0..1.0).contains(&beta1),
+                    format!("beta1 is {beta1}, expected [0, 1)"),
+                );
+                check(
+                    (0.0..1.0).contains(&beta2),
+                    format!("beta2 is {beta2}, expected [0, 1)"),
+                );
+                check(
+                    eps.is_finite() && eps > 0.0,
+                    format!("eps is {eps}, expected a positive number"),
+                );
+                check(
+                    positive(weight_decay),
+                    format!("weight_decay is {weight_decay}, expected 0 or more"),
+                );
             }
-            Optimizer::Sgd { momentum, weight_decay } => {
-                check((0.0..1.0).contains(&momentum), format!("momentum is {momentum}, expected [0, 1)"));
-                check(positive(weight_decay), format!("weight_decay is {weight_decay}, expected 0 or more"));
+            Optimizer::Sgd {
+                momentum,
+                weight_decay,
+            } => {
+                check(
+                    (0.0..1.0).contains(&momentum),
+                    format!("momentum is {momentum}, expected [0, 1)"),
+                );
+                check(
+                    positive(weight_decay),
+                    format!("weight_decay is {weight_decay}, expected 0 or more"),
+                );
             }
         }
         p

@@ -33,7 +33,19 @@ use crate::{Graph, GraphError, TrainSpec, ValueId};
 use serde::{Deserialize, Serialize};
 
 /// What a persistent tensor is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum StateRole {
     /// A model parameter (f32 master copy).

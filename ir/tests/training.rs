@@ -364,10 +364,7 @@ fn matmuls_share_layouts() {
 #[test]
 fn bf16_computes_in_bf16_and_accumulates_in_f32() {
     let t = trained(&tied_mlp(), &spec(Precision::Bf16));
-    assert_eq!(
-        op(&t, "cast.wa").kind,
-        OpKind::Cast { dtype: DType::Bf16 }
-    );
+    assert_eq!(op(&t, "cast.wa").kind, OpKind::Cast { dtype: DType::Bf16 });
     let dtypes = |paths: &[&str]| -> Vec<String> {
         paths
             .iter()

@@ -25,30 +25,54 @@ pub(crate) struct ChosenStage<'a> {
 }
 
 /// Adds a stage to a plan: runs of layers that share a strategy.
-pub(crate) fn add_stage(plan: &mut Plan, s: &Setting<'_>, layers: &Layers, stage: &ChosenStage<'_>) {
+pub(crate) fn add_stage(
+    plan: &mut Plan,
+    s: &Setting<'_>,
+    layers: &Layers,
+    stage: &ChosenStage<'_>,
+) {
     let mut runs: Vec<LayerRun> = Vec::new();
     for (i, layer) in stage.layers.clone().enumerate() {
         let kind = layers.kind[layer];
         let strategy = layer_strategy(s, layers, &stage.models[kind], kind, &stage.choices[i]);
-        let index = plan.layer_strategies.iter().position(|x| *x == strategy).unwrap_or_else(|| {
-            plan.layer_strategies.push(strategy);
-            plan.layer_strategies.len() - 1
-        }) as u32;
+        let index = plan
+            .layer_strategies
+            .iter()
+            .position(|x| *x == strategy)
+            .unwrap_or_else(|| {
+                plan.layer_strategies.push(strategy);
+                plan.layer_strategies.len() - 1
+            }) as u32;
         match runs.last_mut() {
             Some(run) if run.strategy == index => run.count += 1,
-            _ => runs.push(LayerRun { first: LayerId::new(layer), count: 1, strategy: index }),
+            _ => runs.push(LayerRun {
+                first: LayerId::new(layer),
+                count: 1,
+                strategy: index,
+            }),
         }
     }
-    plan.stages.push(StagePlan { mesh: stage.mesh.clone(), runs });
+    plan.stages.push(StagePlan {
+        mesh: stage.mesh.clone(),
+        runs,
+    });
 }
 
-fn layer_strategy(s: &Setting<'_>, layers: &Layers, model: &LayerModel, kind: usize, choice: &[u32]) -> LayerStrategy {
+fn layer_strategy(
+    s: &Setting<'_>,
+    layers: &Layers,
+    model: &LayerModel,
+    kind: usize,
+    choice: &[u32],
+) -> LayerStrategy {
     let graph = &s.training.graph;
     let name = &graph.layers[layers.first[kind].index()];
     let mut strategy = LayerStrategy::default();
     for (group, &c) in model.groups.iter().zip(choice).take(model.n_own) {
         for (&id, op) in group.ops.iter().zip(&group.choices[c as usize].strategies) {
-            strategy.ops.insert(relative_path(&graph.op(id).path, name), op.clone());
+            strategy
+                .ops
+                .insert(relative_path(&graph.op(id).path, name), op.clone());
         }
     }
     strategy
@@ -69,14 +93,20 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
         of_layer.extend((run.first.0..run.first.0 + run.count).map(|l| (LayerId(l), run.strategy)));
     }
     let mut n_layers: BTreeMap<u32, usize> = BTreeMap::new();
-    of_layer.values().for_each(|k| *n_layers.entry(*k).or_default() += 1);
+    of_layer
+        .values()
+        .for_each(|k| *n_layers.entry(*k).or_default() += 1);
     let mut shared: BTreeMap<(u32, String), Vec<(String, Vec<LayoutStep>)>> = BTreeMap::new();
     for edge in lowering::edges(plan, training)? {
         let mesh = &plan.stages[edge.stage.index()].mesh;
-        let best = Prices::new(&cluster, mesh).best_path(&edge.from, &edge.to, &edge.lens, edge.dtype);
+        let best =
+            Prices::new(&cluster, mesh).best_path(&edge.from, &edge.to, &edge.lens, edge.dtype);
         let Some((steps, _)) = best else { continue };
         match edge.layer.and_then(|l| of_layer.get(&l)) {
-            Some(&k) => shared.entry((k, edge.relative)).or_default().push((edge.key, steps)),
+            Some(&k) => shared
+                .entry((k, edge.relative))
+                .or_default()
+                .push((edge.key, steps)),
             None => {
                 plan.edges.insert(edge.key, steps);
             }
@@ -95,19 +125,31 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
 }
 
 fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossPath> {
-    let (from_mesh, to_mesh) = (&plan.stages[edge.from.index()].mesh, &plan.stages[edge.to.index()].mesh);
+    let (from_mesh, to_mesh) = (
+        &plan.stages[edge.from.index()].mesh,
+        &plan.stages[edge.to.index()].mesh,
+    );
     let mut targets = edge.wanted.clone();
     let sizes = |m: &LogicalMesh| m.axes.iter().map(|a| a.size).collect::<Vec<_>>();
     if sizes(from_mesh) == sizes(to_mesh) {
-        let same = ShardingSpec { partial: BTreeMap::new(), ..edge.from_spec.clone() };
+        let same = ShardingSpec {
+            partial: BTreeMap::new(),
+            ..edge.from_spec.clone()
+        };
         if !targets.contains(&same) {
             targets.push(same);
         }
     }
     let mut best: Option<(CrossPath, f64)> = None;
     for target in &targets {
-        let from = Placement { mesh: from_mesh, spec: &edge.from_spec };
-        let to = Placement { mesh: to_mesh, spec: target };
+        let from = Placement {
+            mesh: from_mesh,
+            spec: &edge.from_spec,
+        };
+        let to = Placement {
+            mesh: to_mesh,
+            spec: target,
+        };
         for path in reshard::cross_paths(&edge.lens, from, to) {
             let seconds = cross_time(cluster, from_mesh, to_mesh, edge, target, &path);
             if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
@@ -119,14 +161,37 @@ fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossP
 }
 
 /// Seconds of a transfer: reducing, sending one shard, gathering, and what its uses then need.
-fn cross_time(cluster: &Cluster, from: &LogicalMesh, to: &LogicalMesh, edge: &CrossEdge, target: &ShardingSpec, path: &CrossPath) -> f64 {
+fn cross_time(
+    cluster: &Cluster,
+    from: &LogicalMesh,
+    to: &LogicalMesh,
+    edge: &CrossEdge,
+    target: &ShardingSpec,
+    path: &CrossPath,
+) -> f64 {
     let (lens, dtype) = (&edge.lens, edge.dtype);
-    let bytes = path.target_spec.local_elements(lens, to).saturating_mul(dtype.bytes());
-    let sent = path.source_spec.local_elements(lens, from).saturating_mul(dtype.bytes());
-    let send = collectives::send_time(cluster, from.devices.first_rank.0, to.devices.first_rank.0, bytes.max(sent.min(bytes.saturating_mul(2)))).0;
+    let bytes = path
+        .target_spec
+        .local_elements(lens, to)
+        .saturating_mul(dtype.bytes());
+    let sent = path
+        .source_spec
+        .local_elements(lens, from)
+        .saturating_mul(dtype.bytes());
+    let send = collectives::send_time(
+        cluster,
+        from.devices.first_rank.0,
+        to.devices.first_rank.0,
+        bytes.max(sent.min(bytes.saturating_mul(2))),
+    )
+    .0;
     let mut here = Prices::new(cluster, from);
     let mut there = Prices::new(cluster, to);
-    let uses: f64 = edge.wanted.iter().map(|w| there.price(target, w, lens, dtype).unwrap_or(f64::INFINITY)).sum();
+    let uses: f64 = edge
+        .wanted
+        .iter()
+        .map(|w| there.price(target, w, lens, dtype).unwrap_or(f64::INFINITY))
+        .sum();
     here.path_time(&edge.from_spec, &path.before, lens, dtype)
         + send
         + there.path_time(&path.target_spec, &path.after, lens, dtype)

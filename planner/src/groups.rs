@@ -14,7 +14,10 @@ use cost_model::compute;
 use ir::cluster::Cluster;
 use ir::op::{Assignment, AxisUse, FactorRole, OpStrategy, ShardingRule};
 use ir::training::{StateRole, TrainingGraph};
-use ir::{DType, FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, TrainSpec, ValueId};
+use ir::{
+    DType, FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, TrainSpec,
+    ValueId,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Everything that is fixed while groups are made.
@@ -74,7 +77,11 @@ impl Phases {
         }
     }
     pub(crate) fn plus(self, o: Phases) -> Phases {
-        Phases { forward: self.forward + o.forward, backward: self.backward + o.backward, step: self.step + o.step }
+        Phases {
+            forward: self.forward + o.forward,
+            backward: self.backward + o.backward,
+            step: self.step + o.step,
+        }
     }
 }
 
@@ -82,14 +89,21 @@ impl Phases {
 pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
     let graph = &s.training.graph;
     let params = parameter_members(s.training, ops);
-    let mut groups: Vec<Group> = params.values().map(|members| parameter_group(s, members)).collect();
+    let mut groups: Vec<Group> = params
+        .values()
+        .map(|members| parameter_group(s, members))
+        .collect();
     let taken: BTreeSet<OpId> = params.values().flatten().copied().collect();
     let mut by_forward: BTreeMap<OpId, Vec<OpId>> = BTreeMap::new();
     for &id in ops.iter().filter(|id| !taken.contains(id)) {
         let head = forward_of(graph, &id).unwrap_or(id);
         by_forward.entry(head).or_default().push(id);
     }
-    groups.extend(by_forward.into_values().map(|members| forward_group(s, members)));
+    groups.extend(
+        by_forward
+            .into_values()
+            .map(|members| forward_group(s, members)),
+    );
     groups
 }
 
@@ -98,7 +112,12 @@ pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
 fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> BTreeMap<String, Vec<OpId>> {
     let graph = &training.graph;
     let here: BTreeSet<OpId> = ops.iter().copied().collect();
-    let owner: BTreeMap<ValueId, &str> = training.states.iter().filter(|s| s.role != StateRole::Scalar).map(|s| (s.read, s.param.as_str())).collect();
+    let owner: BTreeMap<ValueId, &str> = training
+        .states
+        .iter()
+        .filter(|s| s.role != StateRole::Scalar)
+        .map(|s| (s.read, s.param.as_str()))
+        .collect();
     let mut members: BTreeMap<String, BTreeSet<OpId>> = BTreeMap::new();
     for &id in ops {
         let op = graph.op(id);
@@ -117,7 +136,9 @@ fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> BTreeMap<String,
             }
             OpKind::SumSquares => {}
             OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
-                if let Some(p) = parameter_source(graph, op.inputs[0], &owner).filter(|_| local_source(graph, op, &here)) {
+                if let Some(p) = parameter_source(graph, op.inputs[0], &owner)
+                    .filter(|_| local_source(graph, op, &here))
+                {
                     members.entry(p.to_string()).or_default().insert(id);
                 }
             }
@@ -125,14 +146,22 @@ fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> BTreeMap<String,
         }
     }
     // The norm of a parameter reads the gradient that its update reads.
-    for &id in ops.iter().filter(|&&id| matches!(graph.op(id).kind, OpKind::SumSquares)) {
+    for &id in ops
+        .iter()
+        .filter(|&&id| matches!(graph.op(id).kind, OpKind::SumSquares))
+    {
         let gradient = graph.op(id).inputs[0];
-        let update = ops.iter().map(|&u| graph.op(u)).find(|u| matches!(u.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) && u.inputs[1] == gradient);
+        let update = ops.iter().map(|&u| graph.op(u)).find(|u| {
+            matches!(u.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) && u.inputs[1] == gradient
+        });
         if let Some(p) = update.and_then(|u| owner.get(&u.inputs[0])) {
             members.entry(p.to_string()).or_default().insert(id);
         }
     }
-    members.into_iter().map(|(p, set)| (p, set.into_iter().collect())).collect()
+    members
+        .into_iter()
+        .map(|(p, set)| (p, set.into_iter().collect()))
+        .collect()
 }
 
 fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BTreeSet<OpId>) {
@@ -145,18 +174,26 @@ fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BT
             }
             OpKind::Binary { .. } if op.region == Region::StepEnd => {
                 set.insert(id);
-                op.inputs.iter().for_each(|&v| gradient_chain(graph, v, here, set));
+                op.inputs
+                    .iter()
+                    .for_each(|&v| gradient_chain(graph, v, here, set));
             }
             _ => {}
         }
     }
 }
 
-fn parameter_source<'a>(graph: &Graph, v: ValueId, owner: &BTreeMap<ValueId, &'a str>) -> Option<&'a str> {
+fn parameter_source<'a>(
+    graph: &Graph,
+    v: ValueId,
+    owner: &BTreeMap<ValueId, &'a str>,
+) -> Option<&'a str> {
     let op = graph.op(graph.value(v).producer);
     match op.kind {
         OpKind::State { .. } => owner.get(&v).copied(),
-        OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => parameter_source(graph, op.inputs[0], owner),
+        OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
+            parameter_source(graph, op.inputs[0], owner)
+        }
         _ => None,
     }
 }
@@ -185,49 +222,97 @@ fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
     let graph = &s.training.graph;
     let head = graph.op(ops[0]);
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
-    let maps: Vec<BTreeMap<FactorId, FactorId>> =
-        ops.iter().zip(&rules).map(|(&id, rule)| factor_map(graph, ops[0], &rules[0], id, rule)).collect();
+    let maps: Vec<BTreeMap<FactorId, FactorId>> = ops
+        .iter()
+        .zip(&rules)
+        .map(|(&id, rule)| factor_map(graph, ops[0], &rules[0], id, rule))
+        .collect();
     let boundary = head.path.starts_with(ir::boundary::BOUNDARY);
-    let per_axis: Vec<Vec<AxisUse>> =
-        s.mesh.axis_ids().map(|a| axis_options(s, head, &rules[0], s.mesh.size(a), s.roles[a.index()], boundary)).collect();
+    let per_axis: Vec<Vec<AxisUse>> = s
+        .mesh
+        .axis_ids()
+        .map(|a| {
+            axis_options(
+                s,
+                head,
+                &rules[0],
+                s.mesh.size(a),
+                s.roles[a.index()],
+                boundary,
+            )
+        })
+        .collect();
     let mut choices = Vec::new();
     for uses in product(&per_axis) {
         let strategies: Vec<OpStrategy> = maps
             .iter()
             .map(|map| {
                 let follow = |u: &AxisUse| match u {
-                    AxisUse::Factor(f) => map.get(f).map_or(AxisUse::Replicate, |&g| AxisUse::Factor(g)),
+                    AxisUse::Factor(f) => map
+                        .get(f)
+                        .map_or(AxisUse::Replicate, |&g| AxisUse::Factor(g)),
                     _ => AxisUse::Replicate,
                 };
-                OpStrategy { uses: uses.iter().map(follow).collect(), reverse: false }
+                OpStrategy {
+                    uses: uses.iter().map(follow).collect(),
+                    reverse: false,
+                }
             })
             .collect();
         let mut strategies = strategies;
-        strategies[0] = OpStrategy { uses, reverse: false };
+        strategies[0] = OpStrategy {
+            uses,
+            reverse: false,
+        };
         if let Some(choice) = make_choice(s, &ops, &rules, strategies) {
             choices.push(choice);
         }
     }
     choices.dedup_by(|a, b| a.strategies == b.strategies);
-    Group { ops, choices, boundary }
+    Group {
+        ops,
+        choices,
+        boundary,
+    }
 }
 
 /// What an axis may do in a forward op, alone op or boundary.
-fn axis_options(s: &Setting<'_>, op: &Op, rule: &ShardingRule, n: u64, role: AxisRole, boundary: bool) -> Vec<AxisUse> {
+fn axis_options(
+    s: &Setting<'_>,
+    op: &Op,
+    rule: &ShardingRule,
+    n: u64,
+    role: AxisRole,
+    boundary: bool,
+) -> Vec<AxisUse> {
     if n == 1 {
         return vec![AxisUse::Replicate];
     }
     let fits = |f: &FactorId| rule.factors[f.index()].size.bind(s.batch) >= n;
     let of = |role: FactorRole| -> Vec<AxisUse> {
-        rule.shardable().filter(fits).filter(|f| rule.factors[f.index()].role == role).map(AxisUse::Factor).collect()
+        rule.shardable()
+            .filter(fits)
+            .filter(|f| rule.factors[f.index()].role == role)
+            .map(AxisUse::Factor)
+            .collect()
     };
-    let (batch, sequence, feature) = (of(FactorRole::Batch), of(FactorRole::Sequence), of(FactorRole::Feature));
+    let (batch, sequence, feature) = (
+        of(FactorRole::Batch),
+        of(FactorRole::Sequence),
+        of(FactorRole::Feature),
+    );
     let heavy = matches!(
         op.kind,
-        OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::Embedding | OpKind::CrossEntropy | OpKind::LogSumExp
+        OpKind::DotGeneral { .. }
+            | OpKind::Attention { .. }
+            | OpKind::Embedding
+            | OpKind::CrossEntropy
+            | OpKind::LogSumExp
     );
     // Addends may stay partial through a sum of gradients, to be reduced once.
-    let sum = op.region == Region::Microbatch && op.pass != Pass::F && matches!(op.kind, OpKind::Binary { .. });
+    let sum = op.region == Region::Microbatch
+        && op.pass != Pass::F
+        && matches!(op.kind, OpKind::Binary { .. });
     let mut options = vec![AxisUse::Replicate];
     match role {
         AxisRole::Data => {
@@ -265,15 +350,26 @@ fn axis_options(s: &Setting<'_>, op: &Op, rule: &ShardingRule, n: u64, role: Axi
 /// Corresponding factors of a forward op and one op of its group, by the tensors they share:
 /// a forward value used by both, a gradient with the shape of a forward result (operands) or
 /// of a forward operand (results).
-fn factor_map(graph: &Graph, head: OpId, head_rule: &ShardingRule, id: OpId, rule: &ShardingRule) -> BTreeMap<FactorId, FactorId> {
+fn factor_map(
+    graph: &Graph,
+    head: OpId,
+    head_rule: &ShardingRule,
+    id: OpId,
+    rule: &ShardingRule,
+) -> BTreeMap<FactorId, FactorId> {
     let (fwd, op) = (graph.op(head), graph.op(id));
     if head == id {
-        return (0..rule.factors.len()).map(|i| (FactorId::new(i), FactorId::new(i))).collect();
+        return (0..rule.factors.len())
+            .map(|i| (FactorId::new(i), FactorId::new(i)))
+            .collect();
     }
     let mut map = BTreeMap::new();
     let mut pair = |from: &[ir::op::DimFactor], to: &[ir::op::DimFactor]| {
         for (a, b) in from.iter().zip(to) {
-            if head_rule.factors[a.factor.index()].shardable && rule.factors[b.factor.index()].shardable && a.unit == b.unit {
+            if head_rule.factors[a.factor.index()].shardable
+                && rule.factors[b.factor.index()].shardable
+                && a.unit == b.unit
+            {
                 map.entry(a.factor).or_insert(b.factor);
             }
         }
@@ -283,19 +379,32 @@ fn factor_map(graph: &Graph, head: OpId, head_rule: &ShardingRule, id: OpId, rul
             pair(&head_rule.operands[i], &rule.operands[k]);
         } else if let Some(i) = fwd.outputs.iter().position(|w| w == v) {
             pair(&head_rule.results[i], &rule.operands[k]);
-        } else if let Some(i) = fwd.outputs.iter().position(|w| graph.ty(*w).shape == graph.ty(*v).shape) {
+        } else if let Some(i) = fwd
+            .outputs
+            .iter()
+            .position(|w| graph.ty(*w).shape == graph.ty(*v).shape)
+        {
             pair(&head_rule.results[i], &rule.operands[k]);
         }
     }
     for (k, v) in op.outputs.iter().enumerate() {
-        if let Some(i) = fwd.inputs.iter().position(|w| graph.ty(*w).shape == graph.ty(*v).shape) {
+        if let Some(i) = fwd
+            .inputs
+            .iter()
+            .position(|w| graph.ty(*w).shape == graph.ty(*v).shape)
+        {
             pair(&head_rule.operands[i], &rule.results[k]);
         }
     }
     map
 }
 
-fn make_choice(s: &Setting<'_>, ops: &[OpId], rules: &[ShardingRule], strategies: Vec<OpStrategy>) -> Option<Choice> {
+fn make_choice(
+    s: &Setting<'_>,
+    ops: &[OpId],
+    rules: &[ShardingRule],
+    strategies: Vec<OpStrategy>,
+) -> Option<Choice> {
     let graph = &s.training.graph;
     let mut specs = Vec::with_capacity(ops.len());
     let mut time = Phases::default();
@@ -319,40 +428,84 @@ fn make_choice(s: &Setting<'_>, ops: &[OpId], rules: &[ShardingRule], strategies
     let static_bytes = ops
         .iter()
         .zip(&specs)
-        .filter(|(id, _)| matches!(graph.op(**id).kind, OpKind::Accumulate { .. }) || graph.op(**id).region == Region::StepBegin)
+        .filter(|(id, _)| {
+            matches!(graph.op(**id).kind, OpKind::Accumulate { .. })
+                || graph.op(**id).region == Region::StepBegin
+        })
         .map(|(id, a)| local_bytes(s, graph.op(*id).outputs[0], &a.results[0]))
         .fold(0, u64::saturating_add);
-    Some(Choice { strategies, specs, time, static_bytes, saved_bytes })
+    Some(Choice {
+        strategies,
+        specs,
+        time,
+        static_bytes,
+        saved_bytes,
+    })
 }
 
 /// Seconds of an op on one rank under an assignment.
 pub(crate) fn op_seconds(s: &Setting<'_>, op: &Op, a: &Assignment) -> f64 {
     let graph = &s.training.graph;
     let local = |vs: &[ValueId], specs: &[ShardingSpec]| -> Vec<(DType, Vec<u64>)> {
-        vs.iter().zip(specs).map(|(&v, spec)| (graph.ty(v).dtype, spec.local_shape(&graph.ty(v).shape.bind(s.batch), s.mesh))).collect()
+        vs.iter()
+            .zip(specs)
+            .map(|(&v, spec)| {
+                (
+                    graph.ty(v).dtype,
+                    spec.local_shape(&graph.ty(v).shape.bind(s.batch), s.mesh),
+                )
+            })
+            .collect()
     };
-    compute::op_time(s.cluster, &op.kind, &local(&op.inputs, &a.operands), &local(&op.outputs, &a.results)).0
+    compute::op_time(
+        s.cluster,
+        &op.kind,
+        &local(&op.inputs, &a.operands),
+        &local(&op.outputs, &a.results),
+    )
+    .0
 }
 
 /// Bytes of a value's padded shard.
 pub(crate) fn local_bytes(s: &Setting<'_>, v: ValueId, spec: &ShardingSpec) -> u64 {
     let ty = s.training.graph.ty(v);
-    spec.local_elements(&ty.shape.bind(s.batch), s.mesh).saturating_mul(ty.dtype.bytes())
+    spec.local_elements(&ty.shape.bind(s.batch), s.mesh)
+        .saturating_mul(ty.dtype.bytes())
 }
 
 fn pins_hold(s: &Setting<'_>, op: &Op, a: &Assignment) -> bool {
     let graph = &s.training.graph;
-    op.outputs.iter().zip(&a.results).all(|(&v, spec)| match s.pins.tensor(&graph.value_name(v)) {
-        None => true,
-        Some(pin) => {
-            let names = |axes: &[ir::AxisId]| -> Vec<String> { axes.iter().filter(|x| s.mesh.size(**x) > 1).map(|&x| s.mesh.name(x).to_string()).collect() };
-            let size = |name: &str| s.mesh.axes.iter().find(|a| a.name == name).map(|a| a.size);
-            // An axis of one rank splits nothing; one that does not exist cannot be met.
-            let known = pin.dims.iter().flatten().all(|n| size(n).is_some());
-            let wanted = pin.dims.iter().map(|d| d.iter().filter(|n| size(n) != Some(1)).cloned().collect::<Vec<_>>());
-            known && spec.partial.is_empty() && pin.dims.len() == spec.dims.len() && spec.dims.iter().zip(wanted).all(|(d, w)| names(&d.axes) == w)
-        }
-    })
+    op.outputs
+        .iter()
+        .zip(&a.results)
+        .all(|(&v, spec)| match s.pins.tensor(&graph.value_name(v)) {
+            None => true,
+            Some(pin) => {
+                let names = |axes: &[ir::AxisId]| -> Vec<String> {
+                    axes.iter()
+                        .filter(|x| s.mesh.size(**x) > 1)
+                        .map(|&x| s.mesh.name(x).to_string())
+                        .collect()
+                };
+                let size = |name: &str| s.mesh.axes.iter().find(|a| a.name == name).map(|a| a.size);
+                // An axis of one rank splits nothing; one that does not exist cannot be met.
+                let known = pin.dims.iter().flatten().all(|n| size(n).is_some());
+                let wanted = pin.dims.iter().map(|d| {
+                    d.iter()
+                        .filter(|n| size(n) != Some(1))
+                        .cloned()
+                        .collect::<Vec<_>>()
+                });
+                known
+                    && spec.partial.is_empty()
+                    && pin.dims.len() == spec.dims.len()
+                    && spec
+                        .dims
+                        .iter()
+                        .zip(wanted)
+                        .all(|(d, w)| names(&d.axes) == w)
+            }
+        })
 }
 
 fn product<T: Copy>(sets: &[Vec<T>]) -> Vec<Vec<T>> {
@@ -378,8 +531,14 @@ enum ParamUse {
 
 fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     let graph = &s.training.graph;
-    let state = ops.iter().map(|&id| graph.op(id)).find(|op| matches!(op.kind, OpKind::State { .. })).map(|op| op.outputs[0]);
-    let lens = state.map(|v| graph.ty(v).shape.bind(s.batch)).unwrap_or_default();
+    let state = ops
+        .iter()
+        .map(|&id| graph.op(id))
+        .find(|op| matches!(op.kind, OpKind::State { .. }))
+        .map(|op| op.outputs[0]);
+    let lens = state
+        .map(|v| graph.ty(v).shape.bind(s.batch))
+        .unwrap_or_default();
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
     let per_axis: Vec<Vec<ParamUse>> = s
         .mesh
@@ -391,9 +550,17 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
             }
             let mut uses = Vec::new();
             if role != AxisRole::Data {
-                uses.extend((0..lens.len()).filter(|&d| lens[d] >= n).map(ParamUse::Shard));
+                uses.extend(
+                    (0..lens.len())
+                        .filter(|&d| lens[d] >= n)
+                        .map(ParamUse::Shard),
+                );
             }
-            uses.extend(zero_variants(s.pins.zero, role, s.train.precision).into_iter().map(ParamUse::Idle));
+            uses.extend(
+                zero_variants(s.pins.zero, role, s.train.precision)
+                    .into_iter()
+                    .map(ParamUse::Idle),
+            );
             uses
         })
         .collect();
@@ -403,24 +570,38 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     let mut choices: Vec<Choice> = Vec::new();
     for uses in product(&per_axis) {
         let layout = ParamLayout::new(s.mesh, &lens, &uses);
-        let made = ops.iter().zip(&rules).map(|(&id, _)| layout.strategy(s, graph.op(id), foreign)).collect::<Option<Vec<_>>>();
-        if let Some(mut choice) = made.and_then(|strategies| make_choice(s, ops, &rules, strategies)) {
+        let made = ops
+            .iter()
+            .zip(&rules)
+            .map(|(&id, _)| layout.strategy(s, graph.op(id), foreign))
+            .collect::<Option<Vec<_>>>();
+        if let Some(mut choice) =
+            made.and_then(|strategies| make_choice(s, ops, &rules, strategies))
+        {
             choice.static_bytes = layout.static_bytes(s, ops, &choice);
             if !choices.iter().any(|c| c.strategies == choice.strategies) {
                 choices.push(choice);
             }
         }
     }
-    Group { ops: ops.to_vec(), choices, boundary: false }
+    Group {
+        ops: ops.to_vec(),
+        choices,
+        boundary: false,
+    }
 }
 
 fn has_foreign_gradient(graph: &Graph, ops: &[OpId]) -> bool {
-    ops.iter().map(|&id| graph.op(id)).filter(|op| op.region == Region::StepEnd && matches!(op.kind, OpKind::Binary { .. })).any(|op| {
-        op.inputs.iter().any(|&v| {
-            let producer = graph.value(v).producer;
-            matches!(graph.op(producer).kind, OpKind::Accumulate { .. }) && !ops.contains(&producer)
+    ops.iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| op.region == Region::StepEnd && matches!(op.kind, OpKind::Binary { .. }))
+        .any(|op| {
+            op.inputs.iter().any(|&v| {
+                let producer = graph.value(v).producer;
+                matches!(graph.op(producer).kind, OpKind::Accumulate { .. })
+                    && !ops.contains(&producer)
+            })
         })
-    })
 }
 
 /// Specs of a parameter's tensors: at rest, prepared, accumulated gradient, optimizer state.
@@ -443,7 +624,13 @@ enum AxisPlace {
 impl ParamLayout {
     fn new(mesh: &LogicalMesh, lens: &[u64], uses: &[ParamUse]) -> Self {
         use AxisPlace::*;
-        let mut l = ParamLayout { rest: vec![], prepared: vec![], gradient: vec![], optimizer: vec![], reverse: false };
+        let mut l = ParamLayout {
+            rest: vec![],
+            prepared: vec![],
+            gradient: vec![],
+            optimizer: vec![],
+            reverse: false,
+        };
         let mut sharded: Vec<u64> = vec![1; lens.len()];
         for (a, u) in uses.iter().enumerate() {
             if let ParamUse::Shard(d) = u {
@@ -454,7 +641,12 @@ impl ParamLayout {
             let n = u64::from(mesh.axes[a].size);
             let variant = match u {
                 ParamUse::Shard(d) => {
-                    for list in [&mut l.rest, &mut l.prepared, &mut l.gradient, &mut l.optimizer] {
+                    for list in [
+                        &mut l.rest,
+                        &mut l.prepared,
+                        &mut l.gradient,
+                        &mut l.optimizer,
+                    ] {
                         list.push(Dim(*d));
                     }
                     continue;
@@ -470,7 +662,10 @@ impl ParamLayout {
                 && !matches!(variant, ZeroVariant::Whole | ZeroVariant::WholeDeferred)
             {
                 // The ZeRO axis stands inside (minor to) an axis that shards the dim in compute.
-                let outer_inside = uses.iter().enumerate().any(|(b, u)| b > a && matches!(u, ParamUse::Shard(e) if *e == d));
+                let outer_inside = uses
+                    .iter()
+                    .enumerate()
+                    .any(|(b, u)| b > a && matches!(u, ParamUse::Shard(e) if *e == d));
                 l.reverse |= outer_inside;
                 sharded[d] *= n;
             }
@@ -516,7 +711,10 @@ impl ParamLayout {
                 AxisPlace::Partial => AxisUse::Partial(0),
             })
             .collect();
-        Some(OpStrategy { uses, reverse: self.reverse })
+        Some(OpStrategy {
+            uses,
+            reverse: self.reverse,
+        })
     }
 
     /// Bytes that live through the step; a prepared copy equal to the parameter is a view.

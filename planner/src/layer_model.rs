@@ -22,7 +22,11 @@ const MAX_CELLS: u64 = 40_000_000;
 
 /// Seconds as an integer cost.
 pub(crate) fn quanta(seconds: f64) -> Cost {
-    if seconds.is_finite() { Cost::finite((seconds / QUANTUM_S).round().clamp(0.0, 1e17) as u64) } else { Cost::FORBIDDEN }
+    if seconds.is_finite() {
+        Cost::finite((seconds / QUANTUM_S).round().clamp(0.0, 1e17) as u64)
+    } else {
+        Cost::FORBIDDEN
+    }
 }
 
 /// A priced layer kind.
@@ -103,7 +107,11 @@ impl Weights {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
     pub(crate) fn cost(&self, c: &Choice) -> Cost {
-        quanta(self.seconds(c.time) + self.static_price * c.static_bytes as f64 + self.saved_price * c.saved_bytes as f64)
+        quanta(
+            self.seconds(c.time)
+                + self.static_price * c.static_bytes as f64
+                + self.saved_price * c.saved_bytes as f64,
+        )
     }
 }
 
@@ -120,7 +128,12 @@ pub(crate) enum ModelError {
 
 impl LayerModel {
     /// The model of the kind of `layer` (an instance of it, with its successor).
-    pub(crate) fn new<'a>(s: &Setting<'a>, layers: &Layers, layer: LayerId, prices: &mut Prices<'a>) -> Result<Self, ModelError> {
+    pub(crate) fn new<'a>(
+        s: &Setting<'a>,
+        layers: &Layers,
+        layer: LayerId,
+        prices: &mut Prices<'a>,
+    ) -> Result<Self, ModelError> {
         let graph = &s.training.graph;
         let mut groups = make_groups(s, &layers.ops[layer.index()]);
         for g in &groups {
@@ -131,8 +144,15 @@ impl LayerModel {
         let n_own = groups.len();
         let entry = groups.iter().position(|g| g.boundary);
         if let Some(next) = layers.ops.get(layer.index() + 1) {
-            let entering: Vec<OpId> = next.iter().copied().filter(|&id| is_boundary(graph, id)).collect();
-            let mut boundary: Vec<Group> = make_groups(s, &entering).into_iter().filter(|g| g.boundary).collect();
+            let entering: Vec<OpId> = next
+                .iter()
+                .copied()
+                .filter(|&id| is_boundary(graph, id))
+                .collect();
+            let mut boundary: Vec<Group> = make_groups(s, &entering)
+                .into_iter()
+                .filter(|g| g.boundary)
+                .collect();
             for c in boundary.iter_mut().flat_map(|g| &mut g.choices) {
                 (c.time, c.static_bytes, c.saved_bytes) = (Phases::default(), 0, 0);
             }
@@ -146,16 +166,35 @@ impl LayerModel {
                 return Err(ModelError::NoChoice(graph.op(group.ops[0]).path.clone()));
             }
         }
-        let priced = links.iter().filter(|l| l.a != l.b).map(|l| price_between(s, prices, l, &groups)).collect();
+        let priced = links
+            .iter()
+            .filter(|l| l.a != l.b)
+            .map(|l| price_between(s, prices, l, &groups))
+            .collect();
         let sizes = groups.iter().map(|g| g.choices.len()).collect();
-        Ok(LayerModel { groups, n_own, entry, exit, sizes, priced })
+        Ok(LayerModel {
+            groups,
+            n_own,
+            entry,
+            exit,
+            sizes,
+            priced,
+        })
     }
 
     /// The model with the weights of time (`m`, `step`) fixed.
     pub(crate) fn weighted(&self, weights: Weights) -> Result<WeightedLayer<'_>, ModelError> {
-        let keep: Vec<u32> = self.entry.into_iter().chain(self.exit).map(|g| g as u32).collect();
+        let keep: Vec<u32> = self
+            .entry
+            .into_iter()
+            .chain(self.exit)
+            .map(|g| g as u32)
+            .collect();
         let eliminator = Eliminator::new(&self.sizes, &self.edges(weights), &keep, MAX_CELLS)?;
-        Ok(WeightedLayer { model: self, eliminator })
+        Ok(WeightedLayer {
+            model: self,
+            eliminator,
+        })
     }
 
     /// The edges of the intra-op problem under some weights of time.
@@ -163,10 +202,18 @@ impl LayerModel {
         self.priced
             .iter()
             .map(|p| {
-                let costs: Vec<Cost> = p.times.iter().map(|t| t.map_or(Cost::FORBIDDEN, |t| quanta(weights.seconds(t)))).collect();
+                let costs: Vec<Cost> = p
+                    .times
+                    .iter()
+                    .map(|t| t.map_or(Cost::FORBIDDEN, |t| quanta(weights.seconds(t))))
+                    .collect();
                 let cell = |i: usize, j: usize| costs[p.faces.0[i] * p.n_faces_b + p.faces.1[j]];
                 let table = Table::from_fn(self.sizes[p.a], self.sizes[p.b], cell);
-                Edge { a: p.a as u32, b: p.b as u32, table: Arc::new(table) }
+                Edge {
+                    a: p.a as u32,
+                    b: p.b as u32,
+                    table: Arc::new(table),
+                }
             })
             .collect()
     }
@@ -196,7 +243,10 @@ impl LayerModel {
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
             let cell = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]];
-            let forbidden = Phases { forward: f64::INFINITY, ..Phases::default() };
+            let forbidden = Phases {
+                forward: f64::INFINITY,
+                ..Phases::default()
+            };
             cost.time = cost.time.plus(cell.unwrap_or(forbidden));
         }
         cost
@@ -207,18 +257,33 @@ impl WeightedLayer<'_> {
     /// The matrix under some weights; the weights of time must be those of `weighted`.
     pub(crate) fn price(&self, weights: Weights) -> PricedLayer {
         let groups = &self.model.groups;
-        let node_costs: Vec<Vec<Cost>> = groups.iter().map(|g| g.choices.iter().map(|c| weights.cost(c)).collect()).collect();
+        let node_costs: Vec<Vec<Cost>> = groups
+            .iter()
+            .map(|g| g.choices.iter().map(|c| weights.cost(c)).collect())
+            .collect();
         let found = self.eliminator.run(&node_costs);
         let (rows, cols) = (self.model.n_entry(), self.model.n_exit());
         let table = found.table();
-        let matrix = (0..rows).map(|i| (0..cols).map(|j| table[i * cols + j].value().filter(|&v| v < 1 << 60)).collect()).collect();
+        let matrix = (0..rows)
+            .map(|i| {
+                (0..cols)
+                    .map(|j| table[i * cols + j].value().filter(|&v| v < 1 << 60))
+                    .collect()
+            })
+            .collect();
         PricedLayer { matrix, node_costs }
     }
 
     /// The best choices of all groups for given boundary layouts.
     pub(crate) fn decode(&self, priced: &PricedLayer, entry: usize, exit: usize) -> Vec<u32> {
         let found = self.eliminator.run(&priced.node_costs);
-        let kept: Vec<u32> = self.model.entry.map(|_| entry as u32).into_iter().chain(self.model.exit.map(|_| exit as u32)).collect();
+        let kept: Vec<u32> = self
+            .model
+            .entry
+            .map(|_| entry as u32)
+            .into_iter()
+            .chain(self.model.exit.map(|_| exit as u32))
+            .collect();
         found.decode(&kept)
     }
 }
@@ -243,8 +308,16 @@ fn transient(s: &Setting<'_>, group: &Group, c: &Choice) -> u64 {
         .filter(|(id, _)| graph.op(**id).region != Region::StepBegin)
         .map(|(&id, a)| {
             let op = graph.op(id);
-            let results = op.outputs.iter().zip(&a.results).map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
-            let operands = op.inputs.iter().zip(&a.operands).map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
+            let results = op
+                .outputs
+                .iter()
+                .zip(&a.results)
+                .map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
+            let operands = op
+                .inputs
+                .iter()
+                .zip(&a.operands)
+                .map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
             results.chain(operands).fold(0, u64::saturating_add)
         })
         .max()
@@ -265,12 +338,22 @@ fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
         for (operand, &value) in op.inputs.iter().enumerate() {
             let producer = graph.value(value).producer;
             // Data and constants are made wherever and however they are wanted.
-            if matches!(graph.op(producer).kind, OpKind::Input { .. } | OpKind::Constant { .. }) {
+            if matches!(
+                graph.op(producer).kind,
+                OpKind::Input { .. } | OpKind::Constant { .. }
+            ) {
                 continue;
             }
             if let Some(&(from, p)) = home.get(&producer) {
                 let result = graph.value(value).result as usize;
-                let u = Use { from, producer: (p, result), to: g, consumer: (k, Some(operand)), op: id, value };
+                let u = Use {
+                    from,
+                    producer: (p, result),
+                    to: g,
+                    consumer: (k, Some(operand)),
+                    op: id,
+                    value,
+                };
                 links.entry((from.min(g), from.max(g))).or_default().push(u);
             }
         }
@@ -278,12 +361,26 @@ fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
     for state in &s.training.states {
         let writer = graph.value(state.write);
         let reader = graph.value(state.read).producer;
-        if let (Some(&(from, p)), Some(&(to, k))) = (home.get(&writer.producer), home.get(&reader)) {
-            let u = Use { from, producer: (p, writer.result as usize), to, consumer: (k, None), op: writer.producer, value: state.write };
-            links.entry((from.min(to), from.max(to))).or_default().push(u);
+        if let (Some(&(from, p)), Some(&(to, k))) = (home.get(&writer.producer), home.get(&reader))
+        {
+            let u = Use {
+                from,
+                producer: (p, writer.result as usize),
+                to,
+                consumer: (k, None),
+                op: writer.producer,
+                value: state.write,
+            };
+            links
+                .entry((from.min(to), from.max(to)))
+                .or_default()
+                .push(u);
         }
     }
-    links.into_iter().map(|((a, b), uses)| Link { a, b, uses }).collect()
+    links
+        .into_iter()
+        .map(|((a, b), uses)| Link { a, b, uses })
+        .collect()
 }
 
 fn spec_from<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec {
@@ -311,12 +408,18 @@ fn unique_uses<'u>(
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
     for u in uses {
-        let (from, to) = (spec_from(u, groups, choice(u.from)), spec_to(u, groups, choice(u.to)));
+        let (from, to) = (
+            spec_from(u, groups, choice(u.from)),
+            spec_to(u, groups, choice(u.to)),
+        );
         if from == to {
             continue;
         }
         let op = graph.op(u.op);
-        let phase = (op.region, op.region == Region::Microbatch && op.pass == ir::Pass::F);
+        let phase = (
+            op.region,
+            op.region == Region::Microbatch && op.pass == ir::Pass::F,
+        );
         if seen.insert((u.value, phase, to)) {
             let ty = graph.ty(u.value);
             out.push((u, prices.price(from, to, &ty.shape.bind(s.batch), ty.dtype)));
@@ -326,13 +429,33 @@ fn unique_uses<'u>(
 }
 
 /// Adds the price of layout changes inside a group to its choices; impossible ones are dropped.
-fn price_inside(s: &Setting<'_>, prices: &mut Prices<'_>, links: &[Link], index: usize, group: &mut Group) {
-    let Some(link) = links.iter().find(|l| l.a == index && l.b == index) else { return };
+fn price_inside(
+    s: &Setting<'_>,
+    prices: &mut Prices<'_>,
+    links: &[Link],
+    index: usize,
+    group: &mut Group,
+) {
+    let Some(link) = links.iter().find(|l| l.a == index && l.b == index) else {
+        return;
+    };
     let mut kept = Vec::with_capacity(group.choices.len());
     // `unique_uses` looks groups up by index; inside one group every index means this group.
-    let inner: Vec<Use> = link.uses.iter().map(|u| Use { from: 0, to: 0, ..*u }).collect();
+    let inner: Vec<Use> = link
+        .uses
+        .iter()
+        .map(|u| Use {
+            from: 0,
+            to: 0,
+            ..*u
+        })
+        .collect();
     for choice in std::mem::take(&mut group.choices) {
-        let single = [Group { ops: group.ops.clone(), choices: vec![choice], boundary: group.boundary }];
+        let single = [Group {
+            ops: group.ops.clone(),
+            choices: vec![choice],
+            boundary: group.boundary,
+        }];
         let priced = unique_uses(s, prices, &inner, &single, &|_| 0);
         let mut time = single[0].choices[0].time;
         let mut possible = true;
@@ -356,11 +479,25 @@ fn is_boundary(graph: &ir::Graph, id: OpId) -> bool {
     path.starts_with(ir::boundary::BOUNDARY)
 }
 
-fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: &[Group]) -> PricedLink {
+fn price_between(
+    s: &Setting<'_>,
+    prices: &mut Prices<'_>,
+    link: &Link,
+    groups: &[Group],
+) -> PricedLink {
     let graph = &s.training.graph;
     // Choices that show this link the same specs cost the same: price each pair of faces once.
     let face = |g: usize, c: usize| -> Vec<&ShardingSpec> {
-        link.uses.iter().map(|u| if u.from == g { spec_from(u, groups, c) } else { spec_to(u, groups, c) }).collect()
+        link.uses
+            .iter()
+            .map(|u| {
+                if u.from == g {
+                    spec_from(u, groups, c)
+                } else {
+                    spec_to(u, groups, c)
+                }
+            })
+            .collect()
     };
     let faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
         let mut known = BTreeMap::new();
@@ -389,7 +526,13 @@ fn price_between(s: &Setting<'_>, prices: &mut Prices<'_>, link: &Link, groups: 
             times.push(phases);
         }
     }
-    PricedLink { a: link.a, b: link.b, faces: (ids_a, ids_b), n_faces_b: first_b.len(), times }
+    PricedLink {
+        a: link.a,
+        b: link.b,
+        faces: (ids_a, ids_b),
+        n_faces_b: first_b.len(),
+        times,
+    }
 }
 
 #[cfg(test)]

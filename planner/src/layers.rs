@@ -45,7 +45,12 @@ pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> L
     Layers { ops, kind, first }
 }
 
-fn signature(training: &TrainingGraph, layer: LayerId, ops: &[OpId], mark: &dyn Fn(&str) -> String) -> String {
+fn signature(
+    training: &TrainingGraph,
+    layer: LayerId,
+    ops: &[OpId],
+    mark: &dyn Fn(&str) -> String,
+) -> String {
     use std::fmt::Write;
     let graph = &training.graph;
     let name = &graph.layers[layer.index()];
@@ -56,10 +61,19 @@ fn signature(training: &TrainingGraph, layer: LayerId, ops: &[OpId], mark: &dyn 
         let op = graph.op(id);
         let kind = format!("{:?}", op.kind);
         let kind = match &op.kind {
-            ir::OpKind::Dropout { key, .. } | ir::OpKind::AttentionGrad { key, .. } => kind.replace(key.as_str(), &relative(key)),
+            ir::OpKind::Dropout { key, .. } | ir::OpKind::AttentionGrad { key, .. } => {
+                kind.replace(key.as_str(), &relative(key))
+            }
             _ => kind,
         };
-        let _ = write!(out, "{}|{kind}|{:?}|{:?}|{}", relative(&op.path), op.pass, op.region, mark(&op.path));
+        let _ = write!(
+            out,
+            "{}|{kind}|{:?}|{:?}|{}",
+            relative(&op.path),
+            op.pass,
+            op.region,
+            mark(&op.path)
+        );
         for &v in &op.inputs {
             let producer = graph.op(graph.value(v).producer);
             let result = graph.value(v).result;

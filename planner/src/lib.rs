@@ -67,6 +67,8 @@ pub struct PlanStats {
     pub candidates: u64,
     /// Pipelines that were lowered and simulated.
     pub simulated: u64,
+    /// What the user should know about the request, in sentences.
+    pub notes: Vec<String>,
     /// The intra-op problems of the plan's stages that were solved as integer programs.
     pub problems: Vec<intra_op::problem::IntraOpProblem>,
     /// What was simulated, in words, with the predicted step time.
@@ -123,6 +125,11 @@ pub enum PlanError {
 /// Plans the training of `forward` (as made by `import`) on `cluster`.
 ///
 /// Deterministic: the same input gives the same plan to the byte.
-pub fn plan(forward: &Graph, train: &TrainSpec, cluster: &Cluster, options: &PlanOptions) -> Result<Planned, PlanError> {
+pub fn plan(
+    forward: &Graph,
+    train: &TrainSpec,
+    cluster: &Cluster,
+    options: &PlanOptions,
+) -> Result<Planned, PlanError> {
     search::plan(forward, train, cluster, options)
 }

@@ -36,6 +36,13 @@ pub struct TensorPin {
     pub dims: Vec<Vec<String>>,
 }
 
+impl TensorPin {
+    /// Whether the pin speaks of this value.
+    pub fn matches(&self, value: &str) -> bool {
+        matches_glob(&self.value, value)
+    }
+}
+
 /// What one mesh axis may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AxisRole {
@@ -70,7 +77,10 @@ impl Pins {
     }
 
     fn add(&mut self, pin: &str) -> Result<(), PinError> {
-        let err = |problem: String| PinError { pin: pin.to_string(), problem };
+        let err = |problem: String| PinError {
+            pin: pin.to_string(),
+            problem,
+        };
         let Some((key, value)) = pin.split_once('=') else {
             return Err(err("expected key=value".into()));
         };
@@ -93,7 +103,11 @@ impl Pins {
             "schedule" => match value {
                 "gpipe" => self.schedule = Some(ScheduleKind::GPipe),
                 "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
-                _ => return Err(err(format!("`{value}` is not a schedule; gpipe and 1f1b are"))),
+                _ => {
+                    return Err(err(format!(
+                        "`{value}` is not a schedule; gpipe and 1f1b are"
+                    )));
+                }
             },
             _ => match key.strip_prefix("spec:") {
                 Some(name) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
@@ -118,8 +132,17 @@ impl Pins {
         degree("microbatch", self.microbatch);
         out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
         for t in &self.tensors {
-            let dims: Vec<String> =
-                t.dims.iter().map(|d| if d.is_empty() { "_".into() } else { d.join("+") }).collect();
+            let dims: Vec<String> = t
+                .dims
+                .iter()
+                .map(|d| {
+                    if d.is_empty() {
+                        "_".into()
+                    } else {
+                        d.join("+")
+                    }
+                })
+                .collect();
             out.push(format!("spec:{}=[{}]", t.value, dims.join(",")));
         }
         out
@@ -132,19 +155,32 @@ impl Pins {
 
     /// The spec pinned for a value, if any.
     pub fn tensor(&self, value: &str) -> Option<&TensorPin> {
-        self.tensors.iter().find(|t| matches_glob(&t.value, value))
+        self.tensors.iter().find(|t| t.matches(value))
     }
 }
 
 /// ZeRO placements that a level allows on an axis that does not shard the parameter.
-pub(crate) fn zero_variants(level: Option<u8>, role: AxisRole, precision: Precision) -> Vec<ZeroVariant> {
+pub(crate) fn zero_variants(
+    level: Option<u8>,
+    role: AxisRole,
+    precision: Precision,
+) -> Vec<ZeroVariant> {
     use ZeroVariant::*;
     if role == AxisRole::Tensor {
         return vec![Whole, WholeDeferred];
     }
     let mixed = precision != Precision::F32;
     match level {
-        None => vec![Whole, WholeDeferred, OptimizerDeferred, Optimizer, Gradient, Parameter, MasterDeferred, Master],
+        None => vec![
+            Whole,
+            WholeDeferred,
+            OptimizerDeferred,
+            Optimizer,
+            Gradient,
+            Parameter,
+            MasterDeferred,
+            Master,
+        ],
         Some(0) => vec![Whole, WholeDeferred],
         Some(1) if mixed => vec![MasterDeferred],
         Some(1) => vec![OptimizerDeferred],
@@ -202,9 +238,18 @@ fn tensor_pin(name: &str, value: &str) -> Result<TensorPin, String> {
     let dims = inner
         .split(',')
         .filter(|d| !d.is_empty())
-        .map(|d| if d == "_" { Vec::new() } else { d.split('+').map(str::to_string).collect() })
+        .map(|d| {
+            if d == "_" {
+                Vec::new()
+            } else {
+                d.split('+').map(str::to_string).collect()
+            }
+        })
         .collect();
-    Ok(TensorPin { value: name.to_string(), dims })
+    Ok(TensorPin {
+        value: name.to_string(),
+        dims,
+    })
 }
 
 /// Whether `text` matches `glob`, in which `*` stands for any characters. Linear backtracking.

@@ -21,11 +21,22 @@ pub(crate) struct Prices<'a> {
 
 impl<'a> Prices<'a> {
     pub(crate) fn new(cluster: &'a Cluster, mesh: &'a LogicalMesh) -> Self {
-        Prices { cluster, mesh, groups: HashMap::new(), known: HashMap::new() }
+        Prices {
+            cluster,
+            mesh,
+            groups: HashMap::new(),
+            known: HashMap::new(),
+        }
     }
 
     /// Seconds of the cheapest path; `None` when there is none. Lengths and dtype matter.
-    pub(crate) fn price(&mut self, from: &ShardingSpec, to: &ShardingSpec, lens: &[u64], dtype: DType) -> Option<f64> {
+    pub(crate) fn price(
+        &mut self,
+        from: &ShardingSpec,
+        to: &ShardingSpec,
+        lens: &[u64],
+        dtype: DType,
+    ) -> Option<f64> {
         if from == to {
             return Some(0.0);
         }
@@ -33,13 +44,21 @@ impl<'a> Prices<'a> {
         if let Some(&known) = self.known.get(&key) {
             return known;
         }
-        let price = self.best_path(from, to, lens, dtype).map(|(_, seconds)| seconds);
+        let price = self
+            .best_path(from, to, lens, dtype)
+            .map(|(_, seconds)| seconds);
         self.known.insert(key, price);
         price
     }
 
     /// The cheapest path and its seconds; ties go to the earlier path of `reshard::paths`.
-    pub(crate) fn best_path(&mut self, from: &ShardingSpec, to: &ShardingSpec, lens: &[u64], dtype: DType) -> Option<(Vec<LayoutStep>, f64)> {
+    pub(crate) fn best_path(
+        &mut self,
+        from: &ShardingSpec,
+        to: &ShardingSpec,
+        lens: &[u64],
+        dtype: DType,
+    ) -> Option<(Vec<LayoutStep>, f64)> {
         let mut best: Option<(Vec<LayoutStep>, f64)> = None;
         for path in reshard::paths(from, to) {
             let seconds = self.path_time(from, &path, lens, dtype);
@@ -51,18 +70,33 @@ impl<'a> Prices<'a> {
     }
 
     /// Seconds of a path: its collectives, and the copies of slices.
-    pub(crate) fn path_time(&mut self, from: &ShardingSpec, path: &[LayoutStep], lens: &[u64], dtype: DType) -> f64 {
+    pub(crate) fn path_time(
+        &mut self,
+        from: &ShardingSpec,
+        path: &[LayoutStep],
+        lens: &[u64],
+        dtype: DType,
+    ) -> f64 {
         let mut spec = from.clone();
         let mut seconds = 0.0;
         for step in path {
-            let Some(after) = step.apply(&spec) else { return f64::INFINITY };
-            let bytes = |s: &ShardingSpec| s.local_elements(lens, self.mesh).saturating_mul(dtype.bytes());
+            let Some(after) = step.apply(&spec) else {
+                return f64::INFINITY;
+            };
+            let bytes = |s: &ShardingSpec| {
+                s.local_elements(lens, self.mesh)
+                    .saturating_mul(dtype.bytes())
+            };
             let size = bytes(&spec).max(bytes(&after));
             seconds += match step.collective(&spec) {
                 Some(kind) => {
                     let (cluster, mesh) = (self.cluster, self.mesh);
                     let axes = step.axes();
-                    self.groups.entry(axes).or_insert_with_key(|axes| Group::new(cluster, mesh, axes)).time(kind, size).0
+                    self.groups
+                        .entry(axes)
+                        .or_insert_with_key(|axes| Group::new(cluster, mesh, axes))
+                        .time(kind, size)
+                        .0
                 }
                 None => compute::copy_time(self.cluster, bytes(&after)).0,
             };

@@ -60,7 +60,11 @@ pub(crate) fn refine(
             method: method.into(),
             objective_s: seconds(known),
             lower_bound_s: seconds(bound.min(known)),
-            gap: if known > 0 { (known - bound.min(known)) as f64 / known as f64 } else { 0.0 },
+            gap: if known > 0 {
+                (known - bound.min(known)) as f64 / known as f64
+            } else {
+                0.0
+            },
         },
         problem,
     };
@@ -70,21 +74,45 @@ pub(crate) fn refine(
     if problem.nodes.len() > MAX_NODES {
         return keep("priced elimination", 0, choices, None);
     }
-    let options = SolveOptions { work_limit: Some(WORK_LIMIT), max_ilp_columns: MAX_COLUMNS, gap: 1e-4, time_limit: None, ..SolveOptions::default() };
-    let Ok(result) = solve(&problem, &options) else { return keep("priced elimination", 0, choices, None) };
+    let options = SolveOptions {
+        work_limit: Some(WORK_LIMIT),
+        max_ilp_columns: MAX_COLUMNS,
+        gap: 1e-4,
+        time_limit: None,
+        ..SolveOptions::default()
+    };
+    let Ok(result) = solve(&problem, &options) else {
+        return keep("priced elimination", 0, choices, None);
+    };
     let better = result.objective.filter(|&o| !fits || o < known);
     let (Some(objective), Some(choice)) = (better, &result.choice) else {
-        return keep("integer program", result.lower_bound, choices, Some(problem));
+        return keep(
+            "integer program",
+            result.lower_bound,
+            choices,
+            Some(problem),
+        );
     };
-    let choices = places.iter().map(|layer| layer.iter().map(|&n| choice[n]).collect()).collect();
-    let bound = if result.status == SolveStatus::Optimal { objective } else { result.lower_bound.min(objective) };
+    let choices = places
+        .iter()
+        .map(|layer| layer.iter().map(|&n| choice[n]).collect())
+        .collect();
+    let bound = if result.status == SolveStatus::Optimal {
+        objective
+    } else {
+        result.lower_bound.min(objective)
+    };
     Refined {
         choices,
         proof: StageProof {
             method: "integer program".into(),
             objective_s: seconds(objective),
             lower_bound_s: seconds(bound),
-            gap: if objective > 0 { (objective - bound) as f64 / objective as f64 } else { 0.0 },
+            gap: if objective > 0 {
+                (objective - bound) as f64 / objective as f64
+            } else {
+                0.0
+            },
         },
         problem: Some(problem),
     }
@@ -101,21 +129,36 @@ pub(crate) fn stage_problem(
     budget: u64,
 ) -> (IntraOpProblem, Vec<Vec<usize>>) {
     let n = kinds.len() as u64;
-    let mut problem = IntraOpProblem { name: name.into(), usage_limit: Some(budget), ..IntraOpProblem::default() };
+    let mut problem = IntraOpProblem {
+        name: name.into(),
+        usage_limit: Some(budget),
+        ..IntraOpProblem::default()
+    };
     let mut places: Vec<Vec<usize>> = Vec::with_capacity(kinds.len());
     for (i, &kind) in kinds.iter().enumerate() {
         let model = &models[kind];
         let time = i as u64 + 1;
-        let previous_exit = i.checked_sub(1).and_then(|p| models[kinds[p]].exit.map(|g| places[p][g]));
+        let previous_exit = i
+            .checked_sub(1)
+            .and_then(|p| models[kinds[p]].exit.map(|g| places[p][g]));
         let mut place = Vec::with_capacity(model.groups.len());
         for (g, group) in model.groups.iter().enumerate() {
-            let shared = previous_exit.filter(|&node| model.entry == Some(g) && problem.nodes[node].costs.len() == group.choices.len());
+            let shared = previous_exit.filter(|&node| {
+                model.entry == Some(g) && problem.nodes[node].costs.len() == group.choices.len()
+            });
             let is_static = group.choices.iter().any(|c| c.static_bytes > 0);
-            let usages = group.choices.iter().map(|c| c.static_bytes.saturating_add(c.saved_bytes.saturating_mul(in_flight)));
+            let usages = group.choices.iter().map(|c| {
+                c.static_bytes
+                    .saturating_add(c.saved_bytes.saturating_mul(in_flight))
+            });
             let node = Node {
                 costs: group.choices.iter().map(|c| weights.cost(c)).collect(),
                 usages: usages.collect(),
-                interval: if is_static { [0, 2 * n + 2] } else { [time, 2 * n + 2 - time] },
+                interval: if is_static {
+                    [0, 2 * n + 2]
+                } else {
+                    [time, 2 * n + 2 - time]
+                },
             };
             match shared {
                 // The exit was made without cost or bytes; as an entry it has both.
@@ -130,7 +173,11 @@ pub(crate) fn stage_problem(
             }
         }
         for edge in model.edges(weights) {
-            problem.edges.push(Edge { a: place[edge.a as usize] as u32, b: place[edge.b as usize] as u32, table: edge.table });
+            problem.edges.push(Edge {
+                a: place[edge.a as usize] as u32,
+                b: place[edge.b as usize] as u32,
+                table: edge.table,
+            });
         }
         places.push(place);
     }

@@ -7,13 +7,13 @@
 
 use crate::assemble::{ChosenStage, add_stage, record_paths};
 use crate::groups::Setting;
-use crate::intra_op::problem::IntraOpProblem;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
+use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
-use crate::refine::refine;
 use crate::layers::{Layers, find_layers};
 use crate::pins::{AxisRole, Pins};
 use crate::prices::Prices;
+use crate::refine::refine;
 use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
@@ -22,7 +22,7 @@ use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::training::{TrainingGraph, training_graph};
-use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec};
+use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec, ValueId};
 use rayon::prelude::*;
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
@@ -86,33 +86,90 @@ struct Search<'a> {
 }
 
 /// Plans `forward` for `cluster`; see the crate header.
-pub(crate) fn plan(forward: &Graph, train: &TrainSpec, cluster: &Cluster, options: &PlanOptions) -> Result<Planned, PlanError> {
-    let problems: Vec<String> = train.problems().into_iter().chain(cluster.problems()).collect();
+pub(crate) fn plan(
+    forward: &Graph,
+    train: &TrainSpec,
+    cluster: &Cluster,
+    options: &PlanOptions,
+) -> Result<Planned, PlanError> {
+    let problems: Vec<String> = train
+        .problems()
+        .into_iter()
+        .chain(cluster.problems())
+        .collect();
     if let Some(first) = problems.into_iter().next() {
         return Err(PlanError::Input(first));
     }
     let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
+    let names: Vec<String> = (0..training.graph.values().len())
+        .map(|v| training.graph.value_name(ValueId::new(v)))
+        .collect();
+    if let Some(pin) = pins
+        .tensors
+        .iter()
+        .find(|pin| !names.iter().any(|n| pin.matches(n)))
+    {
+        return Err(PlanError::Input(format!(
+            "pin spec:{} matches no tensor of the model; `inspect --layers` lists their names",
+            pin.value
+        )));
+    }
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
         None => String::new(),
     });
     if layers.kind.len() > MAX_LAYERS {
-        return Err(PlanError::Input(format!("{} layers; the search slices at most {MAX_LAYERS}", layers.kind.len())));
+        return Err(PlanError::Input(format!(
+            "{} layers; the search slices at most {MAX_LAYERS}",
+            layers.kind.len()
+        )));
     }
-    let search = Search { training: &training, train, cluster, pins, saved: saved_values(&training), sequences: Sequences::new(&layers), layers, submeshes: submeshes(cluster, pins)? };
+    let search = Search {
+        training: &training,
+        train,
+        cluster,
+        pins,
+        saved: saved_values(&training),
+        sequences: Sequences::new(&layers),
+        layers,
+        submeshes: submeshes(cluster, pins)?,
+    };
     let batches = search.batches()?;
     let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
-    let mut stats = PlanStats { n_layer_kinds: search.layers.first.len(), ..PlanStats::default() };
+    let mut stats = PlanStats {
+        n_layer_kinds: search.layers.first.len(),
+        ..PlanStats::default()
+    };
+    if pins.zero.is_some_and(|z| z > 0) && pins.data == Some(1) {
+        stats
+            .notes
+            .push("the zero pin does nothing: no axis splits samples (data=1)".into());
+    }
     let mut reserve = 0u64;
     for _ in 0..RETRIES {
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
-        let made = search.simulate_best(forward, pipelines, lower_bound, schedule, reserve, &mut stats)?;
+        let made = search.simulate_best(
+            forward,
+            pipelines,
+            lower_bound,
+            schedule,
+            reserve,
+            &mut stats,
+        )?;
         match made {
             Made::Fits(plan, program, simulation) => {
-                return Ok(Planned { plan: *plan, training: training.clone(), program, simulation, stats });
+                return Ok(Planned {
+                    plan: *plan,
+                    training: training.clone(),
+                    program,
+                    simulation,
+                    stats,
+                });
             }
-            Made::Overrun(bytes) => reserve = reserve.saturating_add(bytes).saturating_add(bytes / 16),
+            Made::Overrun(bytes) => {
+                reserve = reserve.saturating_add(bytes).saturating_add(bytes / 16)
+            }
         }
     }
     Err(PlanError::Overrun { bytes: reserve })
@@ -129,7 +186,9 @@ impl Search<'_> {
         let b = self.train.global_batch;
         if let Some(pinned) = self.pins.microbatch {
             if b % pinned != 0 {
-                return Err(PlanError::Input(format!("pinned microbatch {pinned} does not divide the global batch {b}")));
+                return Err(PlanError::Input(format!(
+                    "pinned microbatch {pinned} does not divide the global batch {b}"
+                )));
             }
             return Ok(vec![pinned]);
         }
@@ -151,13 +210,22 @@ impl Search<'_> {
     }
 
     /// The best pipeline of every microbatch size, best first, and a bound on all of them.
-    fn pipelines(&self, batches: &[u64], schedule: ScheduleKind, reserve: u64, stats: &mut PlanStats) -> Result<(Vec<Pipeline>, f64), PlanError> {
+    fn pipelines(
+        &self,
+        batches: &[u64],
+        schedule: ScheduleKind,
+        reserve: u64,
+        stats: &mut PlanStats,
+    ) -> Result<(Vec<Pipeline>, f64), PlanError> {
         let mut found = Vec::new();
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
         // In parallel; collected in the order of the batches, so the outcome does not depend
         // on which is ready first.
-        let solved: Vec<Solved> = batches.par_iter().map(|&batch| self.solve_batch(batch, schedule, reserve)).collect();
+        let solved: Vec<Solved> = batches
+            .par_iter()
+            .map(|&batch| self.solve_batch(batch, schedule, reserve))
+            .collect();
         for (&batch, solved) in batches.iter().zip(solved) {
             stats.candidates += solved.candidates;
             if let Some(e) = solved.error {
@@ -165,22 +233,40 @@ impl Search<'_> {
             }
             if let Some((choice, lower)) = solved.found {
                 bound = bound.min(lower);
-                found.push(Pipeline { batch, m: (self.train.global_batch / batch) as u32, schedule, choice });
+                found.push(Pipeline {
+                    batch,
+                    m: (self.train.global_batch / batch) as u32,
+                    schedule,
+                    choice,
+                });
             }
         }
         if found.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
-        found.sort_by(|a, b| a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s).then(a.batch.cmp(&b.batch)));
+        found.sort_by(|a, b| {
+            a.choice
+                .cost
+                .total_s
+                .total_cmp(&b.choice.cost.total_s)
+                .then(a.batch.cmp(&b.batch))
+        });
         Ok((found, bound))
     }
 
     fn solve_batch(&self, batch: u64, schedule: ScheduleKind, reserve: u64) -> Solved {
         let m = (self.train.global_batch / batch) as u32;
         let shapes = self.shapes(batch);
-        let candidates: Vec<Result<Candidate, PlanError>> =
-            shapes.par_iter().enumerate().map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m)).collect();
-        let mut solved = Solved { candidates: 0, found: None, error: None };
+        let candidates: Vec<Result<Candidate, PlanError>> = shapes
+            .par_iter()
+            .enumerate()
+            .map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m))
+            .collect();
+        let mut solved = Solved {
+            candidates: 0,
+            found: None,
+            error: None,
+        };
         let mut usable = Vec::new();
         for c in candidates {
             match c {
@@ -200,42 +286,82 @@ impl Search<'_> {
     fn shapes(&self, batch: u64) -> Vec<(usize, Shape)> {
         let mut shapes = Vec::new();
         for (submesh, &n) in self.submeshes.iter().enumerate() {
-            let devices = DeviceMesh { first_rank: Rank(0), n_devices: n };
-            let axis = |name: &str, size: u32| Axis { name: name.into(), size };
+            let devices = DeviceMesh {
+                first_rank: Rank(0),
+                n_devices: n,
+            };
+            let axis = |name: &str, size: u32| Axis {
+                name: name.into(),
+                size,
+            };
             if self.pins.fixes_mesh() {
-                let data = self.pins.data.unwrap_or_else(|| n / self.pins.tensor.unwrap_or(1).max(1));
+                let data = self
+                    .pins
+                    .data
+                    .unwrap_or_else(|| n / self.pins.tensor.unwrap_or(1).max(1));
                 let tensor = self.pins.tensor.unwrap_or_else(|| n / data.max(1));
                 // A data axis that no sample can fill is a pin that cannot be met well.
                 if u64::from(data) <= batch
-                    && let Some(mesh) = LogicalMesh::new(devices, vec![axis("data", data), axis("tensor", tensor)])
+                    && let Some(mesh) =
+                        LogicalMesh::new(devices, vec![axis("data", data), axis("tensor", tensor)])
                 {
-                    shapes.push((submesh, Shape { mesh, roles: vec![AxisRole::Data, AxisRole::Tensor] }));
+                    shapes.push((
+                        submesh,
+                        Shape {
+                            mesh,
+                            roles: vec![AxisRole::Data, AxisRole::Tensor],
+                        },
+                    ));
                 }
                 continue;
             }
             let inner_most = self.cluster.devices_per_host.min(n);
-            for y in (1..=inner_most).filter(|y| n % y == 0 && self.cluster.devices_per_host % y == 0) {
+            for y in
+                (1..=inner_most).filter(|y| n % y == 0 && self.cluster.devices_per_host % y == 0)
+            {
                 // One axis over all devices is one shape, whichever axis has it.
                 if y == 1 && n > 1 && n <= self.cluster.devices_per_host {
                     continue;
                 }
-                if let Some(mesh) = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)]) {
-                    shapes.push((submesh, Shape { mesh, roles: vec![AxisRole::Free, AxisRole::Free] }));
+                if let Some(mesh) = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)])
+                {
+                    shapes.push((
+                        submesh,
+                        Shape {
+                            mesh,
+                            roles: vec![AxisRole::Free, AxisRole::Free],
+                        },
+                    ));
                 }
             }
         }
         shapes
     }
 
-    fn candidate(&self, (index, submesh): (usize, usize), shape: &Shape, batch: u64, m: u32) -> Result<Candidate, PlanError> {
+    fn candidate(
+        &self,
+        (index, submesh): (usize, usize),
+        shape: &Shape,
+        batch: u64,
+        m: u32,
+    ) -> Result<Candidate, PlanError> {
         let s = self.setting(shape, batch);
-        let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+        let base = Weights {
+            m: f64::from(m),
+            step: 1.0,
+            static_price: 0.0,
+            saved_price: 0.0,
+        };
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
         let mut weights = vec![base];
         for &price in &MEMORY_PRICES[1..] {
             for &f in IN_FLIGHT.iter().filter(|&&f| f == 1.0 || f <= f64::from(m)) {
-                weights.push(Weights { static_price: price, saved_price: price * f, ..base });
+                weights.push(Weights {
+                    static_price: price,
+                    saved_price: price * f,
+                    ..base
+                });
             }
         }
         let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
@@ -250,7 +376,12 @@ impl Search<'_> {
             }
         }
         let relaxed = self.relaxed(&models, base)?;
-        Ok(Candidate { shape: index, submesh, stages, relaxed })
+        Ok(Candidate {
+            shape: index,
+            submesh,
+            stages,
+            relaxed,
+        })
     }
 
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
@@ -263,7 +394,11 @@ impl Search<'_> {
         let capacity = self.cluster.usable_bytes() as f64;
         let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
         for price in MEMORY_PRICES {
-            let priced = Weights { static_price: price, saved_price: price, ..free };
+            let priced = Weights {
+                static_price: price,
+                saved_price: price,
+                ..free
+            };
             let objectives = PricedMesh::new(&weighted, priced).objectives(&self.sequences);
             for (known, objective) in best.iter_mut().zip(objectives) {
                 let Some(objective) = objective else { continue };
@@ -278,10 +413,21 @@ impl Search<'_> {
 
     fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
         let mut prices = Prices::new(s.cluster, s.mesh);
-        self.layers.first.iter().map(|&l| LayerModel::new(s, &self.layers, l, &mut prices).map_err(no_strategy)).collect()
+        self.layers
+            .first
+            .iter()
+            .map(|&l| LayerModel::new(s, &self.layers, l, &mut prices).map_err(no_strategy))
+            .collect()
     }
 
-    fn solve_pipeline(&self, candidates: &[Candidate], batch: u64, m: u32, schedule: ScheduleKind, reserve: u64) -> Result<(PipelineChoice, f64), PlanError> {
+    fn solve_pipeline(
+        &self,
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Result<(PipelineChoice, f64), PlanError> {
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices() as usize;
         if n_layers * devices <= MIXED_SUBMESHES {
@@ -298,7 +444,10 @@ impl Search<'_> {
             match self.solve_over(&[submesh], candidates, batch, m, schedule, reserve) {
                 Ok((choice, lower)) => {
                     bound = bound.min(lower);
-                    if best.as_ref().is_none_or(|(b, _)| choice.cost.total_s < b.cost.total_s) {
+                    if best
+                        .as_ref()
+                        .is_none_or(|(b, _)| choice.cost.total_s < b.cost.total_s)
+                    {
                         best = Some((choice, lower));
                     }
                 }
@@ -307,7 +456,10 @@ impl Search<'_> {
         }
         match best {
             Some((choice, _)) => Ok((choice, bound)),
-            None => Err(nearest.unwrap_or(PlanError::NoTiling { devices: self.cluster.n_devices(), layers: n_layers })),
+            None => Err(nearest.unwrap_or(PlanError::NoTiling {
+                devices: self.cluster.n_devices(),
+                layers: n_layers,
+            })),
         }
     }
 
@@ -323,8 +475,15 @@ impl Search<'_> {
     ) -> Result<(PipelineChoice, f64), PlanError> {
         let n_layers = self.layers.kind.len();
         // Sizes in units of their common divisor keep the table of devices small.
-        let unit = submeshes.iter().map(|&i| self.submeshes[i]).fold(0, gcd).max(1);
-        let sizes: Vec<usize> = submeshes.iter().map(|&i| (self.submeshes[i] / unit) as usize).collect();
+        let unit = submeshes
+            .iter()
+            .map(|&i| self.submeshes[i])
+            .fold(0, gcd)
+            .max(1);
+        let sizes: Vec<usize> = submeshes
+            .iter()
+            .map(|&i| (self.submeshes[i] / unit) as usize)
+            .collect();
         let devices = (self.cluster.n_devices() / unit) as usize;
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let mut table = StageTable::new(n_layers, devices, sizes.clone());
@@ -343,7 +502,9 @@ impl Search<'_> {
             tag: 0,
         };
         for candidate in candidates {
-            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else { continue };
+            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
+                continue;
+            };
             for &((i, j), sequence) in &self.sequences.ranges {
                 for (w, cost) in &candidate.stages[sequence] {
                     let entry = StageEntry {
@@ -365,15 +526,29 @@ impl Search<'_> {
             }
         }
         for ((i, j, submesh), seconds) in best_relaxed {
-            relaxed.push(i..j, submesh, StageEntry { forward_s: seconds, capacity_bytes: u64::MAX, ..blank.clone() });
+            relaxed.push(
+                i..j,
+                submesh,
+                StageEntry {
+                    forward_s: seconds,
+                    capacity_bytes: u64::MAX,
+                    ..blank.clone()
+                },
+            );
         }
-        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(self.transfer_s(submeshes[a], submeshes[b], batch));
+        let transfer = |a: usize, _: u16, b: usize, _: u16| {
+            Some(self.transfer_s(submeshes[a], submeshes[b], batch))
+        };
         let kind = match schedule {
             ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
             ScheduleKind::OneFOneB => inter_op::ScheduleKind::OneFOneB,
         };
-        let options = InterOpOptions { n_stages: self.pins.pipeline.map(|p| p as usize), ..InterOpOptions::new(u64::from(m), kind) };
-        let choice = inter_op::plan(&table, &transfer, &options).map_err(|e| self.infeasible(e, submeshes))?;
+        let options = InterOpOptions {
+            n_stages: self.pins.pipeline.map(|p| p as usize),
+            ..InterOpOptions::new(u64::from(m), kind)
+        };
+        let choice = inter_op::plan(&table, &transfer, &options)
+            .map_err(|e| self.infeasible(e, submeshes))?;
         let lower = inter_op::plan(&relaxed, &transfer, &options).map_or(0.0, |c| c.lower_bound_s);
         Ok((choice, lower))
     }
@@ -381,7 +556,10 @@ impl Search<'_> {
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
     fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
         let graph = &self.training.graph;
-        let boundary = graph.ops().iter().find(|op| op.path.starts_with(ir::boundary::BOUNDARY));
+        let boundary = graph
+            .ops()
+            .iter()
+            .find(|op| op.path.starts_with(ir::boundary::BOUNDARY));
         let bytes = boundary.map_or(0, |op| graph.ty(op.outputs[0]).bytes(batch));
         let (a, b) = (self.submeshes[from], self.submeshes[to]);
         let share = bytes / u64::from(a.min(b).max(1));
@@ -391,10 +569,24 @@ impl Search<'_> {
 
     fn infeasible(&self, why: NoPlan, submeshes: &[usize]) -> PlanError {
         match why {
-            NoPlan::NoTiling => PlanError::NoTiling { devices: self.cluster.n_devices(), layers: self.layers.kind.len() },
-            NoPlan::Memory { n_stages, layers, submesh, in_flight, needed_bytes, capacity_bytes } => PlanError::Memory {
+            NoPlan::NoTiling => PlanError::NoTiling {
+                devices: self.cluster.n_devices(),
+                layers: self.layers.kind.len(),
+            },
+            NoPlan::Memory {
                 n_stages,
-                layers: format!("{} to {}", self.training.graph.layers[layers.start], self.training.graph.layers[layers.end - 1]),
+                layers,
+                submesh,
+                in_flight,
+                needed_bytes,
+                capacity_bytes,
+            } => PlanError::Memory {
+                n_stages,
+                layers: format!(
+                    "{} to {}",
+                    self.training.graph.layers[layers.start],
+                    self.training.graph.layers[layers.end - 1]
+                ),
                 devices: self.submeshes[submeshes[submesh]],
                 in_flight,
                 needed: u64::try_from(needed_bytes).unwrap_or(u64::MAX),
@@ -418,19 +610,39 @@ impl Search<'_> {
         for p in pipelines.iter().take(SIMULATED) {
             let (mut plan, problems) = self.assemble(forward, p, reserve)?;
             record_paths(&mut plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
-            let program = lowering::lower_training(&plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
-            let arena = program.roles.iter().map(|r| r.arena_bytes).max().unwrap_or(0);
+            let program = lowering::lower_training(&plan, self.training)
+                .map_err(|e| PlanError::Lower(e.to_string()))?;
+            let arena = program
+                .roles
+                .iter()
+                .map(|r| r.arena_bytes)
+                .max()
+                .unwrap_or(0);
             let usable = self.cluster.usable_bytes();
             if arena > usable {
                 overrun = overrun.min(arena - usable);
                 continue;
             }
-            let simulation = simulate(&program, self.cluster, &SimulateOptions::new(StepWork::of(self.training, self.train))).map_err(|e| PlanError::Lower(e.to_string()))?;
+            let simulation = simulate(
+                &program,
+                self.cluster,
+                &SimulateOptions::new(StepWork::of(self.training, self.train)),
+            )
+            .map_err(|e| PlanError::Lower(e.to_string()))?;
             stats.simulated += 1;
-            stats.alternatives.push((format!("{} stages, microbatch {}", plan.stages.len(), p.batch), simulation.step_time));
+            stats.alternatives.push((
+                format!("{} stages, microbatch {}", plan.stages.len(), p.batch),
+                simulation.step_time,
+            ));
             plan.predicted = simulation.prediction.clone();
-            plan.proof = Proof { stages: std::mem::take(&mut plan.proof.stages), ..self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve) };
-            if best.as_ref().is_none_or(|(_, _, b)| simulation.step_time.0 < b.step_time.0) {
+            plan.proof = Proof {
+                stages: std::mem::take(&mut plan.proof.stages),
+                ..self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve)
+            };
+            if best
+                .as_ref()
+                .is_none_or(|(_, _, b)| simulation.step_time.0 < b.step_time.0)
+            {
                 best = Some((Box::new(plan), program, simulation));
                 stats.problems = problems;
             }
@@ -441,7 +653,14 @@ impl Search<'_> {
         })
     }
 
-    fn proof(&self, choice: &PipelineChoice, lower_bound: f64, candidates: u64, schedule: ScheduleKind, reserve: u64) -> Proof {
+    fn proof(
+        &self,
+        choice: &PipelineChoice,
+        lower_bound: f64,
+        candidates: u64,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Proof {
         let objective = choice.cost.total_s;
         let lower = lower_bound.min(objective).max(0.0);
         let mixed = self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES;
@@ -457,7 +676,11 @@ impl Search<'_> {
         Proof {
             objective_s: Seconds(objective),
             lower_bound_s: Seconds(lower),
-            gap: if objective > 0.0 { (objective - lower) / objective } else { 0.0 },
+            gap: if objective > 0.0 {
+                (objective - lower) / objective
+            } else {
+                0.0
+            },
             space,
             candidates,
             stopped: false,
@@ -465,7 +688,12 @@ impl Search<'_> {
         }
     }
 
-    fn assemble(&self, forward: &Graph, p: &Pipeline, reserve: u64) -> Result<(Plan, Vec<IntraOpProblem>), PlanError> {
+    fn assemble(
+        &self,
+        forward: &Graph,
+        p: &Pipeline,
+        reserve: u64,
+    ) -> Result<(Plan, Vec<IntraOpProblem>), PlanError> {
         let mut problems = Vec::new();
         let mut plan = Plan {
             version: PLAN_VERSION,
@@ -490,24 +718,66 @@ impl Search<'_> {
         let mut first_rank = 0;
         for stage in &p.choice.stages {
             let (c, w) = ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize);
-            let (_, shape) = shapes.get(c).ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
+            let (_, shape) = shapes
+                .get(c)
+                .ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
             let s = self.setting(shape, p.batch);
-            let base = Weights { m: f64::from(p.m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+            let base = Weights {
+                m: f64::from(p.m),
+                step: 1.0,
+                static_price: 0.0,
+                saved_price: 0.0,
+            };
             let models = self.models(&s)?;
             let weighted = weigh(&models, base)?;
             let mut priced = PricedMesh::new(&weighted, weight_at(p.m, w));
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
-            let path = priced.path(&s, &kinds).ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
-            let choices = kinds.iter().enumerate().map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1])).collect();
-            let budget = self.cluster.usable_bytes().saturating_sub(reserve).saturating_sub(path.cost.transient_bytes);
-            let name = format!("{} layers {}..{}", forward.name, stage.layers.start, stage.layers.end);
-            let refined = refine(&name, &models, &kinds, choices, base, stage.in_flight, budget, w != 0);
+            let path = priced
+                .path(&s, &kinds)
+                .ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
+            let choices = kinds
+                .iter()
+                .enumerate()
+                .map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1]))
+                .collect();
+            let budget = self
+                .cluster
+                .usable_bytes()
+                .saturating_sub(reserve)
+                .saturating_sub(path.cost.transient_bytes);
+            let name = format!(
+                "{} layers {}..{}",
+                forward.name, stage.layers.start, stage.layers.end
+            );
+            let refined = refine(
+                &name,
+                &models,
+                &kinds,
+                choices,
+                base,
+                stage.in_flight,
+                budget,
+                w != 0,
+            );
             let mesh = LogicalMesh {
-                devices: DeviceMesh { first_rank: Rank(first_rank), n_devices: shape.mesh.n_devices() },
+                devices: DeviceMesh {
+                    first_rank: Rank(first_rank),
+                    n_devices: shape.mesh.n_devices(),
+                },
                 axes: shape.mesh.axes.clone(),
             };
             first_rank += shape.mesh.n_devices();
-            add_stage(&mut plan, &s, &self.layers, &ChosenStage { layers: stage.layers.clone(), mesh, models: &models, choices: &refined.choices });
+            add_stage(
+                &mut plan,
+                &s,
+                &self.layers,
+                &ChosenStage {
+                    layers: stage.layers.clone(),
+                    mesh,
+                    models: &models,
+                    choices: &refined.choices,
+                },
+            );
             plan.proof.stages.push(refined.proof);
             problems.extend(refined.problem);
         }
@@ -520,25 +790,62 @@ fn no_strategy(e: ModelError) -> PlanError {
 }
 
 fn weigh(models: &[LayerModel], weights: Weights) -> Result<Vec<WeightedLayer<'_>>, PlanError> {
-    models.iter().map(|m| m.weighted(weights).map_err(no_strategy)).collect()
+    models
+        .iter()
+        .map(|m| m.weighted(weights).map_err(no_strategy))
+        .collect()
 }
 
 /// The `w`-th weights that a candidate with `m` microbatches is priced under.
 fn weight_at(m: u32, w: usize) -> Weights {
-    let base = Weights { m: f64::from(m), step: 1.0, static_price: 0.0, saved_price: 0.0 };
+    let base = Weights {
+        m: f64::from(m),
+        step: 1.0,
+        static_price: 0.0,
+        saved_price: 0.0,
+    };
     let prices = MEMORY_PRICES[1..].iter().flat_map(|&price| {
-        IN_FLIGHT.iter().filter(move |&&f| f == 1.0 || f <= f64::from(m)).map(move |&f| (price, price * f))
+        IN_FLIGHT
+            .iter()
+            .filter(move |&&f| f == 1.0 || f <= f64::from(m))
+            .map(move |&f| (price, price * f))
     });
-    std::iter::once((0.0, 0.0)).chain(prices).nth(w).map_or(base, |(a, b)| Weights { static_price: a, saved_price: b, ..base })
+    std::iter::once((0.0, 0.0))
+        .chain(prices)
+        .nth(w)
+        .map_or(base, |(a, b)| Weights {
+            static_price: a,
+            saved_price: b,
+            ..base
+        })
 }
 
 /// The error that tells the user more: too little memory before anything else.
 fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
     match (old, new) {
-        (Some(PlanError::Memory { needed, capacity, n_stages, layers, devices, in_flight }), PlanError::Memory { needed: n2, .. }) if needed <= n2 => {
-            PlanError::Memory { needed, capacity, n_stages, layers, devices, in_flight }
+        (
+            Some(PlanError::Memory {
+                needed,
+                capacity,
+                n_stages,
+                layers,
+                devices,
+                in_flight,
+            }),
+            PlanError::Memory { needed: n2, .. },
+        ) if needed <= n2 => PlanError::Memory {
+            needed,
+            capacity,
+            n_stages,
+            layers,
+            devices,
+            in_flight,
+        },
+        (Some(old @ PlanError::Memory { .. }), new) if !matches!(new, PlanError::Memory { .. }) => {
+            old
         }
-        (Some(old @ PlanError::Memory { .. }), new) if !matches!(new, PlanError::Memory { .. }) => old,
+        // Where ops are left without a strategy nothing can be tiled: say the cause.
+        (Some(old @ PlanError::Strategies(_)), PlanError::NoTiling { .. }) => old,
         (_, new) => new,
     }
 }
@@ -548,14 +855,22 @@ fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
     let n = cluster.n_devices();
     if let Some(p) = pins.pipeline {
         if n % p != 0 {
-            return Err(PlanError::Input(format!("pinned pipeline={p} does not divide the {n} devices of the cluster")));
+            return Err(PlanError::Input(format!(
+                "pinned pipeline={p} does not divide the {n} devices of the cluster"
+            )));
         }
     }
     if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
         let stage = d.checked_mul(t).unwrap_or(u32::MAX);
-        if n % stage != 0 || pins.pipeline.is_some_and(|p| p.checked_mul(stage) != Some(n)) {
+        if n % stage != 0
+            || pins
+                .pipeline
+                .is_some_and(|p| p.checked_mul(stage) != Some(n))
+        {
             let p = pins.pipeline.map_or("p".to_string(), |p| p.to_string());
-            return Err(PlanError::Input(format!("pinned data={d} x tensor={t} x pipeline={p} does not make the {n} devices of the cluster")));
+            return Err(PlanError::Input(format!(
+                "pinned data={d} x tensor={t} x pipeline={p} does not make the {n} devices of the cluster"
+            )));
         }
         return Ok(vec![stage]);
     }
@@ -563,7 +878,9 @@ fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
         return Ok(vec![n / p]);
     }
     let host = cluster.devices_per_host;
-    Ok((1..=n).filter(|k| n % k == 0 && ((*k <= host && host % k == 0) || k % host == 0)).collect())
+    Ok((1..=n)
+        .filter(|k| n % k == 0 && ((*k <= host && host % k == 0) || k % host == 0))
+        .collect())
 }
 
 fn gcd(a: u32, b: u32) -> u32 {
@@ -574,10 +891,16 @@ fn gcd(a: u32, b: u32) -> u32 {
 fn saved_values(training: &TrainingGraph) -> Vec<bool> {
     let graph = &training.graph;
     let mut saved = vec![false; graph.values().len()];
-    for op in graph.ops().iter().filter(|op| op.region == Region::Microbatch && op.pass != Pass::F) {
+    for op in graph
+        .ops()
+        .iter()
+        .filter(|op| op.region == Region::Microbatch && op.pass != Pass::F)
+    {
         for &v in &op.inputs {
             let producer = graph.op(graph.value(v).producer);
-            saved[v.index()] |= producer.region == Region::Microbatch && producer.pass == Pass::F && !producer.kind.is_source();
+            saved[v.index()] |= producer.region == Region::Microbatch
+                && producer.pass == Pass::F
+                && !producer.kind.is_source();
         }
     }
     saved

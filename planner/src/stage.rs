@@ -73,17 +73,27 @@ struct Product {
 
 impl<'m> PricedMesh<'m> {
     pub(crate) fn new(models: &'m [WeightedLayer<'m>], weights: Weights) -> Self {
-        PricedMesh { models, priced: models.iter().map(|m| m.price(weights)).collect(), costs: BTreeMap::new() }
+        PricedMesh {
+            models,
+            priced: models.iter().map(|m| m.price(weights)).collect(),
+            costs: BTreeMap::new(),
+        }
     }
 
     /// Best paths of all sequences; `None` where no strategy exists.
-    pub(crate) fn paths(&mut self, s: &Setting<'_>, sequences: &Sequences) -> Vec<Option<StagePath>> {
+    pub(crate) fn paths(
+        &mut self,
+        s: &Setting<'_>,
+        sequences: &Sequences,
+    ) -> Vec<Option<StagePath>> {
         let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
         for &(parent, kind) in &sequences.steps {
             let product = self.extend(&products, parent, kind);
             products.push(product);
         }
-        (0..products.len()).map(|p| self.best_path(s, &products, p)).collect()
+        (0..products.len())
+            .map(|p| self.best_path(s, &products, p))
+            .collect()
     }
 
     /// The objectives of all sequences, quanta.
@@ -93,7 +103,16 @@ impl<'m> PricedMesh<'m> {
             let product = self.extend(&products, parent, kind);
             products.push(product);
         }
-        products.iter().map(|p| p.cells.iter().flatten().filter_map(|c| c.map(|c| c.0)).min()).collect()
+        products
+            .iter()
+            .map(|p| {
+                p.cells
+                    .iter()
+                    .flatten()
+                    .filter_map(|c| c.map(|c| c.0))
+                    .min()
+            })
+            .collect()
     }
 
     /// The best path of one sequence of kinds.
@@ -114,7 +133,10 @@ impl<'m> PricedMesh<'m> {
     fn extend(&self, products: &[Product], parent: Option<usize>, kind: usize) -> Product {
         let matrix = &self.priced[kind].matrix;
         let cells = match parent {
-            None => matrix.iter().map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect()).collect(),
+            None => matrix
+                .iter()
+                .map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect())
+                .collect(),
             Some(p) => products[p]
                 .cells
                 .iter()
@@ -124,20 +146,38 @@ impl<'m> PricedMesh<'m> {
                             row.iter()
                                 .zip(matrix)
                                 .enumerate()
-                                .filter_map(|(mid, (left, right))| Some((left.as_ref()?.0 + right[exit]?, mid)))
+                                .filter_map(|(mid, (left, right))| {
+                                    Some((left.as_ref()?.0 + right[exit]?, mid))
+                                })
                                 .min()
                         })
                         .collect()
                 })
                 .collect(),
         };
-        Product { kind, parent, cells }
+        Product {
+            kind,
+            parent,
+            cells,
+        }
     }
 
-    fn best_path(&mut self, s: &Setting<'_>, products: &[Product], last: usize) -> Option<StagePath> {
+    fn best_path(
+        &mut self,
+        s: &Setting<'_>,
+        products: &[Product],
+        last: usize,
+    ) -> Option<StagePath> {
         let cells = &products[last].cells;
-        let (_, entry, exit) =
-            cells.iter().enumerate().flat_map(|(i, row)| row.iter().enumerate().filter_map(move |(j, c)| c.map(|c| (c.0, i, j)))).min()?;
+        let (_, entry, exit) = cells
+            .iter()
+            .enumerate()
+            .flat_map(|(i, row)| {
+                row.iter()
+                    .enumerate()
+                    .filter_map(move |(j, c)| c.map(|c| (c.0, i, j)))
+            })
+            .min()?;
         let mut boundaries = vec![exit];
         let mut kinds = Vec::new();
         let mut at = Some(last);
@@ -145,7 +185,11 @@ impl<'m> PricedMesh<'m> {
             kinds.push(products[p].kind);
             at = products[p].parent;
             let exit = boundaries[boundaries.len() - 1];
-            boundaries.push(if at.is_some() { products[p].cells[entry][exit]?.1 } else { entry });
+            boundaries.push(if at.is_some() {
+                products[p].cells[entry][exit]?.1
+            } else {
+                entry
+            });
         }
         boundaries.reverse();
         kinds.reverse();

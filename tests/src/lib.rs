@@ -35,17 +35,35 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 5] = ["gpt2_small_tied", "gpt2_untied_gelu", "llama_tied", "llama_untied_rope", "llama_linear_rope"];
+pub const CASES: [&str; 5] = [
+    "gpt2_small_tied",
+    "gpt2_untied_gelu",
+    "llama_tied",
+    "llama_untied_rope",
+    "llama_linear_rope",
+];
 
 impl Case {
     /// Reads a case.
     pub fn load(name: &str) -> Case {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("reference").join(name);
-        let json = |file: &str| -> Value { serde_json::from_slice(&std::fs::read(folder.join(file)).expect(file)).expect(file) };
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("reference")
+            .join(name);
+        let json = |file: &str| -> Value {
+            serde_json::from_slice(&std::fs::read(folder.join(file)).expect(file)).expect(file)
+        };
         let reference = json("reference.json");
-        let config = import::ModelConfig::load(&folder.join("config.json")).expect("the case's config is valid");
+        let config = import::ModelConfig::load(&folder.join("config.json"))
+            .expect("the case's config is valid");
         let sequence = reference["seq"].as_u64().expect("seq");
-        let forward = import::model_graph(&config, &import::BuildOptions { sequence, dropout: 0.0 }).expect("the model builds");
+        let forward = import::model_graph(
+            &config,
+            &import::BuildOptions {
+                sequence,
+                dropout: 0.0,
+            },
+        )
+        .expect("the model builds");
         let hyper = &reference["hyper"];
         let number = |v: &Value| v.as_f64().expect("a number");
         let train = TrainSpec {
@@ -60,14 +78,28 @@ impl Case {
             clip_norm: Some(number(&hyper["clip_norm"])),
             ..TrainSpec::default()
         };
-        let batches = serde_json::from_value(json("batches.json")["tokens"].clone()).expect("tokens");
-        Case { folder, config, forward, train, lr: number(&hyper["lr"]), batches, reference }
+        let batches =
+            serde_json::from_value(json("batches.json")["tokens"].clone()).expect("tokens");
+        Case {
+            folder,
+            config,
+            forward,
+            train,
+            lr: number(&hyper["lr"]),
+            batches,
+            reference,
+        }
     }
 
     /// The initial value of a state: the case's weights, zero moments.
     pub fn initial(&self) -> impl FnMut(&str, usize) -> Result<Vec<f32>, RuntimeError> + use<> {
         let weights = import::Weights::open(&self.folder, &self.config).expect("the weights open");
-        let params: BTreeMap<String, ()> = self.config.params().into_iter().map(|p| (p.path, ())).collect();
+        let params: BTreeMap<String, ()> = self
+            .config
+            .params()
+            .into_iter()
+            .map(|p| (p.path, ()))
+            .collect();
         move |path, elements| match params.contains_key(path) {
             true => Ok(weights.param(path).expect("the weight exists")),
             false => Ok(vec![0.0; elements]),
@@ -78,9 +110,15 @@ impl Case {
     pub fn single(&self, training: &TrainingGraph, microbatch: u64) -> Reference {
         let mut initial = self.initial();
         let m = (self.train.global_batch / microbatch) as u32;
-        Reference::new(training, &self.train, microbatch, m, |path: &str, ty: &TensorType| {
-            initial(path, ty.shape.bind(1).iter().product::<u64>() as usize)
-        })
+        Reference::new(
+            training,
+            &self.train,
+            microbatch,
+            m,
+            |path: &str, ty: &TensorType| {
+                initial(path, ty.shape.bind(1).iter().product::<u64>() as usize)
+            },
+        )
         .expect("the reference starts")
     }
 
@@ -114,19 +152,43 @@ pub fn cluster_with_memory(n_devices: u32, usable: u64) -> Cluster {
 }
 
 /// Plans with pins, and asserts that the checker finds nothing.
-pub fn planned(forward: &Graph, train: &TrainSpec, cluster: &Cluster, pins: &[&str]) -> Result<planner::Planned, planner::PlanError> {
+pub fn planned(
+    forward: &Graph,
+    train: &TrainSpec,
+    cluster: &Cluster,
+    pins: &[&str],
+) -> Result<planner::Planned, planner::PlanError> {
     let pins = planner::Pins::parse(pins).expect("the pins are well-formed");
-    let made = planner::plan(forward, train, cluster, &planner::PlanOptions { pins, ..Default::default() })?;
+    let made = planner::plan(
+        forward,
+        train,
+        cluster,
+        &planner::PlanOptions {
+            pins,
+            ..Default::default()
+        },
+    )?;
     assert_checked(&made.plan, &made.training, &made.program);
     Ok(made)
 }
 
 /// Asserts that the checker proves plan and program.
 pub fn assert_checked(plan: &Plan, training: &TrainingGraph, program: &Program) {
-    let mut violations: Vec<String> = checker::check_plan(plan).iter().map(ToString::to_string).collect();
-    violations.extend(checker::check_program(plan, training, program).iter().map(ToString::to_string));
+    let mut violations: Vec<String> = checker::check_plan(plan)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    violations.extend(
+        checker::check_program(plan, training, program)
+            .iter()
+            .map(ToString::to_string),
+    );
     violations.truncate(10);
-    assert!(violations.is_empty(), "the checker rejects the plan:\n{}", violations.join("\n"));
+    assert!(
+        violations.is_empty(),
+        "the checker rejects the plan:\n{}",
+        violations.join("\n")
+    );
 }
 
 /// Relative distance of two numbers.
@@ -138,5 +200,8 @@ pub fn relative(a: f64, b: f64) -> f64 {
 pub fn distance(a: &[f32], b: &[f32]) -> (f64, f64) {
     assert_eq!(a.len(), b.len(), "tensors differ in size");
     let sum = |f: &dyn Fn(usize) -> f64| (0..a.len()).map(f).sum::<f64>();
-    (sum(&|i| f64::from(a[i] - b[i]).powi(2)), sum(&|i| f64::from(b[i]).powi(2)))
+    (
+        sum(&|i| f64::from(a[i] - b[i]).powi(2)),
+        sum(&|i| f64::from(b[i]).powi(2)),
+    )
 }

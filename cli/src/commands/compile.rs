@@ -4,8 +4,10 @@ use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure};
 use crate::{cluster, files, model, plan_file, report, train_spec};
+use planner::intra_op::write_problem;
 use planner::{Pins, PlanOptions, Planned};
 use serde_json::json;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Runs the verb.
@@ -27,6 +29,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
+    if let Some(folder) = &args.dump_intra_op {
+        dump_problems(folder, &planned)?;
+    }
     let text = plan_file::to_text(&planned.plan)?;
     files::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
@@ -34,6 +39,21 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     } else {
         print_words(args, &planned, searched)
     }
+}
+
+/// Writes the solved intra-op problems, one file each, named by stage.
+fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
+    std::fs::create_dir_all(folder).map_err(|e| {
+        let what = format!("cannot make the folder {}: {e}", folder.display());
+        Failure::new(Exit::BadInput, what)
+    })?;
+    for (i, problem) in planned.stats.problems.iter().enumerate() {
+        let mut bytes = Vec::new();
+        write_problem(problem, &mut bytes)
+            .map_err(|e| Failure::new(Exit::Internal, format!("intra-op problem {i}: {e}")))?;
+        files::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
+    }
+    Ok(())
 }
 
 /// The checker's word on the plan and its program. What it rejects here is our mistake.
@@ -69,6 +89,9 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
         s.candidates,
         s.simulated
     ))?;
+    for note in &s.notes {
+        report::out(&format!("Note: {note}."))?;
+    }
     let mut alternatives = s.alternatives.clone();
     alternatives.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
     for (what, seconds) in alternatives.iter().take(5) {
@@ -104,6 +127,7 @@ fn print_json(
             "layer_kinds": planned.stats.n_layer_kinds,
             "candidates": planned.stats.candidates,
             "simulated": planned.stats.simulated,
+            "notes": planned.stats.notes,
             "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
         },
     }))

@@ -435,7 +435,11 @@ impl<'a> Player<'a> {
         }
         self.next_exchange = 0;
         self.play.count[t] += 1;
-        let duration: f64 = seconds(self.durations[t].iter().fold(0, |sum, d| sum.saturating_add(*d)));
+        let duration: f64 = seconds(
+            self.durations[t]
+                .iter()
+                .fold(0, |sum, d| sum.saturating_add(*d)),
+        );
         self.play.elapsed_s[t] += duration;
         self.play.work_s[t] += duration;
         Some(())

@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 /// A label in both operands and the result is a batch dim, in one operand and the result a
 /// free dim, in both operands only a contracting dim. No label appears twice in one operand
 /// or in one operand alone. Text form `bsh,hf->bsf`.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(try_from = "String", into = "String")]
 #[schemars(with = "String")]
 pub struct Einsum {
@@ -22,9 +24,17 @@ pub struct Einsum {
 impl Einsum {
     /// Parses `bsh,hf->bsf`; the error says which rule is broken.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let (ins, out) = text.split_once("->").ok_or_else(|| format!("`{text}` has no `->`"))?;
-        let (lhs, rhs) = ins.split_once(',').ok_or_else(|| format!("`{text}` has no `,`"))?;
-        let e = Einsum { lhs: lhs.into(), rhs: rhs.into(), out: out.into() };
+        let (ins, out) = text
+            .split_once("->")
+            .ok_or_else(|| format!("`{text}` has no `->`"))?;
+        let (lhs, rhs) = ins
+            .split_once(',')
+            .ok_or_else(|| format!("`{text}` has no `,`"))?;
+        let e = Einsum {
+            lhs: lhs.into(),
+            rhs: rhs.into(),
+            out: out.into(),
+        };
         e.check().map_err(|why| format!("`{text}`: {why}"))?;
         Ok(e)
     }
@@ -40,7 +50,10 @@ impl Einsum {
             }
         }
         for l in self.lhs.iter().chain(&self.rhs).chain(&self.out) {
-            let n = [&self.lhs, &self.rhs, &self.out].iter().filter(|ls| ls.contains(l)).count();
+            let n = [&self.lhs, &self.rhs, &self.out]
+                .iter()
+                .filter(|ls| ls.contains(l))
+                .count();
             if n < 2 {
                 return Err(format!("label {} appears once only", *l as char));
             }
@@ -49,11 +62,19 @@ impl Einsum {
     }
     /// The einsum of the gradient for the left operand: `(dout, rhs) -> dlhs`.
     pub fn grad_lhs(&self) -> Einsum {
-        Einsum { lhs: self.out.clone(), rhs: self.rhs.clone(), out: self.lhs.clone() }
+        Einsum {
+            lhs: self.out.clone(),
+            rhs: self.rhs.clone(),
+            out: self.lhs.clone(),
+        }
     }
     /// The einsum of the gradient for the right operand: `(lhs, dout) -> drhs`.
     pub fn grad_rhs(&self) -> Einsum {
-        Einsum { lhs: self.lhs.clone(), rhs: self.out.clone(), out: self.rhs.clone() }
+        Einsum {
+            lhs: self.lhs.clone(),
+            rhs: self.out.clone(),
+            out: self.rhs.clone(),
+        }
     }
 }
 

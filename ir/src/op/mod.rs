@@ -15,7 +15,9 @@ mod shape;
 mod work;
 
 pub use einsum::Einsum;
-pub use rule::{Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError};
+pub use rule::{
+    Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError,
+};
 pub use work::{MatmulShape, Work};
 
 use crate::sharding::ReduceKind;
@@ -39,7 +41,19 @@ pub enum Init {
 }
 
 /// What a per-rank or per-microbatch input holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum InputKind {
     /// Token ids `[batch, sequence]`.
@@ -398,7 +412,11 @@ impl OpKind {
 
     /// Result types for the given operand types. `state_ty` is the declared type of `Input`
     /// and `State`, which nothing else determines.
-    pub fn infer(&self, operands: &[TensorType], declared: Option<&TensorType>) -> Result<Vec<TensorType>, OpError> {
+    pub fn infer(
+        &self,
+        operands: &[TensorType],
+        declared: Option<&TensorType>,
+    ) -> Result<Vec<TensorType>, OpError> {
         shape::infer(self, operands, declared)
     }
     /// The sharding rule for operands and results of these types.
@@ -416,7 +434,10 @@ impl OpKind {
     }
     /// True for ops without operands.
     pub fn is_source(&self) -> bool {
-        matches!(self, OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. })
+        matches!(
+            self,
+            OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. }
+        )
     }
 }
 
@@ -433,7 +454,10 @@ mod dims_serde {
             .iter()
             .map(|s| match s.as_str() {
                 "B" => Ok(Dim::Batch),
-                n => n.parse().map(Dim::Fixed).map_err(|_| D::Error::custom(format!("`{n}` is not a dim"))),
+                n => n
+                    .parse()
+                    .map(Dim::Fixed)
+                    .map_err(|_| D::Error::custom(format!("`{n}` is not a dim"))),
             })
             .collect()
     }

@@ -60,7 +60,19 @@ pub struct ShardingRule {
 }
 
 /// What one mesh axis does in an op.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum AxisUse {
     /// All ranks along the axis compute the same.
@@ -72,7 +84,9 @@ pub enum AxisUse {
 }
 
 /// How an op is parallelised: one use per mesh axis.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
+)]
 pub struct OpStrategy {
     /// Per axis, major first.
     pub uses: Vec<AxisUse>,
@@ -85,7 +99,10 @@ pub struct OpStrategy {
 impl OpStrategy {
     /// Everything replicated over `n_axes` axes.
     pub fn replicate(n_axes: usize) -> Self {
-        OpStrategy { uses: vec![AxisUse::Replicate; n_axes], reverse: false }
+        OpStrategy {
+            uses: vec![AxisUse::Replicate; n_axes],
+            reverse: false,
+        }
     }
 }
 
@@ -140,18 +157,37 @@ impl ShardingRule {
             match *u {
                 AxisUse::Replicate => {}
                 AxisUse::Factor(f) => match self.factors.get(f.index()) {
-                    None => return Err(StrategyError::NoSuchFactor { factor: f, n_factors: self.factors.len() }),
-                    Some(x) if !x.shardable => return Err(StrategyError::NotShardable { factor: f }),
+                    None => {
+                        return Err(StrategyError::NoSuchFactor {
+                            factor: f,
+                            n_factors: self.factors.len(),
+                        });
+                    }
+                    Some(x) if !x.shardable => {
+                        return Err(StrategyError::NotShardable { factor: f });
+                    }
                     Some(_) => {}
                 },
                 AxisUse::Partial(i) if i as usize >= self.linear.len() => {
-                    return Err(StrategyError::NoSuchLinearSet { set: i, n_sets: self.linear.len() });
+                    return Err(StrategyError::NoSuchLinearSet {
+                        set: i,
+                        n_sets: self.linear.len(),
+                    });
                 }
                 AxisUse::Partial(_) => {}
             }
         }
-        let operands = self.operands.iter().enumerate().map(|(i, dims)| self.operand_spec(i, dims, strategy)).collect();
-        let results: Vec<ShardingSpec> = self.results.iter().map(|dims| self.result_spec(dims, strategy)).collect();
+        let operands = self
+            .operands
+            .iter()
+            .enumerate()
+            .map(|(i, dims)| self.operand_spec(i, dims, strategy))
+            .collect();
+        let results: Vec<ShardingSpec> = self
+            .results
+            .iter()
+            .map(|dims| self.result_spec(dims, strategy))
+            .collect();
         for spec in &results {
             let mut kinds = spec.partial.values();
             if let Some(&first) = kinds.next()
@@ -165,7 +201,9 @@ impl ShardingRule {
 
     /// All shardable factors.
     pub fn shardable(&self) -> impl Iterator<Item = FactorId> + '_ {
-        (0..self.factors.len()).filter(|&i| self.factors[i].shardable).map(FactorId::new)
+        (0..self.factors.len())
+            .filter(|&i| self.factors[i].shardable)
+            .map(FactorId::new)
     }
 
     fn dim_specs(&self, dims: &[DimFactor], strategy: &OpStrategy) -> Vec<DimSharding> {
@@ -179,22 +217,42 @@ impl ShardingRule {
             }
             axes
         };
-        dims.iter().map(|d| DimSharding::by(axes_of(d.factor), d.unit)).collect()
+        dims.iter()
+            .map(|d| DimSharding::by(axes_of(d.factor), d.unit))
+            .collect()
     }
     fn operand_spec(&self, i: usize, dims: &[DimFactor], strategy: &OpStrategy) -> ShardingSpec {
-        let partial = strategy.uses.iter().enumerate().filter_map(|(a, u)| match u {
-            AxisUse::Partial(set) if self.linear[*set as usize].contains(&i) => Some((AxisId::new(a), ReduceKind::Sum)),
-            _ => None,
-        });
-        ShardingSpec { dims: self.dim_specs(dims, strategy), partial: partial.collect() }
+        let partial = strategy
+            .uses
+            .iter()
+            .enumerate()
+            .filter_map(|(a, u)| match u {
+                AxisUse::Partial(set) if self.linear[*set as usize].contains(&i) => {
+                    Some((AxisId::new(a), ReduceKind::Sum))
+                }
+                _ => None,
+            });
+        ShardingSpec {
+            dims: self.dim_specs(dims, strategy),
+            partial: partial.collect(),
+        }
     }
     fn result_spec(&self, dims: &[DimFactor], strategy: &OpStrategy) -> ShardingSpec {
-        let partial = strategy.uses.iter().enumerate().filter_map(|(a, u)| match u {
-            AxisUse::Factor(f) if !dims.iter().any(|d| d.factor == *f) => Some((AxisId::new(a), self.factors[f.index()].reduce)),
-            AxisUse::Partial(_) => Some((AxisId::new(a), ReduceKind::Sum)),
-            _ => None,
-        });
-        ShardingSpec { dims: self.dim_specs(dims, strategy), partial: partial.collect() }
+        let partial = strategy
+            .uses
+            .iter()
+            .enumerate()
+            .filter_map(|(a, u)| match u {
+                AxisUse::Factor(f) if !dims.iter().any(|d| d.factor == *f) => {
+                    Some((AxisId::new(a), self.factors[f.index()].reduce))
+                }
+                AxisUse::Partial(_) => Some((AxisId::new(a), ReduceKind::Sum)),
+                _ => None,
+            });
+        ShardingSpec {
+            dims: self.dim_specs(dims, strategy),
+            partial: partial.collect(),
+        }
     }
 }
 
@@ -205,11 +263,27 @@ struct Builder {
 
 impl Builder {
     fn new() -> Self {
-        Builder { rule: ShardingRule { factors: vec![], operands: vec![], results: vec![], linear: vec![] } }
+        Builder {
+            rule: ShardingRule {
+                factors: vec![],
+                operands: vec![],
+                results: vec![],
+                linear: vec![],
+            },
+        }
     }
     fn factor(&mut self, size: Dim, shardable: bool) -> FactorId {
-        let role = if size == Dim::Batch { FactorRole::Batch } else { FactorRole::Feature };
-        self.rule.factors.push(Factor { size, shardable, role, reduce: ReduceKind::Sum });
+        let role = if size == Dim::Batch {
+            FactorRole::Batch
+        } else {
+            FactorRole::Feature
+        };
+        self.rule.factors.push(Factor {
+            size,
+            shardable,
+            role,
+            reduce: ReduceKind::Sum,
+        });
         FactorId::new(self.rule.factors.len() - 1)
     }
     fn free(&mut self, dims: &[Dim]) -> Vec<FactorId> {
@@ -245,7 +319,10 @@ impl Builder {
 }
 
 fn units_of_one(factors: &[FactorId]) -> Vec<DimFactor> {
-    factors.iter().map(|&factor| DimFactor { factor, unit: 1 }).collect()
+    factors
+        .iter()
+        .map(|&factor| DimFactor { factor, unit: 1 })
+        .collect()
 }
 
 pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> ShardingRule {
@@ -288,7 +365,10 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
         }
         OpKind::Reduce { kind, dims: gone } => {
             let f = b.free(&dims(&x[0]));
-            let kept: Vec<FactorId> = (0..f.len()).filter(|i| !gone.contains(i)).map(|i| f[i]).collect();
+            let kept: Vec<FactorId> = (0..f.len())
+                .filter(|i| !gone.contains(i))
+                .map(|i| f[i])
+                .collect();
             for &i in gone {
                 b.rule.factors[f[i].index()].reduce = *kind;
             }
@@ -304,11 +384,19 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
             b.operand(&f).result(&out).linear(&[&[0]]);
         }
         OpKind::Slice { dim, .. } | OpKind::Pad { dim, .. } => {
-            let f: Vec<FactorId> = dims(&x[0]).iter().enumerate().map(|(i, &d)| b.factor(d, i != *dim)).collect();
+            let f: Vec<FactorId> = dims(&x[0])
+                .iter()
+                .enumerate()
+                .map(|(i, &d)| b.factor(d, i != *dim))
+                .collect();
             b.operand(&f).result(&f).linear(&[&[0]]);
         }
         OpKind::Unstack { dim } => {
-            let f: Vec<FactorId> = dims(&x[0]).iter().enumerate().map(|(i, &d)| b.factor(d, i != *dim)).collect();
+            let f: Vec<FactorId> = dims(&x[0])
+                .iter()
+                .enumerate()
+                .map(|(i, &d)| b.factor(d, i != *dim))
+                .collect();
             let mut out = f.clone();
             out.remove(*dim);
             b.operand(&f).linear(&[&[0]]);
@@ -336,8 +424,15 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
                     }
                 }
             }
-            let find = |ls: &[u8]| -> Vec<FactorId> { ls.iter().filter_map(|l| labels.iter().find(|(k, _)| k == l).map(|(_, f)| *f)).collect() };
-            b.operand(&find(&einsum.lhs)).operand(&find(&einsum.rhs)).result(&find(&einsum.out)).linear(&[&[0], &[1]]);
+            let find = |ls: &[u8]| -> Vec<FactorId> {
+                ls.iter()
+                    .filter_map(|l| labels.iter().find(|(k, _)| k == l).map(|(_, f)| *f))
+                    .collect()
+            };
+            b.operand(&find(&einsum.lhs))
+                .operand(&find(&einsum.rhs))
+                .result(&find(&einsum.out))
+                .linear(&[&[0], &[1]]);
         }
         OpKind::Embedding => {
             let table = b.free(&dims(&x[0]));
@@ -349,7 +444,10 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
             let dy = b.free(&dims(&x[1]));
             let v = b.factor(y[0].shape.0[0], true);
             let (ids, h) = dy.split_at(dy.len() - 1);
-            b.operand(ids).operand(&dy).result(&[v, h[0]]).linear(&[&[1]]);
+            b.operand(ids)
+                .operand(&dy)
+                .result(&[v, h[0]])
+                .linear(&[&[1]]);
         }
         OpKind::LayerNorm { .. } | OpKind::RmsNorm { .. } => {
             let (all, rows, h) = rows_and_last(&mut b, &x[0], false);
@@ -416,7 +514,12 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
         }
         OpKind::CrossEntropyGrad => {
             let (all, rows, _) = rows_and_last(&mut b, &x[0], true);
-            b.operand(&all).operand(&rows).operand(&rows).operand(&rows).result(&all).linear(&[&[3]]);
+            b.operand(&all)
+                .operand(&rows)
+                .operand(&rows)
+                .operand(&rows)
+                .result(&all)
+                .linear(&[&[3]]);
         }
         OpKind::SumSquares => {
             let f = b.free(&dims(&x[0]));
@@ -445,7 +548,11 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
 }
 
 /// Factors of a row-wise op: all dims, all but the last, the last.
-fn rows_and_last(b: &mut Builder, t: &TensorType, last_shardable: bool) -> (Vec<FactorId>, Vec<FactorId>, FactorId) {
+fn rows_and_last(
+    b: &mut Builder,
+    t: &TensorType,
+    last_shardable: bool,
+) -> (Vec<FactorId>, Vec<FactorId>, FactorId) {
     let dims = &t.shape.0;
     let mut all = b.free(&dims[..dims.len() - 1]);
     let rows = all.clone();
@@ -489,10 +596,16 @@ fn reshape_rule(b: &mut Builder, from: &[Dim], to: &[Dim]) {
         for (dims, out) in [(&from[i0..i], &mut operand), (&to[j0..j], &mut result)] {
             for (k, &d) in dims.iter().enumerate() {
                 match k == 0 && ok {
-                    true => out.push(DimFactor { factor: f, unit: len(d) / shared }),
+                    true => out.push(DimFactor {
+                        factor: f,
+                        unit: len(d) / shared,
+                    }),
                     false => {
                         let whole = b.whole(d);
-                        out.push(DimFactor { factor: whole, unit: 1 });
+                        out.push(DimFactor {
+                            factor: whole,
+                            unit: 1,
+                        });
                     }
                 }
             }

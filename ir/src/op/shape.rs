@@ -5,22 +5,29 @@ use super::{Binary, OpError, OpKind, Unary};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, Shape, TensorType};
 
-pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorType>) -> Result<Vec<TensorType>, OpError> {
+pub(super) fn infer(
+    kind: &OpKind,
+    x: &[TensorType],
+    declared: Option<&TensorType>,
+) -> Result<Vec<TensorType>, OpError> {
     let cx = Cx { kind, x };
     let one = |t: TensorType| Ok(vec![t]);
     match kind {
         OpKind::Input { .. } => {
             cx.arity(0)?;
             let t = declared.ok_or_else(|| cx.err("needs a declared type".into()))?;
-            cx.ensure(t.dtype == DType::I32 && t.shape.rank() == 2 && t.shape.0[0] == Dim::Batch, || {
-                format!("type is {t}, expected i32[B, sequence]")
-            })?;
+            cx.ensure(
+                t.dtype == DType::I32 && t.shape.rank() == 2 && t.shape.0[0] == Dim::Batch,
+                || format!("type is {t}, expected i32[B, sequence]"),
+            )?;
             one(t.clone())
         }
         OpKind::State { .. } => {
             cx.arity(0)?;
             let t = declared.ok_or_else(|| cx.err("needs a declared type".into()))?;
-            cx.ensure(t.dtype.is_float() && !t.shape.has_batch(), || format!("type is {t}, expected floats without a batch dim"))?;
+            cx.ensure(t.dtype.is_float() && !t.shape.has_batch(), || {
+                format!("type is {t}, expected floats without a batch dim")
+            })?;
             one(t.clone())
         }
         OpKind::Constant { value } => {
@@ -49,37 +56,67 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::Binary { f } => {
             cx.arity(2)?;
             cx.float(0)?;
-            cx.ensure(x[0].dtype == x[1].dtype, || format!("dtypes differ: {} and {}", x[0], x[1]))?;
+            cx.ensure(x[0].dtype == x[1].dtype, || {
+                format!("dtypes differ: {} and {}", x[0], x[1])
+            })?;
             let (a, b) = (&x[0].shape.0, &x[1].shape.0);
             let broadcasts = matches!(f, Binary::Add | Binary::Sub | Binary::Mul);
             let aligned = b.len() <= a.len() && a[a.len() - b.len()..] == b[..];
-            cx.ensure(aligned && (broadcasts || a.len() == b.len()), || format!("shapes do not align: {} and {}", x[0], x[1]))?;
+            cx.ensure(aligned && (broadcasts || a.len() == b.len()), || {
+                format!("shapes do not align: {} and {}", x[0], x[1])
+            })?;
             one(x[0].clone())
         }
         OpKind::Broadcast { leading } => {
             cx.arity(1)?;
-            cx.ensure(!x[0].shape.has_batch() || !leading.contains(&Dim::Batch), || "two batch dims".into())?;
+            cx.ensure(
+                !x[0].shape.has_batch() || !leading.contains(&Dim::Batch),
+                || "two batch dims".into(),
+            )?;
             let dims = leading.iter().chain(&x[0].shape.0).copied().collect();
             one(TensorType::new(x[0].dtype, Shape(dims)))
         }
         OpKind::Reduce { kind, dims } => {
             cx.arity(1)?;
             cx.float(0)?;
-            cx.ensure(matches!(kind, ReduceKind::Sum | ReduceKind::Max), || "reduces by sum or max only".into())?;
-            cx.ensure(dims.windows(2).all(|w| w[0] < w[1]) && dims.iter().all(|&d| d < x[0].shape.rank()), || {
-                format!("dims {dims:?} are not ascending dims of {}", x[0])
+            cx.ensure(matches!(kind, ReduceKind::Sum | ReduceKind::Max), || {
+                "reduces by sum or max only".into()
             })?;
-            let kept = x[0].shape.0.iter().enumerate().filter(|(i, _)| !dims.contains(i)).map(|(_, d)| *d).collect();
+            cx.ensure(
+                dims.windows(2).all(|w| w[0] < w[1]) && dims.iter().all(|&d| d < x[0].shape.rank()),
+                || format!("dims {dims:?} are not ascending dims of {}", x[0]),
+            )?;
+            let kept = x[0]
+                .shape
+                .0
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| !dims.contains(i))
+                .map(|(_, d)| *d)
+                .collect();
             one(TensorType::new(x[0].dtype, Shape(kept)))
         }
         OpKind::Reshape { shape } => {
             cx.arity(1)?;
             let (from, to) = (&x[0].shape.0, shape);
             let first = |s: &[Dim]| s.first() == Some(&Dim::Batch);
-            let fixed = |s: &[Dim]| s.iter().filter_map(|d| if let Dim::Fixed(n) = d { Some(*n) } else { None }).try_fold(1u64, u64::checked_mul);
+            let fixed = |s: &[Dim]| {
+                s.iter()
+                    .filter_map(|d| {
+                        if let Dim::Fixed(n) = d {
+                            Some(*n)
+                        } else {
+                            None
+                        }
+                    })
+                    .try_fold(1u64, u64::checked_mul)
+            };
             let batches = |s: &[Dim]| s.iter().filter(|d| **d == Dim::Batch).count();
             cx.ensure(
-                fixed(from).is_some() && fixed(from) == fixed(to) && first(from) == first(to) && batches(from) == batches(to),
+                fixed(from).is_some()
+                    && fixed(from) == fixed(to)
+                    && first(from) == first(to)
+                    && batches(from) == batches(to),
                 || format!("{} does not reshape to {}", x[0], Shape(shape.clone())),
             )?;
             one(TensorType::new(x[0].dtype, Shape(shape.clone())))
@@ -88,19 +125,28 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
             cx.arity(1)?;
             let mut sorted = perm.clone();
             sorted.sort_unstable();
-            cx.ensure(sorted.iter().copied().eq(0..x[0].shape.rank()), || format!("{perm:?} is not a permutation of the dims of {}", x[0]))?;
-            one(TensorType::new(x[0].dtype, Shape(perm.iter().map(|&i| x[0].shape.0[i]).collect())))
+            cx.ensure(sorted.iter().copied().eq(0..x[0].shape.rank()), || {
+                format!("{perm:?} is not a permutation of the dims of {}", x[0])
+            })?;
+            one(TensorType::new(
+                x[0].dtype,
+                Shape(perm.iter().map(|&i| x[0].shape.0[i]).collect()),
+            ))
         }
         OpKind::Slice { dim, start, len } => {
             cx.arity(1)?;
             let n = cx.fixed(0, *dim)?;
-            cx.ensure(start.checked_add(*len).is_some_and(|end| end <= n), || format!("{start}..+{len} exceeds dim {dim} of {}", x[0]))?;
+            cx.ensure(start.checked_add(*len).is_some_and(|end| end <= n), || {
+                format!("{start}..+{len} exceeds dim {dim} of {}", x[0])
+            })?;
             one(cx.with_dim(0, *dim, *len))
         }
         OpKind::Pad { dim, start, len } => {
             cx.arity(1)?;
             let n = cx.fixed(0, *dim)?;
-            cx.ensure(start.checked_add(n).is_some_and(|end| end <= *len), || format!("{} at {start} exceeds {len}", x[0]))?;
+            cx.ensure(start.checked_add(n).is_some_and(|end| end <= *len), || {
+                format!("{} at {start} exceeds {len}", x[0])
+            })?;
             one(cx.with_dim(0, *dim, *len))
         }
         OpKind::Unstack { dim } => {
@@ -112,8 +158,13 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
             Ok(vec![TensorType::new(x[0].dtype, Shape(dims)); n as usize])
         }
         OpKind::Stack { dim } => {
-            cx.ensure(!x.is_empty() && x.iter().all(|t| *t == x[0]), || "operands differ in type".into())?;
-            cx.ensure(*dim <= x[0].shape.rank() && !(*dim == 0 && x[0].shape.has_batch()), || format!("dim {dim} of {}", x[0]))?;
+            cx.ensure(!x.is_empty() && x.iter().all(|t| *t == x[0]), || {
+                "operands differ in type".into()
+            })?;
+            cx.ensure(
+                *dim <= x[0].shape.rank() && !(*dim == 0 && x[0].shape.has_batch()),
+                || format!("dim {dim} of {}", x[0]),
+            )?;
             let mut dims = x[0].shape.0.clone();
             dims.insert(*dim, Dim::Fixed(x.len() as u64));
             one(TensorType::new(x[0].dtype, Shape(dims)))
@@ -121,36 +172,58 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::DotGeneral { einsum } => {
             cx.arity(2)?;
             cx.float(0)?;
-            cx.ensure(x[0].dtype == x[1].dtype, || format!("dtypes differ: {} and {}", x[0], x[1]))?;
+            cx.ensure(x[0].dtype == x[1].dtype, || {
+                format!("dtypes differ: {} and {}", x[0], x[1])
+            })?;
             for (t, labels) in x.iter().zip([&einsum.lhs, &einsum.rhs]) {
-                cx.ensure(t.shape.rank() == labels.len(), || format!("{t} does not have the dims of {einsum}"))?;
+                cx.ensure(t.shape.rank() == labels.len(), || {
+                    format!("{t} does not have the dims of {einsum}")
+                })?;
             }
             let dim = |label: u8| {
-                let find = |i: usize, ls: &[u8]| ls.iter().position(|&l| l == label).map(|p| x[i].shape.0[p]);
+                let find = |i: usize, ls: &[u8]| {
+                    ls.iter().position(|&l| l == label).map(|p| x[i].shape.0[p])
+                };
                 (find(0, &einsum.lhs), find(1, &einsum.rhs))
             };
             for &l in &einsum.lhs {
                 if let (Some(a), Some(b)) = dim(l) {
-                    cx.ensure(a == b, || format!("label {} is {a} and {b} in {einsum}", l as char))?;
+                    cx.ensure(a == b, || {
+                        format!("label {} is {a} and {b} in {einsum}", l as char)
+                    })?;
                 }
             }
-            let dims = einsum.out.iter().filter_map(|&l| dim(l).0.or(dim(l).1)).collect();
+            let dims = einsum
+                .out
+                .iter()
+                .filter_map(|&l| dim(l).0.or(dim(l).1))
+                .collect();
             one(TensorType::new(x[0].dtype, Shape(dims)))
         }
         OpKind::Embedding => {
             cx.arity(2)?;
             cx.rank(0, 2)?;
             cx.ensure(x[1].dtype == DType::I32, || format!("ids are {}", x[1]))?;
-            let dims = x[1].shape.0.iter().copied().chain([x[0].shape.0[1]]).collect();
+            let dims = x[1]
+                .shape
+                .0
+                .iter()
+                .copied()
+                .chain([x[0].shape.0[1]])
+                .collect();
             one(TensorType::new(x[0].dtype, Shape(dims)))
         }
         OpKind::EmbeddingGrad { vocab } => {
             cx.arity(2)?;
             let (ids, dy) = (&x[0].shape.0, &x[1].shape.0);
-            cx.ensure(x[0].dtype == DType::I32 && dy.len() == ids.len() + 1 && dy[..ids.len()] == ids[..], || {
-                format!("ids {} and gradient {} do not match", x[0], x[1])
-            })?;
-            one(TensorType::new(x[1].dtype, Shape(vec![Dim::Fixed(*vocab), dy[ids.len()]])))
+            cx.ensure(
+                x[0].dtype == DType::I32 && dy.len() == ids.len() + 1 && dy[..ids.len()] == ids[..],
+                || format!("ids {} and gradient {} do not match", x[0], x[1]),
+            )?;
+            one(TensorType::new(
+                x[1].dtype,
+                Shape(vec![Dim::Fixed(*vocab), dy[ids.len()]]),
+            ))
         }
         OpKind::LayerNorm { .. } => {
             cx.arity(3)?;
@@ -196,10 +269,14 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::Rotary { theta, .. } => {
             cx.arity(1)?;
             cx.float(0)?;
-            cx.ensure(x[0].shape.rank() >= 3, || format!("{} has no [batch, sequence, .., head_dim]", x[0]))?;
+            cx.ensure(x[0].shape.rank() >= 3, || {
+                format!("{} has no [batch, sequence, .., head_dim]", x[0])
+            })?;
             let d = cx.fixed(0, x[0].shape.rank() - 1)?;
             cx.ensure(d % 2 == 0, || format!("head dim {d} is odd"))?;
-            cx.ensure(theta.is_finite() && *theta > 0.0, || format!("theta {theta} is not positive"))?;
+            cx.ensure(theta.is_finite() && *theta > 0.0, || {
+                format!("theta {theta} is not positive")
+            })?;
             one(x[0].clone())
         }
         OpKind::Attention { .. } => {
@@ -219,7 +296,9 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::Dropout { p, .. } => {
             cx.arity(1)?;
             cx.float(0)?;
-            cx.ensure((0.0..1.0).contains(p), || format!("probability {p} is outside [0, 1)"))?;
+            cx.ensure((0.0..1.0).contains(p), || {
+                format!("probability {p} is outside [0, 1)")
+            })?;
             one(x[0].clone())
         }
         OpKind::LogSumExp => {
@@ -242,7 +321,9 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::Accumulate { dtype } => {
             cx.arity(1)?;
             cx.float(0)?;
-            cx.ensure(!x[0].shape.has_batch(), || format!("{} has a batch dim", x[0]))?;
+            cx.ensure(!x[0].shape.has_batch(), || {
+                format!("{} has a batch dim", x[0])
+            })?;
             one(TensorType::new(*dtype, x[0].shape.clone()))
         }
         OpKind::SumSquares => {
@@ -258,7 +339,9 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::ClipCoefficient { max_norm } => {
             cx.arity(2)?;
             cx.scalars(0)?;
-            cx.ensure(max_norm.is_none_or(|m| m.is_finite() && m > 0.0), || "the largest norm is not positive".into())?;
+            cx.ensure(max_norm.is_none_or(|m| m.is_finite() && m > 0.0), || {
+                "the largest norm is not positive".into()
+            })?;
             one(x[0].clone())
         }
         OpKind::UpdateLossScale { .. } => {
@@ -269,7 +352,9 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::AdamW { .. } => {
             cx.arity(5)?;
             for i in 1..4 {
-                cx.ensure(x[i].shape == x[0].shape, || format!("operand {i} is {}, the parameter {}", x[i], x[0]))?;
+                cx.ensure(x[i].shape == x[0].shape, || {
+                    format!("operand {i} is {}, the parameter {}", x[i], x[0])
+                })?;
             }
             cx.scalars(4)?;
             Ok(vec![x[0].clone(), x[2].clone(), x[3].clone()])
@@ -277,7 +362,9 @@ pub(super) fn infer(kind: &OpKind, x: &[TensorType], declared: Option<&TensorTyp
         OpKind::Sgd { .. } => {
             cx.arity(4)?;
             for i in 1..3 {
-                cx.ensure(x[i].shape == x[0].shape, || format!("operand {i} is {}, the parameter {}", x[i], x[0]))?;
+                cx.ensure(x[i].shape == x[0].shape, || {
+                    format!("operand {i} is {}, the parameter {}", x[i], x[0])
+                })?;
             }
             cx.scalars(3)?;
             Ok(vec![x[0].clone(), x[2].clone()])
@@ -293,19 +380,32 @@ struct Cx<'a> {
 
 impl Cx<'_> {
     fn err(&self, problem: String) -> OpError {
-        OpError { op: self.kind.name(), problem }
+        OpError {
+            op: self.kind.name(),
+            problem,
+        }
     }
     fn ensure(&self, holds: bool, problem: impl FnOnce() -> String) -> Result<(), OpError> {
-        if holds { Ok(()) } else { Err(self.err(problem())) }
+        if holds {
+            Ok(())
+        } else {
+            Err(self.err(problem()))
+        }
     }
     fn arity(&self, n: usize) -> Result<(), OpError> {
-        self.ensure(self.x.len() == n, || format!("{} operands, expected {n}", self.x.len()))
+        self.ensure(self.x.len() == n, || {
+            format!("{} operands, expected {n}", self.x.len())
+        })
     }
     fn float(&self, i: usize) -> Result<(), OpError> {
-        self.ensure(self.x[i].dtype.is_float(), || format!("operand {i} is {}, expected floats", self.x[i]))
+        self.ensure(self.x[i].dtype.is_float(), || {
+            format!("operand {i} is {}, expected floats", self.x[i])
+        })
     }
     fn rank(&self, i: usize, n: usize) -> Result<(), OpError> {
-        self.ensure(self.x[i].shape.rank() == n, || format!("operand {i} is {}, expected {n} dims", self.x[i]))
+        self.ensure(self.x[i].shape.rank() == n, || {
+            format!("operand {i} is {}, expected {n} dims", self.x[i])
+        })
     }
     fn fixed(&self, i: usize, dim: usize) -> Result<u64, OpError> {
         match self.x[i].shape.0.get(dim) {
@@ -319,37 +419,64 @@ impl Cx<'_> {
         t
     }
     fn same(&self, i: usize, j: usize) -> Result<(), OpError> {
-        self.ensure(self.x[i] == self.x[j], || format!("operands {i} and {j} differ: {} and {}", self.x[i], self.x[j]))
+        self.ensure(self.x[i] == self.x[j], || {
+            format!(
+                "operands {i} and {j} differ: {} and {}",
+                self.x[i], self.x[j]
+            )
+        })
     }
     /// Operand `j` is a vector along the last dim of operand `i`.
     fn row_vector(&self, i: usize, j: usize) -> Result<(), OpError> {
         self.float(i)?;
-        let ok = self.x[j].shape.rank() == 1 && self.x[i].shape.0.last() == self.x[j].shape.0.last() && self.x[i].dtype == self.x[j].dtype;
-        self.ensure(ok, || format!("operand {j} is {}, expected one row of {}", self.x[j], self.x[i]))
+        let ok = self.x[j].shape.rank() == 1
+            && self.x[i].shape.0.last() == self.x[j].shape.0.last()
+            && self.x[i].dtype == self.x[j].dtype;
+        self.ensure(ok, || {
+            format!(
+                "operand {j} is {}, expected one row of {}",
+                self.x[j], self.x[i]
+            )
+        })
     }
     /// f32 with the dims of operand `i` but the last.
     fn rows(&self, i: usize) -> Result<TensorType, OpError> {
         self.float(i)?;
-        self.ensure(self.x[i].shape.rank() >= 1, || format!("operand {i} is a scalar"))?;
+        self.ensure(self.x[i].shape.rank() >= 1, || {
+            format!("operand {i} is a scalar")
+        })?;
         let dims = &self.x[i].shape.0;
-        Ok(TensorType::new(DType::F32, Shape(dims[..dims.len() - 1].to_vec())))
+        Ok(TensorType::new(
+            DType::F32,
+            Shape(dims[..dims.len() - 1].to_vec()),
+        ))
     }
     fn last(&self, i: usize) -> Result<TensorType, OpError> {
-        let d = self.x[i].shape.0.last().ok_or_else(|| self.err(format!("operand {i} is a scalar")))?;
+        let d = self.x[i]
+            .shape
+            .0
+            .last()
+            .ok_or_else(|| self.err(format!("operand {i} is a scalar")))?;
         Ok(TensorType::new(self.x[i].dtype, Shape(vec![*d])))
     }
     fn stat(&self, i: usize, j: usize) -> Result<(), OpError> {
         let expected = self.rows(i)?;
-        self.ensure(self.x[j] == expected, || format!("operand {j} is {}, expected {expected}", self.x[j]))
+        self.ensure(self.x[j] == expected, || {
+            format!("operand {j} is {}, expected {expected}", self.x[j])
+        })
     }
     fn labels(&self, i: usize, j: usize) -> Result<(), OpError> {
         let expected = TensorType::new(DType::I32, self.rows(i)?.shape);
-        self.ensure(self.x[j] == expected, || format!("operand {j} is {}, expected {expected}", self.x[j]))
+        self.ensure(self.x[j] == expected, || {
+            format!("operand {j} is {}, expected {expected}", self.x[j])
+        })
     }
     fn scalars(&self, from: usize) -> Result<(), OpError> {
         let scalar = TensorType::new(DType::F32, Shape::default());
         for (i, t) in self.x.iter().enumerate().skip(from) {
-            self.ensure(*t == scalar, || format!("operand {i} is {t}, expected f32[]"))?;
+            self.ensure(*t == scalar, || {
+                format!("operand {i} is {t}, expected f32[]")
+            })?;
         }
         Ok(())
     }
@@ -363,6 +490,11 @@ impl Cx<'_> {
             && q[..3] == k[..3]
             && q.last() == k.last()
             && self.x[0].dtype == self.x[1].dtype;
-        self.ensure(ok, || format!("q {} and k {} do not match [B,S,kv,(groups,)D]", self.x[0], self.x[1]))
+        self.ensure(ok, || {
+            format!(
+                "q {} and k {} do not match [B,S,kv,(groups,)D]",
+                self.x[0], self.x[1]
+            )
+        })
     }
 }

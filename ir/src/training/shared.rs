@@ -32,7 +32,12 @@ pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph
             begun = false;
             for &(layer, v) in &wanted {
                 let path = shared_path(graph, layer, v);
-                let place = Place { path, pass: Pass::Update, region: Region::StepBegin, layer: Some(layer) };
+                let place = Place {
+                    path,
+                    pass: Pass::Update,
+                    region: Region::StepBegin,
+                    layer: Some(layer),
+                };
                 let inside = out.add1(OpKind::Layout, &[map[v.index()]], place)?;
                 shared.insert((layer, v), inside);
             }
@@ -40,12 +45,19 @@ pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph
         let inputs: Vec<ValueId> = op
             .inputs
             .iter()
-            .map(|&v| match foreign(graph, op, v).filter(|_| op.region == Region::Microbatch) {
-                Some(key) => shared[&key],
-                None => map[v.index()],
-            })
+            .map(
+                |&v| match foreign(graph, op, v).filter(|_| op.region == Region::Microbatch) {
+                    Some(key) => shared[&key],
+                    None => map[v.index()],
+                },
+            )
             .collect();
-        let place = Place { path: op.path.clone(), pass: op.pass, region: op.region, layer: op.layer };
+        let place = Place {
+            path: op.path.clone(),
+            pass: op.pass,
+            region: op.region,
+            layer: op.layer,
+        };
         let results = if op.kind.is_source() {
             vec![out.add_source(op.kind.clone(), graph.ty(op.outputs[0]).clone(), place)?]
         } else {
@@ -54,7 +66,11 @@ pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph
         map.extend(results);
     }
     out.outputs = graph.outputs.iter().map(|v| map[v.index()]).collect();
-    let moved = |s: &State| State { read: map[s.read.index()], write: map[s.write.index()], ..s.clone() };
+    let moved = |s: &State| State {
+        read: map[s.read.index()],
+        write: map[s.write.index()],
+        ..s.clone()
+    };
     Ok(TrainingGraph {
         states: training.states.iter().map(moved).collect(),
         loss: map[training.loss.index()],
@@ -74,5 +90,8 @@ fn foreign(graph: &Graph, op: &Op, v: ValueId) -> Option<(LayerId, ValueId)> {
 fn shared_path(graph: &Graph, layer: LayerId, v: ValueId) -> String {
     let name = graph.value_name(v);
     let param = name.strip_prefix("prepare.").unwrap_or(&name);
-    format!("shared.{}.{param}", graph.layers.get(layer.index()).map_or("", String::as_str))
+    format!(
+        "shared.{}.{param}",
+        graph.layers.get(layer.index()).map_or("", String::as_str)
+    )
 }

@@ -46,6 +46,7 @@ pub struct Target {
 }
 
 /// All targets.
+#[rustfmt::skip]
 pub const TARGETS: [Target; 15] = [
     Target {
         name: "config",
