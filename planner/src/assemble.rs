@@ -15,6 +15,9 @@ use lowering::{CrossEdge, LowerError};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+/// The absolute key of an edge and its path.
+type KeyedPath = (String, Vec<LayoutStep>);
+
 /// One stage with everything decided but the paths.
 pub(crate) struct ChosenStage<'a> {
     pub layers: Range<usize>,
@@ -96,7 +99,7 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
     of_layer
         .values()
         .for_each(|k| *n_layers.entry(*k).or_default() += 1);
-    let mut shared: BTreeMap<(u32, String), Vec<(String, Vec<LayoutStep>)>> = BTreeMap::new();
+    let mut shared: BTreeMap<(u32, String), Vec<KeyedPath>> = BTreeMap::new();
     for edge in lowering::edges(plan, training)? {
         let mesh = &plan.stages[edge.stage.index()].mesh;
         let best =

@@ -654,7 +654,7 @@ impl ParamLayout {
                 ParamUse::Idle(v) => *v,
             };
             // A free dim that divides, else any that is long enough, else inside a sharded one.
-            let free = (0..lens.len()).find(|&d| sharded[d] == 1 && lens[d] % n == 0);
+            let free = (0..lens.len()).find(|&d| sharded[d] == 1 && lens[d].is_multiple_of(n));
             let any = || (0..lens.len()).find(|&d| lens[d] / sharded[d] >= n);
             let dim = free.or_else(any).filter(|_| n > 1);
             let split = dim.map_or(Idle, Dim);

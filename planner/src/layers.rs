@@ -33,8 +33,8 @@ pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> L
     let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
     let mut kind = Vec::with_capacity(n);
     let mut first = Vec::new();
-    for layer in 0..n {
-        let signature = signature(training, LayerId::new(layer), &ops[layer], mark);
+    for (layer, members) in ops.iter().enumerate() {
+        let signature = signature(training, LayerId::new(layer), members, mark);
         let next = kinds.len();
         let k = *kinds.entry(signature).or_insert(next);
         if k == first.len() {

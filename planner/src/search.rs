@@ -185,14 +185,16 @@ impl Search<'_> {
     fn batches(&self) -> Result<Vec<u64>, PlanError> {
         let b = self.train.global_batch;
         if let Some(pinned) = self.pins.microbatch {
-            if b % pinned != 0 {
+            if !b.is_multiple_of(pinned) {
                 return Err(PlanError::Input(format!(
                     "pinned microbatch {pinned} does not divide the global batch {b}"
                 )));
             }
             return Ok(vec![pinned]);
         }
-        let divisors: Vec<u64> = (1..=b.min(1 << 16)).filter(|d| b % d == 0).collect();
+        let divisors: Vec<u64> = (1..=b.min(1 << 16))
+            .filter(|d| b.is_multiple_of(*d))
+            .collect();
         Ok(divisors)
     }
 
@@ -316,9 +318,9 @@ impl Search<'_> {
                 continue;
             }
             let inner_most = self.cluster.devices_per_host.min(n);
-            for y in
-                (1..=inner_most).filter(|y| n % y == 0 && self.cluster.devices_per_host % y == 0)
-            {
+            for y in (1..=inner_most).filter(|y| {
+                n.is_multiple_of(*y) && self.cluster.devices_per_host.is_multiple_of(*y)
+            }) {
                 // One axis over all devices is one shape, whichever axis has it.
                 if y == 1 && n > 1 && n <= self.cluster.devices_per_host {
                     continue;
@@ -515,7 +517,7 @@ impl Search<'_> {
                         saved_bytes_per_microbatch: cost.saved_bytes,
                         transient_bytes: cost.transient_bytes,
                         tag: (candidate.shape as u64) << 16 | *w as u64,
-                        ..blank.clone()
+                        ..blank
                     };
                     table.push(i..j, submesh, entry);
                 }
@@ -532,7 +534,7 @@ impl Search<'_> {
                 StageEntry {
                     forward_s: seconds,
                     capacity_bytes: u64::MAX,
-                    ..blank.clone()
+                    ..blank
                 },
             );
         }
@@ -853,16 +855,14 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
 /// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
 fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
     let n = cluster.n_devices();
-    if let Some(p) = pins.pipeline {
-        if n % p != 0 {
-            return Err(PlanError::Input(format!(
-                "pinned pipeline={p} does not divide the {n} devices of the cluster"
-            )));
-        }
+    if let Some(p) = pins.pipeline.filter(|p| !n.is_multiple_of(*p)) {
+        return Err(PlanError::Input(format!(
+            "pinned pipeline={p} does not divide the {n} devices of the cluster"
+        )));
     }
     if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
-        let stage = d.checked_mul(t).unwrap_or(u32::MAX);
-        if n % stage != 0
+        let stage = d.saturating_mul(t);
+        if !n.is_multiple_of(stage)
             || pins
                 .pipeline
                 .is_some_and(|p| p.checked_mul(stage) != Some(n))
@@ -879,7 +879,10 @@ fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
     }
     let host = cluster.devices_per_host;
     Ok((1..=n)
-        .filter(|k| n % k == 0 && ((*k <= host && host % k == 0) || k % host == 0))
+        .filter(|k| {
+            n.is_multiple_of(*k)
+                && ((*k <= host && host.is_multiple_of(*k)) || k.is_multiple_of(host))
+        })
         .collect())
 }
 

@@ -24,6 +24,9 @@ pub(crate) struct StagePath {
     pub boundaries: Vec<usize>,
     /// Sum over the layers (transient: maximum).
     pub cost: LayerCost,
+    /// The objective under the weights, quanta; tests compare it with other ways to it.
+    #[cfg(test)]
+    pub objective: u64,
 }
 
 /// The sequences of layer kinds that ranges of layers have, each once.
@@ -169,7 +172,7 @@ impl<'m> PricedMesh<'m> {
         last: usize,
     ) -> Option<StagePath> {
         let cells = &products[last].cells;
-        let (_, entry, exit) = cells
+        let (_objective, entry, exit) = cells
             .iter()
             .enumerate()
             .flat_map(|(i, row)| {
@@ -201,7 +204,12 @@ impl<'m> PricedMesh<'m> {
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             cost.transient_bytes = cost.transient_bytes.max(c.transient_bytes);
         }
-        Some(StagePath { boundaries, cost })
+        Some(StagePath {
+            boundaries,
+            cost,
+            #[cfg(test)]
+            objective: _objective,
+        })
     }
 
     fn layer_cost(&mut self, s: &Setting<'_>, kind: usize, entry: usize, exit: usize) -> LayerCost {

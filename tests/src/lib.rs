@@ -159,15 +159,7 @@ pub fn planned(
     pins: &[&str],
 ) -> Result<planner::Planned, planner::PlanError> {
     let pins = planner::Pins::parse(pins).expect("the pins are well-formed");
-    let made = planner::plan(
-        forward,
-        train,
-        cluster,
-        &planner::PlanOptions {
-            pins,
-            ..Default::default()
-        },
-    )?;
+    let made = planner::plan(forward, train, cluster, &planner::PlanOptions { pins })?;
     assert_checked(&made.plan, &made.training, &made.program);
     Ok(made)
 }
