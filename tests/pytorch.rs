@@ -1,5 +1,7 @@
 //! Parity with PyTorch: the values under `reference/` were made by `transformers` and `torch`.
 
+#![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
 use ir::training::training_graph;
 use safetensors::SafeTensors;
 use tests::{CASES, Case, distance, relative};

@@ -1,5 +1,7 @@
 //! The inter-op dynamic program against brute force, and against sums written out.
 
+#![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
 use planner::inter_op::{
     InterOpOptions, NoPlan, ScheduleKind, StageEntry, StageTable, brute_force, cost_of, plan,
 };

@@ -1,5 +1,7 @@
 //! The file form: what is read, what is written, and what is refused where.
 
+#![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
 use std::io::Write;
 
 use planner::intra_op::{
