@@ -63,10 +63,10 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
 
 /// All (data, tensor, pipeline) of a product.
 fn degrees(product: u32) -> Vec<(u32, u32, u32)> {
-    let divisors = || (1..=product).filter(move |d| product % d == 0);
+    let divisors = || (1..=product).filter(move |d| product.is_multiple_of(*d));
     divisors()
         .flat_map(|d| divisors().map(move |t| (d, t)))
-        .filter(|(d, t)| product % (d * t) == 0)
+        .filter(|(d, t)| product.is_multiple_of(d * t))
         .map(|(d, t)| (d, t, product / (d * t)))
         .collect()
 }
