@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 pub const CLUSTER_VERSION: u32 = 1;
 /// Most devices that a cluster may have.
 pub const MAX_DEVICES: u64 = 1 << 20;
+/// Largest figure in a cluster; the smallest that may not be zero is its inverse. Whatever is
+/// computed from figures in this range is finite.
+pub const MAX_FIGURE: f64 = 1e30;
 
 /// A homogeneous cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -171,8 +174,9 @@ impl Cluster {
                 p.push(text);
             }
         };
-        let positive = |x: f64| x.is_finite() && x > 0.0;
-        let share = |x: f64| x.is_finite() && x > 0.0 && x <= 1.0;
+        let positive = |x: f64| (1.0 / MAX_FIGURE..=MAX_FIGURE).contains(&x);
+        let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
+        let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
         check(
             self.version == CLUSTER_VERSION,
             format!(
@@ -194,7 +198,7 @@ impl Cluster {
             check(
                 positive(x),
                 format!(
-                    "device.peak_flops_per_s.{} is {x}, expected a positive number",
+                    "device.peak_flops_per_s.{} is {x}, expected a positive number up to {MAX_FIGURE:e}",
                     t.name()
                 ),
             );
@@ -218,8 +222,8 @@ impl Cluster {
             ("k", d.matmul_half_size.k),
         ] {
             check(
-                x.is_finite() && x >= 0.0,
-                format!("device.matmul_half_size.{key} is {x}, expected 0 or more"),
+                amount(x),
+                format!("device.matmul_half_size.{key} is {x}, expected 0 to {MAX_FIGURE:e}"),
             );
         }
         check(
@@ -239,20 +243,23 @@ impl Cluster {
         check(
             positive(d.vector_flops_per_s),
             format!(
-                "device.vector_flops_per_s is {}, expected a positive number",
+                "device.vector_flops_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
                 d.vector_flops_per_s
             ),
         );
         check(
             positive(d.memory_bandwidth_bytes_per_s),
             format!(
-                "device.memory_bandwidth_bytes_per_s is {}, expected a positive number",
+                "device.memory_bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
                 d.memory_bandwidth_bytes_per_s
             ),
         );
         check(
-            d.launch_s.is_finite() && d.launch_s >= 0.0,
-            format!("device.launch_s is {}, expected 0 or more", d.launch_s),
+            amount(d.launch_s),
+            format!(
+                "device.launch_s is {}, expected 0 to {MAX_FIGURE:e}",
+                d.launch_s
+            ),
         );
         check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
@@ -276,16 +283,16 @@ impl Cluster {
             );
             below = l.devices.max(1);
             check(
-                l.latency_s.is_finite() && l.latency_s >= 0.0,
+                amount(l.latency_s),
                 format!(
-                    "levels[{i}].latency_s is {}, expected 0 or more",
+                    "levels[{i}].latency_s is {}, expected 0 to {MAX_FIGURE:e}",
                     l.latency_s
                 ),
             );
             check(
                 positive(l.bandwidth_bytes_per_s),
                 format!(
-                    "levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number",
+                    "levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
                     l.bandwidth_bytes_per_s
                 ),
             );
@@ -297,9 +304,9 @@ impl Cluster {
                 ),
             );
             check(
-                l.half_bytes.is_finite() && l.half_bytes >= 0.0,
+                amount(l.half_bytes),
                 format!(
-                    "levels[{i}].half_bytes is {}, expected 0 or more",
+                    "levels[{i}].half_bytes is {}, expected 0 to {MAX_FIGURE:e}",
                     l.half_bytes
                 ),
             );
@@ -321,7 +328,7 @@ impl Cluster {
             check(
                 positive(pool.compute_devices),
                 format!(
-                    "pool.compute_devices is {}, expected a positive number",
+                    "pool.compute_devices is {}, expected a positive number up to {MAX_FIGURE:e}",
                     pool.compute_devices
                 ),
             );

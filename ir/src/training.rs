@@ -6,7 +6,7 @@
 //!   gathered once per step; gathered at its uses, once per microbatch.
 //! * `Microbatch`: forward ops under their own paths, `loss`, `grad.<path>.<what>` ops (see
 //!   `autodiff`), one `accumulate.<use path>.<operand>` per use of a parameter, plus
-//!   `accumulate.loss`; `layout.<value>` and `layout.grad.<value>` ops, the layout changes
+//!   `accumulate.loss`; `layout.<first user>.<operand>` ops, the layout changes
 //!   that several matrix multiplications share.
 //! * `StepEnd`: `grad_sum.<param>`, the sum of a parameter's accumulators in use order (none
 //!   where there is one use), `sum_squares.<param>`, the world ops `global_norm` and

@@ -186,13 +186,13 @@ fn order_of_the_whole_step() {
     let expected = "
         wte prepare.wte wa prepare.wa wb prepare.wb bias prepare.bias
         moment1.wte moment2.wte moment1.wa moment2.wa moment1.wb moment2.wb moment1.bias moment2.bias
-        tokens embed layout.embed a b act gated residual biased head labels lse nll nll_sum loss accumulate.loss
+        tokens embed layout.a.0 a b act gated residual biased head labels lse nll nll_sum loss accumulate.loss
         grad.seed grad.loss.x grad.nll_sum.x grad.nll.logits
-        layout.grad.nll.logits grad.head.lhs grad.head.rhs accumulate.head.1
+        layout.grad.head.lhs.0 grad.head.lhs grad.head.rhs accumulate.head.1
         grad.biased.rhs accumulate.biased.1
         grad.gated.lhs grad.gated.rhs grad.act.x
-        layout.grad.gated.rhs grad.b.lhs grad.embed.sum1 layout.grad.embed grad.b.rhs accumulate.b.1
-        layout.grad.act.x grad.a.lhs grad.embed.sum2 grad.a.rhs accumulate.a.1
+        layout.grad.b.lhs.0 grad.b.lhs grad.embed.sum1 layout.grad.b.rhs.0 grad.b.rhs accumulate.b.1
+        layout.grad.a.lhs.0 grad.a.lhs grad.embed.sum2 grad.a.rhs accumulate.a.1
         grad.embed.weight accumulate.embed.0
         grad_sum.wte sum_squares.wte sum_squares.wa sum_squares.wb sum_squares.bias
         global_norm loss_scale.one clip_coefficient update.wte update.wa update.wb update.bias
@@ -322,28 +322,28 @@ fn matmuls_share_layouts() {
     let t = trained(&tied_mlp(), &spec(Precision::F32));
     assert_eq!(
         (operands(&t, "a")[0].as_str(), operands(&t, "b")[0].as_str()),
-        ("layout.embed", "layout.embed")
+        ("layout.a.0", "layout.a.0")
     );
     assert_eq!(operands(&t, "residual")[0], "embed");
-    assert_eq!(operands(&t, "layout.embed"), ["embed"]);
+    assert_eq!(operands(&t, "layout.a.0"), ["embed"]);
     assert_eq!(
-        (op(&t, "layout.embed").pass, op(&t, "layout.embed").layer),
+        (op(&t, "layout.a.0").pass, op(&t, "layout.a.0").layer),
         (Pass::F, Some(LayerId(1)))
     );
     // The gradient for input and weight share dy; both weight gradients share x again.
-    assert_eq!(operands(&t, "grad.a.lhs")[0], "layout.grad.act.x");
+    assert_eq!(operands(&t, "grad.a.lhs")[0], "layout.grad.a.lhs.0");
     assert_eq!(
         operands(&t, "grad.a.rhs"),
-        ["layout.grad.embed", "layout.grad.act.x"]
+        ["layout.grad.b.rhs.0", "layout.grad.a.lhs.0"]
     );
     assert_eq!(
         operands(&t, "grad.b.rhs"),
-        ["layout.grad.embed", "layout.grad.gated.rhs"]
+        ["layout.grad.b.rhs.0", "layout.grad.b.lhs.0"]
     );
     assert_eq!(
         (
-            op(&t, "layout.grad.act.x").pass,
-            op(&t, "layout.grad.embed").pass
+            op(&t, "layout.grad.a.lhs.0").pass,
+            op(&t, "layout.grad.b.rhs.0").pass
         ),
         (Pass::BI, Pass::BW)
     );
@@ -352,11 +352,11 @@ fn matmuls_share_layouts() {
     assert_eq!(
         layouts,
         [
-            "layout.embed",
-            "layout.grad.act.x",
-            "layout.grad.embed",
-            "layout.grad.gated.rhs",
-            "layout.grad.nll.logits"
+            "layout.a.0",
+            "layout.grad.a.lhs.0",
+            "layout.grad.b.lhs.0",
+            "layout.grad.b.rhs.0",
+            "layout.grad.head.lhs.0"
         ]
     );
 }

@@ -6,8 +6,7 @@
 //! One op per value, layer and direction (forward; both backward passes together). It stands
 //! right before the first of its consumers and has their layer; its pass is F or, backward,
 //! BI when one of them is BI (so that BI never waits for a BW op), else BW.
-//! Path: `layout.<value>`, or `layout.grad.<value>` in the backward passes for a value that
-//! is no gradient itself; a further layer's op ends in `.layer<n>`.
+//! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
 
 use crate::{Graph, GraphError, LayerId, OpId, OpKind, Pass, Place, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
