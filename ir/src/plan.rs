@@ -230,7 +230,8 @@ pub struct StagePrediction {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Proof {
-    /// Objective of this plan: 1F1B latency from stage times, seconds.
+    /// Objective of the pipeline that the DP chose: latency from stage times, seconds. Refining
+    /// its stages (see `stages`) comes after and is not in this figure.
     pub objective_s: Seconds,
     /// No plan of the searched space has a smaller objective than this.
     pub lower_bound_s: Seconds,

@@ -2,7 +2,8 @@
 //!
 //! Two layers are of one kind when their ops correspond one to one: the same relative paths
 //! (the layer's name replaced), kinds, types, and operands that come from corresponding
-//! places (the same layer, or a neighbour at the same distance, or the same foreign op).
+//! places (the same layer, or a neighbour at the same distance, or the same foreign op), and
+//! the boundaries that follow them have equal types and pins.
 
 use ir::plan::relative_path;
 use ir::training::TrainingGraph;
@@ -20,7 +21,8 @@ pub struct Layers {
     pub first: Vec<LayerId>,
 }
 
-/// Finds the kinds. `mark` adds text to an op's signature (pins that fix a tensor).
+/// Finds the kinds. `mark` adds text to the signature of a value by its name (pins that fix a
+/// tensor).
 pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> Layers {
     let graph = &training.graph;
     let n = graph.layers.len();
@@ -34,7 +36,8 @@ pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> L
     let mut kind = Vec::with_capacity(n);
     let mut first = Vec::new();
     for (layer, members) in ops.iter().enumerate() {
-        let signature = signature(training, LayerId::new(layer), members, mark);
+        let following = ops.get(layer + 1).map_or(&[][..], Vec::as_slice);
+        let signature = signature(training, LayerId::new(layer), members, following, mark);
         let next = kinds.len();
         let k = *kinds.entry(signature).or_insert(next);
         if k == first.len() {
@@ -49,6 +52,7 @@ fn signature(
     training: &TrainingGraph,
     layer: LayerId,
     ops: &[OpId],
+    next: &[OpId],
     mark: &dyn Fn(&str) -> String,
 ) -> String {
     use std::fmt::Write;
@@ -68,11 +72,10 @@ fn signature(
         };
         let _ = write!(
             out,
-            "{}|{kind}|{:?}|{:?}|{}",
+            "{}|{kind}|{:?}|{:?}|",
             relative(&op.path),
             op.pass,
             op.region,
-            mark(&op.path)
         );
         for &v in &op.inputs {
             let producer = graph.op(graph.value(v).producer);
@@ -88,9 +91,22 @@ fn signature(
             let _ = write!(out, "<{origin}:{result}");
         }
         for &v in &op.outputs {
-            let _ = write!(out, ">{}", graph.ty(v));
+            let _ = write!(out, ">{}{}", graph.ty(v), mark(&graph.value_name(v)));
         }
         out.push('\n');
+    }
+    // A layer's model ends in the layouts of the next boundary: their types and pins count.
+    for &id in next {
+        let op = graph.op(id);
+        if op.path.starts_with(ir::boundary::BOUNDARY) {
+            for &v in &op.outputs {
+                let _ = write!(out, "next>{}", graph.ty(v));
+            }
+        }
+        let path = op.path.strip_prefix("grad.").unwrap_or(&op.path);
+        if path.starts_with(ir::boundary::BOUNDARY) {
+            out.extend(op.outputs.iter().map(|&v| mark(&graph.value_name(v))));
+        }
     }
     out
 }

@@ -37,6 +37,10 @@ const RETRIES: usize = 4;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
 /// all stages of a pipeline have equal submeshes.
 const MIXED_SUBMESHES: usize = 512;
+/// Largest microbatch that is tried unless one is pinned.
+const MAX_MICROBATCH: u64 = 1 << 16;
+/// Most microbatches of a step: a program has a slot for each.
+const MAX_MICROBATCHES: u64 = 1 << 16;
 /// Largest number of layers that the DP slices one by one.
 const MAX_LAYERS: usize = 400;
 
@@ -69,9 +73,16 @@ struct Pipeline {
 /// What the search made of one microbatch size.
 struct Solved {
     candidates: u64,
-    /// The best pipeline and a bound on all.
-    found: Option<(PipelineChoice, f64)>,
+    found: Option<PipelineChoice>,
     error: Option<PlanError>,
+    /// No pipeline of this microbatch size costs less, found or not.
+    lower: f64,
+}
+
+/// The best pipeline of a part of the space, or why there is none, and a bound on the part.
+struct Bounded {
+    found: Result<PipelineChoice, PlanError>,
+    lower: f64,
 }
 
 struct Search<'a> {
@@ -141,13 +152,11 @@ pub(crate) fn plan(
         n_layer_kinds: search.layers.first.len(),
         ..PlanStats::default()
     };
-    if pins.zero.is_some_and(|z| z > 0) && pins.data == Some(1) {
-        stats
-            .notes
-            .push("the zero pin does nothing: no axis splits samples (data=1)".into());
-    }
     let mut reserve = 0u64;
     for _ in 0..RETRIES {
+        // Only the last attempt counts.
+        (stats.candidates, stats.simulated) = (0, 0);
+        stats.alternatives.clear();
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
         let made = search.simulate_best(
             forward,
@@ -159,6 +168,15 @@ pub(crate) fn plan(
         )?;
         match made {
             Made::Fits(plan, program, simulation) => {
+                let axes = || plan.stages.iter().flat_map(|s| &s.mesh.axes);
+                if pins.zero.is_some_and(|z| z > 0)
+                    && pins.fixes_mesh()
+                    && axes().all(|a| a.name != "data" || a.size == 1)
+                {
+                    stats
+                        .notes
+                        .push("the zero pin does nothing: no axis splits samples (data=1)".into());
+                }
                 return Ok(Planned {
                     plan: *plan,
                     training: training.clone(),
@@ -190,10 +208,16 @@ impl Search<'_> {
                     "pinned microbatch {pinned} does not divide the global batch {b}"
                 )));
             }
+            if b / pinned > MAX_MICROBATCHES {
+                return Err(PlanError::Input(format!(
+                    "pinned microbatch {pinned} makes {} microbatches of the global batch {b}; at most {MAX_MICROBATCHES} are possible",
+                    b / pinned,
+                )));
+            }
             return Ok(vec![pinned]);
         }
-        let divisors: Vec<u64> = (1..=b.min(1 << 16))
-            .filter(|d| b.is_multiple_of(*d))
+        let divisors: Vec<u64> = (1..=b.min(MAX_MICROBATCH))
+            .filter(|d| b.is_multiple_of(*d) && b / d <= MAX_MICROBATCHES)
             .collect();
         Ok(divisors)
     }
@@ -233,8 +257,8 @@ impl Search<'_> {
             if let Some(e) = solved.error {
                 nearest = Some(nearer(nearest, e));
             }
-            if let Some((choice, lower)) = solved.found {
-                bound = bound.min(lower);
+            bound = bound.min(solved.lower);
+            if let Some(choice) = solved.found {
                 found.push(Pipeline {
                     batch,
                     m: (self.train.global_batch / batch) as u32,
@@ -259,7 +283,7 @@ impl Search<'_> {
     fn solve_batch(&self, batch: u64, schedule: ScheduleKind, reserve: u64) -> Solved {
         let m = (self.train.global_batch / batch) as u32;
         let shapes = self.shapes(batch);
-        let candidates: Vec<Result<Candidate, PlanError>> = shapes
+        let candidates: Vec<Result<Candidate, ModelError>> = shapes
             .par_iter()
             .enumerate()
             .map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m))
@@ -268,17 +292,25 @@ impl Search<'_> {
             candidates: 0,
             found: None,
             error: None,
+            lower: f64::INFINITY,
         };
         let mut usable = Vec::new();
+        let mut unpriced = false;
         for c in candidates {
             match c {
                 Ok(c) => usable.push(c),
-                Err(e) => solved.error = solved.error.or(Some(e)),
+                Err(e) => {
+                    unpriced |= matches!(e, ModelError::TooWide(_));
+                    solved.error = solved.error.or(Some(no_strategy(e)));
+                }
             }
         }
         solved.candidates = usable.len() as u64;
-        match self.solve_pipeline(&usable, batch, m, schedule, reserve) {
-            Ok(found) => solved.found = Some(found),
+        let Bounded { found, lower } = self.solve_pipeline(&usable, batch, m, schedule, reserve);
+        // A shape that could not be priced might be better than all that were.
+        solved.lower = if unpriced { 0.0 } else { lower };
+        match found {
+            Ok(choice) => solved.found = Some(choice),
             Err(e) => solved.error = Some(nearer(solved.error, e)),
         }
         solved
@@ -322,7 +354,7 @@ impl Search<'_> {
                 n.is_multiple_of(*y) && self.cluster.devices_per_host.is_multiple_of(*y)
             }) {
                 // One axis over all devices is one shape, whichever axis has it.
-                if y == 1 && n > 1 && n <= self.cluster.devices_per_host {
+                if y == 1 && n > 1 && self.cluster.devices_per_host.is_multiple_of(n) {
                     continue;
                 }
                 if let Some(mesh) = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)])
@@ -346,7 +378,7 @@ impl Search<'_> {
         shape: &Shape,
         batch: u64,
         m: u32,
-    ) -> Result<Candidate, PlanError> {
+    ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
         let base = Weights {
             m: f64::from(m),
@@ -390,7 +422,11 @@ impl Search<'_> {
     /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
     /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
     /// most the time of whatever fits the capacity.
-    fn relaxed(&self, models: &[LayerModel], base: Weights) -> Result<Vec<Option<f64>>, PlanError> {
+    fn relaxed(
+        &self,
+        models: &[LayerModel],
+        base: Weights,
+    ) -> Result<Vec<Option<f64>>, ModelError> {
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
         let capacity = self.cluster.usable_bytes() as f64;
@@ -413,12 +449,12 @@ impl Search<'_> {
         Ok(best)
     }
 
-    fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, PlanError> {
+    fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, ModelError> {
         let mut prices = Prices::new(s.cluster, s.mesh);
         self.layers
             .first
             .iter()
-            .map(|&l| LayerModel::new(s, &self.layers, l, &mut prices).map_err(no_strategy))
+            .map(|&l| LayerModel::new(s, &self.layers, l, &mut prices))
             .collect()
     }
 
@@ -429,40 +465,41 @@ impl Search<'_> {
         m: u32,
         schedule: ScheduleKind,
         reserve: u64,
-    ) -> Result<(PipelineChoice, f64), PlanError> {
+    ) -> Bounded {
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices() as usize;
         if n_layers * devices <= MIXED_SUBMESHES {
             let all: Vec<usize> = (0..self.submeshes.len()).collect();
             return self.solve_over(&all, candidates, batch, m, schedule, reserve);
         }
-        let mut best: Option<(PipelineChoice, f64)> = None;
-        let mut bound = f64::INFINITY;
+        let mut best: Option<PipelineChoice> = None;
+        let mut lower = f64::INFINITY;
         let mut nearest = None;
         for submesh in 0..self.submeshes.len() {
             if devices / self.submeshes[submesh] as usize > n_layers {
                 continue;
             }
-            match self.solve_over(&[submesh], candidates, batch, m, schedule, reserve) {
-                Ok((choice, lower)) => {
-                    bound = bound.min(lower);
+            let one = self.solve_over(&[submesh], candidates, batch, m, schedule, reserve);
+            lower = lower.min(one.lower);
+            match one.found {
+                Ok(choice) => {
                     if best
                         .as_ref()
-                        .is_none_or(|(b, _)| choice.cost.total_s < b.cost.total_s)
+                        .is_none_or(|b| choice.cost.total_s < b.cost.total_s)
                     {
-                        best = Some((choice, lower));
+                        best = Some(choice);
                     }
                 }
                 Err(e) => nearest = Some(nearer(nearest, e)),
             }
         }
-        match best {
-            Some((choice, _)) => Ok((choice, bound)),
-            None => Err(nearest.unwrap_or(PlanError::NoTiling {
+        let found = best.ok_or_else(|| {
+            nearest.unwrap_or(PlanError::NoTiling {
                 devices: self.cluster.n_devices(),
                 layers: n_layers,
-            })),
-        }
+            })
+        });
+        Bounded { found, lower }
     }
 
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them.
@@ -474,7 +511,7 @@ impl Search<'_> {
         m: u32,
         schedule: ScheduleKind,
         reserve: u64,
-    ) -> Result<(PipelineChoice, f64), PlanError> {
+    ) -> Bounded {
         let n_layers = self.layers.kind.len();
         // Sizes in units of their common divisor keep the table of devices small.
         let unit = submeshes
@@ -549,10 +586,13 @@ impl Search<'_> {
             n_stages: self.pins.pipeline.map(|p| p as usize),
             ..InterOpOptions::new(u64::from(m), kind)
         };
-        let choice = inter_op::plan(&table, &transfer, &options)
-            .map_err(|e| self.infeasible(e, submeshes))?;
-        let lower = inter_op::plan(&relaxed, &transfer, &options).map_or(0.0, |c| c.lower_bound_s);
-        Ok((choice, lower))
+        Bounded {
+            found: inter_op::plan(&table, &transfer, &options)
+                .map_err(|e| self.infeasible(e, submeshes)),
+            // Where even the relaxation has no pipeline there is none to bound.
+            lower: inter_op::plan(&relaxed, &transfer, &options)
+                .map_or(f64::INFINITY, |c| c.lower_bound_s),
+        }
     }
 
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
@@ -667,7 +707,7 @@ impl Search<'_> {
         let lower = lower_bound.min(objective).max(0.0);
         let mixed = self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES;
         let mut space = format!(
-            "{} pipelines of contiguous stages over {} submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes that divide the global batch",
+            "{} pipelines of contiguous stages over {} submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
             schedule.name(),
             if mixed { "any mix of" } else { "equal" },
             self.submeshes
@@ -730,8 +770,8 @@ impl Search<'_> {
                 static_price: 0.0,
                 saved_price: 0.0,
             };
-            let models = self.models(&s)?;
-            let weighted = weigh(&models, base)?;
+            let models = self.models(&s).map_err(no_strategy)?;
+            let weighted = weigh(&models, base).map_err(no_strategy)?;
             let mut priced = PricedMesh::new(&weighted, weight_at(p.m, w));
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
             let path = priced
@@ -791,11 +831,8 @@ fn no_strategy(e: ModelError) -> PlanError {
     PlanError::Strategies(e.to_string())
 }
 
-fn weigh(models: &[LayerModel], weights: Weights) -> Result<Vec<WeightedLayer<'_>>, PlanError> {
-    models
-        .iter()
-        .map(|m| m.weighted(weights).map_err(no_strategy))
-        .collect()
+fn weigh(models: &[LayerModel], weights: Weights) -> Result<Vec<WeightedLayer<'_>>, ModelError> {
+    models.iter().map(|m| m.weighted(weights)).collect()
 }
 
 /// The `w`-th weights that a candidate with `m` microbatches is priced under.
