@@ -32,6 +32,8 @@ const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
 const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 /// Pipelines that are lowered and simulated.
 const SIMULATED: usize = 6;
+/// The same where devices share processors, which only the simulator knows.
+const SIMULATED_SHARED: usize = 24;
 /// Times that a plan is made again because its buffers overran the budget.
 const RETRIES: usize = 4;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -73,7 +75,8 @@ struct Pipeline {
 /// What the search made of one microbatch size.
 struct Solved {
     candidates: u64,
-    found: Option<PipelineChoice>,
+    /// The best pipeline; where devices share processors, of every number of stages.
+    found: Vec<PipelineChoice>,
     error: Option<PlanError>,
     /// No pipeline of this microbatch size costs less, found or not.
     lower: f64,
@@ -258,7 +261,7 @@ impl Search<'_> {
                 nearest = Some(nearer(nearest, e));
             }
             bound = bound.min(solved.lower);
-            if let Some(choice) = solved.found {
+            for choice in solved.found {
                 found.push(Pipeline {
                     batch,
                     m: (self.train.global_batch / batch) as u32,
@@ -290,7 +293,7 @@ impl Search<'_> {
             .collect();
         let mut solved = Solved {
             candidates: 0,
-            found: None,
+            found: Vec::new(),
             error: None,
             lower: f64::INFINITY,
         };
@@ -310,8 +313,24 @@ impl Search<'_> {
         // A shape that could not be priced might be better than all that were.
         solved.lower = if unpriced { 0.0 } else { lower };
         match found {
-            Ok(choice) => solved.found = Some(choice),
+            Ok(choice) => solved.found.push(choice),
             Err(e) => solved.error = Some(nearer(solved.error, e)),
+        }
+        // The additive objective does not know that devices share processors, so it ranks
+        // numbers of stages badly there: let the simulator see the best of each.
+        if self.cluster.pool.is_some() && self.pins.pipeline.is_none() && self.mixes_submeshes() {
+            let all: Vec<usize> = (0..self.submeshes.len()).collect();
+            let most = self
+                .layers
+                .kind
+                .len()
+                .min(self.cluster.n_devices() as usize);
+            for p in 1..=most {
+                let one = self.solve_over(&all, &usable, batch, m, schedule, reserve, Some(p));
+                if let Some(choice) = one.found.ok().filter(|c| !solved.found.contains(c)) {
+                    solved.found.push(choice);
+                }
+            }
         }
         solved
     }
@@ -468,9 +487,10 @@ impl Search<'_> {
     ) -> Bounded {
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices() as usize;
-        if n_layers * devices <= MIXED_SUBMESHES {
+        let stages = self.pins.pipeline.map(|p| p as usize);
+        if self.mixes_submeshes() {
             let all: Vec<usize> = (0..self.submeshes.len()).collect();
-            return self.solve_over(&all, candidates, batch, m, schedule, reserve);
+            return self.solve_over(&all, candidates, batch, m, schedule, reserve, stages);
         }
         let mut best: Option<PipelineChoice> = None;
         let mut lower = f64::INFINITY;
@@ -479,7 +499,7 @@ impl Search<'_> {
             if devices / self.submeshes[submesh] as usize > n_layers {
                 continue;
             }
-            let one = self.solve_over(&[submesh], candidates, batch, m, schedule, reserve);
+            let one = self.solve_over(&[submesh], candidates, batch, m, schedule, reserve, stages);
             lower = lower.min(one.lower);
             match one.found {
                 Ok(choice) => {
@@ -502,7 +522,13 @@ impl Search<'_> {
         Bounded { found, lower }
     }
 
+    /// Whether stages of one pipeline may have submeshes of different sizes.
+    fn mixes_submeshes(&self) -> bool {
+        self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
+    }
+
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them.
+    #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
     fn solve_over(
         &self,
         submeshes: &[usize],
@@ -511,6 +537,7 @@ impl Search<'_> {
         m: u32,
         schedule: ScheduleKind,
         reserve: u64,
+        n_stages: Option<usize>,
     ) -> Bounded {
         let n_layers = self.layers.kind.len();
         // Sizes in units of their common divisor keep the table of devices small.
@@ -583,7 +610,7 @@ impl Search<'_> {
             ScheduleKind::OneFOneB => inter_op::ScheduleKind::OneFOneB,
         };
         let options = InterOpOptions {
-            n_stages: self.pins.pipeline.map(|p| p as usize),
+            n_stages,
             ..InterOpOptions::new(u64::from(m), kind)
         };
         Bounded {
@@ -649,7 +676,12 @@ impl Search<'_> {
     ) -> Result<Made, PlanError> {
         let mut best: Option<(Box<Plan>, Program, Simulation)> = None;
         let mut overrun = u64::MAX;
-        for p in pipelines.iter().take(SIMULATED) {
+        let simulated = if self.cluster.pool.is_some() {
+            SIMULATED_SHARED
+        } else {
+            SIMULATED
+        };
+        for p in pipelines.iter().take(simulated) {
             let (mut plan, problems) = self.assemble(forward, p, reserve)?;
             record_paths(&mut plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
             let program = lowering::lower_training(&plan, self.training)
@@ -705,7 +737,7 @@ impl Search<'_> {
     ) -> Proof {
         let objective = choice.cost.total_s;
         let lower = lower_bound.min(objective).max(0.0);
-        let mixed = self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES;
+        let mixed = self.mixes_submeshes();
         let mut space = format!(
             "{} pipelines of contiguous stages over {} submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
             schedule.name(),

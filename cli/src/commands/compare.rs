@@ -143,7 +143,7 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
     report::out("\nThe instructions with the largest difference per step")?;
     let worst = c.worst.iter().map(|w| {
         let place = format!("{}.{}.{}", w.stage, w.template, w.instruction);
-        let mut cells = vec![place, w.what.clone(), w.count.to_string()];
+        let mut cells = vec![place, short_name(&w.what), w.count.to_string()];
         cells.extend(row("", w.seconds, &seconds).into_iter().skip(1));
         cells.push(seconds(w.error_s));
         cells
@@ -196,4 +196,13 @@ fn seconds(s: f64) -> String {
 
 fn bytes(b: f64) -> String {
     Bytes(b as u64).to_string()
+}
+
+/// A name that fits a table: a coalesced collective lists all its tensors, of which the first
+/// is shown and the rest counted (`--json` has them all).
+fn short_name(what: &str) -> String {
+    match what.split_once('+') {
+        Some((first, rest)) => format!("{first} and {} more", rest.split('+').count()),
+        None => what.to_string(),
+    }
 }
