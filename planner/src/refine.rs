@@ -8,6 +8,7 @@
 //! in flight), the stage's budget, and the solver of `intra_op`. Where memory does not bind
 //! the eliminated choice is optimal already and is kept.
 
+use crate::PlanError;
 use crate::intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
 use crate::intra_op::{SolveOptions, SolveStatus, solve};
 use crate::layer_model::{LayerModel, QUANTUM_S, Weights};
@@ -42,7 +43,7 @@ pub(crate) fn refine(
     in_flight: u64,
     budget: u64,
     pressed: bool,
-) -> Refined {
+) -> Result<Refined, PlanError> {
     let (problem, places) = stage_problem(name, models, kinds, weights, in_flight, budget);
     let mut flat = vec![0u32; problem.nodes.len()];
     for (layer, choice) in choices.iter().enumerate() {
@@ -52,7 +53,12 @@ pub(crate) fn refine(
     }
     let old = evaluate(&problem, &flat).ok();
     let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
-    let known = old.as_ref().and_then(|e| e.objective).unwrap_or(u128::MAX);
+    // A choice that elimination made has a cost; one without is our own mistake, not a price.
+    let Some(known) = old.as_ref().and_then(|e| e.objective) else {
+        return Err(PlanError::Strategies(format!(
+            "the choice of {name} is forbidden or malformed"
+        )));
+    };
     let fits = old.is_some_and(|e| e.feasible);
     let keep = |method: &str, bound: u128, choices, problem| Refined {
         choices,
@@ -69,10 +75,10 @@ pub(crate) fn refine(
         problem,
     };
     if !pressed {
-        return keep("elimination", known, choices, None);
+        return Ok(keep("elimination", known, choices, None));
     }
     if problem.nodes.len() > MAX_NODES {
-        return keep("priced elimination", 0, choices, None);
+        return Ok(keep("priced elimination", 0, choices, None));
     }
     let options = SolveOptions {
         work_limit: Some(WORK_LIMIT),
@@ -82,16 +88,16 @@ pub(crate) fn refine(
         ..SolveOptions::default()
     };
     let Ok(result) = solve(&problem, &options) else {
-        return keep("priced elimination", 0, choices, None);
+        return Ok(keep("priced elimination", 0, choices, None));
     };
     let better = result.objective.filter(|&o| !fits || o < known);
     let (Some(objective), Some(choice)) = (better, &result.choice) else {
-        return keep(
+        return Ok(keep(
             "integer program",
             result.lower_bound,
             choices,
             Some(problem),
-        );
+        ));
     };
     let choices = places
         .iter()
@@ -102,7 +108,7 @@ pub(crate) fn refine(
     } else {
         result.lower_bound.min(objective)
     };
-    Refined {
+    Ok(Refined {
         choices,
         proof: StageProof {
             method: "integer program".into(),
@@ -115,7 +121,7 @@ pub(crate) fn refine(
             },
         },
         problem: Some(problem),
-    }
+    })
 }
 
 /// The problem of a stage, and for each layer the node of each group. The boundary of a layer

@@ -832,7 +832,7 @@ impl Search<'_> {
                 stage.in_flight,
                 budget,
                 w != 0,
-            );
+            )?;
             let mesh = LogicalMesh {
                 devices: DeviceMesh {
                     first_rank: Rank(first_rank),
