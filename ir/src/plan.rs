@@ -161,17 +161,21 @@ pub fn transfer_key(value: &str, to: StageId) -> String {
 }
 
 /// Writes the layer's name in a path as `{}`: `grad.h.3.attn` in layer `h.3` becomes
-/// `grad.{}.attn`. Only whole dotted components match; the first match is replaced.
+/// `grad.{}.attn`. Only whole dotted components match; the first match is replaced. A layer
+/// without a name leaves the path as it is.
 pub fn relative_path(path: &str, layer: &str) -> String {
+    let Some(first) = layer.chars().next() else {
+        return path.to_string();
+    };
     let mut from = 0;
     while let Some(at) = path[from..].find(layer).map(|i| i + from) {
         let end = at + layer.len();
         let starts = at == 0 || path.as_bytes()[at - 1] == b'.';
         let ends = end == path.len() || matches!(path.as_bytes()[end], b'.' | b'#' | b':' | b'@');
-        if starts && ends && !layer.is_empty() {
+        if starts && ends {
             return format!("{}{{}}{}", &path[..at], &path[end..]);
         }
-        from = at + 1;
+        from = at + first.len_utf8();
     }
     path.to_string()
 }
@@ -259,4 +263,24 @@ pub struct StageProof {
     pub lower_bound_s: Seconds,
     /// `(objective - lower_bound) / objective`.
     pub gap: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{absolute_path, relative_path};
+
+    #[test]
+    fn the_layer_is_found_as_whole_components_of_a_path() {
+        for (path, layer, relative) in [
+            ("grad.h.3.attn", "h.3", "grad.{}.attn"),
+            ("grad.h.31.attn", "h.3", "grad.h.31.attn"),
+            ("oh.3.h.3", "h.3", "oh.3.{}"),
+            ("head#0", "head", "{}#0"),
+            ("äh.ä.x", "ä", "äh.{}.x"),
+            ("head.param_1", "", "head.param_1"),
+        ] {
+            assert_eq!(relative_path(path, layer), relative);
+            assert_eq!(absolute_path(relative, layer), path);
+        }
+    }
 }
