@@ -26,8 +26,6 @@ const MAX_NODES: usize = 1_500;
 /// so the same stage always gets the same choice.
 const MAX_COLUMNS: usize = 20_000;
 const WORK_LIMIT: u64 = 50;
-/// Roundings of a layer's costs: more than it has groups and links between them.
-pub(crate) const ROUNDINGS: f64 = 100.0;
 /// Times that the bracket around the best price is narrowed to two thirds.
 const NARROWINGS: usize = 6;
 
@@ -156,7 +154,8 @@ pub(crate) fn lagrangian(
         };
         let least = PricedMesh::new(weighted, priced).objective(kinds);
         // Each summed cost is rounded to within half a quantum, here and in the objective.
-        let rounding = ROUNDINGS * kinds.len() as f64;
+        let rounding: usize = kinds.iter().map(|&k| weighted[k].model.n_terms()).sum();
+        let rounding = rounding as f64;
         least.map_or(0.0, |least| {
             least as f64 - rounding - price * budget as f64 / QUANTUM_S
         })

@@ -13,7 +13,7 @@ use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedL
 use crate::layers::{Layers, find_layers};
 use crate::pins::{self, AxisRole, Pins, check::listed};
 use crate::prices::Prices;
-use crate::refine::{ROUNDINGS, refine};
+use crate::refine::refine;
 use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
@@ -452,7 +452,7 @@ impl Search<'_> {
             for (known, objective) in best.iter_mut().zip(objectives) {
                 let Some(objective) = objective else { continue };
                 // Each of the summed costs is rounded to within half a quantum.
-                let rounding = QUANTUM_S * ROUNDINGS * self.layers.kind.len() as f64;
+                let rounding = QUANTUM_S * 100.0 * self.layers.kind.len() as f64;
                 let seconds = (objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
                 *known = Some(known.unwrap_or(0.0).max(seconds));
             }
