@@ -63,6 +63,7 @@ fn what_makes_no_sense_is_a_usage_error() {
     compile(&["--pin", "data=2 tensor=2 pipeline=2"]).says(&["is not the 4 devices", "pipeline=1"]);
     compile(&["--pin", "microbatch=3"])
         .says(&["does not divide the global batch 8", "1, 2, 4 or 8"]);
+    compile(&["--pin", "data=4 microbatch=2"]).says(&["microbatch=2", "data=2 or less"]);
     compile(&["--global-batch", "0"]).says(&["global_batch is 0", "--global-batch"]);
     compile(&["--global-batch", "-1"]);
     compile(&["--dropout", "nan"]).says(&["dropout is NaN"]);

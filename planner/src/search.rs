@@ -116,7 +116,7 @@ pub(crate) fn plan(
     }
     let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
-    pins::check::check(pins, &training, cluster)?;
+    pins::check::check(pins, &training, cluster, train.global_batch)?;
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
         None => String::new(),

@@ -8,15 +8,36 @@ use ir::ValueId;
 use ir::cluster::Cluster;
 use ir::training::TrainingGraph;
 
-/// Refuses tensor pins of tensors, dims or axes that are not there, and degrees that do not make
-/// the cluster's devices.
+/// Refuses tensor pins of tensors, dims or axes that are not there, degrees that do not make
+/// the cluster's devices, and data axes without a sample for each rank.
 pub(crate) fn check(
     pins: &Pins,
     training: &TrainingGraph,
     cluster: &Cluster,
+    global_batch: u64,
 ) -> Result<(), PlanError> {
     tensor_pins(pins, training)?;
-    degrees(cluster.n_devices().into(), pins)
+    degrees(cluster.n_devices().into(), pins)?;
+    samples(pins, global_batch)
+}
+
+/// Whether the largest microbatch has a sample for every rank of the data axis.
+fn samples(pins: &Pins, global_batch: u64) -> Result<(), PlanError> {
+    let n = pins.microbatch.unwrap_or(global_batch);
+    match pins.data.map(u64::from).filter(|d| *d > n) {
+        None => Ok(()),
+        Some(data) => Err(PlanError::Pins(format!(
+            "pinned data={data} splits the samples of a microbatch, of which there are {n} at most ({}); pin data={n} or less, or {}",
+            match pins.microbatch {
+                Some(n) => format!("pinned microbatch={n}"),
+                None => format!("the global batch is {global_batch}"),
+            },
+            match pins.microbatch {
+                Some(_) => "a larger microbatch",
+                None => "train with a larger --global-batch",
+            },
+        ))),
+    }
 }
 
 /// Whether every tensor pin speaks of a tensor there is, as many dims as it has, and axes that
@@ -178,6 +199,24 @@ mod tests {
             &["data=4294967295,tensor=4294967295,pipeline=4294967295"],
         );
         assert!(huge.contains("is not the 4 devices"), "{huge}");
+    }
+
+    #[test]
+    fn a_data_axis_needs_samples() {
+        let refusal =
+            |pins: &[&str]| samples(&Pins::parse(pins).unwrap(), 8).map_err(|e| e.to_string());
+        assert_eq!(refusal(&["data=8"]), Ok(()));
+        assert_eq!(refusal(&["data=4", "microbatch=4"]), Ok(()));
+        assert!(
+            refusal(&["data=16"])
+                .unwrap_err()
+                .contains("the global batch is 8); pin data=8 or less")
+        );
+        assert!(
+            refusal(&["data=4", "microbatch=2"])
+                .unwrap_err()
+                .contains("pinned microbatch=2); pin data=2")
+        );
     }
 
     #[test]
