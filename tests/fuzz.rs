@@ -123,4 +123,5 @@ parsers!(
     iopddl,
     measurement,
     checkpoint,
+    train_spec,
 );

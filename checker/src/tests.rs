@@ -85,6 +85,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        conversion_s_per_element: BTreeMap::new(),
     };
     let cluster = Cluster {
         version: CLUSTER_VERSION,

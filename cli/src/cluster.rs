@@ -37,6 +37,15 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
     Ok(cluster)
 }
 
+/// Whether a cluster is of CPU ranks, as `run` executes them: devices that share the processors
+/// and the memory of their machine. Predictions for other clusters do not apply to runs here.
+pub fn is_of_cpu_ranks(cluster: &Cluster) -> bool {
+    cluster.pool.is_some()
+}
+
+/// What to do for a plan whose predictions apply to runs on this machine.
+pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measure this machine with `meshwright calibrate -o cluster.toml`, compile the model with `--cluster cluster.toml`, and run that plan";
+
 fn read(name: &str) -> Result<Cluster, Failure> {
     let path = Path::new(if name == "cpu" { CALIBRATED } else { name });
     if let Some(text) = presets::text(name) {

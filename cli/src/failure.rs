@@ -131,9 +131,43 @@ impl miette::Diagnostic for Failure {
     }
 }
 
+/// What `--weights` takes.
+pub const WEIGHTS_ARE: &str = "weights are a .safetensors file, an index model.safetensors.index.json, or a folder with model.safetensors or that index";
+/// What `--resume` takes.
+pub const CHECKPOINTS_ARE: &str = "a checkpoint is the folder that `meshwright run --checkpoint FOLDER` wrote, or the state.safetensors in it";
+const DATA_ARE: &str = "data is a .bin file of tokens (nanoGPT, llm.c) or UTF-8 text; text is read as bytes, or through --tokenizer";
+const DEFECT: &str = "if `meshwright check` accepts the plan this is a defect of meshwright; please report it with the command line";
+
+/// Adds a way out where there is one.
+fn with(failure: Failure, help: Option<&str>) -> Failure {
+    match help {
+        Some(help) => failure.help(help),
+        None => failure,
+    }
+}
+
 impl From<import::ImportError> for Failure {
     fn from(e: import::ImportError) -> Self {
-        Failure::new(Exit::BadInput, e)
+        use import::ImportError::*;
+        let help = match &e {
+            Io { .. } => Some("check the path, its permissions and the free space"),
+            Format { .. } => Some(WEIGHTS_ARE),
+            MissingTensors { .. } | UnexpectedTensors { .. } | TensorShape { .. } => Some(
+                "the weights are of another model than the configuration: name theirs with --config, and compile the plan from it",
+            ),
+            TensorDtype { .. } => Some("store the weights in f32, f16 or bf16"),
+            NotFinite { .. } => Some(
+                "the weights are damaged, or their training diverged: use others, or leave --weights out to begin anew",
+            ),
+            NoSuchParam { .. } | ParamLength { .. } | Supply { .. } => {
+                Some("--config must be the config.json that the plan was compiled from")
+            }
+            Json { .. } => {
+                Some("the file was cut off or edited; get it again from where the model is from")
+            }
+            _ => None,
+        };
+        with(Failure::new(Exit::BadInput, &e), help)
     }
 }
 
@@ -142,6 +176,10 @@ impl From<planner::PlanError> for Failure {
         use planner::PlanError::*;
         let (exit, help) = match &e {
             Input(_) => (Exit::BadInput, None),
+            Pins(_) => (
+                Exit::Usage,
+                Some("change the pin or leave it out; the search finds what is not pinned"),
+            ),
             Strategies(_) | NoTiling { .. } => (
                 Exit::Infeasible,
                 Some("loosen or remove pins, or change --global-batch"),
@@ -157,12 +195,7 @@ impl From<planner::PlanError> for Failure {
                 Some("this is a defect of the planner; please report it with the command line"),
             ),
         };
-        let failure = Failure::new(exit, &e);
-        if let Some(help) = help {
-            failure.help(help)
-        } else {
-            failure
-        }
+        with(Failure::new(exit, &e), help)
     }
 }
 
@@ -180,15 +213,58 @@ impl From<runtime::RuntimeError> for Failure {
     fn from(e: runtime::RuntimeError) -> Self {
         use runtime::RuntimeError::*;
         let exit = match &e {
-            Data(_) | Checkpoint { .. } | State { .. } | Batch(_) => Exit::BadInput,
+            Data(_) | Checkpoint { .. } | OtherCheckpoint { .. } | State { .. } | Batch(_) => {
+                Exit::BadInput
+            }
             _ => Exit::RunFailed,
         };
-        Failure::new(exit, &e)
+        let help = match &e {
+            Data(e) => data_help(e),
+            Checkpoint { .. } => Some(CHECKPOINTS_ARE),
+            OtherCheckpoint { .. } => Some(
+                "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew",
+            ),
+            State { .. } => Some(
+                "the weights do not fit the plan's model: compile the plan from their config.json",
+            ),
+            Watchdog { .. } => Some(
+                "on a busy machine give ranks longer with --time-out SECONDS; otherwise this is a defect of meshwright, please report it",
+            ),
+            Kernel { .. } | Instruction { .. } | Panic { .. } | Program(_) => Some(DEFECT),
+            Batch(_) => Some(DATA_ARE),
+            Aborted { .. } | Ended(_) => None,
+        };
+        with(Failure::new(exit, &e), help)
+    }
+}
+
+/// The way out of an error about data.
+fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
+    use runtime::data::DataError::*;
+    match e {
+        Io { .. } => Some("check the path and its permissions"),
+        NotAFile { .. } | Empty { .. } => Some(DATA_ARE),
+        Truncated { .. } | Header { .. } => Some(
+            "the file was cut off, or is of another form: write it again with the tool it is from; text needs another ending than .bin",
+        ),
+        TokenOutOfVocab { .. } => Some(
+            "the tokens are of another vocabulary than the plan's model: give text the model's own --tokenizer tokenizer.json, tokenise a .bin file with that, or compile a model with a larger vocab_size",
+        ),
+        TooShort { .. } => Some(
+            "use a longer file or another --validation-fraction, or compile with a smaller --sequence",
+        ),
+        NotUtf8 { .. } => Some("convert the text to UTF-8; a file of tokens needs the ending .bin"),
+        BadTokenizer { .. } | Tokenize { .. } => Some(
+            "--tokenizer takes the tokenizer.json of Hugging Face's tokenizers, which lies beside a model's config.json",
+        ),
+        TokenizerUnused { .. } => Some("leave --tokenizer out"),
+        BadFraction(_) => Some("set --validation-fraction"),
+        NoSuchWindow { .. } | TextTooLarge { .. } | Zero(_) => None,
     }
 }
 
 impl From<runtime::data::DataError> for Failure {
     fn from(e: runtime::data::DataError) -> Self {
-        Failure::new(Exit::BadInput, e)
+        with(Failure::new(Exit::BadInput, &e), data_help(&e))
     }
 }

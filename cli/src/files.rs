@@ -27,6 +27,7 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
         }
     };
     let meta = std::fs::metadata(path).map_err(io)?;
+    let bad = |problem: String| bad(problem).help(made_by(what));
     if meta.is_dir() {
         return Err(bad(format!("is a folder, expected a {what} file")));
     }
@@ -54,8 +55,23 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
     })
 }
 
+/// Where files of a kind come from.
+fn made_by(what: &str) -> &'static str {
+    match what {
+        "plan" => "plans are written by `meshwright compile`",
+        "run" => "runs are written by `meshwright run`, as run.json",
+        "cluster" => {
+            "clusters are written by `meshwright calibrate`; `meshwright presets` lists those that are built in"
+        }
+        "training file" => "docs/cli.md shows a training file",
+        _ => {
+            "a model is a Hugging Face config.json (gpt2 or llama) or its folder, or a graph in Meshwright's text form (docs/ir.md)"
+        }
+    }
+}
+
 /// What to do about a missing file: a name that is close, or where we looked.
-fn missing_help(path: &Path) -> String {
+pub fn missing_help(path: &Path) -> String {
     let folder = path
         .parent()
         .filter(|p| !p.as_os_str().is_empty())
@@ -91,6 +107,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
             Exit::BadInput,
             format!("{}: cannot write: {e}", path.display()),
         )
+        .help("check the folder's permissions and the free space, or name another file")
     };
     if path.is_dir() {
         return Err(Failure::new(

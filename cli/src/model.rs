@@ -54,7 +54,8 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
             broken.len(),
             list.join("\n")
         ),
-    ))
+    )
+    .help("each line names the op or value; docs/ir.md has the rules of graphs"))
 }
 
 /// The configuration at `path`, a file or its folder.

@@ -4,79 +4,7 @@ use crate::args::{OptimizerArg, PrecisionArg, TrainArgs};
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
-use ir::{Optimizer, Precision, TrainSpec};
-use serde::Deserialize;
-use serde::de::{Deserializer, Error, Visitor};
-use std::fmt;
-
-/// The file: any subset of the keys.
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TrainFile {
-    global_batch: Option<u64>,
-    sequence: Option<u64>,
-    precision: Option<Precision>,
-    optimizer: Option<OptimizerFile>,
-    clip_norm: Option<Clip>,
-    dropout: Option<f64>,
-    seed: Option<u64>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-enum OptimizerFile {
-    AdamW(AdamWFile),
-    Sgd(SgdFile),
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AdamWFile {
-    beta1: Option<f64>,
-    beta2: Option<f64>,
-    eps: Option<f64>,
-    weight_decay: Option<f64>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SgdFile {
-    momentum: Option<f64>,
-    weight_decay: Option<f64>,
-}
-
-/// A norm, or `"none"`.
-#[derive(Clone, Copy, Debug)]
-struct Clip(Option<f64>);
-
-impl<'de> Deserialize<'de> for Clip {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct ClipVisitor;
-        impl Visitor<'_> for ClipVisitor {
-            type Value = Clip;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a positive number or \"none\"")
-            }
-            fn visit_f64<E: Error>(self, x: f64) -> Result<Clip, E> {
-                Ok(Clip(Some(x)))
-            }
-            fn visit_i64<E: Error>(self, x: i64) -> Result<Clip, E> {
-                Ok(Clip(Some(x as f64)))
-            }
-            fn visit_u64<E: Error>(self, x: u64) -> Result<Clip, E> {
-                Ok(Clip(Some(x as f64)))
-            }
-            fn visit_str<E: Error>(self, x: &str) -> Result<Clip, E> {
-                if x == "none" {
-                    Ok(Clip(None))
-                } else {
-                    Err(E::invalid_value(serde::de::Unexpected::Str(x), &self))
-                }
-            }
-        }
-        d.deserialize_any(ClipVisitor)
-    }
-}
+use ir::{Optimizer, Precision, TrainFile, TrainSpec};
 
 /// The spec that `args` ask for; `max_sequence` bounds the default sequence.
 pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSpec, Failure> {
@@ -88,7 +16,8 @@ pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSp
     if let Some(path) = &args.file {
         let name = path.display().to_string();
         let text = files::read_text(path, "training file", files::SMALL)?;
-        apply_file(&mut spec, document::toml(&name, &text, "training file")?);
+        let file: TrainFile = document::toml(&name, &text, "training file")?;
+        file.apply(&mut spec);
         if let Some(p) = spec.problems().first() {
             let failure = Failure::new(Exit::BadInput, format!("{name}: {p}"));
             let key = p.split(' ').next().unwrap_or_default();
@@ -105,33 +34,6 @@ pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSp
             Err(Failure::new(Exit::Usage, p).help(format!("set --{key}")))
         }
         None => Ok(spec),
-    }
-}
-
-fn apply_file(spec: &mut TrainSpec, f: TrainFile) {
-    set(&mut spec.global_batch, f.global_batch);
-    set(&mut spec.sequence, f.sequence);
-    set(&mut spec.precision, f.precision);
-    set(&mut spec.dropout, f.dropout);
-    set(&mut spec.seed, f.seed);
-    set(&mut spec.clip_norm, f.clip_norm.map(|c| c.0));
-    match f.optimizer {
-        Some(OptimizerFile::AdamW(a)) => {
-            spec.optimizer = adamw(
-                a.beta1,
-                a.beta2,
-                a.eps,
-                a.weight_decay,
-                Optimizer::default(),
-            )
-        }
-        Some(OptimizerFile::Sgd(s)) => {
-            spec.optimizer = Optimizer::Sgd {
-                momentum: s.momentum.unwrap_or(0.0),
-                weight_decay: s.weight_decay.unwrap_or(0.0),
-            }
-        }
-        None => {}
     }
 }
 
@@ -187,31 +89,9 @@ fn apply_flags(spec: &mut TrainSpec, a: &TrainArgs) -> Result<(), Failure> {
             set(momentum, a.momentum);
             set(weight_decay, a.weight_decay);
         }
-        optimizer => *optimizer = adamw(a.beta1, a.beta2, a.eps, a.weight_decay, *optimizer),
+        optimizer => *optimizer = optimizer.with_adamw(a.beta1, a.beta2, a.eps, a.weight_decay),
     }
     Ok(())
-}
-
-fn adamw(
-    b1: Option<f64>,
-    b2: Option<f64>,
-    e: Option<f64>,
-    decay: Option<f64>,
-    mut base: Optimizer,
-) -> Optimizer {
-    if let Optimizer::AdamW {
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-    } = &mut base
-    {
-        set(beta1, b1);
-        set(beta2, b2);
-        set(eps, e);
-        set(weight_decay, decay);
-    }
-    base
 }
 
 fn set<T>(place: &mut T, value: Option<T>) {

@@ -380,7 +380,11 @@ fn data() {
     place.write("odd.bin", &[7u8; 1001]);
     run("odd.bin", &[]).says(&["odd.bin", "truncated"]);
     place.write("huge.bin", &[0xffu8; 4000]);
-    run("huge.bin", &[]).says(&["huge.bin", "not below the vocabulary size 256"]);
+    run("huge.bin", &[]).says(&[
+        "huge.bin",
+        "not below the vocabulary size 256",
+        "--tokenizer",
+    ]);
     run("text.txt", &["--validation-fraction", "nan"]).says(&["validation fraction"]);
     run("text.txt", &["--validation-fraction", "1"]).says(&["validation fraction"]);
     run(
@@ -420,9 +424,20 @@ fn weights() {
         ])
         .expect(0);
     let good = place.read("good.safetensors");
-    run(&["--weights", "none.safetensors"]).says(&["none.safetensors"]);
+    // The path is blamed, not the configuration that would lie beside it.
+    let expected = ["a .safetensors file", "a folder with model.safetensors"];
+    for path in ["none.safetensors", "nowhere", "text.txt"] {
+        let refused = run(&["--weights", path]).says(&[&format!("--weights {path}")]);
+        let refused = refused.says(&expected);
+        assert!(!refused.err.contains("config"), "{}", refused.err);
+    }
     std::fs::create_dir(place.path("folder")).unwrap();
-    run(&["--weights", "folder"]).says(&["folder"]);
+    run(&["--weights", "folder"])
+        .says(&["--weights folder", "neither model.safetensors nor"])
+        .says(&expected);
+    place.write("folder/model.safetensors", &good);
+    run(&["--weights", "folder"]).says(&["folder/config.json", "name it with --config"]);
+    std::fs::remove_file(place.path("folder/model.safetensors")).unwrap();
     run(&["--weights", "folder", "--config", "config.json"]).says(&["folder"]);
     let mut huge_header = good.clone();
     huge_header[..8].copy_from_slice(&u64::MAX.to_le_bytes());
@@ -458,7 +473,45 @@ fn weights() {
     run(&["--weights", "bad.safetensors"]).says(&["bad.safetensors", "missing"]);
     // The state of another form is no checkpoint, and a missing one says so.
     run(&["--resume", "good.safetensors"]).says(&["good.safetensors"]);
-    run(&["--resume", "none"]).says(&["none"]);
+    run(&["--resume", "none"]).says(&["--resume none: there is no", "run --checkpoint"]);
+    run(&["--resume", "folder"]).says(&["has no state.safetensors", "run --checkpoint"]);
+}
+
+#[test]
+fn checkpoints_of_other_models() {
+    let place = Place::with_plan();
+    let run = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
+    let with = |more: &[&'static str]| [&run[..], more].concat();
+    place.run(&with(&["--checkpoint", "state"])).expect(0);
+    place
+        .run(&with(&["--resume", "state", "--schedule", "constant"]))
+        .expect(0);
+    let says = [
+        "state/state.safetensors",
+        "a checkpoint of another model or optimizer",
+        "leave --resume out",
+    ];
+    for (from, to, said) in [
+        ("\"n_embd\": 16", "\"n_embd\": 32", "the plan's is"),
+        ("\"n_layer\": 2", "\"n_layer\": 3", "it has no state `h.2"),
+        (
+            "\"n_layer\": 2",
+            "\"n_layer\": 1",
+            "the plan has no state `",
+        ),
+    ] {
+        place.write("other.json", support::CONFIG.replace(from, to).as_bytes());
+        let compile = ["compile", "other.json", "--cluster", "cpu-default"];
+        let more = ["--global-batch", "4", "--pin", "data=4"];
+        place.run(&[&compile[..], &more[..]].concat()).expect(0);
+        place
+            .refuses(
+                &with(&["--resume", "state", "--schedule", "constant"]),
+                &[3],
+            )
+            .says(&says)
+            .says(&[said]);
+    }
 }
 
 #[test]

@@ -528,3 +528,44 @@ fn this_machine_is_measured_and_planned_for() {
     assert_eq!(plan["cluster"]["pool"]["devices"], 4);
     assert!(!plan["cluster"]["sources"].as_object().unwrap().is_empty());
 }
+
+#[test]
+fn a_plan_for_gpus_runs_here_with_a_warning_and_is_not_compared() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "dgx-h100"];
+    let more = ["--global-batch", "8", "--pin", "data=8"];
+    place.run(&[&compile[..], &more[..]].concat()).expect(0);
+    let done = train(&place, &[]).expect(0).says(&[
+        "warning: this plan is for NVIDIA H100",
+        "CPU threads",
+        "do not apply",
+        "meshwright calibrate",
+    ]);
+    assert!(done.out.contains("MFU unknown"), "{}", done.out);
+    let run: serde_json::Value = serde_json::from_slice(&place.read("run.json")).unwrap();
+    let said = run["executed_on"].as_str().unwrap();
+    assert!(said.starts_with("8 threads on "), "{said}");
+    let compared = place.run(&["compare", "plan.json", "run.json"]).expect(0);
+    assert!(
+        compared
+            .out
+            .starts_with("These figures are of different devices")
+            && compared.out.contains(said)
+            && compared.out.contains("meshwright calibrate")
+            && !compared.out.contains("largest difference"),
+        "{}",
+        compared.out
+    );
+    let json = place.run(&["compare", "plan.json", "run.json", "--json"]);
+    let json = json.expect(0).json();
+    assert!(json["different_devices"].is_string());
+    assert!(json["comparison"]["step_time_s"]["ratio"].is_null());
+    // A plan for CPU ranks is compared without reservations.
+    let place = Place::with_plan();
+    let done = train(&place, &[]).expect(0);
+    assert!(!done.err.contains("warning"), "{}", done.err);
+    let json = place.run(&["compare", "plan.json", "run.json", "--json"]);
+    let json = json.expect(0).json();
+    assert!(json["different_devices"].is_null());
+    assert!(json["comparison"]["step_time_s"]["ratio"].is_number());
+}

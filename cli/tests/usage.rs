@@ -48,6 +48,22 @@ fn what_makes_no_sense_is_a_usage_error() {
     compile(&["--pin", "datum=2"]).says(&["unknown key `datum`"]);
     compile(&["--pin", "zero=4"]).says(&["not a ZeRO level"]);
     compile(&["--pin", "spec:h.0.x=oops"]).says(&["not a spec"]);
+    // Pins that do not fit the model or the cluster say what would.
+    compile(&["--pin", "spec:h.0.mlp.fc.weight=[_,z]"])
+        .says(&["no axis `z`", "its axes are x and y"]);
+    compile(&["--pin", "data=2 tensor=2 spec:h.0.mlp.fc.weight=[_,y]"])
+        .says(&["no axis `y`", "its axes are data and tensor"]);
+    compile(&["--pin", "spec:h.0.mlp.fc.weight=[_,x,_]"]).says(&["has 3 dims", "has 2"]);
+    compile(&["--pin", "spec:h.9.weight=[_,x]"]).says(&["no tensor", "h.9.weight"]);
+    compile(&["--pin", "data=3 tensor=2"]).says(&[
+        "data=3 x tensor=2, together 6 devices, does not divide the 4 devices",
+        "data=1 or 2",
+    ]);
+    compile(&["--pin", "data=3"]).says(&["data=3 does not divide", "data=1, 2 or 4"]);
+    compile(&["--pin", "data=2 tensor=2 pipeline=2"]).says(&["is not the 4 devices", "pipeline=1"]);
+    compile(&["--pin", "microbatch=3"])
+        .says(&["does not divide the global batch 8", "1, 2, 4 or 8"]);
+    compile(&["--pin", "data=4 microbatch=2"]).says(&["microbatch=2", "data=2 or less"]);
     compile(&["--global-batch", "0"]).says(&["global_batch is 0", "--global-batch"]);
     compile(&["--global-batch", "-1"]);
     compile(&["--dropout", "nan"]).says(&["dropout is NaN"]);

@@ -18,9 +18,10 @@
 //! s / (s + half_bytes)`. Several groups of the same mesh that cross a level at the same
 //! time do not share a device's own link: `bandwidth_bytes_per_s` is per device.
 
+use crate::compute::conversion_s;
 use ir::cluster::{Cluster, Level};
 use ir::collective::CollectiveKind;
-use ir::{AxisId, LogicalMesh, Seconds};
+use ir::{AxisId, DType, LogicalMesh, Seconds};
 
 /// One level's share in a group.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +52,27 @@ impl<'a> Group<'a> {
             CollectiveKind::ReduceScatter(_) | CollectiveKind::AllGather => gather(&self.tiers, s),
             CollectiveKind::AllToAll => all_to_all(&self.tiers, s),
         })
+    }
+
+    /// Time of the conversions in a collective of `bytes` elements of `dtype`, on devices that
+    /// reduce in f32 (see [`crate::compute::conversion_s`]): of `n` members each reduces the
+    /// n-th part of the tensor, converting every member's piece and then the sum. Moving alone
+    /// converts nothing.
+    pub fn conversions(
+        &self,
+        cluster: &Cluster,
+        kind: CollectiveKind,
+        dtype: DType,
+        bytes: u64,
+    ) -> Seconds {
+        let n: f64 = self.tiers.iter().map(|t| t.n).product();
+        let reduced = match kind {
+            CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_) if n > 1.0 => {
+                bytes as f64 / dtype.bytes() as f64 / n
+            }
+            _ => 0.0,
+        };
+        Seconds(conversion_s(cluster, dtype, (n + 1.0) * reduced))
     }
 }
 
@@ -220,6 +242,22 @@ mod tests {
 
     fn close(a: f64, b: f64) -> bool {
         (a - b).abs() <= 1e-12 * b.abs()
+    }
+
+    #[test]
+    fn reducing_in_f32_converts_and_moving_does_not() {
+        let mut c = cluster(1);
+        c.device.conversion_s_per_element.insert(DType::Bf16, 1e-9);
+        let m = mesh(0, &[8]);
+        let group = Group::new(&c, &m, &[AxisId(0)]);
+        let time = |kind, dtype| group.conversions(&c, kind, dtype, 16_000).0;
+        // 8000 elements: a rank reduces 1000 of them, from 8 pieces into 1.
+        assert!(close(time(SUM, DType::Bf16), 9.0 * 1000.0 * 1e-9));
+        assert!(close(time(SCATTER, DType::Bf16), 9.0 * 1000.0 * 1e-9));
+        assert_eq!(time(CollectiveKind::AllGather, DType::Bf16), 0.0);
+        assert_eq!(time(SUM, DType::F32), 0.0);
+        let alone = Group::new(&c, &m, &[]);
+        assert_eq!(alone.conversions(&c, SUM, DType::Bf16, 16_000).0, 0.0);
     }
 
     #[test]

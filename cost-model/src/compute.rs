@@ -5,6 +5,9 @@
 //! measured rate over the peak (so no prediction exceeds a rate that somebody measured) and
 //! the half sizes come from a fit. Fused attention runs at a share of the matmul rate and
 //! executes half of the full score products, because of the causal mask.
+//!
+//! Where a device computes in f32 only (CPU ranks), operands and results of other float types
+//! are converted before and after: a time per element of them is added.
 
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
@@ -32,7 +35,39 @@ pub fn op_time(
         .map(|t| t.0)
         .find(|t| t.is_float())
         .unwrap_or(DType::F32);
-    work_time(cluster, dtype, &kind.work(operands, results))
+    let converted = match moves(kind, operands, results) {
+        true => 0.0,
+        false => operands
+            .iter()
+            .chain(results)
+            .map(|(t, lens)| conversion_s(cluster, *t, lens.iter().map(|&n| n as f64).product()))
+            .sum(),
+    };
+    Seconds(work_time(cluster, dtype, &kind.work(operands, results)).0 + converted)
+}
+
+/// Whether an op only moves elements, whatever they are: nothing is converted then.
+fn moves(kind: &OpKind, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> bool {
+    let same = matches!((operands, results), ([x, ..], [y, ..]) if x.0 == y.0);
+    let movement = matches!(
+        kind,
+        OpKind::Cast { .. }
+            | OpKind::Broadcast { .. }
+            | OpKind::Reshape { .. }
+            | OpKind::Transpose { .. }
+            | OpKind::Slice { .. }
+            | OpKind::Pad { .. }
+            | OpKind::Unstack { .. }
+            | OpKind::Stack { .. }
+    );
+    same && movement
+}
+
+/// Seconds to convert `elements` of a type to f32 or back; 0 where the device computes with
+/// the type as it is.
+pub fn conversion_s(cluster: &Cluster, dtype: DType, elements: f64) -> f64 {
+    let rate = cluster.device.conversion_s_per_element.get(&dtype);
+    rate.map_or(0.0, |s| s * elements)
 }
 
 /// Time of a given amount of work.
@@ -184,6 +219,36 @@ mod tests {
         );
         assert!((copy_time(&c, 1000).0 - 1e-6 - 2000.0 / 0.5e9).abs() < 1e-15);
         assert!((write_time(&c, 1000).0 - 1e-6 - 1000.0 / 0.5e9).abs() < 1e-15);
+    }
+
+    #[test]
+    fn devices_that_compute_in_f32_pay_for_conversions() {
+        let mut c = cluster();
+        c.device.conversion_s_per_element.insert(DType::Bf16, 3e-9);
+        let time = |c: &Cluster, kind: &OpKind, x: DType, y: DType| {
+            op_time(c, kind, &[(x, vec![100, 10])], &[(y, vec![100, 10])]).0
+        };
+        let gain = |kind: &OpKind, x, y| time(&c, kind, x, y) - time(&cluster(), kind, x, y);
+        let square = OpKind::Unary {
+            f: ir::op::Unary::Square,
+        };
+        // 1000 elements in and out; of a cast to or from f32 one side; of a move none.
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} is not {b}");
+        close(gain(&square, DType::Bf16, DType::Bf16), 2000.0 * 3e-9);
+        close(gain(&square, DType::F32, DType::F32), 0.0);
+        close(gain(&square, DType::F16, DType::F16), 0.0);
+        let cast = |dtype| OpKind::Cast { dtype };
+        close(
+            gain(&cast(DType::Bf16), DType::F32, DType::Bf16),
+            1000.0 * 3e-9,
+        );
+        close(
+            gain(&cast(DType::F32), DType::Bf16, DType::F32),
+            1000.0 * 3e-9,
+        );
+        close(gain(&cast(DType::Bf16), DType::Bf16, DType::Bf16), 0.0);
+        let transpose = OpKind::Transpose { perm: vec![1, 0] };
+        close(gain(&transpose, DType::Bf16, DType::Bf16), 0.0);
     }
 
     #[test]

@@ -7,12 +7,16 @@
 //! pattern search from a fixed start within bounds: the same points give the same cluster.
 //!
 //! The peak is the best matmul rate that was measured: the machine has shown no better, and
-//! efficiency and MFU are relative to it.
+//! efficiency and MFU are relative to it. Kernels compute in f32, so the 16-bit types have the
+//! f32 peak; what converting their elements costs is a figure of its own, the time that points
+//! in such a type take beyond what the same work takes in f32.
 
 use crate::collectives::collective_time;
+use crate::compute::work_time;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize, Level, MeasuredPoint, Pool};
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
+use ir::op::Work;
 use ir::{AxisId, Bytes, DType, LogicalMesh, Rank, ReduceKind};
 use std::collections::BTreeMap;
 
@@ -58,6 +62,8 @@ pub enum FitError {
 const RESERVED_BYTES: u64 = 1 << 20;
 /// Vector work of fewer FLOPs per byte than this is taken to be limited by memory.
 const MEMORY_BOUND_FLOPS_PER_BYTE: f64 = 0.25;
+/// Types that kernels convert to f32 and back.
+const HALVES: [DType; 2] = [DType::Bf16, DType::F16];
 /// No half size is larger; sizes that are measured are not much larger.
 const MAX_HALF_SIZE: f64 = 4096.0;
 
@@ -93,6 +99,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_bandwidth_bytes_per_s: bandwidth,
             memory_efficiency,
             launch_s,
+            conversion_s_per_element: BTreeMap::new(),
         },
         levels: Vec::new(),
         pool: Some(Pool {
@@ -103,7 +110,16 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };
-    for (dtype, efficiency) in efficiencies(points, &matmul, &busy) {
+    for dtype in HALVES {
+        if let Some(seconds) = conversion(points, dtype, &cluster) {
+            cluster
+                .device
+                .conversion_s_per_element
+                .insert(dtype, seconds);
+        }
+    }
+    let conversions = cluster.device.conversion_s_per_element.clone();
+    for (dtype, efficiency) in efficiencies(points, &matmul, &conversions, &busy) {
         cluster.device.peak_flops_per_s.insert(dtype, matmul.best);
         cluster.device.matmul_efficiency.insert(dtype, efficiency);
     }
@@ -133,6 +149,7 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
         let needed = match p.what.split(' ').next().unwrap_or_default() {
             "matmul" if p.what.ends_with("together") => 4,
             "matmul" | "attention" | "all_reduce" | "all_gather" | "reduce_scatter" => 3,
+            "convert" => 3,
             "vector" => 2,
             "copy" => 1,
             _ => 0,
@@ -270,17 +287,50 @@ fn matmul(
     )))
 }
 
+/// Seconds per element converted: what kernels in a 16-bit type take beyond the time of their
+/// work in f32 (bytes as stored), in total, over the elements that they convert.
+fn conversion(points: &[MeasuredPoint], dtype: DType, cluster: &Cluster) -> Option<f64> {
+    let what = format!("convert {}", dtype.name());
+    let (seconds, elements) = named(points, &what).fold((0.0, 0.0), |(s, n), p| {
+        let work = Work {
+            vector_flops: p.size[0] as f64,
+            bytes: p.size[1],
+            ..Work::default()
+        };
+        let modelled = work_time(cluster, DType::F32, &work).0;
+        (s + p.median_s - modelled, n + p.size[2] as f64)
+    });
+    (elements > 0.0).then(|| (seconds / elements).max(0.0))
+}
+
 /// Share of the best rate per element type; types that were not measured have none.
+///
+/// A 16-bit type is compared with f32 at the same sizes, where there are any, without the time
+/// of its conversions: both have the same forms of matmul, and these differ much.
 fn efficiencies(
     points: &[MeasuredPoint],
     matmul: &Matmul,
+    conversions: &BTreeMap<DType, f64>,
     busy: &dyn Fn(&MeasuredPoint) -> f64,
 ) -> Vec<(DType, f64)> {
     let mut all = vec![(DType::F32, matmul.rate / matmul.best)];
-    for dtype in [DType::Bf16, DType::F16] {
+    for dtype in HALVES {
         let what = format!("matmul {}", dtype.name());
+        let per_element = conversions.get(&dtype).copied().unwrap_or(0.0);
+        let in_f32 = |p: &MeasuredPoint| {
+            let same: Vec<f64> = named(points, "matmul f32")
+                .filter(|q| q.size == p.size)
+                .map(busy)
+                .collect();
+            geometric_mean(&same).unwrap_or_else(|| matmul.time(p))
+        };
         let ratios: Vec<f64> = named(points, &what)
-            .map(|p| matmul.time(p) / busy(p))
+            .map(|p| {
+                let [m, n, k] = [p.size[0] as f64, p.size[1] as f64, p.size[2] as f64];
+                let converted = per_element * (m * k + k * n + m * n);
+                // A rough count, as of attention: a tenth of the time is left at least.
+                in_f32(p) / (busy(p) - converted).max(0.1 * busy(p))
+            })
             .collect();
         if let Some(ratio) = geometric_mean(&ratios) {
             all.push((dtype, (ratio * matmul.rate / matmul.best).min(1.0)));
@@ -447,8 +497,11 @@ fn minimise(start: Vec<f64>, bounds: &[(f64, f64)], f: &dyn Fn(&[f64]) -> f64) -
 fn sources(points: &[MeasuredPoint], n_ranks: u32) -> BTreeMap<String, String> {
     let mut sources = BTreeMap::new();
     let mut add = |key: &str, what: &str, how: &str| {
-        let used: Vec<&MeasuredPoint> =
-            points.iter().filter(|p| p.what.starts_with(what)).collect();
+        // A name, or the first word of several.
+        let named = |p: &&MeasuredPoint| {
+            p.what == what || p.what.split_once(' ').is_some_and(|(w, _)| w == what)
+        };
+        let used: Vec<&MeasuredPoint> = points.iter().filter(named).collect();
         let n = used.iter().map(|p| p.n).min().unwrap_or(0);
         sources.insert(
             key.to_string(),
@@ -459,7 +512,26 @@ fn sources(points: &[MeasuredPoint], n_ranks: u32) -> BTreeMap<String, String> {
         );
     };
     add("device.peak_flops_per_s", "matmul f32", "best rate of");
-    add("device.matmul_efficiency", "matmul", "fitted to");
+    add("device.matmul_efficiency", "matmul f32", "fitted to");
+    for dtype in HALVES.map(DType::name) {
+        let matmuls = format!("matmul {dtype}");
+        if points.iter().any(|p| p.what == matmuls) {
+            let how = format!("kernels compute {dtype} in f32, so as f32: best rate of");
+            add(
+                &format!("device.peak_flops_per_s.{dtype}"),
+                "matmul f32",
+                &how,
+            );
+            let how = "f32's, times the mean ratio to f32 at the same sizes, conversions apart, of";
+            add(&format!("device.matmul_efficiency.{dtype}"), &matmuls, how);
+        }
+        let converts = format!("convert {dtype}");
+        if points.iter().any(|p| p.what == converts) {
+            let key = format!("device.conversion_s_per_element.{dtype}");
+            let how = "time beyond that of the same work in f32 over elements converted, of";
+            add(&key, &converts, how);
+        }
+    }
     add("device.matmul_half_size", "matmul f32", "fitted to");
     add(
         "device.attention_efficiency",

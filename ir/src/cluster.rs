@@ -70,6 +70,11 @@ pub struct Device {
     pub memory_efficiency: f64,
     /// Fixed time of one kernel in seconds.
     pub launch_s: f64,
+    /// Seconds to convert one element between this type and f32, for devices whose kernels
+    /// compute in f32 and convert what is stored otherwise (CPU ranks). Types that are not
+    /// here are computed with as they are.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub conversion_s_per_element: BTreeMap<DType, f64>,
 }
 
 /// Lengths of half efficiency; see [`Device::matmul_half_size`].
@@ -261,6 +266,15 @@ impl Cluster {
                 d.launch_s
             ),
         );
+        for (t, &x) in &d.conversion_s_per_element {
+            check(
+                amount(x),
+                format!(
+                    "device.conversion_s_per_element.{} is {x}, expected 0 to {MAX_FIGURE:e}",
+                    t.name()
+                ),
+            );
+        }
         check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
             format!(

@@ -35,5 +35,5 @@ pub use mesh::{Axis, DeviceMesh, LogicalMesh};
 pub use op::OpKind;
 pub use sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
 pub use tensor::{DType, Dim, Shape, TensorType};
-pub use train_spec::{Optimizer, Precision, TrainSpec};
+pub use train_spec::{Optimizer, Precision, TrainFile, TrainSpec};
 pub use units::{Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds};

@@ -16,6 +16,10 @@ pub struct Measurement {
     pub name: String,
     /// Backend: `cpu-threads`.
     pub backend: String,
+    /// What executed it, in words: `4 threads on 2 CPU processors`. Empty in documents of
+    /// builds that did not say.
+    #[serde(default)]
+    pub executed_on: String,
     /// Fingerprint of the plan document that was run.
     pub plan_hash: String,
     /// Ranks.

@@ -1,6 +1,9 @@
 //! What is trained: everything that changes the mathematics of a step, and nothing else.
 
+mod file;
+
 use crate::DType;
+pub use file::TrainFile;
 use serde::{Deserialize, Serialize};
 
 /// Precision policy. Parameters at rest and optimizer states are f32 in every policy.
@@ -125,8 +128,8 @@ impl TrainSpec {
         check(
             self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0),
             format!(
-                "clip_norm is {:?}, expected a positive number",
-                self.clip_norm
+                "clip_norm is {}, expected a positive number",
+                self.clip_norm.unwrap_or_default()
             ),
         );
         match self.optimizer {

@@ -182,6 +182,11 @@ impl LayerModel {
         })
     }
 
+    /// Number of costs that are summed to the cost of a choice.
+    pub(crate) fn n_terms(&self) -> usize {
+        self.groups.len() + self.priced.len()
+    }
+
     /// The model with the weights of time (`m`, `step`) fixed.
     pub(crate) fn weighted(&self, weights: Weights) -> Result<WeightedLayer<'_>, ModelError> {
         let keep: Vec<u32> = self

@@ -81,6 +81,9 @@ pub enum PlanError {
     /// The input cannot be planned for.
     #[error("{0}")]
     Input(String),
+    /// Pins that do not fit the model or the cluster, or each other; says what would.
+    #[error("{0}")]
+    Pins(String),
     /// No strategy is left for an op, or a layer cannot be modelled.
     #[error("no strategy: {0}")]
     Strategies(String),

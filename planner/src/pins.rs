@@ -4,6 +4,8 @@
 //! axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
 //! do not shard them; a tensor pin fixes one tensor's spec.
 
+pub(crate) mod check;
+
 use ir::Precision;
 use ir::plan::ScheduleKind;
 
@@ -40,6 +42,16 @@ impl TensorPin {
     /// Whether the pin speaks of this value.
     pub fn matches(&self, value: &str) -> bool {
         matches_glob(&self.value, value)
+    }
+
+    /// The pin as text, as [`Pins::parse`] reads it.
+    pub fn describe(&self) -> String {
+        let dim = |d: &Vec<String>| match d.is_empty() {
+            true => "_".to_string(),
+            false => d.join("+"),
+        };
+        let dims: Vec<String> = self.dims.iter().map(dim).collect();
+        format!("spec:{}=[{}]", self.value, dims.join(","))
     }
 }
 
@@ -131,21 +143,16 @@ impl Pins {
         degree("zero", self.zero.map(u64::from));
         degree("microbatch", self.microbatch);
         out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
-        for t in &self.tensors {
-            let dims: Vec<String> = t
-                .dims
-                .iter()
-                .map(|d| {
-                    if d.is_empty() {
-                        "_".into()
-                    } else {
-                        d.join("+")
-                    }
-                })
-                .collect();
-            out.push(format!("spec:{}=[{}]", t.value, dims.join(",")));
-        }
+        out.extend(self.tensors.iter().map(TensorPin::describe));
         out
+    }
+
+    /// Names of the axes of every stage's mesh, major first.
+    pub fn axis_names(&self) -> [&'static str; 2] {
+        match self.fixes_mesh() {
+            true => ["data", "tensor"],
+            false => ["x", "y"],
+        }
     }
 
     /// True when the degrees of parallelism inside a stage are fixed.

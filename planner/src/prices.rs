@@ -92,11 +92,11 @@ impl<'a> Prices<'a> {
                 Some(kind) => {
                     let (cluster, mesh) = (self.cluster, self.mesh);
                     let axes = step.axes();
-                    self.groups
+                    let group = self
+                        .groups
                         .entry(axes)
-                        .or_insert_with_key(|axes| Group::new(cluster, mesh, axes))
-                        .time(kind, size)
-                        .0
+                        .or_insert_with_key(|axes| Group::new(cluster, mesh, axes));
+                    group.time(kind, size).0 + group.conversions(cluster, kind, dtype, size).0
                 }
                 None => compute::copy_time(self.cluster, bytes(&after)).0,
             };

@@ -7,11 +7,16 @@
 //! i of L from its forward at time i to its backward at time 2L+1-i, times the microbatches
 //! in flight), the stage's budget, and the solver of `intra_op`. Where memory does not bind
 //! the eliminated choice is optimal already and is kept.
+//!
+//! Elimination at prices also bounds what fits from below ([`lagrangian`]), so that a stage
+//! that is too large for the solver, or that it does not finish, has a proof as well.
 
 use crate::PlanError;
 use crate::intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
 use crate::intra_op::{SolveOptions, SolveStatus, solve};
-use crate::layer_model::{LayerModel, QUANTUM_S, Weights};
+use crate::layer_model::{LayerModel, QUANTUM_S, WeightedLayer, Weights};
+use crate::search::MEMORY_PRICES;
+use crate::stage::PricedMesh;
 use ir::Seconds;
 use ir::plan::StageProof;
 
@@ -21,6 +26,8 @@ const MAX_NODES: usize = 1_500;
 /// so the same stage always gets the same choice.
 const MAX_COLUMNS: usize = 20_000;
 const WORK_LIMIT: u64 = 50;
+/// Times that the bracket around the best price is narrowed to two thirds.
+const NARROWINGS: usize = 6;
 
 /// A stage's choices and what is proved about them.
 pub(crate) struct Refined {
@@ -32,11 +39,12 @@ pub(crate) struct Refined {
 }
 
 /// Improves the choices of a stage whose layers have these kinds; `pressed` says whether they
-/// were made under a price on memory.
+/// were made under a price on memory. `weighted` are the models without a price.
 #[allow(clippy::too_many_arguments)] // One call site; a struct would only rename it.
 pub(crate) fn refine(
     name: &str,
     models: &[LayerModel],
+    weighted: &[WeightedLayer<'_>],
     kinds: &[usize],
     choices: Vec<Vec<u32>>,
     weights: Weights,
@@ -77,8 +85,9 @@ pub(crate) fn refine(
     if !pressed {
         return Ok(keep("elimination", known, choices, None));
     }
+    let priced_bound = || lagrangian(weighted, kinds, weights, in_flight, budget);
     if problem.nodes.len() > MAX_NODES {
-        return Ok(keep("priced elimination", 0, choices, None));
+        return Ok(keep("priced elimination", priced_bound(), choices, None));
     }
     let options = SolveOptions {
         work_limit: Some(WORK_LIMIT),
@@ -88,16 +97,15 @@ pub(crate) fn refine(
         ..SolveOptions::default()
     };
     let Ok(result) = solve(&problem, &options) else {
-        return Ok(keep("priced elimination", 0, choices, None));
+        return Ok(keep("priced elimination", priced_bound(), choices, None));
+    };
+    let bound = match result.status {
+        SolveStatus::Optimal => result.lower_bound,
+        _ => result.lower_bound.max(priced_bound()),
     };
     let better = result.objective.filter(|&o| !fits || o < known);
     let (Some(objective), Some(choice)) = (better, &result.choice) else {
-        return Ok(keep(
-            "integer program",
-            result.lower_bound,
-            choices,
-            Some(problem),
-        ));
+        return Ok(keep("integer program", bound, choices, Some(problem)));
     };
     let choices = places
         .iter()
@@ -106,7 +114,7 @@ pub(crate) fn refine(
     let bound = if result.status == SolveStatus::Optimal {
         objective
     } else {
-        result.lower_bound.min(objective)
+        bound.min(objective)
     };
     Ok(Refined {
         choices,
@@ -122,6 +130,54 @@ pub(crate) fn refine(
         },
         problem: Some(problem),
     })
+}
+
+/// A cost, in quanta, that no choice of a stage within `budget` bytes can beat.
+///
+/// Whatever fits has `bytes <= budget`, so for every price `p >= 0` per byte its time is at
+/// least `min over all choices (time + p * bytes) - p * budget` (Lagrangian relaxation, Everett
+/// 1963; `bytes` are the static ones and those saved by the microbatches in flight). The
+/// minimum is exact, by elimination. In `p` the bound is concave: the best price of the ladder
+/// is found, then its neighbourhood is searched.
+pub(crate) fn lagrangian(
+    weighted: &[WeightedLayer<'_>],
+    kinds: &[usize],
+    weights: Weights,
+    in_flight: u64,
+    budget: u64,
+) -> u128 {
+    let bound = |price: f64| {
+        let priced = Weights {
+            static_price: price,
+            saved_price: price * in_flight as f64,
+            ..weights
+        };
+        let least = PricedMesh::new(weighted, priced).objective(kinds);
+        // Each summed cost is rounded to within half a quantum, here and in the objective.
+        let rounding: usize = kinds.iter().map(|&k| weighted[k].model.n_terms()).sum();
+        let rounding = rounding as f64;
+        least.map_or(0.0, |least| {
+            least as f64 - rounding - price * budget as f64 / QUANTUM_S
+        })
+    };
+    let ladder = MEMORY_PRICES.map(bound);
+    let best = (0..ladder.len()).fold(0, |b, i| if ladder[i] > ladder[b] { i } else { b });
+    // Below the first price of the ladder there is nothing but zero.
+    let mut high = MEMORY_PRICES[(best + 1).min(MEMORY_PRICES.len() - 1)];
+    let mut low = MEMORY_PRICES[best.saturating_sub(1)].max(1e-3 * MEMORY_PRICES[1]);
+    let mut most = ladder[best];
+    for _ in 0..NARROWINGS {
+        let ratio = (high / low).cbrt();
+        let (left, right) = (low * ratio, high / ratio);
+        let (at_left, at_right) = (bound(left), bound(right));
+        most = most.max(at_left).max(at_right);
+        if at_left < at_right {
+            low = left;
+        } else {
+            high = right;
+        }
+    }
+    most.max(0.0) as u128
 }
 
 /// The problem of a stage, and for each layer the node of each group. The boundary of a layer

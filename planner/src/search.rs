@@ -11,7 +11,7 @@ use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, 
 use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
-use crate::pins::{AxisRole, Pins};
+use crate::pins::{self, AxisRole, Pins, check::listed};
 use crate::prices::Prices;
 use crate::refine::refine;
 use crate::stage::{PricedMesh, Sequences};
@@ -22,12 +22,12 @@ use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::training::{TrainingGraph, training_graph};
-use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec, ValueId};
+use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec};
 use rayon::prelude::*;
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
 /// plentiful) to where every byte is worth any communication.
-const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
+pub(crate) const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
 /// Microbatches in flight that saved bytes are weighed with; exact counts enter in the DP.
 const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 /// Pipelines that are lowered and simulated.
@@ -116,19 +116,7 @@ pub(crate) fn plan(
     }
     let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
-    let names: Vec<String> = (0..training.graph.values().len())
-        .map(|v| training.graph.value_name(ValueId::new(v)))
-        .collect();
-    if let Some(pin) = pins
-        .tensors
-        .iter()
-        .find(|pin| !names.iter().any(|n| pin.matches(n)))
-    {
-        return Err(PlanError::Input(format!(
-            "pin spec:{} matches no tensor of the model; `inspect --layers` lists their names",
-            pin.value
-        )));
-    }
+    pins::check::check(pins, &training, cluster, train.global_batch)?;
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
         None => String::new(),
@@ -147,7 +135,7 @@ pub(crate) fn plan(
         saved: saved_values(&training),
         sequences: Sequences::new(&layers),
         layers,
-        submeshes: submeshes(cluster, pins)?,
+        submeshes: submeshes(cluster, pins),
     };
     let batches = search.batches()?;
     let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
@@ -207,13 +195,17 @@ impl Search<'_> {
         let b = self.train.global_batch;
         if let Some(pinned) = self.pins.microbatch {
             if !b.is_multiple_of(pinned) {
-                return Err(PlanError::Input(format!(
-                    "pinned microbatch {pinned} does not divide the global batch {b}"
+                let fitting: Vec<u64> = (1..=b.min(MAX_MICROBATCH))
+                    .filter(|d| b.is_multiple_of(*d) && b / d <= MAX_MICROBATCHES)
+                    .collect();
+                return Err(PlanError::Pins(format!(
+                    "pinned microbatch={pinned} does not divide the global batch {b}; what does: {}",
+                    listed(&fitting)
                 )));
             }
             if b / pinned > MAX_MICROBATCHES {
-                return Err(PlanError::Input(format!(
-                    "pinned microbatch {pinned} makes {} microbatches of the global batch {b}; at most {MAX_MICROBATCHES} are possible",
+                return Err(PlanError::Pins(format!(
+                    "pinned microbatch={pinned} makes {} microbatches of the global batch {b}; at most {MAX_MICROBATCHES} are possible",
                     b / pinned,
                 )));
             }
@@ -826,6 +818,7 @@ impl Search<'_> {
             let refined = refine(
                 &name,
                 &models,
+                &weighted,
                 &kinds,
                 choices,
                 base,
@@ -922,37 +915,22 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
 }
 
 /// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
-fn submeshes(cluster: &Cluster, pins: &Pins) -> Result<Vec<u32>, PlanError> {
+/// The pinned degrees fit the cluster ([`pins::check`]).
+fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
     let n = cluster.n_devices();
-    if let Some(p) = pins.pipeline.filter(|p| !n.is_multiple_of(*p)) {
-        return Err(PlanError::Input(format!(
-            "pinned pipeline={p} does not divide the {n} devices of the cluster"
-        )));
-    }
     if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
-        let stage = d.saturating_mul(t);
-        if !n.is_multiple_of(stage)
-            || pins
-                .pipeline
-                .is_some_and(|p| p.checked_mul(stage) != Some(n))
-        {
-            let p = pins.pipeline.map_or("p".to_string(), |p| p.to_string());
-            return Err(PlanError::Input(format!(
-                "pinned data={d} x tensor={t} x pipeline={p} does not make the {n} devices of the cluster"
-            )));
-        }
-        return Ok(vec![stage]);
+        return vec![d * t];
     }
     if let Some(p) = pins.pipeline {
-        return Ok(vec![n / p]);
+        return vec![n / p];
     }
     let host = cluster.devices_per_host;
-    Ok((1..=n)
+    (1..=n)
         .filter(|k| {
             n.is_multiple_of(*k)
                 && ((*k <= host && host.is_multiple_of(*k)) || k.is_multiple_of(host))
         })
-        .collect())
+        .collect()
 }
 
 fn gcd(a: u32, b: u32) -> u32 {

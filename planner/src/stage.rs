@@ -74,6 +74,14 @@ struct Product {
     cells: Vec<Vec<Option<(u64, usize)>>>,
 }
 
+impl Product {
+    /// The least cost between any two layouts.
+    fn least(&self) -> Option<u64> {
+        let costs = self.cells.iter().flatten();
+        costs.filter_map(|c| c.map(|c| c.0)).min()
+    }
+}
+
 impl<'m> PricedMesh<'m> {
     pub(crate) fn new(models: &'m [WeightedLayer<'m>], weights: Weights) -> Self {
         PricedMesh {
@@ -106,26 +114,27 @@ impl<'m> PricedMesh<'m> {
             let product = self.extend(&products, parent, kind);
             products.push(product);
         }
-        products
-            .iter()
-            .map(|p| {
-                p.cells
-                    .iter()
-                    .flatten()
-                    .filter_map(|c| c.map(|c| c.0))
-                    .min()
-            })
-            .collect()
+        products.iter().map(Product::least).collect()
     }
 
     /// The best path of one sequence of kinds.
     pub(crate) fn path(&mut self, s: &Setting<'_>, kinds: &[usize]) -> Option<StagePath> {
-        let mut products: Vec<Product> = Vec::new();
+        let products = self.chain(kinds);
+        self.best_path(s, &products, products.len().checked_sub(1)?)
+    }
+
+    /// The objective of that path, quanta.
+    pub(crate) fn objective(&self, kinds: &[usize]) -> Option<u64> {
+        self.chain(kinds).last()?.least()
+    }
+
+    fn chain(&self, kinds: &[usize]) -> Vec<Product> {
+        let mut products: Vec<Product> = Vec::with_capacity(kinds.len());
         for (i, &kind) in kinds.iter().enumerate() {
             let product = self.extend(&products, i.checked_sub(1), kind);
             products.push(product);
         }
-        self.best_path(s, &products, products.len().checked_sub(1)?)
+        products
     }
 
     /// The choices of one layer's groups between two boundary layouts.

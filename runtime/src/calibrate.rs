@@ -16,6 +16,7 @@
 //! | `matmul f32 together`   | m, n, k, ranks at work                         |
 //! | `attention f32`         | attention FLOPs (full), vector FLOPs, bytes    |
 //! | `vector <op>`           | vector FLOPs, bytes                            |
+//! | `convert <dtype>`       | vector FLOPs, bytes, elements converted        |
 //! | `copy`                  | bytes                                          |
 //! | `launch`                |                                                |
 //! | `all_reduce` ...        | bytes, ranks of the group, ranks at work       |
@@ -233,6 +234,7 @@ mod tests {
             let count = |what: &str| points.iter().filter(|p| p.what == what).count();
             assert_eq!(count("matmul f32"), 18);
             assert_eq!(count("attention f32"), 2);
+            assert_eq!((count("matmul bf16"), count("convert bf16")), (6, 5));
             assert_eq!(count("launch"), 8);
             let together = points.iter().filter(|p| p.what == "matmul f32 together");
             let at_work: Vec<u64> = together.map(|p| p.size[3]).collect();

@@ -41,8 +41,10 @@ pub fn load(path: &Path) -> Result<(States, u64), RuntimeError> {
         path: path.to_owned(),
         problem,
     };
-    let bytes = std::fs::read(path).map_err(|e| error(e.to_string()))?;
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| error(e.to_string()))?;
+    let bytes = std::fs::read(path).map_err(|e| error(format!("cannot read: {e}")))?;
+    let not_safetensors =
+        |e: safetensors::SafeTensorError| error(format!("no checkpoint, or a damaged one: {e}"));
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(not_safetensors)?;
     let step = header
         .metadata()
         .as_ref()
@@ -51,7 +53,7 @@ pub fn load(path: &Path) -> Result<(States, u64), RuntimeError> {
     let step = step.ok_or_else(|| {
         error("its metadata have no `step`: not a checkpoint of a training state".into())
     })?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| error(e.to_string()))?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(not_safetensors)?;
     let mut states = States::new();
     for (name, view) in tensors.iter() {
         if view.dtype() != Dtype::F32 {

@@ -78,6 +78,14 @@ pub enum RuntimeError {
     /// Data cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// A checkpoint holds other states than the plan has.
+    #[error("{}: a checkpoint of another model or optimizer: {problem}", path.display())]
+    OtherCheckpoint {
+        /// The file.
+        path: PathBuf,
+        /// The first state that differs.
+        problem: String,
+    },
     /// A checkpoint cannot be read or written.
     #[error("{}: {problem}", path.display())]
     Checkpoint {

@@ -11,6 +11,9 @@ use ir::measurement::{
 use ir::program::{Program, Stream, TemplateKind};
 use ir::{Bytes, Seconds, TrainSpec};
 
+/// Name of what this crate executes on, in measurements.
+pub const BACKEND: &str = "cpu-threads";
+
 /// First steps that the median step time leaves out: caches, page faults, thread start.
 const WARM_UP_STEPS: usize = 1;
 
@@ -36,11 +39,17 @@ struct Profile {
 impl Recorder {
     /// A record of a run of `program`; `name` and `plan_hash` say of which plan.
     pub fn new(program: &Program, spec: &TrainSpec, name: &str, plan_hash: &str) -> Self {
-        let n_ranks = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let n_processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         let measurement = Measurement {
             version: MEASUREMENT_VERSION,
             name: name.into(),
-            backend: "cpu-threads".into(),
+            backend: BACKEND.into(),
+            executed_on: format!(
+                "{n_ranks} thread{} on {n_processors} CPU processor{}",
+                if n_ranks == 1 { "" } else { "s" },
+                if n_processors == 1 { "" } else { "s" },
+            ),
             plan_hash: plan_hash.into(),
             n_ranks,
             ..Measurement::default()

@@ -8,7 +8,11 @@ use crate::schedule::LrSchedule;
 use ir::TrainSpec;
 use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
+
+/// States of this name and below belong to the precision, not to the model.
+const LOSS_SCALE: &str = "loss_scale";
 
 /// What to run, and on what.
 #[derive(Clone, Debug)]
@@ -71,21 +75,30 @@ pub fn train(
         None => Session::new(options.program, options.spec, options.session, initial)?,
         Some(path) => {
             let (states, step) = crate::checkpoint::load(path)?;
-            let stored = |r: StateRequest<'_>| match states.get(r.path) {
-                Some(tensor) if tensor.lens == r.lens => Ok(tensor.values.clone()),
-                Some(tensor) => Err(RuntimeError::State {
-                    path: r.path.into(),
-                    problem: format!(
-                        "is {:?} in the checkpoint, expected {:?}",
-                        tensor.lens, r.lens
-                    ),
-                }),
-                None => Err(RuntimeError::State {
-                    path: r.path.into(),
-                    problem: "is not in the checkpoint".into(),
-                }),
+            let other = |problem: String| RuntimeError::OtherCheckpoint {
+                path: path.clone(),
+                problem,
+            };
+            let mut asked = BTreeSet::new();
+            let stored = |r: StateRequest<'_>| {
+                asked.insert(r.path.to_string());
+                match states.get(r.path) {
+                    Some(tensor) if tensor.lens == r.lens => Ok(tensor.values.clone()),
+                    Some(tensor) => Err(other(format!(
+                        "state `{}` is {:?}, the plan's is {:?}",
+                        r.path, tensor.lens, r.lens
+                    ))),
+                    None => Err(other(format!("it has no state `{}`", r.path))),
+                }
             };
             let mut session = Session::new(options.program, options.spec, options.session, stored)?;
+            // Loss scaling has states of its own; what was trained with it may go on without.
+            let extra = states
+                .keys()
+                .find(|k| !asked.contains(*k) && !k.starts_with(LOSS_SCALE));
+            if let Some(extra) = extra {
+                return Err(other(format!("the plan has no state `{extra}`")));
+            }
             session.set_step_number(step);
             session
         }

@@ -315,6 +315,7 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1e11,
         memory_efficiency: 0.8,
         launch_s: 1e-6,
+        conversion_s_per_element: BTreeMap::new(),
     };
     let level = Level {
         name: "links".into(),

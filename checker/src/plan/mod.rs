@@ -227,8 +227,11 @@ fn layers(plan: &Plan, graph: &Graph, report: &mut Report) -> Option<Vec<Home>> 
                 report.add(
                     place,
                     "layers",
-                    format!("one of {} strategies", plan.layer_strategies.len()),
-                    run.strategy.to_string(),
+                    match plan.layer_strategies.len() {
+                        0 => "a plan with layer_strategies, which has none".to_string(),
+                        n => format!("a strategy from 0 to {} (layer_strategies has {n})", n - 1),
+                    },
+                    format!("strategy {}", run.strategy),
                 );
                 return None;
             }

@@ -129,6 +129,12 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
         "a kernel's fixed time".into(),
         Seconds(d.launch_s).to_string(),
     ]);
+    for (t, seconds) in &d.conversion_s_per_element {
+        fitted.push(vec![
+            format!("{} to f32 or back", t.name()),
+            format!("{} per 1000 elements", Seconds(1000.0 * seconds)),
+        ]);
+    }
     for l in &cluster.levels {
         fitted.push(vec![
             format!("{} between ranks", l.name),
@@ -169,7 +175,7 @@ fn rate(p: &MeasuredPoint) -> String {
     let size = |i: usize| p.size.get(i).copied().unwrap_or(0) as f64;
     match p.what.split(' ').next().unwrap_or_default() {
         "matmul" => per_second(2.0 * size(0) * size(1) * size(2), "FLOP"),
-        "attention" | "vector" => per_second(size(0), "FLOP"),
+        "attention" | "vector" | "convert" => per_second(size(0), "FLOP"),
         "copy" | "all_reduce" | "all_gather" | "reduce_scatter" => per_second(size(0), "B"),
         _ => "-".into(),
     }

@@ -1,10 +1,13 @@
 //! `compare`: what a plan predicted beside what its run measured.
+//!
+//! A plan for GPUs can be run on CPU threads; its prediction and that measurement are of
+//! different devices, so they are shown without ratios and with the reason.
 
 use crate::args::CompareArgs;
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{files, report};
+use crate::{cluster, files, report};
 use cost_model::compare::{Compared, Comparison, StageComparison, compare, expected_instructions};
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
 use ir::{Bytes, Seconds};
@@ -21,13 +24,63 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
             format!("the plan's program cannot be played: {e}"),
         )
     })?;
-    let comparison = compare(&loaded.plan.predicted, &expected, &measured);
-    if args.json {
-        return report::print_json(
-            &json!({ "name": loaded.plan.name, "plan_hash": loaded.hash, "comparison": comparison }),
-        );
+    let mut comparison = compare(&loaded.plan.predicted, &expected, &measured);
+    let different = different_devices(&loaded, &measured);
+    if different.is_some() {
+        without_ratios(&mut comparison);
     }
-    print_words(&loaded, &measured, &comparison)
+    if args.json {
+        return report::print_json(&json!({
+            "name": loaded.plan.name,
+            "plan_hash": loaded.hash,
+            "different_devices": different,
+            "comparison": comparison,
+        }));
+    }
+    print_words(&loaded, &measured, &comparison, different.as_deref())
+}
+
+/// That the plan and the run are of different devices, in words, and what to do about it.
+fn different_devices(loaded: &Loaded, measured: &Measurement) -> Option<String> {
+    let c = &loaded.plan.cluster;
+    let on_cpu = measured.backend == runtime::measure::BACKEND;
+    if on_cpu == cluster::is_of_cpu_ranks(c) {
+        return None;
+    }
+    let executed_on = match measured.executed_on.as_str() {
+        "" => &measured.backend,
+        said => said,
+    };
+    Some(format!(
+        "These figures are of different devices and cannot be compared: predicted for {} of {}, measured on {executed_on}. Instead: {}.",
+        c.device.name,
+        c.name,
+        cluster::PLAN_FOR_THIS_MACHINE
+    ))
+}
+
+/// Takes out what relates the two sides: ratios, and the instructions that differ most.
+fn without_ratios(c: &mut Comparison) {
+    let whole = [
+        &mut c.step_time_s,
+        &mut c.tokens_per_s,
+        &mut c.mfu,
+        &mut c.peak_bytes,
+    ];
+    whole.into_iter().for_each(|x| x.ratio = None);
+    for s in c.stages.iter_mut().chain([&mut c.total]) {
+        let all = [
+            &mut s.forward_s,
+            &mut s.backward_s,
+            &mut s.step_s,
+            &mut s.compute_s,
+            &mut s.collective_s,
+            &mut s.transfer_s,
+            &mut s.peak_bytes,
+        ];
+        all.into_iter().for_each(|x| x.ratio = None);
+    }
+    c.worst.clear();
 }
 
 /// The measurement at `path`, if it is one of this plan.
@@ -90,8 +143,16 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     Ok(m)
 }
 
-fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Result<(), Failure> {
+fn print_words(
+    loaded: &Loaded,
+    measured: &Measurement,
+    c: &Comparison,
+    different: Option<&str>,
+) -> Result<(), Failure> {
     let plan = &loaded.plan;
+    if let Some(words) = different {
+        report::out(&format!("{words}\n"))?;
+    }
     report::out(&format!(
         "{} on {} ranks of {}: {} steps measured\n",
         plan.name,
@@ -99,12 +160,16 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
         plan.cluster.name,
         measured.steps.len()
     ))?;
-    let rows = vec![
+    let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
         row("tokens/s", c.tokens_per_s, &report::count),
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
+    if different.is_some() {
+        // The run's MFU would be over a peak that is not its own.
+        rows.remove(2);
+    }
     report::out(&report::table(
         &["", "predicted", "measured", "predicted/measured"],
         rows,
@@ -135,6 +200,9 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
     report::out(
         "(forward and backward of one microbatch, the others per step; measured collectives and transfers include waiting)",
     )?;
+    if different.is_some() {
+        return Ok(());
+    }
     if c.worst.is_empty() {
         return report::out(
             "\nNo step was timed instruction by instruction; run with --profile 2 for that.",

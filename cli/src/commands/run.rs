@@ -3,7 +3,7 @@
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{files, model, report};
+use crate::{cluster, files, model, report};
 use cost_model::StepWork;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -29,6 +29,10 @@ const MAX_RANKS: u32 = 1024;
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     let loaded = plan_file::load(&args.plan)?;
+    if let Some(path) = &args.weights {
+        check_weights(path)?;
+    }
+    let resume = args.resume.as_deref().map(checkpoint).transpose()?;
     let config = config(args)?;
     let weights = match (&args.weights, &config) {
         (Some(path), Some(config)) => Some(Weights::open(path, config)?),
@@ -38,13 +42,14 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let state = outputs(args)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
+    warn_of_other_devices(&loaded);
     let measurement = train_all(
         args,
         &loaded,
         &dataset,
         &schedule,
         weights.as_ref(),
-        state.path(),
+        (resume, state.path()),
     )?;
     finite(&measurement)?;
     if let (Some(path), Some(config)) = (&args.save, &config) {
@@ -62,6 +67,52 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         print_json(args, &loaded, &measurement)
     } else {
         print_words(args, &loaded, &measurement)
+    }
+}
+
+/// Says on standard error that the plan was made for other devices than those that run it.
+fn warn_of_other_devices(loaded: &Loaded) {
+    let c = &loaded.plan.cluster;
+    if !cluster::is_of_cpu_ranks(c) {
+        eprintln!(
+            "warning: this plan is for {} of {} and is now executed on CPU threads of this machine. Losses are what they would be there; the plan's predictions of time, rates and memory do not apply here. Instead: {}.",
+            c.device.name,
+            c.name,
+            cluster::PLAN_FOR_THIS_MACHINE
+        );
+    }
+}
+
+/// Refuses a `--weights` path that cannot be weights, before their configuration is looked for.
+fn check_weights(path: &Path) -> Result<(), Failure> {
+    Weights::locate(path).map(|_| ()).map_err(|e| {
+        let near = match path.exists() {
+            true => String::new(),
+            false => format!("{}; ", files::missing_help(path)),
+        };
+        Failure::new(Exit::BadInput, format!("--weights {e}"))
+            .help(format!("{near}{}", crate::failure::WEIGHTS_ARE))
+    })
+}
+
+/// The file of the training state that `--resume` names.
+fn checkpoint(path: &Path) -> Result<PathBuf, Failure> {
+    let bad = |problem: &str, near: String| {
+        let shown = path.display();
+        Failure::new(Exit::BadInput, format!("--resume {shown}: {problem}"))
+            .help(format!("{near}{}", crate::failure::CHECKPOINTS_ARE))
+    };
+    let file = match path.is_dir() {
+        true => path.join(STATE),
+        false => path.to_path_buf(),
+    };
+    if !path.exists() {
+        let near = format!("{}; ", files::missing_help(path));
+        return Err(bad("there is no such folder or file", near));
+    }
+    match file.exists() {
+        true => Ok(file),
+        false => Err(bad(&format!("the folder has no {STATE}"), String::new())),
     }
 }
 
@@ -156,7 +207,7 @@ fn config(args: &RunArgs) -> Result<Option<ModelConfig>, Failure> {
     match path {
         Some(path) => Ok(Some(model::load_config(&path).map_err(|f| {
             if args.config.is_none() {
-                f.help("name the model's config.json with --config")
+                f.help("the weights are there, but how they are stored is in the model's config.json, which is looked for beside them: name it with --config")
             } else {
                 f
             }
@@ -176,10 +227,7 @@ fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure>
         vocab: vocabulary(training),
         validation_fraction: args.validation_fraction,
     };
-    Dataset::open(&args.data, &options).map_err(|e| {
-        let failure = Failure::from(e);
-        if args.tokenizer.is_none() { failure.help("data is a .bin file of tokens (nanoGPT, llm.c) or UTF-8 text; text is read as bytes, or through --tokenizer") } else { failure }
-    })
+    Ok(Dataset::open(&args.data, &options)?)
 }
 
 /// Rows of the smallest table that tokens index; without a table any token will do.
@@ -243,7 +291,7 @@ fn train_all(
     dataset: &Dataset,
     schedule: &LrSchedule,
     weights: Option<&Weights>,
-    save: Option<PathBuf>,
+    (resume, save): (Option<PathBuf>, Option<PathBuf>),
 ) -> Result<Measurement, Failure> {
     let plan = &loaded.plan;
     let options = TrainOptions {
@@ -257,13 +305,7 @@ fn train_all(
         validate_every: args.validate_every,
         validation_batches: args.validation_batches,
         profile_steps: args.profile,
-        resume: args.resume.as_ref().map(|folder| {
-            if folder.is_dir() {
-                folder.join(STATE)
-            } else {
-                folder.clone()
-            }
-        }),
+        resume,
         save,
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
@@ -317,7 +359,10 @@ impl Rates {
         Rates {
             tokens: work.tokens as f64,
             model_flops: work.model_flops.0,
-            peak: loaded.plan.cluster.peak_flops_per_s(work.dtype, devices),
+            // The peak of devices that did not do the work would make a figure of nothing.
+            peak: Some(&loaded.plan.cluster)
+                .filter(|c| cluster::is_of_cpu_ranks(c))
+                .and_then(|c| c.peak_flops_per_s(work.dtype, devices)),
         }
     }
     fn mfu(&self, seconds: f64) -> Option<f64> {
@@ -366,6 +411,9 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
     report::print_json(&json!({
         "run": args.output,
         "plan_hash": m.plan_hash,
+        "planned_for": loaded.plan.cluster.name,
+        "executed_on": m.executed_on,
+        "predictions_apply": cluster::is_of_cpu_ranks(&loaded.plan.cluster),
         "steps": m.steps.len(),
         "first_loss": m.steps.first().map(|s| s.loss),
         "last_loss": m.steps.last().map(|s| s.loss),
@@ -401,15 +449,18 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
         report::count(m.tokens_per_s),
         rates.mfu_words(m.step_time_s.0)
     ))?;
+    let cluster = &loaded.plan.cluster;
     let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&format!(
-        "  {}",
-        report::plan::mfu_convention(
-            &loaded.plan.cluster,
-            loaded.plan.train.precision.compute(),
-            devices
-        )
-    ))?;
+    report::out(&match cluster::is_of_cpu_ranks(cluster) {
+        true => format!(
+            "  {}",
+            report::plan::mfu_convention(cluster, loaded.plan.train.precision.compute(), devices)
+        ),
+        false => format!(
+            "  Executed by {}; the plan is for {}, whose peak says nothing about this run.",
+            m.executed_on, cluster.name
+        ),
+    })?;
     let peaks: Vec<String> = m
         .stages
         .iter()

@@ -70,6 +70,9 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
                 args.instance.display(),
                 reason(why)
             ),
+        )
+        .help(
+            "raise the instance's usage_limit, or allow more strategies (costs of 10^18 forbid)",
         )),
         SolveStatus::Timeout => Err(Failure::new(
             Exit::Infeasible,
@@ -108,16 +111,20 @@ fn seconds(s: f64) -> Result<Duration, Failure> {
 fn read(path: &Path) -> Result<planner::intra_op::IntraOpProblem, Failure> {
     let name = path.display();
     let bad = |e: &dyn std::fmt::Display| Failure::new(Exit::BadInput, format!("{name}: {e}"));
-    let meta =
-        std::fs::metadata(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
+    const INSTANCES_ARE: &str =
+        "expected the JSON of the IOPDDL benchmark (google/iopddl), plain or gzip";
+    let meta = std::fs::metadata(path).map_err(|e| {
+        bad(&format!("cannot read the instance: {e}")).help(match path.exists() {
+            true => "check the file's permissions".into(),
+            false => files::missing_help(path),
+        })
+    })?;
     if meta.is_dir() {
-        return Err(bad(&"is a folder, expected an instance file"));
+        return Err(bad(&"is a folder, expected an instance file").help(INSTANCES_ARE));
     }
     if meta.is_file() && meta.len() == 0 {
-        return Err(bad(&"is empty, expected an instance"));
+        return Err(bad(&"is empty, expected an instance").help(INSTANCES_ARE));
     }
     let file = File::open(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
-    read_problem(file).map_err(|e| {
-        bad(&e).help("expected the JSON of the IOPDDL benchmark (google/iopddl), plain or gzip")
-    })
+    read_problem(file).map_err(|e| bad(&e).help(INSTANCES_ARE))
 }

@@ -281,12 +281,20 @@ impl RoleCosts<'_> {
             .iter()
             .map(|i| self.bytes(i.input).max(self.bytes(i.output)))
             .fold(0u64, u64::saturating_add);
-        let (cluster, mesh) = (self.cluster, &self.role.mesh);
-        self.groups
+        let (cluster, mesh, role) = (self.cluster, &self.role.mesh, self.role);
+        let group = self
+            .groups
             .entry(axes.to_vec())
-            .or_insert_with(|| Group::new(cluster, mesh, axes))
-            .time(kind, bytes)
-            .0
+            .or_insert_with(|| Group::new(cluster, mesh, axes));
+        let converted: f64 = items
+            .iter()
+            .map(|i| {
+                let (input, output) = (role.buffer(i.input), role.buffer(i.output));
+                let larger = input.bytes.max(output.bytes);
+                group.conversions(cluster, kind, input.dtype, larger).0
+            })
+            .sum();
+        group.time(kind, bytes).0 + converted
     }
 }
 

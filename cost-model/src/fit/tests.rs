@@ -8,6 +8,7 @@ const HALF: HalfSize = HalfSize {
     k: 33.0,
 };
 const VECTOR: f64 = 2e9;
+const CONVERSION: f64 = 0.7e-9;
 
 fn point(what: &str, size: &[u64], seconds: f64) -> MeasuredPoint {
     MeasuredPoint {
@@ -54,7 +55,18 @@ fn points(n_ranks: u32) -> Vec<MeasuredPoint> {
     all.push(point(
         "matmul bf16",
         &[64, 64, 64],
-        LAUNCH + matmul_s(64, 64, 64, RATE / 2.0),
+        LAUNCH + matmul_s(64, 64, 64, RATE / 2.0) + 3.0 * 64.0 * 64.0 * CONVERSION,
+    ));
+    // 6e6 bytes at 10 GB/s, and 3e6 elements converted; then work that takes longer than bytes.
+    all.push(point(
+        "convert bf16",
+        &[1_000_000, 6_000_000, 3_000_000],
+        LAUNCH + 6e6 / 1e10 + 3e6 * CONVERSION,
+    ));
+    all.push(point(
+        "convert bf16",
+        &[10_000_000, 4_000_000, 2_000_000],
+        LAUNCH + 1e7 / VECTOR + 2e6 * CONVERSION,
     ));
     for bytes in [1 << 20, 1 << 24] {
         all.push(point("copy", &[bytes], LAUNCH + 2.0 * bytes as f64 / 1e10));
@@ -131,7 +143,9 @@ fn known_parameters_are_recovered() {
     near(d.matmul_half_size.n, HALF.n, 0.02);
     near(d.matmul_half_size.k, HALF.k, 0.02);
     near(d.matmul_efficiency[&DType::Bf16], 0.5, 5e-3);
+    near(d.conversion_s_per_element[&DType::Bf16], CONVERSION, 1e-9);
     assert!(!d.peak_flops_per_s.contains_key(&DType::F16));
+    assert!(!d.conversion_s_per_element.contains_key(&DType::F16));
     near(
         d.memory_bandwidth_bytes_per_s * d.memory_efficiency,
         1e10,
@@ -147,6 +161,18 @@ fn known_parameters_are_recovered() {
     assert!(
         cluster.sources["device.launch_s"].contains("3 points")
             && cluster.sources["device.launch_s"].contains("median of 7")
+    );
+    // 64 shapes of f32, none of those measured together; the peak of bf16 says whose it is.
+    let source = |key: &str| cluster.sources[&format!("device.{key}")].as_str();
+    assert!(source("peak_flops_per_s").contains("64 points of `matmul f32`"));
+    assert!(source("peak_flops_per_s.bf16").contains("compute bf16 in f32"));
+    assert!(source("matmul_efficiency.bf16").contains("1 points of `matmul bf16`"));
+    assert!(source("conversion_s_per_element.bf16").contains("2 points of `convert bf16`"));
+    assert!(
+        !cluster
+            .sources
+            .keys()
+            .any(|k| k.ends_with("f16") && !k.ends_with("bf16"))
     );
 }
 

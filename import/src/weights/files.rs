@@ -21,23 +21,38 @@ pub(super) struct Stored {
     pub(super) entry: Entry,
 }
 
-/// All tensors under `path`: a `.safetensors` file, an index, or a folder with either (the
-/// single file first, as transformers looks for them).
-pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError> {
+/// The file that stands for the weights at `path`: it itself, or of a folder the single file
+/// or else the index, as transformers looks for them.
+pub(super) fn locate(path: &Path) -> Result<PathBuf, ImportError> {
     let bad = |problem: String| ImportError::Format {
         file: path.into(),
         problem,
     };
     if path.is_dir() {
-        return match [SINGLE, INDEX]
+        return [SINGLE, INDEX]
             .map(|name| path.join(name))
             .into_iter()
             .find(|p| p.is_file())
-        {
-            Some(found) => open(&found),
-            None => Err(bad(format!("the folder has neither {SINGLE} nor {INDEX}"))),
-        };
+            .ok_or_else(|| bad(format!("the folder has neither {SINGLE} nor {INDEX}")));
     }
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("safetensors" | "json") => {
+            std::fs::metadata(path).map_err(|source| ImportError::Io {
+                path: path.into(),
+                source,
+            })?;
+            Ok(path.into())
+        }
+        _ if !path.exists() => Err(bad("there is no such file or folder".into())),
+        _ => Err(bad(
+            "is neither a .safetensors file nor an index (.json) of such files".into(),
+        )),
+    }
+}
+
+/// All tensors under `path`: a `.safetensors` file, an index, or a folder with either.
+pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError> {
+    let path = &locate(path)?;
     match path.extension().and_then(|e| e.to_str()) {
         Some("safetensors") => {
             let entries = read_file(path)?;
@@ -54,10 +69,8 @@ pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError>
                 })
                 .collect())
         }
-        Some("json") => open_index(path),
-        _ => Err(bad(
-            "accepted: a .safetensors file, a .safetensors.index.json, or a folder with one".into(),
-        )),
+        // What is located is one or the other.
+        _ => open_index(path),
     }
 }
 

@@ -75,6 +75,12 @@ impl Weights {
         Ok(weights)
     }
 
+    /// The file that [`Weights::open`] would open first; fails when there is nothing at `path`
+    /// that can be weights. Needs no configuration.
+    pub fn locate(path: impl AsRef<Path>) -> Result<PathBuf, ImportError> {
+        files::locate(path.as_ref())
+    }
+
     /// The values of a parameter, row-major in our layout.
     ///
     /// Reads the file anew. Fails on unknown paths, read errors, NaN and infinities.

@@ -137,6 +137,7 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        conversion_s_per_element: BTreeMap::new(),
     };
     Cluster {
         version: 1,

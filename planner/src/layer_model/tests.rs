@@ -504,3 +504,61 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
         "{bytes} bytes"
     );
 }
+
+#[test]
+fn what_fits_costs_no_less_than_the_bound_at_prices() {
+    use crate::intra_op::{SolveOptions, solve};
+    use crate::refine::{lagrangian, stage_problem};
+    let scene = Scene::gpt2(2, 256, 64, &[1, 4]);
+    let s = scene.setting(4);
+    let (layers, [base, ..]) = (&scene.layers, weights());
+    let mut prices = Prices::new(s.cluster, s.mesh);
+    let models: Vec<LayerModel> = layers
+        .first
+        .iter()
+        .map(|&l| LayerModel::new(&s, layers, l, &mut prices).unwrap())
+        .collect();
+    let weighted: Vec<WeightedLayer<'_>> =
+        models.iter().map(|m| m.weighted(base).unwrap()).collect();
+    let (kinds, in_flight) = (&layers.kind[..], 2);
+    let bytes = |price: f64| {
+        let priced = Weights {
+            static_price: price,
+            saved_price: price * in_flight as f64,
+            ..base
+        };
+        let cost = PricedMesh::new(&weighted, priced)
+            .path(&s, kinds)
+            .unwrap()
+            .cost;
+        cost.static_bytes + in_flight * cost.saved_bytes
+    };
+    let (most, least) = (bytes(0.0), bytes(1e-7));
+    assert!(most > least + least / 4, "{most} and {least} bytes");
+    let mut last = 0;
+    for percent in [100, 80, 60, 40, 20, 5] {
+        let budget = least + (most - least) / 100 * percent + 100;
+        let (problem, _) = stage_problem("stage", &models, kinds, base, in_flight, budget);
+        let options = SolveOptions {
+            work_limit: Some(50),
+            ..SolveOptions::default()
+        };
+        let solved = solve(&problem, &options).unwrap();
+        let objective = solved.objective.unwrap();
+        let bound = lagrangian(&weighted, kinds, base, in_flight, budget);
+        assert!(bound <= objective, "{percent}%: {bound} above {objective}");
+        assert!(
+            10 * bound >= 9 * objective,
+            "{percent}%: {bound} far below {objective}"
+        );
+        assert!(bound >= last, "less memory costs no less");
+        last = bound;
+        if percent == 100 {
+            let terms: usize = kinds.iter().map(|&k| models[k].n_terms()).sum();
+            assert!(
+                objective - bound <= terms as u128,
+                "memory does not bind: {bound}, {objective}"
+            );
+        }
+    }
+}

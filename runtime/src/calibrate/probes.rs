@@ -240,13 +240,23 @@ impl ProgramOfProbes {
         }
         for dtype in [DType::Bf16, DType::F16] {
             for s in [256, 512] {
-                self.matmul(
-                    dtype,
-                    "mk,kn->mn",
-                    (s, s, s),
-                    format!("matmul {}", dtype.name()),
-                    vec![s, s, s],
-                );
+                // The forms of f32, with which these are compared.
+                for einsum in ["mk,kn->mn", "mk,nk->mn", "km,kn->mn"] {
+                    self.matmul(
+                        dtype,
+                        einsum,
+                        (s, s, s),
+                        format!("matmul {}", dtype.name()),
+                        vec![s, s, s],
+                    );
+                }
+            }
+            for rows in if quick {
+                vec![256]
+            } else {
+                vec![64, 512, 2048]
+            } {
+                self.conversions(dtype, rows, 256);
             }
         }
         let copies: &[u64] = if quick {
@@ -373,6 +383,32 @@ impl ProgramOfProbes {
             &[x, x, x, x, scalar],
             &[x, x, x],
         );
+    }
+
+    /// Kernels with little work of their own on a type that is converted to f32 before and
+    /// back after.
+    fn conversions(&mut self, dtype: DType, rows: u64, width: u64) {
+        let x = [rows, width];
+        let (full, x) = ((DType::F32, &x[..]), (dtype, &x[..]));
+        let mut add = |kind: OpKind, operands: &[(DType, &[u64])], results: &[(DType, &[u64])]| {
+            let of_type = operands.iter().chain(results).filter(|t| t.0 == dtype);
+            let converted = of_type.map(|t| t.1.iter().product::<u64>()).sum();
+            let what = format!("convert {}", dtype.name());
+            self.op(kind, operands, results, |w| {
+                (what, vec![w.vector_flops as u64, w.bytes, converted])
+            });
+        };
+        add(OpKind::Cast { dtype }, &[full], &[x]);
+        add(OpKind::Cast { dtype: DType::F32 }, &[x], &[full]);
+        add(OpKind::Binary { f: Binary::Add }, &[x, x], &[x]);
+        add(
+            OpKind::Unary {
+                f: Unary::Scale { by: 0.5 },
+            },
+            &[x],
+            &[x],
+        );
+        add(OpKind::Accumulate { dtype: DType::F32 }, &[x], &[full]);
     }
 
     /// A template of [`N_TOGETHER`] matmuls that all ranks run at the same time. It is the

@@ -47,7 +47,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 16] = [
     Target {
         name: "config",
         run: config,
@@ -152,6 +152,13 @@ pub const TARGETS: [Target; 15] = [
         corpus: corpus::checkpoints,
         full: 1,
         shape: Shape::Safetensors,
+    },
+    Target {
+        name: "train_spec",
+        run: train_spec,
+        corpus: corpus::train_files,
+        full: 3,
+        shape: Shape::Text,
     },
 ];
 
@@ -462,4 +469,44 @@ pub fn checkpoint(data: &[u8]) -> Depth {
     with_file("state.safetensors", data, |path| {
         runtime::checkpoint::load(&path).map_or(0, |_| 1)
     })
+}
+
+/// A training file: applied to the defaults, judged, and a tiny model planned by it.
+pub fn train_spec(data: &[u8]) -> Depth {
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
+    let Ok(file) = toml::from_str::<ir::TrainFile>(text) else {
+        return 0;
+    };
+    let mut spec = TrainSpec::default();
+    file.apply(&mut spec);
+    let mut again = spec.clone();
+    file.apply(&mut again);
+    if !spec.problems().is_empty() {
+        return 1;
+    }
+    assert_eq!(spec, again, "a file applied twice is another file");
+    let written = serde_json::to_string(&spec).expect("a spec can be written");
+    let read: TrainSpec = serde_json::from_str(&written).expect("what is written can be read");
+    assert_eq!(read, spec, "a plan would hold another spec: {written}");
+    // The model's tokens have one length, and few samples keep a plan in milliseconds.
+    let train = TrainSpec {
+        global_batch: spec.global_batch.min(4),
+        sequence: tiny_train().sequence,
+        ..spec
+    };
+    match planner::plan(
+        &tiny_forward(),
+        &train,
+        &crate::cluster(2),
+        &Default::default(),
+    ) {
+        Ok(made) => {
+            crate::assert_checked(&made.plan, &made.training, &made.program);
+            3
+        }
+        Err(planner::PlanError::Lower(defect)) => panic!("{defect}"),
+        Err(_) => 2,
+    }
 }

@@ -1,0 +1,229 @@
+//! Whether pins fit the model and the cluster they are for. Parsing knows neither, so this comes
+//! first in a search: what no plan can meet is refused with what would fit, before ops are left
+//! without a strategy for reasons that nobody could read out of the answer.
+
+use super::Pins;
+use crate::PlanError;
+use ir::ValueId;
+use ir::cluster::Cluster;
+use ir::training::TrainingGraph;
+
+/// Refuses tensor pins of tensors, dims or axes that are not there, degrees that do not make
+/// the cluster's devices, and data axes without a sample for each rank.
+pub(crate) fn check(
+    pins: &Pins,
+    training: &TrainingGraph,
+    cluster: &Cluster,
+    global_batch: u64,
+) -> Result<(), PlanError> {
+    tensor_pins(pins, training)?;
+    degrees(cluster.n_devices().into(), pins)?;
+    samples(pins, global_batch)
+}
+
+/// Whether the largest microbatch has a sample for every rank of the data axis.
+fn samples(pins: &Pins, global_batch: u64) -> Result<(), PlanError> {
+    let n = pins.microbatch.unwrap_or(global_batch);
+    match pins.data.map(u64::from).filter(|d| *d > n) {
+        None => Ok(()),
+        Some(data) => Err(PlanError::Pins(format!(
+            "pinned data={data} splits the samples of a microbatch, of which there are {n} at most ({}); pin data={n} or less, or {}",
+            match pins.microbatch {
+                Some(n) => format!("pinned microbatch={n}"),
+                None => format!("the global batch is {global_batch}"),
+            },
+            match pins.microbatch {
+                Some(_) => "a larger microbatch",
+                None => "train with a larger --global-batch",
+            },
+        ))),
+    }
+}
+
+/// Whether every tensor pin speaks of a tensor there is, as many dims as it has, and axes that
+/// meshes have.
+fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
+    let names: Vec<String> = (0..training.graph.values().len())
+        .map(|v| training.graph.value_name(ValueId::new(v)))
+        .collect();
+    let err = |problem: String| Err(PlanError::Pins(problem));
+    let axes = pins.axis_names();
+    for pin in &pins.tensors {
+        let shown = pin.describe();
+        let Some(first) = names.iter().position(|n| pin.matches(n)) else {
+            return err(format!(
+                "pin {shown}: no tensor of the model is called `{}`; `inspect --layers` on a plan of it lists their names, `*` stands for any characters",
+                pin.value
+            ));
+        };
+        let rank = |v: usize| training.graph.ty(ValueId::new(v)).shape.0.len();
+        let fits = |v: usize| pin.matches(&names[v]) && rank(v) == pin.dims.len();
+        if !(0..names.len()).any(fits) {
+            return err(format!(
+                "pin {shown} has {} dims, `{}` has {}; write one entry for each, `_` for a dim that stays whole",
+                pin.dims.len(),
+                names[first],
+                rank(first)
+            ));
+        }
+        let mut seen = Vec::new();
+        for axis in pin.dims.iter().flatten() {
+            if !axes.contains(&axis.as_str()) {
+                let other = match pins.fixes_mesh() {
+                    true => "x and y are there only without the pins data= and tensor=",
+                    false => "with a pin data=N or tensor=N they would be data and tensor",
+                };
+                return err(format!(
+                    "pin {shown}: the mesh has no axis `{axis}`; its axes are {} ({other})",
+                    axes.join(" and ")
+                ));
+            }
+            if seen.contains(&axis) {
+                return err(format!(
+                    "pin {shown} splits by the axis `{axis}` twice; a tensor can be split by it once"
+                ));
+            }
+            seen.push(axis);
+        }
+    }
+    Ok(())
+}
+
+/// Whether the pinned degrees together can make the cluster's devices; if not, says which
+/// values of each would, with the others as they are.
+fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
+    let all = [
+        ("data", pins.data),
+        ("tensor", pins.tensor),
+        ("pipeline", pins.pipeline),
+    ];
+    let pinned: Vec<(&str, u64)> = all
+        .into_iter()
+        .filter_map(|(name, d)| Some((name, u64::from(d?))))
+        .collect();
+    let product = |of: &[(&str, u64)]| of.iter().fold(1u64, |p, (_, d)| p.saturating_mul(*d));
+    // Where all three are fixed nothing is left to make up for what is missing.
+    let fits = |p: u64| match pinned.len() {
+        3 => p == n,
+        _ => n.is_multiple_of(p),
+    };
+    let made = product(&pinned);
+    if fits(made) {
+        return Ok(());
+    }
+    let words: Vec<String> = pinned.iter().map(|(k, d)| format!("{k}={d}")).collect();
+    let would_fit = (0..pinned.len()).filter_map(|i| {
+        let mut others = pinned.clone();
+        let (name, _) = others.remove(i);
+        let rest = product(&others);
+        let values: Vec<u64> = (1..=n)
+            .filter(|v| n.is_multiple_of(*v) && fits(rest.saturating_mul(*v)))
+            .collect();
+        (!values.is_empty()).then(|| format!("{name}={}", listed(&values)))
+    });
+    let would_fit: Vec<String> = would_fit.collect();
+    let relation = match pinned.len() {
+        3 => "is not",
+        _ => "does not divide",
+    };
+    let single = pinned.len() == 1;
+    let what = match single {
+        true => format!("pinned {}", words.join("")),
+        false => format!("pinned {}, together {made} devices,", words.join(" x ")),
+    };
+    let way = match would_fit.is_empty() {
+        true => format!(
+            "degrees that fit have a product out of {}",
+            listed(&divisors(n))
+        ),
+        false if single => format!("what fits: {}", would_fit.join("")),
+        false => format!("what fits beside the other pins: {}", would_fit.join("; ")),
+    };
+    Err(PlanError::Pins(format!(
+        "{what} {relation} the {n} devices of the cluster; {way}"
+    )))
+}
+
+fn divisors(n: u64) -> Vec<u64> {
+    (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
+}
+
+/// Numbers in words: `1, 2 or 4`; of many the first and the last.
+pub(crate) fn listed(numbers: &[u64]) -> String {
+    const SHOWN: usize = 8;
+    match numbers {
+        [] => "none".into(),
+        [one] => one.to_string(),
+        [most @ .., last] => {
+            let mut words: Vec<String> = most.iter().take(SHOWN).map(u64::to_string).collect();
+            if most.len() > SHOWN {
+                words.push("...".into());
+            }
+            format!("{} or {last}", words.join(", "))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(n: u64, pins: &[&str]) -> String {
+        let pins = Pins::parse(pins).unwrap();
+        degrees(n, &pins).map_or_else(|e| e.to_string(), |()| "fits".into())
+    }
+
+    #[test]
+    fn degrees_that_do_not_fit_are_told_what_does() {
+        assert_eq!(refusal(8, &["data=2", "tensor=2"]), "fits");
+        assert_eq!(refusal(8, &["data=2,tensor=2,pipeline=2"]), "fits");
+        assert_eq!(refusal(6, &[]), "fits");
+        assert_eq!(
+            refusal(4, &["data=3"]),
+            "pinned data=3 does not divide the 4 devices of the cluster; what fits: data=1, 2 or 4"
+        );
+        assert_eq!(
+            refusal(4, &["data=3,tensor=2"]),
+            "pinned data=3 x tensor=2, together 6 devices, does not divide the 4 devices of the cluster; what fits beside the other pins: data=1 or 2"
+        );
+        assert_eq!(
+            refusal(8, &["data=2,tensor=2,pipeline=1"]),
+            "pinned data=2 x tensor=2 x pipeline=1, together 4 devices, is not the 8 devices of the cluster; what fits beside the other pins: data=4; tensor=4; pipeline=2"
+        );
+        assert_eq!(
+            refusal(4, &["data=3,tensor=5"]),
+            "pinned data=3 x tensor=5, together 15 devices, does not divide the 4 devices of the cluster; degrees that fit have a product out of 1, 2 or 4"
+        );
+        let huge = refusal(
+            4,
+            &["data=4294967295,tensor=4294967295,pipeline=4294967295"],
+        );
+        assert!(huge.contains("is not the 4 devices"), "{huge}");
+    }
+
+    #[test]
+    fn a_data_axis_needs_samples() {
+        let refusal =
+            |pins: &[&str]| samples(&Pins::parse(pins).unwrap(), 8).map_err(|e| e.to_string());
+        assert_eq!(refusal(&["data=8"]), Ok(()));
+        assert_eq!(refusal(&["data=4", "microbatch=4"]), Ok(()));
+        assert!(
+            refusal(&["data=16"])
+                .unwrap_err()
+                .contains("the global batch is 8); pin data=8 or less")
+        );
+        assert!(
+            refusal(&["data=4", "microbatch=2"])
+                .unwrap_err()
+                .contains("pinned microbatch=2); pin data=2")
+        );
+    }
+
+    #[test]
+    fn long_lists_are_cut() {
+        assert_eq!(
+            listed(&(1..=20).collect::<Vec<_>>()),
+            "1, 2, 3, 4, 5, 6, 7, 8, ... or 20"
+        );
+    }
+}
