@@ -45,6 +45,7 @@ pub(super) struct Link {
 }
 
 /// Prices, messages and the bound they give.
+#[derive(Clone)]
 pub(super) struct Dual<'r> {
     reduced: &'r Reduced,
     /// Costs are multiplied by `2^shift`.
