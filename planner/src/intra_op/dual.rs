@@ -100,6 +100,11 @@ impl<'r> Dual<'r> {
         }
     }
 
+    /// The problem.
+    pub fn reduced(&self) -> &'r Reduced {
+        self.reduced
+    }
+
     /// One pass over the nodes in order and one back. The messages towards lower indices are
     /// fresh afterwards.
     pub fn pass_messages(&mut self) {

@@ -1,5 +1,7 @@
 //! What raises the bound: prices and messages, exact elimination, the integer program.
 
+use std::time::{Duration, Instant};
+
 use super::super::dive::dive;
 use super::super::dual::Dual;
 use super::super::eliminate::Eliminator;
@@ -12,6 +14,8 @@ use super::stage::{Round, Solver};
 const PRICE_ROUNDS: usize = 300;
 /// The part of the time limit that prices get per round.
 const PRICE_TIME: f64 = 0.2;
+/// With a clock, how often others get the prices on the way.
+const PUBLISH_EVERY: Duration = Duration::from_secs(1);
 /// Elimination is tried up to this many message cells: 32 MiB.
 const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 /// Factors on the prices that elimination is run with.
@@ -84,7 +88,14 @@ impl<'r> Round<'_, 'r> {
         } else {
             1
         };
+        // Steps choose their times anew, so they begin without prices.
+        dual.set_prices(&vec![0.0; self.reduced.times.len()]);
+        let mut published = Instant::now();
         let bound = dual.ascend(n_rounds, &mut |dual| {
+            if published.elapsed() > PUBLISH_EVERY {
+                self.publish(dual);
+                published = Instant::now();
+            }
             live.raise(
                 dual.bound()
                     .0
@@ -104,6 +115,7 @@ impl<'r> Round<'_, 'r> {
         if options.phases.elimination {
             self.exact_at_prices(&mut dual, &mut finder, &mut proof);
         }
+        self.publish(&dual);
         proof.found = finder.lifted().into_iter().collect();
         proof.dual = Some(dual);
         live.note("prices", self.reduced.describe());

@@ -9,7 +9,7 @@ use super::super::improve::{Random, Search};
 use super::super::neighbourhood::{Part, ball};
 use super::live::Found;
 use super::prove::Finder;
-use super::stage::Round;
+use super::stage::{Latest, Round};
 
 /// Weights of the prices in the first dives.
 const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
@@ -57,7 +57,7 @@ impl Seeker {
     }
 }
 
-impl Round<'_, '_> {
+impl<'r> Round<'_, 'r> {
     /// Searches for up to `n_slices` slices of trees and a part each, from the best choice
     /// known or from dives.
     pub fn search(&self, seeker: &mut Seeker, dual: &Dual<'_>, turn: &Turn<'_>) -> Option<Found> {
@@ -69,11 +69,18 @@ impl Round<'_, '_> {
         let mut choice = self.start(dual, &mut finder, turn)?;
         if turn.trees {
             let n_trees = TREES_PER_NODE * self.reduced.nodes.len();
-            choice = self.improve(seeker, dual, choice, n_trees, turn.stop);
+            let stop = || (turn.stop)() || self.newer(0).is_some();
+            choice = self.improve(seeker, dual, choice, n_trees, &stop);
             finder.offer(&choice);
         }
+        let mut newest: Option<Latest<'r>> = None;
         let (mut n_parts, mut n_better) = (0u64, 0u64);
         while n_parts < turn.n_slices && !(turn.stop)() && !self.is_closed(&finder) {
+            if let Some(newer) = self.newer(newest.as_ref().map_or(0, |(n, _)| *n)) {
+                choice = self.dive_again(&newer.1, &mut finder, choice);
+                newest = Some(newer);
+            }
+            let dual = newest.as_ref().map_or(dual, |(_, dual)| dual);
             choice = self.improve(seeker, dual, choice, TREES_PER_PART, turn.stop);
             let better = self.improve_part(seeker, dual, &choice, turn.stop);
             n_parts += 1;
@@ -87,6 +94,20 @@ impl Round<'_, '_> {
             self.solver.live.note("search", note);
         }
         finder.lifted()
+    }
+
+    /// A choice from new prices if it is better, else `choice`.
+    fn dive_again(&self, dual: &Dual<'_>, finder: &mut Finder<'_>, choice: Vec<u32>) -> Vec<u32> {
+        let before = finder.cost(None);
+        for weight in DIVE_WEIGHTS {
+            if let Some(choice) = dive(self.reduced, dual, weight, None) {
+                finder.offer(&choice);
+            }
+        }
+        match &finder.best {
+            Some((cost, better)) if before.is_none_or(|before| *cost < before) => better.clone(),
+            _ => choice,
+        }
     }
 
     /// A choice that fits: what is known, or the best of a few dives.

@@ -14,8 +14,8 @@
 //! Invariants: tasks of a round see the state at its beginning and nothing of each other
 //! (unless a clock runs); what they found is taken over in the order of the tasks.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::dual::Dual;
 use super::super::ilp;
@@ -34,6 +34,8 @@ const MAX_STAGES: usize = 40;
 const FIRST_PASSES: usize = 20;
 /// A stage ends when the problem has become smaller by this part of it.
 const SHRINK: usize = 20;
+/// Or when a round of prices brought the gap below this part of it.
+const CLOSING: f64 = 0.9;
 /// Slices of search per thread, unless the work limit says otherwise, and per round.
 const SLICES: u64 = 250;
 const SLICES_PER_ROUND: u64 = 10;
@@ -53,12 +55,14 @@ enum Job {
     Search,
 }
 
-/// A problem to go on with.
-struct Next {
+/// Where a stage begins.
+struct Begin<'b> {
     reduced: Reduced,
-    /// Prices to begin with, by original time.
-    prices: Vec<(u64, f64)>,
     job: Job,
+    /// The prices and messages of the stage before.
+    before: Option<Dual<'b>>,
+    /// Stages before.
+    n_before: usize,
 }
 
 /// What is known between rounds.
@@ -93,83 +97,86 @@ impl Solver {
                 .collect(),
         };
         let first = self.options.integer_program_first && self.can_program(&reduced);
-        let mut next = Next {
+        let begin = Begin {
             reduced,
-            prices: Vec::new(),
             job: if first {
                 Job::IntegerProgram
             } else {
                 Job::Prices
             },
+            before: None,
+            n_before: 0,
         };
-        for _ in 0..MAX_STAGES {
-            match self.stage(&mut state, &next) {
-                Some(following) => next = following,
-                None => return,
-            }
-        }
-        if self.can_program(&next.reduced) {
-            let proof = self.integer_program(&next.reduced, state.best.as_ref());
-            self.take_over(&mut state, proof);
-        }
+        self.stage(&mut state, begin);
     }
 
-    /// One stage; `None` when all is done.
-    fn stage(&self, state: &mut State, this: &Next) -> Option<Next> {
-        let reduced = &this.reduced;
+    /// One stage and those after it. (They are calls inside of each other because prices and
+    /// messages belong to a problem, and the next begin with those of the one before.)
+    fn stage(&self, state: &mut State, begin: Begin<'_>) {
+        let Begin {
+            reduced,
+            job: first,
+            before,
+            n_before,
+        } = begin;
         if reduced.nodes.is_empty() {
-            self.live.offer(reduced, reduced.offset, &[]);
+            self.live.offer(&reduced, reduced.offset, &[]);
             self.live.known().proved = true;
-            return None;
+            return;
         }
-        let alone = self.options.threads == 1 && this.job == Job::IntegerProgram;
-        let mut dual = Dual::new(reduced);
-        if !alone {
-            dual.set_prices(&carried(&this.prices, &reduced.times));
-            (0..FIRST_PASSES).for_each(|_| dual.pass_messages());
-            self.raise(state, dual.bound().0);
-        }
-        let (mut job, mut n_idle) = (this.job, 0);
+        let mut dual = dual_for(&reduced, before);
+        self.raise(state, dual.bound().0);
+        let (mut job, mut n_idle) = (first, 0);
         loop {
             state.round += 1;
-            let before = self.open_gap(state);
-            let proof = self.round(state, reduced, &dual, job);
+            let gap = self.open_gap(state);
+            let proof = self.round(state, &reduced, &dual, job);
             if let Some(better) = self.take_over(state, proof) {
                 dual = better;
             }
             if self.done(state) {
-                return None;
+                return;
             }
-            let following = match self.tightened(state, reduced, &dual) {
-                Ok(next) => next,
-                Err(_) => {
-                    self.live.known().proved = true;
-                    return None;
-                }
+            let Ok(following) = self.tightened(state, &reduced, &dual) else {
+                // Nothing is left but what costs as much as the best choice.
+                self.live.known().proved = true;
+                return;
             };
-            let helped = self.open_gap(state) < before;
-            n_idle = if helped { 0 } else { n_idle + 1 };
-            let prices = prices_by_time(&dual, reduced);
-            let go_on = |reduced, prices, job| {
-                Some(Next {
-                    reduced,
-                    prices,
+            n_idle = if self.open_gap(state) < gap {
+                0
+            } else {
+                n_idle + 1
+            };
+            let shrunk = following.size() + reduced.size() / SHRINK < reduced.size();
+            // A better choice alone may let prices get further.
+            let closing = job == Job::Prices && self.open_gap(state) < CLOSING * gap;
+            let next = if (shrunk || closing) && n_before < MAX_STAGES {
+                Some(Job::Prices)
+            } else if first == Job::Prices && job == first && self.can_program(&following) {
+                Some(Job::IntegerProgram)
+            } else {
+                None
+            };
+            if let Some(job) = next {
+                let begin = Begin {
+                    reduced: following,
                     job,
-                })
-            };
-            if following.size() + reduced.size() / SHRINK < reduced.size() {
-                return go_on(following, prices, Job::Prices);
+                    before: Some(dual),
+                    n_before: n_before + 1,
+                };
+                return self.stage(state, begin);
             }
-            let may_search = self.options.phases.search
-                && (self.clock.is_timed() || (state.slices > 0 && n_idle < MAX_IDLE));
-            job = match job {
-                Job::Prices if this.job == Job::Prices && self.can_program(&following) => {
-                    return go_on(following, prices, Job::IntegerProgram);
-                }
-                _ if !may_search => return None,
-                Job::Search if self.clock.is_timed() && self.prices_are_due(state) => Job::Prices,
-                Job::IntegerProgram if !self.clock.is_timed() => return None,
-                _ => Job::Search,
+            let timed = self.clock.is_timed();
+            if !self.options.phases.search
+                || !(timed || (state.slices > 0 && n_idle < MAX_IDLE))
+                || (job == Job::IntegerProgram && !timed)
+            {
+                return;
+            }
+            job = if timed && job == Job::Search && self.prices_are_due(state) {
+                Job::Prices
+            } else {
+                Job::Search
             };
         }
     }
@@ -194,6 +201,7 @@ impl Solver {
             best: best.as_ref(),
             bound: state.bound,
             number: state.round,
+            latest: Mutex::default(),
         };
         let timed = self.clock.is_timed();
         let n_slices = match (timed, job) {
@@ -339,9 +347,29 @@ pub(super) struct Round<'a, 'r> {
     /// No choice costs less, as was known then.
     pub bound: u64,
     pub number: u64,
+    /// With a clock, the newest prices and messages of the first task, and how many it gave.
+    latest: Mutex<Option<Latest<'r>>>,
 }
 
+/// Prices and messages on the way, and their number.
+pub(super) type Latest<'r> = (u64, Arc<Dual<'r>>);
+
 impl<'r> Round<'_, 'r> {
+    /// Gives the other tasks what the first has by now, if they may look at it.
+    pub fn publish(&self, dual: &Dual<'r>) {
+        if self.solver.clock.is_timed() && self.solver.options.threads > 1 {
+            let mut latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+            let n = latest.as_ref().map_or(0, |(n, _)| *n);
+            *latest = Some((n + 1, Arc::new(dual.clone())));
+        }
+    }
+
+    /// The newest published state, if there is one after number `seen`.
+    pub fn newer(&self, seen: u64) -> Option<Latest<'r>> {
+        let latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        latest.clone().filter(|(n, _)| *n > seen)
+    }
+
     fn job(&self, job: Job, dual: &Dual<'r>, own: &mut Seeker, n_slices: u64) -> Proof<'r> {
         match job {
             Job::Prices => self.raise_bound(dual.clone()),
@@ -362,8 +390,18 @@ impl<'r> Round<'_, 'r> {
     }
 }
 
-fn prices_by_time(dual: &Dual<'_>, reduced: &Reduced) -> Vec<(u64, f64)> {
-    let times = reduced.times.iter().copied();
+/// Prices and messages for a problem, from those of the larger problem before it.
+fn dual_for<'r>(reduced: &'r Reduced, before: Option<Dual<'_>>) -> Dual<'r> {
+    let mut dual = Dual::new(reduced);
+    if let Some(before) = before {
+        dual.set_prices(&carried(&priced_times(&before), &reduced.times));
+    }
+    (0..FIRST_PASSES).for_each(|_| dual.pass_messages());
+    dual
+}
+
+fn priced_times(dual: &Dual<'_>) -> Vec<(u64, f64)> {
+    let times = dual.reduced().times.iter().copied();
     times.zip(dual.prices()).filter(|(_, p)| *p > 0.0).collect()
 }
 
