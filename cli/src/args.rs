@@ -300,15 +300,23 @@ pub struct CalibrateArgs {
 pub struct SolveArgs {
     /// The problem, JSON or gzipped JSON.
     pub instance: PathBuf,
-    /// Wall-clock limit in seconds.
+    /// Wall-clock limit in seconds, reading included. What is known by then is the result, as
+    /// it is after Ctrl-C.
     #[arg(long)]
     pub time_limit: Option<f64>,
-    /// Threads.
+    /// Limit in amounts of work: branch-and-bound nodes per integer program and slices of search
+    /// per thread. The same seed, threads and limit give the same solution.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub work_limit: Option<u64>,
+    /// Threads: one proves, the others search.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: u16,
     /// Seed of everything random.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// Stop when the cost is proved within this fraction of the optimum; 0 for a full proof.
+    #[arg(long, default_value_t = 0.0)]
+    pub gap: f64,
     /// Where to write the solution: a JSON list with one strategy index per node.
     #[arg(short, long)]
     pub output: Option<PathBuf>,

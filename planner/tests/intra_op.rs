@@ -183,14 +183,7 @@ fn solving_without_presolve_equals_brute_force() {
 
 /// No presolve step but what `set` turns on.
 fn only(set: impl Fn(&mut PresolveOptions)) -> PresolveOptions {
-    let mut options = PresolveOptions {
-        propagate: false,
-        minima: false,
-        ties: false,
-        fold: false,
-        dominance: false,
-        times: false,
-    };
+    let mut options = PresolveOptions::none();
     set(&mut options);
     options
 }
@@ -234,6 +227,8 @@ fn each_presolve_step_keeps_an_optimum() {
     check_presolve(&only(|o| o.fold = true), 24);
     check_presolve(&only(|o| o.dominance = true), 25);
     check_presolve(&only(|o| o.times = true), 26);
+    check_presolve(&only(|o| o.follow = true), 29);
+    check_presolve(&only(|o| (o.minima, o.follow) = (true, true)), 30);
     check_presolve(&only(|o| (o.propagate, o.ties) = (true, true)), 27);
     check_presolve(
         &only(|o| (o.minima, o.dominance, o.fold) = (true, true, true)),

@@ -6,15 +6,24 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::report;
 use planner::intra_op::presolve::Infeasibility;
-use planner::intra_op::{SolveOptions, SolveStatus, read_problem, solve, write_solution};
-use serde_json::json;
+use planner::intra_op::{
+    SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution,
+};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The exit code of a command that an interrupt ended: 128 and the signal's number.
+const INTERRUPTED: i32 = 130;
 
 /// Runs the verb.
 pub fn run(args: &SolveArgs) -> Result<(), Failure> {
-    let time_limit = args.time_limit.map(seconds).transpose()?;
+    // The limit counts from here, so that it covers reading.
+    let start = Instant::now();
+    let options = options(args, start)?;
     if let Some(path) = &args.output {
         files::check_writable(path)?;
     }
@@ -26,63 +35,112 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
         problem.edges.len(),
         problem.usage_limit.map_or("none".into(), |l| l.to_string())
     ))?;
-    let options = SolveOptions {
-        time_limit,
-        threads: usize::from(args.threads),
-        seed: args.seed,
-        ..SolveOptions::default()
-    };
+    report::out(&format!("{:9.3} s  read", start.elapsed().as_secs_f64()))?;
+    if let Some(cancel) = &options.cancel {
+        stop_on_interrupt(cancel)?;
+    }
     let bar = spinner("solving");
     let solved = solve(&problem, &options);
     bar.finish_and_clear();
     let result = solved
         .map_err(|e| Failure::new(Exit::BadInput, format!("{}: {e}", args.instance.display())))?;
-    for t in &result.trace {
+    if let (Some(path), Some(choice)) = (&args.output, &result.choice) {
+        let mut text = Vec::new();
+        write_solution(choice, &mut text).map_err(|e| Failure::new(Exit::Internal, e))?;
+        files::write_atomic(path, &text)?;
+    }
+    for t in result.trace.iter().filter(|t| !t.note.is_empty()) {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;
     }
+    report::out(&line(&result, problem.usage_limit).to_string())?;
+    verdict(args, &result)
+}
+
+fn options(args: &SolveArgs, start: Instant) -> Result<SolveOptions, Failure> {
+    if !(0.0..1.0).contains(&args.gap) {
+        let what = format!("--gap is {}, expected at least 0 and below 1", args.gap);
+        return Err(Failure::new(Exit::Usage, what));
+    }
+    Ok(SolveOptions {
+        time_limit: args.time_limit.map(seconds).transpose()?,
+        work_limit: args.work_limit,
+        start: Some(start),
+        cancel: Some(Arc::default()),
+        threads: usize::from(args.threads),
+        seed: args.seed,
+        gap: args.gap,
+        ..SolveOptions::default()
+    })
+}
+
+/// The first interrupt (or request to terminate) ends the search with what is known; the
+/// second ends the command.
+fn stop_on_interrupt(cancel: &Arc<AtomicBool>) -> Result<(), Failure> {
+    let cancel = Arc::clone(cancel);
+    let handler = move || {
+        if cancel.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+    };
+    ctrlc::set_handler(handler)
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))
+}
+
+/// The result as one JSON object.
+fn line(result: &SolveResult, usage_limit: Option<u64>) -> Value {
     let status = match &result.status {
         SolveStatus::Optimal => "optimal",
         SolveStatus::Feasible { .. } => "feasible",
         SolveStatus::Infeasible(_) => "infeasible",
         SolveStatus::Timeout => "timeout",
     };
-    if let (Some(path), Some(choice)) = (&args.output, &result.choice) {
-        let mut text = Vec::new();
-        write_solution(choice, &mut text).map_err(|e| Failure::new(Exit::Internal, e))?;
-        files::write_atomic(path, &text)?;
+    let infeasible = match &result.status {
+        SolveStatus::Infeasible(Infeasibility::Memory { time, by_bytes }) => {
+            json!({ "time": time, "by_bytes": by_bytes })
+        }
+        SolveStatus::Infeasible(Infeasibility::NoStrategy { node }) => json!({ "node": node }),
+        _ => Value::Null,
+    };
+    // Sums of costs are below 2^61, or the solver refuses the problem; so is the peak.
+    let number = |x: u128| u64::try_from(x).unwrap_or(u64::MAX);
+    let mut trace: Vec<Value> = Vec::new();
+    let mut last = (None, None);
+    for t in &result.trace {
+        let now = (t.objective, t.lower_bound);
+        if now != last {
+            trace.push(json!([t.seconds, now.0.map(number), now.1.map(number)]));
+            last = now;
+        }
     }
-    let line = json!({
+    json!({
         "status": status,
-        // Sums are below 2^61, or the solver refuses the problem.
-        "objective": result.objective.map(|x| x as u64),
-        "lower_bound": result.lower_bound as u64,
+        "objective": result.objective.map(number),
+        "lower_bound": number(result.lower_bound),
         "gap": result.gap,
         "seconds": result.seconds,
-        "peak_usage": result.peak_usage.map(|x| x as u64),
-        "usage_limit": problem.usage_limit,
-    });
-    report::out(&line.to_string())?;
+        "peak_usage": result.peak_usage.map(number),
+        "usage_limit": usage_limit,
+        "infeasible": infeasible,
+        "trace": trace,
+    })
+}
+
+fn verdict(args: &SolveArgs, result: &SolveResult) -> Result<(), Failure> {
+    let instance = args.instance.display();
     match &result.status {
+        SolveStatus::Optimal | SolveStatus::Feasible { .. } => Ok(()),
         SolveStatus::Infeasible(why) => Err(Failure::new(
             Exit::Infeasible,
-            format!(
-                "{}: no choice fits: {}",
-                args.instance.display(),
-                reason(why)
-            ),
+            format!("{instance}: no choice fits: {}", reason(why)),
         )
         .help(
             "raise the instance's usage_limit, or allow more strategies (costs of 10^18 forbid)",
         )),
         SolveStatus::Timeout => Err(Failure::new(
             Exit::Infeasible,
-            format!(
-                "{}: no choice that fits was found in time",
-                args.instance.display()
-            ),
+            format!("{instance}: no choice that fits was found before the limit"),
         )
-        .help("give it more time with --time-limit")),
-        SolveStatus::Optimal | SolveStatus::Feasible { .. } => Ok(()),
+        .help("give it more time with --time-limit, or more work with --work-limit")),
     }
 }
 

@@ -45,6 +45,7 @@ pub(super) struct Link {
 }
 
 /// Prices, messages and the bound they give.
+#[derive(Clone)]
 pub(super) struct Dual<'r> {
     reduced: &'r Reduced,
     /// Costs are multiplied by `2^shift`.
@@ -97,6 +98,11 @@ impl<'r> Dual<'r> {
             prices: vec![0; reduced.limits.len()],
             budget: 0,
         }
+    }
+
+    /// The problem.
+    pub fn reduced(&self) -> &'r Reduced {
+        self.reduced
     }
 
     /// One pass over the nodes in order and one back. The messages towards lower indices are

@@ -4,8 +4,8 @@
 //! intervals and a budget go in; a choice with a proof (`Optimal`, or a bound and a gap) comes
 //! out. What the nodes mean is the caller's business.
 //!
-//! The phases, in [`solve()`](solve::solve):
-//! * [`presolve`](presolve::presolve) shrinks the problem without losing an optimum;
+//! The phases, in [`solve()`](solve::solve), which runs them on several threads:
+//! * [`presolve`](presolve::presolve()) shrinks the problem without losing an optimum;
 //! * `dual` prices memory over time and passes messages: a rigorous bound for any graph;
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
 //! * `dive` and `improve` make and better choices that fit, tree by tree;
@@ -16,12 +16,9 @@
 mod dive;
 mod dual;
 pub mod eliminate;
-#[cfg(feature = "highs")]
-mod highs_backend;
 mod ilp;
 mod improve;
 pub mod iopddl;
-mod microlp_backend;
 mod neighbourhood;
 pub mod presolve;
 pub mod problem;
@@ -33,7 +30,7 @@ mod tighten;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
 pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};
-pub use solve::{IlpBackend, SolveOptions, SolveResult, SolveStatus, solve};
+pub use solve::{IlpBackend, Phases, SolveOptions, SolveResult, SolveStatus, TraceEntry, solve};
 
 use thiserror::Error;
 

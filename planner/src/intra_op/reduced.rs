@@ -8,6 +8,7 @@
 //! have distinct intervals, none empty; every optimum of the reduced problem lifts to an
 //! optimum of the original one, at the same cost.
 
+use super::presolve::Undo;
 use super::problem::{Cost, Edge};
 
 /// Memory that a node uses at the compressed times `from..to`, per strategy.
@@ -52,28 +53,7 @@ pub(super) struct Lift {
     pub n_original: usize,
     /// The original node and original strategies of each reduced node.
     pub original: Vec<(u32, Vec<u32>)>,
-    pub steps: Vec<Step>,
-}
-
-/// How one original node follows from others. All indices are the original ones.
-#[derive(Clone, Debug)]
-pub(super) enum Step {
-    /// The node takes this strategy.
-    Fix { node: u32, strategy: u32 },
-    /// The node takes `values[k]` where `on` takes `keys[k]` (ascending).
-    Map {
-        node: u32,
-        on: u32,
-        keys: Vec<u32>,
-        values: Vec<u32>,
-    },
-    /// The node takes `values[k * keys_b.len() + l]` where `a` takes `keys_a[k]`, `b` `keys_b[l]`.
-    Map2 {
-        node: u32,
-        on: [u32; 2],
-        keys: [Vec<u32>; 2],
-        values: Vec<u32>,
-    },
+    pub steps: Vec<Undo>,
 }
 
 impl Reduced {
@@ -119,8 +99,7 @@ impl Reduced {
             full[*node as usize] = strategies[s as usize];
         }
         for step in self.lift.steps.iter().rev() {
-            let (node, strategy) = step.follow(&full);
-            full[node as usize] = strategy;
+            step.undo(&mut full);
         }
         full
     }
@@ -154,6 +133,13 @@ impl Reduced {
         strategies + self.n_cells()
     }
 
+    /// The sizes in words.
+    pub(super) fn describe(&self) -> String {
+        let (nodes, edges) = (self.nodes.len(), self.edges.len());
+        let (cells, times) = (self.n_cells(), self.times.len());
+        format!("{nodes} nodes, {edges} edges, {cells} cells, {times} times")
+    }
+
     /// Every choice in turn; the best that fits. For tests: exponential.
     pub fn brute_force(&self) -> Option<(u64, Vec<u32>)> {
         let sizes: Vec<usize> = self.nodes.iter().map(|n| n.costs.len()).collect();
@@ -167,33 +153,6 @@ impl Reduced {
             }
         });
         best
-    }
-}
-
-impl Step {
-    fn follow(&self, full: &[u32]) -> (u32, u32) {
-        let place = |keys: &[u32], on: u32| {
-            keys.binary_search(&full[on as usize])
-                .expect("a lifted strategy is one that was left when the step was made")
-        };
-        match self {
-            Step::Fix { node, strategy } => (*node, *strategy),
-            Step::Map {
-                node,
-                on,
-                keys,
-                values,
-            } => (*node, values[place(keys, *on)]),
-            Step::Map2 {
-                node,
-                on: [a, b],
-                keys: [keys_a, keys_b],
-                values,
-            } => {
-                let cell = place(keys_a, *a) * keys_b.len() + place(keys_b, *b);
-                (*node, values[cell])
-            }
-        }
     }
 }
 

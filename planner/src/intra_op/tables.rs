@@ -4,8 +4,10 @@
 //! are remembered by the identity of the operands, which are kept alive so that an identity
 //! is never reused.
 
-use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
+
+use rustc_hash::FxHasher;
 
 use super::problem::{Cost, Table};
 
@@ -26,6 +28,9 @@ pub(super) struct Normal {
 
 type Identity = usize;
 
+/// Tables are hashed whole, so hashing must be fast; nobody gains from making them collide.
+type HashMap<K, V> = std::collections::HashMap<K, V, BuildHasherDefault<FxHasher>>;
+
 fn identity(table: &Arc<Table>) -> Identity {
     Arc::as_ptr(table) as usize
 }
@@ -38,6 +43,7 @@ pub(super) struct Tables {
     sums: HashMap<(Identity, Identity), Arc<Table>>,
     selected: HashMap<(Identity, Axis, Vec<u32>), Arc<Table>>,
     normal: HashMap<Identity, Arc<Normal>>,
+    cheapest: HashMap<Identity, Arc<[u32]>>,
     by_content: HashMap<Arc<Table>, ()>,
 }
 
@@ -98,6 +104,18 @@ impl Tables {
         let made = self.interned(Arc::new(made));
         self.selected.insert(key, Arc::clone(&made));
         made
+    }
+
+    /// The cheapest column of each row.
+    pub fn cheapest(&mut self, table: &Arc<Table>) -> Arc<[u32]> {
+        let id = self.hold(table);
+        let find = |i: usize| {
+            let row = table.row(i);
+            let best = (0..row.len()).min_by_key(|&j| (row[j], j));
+            best.unwrap_or(0) as u32
+        };
+        let make = || (0..table.n_rows()).map(find).collect();
+        Arc::clone(self.cheapest.entry(id).or_insert_with(make))
     }
 
     pub fn normalised(&mut self, table: &Arc<Table>) -> Arc<Normal> {

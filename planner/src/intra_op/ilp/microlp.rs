@@ -1,6 +1,6 @@
 //! microlp, through good_lp, as a backend of the integer program: for builds without a C++
-//! compiler, and as a cross-check of HiGHS on small problems. It knows no node limit and
-//! reports no bound when it is stopped.
+//! compiler, and as a cross-check of HiGHS on small problems. It knows no node limit,
+//! cannot be interrupted but by its time limit, and reports no bound when that stops it.
 
 use good_lp::solvers::microlp::microlp;
 use good_lp::{
@@ -8,9 +8,14 @@ use good_lp::{
     WithTimeLimit, constraint, variable,
 };
 
-use super::ilp::{Answer, Limits, Model};
+use super::{Answer, Limits, Model};
 
-pub(super) fn run(model: Model, _start: Option<Vec<f64>>, limits: Limits) -> Answer {
+pub(in super::super) fn run(
+    model: Model,
+    _start: Option<Vec<f64>>,
+    limits: Limits,
+    _stop: &dyn Fn() -> bool,
+) -> Answer {
     let mut variables = ProblemVariables::new();
     let columns: Vec<Variable> = model
         .integer

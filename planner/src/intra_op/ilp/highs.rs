@@ -6,12 +6,14 @@
 //! refuses to change the number within a process.
 
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use highs::{HighsModelStatus, HighsSolutionStatus, RowProblem, Sense};
 
-use super::ilp::{Answer, Limits, Model};
+use super::{Answer, Limits, Model};
 
+/// How often the caller asks whether to give up.
+const POLL: Duration = Duration::from_millis(20);
 /// How much longer than its own limit HiGHS may run before it is left behind.
 const GRACE: Duration = Duration::from_millis(1500);
 
@@ -20,7 +22,12 @@ const STOPPED: Answer = Answer::Stopped {
     bound: None,
 };
 
-pub(super) fn run(model: Model, start: Option<Vec<f64>>, limits: Limits) -> Answer {
+pub(in super::super) fn run(
+    model: Model,
+    start: Option<Vec<f64>>,
+    limits: Limits,
+    stop: &dyn Fn() -> bool,
+) -> Answer {
     let (send, receive) = mpsc::channel();
     let work = move || {
         // The receiver may have given up; then nobody is interested.
@@ -30,9 +37,18 @@ pub(super) fn run(model: Model, start: Option<Vec<f64>>, limits: Limits) -> Answ
     if thread.is_err() {
         return STOPPED;
     }
-    match limits.time {
-        Some(time) => receive.recv_timeout(time + GRACE).unwrap_or(STOPPED),
-        None => receive.recv().unwrap_or(STOPPED),
+    let begun = Instant::now();
+    let overran = || {
+        limits
+            .time
+            .is_some_and(|time| begun.elapsed() > time + GRACE)
+    };
+    loop {
+        match receive.recv_timeout(POLL) {
+            Ok(answer) => return answer,
+            Err(mpsc::RecvTimeoutError::Timeout) if !stop() && !overran() => {}
+            Err(_) => return STOPPED,
+        }
     }
 }
 

@@ -1,0 +1,84 @@
+//! When to stop: a time limit, a request from outside, or neither.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// What is kept of the time limit for ending what is begun, checking and writing the result:
+/// this part of it, but at most so long.
+const RESERVE: f64 = 0.04;
+const MOST_RESERVE: Duration = Duration::from_millis(1200);
+
+/// The clock of one solve.
+#[derive(Clone, Debug)]
+pub(super) struct Clock {
+    pub start: Instant,
+    limit: Option<Duration>,
+    /// Work ends here; half of the reserve later it is left behind.
+    end: Option<Instant>,
+    last: Option<Instant>,
+    cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Clock {
+    pub fn new(
+        start: Option<Instant>,
+        limit: Option<Duration>,
+        cancel: Option<Arc<AtomicBool>>,
+    ) -> Clock {
+        let start = start.unwrap_or_else(Instant::now);
+        let reserve = |limit: Duration| limit.mul_f64(RESERVE).min(MOST_RESERVE);
+        // A limit beyond what an instant can say is none.
+        let at = |limit: Duration, less: Duration| start.checked_add(limit.saturating_sub(less));
+        Clock {
+            start,
+            limit,
+            end: limit.and_then(|limit| at(limit, reserve(limit))),
+            last: limit.and_then(|limit| at(limit, reserve(limit) / 2)),
+            cancel,
+        }
+    }
+
+    /// Whether results may depend on the machine.
+    pub fn is_timed(&self) -> bool {
+        self.limit.is_some()
+    }
+
+    /// Whether somebody may want the result before the work has ended.
+    pub fn may_stop_early(&self) -> bool {
+        self.is_timed() || self.cancel.is_some()
+    }
+
+    /// Whether the caller asked to stop.
+    pub fn cancelled(&self) -> bool {
+        self.cancel
+            .as_ref()
+            .is_some_and(|c| c.load(Ordering::Relaxed))
+    }
+
+    /// Whether it is time to end.
+    pub fn over(&self) -> bool {
+        self.cancelled() || self.end.is_some_and(|end| Instant::now() >= end)
+    }
+
+    /// Whether what has not ended must be left behind.
+    pub fn past(&self) -> bool {
+        self.last.is_some_and(|last| Instant::now() >= last)
+    }
+
+    /// Time left for work; none without a limit.
+    pub fn left(&self) -> Option<Duration> {
+        if self.cancelled() {
+            return Some(Duration::ZERO);
+        }
+        Some(self.end?.saturating_duration_since(Instant::now()))
+    }
+
+    /// A test whether this fraction of the time limit has passed from now on, or the end come.
+    pub fn used(&self, fraction: f64) -> impl Fn() -> bool + Sync + use<'_> {
+        let until = self
+            .limit
+            .and_then(|limit| Instant::now().checked_add(limit.mul_f64(fraction)));
+        move || self.over() || until.is_some_and(|until| Instant::now() >= until)
+    }
+}

@@ -1,0 +1,420 @@
+//! Stages and rounds: who does what on which problem, and what follows from it.
+//!
+//! ```text
+//! stage: reduced ── prices, messages ──┐
+//!   round:   prove │ search │ search   │  from one state of prices and one choice
+//!            └─────┴─ exchange ┘       │
+//!            rule out, presolve again ─┴─ smaller by a twentieth: next stage
+//! ```
+//!
+//! The prover first raises the bound by prices. When that no longer lets the problem shrink,
+//! it is given the integer program if this is small enough, and else searches like the others;
+//! with time left, prices get another turn now and then.
+//!
+//! Invariants: tasks of a round see the state at its beginning and nothing of each other
+//! (unless a clock runs); what they found is taken over in the order of the tasks.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::super::dual::Dual;
+use super::super::ilp;
+use super::super::presolve::{Infeasibility, presolve_again};
+use super::super::reduced::Reduced;
+use super::super::tighten::tighten;
+use super::SolveOptions;
+use super::clock::Clock;
+use super::live::{Found, Live};
+use super::prove::Proof;
+use super::seek::{Seeker, Turn};
+
+/// Stages before the integer program is tried as it is.
+const MAX_STAGES: usize = 40;
+/// Passes of messages before anything else.
+const FIRST_PASSES: usize = 20;
+/// A stage ends when the problem has become smaller by this part of it.
+const SHRINK: usize = 20;
+/// Or when a round of prices brought the gap below this part of it.
+const CLOSING: f64 = 0.9;
+/// Slices of search per thread, unless the work limit says otherwise, and per round.
+const SLICES: u64 = 250;
+const SLICES_PER_ROUND: u64 = 10;
+/// Rounds of search that do not help before giving up, if no clock runs.
+const MAX_IDLE: u32 = 3;
+/// The part of the time limit that trees get after prices on one thread, and a round of search.
+const TREE_TIME: f64 = 0.1;
+const SEARCH_TIME: f64 = 0.15;
+/// Rounds of search between two turns of the prices.
+const SEARCHES_PER_PRICES: u64 = 4;
+
+/// What the first task of a round does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Job {
+    Prices,
+    IntegerProgram,
+    Search,
+}
+
+/// Where a stage begins.
+struct Begin<'b> {
+    reduced: Reduced,
+    job: Job,
+    /// The prices and messages of the stage before.
+    before: Option<Dual<'b>>,
+    /// Stages before.
+    n_before: usize,
+}
+
+/// What is known between rounds.
+struct State {
+    best: Option<Found>,
+    bound: u64,
+    round: u64,
+    /// Slices of search left, per thread.
+    slices: u64,
+    seekers: Vec<Seeker>,
+}
+
+/// Solves a reduced problem; what it finds goes to `live`.
+pub(super) struct Solver {
+    pub options: SolveOptions,
+    pub clock: Clock,
+    pub live: Arc<Live>,
+}
+
+impl Solver {
+    /// Runs until the best choice is proved or there is nothing left to spend.
+    pub fn run(&self, reduced: Reduced) {
+        let n_seekers = self.options.threads.saturating_sub(1).max(1) as u64;
+        let mut state = State {
+            best: None,
+            bound: reduced.offset,
+            round: 0,
+            slices: self.options.work_limit.unwrap_or(SLICES),
+            // The last one serves the first task when it searches.
+            seekers: (0..=n_seekers)
+                .map(|i| Seeker::new(self.options.seed, i))
+                .collect(),
+        };
+        let first = self.options.integer_program_first && self.can_program(&reduced);
+        let begin = Begin {
+            reduced,
+            job: if first {
+                Job::IntegerProgram
+            } else {
+                Job::Prices
+            },
+            before: None,
+            n_before: 0,
+        };
+        self.stage(&mut state, begin);
+    }
+
+    /// One stage and those after it. (They are calls inside of each other because prices and
+    /// messages belong to a problem, and the next begin with those of the one before.)
+    fn stage(&self, state: &mut State, begin: Begin<'_>) {
+        let Begin {
+            reduced,
+            job: first,
+            before,
+            n_before,
+        } = begin;
+        if reduced.nodes.is_empty() {
+            self.live.offer(&reduced, reduced.offset, &[]);
+            self.live.known().proved = true;
+            return;
+        }
+        let mut dual = dual_for(&reduced, before);
+        self.raise(state, dual.bound().0);
+        let (mut job, mut n_idle) = (first, 0);
+        loop {
+            state.round += 1;
+            let gap = self.open_gap(state);
+            let proof = self.round(state, &reduced, &dual, job);
+            if let Some(better) = self.take_over(state, proof) {
+                dual = better;
+            }
+            if self.done(state) {
+                return;
+            }
+            let Ok(following) = self.tightened(state, &reduced, &dual) else {
+                // Nothing is left but what costs as much as the best choice.
+                self.live.known().proved = true;
+                return;
+            };
+            n_idle = if self.open_gap(state) < gap {
+                0
+            } else {
+                n_idle + 1
+            };
+            let shrunk = following.size() + reduced.size() / SHRINK < reduced.size();
+            // A better choice alone may let prices get further.
+            let closing = job == Job::Prices && self.open_gap(state) < CLOSING * gap;
+            let next = if (shrunk || closing) && n_before < MAX_STAGES {
+                Some(Job::Prices)
+            } else if first == Job::Prices && job == first && self.can_program(&following) {
+                Some(Job::IntegerProgram)
+            } else {
+                None
+            };
+            if let Some(job) = next {
+                let begin = Begin {
+                    reduced: following,
+                    job,
+                    before: Some(dual),
+                    n_before: n_before + 1,
+                };
+                return self.stage(state, begin);
+            }
+            let timed = self.clock.is_timed();
+            if !self.options.phases.search
+                || !(timed || (state.slices > 0 && n_idle < MAX_IDLE))
+                || (job == Job::IntegerProgram && !timed)
+            {
+                return;
+            }
+            job = if timed && job == Job::Search && self.prices_are_due(state) {
+                Job::Prices
+            } else {
+                Job::Search
+            };
+        }
+    }
+
+    fn prices_are_due(&self, state: &State) -> bool {
+        self.options.phases.prices && state.round.is_multiple_of(SEARCHES_PER_PRICES)
+    }
+
+    /// One round: the job and the searches, side by side if there are threads for it.
+    fn round<'r>(
+        &self,
+        state: &mut State,
+        reduced: &'r Reduced,
+        dual: &Dual<'r>,
+        job: Job,
+    ) -> Proof<'r> {
+        let mut seekers = std::mem::take(&mut state.seekers);
+        let best = state.best.clone();
+        let round = Round {
+            solver: self,
+            reduced,
+            best: best.as_ref(),
+            bound: state.bound,
+            number: state.round,
+            latest: Mutex::default(),
+        };
+        let timed = self.clock.is_timed();
+        let n_slices = match (timed, job) {
+            (true, _) => u64::MAX,
+            (false, Job::Prices) => 0,
+            (false, _) => state.slices.min(SLICES_PER_ROUND),
+        };
+        let trees = job == Job::Prices;
+        let (own, others) = seekers.split_last_mut().expect("there is one at least");
+        let mut proof;
+        if self.options.threads == 1 {
+            proof = round.job(job, dual, own, n_slices);
+            if self.options.phases.search && trees && !self.clock.over() {
+                let dual = proof.dual.as_ref().unwrap_or(dual);
+                let turn = Turn {
+                    trees,
+                    n_slices: 0,
+                    beside: false,
+                    stop: &self.clock.used(TREE_TIME),
+                };
+                let found = round.search(&mut others[0], dual, &turn);
+                proof.found.extend(found);
+            }
+        } else {
+            let job_done = AtomicBool::new(false);
+            let stop = || self.clock.over() || (timed && job_done.load(Ordering::Relaxed));
+            let turn = Turn {
+                trees,
+                n_slices,
+                beside: true,
+                stop: &stop,
+            };
+            proof = std::thread::scope(|scope| {
+                let (round, turn) = (&round, &turn);
+                let searching = others.iter_mut().filter(|_| self.options.phases.search);
+                let tasks: Vec<_> = searching
+                    .map(|seeker| scope.spawn(move || round.search(seeker, dual, turn)))
+                    .collect();
+                let mut proof = round.job(job, dual, own, n_slices);
+                job_done.store(true, Ordering::Relaxed);
+                for task in tasks {
+                    match task.join() {
+                        Ok(found) => proof.found.extend(found),
+                        Err(panic) => std::panic::resume_unwind(panic),
+                    }
+                }
+                proof
+            });
+        }
+        state.seekers = seekers;
+        if !timed {
+            state.slices -= n_slices;
+        }
+        proof
+    }
+
+    /// Takes over what a round brought; returns its prices and messages.
+    fn take_over<'r>(&self, state: &mut State, proof: Proof<'r>) -> Option<Dual<'r>> {
+        for found in proof.found {
+            if state.best.as_ref().is_none_or(|(best, _)| found.0 < *best) {
+                self.live.offer_found(found.clone());
+                state.best = Some(found);
+            }
+        }
+        // What was ruled out before costs at least the best choice, which bounds it as well.
+        let most = state.best.as_ref().map_or(u64::MAX, |(cost, _)| *cost);
+        self.raise(state, proof.bound.min(most));
+        let mut known = self.live.known();
+        known.proved |= proof.proved;
+        if proof.nothing_fits && known.best.is_none() {
+            known.infeasible = Some(Infeasibility::Searched);
+        }
+        proof.dual
+    }
+
+    fn raise(&self, state: &mut State, bound: u64) {
+        state.bound = state.bound.max(bound);
+        self.live.raise(state.bound);
+    }
+
+    /// The problem without what the best choice's cost rules out.
+    fn tightened(
+        &self,
+        state: &State,
+        reduced: &Reduced,
+        dual: &Dual<'_>,
+    ) -> Result<Reduced, Infeasibility> {
+        let Some((cost, _)) = state.best.as_ref().filter(|_| self.options.phases.tighten) else {
+            return Ok(reduced.clone());
+        };
+        let left = tighten(reduced, dual, *cost);
+        let mut next = reduced.clone();
+        next.edges = left.edges;
+        let next = presolve_again(next, &left.keep, &self.options.presolve)?;
+        self.live.note("tighten", next.describe());
+        Ok(next)
+    }
+
+    /// Whether the integer program of this problem is to be tried.
+    fn can_program(&self, reduced: &Reduced) -> bool {
+        if super::backend(self.options.backend).is_none() {
+            return false;
+        }
+        let columns = ilp::n_columns(reduced);
+        let fits = columns <= self.options.max_ilp_columns;
+        if !fits {
+            self.live
+                .note("ilp", format!("{columns} columns are too many"));
+        }
+        fits
+    }
+
+    fn done(&self, state: &State) -> bool {
+        let proved = {
+            let known = self.live.known();
+            known.proved || known.infeasible.is_some()
+        };
+        proved || self.close_enough(state) || self.clock.over()
+    }
+
+    fn close_enough(&self, state: &State) -> bool {
+        let close = |(cost, _): &Found| {
+            let gap = cost.saturating_sub(state.bound) as f64;
+            gap <= self.options.gap * *cost as f64
+        };
+        state.best.as_ref().is_some_and(close)
+    }
+
+    /// How far the best choice is from the bound, relatively; 1 without a choice.
+    fn open_gap(&self, state: &State) -> f64 {
+        let gap =
+            |(cost, _): &Found| cost.saturating_sub(state.bound) as f64 / (*cost).max(1) as f64;
+        state.best.as_ref().map_or(1.0, gap)
+    }
+}
+
+/// What the tasks of a round share.
+pub(super) struct Round<'a, 'r> {
+    pub solver: &'a Solver,
+    pub reduced: &'r Reduced,
+    /// The best choice when the round began.
+    pub best: Option<&'a Found>,
+    /// No choice costs less, as was known then.
+    pub bound: u64,
+    pub number: u64,
+    /// With a clock, the newest prices and messages of the first task, and how many it gave.
+    latest: Mutex<Option<Latest<'r>>>,
+}
+
+/// Prices and messages on the way, and their number.
+pub(super) type Latest<'r> = (u64, Arc<Dual<'r>>);
+
+impl<'r> Round<'_, 'r> {
+    /// Gives the other tasks what the first has by now, if they may look at it.
+    pub fn publish(&self, dual: &Dual<'r>) {
+        if self.solver.clock.is_timed() && self.solver.options.threads > 1 {
+            let mut latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+            let n = latest.as_ref().map_or(0, |(n, _)| *n);
+            *latest = Some((n + 1, Arc::new(dual.clone())));
+        }
+    }
+
+    /// The newest published state, if there is one after number `seen`.
+    pub fn newer(&self, seen: u64) -> Option<Latest<'r>> {
+        let latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        latest.clone().filter(|(n, _)| *n > seen)
+    }
+
+    fn job(&self, job: Job, dual: &Dual<'r>, own: &mut Seeker, n_slices: u64) -> Proof<'r> {
+        match job {
+            Job::Prices => self.raise_bound(dual.clone()),
+            Job::IntegerProgram => self.solver.integer_program(self.reduced, self.best),
+            Job::Search => {
+                let turn = Turn {
+                    trees: false,
+                    n_slices,
+                    beside: false,
+                    stop: &self.solver.clock.used(SEARCH_TIME),
+                };
+                Proof {
+                    found: self.search(own, dual, &turn).into_iter().collect(),
+                    ..Proof::default()
+                }
+            }
+        }
+    }
+}
+
+/// Prices and messages for a problem, from those of the larger problem before it.
+fn dual_for<'r>(reduced: &'r Reduced, before: Option<Dual<'_>>) -> Dual<'r> {
+    let mut dual = Dual::new(reduced);
+    if let Some(before) = before {
+        dual.set_prices(&carried(&priced_times(&before), &reduced.times));
+    }
+    (0..FIRST_PASSES).for_each(|_| dual.pass_messages());
+    dual
+}
+
+fn priced_times(dual: &Dual<'_>) -> Vec<(u64, f64)> {
+    let times = dual.reduced().times.iter().copied();
+    times.zip(dual.prices()).filter(|(_, p)| *p > 0.0).collect()
+}
+
+/// Prices for `times` from those of a larger problem: a time that was dropped gives its price
+/// to the next one that is left (or the last), which has much the same memory in use.
+fn carried(prices: &[(u64, f64)], times: &[u64]) -> Vec<f64> {
+    let mut carried = vec![0.0; times.len()];
+    for &(time, price) in prices {
+        let at = times.partition_point(|&t| t < time);
+        let last = times.len().saturating_sub(1);
+        if let Some(sum) = carried.get_mut(at.min(last)) {
+            *sum += price;
+        }
+    }
+    carried
+}
