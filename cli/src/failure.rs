@@ -142,6 +142,14 @@ impl From<planner::PlanError> for Failure {
         use planner::PlanError::*;
         let (exit, help) = match &e {
             Input(_) => (Exit::BadInput, None),
+            Layers(planner::ClusterError::Rebuild(_)) => (
+                Exit::Internal,
+                Some("this is a defect of the planner; please report it with the command line"),
+            ),
+            Layers(_) => (
+                Exit::Usage,
+                Some("give --layers a number in that range, or `auto`, or leave it out"),
+            ),
             Strategies(_) | NoTiling { .. } => (
                 Exit::Infeasible,
                 Some("loosen or remove pins, or change --global-batch"),
