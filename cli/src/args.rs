@@ -20,7 +20,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Search for the best plan to train a model on a cluster.
-    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
     Compile(Box<CompileArgs>),
     /// Show a plan: stages, what each axis does, collectives, memory.
     #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
@@ -73,6 +73,11 @@ pub struct CompileArgs {
     /// schedule=gpipe|1f1b, spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// The layers that stages are made of: those that the model declares, or found by
+    /// clustering, either a number that suits the graph or exactly N [default: declared;
+    /// auto where the model declares none or one].
+    #[arg(long, value_name = "declared|auto|N")]
+    pub layers: Option<LayersArg>,
     /// Write the intra-op problems of the plan's stages that were solved as integer programs
     /// (those under memory pressure) to this folder, as `solve` reads them.
     #[arg(long, value_name = "DIR")]
@@ -83,6 +88,24 @@ pub struct CompileArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Where layers come from.
+#[derive(Clone, Copy, Debug)]
+pub struct LayersArg(pub planner::Layering);
+
+impl std::str::FromStr for LayersArg {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        Ok(LayersArg(match text {
+            "declared" => planner::Layering::Declared,
+            "auto" => planner::Layering::Auto,
+            _ => match text.parse() {
+                Ok(n) if n > 0 => planner::Layering::Exactly(n),
+                _ => return Err("accepted: declared, auto, or a number from 1".into()),
+            },
+        }))
+    }
 }
 
 /// What is trained: a file, flags, or both; flags win.

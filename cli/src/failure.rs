@@ -180,6 +180,14 @@ impl From<planner::PlanError> for Failure {
                 Exit::Usage,
                 Some("change the pin or leave it out; the search finds what is not pinned"),
             ),
+            Layers(planner::ClusterError::Rebuild(_)) => (
+                Exit::Internal,
+                Some("this is a defect of the planner; please report it with the command line"),
+            ),
+            Layers(_) => (
+                Exit::Usage,
+                Some("give --layers a number in that range, or `auto`, or leave it out"),
+            ),
             Strategies(_) | NoTiling { .. } => (
                 Exit::Infeasible,
                 Some("loosen or remove pins, or change --global-batch"),

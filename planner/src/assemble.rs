@@ -37,7 +37,7 @@ pub(crate) fn add_stage(
     let mut runs: Vec<LayerRun> = Vec::new();
     for (i, layer) in stage.layers.clone().enumerate() {
         let kind = layers.kind[layer];
-        let strategy = layer_strategy(s, layers, &stage.models[kind], kind, &stage.choices[i]);
+        let strategy = layer_strategy(s, layers, layer, &stage.models[kind], &stage.choices[i]);
         let index = plan
             .layer_strategies
             .iter()
@@ -61,21 +61,25 @@ pub(crate) fn add_stage(
     });
 }
 
+/// The strategy of `layer`, of whose kind `model` is.
 fn layer_strategy(
     s: &Setting<'_>,
     layers: &Layers,
+    layer: usize,
     model: &LayerModel,
-    kind: usize,
     choice: &[u32],
 ) -> LayerStrategy {
     let graph = &s.training.graph;
-    let name = &graph.layers[layers.first[kind].index()];
+    let name = &graph.layers[layer];
     let mut strategy = LayerStrategy::default();
     for (group, &c) in model.groups.iter().zip(choice).take(model.n_own) {
         for (&id, op) in group.ops.iter().zip(&group.choices[c as usize].strategies) {
+            let own = layers
+                .counterpart(id, layer)
+                .expect("the groups of a model are of the first layer of its kind");
             strategy
                 .ops
-                .insert(relative_path(&graph.op(id).path, name), op.clone());
+                .insert(relative_path(&graph.op(own).path, name), op.clone());
         }
     }
     strategy

@@ -203,7 +203,7 @@ fn local_source(graph: &Graph, op: &Op, here: &BTreeSet<OpId>) -> bool {
 }
 
 /// The forward op whose group a gradient op joins; `None` when it stands alone.
-fn forward_of(graph: &Graph, id: &OpId) -> Option<OpId> {
+pub(crate) fn forward_of(graph: &Graph, id: &OpId) -> Option<OpId> {
     let op = graph.op(*id);
     if op.region != Region::Microbatch || op.pass == Pass::F {
         return None;

@@ -6,6 +6,7 @@
 //!          layers     per op    layer kind     products  stages      simulation
 //! ```
 //!
+//! * `cluster_layers`: cuts a graph that declares no layers into some.
 //! * `layers`: layers are compared and solved once per kind.
 //! * `groups`: what is decided together, and the choices that sharding rules and pins allow.
 //! * `layer_model`: a layer as an intra-op problem; eliminated to a matrix over the layouts
@@ -17,6 +18,7 @@
 //! * `intra_op`: the intra-op problem as a plain value with its solvers; public.
 
 mod assemble;
+mod cluster_layers;
 mod groups;
 pub mod inter_op;
 pub mod intra_op;
@@ -28,6 +30,7 @@ mod refine;
 mod search;
 mod stage;
 
+pub use cluster_layers::{ClusterError, Layered, Layering};
 use cost_model::simulate::Simulation;
 use ir::cluster::Cluster;
 use ir::plan::Plan;
@@ -41,6 +44,8 @@ pub use pins::{PinError, Pins};
 pub struct PlanOptions {
     /// What is fixed.
     pub pins: Pins,
+    /// Where layers come from.
+    pub layering: Layering,
 }
 
 /// A plan with what was made on the way.
@@ -84,6 +89,9 @@ pub enum PlanError {
     /// Pins that do not fit the model or the cluster, or each other; says what would.
     #[error("{0}")]
     Pins(String),
+    /// The graph cannot be cut into the layers that were asked for.
+    #[error(transparent)]
+    Layers(#[from] ClusterError),
     /// No strategy is left for an op, or a layer cannot be modelled.
     #[error("no strategy: {0}")]
     Strategies(String),
@@ -125,7 +133,8 @@ pub enum PlanError {
     Lower(String),
 }
 
-/// Plans the training of `forward` (as made by `import`) on `cluster`.
+/// Plans the training of `forward` (as made by `import`) on `cluster`. Its layers are those
+/// that it declares, or those that `options` asks for.
 ///
 /// Deterministic: the same input gives the same plan to the byte.
 pub fn plan(
@@ -135,4 +144,12 @@ pub fn plan(
     options: &PlanOptions,
 ) -> Result<Planned, PlanError> {
     search::plan(forward, train, cluster, options)
+}
+
+/// Gives `forward` the layers that [`plan`] would slice it into.
+///
+/// # Errors
+/// When a number of layers is asked for that the graph does not allow.
+pub fn layered(forward: &Graph, layering: Layering) -> Result<Layered, ClusterError> {
+    cluster_layers::cluster_layers(forward, layering, search::MAX_LAYERS)
 }

@@ -44,7 +44,7 @@ const MAX_MICROBATCH: u64 = 1 << 16;
 /// Most microbatches of a step: a program has a slot for each.
 const MAX_MICROBATCHES: u64 = 1 << 16;
 /// Largest number of layers that the DP slices one by one.
-const MAX_LAYERS: usize = 400;
+pub(crate) const MAX_LAYERS: usize = 400;
 
 /// One logical shape of a submesh.
 #[derive(Clone, Debug)]
@@ -114,6 +114,8 @@ pub(crate) fn plan(
     if let Some(first) = problems.into_iter().next() {
         return Err(PlanError::Input(first));
     }
+    let layered = crate::layered(forward, options.layering)?;
+    let forward = layered.graph.as_ref().unwrap_or(forward);
     let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
     pins::check::check(pins, &training, cluster, train.global_batch)?;
@@ -141,6 +143,7 @@ pub(crate) fn plan(
     let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
     let mut stats = PlanStats {
         n_layer_kinds: search.layers.first.len(),
+        notes: layered.note.into_iter().collect(),
         ..PlanStats::default()
     };
     let mut reserve = 0u64;

@@ -5,7 +5,7 @@ use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure};
 use crate::{cluster, files, model, plan_file, report, train_spec};
 use planner::intra_op::write_problem;
-use planner::{Pins, PlanOptions, Planned};
+use planner::{Layering, Pins, PlanOptions, Planned};
 use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -20,9 +20,13 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
     files::check_writable(&args.output)?;
+    let options = PlanOptions {
+        pins,
+        layering: args.layers.map_or(Layering::default(), |l| l.0),
+    };
     let started = Instant::now();
     let bar = spinner("searching for a plan");
-    let planned = planner::plan(&forward, &spec, &cluster, &PlanOptions { pins });
+    let planned = planner::plan(&forward, &spec, &cluster, &options);
     let searched = started.elapsed();
     bar.set_message("proving the plan");
     let planned = planned.inspect_err(|_| bar.finish_and_clear())?;

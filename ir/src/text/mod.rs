@@ -20,6 +20,9 @@
 //! the `OpKind`, so that a new op needs nothing here; `<B,8,4>` is a list of dims. Values
 //! are numbered in the order of definition; a hand-written text may name them (`%x`).
 //!
+//! **A text without `layers`** may leave `layer n` out: its ops, those of `repeat` bodies too,
+//! then belong to one layer called `all`. The planner cuts such a graph into layers.
+//!
 //! **Equal layers are written once.** `repeat n as "h.{i}" from a [down]` stands for `n`
 //! copies of its body, `{i}` being `a`, `a + 1`, ... (`down`: `a - 1`, ...) in paths and
 //! attribute strings; the ops belong to the layers of those names. The body is written as
@@ -87,6 +90,9 @@ impl std::str::FromStr for Graph {
         parse(text)
     }
 }
+
+/// The layer of a text that declares none.
+const ONLY_LAYER: &str = "all";
 
 const PASSES: [(Pass, &str); 5] = [
     (Pass::F, "F"),

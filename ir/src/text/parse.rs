@@ -6,7 +6,7 @@ mod statement;
 
 use super::fold::Numbered;
 use super::scan::Scanner;
-use super::{HOLE, MAX_EXPANDED_BYTES, MAX_LAYERS, MAX_OPS, ParseError};
+use super::{HOLE, MAX_EXPANDED_BYTES, MAX_LAYERS, MAX_OPS, ONLY_LAYER, ParseError};
 use crate::{Graph, LayerId};
 use expand::Instance;
 use statement::{Reference, Statement};
@@ -20,6 +20,7 @@ pub fn parse(text: &str) -> Result<Graph, ParseError> {
         graph: Graph::default(),
         names: BTreeMap::new(),
         layers: BTreeMap::new(),
+        undeclared: false,
         expanded: 0,
     };
     parser.graph()?;
@@ -33,6 +34,8 @@ struct Parser<'a> {
     names: BTreeMap<String, i64>,
     /// First layer of each name.
     layers: BTreeMap<String, LayerId>,
+    /// True when the text declares no layers.
+    undeclared: bool,
     /// Bytes of text that the graph so far stands for.
     expanded: u64,
 }
@@ -68,6 +71,8 @@ impl Parser<'_> {
         self.s.expect("{")?;
         if self.s.eat_word("layers") {
             self.layers()?;
+        } else {
+            self.undeclared = true;
         }
         loop {
             if self.s.eat_word("return") {
@@ -162,6 +167,8 @@ impl Parser<'_> {
         let statement = self.statement(&mut body)?;
         let layer = if self.s.eat_word("world") {
             None
+        } else if self.undeclared && self.s.peek_word() != "layer" {
+            Some(self.only_layer())
         } else {
             Some(self.layer_number()?)
         };
@@ -174,6 +181,14 @@ impl Parser<'_> {
             number: None,
         };
         self.add(&statement, &copy)
+    }
+
+    /// The layer of all ops in a text that declares none.
+    fn only_layer(&mut self) -> LayerId {
+        if self.graph.layers.is_empty() {
+            self.graph.add_layer(ONLY_LAYER);
+        }
+        LayerId::new(0)
     }
 
     fn layer_number(&mut self) -> Result<LayerId, ParseError> {
@@ -237,8 +252,10 @@ impl Parser<'_> {
                 return Err(self.s.error(header, format!("copy {k} has no number")));
             };
             let name = template.replace(HOLE, &number);
-            let Some(&layer) = self.layers.get(&name) else {
-                return Err(self.s.error(header, format!("there is no layer `{name}`")));
+            let layer = match self.layers.get(&name) {
+                Some(&layer) => layer,
+                None if self.undeclared => self.only_layer(),
+                None => return Err(self.s.error(header, format!("there is no layer `{name}`"))),
             };
             let Body { base, width, .. } = body;
             let copy = Instance {

@@ -375,7 +375,7 @@ pub fn pins(data: &[u8]) -> Depth {
         Ok(&pins),
         "{described:?} are not the pins"
     );
-    let options = planner::PlanOptions { pins };
+    let options = planner::PlanOptions { pins, ..Default::default() };
     match planner::plan(&tiny_forward(), &tiny_train(), &crate::cluster(4), &options) {
         Ok(made) => {
             crate::assert_checked(&made.plan, &made.training, &made.program);
