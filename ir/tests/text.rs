@@ -748,3 +748,39 @@ fn expansion_is_limited() {
     assert!(failure(&deep).1.contains("nest deeper"));
     assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
 }
+
+/// Without `layers`, ops and bodies need none and belong to one layer; numbers still count.
+#[test]
+fn a_text_without_layers_has_one() {
+    let text = r#"graph "g" {
+      %w = state {decay: true, init: ones} : f32[4,4] @ w Update step_begin
+      repeat 3 as "l.{i}" from 1 (%x = %w then %y) {
+        %y = layout %x : f32[4,4] @ l.{i}.y F microbatch
+      }
+      %z = layout %y : f32[4,4] @ z F microbatch layer 0
+      %n = constant {value: 1.0} : f32[] @ n Update step_end world
+      return %z
+    }"#;
+    let graph = parse(text).unwrap();
+    assert_eq!(graph.layers, ["all"]);
+    let layers: Vec<Option<LayerId>> = graph.ops().iter().map(|op| op.layer).collect();
+    let only = Some(LayerId::new(0));
+    assert_eq!(layers, [only, only, only, only, only, None]);
+    assert_eq!(parse(&print(&graph)).unwrap(), graph);
+    // A text that declares layers must say which one.
+    let declared = text.replacen('{', "{\n layers \"a\"", 1);
+    let (_, message) = failure(&declared);
+    assert!(
+        message.contains("expected `layer` and its number"),
+        "{message}"
+    );
+    // Nothing to number.
+    let (_, message) = failure(&text.replace(
+        "%w = state {decay: true, init: ones} : f32[4,4] @ w Update step_begin",
+        "%w = state {decay: true, init: ones} : f32[4,4] @ w Update step_begin layer 0",
+    ));
+    assert!(
+        message.contains("there is no layer 0; the graph has 0"),
+        "{message}"
+    );
+}

@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 pub(super) struct Piece {
     /// Its ops, sources among them, in graph order.
     pub ops: Vec<OpId>,
-    /// Forward FLOPs of one sample, of all kinds.
+    /// Its FLOPs as [`flops`] counts them.
     pub flops: u64,
     /// The activation that crosses the place behind it; none behind the last piece.
     pub crossing: Option<ValueId>,
@@ -43,7 +43,8 @@ pub(super) fn pieces(graph: &Graph) -> Option<Vec<Piece>> {
     if graph.ops().iter().any(|op| op.layer.is_none()) {
         return None;
     }
-    let order = order(graph, graph.value(loss).producer);
+    let flops = flops(graph);
+    let order = order(graph, &flops, graph.value(loss).producer);
     let places = places(graph, &order);
     let of_op = piece_of_ops(graph, &order, &places);
     let mut pieces: Vec<Piece> = places
@@ -57,18 +58,24 @@ pub(super) fn pieces(graph: &Graph) -> Option<Vec<Piece>> {
             bytes: crossing.map_or(0, |v| graph.ty(v).bytes(1)),
         })
         .collect();
-    for (id, op) in graph.iter() {
+    for (id, _) in graph.iter() {
         let piece = &mut pieces[of_op[id.index()]];
         piece.ops.push(id);
-        piece.flops = piece.flops.saturating_add(flops(graph, op));
+        piece.flops = piece.flops.saturating_add(flops[id.index()]);
     }
     Some(pieces)
 }
 
-/// All arithmetic of an op's forward pass on one sample.
-fn flops(graph: &Graph, op: &Op) -> u64 {
-    let work = graph.work(op, 1);
-    (work.matmul_flops + work.attention_flops + work.vector_flops) as u64
+/// Per op, the FLOPs of its matrix products on one sample, forward; all arithmetic in a graph
+/// that has no such product.
+pub(super) fn flops(graph: &Graph) -> Vec<u64> {
+    let work: Vec<_> = graph.ops().iter().map(|op| graph.work(op, 1)).collect();
+    let products = work.iter().any(|w| w.model_flops() > 0.0);
+    let of = |w: &ir::op::Work| match products {
+        true => w.model_flops() as u64,
+        false => w.vector_flops as u64,
+    };
+    work.iter().map(of).collect()
 }
 
 /// The ops that compute the operands of `op`, as far as those are activations.
@@ -79,12 +86,12 @@ fn computed<'g>(graph: &'g Graph, op: &'g Op) -> impl Iterator<Item = OpId> + 'g
 
 /// What the loss depends on, sources left out, in depth-first post-order with the operand on
 /// the longest path first.
-fn order(graph: &Graph, loss: OpId) -> Vec<OpId> {
+fn order(graph: &Graph, flops: &[u64], loss: OpId) -> Vec<OpId> {
     // FLOPs, and one for the op itself so that paths of free ops have a length too.
     let mut longest: Vec<u64> = Vec::with_capacity(graph.ops().len());
-    for op in graph.ops() {
+    for (id, op) in graph.iter() {
         let before = computed(graph, op).map(|p| longest[p.index()]).max();
-        let own = flops(graph, op).saturating_add(1);
+        let own = flops[id.index()].saturating_add(1);
         longest.push(own.saturating_add(before.unwrap_or(0)));
     }
     let sorted = |id: OpId| {
