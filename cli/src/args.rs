@@ -79,7 +79,7 @@ pub struct CompileArgs {
     #[arg(long, value_name = "declared|auto|N")]
     pub layers: Option<LayersArg>,
     /// Write the intra-op problems of the plan's stages that were solved as integer programs
-    /// (those under memory pressure) to this folder, as `solve` reads them.
+    /// (those under memory pressure) to this folder, as `solve` reads them; says so if there are none.
     #[arg(long, value_name = "DIR")]
     pub dump_intra_op: Option<PathBuf>,
     /// What is trained.

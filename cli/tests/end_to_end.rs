@@ -491,6 +491,122 @@ fn small_problems_are_solved() {
     );
 }
 
+/// A grid of nodes under memory pressure that no solver proves at once.
+fn hard_problem() -> Vec<u8> {
+    use planner::intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
+    let n = 30u32;
+    let mut state = 1u64;
+    let mut random = |below: u64| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (state >> 33) % below
+    };
+    let nodes = (0..n * n)
+        .map(|v| {
+            let usages: Vec<u64> = (0..5).map(|_| random(100)).collect();
+            Node {
+                costs: usages.iter().map(|u| Cost::finite(1000 - 8 * u)).collect(),
+                usages,
+                interval: [u64::from(v), u64::from(v + n)],
+            }
+        })
+        .collect();
+    let ends = (0..n * n).flat_map(|v| [(v, v + 1), (v, v + n)]);
+    let edges = ends
+        .filter(|&(a, b)| b < n * n && (b != a + 1 || b % n != 0))
+        .map(|(a, b)| {
+            let cells: Vec<Cost> = (0..25).map(|_| Cost::finite(random(1000))).collect();
+            let table = std::sync::Arc::new(Table::new(5, 5, cells).unwrap());
+            Edge { a, b, table }
+        })
+        .collect();
+    let problem = IntraOpProblem {
+        name: "grid".into(),
+        nodes,
+        edges,
+        usage_limit: Some(1000),
+    };
+    let mut bytes = Vec::new();
+    write_problem(&problem, &mut bytes).unwrap();
+    bytes
+}
+
+fn last_line(out: &str) -> serde_json::Value {
+    serde_json::from_str(out.trim().lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn the_example_of_the_documents_is_solved() {
+    let place = Place::new();
+    let example = repository().join("examples/intra_op/two_matmuls.json");
+    let done = place.run(&["solve", example.to_str().unwrap(), "-o", "s.json"]);
+    let done = done.expect(0);
+    // 400 + 0 + 260: the first replicated, the second by columns; 2 + 4 of 11 bytes.
+    let line = last_line(&done.out);
+    assert_eq!(line["status"], "optimal");
+    assert_eq!(line["objective"], 400 + 260);
+    assert_eq!(line["peak_usage"], 2 + 4);
+    assert_eq!(place.read("s.json"), b"[0,1]\n");
+    let trace = line["trace"].as_array().unwrap();
+    assert_eq!(trace.last().unwrap()[1], 660, "{trace:?}");
+}
+
+#[test]
+fn a_work_limit_gives_the_same_solution_twice() {
+    let place = Place::new();
+    place.write("hard.json", &hard_problem());
+    for output in ["a.json", "b.json"] {
+        place
+            .run(&[
+                "solve",
+                "hard.json",
+                "--threads",
+                "2",
+                "--work-limit",
+                "2",
+                "--seed",
+                "5",
+                "-o",
+                output,
+            ])
+            .expect(0);
+    }
+    assert_eq!(place.read("a.json"), place.read("b.json"));
+}
+
+#[test]
+fn a_time_limit_and_an_interrupt_give_the_best_so_far() {
+    let place = Place::new();
+    place.write("hard.json", &hard_problem());
+    let begun = std::time::Instant::now();
+    let done = place.run(&["solve", "hard.json", "--time-limit", "2", "-o", "t.json"]);
+    // The limit covers the whole command; starting it on a busy machine takes a while.
+    assert!(begun.elapsed().as_secs_f64() < 4.0, "{:?}", begun.elapsed());
+    assert_eq!(last_line(&done.expect(0).out)["status"], "feasible");
+    assert!(place.exists("t.json"));
+    #[cfg(unix)]
+    {
+        let child = std::process::Command::new(env!("CARGO_BIN_EXE_meshwright"))
+            .args(["solve", "hard.json", "--threads", "2", "-o", "i.json"])
+            .current_dir(place.path("."))
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(std::time::Duration::from_secs(4));
+        let id = child.id().to_string();
+        let sent = std::process::Command::new("kill")
+            .args(["-INT", &id])
+            .status();
+        assert!(sent.unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        let line = last_line(std::str::from_utf8(&output.stdout).unwrap());
+        assert_eq!(line["status"], "feasible");
+        assert!(place.exists("i.json"));
+    }
+}
+
 #[test]
 fn this_machine_is_measured_and_planned_for() {
     let place = Place::new();

@@ -45,8 +45,16 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     }
 }
 
-/// Writes the solved intra-op problems, one file each, named by stage.
+/// Writes the solved intra-op problems, one file each, in the order of the stages, and says how
+/// many there were: on standard error, because the result may be JSON.
 fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
+    let (n, shown) = (planned.stats.problems.len(), folder.display());
+    if n == 0 {
+        eprintln!(
+            "No intra-op problem was written to {shown}: no stage of this plan is under memory pressure, so elimination decided all of them."
+        );
+        return Ok(());
+    }
     std::fs::create_dir_all(folder).map_err(|e| {
         let what = format!("cannot make the folder {}: {e}", folder.display());
         Failure::new(Exit::BadInput, what)
@@ -57,6 +65,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
             .map_err(|e| Failure::new(Exit::Internal, format!("intra-op problem {i}: {e}")))?;
         files::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
     }
+    eprintln!("Wrote {n} intra-op problems to {shown}.");
     Ok(())
 }
 
