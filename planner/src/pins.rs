@@ -20,6 +20,8 @@ pub struct Pins {
     pub zero: Option<u8>,
     /// Samples per microbatch over the whole stage mesh.
     pub microbatch: Option<u64>,
+    /// Number of layers of every stage, first stage first.
+    pub split: Option<Vec<usize>>,
     /// Order of passes.
     pub schedule: Option<ScheduleKind>,
     /// Tensors with a fixed spec.
@@ -66,7 +68,7 @@ pub struct PinError {
 
 impl Pins {
     /// Reads pins of the forms `data=2`, `tensor=4`, `pipeline=2`, `zero=1`, `microbatch=8`,
-    /// `schedule=gpipe`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold
+    /// `split=5/4/4/5` (layers of every stage), `schedule=gpipe`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold
     /// several, separated by spaces or, outside brackets, commas.
     pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
         let mut pins = Pins::default();
@@ -100,6 +102,17 @@ impl Pins {
                 Ok(n) if n >= 1 => self.microbatch = Some(n),
                 _ => return Err(err(format!("`{value}` is not a number of samples"))),
             },
+            "split" => {
+                let counts: Result<Vec<usize>, _> = value.split('/').map(str::parse).collect();
+                match counts {
+                    Ok(counts) if counts.iter().all(|&n| n >= 1) => self.split = Some(counts),
+                    _ => {
+                        return Err(err(format!(
+                            "`{value}` is not the layers of every stage, such as 5/4/4/5"
+                        )));
+                    }
+                }
+            }
             "schedule" => match value {
                 "gpipe" => self.schedule = Some(ScheduleKind::GPipe),
                 "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
@@ -113,7 +126,7 @@ impl Pins {
                 Some(name) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
                 None => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, schedule and spec:TENSOR are known"
+                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, split, schedule and spec:TENSOR are known"
                     )));
                 }
             },
@@ -130,6 +143,10 @@ impl Pins {
         degree("pipeline", self.pipeline.map(u64::from));
         degree("zero", self.zero.map(u64::from));
         degree("microbatch", self.microbatch);
+        out.extend(self.split.as_ref().map(|counts| {
+            let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
+            format!("split={}", counts.join("/"))
+        }));
         out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
         for t in &self.tensors {
             let dims: Vec<String> = t

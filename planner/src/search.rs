@@ -145,7 +145,7 @@ pub(crate) fn plan(
         cluster,
         pins,
         saved: saved_values(&training),
-        sequences: Sequences::new(&layers),
+        sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins)?,
     };
@@ -418,7 +418,14 @@ impl Search<'_> {
             }
         }
         let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
+        let mut is_memory_plentiful = false;
         for (w, &weight) in weights.iter().enumerate() {
+            // Where the fastest choices fit by far, memory has no price.
+            let plenty = |(_, cost): &(usize, LayerCost)| self.fits_twice(cost, m);
+            is_memory_plentiful = w == 1 && stages.iter().flatten().all(plenty);
+            if is_memory_plentiful {
+                break;
+            }
             let paths = PricedMesh::new(&weighted, weight).paths(&s, &self.sequences);
             for (costs, path) in stages.iter_mut().zip(paths) {
                 let Some(path) = path else { continue };
@@ -428,7 +435,12 @@ impl Search<'_> {
                 }
             }
         }
-        let relaxed = self.relaxed(&models, base)?;
+        let prices = if is_memory_plentiful {
+            &MEMORY_PRICES[..1]
+        } else {
+            &MEMORY_PRICES[..]
+        };
+        let relaxed = self.relaxed(&models, base, prices)?;
         Ok(Candidate {
             shape: index,
             submesh,
@@ -437,20 +449,33 @@ impl Search<'_> {
         })
     }
 
+    /// Whether a stage of this cost fits with all `m` microbatches in flight, and as much again
+    /// for what placing its buffers may add.
+    fn fits_twice(&self, cost: &LayerCost, m: u32) -> bool {
+        let bytes = cost
+            .saved_bytes
+            .saturating_mul(u64::from(m))
+            .saturating_add(cost.static_bytes)
+            .saturating_add(cost.transient_bytes);
+        bytes <= self.cluster.usable_bytes() / 2
+    }
+
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
     /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
     /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
-    /// most the time of whatever fits the capacity.
+    /// most the time of whatever fits the capacity. Where everything fits, no price but zero
+    /// can give more.
     fn relaxed(
         &self,
         models: &[LayerModel],
         base: Weights,
+        prices: &[f64],
     ) -> Result<Vec<Option<f64>>, ModelError> {
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
         let capacity = self.cluster.usable_bytes() as f64;
         let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
-        for price in MEMORY_PRICES {
+        for &price in prices {
             let priced = Weights {
                 static_price: price,
                 saved_price: price,
@@ -919,6 +944,21 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
         (Some(old @ PlanError::Strategies(_)), PlanError::NoTiling { .. }) => old,
         (_, new) => new,
     }
+}
+
+/// The sequences of layers that stages may have: all ranges, or those of a pinned split.
+fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanError> {
+    let Some(counts) = &pins.split else {
+        return Ok(Sequences::new(layers));
+    };
+    let n_layers: usize = counts.iter().fold(0, |sum, &n| sum.saturating_add(n));
+    if n_layers != layers.kind.len() {
+        return Err(PlanError::Input(format!(
+            "pinned split has {n_layers} layers; the model has {}, embedding and output layer included",
+            layers.kind.len()
+        )));
+    }
+    Ok(Sequences::of_split(layers, counts))
 }
 
 /// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
