@@ -54,8 +54,16 @@ pub fn breakdown(
     for slot in &this.trace {
         played[slot.template.index()] += 1;
     }
-    for ((template, costs), &times) in this.templates.iter().zip(&costs.instructions[role]).zip(&played) {
-        let once = matches!(template.kind, TemplateKind::StepBegin | TemplateKind::StepEnd);
+    for ((template, costs), &times) in this
+        .templates
+        .iter()
+        .zip(&costs.instructions[role])
+        .zip(&played)
+    {
+        let once = matches!(
+            template.kind,
+            TemplateKind::StepBegin | TemplateKind::StepEnd
+        );
         for (instruction, cost) in template.instructions.iter().zip(costs) {
             let seconds = cost.seconds * times as f64;
             let place = match (&instruction.kind, cost.class) {

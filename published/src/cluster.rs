@@ -1,8 +1,8 @@
 //! The cluster of a row: hosts of a built-in cluster, joined by the row's link.
 
+use crate::Unmodelled;
 use crate::facts::Facts;
 use crate::row::Row;
-use crate::Unmodelled;
 use ir::Bytes;
 use ir::cluster::{Cluster, Level};
 

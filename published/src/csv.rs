@@ -66,7 +66,11 @@ fn records(text: &str) -> Result<Vec<(usize, Vec<String>)>, CsvError> {
     let (mut record, mut field) = (Vec::new(), String::new());
     let (mut line, mut first_line) = (1, 1);
     let mut in_quotes = false;
-    let mut chars = text.strip_prefix('\u{feff}').unwrap_or(text).chars().peekable();
+    let mut chars = text
+        .strip_prefix('\u{feff}')
+        .unwrap_or(text)
+        .chars()
+        .peekable();
     while let Some(c) = chars.next() {
         if c == '\n' {
             line += 1;
@@ -127,7 +131,10 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_with_its_line() {
         let error = |text: &str| parse(text).unwrap_err().to_string();
-        assert_eq!(error("a,b\n1,2\n3\n"), "line 3: 1 fields, but the header has 2");
+        assert_eq!(
+            error("a,b\n1,2\n3\n"),
+            "line 3: 1 fields, but the header has 2"
+        );
         assert_eq!(error("a\n\"x\n"), "line 2: a quote is not closed");
         assert!(error("").starts_with("line 1: the file is empty"));
     }

@@ -219,7 +219,11 @@ mod tests {
     fn built_in_files_are_whole() {
         let facts = Facts::built_in();
         for device in &facts.devices {
-            assert!(cost_model::presets::text(&device.cluster).is_some(), "{}", device.cluster);
+            assert!(
+                cost_model::presets::text(&device.cluster).is_some(),
+                "{}",
+                device.cluster
+            );
         }
         for class in facts.classes.values() {
             assert!((0.0..=1.0).contains(&class.efficiency) && !class.source.is_empty());
@@ -233,7 +237,8 @@ mod tests {
     #[test]
     fn what_is_referred_to_has_to_be_there() {
         let links = "class = {}\n[[interconnect]]\ntext = 'x'\nhost_bytes_per_s = 1.0\nclass = 'y'\nsource = 's'\n";
-        let error = Facts::parse("device = []", links, "generation = {}\nframework = []").unwrap_err();
+        let error =
+            Facts::parse("device = []", links, "generation = {}\nframework = []").unwrap_err();
         assert_eq!(error, "`x`: no class `y`");
     }
 }

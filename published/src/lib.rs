@@ -21,7 +21,7 @@ mod setup;
 
 pub use breakdown::Breakdown;
 pub use facts::Facts;
-pub use predict::{OUTPUT_COLUMNS, Outcome, REQUIRED_COLUMNS, Predicted, output, predict};
+pub use predict::{OUTPUT_COLUMNS, Outcome, Predicted, REQUIRED_COLUMNS, output, predict};
 pub use row::{Row, RowError};
 
 /// Why there is no prediction for a row.

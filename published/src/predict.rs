@@ -132,8 +132,7 @@ fn answer(q: &Question) -> Outcome {
         sequence: q.train.sequence,
         dropout: q.train.dropout,
     };
-    let forward =
-        model_graph(&q.config, &options).map_err(|e| Unmodelled::Model(e.to_string()))?;
+    let forward = model_graph(&q.config, &options).map_err(|e| Unmodelled::Model(e.to_string()))?;
     let planned = planner::plan(&forward, &q.train, &q.cluster, &PlanOptions { pins })
         .map_err(|e| Unmodelled::Plan(e.to_string()))?;
     let prediction = &planned.simulation.prediction;

@@ -115,6 +115,9 @@ mod tests {
         let missing = rows[0].required_count("vpp").unwrap_err().to_string();
         assert_eq!(missing, "`vpp` is not stated");
         let wrong = rows[1].count("layers").unwrap_err().to_string();
-        assert_eq!(wrong, "`layers` is `x`, expected a whole number of 1 or more");
+        assert_eq!(
+            wrong,
+            "`layers` is `x`, expected a whole number of 1 or more"
+        );
     }
 }

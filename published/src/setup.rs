@@ -1,8 +1,8 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
+use crate::Unmodelled;
 use crate::facts::{Facts, Split};
 use crate::row::{Row, RowError};
-use crate::Unmodelled;
 use ir::{Precision, TrainSpec};
 
 /// The training spec of a row.
@@ -68,7 +68,9 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
     };
     let recompute = match row.text("recompute") {
         Some(text) if text.starts_with("full, block") => {
-            return Err(Unmodelled::Feature("recomputation of some layers only".into()));
+            return Err(Unmodelled::Feature(
+                "recomputation of some layers only".into(),
+            ));
         }
         Some(text) => ["none", "selective", "full"]
             .into_iter()
@@ -115,7 +117,9 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelle
             .map(|s| layers / stages + u64::from(s == 0) + u64::from(s + 1 == stages))
             .collect(),
         _ if stages > all => {
-            return Err(Unmodelled::Feature(format!("{stages} stages of {layers} layers")));
+            return Err(Unmodelled::Feature(format!(
+                "{stages} stages of {layers} layers"
+            )));
         }
         // As evenly as goes, the larger parts first.
         _ => (0..stages)
@@ -137,7 +141,12 @@ fn residual_pins(row: &Row) -> Vec<String> {
     let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
         &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
     } else {
-        &["h.*.norm_1", "h.*.norm_2", "h.*.residual_1", "h.*.residual_2"]
+        &[
+            "h.*.norm_1",
+            "h.*.norm_2",
+            "h.*.residual_1",
+            "h.*.residual_2",
+        ]
     };
     values
         .iter()

@@ -12,8 +12,9 @@ use std::time::Instant;
 pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let text = files::read_text(&args.rows, "table of runs", files::LARGE)?;
     let table = csv::parse(&text).map_err(|e| {
-        Failure::new(Exit::BadInput, format!("{}: {e}", args.rows.display()))
-            .help("expected comma-separated values with a header; docs/published.md lists the columns")
+        Failure::new(Exit::BadInput, format!("{}: {e}", args.rows.display())).help(
+            "expected comma-separated values with a header; docs/published.md lists the columns",
+        )
     })?;
     let missing: Vec<&str> = published::REQUIRED_COLUMNS
         .into_iter()
