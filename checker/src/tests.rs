@@ -85,6 +85,8 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        multiprocessors: 0,
+        sustained_share: 1.0,
     };
     let cluster = Cluster {
         version: CLUSTER_VERSION,
@@ -94,6 +96,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         device,
         levels: vec![],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     };

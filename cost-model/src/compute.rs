@@ -1,17 +1,24 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
-//! `time = launch + max(flops / rate, bytes / bandwidth)`; the rate of a matmul `m x k x n`
-//! is `peak * best * m/(m+m_half) * n/(n+n_half) * k/(k+k_half)`, where `best` is the best
-//! measured rate over the peak (so no prediction exceeds a rate that somebody measured) and
-//! the half sizes come from a fit. Fused attention runs at a share of the matmul rate and
-//! executes half of the full score products, because of the causal mask.
+//! `time = launch + max(flops / rate, bytes / bandwidth)`, and at least what the host needs to
+//! issue the op's kernels. The rate of a matmul is `peak * best * sustained` times what its
+//! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
+//! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
+//! share of the matmul rate and executes half of the full score products, because of the
+//! causal mask; unfused attention is two batched matmuls with passes over the scores between
+//! them (see `attention`).
+
+mod attention;
+mod tiles;
 
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
+use ir::software::Software;
 use ir::{DType, Seconds};
 
-/// Share of the full score products that a causal kernel executes.
-const CAUSAL_SHARE: f64 = 0.5;
+/// Kernels of an op that normalises, reduces or the like in the backward direction: one pass
+/// along each of two dims.
+const KERNELS_OF_NORM_GRADIENT: f64 = 2.0;
 
 /// Time of one execution of `kind` with operands and results of these local (padded) lengths.
 ///
@@ -32,7 +39,23 @@ pub fn op_time(
         .map(|t| t.0)
         .find(|t| t.is_float())
         .unwrap_or(DType::F32);
-    work_time(cluster, dtype, &kind.work(operands, results))
+    let mut work = kind.work(operands, results);
+    let Some(software) = &cluster.software else {
+        return work_time(cluster, dtype, &work);
+    };
+    if is_elementwise(kind) {
+        work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
+    }
+    let host = software.host_s_per_kernel * kernels(kind, software);
+    let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
+    let device = match (work.matmul, work.attention_flops > 0.0) {
+        (Some(scores), true) => {
+            let busy = attention::busy_time(cluster, software, dtype, scores, is_gradient, &work);
+            Seconds(cluster.device.launch_s + busy)
+        }
+        _ => work_time(cluster, dtype, &work),
+    };
+    Seconds(device.0.max(host))
 }
 
 /// Time of a given amount of work.
@@ -43,28 +66,64 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
             arithmetic += work.matmul_flops / rate;
-            arithmetic += CAUSAL_SHARE * work.attention_flops
+            arithmetic += attention::CAUSAL_SHARE * work.attention_flops
                 / (peak_rate(cluster, dtype) * d.attention_efficiency);
         }
     }
-    let memory = work.bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency);
-    Seconds(d.launch_s + arithmetic.max(memory))
+    Seconds(d.launch_s + arithmetic.max(memory_time(cluster, work.bytes as f64)))
+}
+
+/// Seconds of moving `bytes` between a device and its memory.
+fn memory_time(cluster: &Cluster, bytes: f64) -> f64 {
+    bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_efficiency)
+}
+
+/// Ops that a compiler fuses with their neighbours: one result element from each operand's.
+fn is_elementwise(kind: &OpKind) -> bool {
+    matches!(
+        kind,
+        OpKind::Unary { .. }
+            | OpKind::Binary { .. }
+            | OpKind::Dropout { .. }
+            | OpKind::Rotary { .. }
+            | OpKind::Cast { .. }
+    )
+}
+
+/// Kernels that the host issues for an op; updates of parameters go in a few for all.
+fn kernels(kind: &OpKind, software: &Software) -> f64 {
+    match kind {
+        OpKind::Attention { .. } => attention::kernels(software, false),
+        OpKind::AttentionGrad { .. } => attention::kernels(software, true),
+        OpKind::LayerNormGradWeight | OpKind::RmsNormGradWeight => KERNELS_OF_NORM_GRADIENT,
+        OpKind::AdamW { .. } | OpKind::Sgd { .. } | OpKind::SumSquares | OpKind::Cast { .. } => 0.0,
+        _ => 1.0,
+    }
 }
 
 /// FLOP/s that a matmul of this shape reaches.
+///
+/// With a known number of multiprocessors the result is cut into tiles and these into waves
+/// (see `tiles`); without, each of `m`, `n` has its half size. The pipeline along `k` has to
+/// be filled either way: `k / (k + half)`.
 pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
     let half = cluster.device.matmul_half_size;
     let share = |x: u64, h: f64| x as f64 / (x as f64 + h);
-    peak_rate(cluster, dtype)
-        * share(shape.m, half.m)
-        * share(shape.n, half.n)
-        * share(shape.k, half.k)
+    let shape_share = if cluster.device.multiprocessors > 0 {
+        tiles::share(cluster.device.multiprocessors, half.k, dtype, shape)
+    } else {
+        share(shape.m, half.m) * share(shape.n, half.n) * share(shape.k, half.k)
+    };
+    peak_rate(cluster, dtype) * shape_share
 }
 
-/// The best matmul rate of the device in FLOP/s: peak times best measured efficiency.
+/// The best matmul rate of the device in FLOP/s: peak times best measured efficiency, and of
+/// that what is sustained.
 pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
     let d = &cluster.device;
-    let rate = |t: DType| Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)?);
+    let rate = |t: DType| {
+        Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)? * d.sustained_share)
+    };
     rate(dtype).unwrap_or_else(|| {
         let slowest = d
             .peak_flops_per_s
@@ -78,15 +137,13 @@ pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
 /// Time of copying `bytes` within a device (each byte read and written once).
 pub fn copy_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
-    Seconds(
-        d.launch_s + 2.0 * bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency),
-    )
+    Seconds(d.launch_s + memory_time(cluster, 2.0 * bytes as f64))
 }
 
 /// Time of writing `bytes` within a device (fills, loaded data).
 pub fn write_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
-    Seconds(d.launch_s + bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
+    Seconds(d.launch_s + memory_time(cluster, bytes as f64))
 }
 
 #[cfg(test)]

@@ -93,6 +93,8 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_bandwidth_bytes_per_s: bandwidth,
             memory_efficiency,
             launch_s,
+            multiprocessors: 0,
+            sustained_share: 1.0,
         },
         levels: Vec::new(),
         pool: Some(Pool {
@@ -100,6 +102,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             compute_devices: compute_devices(points, machine),
             memory_bytes: machine.memory_bytes,
         }),
+        software: None,
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };

@@ -5,6 +5,7 @@
 //! Clusters are homogeneous: `n_hosts` equal hosts of `devices_per_host` equal devices, ranks
 //! numbered host-major, joined by levels of links from the innermost out.
 
+use crate::software::Software;
 use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,6 +37,9 @@ pub struct Cluster {
     /// Devices that share processors and memory (CPU ranks of one machine).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
+    /// How the software executes, where it is not Meshwright's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub software: Option<Software>,
     /// Source of each figure, by key path (`device.memory_bytes`).
     pub sources: BTreeMap<String, String>,
     /// Raw points of a calibration, kept with what was fitted to them.
@@ -70,6 +74,25 @@ pub struct Device {
     pub memory_efficiency: f64,
     /// Fixed time of one kernel in seconds.
     pub launch_s: f64,
+    /// Multiprocessors, over which the tiles of a matmul are spread; 0 where its rate follows
+    /// the half sizes alone.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub multiprocessors: u32,
+    /// Share of the best measured rate that long training holds: clocks fall under power.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub sustained_share: f64,
+}
+
+fn is_zero(n: &u32) -> bool {
+    *n == 0
+}
+
+fn whole() -> f64 {
+    1.0
+}
+
+fn is_whole(x: &f64) -> bool {
+    *x == 1.0
 }
 
 /// Lengths of half efficiency; see [`Device::matmul_half_size`].
@@ -262,6 +285,13 @@ impl Cluster {
             ),
         );
         check(
+            share(d.sustained_share),
+            format!(
+                "device.sustained_share is {}, expected 0 to 1",
+                d.sustained_share
+            ),
+        );
+        check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
             format!(
                 "device.memory_bytes {} does not exceed memory_reserved_bytes {}",
@@ -334,6 +364,7 @@ impl Cluster {
             );
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
+        p.extend(self.software.iter().flat_map(Software::problems));
         p
     }
 }

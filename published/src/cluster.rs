@@ -14,7 +14,7 @@ const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
 /// Fails where the device or the link is not in the data files, or the GPUs do not make whole
 /// hosts.
 pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
-    let name = facts.cluster(row)?;
+    let name = &facts.device(row)?.cluster;
     let total = count(row, "gpus_total")?;
     let per_host = count(row, "gpus_per_node")?.min(total);
     if !total.is_multiple_of(per_host) {
@@ -22,11 +22,16 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
             "{total} GPUs in hosts of {per_host}"
         )));
     }
+    let (generation, facts_of) = facts.generation(row)?;
     let mut cluster =
         cost_model::presets::load(name, 1).map_err(|e| Unmodelled::Cluster(e.to_string()))?;
     cluster.n_hosts = total / per_host;
     cluster.devices_per_host = per_host;
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
+    cluster.software = Some(facts_of.software(generation));
+    let device = facts.device(row)?;
+    cluster.device.multiprocessors = device.multiprocessors;
+    cluster.device.sustained_share = device.sustained_share;
     cluster.levels.truncate(1);
     cluster.levels[0].devices = per_host;
     if cluster.n_hosts > 1 {

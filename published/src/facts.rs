@@ -4,6 +4,8 @@
 
 use crate::Unmodelled;
 use crate::row::Row;
+use ir::DType;
+use ir::software::{AttentionKernel, Software};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -20,11 +22,17 @@ pub struct Facts {
 /// What a `gpu` cell means.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct DeviceFact {
-    gpu: String,
-    cluster: String,
-    #[allow(dead_code)] // For readers of the file.
-    source: String,
+pub struct DeviceFact {
+    /// How the cell begins.
+    pub gpu: String,
+    /// Built-in cluster with this device.
+    pub cluster: String,
+    /// Multiprocessors of the device.
+    pub multiprocessors: u32,
+    /// Share of the best measured matmul rate that training holds.
+    pub sustained_share: f64,
+    /// Where this comes from.
+    pub source: String,
 }
 
 /// What an `interconnect` cell means.
@@ -103,8 +111,40 @@ pub struct Generation {
     pub virtual_chunks: u64,
     /// How stages divide the layers.
     pub split: Split,
+    /// Multiple of the vocabulary on every tensor rank that the framework pads to.
+    pub vocab_multiple: u64,
+    /// Kernels of attention.
+    pub attention: AttentionKernel,
+    /// Seconds that the host needs to issue a kernel.
+    pub host_s_per_kernel: f64,
+    /// Bytes that elementwise operations move, over one kernel for each.
+    pub elementwise_traffic: f64,
+    /// Whether kernels wait for collectives.
+    pub blocking_collectives: bool,
+    /// Whether ranks wait for their transfers.
+    pub blocking_transfers: bool,
+    /// Whether gradients are reduced as soon as they are made.
+    pub overlapped_gradients: bool,
+    /// Element type in which sums of gradients travel.
+    pub gradient_dtype: DType,
     /// Where this is stated.
     pub source: String,
+}
+
+impl Generation {
+    /// What the cost model is told of it.
+    pub fn software(&self, name: &str) -> Software {
+        Software {
+            name: name.into(),
+            attention: self.attention,
+            host_s_per_kernel: self.host_s_per_kernel,
+            elementwise_traffic: self.elementwise_traffic,
+            blocking_collectives: self.blocking_collectives,
+            blocking_transfers: self.blocking_transfers,
+            overlapped_gradients: self.overlapped_gradients,
+            gradient_dtype: Some(self.gradient_dtype),
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -166,13 +206,12 @@ impl Facts {
         })
     }
 
-    /// Name of the built-in cluster whose device and host a row used.
-    pub fn cluster(&self, row: &Row) -> Result<&str, Unmodelled> {
+    /// The device of a row.
+    pub fn device(&self, row: &Row) -> Result<&DeviceFact, Unmodelled> {
         let gpu = row.required("gpu")?;
         self.devices
             .iter()
             .find(|d| gpu.starts_with(&d.gpu))
-            .map(|d| d.cluster.as_str())
             .ok_or_else(|| Unmodelled::Feature(format!("the device {gpu}")))
     }
 

@@ -1,19 +1,25 @@
 //! The model of a row as a configuration that `import` reads: the same door that users' models
 //! come through.
 
+use crate::facts::Generation;
 use crate::row::{Row, RowError};
 use import::ModelConfig;
 use serde_json::json;
 
 /// The configuration of a row's model: of the `gpt2` family where the MLP is GELU, else
-/// `llama`. `tied` says whether the output layer shares the embedding's table.
+/// `llama`, as the framework's generation builds it: the vocabulary padded, the output layer
+/// tied or not.
 ///
 /// Fails where a size is not stated or the sizes contradict each other.
-pub fn config(row: &Row, tied: bool) -> Result<ModelConfig, crate::Unmodelled> {
+pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::Unmodelled> {
+    let tied = generation.tied;
     let hidden = row.required_count("hidden")?;
     let heads = row.required_count("heads")?;
     let layers = row.required_count("layers")?;
-    let vocab = row.required_count("vocab")?;
+    let tensor = row.count("tp")?.unwrap_or(1);
+    let vocab = row
+        .required_count("vocab")?
+        .next_multiple_of(generation.vocab_multiple * tensor);
     let sequence = row.required_count("seq_len")?;
     let inner = row.required_count("ffn_hidden")?;
     let head_dim = row.count("head_dim")?.unwrap_or(hidden / heads.max(1));

@@ -118,7 +118,7 @@ fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
     let (_, generation) = facts.generation(row)?;
     let (pins, assumed) = setup::pins(row, facts)?;
     Ok(Question {
-        config: model::config(row, generation.tied)?,
+        config: model::config(row, generation)?,
         train: setup::train_spec(row, generation.dropout)?,
         cluster: cluster::cluster(row, facts)?,
         pins,

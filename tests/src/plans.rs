@@ -315,6 +315,8 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1e11,
         memory_efficiency: 0.8,
         launch_s: 1e-6,
+        multiprocessors: 0,
+        sustained_share: 1.0,
     };
     let level = Level {
         name: "links".into(),
@@ -332,6 +334,7 @@ fn cluster(n: u32) -> Cluster {
         device,
         levels: vec![level],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }

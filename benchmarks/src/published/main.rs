@@ -27,7 +27,8 @@ fn main() -> Result<(), String> {
     let table = csv::parse(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     let rows = row::rows(&table);
     let started = Instant::now();
-    let outcomes = predict(&rows, &Facts::built_in());
+    let facts = facts()?;
+    let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);
     let report = report::text(&rows, &outcomes, &scored, seconds);
@@ -45,8 +46,24 @@ fn main() -> Result<(), String> {
     write(&folder.join("published.svg"), &figure::svg(&shown))
 }
 
+/// The built-in data files, or those of the folder after `--facts`.
+fn facts() -> Result<Facts, String> {
+    let Some(folder) = std::env::args().skip_while(|a| a != "--facts").nth(1) else {
+        return Ok(Facts::built_in());
+    };
+    let read = |name: &str| {
+        let path = Path::new(&folder).join(name);
+        std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
+    };
+    Facts::parse(
+        &read("devices.toml")?,
+        &read("interconnects.toml")?,
+        &read("frameworks.toml")?,
+    )
+}
+
 fn rows_file() -> Option<PathBuf> {
-    let named = std::env::args().skip(1).find(|a| !a.starts_with("--"));
+    let named = std::env::args().nth(1).filter(|a| !a.starts_with("--"));
     named.map(PathBuf::from).or_else(|| {
         let data = PathBuf::from(std::env::var_os("MESHWRIGHT_DATA")?);
         Some(data.join("published").join("calibration.csv"))

@@ -137,6 +137,8 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        multiprocessors: 0,
+        sustained_share: 1.0,
     };
     Cluster {
         version: 1,
@@ -146,6 +148,7 @@ fn cluster(n: u32) -> Cluster {
         device,
         levels: vec![],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }
