@@ -85,6 +85,8 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let cluster = Cluster {
         version: CLUSTER_VERSION,

@@ -93,6 +93,8 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_bandwidth_bytes_per_s: bandwidth,
             memory_efficiency,
             launch_s,
+            power_limit_w: None,
+            boost_clock_hz: None,
         },
         levels: Vec::new(),
         pool: Some(Pool {
@@ -116,6 +118,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             bandwidth_bytes_per_s: bandwidth,
             efficiency: 1.0,
             half_bytes: 0.0,
+            ..Level::default()
         });
         links(points, &mut cluster)?;
     }

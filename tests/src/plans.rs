@@ -315,6 +315,8 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1e11,
         memory_efficiency: 0.8,
         launch_s: 1e-6,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let level = Level {
         name: "links".into(),
@@ -323,6 +325,7 @@ fn cluster(n: u32) -> Cluster {
         bandwidth_bytes_per_s: 1e10,
         efficiency: 0.8,
         half_bytes: 1e4,
+        ..Level::default()
     };
     Cluster {
         version: CLUSTER_VERSION,

@@ -137,6 +137,8 @@ fn cluster(n: u32) -> Cluster {
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     Cluster {
         version: 1,
