@@ -87,6 +87,8 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         launch_s: 0.0,
         multiprocessors: 0,
         sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let cluster = Cluster {
         version: CLUSTER_VERSION,

@@ -95,6 +95,8 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             launch_s,
             multiprocessors: 0,
             sustained_share: 1.0,
+            power_limit_w: None,
+            boost_clock_hz: None,
         },
         levels: Vec::new(),
         pool: Some(Pool {
@@ -119,6 +121,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             bandwidth_bytes_per_s: bandwidth,
             efficiency: 1.0,
             half_bytes: 0.0,
+            ..Level::default()
         });
         links(points, &mut cluster)?;
     }

@@ -81,6 +81,12 @@ pub struct Device {
     /// Share of the best measured rate that long training holds: clocks fall under power.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub sustained_share: f64,
+    /// Power at which the device is capped, in watts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power_limit_w: Option<f64>,
+    /// Clock at which the peaks are stated, in hertz.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boost_clock_hz: Option<f64>,
 }
 
 fn is_zero(n: &u32) -> bool {
@@ -117,12 +123,89 @@ pub struct Level {
     pub devices: u32,
     /// Time of an empty message in seconds.
     pub latency_s: f64,
-    /// Bandwidth of one device at this level in one direction, bytes per second.
+    /// Bandwidth of one port at this level in one direction, bytes per second.
     pub bandwidth_bytes_per_s: f64,
     /// Share of the bandwidth that large collectives reach.
     pub efficiency: f64,
-    /// Message size in bytes at which half of that share is reached.
+    /// Message size in bytes at which half of that share is reached. Collectives over levels
+    /// with protocols do not use it: there the protocols say what small messages cost.
     pub half_bytes: f64,
+    /// Consecutive devices that share one port: 2 where eight devices have four network cards.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub devices_per_port: u32,
+    /// Bandwidth between two devices where wires join pairs and no switch joins all; absent
+    /// where a pair has the whole port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pair_bandwidth_bytes_per_s: Option<f64>,
+    /// Share of the bandwidth that a large all-to-all reaches; as `efficiency` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub all_to_all_efficiency: Option<f64>,
+    /// Reduction inside the switch, where it can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub in_switch: Option<InSwitch>,
+    /// Ways to send small, middling and large messages, the one for the largest last; the
+    /// fastest counts. Without any, `latency_s` and `half_bytes` describe the one way.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub protocols: Vec<Protocol>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(x: &u32) -> bool {
+    *x == 1
+}
+
+impl Default for Level {
+    /// A perfect link of one device: no latency, one byte per second, each device its port.
+    fn default() -> Self {
+        Level {
+            name: String::new(),
+            devices: 1,
+            latency_s: 0.0,
+            bandwidth_bytes_per_s: 1.0,
+            efficiency: 1.0,
+            half_bytes: 0.0,
+            devices_per_port: 1,
+            pair_bandwidth_bytes_per_s: None,
+            all_to_all_efficiency: None,
+            in_switch: None,
+            protocols: Vec::new(),
+        }
+    }
+}
+
+/// Reduction in a switch (NVLink SHARP, InfiniBand SHARP): each rank sends its operand once
+/// and receives the sum once.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct InSwitch {
+    /// Time of an empty all-reduce at this level in seconds.
+    pub latency_s: f64,
+    /// Share of the port's bandwidth that large all-reduces reach.
+    pub efficiency: f64,
+}
+
+/// One way of sending through a level: what a step costs and what it leaves of the bandwidth.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Protocol {
+    /// Name: `LL`, `LL128`, `Simple`.
+    pub name: String,
+    /// Fixed time of a collective in seconds; the outermost level's counts.
+    pub start_s: f64,
+    /// Time of one step of a ring across this level in seconds.
+    pub ring_step_s: f64,
+    /// Time of one step of a tree across this level in seconds.
+    pub tree_step_s: f64,
+    /// Share of `bandwidth_bytes_per_s * efficiency` that rings reach.
+    pub ring_share: f64,
+    /// Share of the same that trees reach.
+    pub tree_share: f64,
+    /// Largest rate of a rank's ring or tree, bytes per second; absent where the port decides.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_bytes_per_s: Option<f64>,
 }
 
 /// Devices that share processors and memory.
@@ -284,6 +367,18 @@ impl Cluster {
                 d.launch_s
             ),
         );
+        for (key, x) in [
+            ("power_limit_w", d.power_limit_w),
+            ("boost_clock_hz", d.boost_clock_hz),
+        ] {
+            check(
+                x.is_none_or(positive),
+                format!(
+                    "device.{key} is {}, expected a positive number up to {MAX_FIGURE:e}",
+                    x.unwrap_or(0.0)
+                ),
+            );
+        }
         check(
             share(d.sustained_share),
             format!(
@@ -312,33 +407,21 @@ impl Cluster {
                 ),
             );
             below = l.devices.max(1);
+            link_figures(i, l, &mut check);
+        }
+        let named = self.levels.iter().filter(|l| !l.protocols.is_empty());
+        check(
+            [0, self.levels.len()].contains(&named.clone().count()),
+            "levels have protocols only in part, expected protocols in all levels or in none"
+                .into(),
+        );
+        if let Some((first, rest)) = named.collect::<Vec<_>>().split_first() {
             check(
-                amount(l.latency_s),
-                format!(
-                    "levels[{i}].latency_s is {}, expected 0 to {MAX_FIGURE:e}",
-                    l.latency_s
-                ),
-            );
-            check(
-                positive(l.bandwidth_bytes_per_s),
-                format!(
-                    "levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    l.bandwidth_bytes_per_s
-                ),
-            );
-            check(
-                share(l.efficiency),
-                format!(
-                    "levels[{i}].efficiency is {}, expected 0 to 1",
-                    l.efficiency
-                ),
-            );
-            check(
-                amount(l.half_bytes),
-                format!(
-                    "levels[{i}].half_bytes is {}, expected 0 to {MAX_FIGURE:e}",
-                    l.half_bytes
-                ),
+                first.protocols.iter().any(|p| {
+                    let has = |l: &&&Level| l.protocols.iter().any(|q| q.name == p.name);
+                    rest.iter().filter(has).count() == rest.len()
+                }),
+                "levels have no protocol in common".into(),
             );
         }
         if let Some(l) = self.levels.last() {
@@ -367,4 +450,77 @@ impl Cluster {
         p.extend(self.software.iter().flat_map(Software::problems));
         p
     }
+}
+
+/// What is wrong with the figures of level `i`.
+fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
+    let rate = format!("expected a positive number up to {MAX_FIGURE:e}");
+    let time = format!("expected 0 to {MAX_FIGURE:e}");
+    let positive = |x: f64| (1.0 / MAX_FIGURE..=MAX_FIGURE).contains(&x);
+    let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
+    let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
+    let mut figure = |key: &str, x: f64, ok: bool, expected: &str| {
+        check(ok, format!("levels[{i}].{key} is {x}, {expected}"));
+    };
+    figure("latency_s", l.latency_s, amount(l.latency_s), &time);
+    let x = l.bandwidth_bytes_per_s;
+    figure("bandwidth_bytes_per_s", x, positive(x), &rate);
+    figure(
+        "efficiency",
+        l.efficiency,
+        share(l.efficiency),
+        "expected 0 to 1",
+    );
+    figure("half_bytes", l.half_bytes, amount(l.half_bytes), &time);
+    figure(
+        "devices_per_port",
+        f64::from(l.devices_per_port),
+        l.devices_per_port > 0,
+        "expected at least 1",
+    );
+    if let Some(x) = l.pair_bandwidth_bytes_per_s {
+        figure("pair_bandwidth_bytes_per_s", x, positive(x), &rate);
+    }
+    if let Some(x) = l.all_to_all_efficiency {
+        figure("all_to_all_efficiency", x, share(x), "expected 0 to 1");
+    }
+    if let Some(s) = &l.in_switch {
+        figure(
+            "in_switch.latency_s",
+            s.latency_s,
+            amount(s.latency_s),
+            &time,
+        );
+        let x = s.efficiency;
+        figure("in_switch.efficiency", x, share(x), "expected 0 to 1");
+    }
+    for (j, p) in l.protocols.iter().enumerate() {
+        for (key, x) in [
+            ("start_s", p.start_s),
+            ("ring_step_s", p.ring_step_s),
+            ("tree_step_s", p.tree_step_s),
+        ] {
+            figure(&format!("protocols[{j}].{key}"), x, amount(x), &time);
+        }
+        for (key, x) in [("ring_share", p.ring_share), ("tree_share", p.tree_share)] {
+            figure(
+                &format!("protocols[{j}].{key}"),
+                x,
+                share(x),
+                "expected 0 to 1",
+            );
+        }
+        if let Some(x) = p.max_bandwidth_bytes_per_s {
+            figure(
+                &format!("protocols[{j}].max_bandwidth_bytes_per_s"),
+                x,
+                positive(x),
+                &rate,
+            );
+        }
+    }
+    check(
+        l.in_switch.is_none() || !l.protocols.is_empty(),
+        format!("levels[{i}].in_switch stands without protocols, which it needs"),
+    );
 }

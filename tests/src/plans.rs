@@ -317,6 +317,8 @@ fn cluster(n: u32) -> Cluster {
         launch_s: 1e-6,
         multiprocessors: 0,
         sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let level = Level {
         name: "links".into(),
@@ -325,6 +327,7 @@ fn cluster(n: u32) -> Cluster {
         bandwidth_bytes_per_s: 1e10,
         efficiency: 0.8,
         half_bytes: 1e4,
+        ..Level::default()
     };
     Cluster {
         version: CLUSTER_VERSION,

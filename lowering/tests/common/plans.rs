@@ -139,6 +139,8 @@ fn cluster(n: u32) -> Cluster {
         launch_s: 0.0,
         multiprocessors: 0,
         sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     Cluster {
         version: 1,
