@@ -46,6 +46,13 @@ pub fn op_time(
     if is_elementwise(kind) {
         work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
     }
+    if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
+        // Both read all logits; each stands for half of the loss.
+        let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
+        work.bytes = work
+            .bytes
+            .max((0.5 * software.loss_bytes_per_logit * logits) as u64);
+    }
     let host = software.host_s_per_kernel * kernels(kind, software);
     let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
     let device = match (work.matmul, work.attention_flops > 0.0) {
@@ -53,7 +60,17 @@ pub fn op_time(
             let busy = attention::busy_time(cluster, software, dtype, scores, is_gradient, &work);
             Seconds(cluster.device.launch_s + busy)
         }
-        _ => work_time(cluster, dtype, &work),
+        _ => match software
+            .matmul_dtype
+            .filter(|_| is_cast_matmul(kind, operands))
+        {
+            Some(narrow) => {
+                let casts: f64 = operands.iter().map(|o| cast_bytes(o, narrow)).sum();
+                let cast_s = memory_time(cluster, casts * software.elementwise_traffic);
+                Seconds(work_time(cluster, narrow, &work).0 + cast_s)
+            }
+            None => work_time(cluster, dtype, &work),
+        },
     };
     Seconds(device.0.max(host))
 }
@@ -76,6 +93,20 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
 /// Seconds of moving `bytes` between a device and its memory.
 fn memory_time(cluster: &Cluster, bytes: f64) -> f64 {
     bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_efficiency)
+}
+
+/// Matmuls between two matrices of half precision; those of the loss stay as they are.
+fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
+    matches!(kind, OpKind::DotGeneral { .. })
+        && operands
+            .iter()
+            .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
+}
+
+/// Bytes of casting an operand: read once, written once in the narrow type.
+fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType) -> f64 {
+    let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
+    elements * (operand.0.bytes() + narrow.bytes()) as f64
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.

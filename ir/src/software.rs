@@ -21,6 +21,13 @@ pub struct Software {
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
+    /// Bytes that the loss moves for each logit, forward and backward together; 0 where the
+    /// kernels are as the graph says, reading the logits twice and writing their gradient once.
+    pub loss_bytes_per_logit: f64,
+    /// Element type that matmuls with parameters run in, where it is not that of the
+    /// activations: operands are cast before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub matmul_dtype: Option<DType>,
     /// Whether kernels wait for collectives that were issued before them.
     pub blocking_collectives: bool,
     /// Whether a rank waits for its transfers before it goes on.
@@ -71,6 +78,11 @@ impl Software {
             amount(self.elementwise_traffic),
             "elementwise_traffic",
             self.elementwise_traffic,
+        );
+        check(
+            amount(self.loss_bytes_per_logit),
+            "loss_bytes_per_logit",
+            self.loss_bytes_per_logit,
         );
         match self.attention {
             AttentionKernel::Fused { rate } => {

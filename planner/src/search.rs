@@ -21,9 +21,12 @@ use cost_model::work::StepWork;
 use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
-use ir::training::{TrainingGraph, training_graph};
-use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec, ValueId};
+use ir::training::{Recompute, TrainingGraph, can_recompute, choose, recompute, training_graph};
+use ir::{
+    Axis, DeviceMesh, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec, ValueId,
+};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
 /// plentiful) to where every byte is worth any communication.
@@ -114,8 +117,11 @@ pub(crate) fn plan(
     if let Some(first) = problems.into_iter().next() {
         return Err(PlanError::Input(first));
     }
-    let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
+    let input = |e: ir::GraphError| PlanError::Input(e.to_string());
+    let kept = training_graph(forward, train).map_err(input)?;
+    let chosen = recomputed(&kept, pins)?;
+    let training = recompute(&kept, &chosen).map_err(input)?;
     let names: Vec<String> = (0..training.graph.values().len())
         .map(|v| training.graph.value_name(ValueId::new(v)))
         .collect();
@@ -179,6 +185,11 @@ pub(crate) fn plan(
                     stats
                         .notes
                         .push("the zero pin does nothing: no axis splits samples (data=1)".into());
+                }
+                if chosen.is_empty() && pins.recompute.is_some_and(|r| r != Recompute::None) {
+                    stats.notes.push(
+                        "the recompute pin does nothing: no layer before the loss keeps an activation that it names".into(),
+                    );
                 }
                 return Ok(Planned {
                     plan: *plan,
@@ -999,7 +1010,24 @@ fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Which values a backward op uses.
+/// The ops that the pins recompute.
+fn recomputed(training: &TrainingGraph, pins: &Pins) -> Result<BTreeSet<OpId>, PlanError> {
+    let graph = &training.graph;
+    for pin in &pins.recompute_ops {
+        let mut matched = graph.ops().iter().filter(|op| pin.matches(&op.path));
+        if !matched.any(can_recompute) {
+            return Err(PlanError::Input(format!(
+                "pin recompute:{} matches no op of the forward pass inside a layer; `inspect --layers` lists their names",
+                pin.op
+            )));
+        }
+    }
+    let policy = pins.recompute.unwrap_or_default();
+    let fixed = |op: &ir::Op| pins.recomputes(&op.path);
+    Ok(choose(training, policy, &fixed))
+}
+
+/// Which forward values a later pass uses, and which recomputed ones a gradient uses.
 fn saved_values(training: &TrainingGraph) -> Vec<bool> {
     let graph = &training.graph;
     let mut saved = vec![false; graph.values().len()];
@@ -1010,9 +1038,12 @@ fn saved_values(training: &TrainingGraph) -> Vec<bool> {
     {
         for &v in &op.inputs {
             let producer = graph.op(graph.value(v).producer);
-            saved[v.index()] |= producer.region == Region::Microbatch
-                && producer.pass == Pass::F
-                && !producer.kind.is_source();
+            let lives = match producer.pass {
+                Pass::F => producer.region == Region::Microbatch,
+                Pass::Recompute => op.pass != Pass::Recompute,
+                _ => false,
+            };
+            saved[v.index()] |= lives && !producer.kind.is_source();
         }
     }
     saved

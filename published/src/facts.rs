@@ -13,8 +13,7 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug)]
 pub struct Facts {
     devices: Vec<DeviceFact>,
-    interconnects: Vec<InterconnectFact>,
-    classes: BTreeMap<String, LinkClass>,
+    interconnects: Vec<Interconnect>,
     frameworks: Vec<FrameworkFact>,
     generations: BTreeMap<String, Generation>,
 }
@@ -25,8 +24,8 @@ pub struct Facts {
 pub struct DeviceFact {
     /// How the cell begins.
     pub gpu: String,
-    /// Built-in cluster with this device.
-    pub cluster: String,
+    /// Device of the catalogue.
+    pub device: String,
     /// Multiprocessors of the device.
     pub multiprocessors: u32,
     /// Share of the best measured matmul rate that training holds.
@@ -38,38 +37,20 @@ pub struct DeviceFact {
 /// What an `interconnect` cell means.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct InterconnectFact {
-    text: String,
-    host_bytes_per_s: f64,
-    class: String,
-    source: String,
-}
-
-/// A class of links between hosts.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LinkClass {
-    /// Share of the line rate that large collectives reach.
-    pub efficiency: f64,
-    /// Time of an empty message in seconds.
-    pub latency_s: f64,
-    /// Message size in bytes at which half of that share is reached.
-    pub half_bytes: f64,
-    /// Where the figures come from.
+pub struct Interconnect {
+    /// Part of the cell.
+    pub text: String,
+    /// Link of the catalogue inside a host or domain.
+    pub inside: String,
+    /// Link of the catalogue between hosts.
+    pub between: String,
+    /// Network cards of a host.
+    pub cards: u32,
+    /// Devices that the inner link joins where it reaches beyond a host.
+    #[serde(default)]
+    pub domain_devices: Option<u32>,
+    /// Where this comes from.
     pub source: String,
-}
-
-/// The link between hosts of a run.
-#[derive(Clone, Copy, Debug)]
-pub struct HostLink<'a> {
-    /// Bytes per second of one host in one direction.
-    pub host_bytes_per_s: f64,
-    /// Name of its class.
-    pub name: &'a str,
-    /// Its class.
-    pub class: &'a LinkClass,
-    /// Where the rate comes from.
-    pub source: &'a str,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -119,6 +100,8 @@ pub struct Generation {
     pub host_s_per_kernel: f64,
     /// Bytes that elementwise operations move, over one kernel for each.
     pub elementwise_traffic: f64,
+    /// Bytes that the loss moves for each logit.
+    pub loss_bytes_per_logit: f64,
     /// Whether kernels wait for collectives.
     pub blocking_collectives: bool,
     /// Whether ranks wait for their transfers.
@@ -139,6 +122,8 @@ impl Generation {
             attention: self.attention,
             host_s_per_kernel: self.host_s_per_kernel,
             elementwise_traffic: self.elementwise_traffic,
+            loss_bytes_per_logit: self.loss_bytes_per_logit,
+            matmul_dtype: None,
             blocking_collectives: self.blocking_collectives,
             blocking_transfers: self.blocking_transfers,
             overlapped_gradients: self.overlapped_gradients,
@@ -156,8 +141,7 @@ struct DeviceFile {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct InterconnectFile {
-    class: BTreeMap<String, LinkClass>,
-    interconnect: Vec<InterconnectFact>,
+    interconnect: Vec<Interconnect>,
 }
 
 #[derive(Deserialize)]
@@ -184,11 +168,6 @@ impl Facts {
         let devices: DeviceFile = toml::from_str(devices).map_err(|e| e.to_string())?;
         let links: InterconnectFile = toml::from_str(interconnects).map_err(|e| e.to_string())?;
         let software: FrameworkFile = toml::from_str(frameworks).map_err(|e| e.to_string())?;
-        for link in &links.interconnect {
-            if !links.class.contains_key(&link.class) {
-                return Err(format!("`{}`: no class `{}`", link.text, link.class));
-            }
-        }
         for framework in &software.framework {
             if !software.generation.contains_key(&framework.generation) {
                 return Err(format!(
@@ -200,7 +179,6 @@ impl Facts {
         Ok(Facts {
             devices: devices.device,
             interconnects: links.interconnect,
-            classes: links.class,
             frameworks: software.framework,
             generations: software.generation,
         })
@@ -215,18 +193,12 @@ impl Facts {
             .ok_or_else(|| Unmodelled::Feature(format!("the device {gpu}")))
     }
 
-    /// The link between the hosts of a row.
-    pub fn host_link(&self, row: &Row) -> Result<HostLink<'_>, Unmodelled> {
+    /// The links of a row.
+    pub fn interconnect(&self, row: &Row) -> Result<&Interconnect, Unmodelled> {
         let text = row.required("interconnect")?;
         self.interconnects
             .iter()
             .find(|i| text.contains(&i.text))
-            .map(|i| HostLink {
-                host_bytes_per_s: i.host_bytes_per_s,
-                name: &i.class,
-                class: &self.classes[&i.class],
-                source: &i.source,
-            })
             .ok_or_else(|| Unmodelled::Feature(format!("the interconnect `{text}`")))
     }
 
@@ -257,27 +229,31 @@ mod tests {
     #[test]
     fn built_in_files_are_whole() {
         let facts = Facts::built_in();
+        let catalogue = cost_model::presets::catalogue().unwrap();
         for device in &facts.devices {
             assert!(
-                cost_model::presets::text(&device.cluster).is_some(),
+                catalogue.devices().any(|d| d == device.device),
                 "{}",
-                device.cluster
+                device.device
             );
+            assert!((0.5..=1.0).contains(&device.sustained_share) && !device.source.is_empty());
         }
-        for class in facts.classes.values() {
-            assert!((0.0..=1.0).contains(&class.efficiency) && !class.source.is_empty());
+        for i in &facts.interconnects {
+            let known = |name: &str| catalogue.links().any(|l| l == name);
+            assert!(known(&i.inside) && known(&i.between), "{}", i.text);
+            assert!(!i.source.is_empty());
         }
-        for generation in facts.generations.values() {
+        for (name, generation) in &facts.generations {
             assert!(["none", "selective", "full"].contains(&generation.recompute.as_str()));
             assert!(generation.zero <= 3 && !generation.source.is_empty());
+            assert_eq!(generation.software(name).problems(), Vec::<String>::new());
         }
     }
 
     #[test]
     fn what_is_referred_to_has_to_be_there() {
-        let links = "class = {}\n[[interconnect]]\ntext = 'x'\nhost_bytes_per_s = 1.0\nclass = 'y'\nsource = 's'\n";
-        let error =
-            Facts::parse("device = []", links, "generation = {}\nframework = []").unwrap_err();
-        assert_eq!(error, "`x`: no class `y`");
+        let frameworks = "generation = {}\n[[framework]]\nname = 'x'\ngeneration = 'y'\n";
+        let error = Facts::parse("device = []", "interconnect = []", frameworks).unwrap_err();
+        assert_eq!(error, "`x`: no generation `y`");
     }
 }

@@ -3,13 +3,15 @@
 use crate::Unmodelled;
 use crate::facts::{Facts, Split};
 use crate::row::{Row, RowError};
+use ir::software::AttentionKernel;
 use ir::{Precision, TrainSpec};
 
 /// The training spec of a row.
 pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
     let precision = match row.required("precision")? {
         "fp16" => Precision::F16,
-        text if text.starts_with("bf16") => Precision::Bf16,
+        // Matmuls in eight bits, activations in sixteen.
+        text if ["bf16", "fp8", "mxfp8"].iter().any(|p| text.starts_with(p)) => Precision::Bf16,
         "fp32" => Precision::F32,
         other => return Err(Unmodelled::Feature(format!("the precision {other}"))),
     };
@@ -93,8 +95,12 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         format!("microbatch={}", per_replica * data),
         "schedule=1f1b".to_string(),
     ];
-    if recompute != "none" {
-        pins.push(format!("recompute={recompute}"));
+    let is_unfused = matches!(generation.attention, AttentionKernel::Unfused { .. });
+    match recompute {
+        "none" => {}
+        // Korthikanti et al. 2022: the scores, which fused attention does not keep.
+        "selective" if is_unfused => pins.push("recompute:h.*.attn.attend=yes".to_string()),
+        _ => pins.push(format!("recompute={recompute}")),
     }
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));

@@ -99,12 +99,15 @@ fn print_words(loaded: &Loaded, measured: &Measurement, c: &Comparison) -> Resul
         plan.cluster.name,
         measured.steps.len()
     ))?;
-    let rows = vec![
+    let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
         row("tokens/s", c.tokens_per_s, &report::count),
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
+    if c.hfu.predicted > c.mfu.predicted {
+        rows.insert(3, row("HFU", c.hfu, &report::percent));
+    }
     report::out(&report::table(
         &["", "predicted", "measured", "predicted/measured"],
         rows,

@@ -311,7 +311,7 @@ pub fn plan(data: &[u8]) -> Depth {
         return 1;
     }
     let forward = ir::text::parse(&plan.graph).expect("the checker read it");
-    let training = training_graph(&forward, &plan.train).expect("the checker built it");
+    let training = plan.training_graph(&forward).expect("the checker built it");
     let Ok(program) = lowering::lower_training(&plan, &training) else {
         return 2;
     };
