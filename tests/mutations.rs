@@ -15,11 +15,12 @@ mod oracle;
 
 use ir::plan::{Plan, ScheduleKind};
 use ir::program::Program;
+use ir::training::Recompute;
 use ir::training::TrainingGraph;
 use ir::{Precision, TrainSpec};
 use mutate::CLASSES;
 use tests::plans;
-use tests::plans::{Random, SEQUENCE, Setup, mlp, random_plan};
+use tests::plans::{Random, Recomputed, SEQUENCE, Setup, mlp, random_plan};
 
 struct Case {
     plan: Plan,
@@ -40,6 +41,11 @@ fn case(random: &mut Random) -> Case {
             precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
             ..TrainSpec::default()
         },
+        recompute: [
+            Recomputed::Named(Recompute::None),
+            Recomputed::Named(Recompute::Full),
+            Recomputed::Random,
+        ][random.below(3)],
         ..Setup::default()
     };
     let (plan, training) = random_plan(&mlp(1), &setup, random);

@@ -1,7 +1,9 @@
 //! Parallel equals single: every degree of data, tensor and pipeline parallelism, every ZeRO
-//! level, both schedules, tied and untied embeddings, and the plan that the search chooses.
+//! level, both schedules, tied and untied embeddings, recomputed activations, and the plan that
+//! the search chooses.
 
 use ir::plan::ScheduleKind;
+use ir::training::training_graph;
 use tests::{Case, cluster, distance, planned, relative};
 
 /// Steps of each comparison.
@@ -21,7 +23,9 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
         n_devices,
         "{name}"
     );
-    let mut single = case.single(&made.training, made.plan.microbatch);
+    // The single device keeps every activation, whatever the plan recomputes.
+    let kept = training_graph(&case.forward, &case.train).expect("the training graph builds");
+    let mut single = case.single(&kept, made.plan.microbatch);
     let mut session = case.session(&made.program);
     for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
         let one = single.step(batch, case.lr).expect("the single device runs");
@@ -124,6 +128,47 @@ matrix! {
     llama_tied_8_1f1b: "llama_tied", 8, OneFOneB;
     llama_untied_4_1f1b: "llama_untied_rope", 4, OneFOneB;
     llama_untied_8_gpipe: "llama_untied_rope", 8, GPipe;
+}
+
+/// Recomputation in every combination with data, tensor and pipeline parallelism and ZeRO; to
+/// the bit where the kept activations would be equal to the bit.
+fn check_recompute(case: &str, product: u32) {
+    let case = Case::load(case);
+    for (d, t, p) in degrees(product) {
+        if p > case.forward.layers.len() as u32 {
+            continue;
+        }
+        let levels: &[u8] = if d == 1 { &[0] } else { &[0, 2, 3] };
+        for zero in levels {
+            for recompute in ["full", "selective"] {
+                let microbatch = (case.train.global_batch / 4).max(u64::from(d));
+                let pins = [
+                    format!("data={d}"),
+                    format!("tensor={t}"),
+                    format!("pipeline={p}"),
+                    format!("zero={zero}"),
+                    format!("microbatch={microbatch}"),
+                    format!("recompute={recompute}"),
+                ];
+                let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+                check(&case, d * t * p, &pins, d == 1 && t == 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputed_activations_of_gpt2() {
+    for product in [1, 2, 4] {
+        check_recompute("gpt2_small_tied", product);
+    }
+}
+
+#[test]
+fn recomputed_activations_of_llama() {
+    for product in [1, 8] {
+        check_recompute("llama_untied_rope", product);
+    }
 }
 
 #[test]

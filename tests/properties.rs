@@ -16,14 +16,14 @@ use ir::op::{Binary, Init, OpKind};
 use ir::plan::ScheduleKind;
 use ir::program::InstrKind;
 use ir::testing::{GraphOptions, MAX_SAMPLES, Rng, random_graph, sequence_of};
-use ir::training::{StateRole, TrainingGraph};
+use ir::training::{Recompute, StateRole, TrainingGraph, training_graph};
 use ir::{Graph, Optimizer, Precision, Shape, TensorType, TrainSpec};
 use runtime::RuntimeError;
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::reference::Reference;
 use std::time::Duration;
 use tests::assert_checked;
-use tests::plans::{Random, Setup, Style, random_plan};
+use tests::plans::{Random, Recomputed, Setup, Style, random_plan};
 
 /// Most ranks of a stage; each is a thread.
 const MAX_RANKS: u32 = 14;
@@ -328,6 +328,12 @@ impl Problem {
             schedule: rng.pick(&[ScheduleKind::GPipe, ScheduleKind::OneFOneB]),
             train: self.train.clone(),
             style,
+            recompute: rng.pick(&[
+                Recomputed::Named(Recompute::None),
+                Recomputed::Named(Recompute::Full),
+                Recomputed::Named(Recompute::Selective),
+                Recomputed::Random,
+            ]),
         }
     }
 
@@ -338,10 +344,12 @@ impl Problem {
         let program = lowering::lower(&plan).unwrap();
         assert_checked(&plan, &training, &program);
         let what = format!(
-            "seed {}, {style:?}, {:?} {:?}",
-            self.seed, setup.stages, setup.schedule
+            "seed {}, {style:?}, {:?} {:?}, recomputed: {:?}",
+            self.seed, setup.stages, setup.schedule, setup.recompute
         );
-        self.compare(&training, &program, self.microbatch, equal, &what);
+        // The single device keeps everything, whatever the plan recomputes.
+        let kept = training_graph(&self.forward, &plan.train).unwrap();
+        self.compare(&kept, &program, self.microbatch, equal, &what);
     }
 }
 

@@ -1,1 +1,3 @@
 //! Benchmarks of Meshwright.
+
+pub mod comm;

@@ -49,8 +49,16 @@ fn run(model: &str, preset: &str, hosts: &str, batch: &str, rest: &[String]) -> 
     let plan = |pins: &[String]| -> Result<(Planned, f64), String> {
         let started = Instant::now();
         let pins = Pins::parse(pins).map_err(|e| e.to_string())?;
-        let made = planner::plan(&forward, &train, &cluster, &PlanOptions { pins, ..PlanOptions::default() })
-            .map_err(|e| e.to_string())?;
+        let made = planner::plan(
+            &forward,
+            &train,
+            &cluster,
+            &PlanOptions {
+                pins,
+                ..PlanOptions::default()
+            },
+        )
+        .map_err(|e| e.to_string())?;
         Ok((made, started.elapsed().as_secs_f64()))
     };
     let pins: Vec<String> = pins.into_iter().cloned().collect();

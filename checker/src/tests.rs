@@ -86,6 +86,10 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         memory_efficiency: 1.0,
         launch_s: 0.0,
         conversion_s_per_element: BTreeMap::new(),
+        multiprocessors: 0,
+        sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let cluster = Cluster {
         version: CLUSTER_VERSION,
@@ -95,6 +99,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         device,
         levels: vec![],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     };

@@ -40,6 +40,9 @@ pub enum Verb {
     /// Measure this machine and write a cluster file for its CPU ranks.
     #[command(after_help = format!("Example:\n  meshwright calibrate -o cluster.toml --ranks 4\n\n{EXIT_CODES}"))]
     Calibrate(CalibrateArgs),
+    /// Predict published training runs: a table of configurations to step time and memory.
+    #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\nThe columns are those of docs/published.md; a row that cannot be modelled says why.\n\n{EXIT_CODES}"))]
+    Predict(PredictArgs),
     /// Solve an intra-op problem in the form of the IOPDDL benchmark.
     #[command(after_help = format!("Example:\n  meshwright solve instance.json.gz --time-limit 60 -o solution.json\n\nThe last line of the output is a JSON object with status, objective, lower_bound, gap,\nseconds, peak_usage and usage_limit.\n\n{EXIT_CODES}"))]
     Solve(SolveArgs),
@@ -316,6 +319,16 @@ pub struct CalibrateArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `predict`.
+#[derive(Debug, Args)]
+pub struct PredictArgs {
+    /// Comma-separated values, one training run a row, with a header.
+    pub rows: PathBuf,
+    /// Where to write the predictions.
+    #[arg(short, long, default_value = "predicted.csv")]
+    pub output: PathBuf,
 }
 
 /// Arguments of `solve`.

@@ -48,8 +48,8 @@ pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measu
 
 fn read(name: &str) -> Result<Cluster, Failure> {
     let path = Path::new(if name == "cpu" { CALIBRATED } else { name });
-    if let Some(text) = presets::text(name) {
-        return from_toml(name, text);
+    if let Some(cluster) = built_in(name)? {
+        return Ok(cluster);
     }
     if path.exists() || name.contains(['/', '.']) {
         let file = path.display().to_string();
@@ -78,6 +78,17 @@ fn read(name: &str) -> Result<Cluster, Failure> {
         ),
     };
     Err(Failure::new(Exit::BadInput, format!("there is no cluster `{name}`")).help(help))
+}
+
+/// A preset, or a composition of the catalogue's devices and links.
+fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
+    if name.contains(['/', '.']) {
+        return Ok(None);
+    }
+    presets::find(name).map_err(|e| {
+        Failure::new(Exit::BadInput, e.to_string())
+            .help("meshwright presets lists the presets, devices and links")
+    })
 }
 
 fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {

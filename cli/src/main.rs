@@ -53,6 +53,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Run(a) => commands::run::run(&a),
         Verb::Compare(a) => commands::compare::run(&a),
         Verb::Calibrate(a) => commands::calibrate::run(&a),
+        Verb::Predict(a) => commands::predict::run(&a),
         Verb::Solve(a) => commands::solve::run(&a),
         Verb::Schema(a) => commands::schema::run(&a),
         Verb::Presets(a) => commands::presets::run(&a),

@@ -6,7 +6,7 @@ use crate::files;
 use checker::Violation;
 use ir::plan::Plan;
 use ir::program::Program;
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::TrainingGraph;
 use std::path::Path;
 
 /// A plan that passed its check, with what is rebuilt from it.
@@ -52,7 +52,9 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
 pub fn lower(plan: &Plan) -> Result<(TrainingGraph, Program), Failure> {
     let broken = |e: String| Failure::new(Exit::CheckFailed, format!("the plan's graph: {e}"));
     let forward = ir::text::parse(&plan.graph).map_err(|e| broken(e.to_string()))?;
-    let training = training_graph(&forward, &plan.train).map_err(|e| broken(e.to_string()))?;
+    let training = plan
+        .training_graph(&forward)
+        .map_err(|e| broken(e.to_string()))?;
     let program = lowering::lower_training(plan, &training)?;
     Ok((training, program))
 }

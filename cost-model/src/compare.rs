@@ -98,6 +98,8 @@ pub struct Comparison {
     pub tokens_per_s: Compared,
     /// Model FLOPs utilisation; the measured one is the predicted one scaled by the step times.
     pub mfu: Compared,
+    /// Hardware FLOPs utilisation, likewise: above `mfu` where the plan recomputes.
+    pub hfu: Compared,
     /// Peak memory of the stage that needs most, bytes.
     pub peak_bytes: Compared,
     /// By stage.
@@ -120,6 +122,7 @@ pub fn expected_instructions(
 ) -> Result<Vec<ExpectedInstruction>, SimError> {
     let work = StepWork {
         model_flops: Flops(0.0),
+        hardware_flops: Flops(0.0),
         tokens: 0,
         dtype: DType::F32,
     };
@@ -156,12 +159,16 @@ pub fn compare(
         .map(|s| stage(predicted, measured, s))
         .collect();
     let step_time_s = Compared::new(predicted.step_time_s.0, measured.step_time_s.0);
-    let measured_mfu = step_time_s.ratio.map_or(0.0, |r| predicted.mfu * r);
+    let scaled = |rate: f64| {
+        let measured = step_time_s.ratio.map_or(0.0, |r| rate * r);
+        Compared::new(rate, measured)
+    };
     let total = total(&stages);
     Comparison {
         step_time_s,
         tokens_per_s: Compared::new(predicted.tokens_per_s, measured.tokens_per_s),
-        mfu: Compared::new(predicted.mfu, measured_mfu),
+        mfu: scaled(predicted.mfu),
+        hfu: scaled(predicted.hfu),
         peak_bytes: total.peak_bytes,
         total,
         stages,
@@ -287,6 +294,7 @@ mod tests {
             step_time_s: Seconds(1.0),
             tokens_per_s: 100.0,
             mfu: 0.4,
+            hfu: 0.5,
             stages: vec![stage.clone(), stage],
             ..Default::default()
         };
@@ -294,6 +302,7 @@ mod tests {
         assert_eq!(c.step_time_s.ratio, Some(0.5));
         // Half the speed is half the utilisation.
         assert_eq!((c.mfu.measured, c.tokens_per_s.ratio), (0.2, Some(2.0)));
+        assert_eq!((c.hfu.predicted, c.hfu.measured), (0.5, 0.25));
         assert_eq!(
             c.total.compute_s,
             Compared {

@@ -1,20 +1,27 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
-//! `time = launch + max(flops / rate, bytes / bandwidth)`; the rate of a matmul `m x k x n`
-//! is `peak * best * m/(m+m_half) * n/(n+n_half) * k/(k+k_half)`, where `best` is the best
-//! measured rate over the peak (so no prediction exceeds a rate that somebody measured) and
-//! the half sizes come from a fit. Fused attention runs at a share of the matmul rate and
-//! executes half of the full score products, because of the causal mask.
+//! `time = launch + max(flops / rate, bytes / bandwidth)`, and at least what the host needs to
+//! issue the op's kernels. The rate of a matmul is `peak * best * sustained` times what its
+//! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
+//! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
+//! share of the matmul rate and executes half of the full score products, because of the
+//! causal mask; unfused attention is two batched matmuls with passes over the scores between
+//! them (see `attention`).
 //!
 //! Where a device computes in f32 only (CPU ranks), operands and results of other float types
 //! are converted before and after: a time per element of them is added.
 
+mod attention;
+mod tiles;
+
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
+use ir::software::Software;
 use ir::{DType, Seconds};
 
-/// Share of the full score products that a causal kernel executes.
-const CAUSAL_SHARE: f64 = 0.5;
+/// Kernels of an op that normalises, reduces or the like in the backward direction: one pass
+/// along each of two dims.
+const KERNELS_OF_NORM_GRADIENT: f64 = 2.0;
 
 /// Time of one execution of `kind` with operands and results of these local (padded) lengths.
 ///
@@ -43,7 +50,40 @@ pub fn op_time(
             .map(|(t, lens)| conversion_s(cluster, *t, lens.iter().map(|&n| n as f64).product()))
             .sum(),
     };
-    Seconds(work_time(cluster, dtype, &kind.work(operands, results)).0 + converted)
+    let mut work = kind.work(operands, results);
+    let Some(software) = &cluster.software else {
+        return Seconds(work_time(cluster, dtype, &work).0 + converted);
+    };
+    if is_elementwise(kind) {
+        work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
+    }
+    if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
+        // Both read all logits; each stands for half of the loss.
+        let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
+        work.bytes = work
+            .bytes
+            .max((0.5 * software.loss_bytes_per_logit * logits) as u64);
+    }
+    let host = software.host_s_per_kernel * kernels(kind, software);
+    let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
+    let device = match (work.matmul, work.attention_flops > 0.0) {
+        (Some(scores), true) => {
+            let busy = attention::busy_time(cluster, software, dtype, scores, is_gradient, &work);
+            Seconds(cluster.device.launch_s + busy)
+        }
+        _ => match software
+            .matmul_dtype
+            .filter(|_| is_cast_matmul(kind, operands))
+        {
+            Some(narrow) => {
+                let casts: f64 = operands.iter().map(|o| cast_bytes(o, narrow)).sum();
+                let cast_s = memory_time(cluster, casts * software.elementwise_traffic);
+                Seconds(work_time(cluster, narrow, &work).0 + cast_s)
+            }
+            None => work_time(cluster, dtype, &work),
+        },
+    };
+    Seconds(device.0.max(host) + converted)
 }
 
 /// Whether an op only moves elements, whatever they are: nothing is converted then.
@@ -78,28 +118,78 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
             arithmetic += work.matmul_flops / rate;
-            arithmetic += CAUSAL_SHARE * work.attention_flops
+            arithmetic += attention::CAUSAL_SHARE * work.attention_flops
                 / (peak_rate(cluster, dtype) * d.attention_efficiency);
         }
     }
-    let memory = work.bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency);
-    Seconds(d.launch_s + arithmetic.max(memory))
+    Seconds(d.launch_s + arithmetic.max(memory_time(cluster, work.bytes as f64)))
+}
+
+/// Seconds of moving `bytes` between a device and its memory.
+fn memory_time(cluster: &Cluster, bytes: f64) -> f64 {
+    bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_efficiency)
+}
+
+/// Matmuls between two matrices of half precision; those of the loss stay as they are.
+fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
+    matches!(kind, OpKind::DotGeneral { .. })
+        && operands
+            .iter()
+            .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
+}
+
+/// Bytes of casting an operand: read once, written once in the narrow type.
+fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType) -> f64 {
+    let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
+    elements * (operand.0.bytes() + narrow.bytes()) as f64
+}
+
+/// Ops that a compiler fuses with their neighbours: one result element from each operand's.
+fn is_elementwise(kind: &OpKind) -> bool {
+    matches!(
+        kind,
+        OpKind::Unary { .. }
+            | OpKind::Binary { .. }
+            | OpKind::Dropout { .. }
+            | OpKind::Rotary { .. }
+            | OpKind::Cast { .. }
+    )
+}
+
+/// Kernels that the host issues for an op; updates of parameters go in a few for all.
+fn kernels(kind: &OpKind, software: &Software) -> f64 {
+    match kind {
+        OpKind::Attention { .. } => attention::kernels(software, false),
+        OpKind::AttentionGrad { .. } => attention::kernels(software, true),
+        OpKind::LayerNormGradWeight | OpKind::RmsNormGradWeight => KERNELS_OF_NORM_GRADIENT,
+        OpKind::AdamW { .. } | OpKind::Sgd { .. } | OpKind::SumSquares | OpKind::Cast { .. } => 0.0,
+        _ => 1.0,
+    }
 }
 
 /// FLOP/s that a matmul of this shape reaches.
+///
+/// With a known number of multiprocessors the result is cut into tiles and these into waves
+/// (see `tiles`); without, each of `m`, `n` has its half size. The pipeline along `k` has to
+/// be filled either way: `k / (k + half)`.
 pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
     let half = cluster.device.matmul_half_size;
     let share = |x: u64, h: f64| x as f64 / (x as f64 + h);
-    peak_rate(cluster, dtype)
-        * share(shape.m, half.m)
-        * share(shape.n, half.n)
-        * share(shape.k, half.k)
+    let shape_share = if cluster.device.multiprocessors > 0 {
+        tiles::share(cluster.device.multiprocessors, half.k, dtype, shape)
+    } else {
+        share(shape.m, half.m) * share(shape.n, half.n) * share(shape.k, half.k)
+    };
+    peak_rate(cluster, dtype) * shape_share
 }
 
-/// The best matmul rate of the device in FLOP/s: peak times best measured efficiency.
+/// The best matmul rate of the device in FLOP/s: peak times best measured efficiency, and of
+/// that what is sustained.
 pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
     let d = &cluster.device;
-    let rate = |t: DType| Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)?);
+    let rate = |t: DType| {
+        Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)? * d.sustained_share)
+    };
     rate(dtype).unwrap_or_else(|| {
         let slowest = d
             .peak_flops_per_s
@@ -113,15 +203,13 @@ pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
 /// Time of copying `bytes` within a device (each byte read and written once).
 pub fn copy_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
-    Seconds(
-        d.launch_s + 2.0 * bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency),
-    )
+    Seconds(d.launch_s + memory_time(cluster, 2.0 * bytes as f64))
 }
 
 /// Time of writing `bytes` within a device (fills, loaded data).
 pub fn write_time(cluster: &Cluster, bytes: u64) -> Seconds {
     let d = &cluster.device;
-    Seconds(d.launch_s + bytes as f64 / (d.memory_bandwidth_bytes_per_s * d.memory_efficiency))
+    Seconds(d.launch_s + memory_time(cluster, bytes as f64))
 }
 
 #[cfg(test)]

@@ -100,6 +100,10 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_efficiency,
             launch_s,
             conversion_s_per_element: BTreeMap::new(),
+            multiprocessors: 0,
+            sustained_share: 1.0,
+            power_limit_w: None,
+            boost_clock_hz: None,
         },
         levels: Vec::new(),
         pool: Some(Pool {
@@ -107,6 +111,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             compute_devices: compute_devices(points, machine),
             memory_bytes: machine.memory_bytes,
         }),
+        software: None,
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };
@@ -132,6 +137,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             bandwidth_bytes_per_s: bandwidth,
             efficiency: 1.0,
             half_bytes: 0.0,
+            ..Level::default()
         });
         links(points, &mut cluster)?;
     }

@@ -1,4 +1,5 @@
-//! What a training step computes, whatever the plan: the numerator of MFU.
+//! What a training step computes: the numerators of MFU, which no plan changes, and of HFU,
+//! which counts what a plan recomputes.
 
 use ir::training::TrainingGraph;
 use ir::{DType, Flops, Pass, Region, TrainSpec};
@@ -8,6 +9,8 @@ use ir::{DType, Flops, Pass, Region, TrainSpec};
 pub struct StepWork {
     /// Model FLOPs, see [`model_flops`].
     pub model_flops: Flops,
+    /// Hardware FLOPs, see [`hardware_flops`].
+    pub hardware_flops: Flops,
     /// Tokens of the global batch.
     pub tokens: u64,
     /// Compute dtype, whose peak MFU is measured against.
@@ -19,6 +22,7 @@ impl StepWork {
     pub fn of(training: &TrainingGraph, spec: &TrainSpec) -> Self {
         StepWork {
             model_flops: model_flops(training, spec.global_batch),
+            hardware_flops: hardware_flops(training, spec.global_batch),
             tokens: spec.global_batch.saturating_mul(spec.sequence),
             dtype: spec.precision.compute(),
         }
@@ -31,7 +35,18 @@ impl StepWork {
 ///
 /// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
 pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
-    let counts = |pass: Pass| matches!(pass, Pass::F | Pass::BI | Pass::BW);
+    counted(training, global_batch, |pass| {
+        matches!(pass, Pass::F | Pass::BI | Pass::BW)
+    })
+}
+
+/// [`model_flops`] and those of recomputed forward ops: what HFU counts. What a fused attention
+/// recomputes inside its own gradient counts in neither.
+pub fn hardware_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
+    counted(training, global_batch, |pass| pass != Pass::Update)
+}
+
+fn counted(training: &TrainingGraph, global_batch: u64, counts: impl Fn(Pass) -> bool) -> Flops {
     let ops = training
         .graph
         .ops()

@@ -5,6 +5,7 @@
 //! Clusters are homogeneous: `n_hosts` equal hosts of `devices_per_host` equal devices, ranks
 //! numbered host-major, joined by levels of links from the innermost out.
 
+use crate::software::Software;
 use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,6 +37,9 @@ pub struct Cluster {
     /// Devices that share processors and memory (CPU ranks of one machine).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
+    /// How the software executes, where it is not Meshwright's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub software: Option<Software>,
     /// Source of each figure, by key path (`device.memory_bytes`).
     pub sources: BTreeMap<String, String>,
     /// Raw points of a calibration, kept with what was fitted to them.
@@ -75,6 +79,31 @@ pub struct Device {
     /// here are computed with as they are.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub conversion_s_per_element: BTreeMap<DType, f64>,
+    /// Multiprocessors, over which the tiles of a matmul are spread; 0 where its rate follows
+    /// the half sizes alone.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub multiprocessors: u32,
+    /// Share of the best measured rate that long training holds: clocks fall under power.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub sustained_share: f64,
+    /// Power at which the device is capped, in watts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power_limit_w: Option<f64>,
+    /// Clock at which the peaks are stated, in hertz.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boost_clock_hz: Option<f64>,
+}
+
+fn is_zero(n: &u32) -> bool {
+    *n == 0
+}
+
+fn whole() -> f64 {
+    1.0
+}
+
+fn is_whole(x: &f64) -> bool {
+    *x == 1.0
 }
 
 /// Lengths of half efficiency; see [`Device::matmul_half_size`].
@@ -99,12 +128,89 @@ pub struct Level {
     pub devices: u32,
     /// Time of an empty message in seconds.
     pub latency_s: f64,
-    /// Bandwidth of one device at this level in one direction, bytes per second.
+    /// Bandwidth of one port at this level in one direction, bytes per second.
     pub bandwidth_bytes_per_s: f64,
     /// Share of the bandwidth that large collectives reach.
     pub efficiency: f64,
-    /// Message size in bytes at which half of that share is reached.
+    /// Message size in bytes at which half of that share is reached. Collectives over levels
+    /// with protocols do not use it: there the protocols say what small messages cost.
     pub half_bytes: f64,
+    /// Consecutive devices that share one port: 2 where eight devices have four network cards.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub devices_per_port: u32,
+    /// Bandwidth between two devices where wires join pairs and no switch joins all; absent
+    /// where a pair has the whole port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pair_bandwidth_bytes_per_s: Option<f64>,
+    /// Share of the bandwidth that a large all-to-all reaches; as `efficiency` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub all_to_all_efficiency: Option<f64>,
+    /// Reduction inside the switch, where it can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub in_switch: Option<InSwitch>,
+    /// Ways to send small, middling and large messages, the one for the largest last; the
+    /// fastest counts. Without any, `latency_s` and `half_bytes` describe the one way.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub protocols: Vec<Protocol>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(x: &u32) -> bool {
+    *x == 1
+}
+
+impl Default for Level {
+    /// A perfect link of one device: no latency, one byte per second, each device its port.
+    fn default() -> Self {
+        Level {
+            name: String::new(),
+            devices: 1,
+            latency_s: 0.0,
+            bandwidth_bytes_per_s: 1.0,
+            efficiency: 1.0,
+            half_bytes: 0.0,
+            devices_per_port: 1,
+            pair_bandwidth_bytes_per_s: None,
+            all_to_all_efficiency: None,
+            in_switch: None,
+            protocols: Vec::new(),
+        }
+    }
+}
+
+/// Reduction in a switch (NVLink SHARP, InfiniBand SHARP): each rank sends its operand once
+/// and receives the sum once.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct InSwitch {
+    /// Time of an empty all-reduce at this level in seconds.
+    pub latency_s: f64,
+    /// Share of the port's bandwidth that large all-reduces reach.
+    pub efficiency: f64,
+}
+
+/// One way of sending through a level: what a step costs and what it leaves of the bandwidth.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Protocol {
+    /// Name: `LL`, `LL128`, `Simple`.
+    pub name: String,
+    /// Fixed time of a collective in seconds; the outermost level's counts.
+    pub start_s: f64,
+    /// Time of one step of a ring across this level in seconds.
+    pub ring_step_s: f64,
+    /// Time of one step of a tree across this level in seconds.
+    pub tree_step_s: f64,
+    /// Share of `bandwidth_bytes_per_s * efficiency` that rings reach.
+    pub ring_share: f64,
+    /// Share of the same that trees reach.
+    pub tree_share: f64,
+    /// Largest rate of a rank's ring or tree, bytes per second; absent where the port decides.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_bytes_per_s: Option<f64>,
 }
 
 /// Devices that share processors and memory.
@@ -275,6 +381,25 @@ impl Cluster {
                 ),
             );
         }
+        for (key, x) in [
+            ("power_limit_w", d.power_limit_w),
+            ("boost_clock_hz", d.boost_clock_hz),
+        ] {
+            check(
+                x.is_none_or(positive),
+                format!(
+                    "device.{key} is {}, expected a positive number up to {MAX_FIGURE:e}",
+                    x.unwrap_or(0.0)
+                ),
+            );
+        }
+        check(
+            share(d.sustained_share),
+            format!(
+                "device.sustained_share is {}, expected 0 to 1",
+                d.sustained_share
+            ),
+        );
         check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
             format!(
@@ -296,33 +421,21 @@ impl Cluster {
                 ),
             );
             below = l.devices.max(1);
+            link_figures(i, l, &mut check);
+        }
+        let named = self.levels.iter().filter(|l| !l.protocols.is_empty());
+        check(
+            [0, self.levels.len()].contains(&named.clone().count()),
+            "levels have protocols only in part, expected protocols in all levels or in none"
+                .into(),
+        );
+        if let Some((first, rest)) = named.collect::<Vec<_>>().split_first() {
             check(
-                amount(l.latency_s),
-                format!(
-                    "levels[{i}].latency_s is {}, expected 0 to {MAX_FIGURE:e}",
-                    l.latency_s
-                ),
-            );
-            check(
-                positive(l.bandwidth_bytes_per_s),
-                format!(
-                    "levels[{i}].bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    l.bandwidth_bytes_per_s
-                ),
-            );
-            check(
-                share(l.efficiency),
-                format!(
-                    "levels[{i}].efficiency is {}, expected 0 to 1",
-                    l.efficiency
-                ),
-            );
-            check(
-                amount(l.half_bytes),
-                format!(
-                    "levels[{i}].half_bytes is {}, expected 0 to {MAX_FIGURE:e}",
-                    l.half_bytes
-                ),
+                first.protocols.iter().any(|p| {
+                    let has = |l: &&&Level| l.protocols.iter().any(|q| q.name == p.name);
+                    rest.iter().filter(has).count() == rest.len()
+                }),
+                "levels have no protocol in common".into(),
             );
         }
         if let Some(l) = self.levels.last() {
@@ -348,6 +461,80 @@ impl Cluster {
             );
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
+        p.extend(self.software.iter().flat_map(Software::problems));
         p
     }
+}
+
+/// What is wrong with the figures of level `i`.
+fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
+    let rate = format!("expected a positive number up to {MAX_FIGURE:e}");
+    let time = format!("expected 0 to {MAX_FIGURE:e}");
+    let positive = |x: f64| (1.0 / MAX_FIGURE..=MAX_FIGURE).contains(&x);
+    let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
+    let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
+    let mut figure = |key: &str, x: f64, ok: bool, expected: &str| {
+        check(ok, format!("levels[{i}].{key} is {x}, {expected}"));
+    };
+    figure("latency_s", l.latency_s, amount(l.latency_s), &time);
+    let x = l.bandwidth_bytes_per_s;
+    figure("bandwidth_bytes_per_s", x, positive(x), &rate);
+    figure(
+        "efficiency",
+        l.efficiency,
+        share(l.efficiency),
+        "expected 0 to 1",
+    );
+    figure("half_bytes", l.half_bytes, amount(l.half_bytes), &time);
+    figure(
+        "devices_per_port",
+        f64::from(l.devices_per_port),
+        l.devices_per_port > 0,
+        "expected at least 1",
+    );
+    if let Some(x) = l.pair_bandwidth_bytes_per_s {
+        figure("pair_bandwidth_bytes_per_s", x, positive(x), &rate);
+    }
+    if let Some(x) = l.all_to_all_efficiency {
+        figure("all_to_all_efficiency", x, share(x), "expected 0 to 1");
+    }
+    if let Some(s) = &l.in_switch {
+        figure(
+            "in_switch.latency_s",
+            s.latency_s,
+            amount(s.latency_s),
+            &time,
+        );
+        let x = s.efficiency;
+        figure("in_switch.efficiency", x, share(x), "expected 0 to 1");
+    }
+    for (j, p) in l.protocols.iter().enumerate() {
+        for (key, x) in [
+            ("start_s", p.start_s),
+            ("ring_step_s", p.ring_step_s),
+            ("tree_step_s", p.tree_step_s),
+        ] {
+            figure(&format!("protocols[{j}].{key}"), x, amount(x), &time);
+        }
+        for (key, x) in [("ring_share", p.ring_share), ("tree_share", p.tree_share)] {
+            figure(
+                &format!("protocols[{j}].{key}"),
+                x,
+                share(x),
+                "expected 0 to 1",
+            );
+        }
+        if let Some(x) = p.max_bandwidth_bytes_per_s {
+            figure(
+                &format!("protocols[{j}].max_bandwidth_bytes_per_s"),
+                x,
+                positive(x),
+                &rate,
+            );
+        }
+    }
+    check(
+        l.in_switch.is_none() || !l.protocols.is_empty(),
+        format!("levels[{i}].in_switch stands without protocols, which it needs"),
+    );
 }

@@ -136,6 +136,14 @@ pub enum GraphError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// The results of an op cannot be recomputed.
+    #[error("op `{path}` cannot be recomputed: it {problem}")]
+    Recompute {
+        /// The op.
+        path: String,
+        /// Why.
+        problem: &'static str,
+    },
     /// The loss to differentiate is not a scalar of the graph.
     #[error("{0}")]
     Differentiate(String),

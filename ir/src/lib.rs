@@ -17,6 +17,7 @@ pub mod plan;
 pub mod program;
 pub mod reshard;
 pub mod sharding;
+pub mod software;
 pub mod tensor;
 #[doc(hidden)]
 pub mod testing;

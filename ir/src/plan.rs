@@ -1,8 +1,8 @@
 //! The plan: what was decided, as a self-contained document.
 //!
 //! It embeds the forward graph (as text, equal layers once), what is trained, and the
-//! cluster. Lowering rebuilds the training graph from them (`training::training_graph`,
-//! pass versions recorded) and replays the decisions; it never searches.
+//! cluster. Lowering rebuilds the training graph from them ([`Plan::training_graph`], pass
+//! versions recorded) and replays the decisions; it never searches.
 //!
 //! Strategies are kept per *distinct* layer: layers that are equal and treated equally share
 //! one [`LayerStrategy`]. Its keys are op paths in which the layer's name is written `{}`
@@ -11,9 +11,10 @@
 use crate::cluster::Cluster;
 use crate::op::OpStrategy;
 use crate::reshard::{CrossPath, LayoutStep};
-use crate::{Bytes, LayerId, LogicalMesh, Seconds, StageId, TrainSpec};
+use crate::training::{TrainingGraph, recompute, training_graph};
+use crate::{Bytes, Graph, GraphError, LayerId, LogicalMesh, OpId, Seconds, StageId, TrainSpec};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Version of the plan format that this crate reads and writes.
 pub const PLAN_VERSION: u32 = 1;
@@ -56,6 +57,46 @@ pub struct Plan {
     pub predicted: Prediction,
     /// What was proved.
     pub proof: Proof,
+}
+
+impl Plan {
+    /// The training graph of the plan: that of `forward` (the plan's graph) as it is trained,
+    /// with what the layers recompute.
+    ///
+    /// Fails as `training::training_graph` does, and when a layer recomputes an op that it does
+    /// not have or that cannot be recomputed. Runs of layers that do not exist are left out.
+    pub fn training_graph(&self, forward: &Graph) -> Result<TrainingGraph, GraphError> {
+        let training = training_graph(forward, &self.train)?;
+        let chosen = self.recomputed(&training.graph)?;
+        recompute(&training, &chosen)
+    }
+
+    /// The ops of a graph in which nothing is recomputed that the plan recomputes.
+    fn recomputed(&self, graph: &Graph) -> Result<BTreeSet<OpId>, GraphError> {
+        let mut chosen = BTreeSet::new();
+        for run in self.stages.iter().flat_map(|s| &s.runs) {
+            let Some(strategy) = self.layer_strategies.get(run.strategy as usize) else {
+                continue;
+            };
+            if strategy.recompute.is_empty() {
+                continue;
+            }
+            let layers = graph.layers.iter().enumerate().skip(run.first.index());
+            for (layer, name) in layers.take(run.count as usize) {
+                for relative in &strategy.recompute {
+                    let path = absolute_path(relative, name);
+                    let op = graph
+                        .find(&path)
+                        .filter(|&id| graph.op(id).layer == Some(LayerId::new(layer)));
+                    chosen.insert(op.ok_or(GraphError::Recompute {
+                        path,
+                        problem: "is no op of the layer that recomputes it",
+                    })?);
+                }
+            }
+        }
+        Ok(chosen)
+    }
 }
 
 /// Order of forward and backward passes in a stage.
@@ -139,6 +180,10 @@ pub struct LayerRun {
 pub struct LayerStrategy {
     /// Strategy of every op of the layer in the training graph, by relative path.
     pub ops: BTreeMap<String, OpStrategy>,
+    /// Forward ops whose results are not kept for the backward pass but recomputed in it, by
+    /// relative path. Each has a twin `recompute.<path>` among `ops`.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub recompute: BTreeSet<String>,
     /// Layout changes on the way into an operand, by relative edge key
     /// (`<consumer path>#<operand>`, `<state path>#write` for what a state keeps). An edge
     /// whose specs are equal has no entry.
@@ -196,6 +241,9 @@ pub struct Prediction {
     /// Model FLOPs utilisation: matmul and attention (full) FLOPs of forward and backward,
     /// over step time and the peak of the compute dtype, pools counted once.
     pub mfu: f64,
+    /// Hardware FLOPs utilisation: `mfu` with the FLOPs of recomputation counted too.
+    #[serde(default)]
+    pub hfu: f64,
     /// Share of the step in which the average stage waits for others.
     pub bubble: f64,
     /// Per stage.

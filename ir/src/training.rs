@@ -7,7 +7,8 @@
 //! * `Microbatch`: forward ops under their own paths, `loss`, `grad.<path>.<what>` ops (see
 //!   `autodiff`), one `accumulate.<use path>.<operand>` per use of a parameter, plus
 //!   `accumulate.loss`; `layout.<first user>.<operand>` ops, the layout changes
-//!   that several matrix multiplications share.
+//!   that several matrix multiplications share; `recompute.<path>`, forward ops run again for
+//!   the gradients of their layer (see `recompute`).
 //! * `StepEnd`: `grad_sum.<param>`, the sum of a parameter's accumulators in use order (none
 //!   where there is one use), `sum_squares.<param>`, the world ops `global_norm` and
 //!   `clip_coefficient` (layer `None`), `update.<param>`.
@@ -24,10 +25,12 @@
 mod build;
 mod layouts;
 mod problems;
+mod recompute;
 mod shared;
 
 pub use build::build;
 pub use problems::problems;
+pub use recompute::{Recompute, can_recompute, choose, recompute, source_path, source_value};
 
 use crate::{Graph, GraphError, TrainSpec, ValueId};
 use serde::{Deserialize, Serialize};
@@ -87,10 +90,11 @@ pub struct TrainingGraph {
     pub grad_norm: ValueId,
 }
 
-/// The training graph that plans are made for and replayed on: layer boundaries made explicit
-/// (`boundary`), then [`build`], then parameters of other layers shared through one op each
-/// (`shared.<layer>.<param>`). `forward` as in [`build`]. A change here or there is a new
-/// `plan::PASSES_VERSION`.
+/// The training graph that plans are made for: layer boundaries made explicit (`boundary`),
+/// then [`build`], then parameters of other layers shared through one op each
+/// (`shared.<layer>.<param>`). `forward` as in [`build`]. Nothing is recomputed in it: that a
+/// plan decides, so the graph that a plan is replayed on is `Plan::training_graph`. A change
+/// here, there or in [`recompute()`] is a new `plan::PASSES_VERSION`.
 pub fn training_graph(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
     let marked = crate::boundary::mark_boundaries(forward)?;
     shared::share_parameters(&build(&marked, spec)?)

@@ -386,16 +386,30 @@ impl<'a> Cx<'a> {
             );
         }
     }
-    /// The value that layout changes, if any, made this one from.
+    /// The value that layout changes, if any, made this one from; of a recomputed value the
+    /// one that it repeats.
     fn before_layouts(&self, mut v: ValueId) -> ValueId {
+        v = self.repeated(v);
         while let Some(op) = self.producer(v)
             && op.kind == OpKind::Layout
             && let Some(&x) = op.inputs.first()
             && x < v
         {
-            v = x;
+            v = self.repeated(x);
         }
         v
+    }
+    fn repeated(&self, v: ValueId) -> ValueId {
+        let Some(op) = self.producer(v).filter(|op| op.pass == Pass::Recompute) else {
+            return v;
+        };
+        let source = crate::training::source_path(&op.path);
+        let result = op.outputs.iter().position(|&o| o == v).unwrap_or(0);
+        let source = self.parts.ops.iter().find(|op| op.path == source);
+        source
+            .and_then(|s| s.outputs.get(result).copied())
+            .filter(|&s| s < v)
+            .unwrap_or(v)
     }
     fn dropout_key(&mut self, op: &Op) {
         let key = match &op.kind {

@@ -49,14 +49,14 @@ pub use uses::{CrossEdge, Edge, cross_edges, edges};
 
 use ir::plan::Plan;
 use ir::program::Program;
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::TrainingGraph;
 
 /// The program of a plan: rebuilds the training graph that the plan was made for, then
 /// [`lower_training`]. Fails when the plan's graph or versions are not readable, or as there.
 pub fn lower(plan: &Plan) -> Result<Program, LowerError> {
     resolve::check_versions(plan)?;
     let forward = ir::text::parse(&plan.graph)?;
-    lower_training(plan, &training_graph(&forward, &plan.train)?)
+    lower_training(plan, &plan.training_graph(&forward)?)
 }
 
 /// The program of a plan whose training graph is at hand.

@@ -9,8 +9,8 @@ use cost_model::collectives;
 use ir::cluster::Cluster;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
 use ir::reshard::{self, CrossPath, LayoutStep, Placement};
-use ir::training::TrainingGraph;
-use ir::{LayerId, LogicalMesh, ShardingSpec};
+use ir::training::{TrainingGraph, source_path};
+use ir::{LayerId, LogicalMesh, Pass, ShardingSpec};
 use lowering::{CrossEdge, LowerError};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -82,6 +82,13 @@ fn layer_strategy(
                 .insert(relative_path(&graph.op(own).path, name), op.clone());
         }
     }
+    let twins = layers.ops[layer]
+        .iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| op.pass == Pass::Recompute);
+    strategy.recompute = twins
+        .map(|op| relative_path(source_path(&op.path), name))
+        .collect();
     strategy
 }
 

@@ -1,8 +1,9 @@
 //! Decision groups: the ops of a layer that are decided together, and their choices.
 //!
-//! * A forward op and its gradient ops form one group: an axis that shards a factor of the
-//!   forward op shards the corresponding factor of each gradient op (found by matching the
-//!   dims of the tensors that both touch).
+//! * A forward op, its gradient ops and its recomputed twin form one group: an axis that
+//!   shards a factor of the forward op shards the same factor of the twin and the
+//!   corresponding factor of each gradient op (found by matching the dims of the tensors
+//!   that both touch).
 //! * A parameter, its moments, its prepared copy, its accumulators and its update form one
 //!   group; its choices are the layouts in compute times a ZeRO variant per idle axis.
 //! * Gradient sums, shared layouts, and gradients of parameters owned elsewhere stand alone.
@@ -13,7 +14,7 @@ use crate::pins::{AxisRole, Pins, ZeroVariant, zero_variants};
 use cost_model::compute;
 use ir::cluster::Cluster;
 use ir::op::{Assignment, AxisUse, FactorRole, OpStrategy, ShardingRule};
-use ir::training::{StateRole, TrainingGraph};
+use ir::training::{StateRole, TrainingGraph, source_path, source_value};
 use ir::{
     DType, FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, TrainSpec,
     ValueId,
@@ -30,7 +31,7 @@ pub(crate) struct Setting<'a> {
     pub pins: &'a Pins,
     /// Samples of a microbatch.
     pub batch: u64,
-    /// Values that a backward op uses.
+    /// Forward values that a later pass uses, and recomputed ones that a gradient uses.
     pub saved: &'a [bool],
 }
 
@@ -58,6 +59,8 @@ pub(crate) struct Choice {
     pub static_bytes: u64,
     /// Bytes saved for backward, per microbatch in flight.
     pub saved_bytes: u64,
+    /// Bytes recomputed for backward: they live during the backward of the layer.
+    pub recomputed_bytes: u64,
 }
 
 /// Seconds by phase: once per microbatch forward, backward, and once per step.
@@ -202,11 +205,14 @@ fn local_source(graph: &Graph, op: &Op, here: &BTreeSet<OpId>) -> bool {
     here.contains(&graph.value(op.inputs[0]).producer)
 }
 
-/// The forward op whose group a gradient op joins; `None` when it stands alone.
+/// The forward op whose group a gradient op or a twin joins; `None` when it stands alone.
 pub(crate) fn forward_of(graph: &Graph, id: &OpId) -> Option<OpId> {
     let op = graph.op(*id);
     if op.region != Region::Microbatch || op.pass == Pass::F {
         return None;
+    }
+    if op.pass == Pass::Recompute {
+        return graph.find(source_path(&op.path));
     }
     let path = op.path.strip_prefix("grad.")?;
     let (forward, what) = path.rsplit_once('.')?;
@@ -358,7 +364,8 @@ fn factor_map(
     rule: &ShardingRule,
 ) -> BTreeMap<FactorId, FactorId> {
     let (fwd, op) = (graph.op(head), graph.op(id));
-    if head == id {
+    // A twin has the rule of its source.
+    if head == id || op.pass == Pass::Recompute {
         return (0..rule.factors.len())
             .map(|i| (FactorId::new(i), FactorId::new(i)))
             .collect();
@@ -374,15 +381,16 @@ fn factor_map(
             }
         }
     };
-    for (k, v) in op.inputs.iter().enumerate() {
-        if let Some(i) = fwd.inputs.iter().position(|w| w == v) {
+    let inputs = op.inputs.iter().map(|&v| source_value(graph, v));
+    for (k, v) in inputs.enumerate() {
+        if let Some(i) = fwd.inputs.iter().position(|w| *w == v) {
             pair(&head_rule.operands[i], &rule.operands[k]);
-        } else if let Some(i) = fwd.outputs.iter().position(|w| w == v) {
+        } else if let Some(i) = fwd.outputs.iter().position(|w| *w == v) {
             pair(&head_rule.results[i], &rule.operands[k]);
         } else if let Some(i) = fwd
             .outputs
             .iter()
-            .position(|w| graph.ty(*w).shape == graph.ty(*v).shape)
+            .position(|w| graph.ty(*w).shape == graph.ty(v).shape)
         {
             pair(&head_rule.results[i], &rule.operands[k]);
         }
@@ -408,7 +416,7 @@ fn make_choice(
     let graph = &s.training.graph;
     let mut specs = Vec::with_capacity(ops.len());
     let mut time = Phases::default();
-    let mut saved_bytes = 0u64;
+    let (mut saved_bytes, mut recomputed_bytes) = (0u64, 0u64);
     for ((&id, rule), strategy) in ops.iter().zip(rules).zip(&strategies) {
         let op = graph.op(id);
         let assignment = rule.assign(strategy).ok()?;
@@ -416,10 +424,15 @@ fn make_choice(
             return None;
         }
         time.add(op, op_seconds(s, op, &assignment));
-        if op.region == Region::Microbatch && op.pass == Pass::F && !op.kind.is_source() {
+        let kept = match op.pass {
+            Pass::F if op.region == Region::Microbatch => Some(&mut saved_bytes),
+            Pass::Recompute => Some(&mut recomputed_bytes),
+            _ => None,
+        };
+        if let Some(bytes) = kept.filter(|_| !op.kind.is_source()) {
             for (v, spec) in op.outputs.iter().zip(&assignment.results) {
                 if s.saved[v.index()] {
-                    saved_bytes = saved_bytes.saturating_add(local_bytes(s, *v, spec));
+                    *bytes = bytes.saturating_add(local_bytes(s, *v, spec));
                 }
             }
         }
@@ -440,6 +453,7 @@ fn make_choice(
         time,
         static_bytes,
         saved_bytes,
+        recomputed_bytes,
     })
 }
 

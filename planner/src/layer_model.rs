@@ -154,7 +154,8 @@ impl LayerModel {
                 .filter(|g| g.boundary)
                 .collect();
             for c in boundary.iter_mut().flat_map(|g| &mut g.choices) {
-                (c.time, c.static_bytes, c.saved_bytes) = (Phases::default(), 0, 0);
+                (c.time, c.static_bytes) = (Phases::default(), 0);
+                (c.saved_bytes, c.recomputed_bytes) = (0, 0);
             }
             groups.extend(boundary);
         }
@@ -235,6 +236,7 @@ impl LayerModel {
     /// Times and bytes of a decoded choice.
     pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
         let mut cost = LayerCost::default();
+        let mut recomputed = 0u64;
         for (i, (group, &c)) in self.groups.iter().zip(choice).enumerate() {
             let c = &group.choices[c as usize];
             cost.time = cost.time.plus(c.time);
@@ -244,7 +246,9 @@ impl LayerModel {
             cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             cost.transient_bytes = cost.transient_bytes.max(transient(s, group, c));
+            recomputed = recomputed.saturating_add(c.recomputed_bytes);
         }
+        cost.transient_bytes = cost.transient_bytes.saturating_add(recomputed);
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
             let cell = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]];
@@ -299,6 +303,7 @@ pub(crate) struct LayerCost {
     pub time: Phases,
     pub static_bytes: u64,
     pub saved_bytes: u64,
+    /// What an op needs for a moment, and what the layer's backward recomputes.
     pub transient_bytes: u64,
 }
 

@@ -2,12 +2,14 @@
 //!
 //! A degree pin fixes the logical mesh (`data`, `tensor` axes) and restricts which factors an
 //! axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
-//! do not shard them; a tensor pin fixes one tensor's spec.
+//! do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
+//! are recomputed in the backward pass (none, unless pinned).
 
 pub(crate) mod check;
 
 use ir::Precision;
 use ir::plan::ScheduleKind;
+use ir::training::Recompute;
 
 /// What is fixed; everything else is searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,10 +24,32 @@ pub struct Pins {
     pub zero: Option<u8>,
     /// Samples per microbatch over the whole stage mesh.
     pub microbatch: Option<u64>,
+    /// Number of layers of every stage, first stage first.
+    pub split: Option<Vec<usize>>,
     /// Order of passes.
     pub schedule: Option<ScheduleKind>,
+    /// Which activations are recomputed.
+    pub recompute: Option<Recompute>,
+    /// Ops for which that is fixed one by one; the last that matches counts.
+    pub recompute_ops: Vec<RecomputePin>,
     /// Tensors with a fixed spec.
     pub tensors: Vec<TensorPin>,
+}
+
+/// Forward ops whose results are recomputed, or kept, whatever [`Pins::recompute`] says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecomputePin {
+    /// Path of the op, with `*` standing for any characters.
+    pub op: String,
+    /// Recomputed, or kept.
+    pub recompute: bool,
+}
+
+impl RecomputePin {
+    /// Whether the pin speaks of this op.
+    pub fn matches(&self, path: &str) -> bool {
+        matches_glob(&self.op, path)
+    }
 }
 
 /// A tensor whose spec is fixed.
@@ -78,8 +102,9 @@ pub struct PinError {
 
 impl Pins {
     /// Reads pins of the forms `data=2`, `tensor=4`, `pipeline=2`, `zero=1`, `microbatch=8`,
-    /// `schedule=gpipe`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold
-    /// several, separated by spaces or, outside brackets, commas.
+    /// `split=5/4/4/5` (layers of every stage), `schedule=gpipe`, `recompute=full`,
+    /// `recompute:h.*.mlp.act=yes`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may
+    /// hold several, separated by spaces or, outside brackets, commas.
     pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
         let mut pins = Pins::default();
         for part in texts.iter().flat_map(|t| split(t.as_ref())) {
@@ -112,6 +137,17 @@ impl Pins {
                 Ok(n) if n >= 1 => self.microbatch = Some(n),
                 _ => return Err(err(format!("`{value}` is not a number of samples"))),
             },
+            "split" => {
+                let counts: Result<Vec<usize>, _> = value.split('/').map(str::parse).collect();
+                match counts {
+                    Ok(counts) if counts.iter().all(|&n| n >= 1) => self.split = Some(counts),
+                    _ => {
+                        return Err(err(format!(
+                            "`{value}` is not the layers of every stage, such as 5/4/4/5"
+                        )));
+                    }
+                }
+            }
             "schedule" => match value {
                 "gpipe" => self.schedule = Some(ScheduleKind::GPipe),
                 "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
@@ -121,11 +157,28 @@ impl Pins {
                     )));
                 }
             },
-            _ => match key.strip_prefix("spec:") {
-                Some(name) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
-                None => {
+            "recompute" => {
+                let all = [Recompute::None, Recompute::Full, Recompute::Selective];
+                let named = all.into_iter().find(|r| r.name() == value);
+                self.recompute = Some(named.ok_or_else(|| {
+                    err(format!(
+                        "`{value}` is no choice of what is recomputed; none, full and selective are"
+                    ))
+                })?);
+            }
+            _ => match key.split_once(':') {
+                Some(("spec", name)) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
+                Some(("recompute", op)) => self.recompute_ops.push(RecomputePin {
+                    op: op.to_string(),
+                    recompute: match value {
+                        "yes" => true,
+                        "no" => false,
+                        _ => return Err(err(format!("`{value}` is neither yes nor no"))),
+                    },
+                }),
+                _ => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, schedule and spec:TENSOR are known"
+                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, split, schedule, recompute, recompute:OP and spec:TENSOR are known"
                     )));
                 }
             },
@@ -142,7 +195,16 @@ impl Pins {
         degree("pipeline", self.pipeline.map(u64::from));
         degree("zero", self.zero.map(u64::from));
         degree("microbatch", self.microbatch);
+        out.extend(self.split.as_ref().map(|counts| {
+            let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
+            format!("split={}", counts.join("/"))
+        }));
         out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
+        out.extend(self.recompute.map(|r| format!("recompute={}", r.name())));
+        for pin in &self.recompute_ops {
+            let word = if pin.recompute { "yes" } else { "no" };
+            out.push(format!("recompute:{}={word}", pin.op));
+        }
         out.extend(self.tensors.iter().map(TensorPin::describe));
         out
     }
@@ -158,6 +220,12 @@ impl Pins {
     /// True when the degrees of parallelism inside a stage are fixed.
     pub fn fixes_mesh(&self) -> bool {
         self.data.is_some() || self.tensor.is_some()
+    }
+
+    /// Whether the results of the op at `path` are recomputed, where that is fixed.
+    pub fn recomputes(&self, path: &str) -> Option<bool> {
+        let pin = self.recompute_ops.iter().rfind(|p| p.matches(path));
+        pin.map(|p| p.recompute)
     }
 
     /// The spec pinned for a value, if any.

@@ -21,9 +21,10 @@ use cost_model::work::StepWork;
 use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
-use ir::training::{TrainingGraph, training_graph};
-use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Pass, Rank, Region, Seconds, TrainSpec};
+use ir::training::{Recompute, TrainingGraph, can_recompute, choose, recompute, training_graph};
+use ir::{Axis, DeviceMesh, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
 /// plentiful) to where every byte is worth any communication.
@@ -116,8 +117,11 @@ pub(crate) fn plan(
     }
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
-    let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let pins = &options.pins;
+    let input = |e: ir::GraphError| PlanError::Input(e.to_string());
+    let kept = training_graph(forward, train).map_err(input)?;
+    let chosen = recomputed(&kept, pins)?;
+    let training = recompute(&kept, &chosen).map_err(input)?;
     pins::check::check(pins, &training, cluster, train.global_batch)?;
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
@@ -135,7 +139,7 @@ pub(crate) fn plan(
         cluster,
         pins,
         saved: saved_values(&training),
-        sequences: Sequences::new(&layers),
+        sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins),
     };
@@ -170,6 +174,11 @@ pub(crate) fn plan(
                     stats
                         .notes
                         .push("the zero pin does nothing: no axis splits samples (data=1)".into());
+                }
+                if chosen.is_empty() && pins.recompute.is_some_and(|r| r != Recompute::None) {
+                    stats.notes.push(
+                        "the recompute pin does nothing: no layer before the loss keeps an activation that it names".into(),
+                    );
                 }
                 return Ok(Planned {
                     plan: *plan,
@@ -413,7 +422,14 @@ impl Search<'_> {
             }
         }
         let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
+        let mut is_memory_plentiful = false;
         for (w, &weight) in weights.iter().enumerate() {
+            // Where the fastest choices fit by far, memory has no price.
+            let plenty = |(_, cost): &(usize, LayerCost)| self.fits_twice(cost, m);
+            is_memory_plentiful = w == 1 && stages.iter().flatten().all(plenty);
+            if is_memory_plentiful {
+                break;
+            }
             let paths = PricedMesh::new(&weighted, weight).paths(&s, &self.sequences);
             for (costs, path) in stages.iter_mut().zip(paths) {
                 let Some(path) = path else { continue };
@@ -423,7 +439,12 @@ impl Search<'_> {
                 }
             }
         }
-        let relaxed = self.relaxed(&models, base)?;
+        let prices = if is_memory_plentiful {
+            &MEMORY_PRICES[..1]
+        } else {
+            &MEMORY_PRICES[..]
+        };
+        let relaxed = self.relaxed(&models, base, prices)?;
         Ok(Candidate {
             shape: index,
             submesh,
@@ -432,20 +453,33 @@ impl Search<'_> {
         })
     }
 
+    /// Whether a stage of this cost fits with all `m` microbatches in flight, and as much again
+    /// for what placing its buffers may add.
+    fn fits_twice(&self, cost: &LayerCost, m: u32) -> bool {
+        let bytes = cost
+            .saved_bytes
+            .saturating_mul(u64::from(m))
+            .saturating_add(cost.static_bytes)
+            .saturating_add(cost.transient_bytes);
+        bytes <= self.cluster.usable_bytes() / 2
+    }
+
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
     /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
     /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
-    /// most the time of whatever fits the capacity.
+    /// most the time of whatever fits the capacity. Where everything fits, no price but zero
+    /// can give more.
     fn relaxed(
         &self,
         models: &[LayerModel],
         base: Weights,
+        prices: &[f64],
     ) -> Result<Vec<Option<f64>>, ModelError> {
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
         let capacity = self.cluster.usable_bytes() as f64;
         let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
-        for price in MEMORY_PRICES {
+        for &price in prices {
             let priced = Weights {
                 static_price: price,
                 saved_price: price,
@@ -917,6 +951,21 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
     }
 }
 
+/// The sequences of layers that stages may have: all ranges, or those of a pinned split.
+fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanError> {
+    let Some(counts) = &pins.split else {
+        return Ok(Sequences::new(layers));
+    };
+    let n_layers: usize = counts.iter().fold(0, |sum, &n| sum.saturating_add(n));
+    if n_layers != layers.kind.len() {
+        return Err(PlanError::Input(format!(
+            "pinned split has {n_layers} layers; the model has {}, embedding and output layer included",
+            layers.kind.len()
+        )));
+    }
+    Ok(Sequences::of_split(layers, counts))
+}
+
 /// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
 /// The pinned degrees fit the cluster ([`pins::check`]).
 fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
@@ -940,7 +989,24 @@ fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Which values a backward op uses.
+/// The ops that the pins recompute.
+fn recomputed(training: &TrainingGraph, pins: &Pins) -> Result<BTreeSet<OpId>, PlanError> {
+    let graph = &training.graph;
+    for pin in &pins.recompute_ops {
+        let mut matched = graph.ops().iter().filter(|op| pin.matches(&op.path));
+        if !matched.any(can_recompute) {
+            return Err(PlanError::Input(format!(
+                "pin recompute:{} matches no op of the forward pass inside a layer; `inspect --layers` lists their names",
+                pin.op
+            )));
+        }
+    }
+    let policy = pins.recompute.unwrap_or_default();
+    let fixed = |op: &ir::Op| pins.recomputes(&op.path);
+    Ok(choose(training, policy, &fixed))
+}
+
+/// Which forward values a later pass uses, and which recomputed ones a gradient uses.
 fn saved_values(training: &TrainingGraph) -> Vec<bool> {
     let graph = &training.graph;
     let mut saved = vec![false; graph.values().len()];
@@ -951,9 +1017,12 @@ fn saved_values(training: &TrainingGraph) -> Vec<bool> {
     {
         for &v in &op.inputs {
             let producer = graph.op(graph.value(v).producer);
-            saved[v.index()] |= producer.region == Region::Microbatch
-                && producer.pass == Pass::F
-                && !producer.kind.is_source();
+            let lives = match producer.pass {
+                Pass::F => producer.region == Region::Microbatch,
+                Pass::Recompute => op.pass != Pass::Recompute,
+                _ => false,
+            };
+            saved[v.index()] |= lives && !producer.kind.is_source();
         }
     }
     saved

@@ -60,6 +60,28 @@ impl Sequences {
         all
     }
 
+    /// The sequences of consecutive stages with these numbers of layers, and no others.
+    pub(crate) fn of_split(layers: &Layers, counts: &[usize]) -> Self {
+        let mut all = Sequences::default();
+        let mut known: BTreeMap<(Option<usize>, usize), usize> = BTreeMap::new();
+        let mut start = 0;
+        for &count in counts {
+            let end = start + count;
+            let mut at = None;
+            for &kind in &layers.kind[start..end] {
+                let step = (at, kind);
+                at = Some(*known.entry(step).or_insert_with(|| {
+                    all.steps.push(step);
+                    all.steps.len() - 1
+                }));
+            }
+            all.ranges
+                .extend(at.map(|sequence| ((start, end), sequence)));
+            start = end;
+        }
+        all
+    }
+
     /// Number of sequences.
     pub(crate) fn len(&self) -> usize {
         self.steps.len()

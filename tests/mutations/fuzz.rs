@@ -173,7 +173,7 @@ fn absurd_plans_are_refused() {
     let mut random = Random(4);
     for round in 0..12 {
         let Case { plan, .. } = case(&mut random);
-        for way in 0..24 {
+        for way in 0..25 {
             let mut p = plan.clone();
             match way {
                 0 => p.version = 0,
@@ -225,6 +225,7 @@ fn absurd_plans_are_refused() {
                 20 => p.predicted.mfu = f64::NAN,
                 21 => p.cluster.device.memory_bandwidth_bytes_per_s = f64::INFINITY,
                 22 => p.train.dropout = f64::NAN,
+                23 => drop(p.layer_strategies[0].recompute.insert("{}.nothing".into())),
                 _ => p.train.sequence = u64::MAX,
             }
             let found = checker::check_plan(&p);

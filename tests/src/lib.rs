@@ -159,7 +159,15 @@ pub fn planned(
     pins: &[&str],
 ) -> Result<planner::Planned, planner::PlanError> {
     let pins = planner::Pins::parse(pins).expect("the pins are well-formed");
-    let made = planner::plan(forward, train, cluster, &planner::PlanOptions { pins, ..Default::default() })?;
+    let made = planner::plan(
+        forward,
+        train,
+        cluster,
+        &planner::PlanOptions {
+            pins,
+            ..Default::default()
+        },
+    )?;
     assert_checked(&made.plan, &made.training, &made.program);
     Ok(made)
 }

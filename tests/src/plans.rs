@@ -12,7 +12,7 @@ use ir::plan::{
     StagePlan, relative_path,
 };
 use ir::reshard::{Placement, cross_paths, paths};
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::{Recompute, TrainingGraph, can_recompute, choose, training_graph};
 use ir::{
     Axis, Bytes, DType, DeviceMesh, FactorId, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
     Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
@@ -174,6 +174,17 @@ pub struct Setup {
     pub train: TrainSpec,
     /// What strategies are drawn from.
     pub style: Style,
+    /// What is recomputed.
+    pub recompute: Recomputed,
+}
+
+/// What a random plan recomputes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recomputed {
+    /// A named choice.
+    Named(Recompute),
+    /// Any op that may be, with one chance in two.
+    Random,
 }
 
 impl Default for Setup {
@@ -185,6 +196,7 @@ impl Default for Setup {
             schedule: ScheduleKind::OneFOneB,
             train: TrainSpec::default(),
             style: Style::Any,
+            recompute: Recomputed::Named(Recompute::None),
         }
     }
 }
@@ -205,7 +217,8 @@ pub enum Style {
 /// A plan for `forward` and its training graph. Every layer has a strategy of its own.
 pub fn random_plan(forward: &Graph, setup: &Setup, random: &mut Random) -> (Plan, TrainingGraph) {
     let mut plan = bare(forward, setup);
-    let training = training_graph(forward, &plan.train).unwrap();
+    recomputed(&mut plan, forward, setup.recompute, random);
+    let training = plan.training_graph(forward).unwrap();
     strategies(&mut plan, &training, setup.style, random);
     for c in lowering::cross_edges(&plan, &training).unwrap() {
         let (from, to) = (
@@ -245,6 +258,26 @@ pub fn random_plan(forward: &Graph, setup: &Setup, random: &mut Random) -> (Plan
         }
     }
     (plan, training)
+}
+
+/// Writes what is recomputed into the strategies of a plan's layers.
+fn recomputed(plan: &mut Plan, forward: &Graph, recompute: Recomputed, random: &mut Random) {
+    let training = training_graph(forward, &plan.train).unwrap();
+    let graph = &training.graph;
+    let ids = match recompute {
+        Recomputed::Named(policy) => choose(&training, policy, &|_| None),
+        Recomputed::Random => {
+            let may = graph.iter().filter(|(_, op)| can_recompute(op));
+            may.map(|(id, _)| id)
+                .filter(|_| random.below(2) == 0)
+                .collect()
+        }
+    };
+    for op in ids.into_iter().map(|id| graph.op(id)) {
+        let layer = op.layer.unwrap().index();
+        let relative = relative_path(&op.path, &graph.layers[layer]);
+        plan.layer_strategies[layer].recompute.insert(relative);
+    }
 }
 
 fn bare(forward: &Graph, setup: &Setup) -> Plan {
@@ -316,6 +349,10 @@ fn cluster(n: u32) -> Cluster {
         memory_efficiency: 0.8,
         launch_s: 1e-6,
         conversion_s_per_element: BTreeMap::new(),
+        multiprocessors: 0,
+        sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     let level = Level {
         name: "links".into(),
@@ -324,6 +361,7 @@ fn cluster(n: u32) -> Cluster {
         bandwidth_bytes_per_s: 1e10,
         efficiency: 0.8,
         half_bytes: 1e4,
+        ..Level::default()
     };
     Cluster {
         version: CLUSTER_VERSION,
@@ -333,6 +371,7 @@ fn cluster(n: u32) -> Cluster {
         device,
         levels: vec![level],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }

@@ -97,5 +97,14 @@ fn plan(
         ..TrainSpec::default()
     };
     let pins = Pins::parse(&Vec::<String>::new()).map_err(|e| e.to_string())?;
-    planner::plan(&forward, &train, &cluster, &PlanOptions { pins, ..PlanOptions::default() }).map_err(|e| e.to_string())
+    planner::plan(
+        &forward,
+        &train,
+        &cluster,
+        &PlanOptions {
+            pins,
+            ..PlanOptions::default()
+        },
+    )
+    .map_err(|e| e.to_string())
 }

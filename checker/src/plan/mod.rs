@@ -1,18 +1,20 @@
 //! Is the plan a plan? Every key, index and path in it against the graph it embeds.
 
 mod paths;
+mod recompute;
 
 use crate::report::{Report, Violation};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::TrainingGraph;
 use ir::{Graph, LogicalMesh};
 use std::collections::BTreeSet;
 
 /// Everything that is wrong with a plan; empty when it can be lowered.
 ///
 /// Checks versions, figures, batch sizes, the graph, that stages cover layers and meshes the
-/// cluster without overlap, that every op has a strategy its rule allows, and that every
-/// recorded layout change leads from the spec before it to the spec after it. Never panics.
+/// cluster without overlap, that recomputed ops repeat their sources, that every op has a
+/// strategy its rule allows, and that every recorded layout change leads from the spec before
+/// it to the spec after it. Never panics.
 pub fn check_plan(plan: &Plan) -> Vec<Violation> {
     let mut report = Report::default();
     versions(plan, &mut report);
@@ -24,6 +26,7 @@ pub fn check_plan(plan: &Plan) -> Vec<Violation> {
         && let Some(training) = training(plan, &mut report)
         && let Some(layers) = layers(plan, &training.graph, &mut report)
     {
+        recompute::check(plan, &training, &layers, &mut report);
         paths::check(plan, &training, layers, &mut report);
     }
     report.finish()
@@ -52,6 +55,7 @@ fn figures(plan: &Plan, report: &mut Report) {
         ("predicted.step_time_s".to_string(), p.step_time_s.0),
         ("predicted.tokens_per_s".into(), p.tokens_per_s),
         ("predicted.mfu".into(), p.mfu),
+        ("predicted.hfu".into(), p.hfu),
         ("predicted.bubble".into(), p.bubble),
         ("proof.objective_s".into(), plan.proof.objective_s.0),
         ("proof.lower_bound_s".into(), plan.proof.lower_bound_s.0),
@@ -177,7 +181,7 @@ fn training(plan: &Plan, report: &mut Report) -> Option<TrainingGraph> {
     if !broken.is_empty() {
         return None;
     }
-    match training_graph(&forward, &plan.train) {
+    match plan.training_graph(&forward) {
         Ok(t) => Some(t),
         Err(e) => {
             report.add(

@@ -166,9 +166,12 @@ fn print_words(
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
+    if c.hfu.predicted > c.mfu.predicted {
+        rows.insert(3, row("HFU", c.hfu, &report::percent));
+    }
     if different.is_some() {
-        // The run's MFU would be over a peak that is not its own.
-        rows.remove(2);
+        // The run's utilisation would be over a peak that is not its own.
+        rows.retain(|r| !r[0].ends_with("FU"));
     }
     report::out(&report::table(
         &["", "predicted", "measured", "predicted/measured"],

@@ -349,6 +349,7 @@ fn train_all(
 struct Rates {
     tokens: f64,
     model_flops: f64,
+    hardware_flops: f64,
     peak: Option<f64>,
 }
 
@@ -359,6 +360,7 @@ impl Rates {
         Rates {
             tokens: work.tokens as f64,
             model_flops: work.model_flops.0,
+            hardware_flops: work.hardware_flops.0,
             // The peak of devices that did not do the work would make a figure of nothing.
             peak: Some(&loaded.plan.cluster)
                 .filter(|c| cluster::is_of_cpu_ranks(c))
@@ -370,8 +372,14 @@ impl Rates {
             .filter(|p| *p > 0.0 && seconds > 0.0)
             .map(|p| self.model_flops / seconds / p)
     }
+    fn hfu(&self, seconds: f64) -> Option<f64> {
+        let model = self.model_flops.max(f64::MIN_POSITIVE);
+        self.mfu(seconds).map(|m| m * self.hardware_flops / model)
+    }
     fn mfu_words(&self, seconds: f64) -> String {
-        self.mfu(seconds).map_or("unknown".into(), report::percent)
+        let (mfu, hfu) = (self.mfu(seconds), self.hfu(seconds));
+        let words = |(m, h)| report::percent(m) + &report::plan::hfu(m, h);
+        mfu.zip(hfu).map_or("unknown".into(), words)
     }
 }
 
@@ -421,6 +429,7 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
         "step_time_s": m.step_time_s,
         "tokens_per_s": m.tokens_per_s,
         "mfu": rates.mfu(m.step_time_s.0),
+        "hfu": rates.hfu(m.step_time_s.0),
         "peak_bytes": m.stages.iter().map(|s| s.peak_bytes).collect::<Vec<_>>(),
     }))
 }

@@ -6,7 +6,7 @@ use super::{count, percent, table};
 use ir::cluster::Cluster;
 use ir::plan::{Plan, Prediction};
 use ir::training::TrainingGraph;
-use ir::{Bytes, DType, Optimizer, Seconds};
+use ir::{Bytes, DType, Optimizer, Pass, Seconds};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -28,6 +28,11 @@ pub struct RunReport {
     pub layers: String,
     /// What the axes do for them.
     pub axes: Vec<AxisReport>,
+    /// Forward ops whose results are recomputed, relative to the layer.
+    pub recompute: Vec<String>,
+    /// The same in words; empty where everything is kept.
+    #[serde(skip)]
+    recompute_words: String,
 }
 
 /// The stages of a plan.
@@ -37,6 +42,10 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
         let run = |r: &ir::plan::LayerRun| RunReport {
             layers: layer_range(training, r.first, r.count),
             axes: axes(plan, training, i, r.strategy as usize, r.first),
+            recompute: (plan.layer_strategies[r.strategy as usize].recompute.iter())
+                .cloned()
+                .collect(),
+            recompute_words: recomputed(plan, training, r),
         };
         StageReport {
             ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
@@ -76,30 +85,54 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
         // Runs that do the same differ only in details of single ops.
         let mut shown: Vec<(String, Vec<String>)> = Vec::new();
         for run in &stage.layers {
-            let does: Vec<String> = run
+            let mut does: Vec<String> = run
                 .axes
                 .iter()
                 .filter(|a| a.size > 1)
                 .map(AxisReport::words)
                 .collect();
+            if does.is_empty() {
+                does.push("no parallelism inside the stage".into());
+            }
+            does.extend(Some(run.recompute_words.clone()).filter(|w| !w.is_empty()));
             match shown.last_mut() {
                 Some((names, same)) if *same == does => *names = join_ranges(names, &run.layers),
                 _ => shown.push((run.layers.clone(), does)),
             }
         }
         for (layers, does) in shown {
-            let does = if does.is_empty() {
-                "no parallelism inside the stage".into()
-            } else {
-                does.join("; ")
-            };
-            let _ = writeln!(w, "  {layers}: {does}");
+            let _ = writeln!(w, "  {layers}: {}", does.join("; "));
         }
     }
     w.push('\n');
     w += &predicted(plan, &plan.predicted);
     w += &proof(plan);
     w
+}
+
+/// What a run of layers recomputes, in words: everything when its boundary alone is kept for
+/// the backward pass, else the ops by name.
+fn recomputed(plan: &Plan, training: &TrainingGraph, run: &ir::plan::LayerRun) -> String {
+    let listed = &plan.layer_strategies[run.strategy as usize].recompute;
+    if listed.is_empty() {
+        return String::new();
+    }
+    let graph = &training.graph;
+    let here = |op: &&ir::Op| op.layer == Some(run.first) && op.region == ir::Region::Microbatch;
+    let later = graph
+        .ops()
+        .iter()
+        .filter(here)
+        .filter(|op| op.pass != Pass::F);
+    let kept = later.flat_map(|op| &op.inputs).any(|&v| {
+        let from = graph.op(graph.value(v).producer);
+        here(&from) && ir::training::can_recompute(from)
+    });
+    if !kept {
+        return "everything but the layer's input recomputed (full)".into();
+    }
+    let names: Vec<String> = listed.iter().map(|p| p.replace("{}.", "")).collect();
+    format!("recomputed: {}", names.join(", "))
 }
 
 fn join_ranges(a: &str, b: &str) -> String {
@@ -155,10 +188,11 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     let mut w = String::new();
     let _ = writeln!(
         w,
-        "Predicted: {} per step, {} tokens/s, MFU {}, bubble {}",
+        "Predicted: {} per step, {} tokens/s, MFU {}{}, bubble {}",
         p.step_time_s,
         count(p.tokens_per_s),
         percent(p.mfu),
+        hfu(p.mfu, p.hfu),
         percent(p.bubble)
     );
     let _ = writeln!(
@@ -173,6 +207,15 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     w += &stage_table(p);
     w.push('\n');
     w
+}
+
+/// HFU behind MFU, where recomputation makes it another number.
+pub fn hfu(mfu: f64, hfu: f64) -> String {
+    if hfu > mfu {
+        format!(" (HFU {})", percent(hfu))
+    } else {
+        String::new()
+    }
 }
 
 /// Devices that the plan uses.
@@ -191,7 +234,7 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
         .map_or("source not given", String::as_str);
     match cluster.peak_flops_per_s(dtype, devices) {
         Some(peak) => format!(
-            "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation) over {}FLOP/s {} peak of {devices} device{} ({source})",
+            "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {devices} device{} ({source})",
             count(peak),
             dtype.name(),
             plural(u64::from(devices), "s"),

@@ -46,6 +46,33 @@ pub struct Costs {
     pub instructions: Vec<Vec<Vec<InstrCost>>>,
     /// By transfer.
     pub wires: Vec<Wire>,
+    /// What waits for what beyond the program.
+    pub waits: Waits,
+}
+
+/// What the software adds to the program's own waits, or leaves out; by default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// Kernels wait for the collectives before them, as if both had one stream.
+    pub for_collectives: bool,
+    /// A rank waits for its transfers before its next template.
+    pub for_transfers: bool,
+    /// Collectives of the end of the step that need nothing of it but what the last backward
+    /// wrote start as soon as that is written.
+    pub early_gradients: bool,
+}
+
+impl Waits {
+    fn of(cluster: &Cluster) -> Self {
+        cluster
+            .software
+            .as_ref()
+            .map_or(Waits::default(), |s| Waits {
+                for_collectives: s.blocking_collectives,
+                for_transfers: s.blocking_transfers,
+                early_gradients: s.overlapped_gradients,
+            })
+    }
 }
 
 /// Durations of all instructions of `program`.
@@ -98,6 +125,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
     Ok(Costs {
         instructions,
         wires,
+        waits: Waits::of(cluster),
     })
 }
 
@@ -259,6 +287,22 @@ impl RoleCosts<'_> {
         InstrCost { seconds, class }
     }
 
+    /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients.
+    fn wire_bytes(&self, kind: CollectiveKind, item: &CollectiveItem) -> u64 {
+        let bytes = self.bytes(item.input).max(self.bytes(item.output));
+        let reduces = matches!(
+            kind,
+            CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
+        );
+        let software = self.cluster.software.as_ref();
+        match software.and_then(|s| s.gradient_dtype) {
+            Some(dtype) if reduces && self.role.buffer(item.input).dtype == DType::F32 => {
+                bytes / DType::F32.bytes() * dtype.bytes()
+            }
+            _ => bytes,
+        }
+    }
+
     fn bytes(&self, buffer: BufferId) -> u64 {
         self.role.buffer(buffer).bytes
     }
@@ -279,7 +323,7 @@ impl RoleCosts<'_> {
     ) -> f64 {
         let bytes = items
             .iter()
-            .map(|i| self.bytes(i.input).max(self.bytes(i.output)))
+            .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
         let (cluster, mesh, role) = (self.cluster, &self.role.mesh, self.role);
         let group = self

@@ -1,12 +1,13 @@
 //! Time of stage-to-stage transfers, from the blocks that `ir::reshard::tiles_to` gives.
 //!
-//! Every rank sends and receives over its own links, so a transfer takes as long as its most
-//! loaded rank. For meshes of up to [`EXACT_PAIRS`] pairs of ranks all blocks are counted. For
+//! A transfer takes as long as its most loaded rank, or as the most loaded port where ranks
+//! share one. For meshes of up to [`EXACT_PAIRS`] pairs of ranks all blocks are counted. For
 //! larger ones a few receivers (the first, the last, and the first one's neighbour along each
 //! axis) stand for all, and what the senders send is taken to be spread evenly over those
 //! that `tiles_to` chooses: one replica of each shard per replica of the receivers.
 
 use crate::SimError;
+use crate::collectives::message_rate;
 use ir::cluster::Cluster;
 use ir::program::{Program, Transfer};
 use ir::reshard::{Placement, Tile, tiles_to};
@@ -138,9 +139,10 @@ fn wire(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -
     }
 }
 
-/// The most loaded rank's time to send or receive all its blocks.
+/// The time of the most loaded rank or shared port to send or receive all its blocks.
 fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
-    let mut loads: BTreeMap<(bool, u32), f64> = BTreeMap::new();
+    // By direction, devices of the port (one: the rank itself), and the port's number.
+    let mut loads: BTreeMap<(bool, u32, u32), f64> = BTreeMap::new();
     let mut fixed_s = 0.0f64;
     for tile in tiles {
         let Some(level) = cluster
@@ -149,14 +151,20 @@ fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
         else {
             continue;
         };
-        let rate = level.bandwidth_bytes_per_s * level.efficiency;
+        let rate = message_rate(level);
         let bytes = tile
             .len
             .iter()
             .fold(element_bytes, |a, &b| a.saturating_mul(b));
         fixed_s = fixed_s.max(level.latency_s + level.half_bytes / rate);
-        *loads.entry((true, tile.from.0)).or_default() += bytes as f64 / rate;
-        *loads.entry((false, tile.to.0)).or_default() += bytes as f64 / rate;
+        for (sends, rank) in [(true, tile.from.0), (false, tile.to.0)] {
+            *loads.entry((sends, 1, rank)).or_default() += bytes as f64 / rate;
+            let users = level.devices_per_port.max(1);
+            if users > 1 {
+                let port = (sends, users, rank / users);
+                *loads.entry(port).or_default() += bytes as f64 / rate;
+            }
+        }
     }
     Wire {
         fixed_s,

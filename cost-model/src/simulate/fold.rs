@@ -6,6 +6,7 @@
 //! path from it)`, with paths that are the same for every microbatch: played once, then a few
 //! additions per slot. Times are integer picoseconds, so this is exact, not close.
 
+use crate::costs::Waits;
 use ir::program::{
     BufferClass, InstrKind, Instruction, RoleProgram, Stream, Template, TemplateKind,
 };
@@ -121,9 +122,12 @@ pub(super) struct Output {
     pub touch: Vec<Option<Pico>>,
 }
 
-pub(super) fn stream_index(stream: Stream) -> usize {
+/// The queue that an instruction stands in: its stream's, or that of the kernels where these
+/// wait for collectives.
+pub(super) fn queue(stream: Stream, waits: Waits) -> usize {
     match stream {
         Stream::Compute => 0,
+        Stream::Collective if waits.for_collectives => 0,
         Stream::Collective => 1,
         Stream::Transfer => 2,
     }
@@ -131,7 +135,12 @@ pub(super) fn stream_index(stream: Stream) -> usize {
 
 impl Folded {
     /// Folds a template whose instructions take `durations`.
-    pub(super) fn new(template: &Template, durations: &[Pico], exchanged: &Exchanged) -> Self {
+    pub(super) fn new(
+        template: &Template,
+        durations: &[Pico],
+        exchanged: &Exchanged,
+        waits: Waits,
+    ) -> Self {
         let touched: Vec<Vec<Touch>> = template
             .instructions
             .iter()
@@ -141,7 +150,7 @@ impl Folded {
         let mut waited: [Vec<Touch>; 3] = Default::default();
         for (i, instruction) in template.instructions.iter().enumerate() {
             // What the stream has waited for it need not wait for again.
-            let seen = &mut waited[stream_index(instruction.stream)];
+            let seen = &mut waited[queue(instruction.stream, waits)];
             let new: Vec<Touch> = touched[i]
                 .iter()
                 .copied()
@@ -155,7 +164,7 @@ impl Folded {
         let mut outputs: BTreeMap<Copies, Output> = BTreeMap::new();
         let mut end = Vec::with_capacity(inputs.len());
         for (k, (at, _)) in inputs.iter().enumerate() {
-            let ends = longest_paths(template, durations, *at);
+            let ends = longest_paths(template, durations, *at, waits);
             end.push(ends.iter().copied().max().flatten());
             for (e, touch) in ends
                 .iter()
@@ -207,12 +216,13 @@ fn longest_paths(
     template: &Template,
     durations: &[Pico],
     from: Option<usize>,
+    waits: Waits,
 ) -> Vec<Option<Pico>> {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
     let mut stream_ends = [None; 3];
     for (i, instruction) in template.instructions.iter().enumerate() {
         let own = from.is_none_or(|f| f == i).then_some(0);
-        let stream = &mut stream_ends[stream_index(instruction.stream)];
+        let stream = &mut stream_ends[queue(instruction.stream, waits)];
         let start = instruction
             .deps
             .iter()

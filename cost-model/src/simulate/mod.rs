@@ -44,7 +44,7 @@ pub enum TimelineDetail {
 /// How to simulate.
 #[derive(Clone, Debug)]
 pub struct SimulateOptions {
-    /// What the step computes, for tokens per second and MFU.
+    /// What the step computes, for tokens per second, MFU and HFU.
     pub work: StepWork,
     /// How ranks execute; by default `Serial` where devices share processors, else `Streams`.
     pub execution: Option<Execution>,
@@ -191,6 +191,7 @@ fn assemble(
         step_time_s: Seconds(played.end_s),
         tokens_per_s: per_step(options.work.tokens as f64),
         mfu: peak.map_or(0.0, |p| per_step(options.work.model_flops.0) / p),
+        hfu: peak.map_or(0.0, |p| per_step(options.work.hardware_flops.0) / p),
         bubble: played
             .roles
             .iter()

@@ -6,12 +6,12 @@
 //! partner has not published yet, or a world sum that not all roles have reached. When no role
 //! can go on, the program deadlocks.
 
-use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, stream_index, touches};
+use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, queue, seconds, touches};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, together};
-use ir::TransferId;
-use ir::program::{InstrKind, Program, RoleProgram, TemplateKind};
+use crate::costs::{Costs, Waits, together};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
+use ir::{BufferId, TransferId};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -98,6 +98,8 @@ struct Partial {
     stream_ends: [Pico; 3],
     /// The world sum that has been reached and not passed.
     reached: Option<(usize, Pico)>,
+    /// Ends of the instructions that began before the template did.
+    early: BTreeMap<usize, Pico>,
 }
 
 struct Player<'a> {
@@ -107,6 +109,12 @@ struct Player<'a> {
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     exchanged: Exchanged,
+    waits: Waits,
+    /// Slot of the last backward, where gradients are reduced early.
+    last_backward: Option<usize>,
+    /// End of the last write of every buffer in that slot, and of its collectives.
+    written: BTreeMap<BufferId, Pico>,
+    collectives_end: Pico,
     unfold: bool,
     next: usize,
     /// Next instruction of the exchange template at `next`.
@@ -139,7 +147,7 @@ impl<'a> Player<'a> {
             role.templates
                 .iter()
                 .zip(&durations)
-                .map(|(t, d)| Folded::new(t, d, &exchanged))
+                .map(|(t, d)| Folded::new(t, d, &exchanged, costs.waits))
                 .collect(),
         );
         let n = role.templates.len();
@@ -165,6 +173,14 @@ impl<'a> Player<'a> {
             sent_by: vec![None; exchanged.n_copies],
             inputs: Vec::new(),
             exchanged,
+            waits: costs.waits,
+            last_backward: role
+                .trace
+                .iter()
+                .rposition(|s| role.template(s.template).kind == TemplateKind::Backward)
+                .filter(|_| costs.waits.early_gradients),
+            written: BTreeMap::new(),
+            collectives_end: 0,
             play: RolePlay {
                 count: vec![0; n],
                 elapsed_s: vec![0.0; n],
@@ -212,8 +228,14 @@ impl<'a> Player<'a> {
         if self.role.templates[t].kind == TemplateKind::Exchange {
             self.start_exchanges(t, slot.microbatch, shared)?;
         } else {
+            if self.waits.for_transfers
+                && let Some(last) = self.instances.len().checked_sub(1)
+            {
+                self.now = self.now.max(self.resolve(last, shared)?);
+            }
             let start = self.now;
-            if self.unfold || self.folded[t].has_world_sum {
+            let is_last_backward = self.last_backward == Some(self.next);
+            if self.unfold || is_last_backward || self.folded[t].has_world_sum {
                 self.play_instructions(t, slot.microbatch, shared)?;
             } else {
                 self.play_folded(t, slot.microbatch, shared)?;
@@ -277,17 +299,18 @@ impl<'a> Player<'a> {
         shared: &mut Shared<'_>,
     ) -> Option<()> {
         let begin = self.now;
-        let mut partial = self.partial.take().unwrap_or(Partial {
+        let mut partial = self.partial.take().unwrap_or_else(|| Partial {
             ends: Vec::new(),
             stream_ends: [begin; 3],
             reached: None,
+            early: self.early_ends(t),
         });
         let role = self.role;
         let instructions = &role.templates[t].instructions;
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
             let touched = touches(instruction, &self.exchanged);
-            let stream = stream_index(instruction.stream);
+            let stream = queue(instruction.stream, self.waits);
             let Some(outside) = self.ready(&touched, microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;
@@ -313,12 +336,17 @@ impl<'a> Player<'a> {
             } else {
                 own
             };
-            let end = start.saturating_add(self.durations[t][i]);
+            let (start, end) = match partial.early.get(&i) {
+                // A world sum or an exchange never is early, so nothing else is waited for.
+                Some(&end) => (end.saturating_sub(self.durations[t][i]), end),
+                None => (start, start.saturating_add(self.durations[t][i])),
+            };
             shared
                 .timeline
                 .add(self.index, self.next, Some(i), seconds(start), seconds(end));
-            partial.stream_ends[stream] = end;
+            partial.stream_ends[stream] = partial.stream_ends[stream].max(end);
             partial.ends.push(end);
+            self.note_write(instruction, end);
             for touch in touched {
                 let copy = touch.copies.of(microbatch);
                 self.last_touch[copy] = self.last_touch[copy].max(end);
@@ -329,6 +357,50 @@ impl<'a> Player<'a> {
         }
         self.now = partial.ends.iter().copied().max().unwrap_or(begin);
         Some(())
+    }
+
+    /// Remembers what the last backward wrote, and when.
+    fn note_write(&mut self, instruction: &Instruction, end: Pico) {
+        if self.last_backward != Some(self.next) {
+            return;
+        }
+        if instruction.stream == Stream::Collective {
+            self.collectives_end = self.collectives_end.max(end);
+        }
+        for buffer in instruction.writes() {
+            self.written.insert(buffer, end);
+        }
+    }
+
+    /// Ends of the collectives of a template that begin before it: those at the end of the step
+    /// that need nothing of it, in the order in which the last backward made their operands.
+    fn early_ends(&self, t: usize) -> BTreeMap<usize, Pico> {
+        let template = &self.role.templates[t];
+        let mut early = BTreeMap::new();
+        if self.last_backward.is_none() || template.kind != TemplateKind::StepEnd {
+            return early;
+        }
+        let mut ready: Vec<(Pico, usize)> = template
+            .instructions
+            .iter()
+            .enumerate()
+            .filter(|(_, i)| matches!(i.kind, InstrKind::Collective { .. }) && i.deps.is_empty())
+            .filter_map(|(n, i)| {
+                let times: Option<Vec<Pico>> = i
+                    .reads()
+                    .iter()
+                    .map(|b| self.written.get(b).copied())
+                    .collect();
+                Some((times?.into_iter().max()?, n))
+            })
+            .collect();
+        ready.sort_unstable();
+        let mut queue_end = self.collectives_end;
+        for (time, n) in ready {
+            queue_end = queue_end.max(time).saturating_add(self.durations[t][n]);
+            early.insert(n, queue_end);
+        }
+        early
     }
 
     /// Announces the role's next world sum, which it could start at `time`.

@@ -9,6 +9,7 @@ const NS: f64 = 1e-9;
 fn options() -> SimulateOptions {
     SimulateOptions::new(StepWork {
         model_flops: Flops(1e3),
+        hardware_flops: Flops(1.25e3),
         tokens: 1000,
         dtype: DType::F32,
     })
@@ -77,6 +78,7 @@ fn streams_overlap_and_dependencies_wait() {
     // 1000 tokens in 460 ns; 1000 FLOPs in 460 ns on 1e12 FLOP/s.
     assert!(close(serial.prediction.tokens_per_s, 1000.0 / (460.0 * NS)));
     assert!(close(serial.prediction.mfu, 1e3 / (460.0 * NS) / 1e12));
+    assert!(close(serial.prediction.hfu, 1.25 * serial.prediction.mfu));
     assert!(serial.prediction.bubble.abs() < 1e-9);
 }
 

@@ -439,6 +439,27 @@ impl OpKind {
             OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. }
         )
     }
+    /// True for ops that take a few operations per element: elementwise functions, norms, and
+    /// copies in another order. Running one again costs less than keeping its result.
+    pub fn is_cheap(&self) -> bool {
+        matches!(
+            self,
+            OpKind::Cast { .. }
+                | OpKind::Unary { .. }
+                | OpKind::Binary { .. }
+                | OpKind::Broadcast { .. }
+                | OpKind::Reshape { .. }
+                | OpKind::Transpose { .. }
+                | OpKind::Slice { .. }
+                | OpKind::Pad { .. }
+                | OpKind::Unstack { .. }
+                | OpKind::Stack { .. }
+                | OpKind::LayerNorm { .. }
+                | OpKind::RmsNorm { .. }
+                | OpKind::Rotary { .. }
+                | OpKind::Dropout { .. }
+        )
+    }
 }
 
 /// Dims as strings (`"B"`, `"1024"`) in JSON.

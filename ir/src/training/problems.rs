@@ -77,6 +77,11 @@ fn forbidden(from: &Op, reader: &Op) -> Option<&'static str> {
         }
         (Region::Microbatch, Region::Microbatch) => match (from.pass, reader.pass) {
             (Pass::BI | Pass::BW, Pass::F) => Some("the forward pass reads no gradients"),
+            (Pass::BI | Pass::BW, Pass::Recompute) => Some("recomputation reads no gradients"),
+            (Pass::Recompute, Pass::F) => Some("the forward pass reads nothing recomputed"),
+            (Pass::Recompute, _) if from.layer != reader.layer => {
+                Some("what is recomputed is for its own layer")
+            }
             (Pass::BW, Pass::BI) => Some("gradients for inputs wait for no gradient for weights"),
             _ => None,
         },

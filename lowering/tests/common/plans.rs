@@ -138,6 +138,10 @@ fn cluster(n: u32) -> Cluster {
         memory_efficiency: 1.0,
         launch_s: 0.0,
         conversion_s_per_element: BTreeMap::new(),
+        multiprocessors: 0,
+        sustained_share: 1.0,
+        power_limit_w: None,
+        boost_clock_hz: None,
     };
     Cluster {
         version: 1,
@@ -147,6 +151,7 @@ fn cluster(n: u32) -> Cluster {
         device,
         levels: vec![],
         pool: None,
+        software: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }

@@ -201,6 +201,7 @@ impl Random {
                 time: self.phases(),
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
+                recomputed_bytes: 0,
             })
             .collect();
         Group {
@@ -228,6 +229,7 @@ impl Random {
                 time: Phases::default(),
                 static_bytes: 0,
                 saved_bytes: 0,
+                recomputed_bytes: 0,
             };
             groups.push(Group {
                 ops: vec![],

@@ -102,7 +102,8 @@ pub fn in_place(op: &OpKind) -> &'static [(usize, usize)] {
     }
 }
 
-/// Runs one op. `path` is the op's path, for messages and as key of forward attention's mask.
+/// Runs one op. `path` is the op's path, for messages and as key of forward attention's mask
+/// (recomputed attention has its source's).
 ///
 /// `Accumulate` adds to what its result's buffer holds; for updates see [`in_place`].
 /// `GlobalNorm` takes scalars, or one vector of them. Returns the bytes of scratch memory that

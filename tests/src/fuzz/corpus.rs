@@ -2,8 +2,9 @@
 //! write them otherwise.
 
 use super::{ModelConfig, Plan};
-use crate::plans::{Random, SEQUENCE, Setup, mlp, random_plan};
+use crate::plans::{Random, Recomputed, SEQUENCE, Setup, mlp, random_plan};
 use ir::testing::{GraphOptions, random_graph};
+use ir::training::Recompute;
 use ir::{Graph, TrainSpec};
 use runtime::execute::{StateTensor, States};
 use std::convert::Infallible;
@@ -161,6 +162,10 @@ pub(super) fn plans() -> Vec<Vec<u8>> {
         random(&setup(&[(3, &[2])], ir::Precision::F32)),
         random(&setup(&[(1, &[1]), (2, &[2])], ir::Precision::Bf16)),
         random(&setup(&[(2, &[2, 2]), (1, &[1])], ir::Precision::F16)),
+        random(&Setup {
+            recompute: Recomputed::Named(Recompute::Full),
+            ..setup(&[(3, &[2])], ir::Precision::F32)
+        }),
     ];
     all.iter()
         .map(|p| serde_json::to_vec(p).expect("a plan can be written"))

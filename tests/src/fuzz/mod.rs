@@ -318,7 +318,7 @@ pub fn plan(data: &[u8]) -> Depth {
         return 1;
     }
     let forward = ir::text::parse(&plan.graph).expect("the checker read it");
-    let training = training_graph(&forward, &plan.train).expect("the checker built it");
+    let training = plan.training_graph(&forward).expect("the checker built it");
     let Ok(program) = lowering::lower_training(&plan, &training) else {
         return 2;
     };
@@ -375,7 +375,10 @@ pub fn pins(data: &[u8]) -> Depth {
         Ok(&pins),
         "{described:?} are not the pins"
     );
-    let options = planner::PlanOptions { pins, ..Default::default() };
+    let options = planner::PlanOptions {
+        pins,
+        ..Default::default()
+    };
     match planner::plan(&tiny_forward(), &tiny_train(), &crate::cluster(4), &options) {
         Ok(made) => {
             crate::assert_checked(&made.plan, &made.training, &made.program);

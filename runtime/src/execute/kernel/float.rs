@@ -108,7 +108,8 @@ impl Call<'_> {
                 );
             }
             OpKind::Attention { scale, dropout } => {
-                self.attention(*scale, *dropout, self.path, |a| {
+                let key = ir::training::source_path(self.path);
+                self.attention(*scale, *dropout, key, |a| {
                     let [o, lse] = outs else { return };
                     attention::forward(a, o, lse, threads);
                 })

@@ -1,0 +1,90 @@
+//! Rows of the published tables.
+
+/// One row of `benchmarks/published/comm*.csv`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// Where it was published.
+    pub source: String,
+    /// Device or machine, as the source says.
+    pub gpu: String,
+    /// Nodes; `None` where the source only says several.
+    pub nodes: Option<u32>,
+    /// Ranks.
+    pub gpus: Option<u32>,
+    /// What was done.
+    pub collective: String,
+    /// Algorithm that the source names; may be empty.
+    pub algo: String,
+    /// Size in bytes; `None` for peaks.
+    pub bytes: Option<u64>,
+    /// Microseconds.
+    pub time_us: Option<f64>,
+    /// Size over time, GB/s.
+    pub algbw_gb_per_s: Option<f64>,
+    /// Bus bandwidth as NCCL tests define it, GB/s.
+    pub busbw_gb_per_s: Option<f64>,
+}
+
+/// The rows of a table; the error names the line.
+pub fn rows(text: &str) -> Result<Vec<Row>, String> {
+    let mut lines = text.lines().enumerate();
+    let header = lines.next().map(|(_, l)| fields(l)).unwrap_or_default();
+    let column = |name: &str| {
+        header
+            .iter()
+            .position(|h| h == name)
+            .ok_or_else(|| format!("there is no column `{name}`"))
+    };
+    let names = [
+        "source",
+        "gpu",
+        "nodes",
+        "gpus",
+        "collective",
+        "algo",
+        "size_bytes",
+        "time_us",
+        "algbw_GBps",
+        "busbw_GBps",
+    ];
+    let at: Vec<usize> = names.into_iter().map(column).collect::<Result<_, _>>()?;
+    lines
+        .filter(|(_, l)| !l.trim().is_empty())
+        .map(|(i, line)| {
+            let cells = fields(line);
+            let cell = |k: usize| cells.get(at[k]).map_or("", String::as_str).to_string();
+            let number = |k: usize| match cell(k).as_str() {
+                "" | "multi" => Ok(None),
+                text => text
+                    .parse::<f64>()
+                    .map(Some)
+                    .map_err(|_| format!("line {}: {} is `{text}`", i + 1, names[k])),
+            };
+            Ok(Row {
+                source: cell(0),
+                gpu: cell(1),
+                nodes: number(2)?.map(|x| x as u32),
+                gpus: number(3)?.map(|x| x as u32),
+                collective: cell(4),
+                algo: cell(5),
+                bytes: number(6)?.map(|x| x as u64),
+                time_us: number(7)?,
+                algbw_gb_per_s: number(8)?,
+                busbw_gb_per_s: number(9)?,
+            })
+        })
+        .collect()
+}
+
+/// Fields of a line of comma-separated values; quotes may enclose commas.
+fn fields(line: &str) -> Vec<String> {
+    let (mut all, mut quoted) = (vec![String::new()], false);
+    for c in line.chars() {
+        match (c, quoted) {
+            ('"', _) => quoted = !quoted,
+            (',', false) => all.push(String::new()),
+            (c, _) => all.last_mut().expect("there is a field").push(c),
+        }
+    }
+    all
+}

@@ -1,0 +1,75 @@
+//! Predictions against published training runs: `cargo run --release -p benchmarks --bin
+//! published`. Reads `$MESHWRIGHT_DATA/published/calibration.csv` (or the file named by the
+//! first argument), prints the errors and writes `benchmarks/results/published.md` and
+//! `published.svg` beside it.
+
+mod figure;
+mod ranking;
+mod report;
+mod score;
+
+use published::{Facts, csv, predict, row};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+fn main() -> Result<(), String> {
+    let Some(path) = rows_file() else {
+        println!("skipped: MESHWRIGHT_DATA is not set, so there is no published/calibration.csv");
+        return Ok(());
+    };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) => {
+            println!("skipped: {}: {e}", path.display());
+            return Ok(());
+        }
+    };
+    let table = csv::parse(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let rows = row::rows(&table);
+    let started = Instant::now();
+    let facts = facts()?;
+    let outcomes = predict(&rows, &facts);
+    let seconds = started.elapsed().as_secs_f64();
+    let scored = score::scored(&rows, &outcomes);
+    let report = report::text(&rows, &outcomes, &scored, seconds);
+    println!("{report}");
+    if std::env::args().any(|a| a == "--errors") {
+        print!("{}", report::errors(&scored));
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("results");
+    let shown: Vec<score::Scored<'_>> = scored
+        .iter()
+        .filter(|s| !s.is_diagnostic())
+        .cloned()
+        .collect();
+    write(&folder.join("published.md"), &report)?;
+    write(&folder.join("published.svg"), &figure::svg(&shown))
+}
+
+/// The built-in data files, or those of the folder after `--facts`.
+fn facts() -> Result<Facts, String> {
+    let Some(folder) = std::env::args().skip_while(|a| a != "--facts").nth(1) else {
+        return Ok(Facts::built_in());
+    };
+    let read = |name: &str| {
+        let path = Path::new(&folder).join(name);
+        std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
+    };
+    Facts::parse(
+        &read("devices.toml")?,
+        &read("interconnects.toml")?,
+        &read("frameworks.toml")?,
+    )
+}
+
+fn rows_file() -> Option<PathBuf> {
+    let named = std::env::args().nth(1).filter(|a| !a.starts_with("--"));
+    named.map(PathBuf::from).or_else(|| {
+        let data = PathBuf::from(std::env::var_os("MESHWRIGHT_DATA")?);
+        Some(data.join("published").join("calibration.csv"))
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}

@@ -1,0 +1,192 @@
+//! The report in words and tables.
+
+use crate::ranking::{Ranked, rankings};
+use crate::score::{COUNTED_ROWS, Scored, Stratum, mean, median, over_strata, strata};
+use published::{Outcome, Row};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// The report.
+pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: f64) -> String {
+    let tier =
+        |t: char| -> Vec<Scored<'_>> { scored.iter().filter(|s| s.tier == t).cloned().collect() };
+    let (a, b) = (strata(&tier('A')), strata(&tier('B')));
+    let mut out = String::from("# Predictions against published runs\n\n");
+    let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
+    push(
+        &mut out,
+        format!(
+            "Made by `cargo run --release -p benchmarks --bin published`: {predicted} of {} rows predicted in {seconds:.1} s. Step time is the target; errors are in percent of the measured value. Noise is the median spread of repeated configurations; no skill is the error of assuming the stratum's median MFU.\n",
+            rows.len()
+        ),
+    );
+    push(
+        &mut out,
+        "![predicted against measured](published.svg)\n".into(),
+    );
+    push(&mut out, "## Rows that say everything (tier A)\n".into());
+    table(&mut out, &a);
+    push(
+        &mut out,
+        "\n## Rows of which something had to be assumed (tier B)\n".into(),
+    );
+    table(&mut out, &b);
+    let both: Vec<Stratum> = a.iter().chain(&b).cloned().collect();
+    push(
+        &mut out,
+        format!(
+            "\nMean over the strata of {COUNTED_ROWS} rows or more of both tiers: {} (no skill {}).\n",
+            percent(over_strata(&both, |s| Some(s.mape))),
+            percent(over_strata(&both, |s| s.no_skill))
+        ),
+    );
+    families(&mut out, scored);
+    ranked(&mut out, &rankings(&tier('A')));
+    missing(&mut out, rows, outcomes);
+    out
+}
+
+/// One line per row: stratum, id, measured, predicted, error in percent.
+pub fn errors(scored: &[Scored<'_>]) -> String {
+    let mut out = String::new();
+    for s in scored {
+        push(
+            &mut out,
+            format!(
+                "{}\t{}\t{}\t{:.4}\t{:.4}\t{:+.1}",
+                s.stratum,
+                s.row.id(),
+                s.row.text("model").unwrap_or(""),
+                s.measured_s,
+                s.predicted_s,
+                100.0 * s.error()
+            ),
+        );
+    }
+    out
+}
+
+fn table(out: &mut String, strata: &[Stratum]) {
+    push(out, "| stratum | rows | step time MAPE | median error | no skill | noise | memory MAPE (rows) |".into());
+    push(out, "|---|---:|---:|---:|---:|---:|---:|".into());
+    for s in strata {
+        let memory = s.memory.map_or(String::new(), |(n, e)| {
+            format!("{} ({n})", percent(Some(e)))
+        });
+        push(
+            out,
+            format!(
+                "| {}{} | {} | {} | {:+.1}% | {} | {} | {memory} |",
+                s.name,
+                if s.is_diagnostic {
+                    ", a diagnostic"
+                } else {
+                    ""
+                },
+                s.n,
+                percent(Some(s.mape)),
+                100.0 * s.bias,
+                percent(s.no_skill),
+                percent(s.noise)
+            ),
+        );
+    }
+    push(
+        out,
+        format!(
+            "| **mean over strata of {COUNTED_ROWS} or more** | {} | **{}** | | {} | | {} |",
+            strata
+                .iter()
+                .filter(|s| s.counts())
+                .map(|s| s.n)
+                .sum::<usize>(),
+            percent(over_strata(strata, |s| Some(s.mape))),
+            percent(over_strata(strata, |s| s.no_skill)),
+            percent(over_strata(strata, |s| s.memory.map(|m| m.1)))
+        ),
+    );
+}
+
+fn families(out: &mut String, scored: &[Scored<'_>]) {
+    push(out, "## Median signed error by GPU family\n".into());
+    let mut by_family: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for s in scored.iter().filter(|s| !s.is_diagnostic()) {
+        by_family.entry(s.family()).or_default().push(s.error());
+    }
+    push(
+        out,
+        "| family | rows | median error |\n|---|---:|---:|".into(),
+    );
+    for (family, errors) in by_family {
+        let bias = median(&errors).unwrap_or(0.0);
+        push(
+            out,
+            format!("| {family} | {} | {:+.1}% |", errors.len(), 100.0 * bias),
+        );
+    }
+}
+
+fn ranked(out: &mut String, groups: &[Ranked]) {
+    push(out, "\n## Order of plans\n".into());
+    push(out, "Groups of five plans or more of one model on one cluster; pairs measured within 2% of each other are not compared. Regret: how much longer than the fastest plan the predicted fastest takes.\n".into());
+    push(
+        out,
+        "| stratum | plans of | n | Kendall's tau | regret |\n|---|---|---:|---:|---:|".into(),
+    );
+    for g in groups {
+        push(
+            out,
+            format!(
+                "| {} | {} | {} | {:.2} | {} |",
+                g.stratum,
+                g.what,
+                g.n,
+                g.tau,
+                percent(Some(g.regret))
+            ),
+        );
+    }
+    let tau: Vec<f64> = groups.iter().map(|g| g.tau).collect();
+    let regret: Vec<f64> = groups.iter().map(|g| g.regret).collect();
+    push(
+        out,
+        format!(
+            "| **mean** | | | **{:.2}** | **{}** |",
+            mean(&tau).unwrap_or(0.0),
+            percent(mean(&regret))
+        ),
+    );
+}
+
+fn missing(out: &mut String, rows: &[Row], outcomes: &[Outcome]) {
+    let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
+    let mut n_rows: BTreeMap<&str, usize> = BTreeMap::new();
+    for (row, outcome) in rows.iter().zip(outcomes) {
+        let tier = row.text("tier").unwrap_or("?");
+        *n_rows.entry(tier).or_default() += 1;
+        if let Err(e) = outcome {
+            *reasons.entry((tier, e.to_string())).or_default() += 1;
+        }
+    }
+    push(out, "\n## Rows without a prediction\n".into());
+    push(out, "| tier | rows | reason |\n|---|---:|---|".into());
+    for ((tier, reason), n) in &reasons {
+        push(
+            out,
+            format!(
+                "| {tier} | {n} of {} | {} |",
+                n_rows[tier],
+                reason.replace('|', "/")
+            ),
+        );
+    }
+}
+
+fn percent(share: Option<f64>) -> String {
+    share.map_or("–".into(), |x| format!("{:.1}%", 100.0 * x))
+}
+
+fn push(out: &mut String, line: String) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{line}");
+}

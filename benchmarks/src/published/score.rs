@@ -1,0 +1,224 @@
+//! How far predictions are from measurements: errors by stratum, the no-skill baseline and the
+//! noise beside them.
+//!
+//! A stratum is a GPU family and a source: the first two parts of the `group` column. Means
+//! are over strata of four rows or more, so that no source decides by its number of rows.
+
+use published::{Outcome, Row};
+use std::collections::BTreeMap;
+
+/// Rows that a stratum needs to count in the mean over strata.
+pub const COUNTED_ROWS: usize = 4;
+/// What marks the rows that are shown apart: they are linear in the number of microbatches to
+/// 1e-5 and look composed from a few constants of one layer rather than measured one by one.
+const DIAGNOSTIC: &str = "(single-node)";
+
+/// A measured run with its prediction.
+#[derive(Clone, Debug)]
+pub struct Scored<'a> {
+    /// The row.
+    pub row: &'a Row,
+    /// GPU family and source.
+    pub stratum: String,
+    /// Tier: `A` says everything, of `B` something had to be assumed.
+    pub tier: char,
+    /// Measured seconds of a step.
+    pub measured_s: f64,
+    /// Predicted seconds of a step.
+    pub predicted_s: f64,
+    /// Measured and predicted gigabytes, where measured.
+    pub memory_gb: Option<(f64, f64)>,
+    /// Measured MFU against the peak of bf16.
+    pub measured_mfu: Option<f64>,
+}
+
+impl Scored<'_> {
+    /// Relative error of the step time, signed.
+    pub fn error(&self) -> f64 {
+        self.predicted_s / self.measured_s - 1.0
+    }
+    /// GPU family.
+    pub fn family(&self) -> &str {
+        self.stratum.split('/').next().unwrap_or("")
+    }
+    /// Whether the row is shown apart.
+    pub fn is_diagnostic(&self) -> bool {
+        self.stratum.ends_with(DIAGNOSTIC)
+    }
+}
+
+/// The rows of tiers A and B that have a measurement and a prediction.
+pub fn scored<'a>(rows: &'a [Row], outcomes: &[Outcome]) -> Vec<Scored<'a>> {
+    let one = |(row, outcome): (&'a Row, &Outcome)| {
+        let predicted = outcome.as_ref().ok()?;
+        let tier = row
+            .text("tier")?
+            .chars()
+            .next()
+            .filter(|t| "AB".contains(*t))?;
+        Some(Scored {
+            row,
+            stratum: stratum(row),
+            tier,
+            measured_s: row.measured("derived_step_time_s")?,
+            predicted_s: predicted.step_time_s,
+            memory_gb: row
+                .measured("peak_mem_gb")
+                .map(|gb| (gb, predicted.peak_memory_bytes as f64 / 1e9)),
+            measured_mfu: row.measured("derived_mfu_bf16peak"),
+        })
+    };
+    rows.iter().zip(outcomes).filter_map(one).collect()
+}
+
+/// GPU family and source of a row.
+pub fn stratum(row: &Row) -> String {
+    let group = row.text("group").unwrap_or("?");
+    let parts: Vec<&str> = group.splitn(3, '/').take(2).collect();
+    let apart = row.text("source").is_some_and(|s| s.contains(DIAGNOSTIC));
+    if apart {
+        format!("{} {DIAGNOSTIC}", parts.join("/"))
+    } else {
+        parts.join("/")
+    }
+}
+
+/// Errors of one stratum, as shares.
+#[derive(Clone, Debug)]
+pub struct Stratum {
+    /// GPU family and source.
+    pub name: String,
+    /// Rows.
+    pub n: usize,
+    /// Mean absolute error of the step time.
+    pub mape: f64,
+    /// Median signed error of the step time.
+    pub bias: f64,
+    /// Mean absolute error of assuming the stratum's median MFU.
+    pub no_skill: Option<f64>,
+    /// Median of (slowest over fastest - 1) over repeated configurations.
+    pub noise: Option<f64>,
+    /// Rows with measured memory, and the mean absolute error of memory.
+    pub memory: Option<(usize, f64)>,
+    /// Whether the stratum is shown apart and counts in no mean.
+    pub is_diagnostic: bool,
+}
+
+impl Stratum {
+    /// Whether the stratum counts in the mean over strata.
+    pub fn counts(&self) -> bool {
+        self.n >= COUNTED_ROWS && !self.is_diagnostic
+    }
+}
+
+/// Errors by stratum, sorted by name.
+pub fn strata(rows: &[Scored<'_>]) -> Vec<Stratum> {
+    let mut by_name: BTreeMap<&str, Vec<&Scored<'_>>> = BTreeMap::new();
+    for row in rows {
+        by_name.entry(&row.stratum).or_default().push(row);
+    }
+    by_name
+        .into_iter()
+        .map(|(name, rows)| {
+            let errors: Vec<f64> = rows.iter().map(|r| r.error()).collect();
+            let memory: Vec<f64> = rows
+                .iter()
+                .filter_map(|r| r.memory_gb.map(|(m, p)| (p / m - 1.0).abs()))
+                .collect();
+            Stratum {
+                name: name.to_string(),
+                n: rows.len(),
+                mape: mean(&errors.iter().map(|e| e.abs()).collect::<Vec<_>>()).unwrap_or(0.0),
+                bias: median(&errors).unwrap_or(0.0),
+                no_skill: no_skill(&rows),
+                noise: noise(&rows),
+                memory: mean(&memory).map(|e| (memory.len(), e)),
+                is_diagnostic: rows[0].is_diagnostic(),
+            }
+        })
+        .collect()
+}
+
+/// Mean of a figure over the strata that count and have it.
+pub fn over_strata(strata: &[Stratum], figure: impl Fn(&Stratum) -> Option<f64>) -> Option<f64> {
+    let figures: Vec<f64> = strata
+        .iter()
+        .filter(|s| s.counts())
+        .filter_map(figure)
+        .collect();
+    mean(&figures)
+}
+
+/// Error of predicting every row with the median MFU of its stratum: the step time goes with
+/// the inverse of MFU.
+fn no_skill(rows: &[&Scored<'_>]) -> Option<f64> {
+    let known: Vec<f64> = rows.iter().filter_map(|r| r.measured_mfu).collect();
+    let constant = median(&known)?;
+    let errors: Vec<f64> = known
+        .iter()
+        .map(|mfu| (mfu / constant - 1.0).abs())
+        .collect();
+    mean(&errors)
+}
+
+/// Columns that say what was run; rows that agree in all are repetitions.
+const CONFIGURATION: [&str; 24] = [
+    "gpu",
+    "gpus_total",
+    "gpus_per_node",
+    "interconnect",
+    "framework",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn_hidden",
+    "vocab",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "sequence_parallel",
+    "zero_stage",
+    "recompute",
+    "precision",
+];
+
+fn noise(rows: &[&Scored<'_>]) -> Option<f64> {
+    let mut repeated: BTreeMap<Vec<&str>, Vec<f64>> = BTreeMap::new();
+    for r in rows {
+        let key = CONFIGURATION
+            .iter()
+            .map(|c| r.row.text(c).unwrap_or(""))
+            .collect();
+        repeated.entry(key).or_default().push(r.measured_s);
+    }
+    let spreads: Vec<f64> = repeated
+        .values()
+        .filter(|times| times.len() > 1)
+        .map(|times| {
+            let slowest = times.iter().copied().fold(f64::MIN, f64::max);
+            let fastest = times.iter().copied().fold(f64::MAX, f64::min);
+            slowest / fastest - 1.0
+        })
+        .collect();
+    median(&spreads)
+}
+
+/// Mean; `None` of nothing.
+pub fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+/// Median, of an even number the mean of the middle two; `None` of nothing.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    (n > 0).then(|| (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0)
+}

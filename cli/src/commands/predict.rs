@@ -1,0 +1,52 @@
+//! `predict`: a table of training runs to predicted step times and memory.
+
+use super::spinner;
+use crate::args::PredictArgs;
+use crate::failure::{Exit, Failure};
+use crate::{files, report};
+use published::{Facts, csv, output, predict, row};
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// Runs the verb.
+pub fn run(args: &PredictArgs) -> Result<(), Failure> {
+    let text = files::read_text(&args.rows, "table of runs", files::LARGE)?;
+    let table = csv::parse(&text).map_err(|e| {
+        Failure::new(Exit::BadInput, format!("{}: {e}", args.rows.display())).help(
+            "expected comma-separated values with a header; docs/published.md lists the columns",
+        )
+    })?;
+    let missing: Vec<&str> = published::REQUIRED_COLUMNS
+        .into_iter()
+        .filter(|c| !table.header.iter().any(|h| h == c))
+        .collect();
+    if !missing.is_empty() {
+        return Err(Failure::new(
+            Exit::BadInput,
+            format!("{}: no column {}", args.rows.display(), missing.join(", ")),
+        )
+        .help("docs/published.md lists the columns"));
+    }
+    files::check_writable(&args.output)?;
+    let started = Instant::now();
+    let bar = spinner("predicting");
+    let rows = row::rows(&table);
+    let outcomes = predict(&rows, &Facts::built_in());
+    bar.finish_and_clear();
+    files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
+    let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
+    report::out(&format!(
+        "{predicted} of {} runs predicted in {:.1} s. Written to {}.",
+        rows.len(),
+        started.elapsed().as_secs_f64(),
+        args.output.display()
+    ))?;
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    for unmodelled in outcomes.iter().filter_map(|o| o.as_ref().err()) {
+        *reasons.entry(unmodelled.to_string()).or_default() += 1;
+    }
+    for (reason, n) in reasons {
+        report::out(&format!("  {n} not predicted: {reason}"))?;
+    }
+    Ok(())
+}

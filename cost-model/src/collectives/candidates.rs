@@ -1,0 +1,302 @@
+//! The ways of doing each collective, as lines `fixed + bytes * slope`.
+//!
+//! Letters, for the equations of this file only. A group has tiers `i`, innermost first: `n_i`
+//! members at that level for each one below, `inside_i = n_0 * .. * n_(i-1)`, `n` in all. `B_i`
+//! is the rate of one member's port: bandwidth times efficiency, over the devices that share
+//! the port, and at most `n_i - 1` wires where wires join pairs. `S` is the collective's bytes.
+//!
+//! **Levels with protocols** (NCCL). A protocol `p` has a start, steps and shares of the
+//! bandwidth; those of the outermost tier count for start, share and largest rate.
+//!
+//! * Ring, over all members in the order of ranks. All pieces move at the same time, and one
+//!   in `inside_i` of a member's neighbours lies across level `i`:
+//!   `bus = share * min_i(inside_i * B_i)`. All-gather and reduce-scatter:
+//!   `start + sum_i steps_i * ring_step_i + (n-1)/n * S / bus`, where
+//!   `steps_i = n_i * n_(i+1) * .. - n_(i+1) * ..` of the `n - 1` steps cross level `i`;
+//!   all-reduce: twice the steps and bytes.
+//! * Tree (all-reduce), a chain inside a host, two complementary binary trees between:
+//!   `start + 2 sum_i depth_i * tree_step_i + max_i(f_i / (inside_i B_i)) * S / share`, `depth`
+//!   `n_0 - 1` inside and `ceil(log2 n_i)` between. A member sends `S` up and down, so
+//!   `f = 2`; of two members each only sends one way, `f = 1`.
+//! * In the switch (all-reduce): a port carries `S` to be added and its `1/n_0` of the sum,
+//!   `(n_0 + 1)/n_0 * S` over bandwidth times the switch's efficiency. Between hosts trees as
+//!   above, or switches that add again.
+//! * All-to-all: `start + sum_i peers_i * ring_step_i`, and the slowest level's
+//!   `peers_i / n * S`.
+//! * Broadcast: the ring's steps, and `S / bus`.
+//!
+//! Levels move bytes at the same time, so that the slowest counts. On four nodes of eight B200
+//! a 4 GiB all-reduce takes 22.05 ms; the ring's bound is 20.8 ms over NICs without loss, and
+//! adding up what each level takes would give 26.2 ms.
+//!
+//! **Levels without protocols** (CPU ranks, other communicators): alpha-beta with latency `a`
+//! (Thakur, Rabenseifner & Gropp 2005), level by level, each after the other: scatter and
+//! gather `(n_i - 1) a + (n_i - 1)/n_i (S_i + half)/B_i` with `S_i = S / inside_i`; all-reduce
+//! twice that, or trees `2 ceil(log2 n_i) a + 2 (S + half)/B_i`.
+//!
+//! Sources: NCCL `src/graph/tuning.cc` for what the terms are; Sanders, Speck & Traff 2009 for
+//! two trees; the comparison with measurements is `benchmarks/results/comm.md`.
+
+use super::{Algorithm, Candidate, Tier};
+use ir::cluster::Protocol;
+
+/// Ways of an all-reduce.
+pub(super) fn all_reduce<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    let Some(outer) = tiers.last() else {
+        return Vec::new();
+    };
+    if outer.level.protocols.is_empty() {
+        return plain_all_reduce(tiers);
+    }
+    let mut all = Vec::new();
+    for way in ways(tiers) {
+        all.push(way.ring(2.0));
+        all.push(way.tree());
+    }
+    all.extend(in_switch(tiers));
+    all
+}
+
+/// Ways of an all-gather or reduce-scatter.
+pub(super) fn gather<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    match tiers.last() {
+        None => Vec::new(),
+        Some(outer) if outer.level.protocols.is_empty() => vec![plain_rings(tiers, 1.0)],
+        Some(_) => ways(tiers).map(|w| w.ring(1.0)).collect(),
+    }
+}
+
+/// Ways of an all-to-all.
+pub(super) fn all_to_all<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    match tiers.last() {
+        None => Vec::new(),
+        Some(outer) if outer.level.protocols.is_empty() => vec![plain_pairs(tiers)],
+        Some(_) => ways(tiers).map(|w| w.pairs()).collect(),
+    }
+}
+
+/// Ways of a broadcast.
+pub(super) fn broadcast<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    match tiers.last() {
+        None => Vec::new(),
+        Some(outer) if outer.level.protocols.is_empty() => {
+            let ring = plain_rings(tiers, 1.0);
+            let n = members(tiers);
+            vec![Candidate {
+                s_per_byte: ring.s_per_byte * n / (n - 1.0),
+                ..ring
+            }]
+        }
+        Some(_) => ways(tiers)
+            .map(|w| Candidate {
+                s_per_byte: 1.0 / w.bus(),
+                ..w.ring(1.0)
+            })
+            .collect(),
+    }
+}
+
+impl Tier<'_> {
+    /// Bandwidth of one member's share of its port.
+    fn port(&self) -> f64 {
+        let wires = match self.level.pair_bandwidth_bytes_per_s {
+            Some(pair) => pair * (self.n - 1.0).max(1.0),
+            None => f64::INFINITY,
+        };
+        self.level.bandwidth_bytes_per_s.min(wires) / self.sharing
+    }
+
+    /// What large collectives reach of it.
+    fn rate(&self) -> f64 {
+        self.port() * self.level.efficiency
+    }
+
+    /// What a large all-to-all reaches of it.
+    fn pairs_rate(&self) -> f64 {
+        let level = self.level;
+        self.port() * level.all_to_all_efficiency.unwrap_or(level.efficiency)
+    }
+
+    /// Steps from the leaves of a tree to its root.
+    fn depth(&self) -> f64 {
+        if self.in_host {
+            self.n - 1.0
+        } else {
+            self.n.log2().ceil()
+        }
+    }
+
+    /// Times that a member sends the whole in a tree, up and down together.
+    fn tree_sends(&self) -> f64 {
+        if self.n > 2.0 { 2.0 } else { 1.0 }
+    }
+
+    /// Peers of a rank in an all-to-all that lie across this level.
+    fn peers(&self) -> f64 {
+        self.inside * (self.n - 1.0)
+    }
+}
+
+fn members(tiers: &[Tier<'_>]) -> f64 {
+    tiers.iter().map(|t| t.n).product()
+}
+
+/// A protocol that all tiers have.
+struct Way<'a, 't> {
+    tiers: &'t [Tier<'a>],
+    /// Its figures, tier by tier.
+    figures: Vec<&'a Protocol>,
+    outer: &'a Protocol,
+}
+
+/// The protocols that all tiers have, in the outermost level's order.
+fn ways<'a, 't>(tiers: &'t [Tier<'a>]) -> impl Iterator<Item = Way<'a, 't>> {
+    let outer = tiers.last().map_or(&[][..], |t| &t.level.protocols);
+    outer.iter().filter_map(move |outer| {
+        let same = |t: &Tier<'a>| t.level.protocols.iter().find(|p| p.name == outer.name);
+        let figures = tiers.iter().map(same).collect::<Option<Vec<_>>>()?;
+        Some(Way {
+            tiers,
+            figures,
+            outer,
+        })
+    })
+}
+
+impl<'a> Way<'a, '_> {
+    fn steps(&self) -> impl Iterator<Item = (&Tier<'a>, &'a Protocol)> {
+        self.tiers.iter().zip(self.figures.iter().copied())
+    }
+
+    fn largest(&self) -> f64 {
+        let largest = self.outer.max_bandwidth_bytes_per_s;
+        largest.unwrap_or(f64::INFINITY)
+    }
+
+    /// Rate at which each rank's ring turns.
+    fn bus(&self) -> f64 {
+        let slowest = |r: f64, t: &Tier<'_>| r.min(t.inside * t.rate());
+        let rate = self.tiers.iter().fold(f64::INFINITY, slowest);
+        (rate * self.outer.ring_share).min(self.largest())
+    }
+
+    fn candidate(&self, algorithm: Algorithm, fixed_s: f64, s_per_byte: f64) -> Candidate<'a> {
+        Candidate {
+            algorithm,
+            protocol: Some(&self.outer.name),
+            fixed_s: self.outer.start_s + fixed_s,
+            s_per_byte,
+        }
+    }
+
+    fn ring(&self, rounds: f64) -> Candidate<'a> {
+        let n = members(self.tiers);
+        let crossing = |t: &Tier<'_>| n / t.inside - n / (t.inside * t.n);
+        let steps: f64 = self.steps().map(|(t, p)| crossing(t) * p.ring_step_s).sum();
+        let bytes = (n - 1.0) / n / self.bus();
+        self.candidate(Algorithm::Ring, rounds * steps, rounds * bytes)
+    }
+
+    fn tree(&self) -> Candidate<'a> {
+        let steps: f64 = self.steps().map(|(t, p)| t.depth() * p.tree_step_s).sum();
+        let slowest = |s: f64, t: &Tier<'_>| s.max(t.tree_sends() / (t.inside * t.rate()));
+        let bytes = self.tiers.iter().fold(0.0, slowest) / self.outer.tree_share;
+        self.candidate(
+            Algorithm::Tree,
+            2.0 * steps,
+            bytes.max(2.0 / self.largest()),
+        )
+    }
+
+    fn pairs(&self) -> Candidate<'a> {
+        let n = members(self.tiers);
+        let steps: f64 = self.steps().map(|(t, p)| t.peers() * p.ring_step_s).sum();
+        let slowest = |s: f64, t: &Tier<'_>| s.max(t.peers() / n / t.pairs_rate());
+        let bytes = self.tiers.iter().fold(0.0, slowest) / self.outer.ring_share;
+        self.candidate(Algorithm::Pairwise, steps, bytes)
+    }
+}
+
+/// All-reduce with the innermost tier's switch adding up, where it can.
+fn in_switch<'a>(tiers: &[Tier<'a>]) -> Option<Candidate<'a>> {
+    let (inner, outer) = tiers.split_first()?;
+    let switch = inner.level.in_switch?;
+    let way = ways(tiers).last()?;
+    let (mut fixed_s, mut s_per_byte) = (
+        switch.latency_s,
+        (inner.n + 1.0) / inner.n / (inner.port() * switch.efficiency),
+    );
+    for (tier, protocol) in outer.iter().zip(way.figures.iter().skip(1)) {
+        let (steps, bytes) = match tier.level.in_switch {
+            Some(s) => (s.latency_s, 1.0 / (tier.port() * s.efficiency)),
+            None => (
+                2.0 * tier.depth() * protocol.tree_step_s,
+                tier.tree_sends() / tier.rate(),
+            ),
+        };
+        fixed_s += steps;
+        s_per_byte = s_per_byte.max(bytes / tier.inside);
+    }
+    Some(Candidate {
+        algorithm: Algorithm::InSwitch,
+        protocol: Some(&way.outer.name),
+        fixed_s,
+        s_per_byte,
+    })
+}
+
+/// Rings level by level: a scatter or gather, or `rounds` of them.
+fn plain_rings<'a>(tiers: &[Tier<'a>], rounds: f64) -> Candidate<'a> {
+    let mut all = Candidate {
+        algorithm: plain(tiers, Algorithm::Ring),
+        protocol: None,
+        fixed_s: 0.0,
+        s_per_byte: 0.0,
+    };
+    for t in tiers {
+        let moved = (t.n - 1.0) / t.n / t.rate();
+        all.fixed_s += rounds * ((t.n - 1.0) * t.level.latency_s + moved * t.level.half_bytes);
+        all.s_per_byte += rounds * moved / t.inside;
+    }
+    all
+}
+
+fn plain(tiers: &[Tier<'_>], alone: Algorithm) -> Algorithm {
+    if tiers.len() > 1 {
+        Algorithm::Hierarchical
+    } else {
+        alone
+    }
+}
+
+fn plain_all_reduce<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    let mut tree = Candidate {
+        algorithm: plain(tiers, Algorithm::Tree),
+        protocol: None,
+        fixed_s: 0.0,
+        s_per_byte: 0.0,
+    };
+    for t in tiers {
+        let moved = 2.0 / t.rate();
+        let steps = 2.0 * t.n.log2().ceil();
+        tree.fixed_s += steps * t.level.latency_s + moved * t.level.half_bytes;
+        tree.s_per_byte += moved;
+    }
+    vec![plain_rings(tiers, 2.0), tree]
+}
+
+fn plain_pairs<'a>(tiers: &[Tier<'a>]) -> Candidate<'a> {
+    let n = members(tiers);
+    let mut all = Candidate {
+        algorithm: Algorithm::Pairwise,
+        protocol: None,
+        fixed_s: 0.0,
+        s_per_byte: 0.0,
+    };
+    for t in tiers {
+        let moved = t.peers() / n / t.pairs_rate();
+        all.fixed_s += t.peers() * t.level.latency_s + moved * t.level.half_bytes;
+        all.s_per_byte += moved;
+    }
+    all
+}

@@ -1,0 +1,92 @@
+//! Attention by kernel family.
+//!
+//! Fused (flash): scores stay on the chip. A causal kernel skips half of them; the backward
+//! direction makes the scores again, so it executes five products where four count as model
+//! FLOPs. Unfused: each product is a batched matmul over all scores, causal or not, and
+//! softmax, mask and dropout pass over the scores in memory in between.
+
+use super::{matmul_rate, memory_time, peak_rate};
+use ir::DType;
+use ir::cluster::Cluster;
+use ir::op::{MatmulShape, Work};
+use ir::software::{AttentionKernel, Software};
+
+/// Share of the full score products that a causal kernel executes.
+pub(super) const CAUSAL_SHARE: f64 = 0.5;
+/// Products that a fused backward executes over those that count (dV, dP, dQ, dK): it makes the
+/// scores again. Dao 2023, section 3.1.
+const FUSED_GRADIENT: f64 = 5.0 / 4.0;
+
+/// Seconds on the device, without the launch, of one attention or its gradient. `scores` is the
+/// product of queries and keys, `work` the op's.
+pub(super) fn busy_time(
+    cluster: &Cluster,
+    software: &Software,
+    dtype: DType,
+    scores: MatmulShape,
+    is_gradient: bool,
+    work: &Work,
+) -> f64 {
+    match software.attention {
+        AttentionKernel::Fused { rate } => {
+            let d = &cluster.device;
+            let again = if is_gradient { FUSED_GRADIENT } else { 1.0 };
+            let products = CAUSAL_SHARE * again * work.attention_flops
+                / (peak_rate(cluster, dtype) * d.attention_efficiency * rate);
+            let arithmetic = products + CAUSAL_SHARE * work.vector_flops / d.vector_flops_per_s;
+            arithmetic.max(memory_time(cluster, work.bytes as f64))
+        }
+        AttentionKernel::Unfused {
+            forward_passes,
+            backward_passes,
+        } => {
+            // Scores from head-wide rows, and rows of heads from scores.
+            let (wide, narrow) = (
+                scores,
+                MatmulShape {
+                    n: scores.k,
+                    k: scores.n,
+                    ..scores
+                },
+            );
+            let (pairs, passes) = if is_gradient {
+                (2.0, backward_passes)
+            } else {
+                (1.0, forward_passes)
+            };
+            let elements = scores.batch as f64 * scores.m as f64 * scores.n as f64;
+            let bytes = elements * dtype.bytes() as f64;
+            let products =
+                product_time(cluster, dtype, wide) + product_time(cluster, dtype, narrow);
+            pairs * products + memory_time(cluster, passes * bytes)
+        }
+    }
+}
+
+/// Kernels of one attention or its gradient: the products, softmax and dropout between them,
+/// and the transposes before and after where they are apart.
+pub(super) fn kernels(software: &Software, is_gradient: bool) -> f64 {
+    match (software.attention, is_gradient) {
+        (AttentionKernel::Fused { .. }, false) => 1.0,
+        (AttentionKernel::Fused { .. }, true) => 2.0,
+        (AttentionKernel::Unfused { .. }, false) => 2.0 + 2.0 + 2.0,
+        (AttentionKernel::Unfused { .. }, true) => 4.0 + 2.0 + 3.0,
+    }
+}
+
+/// A batched matmul that reads its operands and writes its result.
+fn product_time(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
+    let (b, m, n, k) = (
+        shape.batch as f64,
+        shape.m as f64,
+        shape.n as f64,
+        shape.k as f64,
+    );
+    let bytes = b * (m * k + k * n + m * n) * dtype.bytes() as f64;
+    let rate = matmul_rate(cluster, dtype, shape);
+    if rate > 0.0 {
+        (2.0 * b * m * n * k / rate).max(memory_time(cluster, bytes))
+    } else {
+        memory_time(cluster, bytes)
+    }
+}

@@ -1,0 +1,374 @@
+//! The catalogue of hardware: devices, links and the systems made of them, embedded from
+//! `clusters/`, and how a cluster is composed of one device and two links.
+//!
+//! Invariants: a composed cluster names a source for every figure; every figure of a link that
+//! was fitted stands in [`Fitted`], so that a fit changes nothing else.
+
+use ir::cluster::{CLUSTER_VERSION, Cluster, Device, InSwitch, Level, Protocol};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// File name without its ending, and content.
+macro_rules! devices {
+    ($($name:literal),* $(,)?) => {
+        [$(($name, include_str!(concat!("../../../clusters/devices/", $name, ".toml")))),*]
+    };
+}
+const DEVICES: [(&str, &str); 18] = devices![
+    "a100-pcie-40gb",
+    "a100-pcie-80gb",
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "b200-sxm",
+    "b300-sxm",
+    "gb200",
+    "gb300",
+    "gh200-144gb",
+    "gh200-96gb",
+    "h100-pcie",
+    "h100-sxm",
+    "h100-sxm-96gb-500w",
+    "h200-sxm",
+    "v100-pcie-16gb",
+    "v100-pcie-32gb",
+    "v100-sxm2-16gb",
+    "v100-sxm2-32gb",
+];
+const LINKS: &str = include_str!("../../../clusters/links.toml");
+const SYSTEMS: &str = include_str!("../../../clusters/systems.toml");
+
+/// Devices, links and systems.
+#[derive(Clone, Debug)]
+pub struct Catalogue {
+    /// What was fitted to measurements of links.
+    pub fitted: Fitted,
+    devices: BTreeMap<&'static str, (Device, BTreeMap<String, String>)>,
+    protocols: BTreeMap<String, Ways>,
+    links: BTreeMap<String, Link>,
+    systems: Vec<System>,
+}
+
+/// Every fitted figure of the communication model, by the names that links use.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fitted {
+    /// Fixed time of a collective on top of NCCL's, seconds.
+    pub collective_start_s: f64,
+    /// Steps of the protocol for large messages inside a host, times NCCL's.
+    pub simple_step_factor: f64,
+    /// An empty all-reduce in the switch, seconds.
+    pub in_switch_latency_s: f64,
+    /// Where these come from.
+    pub source: String,
+    /// Share of the port that long rings reach, by kind of link.
+    pub efficiency: BTreeMap<String, f64>,
+    /// Share of the port that operands reach which the switch adds up.
+    pub in_switch_efficiency: BTreeMap<String, f64>,
+    /// A step over a network on top of NCCL's, seconds.
+    pub network_step_s: BTreeMap<String, f64>,
+    /// Share of the port that a large all-to-all reaches.
+    pub all_to_all_efficiency: Sourced,
+}
+
+/// Figures with one source.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sourced {
+    /// Where they come from.
+    pub source: String,
+    /// The figures.
+    #[serde(flatten)]
+    pub figures: BTreeMap<String, f64>,
+}
+
+/// Facts of a library's protocols over one kind of link.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Ways {
+    source: String,
+    ways: Vec<Protocol>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Link {
+    name: String,
+    protocols: String,
+    port_bytes_per_s: f64,
+    source: String,
+    efficiency: String,
+    all_to_all: String,
+    #[serde(default)]
+    network_step: Option<String>,
+    latency_s: f64,
+    half_bytes: f64,
+    message_source: String,
+    ll_max_bytes_per_s: Option<f64>,
+    #[serde(default)]
+    ll_source: String,
+    pair_bytes_per_s: Option<f64>,
+    #[serde(default)]
+    pair_source: String,
+    in_switch: Option<String>,
+    in_switch_latency_s: Option<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LinksFile {
+    fitted: Fitted,
+    protocols: BTreeMap<String, Ways>,
+    links: BTreeMap<String, Link>,
+}
+
+/// Hosts of one device, the link inside and the link between them.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct System {
+    /// Name of the preset.
+    pub preset: String,
+    /// What people call it.
+    pub name: String,
+    /// Hosts unless asked for otherwise.
+    pub n_hosts: u32,
+    /// Name of the device.
+    pub device: String,
+    /// Devices in a host.
+    pub devices_per_host: u32,
+    /// Link between the devices of a host, or of a domain.
+    pub inside: String,
+    /// Devices that the inner link joins where it reaches beyond a host.
+    #[serde(default)]
+    pub domain_devices: Option<u32>,
+    /// Link between hosts.
+    pub between: String,
+    /// Network cards in a host.
+    pub cards: u32,
+    /// Where this comes from.
+    pub source: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SystemsFile {
+    systems: Vec<System>,
+}
+
+impl Catalogue {
+    /// The embedded catalogue; the error names the file and what the parser says.
+    pub fn read() -> Result<Catalogue, String> {
+        let at = |file: &'static str| move |e: toml::de::Error| format!("clusters/{file}: {e}");
+        let links: LinksFile = toml::from_str(LINKS).map_err(at("links.toml"))?;
+        let systems: SystemsFile = toml::from_str(SYSTEMS).map_err(at("systems.toml"))?;
+        let mut devices = BTreeMap::new();
+        for (name, text) in DEVICES {
+            let mut table: toml::Table = toml::from_str(text).map_err(at(name))?;
+            let sources = table
+                .remove("sources")
+                .ok_or_else(|| format!("clusters/devices/{name}.toml: there are no sources"))?;
+            let device = table.try_into().map_err(at(name))?;
+            devices.insert(name, (device, sources.try_into().map_err(at(name))?));
+        }
+        Ok(Catalogue {
+            fitted: links.fitted,
+            devices,
+            protocols: links.protocols,
+            links: links.links,
+            systems: systems.systems,
+        })
+    }
+
+    /// The systems, in the file's order.
+    pub fn systems(&self) -> &[System] {
+        &self.systems
+    }
+
+    /// Names of the devices.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.devices.keys().copied()
+    }
+
+    /// Names of the links.
+    pub fn links(&self) -> impl Iterator<Item = &str> {
+        self.links.keys().map(String::as_str)
+    }
+
+    /// The system that `DEVICE*COUNT+INSIDE+BETWEEN*CARDS` means, such as
+    /// `h100-sxm*8+nvlink4+roce-400*4`: counts may be left out, and are eight devices in a host
+    /// and a card for each.
+    pub fn system(&self, text: &str) -> Result<System, String> {
+        let parts: Vec<&str> = text.split('+').collect();
+        let [device, inside, between] = parts[..] else {
+            return Err(
+                "expected DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4"
+                    .into(),
+            );
+        };
+        let counted = |part: &str, default: u32| match part.split_once('*') {
+            None => Ok((part.to_string(), default)),
+            Some((name, count)) => match count.parse() {
+                Ok(n) if n > 0 => Ok((name.to_string(), n)),
+                _ => Err(format!("`{count}` is not a count")),
+            },
+        };
+        let (device, devices_per_host) = counted(device, 8)?;
+        let (between, cards) = counted(between, devices_per_host)?;
+        let system = System {
+            preset: text.into(),
+            name: text.into(),
+            n_hosts: 1,
+            device,
+            devices_per_host,
+            inside: inside.into(),
+            domain_devices: None,
+            between,
+            cards,
+            source: "composed as asked for".into(),
+        };
+        self.cluster(&system).map(|_| system)
+    }
+
+    /// The cluster of a system; the error names what the catalogue does not have.
+    pub fn cluster(&self, system: &System) -> Result<Cluster, String> {
+        let (device, sources) = self.devices.get(system.device.as_str()).ok_or_else(|| {
+            let known: Vec<&str> = self.devices().collect();
+            let asked = &system.device;
+            format!(
+                "there is no device `{asked}`; devices are {}",
+                known.join(", ")
+            )
+        })?;
+        let mut sources: BTreeMap<String, String> = sources
+            .iter()
+            .map(|(k, v)| (format!("device.{k}"), v.clone()))
+            .collect();
+        sources.insert("devices_per_host".into(), system.source.clone());
+        let domain = system.domain_devices.unwrap_or(system.devices_per_host);
+        let levels = vec![
+            self.level(&system.inside, domain, (1, 1), &system.source, &mut sources)?,
+            self.level(
+                &system.between,
+                system
+                    .n_hosts
+                    .saturating_mul(system.devices_per_host)
+                    .max(domain),
+                (system.cards, system.devices_per_host),
+                &system.source,
+                &mut sources,
+            )?,
+        ];
+        Ok(Cluster {
+            version: CLUSTER_VERSION,
+            name: system.name.clone(),
+            n_hosts: system.n_hosts,
+            devices_per_host: system.devices_per_host,
+            device: device.clone(),
+            levels,
+            pool: None,
+            software: None,
+            sources,
+            measured: Vec::new(),
+        })
+    }
+
+    /// A level of `ports` for so many `users`, and the sources of its figures.
+    fn level(
+        &self,
+        link: &str,
+        devices: u32,
+        (ports, users): (u32, u32),
+        system_source: &str,
+        sources: &mut BTreeMap<String, String>,
+    ) -> Result<Level, String> {
+        let missing = |what: &str, name: &str| format!("link `{link}`: no {what} `{name}`");
+        let l = self.links.get(link).ok_or_else(|| {
+            let known: Vec<&str> = self.links().collect();
+            format!("there is no link `{link}`; links are {}", known.join(", "))
+        })?;
+        let f = &self.fitted;
+        let figure = |table: &BTreeMap<String, f64>, what: &str, name: &str| {
+            table.get(name).copied().ok_or_else(|| missing(what, name))
+        };
+        let ways = self
+            .protocols
+            .get(&l.protocols)
+            .ok_or_else(|| missing("protocols", &l.protocols))?;
+        let network = match &l.network_step {
+            Some(kind) => Some(figure(&f.network_step_s, "network step", kind)?),
+            None => None,
+        };
+        let in_switch = match &l.in_switch {
+            Some(kind) => Some(InSwitch {
+                latency_s: l.in_switch_latency_s.unwrap_or(f.in_switch_latency_s),
+                efficiency: figure(&f.in_switch_efficiency, "in-switch efficiency", kind)?,
+            }),
+            None => None,
+        };
+        let level = Level {
+            name: l.name.clone(),
+            devices,
+            latency_s: l.latency_s,
+            bandwidth_bytes_per_s: l.port_bytes_per_s * f64::from((ports / users).max(1)),
+            efficiency: figure(&f.efficiency, "efficiency", &l.efficiency)?,
+            half_bytes: l.half_bytes,
+            devices_per_port: users.div_ceil(ports.max(1)),
+            pair_bandwidth_bytes_per_s: l.pair_bytes_per_s,
+            all_to_all_efficiency: Some(figure(
+                &f.all_to_all_efficiency.figures,
+                "all-to-all efficiency",
+                &l.all_to_all,
+            )?),
+            in_switch,
+            protocols: ways.ways.iter().map(|w| fitted(f, l, network, w)).collect(),
+        };
+        let mut say = |key: &str, source: String| {
+            sources.insert(format!("levels.{}.{key}", l.name), source);
+        };
+        say("devices", system_source.into());
+        say("bandwidth_bytes_per_s", l.source.clone());
+        say("devices_per_port", system_source.into());
+        for key in ["latency_s", "half_bytes"] {
+            say(key, l.message_source.clone());
+        }
+        say("efficiency", f.source.clone());
+        say(
+            "all_to_all_efficiency",
+            f.all_to_all_efficiency.source.clone(),
+        );
+        let largest = match l.ll_source.as_str() {
+            "" => String::new(),
+            source => format!("; {source}"),
+        };
+        say(
+            "protocols",
+            format!("{}{largest}; starts and steps {}", ways.source, f.source),
+        );
+        if level.pair_bandwidth_bytes_per_s.is_some() {
+            say("pair_bandwidth_bytes_per_s", l.pair_source.clone());
+        }
+        if level.in_switch.is_some() {
+            say("in_switch", f.source.clone());
+        }
+        if level.devices_per_port == 1 {
+            sources.remove(&format!("levels.{}.devices_per_port", l.name));
+        }
+        Ok(level)
+    }
+}
+
+/// A library's protocol with what was fitted on top.
+fn fitted(f: &Fitted, link: &Link, network: Option<f64>, way: &Protocol) -> Protocol {
+    let factor = match network {
+        None if way.name == "Simple" => f.simple_step_factor,
+        _ => 1.0,
+    };
+    let step = |s: f64| s * factor + network.unwrap_or(0.0);
+    Protocol {
+        name: way.name.clone(),
+        start_s: way.start_s + f.collective_start_s,
+        ring_step_s: step(way.ring_step_s),
+        tree_step_s: step(way.tree_step_s),
+        max_bandwidth_bytes_per_s: link.ll_max_bytes_per_s.filter(|_| way.name == "LL"),
+        ring_share: way.ring_share,
+        tree_share: way.tree_share,
+    }
+}

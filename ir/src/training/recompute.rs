@@ -1,0 +1,273 @@
+//! Recomputation: activations that the backward pass makes again instead of keeping them
+//! (Chen et al. 2016; Korthikanti et al. 2022).
+//!
+//! Whether an activation is kept is chosen op by op: results of a *recomputed* forward op are
+//! not kept; gradients of its layer read a **twin**, the op cloned as `recompute.<path>` in
+//! pass [`Pass::Recompute`], whose operands are twins where they are recomputed too and
+//! kept values where they are not. A twin stands right before the first gradient op that
+//! needs it, so the twins of a layer run just before (and in) the layer's backward, and they
+//! live no longer than that. Twins of what no gradient needs are not made.
+//!
+//! Invariants:
+//! * a twin has its source's kind and attributes, random keys included, so it has the same
+//!   bits ([`source_path`] is the key of ops whose key is their path);
+//! * a layer's boundary, data and constants, parameters and accumulators are never
+//!   recomputed, so twins read nothing of another layer;
+//! * only gradient ops of the op's own layer read a twin.
+//!
+//! [`choose`] has the two usual choices, as presets of such a set of ops.
+
+use super::{State, TrainingGraph};
+use crate::boundary::BOUNDARY;
+use crate::{Graph, GraphError, Op, OpId, OpKind, Pass, Place, Region, ValueId};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Prefix of the paths of twins.
+const PREFIX: &str = "recompute.";
+
+/// The path of the op that a twin repeats; any other path is its own.
+pub fn source_path(path: &str) -> &str {
+    path.strip_prefix(PREFIX).unwrap_or(path)
+}
+
+/// Named choices of recomputed ops.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// Every activation that a gradient needs is kept.
+    #[default]
+    None,
+    /// Of every layer only its boundary is kept, all else is recomputed; but nothing of the
+    /// layer that ends in the loss, whose backward follows its forward at once.
+    Full,
+    /// Recomputed is what is cheap ([`OpKind::is_cheap`]) and made from nothing but what is
+    /// kept or recomputed anyway: bytes of activations fall, no tensor is kept in exchange.
+    /// These are the results of norms and of activation functions and their products, which
+    /// the gradient needs beside their operands. Results of matmuls and of fused attention
+    /// are kept.
+    Selective,
+}
+
+impl Recompute {
+    /// Name in pins and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Recompute::None => "none",
+            Recompute::Full => "full",
+            Recompute::Selective => "selective",
+        }
+    }
+}
+
+/// Whether the results of an op of a training graph may be recomputed: an op of the forward
+/// pass that is neither data, constant, accumulator nor a layer's boundary.
+pub fn can_recompute(op: &Op) -> bool {
+    op.pass == Pass::F
+        && op.region == Region::Microbatch
+        && !op.kind.is_source()
+        && !matches!(op.kind, OpKind::Accumulate { .. } | OpKind::Constant { .. })
+        && !op.path.starts_with(BOUNDARY)
+}
+
+/// The ops that a named choice recomputes, as far as some gradient needs them. `fixed` has
+/// the last word on single ops: `Some(true)` recomputes, `Some(false)` keeps.
+///
+/// `training` is a graph in which nothing is recomputed yet.
+pub fn choose(
+    training: &TrainingGraph,
+    policy: Recompute,
+    fixed: &dyn Fn(&Op) -> Option<bool>,
+) -> BTreeSet<OpId> {
+    let graph = &training.graph;
+    let needed = needed_by_gradients(graph);
+    let loss = graph.op(graph.value(training.loss).producer).layer;
+    let mut chosen = BTreeSet::new();
+    for (id, op) in graph.iter().filter(|(_, op)| can_recompute(op)) {
+        let at_hand = |v: &ValueId| {
+            let producer = graph.value(*v).producer;
+            let from = graph.op(producer);
+            from.region != Region::Microbatch
+                || from.kind.is_source()
+                || needed[v.index()]
+                || chosen.contains(&producer)
+        };
+        let by_policy = match policy {
+            Recompute::None => false,
+            Recompute::Full => op.layer != loss,
+            Recompute::Selective => {
+                op.layer != loss && op.kind.is_cheap() && op.inputs.iter().all(at_hand)
+            }
+        };
+        if fixed(op).unwrap_or(by_policy) {
+            chosen.insert(id);
+        }
+    }
+    twins(graph, &chosen).into_values().flatten().collect()
+}
+
+/// Which values a gradient op uses.
+fn needed_by_gradients(graph: &Graph) -> Vec<bool> {
+    let mut needed = vec![false; graph.values().len()];
+    for op in graph.ops().iter().filter(|op| is_gradient(op)) {
+        op.inputs.iter().for_each(|v| needed[v.index()] = true);
+    }
+    needed
+}
+
+fn is_gradient(op: &Op) -> bool {
+    op.region == Region::Microbatch && matches!(op.pass, Pass::BI | Pass::BW)
+}
+
+/// For each gradient op that is the first to need some of them, the ops that are recomputed
+/// right before it, in graph order.
+fn twins(graph: &Graph, chosen: &BTreeSet<OpId>) -> BTreeMap<OpId, Vec<OpId>> {
+    let mut made: BTreeSet<OpId> = BTreeSet::new();
+    let mut before = BTreeMap::new();
+    for (id, op) in graph.iter().filter(|(_, op)| is_gradient(op)) {
+        let mut open = vec![id];
+        let mut now = BTreeSet::new();
+        while let Some(next) = open.pop() {
+            for &v in &graph.op(next).inputs {
+                let from = graph.value(v).producer;
+                let repeats = chosen.contains(&from) && graph.op(from).layer == op.layer;
+                if repeats && made.insert(from) {
+                    now.insert(from);
+                    open.push(from);
+                }
+            }
+        }
+        if !now.is_empty() {
+            before.insert(id, now.into_iter().collect());
+        }
+    }
+    before
+}
+
+/// The training graph in which the results of `chosen` ops are recomputed. Value ids change,
+/// paths do not. `training` is a graph in which nothing is recomputed yet.
+///
+/// Fails when an op may not be recomputed ([`can_recompute`]).
+pub fn recompute(
+    training: &TrainingGraph,
+    chosen: &BTreeSet<OpId>,
+) -> Result<TrainingGraph, GraphError> {
+    let graph = &training.graph;
+    if let Some(&wrong) = chosen.iter().find(|&&id| !can_recompute(graph.op(id))) {
+        return Err(GraphError::Recompute {
+            path: graph.op(wrong).path.clone(),
+            problem: "is no op of the forward pass between two layer boundaries",
+        });
+    }
+    let before = twins(graph, chosen);
+    if before.is_empty() {
+        return Ok(training.clone());
+    }
+    let mut copy = Copied {
+        from: graph,
+        out: Graph::new(graph.name.clone()),
+        moved: Vec::with_capacity(graph.values().len()),
+        twin: BTreeMap::new(),
+    };
+    copy.out.layers = graph.layers.clone();
+    for (id, op) in graph.iter() {
+        for &source in before.get(&id).into_iter().flatten() {
+            copy.twin(graph.op(source))?;
+        }
+        copy.op(op)?;
+    }
+    let Copied { mut out, moved, .. } = copy;
+    out.outputs = graph.outputs.iter().map(|v| moved[v.index()]).collect();
+    let state = |s: &State| State {
+        read: moved[s.read.index()],
+        write: moved[s.write.index()],
+        ..s.clone()
+    };
+    Ok(TrainingGraph {
+        states: training.states.iter().map(state).collect(),
+        loss: moved[training.loss.index()],
+        grad_norm: moved[training.grad_norm.index()],
+        graph: out,
+    })
+}
+
+/// A graph that is being copied with twins between its ops.
+struct Copied<'a> {
+    from: &'a Graph,
+    out: Graph,
+    /// By old value, the new one.
+    moved: Vec<ValueId>,
+    /// By old value, its twin, once it is made.
+    twin: BTreeMap<ValueId, ValueId>,
+}
+
+impl Copied<'_> {
+    /// Gradients and twins read twins of their own layer where there are any.
+    fn operands(&self, op: &Op, of_twins: bool) -> Vec<ValueId> {
+        let operand = |v: &ValueId| {
+            let same_layer = self.from.op(self.from.value(*v).producer).layer == op.layer;
+            let twin = self.twin.get(v).filter(|_| of_twins && same_layer);
+            twin.copied().unwrap_or(self.moved[v.index()])
+        };
+        op.inputs.iter().map(operand).collect()
+    }
+
+    fn op(&mut self, op: &Op) -> Result<(), GraphError> {
+        let place = Place {
+            path: op.path.clone(),
+            pass: op.pass,
+            region: op.region,
+            layer: op.layer,
+        };
+        let results = if op.kind.is_source() {
+            let ty = self.from.ty(op.outputs[0]).clone();
+            vec![self.out.add_source(op.kind.clone(), ty, place)?]
+        } else {
+            let operands = self.operands(op, is_gradient(op));
+            self.out.add(op.kind.clone(), &operands, place)?
+        };
+        self.moved.extend(results);
+        Ok(())
+    }
+
+    fn twin(&mut self, source: &Op) -> Result<(), GraphError> {
+        let place = Place {
+            path: format!("{PREFIX}{}", source.path),
+            pass: Pass::Recompute,
+            region: Region::Microbatch,
+            layer: source.layer,
+        };
+        let operands = self.operands(source, true);
+        let results = self.out.add(source.kind.clone(), &operands, place)?;
+        self.twin
+            .extend(source.outputs.iter().copied().zip(results));
+        Ok(())
+    }
+}
+
+/// The value that a twin's result repeats; any other value is its own. Also its own where
+/// the source does not exist, which only a damaged graph does.
+pub fn source_value(graph: &Graph, v: ValueId) -> ValueId {
+    let value = graph.value(v);
+    let op = graph.op(value.producer);
+    if op.pass != Pass::Recompute {
+        return v;
+    }
+    graph
+        .find(source_path(&op.path))
+        .and_then(|id| graph.op(id).outputs.get(value.result as usize).copied())
+        .unwrap_or(v)
+}

@@ -1,0 +1,45 @@
+//! Published training runs: a row of a table becomes a model, a cluster and the pins of a
+//! plan, and goes through the same importer, planner, lowering and simulator as a user's
+//! model. Nothing here knows a formula for time.
+//!
+//! * `csv`, `row`: the table.
+//! * `facts`: what columns do not say, as data files with sources.
+//! * `model`, `cluster`, `setup`: a row as the inputs of the planner.
+//! * `predict`: rows to predictions, each distinct question once, on all processors.
+//! * `breakdown`: where the predicted time goes.
+//!
+//! A row that cannot be modelled says why ([`Unmodelled`]).
+
+pub mod breakdown;
+mod cluster;
+pub mod csv;
+mod facts;
+mod model;
+mod predict;
+pub mod row;
+mod setup;
+
+pub use breakdown::Breakdown;
+pub use facts::Facts;
+pub use predict::{OUTPUT_COLUMNS, Outcome, Predicted, REQUIRED_COLUMNS, output, predict};
+pub use row::{Row, RowError};
+
+/// Why there is no prediction for a row.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unmodelled {
+    /// The row does not say what has to be known.
+    #[error("{0}")]
+    Row(#[from] RowError),
+    /// The run uses what Meshwright does not have.
+    #[error("not supported: {0}")]
+    Feature(String),
+    /// The model cannot be built.
+    #[error("model: {0}")]
+    Model(String),
+    /// The cluster cannot be described.
+    #[error("cluster: {0}")]
+    Cluster(String),
+    /// There is no such plan.
+    #[error("plan: {0}")]
+    Plan(String),
+}

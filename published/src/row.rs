@@ -1,0 +1,123 @@
+//! One published training run: what its columns say, typed, and nothing else.
+//!
+//! A cell that is empty or `?` is "not stated". What has to be known to build the run and is
+//! not stated is an answer ([`RowError`]), not a default; defaults belong to the data files.
+
+use crate::csv::Table;
+use std::collections::BTreeMap;
+
+/// A row of the table.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    cells: BTreeMap<String, String>,
+}
+
+/// What keeps a row from being read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RowError {
+    /// A cell that is needed says nothing.
+    #[error("`{column}` is not stated")]
+    NotStated {
+        /// Name of the column.
+        column: String,
+    },
+    /// A cell does not hold what its column is for.
+    #[error("`{column}` is `{value}`, expected {expected}")]
+    Malformed {
+        /// Name of the column.
+        column: String,
+        /// What the cell holds.
+        value: String,
+        /// What belongs there.
+        expected: &'static str,
+    },
+}
+
+/// Rows of a table, in its order.
+pub fn rows(table: &Table) -> Vec<Row> {
+    table
+        .records
+        .iter()
+        .map(|record| Row {
+            cells: table
+                .header
+                .iter()
+                .cloned()
+                .zip(record.iter().map(|c| c.trim().to_string()))
+                .collect(),
+        })
+        .collect()
+}
+
+impl Row {
+    /// Text of a cell; `None` where it is empty, `?`, or the table lacks the column.
+    pub fn text(&self, column: &str) -> Option<&str> {
+        let cell = self.cells.get(column)?.as_str();
+        (!cell.is_empty() && cell != "?").then_some(cell)
+    }
+
+    /// Text of a cell that has to be there.
+    pub fn required(&self, column: &str) -> Result<&str, RowError> {
+        self.text(column).ok_or_else(|| RowError::NotStated {
+            column: column.into(),
+        })
+    }
+
+    /// A count of 1 or more; `None` where it is not stated.
+    pub fn count(&self, column: &str) -> Result<Option<u64>, RowError> {
+        let Some(text) = self.text(column) else {
+            return Ok(None);
+        };
+        match text.parse::<f64>() {
+            Ok(x) if x >= 1.0 && x.fract() == 0.0 && x < 1e15 => Ok(Some(x as u64)),
+            _ => Err(RowError::Malformed {
+                column: column.into(),
+                value: text.into(),
+                expected: "a whole number of 1 or more",
+            }),
+        }
+    }
+
+    /// A count that has to be there.
+    pub fn required_count(&self, column: &str) -> Result<u64, RowError> {
+        self.count(column)?.ok_or_else(|| RowError::NotStated {
+            column: column.into(),
+        })
+    }
+
+    /// A positive measurement; `None` where there is none or it is not a number.
+    pub fn measured(&self, column: &str) -> Option<f64> {
+        let x: f64 = self.text(column)?.parse().ok()?;
+        (x.is_finite() && x > 0.0).then_some(x)
+    }
+
+    /// Identifier of the row; empty where the table has none.
+    pub fn id(&self) -> &str {
+        self.text("row_id").unwrap_or("")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_counts_texts_or_not_stated() {
+        let table = crate::csv::parse("row_id,layers,tp,vpp,t\nR1,24,?,,0.5\nR2,x,2,1,\n").unwrap();
+        let rows = rows(&table);
+        assert_eq!(rows[0].id(), "R1");
+        assert_eq!(rows[0].count("layers"), Ok(Some(24)));
+        assert_eq!((rows[0].text("tp"), rows[0].text("none")), (None, None));
+        assert_eq!(
+            (rows[0].measured("t"), rows[1].measured("t")),
+            (Some(0.5), None)
+        );
+        let missing = rows[0].required_count("vpp").unwrap_err().to_string();
+        assert_eq!(missing, "`vpp` is not stated");
+        let wrong = rows[1].count("layers").unwrap_err().to_string();
+        assert_eq!(
+            wrong,
+            "`layers` is `x`, expected a whole number of 1 or more"
+        );
+    }
+}

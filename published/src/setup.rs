@@ -1,0 +1,161 @@
+//! What a row trained and how: the training spec and the pins that describe its plan.
+
+use crate::Unmodelled;
+use crate::facts::{Facts, Split};
+use crate::row::{Row, RowError};
+use ir::software::AttentionKernel;
+use ir::{Precision, TrainSpec};
+
+/// The training spec of a row.
+pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
+    let precision = match row.required("precision")? {
+        "fp16" => Precision::F16,
+        // Matmuls in eight bits, activations in sixteen.
+        text if ["bf16", "fp8", "mxfp8"].iter().any(|p| text.starts_with(p)) => Precision::Bf16,
+        "fp32" => Precision::F32,
+        other => return Err(Unmodelled::Feature(format!("the precision {other}"))),
+    };
+    Ok(TrainSpec {
+        global_batch: row.required_count("global_batch")?,
+        sequence: row.required_count("seq_len")?,
+        precision,
+        dropout,
+        ..TrainSpec::default()
+    })
+}
+
+/// The pins that describe a row's plan, in the form that `compile --pin` reads, and what had to
+/// be assumed for them.
+///
+/// Fails where a degree is not stated, or the plan uses what the planner does not know.
+pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmodelled> {
+    let (_, generation) = facts.generation(row)?;
+    let mut assumed = Vec::new();
+    let degree = |column: &str| -> Result<u64, RowError> { Ok(row.count(column)?.unwrap_or(1)) };
+    for (column, what) in [("cp", "context parallelism"), ("ep", "expert parallelism")] {
+        if degree(column)? > 1 {
+            return Err(Unmodelled::Feature(what.into()));
+        }
+    }
+    let (tensor, pipeline) = (degree("tp")?, degree("pp")?);
+    let total = row.required_count("gpus_total")?;
+    let data = match row.count("dp")? {
+        Some(n) => n,
+        None => total / (tensor * pipeline).max(1),
+    };
+    if data * tensor * pipeline != total {
+        return Err(Unmodelled::Feature(format!(
+            "dp {data} x tp {tensor} x pp {pipeline} on {total} GPUs"
+        )));
+    }
+    let per_replica = match row.count("micro_batch")? {
+        Some(n) => n,
+        None => {
+            assumed.push("micro_batch=1".to_string());
+            1
+        }
+    };
+    let zero = match row.text("zero_stage") {
+        // Sharded inside a small group only: what crosses the hosts is a plain all-reduce.
+        Some(text) if text.contains("within") || text.contains("group of") => 0,
+        Some(text) => text
+            .chars()
+            .next()
+            .and_then(|c| c.to_digit(10))
+            .map_or(generation.zero, |z| z as u8),
+        None => {
+            assumed.push(format!("zero={}", generation.zero));
+            generation.zero
+        }
+    };
+    let recompute = match row.text("recompute") {
+        Some(text) if text.starts_with("full, block") => {
+            return Err(Unmodelled::Feature(
+                "recomputation of some layers only".into(),
+            ));
+        }
+        Some(text) => ["none", "selective", "full"]
+            .into_iter()
+            .find(|kind| text.starts_with(kind))
+            .unwrap_or(&generation.recompute),
+        None => {
+            assumed.push(format!("recompute={}", generation.recompute));
+            &generation.recompute
+        }
+    };
+    let chunks = match row.count("vpp")? {
+        Some(n) => n,
+        None => generation.virtual_chunks,
+    };
+    let mut pins = vec![
+        format!("data={data}"),
+        format!("tensor={tensor}"),
+        format!("pipeline={pipeline}"),
+        format!("zero={zero}"),
+        format!("microbatch={}", per_replica * data),
+        "schedule=1f1b".to_string(),
+    ];
+    let is_unfused = matches!(generation.attention, AttentionKernel::Unfused { .. });
+    match recompute {
+        "none" => {}
+        // Korthikanti et al. 2022: the scores, which fused attention does not keep.
+        "selective" if is_unfused => pins.push("recompute:h.*.attn.attend=yes".to_string()),
+        _ => pins.push(format!("recompute={recompute}")),
+    }
+    if chunks > 1 && pipeline > 1 {
+        pins.push(format!("virtual={chunks}"));
+    }
+    if pipeline > 1 {
+        let layers = row.required_count("layers")?;
+        pins.push(split_pin(generation.split, layers, pipeline * chunks)?);
+    }
+    if tensor > 1 {
+        pins.extend(residual_pins(row));
+    }
+    Ok((pins, assumed))
+}
+
+/// How many layers every stage has, embedding and output layer included.
+fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelled> {
+    let all = layers + 2;
+    let counts: Vec<u64> = match split {
+        _ if layers.is_multiple_of(stages) && split == Split::Layers => (0..stages)
+            .map(|s| layers / stages + u64::from(s == 0) + u64::from(s + 1 == stages))
+            .collect(),
+        _ if stages > all => {
+            return Err(Unmodelled::Feature(format!(
+                "{stages} stages of {layers} layers"
+            )));
+        }
+        // As evenly as goes, the larger parts first.
+        _ => (0..stages)
+            .map(|s| all / stages + u64::from(s < all % stages))
+            .collect(),
+    };
+    let text: Vec<String> = counts.iter().map(u64::to_string).collect();
+    Ok(format!("split={}", text.join("/")))
+}
+
+/// Values between the matmuls of a layer: whole on every tensor rank, or with sequence
+/// parallelism split along the sequence.
+fn residual_pins(row: &Row) -> Vec<String> {
+    let sequence = if row.text("sequence_parallel") == Some("yes") {
+        "tensor"
+    } else {
+        "_"
+    };
+    let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
+        &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
+    } else {
+        &[
+            "h.*.norm_1",
+            "h.*.norm_2",
+            "h.*.residual_1",
+            "h.*.residual_2",
+        ]
+    };
+    values
+        .iter()
+        .map(|v| format!("spec:{v}=[data,{sequence},_]"))
+        .collect()
+}

@@ -1,0 +1,227 @@
+//! What recomputation does to memory, time and FLOPs, and that nothing else changes; parity
+//! with the single device is in `parallel.rs` and `properties.rs`.
+
+use ir::plan::Plan;
+use ir::program::{BufferClass, InstrKind, Program, TemplateKind};
+use ir::{Bytes, OpKind, Pass};
+use planner::{PlanError, PlanOptions, Planned};
+use std::collections::BTreeSet;
+use tests::{Case, cluster, cluster_with_memory, planned};
+
+/// A plan with four microbatches in flight everywhere.
+fn made(case: &Case, n_devices: u32, pins: &[&str]) -> Planned {
+    let microbatch = format!("microbatch={}", case.train.global_batch / 4);
+    let pins = [&["schedule=gpipe", microbatch.as_str()], pins].concat();
+    planned(&case.forward, &case.train, &cluster(n_devices), &pins)
+        .unwrap_or_else(|e| panic!("{pins:?}: {e}"))
+}
+
+/// What a layer keeps per microbatch: names of its buffers without the layer's, and bytes.
+fn kept(program: &Program, layer: &str) -> (BTreeSet<String>, u64) {
+    let mut names = BTreeSet::new();
+    let mut bytes = 0;
+    for b in program.roles.iter().flat_map(|r| &r.buffers) {
+        if let (BufferClass::PerMicrobatch { slots: 4 }, Some(name)) =
+            (b.class, b.name.strip_prefix(layer))
+        {
+            names.insert(name.to_string());
+            bytes += b.bytes;
+        }
+    }
+    (names, bytes)
+}
+
+fn set(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn a_gpt2_layer_keeps_what_the_documents_say() {
+    let case = Case::load("gpt2_small_tied");
+    let layer = |pin: &str| kept(&made(&case, 1, &[pin]).program, "h.0.");
+    // The layer's input is the embedding's result; its own `residual_2` is the next one's input.
+    let full = set(&["residual_2"]);
+    let matmuls = set(&[
+        "attn.split",
+        "attn.split:1",
+        "attn.split:2",
+        "attn.attend",
+        "attn.attend:1",
+        "residual_1",
+        "mlp.fc.add_bias",
+    ]);
+    let cheap = set(&[
+        "ln_1", "ln_1:1", "ln_1:2", "ln_2", "ln_2:1", "ln_2:2", "mlp.act",
+    ]);
+    let selective: BTreeSet<String> = full.union(&matmuls).cloned().collect();
+    let none: BTreeSet<String> = selective.union(&cheap).cloned().collect();
+    let (names, all) = layer("recompute=none");
+    assert_eq!(names, none);
+    let (names, some) = layer("recompute=selective");
+    assert_eq!(names, selective);
+    let (names, least) = layer("recompute=full");
+    assert_eq!(names, full);
+    // Hidden tensors of [tokens, h] in f32, and statistics per token or head.
+    let hidden = least;
+    assert_eq!((all / hidden, some / hidden), (16, 10));
+    let attend = layer("recompute=selective recompute:*.attn.attend=yes");
+    assert_eq!(
+        attend.0,
+        selective
+            .iter()
+            .filter(|n| !n.starts_with("attn.attend"))
+            .cloned()
+            .collect()
+    );
+}
+
+#[test]
+fn memory_falls_time_and_hardware_flops_rise() {
+    for (name, pins) in [
+        ("gpt2_small_tied", vec!["pipeline=2", "data=1", "tensor=1"]),
+        (
+            "gpt2_untied_gelu",
+            vec!["pipeline=1", "data=2", "tensor=1", "zero=3"],
+        ),
+        (
+            "llama_untied_rope",
+            vec!["pipeline=2", "data=1", "tensor=2"],
+        ),
+    ] {
+        let case = Case::load(name);
+        let n = if pins.contains(&"tensor=2") { 4 } else { 2 };
+        let of = |recompute: &str| {
+            let pins: Vec<&str> = pins.iter().copied().chain([recompute]).collect();
+            let m = made(&case, n, &pins);
+            let p = m.plan.predicted.clone();
+            let activations: Bytes = p.stages.iter().map(|s| s.activation_bytes).sum();
+            let peak = p
+                .stages
+                .iter()
+                .map(|s| s.peak_bytes)
+                .max()
+                .unwrap_or(Bytes(0));
+            (activations, peak, p)
+        };
+        let (none, selective, full) = (
+            of("recompute=none"),
+            of("recompute=selective"),
+            of("recompute=full"),
+        );
+        assert!(none.0 > selective.0 && selective.0 > full.0, "{name}");
+        assert!(none.1 > selective.1 && selective.1 > full.1, "{name}");
+        assert!(none.2.step_time_s.0 < selective.2.step_time_s.0, "{name}");
+        assert!(selective.2.step_time_s.0 < full.2.step_time_s.0, "{name}");
+        // Model FLOPs are the same; hardware FLOPs count the matmuls that run again.
+        let flops = |p: &ir::plan::Prediction| (p.mfu * p.step_time_s.0, p.hfu / p.mfu);
+        let ((a, one), (b, same), (c, more)) =
+            (flops(&none.2), flops(&selective.2), flops(&full.2));
+        assert!(
+            (a / b - 1.0).abs() < 1e-9 && (a / c - 1.0).abs() < 1e-9,
+            "{name}"
+        );
+        assert_eq!((one, same), (1.0, 1.0), "{name}");
+        assert!(more > 1.05 && more < 4.0 / 3.0, "{name}: {more}");
+    }
+}
+
+/// The planner knows what recomputation saves: it plans where nothing fits without.
+#[test]
+fn what_does_not_fit_fits_when_it_is_recomputed() {
+    let case = Case::load("gpt2_small_tied");
+    let microbatch = format!("microbatch={}", case.train.global_batch / 4);
+    let plan = |recompute: &str, bytes: u64| {
+        let pins = ["schedule=gpipe", microbatch.as_str(), recompute];
+        let pins = planner::Pins::parse(&pins).expect("the pins are well-formed");
+        let cluster = cluster_with_memory(1, bytes);
+        planner::plan(&case.forward, &case.train, &cluster, &PlanOptions { pins })
+    };
+    let needs = |recompute: &str| {
+        let made = plan(recompute, 1 << 40).expect("there is room for all");
+        made.program.roles[0].arena_bytes
+    };
+    let (none, full) = (needs("recompute=none"), needs("recompute=full"));
+    let between = full + (none - full) * 3 / 4;
+    assert!(plan("recompute=full", between).is_ok());
+    let error = plan("recompute=none", between).expect_err("there is too little memory");
+    assert!(
+        matches!(error, PlanError::Memory { .. } | PlanError::Overrun { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn recomputation_runs_in_the_backward_pass_and_repeats_what_ran_forward() {
+    let case = Case::load("llama_untied_rope");
+    let made = made(&case, 4, &["pipeline=2", "tensor=2", "recompute=full"]);
+    let mut twins = 0;
+    for role in &made.program.roles {
+        for template in &role.templates {
+            for i in template
+                .instructions
+                .iter()
+                .filter(|i| i.pass == Pass::Recompute)
+            {
+                assert_eq!(template.kind, TemplateKind::Backward);
+                twins += usize::from(matches!(
+                    &i.kind,
+                    InstrKind::Compute {
+                        kind: OpKind::Attention { .. },
+                        ..
+                    }
+                ));
+            }
+        }
+    }
+    // Attention runs again once in every block.
+    let blocks = case
+        .forward
+        .layers
+        .iter()
+        .filter(|l| l.starts_with("h."))
+        .count();
+    assert_eq!(twins, blocks);
+}
+
+#[test]
+fn pins_that_do_nothing_or_match_nothing_say_so() {
+    let case = Case::load("gpt2_small_tied");
+    let plan = |pins: &[&str]| planned(&case.forward, &case.train, &cluster(1), pins);
+    let error = plan(&["recompute:h.*.attn.nothing=yes"]).expect_err("no op has that name");
+    assert!(error.to_string().contains("matches no op"), "{error}");
+    let made = plan(&["recompute=full", "recompute:*=no"]).expect("everything is kept");
+    assert!(made.stats.notes.iter().any(|n| n.contains("recompute")));
+    let made = plan(&["recompute=full"]).expect("a plan");
+    assert!(made.stats.notes.iter().all(|n| !n.contains("recompute")));
+    assert!(made.plan.pins.contains(&"recompute=full".to_string()));
+}
+
+/// A plan that was edited by hand is refused with the op's name.
+#[test]
+fn a_damaged_list_is_refused() {
+    let case = Case::load("gpt2_small_tied");
+    let plan = made(&case, 1, &["recompute=selective"]).plan;
+    let with = |change: &dyn Fn(&mut BTreeSet<String>)| -> String {
+        let mut plan: Plan = plan.clone();
+        plan.layer_strategies
+            .iter_mut()
+            .filter(|s| !s.recompute.is_empty())
+            .for_each(|s| change(&mut s.recompute));
+        assert!(lowering::lower(&plan).is_err());
+        let found: Vec<String> = checker::check_plan(&plan)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        found.join("\n")
+    };
+    let unknown = with(&|list| drop(list.insert("{}.attn.nothing".into())));
+    assert!(unknown.contains("h.0.attn.nothing"), "{unknown}");
+    let boundary = with(&|list| drop(list.insert("boundary.{}.0".into())));
+    assert!(boundary.contains("boundary.h.0.0"), "{boundary}");
+    // The twin is there no more, its strategy is; what it made is kept.
+    let fewer = with(&|list| drop(list.remove("{}.mlp.act")));
+    assert!(fewer.contains("recompute.{}.mlp.act"), "{fewer}");
+    // A twin that has no strategy.
+    let more = with(&|list| drop(list.insert("{}.attn.attend".into())));
+    assert!(more.contains("recompute.{}.attn.attend"), "{more}");
+}
