@@ -83,7 +83,9 @@ fn train_alike(forward: &Graph, made: &Planned, case: &Case, bit_equal: bool) {
         &case.train,
         plan.microbatch,
         plan.n_microbatches,
-        |path: &str, ty: &TensorType| Ok(initial(path, elements(ty)).expect("a weight")),
+        |path: &str, ty: &TensorType| {
+            Ok::<_, runtime::RuntimeError>(initial(path, elements(ty)).expect("a weight"))
+        },
     )
     .expect("the reference starts");
     let mut session = Session::new(
@@ -267,7 +269,7 @@ fn a_dense_graph_is_planned_as_one_layer() {
     );
     // Cut all the same when asked: the embedding, the dense part, the head.
     let options = PlanOptions {
-        pins: Pins::parse(["pipeline=2"]).expect("a pin"),
+        pins: Pins::parse(&["pipeline=2"]).expect("a pin"),
         layering: Layering::Exactly(3),
     };
     let made =

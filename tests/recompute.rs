@@ -134,7 +134,15 @@ fn what_does_not_fit_fits_when_it_is_recomputed() {
         let pins = ["schedule=gpipe", microbatch.as_str(), recompute];
         let pins = planner::Pins::parse(&pins).expect("the pins are well-formed");
         let cluster = cluster_with_memory(1, bytes);
-        planner::plan(&case.forward, &case.train, &cluster, &PlanOptions { pins })
+        planner::plan(
+            &case.forward,
+            &case.train,
+            &cluster,
+            &PlanOptions {
+                pins,
+                ..PlanOptions::default()
+            },
+        )
     };
     let needs = |recompute: &str| {
         let made = plan(recompute, 1 << 40).expect("there is room for all");
