@@ -2,7 +2,7 @@
 
 use crate::args::PresetsArgs;
 use crate::cluster;
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::report;
 use cost_model::presets;
 use serde_json::json;
