@@ -4,6 +4,7 @@
 use ir::training::training_graph;
 use ir::{Graph, TensorType};
 use planner::{Layering, Pins, PlanOptions, Planned};
+use runtime::RuntimeError;
 use runtime::execute::{Session, SessionOptions};
 use runtime::reference::Reference;
 use std::collections::BTreeMap;
@@ -84,7 +85,7 @@ fn train_alike(forward: &Graph, made: &Planned, case: &Case, bit_equal: bool) {
         plan.microbatch,
         plan.n_microbatches,
         |path: &str, ty: &TensorType| {
-            Ok::<_, runtime::RuntimeError>(initial(path, elements(ty)).expect("a weight"))
+            Ok::<_, RuntimeError>(initial(path, elements(ty)).expect("a weight"))
         },
     )
     .expect("the reference starts");
@@ -116,8 +117,14 @@ fn train_alike(forward: &Graph, made: &Planned, case: &Case, bit_equal: bool) {
         difference += d;
         norm += n;
     }
+    // Where samples are split, sums have another order; AdamW's first steps enlarge that. As
+    // in `parallel`.
+    let allowed = if bit_equal { 0.0 } else { 1e-4 };
     let off = (difference / norm).sqrt();
-    assert!(norm > 0.0 && off < 1e-5, "{name}: parameters off by {off}");
+    assert!(
+        norm > 0.0 && off <= allowed,
+        "{name}: parameters off by {off}"
+    );
 }
 
 fn pinned(case: &Case, data: u32, pipeline: u32) -> Vec<String> {
@@ -242,7 +249,9 @@ fn a_dense_graph_is_planned_as_one_layer() {
   %all4 = binary {f: add} %all3, %x4 : f32[B,8,16] @ all4 F microbatch
   %labels = input {kind: labels} : i32[B,8] @ labels F microbatch
   %wide = state {decay: true, init: {normal: {std: 0.02}}} : f32[16,96] @ wide Update step_begin
-  %logits = dot_general {einsum: "bsh,hv->bsv"} %all4, %wide : f32[B,8,96] @ logits F microbatch
+  %logits0 = dot_general {einsum: "bsh,hv->bsv"} %all4, %wide : f32[B,8,96] @ logits0 F microbatch
+  %logits1 = dot_general {einsum: "bsh,hv->bsv"} %x0, %wide : f32[B,8,96] @ logits1 F microbatch
+  %logits = binary {f: add} %logits0, %logits1 : f32[B,8,96] @ logits F microbatch
   %lse = log_sum_exp %logits : f32[B,8] @ lse F microbatch
   %nll = cross_entropy %logits, %lse, %labels : f32[B,8] @ nll F microbatch
   %sum = reduce {dims: [0, 1], kind: sum} %nll : f32[] @ sum F microbatch
@@ -267,7 +276,7 @@ fn a_dense_graph_is_planned_as_one_layer() {
         "{:?}",
         made.stats.notes
     );
-    // Cut all the same when asked: the embedding, the dense part, the head.
+    // Cut all the same when asked: behind the embedding, and between ops of the loss.
     let options = PlanOptions {
         pins: Pins::parse(&["pipeline=2"]).expect("a pin"),
         layering: Layering::Exactly(3),

@@ -100,7 +100,7 @@ pub(super) fn runs(classes: &[usize], flops: &[u64]) -> Vec<Run> {
         sums.push(sums[sums.len() - 1] + u128::from(*f));
     }
     let mut found = Vec::new();
-    let mut ranges = vec![0..classes.len()];
+    let mut ranges: Vec<Range<usize>> = std::iter::once(0..classes.len()).collect();
     while let Some(range) = ranges.pop() {
         if let Some(run) = best_run(classes, &sums, range.clone()) {
             ranges.extend([range.start..run.start, run.end()..range.end]);
