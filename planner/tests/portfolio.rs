@@ -94,7 +94,7 @@ fn is_valid(problem: &IntraOpProblem, result: &planner::intra_op::SolveResult) {
 
 #[test]
 fn threads_with_a_work_limit_give_one_result() {
-    let problem = grid(6, 1);
+    let problem = grid(5, 1);
     for threads in [1, 3] {
         let options = SolveOptions {
             work_limit: Some(2),

@@ -89,6 +89,7 @@ impl<'r> Round<'_, 'r> {
         } else {
             1
         };
+        let before = dual.bound().0;
         // Steps choose their times anew, so they begin without prices.
         dual.set_prices(&vec![0.0; self.reduced.times.len()]);
         let mut published = Instant::now();
@@ -125,7 +126,7 @@ impl<'r> Round<'_, 'r> {
             }
         }
         proof.found = finder.lifted().into_iter().collect();
-        proof.dual = Some(dual);
+        proof.dual = (dual.bound().0 >= before).then_some(dual);
         live.note("prices", self.reduced.describe());
         proof
     }

@@ -24,6 +24,8 @@ const TREES_PER_LOOK: usize = 256;
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
 const PART_NODES: u64 = 500;
+/// Without a clock a node may take long, so there are fewer.
+const PART_NODES_UNTIMED: u64 = 30;
 const PART_TIME: Duration = Duration::from_secs(4);
 
 /// Whether it is time to end.
@@ -179,7 +181,11 @@ impl<'r> Round<'_, 'r> {
     ) -> Option<Vec<u32>> {
         let solver = self.solver;
         let options = IlpOptions {
-            nodes: Some(PART_NODES),
+            nodes: Some(if solver.clock.is_timed() {
+                PART_NODES
+            } else {
+                PART_NODES_UNTIMED
+            }),
             relative_gap: 0.0,
             seed: solver.options.seed,
             backend: super::backend(solver.options.backend)?,
