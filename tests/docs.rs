@@ -481,6 +481,7 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
     ];
     let hosts = [
         "github.com",
+        "www.w3.org",
         "ui.perfetto.dev",
         "json-schema.org",
         "rustup.rs",

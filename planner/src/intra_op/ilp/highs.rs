@@ -17,6 +17,9 @@ const POLL: Duration = Duration::from_millis(20);
 /// How much longer than its own limit HiGHS may run before it is left behind.
 const GRACE: Duration = Duration::from_millis(1500);
 
+/// Without a time limit, simplex iterations of one linear program: minutes at most.
+const MAX_ITERATIONS: i32 = 200_000;
+
 const STOPPED: Answer = Answer::Stopped {
     columns: None,
     bound: None,
@@ -81,6 +84,11 @@ fn solve(model: &Model, start: Option<&[f64]>, limits: &Limits) -> Option<Answer
     if let Some(time) = limits.time {
         highs
             .try_set_option("time_limit", time.as_secs_f64())
+            .ok()?;
+    }
+    if limits.time.is_none() {
+        highs
+            .try_set_option("simplex_iteration_limit", MAX_ITERATIONS)
             .ok()?;
     }
     if let Some(nodes) = limits.nodes {

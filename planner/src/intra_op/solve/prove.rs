@@ -8,6 +8,7 @@ use super::super::eliminate::Eliminator;
 use super::super::ilp::{self, IlpOptions};
 use super::super::reduced::Reduced;
 use super::live::{Found, Live};
+use super::seek::DIVE_WEIGHTS;
 use super::stage::{Round, Solver};
 
 /// Price steps per round.
@@ -15,7 +16,7 @@ const PRICE_ROUNDS: usize = 300;
 /// The part of the time limit that prices get per round.
 const PRICE_TIME: f64 = 0.2;
 /// With a clock, how often others get the prices on the way.
-const PUBLISH_EVERY: Duration = Duration::from_secs(1);
+const PUBLISH_EVERY: Duration = Duration::from_secs(2);
 /// Elimination is tried up to this many message cells: 32 MiB.
 const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 /// Factors on the prices that elimination is run with.
@@ -88,6 +89,7 @@ impl<'r> Round<'_, 'r> {
         } else {
             1
         };
+        let before = dual.bound().0;
         // Steps choose their times anew, so they begin without prices.
         dual.set_prices(&vec![0.0; self.reduced.times.len()]);
         let mut published = Instant::now();
@@ -116,8 +118,15 @@ impl<'r> Round<'_, 'r> {
             self.exact_at_prices(&mut dual, &mut finder, &mut proof);
         }
         self.publish(&dual);
+        for weight in DIVE_WEIGHTS {
+            if !clock.over()
+                && let Some(choice) = dive(self.reduced, &dual, weight, None)
+            {
+                finder.offer(&choice);
+            }
+        }
         proof.found = finder.lifted().into_iter().collect();
-        proof.dual = Some(dual);
+        proof.dual = (dual.bound().0 >= before).then_some(dual);
         live.note("prices", self.reduced.describe());
         proof
     }

@@ -12,7 +12,7 @@ use super::prove::Finder;
 use super::stage::{Latest, Round};
 
 /// Weights of the prices in the first dives.
-const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
+pub(super) const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
 /// Sizes of the trees that are changed at once, in turn.
 const TREE_SIZES: [usize; 4] = [3, 10, 30, 100];
 /// Trees per node after the dives, and between two parts.
@@ -24,6 +24,8 @@ const TREES_PER_LOOK: usize = 256;
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
 const PART_NODES: u64 = 500;
+/// Without a clock a node may take long, so there are fewer.
+const PART_NODES_UNTIMED: u64 = 30;
 const PART_TIME: Duration = Duration::from_secs(4);
 
 /// Whether it is time to end.
@@ -77,7 +79,7 @@ impl<'r> Round<'_, 'r> {
         let (mut n_parts, mut n_better) = (0u64, 0u64);
         while n_parts < turn.n_slices && !(turn.stop)() && !self.is_closed(&finder) {
             if let Some(newer) = self.newer(newest.as_ref().map_or(0, |(n, _)| *n)) {
-                choice = self.dive_again(&newer.1, &mut finder, choice);
+                choice = self.dive_again(&newer, &mut finder, choice);
                 newest = Some(newer);
             }
             let dual = newest.as_ref().map_or(dual, |(_, dual)| dual);
@@ -97,12 +99,17 @@ impl<'r> Round<'_, 'r> {
     }
 
     /// A choice from new prices if it is better, else `choice`.
-    fn dive_again(&self, dual: &Dual<'_>, finder: &mut Finder<'_>, choice: Vec<u32>) -> Vec<u32> {
+    fn dive_again(
+        &self,
+        (n, dual): &Latest<'r>,
+        finder: &mut Finder<'_>,
+        choice: Vec<u32>,
+    ) -> Vec<u32> {
         let before = finder.cost(None);
-        for weight in DIVE_WEIGHTS {
-            if let Some(choice) = dive(self.reduced, dual, weight, None) {
-                finder.offer(&choice);
-            }
+        // One weight at a time: dives through large problems take long.
+        let weight = DIVE_WEIGHTS[(*n as usize) % DIVE_WEIGHTS.len()];
+        if let Some(found) = dive(self.reduced, dual, weight, None) {
+            finder.offer(&found);
         }
         match &finder.best {
             Some((cost, better)) if before.is_none_or(|before| *cost < before) => better.clone(),
@@ -174,7 +181,11 @@ impl<'r> Round<'_, 'r> {
     ) -> Option<Vec<u32>> {
         let solver = self.solver;
         let options = IlpOptions {
-            nodes: Some(PART_NODES),
+            nodes: Some(if solver.clock.is_timed() {
+                PART_NODES
+            } else {
+                PART_NODES_UNTIMED
+            }),
             relative_gap: 0.0,
             seed: solver.options.seed,
             backend: super::backend(solver.options.backend)?,
