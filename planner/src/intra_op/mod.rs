@@ -27,6 +27,7 @@ pub mod presolve;
 pub mod problem;
 mod profile;
 pub mod reduced;
+mod smooth;
 pub mod solve;
 mod tables;
 mod tighten;

@@ -30,7 +30,7 @@ use super::tighten::tighten;
 /// Rounds of prices, choices and tightening.
 const MAX_ROUNDS: u64 = 30;
 /// Price steps per round.
-const PRICE_ROUNDS: usize = 300;
+const PRICE_ROUNDS: usize = 900;
 /// Elimination is tried up to this many message cells: 32 MiB.
 const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 /// Factors on the prices that elimination is run with.
@@ -352,15 +352,14 @@ impl<'a> Run<'a> {
 
     /// Prices and messages; on the way, choices that fit are made from them.
     fn raise_bound(&mut self, reduced: &Reduced, dual: &mut Dual<'_>) {
-        (0..20).for_each(|_| dual.pass_messages());
         let used = self.used(0.2);
-        let bound = dual.ascend(PRICE_ROUNDS, &mut |dual| {
+        let bound = dual.ascend(PRICE_ROUNDS, &used, &mut |dual| {
             if let Some(choice) = dive(reduced, dual, 1.0, None) {
                 self.offer(reduced, &choice);
             }
             let known = self.best.as_ref().map(|(cost, _)| *cost as f64);
             let aim = known.unwrap_or_else(|| 2.0 * dual.bound().0 as f64);
-            (!used()).then_some(aim)
+            Some(aim)
         });
         self.bound = self.bound.max(bound);
         self.exact_at_prices(reduced, dual);
