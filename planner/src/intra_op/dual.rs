@@ -37,10 +37,10 @@ const COOLING: f64 = 0.6;
 /// Passes without smoothing before the state is looked at.
 const SETTLING: usize = 3;
 /// Stages without a better bound before giving up; better means by one part in this many.
-const MAX_STALLED: usize = 3;
+const MAX_STALLED: usize = 2;
 const STALLED: i128 = 1_000_000;
-/// A warm start begins this many stages before the temperature where it was left.
-const WARM_STAGES: i32 = 8;
+/// Where a warm start begins, relative to a cold one.
+const WARM: f64 = 0.005;
 /// Passes in integers at the end, at most.
 const LAST_PASSES: usize = 50;
 
@@ -72,8 +72,16 @@ pub(super) struct Dual<'r> {
     prices: Vec<u64>,
     /// What the budgets are worth at these prices, scaled, rounded up.
     budget: u128,
-    /// Where the last ascent ended, in cost units.
-    pub temperature: Option<f64>,
+    /// Where the first ascent began, in cost units, if there was one.
+    temperature: Option<f64>,
+}
+
+/// Prices by original time, and where the first ascent began; outlives its problem.
+#[derive(Clone, Debug, Default)]
+pub(super) struct WarmStart {
+    times: Vec<u64>,
+    prices: Vec<f64>,
+    temperature: Option<f64>,
 }
 
 /// Prices, messages and what they prove; for going back to.
@@ -119,12 +127,11 @@ impl<'r> Dual<'r> {
         }
     }
 
-    /// For a problem that was made smaller: with the prices of before, and a warm start.
-    /// `times` are those of the problem that `before` belongs to.
-    pub fn warm(reduced: &'r Reduced, before: &Dual<'_>) -> Dual<'r> {
+    /// Begins where an ascent on a larger version of the problem ended.
+    pub fn warm(reduced: &'r Reduced, start: &WarmStart) -> Dual<'r> {
         let mut dual = Dual::new(reduced);
         let mut prices = vec![0.0; reduced.times.len()];
-        for (time, price) in before.reduced.times.iter().zip(before.prices()) {
+        for (time, price) in start.times.iter().zip(&start.prices) {
             // A time that was dropped is no worse than one beside it.
             let place = reduced.times.partition_point(|t| t < time);
             if let Some(p) = prices.get_mut(place.min(reduced.times.len().saturating_sub(1))) {
@@ -132,8 +139,21 @@ impl<'r> Dual<'r> {
             }
         }
         dual.set_prices(&prices);
-        dual.temperature = before.temperature;
+        dual.temperature = start.temperature;
         dual
+    }
+
+    /// What [`Self::warm`] needs once this problem has been made smaller.
+    pub fn warm_start(&self) -> WarmStart {
+        let priced = || (0..).zip(&self.prices).filter(|(_, p)| **p > 0);
+        let prices = self.prices();
+        WarmStart {
+            times: priced()
+                .map(|(t, _): (usize, _)| self.reduced.times[t])
+                .collect(),
+            prices: priced().map(|(t, _): (usize, _)| prices[t]).collect(),
+            temperature: self.temperature,
+        }
     }
 
     /// One pass over the nodes in order and one back. The messages towards lower indices are
@@ -151,7 +171,7 @@ impl<'r> Dual<'r> {
 
     /// Spreads what node `v` has above its minimum over its edges to later (earlier) nodes,
     /// and passes on what these then have in every column.
-    fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
+    pub fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
         let links = &self.links[v];
         let n_forward = links.iter().filter(|l| l.rows).count();
         let n_sharing = n_forward.max(links.len() - n_forward);
@@ -304,40 +324,45 @@ impl<'r> Dual<'r> {
     ) -> u64 {
         let mut smooth = self.smooth();
         let mut best = self.best();
-        let (mut last, mut n_stalled, mut until) = (i128::MIN, 0, STAGE_ROUNDS);
+        let (mut until, mut last) = (STAGE_ROUNDS, i128::MIN);
+        // Stages in a row that were no better, once there has been a better one.
+        let mut n_stalled = None;
         for round in 1..=n_rounds {
             smooth.round();
             let stopped = stop();
-            if round < until && round < n_rounds && !stopped {
-                smooth.add_momentum();
+            let stage_ends = round >= until || round == n_rounds || stopped;
+            if stage_ends {
+                self.take_over(&smooth);
+            }
+            smooth.add_momentum();
+            if !stage_ends {
                 continue;
             }
-            self.take_over(&smooth);
             let value = self.value();
-            let gain = value.saturating_sub(last);
+            let better = value > best.value + best.value.abs() / STALLED;
+            n_stalled = if better {
+                Some(0)
+            } else {
+                n_stalled.map(|n| n + 1)
+            };
+            let failed = value < last && value < best.value;
             if value > best.value {
                 best = self.best();
             }
-            self.temperature = Some(smooth.temperature);
-            n_stalled = if gain <= value / STALLED {
-                n_stalled + 1
-            } else {
-                0
-            };
-            if stopped || n_stalled == MAX_STALLED {
+            if stopped || n_stalled == Some(MAX_STALLED) {
                 break;
             }
             let aim = visit(self);
             if aim.is_none_or(|aim| self.bound().0 as f64 >= aim) {
                 break;
             }
-            if value < last {
+            if failed && n_stalled.is_some() {
                 // Floating point is no longer up to it, or steps were too long.
                 self.go_back(&best);
                 self.hand_over(&mut smooth);
             }
             // Far above the temperatures that matter, a stage may be short.
-            let hot = value <= 0 || gain > value / 10;
+            let hot = value <= 0 || value.saturating_sub(last) > value / 10;
             until = round + if hot { STAGE_ROUNDS / 2 } else { STAGE_ROUNDS };
             last = value;
             smooth.cool(COOLING);
@@ -359,11 +384,11 @@ impl<'r> Dual<'r> {
         self.bound().0
     }
 
-    fn smooth(&self) -> Smooth<'r> {
+    fn smooth(&mut self) -> Smooth<'r> {
         let mut smooth = Smooth::new(self.reduced);
-        if let Some(temperature) = self.temperature {
-            let warmer = temperature * COOLING.powi(-WARM_STAGES);
-            smooth.temperature = smooth.temperature.min(warmer);
+        match self.temperature {
+            Some(first) => smooth.temperature = WARM * first,
+            None => self.temperature = Some(smooth.temperature),
         }
         self.hand_over(&mut smooth);
         smooth

@@ -34,15 +34,16 @@ const FORBIDDEN: f32 = 1e30;
 /// At least this is forbidden.
 const BARRED: f32 = 1e29;
 /// How much more prices change a node than its own covariance says, as its neighbours
-/// follow. Measured: 1 overshoots, 8 is slow.
+/// follow: at first, and at most.
 const FOLLOWERS: f64 = 2.0;
+const MOST_FOLLOWERS: f64 = 64.0;
 /// New times that may get a price in one round, and times with a price that may move.
 const MAX_NEW_TIMES: usize = 50;
 const MAX_TIMES: usize = 400;
 /// Work of one price step: multiplications in its quadratic program.
 const STEP_WORK: usize = 4_000_000;
 /// Share of the mean cost of a node at which the temperature starts.
-const FIRST_TEMPERATURE: f64 = 0.1;
+const FIRST_TEMPERATURE: f64 = 0.02;
 
 /// Messages, prices and temperature over a problem laid out for speed.
 pub(super) struct Smooth<'r> {
@@ -54,6 +55,7 @@ pub(super) struct Smooth<'r> {
     /// Rounds since momentum was last set back.
     n_moving: u32,
     last_value: f64,
+    followers: f64,
     /// Temperature, in cost units.
     pub temperature: f64,
     /// Priced node costs.
@@ -209,6 +211,7 @@ impl<'r> Smooth<'r> {
             before: None,
             n_moving: 0,
             last_value: f64::NEG_INFINITY,
+            followers: FOLLOWERS,
             temperature: FIRST_TEMPERATURE * layout.mean_cost(),
             priced: layout.costs.clone(),
             likely: vec![0.0; layout.costs.len()],
@@ -248,14 +251,19 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// One round. Returns roughly the bound that prices and messages had before momentum was
-    /// added, what is decided not included.
+    /// One round. Returns the smooth bound before the step of prices, what is decided not included.
     pub fn round(&mut self) -> f64 {
         self.apply_prices();
         self.pass(true, self.temperature as f32);
         let value = self.pass(false, self.temperature as f32) - self.budget();
         self.move_prices();
-        if value < self.last_value {
+        // Sums of 32-bit numbers are not better than that.
+        let noise = 1e-8 * value.abs();
+        if value < self.last_value - noise {
+            if self.n_moving <= 2 {
+                // It was not momentum: the price steps are too long.
+                self.followers = (1.5 * self.followers).min(MOST_FOLLOWERS);
+            }
             self.n_moving = 0;
         }
         self.last_value = value;
@@ -289,6 +297,7 @@ impl<'r> Smooth<'r> {
     /// Lowers the temperature.
     pub fn cool(&mut self, factor: f64) {
         self.temperature *= factor;
+        self.followers = (0.8 * self.followers).max(FOLLOWERS);
         // A new function: its value says nothing beside the last one's.
         self.last_value = f64::NEG_INFINITY;
     }
@@ -318,25 +327,21 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// One pass over the nodes, in order or back; the sum of their least costs. The pass
-    /// back leaves probabilities.
+    /// One pass over the nodes, in order or back; the smooth bound without the budget's value.
     fn pass(&mut self, forward: bool, temperature: f32) -> f64 {
         let n = self.layout.links.len();
         let mut total = 0.0;
         for i in 0..n {
             let v = if forward { i } else { n - 1 - i };
-            total += f64::from(self.share(v));
-            if !forward {
-                let of = self.layout.strategies(v);
-                probabilities(&self.scratch.sum, temperature, &mut self.likely[of]);
-            }
+            total += self.share(v, temperature);
             self.send(v, forward, temperature);
         }
         total
     }
 
-    /// What each chain through `v` gets of its cost above the least; returns the least.
-    fn share(&mut self, v: usize) -> f32 {
+    /// What each chain through `v` gets of its cost above its soft minimum; returns what these
+    /// minima are together.
+    fn share(&mut self, v: usize, temperature: f32) -> f64 {
         let sum = &mut self.scratch.sum;
         sum.clear();
         sum.extend_from_slice(&self.priced[self.layout.strategies(v)]);
@@ -347,7 +352,8 @@ impl<'r> Smooth<'r> {
             sum.iter_mut().zip(message).for_each(|(x, m)| *x += m);
         }
         let least = sum.iter().copied().fold(f32::MAX, f32::min);
-        let part = 1.0 / self.layout.n_chains[v];
+        let n_chains = self.layout.n_chains[v];
+        let part = 1.0 / n_chains;
         for x in sum.iter_mut() {
             *x = if *x < BARRED {
                 (*x - least) * part
@@ -355,7 +361,10 @@ impl<'r> Smooth<'r> {
                 FORBIDDEN
             };
         }
-        least
+        let of = self.layout.first[v]..self.layout.first[v + 1];
+        let below = temperature * probabilities(sum, temperature, &mut self.likely[of]).ln();
+        sum.iter_mut().for_each(|x| *x += below);
+        f64::from(least) - f64::from(n_chains * below)
     }
 
     /// Gives the shares of `v` to its edges to later (earlier) nodes, and passes on what these
@@ -473,7 +482,7 @@ impl<'r> Smooth<'r> {
                     _ => ranges.push((from, to, usage.clone())),
                 }
             }
-            let part = FOLLOWERS / (f64::from(self.layout.n_chains[v]) * self.temperature);
+            let part = self.followers / (f64::from(self.layout.n_chains[v]) * self.temperature);
             for (from_a, to_a, a) in &ranges {
                 let mean = expected(a, likely) as f32;
                 for (from_b, to_b, b) in &ranges {
@@ -567,7 +576,8 @@ fn expected(usage: &[f32], likely: &[f32]) -> f64 {
     products.map(|(u, p)| f64::from(u * p)).sum()
 }
 
-fn probabilities(above: &[f32], temperature: f32, likely: &mut [f32]) {
+/// Probabilities of costs above the least one, and the sum that they were divided by.
+fn probabilities(above: &[f32], temperature: f32, likely: &mut [f32]) -> f32 {
     let scale = std::f32::consts::LOG2_E / temperature;
     let mut sum = 0.0;
     for (p, x) in likely.iter_mut().zip(above) {
@@ -575,6 +585,7 @@ fn probabilities(above: &[f32], temperature: f32, likely: &mut [f32]) {
         sum += *p;
     }
     likely.iter_mut().for_each(|p| *p /= sum);
+    sum
 }
 
 /// `to[j] = min_i (table[i, j] + given[i])`.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::IntraOpError;
 use super::dive::dive;
-use super::dual::Dual;
+use super::dual::{Dual, WarmStart};
 use super::eliminate::Eliminator;
 use super::ilp::{self, IlpOptions};
 use super::improve::{Random, Search};
@@ -262,6 +262,7 @@ impl<'a> Run<'a> {
         if self.options.integer_program_first && self.integer_program(&reduced) {
             return;
         }
+        let mut start = WarmStart::default();
         for round in 0..MAX_ROUNDS {
             if reduced.nodes.is_empty() {
                 self.offer(&reduced, &[]);
@@ -269,8 +270,9 @@ impl<'a> Run<'a> {
                 return;
             }
             let before = (reduced.size(), self.open_gap());
-            let mut dual = Dual::new(&reduced);
+            let mut dual = Dual::warm(&reduced, &start);
             self.raise_bound(&reduced, &mut dual);
+            start = dual.warm_start();
             if self.infeasible.is_some() {
                 return;
             }
