@@ -6,7 +6,8 @@
 //!
 //! The phases, in [`solve()`](solve::solve):
 //! * [`presolve`](presolve::presolve) shrinks the problem without losing an optimum;
-//! * `dual` prices memory over time and passes messages: a rigorous bound for any graph;
+//! * `dual` prices memory over time and passes messages: a rigorous bound for any graph, with
+//!   prices and messages that `smooth` finds in floating point;
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
 //! * `dive` and `improve` make and better choices that fit, tree by tree;
 //! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
