@@ -44,6 +44,8 @@ const MAX_TIMES: usize = 400;
 const STEP_WORK: usize = 4_000_000;
 /// Share of the mean cost of a node at which the temperature starts.
 const FIRST_TEMPERATURE: f64 = 0.02;
+/// Keeps reciprocals finite; costs are integers.
+const COLDEST: f64 = 1e-20;
 
 /// Messages, prices and temperature over a problem laid out for speed.
 pub(super) struct Smooth<'r> {
@@ -212,7 +214,7 @@ impl<'r> Smooth<'r> {
             n_moving: 0,
             last_value: f64::NEG_INFINITY,
             followers: FOLLOWERS,
-            temperature: FIRST_TEMPERATURE * layout.mean_cost(),
+            temperature: (FIRST_TEMPERATURE * layout.mean_cost()).max(COLDEST),
             priced: layout.costs.clone(),
             likely: vec![0.0; layout.costs.len()],
             layout,
@@ -296,7 +298,7 @@ impl<'r> Smooth<'r> {
 
     /// Lowers the temperature.
     pub fn cool(&mut self, factor: f64) {
-        self.temperature *= factor;
+        self.temperature = (factor * self.temperature).max(COLDEST);
         self.followers = (0.8 * self.followers).max(FOLLOWERS);
         // A new function: its value says nothing beside the last one's.
         self.last_value = f64::NEG_INFINITY;
@@ -631,8 +633,10 @@ fn exp2(y: f32) -> f32 {
     let y = if y < -120.0 { -120.0 } else { y };
     let shifted = y + ROUND;
     let rest = y - (shifted - ROUND);
-    let power =
-        1.0 + rest * (0.693_147_2 + rest * (0.240_226_5 + rest * (0.055_504 + rest * 0.009_618)));
+    // The series of e^(rest ln 2).
+    const C: f32 = std::f32::consts::LN_2;
+    let x = rest * C;
+    let power = 1.0 + x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0))));
     f32::from_bits(power.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
