@@ -21,6 +21,7 @@ use std::sync::Arc;
 use super::problem::Cost;
 use super::reduced::Reduced;
 use super::smooth::Smooth;
+use super::warm::WarmStart;
 
 /// Forbidden, well above what finite sums can reach.
 pub(super) const INFINITE: i64 = 1 << 58;
@@ -40,7 +41,9 @@ const SETTLING: usize = 3;
 const MAX_STALLED: usize = 2;
 const STALLED: i128 = 1_000_000;
 /// Where a warm start begins, relative to a cold one.
-const WARM: f64 = 0.005;
+const WARM: f64 = 0.001;
+/// Stages after which a warm start should have become better than where it began.
+const WARMING_UP: usize = 6;
 /// Passes in integers at the end, at most.
 const LAST_PASSES: usize = 50;
 
@@ -73,14 +76,6 @@ pub(super) struct Dual<'r> {
     /// What the budgets are worth at these prices, scaled, rounded up.
     budget: u128,
     /// Where the first ascent began, in cost units, if there was one.
-    temperature: Option<f64>,
-}
-
-/// Prices by original time, and where the first ascent began; outlives its problem.
-#[derive(Clone, Debug, Default)]
-pub(super) struct WarmStart {
-    times: Vec<u64>,
-    prices: Vec<f64>,
     temperature: Option<f64>,
 }
 
@@ -130,30 +125,28 @@ impl<'r> Dual<'r> {
     /// Begins where an ascent on a larger version of the problem ended.
     pub fn warm(reduced: &'r Reduced, start: &WarmStart) -> Dual<'r> {
         let mut dual = Dual::new(reduced);
-        let mut prices = vec![0.0; reduced.times.len()];
-        for (time, price) in start.times.iter().zip(&start.prices) {
-            // A time that was dropped is no worse than one beside it.
-            let place = reduced.times.partition_point(|t| t < time);
-            if let Some(p) = prices.get_mut(place.min(reduced.times.len().saturating_sub(1))) {
-                *p += price;
+        dual.set_prices(&start.prices_for(reduced));
+        dual.temperature = start.temperature;
+        let unit = (1u64 << dual.shift) as f64;
+        for (e, edge) in reduced.edges.iter().enumerate() {
+            if let Some(message) = start.message_for(reduced, edge) {
+                let [to_rows, to_cols] = &mut dual.messages[e];
+                for (m, x) in to_cols.iter_mut().zip(message) {
+                    *m = (x * unit).clamp(-LONGEST, LONGEST) as i64;
+                }
+                row_minima(&dual.tables[e], to_cols, to_rows);
             }
         }
-        dual.set_prices(&prices);
-        dual.temperature = start.temperature;
         dual
     }
 
     /// What [`Self::warm`] needs once this problem has been made smaller.
     pub fn warm_start(&self) -> WarmStart {
-        let priced = || (0..).zip(&self.prices).filter(|(_, p)| **p > 0);
-        let prices = self.prices();
-        WarmStart {
-            times: priced()
-                .map(|(t, _): (usize, _)| self.reduced.times[t])
-                .collect(),
-            prices: priced().map(|(t, _): (usize, _)| prices[t]).collect(),
-            temperature: self.temperature,
-        }
+        WarmStart::new(self.reduced, self.prices(), self.temperature, |e| {
+            let unit = (1u64 << self.shift) as f64;
+            let to_cols = &self.messages[e][1];
+            to_cols.iter().map(|&m| m as f64 / unit).collect()
+        })
     }
 
     /// One pass over the nodes in order and one back. The messages towards lower indices are
@@ -322,11 +315,12 @@ impl<'r> Dual<'r> {
         stop: &dyn Fn() -> bool,
         visit: &mut dyn FnMut(&Self) -> Option<f64>,
     ) -> u64 {
+        let is_warm = self.temperature.is_some();
         let mut smooth = self.smooth();
         let mut best = self.best();
         let (mut until, mut last) = (STAGE_ROUNDS, i128::MIN);
         // Stages in a row that were no better, once there has been a better one.
-        let mut n_stalled = None;
+        let (mut n_stages, mut n_stalled) = (0, None);
         for round in 1..=n_rounds {
             smooth.round();
             let stopped = stop();
@@ -345,6 +339,10 @@ impl<'r> Dual<'r> {
             } else {
                 n_stalled.map(|n| n + 1)
             };
+            n_stages += 1;
+            if is_warm && n_stages == WARMING_UP {
+                n_stalled = n_stalled.or(Some(0));
+            }
             let failed = value < last && value < best.value;
             if value > best.value {
                 best = self.best();

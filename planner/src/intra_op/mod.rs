@@ -11,6 +11,7 @@
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
 //! * `dive` and `improve` make and better choices that fit, tree by tree;
 //! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
+//!   `warm` keeps prices and messages for what is left;
 //! * `ilp` finishes with HiGHS (or microlp), memory rows added as they are violated;
 //!   `neighbourhood` uses it on parts of what is too large.
 
@@ -32,6 +33,7 @@ mod smooth;
 pub mod solve;
 mod tables;
 mod tighten;
+mod warm;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
 pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};

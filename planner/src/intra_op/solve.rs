@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::IntraOpError;
 use super::dive::dive;
-use super::dual::{Dual, WarmStart};
+use super::dual::Dual;
 use super::eliminate::Eliminator;
 use super::ilp::{self, IlpOptions};
 use super::improve::{Random, Search};
@@ -26,6 +26,7 @@ use super::presolve::{Infeasibility, PresolveOptions, Presolved, presolve, preso
 use super::problem::{IntraOpProblem, evaluate};
 use super::reduced::Reduced;
 use super::tighten::tighten;
+use super::warm::WarmStart;
 
 /// Rounds of prices, choices and tightening.
 const MAX_ROUNDS: u64 = 30;
