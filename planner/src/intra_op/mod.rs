@@ -18,6 +18,7 @@
 mod dive;
 mod dual;
 pub mod eliminate;
+mod flat;
 #[cfg(feature = "highs")]
 mod highs_backend;
 mod ilp;
@@ -26,6 +27,7 @@ pub mod iopddl;
 mod microlp_backend;
 mod neighbourhood;
 pub mod presolve;
+mod price_step;
 pub mod problem;
 mod profile;
 pub mod reduced;

@@ -23,16 +23,10 @@
 //! Sources: TRW-S, Kolmogorov 2006; smoothing it with falling temperature, Savchynskyy,
 //! Schmidt, Kappes, Schnoerr 2012; restarts, O'Donoghue and Candes 2015.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-
-use super::problem::Cost;
+use super::flat::{BARRED, EdgeLayout, FORBIDDEN, Layout};
+use super::price_step::{Square, newton_step};
 use super::reduced::Reduced;
 
-/// Stands for a forbidden strategy or pair; sums and differences with costs stay recognisable.
-const FORBIDDEN: f32 = 1e30;
-/// At least this is forbidden.
-const BARRED: f32 = 1e29;
 /// How much more prices change a node than its own covariance says, as its neighbours
 /// follow: at first, and at most.
 const FOLLOWERS: f64 = 2.0;
@@ -40,8 +34,6 @@ const MOST_FOLLOWERS: f64 = 64.0;
 /// New times that may get a price in one round, and times with a price that may move.
 const MAX_NEW_TIMES: usize = 50;
 const MAX_TIMES: usize = 400;
-/// Work of one price step: multiplications in its quadratic program.
-const STEP_WORK: usize = 4_000_000;
 /// Share of the mean cost of a node at which the temperature starts.
 const FIRST_TEMPERATURE: f64 = 0.02;
 /// Keeps reciprocals finite; costs are integers.
@@ -75,128 +67,12 @@ struct State {
     prices: Vec<f64>,
 }
 
-/// The problem in flat arrays.
-struct Layout {
-    /// First strategy of each node, and the number of all.
-    first: Vec<usize>,
-    costs: Vec<f32>,
-    usages: Vec<Vec<Vec<f32>>>,
-    links: Vec<Vec<FlatLink>>,
-    /// How many chains cross each node: what it has is shared among them.
-    n_chains: Vec<f32>,
-    edges: Vec<EdgeLayout>,
-    /// Every distinct table, by rows and by columns.
-    cells: Vec<f32>,
-    limits: Vec<f64>,
-    /// Bytes that usages and limits are multiples of.
-    unit: f64,
-}
-
-#[derive(Clone, Copy)]
-struct FlatLink {
-    edge: u32,
-    rows: bool,
-}
-
-#[derive(Clone, Copy)]
-struct EdgeLayout {
-    /// Strategies of the first and the second end.
-    sizes: [usize; 2],
-    /// Where the messages to the first and to the second end begin.
-    messages: [usize; 2],
-    /// Where the table begins with the first (second) end at the rows.
-    cells: [usize; 2],
-}
-
 #[derive(Default)]
 struct Scratch {
     sum: Vec<f32>,
     given: Vec<f32>,
     least: Vec<f32>,
     weight: Vec<f32>,
-}
-
-impl Layout {
-    fn new(reduced: &Reduced) -> Layout {
-        let scaled = |c: &Cost| c.value().map_or(FORBIDDEN, |c| c as f32);
-        let unit = reduced.limits.iter().copied().max().unwrap_or(1).max(1) as f64;
-        let mut layout = Layout {
-            first: vec![0],
-            costs: Vec::new(),
-            usages: Vec::new(),
-            links: vec![Vec::new(); reduced.nodes.len()],
-            n_chains: Vec::new(),
-            edges: Vec::new(),
-            cells: Vec::new(),
-            limits: reduced.limits.iter().map(|&l| l as f64 / unit).collect(),
-            unit,
-        };
-        for node in &reduced.nodes {
-            layout.costs.extend(node.costs.iter().map(scaled));
-            layout.first.push(layout.costs.len());
-            let usage = |u: &Vec<u64>| u.iter().map(|&u| (u as f64 / unit) as f32).collect();
-            let terms = node.memory.iter().map(|term| usage(&term.usage));
-            layout.usages.push(terms.collect());
-        }
-        let mut known: HashMap<usize, [usize; 2]> = HashMap::new();
-        let mut n_messages = 0;
-        for (e, edge) in (0..).zip(&reduced.edges) {
-            let table = &edge.table;
-            let sizes = [table.n_rows(), table.n_cols()];
-            let cells = *known
-                .entry(Arc::as_ptr(table) as usize)
-                .or_insert_with(|| layout.add_cells(table.cells().iter().map(scaled), sizes));
-            layout.edges.push(EdgeLayout {
-                sizes,
-                messages: [n_messages, n_messages + sizes[0]],
-                cells,
-            });
-            n_messages += sizes[0] + sizes[1];
-            let link = |rows| FlatLink { edge: e, rows };
-            layout.links[edge.a as usize].push(link(true));
-            layout.links[edge.b as usize].push(link(false));
-        }
-        for links in &layout.links {
-            let n_later = links.iter().filter(|l| l.rows).count();
-            let n_chains = n_later.max(links.len() - n_later).max(1);
-            layout.n_chains.push(n_chains as f32);
-        }
-        layout
-    }
-
-    fn add_cells(&mut self, cells: impl Iterator<Item = f32>, sizes: [usize; 2]) -> [usize; 2] {
-        let by_rows = self.cells.len();
-        self.cells.extend(cells);
-        let by_cols = self.cells.len();
-        for j in 0..sizes[1] {
-            for i in 0..sizes[0] {
-                self.cells.push(self.cells[by_rows + i * sizes[1] + j]);
-            }
-        }
-        [by_rows, by_cols]
-    }
-
-    fn strategies(&self, v: usize) -> std::ops::Range<usize> {
-        self.first[v]..self.first[v + 1]
-    }
-
-    /// Mean allowed cost of nodes and edges, per node.
-    fn mean_cost(&self) -> f64 {
-        let mean = |costs: &[f32]| {
-            let allowed = || costs.iter().filter(|c| **c < BARRED);
-            let sum: f64 = allowed().map(|&c| f64::from(c)).sum();
-            sum / allowed().count().max(1) as f64
-        };
-        let n = self.links.len();
-        let nodes: f64 = (0..n).map(|v| mean(&self.costs[self.strategies(v)])).sum();
-        let mut known: HashMap<usize, f64> = HashMap::new();
-        let mut edge = |e: &EdgeLayout| {
-            let cells = &self.cells[e.cells[0]..][..e.sizes[0] * e.sizes[1]];
-            *known.entry(e.cells[0]).or_insert_with(|| mean(cells))
-        };
-        let edges: f64 = self.edges.iter().map(&mut edge).sum();
-        (nodes + edges) / n.max(1) as f64
-    }
 }
 
 impl<'r> Smooth<'r> {
@@ -501,78 +377,6 @@ impl<'r> Smooth<'r> {
     }
 }
 
-/// A square matrix, by rows.
-struct Square {
-    n: usize,
-    cells: Vec<f64>,
-}
-
-impl Square {
-    fn new(n: usize) -> Square {
-        Square {
-            n,
-            cells: vec![0.0; n * n],
-        }
-    }
-
-    /// Adds `x` at the corners of a rectangle, so that running sums fill it.
-    fn add_rectangle(&mut self, rows: [usize; 2], cols: [usize; 2], x: f64) {
-        self.cells[rows[0] * self.n + cols[0]] += x;
-        self.cells[rows[1] * self.n + cols[0]] -= x;
-        self.cells[rows[0] * self.n + cols[1]] -= x;
-        self.cells[rows[1] * self.n + cols[1]] += x;
-    }
-
-    fn running_sums(&mut self) {
-        let n = self.n;
-        for row in self.cells.chunks_exact_mut(n) {
-            for j in 1..n {
-                row[j] += row[j - 1];
-            }
-        }
-        for i in n..n * n {
-            self.cells[i] += self.cells[i - n];
-        }
-    }
-}
-
-/// Maximises `gradient d - d curvature d / 2` over `prices + d >= 0`, one coordinate after
-/// the other.
-fn newton_step(curvature: &Square, gradient: &[f64], prices: &[f64]) -> Vec<f64> {
-    let (k, n) = (gradient.len(), curvature.n);
-    let diagonal = |i: usize| curvature.cells[i * n + i];
-    let largest = (0..k).map(diagonal).fold(0.0, f64::max);
-    if largest <= 0.0 {
-        return vec![0.0; k];
-    }
-    // Keeps times that nobody's usage tells apart from running away.
-    let ridge = 1e-5 * largest;
-    let mut change = vec![0.0; k];
-    let mut slope = gradient.to_vec();
-    let n_sweeps = (STEP_WORK / (k * k)).clamp(5, 200);
-    let mut gained = 0.0f64;
-    for _ in 0..n_sweeps {
-        let mut gain = 0.0;
-        for i in 0..k {
-            let bend = diagonal(i) + ridge;
-            let wanted = (slope[i] - ridge * change[i]) / bend;
-            let step = wanted.max(-prices[i] - change[i]);
-            if step == 0.0 {
-                continue;
-            }
-            change[i] += step;
-            gain += step * step * bend;
-            let row = &curvature.cells[i * n..][..k];
-            slope.iter_mut().zip(row).for_each(|(s, h)| *s -= h * step);
-        }
-        gained += gain;
-        if gain <= 1e-9 * gained {
-            break;
-        }
-    }
-    change
-}
-
 fn expected(usage: &[f32], likely: &[f32]) -> f64 {
     let products = usage.iter().zip(likely);
     products.map(|(u, p)| f64::from(u * p)).sum()
@@ -642,7 +446,7 @@ fn exp2(y: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Square, exp2, newton_step};
+    use super::exp2;
 
     #[test]
     fn powers_of_two_are_close() {
@@ -652,17 +456,5 @@ mod tests {
             assert!((f64::from(exp2(y)) / exact - 1.0).abs() < 1e-4, "2^{y}");
         }
         assert!(exp2(-1e9) < 1e-30);
-    }
-
-    #[test]
-    fn the_step_solves_its_quadratic_program() {
-        // Slope at d: 4 - 2 d0 - d1 and -3 - d0 - 2 d1, with d1 >= -1: d1 = -1, d0 = 2.5.
-        let curvature = Square {
-            n: 2,
-            cells: vec![2.0, 1.0, 1.0, 2.0],
-        };
-        let step = newton_step(&curvature, &[4.0, -3.0], &[0.0, 1.0]);
-        assert!((step[0] - 2.5).abs() < 1e-3, "{step:?}");
-        assert!((step[1] + 1.0).abs() < 1e-9, "{step:?}");
     }
 }
