@@ -2,21 +2,26 @@
 //!
 //! A price per time point turns memory into cost, and what is left is a sum of node and pair
 //! costs; messages move cost between nodes and edges without changing any choice's total, so
-//! that the sum of the nodes' minima rises towards the least total. Prices and messages are
-//! improved in turn, each starting where it was.
+//! that the sum of the nodes' minima rises towards the least total.
+//!
+//! [`Smooth`] finds prices and messages in floating point, stage by stage at falling
+//! temperatures; after each stage they are taken over here, in integers.
 //!
 //! Invariants: the bound is rigorous. Costs, messages and prices are integers; costs carry
 //! [`Dual::shift`] extra bits; priced usage is rounded down and the budget's value up; edges
 //! keep non-negative costs after every message, so leaving them out only lowers the bound.
+//! Messages towards lower indices are computed from those towards higher ones when messages
+//! are taken over, so any floating-point numbers will do for those.
 //!
-//! Methods: sequential tree-reweighted message passing, Kolmogorov 2006; prices by averaged
-//! subgradients with Polyak's step, going back to the best prices when steps fail.
+//! Method: sequential tree-reweighted message passing, Kolmogorov 2006.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::problem::Cost;
 use super::reduced::Reduced;
+use super::smooth::Smooth;
+use super::warm::WarmStart;
 
 /// Forbidden, well above what finite sums can reach.
 pub(super) const INFINITE: i64 = 1 << 58;
@@ -24,16 +29,23 @@ pub(super) const INFINITE: i64 = 1 << 58;
 const MOST: u128 = 1 << 54;
 /// Fractional bits of a price.
 const PRICE_BITS: u32 = 32;
-/// Price steps without a better bound before the step is made smaller.
-const PATIENCE: usize = 3;
-/// The first step aims for this fraction of the distance to the target.
-const FIRST_STEP: f64 = 0.1;
-/// Times that get a price at once.
-const TIMES_PER_STAGE: usize = 2;
-/// Stages without a better bound before giving up.
-const MAX_STALLED: usize = 5;
-/// Rounds between two looks at the state.
-const VISIT_EVERY: usize = 8;
+/// Messages from floating point are cut off here, so that sums of them stay in range.
+const LONGEST: f64 = (1u64 << 52) as f64;
+/// Rounds at one temperature, and the factor from one to the next. (On instance N, 50 rounds
+/// and 0.5, or 100 and 0.4, end at the same bound but take longer.)
+const STAGE_ROUNDS: usize = 30;
+const COOLING: f64 = 0.6;
+/// Passes without smoothing before the state is looked at.
+const SETTLING: usize = 3;
+/// Stages without a better bound before giving up; better means by one part in this many.
+const MAX_STALLED: usize = 2;
+const STALLED: i128 = 1_000_000;
+/// Where a warm start begins, relative to a cold one.
+const WARM: f64 = 0.001;
+/// Stages after which a warm start should have become better than where it began.
+const WARMING_UP: usize = 6;
+/// Passes in integers at the end, at most.
+const LAST_PASSES: usize = 50;
 
 /// An edge as its end sees it.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +75,15 @@ pub(super) struct Dual<'r> {
     prices: Vec<u64>,
     /// What the budgets are worth at these prices, scaled, rounded up.
     budget: u128,
+    /// Where the first ascent began, in cost units, if there was one.
+    temperature: Option<f64>,
+}
+
+/// Prices, messages and what they prove; for going back to.
+struct Best {
+    value: i128,
+    prices: Vec<u64>,
+    messages: Vec<[Vec<i64>; 2]>,
 }
 
 impl<'r> Dual<'r> {
@@ -97,12 +118,35 @@ impl<'r> Dual<'r> {
             messages,
             prices: vec![0; reduced.limits.len()],
             budget: 0,
+            temperature: None,
         }
     }
 
-    /// The problem.
-    pub fn reduced(&self) -> &'r Reduced {
-        self.reduced
+    /// Begins where an ascent on a larger version of the problem ended.
+    pub fn warm(reduced: &'r Reduced, start: &WarmStart) -> Dual<'r> {
+        let mut dual = Dual::new(reduced);
+        dual.set_prices(&start.prices_for(reduced));
+        dual.temperature = start.temperature;
+        let unit = (1u64 << dual.shift) as f64;
+        for (e, edge) in reduced.edges.iter().enumerate() {
+            if let Some(message) = start.message_for(reduced, edge) {
+                let [to_rows, to_cols] = &mut dual.messages[e];
+                for (m, x) in to_cols.iter_mut().zip(message) {
+                    *m = (x * unit).clamp(-LONGEST, LONGEST) as i64;
+                }
+                row_minima(&dual.tables[e], to_cols, to_rows);
+            }
+        }
+        dual
+    }
+
+    /// What [`Self::warm`] needs once this problem has been made smaller.
+    pub fn warm_start(&self) -> WarmStart {
+        WarmStart::new(self.reduced, self.prices(), self.temperature, |e| {
+            let unit = (1u64 << self.shift) as f64;
+            let to_cols = &self.messages[e][1];
+            to_cols.iter().map(|&m| m as f64 / unit).collect()
+        })
     }
 
     /// One pass over the nodes in order and one back. The messages towards lower indices are
@@ -120,7 +164,7 @@ impl<'r> Dual<'r> {
 
     /// Spreads what node `v` has above its minimum over its edges to later (earlier) nodes,
     /// and passes on what these then have in every column.
-    fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
+    pub fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
         let links = &self.links[v];
         let n_forward = links.iter().filter(|l| l.rows).count();
         let n_sharing = n_forward.max(links.len() - n_forward);
@@ -164,7 +208,7 @@ impl<'r> Dual<'r> {
         for link in &self.links[v] {
             let message = &self.messages[link.edge as usize][usize::from(!link.rows)];
             for (x, m) in sum.iter_mut().zip(message) {
-                *x += m;
+                *x = (*x + m).min(INFINITE);
             }
         }
     }
@@ -188,24 +232,34 @@ impl<'r> Dual<'r> {
 
     /// How far (scaled) a choice of at most `cost` may be above the bound.
     pub fn room(&self, cost: u64) -> i128 {
+        self.worth(cost) - self.value()
+    }
+
+    /// The bound, scaled and without what is decided; may be negative.
+    fn value(&self) -> i128 {
         let (mut total, mut sum) = (0i128, Vec::new());
         for v in 0..self.links.len() {
             self.gather(v, &mut sum);
             total += i128::from(sum.iter().copied().min().unwrap_or(0));
         }
-        let budget = i128::try_from(self.budget).unwrap_or(i128::MAX / 2);
-        let cost = i128::from(cost) - i128::from(self.reduced.offset);
-        (cost << self.shift) - (total - budget)
+        total - i128::try_from(self.budget).unwrap_or(i128::MAX / 2)
+    }
+
+    /// A cost, scaled and without what is decided.
+    fn worth(&self, cost: u64) -> i128 {
+        (i128::from(cost) - i128::from(self.reduced.offset)) << self.shift
     }
 
     /// Sets the price of each time, in cost units per byte.
     pub fn set_prices(&mut self, prices: &[f64]) {
         let unit = (1u64 << self.shift) as f64 * (1u64 << PRICE_BITS) as f64;
         // Casting saturates; no sensible price is near 2^62.
-        self.prices = prices
-            .iter()
-            .map(|p| ((p * unit) as u64).min(1 << 62))
-            .collect();
+        let fixed = |p: &f64| ((p * unit) as u64).min(1 << 62);
+        self.set_fixed_prices(prices.iter().map(fixed).collect());
+    }
+
+    fn set_fixed_prices(&mut self, prices: Vec<u64>) {
+        self.prices = prices;
         let value = |(&p, &limit): (&u64, &u64)| u128::from(p).saturating_mul(u128::from(limit));
         let total = self.prices.iter().zip(&self.reduced.limits).map(value);
         let total = total.fold(0u128, u128::saturating_add);
@@ -251,138 +305,129 @@ impl<'r> Dual<'r> {
         self.prices.iter().map(|&p| p as f64 / unit).collect()
     }
 
-    /// Raises the bound in up to `n_rounds` rounds; prices and messages are left where it was
-    /// best. Every few rounds `visit` sees the state and says what the least cost may be: the
-    /// bound is steered towards that.
-    pub fn ascend(&mut self, n_rounds: usize, visit: &mut dyn FnMut(&Self) -> Option<f64>) -> u64 {
-        let mut ascent = Ascent {
-            best: (self.bound().0, self.prices()),
-            step: FIRST_STEP,
-            least_step: 0.05 * FIRST_STEP,
-            n_failed: 0,
-            active: Vec::new(),
-            over: Vec::new(),
-            stage_best: 0,
-            n_stalled: 0,
-        };
-        let mut target = 0.0;
-        for round in 0..n_rounds {
-            self.pass_messages();
-            self.pass_messages();
-            if round % VISIT_EVERY == 0 {
-                match visit(self) {
-                    Some(aim) => target = aim,
-                    None => break,
-                }
+    /// Raises the bound in up to `n_rounds` rounds of two passes and a step of prices; prices
+    /// and messages are left where it was best. After every stage `visit` sees the state and
+    /// says what the least cost may be (a bound that high ends the ascent), or `None` to end.
+    /// `stop` is asked after every round.
+    pub fn ascend(
+        &mut self,
+        n_rounds: usize,
+        stop: &dyn Fn() -> bool,
+        visit: &mut dyn FnMut(&Self) -> Option<f64>,
+    ) -> u64 {
+        let is_warm = self.temperature.is_some();
+        let mut smooth = self.smooth();
+        let mut best = self.best();
+        let (mut until, mut last) = (STAGE_ROUNDS, i128::MIN);
+        // Stages in a row that were no better, once there has been a better one.
+        let (mut n_stages, mut n_stalled) = (0, None);
+        for round in 1..=n_rounds {
+            smooth.round();
+            let stopped = stop();
+            let stage_ends = round >= until || round == n_rounds || stopped;
+            if stage_ends {
+                self.take_over(&smooth);
             }
-            if !ascent.round(self, target) {
+            smooth.add_momentum();
+            if !stage_ends {
+                continue;
+            }
+            let value = self.value();
+            let better = value > best.value + best.value.abs() / STALLED;
+            n_stalled = if better {
+                Some(0)
+            } else {
+                n_stalled.map(|n| n + 1)
+            };
+            n_stages += 1;
+            if is_warm && n_stages == WARMING_UP {
+                n_stalled = n_stalled.or(Some(0));
+            }
+            let failed = value < last && value < best.value;
+            if value > best.value {
+                best = self.best();
+            }
+            if stopped || n_stalled == Some(MAX_STALLED) {
+                break;
+            }
+            let aim = visit(self);
+            if aim.is_none_or(|aim| self.bound().0 as f64 >= aim) {
+                break;
+            }
+            if failed && n_stalled.is_some() {
+                // Floating point is no longer up to it, or steps were too long.
+                self.go_back(&best);
+                self.hand_over(&mut smooth);
+            }
+            // Far above the temperatures that matter, a stage may be short.
+            let hot = value <= 0 || value.saturating_sub(last) > value / 10;
+            until = round + if hot { STAGE_ROUNDS / 2 } else { STAGE_ROUNDS };
+            last = value;
+            smooth.cool(COOLING);
+        }
+        self.go_back(&best);
+        for _ in 0..LAST_PASSES {
+            if stop() {
+                break;
+            }
+            let before = self.value();
+            self.pass_messages();
+            if self.value() - before <= before / STALLED {
                 break;
             }
         }
-        self.set_prices(&ascent.best.1);
-        self.pass_messages();
-        self.pass_messages();
-        ascent.best.0.max(self.bound().0)
+        if self.value() < best.value {
+            self.go_back(&best);
+        }
+        self.bound().0
     }
-}
 
-/// The search for prices. Few times matter in the end, and in few dimensions subgradients
-/// converge: prices are only given to `active` times, and the times with the highest peaks
-/// are added when the steps have become small. (Prices on all 17,388 times of instance S
-/// ended at a bound of 1.06e9, a few on peaks at 1.42e9, in the same time.)
-struct Ascent {
-    best: (u64, Vec<f64>),
-    /// Fraction of the distance to the target that a step aims for.
-    step: f64,
-    /// Below this, times are added.
-    least_step: f64,
-    n_failed: usize,
-    active: Vec<usize>,
-    /// How far each time is over budget, averaged over rounds, in bytes.
-    over: Vec<f64>,
-    stage_best: u64,
-    n_stalled: usize,
-}
+    fn smooth(&mut self) -> Smooth<'r> {
+        let mut smooth = Smooth::new(self.reduced);
+        match self.temperature {
+            Some(first) => smooth.temperature = WARM * first,
+            None => self.temperature = Some(smooth.temperature),
+        }
+        self.hand_over(&mut smooth);
+        smooth
+    }
 
-impl Ascent {
-    /// One step. False when nothing more is to be expected.
-    fn round(&mut self, dual: &mut Dual<'_>, target: f64) -> bool {
-        let (bound, picks) = dual.bound();
-        if bound > self.best.0 {
-            self.best = (bound, dual.prices());
-            self.step *= 1.1;
-            self.n_failed = 0;
-        } else {
-            self.n_failed += 1;
+    /// Gives `smooth` the prices and messages.
+    fn hand_over(&self, smooth: &mut Smooth<'_>) {
+        smooth.set_prices(&self.prices());
+        let unit = 1.0 / (1u64 << self.shift) as f64;
+        for (e, messages) in self.messages.iter().enumerate() {
+            let real = |x: &i64| (*x as f64).clamp(-LONGEST, LONGEST) * unit;
+            let [a, b] = messages;
+            let both = [a, b].map(|m| m.iter().map(|x| real(x) as f32));
+            smooth.set_messages(e, both);
         }
-        self.average(dual, &picks);
-        if bound as f64 >= target || self.over.is_empty() {
-            return bound as f64 + 0.5 < target && self.n_failed < 20;
-        }
-        if self.active.is_empty() || self.step < self.least_step {
-            return self.next_stage(dual);
-        }
-        if self.n_failed > PATIENCE {
-            dual.set_prices(&self.best.1);
-            self.step *= 0.6;
-            self.n_failed = 0;
-            return true;
-        }
-        let mut prices = dual.prices();
-        let moving = |t: &&usize| prices[**t] > 0.0 || self.over[**t] > 0.0;
-        let norm: f64 = self
-            .active
-            .iter()
-            .filter(moving)
-            .map(|&t| self.over[t] * self.over[t])
-            .sum();
-        if norm > 0.0 {
-            let length = self.step * (target - bound as f64).max(1.0) / norm;
-            for &t in &self.active {
-                prices[t] = (prices[t] + length * self.over[t]).max(0.0);
+    }
+
+    /// Takes over the prices and messages of `smooth`, and makes some passes without smoothing.
+    fn take_over(&mut self, smooth: &Smooth<'_>) {
+        self.set_prices(&smooth.prices());
+        let unit = (1u64 << self.shift) as f64;
+        for (e, [to_rows, to_cols]) in self.messages.iter_mut().enumerate() {
+            for (m, &x) in to_cols.iter_mut().zip(smooth.message_to_cols(e)) {
+                *m = (f64::from(x) * unit).clamp(-LONGEST, LONGEST) as i64;
             }
-            dual.set_prices(&prices);
+            row_minima(&self.tables[e], to_cols, to_rows);
         }
-        true
+        (0..SETTLING).for_each(|_| self.pass_messages());
     }
 
-    fn average(&mut self, dual: &Dual<'_>, picks: &[u32]) {
-        let levels = dual.reduced.levels(picks);
-        let over = levels
-            .iter()
-            .zip(&dual.reduced.limits)
-            .map(|(&l, &m)| l as f64 - m as f64);
-        if self.over.is_empty() {
-            self.over = over.collect();
-        } else {
-            self.over
-                .iter_mut()
-                .zip(over)
-                .for_each(|(mean, o)| *mean += 0.2 * (o - *mean));
+    fn best(&self) -> Best {
+        Best {
+            value: self.value(),
+            prices: self.prices.clone(),
+            messages: self.messages.clone(),
         }
     }
 
-    /// Adds the highest peaks that have no price yet and starts again with larger steps.
-    fn next_stage(&mut self, dual: &mut Dual<'_>) -> bool {
-        for _ in 0..TIMES_PER_STAGE {
-            let over = &self.over;
-            let is_peak = |t: usize| {
-                over[t] > 0.0
-                    && (t == 0 || over[t] >= over[t - 1])
-                    && (t + 1 == over.len() || over[t] >= over[t + 1])
-            };
-            let new = (0..over.len()).filter(|&t| is_peak(t) && !self.active.contains(&t));
-            let highest = new.max_by(|&s, &t| over[s].total_cmp(&over[t]).then(t.cmp(&s)));
-            self.active.extend(highest);
-        }
-        let stalled = self.best.0 as f64 <= self.stage_best as f64 * (1.0 + 1e-5);
-        self.n_stalled = if stalled { self.n_stalled + 1 } else { 0 };
-        self.stage_best = self.best.0;
-        dual.set_prices(&self.best.1);
-        self.step = (5.0 * self.least_step).min(FIRST_STEP);
-        self.least_step *= 0.8;
-        self.n_failed = 0;
-        self.n_stalled < MAX_STALLED
+    fn go_back(&mut self, best: &Best) {
+        self.set_fixed_prices(best.prices.clone());
+        self.messages.clone_from(&best.messages);
     }
 }
 

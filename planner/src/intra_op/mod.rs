@@ -6,27 +6,33 @@
 //!
 //! The phases, in [`solve()`](solve::solve), which runs them on several threads:
 //! * [`presolve`](presolve::presolve()) shrinks the problem without losing an optimum;
-//! * `dual` prices memory over time and passes messages: a rigorous bound for any graph;
+//! * `dual` prices memory over time and passes messages: a rigorous bound for any graph, with
+//!   prices and messages that `smooth` finds in floating point;
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
 //! * `dive` and `improve` make and better choices that fit, tree by tree;
 //! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
+//!   `warm` keeps prices and messages for what is left;
 //! * `ilp` finishes with HiGHS (or microlp), memory rows added as they are violated;
 //!   `neighbourhood` uses it on parts of what is too large.
 
 mod dive;
 mod dual;
 pub mod eliminate;
+mod flat;
 mod ilp;
 mod improve;
 pub mod iopddl;
 mod neighbourhood;
 pub mod presolve;
+mod price_step;
 pub mod problem;
 mod profile;
 pub mod reduced;
+mod smooth;
 pub mod solve;
 mod tables;
 mod tighten;
+mod warm;
 
 pub use iopddl::{read_problem, read_solution, write_problem, write_solution};
 pub use problem::{Cost, Edge, Evaluation, IntraOpProblem, Node, Table, evaluate};

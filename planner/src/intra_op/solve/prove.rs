@@ -12,7 +12,7 @@ use super::seek::DIVE_WEIGHTS;
 use super::stage::{Round, Solver};
 
 /// Price steps per round.
-const PRICE_ROUNDS: usize = 300;
+const PRICE_ROUNDS: usize = 900;
 /// The part of the time limit that prices get per round.
 const PRICE_TIME: f64 = 0.2;
 /// With a clock, how often others get the prices on the way.
@@ -90,10 +90,8 @@ impl<'r> Round<'_, 'r> {
             1
         };
         let before = dual.bound().0;
-        // Steps choose their times anew, so they begin without prices.
-        dual.set_prices(&vec![0.0; self.reduced.times.len()]);
         let mut published = Instant::now();
-        let bound = dual.ascend(n_rounds, &mut |dual| {
+        let bound = dual.ascend(n_rounds, &used, &mut |dual| {
             if published.elapsed() > PUBLISH_EVERY {
                 self.publish(dual);
                 published = Instant::now();
@@ -108,7 +106,7 @@ impl<'r> Round<'_, 'r> {
             }
             let known = finder.cost(self.best).map(|cost| cost as f64);
             let aim = known.unwrap_or_else(|| 2.0 * dual.bound().0 as f64);
-            (!used()).then_some(aim)
+            Some(aim)
         });
         let mut proof = Proof {
             bound,

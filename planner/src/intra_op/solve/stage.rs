@@ -22,6 +22,7 @@ use super::super::ilp;
 use super::super::presolve::{Infeasibility, presolve_again};
 use super::super::reduced::Reduced;
 use super::super::tighten::tighten;
+use super::super::warm::WarmStart;
 use super::SolveOptions;
 use super::clock::Clock;
 use super::live::{Found, Live};
@@ -30,8 +31,6 @@ use super::seek::{Seeker, Turn};
 
 /// Stages before the integer program is tried as it is.
 const MAX_STAGES: usize = 40;
-/// Passes of messages before anything else.
-const FIRST_PASSES: usize = 20;
 /// A stage ends when the problem has become smaller by this part of it.
 const SHRINK: usize = 20;
 /// Or when a round of prices brought the gap below this part of it.
@@ -56,11 +55,11 @@ enum Job {
 }
 
 /// Where a stage begins.
-struct Begin<'b> {
+struct Begin {
     reduced: Reduced,
     job: Job,
     /// The prices and messages of the stage before.
-    before: Option<Dual<'b>>,
+    warm: WarmStart,
     /// Stages before.
     n_before: usize,
 }
@@ -104,27 +103,33 @@ impl Solver {
             } else {
                 Job::Prices
             },
-            before: None,
+            warm: WarmStart::default(),
             n_before: 0,
         };
-        self.stage(&mut state, begin);
+        self.stages(&mut state, begin);
     }
 
-    /// One stage and those after it. (They are calls inside of each other because prices and
-    /// messages belong to a problem, and the next begin with those of the one before.)
-    fn stage(&self, state: &mut State, begin: Begin<'_>) {
+    /// Stage after stage, each with the prices and messages of the one before.
+    fn stages(&self, state: &mut State, mut begin: Begin) {
+        while let Some(next) = self.stage(state, begin) {
+            begin = next;
+        }
+    }
+
+    /// One stage; where the next one begins, unless this was the last.
+    fn stage(&self, state: &mut State, begin: Begin) -> Option<Begin> {
         let Begin {
             reduced,
             job: first,
-            before,
+            warm,
             n_before,
         } = begin;
         if reduced.nodes.is_empty() {
             self.live.offer(&reduced, reduced.offset, &[]);
             self.live.known().proved = true;
-            return;
+            return None;
         }
-        let mut dual = dual_for(&reduced, before);
+        let mut dual = Dual::warm(&reduced, &warm);
         self.raise(state, dual.bound().0);
         let (mut job, mut n_idle) = (first, 0);
         loop {
@@ -135,12 +140,12 @@ impl Solver {
                 dual = better;
             }
             if self.done(state) {
-                return;
+                return None;
             }
             let Ok(following) = self.tightened(state, &reduced, &dual) else {
                 // Nothing is left but what costs as much as the best choice.
                 self.live.known().proved = true;
-                return;
+                return None;
             };
             n_idle = if self.open_gap(state) < gap {
                 0
@@ -158,20 +163,19 @@ impl Solver {
                 None
             };
             if let Some(job) = next {
-                let begin = Begin {
+                return Some(Begin {
                     reduced: following,
                     job,
-                    before: Some(dual),
+                    warm: dual.warm_start(),
                     n_before: n_before + 1,
-                };
-                return self.stage(state, begin);
+                });
             }
             let timed = self.clock.is_timed();
             if !self.options.phases.search
                 || !(timed || (state.slices > 0 && n_idle < MAX_IDLE))
                 || (job == Job::IntegerProgram && !timed)
             {
-                return;
+                return None;
             }
             job = if timed && job == Job::Search && self.prices_are_due(state) {
                 Job::Prices
@@ -388,33 +392,4 @@ impl<'r> Round<'_, 'r> {
             }
         }
     }
-}
-
-/// Prices and messages for a problem, from those of the larger problem before it.
-fn dual_for<'r>(reduced: &'r Reduced, before: Option<Dual<'_>>) -> Dual<'r> {
-    let mut dual = Dual::new(reduced);
-    if let Some(before) = before {
-        dual.set_prices(&carried(&priced_times(&before), &reduced.times));
-    }
-    (0..FIRST_PASSES).for_each(|_| dual.pass_messages());
-    dual
-}
-
-fn priced_times(dual: &Dual<'_>) -> Vec<(u64, f64)> {
-    let times = dual.reduced().times.iter().copied();
-    times.zip(dual.prices()).filter(|(_, p)| *p > 0.0).collect()
-}
-
-/// Prices for `times` from those of a larger problem: a time that was dropped gives its price
-/// to the next one that is left (or the last), which has much the same memory in use.
-fn carried(prices: &[(u64, f64)], times: &[u64]) -> Vec<f64> {
-    let mut carried = vec![0.0; times.len()];
-    for &(time, price) in prices {
-        let at = times.partition_point(|&t| t < time);
-        let last = times.len().saturating_sub(1);
-        if let Some(sum) = carried.get_mut(at.min(last)) {
-            *sum += price;
-        }
-    }
-    carried
 }
