@@ -8,14 +8,18 @@
 //! * [`presolve`](presolve::presolve) shrinks the problem without losing an optimum;
 //! * `dual` prices memory over time and passes messages: a rigorous bound for any graph;
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
-//! * `dive` and `improve` make and better choices that fit, tree by tree;
+//! * `dive` makes choices that fit, `improve` betters them: `forest` and `block` propose at
+//!   prices, `exchange` takes what fits;
 //! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
 //! * `ilp` finishes with HiGHS (or microlp), memory rows added as they are violated;
 //!   `neighbourhood` uses it on parts of what is too large.
 
+mod block;
 mod dive;
 mod dual;
 pub mod eliminate;
+mod exchange;
+mod forest;
 #[cfg(feature = "highs")]
 mod highs_backend;
 mod ilp;

@@ -1,7 +1,7 @@
 //! The whole way from a problem to a choice with a proof.
 //!
 //! Presolve; then, in rounds: prices and messages give a bound and, on the way, choices that
-//! fit; the best is improved tree by tree; what its cost rules out is dropped and presolve
+//! fit; the best is improved forest by forest; what its cost rules out is dropped and presolve
 //! runs again. Once what is left is small enough, an integer program finishes with a proof;
 //! while it is not, large parts are improved as integer programs of their own. Every result
 //! is checked against the original problem before it is returned.
@@ -35,11 +35,8 @@ const PRICE_ROUNDS: usize = 300;
 const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 /// Factors on the prices that elimination is run with.
 const EXACT_STEPS: usize = 8;
-/// Sizes of the trees that are changed at once, in turn.
-const TREE_SIZES: [usize; 4] = [3, 10, 30, 100];
-/// Trees per node after the dives, and between two parts.
-const TREES_PER_NODE: usize = 20;
-const TREES_PER_PART: usize = 10_000;
+/// Search after the dives and between two parts, in work per strategy and table cell.
+const WORK_PER_SIZE: u64 = 1000;
 /// Parts per round, unless the work limit says otherwise.
 const SEARCH_ROUNDS: u64 = 50;
 /// Times that search is taken up again for the same problem, without a clock.
@@ -409,7 +406,7 @@ impl<'a> Run<'a> {
         dual.pass_messages();
     }
 
-    /// The best of a few dives and of what is known, improved tree by tree.
+    /// The best of a few dives and of what is known, improved.
     fn find_choice(&mut self, reduced: &Reduced, dual: &Dual<'_>, round: u64) -> Option<Vec<u32>> {
         let mut found = Vec::new();
         let mut add = |choice: Option<Vec<u32>>| {
@@ -434,14 +431,14 @@ impl<'a> Run<'a> {
         let (_, choice) = found.into_iter().min()?;
         self.offer(reduced, &choice);
         let seed = self.options.seed.wrapping_add(round);
-        let mut search = Search::new(reduced, dual, choice, seed);
-        let n_trees = TREES_PER_NODE * reduced.nodes.len();
+        let mut search = Search::new(reduced, dual, choice, seed)?;
         if !self.close_enough() {
-            improve_trees(&mut search, n_trees, &self.used(0.1));
+            search.run(WORK_PER_SIZE * reduced.size() as u64, &self.used(0.1));
         }
-        self.offer(reduced, &search.choice);
-        self.note("trees", format!("from {n_found} choices that fit"));
-        Some(search.choice)
+        let choice = search.best().1.to_vec();
+        self.offer(reduced, &choice);
+        self.note("forests", format!("from {n_found} choices that fit"));
+        Some(choice)
     }
 
     /// The problem without what the best choice's cost rules out; `None` if nothing is left.
@@ -499,7 +496,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Improves a choice for a while: trees, then parts as integer programs, in turn.
+    /// Improves a choice for a while: forests, then parts as integer programs, in turn.
     fn search(
         &mut self,
         reduced: &Reduced,
@@ -514,13 +511,15 @@ impl<'a> Run<'a> {
         // Ends early enough that what was found can tighten the problem.
         let used = self.used(0.5);
         let n_rounds = self.options.work_limit.unwrap_or(SEARCH_ROUNDS);
-        for i in 0..n_rounds {
+        let Some(mut search) = Search::new(reduced, dual, choice.clone(), seed) else {
+            return choice;
+        };
+        for _ in 0..n_rounds {
             if used() || self.close_enough() {
                 break;
             }
-            let mut search = Search::new(reduced, dual, choice, seed.wrapping_add(i));
-            improve_trees(&mut search, TREES_PER_PART, &used);
-            choice = search.choice;
+            search.run(WORK_PER_SIZE * reduced.size() as u64, &used);
+            choice = search.best().1.to_vec();
             if let Some(backend) = backend(self.options.backend) {
                 let options = self.ilp_options(backend, Some(PART_NODES));
                 let members = ball(reduced, dual, max_cells, &mut random);
@@ -542,7 +541,10 @@ impl<'a> Run<'a> {
                 };
                 n_parts += 1;
                 n_better += usize::from(better.is_some());
-                choice = better.unwrap_or(choice);
+                if let Some(better) = better {
+                    search.adopt(&better);
+                    choice = better;
+                }
             }
             self.offer(reduced, &choice);
         }
@@ -597,15 +599,6 @@ impl<'a> Run<'a> {
         result.peak_usage = Some(value.peak_usage);
         result.choice = Some(choice);
         Ok(result)
-    }
-}
-
-fn improve_trees(search: &mut Search<'_>, n_trees: usize, used: &dyn Fn() -> bool) {
-    for i in 0..n_trees {
-        if i % 256 == 0 && used() {
-            return;
-        }
-        search.step(TREE_SIZES[i % TREE_SIZES.len()]);
     }
 }
 
