@@ -9,16 +9,20 @@
 //! * `dual` prices memory over time and passes messages: a rigorous bound for any graph, with
 //!   prices and messages that `smooth` finds in floating point;
 //! * [`eliminate`] solves near-chains exactly at given prices, and gives layer tables;
-//! * `dive` and `improve` make and better choices that fit, tree by tree;
+//! * `dive` makes choices that fit, `improve` betters them: `forest` and `block` propose at
+//!   prices, `exchange` takes what fits;
 //! * `tighten` drops what the bound rules out beside the best choice, and presolve runs again;
 //!   `warm` keeps prices and messages for what is left;
 //! * `ilp` finishes with HiGHS (or microlp), memory rows added as they are violated;
 //!   `neighbourhood` uses it on parts of what is too large.
 
+mod block;
 mod dive;
 mod dual;
 pub mod eliminate;
+mod exchange;
 mod flat;
+mod forest;
 mod ilp;
 mod improve;
 pub mod iopddl;

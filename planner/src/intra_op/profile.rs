@@ -76,6 +76,18 @@ impl Profile {
         }
     }
 
+    /// A time at which `worst` is attained.
+    pub fn worst_time(&self) -> u32 {
+        let mut i = 1;
+        while i < self.n_leaves {
+            i *= 2;
+            if self.max[i + 1] > self.max[i] {
+                i += 1;
+            }
+        }
+        (i - self.n_leaves) as u32
+    }
+
     /// Whether every budget is kept.
     pub fn fits(&self) -> bool {
         self.worst() <= 0
@@ -105,6 +117,7 @@ mod tests {
                 .iter_mut()
                 .for_each(|x| *x += bytes);
             assert_eq!(Some(profile.worst()), plain.iter().copied().max());
+            assert_eq!(plain[profile.worst_time() as usize], profile.worst());
             assert_eq!(profile.fits(), plain.iter().all(|x| *x <= 0));
         }
     }

@@ -1,4 +1,5 @@
-//! What makes choices better: dives, then changes of trees and of larger parts.
+//! What makes choices better: dives, then search by forests, and parts as integer programs
+//! where that gets stuck.
 
 use std::time::{Duration, Instant};
 
@@ -13,29 +14,26 @@ use super::stage::{Latest, Round};
 
 /// Weights of the prices in the first dives.
 pub(super) const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
-/// Sizes of the trees that are changed at once, in turn.
-const TREE_SIZES: [usize; 4] = [3, 10, 30, 100];
-/// Trees per node after the dives, and between two parts.
-const TREES_PER_NODE: usize = 20;
-const TREES_PER_PART: usize = 10_000;
-/// Trees between two looks at the clock.
-const TREES_PER_LOOK: usize = 256;
+/// Search before the first look at the others, and in a slice without a clock, in work per
+/// strategy and table cell.
+const FIRST_WORK: u64 = 1000;
+const SLICE_WORK: u64 = 200;
 /// Table cells of the first part; its most columns, branch-and-bound nodes and seconds.
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
 const PART_NODES: u64 = 500;
 /// Without a clock a node may take long, so there are fewer.
 const PART_NODES_UNTIMED: u64 = 30;
-const PART_TIME: Duration = Duration::from_secs(4);
+const PART_TIME: Duration = Duration::from_secs(2);
 
 /// Whether it is time to end.
 pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// What a searcher may spend in a round.
 pub(super) struct Turn<'a> {
-    /// Trees first, in proportion to the problem: for a choice that is fresh from the dives.
-    pub trees: bool,
-    /// Slices of trees and a part each.
+    /// A first search, in proportion to the problem: for a choice that is fresh from the dives.
+    pub first: bool,
+    /// Slices of search; a part after each that found nothing.
     pub n_slices: u64,
     /// Another task makes choices beside this one.
     pub beside: bool,
@@ -60,39 +58,48 @@ impl Seeker {
 }
 
 impl<'r> Round<'_, 'r> {
-    /// Searches for up to `n_slices` slices of trees and a part each, from the best choice
-    /// known or from dives.
+    /// Searches for up to `n_slices` slices, from the best choice known or from dives.
     pub fn search(&self, seeker: &mut Seeker, dual: &Dual<'_>, turn: &Turn<'_>) -> Option<Found> {
         let mut finder = Finder {
             reduced: self.reduced,
             live: &self.solver.live,
             best: None,
         };
-        let mut choice = self.start(dual, &mut finder, turn)?;
-        if turn.trees {
-            let n_trees = TREES_PER_NODE * self.reduced.nodes.len();
-            let stop = || (turn.stop)() || self.newer(0).is_some();
-            choice = self.improve(seeker, dual, choice, n_trees, &stop);
-            finder.offer(&choice);
+        let choice = self.start(dual, &mut finder, turn)?;
+        let mut search = Search::new(self.reduced, dual, choice, seeker.random.next())?;
+        let size = self.reduced.size() as u64;
+        if turn.first {
+            let stop = || (turn.stop)() || self.newer(0).is_some() || self.is_closed(&finder);
+            search.run(FIRST_WORK * size, &stop);
+            finder.offer(search.best().1);
         }
         let mut newest: Option<Latest<'r>> = None;
-        let (mut n_parts, mut n_better) = (0u64, 0u64);
-        while n_parts < turn.n_slices && !(turn.stop)() && !self.is_closed(&finder) {
+        let (mut n_slices, mut n_parts, mut n_better) = (0, 0u64, 0u64);
+        while n_slices < turn.n_slices && !(turn.stop)() && !self.is_closed(&finder) {
             if let Some(newer) = self.newer(newest.as_ref().map_or(0, |(n, _)| *n)) {
-                choice = self.dive_again(&newer, &mut finder, choice);
+                let choice = search.best().1.to_vec();
+                let choice = self.dive_again(&newer, &mut finder, choice);
+                search = Search::new(self.reduced, &newer.1, choice, seeker.random.next())?;
                 newest = Some(newer);
             }
             let dual = newest.as_ref().map_or(dual, |(_, dual)| dual);
-            choice = self.improve(seeker, dual, choice, TREES_PER_PART, turn.stop);
-            let better = self.improve_part(seeker, dual, &choice, turn.stop);
+            let before = search.best().0;
+            search.run(SLICE_WORK * size, turn.stop);
+            finder.offer(search.best().1);
+            n_slices += 1;
+            if search.best().0 < before || (turn.stop)() {
+                continue;
+            }
             n_parts += 1;
-            n_better += u64::from(better.is_some());
-            choice = better.unwrap_or(choice);
-            finder.offer(&choice);
+            let choice = search.best().1.to_vec();
+            if let Some(better) = self.improve_part(seeker, dual, &choice, turn.stop) {
+                n_better += 1;
+                search.adopt(&better);
+                finder.offer(&better);
+            }
         }
-        if n_parts > 0 {
-            let cells = seeker.max_cells;
-            let note = format!("{n_better} of {n_parts} parts helped, {cells} cells");
+        if n_slices > 0 {
+            let note = format!("{n_slices} slices, {n_better} of {n_parts} parts helped");
             self.solver.live.note("search", note);
         }
         finder.lifted()
@@ -151,24 +158,6 @@ impl<'r> Round<'_, 'r> {
     fn is_closed(&self, finder: &Finder<'_>) -> bool {
         let cost = finder.cost(self.best);
         cost.is_some_and(|cost| cost <= self.bound)
-    }
-
-    fn improve(
-        &self,
-        seeker: &mut Seeker,
-        dual: &Dual<'_>,
-        choice: Vec<u32>,
-        n_trees: usize,
-        stop: Stop<'_>,
-    ) -> Vec<u32> {
-        let mut search = Search::new(self.reduced, dual, choice, seeker.random.next());
-        for i in 0..n_trees {
-            if i % TREES_PER_LOOK == 0 && stop() {
-                break;
-            }
-            search.step(TREE_SIZES[i % TREE_SIZES.len()]);
-        }
-        search.choice
     }
 
     /// A part as an integer program of its own; the whole choice if that made it better.

@@ -40,8 +40,9 @@ const SLICES: u64 = 250;
 const SLICES_PER_ROUND: u64 = 10;
 /// Rounds of search that do not help before giving up, if no clock runs.
 const MAX_IDLE: u32 = 3;
-/// The part of the time limit that trees get after prices on one thread, and a round of search.
-const TREE_TIME: f64 = 0.1;
+/// The part of the time limit that search gets after prices on one thread, and in a round of
+/// its own.
+const FIRST_TIME: f64 = 0.1;
 const SEARCH_TIME: f64 = 0.15;
 /// Rounds of search between two turns of the prices.
 const SEARCHES_PER_PRICES: u64 = 4;
@@ -213,18 +214,18 @@ impl Solver {
             (false, Job::Prices) => 0,
             (false, _) => state.slices.min(SLICES_PER_ROUND),
         };
-        let trees = job == Job::Prices;
+        let first = job == Job::Prices;
         let (own, others) = seekers.split_last_mut().expect("there is one at least");
         let mut proof;
         if self.options.threads == 1 {
             proof = round.job(job, dual, own, n_slices);
-            if self.options.phases.search && trees && !self.clock.over() {
+            if self.options.phases.search && first && !self.clock.over() {
                 let dual = proof.dual.as_ref().unwrap_or(dual);
                 let turn = Turn {
-                    trees,
+                    first,
                     n_slices: 0,
                     beside: false,
-                    stop: &self.clock.used(TREE_TIME),
+                    stop: &self.clock.used(FIRST_TIME),
                 };
                 let found = round.search(&mut others[0], dual, &turn);
                 proof.found.extend(found);
@@ -233,7 +234,7 @@ impl Solver {
             let job_done = AtomicBool::new(false);
             let stop = || self.clock.over() || (timed && job_done.load(Ordering::Relaxed));
             let turn = Turn {
-                trees,
+                first,
                 n_slices,
                 beside: true,
                 stop: &stop,
@@ -380,7 +381,7 @@ impl<'r> Round<'_, 'r> {
             Job::IntegerProgram => self.solver.integer_program(self.reduced, self.best),
             Job::Search => {
                 let turn = Turn {
-                    trees: false,
+                    first: false,
                     n_slices,
                     beside: false,
                     stop: &self.solver.clock.used(SEARCH_TIME),
