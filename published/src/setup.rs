@@ -1,7 +1,7 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
 use crate::Unmodelled;
-use crate::facts::{Facts, Split};
+use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
 use ir::software::AttentionKernel;
 use ir::{Precision, TrainSpec};
@@ -95,13 +95,7 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         format!("microbatch={}", per_replica * data),
         "schedule=1f1b".to_string(),
     ];
-    let is_unfused = matches!(generation.attention, AttentionKernel::Unfused { .. });
-    match recompute {
-        "none" => {}
-        // Korthikanti et al. 2022: the scores, which fused attention does not keep.
-        "selective" if is_unfused => pins.push("recompute:h.*.attn.attend=yes".to_string()),
-        _ => pins.push(format!("recompute={recompute}")),
-    }
+    pins.extend(recompute_pins(row, recompute, generation)?);
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));
     }
@@ -113,6 +107,40 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         pins.extend(residual_pins(row));
     }
     Ok((pins, assumed))
+}
+
+/// Pins of what is recomputed: `none`, `full` (of the first layers only where the cell says
+/// `full, block N`), or `selective` with what the framework's generation means by it.
+fn recompute_pins(
+    row: &Row,
+    recompute: &str,
+    generation: &Generation,
+) -> Result<Vec<String>, Unmodelled> {
+    let text = row.text("recompute").unwrap_or("");
+    if let Some(rest) = text.strip_prefix("full, block ") {
+        let number = rest.split(' ').next().unwrap_or("");
+        let n: u64 = number.parse().map_err(|_| RowError::Malformed {
+            column: "recompute".into(),
+            value: text.into(),
+            expected: "full, block N layers",
+        })?;
+        return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
+    }
+    Ok(match recompute {
+        "none" => Vec::new(),
+        "selective" => {
+            let ops = generation.selective.iter();
+            let pins = ops.map(|op| format!("recompute:h.*.{op}=yes"));
+            // Unfused attention keeps norms and activations: only the scores are made again.
+            match generation.attention {
+                AttentionKernel::Unfused { .. } => pins.collect(),
+                AttentionKernel::Fused { .. } => std::iter::once("recompute=selective".to_string())
+                    .chain(pins)
+                    .collect(),
+            }
+        }
+        _ => vec![format!("recompute={recompute}")],
+    })
 }
 
 /// How many layers every stage has, embedding and output layer included.

@@ -37,6 +37,8 @@ pub struct InstrCost {
     pub seconds: f64,
     /// What it counts as.
     pub class: CostClass,
+    /// Whether kernels after it wait for it although its stream is another.
+    pub blocks: bool,
 }
 
 /// Costs of a whole program.
@@ -53,8 +55,6 @@ pub struct Costs {
 /// What the software adds to the program's own waits, or leaves out; by default nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Kernels wait for the collectives before them, as if both had one stream.
-    pub for_collectives: bool,
     /// A rank waits for its transfers before its next template.
     pub for_transfers: bool,
     /// Collectives of the end of the step that need nothing of it but what the last backward
@@ -68,7 +68,6 @@ impl Waits {
             .software
             .as_ref()
             .map_or(Waits::default(), |s| Waits {
-                for_collectives: s.blocking_collectives,
                 for_transfers: s.blocking_transfers,
                 early_gradients: s.overlapped_gradients,
             })
@@ -284,7 +283,26 @@ impl RoleCosts<'_> {
                 (out.max(into), CostClass::Transfer)
             }
         };
-        InstrCost { seconds, class }
+        InstrCost {
+            seconds,
+            class,
+            blocks: self.blocks(instruction),
+        }
+    }
+
+    /// Whether the software makes kernels wait for this collective.
+    fn blocks(&self, instruction: &Instruction) -> bool {
+        let InstrKind::Collective { axes, .. } = &instruction.kind else {
+            return false;
+        };
+        let Some(software) = &self.cluster.software else {
+            return false;
+        };
+        let blocking = |axis: &AxisId| {
+            let name = self.role.mesh.name(*axis);
+            software.blocking_axes.iter().any(|b| b == name)
+        };
+        axes.iter().any(blocking)
     }
 
     /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients.

@@ -106,6 +106,8 @@ struct Player<'a> {
     role: &'a RoleProgram,
     index: usize,
     durations: Vec<Vec<Pico>>,
+    /// By template and instruction: whether kernels wait for it.
+    blocks: Vec<Vec<bool>>,
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     exchanged: Exchanged,
@@ -147,7 +149,8 @@ impl<'a> Player<'a> {
             role.templates
                 .iter()
                 .zip(&durations)
-                .map(|(t, d)| Folded::new(t, d, &exchanged, costs.waits))
+                .zip(&costs.instructions[index])
+                .map(|((t, d), c)| Folded::new(t, d, &exchanged, c))
                 .collect(),
         );
         let n = role.templates.len();
@@ -155,6 +158,10 @@ impl<'a> Player<'a> {
             role,
             index,
             durations,
+            blocks: costs.instructions[index]
+                .iter()
+                .map(|t| t.iter().map(|c| c.blocks).collect())
+                .collect(),
             folded,
             parts: parts(program, costs, role),
             unfold,
@@ -310,7 +317,7 @@ impl<'a> Player<'a> {
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
             let touched = touches(instruction, &self.exchanged);
-            let stream = queue(instruction.stream, self.waits);
+            let stream = queue(instruction.stream, self.blocks[t][i]);
             let Some(outside) = self.ready(&touched, microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;

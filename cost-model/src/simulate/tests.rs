@@ -274,7 +274,11 @@ fn ranks_that_share_processors_slow_down() {
 
 #[test]
 fn what_shared_processors_cost_is_waited_for_in_collectives() {
-    let cost = |class, seconds| InstrCost { class, seconds };
+    let cost = |class, seconds| InstrCost {
+        class,
+        seconds,
+        blocks: false,
+    };
     let costs = [
         cost(CostClass::Compute, 3.0),
         cost(CostClass::Collective, 1.0),
