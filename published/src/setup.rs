@@ -187,3 +187,74 @@ fn residual_pins(row: &Row) -> Vec<String> {
         .map(|v| format!("spec:{v}=[data,{sequence},_]"))
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = "gpu,gpus_total,framework,source,layers,tp,pp,vpp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type,precision,global_batch,seq_len";
+
+    fn row(cells: &str) -> Row {
+        let table = crate::csv::parse(&format!("{HEADER}\n{cells}\n")).unwrap();
+        crate::row::rows(&table).remove(0)
+    }
+
+    fn pins_of(cells: &str) -> Result<String, Unmodelled> {
+        pins(&row(cells), &Facts::built_in())
+            .map(|(pins, assumed)| format!("{} | {}", pins.join(" "), assumed.join(" ")))
+    }
+
+    #[test]
+    fn a_row_becomes_the_pins_of_its_plan() {
+        let text = pins_of("A100,128,Megatron-LM,,36,4,1,1,32,16,no,0,full,gelu,fp16,512,2048");
+        assert_eq!(
+            text.unwrap(),
+            "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
+             spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
+             spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] | "
+        );
+        // Selective recomputation where attention is unfused: the scores.
+        let text = pins_of("A100,8,Megatron-LM,,24,1,8,1,1,1,no,0,selective,gelu,fp16,64,2048");
+        assert_eq!(
+            text.unwrap(),
+            "data=1 tensor=1 pipeline=8 zero=0 microbatch=1 schedule=1f1b \
+             recompute:h.*.attn.attend=yes split=4/3/3/3/3/3/3/4 | "
+        );
+    }
+
+    #[test]
+    fn what_is_not_stated_is_assumed_and_listed() {
+        let text = pins_of("A100,2,Megatron-DeepSpeed,vTrain,20,1,2,1,1,,no,,,gelu,fp16,4,1024");
+        assert_eq!(
+            text.unwrap(),
+            "data=1 tensor=1 pipeline=2 zero=0 microbatch=1 schedule=1f1b recompute=full \
+             split=11/11 | micro_batch=1 zero=0 recompute=full"
+        );
+    }
+
+    #[test]
+    fn what_is_not_supported_is_said() {
+        let error = pins_of("A100,8,Unheard-of,,24,1,1,1,8,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "not supported: the framework `Unheard-of`"
+        );
+        let error = pins_of("A100,8,Megatron-LM,,24,2,1,1,8,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "not supported: dp 8 x tp 2 x pp 1 on 8 GPUs"
+        );
+    }
+
+    #[test]
+    fn stages_divide_layers_as_the_framework_does() {
+        let split = |how, layers, stages| split_pin(how, layers, stages).unwrap();
+        assert_eq!(split(Split::Layers, 8, 4), "split=3/2/2/3");
+        assert_eq!(
+            split(Split::Balanced, 106, 12),
+            format!("split=9{}", "/9".repeat(11))
+        );
+        assert_eq!(split(Split::Layers, 7, 2), "split=5/4");
+        assert!(split_pin(Split::Balanced, 2, 5).is_err());
+    }
+}
