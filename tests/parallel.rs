@@ -171,6 +171,41 @@ fn recomputed_activations_of_llama() {
     }
 }
 
+/// Some layers recompute and others do not, as Megatron-LM's block method; and single ops.
+#[test]
+fn layers_recompute_differently() {
+    let case = Case::load("gpt2_small_tied");
+    for pins in [
+        &[
+            "pipeline=2",
+            "data=1",
+            "tensor=1",
+            "recompute=full",
+            "recompute:h.1.*=no",
+        ][..],
+        &[
+            "pipeline=1",
+            "data=1",
+            "tensor=1",
+            "recompute:*.attn.attend=yes",
+        ],
+    ] {
+        check(
+            &case,
+            if pins.contains(&"pipeline=2") { 2 } else { 1 },
+            pins,
+            true,
+        );
+    }
+    let pins = [
+        "data=2",
+        "tensor=2",
+        "recompute=selective",
+        "recompute:h.0.*=yes",
+    ];
+    check(&case, 4, &pins, false);
+}
+
 #[test]
 fn the_plan_that_the_search_chooses() {
     for name in ["gpt2_small_tied", "llama_untied_rope"] {

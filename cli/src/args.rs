@@ -73,7 +73,7 @@ pub struct CompileArgs {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
     /// Fix something before the search: data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N,
-    /// schedule=gpipe|1f1b, spec:TENSOR=[axes,...]; may be repeated.
+    /// schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
     /// Write the intra-op problems of the plan's stages that were solved as integer programs

@@ -18,7 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Version of the plan format that this crate reads and writes.
 pub const PLAN_VERSION: u32 = 1;
-/// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts).
+/// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
+/// recomputation).
 pub const PASSES_VERSION: u32 = 1;
 
 /// A parallel training plan.

@@ -780,6 +780,9 @@ impl Search<'_> {
             if mixed { "any mix of" } else { "equal" },
             self.submeshes
         );
+        if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
+            space += ", activations recomputed as pinned";
+        }
         if reserve > 0 {
             space += &format!(", {reserve} bytes reserved for buffer placement");
         }

@@ -86,3 +86,62 @@ fn not_kept(plan: &Plan, graph: &Graph, layer: LayerId, home: Home, report: &mut
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// What is wrong with the twins of a layer `a -> b -> c` that ends in these lines.
+    fn problems(twins: &str) -> Vec<String> {
+        let text = format!(
+            r#"graph "test" {{
+  layers "l", "m"
+  %x = constant {{value: 1}} : f32[] @ x F microbatch layer 0
+  %a = unary {{f: relu}} %x : f32[] @ l.a F microbatch layer 0
+  %b = unary {{f: silu}} %a : f32[] @ l.b F microbatch layer 0
+  %c = binary {{f: mul}} %a, %b : f32[] @ l.c F microbatch layer 0
+{twins}
+  return %c
+}}
+"#
+        );
+        let graph = ir::text::parse(&text).unwrap();
+        let twins = graph.ops().iter().filter(|op| op.pass == Pass::Recompute);
+        twins
+            .filter_map(|op| twin_problem(&graph, op))
+            .map(|(expected, actual)| format!("expected {expected}, found {actual}"))
+            .collect()
+    }
+
+    #[test]
+    fn twins_repeat_their_sources_or_are_found() {
+        let fine = "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0
+  %rc = binary {f: mul} %ra, %b : f32[] @ recompute.l.c Recompute microbatch layer 0";
+        assert_eq!(problems(fine), Vec::<String>::new());
+        for (wrong, expected) in [
+            (
+                "  %ra = unary {f: silu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0",
+                "expected Unary { f: Relu } of Some(LayerId(0)), as `l.a`, found Unary { f: Silu } of Some(LayerId(0)) in Microbatch",
+            ),
+            (
+                "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 1",
+                "expected Unary { f: Relu } of Some(LayerId(0)), as `l.a`, found Unary { f: Relu } of Some(LayerId(1)) in Microbatch",
+            ),
+            (
+                "  %rb = unary {f: silu} %x : f32[] @ recompute.l.b Recompute microbatch layer 0",
+                "expected `l.a` or its twin, found `x`",
+            ),
+            (
+                "  %rc = binary {f: mul} %b, %b : f32[] @ recompute.l.c Recompute microbatch layer 0",
+                "expected `l.a` or its twin, found `l.b`",
+            ),
+            (
+                "  %rd = unary {f: relu} %x : f32[] @ recompute.l.d Recompute microbatch layer 0",
+                "expected the twin of a forward op, found of none",
+            ),
+        ] {
+            assert_eq!(problems(wrong), [expected]);
+        }
+    }
+}

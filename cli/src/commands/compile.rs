@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// Runs the verb.
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(|e| {
-        Failure::new(Exit::Usage, e).help("pins are data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N, schedule=gpipe|1f1b, spec:TENSOR=[axes,...] with _ for a whole dim")
+        Failure::new(Exit::Usage, e).help("pins are data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N, schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...] with _ for a whole dim")
     })?;
     let model = model::load(&args.model)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
