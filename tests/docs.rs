@@ -286,7 +286,7 @@ fn problem(line: &str) -> Option<String> {
         c == "cpu"
             || c.contains('.')
             || c == c.to_uppercase()
-            || cost_model::presets::names().contains(&c)
+            || cost_model::presets::find(c).is_ok_and(|found| found.is_some())
     };
     missing.map(|m| format!("`{m}` is not there")).or_else(|| {
         cluster

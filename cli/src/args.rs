@@ -50,7 +50,7 @@ pub enum Verb {
     #[command(after_help = format!("Example:\n  meshwright schema plan > plan.schema.json\n\n{EXIT_CODES}"))]
     Schema(SchemaArgs),
     /// List the clusters that are built in.
-    #[command(after_help = format!("Example:\n  meshwright presets\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright presets\n  meshwright presets dgx-h100 > cluster.toml\n\n{EXIT_CODES}"))]
     Presets(PresetsArgs),
 }
 
@@ -59,8 +59,8 @@ pub enum Verb {
 pub struct CompileArgs {
     /// Hugging Face config.json or its folder, or a graph in Meshwright's text form.
     pub model: PathBuf,
-    /// A preset (see `meshwright presets`), or a cluster file (.toml, .json); `cpu` means
-    /// the cluster.toml that `calibrate` wrote here.
+    /// A preset or a composition of devices and links (see `meshwright presets`), or a cluster
+    /// file (.toml, .json); `cpu` means the cluster.toml that `calibrate` wrote here.
     #[arg(long)]
     pub cluster: String,
     /// Where to write the plan.
@@ -349,6 +349,8 @@ pub struct SchemaArgs {
 /// Arguments of `presets`.
 #[derive(Debug, Args)]
 pub struct PresetsArgs {
+    /// A preset or composition to print as a cluster file, to start one's own from.
+    pub name: Option<String>,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

@@ -76,10 +76,20 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
     if name.contains(['/', '.']) {
         return Ok(None);
     }
-    presets::find(name).map_err(|e| {
-        Failure::new(Exit::BadInput, e.to_string())
+    let failure = |message: String| {
+        Failure::new(Exit::BadInput, message)
             .help("meshwright presets lists the presets, devices and links")
-    })
+    };
+    let found = presets::find(name).map_err(|e| failure(e.to_string()))?;
+    let problems = found.as_ref().map(Cluster::problems).unwrap_or_default();
+    if problems.is_empty() {
+        Ok(found)
+    } else {
+        Err(failure(format!(
+            "cluster `{name}`: {}",
+            problems.join("; ")
+        )))
+    }
 }
 
 fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {

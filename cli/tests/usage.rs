@@ -122,6 +122,37 @@ fn misspelt_names_get_a_suggestion() {
 }
 
 #[test]
+fn clusters_are_printed_and_composed() {
+    let place = Place::new();
+    let compile = |cluster: &str, output: &str| {
+        let args = ["compile", "config.json", "--cluster", cluster, "-o", output];
+        place.run(&args).expect(0);
+        place.read(output)
+    };
+    let printed = place.run(&["presets", "dgx-b200"]).expect(0).out;
+    assert!(printed.contains("[sources]") && printed.contains("NVIDIA B200 SXM bf16"));
+    place.write("b200.toml", printed.as_bytes());
+    assert_eq!(
+        compile("dgx-b200", "a.json"),
+        compile("./b200.toml", "b.json"),
+        "the printed cluster is the preset"
+    );
+    compile("a100-sxm-40gb*4+nvlink3-mesh+efa-100*2", "c.json");
+    let refuses = |cluster: &str| {
+        let args = ["compile", "config.json", "--cluster", cluster];
+        place.refuses(&args, &[3])
+    };
+    refuses("a100+nvlink3+efa-100").says(&["no device `a100`", "a100-sxm-40gb"]);
+    refuses("gb200+nvlink3+efa").says(&["no link `efa`", "efa-400"]);
+    refuses("gb200*4000000000+nvlink5+roce-400").says(&["n_hosts x devices_per_host"]);
+    place
+        .refuses(&["presets", "abacus"], &[3])
+        .says(&["presets are"]);
+    let list = place.run(&["presets"]).expect(0).out;
+    assert!(list.contains("gb300-nvl72") && list.contains("Links: efa-100"));
+}
+
+#[test]
 fn constraints_that_nothing_meets_are_infeasible() {
     let place = Place::new();
     let compile = |more: &[&str]| {

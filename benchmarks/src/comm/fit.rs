@@ -19,8 +19,8 @@ pub struct Parameter {
     pub width: f64,
 }
 
-/// What a row's error weighs linearly from: 5%.
-const ROBUST: f64 = 0.05;
+/// What a row's error weighs linearly from: 2%.
+const ROBUST: f64 = 0.02;
 /// Weight of the prior of one parameter against the error of one row.
 const PRIOR_WEIGHT: f64 = 0.02;
 
@@ -47,8 +47,8 @@ pub fn parameters() -> Vec<Parameter> {
     for key in ["nvlink4", "nvlink5"] {
         all.push(p("in_switch_efficiency", key, (0.4, 0.9), 0.62, 0.1));
     }
-    all.push(p("network_step_s", "rdma", (1e-7, 4e-5), 1e-5, 1.0));
-    all.push(p("network_step_s", "efa", (1e-6, 8e-5), 2e-5, 1.0));
+    all.push(p("network_step_factor", "rdma", (1.0, 5.0), 1.5, 0.5));
+    all.push(p("network_step_factor", "efa", (1.0, 12.0), 4.0, 0.7));
     all
 }
 
@@ -58,7 +58,7 @@ pub(super) fn figure<'a>(fitted: &'a mut Fitted, p: &Parameter) -> Result<&'a mu
     let table = match table {
         "efficiency" => &mut fitted.efficiency,
         "in_switch_efficiency" => &mut fitted.in_switch_efficiency,
-        "network_step_s" => &mut fitted.network_step_s,
+        "network_step_factor" => &mut fitted.network_step_factor,
         _ => {
             return match key {
                 "collective_start_s" => Ok(&mut fitted.collective_start_s),
@@ -72,7 +72,7 @@ pub(super) fn figure<'a>(fitted: &'a mut Fitted, p: &Parameter) -> Result<&'a mu
         .ok_or_else(|| format!("clusters/links.toml has no fitted.{}.{key}", p.name.0))
 }
 
-/// What is minimised: the mean over cases of `sqrt(e^2 + 0.05^2) - 0.05`, `e` the logarithm of
+/// What is minimised: the mean over cases of `sqrt(e^2 + 0.02^2) - 0.02`, `e` the logarithm of
 /// predicted over measured, plus the priors.
 pub fn loss(catalogue: &Catalogue, fitted: &Fitted, cases: &[&Case]) -> Result<f64, String> {
     let predicted = predict(catalogue, fitted, cases)?;

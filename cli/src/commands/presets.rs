@@ -2,13 +2,16 @@
 
 use crate::args::PresetsArgs;
 use crate::cluster;
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::report;
 use cost_model::presets;
 use serde_json::json;
 
 /// Runs the verb.
 pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
+    if let Some(name) = &args.name {
+        return one(name, args.json);
+    }
     let clusters = presets::names()
         .into_iter()
         .map(|n| Ok((n, cluster::load(n, None, None)?)))
@@ -53,7 +56,24 @@ pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
         clusters.iter().map(row).collect(),
         6,
     ))?;
+    if let Ok(catalogue) = presets::catalogue() {
+        let list = |names: Vec<&str>| names.join(", ");
+        report::out(&format!("Devices: {}", list(catalogue.devices().collect())))?;
+        report::out(&format!("Links: {}", list(catalogue.links().collect())))?;
+    }
     report::out(
-        "Sources of the figures stand in the files in clusters/; --hosts changes the number of hosts.",
+        "A cluster may be composed: --cluster DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4.\n\
+         `meshwright presets NAME` prints one as a file with the source of every figure; --hosts changes the number of hosts.",
     )
+}
+
+/// One cluster as a file.
+fn one(name: &str, json: bool) -> Result<(), Failure> {
+    let cluster = cluster::load(name, None, None)?;
+    if json {
+        return report::print_json(&cluster);
+    }
+    let text = presets::print(&cluster)
+        .map_err(|e| Failure::new(Exit::Internal, format!("printing `{name}`: {e}")))?;
+    report::out(text.trim_end())
 }

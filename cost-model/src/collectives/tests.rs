@@ -317,3 +317,24 @@ fn a_broadcast_passes_all_bytes_once() {
     let one = mesh(0, &[1]);
     assert_eq!(Group::new(&c, &one, &[AxisId(0)]).broadcast_time(8).0, 0.0);
 }
+
+#[test]
+fn the_worked_example_of_the_documents() {
+    let c = crate::presets::load("dgx-a100-80gb", 2).unwrap();
+    let s = 2048 * 12288 * 2;
+    let (one, two) = (mesh(0, &[8]), mesh(0, &[2, 8]));
+    let ms = |m: &LogicalMesh, axes: &[u32], kind, bytes| 1e3 * time(&c, m, axes, kind, bytes);
+    let near = |found: f64, written: f64| {
+        assert!((found - written).abs() < 6e-4, "{found}, written {written}");
+    };
+    near(ms(&one, &[0], CollectiveKind::AllGather, s), 0.265);
+    near(ms(&one, &[0], SUM, s), 0.486);
+    near(ms(&one, &[0], CollectiveKind::AllToAll, s), 0.282);
+    near(ms(&two, &[0, 1], SCATTER, s), 0.359);
+    near(ms(&two, &[0, 1], SUM, s), 0.620);
+    near(ms(&two, &[0, 1], CollectiveKind::AllToAll, s), 1.628);
+    near(ms(&one, &[0], SUM, 4096), 0.045);
+    near(ms(&two, &[0], SUM, s), 2.287);
+    near(1e3 * send_time(&c, 0, 1, s).0, 0.248);
+    near(1e3 * send_time(&c, 0, 8, s).0, 2.275);
+}

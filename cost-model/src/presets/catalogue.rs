@@ -64,8 +64,8 @@ pub struct Fitted {
     pub efficiency: BTreeMap<String, f64>,
     /// Share of the port that operands reach which the switch adds up.
     pub in_switch_efficiency: BTreeMap<String, f64>,
-    /// A step over a network on top of NCCL's, seconds.
-    pub network_step_s: BTreeMap<String, f64>,
+    /// Steps over a network, times NCCL's.
+    pub network_step_factor: BTreeMap<String, f64>,
     /// Share of the port that a large all-to-all reaches.
     pub all_to_all_efficiency: Sourced,
 }
@@ -293,7 +293,7 @@ impl Catalogue {
             .get(&l.protocols)
             .ok_or_else(|| missing("protocols", &l.protocols))?;
         let network = match &l.network_step {
-            Some(kind) => Some(figure(&f.network_step_s, "network step", kind)?),
+            Some(kind) => Some(figure(&f.network_step_factor, "network step", kind)?),
             None => None,
         };
         let in_switch = match &l.in_switch {
@@ -358,15 +358,15 @@ impl Catalogue {
 /// A library's protocol with what was fitted on top.
 fn fitted(f: &Fitted, link: &Link, network: Option<f64>, way: &Protocol) -> Protocol {
     let factor = match network {
+        Some(factor) => factor,
         None if way.name == "Simple" => f.simple_step_factor,
-        _ => 1.0,
+        None => 1.0,
     };
-    let step = |s: f64| s * factor + network.unwrap_or(0.0);
     Protocol {
         name: way.name.clone(),
         start_s: way.start_s + f.collective_start_s,
-        ring_step_s: step(way.ring_step_s),
-        tree_step_s: step(way.tree_step_s),
+        ring_step_s: way.ring_step_s * factor,
+        tree_step_s: way.tree_step_s * factor,
         max_bandwidth_bytes_per_s: link.ll_max_bytes_per_s.filter(|_| way.name == "LL"),
         ring_share: way.ring_share,
         tree_share: way.tree_share,

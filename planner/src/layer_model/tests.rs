@@ -451,13 +451,27 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
     };
     let t = b * seq;
     let x = t * h;
-    // A ring of 8: 2 x 7 steps of 2.5 us; a tree of 3 levels: 2 x 3 steps.
+    // A ring of 8: 2 x 7 steps; a tree: a chain of 8 up and down. The link's protocols differ in
+    // start, steps, and what they leave of its bandwidth; the fastest way counts.
     let size = 2.0 * x;
-    let link = 300e9 * 0.78 * size / (size + 4194304.0);
-    let all_reduce = f64::min(
-        14.0 * 2.5e-6 + 2.0 * 7.0 / 8.0 * size / link,
-        6.0 * 2.5e-6 + 2.0 * size / link,
-    );
+    let link = &s.cluster.levels[0];
+    let bandwidth_of = |share: f64, p: &ir::cluster::Protocol| {
+        let largest = p.max_bandwidth_bytes_per_s.unwrap_or(f64::INFINITY);
+        (300e9 * link.efficiency * share).min(largest)
+    };
+    let all_reduce = link
+        .protocols
+        .iter()
+        .flat_map(|p| {
+            [
+                p.start_s
+                    + 14.0 * p.ring_step_s
+                    + 2.0 * 7.0 / 8.0 * size / bandwidth_of(p.ring_share, p),
+                p.start_s + 14.0 * p.tree_step_s + 2.0 * size / bandwidth_of(p.tree_share, p),
+            ]
+        })
+        .reduce(f64::min)
+        .expect("the link has protocols");
     let norm = kernel(8.0 * x, 2.0 * x + 2.0 * h, 2.0 * t);
     let bias_whole = kernel(x, 2.0 * x + h, 0.0);
     let residual = kernel(x, 3.0 * x, 0.0);
