@@ -488,6 +488,7 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
         "json-schema.org",
         "rustup.rs",
         "www.apache.org",
+        "www.w3.org",
         "arxiv.org",
         "nexte.st",
     ];
