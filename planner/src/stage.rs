@@ -75,7 +75,8 @@ impl Sequences {
                     all.steps.len() - 1
                 }));
             }
-            all.ranges.extend(at.map(|sequence| ((start, end), sequence)));
+            all.ranges
+                .extend(at.map(|sequence| ((start, end), sequence)));
             start = end;
         }
         all

@@ -69,11 +69,6 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         }
     };
     let recompute = match row.text("recompute") {
-        Some(text) if text.starts_with("full, block") => {
-            return Err(Unmodelled::Feature(
-                "recomputation of some layers only".into(),
-            ));
-        }
         Some(text) => ["none", "selective", "full"]
             .into_iter()
             .find(|kind| text.starts_with(kind))

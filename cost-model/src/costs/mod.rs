@@ -14,7 +14,9 @@ use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
-use ir::program::{CollectiveItem, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
+use ir::program::{
+    CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind,
+};
 use ir::sharding::ReduceKind;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
 use std::collections::HashMap;
@@ -37,9 +39,13 @@ pub struct InstrCost {
     pub seconds: f64,
     /// What it counts as.
     pub class: CostClass,
-    /// Whether kernels after it wait for it although its stream is another.
-    pub blocks: bool,
+    /// The queue that it stands in, below [`QUEUES`].
+    pub queue: usize,
 }
+
+/// First-in-first-out queues of a device: kernels, collectives, transfers, and collectives over
+/// the second axis where the software has a queue for every axis.
+pub const QUEUES: usize = 4;
 
 /// Costs of a whole program.
 #[derive(Clone, Debug)]
@@ -286,23 +292,35 @@ impl RoleCosts<'_> {
         InstrCost {
             seconds,
             class,
-            blocks: self.blocks(instruction),
+            queue: self.queue(instruction),
         }
     }
 
-    /// Whether the software makes kernels wait for this collective.
-    fn blocks(&self, instruction: &Instruction) -> bool {
-        let InstrKind::Collective { axes, .. } = &instruction.kind else {
-            return false;
+    /// The queue of an instruction: its stream's, unless the software says otherwise. Collectives
+    /// that kernels wait for stand in the kernels' queue; frameworks have a communicator and a
+    /// queue for every axis.
+    fn queue(&self, instruction: &Instruction) -> usize {
+        let own = match instruction.stream {
+            Stream::Compute => 0,
+            Stream::Collective => 1,
+            Stream::Transfer => 2,
         };
-        let Some(software) = &self.cluster.software else {
-            return false;
+        let (InstrKind::Collective { axes, .. }, Some(software)) =
+            (&instruction.kind, &self.cluster.software)
+        else {
+            return own;
         };
-        let blocking = |axis: &AxisId| {
+        let blocks = |axis: &AxisId| {
             let name = self.role.mesh.name(*axis);
             software.blocking_axes.iter().any(|b| b == name)
         };
-        axes.iter().any(blocking)
+        if axes.iter().any(blocks) {
+            0
+        } else if axes.first().is_some_and(|a| a.index() > 0) {
+            3
+        } else {
+            own
+        }
     }
 
     /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients.

@@ -6,10 +6,8 @@
 //! path from it)`, with paths that are the same for every microbatch: played once, then a few
 //! additions per slot. Times are integer picoseconds, so this is exact, not close.
 
-use crate::costs::InstrCost;
-use ir::program::{
-    BufferClass, InstrKind, Instruction, RoleProgram, Stream, Template, TemplateKind,
-};
+use crate::costs::{InstrCost, QUEUES};
+use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, Template, TemplateKind};
 use std::collections::BTreeMap;
 
 /// Picoseconds: a step of 200 days still fits. Sums saturate there, as figures of a cluster may
@@ -122,17 +120,6 @@ pub(super) struct Output {
     pub touch: Vec<Option<Pico>>,
 }
 
-/// The queue that an instruction stands in: its stream's, or that of the kernels where these
-/// wait for it.
-pub(super) fn queue(stream: Stream, blocks: bool) -> usize {
-    match stream {
-        Stream::Compute => 0,
-        Stream::Collective if blocks => 0,
-        Stream::Collective => 1,
-        Stream::Transfer => 2,
-    }
-}
-
 impl Folded {
     /// Folds a template whose instructions take `durations`.
     pub(super) fn new(
@@ -147,10 +134,10 @@ impl Folded {
             .map(|i| touches(i, exchanged))
             .collect();
         let mut inputs: Vec<(Option<usize>, Vec<Touch>)> = vec![(None, Vec::new())];
-        let mut waited: [Vec<Touch>; 3] = Default::default();
+        let mut waited: [Vec<Touch>; QUEUES] = Default::default();
         for (i, instruction) in template.instructions.iter().enumerate() {
             // What the stream has waited for it need not wait for again.
-            let seen = &mut waited[queue(instruction.stream, costs[i].blocks)];
+            let seen = &mut waited[costs[i].queue];
             let new: Vec<Touch> = touched[i]
                 .iter()
                 .copied()
@@ -219,10 +206,10 @@ fn longest_paths(
     costs: &[InstrCost],
 ) -> Vec<Option<Pico>> {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
-    let mut stream_ends = [None; 3];
+    let mut stream_ends = [None; QUEUES];
     for (i, instruction) in template.instructions.iter().enumerate() {
         let own = from.is_none_or(|f| f == i).then_some(0);
-        let stream = &mut stream_ends[queue(instruction.stream, costs[i].blocks)];
+        let stream = &mut stream_ends[costs[i].queue];
         let start = instruction
             .deps
             .iter()

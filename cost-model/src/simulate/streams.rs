@@ -6,10 +6,10 @@
 //! partner has not published yet, or a world sum that not all roles have reached. When no role
 //! can go on, the program deadlocks.
 
-use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, queue, seconds, touches};
+use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, touches};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, Waits, together};
+use crate::costs::{Costs, QUEUES, Waits, together};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
 use ir::{BufferId, TransferId};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ struct Instance {
 /// A template that is being played instruction by instruction.
 struct Partial {
     ends: Vec<Pico>,
-    stream_ends: [Pico; 3],
+    stream_ends: [Pico; QUEUES],
     /// The world sum that has been reached and not passed.
     reached: Option<(usize, Pico)>,
     /// Ends of the instructions that began before the template did.
@@ -106,8 +106,8 @@ struct Player<'a> {
     role: &'a RoleProgram,
     index: usize,
     durations: Vec<Vec<Pico>>,
-    /// By template and instruction: whether kernels wait for it.
-    blocks: Vec<Vec<bool>>,
+    /// By template and instruction: the queue that it stands in.
+    queues: Vec<Vec<usize>>,
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     exchanged: Exchanged,
@@ -158,9 +158,9 @@ impl<'a> Player<'a> {
             role,
             index,
             durations,
-            blocks: costs.instructions[index]
+            queues: costs.instructions[index]
                 .iter()
-                .map(|t| t.iter().map(|c| c.blocks).collect())
+                .map(|t| t.iter().map(|c| c.queue).collect())
                 .collect(),
             folded,
             parts: parts(program, costs, role),
@@ -308,7 +308,7 @@ impl<'a> Player<'a> {
         let begin = self.now;
         let mut partial = self.partial.take().unwrap_or_else(|| Partial {
             ends: Vec::new(),
-            stream_ends: [begin; 3],
+            stream_ends: [begin; QUEUES],
             reached: None,
             early: self.early_ends(t),
         });
@@ -317,7 +317,7 @@ impl<'a> Player<'a> {
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
             let touched = touches(instruction, &self.exchanged);
-            let stream = queue(instruction.stream, self.blocks[t][i]);
+            let stream = self.queues[t][i];
             let Some(outside) = self.ready(&touched, microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;

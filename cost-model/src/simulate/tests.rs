@@ -277,7 +277,7 @@ fn what_shared_processors_cost_is_waited_for_in_collectives() {
     let cost = |class, seconds| InstrCost {
         class,
         seconds,
-        blocks: false,
+        queue: 0,
     };
     let costs = [
         cost(CostClass::Compute, 3.0),
