@@ -241,8 +241,10 @@ impl<'a> Player<'a> {
                 self.now = self.now.max(self.resolve(last, shared)?);
             }
             let start = self.now;
-            let is_last_backward = self.last_backward == Some(self.next);
-            if self.unfold || is_last_backward || self.folded[t].has_world_sum {
+            let reduces_early = self.last_backward.is_some_and(|last| {
+                last == self.next || self.role.templates[t].kind == TemplateKind::StepEnd
+            });
+            if self.unfold || reduces_early || self.folded[t].has_world_sum {
                 self.play_instructions(t, slot.microbatch, shared)?;
             } else {
                 self.play_folded(t, slot.microbatch, shared)?;
