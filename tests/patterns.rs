@@ -583,6 +583,25 @@ fn a_zero_pin_without_a_data_axis_does_nothing() {
     }
 }
 
+#[test]
+fn a_pinned_split_gives_every_stage_its_layers() {
+    // Six layers: the embedding, four blocks, the output layer.
+    let forward = gpt2(4, 512, 256, 4096);
+    let made = |pins: &[&str]| planned(&forward, &train(16, 256), &cluster(8), pins);
+    let plan = made(&["pipeline=2", "split=2/4"])
+        .expect("there is a plan")
+        .plan;
+    let layers = |stage: &ir::plan::StagePlan| stage.runs.iter().map(|run| run.count).sum();
+    let counts: Vec<u32> = plan.stages.iter().map(layers).collect();
+    assert_eq!(counts, [2, 4]);
+    assert!(plan.pins.contains(&"split=2/4".to_string()));
+    let error = made(&["pipeline=2", "split=3/4"]).expect_err("seven layers of six");
+    assert_eq!(
+        error.to_string(),
+        "pinned split has 7 layers; the model has 6, embedding and output layer included"
+    );
+}
+
 /// File that [`prints_a_plan`] writes to.
 const OUT: &str = "MESHWRIGHT_TEST_PLAN";
 

@@ -17,6 +17,7 @@ fn every_verb_has_examples_and_exit_codes_in_its_help() {
         "run",
         "compare",
         "calibrate",
+        "predict",
         "solve",
         "schema",
         "presets",

@@ -28,8 +28,10 @@ pub struct Software {
     /// activations: operands are cast before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub matmul_dtype: Option<DType>,
-    /// Whether kernels wait for collectives that were issued before them.
-    pub blocking_collectives: bool,
+    /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
+    /// collectives over other axes run beside kernels.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocking_axes: Vec<String>,
     /// Whether a rank waits for its transfers before it goes on.
     pub blocking_transfers: bool,
     /// Whether the reduction of a gradient begins when the last microbatch has made it, not

@@ -50,6 +50,11 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     let (name, generation) = facts.generation(row)?;
     let mut software = generation.software(name);
     software.matmul_dtype = matmul_dtype(row)?;
+    // The column does not have it: torchtitan's notes say which runs overlap them.
+    let notes = row.text("notes").unwrap_or("").to_lowercase();
+    if notes.contains("async tp") || notes.contains("asynctp") {
+        software.blocking_axes.clear();
+    }
     if let Some(dtype) = software.matmul_dtype
         && !cluster.device.peak_flops_per_s.contains_key(&dtype)
     {

@@ -102,8 +102,12 @@ pub struct Generation {
     pub elementwise_traffic: f64,
     /// Bytes that the loss moves for each logit.
     pub loss_bytes_per_logit: f64,
-    /// Whether kernels wait for collectives.
-    pub blocking_collectives: bool,
+    /// Axes whose collectives kernels wait for.
+    pub blocking_axes: Vec<String>,
+    /// Ops of a layer that are recomputed where the column says `selective`, beside those that
+    /// cost next to nothing.
+    #[serde(default)]
+    pub selective: Vec<String>,
     /// Whether ranks wait for their transfers.
     pub blocking_transfers: bool,
     /// Whether gradients are reduced as soon as they are made.
@@ -124,7 +128,7 @@ impl Generation {
             elementwise_traffic: self.elementwise_traffic,
             loss_bytes_per_logit: self.loss_bytes_per_logit,
             matmul_dtype: None,
-            blocking_collectives: self.blocking_collectives,
+            blocking_axes: self.blocking_axes.clone(),
             blocking_transfers: self.blocking_transfers,
             overlapped_gradients: self.overlapped_gradients,
             gradient_dtype: Some(self.gradient_dtype),
@@ -182,6 +186,47 @@ impl Facts {
             frameworks: software.framework,
             generations: software.generation,
         })
+    }
+
+    /// Terms of the model of execution that [`Facts::without`] can leave out.
+    pub const TERMS: [&str; 8] = [
+        "tiles and waves",
+        "sustained clocks",
+        "unfused or slower attention",
+        "elementwise traffic",
+        "loss traffic",
+        "host",
+        "blocking collectives and transfers",
+        "early reduction of gradients",
+    ];
+
+    /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
+    /// lose without it.
+    pub fn without(mut self, term: &str) -> Facts {
+        for device in &mut self.devices {
+            match term {
+                "tiles and waves" => device.multiprocessors = 0,
+                "sustained clocks" => device.sustained_share = 1.0,
+                _ => {}
+            }
+        }
+        for g in self.generations.values_mut() {
+            match term {
+                "unfused or slower attention" => {
+                    g.attention = AttentionKernel::Fused { rate: 1.0 };
+                }
+                "elementwise traffic" => g.elementwise_traffic = 1.0,
+                "loss traffic" => g.loss_bytes_per_logit = 0.0,
+                "host" => g.host_s_per_kernel = 0.0,
+                "blocking collectives and transfers" => {
+                    g.blocking_axes.clear();
+                    g.blocking_transfers = false;
+                }
+                "early reduction of gradients" => g.overlapped_gradients = false,
+                _ => {}
+            }
+        }
+        self
     }
 
     /// The device of a row.

@@ -199,3 +199,41 @@ pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A small model on two GPUs of one host, and rows that cannot be modelled.
+    const ROWS: &str = "row_id,gpu,gpus_total,gpus_per_node,interconnect,framework,layers,hidden,heads,ffn_hidden,vocab,seq_len,global_batch,micro_batch,tp,pp,dp,cp,zero_stage,recompute,precision,mlp_type
+R1,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16,gelu
+R2,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16,gelu
+R3,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,none,fp16,gelu
+R4,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,1,1,1,2,0,none,fp16,gelu
+R5,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,,4096,51200,1024,8,2,2,1,1,1,0,none,fp16,gelu
+";
+
+    #[test]
+    fn rows_go_through_the_planner_and_say_what_is_missing() {
+        let rows = crate::row::rows(&csv::parse(ROWS).unwrap());
+        let outcomes = predict(&rows, &Facts::built_in());
+        let time = |i: usize| outcomes[i].as_ref().unwrap().step_time_s;
+        assert_eq!(time(0), time(1));
+        // Recomputation makes the forward pass again, which is a third of forward and backward.
+        assert!(time(0) > 1.1 * time(2) && time(0) < 1.34 * time(2));
+        let p = outcomes[0].as_ref().unwrap();
+        assert!(p.breakdown.tensor_s > 0.0 && p.breakdown.expert_s == 0.0);
+        // 16 bytes a parameter, of 80 million on two ranks, at least.
+        assert!(p.peak_memory_bytes > 600_000_000 && p.mfu > 0.05 && p.mfu < 0.8);
+        let reason = |i: usize| outcomes[i].as_ref().unwrap_err().to_string();
+        assert_eq!(reason(3), "not supported: context parallelism");
+        assert_eq!(reason(4), "`heads` is not stated");
+        let text = output(&rows, &outcomes);
+        let table = csv::parse(&text).unwrap();
+        assert_eq!(table.header, OUTPUT_COLUMNS);
+        assert_eq!(
+            (table.records.len(), table.records[4][0].as_str()),
+            (5, "R5")
+        );
+    }
+}

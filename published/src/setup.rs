@@ -1,7 +1,7 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
 use crate::Unmodelled;
-use crate::facts::{Facts, Split};
+use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
 use ir::software::AttentionKernel;
 use ir::{Precision, TrainSpec};
@@ -69,11 +69,6 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         }
     };
     let recompute = match row.text("recompute") {
-        Some(text) if text.starts_with("full, block") => {
-            return Err(Unmodelled::Feature(
-                "recomputation of some layers only".into(),
-            ));
-        }
         Some(text) => ["none", "selective", "full"]
             .into_iter()
             .find(|kind| text.starts_with(kind))
@@ -95,13 +90,7 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         format!("microbatch={}", per_replica * data),
         "schedule=1f1b".to_string(),
     ];
-    let is_unfused = matches!(generation.attention, AttentionKernel::Unfused { .. });
-    match recompute {
-        "none" => {}
-        // Korthikanti et al. 2022: the scores, which fused attention does not keep.
-        "selective" if is_unfused => pins.push("recompute:h.*.attn.attend=yes".to_string()),
-        _ => pins.push(format!("recompute={recompute}")),
-    }
+    pins.extend(recompute_pins(row, recompute, generation)?);
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));
     }
@@ -113,6 +102,40 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         pins.extend(residual_pins(row));
     }
     Ok((pins, assumed))
+}
+
+/// Pins of what is recomputed: `none`, `full` (of the first layers only where the cell says
+/// `full, block N`), or `selective` with what the framework's generation means by it.
+fn recompute_pins(
+    row: &Row,
+    recompute: &str,
+    generation: &Generation,
+) -> Result<Vec<String>, Unmodelled> {
+    let text = row.text("recompute").unwrap_or("");
+    if let Some(rest) = text.strip_prefix("full, block ") {
+        let number = rest.split(' ').next().unwrap_or("");
+        let n: u64 = number.parse().map_err(|_| RowError::Malformed {
+            column: "recompute".into(),
+            value: text.into(),
+            expected: "full, block N layers",
+        })?;
+        return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
+    }
+    Ok(match recompute {
+        "none" => Vec::new(),
+        "selective" => {
+            let ops = generation.selective.iter();
+            let pins = ops.map(|op| format!("recompute:h.*.{op}=yes"));
+            // Unfused attention keeps norms and activations: only the scores are made again.
+            match generation.attention {
+                AttentionKernel::Unfused { .. } => pins.collect(),
+                AttentionKernel::Fused { .. } => std::iter::once("recompute=selective".to_string())
+                    .chain(pins)
+                    .collect(),
+            }
+        }
+        _ => vec![format!("recompute={recompute}")],
+    })
 }
 
 /// How many layers every stage has, embedding and output layer included.
@@ -158,4 +181,75 @@ fn residual_pins(row: &Row) -> Vec<String> {
         .iter()
         .map(|v| format!("spec:{v}=[data,{sequence},_]"))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = "gpu,gpus_total,framework,source,layers,tp,pp,vpp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type,precision,global_batch,seq_len";
+
+    fn row(cells: &str) -> Row {
+        let table = crate::csv::parse(&format!("{HEADER}\n{cells}\n")).unwrap();
+        crate::row::rows(&table).remove(0)
+    }
+
+    fn pins_of(cells: &str) -> Result<String, Unmodelled> {
+        pins(&row(cells), &Facts::built_in())
+            .map(|(pins, assumed)| format!("{} | {}", pins.join(" "), assumed.join(" ")))
+    }
+
+    #[test]
+    fn a_row_becomes_the_pins_of_its_plan() {
+        let text = pins_of("A100,128,Megatron-LM,,36,4,1,1,32,16,no,0,full,gelu,fp16,512,2048");
+        assert_eq!(
+            text.unwrap(),
+            "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
+             spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
+             spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] | "
+        );
+        // Selective recomputation where attention is unfused: the scores.
+        let text = pins_of("A100,8,Megatron-LM,,24,1,8,1,1,1,no,0,selective,gelu,fp16,64,2048");
+        assert_eq!(
+            text.unwrap(),
+            "data=1 tensor=1 pipeline=8 zero=0 microbatch=1 schedule=1f1b \
+             recompute:h.*.attn.attend=yes split=4/3/3/3/3/3/3/4 | "
+        );
+    }
+
+    #[test]
+    fn what_is_not_stated_is_assumed_and_listed() {
+        let text = pins_of("A100,2,Megatron-DeepSpeed,vTrain,20,1,2,1,1,,no,,,gelu,fp16,4,1024");
+        assert_eq!(
+            text.unwrap(),
+            "data=1 tensor=1 pipeline=2 zero=0 microbatch=1 schedule=1f1b recompute=full \
+             split=11/11 | micro_batch=1 zero=0 recompute=full"
+        );
+    }
+
+    #[test]
+    fn what_is_not_supported_is_said() {
+        let error = pins_of("A100,8,Unheard-of,,24,1,1,1,8,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "not supported: the framework `Unheard-of`"
+        );
+        let error = pins_of("A100,8,Megatron-LM,,24,2,1,1,8,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "not supported: dp 8 x tp 2 x pp 1 on 8 GPUs"
+        );
+    }
+
+    #[test]
+    fn stages_divide_layers_as_the_framework_does() {
+        let split = |how, layers, stages| split_pin(how, layers, stages).unwrap();
+        assert_eq!(split(Split::Layers, 8, 4), "split=3/2/2/3");
+        assert_eq!(
+            split(Split::Balanced, 106, 12),
+            format!("split=9{}", "/9".repeat(11))
+        );
+        assert_eq!(split(Split::Layers, 7, 2), "split=5/4");
+        assert!(split_pin(Split::Balanced, 2, 5).is_err());
+    }
 }

@@ -31,7 +31,10 @@ fn main() -> Result<(), String> {
     let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);
-    let report = report::text(&rows, &outcomes, &scored, seconds);
+    let mut report = report::text(&rows, &outcomes, &scored, seconds);
+    if std::env::args().any(|a| a == "--ablate") {
+        report += &ablation(&facts, &scored);
+    }
     println!("{report}");
     if std::env::args().any(|a| a == "--errors") {
         print!("{}", report::errors(&scored));
@@ -60,6 +63,21 @@ fn facts() -> Result<Facts, String> {
         &read("interconnects.toml")?,
         &read("frameworks.toml")?,
     )
+}
+
+/// Errors without each term of the model of execution, in-sample and without fitting again.
+fn ablation(facts: &Facts, full: &[score::Scored<'_>]) -> String {
+    let kept: Vec<row::Row> = full
+        .iter()
+        .filter(|s| s.tier == 'A' && !s.is_diagnostic())
+        .map(|s| s.row.clone())
+        .collect();
+    let columns = Facts::TERMS.iter().map(|term| {
+        let outcomes = predict(&kept, &facts.clone().without(term));
+        (*term, score::strata(&score::scored(&kept, &outcomes)))
+    });
+    let whole = score::scored(&kept, &predict(&kept, facts));
+    report::ablation(&score::strata(&whole), &columns.collect::<Vec<_>>())
 }
 
 fn rows_file() -> Option<PathBuf> {

@@ -66,6 +66,36 @@ pub fn errors(scored: &[Scored<'_>]) -> String {
     out
 }
 
+/// What every term is worth: MAPE by stratum with all terms and without each.
+pub fn ablation(full: &[Stratum], without: &[(&str, Vec<Stratum>)]) -> String {
+    let mut out = String::from("\n## What each term is worth\n\n");
+    push(&mut out, "Step time MAPE over tier A with all terms, and without one at a time, the other figures unchanged.\n".into());
+    let names: Vec<&str> = without.iter().map(|w| w.0).collect();
+    push(
+        &mut out,
+        format!("| stratum | all | {} |", names.join(" | ")),
+    );
+    push(
+        &mut out,
+        format!("|---|---:{}|", "|---:".repeat(names.len())),
+    );
+    for s in full.iter().filter(|s| s.counts()) {
+        let others = without
+            .iter()
+            .map(|(_, strata)| percent(strata.iter().find(|o| o.name == s.name).map(|o| o.mape)));
+        let cells: Vec<String> = std::iter::once(percent(Some(s.mape)))
+            .chain(others)
+            .collect();
+        push(&mut out, format!("| {} | {} |", s.name, cells.join(" | ")));
+    }
+    let mean = |strata: &[Stratum]| percent(over_strata(strata, |s| Some(s.mape)));
+    let means: Vec<String> = std::iter::once(mean(full))
+        .chain(without.iter().map(|w| mean(&w.1)))
+        .collect();
+    push(&mut out, format!("| **mean** | {} |", means.join(" | ")));
+    out
+}
+
 fn table(out: &mut String, strata: &[Stratum]) {
     push(out, "| stratum | rows | step time MAPE | median error | no skill | noise | memory MAPE (rows) |".into());
     push(out, "|---|---:|---:|---:|---:|---:|---:|".into());

@@ -14,7 +14,9 @@ use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
-use ir::program::{CollectiveItem, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
+use ir::program::{
+    CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind,
+};
 use ir::sharding::ReduceKind;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
 use std::collections::HashMap;
@@ -37,7 +39,13 @@ pub struct InstrCost {
     pub seconds: f64,
     /// What it counts as.
     pub class: CostClass,
+    /// The queue that it stands in, below [`QUEUES`].
+    pub queue: usize,
 }
+
+/// First-in-first-out queues of a device: kernels, collectives, transfers, and collectives over
+/// the second axis where the software has a queue for every axis.
+pub const QUEUES: usize = 4;
 
 /// Costs of a whole program.
 #[derive(Clone, Debug)]
@@ -53,8 +61,6 @@ pub struct Costs {
 /// What the software adds to the program's own waits, or leaves out; by default nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Kernels wait for the collectives before them, as if both had one stream.
-    pub for_collectives: bool,
     /// A rank waits for its transfers before its next template.
     pub for_transfers: bool,
     /// Collectives of the end of the step that need nothing of it but what the last backward
@@ -68,7 +74,6 @@ impl Waits {
             .software
             .as_ref()
             .map_or(Waits::default(), |s| Waits {
-                for_collectives: s.blocking_collectives,
                 for_transfers: s.blocking_transfers,
                 early_gradients: s.overlapped_gradients,
             })
@@ -284,7 +289,38 @@ impl RoleCosts<'_> {
                 (out.max(into), CostClass::Transfer)
             }
         };
-        InstrCost { seconds, class }
+        InstrCost {
+            seconds,
+            class,
+            queue: self.queue(instruction),
+        }
+    }
+
+    /// The queue of an instruction: its stream's, unless the software says otherwise. Collectives
+    /// that kernels wait for stand in the kernels' queue; frameworks have a communicator and a
+    /// queue for every axis.
+    fn queue(&self, instruction: &Instruction) -> usize {
+        let own = match instruction.stream {
+            Stream::Compute => 0,
+            Stream::Collective => 1,
+            Stream::Transfer => 2,
+        };
+        let (InstrKind::Collective { axes, .. }, Some(software)) =
+            (&instruction.kind, &self.cluster.software)
+        else {
+            return own;
+        };
+        let blocks = |axis: &AxisId| {
+            let name = self.role.mesh.name(*axis);
+            software.blocking_axes.iter().any(|b| b == name)
+        };
+        if axes.iter().any(blocks) {
+            0
+        } else if axes.first().is_some_and(|a| a.index() > 0) {
+            3
+        } else {
+            own
+        }
     }
 
     /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients.

@@ -6,10 +6,8 @@
 //! path from it)`, with paths that are the same for every microbatch: played once, then a few
 //! additions per slot. Times are integer picoseconds, so this is exact, not close.
 
-use crate::costs::Waits;
-use ir::program::{
-    BufferClass, InstrKind, Instruction, RoleProgram, Stream, Template, TemplateKind,
-};
+use crate::costs::{InstrCost, QUEUES};
+use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, Template, TemplateKind};
 use std::collections::BTreeMap;
 
 /// Picoseconds: a step of 200 days still fits. Sums saturate there, as figures of a cluster may
@@ -122,24 +120,13 @@ pub(super) struct Output {
     pub touch: Vec<Option<Pico>>,
 }
 
-/// The queue that an instruction stands in: its stream's, or that of the kernels where these
-/// wait for collectives.
-pub(super) fn queue(stream: Stream, waits: Waits) -> usize {
-    match stream {
-        Stream::Compute => 0,
-        Stream::Collective if waits.for_collectives => 0,
-        Stream::Collective => 1,
-        Stream::Transfer => 2,
-    }
-}
-
 impl Folded {
     /// Folds a template whose instructions take `durations`.
     pub(super) fn new(
         template: &Template,
         durations: &[Pico],
         exchanged: &Exchanged,
-        waits: Waits,
+        costs: &[InstrCost],
     ) -> Self {
         let touched: Vec<Vec<Touch>> = template
             .instructions
@@ -147,10 +134,10 @@ impl Folded {
             .map(|i| touches(i, exchanged))
             .collect();
         let mut inputs: Vec<(Option<usize>, Vec<Touch>)> = vec![(None, Vec::new())];
-        let mut waited: [Vec<Touch>; 3] = Default::default();
+        let mut waited: [Vec<Touch>; QUEUES] = Default::default();
         for (i, instruction) in template.instructions.iter().enumerate() {
             // What the stream has waited for it need not wait for again.
-            let seen = &mut waited[queue(instruction.stream, waits)];
+            let seen = &mut waited[costs[i].queue];
             let new: Vec<Touch> = touched[i]
                 .iter()
                 .copied()
@@ -164,7 +151,7 @@ impl Folded {
         let mut outputs: BTreeMap<Copies, Output> = BTreeMap::new();
         let mut end = Vec::with_capacity(inputs.len());
         for (k, (at, _)) in inputs.iter().enumerate() {
-            let ends = longest_paths(template, durations, *at, waits);
+            let ends = longest_paths(template, durations, *at, costs);
             end.push(ends.iter().copied().max().flatten());
             for (e, touch) in ends
                 .iter()
@@ -216,13 +203,13 @@ fn longest_paths(
     template: &Template,
     durations: &[Pico],
     from: Option<usize>,
-    waits: Waits,
+    costs: &[InstrCost],
 ) -> Vec<Option<Pico>> {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
-    let mut stream_ends = [None; 3];
+    let mut stream_ends = [None; QUEUES];
     for (i, instruction) in template.instructions.iter().enumerate() {
         let own = from.is_none_or(|f| f == i).then_some(0);
-        let stream = &mut stream_ends[queue(instruction.stream, waits)];
+        let stream = &mut stream_ends[costs[i].queue];
         let start = instruction
             .deps
             .iter()

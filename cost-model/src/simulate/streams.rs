@@ -6,10 +6,10 @@
 //! partner has not published yet, or a world sum that not all roles have reached. When no role
 //! can go on, the program deadlocks.
 
-use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, queue, seconds, touches};
+use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, touches};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, Waits, together};
+use crate::costs::{Costs, QUEUES, Waits, together};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
 use ir::{BufferId, TransferId};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ struct Instance {
 /// A template that is being played instruction by instruction.
 struct Partial {
     ends: Vec<Pico>,
-    stream_ends: [Pico; 3],
+    stream_ends: [Pico; QUEUES],
     /// The world sum that has been reached and not passed.
     reached: Option<(usize, Pico)>,
     /// Ends of the instructions that began before the template did.
@@ -106,6 +106,8 @@ struct Player<'a> {
     role: &'a RoleProgram,
     index: usize,
     durations: Vec<Vec<Pico>>,
+    /// By template and instruction: the queue that it stands in.
+    queues: Vec<Vec<usize>>,
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     exchanged: Exchanged,
@@ -147,7 +149,8 @@ impl<'a> Player<'a> {
             role.templates
                 .iter()
                 .zip(&durations)
-                .map(|(t, d)| Folded::new(t, d, &exchanged, costs.waits))
+                .zip(&costs.instructions[index])
+                .map(|((t, d), c)| Folded::new(t, d, &exchanged, c))
                 .collect(),
         );
         let n = role.templates.len();
@@ -155,6 +158,10 @@ impl<'a> Player<'a> {
             role,
             index,
             durations,
+            queues: costs.instructions[index]
+                .iter()
+                .map(|t| t.iter().map(|c| c.queue).collect())
+                .collect(),
             folded,
             parts: parts(program, costs, role),
             unfold,
@@ -234,8 +241,10 @@ impl<'a> Player<'a> {
                 self.now = self.now.max(self.resolve(last, shared)?);
             }
             let start = self.now;
-            let is_last_backward = self.last_backward == Some(self.next);
-            if self.unfold || is_last_backward || self.folded[t].has_world_sum {
+            let reduces_early = self.last_backward.is_some_and(|last| {
+                last == self.next || self.role.templates[t].kind == TemplateKind::StepEnd
+            });
+            if self.unfold || reduces_early || self.folded[t].has_world_sum {
                 self.play_instructions(t, slot.microbatch, shared)?;
             } else {
                 self.play_folded(t, slot.microbatch, shared)?;
@@ -301,7 +310,7 @@ impl<'a> Player<'a> {
         let begin = self.now;
         let mut partial = self.partial.take().unwrap_or_else(|| Partial {
             ends: Vec::new(),
-            stream_ends: [begin; 3],
+            stream_ends: [begin; QUEUES],
             reached: None,
             early: self.early_ends(t),
         });
@@ -310,7 +319,7 @@ impl<'a> Player<'a> {
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
             let touched = touches(instruction, &self.exchanged);
-            let stream = queue(instruction.stream, self.waits);
+            let stream = self.queues[t][i];
             let Some(outside) = self.ready(&touched, microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;

@@ -274,7 +274,11 @@ fn ranks_that_share_processors_slow_down() {
 
 #[test]
 fn what_shared_processors_cost_is_waited_for_in_collectives() {
-    let cost = |class, seconds| InstrCost { class, seconds };
+    let cost = |class, seconds| InstrCost {
+        class,
+        seconds,
+        queue: 0,
+    };
     let costs = [
         cost(CostClass::Compute, 3.0),
         cost(CostClass::Collective, 1.0),
@@ -418,4 +422,124 @@ fn a_thousand_microbatches_on_many_stages_play_quickly() {
         started.elapsed()
     );
     eprintln!("{n_slots} slots in {:?}", started.elapsed());
+}
+
+/// The test cluster whose software waits, or does not, as asked.
+fn with_software(n: u32, change: impl Fn(&mut ir::software::Software)) -> Cluster {
+    let mut software = ir::software::Software {
+        name: "test".into(),
+        attention: ir::software::AttentionKernel::Fused { rate: 1.0 },
+        host_s_per_kernel: 0.0,
+        elementwise_traffic: 1.0,
+        loss_bytes_per_logit: 0.0,
+        matmul_dtype: None,
+        blocking_axes: Vec::new(),
+        blocking_transfers: false,
+        overlapped_gradients: false,
+        gradient_dtype: None,
+    };
+    change(&mut software);
+    Cluster {
+        software: Some(software),
+        ..cluster(n)
+    }
+}
+
+#[test]
+fn software_may_wait_for_its_transfers() {
+    // Two stages of 10 forward and 10 backward, two microbatches, 400 B at 1 B/ns each way. Half
+    // of nothing overlaps with transfers when ranks wait for them, so the step is longer, and
+    // never shorter.
+    let program = pipeline(&[300, 300], &[300, 300], 4, 100, 1);
+    let free = play(&program, &with_software(2, |_| ()), |_| ());
+    let waiting = play(
+        &program,
+        &with_software(2, |s| s.blocking_transfers = true),
+        |_| (),
+    );
+    assert!(close(
+        free.step_time.0,
+        play(&program, &cluster(2), |_| ()).step_time.0
+    ));
+    assert!(waiting.step_time.0 > free.step_time.0);
+    let unfolded = play(
+        &program,
+        &with_software(2, |s| s.blocking_transfers = true),
+        |o| o.fold = false,
+    );
+    assert!(close(waiting.step_time.0, unfolded.step_time.0));
+}
+
+#[test]
+fn gradients_may_be_reduced_before_the_end_of_the_step() {
+    use ir::collective::CollectiveKind;
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    use ir::sharding::ReduceKind;
+    // Backward writes g0 (100 ns), then g1 (300 ns). The end of the step all-reduces both over
+    // two ranks: 4 B x 1000 at 1 B/ns, 2 x 1/2 x 4000 = 4000 ns each.
+    let reduce = |b: u32| InstrKind::Collective {
+        kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+        axes: vec![ir::AxisId(0)],
+        items: vec![CollectiveItem {
+            step: LayoutStep::AllReduce {
+                axes: vec![ir::AxisId(0)],
+            },
+            input: BufferId(b),
+            output: BufferId(b),
+        }],
+    };
+    let mut r = role(0, 0, 2);
+    r.buffers = vec![
+        buffer("g0", BufferClass::Step, &[1000]),
+        buffer("g1", BufferClass::Step, &[1000]),
+        buffer("w0", BufferClass::Transient, &[100]),
+        buffer("w1", BufferClass::Transient, &[300]),
+    ];
+    r.templates = vec![
+        Template {
+            kind: TemplateKind::Backward,
+            instructions: vec![
+                instr(relu("w0", 2, 0), Stream::Compute, &[]),
+                instr(relu("w1", 3, 1), Stream::Compute, &[]),
+            ],
+        },
+        Template {
+            kind: TemplateKind::StepEnd,
+            instructions: vec![
+                instr(reduce(1), Stream::Collective, &[]),
+                instr(reduce(0), Stream::Collective, &[]),
+            ],
+        },
+    ];
+    let slot = |template: u32, microbatch| Slot {
+        template: TemplateId(template),
+        microbatch,
+    };
+    r.trace = vec![slot(0, Some(0)), slot(0, Some(1)), slot(1, None)];
+    let program = Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 2,
+        microbatch: 1,
+    };
+    let late = play(&program, &with_software(2, |_| ()), |_| ());
+    let early = play(
+        &program,
+        &with_software(2, |s| s.overlapped_gradients = true),
+        |_| (),
+    );
+    // Two backward passes of 400, then both sums.
+    let sums = 2.0 * 4000.0;
+    assert!(
+        close(late.step_time.0, (800.0 + sums) * NS),
+        "{:?}",
+        late.step_time
+    );
+    // The sum of g0 begins 300 before the end of the last backward, though it is listed last.
+    assert!(
+        close(early.step_time.0, (500.0 + sums) * NS),
+        "{:?}",
+        early.step_time
+    );
 }
