@@ -404,6 +404,9 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
     let with_memory = |bytes: u64| {
         let mut c = cluster(8);
         c.levels[0].latency_s = 200e-6;
+        for p in &mut c.levels[0].protocols {
+            p.start_s = 1.2e-3;
+        }
         (c.device.memory_bytes, c.device.memory_reserved_bytes) = (Bytes(bytes), Bytes(0));
         c
     };

@@ -21,6 +21,7 @@ use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::{AxisId, LogicalMesh, Rank, ReduceKind};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Largest message of a benchmark whose source only says "peak".
 pub const LARGE_BYTES: u64 = 16 << 30;
@@ -179,16 +180,18 @@ pub fn predict(
     let mut all = Vec::with_capacity(cases.len());
     for case in cases {
         let (name, hosts) = case.system;
-        if !clusters.contains_key(&case.system) {
-            let known = catalogue.systems().iter().find(|s| s.preset == name);
-            let system = match known {
-                Some(system) => system.clone(),
-                None => catalogue.system(name)?,
-            };
-            let cluster = with_hosts(catalogue.cluster(&system)?, hosts)?;
-            clusters.insert(case.system, cluster);
-        }
-        all.push(seconds(&clusters[&case.system], case));
+        let cluster = match clusters.entry(case.system) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(empty) => {
+                let known = catalogue.systems().iter().find(|s| s.preset == name);
+                let system = match known {
+                    Some(system) => system.clone(),
+                    None => catalogue.system(name)?,
+                };
+                empty.insert(with_hosts(catalogue.cluster(&system)?, hosts)?)
+            }
+        };
+        all.push(seconds(cluster, case));
     }
     Ok(all)
 }

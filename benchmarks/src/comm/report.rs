@@ -28,7 +28,7 @@ impl Errors {
 }
 
 /// The report in Markdown, with the catalogue's figures and with each table left out of the
-/// fit in turn. Tables of `held_out` rows count apart from the others.
+/// fit in turn. The rows of `comm.csv` are also summed up without those of the plots.
 pub fn report(
     catalogue: &Catalogue,
     cases: &[Case],

@@ -33,7 +33,14 @@ pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
         let links: Vec<String> = c
             .levels
             .iter()
-            .map(|l| format!("{} {}B/s", l.name, report::count(l.bandwidth_bytes_per_s)))
+            .map(|l| {
+                let shared = match l.devices_per_port {
+                    1 => String::new(),
+                    n => format!(" for {n}"),
+                };
+                let rate = report::count(l.bandwidth_bytes_per_s);
+                format!("{} {rate}B/s{shared}", l.name)
+            })
             .collect();
         vec![
             name.to_string(),
