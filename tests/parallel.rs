@@ -171,6 +171,29 @@ fn recomputed_activations_of_llama() {
     }
 }
 
+/// Recomputed dropout, attention's too, draws the mask that the forward pass drew.
+#[test]
+fn recomputed_dropout_draws_the_same_mask() {
+    let mut case = Case::load("gpt2_small_tied");
+    case.train.dropout = 0.25;
+    let options = import::BuildOptions {
+        sequence: case.train.sequence,
+        dropout: case.train.dropout,
+    };
+    case.forward = import::model_graph(&case.config, &options).expect("the model builds");
+    for pins in [
+        &["recompute=full"][..],
+        &[
+            "recompute=selective",
+            "recompute:*.attn.attend=yes",
+            "recompute:*dropout=yes",
+        ],
+    ] {
+        check(&case, 1, pins, true);
+        check(&case, 2, &[&["data=1", "tensor=2"], pins].concat(), false);
+    }
+}
+
 /// Some layers recompute and others do not, as Megatron-LM's block method; and single ops.
 #[test]
 fn layers_recompute_differently() {
@@ -197,9 +220,12 @@ fn layers_recompute_differently() {
             true,
         );
     }
+    let microbatch = format!("microbatch={}", case.train.global_batch / 4);
     let pins = [
         "data=2",
         "tensor=2",
+        "zero=0",
+        microbatch.as_str(),
         "recompute=selective",
         "recompute:h.0.*=yes",
     ];

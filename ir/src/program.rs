@@ -318,7 +318,7 @@ pub enum TemplateKind {
     StepBegin,
     /// Forward of a microbatch.
     Forward,
-    /// Input and weight gradients of a microbatch together.
+    /// Input and weight gradients of a microbatch together, and what is recomputed for them.
     Backward,
     /// A stage-to-stage exchange.
     Exchange,

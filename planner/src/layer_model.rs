@@ -231,7 +231,8 @@ impl LayerModel {
     /// Times and bytes of a decoded choice.
     pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
         let mut cost = LayerCost::default();
-        let mut recomputed = 0u64;
+        // What is recomputed lives in the backward pass, beside its ops alone.
+        let (mut in_step, mut in_microbatch, mut recomputed) = (0, 0, 0u64);
         for (i, (group, &c)) in self.groups.iter().zip(choice).enumerate() {
             let c = &group.choices[c as usize];
             cost.time = cost.time.plus(c.time);
@@ -240,10 +241,11 @@ impl LayerModel {
             }
             cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
-            cost.transient_bytes = cost.transient_bytes.max(transient(s, group, c));
+            in_step = transient(s, group, c, Region::StepEnd).max(in_step);
+            in_microbatch = transient(s, group, c, Region::Microbatch).max(in_microbatch);
             recomputed = recomputed.saturating_add(c.recomputed_bytes);
         }
-        cost.transient_bytes = cost.transient_bytes.saturating_add(recomputed);
+        cost.transient_bytes = in_step.max(in_microbatch.saturating_add(recomputed));
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
             let cell = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]];
@@ -302,15 +304,15 @@ pub(crate) struct LayerCost {
     pub transient_bytes: u64,
 }
 
-/// Bytes that an op of the group needs beside what is counted as saved or static: its largest
-/// set of operands and results.
-fn transient(s: &Setting<'_>, group: &Group, c: &Choice) -> u64 {
+/// Bytes that an op of the group in a region needs beside what is counted as saved or static:
+/// its largest set of operands and results.
+fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 {
     let graph = &s.training.graph;
     group
         .ops
         .iter()
         .zip(&c.specs)
-        .filter(|(id, _)| graph.op(**id).region != Region::StepBegin)
+        .filter(|(id, _)| graph.op(**id).region == region)
         .map(|(&id, a)| {
             let op = graph.op(id);
             let results = op

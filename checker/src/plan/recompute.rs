@@ -122,11 +122,11 @@ mod tests {
         for (wrong, expected) in [
             (
                 "  %ra = unary {f: silu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0",
-                "expected Unary { f: Relu } of Some(LayerId(0)), as `l.a`, found Unary { f: Silu } of Some(LayerId(0)) in Microbatch",
+                "expected Unary { f: Relu } of Some(layer0), as `l.a`, found Unary { f: Silu } of Some(layer0) in Microbatch",
             ),
             (
                 "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 1",
-                "expected Unary { f: Relu } of Some(LayerId(0)), as `l.a`, found Unary { f: Relu } of Some(LayerId(1)) in Microbatch",
+                "expected Unary { f: Relu } of Some(layer0), as `l.a`, found Unary { f: Relu } of Some(layer1) in Microbatch",
             ),
             (
                 "  %rb = unary {f: silu} %x : f32[] @ recompute.l.b Recompute microbatch layer 0",

@@ -14,7 +14,7 @@ use ir::plan::ScheduleKind;
 pub enum SlotPass {
     /// Forward.
     Forward,
-    /// Gradients for inputs and weights together.
+    /// Gradients for inputs and weights together, and what is recomputed for them.
     Backward,
 }
 
