@@ -127,7 +127,9 @@ fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
 }
 
 fn answer(q: &Question) -> Outcome {
-    let pins = Pins::parse(&q.pins).map_err(|e| Unmodelled::Plan(e.to_string()))?;
+    // A pin that cannot be read is a part of the plan that the planner does not have.
+    let pins =
+        Pins::parse(&q.pins).map_err(|e| Unmodelled::Feature(format!("the pin {}", e.pin)))?;
     let options = BuildOptions {
         sequence: q.train.sequence,
         dropout: q.train.dropout,

@@ -135,9 +135,9 @@ impl Folded {
             .collect();
         let mut inputs: Vec<(Option<usize>, Vec<Touch>)> = vec![(None, Vec::new())];
         let mut waited: [Vec<Touch>; QUEUES] = Default::default();
-        for (i, instruction) in template.instructions.iter().enumerate() {
+        for (i, cost) in costs.iter().enumerate().take(template.instructions.len()) {
             // What the stream has waited for it need not wait for again.
-            let seen = &mut waited[costs[i].queue];
+            let seen = &mut waited[cost.queue];
             let new: Vec<Touch> = touched[i]
                 .iter()
                 .copied()
