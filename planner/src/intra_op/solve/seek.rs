@@ -18,6 +18,16 @@ pub(super) const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
 /// strategy and table cell.
 const FIRST_WORK: u64 = 1000;
 const SLICE_WORK: u64 = 200;
+/// A slice helps if it closes this part of the gap. When one does not, the search starts
+/// afresh beside what it has, so many times for each part.
+const HELPFUL: f64 = 0.005;
+const STARTS_PER_PART: u64 = 3;
+/// A fresh start: prices vary by up to `exp(+-x)` overall and each for itself, then so many
+/// passes of messages, a dive, and this much search.
+const START_SPREAD: f64 = 0.7;
+const PRICE_SPREAD: f64 = 2.0;
+const START_PASSES: usize = 60;
+const START_WORK: u64 = 100;
 /// Table cells of the first part; its most columns, branch-and-bound nodes and seconds.
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
@@ -74,7 +84,7 @@ impl<'r> Round<'_, 'r> {
             finder.offer(search.best().1);
         }
         let mut newest: Option<Latest<'r>> = None;
-        let (mut n_slices, mut n_parts, mut n_better) = (0, 0u64, 0u64);
+        let (mut n_slices, mut n_stuck, mut n_better) = (0, 0u64, 0u64);
         while n_slices < turn.n_slices && !(turn.stop)() && !self.is_closed(&finder) {
             if let Some(newer) = self.newer(newest.as_ref().map_or(0, |(n, _)| *n)) {
                 let choice = search.best().1.to_vec();
@@ -87,22 +97,65 @@ impl<'r> Round<'_, 'r> {
             search.run(SLICE_WORK * size, turn.stop);
             finder.offer(search.best().1);
             n_slices += 1;
-            if search.best().0 < before || (turn.stop)() {
+            let cost = search.best().0;
+            let gap = cost.saturating_sub(self.bound.max(dual.bound().0)) as f64;
+            if (before - cost) as f64 > HELPFUL * gap || (turn.stop)() {
                 continue;
             }
-            n_parts += 1;
-            let choice = search.best().1.to_vec();
-            if let Some(better) = self.improve_part(seeker, dual, &choice, turn.stop) {
-                n_better += 1;
-                search.adopt(&better);
-                finder.offer(&better);
+            n_stuck += 1;
+            let other = if n_stuck.is_multiple_of(STARTS_PER_PART + 1) {
+                let choice = search.best().1.to_vec();
+                self.improve_part(seeker, dual, &choice, turn.stop)
+            } else {
+                self.fresh_start(seeker, dual, turn.stop)
+            };
+            if let Some(other) = other {
+                search.adopt(&other);
+                n_better += u64::from(search.best().0 < cost);
+                finder.offer(search.best().1);
             }
         }
         if n_slices > 0 {
-            let note = format!("{n_slices} slices, {n_better} of {n_parts} parts helped");
+            let note =
+                format!("{n_slices} slices, {n_better} of {n_stuck} starts and parts helped");
             self.solver.live.note("search", note);
         }
         finder.lifted()
+    }
+
+    /// A choice found from a dive at disturbed prices: where a search ends depends on where it
+    /// begins, and one dive in three or so begins well.
+    fn fresh_start(
+        &self,
+        seeker: &mut Seeker,
+        dual: &Dual<'_>,
+        stop: Stop<'_>,
+    ) -> Option<Vec<u32>> {
+        let mut factor = |spread: f64| (spread * (2.0 * seeker.random.unit() - 1.0)).exp();
+        let overall = factor(START_SPREAD);
+        let prices: Vec<f64> = dual
+            .prices()
+            .into_iter()
+            .map(|p| {
+                if p > 0.0 {
+                    p * overall * factor(PRICE_SPREAD)
+                } else {
+                    p
+                }
+            })
+            .collect();
+        let mut dual = dual.clone();
+        dual.set_prices(&prices);
+        for _ in 0..START_PASSES {
+            if stop() {
+                return None;
+            }
+            dual.pass_messages();
+        }
+        let choice = dive(self.reduced, &dual, 1.0, None)?;
+        let mut search = Search::new(self.reduced, &dual, choice, seeker.random.next())?;
+        search.run(START_WORK * self.reduced.size() as u64, stop);
+        Some(search.best().1.to_vec())
     }
 
     /// A choice from new prices if it is better, else `choice`.
