@@ -1,5 +1,7 @@
 //! Layers that are found: graphs without layers through every verb, and `--layers`.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use support::Place;

@@ -111,11 +111,7 @@ pub(crate) fn refine(
         .iter()
         .map(|layer| layer.iter().map(|&n| choice[n]).collect())
         .collect();
-    let bound = if result.status == SolveStatus::Optimal {
-        objective
-    } else {
-        bound.min(objective)
-    };
+    let bound = bound.min(objective);
     Ok(Refined {
         choices,
         proof: StageProof {

@@ -6,6 +6,9 @@
 use crate::csv::Table;
 use std::collections::BTreeMap;
 
+/// No degree or size of a training run is larger.
+const MOST: f64 = 2e6;
+
 /// A row of the table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
@@ -63,17 +66,18 @@ impl Row {
         })
     }
 
-    /// A count of 1 or more; `None` where it is not stated.
+    /// A count of 1 or more; `None` where it is not stated. Products of three counts fit in 64
+    /// bits.
     pub fn count(&self, column: &str) -> Result<Option<u64>, RowError> {
         let Some(text) = self.text(column) else {
             return Ok(None);
         };
         match text.parse::<f64>() {
-            Ok(x) if x >= 1.0 && x.fract() == 0.0 && x < 1e15 => Ok(Some(x as u64)),
+            Ok(x) if x >= 1.0 && x.fract() == 0.0 && x <= MOST => Ok(Some(x as u64)),
             _ => Err(RowError::Malformed {
                 column: column.into(),
                 value: text.into(),
-                expected: "a whole number of 1 or more",
+                expected: "a whole number from 1 to 2,000,000",
             }),
         }
     }

@@ -114,10 +114,12 @@ fn recompute_pins(
     let text = row.text("recompute").unwrap_or("");
     if let Some(rest) = text.strip_prefix("full, block ") {
         let number = rest.split(' ').next().unwrap_or("");
-        let n: u64 = number.parse().map_err(|_| RowError::Malformed {
+        let layers = row.required_count("layers")?;
+        let n = number.parse().ok().filter(|n: &u64| *n <= layers);
+        let n = n.ok_or_else(|| RowError::Malformed {
             column: "recompute".into(),
             value: text.into(),
-            expected: "full, block N layers",
+            expected: "full, block N layers, of those that there are",
         })?;
         return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
     }
@@ -141,15 +143,14 @@ fn recompute_pins(
 /// How many layers every stage has, embedding and output layer included.
 fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelled> {
     let all = layers + 2;
+    if stages > all {
+        let why = format!("{stages} stages of {layers} layers");
+        return Err(Unmodelled::Feature(why));
+    }
     let counts: Vec<u64> = match split {
         _ if layers.is_multiple_of(stages) && split == Split::Layers => (0..stages)
             .map(|s| layers / stages + u64::from(s == 0) + u64::from(s + 1 == stages))
             .collect(),
-        _ if stages > all => {
-            return Err(Unmodelled::Feature(format!(
-                "{stages} stages of {layers} layers"
-            )));
-        }
         // As evenly as goes, the larger parts first.
         _ => (0..stages)
             .map(|s| all / stages + u64::from(s < all % stages))

@@ -284,13 +284,17 @@ impl<'r> Dual<'r> {
 
     /// Node costs with prices, without the extra bits, rounded down.
     pub fn priced_units(&self) -> Vec<Vec<Cost>> {
-        let unit = |&x: &i64| {
+        // What is forbidden is so without prices: they are capped, and never forbid.
+        let unit = |(&x, &unpriced): (&i64, &i64)| {
             let cost = Cost::finite((x >> self.shift) as u64);
-            if x >= INFINITE { Cost::FORBIDDEN } else { cost }
+            if unpriced >= INFINITE {
+                Cost::FORBIDDEN
+            } else {
+                cost
+            }
         };
-        self.priced
-            .iter()
-            .map(|row| row.iter().map(unit).collect())
+        let rows = self.priced.iter().zip(&self.costs);
+        rows.map(|(priced, costs)| priced.iter().zip(costs).map(unit).collect())
             .collect()
     }
 

@@ -254,6 +254,6 @@ impl Program<'_> {
     fn bound(&self, bound: f64) -> u64 {
         let units = bound * self.cost_unit;
         let safe = (units - units.abs() * 1e-9 - 0.5).ceil().max(0.0);
-        self.reduced.offset + safe as u64
+        self.reduced.offset.saturating_add(safe as u64)
     }
 }

@@ -155,21 +155,23 @@ pub fn presolve(
     problem: &IntraOpProblem,
     options: &PresolveOptions,
 ) -> Result<Presolved, IntraOpError> {
-    presolve_reported(problem, options).map(|(presolved, _)| presolved)
+    presolve_reported(problem, options, &|| false).map(|(presolved, _)| presolved)
 }
 
 /// The same, with what each reduction took away, in the order in which they are applied.
+/// Once `stop` says so, what is left is left as it is.
 ///
 /// # Errors
 /// Those of [`presolve`].
 pub fn presolve_reported(
     problem: &IntraOpProblem,
     options: &PresolveOptions,
+    stop: &dyn Fn() -> bool,
 ) -> Result<(Presolved, Vec<Effect>), IntraOpError> {
     problem.validate()?;
     check_magnitudes(problem)?;
     let (mut work, mut effects) = (Work::new(problem), Vec::new());
-    let presolved = match reduce(&mut work, options, &mut effects) {
+    let presolved = match reduce(&mut work, options, &mut effects, stop) {
         Ok(()) => Presolved::Reduced(work.finish()),
         Err(why) => Presolved::Infeasible(why),
     };
@@ -191,7 +193,7 @@ pub(super) fn presolve_again(
         }
         work.keep(original, kept);
     }
-    reduce(&mut work, options, &mut Vec::new())?;
+    reduce(&mut work, options, &mut Vec::new(), &|| false)?;
     Ok(work.finish())
 }
 
@@ -216,6 +218,7 @@ fn reduce(
     work: &mut Work,
     options: &PresolveOptions,
     effects: &mut Vec<Effect>,
+    stop: &dyn Fn() -> bool,
 ) -> Result<(), Infeasibility> {
     let mut reductions = reductions(options);
     effects.extend(reductions.iter().map(|r| Effect {
@@ -227,6 +230,9 @@ fn reduce(
     for _ in 0..MAX_ROUNDS {
         let before = size;
         for (reduction, effect) in reductions.iter_mut().zip(&mut *effects) {
+            if stop() {
+                return work.settle_all();
+            }
             reduction.apply(work)?;
             let now = work.size();
             effect.add(&size, &now);

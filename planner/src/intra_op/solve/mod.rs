@@ -13,7 +13,8 @@
 //! Determinism: without a time limit and unless cancelled, choice and bound depend on the
 //! problem and the options alone, the number of threads included: tasks get amounts of work
 //! and do not look at each other within a round. With a time limit they may depend on the
-//! machine. A time limit is kept: the work runs on a thread of its own and is left behind
+//! machine. A time limit is kept: presolve looks at it between reductions, and the
+//! work after it runs on a thread of its own and is left behind
 //! with what is known when it does not end in time.
 
 mod clock;
@@ -128,8 +129,8 @@ impl Default for SolveOptions {
             seed: 0,
             gap: 0.0,
             work_limit: None,
-            // Measured on the public instances: below this every model was proved in a minute
-            // (M, 75,570 columns left: 21 s).
+            // Of the public instances, what is proved is proved from 2,000 to 42,000 columns, in
+            // up to 20 s.
             max_ilp_columns: 100_000,
             integer_program_first: false,
             backend: IlpBackend::default(),
@@ -204,7 +205,7 @@ pub fn solve(
 ) -> Result<SolveResult, IntraOpError> {
     let clock = Clock::new(options.start, options.time_limit, options.cancel.clone());
     let live = Arc::new(Live::new(clock.start));
-    let (presolved, effects) = presolve_reported(problem, &options.presolve)?;
+    let (presolved, effects) = presolve_reported(problem, &options.presolve, &|| clock.over())?;
     for e in effects {
         let (nodes, strategies, cells) = (e.nodes, e.strategies, e.cells);
         let note = format!("{nodes} nodes, {strategies} strategies, {cells} cells less");

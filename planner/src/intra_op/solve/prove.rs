@@ -150,10 +150,13 @@ impl<'r> Round<'_, 'r> {
             dual.set_prices(&prices.iter().map(|p| p * factor).collect::<Vec<_>>());
             let found = eliminator.run(&dual.priced_units());
             let Some(least) = found.table()[0].value() else {
-                (proof.proved, proof.nothing_fits) = (true, true);
+                // Without prices this means that everything is forbidden; with them, that sums
+                // left the range that is safe.
+                (proof.proved, proof.nothing_fits) = (i == 0, i == 0);
                 break;
             };
-            let bound = reduced.offset + least.saturating_sub(dual.budget_units());
+            let least = least.saturating_sub(dual.budget_units());
+            let bound = reduced.offset.saturating_add(least);
             proof.bound = proof.bound.max(bound);
             let choice = found.decode(&[]);
             if reduced.fits(&choice) {

@@ -1,5 +1,5 @@
-//! What makes choices better: dives, then search by forests, and parts as integer programs
-//! where that gets stuck.
+//! What makes choices better: dives, then search by forests; where that gets stuck, fresh
+//! starts, and parts as integer programs.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,7 @@ pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 pub(super) struct Turn<'a> {
     /// A first search, in proportion to the problem: for a choice that is fresh from the dives.
     pub first: bool,
-    /// Slices of search; a part after each that found nothing.
+    /// Slices of search; a fresh start or a part after each that helped little.
     pub n_slices: u64,
     /// Another task makes choices beside this one.
     pub beside: bool,
