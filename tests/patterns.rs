@@ -570,6 +570,37 @@ fn pins_that_cannot_be_met_are_errors() {
 }
 
 #[test]
+fn lengths_that_nobody_could_hold_are_refused() {
+    let text = |rows: &str| {
+        format!(
+            r#"graph "g" {{
+  layers "embed", "head"
+  %0 = input {{kind: tokens}} : i32[B,4] @ embed.tokens F microbatch layer 0
+  %1 = state {{decay: true, init: zeros}} : f32[{rows},3] @ embed.table Update step_begin layer 0
+  %2 = embedding %1, %0 : f32[B,4,3] @ embed.gather F microbatch layer 0
+  %3 = state {{decay: true, init: zeros}} : f32[6,3] @ head.weight Update step_begin layer 1
+  %4 = dot_general {{einsum: "bsh,vh->bsv"}} %2, %3 : f32[B,4,6] @ head.logits F microbatch layer 1
+  %5 = input {{kind: labels}} : i32[B,4] @ head.labels F microbatch layer 1
+  %6 = log_sum_exp %4 : f32[B,4] @ head.lse F microbatch layer 1
+  %7 = cross_entropy %4, %6, %5 : f32[B,4] @ head.loss F microbatch layer 1
+  %8 = reduce {{dims: [0, 1], kind: sum}} %7 : f32[] @ head.sum F microbatch layer 1
+  return %8
+}}
+"#
+        )
+    };
+    let plan = |rows: &str| {
+        let forward = ir::text::parse(&text(rows)).expect("the text is a graph");
+        planned(&forward, &train(2, 4), &cluster(2), &[])
+    };
+    plan("6").expect("six rows can be held");
+    for rows in ["0", "9223372036854775807"] {
+        let e = plan(rows).expect_err("nobody can").to_string();
+        assert!(e.contains("embed.table") && e.contains(rows), "{e}");
+    }
+}
+
+#[test]
 fn a_zero_pin_without_a_data_axis_does_nothing() {
     let forward = gpt2(1, 512, 256, 4096);
     let made = |pins: &[&str]| {

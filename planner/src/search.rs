@@ -22,10 +22,15 @@ use ir::cluster::Cluster;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::training::{Recompute, TrainingGraph, can_recompute, choose, recompute, training_graph};
-use ir::{Axis, DeviceMesh, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec};
+use ir::{
+    Axis, DeviceMesh, Dim, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec,
+    ValueId,
+};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
 
+/// No dim of a tensor is longer.
+const MAX_LENGTH: u64 = 1 << 40;
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
 /// plentiful) to where every byte is worth any communication.
 pub(crate) const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
@@ -111,6 +116,7 @@ pub(crate) fn plan(
         .problems()
         .into_iter()
         .chain(cluster.problems())
+        .chain(odd_length(forward))
         .collect();
     if let Some(first) = problems.into_iter().next() {
         return Err(PlanError::Input(first));
@@ -952,6 +958,17 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
         (Some(old @ PlanError::Strategies(_)), PlanError::NoTiling { .. }) => old,
         (_, new) => new,
     }
+}
+
+/// What is wrong with the first tensor that nobody could hold, if there is one.
+fn odd_length(forward: &Graph) -> Option<String> {
+    let odd = |dim: &Dim| matches!(dim, Dim::Fixed(n) if !(1..=MAX_LENGTH).contains(n));
+    let mut ids = (0..forward.values().len()).map(ValueId::new);
+    let value = ids.find(|&v| forward.ty(v).shape.0.iter().any(odd))?;
+    let (name, ty) = (forward.value_name(value), forward.ty(value));
+    Some(format!(
+        "the graph's {name} is {ty}; dims from 1 to {MAX_LENGTH} can be planned for"
+    ))
 }
 
 /// The sequences of layers that stages may have: all ranges, or those of a pinned split.

@@ -43,6 +43,12 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
     let numel = |t: &(DType, Vec<u64>)| t.1.iter().map(|&n| n as f64).product::<f64>();
     let bytes_of =
         |t: &(DType, Vec<u64>)| t.1.iter().fold(t.0.bytes(), |a, &b| a.saturating_mul(b));
+    let sum_of = |terms: &[(u64, u64)]| {
+        let add = |sum: u64, &(times, bytes): &(u64, u64)| {
+            sum.saturating_add(bytes.saturating_mul(times))
+        };
+        terms.iter().fold(0, add)
+    };
     let all_bytes = x
         .iter()
         .chain(y)
@@ -126,12 +132,16 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
             }
         }
         OpKind::Embedding => Work {
-            bytes: 2 * bytes_of(&y[0]) + bytes_of(&x[1]),
+            bytes: sum_of(&[(2, bytes_of(&y[0])), (1, bytes_of(&x[1]))]),
             ..Work::default()
         },
         OpKind::EmbeddingGrad { .. } => Work {
             vector_flops: numel(&x[1]),
-            bytes: bytes_of(&x[0]) + 3 * bytes_of(&x[1]) + bytes_of(&y[0]),
+            bytes: sum_of(&[
+                (1, bytes_of(&x[0])),
+                (3, bytes_of(&x[1])),
+                (1, bytes_of(&y[0])),
+            ]),
             ..Work::default()
         },
         OpKind::Unary {
@@ -160,7 +170,7 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
         // Reads one logit per row, whatever the vocabulary.
         OpKind::CrossEntropy => Work {
             vector_flops: numel(&y[0]),
-            bytes: 4 * bytes_of(&y[0]),
+            bytes: sum_of(&[(4, bytes_of(&y[0]))]),
             ..Work::default()
         },
         OpKind::AdamW { .. } => vector(12.0, &x[0]),
