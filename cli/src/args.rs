@@ -341,7 +341,7 @@ pub struct SolveArgs {
     #[arg(long)]
     pub time_limit: Option<f64>,
     /// Limit in amounts of work: branch-and-bound nodes per integer program and slices of search
-    /// per thread. The same seed, threads and limit give the same solution.
+    /// per thread (the root of an integer program is not counted). The same seed, threads and limit give the same solution.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub work_limit: Option<u64>,
     /// Threads: one proves, the others search.

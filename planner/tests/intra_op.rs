@@ -377,6 +377,18 @@ fn a_chain_is_priced_as_the_sum_written_out() {
     else {
         panic!("{:?}", none.status);
     };
+    // A usage far above the limit counts in full: 100 + 3 at time 1.
+    problem.nodes[0].usages = vec![100; problem.nodes[0].costs.len()];
+    let least = problem.nodes[1].usages.iter().min().unwrap();
+    let none = solve(&problem, &options).unwrap();
+    let SolveStatus::Infeasible(planner::intra_op::presolve::Infeasibility::Memory {
+        time: 1,
+        by_bytes,
+    }) = none.status
+    else {
+        panic!("{:?}", none.status);
+    };
+    assert_eq!(by_bytes, 100 + least - 3);
 }
 
 #[test]

@@ -173,9 +173,30 @@ pub fn presolve_reported(
     let (mut work, mut effects) = (Work::new(problem), Vec::new());
     let presolved = match reduce(&mut work, options, &mut effects, stop) {
         Ok(()) => Presolved::Reduced(work.finish()),
-        Err(why) => Presolved::Infeasible(why),
+        Err(why) => Presolved::Infeasible(unclamped(problem, why)?),
     };
     Ok((presolved, effects))
+}
+
+/// How many bytes are missing, from the usages as they were given: reductions see each capped
+/// just above the limit.
+fn unclamped(problem: &IntraOpProblem, why: Infeasibility) -> Result<Infeasibility, IntraOpError> {
+    let (Infeasibility::Memory { .. }, Some(limit)) = (&why, problem.usage_limit) else {
+        return Ok(why);
+    };
+    let least = |node: &super::problem::Node| {
+        let usages = node.usages.iter().zip(0..);
+        usages.min().map_or(0, |(_, strategy)| strategy)
+    };
+    let choice: Vec<u32> = problem.nodes.iter().map(least).collect();
+    let value = super::problem::evaluate(problem, &choice)?;
+    Ok(match value.peak_time {
+        Some(time) if value.peak_usage > u128::from(limit) => Infeasibility::Memory {
+            time,
+            by_bytes: u64::try_from(value.peak_usage - u128::from(limit)).unwrap_or(u64::MAX),
+        },
+        _ => why,
+    })
 }
 
 /// Reduces what was already reduced, after strategies or pairs have been ruled out.
