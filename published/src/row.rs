@@ -121,7 +121,7 @@ mod tests {
         let wrong = rows[1].count("layers").unwrap_err().to_string();
         assert_eq!(
             wrong,
-            "`layers` is `x`, expected a whole number of 1 or more"
+            "`layers` is `x`, expected a whole number from 1 to 2,000,000"
         );
     }
 }
