@@ -30,12 +30,37 @@ struct Case {
 
 fn case(random: &mut Random) -> Case {
     let layers = [&[3][..], &[1, 2], &[2, 1], &[1, 1, 1]][random.below(4)].to_vec();
+    case_of(random, 1, &layers, None)
+}
+
+/// Two or three stages on every mesh, as many microbatches as interleaving wants.
+fn interleaved_case(random: &mut Random) -> Case {
+    let (layers, virtual_stages) = [
+        (&[1, 1, 1, 2][..], 2),
+        (&[1, 2], 2),
+        (&[1, 1, 1, 1, 1, 1], 3),
+    ][random.below(3)];
+    let schedule = ScheduleKind::Interleaved { virtual_stages };
+    let n_blocks = layers.iter().sum::<u32>() as usize - 2;
+    case_of(random, n_blocks, layers, Some(schedule))
+}
+
+fn case_of(
+    random: &mut Random,
+    n_blocks: usize,
+    layers: &[u32],
+    interleaved: Option<ScheduleKind>,
+) -> Case {
     let axes = [&[1][..], &[2], &[4], &[2, 2], &[3, 2], &[2, 2, 2]][random.below(6)].to_vec();
     let setup = Setup {
         stages: layers.iter().map(|&n| (n, axes.clone())).collect(),
         microbatch: [1, 3, 4][random.below(3)],
-        n_microbatches: [1, 2, 3, 5][random.below(4)],
-        schedule: [ScheduleKind::GPipe, ScheduleKind::OneFOneB][random.below(2)],
+        n_microbatches: match interleaved {
+            None => [1, 2, 3, 5][random.below(4)],
+            Some(_) => [2, 4][random.below(2)],
+        },
+        schedule: interleaved
+            .unwrap_or([ScheduleKind::GPipe, ScheduleKind::OneFOneB][random.below(2)]),
         train: TrainSpec {
             sequence: SEQUENCE,
             precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
@@ -48,7 +73,7 @@ fn case(random: &mut Random) -> Case {
         ][random.below(3)],
         ..Setup::default()
     };
-    let (plan, training) = random_plan(&mlp(1), &setup, random);
+    let (plan, training) = random_plan(&mlp(n_blocks), &setup, random);
     let program = lowering::lower(&plan).unwrap();
     Case {
         plan,
@@ -70,7 +95,10 @@ fn list(found: &[checker::Violation]) -> String {
 fn lowered_programs_are_proved() {
     let mut random = Random(1);
     for round in 0..100 {
-        let c = case(&mut random);
+        let c = match round % 4 {
+            0 => interleaved_case(&mut random),
+            _ => case(&mut random),
+        };
         let found = checker::check_plan(&c.plan);
         assert!(found.is_empty(), "round {round}, plan: {}", list(&found));
         let found = checker::check_program(&c.plan, &c.training, &c.program);
@@ -124,7 +152,12 @@ fn every_mutation_that_matters_is_caught() {
     const PROGRAMS: usize = 24;
     const TRIES: usize = 8;
     let mut random = Random(2);
-    let cases: Vec<Case> = (0..PROGRAMS).map(|_| case(&mut random)).collect();
+    let cases: Vec<Case> = (0..PROGRAMS)
+        .map(|k| match k % 4 {
+            3 => interleaved_case(&mut random),
+            _ => case(&mut random),
+        })
+        .collect();
     let mut missed = Vec::new();
     println!(
         "{:<28} {:>7} {:>7} {:>7} {:>7} {:>8}",

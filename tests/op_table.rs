@@ -13,7 +13,9 @@
 #![allow(clippy::unwrap_used)]
 
 use ir::autodiff::differentiate;
-use ir::op::{AxisUse, Binary, Einsum, Init, InputKind, OpStrategy, RopeScaling, Unary};
+use ir::op::{
+    AxisUse, Binary, Einsum, Init, InputKind, OpStrategy, RopeScaling, SequenceOrder, Unary,
+};
 use ir::{
     Axis, DType, DeviceMesh, Dim, Graph, LayerId, LogicalMesh, OpKind, Pass, Place, Rank,
     ReduceKind, Region, Shape, TensorType, ValueId,
@@ -106,8 +108,13 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::UpdateLossScale { .. } => 35,
         OpKind::AdamW { .. } => 36,
         OpKind::Sgd { .. } => 37,
+        OpKind::Route { .. } => 38,
+        OpKind::RouteGrad { .. } => 39,
+        OpKind::Dispatch { .. } => 40,
+        OpKind::Combine => 41,
+        OpKind::GateGrad => 42,
     };
-    (i, 38)
+    (i, 43)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -188,22 +195,54 @@ fn table() -> Vec<Row> {
         row(OpKind::CrossEntropyGrad, "f32[B,3,7] f32[B,3] i32[B,3] f32[B,3]", "f32[B,3,7]", (3, 1), Vector, Later),
         row(OpKind::EmbeddingGrad { vocab: 7 }, "i32[B,3] f32[B,3,4]", "f32[7,4]", (4, 1), Vector, Later),
         row(OpKind::Dropout { p: 0.25, key: "h.0.drop".into() }, "f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0])),
-        row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
+        row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
         // Two products of 3 x 3 scores of 4 elements, for 2 samples and 2 heads.
         row(attention(), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
-        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
+        // In zigzag order: four tokens for two ranks.
+        row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
+        row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
     ]);
     rows.extend(norms());
+    rows.extend(experts());
     rows.extend(optimizer());
     rows
+}
+
+/// Three tokens, four experts with two slots each, two experts a token.
+#[rustfmt::skip]
+fn experts() -> Vec<Row> {
+    use Gradient::{Later, Of};
+    use Work::Vector;
+    let route = |normalize| OpKind::Route { top_k: 2, capacity: 2, normalize };
+    let dispatch = OpKind::Dispatch { experts: 4, capacity: 2 };
+    vec![
+        row(route(true), "f32[B,3,4]", "f32[B,3,2] i32[B,3,2]", (1, 0), Vector, Of(&[0])),
+        row(route(false), "bf16[B,3,4]", "f32[B,3,2] i32[B,3,2]", (1, 0), Vector, Of(&[0])),
+        row(OpKind::RouteGrad { capacity: 2, normalize: true }, "f32[B,3,4] i32[B,3,2] f32[B,3,2]", "f32[B,3,4]", (1, 1), Vector, Later),
+        row(dispatch.clone(), "f32[B,3,5] i32[B,3,2]", "f32[4,B,2,5]", (4, 1), Vector, Of(&[0])),
+        row(dispatch, "f32[B,3,5] i32[B,3,2] f32[B,3,2]", "f32[4,B,2,5]", (4, 2), Vector, Of(&[0, 2])),
+        row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2]", "f32[B,3,5]", (4, 1), Vector, Of(&[0])),
+        row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2] f32[B,3,2]", "f32[B,3,5]", (4, 2), Vector, Of(&[0, 2])),
+        row(OpKind::GateGrad, "f32[4,B,2,5] f32[B,3,5] i32[B,3,2]", "f32[B,3,2]", (4, 2), Vector, Later),
+    ]
 }
 
 fn attention() -> OpKind {
     OpKind::Attention {
         scale: 0.5,
         dropout: 0.0,
+        order: SequenceOrder::Natural,
     }
+}
+
+/// The same op on a sequence that is stored for two ranks.
+fn zigzag(mut kind: OpKind) -> OpKind {
+    if let OpKind::Attention { order, .. } | OpKind::Rotary { order, .. } = &mut kind {
+        *order = SequenceOrder::Zigzag { ranks: 2 };
+    }
+    kind
 }
 
 #[rustfmt::skip]
@@ -330,6 +369,10 @@ fn operand(
     t: &TensorType,
     leaves: &mut Vec<Option<ValueId>>,
 ) -> ValueId {
+    if t.dtype == DType::I32 && t.shape.rank() == 3 {
+        leaves.push(None);
+        return slots(g, layer, i, t);
+    }
     if t.dtype == DType::I32 {
         leaves.push(None);
         return g
@@ -343,7 +386,14 @@ fn operand(
             .unwrap();
     }
     let batched = t.shape.has_batch();
-    let own = Shape(t.shape.0[usize::from(batched)..].to_vec());
+    let own = Shape(
+        t.shape
+            .0
+            .iter()
+            .copied()
+            .filter(|d| *d != Dim::Batch)
+            .collect(),
+    );
     let place = Place {
         path: format!("h.0.p{i}"),
         pass: Pass::Update,
@@ -361,18 +411,44 @@ fn operand(
         )
         .unwrap();
     leaves.push(Some(leaf));
-    match batched {
-        true => g
-            .add1(
-                OpKind::Broadcast {
-                    leading: vec![Dim::Batch],
-                },
-                &[leaf],
-                Place::forward(format!("h.0.x{i}"), layer),
-            )
-            .unwrap(),
-        false => leaf,
+    if !batched {
+        return leaf;
     }
+    let wide = g
+        .add1(
+            OpKind::Broadcast {
+                leading: vec![Dim::Batch],
+            },
+            &[leaf],
+            Place::forward(format!("h.0.x{i}"), layer),
+        )
+        .unwrap();
+    if t.shape.0[0] == Dim::Batch {
+        return wide;
+    }
+    // The batch is the second dim, behind experts.
+    let perm = [1, 0].into_iter().chain(2..t.shape.rank()).collect();
+    let place = Place::forward(format!("h.0.y{i}"), layer);
+    g.add1(OpKind::Transpose { perm }, &[wide], place).unwrap()
+}
+
+/// Slots of tokens that have four experts with two slots each.
+fn slots(g: &mut Graph, layer: LayerId, i: usize, t: &TensorType) -> ValueId {
+    let [batch, Dim::Fixed(tokens), Dim::Fixed(top_k)] = t.shape.0[..] else {
+        panic!("slots are [B, S, k], not {t}");
+    };
+    let logits = TensorType::new(
+        DType::F32,
+        Shape(vec![batch, Dim::Fixed(tokens), Dim::Fixed(4)]),
+    );
+    let logits = operand(g, layer, 10 + i, &logits, &mut Vec::new());
+    let route = OpKind::Route {
+        top_k,
+        capacity: 2,
+        normalize: true,
+    };
+    let place = Place::forward(format!("h.0.slots{i}"), layer);
+    g.add(route, &[logits], place).unwrap()[1]
 }
 
 #[test]

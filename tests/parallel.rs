@@ -2,7 +2,9 @@
 //! level, both schedules, tied and untied embeddings, recomputed activations, and the plan that
 //! the search chooses.
 
+use ir::collective::CollectiveKind;
 use ir::plan::ScheduleKind;
+use ir::program::InstrKind;
 use ir::training::training_graph;
 use tests::{Case, cluster, distance, planned, relative};
 
@@ -15,11 +17,7 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
     let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     assert_eq!(
-        made.plan
-            .stages
-            .iter()
-            .map(|s| s.mesh.n_devices())
-            .sum::<u32>(),
+        made.plan.meshes().map(|m| m.n_devices()).sum::<u32>(),
         n_devices,
         "{name}"
     );
@@ -130,6 +128,96 @@ matrix! {
     llama_untied_8_gpipe: "llama_untied_rope", 8, GPipe;
 }
 
+/// Context parallelism beside data, tensor and pipeline parallelism, with every ZeRO level and
+/// with recomputation; a sequence that the ranks split unevenly too.
+fn check_context(case: &str, order: &str, degrees: &[(u32, u32, u32, u32)]) {
+    let case = Case::load(case);
+    for &(d, c, t, p) in degrees {
+        for zero in 0..=3u8 {
+            let microbatch = (case.train.global_batch / 4).max(u64::from(d));
+            let recompute = ["none", "full"][usize::from(zero % 2)];
+            let pins = [
+                format!("data={d}"),
+                format!("context={c}"),
+                format!("context_order={order}"),
+                format!("tensor={t}"),
+                format!("pipeline={p}"),
+                format!("zero={zero}"),
+                format!("microbatch={microbatch}"),
+                format!("recompute={recompute}"),
+            ];
+            let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+            check(&case, d * c * t * p, &pins, false);
+        }
+    }
+}
+
+#[test]
+fn context_parallel_gpt2() {
+    let all = [
+        (1, 2, 1, 1),
+        (1, 3, 1, 1),
+        (2, 2, 1, 1),
+        (1, 2, 2, 1),
+        (2, 2, 2, 1),
+    ];
+    check_context("gpt2_small_tied", "natural", &all);
+    check_context("gpt2_untied_gelu", "natural", &[(1, 4, 1, 1), (1, 2, 1, 2)]);
+}
+
+#[test]
+fn context_parallel_llama() {
+    check_context(
+        "llama_untied_rope",
+        "natural",
+        &[(1, 4, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)],
+    );
+}
+
+/// A table of positions longer than the sequence: its gradient waits for the step's end too.
+#[test]
+fn zero_levels_of_a_longer_table_of_positions() {
+    let mut case = Case::load("gpt2_small_tied");
+    case.train.sequence /= 2;
+    let options = import::BuildOptions {
+        sequence: case.train.sequence,
+        dropout: 0.0,
+    };
+    case.forward = import::model_graph(&case.config, &options).expect("the model builds");
+    for sample in case.batches.iter_mut().flatten() {
+        sample.truncate(case.train.sequence as usize + 1);
+    }
+    for pins in [
+        ["data=2", "zero=1"],
+        ["data=2", "zero=2"],
+        ["context=2", "zero=1"],
+    ] {
+        check(&case, 2, &pins, false);
+    }
+}
+
+/// In zigzag order the ranks train the same model: the single device knows nothing of it.
+#[test]
+fn context_parallel_in_zigzag_order() {
+    check_context("gpt2_small_tied", "zigzag", &[(1, 2, 1, 1), (2, 4, 1, 1)]);
+    check_context("llama_untied_rope", "zigzag", &[(1, 2, 2, 1), (1, 4, 1, 2)]);
+}
+
+/// Sequence parallelism inside what the context axis splits off.
+#[test]
+fn context_and_sequence_parallel() {
+    let case = Case::load("llama_tied");
+    let pins = [
+        "data=1",
+        "context=2",
+        "tensor=2",
+        "zero=1",
+        "spec:h.*.norm_1=[data,context+tensor,_]",
+        "spec:h.*.residual_1=[data,context+tensor,_]",
+    ];
+    check(&case, 4, &pins, false);
+}
+
 /// Recomputation in every combination with data, tensor and pipeline parallelism and ZeRO; to
 /// the bit where the kept activations would be equal to the bit.
 fn check_recompute(case: &str, product: u32) {
@@ -232,6 +320,35 @@ fn layers_recompute_differently() {
     check(&case, 4, &pins, false);
 }
 
+/// Interleaved 1F1B with data and tensor parallelism, ZeRO and recomputation, on models with
+/// four and five layers, tied and not; to the bit where stages are single ranks.
+#[test]
+fn interleaved_stages() {
+    for name in ["gpt2_small_tied", "gpt2_untied_gelu", "llama_untied_rope"] {
+        let case = Case::load(name);
+        for (d, t) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+            let levels: &[u8] = if d == 1 { &[0] } else { &[0, 1, 2, 3] };
+            for zero in levels {
+                let recompute =
+                    ["none", "full", "selective"][(d + t + u32::from(*zero)) as usize % 3];
+                for microbatches in [2, 4] {
+                    let pins = [
+                        format!("data={d}"),
+                        format!("tensor={t}"),
+                        "pipeline=2".to_string(),
+                        "virtual=2".to_string(),
+                        format!("zero={zero}"),
+                        format!("microbatch={}", case.train.global_batch / microbatches),
+                        format!("recompute={recompute}"),
+                    ];
+                    let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+                    check(&case, 2 * d * t, &pins, d == 1 && t == 1);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_plan_that_the_search_chooses() {
     for name in ["gpt2_small_tied", "llama_untied_rope"] {
@@ -240,4 +357,112 @@ fn the_plan_that_the_search_chooses() {
             check(&case, n, &[], false);
         }
     }
+}
+
+/// Experts split by all the ranks that split samples or by a part of them, with tensor and
+/// pipeline parallelism, every ZeRO level and recomputation; with slots for all tokens and with
+/// few.
+#[test]
+fn experts_are_split_over_ranks() {
+    for name in ["mixtral", "qwen3_moe"] {
+        let mut case = Case::load(name);
+        for pins in [
+            "data=2 expert=2 tensor=1 pipeline=1 zero=0",
+            "data=4 expert=4 tensor=1 pipeline=1 zero=1 microbatch=4",
+            "data=4 expert=2 tensor=1 pipeline=1 zero=2 microbatch=4",
+            "data=4 expert=2 tensor=1 pipeline=1 zero=3 microbatch=8",
+            "data=4 expert=1 tensor=1 pipeline=1 zero=0 microbatch=8",
+            "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4",
+            "data=2 expert=2 tensor=2 pipeline=1 zero=3 microbatch=2",
+            "data=2 expert=2 tensor=1 pipeline=2 zero=0 microbatch=2",
+            "data=2 expert=2 tensor=1 pipeline=1 zero=1 microbatch=4 recompute=full",
+            "data=2 expert=1 tensor=2 pipeline=1 zero=0 microbatch=4 recompute=selective",
+            "data=1 expert=1 tensor=4 pipeline=1 zero=0 microbatch=2",
+            // Experts over all ranks, the tensor axis among them.
+            "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4 \
+             spec:h.*.moe.gate.weight=[expert+tensor,_,_] spec:h.*.moe.down.weight=[expert+tensor,_,_]",
+            "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4 \
+             spec:h.*.moe.gate=[tensor+expert,data,_,_] spec:h.*.moe.down=[tensor+expert,data,_,_]",
+        ] {
+            let n = pins.split(' ').filter_map(|p| p.split_once('='));
+            let n = n.filter(|(key, _)| ["data", "tensor", "pipeline"].contains(key));
+            let n = n
+                .map(|(_, n)| n.parse::<u32>().expect("a degree"))
+                .product();
+            check(&case, n, &[pins], false);
+        }
+        let few = case.config.clone().with_expert_capacity(1.0);
+        case.config = few.expect("the model has experts");
+        let options = import::BuildOptions {
+            sequence: case.train.sequence,
+            dropout: 0.0,
+        };
+        case.forward = import::model_graph(&case.config, &options).expect("the model builds");
+        let pins = "data=4 expert=2 tensor=1 pipeline=1 zero=1 microbatch=4";
+        check(&case, 4, &[pins], false);
+        for n in [1, 2, 4] {
+            check(&case, n, &[], false);
+        }
+    }
+}
+
+/// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
+#[test]
+fn tokens_travel_to_their_experts() {
+    let case = Case::load("mixtral");
+    let pins = ["data=4 expert=2 tensor=1 pipeline=1 zero=0 microbatch=4"];
+    let made = planned(&case.forward, &case.train, &cluster(4), &pins).expect("there is a plan");
+    let role = &made.program.roles[0];
+    let mut moved = std::collections::BTreeSet::new();
+    for i in role.templates.iter().flat_map(|t| &t.instructions) {
+        if let InstrKind::Collective {
+            kind: CollectiveKind::AllToAll,
+            axes,
+            items,
+            ..
+        } = &i.kind
+        {
+            assert_eq!(role.mesh.name(axes[0]), "expert");
+            moved.extend(items.iter().map(|x| role.buffer(x.input).name.clone()));
+        }
+    }
+    for path in ["h.0.moe.dispatch", "h.0.moe.down", "grad.h.0.moe.combine.x"] {
+        let found = moved.iter().any(|name| name.contains(path));
+        assert!(found, "no all-to-all of `{path}` among {moved:?}");
+    }
+    let state = |path: &str| {
+        let buffer = role.buffers.iter().find(|b| b.name == path);
+        let buffer = buffer.unwrap_or_else(|| panic!("no buffer `{path}`"));
+        buffer.spec.local_shape(&buffer.lens, &role.mesh)
+    };
+    assert_eq!(state("h.0.moe.up.weight"), [2, 32, 24]);
+    assert_eq!(state("h.0.attn.k.weight"), [32, 2, 8]);
+}
+
+#[test]
+fn expert_pins_that_do_not_fit_are_refused() {
+    let case = Case::load("mixtral");
+    let refused = |case: &Case, pins: &str| {
+        let made = planned(&case.forward, &case.train, &cluster(8), &[pins]);
+        made.expect_err("no plan").to_string()
+    };
+    let text = refused(&case, "data=8 expert=8");
+    assert!(
+        text.contains("pinned expert=8 splits 4 experts; pin expert=4 or less"),
+        "{text}"
+    );
+    let text = refused(&case, "data=8 expert=3");
+    assert!(
+        text.contains(
+            "does not divide the 8 ranks of the pinned data=8; what fits: expert=1, 2 or 4"
+        ),
+        "{text}"
+    );
+    let text = refused(&case, "data=8 spec:h.*.moe.up.weight=[expert,_,_]");
+    assert!(text.contains("a pin expert=N adds it"), "{text}");
+    let text = refused(&Case::load("llama_tied"), "data=8 expert=2");
+    assert!(
+        text.contains("splits experts, of which the model has none"),
+        "{text}"
+    );
 }

@@ -252,6 +252,51 @@ fn assert_pairs(collectives: &[String], reduced: [&str; 2]) {
     );
 }
 
+/// Queries stay where their tokens are; keys and values are gathered for them and their
+/// gradients added up where the tokens are (Llama 3, Grattafiori et al. 2024, section 3.3.2).
+#[test]
+fn context_parallel_attention_gathers_keys_and_values() {
+    let forward = gpt2(3, 1024, 512, 8192);
+    let pins = ["pipeline=1", "data=2", "context=2", "tensor=2"];
+    let made = planned(&forward, &train(8, 512), &cluster(8), &pins).expect("there is a plan");
+    assert_eq!(split(&made, "h.1.attn.attend"), [2, 2, 2, 1]);
+    assert_eq!(split(&made, "h.1.mlp.act"), [2, 2, 2]);
+    assert_eq!(split_of_state(&made, "h.1.mlp.fc.weight"), [1, 2]);
+    let role = only_role(&made.program);
+    let over_context = |kind: TemplateKind| -> Vec<String> {
+        let mut names = Vec::new();
+        for i in instructions(role, kind) {
+            if let InstrKind::Collective { kind, axes, items } = &i.kind
+                && axes.iter().any(|&a| role.mesh.name(a) == "context")
+                && i.layer.is_some_and(|l| l.index() == 2)
+            {
+                let name = |b: BufferId| role.buffer(b).name.as_str();
+                let items = items.iter();
+                names.extend(items.map(|it| format!("{} {}", kind.name(), name(it.input))));
+            }
+        }
+        names.sort();
+        names
+    };
+    assert_eq!(
+        over_context(TemplateKind::Forward),
+        ["all_gather h.1.attn.split:1", "all_gather h.1.attn.split:2"]
+    );
+    let backward = over_context(TemplateKind::Backward);
+    let grads = ["grad.h.1.attn.attend.qkv:1", "grad.h.1.attn.attend.qkv:2"];
+    for gradient in grads {
+        let reduced = format!("reduce_scatter {gradient}");
+        assert!(backward.contains(&reduced), "{backward:?}");
+    }
+    // Keys and values again; beside them gradients of weights are added up, which is no matter
+    // of attention.
+    let moved = backward
+        .iter()
+        .filter(|c| !c.starts_with("all_reduce "))
+        .count();
+    assert_eq!(moved, 4, "{backward:?}");
+}
+
 #[test]
 fn the_search_is_no_slower_than_megatrons_pins() {
     let forward = gpt2(2, 2048, 1024, 32768);
@@ -676,4 +721,32 @@ fn plans_are_equal_to_the_byte() {
             "with {threads} threads the plan differs"
         );
     }
+}
+
+/// Where experts' gradients weigh more than tokens, the search splits the experts and sends the
+/// tokens, with samples split outside: expert parallelism, which nobody asked it for.
+#[test]
+fn the_search_splits_experts() {
+    let config = serde_json::json!({
+        "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024,
+        "max_position_embeddings": 256,
+    });
+    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes())
+        .expect("the config is valid");
+    let options = import::BuildOptions {
+        sequence: 256,
+        dropout: 0.0,
+    };
+    let forward = import::model_graph(&config, &options).expect("the model builds");
+    let made =
+        planned(&forward, &train(64, 256), &cluster(8), &["pipeline=1"]).expect("there is a plan");
+    let weights = split_of_state(&made, "h.0.moe.up.weight");
+    assert!(weights[0] > 1, "experts are split: {weights:?}");
+    let moved = parts(&made, TemplateKind::Forward);
+    let moved = moved.iter().filter(|p| p.kind == CollectiveKind::AllToAll);
+    assert!(moved.count() > 0, "tokens travel");
+    let tokens = split(&made, "h.0.attn.out");
+    assert!(tokens[0] > 1, "samples are split outside: {tokens:?}");
 }

@@ -106,3 +106,11 @@ fn llama_untied_with_llama3_rope() {
 fn llama_with_linear_rope() {
     check(CASES[4]);
 }
+#[test]
+fn mixtral_with_experts_in_all_layers() {
+    check(CASES[5]);
+}
+#[test]
+fn qwen3_with_experts_in_some_layers() {
+    check(CASES[6]);
+}

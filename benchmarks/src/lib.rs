@@ -1,3 +1,5 @@
 //! Benchmarks of Meshwright.
 
 pub mod comm;
+pub mod facts;
+pub mod score;

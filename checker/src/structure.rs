@@ -18,9 +18,18 @@ pub(crate) fn check(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &
     if !report.is_empty() {
         return;
     }
+    let stages = stages_of_layers(plan, facts.graph.layers.len());
     for (i, role) in program.roles.iter().enumerate() {
         buffers(program, i, role, report);
         named_buffers(facts, i, role, report);
+        chunks(
+            &stages,
+            facts,
+            program,
+            i,
+            plan.schedule.virtual_stages(),
+            report,
+        );
         for (t, template) in role.templates.iter().enumerate() {
             for j in 0..template.instructions.len() {
                 instruction(program, i, TemplateId::new(t), InstrId::new(j), report);
@@ -43,8 +52,8 @@ fn whole(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report)
         }
     };
     same(
-        "stages",
-        plan.stages.len().to_string(),
+        "meshes",
+        plan.n_meshes().to_string(),
         program.roles.len().to_string(),
     );
     same(
@@ -98,6 +107,58 @@ fn whole(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report)
                 format!("at least {} slots", program.n_microbatches),
                 role.trace.len().to_string(),
             );
+        }
+    }
+}
+
+/// The stage of every layer, as far as the plan has them in order.
+fn stages_of_layers(plan: &Plan, n_layers: usize) -> Vec<usize> {
+    let stages = plan.stages.iter().enumerate();
+    let runs = stages.flat_map(|(i, s)| s.runs.iter().map(move |r| (i, r.count as usize)));
+    let all = runs.flat_map(|(i, count)| std::iter::repeat_n(i, count));
+    all.take(n_layers).collect()
+}
+
+/// Passes say of which of the role's stages they are, and play ops of its layers.
+fn chunks(
+    stages: &[usize],
+    facts: &Facts<'_>,
+    program: &Program,
+    i: usize,
+    virtual_stages: u32,
+    report: &mut Report,
+) {
+    for (t, template) in program.roles[i].templates.iter().enumerate() {
+        let pass = matches!(
+            template.kind,
+            TemplateKind::Forward | TemplateKind::Backward
+        );
+        let most = if pass { virtual_stages } else { 1 };
+        if template.chunk >= most {
+            report.add(
+                format!("{} template {t}", role_place(i)),
+                "chunk",
+                format!("one of {most} stages of the mesh"),
+                template.chunk.to_string(),
+            );
+            continue;
+        }
+        let own = template.chunk as usize * program.roles.len() + i;
+        for (j, instr) in template.instructions.iter().enumerate().filter(|_| pass) {
+            let InstrKind::Compute { path, .. } = &instr.kind else {
+                continue;
+            };
+            let op = facts.graph.find(path).map(|id| facts.graph.op(id));
+            let layer = op.and_then(|op| op.layer);
+            let stage = layer.and_then(|l| stages.get(l.index()));
+            if let Some(&stage) = stage.filter(|s| **s != own) {
+                report.add(
+                    instr_place(program, i, TemplateId::new(t), InstrId::new(j)),
+                    "chunk",
+                    format!("ops of stage {own}"),
+                    format!("`{path}` of stage {stage}"),
+                );
+            }
         }
     }
 }

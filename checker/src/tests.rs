@@ -86,6 +86,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         memory_efficiency: 1.0,
         launch_s: 0.0,
         conversion_s_per_element: BTreeMap::new(),
+        kernels: None,
         multiprocessors: 0,
         sustained_share: 1.0,
         power_limit_w: None,
@@ -278,6 +279,7 @@ impl Naive<'_> {
 fn program(plan: &Plan, training: &TrainingGraph) -> Program {
     let template = |kind| Template {
         kind,
+        chunk: 0,
         instructions: vec![],
     };
     let slot = |template, microbatch| Slot {
@@ -390,6 +392,7 @@ fn another_microbatchs_value_is_refused() {
         let grad = role.templates[1].instructions.split_off(2);
         role.templates.push(Template {
             kind: TemplateKind::Backward,
+            chunk: 0,
             instructions: grad,
         });
         let slot = |template, m| Slot {
@@ -572,6 +575,7 @@ fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
             })
             .map(|i| Template {
                 kind: TemplateKind::Exchange,
+                chunk: 0,
                 instructions: vec![i],
             })
             .collect();

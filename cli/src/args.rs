@@ -72,10 +72,15 @@ pub struct CompileArgs {
     /// Number of ranks on a machine whose ranks share processors.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
-    /// Fix something before the search: data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N,
-    /// schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be repeated.
+    /// Fix something before the search: data=N, expert=N, context=N, context_order=zigzag|natural, tensor=N, pipeline=N, zero=0..3, microbatch=N,
+    /// split=5/4/4/5, schedule=gpipe|1f1b, virtual=N (interleaved 1F1B), recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// Slots of an expert over the tokens that it gets on average, in models with mixtures of
+    /// experts: tokens beyond them are dropped; experts over experts of a token drops none
+    /// [default: 1.25].
+    #[arg(long, value_name = "FACTOR")]
+    pub expert_capacity: Option<f64>,
     /// The layers that stages are made of: those that the model declares, or found by
     /// clustering, either a number that suits the graph or exactly N [default: declared;
     /// auto where the model declares none or one].
@@ -297,8 +302,13 @@ pub struct RunArgs {
 pub struct CompareArgs {
     /// The plan.
     pub plan: PathBuf,
-    /// What its run measured.
-    pub run: PathBuf,
+    /// What its run measured. More runs of the plan count for --recalibrate only.
+    #[arg(required = true, num_args = 1..)]
+    pub run: Vec<PathBuf>,
+    /// Refine the plan's cluster by what the runs measured, say what changes, the best plan
+    /// included, and write the new cluster here.
+    #[arg(long, value_name = "CLUSTER")]
+    pub recalibrate: Option<PathBuf>,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
@@ -340,8 +350,8 @@ pub struct SolveArgs {
     /// it is after Ctrl-C.
     #[arg(long)]
     pub time_limit: Option<f64>,
-    /// Limit in amounts of work: branch-and-bound nodes per integer program and slices of search
-    /// per thread (the root of an integer program is not counted). The same seed, threads and limit give the same solution.
+    /// Limit in amounts of work: slices of search per thread, branch-and-bound nodes and simplex
+    /// iterations per integer program. The same seed, threads and limit give the same solution.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub work_limit: Option<u64>,
     /// Threads: one proves, the others search.
@@ -350,7 +360,8 @@ pub struct SolveArgs {
     /// Seed of everything random.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Stop when the cost is proved within this fraction of the optimum; 0 for a full proof.
+    /// Stop when the bound is within this fraction of the cost; 0 for a full proof. What is not
+    /// proved best is `feasible`, with its gap.
     #[arg(long, default_value_t = 0.0)]
     pub gap: f64,
     /// Where to write the solution: a JSON list with one strategy index per node.

@@ -19,6 +19,8 @@ pub enum Exit {
     RunFailed = 6,
     /// A defect of Meshwright.
     Internal = 70,
+    /// Somebody asked to stop before there was a result: 128 and the signal's number.
+    Interrupted = 130,
 }
 
 impl Exit {
@@ -30,6 +32,7 @@ impl Exit {
             Exit::CheckFailed => "check failed",
             Exit::RunFailed => "run failed",
             Exit::Internal => "internal error",
+            Exit::Interrupted => "interrupted",
         }
     }
 }
@@ -273,6 +276,10 @@ fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
 
 impl From<runtime::data::DataError> for Failure {
     fn from(e: runtime::data::DataError) -> Self {
-        with(Failure::new(Exit::BadInput, &e), data_help(&e))
+        let exit = match &e {
+            runtime::data::DataError::BadFraction(_) => Exit::Usage,
+            _ => Exit::BadInput,
+        };
+        with(Failure::new(exit, &e), data_help(&e))
     }
 }

@@ -64,6 +64,9 @@ fn made_by(what: &str) -> &'static str {
             "clusters are written by `meshwright calibrate`; `meshwright presets` lists those that are built in"
         }
         "training file" => "docs/cli.md shows a training file",
+        "table of runs" => {
+            "expected comma-separated values with a header; docs/published.md lists the columns"
+        }
         _ => {
             "a model is a Hugging Face config.json (gpt2 or llama) or its folder, or a graph in Meshwright's text form (docs/ir.md)"
         }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// A model before sequence and dropout are known.
 pub enum Model {
     /// A published architecture.
-    Config(ModelConfig),
+    Config(Box<ModelConfig>),
     /// A graph that says everything itself.
     Graph(Box<Graph>),
 }
@@ -24,11 +24,11 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     if text.trim_start().starts_with(['{', '[', '"'])
         || file.extension().is_some_and(|e| e == "json")
     {
-        return Ok(Model::Config(parse_config(&name, &text)?));
+        return Ok(Model::Config(Box::new(parse_config(&name, &text)?)));
     }
     let graph = ir::text::parse(&text).map_err(|e| {
         let failure = Failure::new(Exit::BadInput, format!("{name}:{}:{}: {}", e.line, e.column, e.message)).place(&name, &text, e.start, e.len, "here");
-        failure.help(e.help.unwrap_or_else(|| "a model is a Hugging Face config.json (gpt2 or llama), or a graph in Meshwright's text form (docs/ir.md)".into()))
+        failure.help(e.help.unwrap_or_else(|| "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe), or a graph in Meshwright's text form (docs/ir.md)".into()))
     })?;
     let broken = ir::verify::verify(&graph);
     if broken.is_empty() {
@@ -112,17 +112,29 @@ impl Model {
         }
     }
 
+    /// The model with another capacity of its experts, where one is asked for.
+    pub fn with_expert_capacity(self, factor: Option<f64>) -> Result<Self, Failure> {
+        let Some(factor) = factor else {
+            return Ok(self);
+        };
+        match self {
+            Model::Config(c) => {
+                let made = c.with_expert_capacity(factor);
+                made.map(|c| Model::Config(Box::new(c))).map_err(option_failure)
+            }
+            Model::Graph(_) => Err(Failure::new(
+                Exit::Usage,
+                "--expert-capacity is for models of a configuration; a graph's slots are in its ops",
+            )
+            .help("leave --expert-capacity out")),
+        }
+    }
+
     /// The forward graph.
     pub fn graph(self, sequence: u64, dropout: f64) -> Result<Graph, Failure> {
         match self {
             Model::Config(c) => {
-                model_graph(&c, &BuildOptions { sequence, dropout }).map_err(|e| match &e {
-                    ImportError::Option { option, .. } => {
-                        let help = format!("set --{option}");
-                        Failure::from(e).help(help)
-                    }
-                    _ => Failure::from(e),
-                })
+                model_graph(&c, &BuildOptions { sequence, dropout }).map_err(option_failure)
             }
             Model::Graph(g) => match sequence_of(&g) {
                 Some(n) if n != sequence => Err(Failure::new(
@@ -133,6 +145,18 @@ impl Model {
                 _ => Ok(*g),
             },
         }
+    }
+}
+
+/// A failure that names the flag which sets the option.
+fn option_failure(e: ImportError) -> Failure {
+    let help = match &e {
+        ImportError::Option { option, .. } => Some(format!("set --{option}")),
+        _ => None,
+    };
+    match help {
+        Some(help) => Failure::from(e).help(help),
+        None => Failure::from(e),
     }
 }
 

@@ -385,8 +385,6 @@ fn data() {
         "not below the vocabulary size 256",
         "--tokenizer",
     ]);
-    run("text.txt", &["--validation-fraction", "nan"]).says(&["validation fraction"]);
-    run("text.txt", &["--validation-fraction", "1"]).says(&["validation fraction"]);
     run(
         "text.txt",
         &["--validation-fraction", "0", "--validate-every", "1"],
@@ -659,4 +657,70 @@ fn a_run_that_does_not_fit_this_machine_is_refused() {
     place
         .refuses(&["run", "plan.json", "--data", "text.txt"], &[6])
         .says(&["2048 ranks"]);
+}
+
+const RUNS: &str = "row_id,gpu,gpus_total,gpus_per_node,interconnect,framework,layers,hidden,heads,ffn_hidden,vocab,seq_len,global_batch,micro_batch,tp,pp,dp,cp,zero_stage,recompute,precision,mlp_type
+R1,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16,gelu
+";
+
+#[test]
+fn tables_of_runs() {
+    let place = Place::new();
+    let args = ["predict", "rows.csv", "-o", "out.csv"];
+    for bytes in [&b""[..], b" \n", b"\xff\xfe\x00\x01nonsense"] {
+        place.write("rows.csv", bytes);
+        place
+            .refuses(&args, &[3])
+            .says(&["rows.csv", "comma-separated"]);
+    }
+    place.write("rows.csv", b"gpu,layers\nA100,2\n");
+    place.refuses(&args, &[3]).says(&["no column gpus_total"]);
+    // A cell that makes no sense is named; a table without a row to predict is no table of runs.
+    place.write("rows.csv", RUNS.replace(",full,", ",foo,").as_bytes());
+    place
+        .refuses(&args, &[4])
+        .says(&["none of 1 runs", "`recompute` is `foo`"]);
+    let header = RUNS.lines().next().unwrap();
+    place.write("rows.csv", header.as_bytes());
+    place.refuses(&args, &[4]).says(&["no rows"]);
+    let two = format!(
+        "{RUNS}{}",
+        RUNS.lines().nth(1).unwrap().replace("fp16", "int8")
+    );
+    place.write("rows.csv", two.as_bytes());
+    let done = place.run(&args).expect(0);
+    assert!(done.out.contains("1 of 2 runs predicted"), "{}", done.out);
+    assert!(
+        done.out
+            .contains("1 not predicted: not supported: the precision int8")
+    );
+}
+
+/// Matmuls in types that CPU ranks do not have are planned and proved, not run.
+#[test]
+fn plans_in_types_that_the_runtime_does_not_have() {
+    let place = Place::new();
+    let cluster = place.run(&["presets", "gb200-nvl72"]).expect(0).out;
+    let software = "\n[software]\nname = \"nvfp4\"\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nmatmul_dtype = \"f4e2m1\"\nmatmul_scaling = \"block16\"\nblocking_transfers = false\noverlapped_gradients = false\nattention = { fused = { rate = 1.0 } }\n";
+    place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cluster.toml",
+        "--global-batch",
+        "72",
+        "--precision",
+        "bf16",
+        "--pin",
+        "data=72 tensor=1 pipeline=1",
+    ];
+    place.run(&args).expect(0);
+    place.run(&["check", "plan.json"]).expect(0);
+    place
+        .refuses(
+            &["run", "plan.json", "--data", "text.txt", "--steps", "1"],
+            &[6],
+        )
+        .says(&["the runtime has no f4e2m1 matmuls"]);
 }

@@ -116,6 +116,8 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
         "peak memory",
         "predicted/measured",
         "all",
+        "waiting",
+        "in seconds of the step",
         "largest difference",
     ] {
         assert!(
@@ -124,6 +126,15 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
             compared.out
         );
     }
+    // This cluster was not measured: there is nothing to refine.
+    let args = [
+        "compare",
+        "plan.json",
+        "run.json",
+        "--recalibrate",
+        "new.toml",
+    ];
+    place.run(&args).expect(3);
 }
 
 #[test]
@@ -604,6 +615,64 @@ fn a_time_limit_and_an_interrupt_give_the_best_so_far() {
         assert_eq!(line["status"], "feasible");
         assert!(place.exists("i.json"));
     }
+}
+
+/// An instance from a pipe that is never written to the end: the interrupt comes while it is
+/// read.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_while_the_instance_is_read_ends_with_a_message() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let place = Place::new();
+    let made = std::process::Command::new("mkfifo")
+        .arg(place.path("pipe.json"))
+        .status();
+    assert!(made.unwrap().success());
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args(["solve", "pipe.json", "-o", "none.json"])
+        .current_dir(place.path("."))
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Opens when the command does.
+    let mut pipe = std::fs::File::create(place.path("pipe.json")).unwrap();
+    pipe.write_all(b"{\"problem\": {").unwrap();
+    let sent = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    assert!(sent.unwrap().success());
+    let mut errors = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    errors.read_line(&mut said).unwrap();
+    assert!(said.starts_with("interrupted: "), "{said}");
+    drop(pipe);
+    errors.read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{said}");
+    assert!(
+        said.contains("interrupted while the instance was read"),
+        "{said}"
+    );
+    assert!(!place.exists("none.json"));
+}
+
+#[test]
+fn within_a_gap_is_feasible_with_exit_code_0() {
+    let place = Place::new();
+    place.write("grid.json", &hard_problem(5));
+    let line = |gap: &str| {
+        let done = place.run(&["solve", "grid.json", "--gap", gap, "-o", "g.json"]);
+        last_line(&done.expect(0).out)
+    };
+    let (rough, exact) = (line("0.9"), line("0"));
+    assert_eq!(exact["status"], "optimal");
+    assert_eq!(
+        (&exact["gap"], &exact["objective"]),
+        (&0.0.into(), &exact["lower_bound"])
+    );
+    assert_eq!(rough["status"], "feasible");
+    let gap = rough["gap"].as_f64().unwrap();
+    assert!(gap > 0.0 && gap <= 0.9, "{rough}");
 }
 
 #[test]

@@ -96,6 +96,6 @@ fn impossible_layers_are_refused() {
         .says(&["at most 400"]);
     place.refuses(
         &compile("x.json", &["--layers", "declared", "--pin", "pipeline=2"]),
-        &[4],
+        &[2],
     );
 }

@@ -60,6 +60,12 @@ fn what_makes_no_sense_is_a_usage_error() {
         "data=3 x tensor=2, together 6 devices, does not divide the 4 devices",
         "data=1 or 2",
     ]);
+    compile(&["--pin", "data=2", "--pin", "data=4"])
+        .says(&["pin `data=4`", "contradicts `data=2`"]);
+    compile(&["--pin", "recompute:nope=yes"]).says(&["matches no op"]);
+    compile(&["--pin", "split=1/1"]).says(&["split has 2 layers"]);
+    // Four layers make no eight stages.
+    compile(&["--ranks", "8", "--pin", "pipeline=8"]).says(&["needs as many layers", "--layers 8"]);
     compile(&["--pin", "data=3"]).says(&["data=3 does not divide", "data=1, 2 or 4"]);
     compile(&["--pin", "data=2 tensor=2 pipeline=2"]).says(&["is not the 4 devices", "pipeline=1"]);
     compile(&["--pin", "microbatch=3"])
@@ -160,7 +166,7 @@ fn clusters_are_printed_and_composed() {
         place.refuses(&args, &[3])
     };
     refuses("a100+nvlink3+efa-100").says(&["no device `a100`", "a100-sxm-40gb"]);
-    refuses("gb200+nvlink3+efa").says(&["no link `efa`", "efa-400"]);
+    refuses("gb200+nvlink5+efa").says(&["no link `efa`", "efa-400"]);
     refuses("gb200*4000000000+nvlink5+roce-400").says(&["n_hosts x devices_per_host"]);
     place
         .refuses(&["presets", "abacus"], &[3])
@@ -172,20 +178,6 @@ fn clusters_are_printed_and_composed() {
 #[test]
 fn constraints_that_nothing_meets_are_infeasible() {
     let place = Place::new();
-    let compile = |more: &[&str]| {
-        let mut args = vec![
-            "compile",
-            "config.json",
-            "--cluster",
-            "cpu-default",
-            "--global-batch",
-            "4",
-        ];
-        args.extend(more);
-        place.refuses(&args, &[4])
-    };
-    // Four layers make no eight stages.
-    compile(&["--ranks", "8", "--pin", "pipeline=8"]).says(&["no pipeline"]);
     let cluster =
         std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
     let small = cluster.replace("memory_bytes = 8589934592", "memory_bytes = 400000");

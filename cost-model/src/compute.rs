@@ -5,18 +5,20 @@
 //! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
 //! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
 //! share of the matmul rate and executes half of the full score products, because of the
-//! causal mask; unfused attention is two batched matmuls with passes over the scores between
+//! causal mask, or more where a rank holds the last part of the queries; unfused attention is two batched matmuls with passes over the scores between
 //! them (see `attention`).
 //!
 //! Where a device computes in f32 only (CPU ranks), operands and results of other float types
-//! are converted before and after: a time per element of them is added.
+//! are converted before and after: a time per element of them is added. Where its kernels were
+//! measured one by one, each has a factor of its own (see `kernels`).
 
 mod attention;
+pub(crate) mod kernels;
 mod tiles;
 
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
-use ir::software::Software;
+use ir::software::{Scaling, Software};
 use ir::{DType, Seconds};
 
 /// Kernels of an op that normalises, reduces or the like in the backward direction: one pass
@@ -52,7 +54,11 @@ pub fn op_time(
     };
     let mut work = kind.work(operands, results);
     let Some(software) = &cluster.software else {
-        return Seconds(work_time(cluster, dtype, &work).0 + converted);
+        let seconds = match &cluster.device.kernels {
+            Some(k) => cluster.device.launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),
+            None => work_time(cluster, dtype, &work).0,
+        };
+        return Seconds(seconds + converted);
     };
     if is_elementwise(kind) {
         work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
@@ -76,8 +82,15 @@ pub fn op_time(
             .filter(|_| is_cast_matmul(kind, operands))
         {
             Some(narrow) => {
-                let casts: f64 = operands.iter().map(|o| cast_bytes(o, narrow)).sum();
-                let cast_s = memory_time(cluster, casts * software.elementwise_traffic);
+                let casts: f64 = operands
+                    .iter()
+                    .map(|o| cast_bytes(o, narrow, software.matmul_scaling))
+                    .sum();
+                let traffic = match software.matmul_scaling.is_fused() {
+                    true => software.elementwise_traffic,
+                    false => 1.0,
+                };
+                let cast_s = memory_time(cluster, casts * traffic);
                 Seconds(work_time(cluster, narrow, &work).0 + cast_s)
             }
             None => work_time(cluster, dtype, &work),
@@ -118,7 +131,7 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
             arithmetic += work.matmul_flops / rate;
-            arithmetic += attention::CAUSAL_SHARE * work.attention_flops
+            arithmetic += work.causal_share * work.attention_flops
                 / (peak_rate(cluster, dtype) * d.attention_efficiency);
         }
     }
@@ -138,10 +151,12 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
             .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
 }
 
-/// Bytes of casting an operand: read once, written once in the narrow type.
-fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType) -> f64 {
+/// Bytes of casting an operand: read once, written once in the narrow type, and what its scales
+/// take.
+fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType, scaling: Scaling) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
-    elements * (operand.0.bytes() + narrow.bytes()) as f64
+    let source = operand.0.bytes() as f64;
+    elements * (source + narrow.bits() as f64 / 8.0 + scaling.extra_bytes(source))
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.
@@ -176,7 +191,10 @@ pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
     let half = cluster.device.matmul_half_size;
     let share = |x: u64, h: f64| x as f64 / (x as f64 + h);
     let shape_share = if cluster.device.multiprocessors > 0 {
-        tiles::share(cluster.device.multiprocessors, half.k, dtype, shape)
+        let software = cluster.software.as_ref();
+        let unaligned = software.map_or(1.0, |s| s.unaligned_matmul_share);
+        let device = (cluster.device.multiprocessors, half.k);
+        tiles::share(device, unaligned, dtype, shape)
     } else {
         share(shape.m, half.m) * share(shape.n, half.n) * share(shape.k, half.k)
     };
@@ -271,6 +289,7 @@ mod tests {
             &OpKind::Attention {
                 scale: 1.0,
                 dropout: 0.0,
+                order: Default::default(),
             },
             &[q.clone(), q.clone(), q.clone()],
             &[q, lse],
@@ -281,6 +300,27 @@ mod tests {
         let expected =
             1e-6 + 0.5 * (2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9;
         assert!((t.0 - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn attention_over_a_split_sequence_is_as_slow_as_its_last_queries() {
+        let mut fast = cluster();
+        fast.device.memory_bandwidth_bytes_per_s = 1e15;
+        fast.device.vector_flops_per_s = 1e18;
+        let (q, k) = (f32s(&[1, 32, 2, 64]), f32s(&[1, 128, 2, 64]));
+        let t = op_time(
+            &fast,
+            &OpKind::Attention {
+                scale: 1.0,
+                dropout: 0.0,
+                order: Default::default(),
+            },
+            &[q.clone(), k.clone(), k],
+            &[q, f32s(&[1, 32, 2])],
+        );
+        // 32 queries of 128 keys: the last 32 see 97 to 128 of them, 112.5 or about 7/8.
+        let full = 2.0 * 2.0 * 2.0 * 32.0 * 128.0 * 64.0 / (0.5e12 * 0.5);
+        assert!((t.0 - 1e-6 - 7.0 / 8.0 * full).abs() < 1e-12);
     }
 
     #[test]
@@ -307,6 +347,20 @@ mod tests {
         );
         assert!((copy_time(&c, 1000).0 - 1e-6 - 2000.0 / 0.5e9).abs() < 1e-15);
         assert!((write_time(&c, 1000).0 - 1e-6 - 1000.0 / 0.5e9).abs() < 1e-15);
+    }
+
+    #[test]
+    fn narrow_operands_are_cast_as_their_recipe_does() {
+        let operand = (DType::Bf16, vec![100, 320]);
+        let bytes = |narrow, scaling| cast_bytes(&operand, narrow, scaling) / 32_000.0;
+        assert_eq!(bytes(DType::F8e4m3, Scaling::Delayed), 2.0 + 1.0);
+        assert_eq!(bytes(DType::F8e4m3, Scaling::Tensor), 2.0 + 2.0 + 1.0);
+        assert_eq!(
+            bytes(DType::F8e4m3, Scaling::Block32),
+            2.0 + 1.0 + 1.0 / 32.0
+        );
+        let four = 2.0 + 2.0 + 0.5 + 1.0 / 16.0;
+        assert!((bytes(DType::F4e2m1, Scaling::Block16) - four).abs() < 1e-12);
     }
 
     #[test]

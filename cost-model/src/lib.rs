@@ -4,6 +4,7 @@
 //! No I/O, no clocks: everything is a function of a cluster and a program. Durations come from
 //! two places only, [`compute`] and [`collectives`]; [`simulate`] adds what waits for what.
 
+pub mod classes;
 pub mod collectives;
 pub mod compare;
 pub mod compute;
@@ -15,6 +16,7 @@ pub mod pipeline;
 pub mod presets;
 pub mod simulate;
 pub mod trace;
+pub mod utilisation;
 pub mod work;
 
 pub use compare::{Comparison, compare, expected_instructions};

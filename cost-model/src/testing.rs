@@ -183,6 +183,7 @@ fn pipeline_role(
     };
     let pass = |kind, own: u32, main: u32, from: u32, to: u32| Template {
         kind,
+        chunk: 0,
         instructions: vec![
             instr(relu("own", own, own), Stream::Compute, &[]),
             instr(copy(from, main), Stream::Compute, &[]),
@@ -199,6 +200,7 @@ fn pipeline_role(
         };
         Template {
             kind: TemplateKind::Exchange,
+            chunk: 0,
             instructions: vec![instr(
                 InstrKind::Exchange {
                     sends: ids(sends),

@@ -1,6 +1,7 @@
 //! What a training step computes: the numerators of MFU, which no plan changes, and of HFU,
 //! which counts what a plan recomputes.
 
+use ir::op::Work;
 use ir::training::TrainingGraph;
 use ir::{DType, Flops, Pass, Region, TrainSpec};
 
@@ -11,6 +12,8 @@ pub struct StepWork {
     pub model_flops: Flops,
     /// Hardware FLOPs, see [`hardware_flops`].
     pub hardware_flops: Flops,
+    /// Those of them that are attention's, counted in full.
+    pub hardware_attention_flops: Flops,
     /// Tokens of the global batch.
     pub tokens: u64,
     /// Compute dtype, whose peak MFU is measured against.
@@ -23,6 +26,12 @@ impl StepWork {
         StepWork {
             model_flops: model_flops(training, spec.global_batch),
             hardware_flops: hardware_flops(training, spec.global_batch),
+            hardware_attention_flops: counted(
+                training,
+                spec.global_batch,
+                |pass| pass != Pass::Update,
+                |w| w.attention_flops,
+            ),
             tokens: spec.global_batch.saturating_mul(spec.sequence),
             dtype: spec.precision.compute(),
         }
@@ -35,23 +44,36 @@ impl StepWork {
 ///
 /// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
 pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
-    counted(training, global_batch, |pass| {
-        matches!(pass, Pass::F | Pass::BI | Pass::BW)
-    })
+    counted(
+        training,
+        global_batch,
+        |pass| matches!(pass, Pass::F | Pass::BI | Pass::BW),
+        Work::model_flops,
+    )
 }
 
 /// [`model_flops`] and those of recomputed forward ops: what HFU counts. What a fused attention
 /// recomputes inside its own gradient counts in neither.
 pub fn hardware_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
-    counted(training, global_batch, |pass| pass != Pass::Update)
+    counted(
+        training,
+        global_batch,
+        |pass| pass != Pass::Update,
+        Work::model_flops,
+    )
 }
 
-fn counted(training: &TrainingGraph, global_batch: u64, counts: impl Fn(Pass) -> bool) -> Flops {
+fn counted(
+    training: &TrainingGraph,
+    global_batch: u64,
+    counts: impl Fn(Pass) -> bool,
+    flops: impl Fn(&Work) -> f64,
+) -> Flops {
     let ops = training
         .graph
         .ops()
         .iter()
         .filter(|op| op.region == Region::Microbatch && counts(op.pass));
-    ops.map(|op| Flops(training.graph.work(op, 1).model_flops() * global_batch as f64))
+    ops.map(|op| Flops(flops(&training.graph.work(op, 1)) * global_batch as f64))
         .sum()
 }

@@ -20,7 +20,7 @@ pub mod params;
 pub mod weights;
 
 pub use build::{BuildOptions, model_graph};
-pub use config::ModelConfig;
+pub use config::{DEFAULT_EXPERT_CAPACITY, ModelConfig};
 pub use error::ImportError;
 pub use params::Param;
 pub use weights::{HfTensor, Weights, export, map_param_to_hf, to_hf};

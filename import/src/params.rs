@@ -6,13 +6,14 @@
 //! Llama's `q` is `[hidden, kv_heads, groups, head_dim]` (without `groups` when that is 1).
 //! GPT-2's `Conv1D` weights are stored `[in, out]`, so ours are the same elements in the same
 //! order; every `Linear` weight is stored `[out, in]`, so ours is its transpose, reshaped.
+//! Experts are stacked, `[experts, hidden, width]`, where files have a tensor for each.
 //! Query head `n` of a file is group `n % groups` of KV head `n / groups`.
 //!
 //! Initial values are those of `_init_weights` in transformers: normal with
 //! `initializer_range`, GPT-2's two projections into the residual stream narrower by
 //! `sqrt(2 * layers)` (Radford et al. 2019), biases zero, norm gains one.
 
-use crate::config::{Gpt2Config, LlamaConfig, ModelConfig};
+use crate::config::{ExpertsConfig, Family, Gpt2Config, LlamaConfig, ModelConfig};
 use ir::op::Init;
 
 /// A parameter.
@@ -22,12 +23,16 @@ pub struct Param {
     pub path: String,
     /// Shape in our layout.
     pub shape: Vec<u64>,
-    /// Name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`.
+    /// Name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
+    /// `pieces`, `*` stands for the index.
     pub hf_name: String,
-    /// Shape in Hugging Face's files, one or two dims.
+    /// Shape in Hugging Face's files, one or two dims; with `pieces`, of each.
     pub hf_shape: Vec<u64>,
     /// Whether the stored matrix is the transpose of ours.
     pub transposed: bool,
+    /// Number of tensors that hold the parameter, one for each index of its first dim; none
+    /// where one tensor holds all of it.
+    pub pieces: Option<u64>,
     /// Initial values where no weights are given.
     pub init: Init,
 }
@@ -36,6 +41,15 @@ impl Param {
     /// Whether weight decay applies: to what files store with two or more dims.
     pub fn decay(&self) -> bool {
         self.hf_shape.len() >= 2
+    }
+    /// Names of the tensors that hold the parameter, in the order of its first dim.
+    pub fn hf_names(&self) -> Vec<String> {
+        match self.pieces {
+            None => vec![self.hf_name.clone()],
+            Some(n) => (0..n)
+                .map(|i| self.hf_name.replacen('*', &i.to_string(), 1))
+                .collect(),
+        }
     }
     /// Number of elements.
     pub fn elements(&self) -> u64 {
@@ -198,7 +212,15 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             c.attention_bias,
             normal,
         );
+        if c.qk_norm {
+            t.gain(at("attn.q_norm", "self_attn.q_norm"), d);
+            t.gain(at("attn.k_norm", "self_attn.k_norm"), d);
+        }
         t.gain(at("norm_2", "post_attention_layernorm"), h);
+        if let Some(e) = c.experts.as_ref().filter(|e| e.are_in(i)) {
+            experts(&mut t, c, e, i);
+            continue;
+        }
         t.linear(
             at("mlp.gate", "mlp.gate_proj"),
             &[h],
@@ -228,6 +250,36 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
     t.params
 }
 
+/// Router and experts of layer `i`.
+fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
+    let (h, inner, normal) = (c.hidden, e.intermediate, Init::Normal { std: c.init_std });
+    let (block, [gate, up, down]) = match c.family {
+        Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+        Family::Llama | Family::Qwen3Moe => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+    };
+    let router = (
+        format!("h.{i}.moe.router"),
+        format!("layers.{i}.{block}.gate"),
+    );
+    t.linear(router, &[h], &[e.count], false, normal);
+    for (ours, theirs, n_in, n_out) in [
+        ("gate", gate, h, inner),
+        ("up", up, h, inner),
+        ("down", down, inner, h),
+    ] {
+        t.add(
+            &format!("h.{i}.moe.{ours}.weight"),
+            &[e.count, n_in, n_out],
+            &format!("layers.{i}.{block}.experts.*.{theirs}.weight"),
+            &[n_out, n_in],
+            normal,
+        );
+        if let Some(last) = t.params.last_mut() {
+            (last.transposed, last.pieces) = (true, Some(e.count));
+        }
+    }
+}
+
 /// The table under construction.
 struct Table {
     prefix: &'static str,
@@ -242,6 +294,7 @@ impl Table {
             hf_name: format!("{}{name}", self.prefix),
             hf_shape: hf_shape.into(),
             transposed: false,
+            pieces: None,
             init,
         });
     }

@@ -75,6 +75,105 @@ fn both_spellings_are_the_same_model() {
     );
 }
 
+fn mixtral() -> Value {
+    json!({"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 2})
+}
+
+fn qwen3_moe() -> Value {
+    json!({"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
+}
+
+#[test]
+fn experts_are_read() {
+    same(
+        mixtral(),
+        json!({"rope_theta": 1e6, "rms_norm_eps": 1e-5, "output_router_logits": false, "router_aux_loss_coef": 0.02,
+            "router_jitter_noise": 0.0, "sliding_window": null, "num_experts": 8}),
+    );
+    same(
+        qwen3_moe(),
+        json!({"rope_theta": 1e4, "rms_norm_eps": 1e-6, "norm_topk_prob": false, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 4,
+            "attention_bias": false, "num_local_experts": 8}),
+    );
+    let n = |base, changes| parse(base, changes).unwrap().n_parameters();
+    // 8 experts of three matrices and a router, in place of one MLP of three matrices.
+    let dense = |inner: u64| 3 * 32 * inner;
+    let all = n(mixtral(), json!({}));
+    assert_eq!(
+        n(mixtral(), json!({"num_local_experts": 9})) - all,
+        2 * (dense(48) + 32)
+    );
+    // Layers 0 and 2 have MLPs, layer 3 for another reason.
+    let step = json!({"decoder_sparse_step": 2, "mlp_only_layers": [3]});
+    let sparse = 8 * dense(24) + 8 * 32;
+    assert_eq!(
+        n(qwen3_moe(), json!({})) - n(qwen3_moe(), step),
+        3 * (sparse - dense(48))
+    );
+    assert_ne!(
+        parse(qwen3_moe(), json!({"norm_topk_prob": true})),
+        parse(qwen3_moe(), json!({}))
+    );
+    let capacity = |factor: f64| {
+        let model = parse(mixtral(), json!({})).unwrap();
+        model
+            .with_expert_capacity(factor)
+            .map_err(|e| e.to_string())
+    };
+    assert_ne!(capacity(2.0), capacity(1.0));
+    assert!(capacity(0.0).unwrap_err().contains("above 0"));
+    let dense = parse(llama(), json!({})).unwrap().with_expert_capacity(1.0);
+    assert!(dense.unwrap_err().to_string().contains("no experts"));
+}
+
+#[test]
+fn experts_that_are_not_supported_are_refused() {
+    rejects(
+        mixtral(),
+        json!({"output_router_logits": true}),
+        "field `output_router_logits` is true; accepted: false (with true the routers' balancing loss is added, which is not supported)",
+    );
+    rejects(
+        mixtral(),
+        json!({"router_jitter_noise": 0.1}),
+        "field `router_jitter_noise` is 0.1; accepted: 0 or 0.0 or null (noise on the routers' inputs is not supported)",
+    );
+    rejects(
+        qwen3_moe(),
+        json!({"use_sliding_window": true}),
+        "field `use_sliding_window` is true; accepted: false (attention is full and causal)",
+    );
+    rejects(
+        qwen3_moe(),
+        json!({"mlp_only_layers": [4]}),
+        "field `mlp_only_layers` is an array; expected a list of whole numbers from 0 to 3",
+    );
+    for (base, name) in [
+        (mixtral(), "num_local_experts"),
+        (mixtral(), "num_experts_per_tok"),
+        (mixtral(), "num_key_value_heads"),
+        (qwen3_moe(), "num_experts"),
+        (qwen3_moe(), "moe_intermediate_size"),
+    ] {
+        let error = parse(base, json!({name: "-"})).unwrap_err();
+        assert!(
+            error.starts_with(&format!(
+                "field `{name}` is missing; expected a whole number"
+            )),
+            "{error}"
+        );
+    }
+    let error = parse(mixtral(), json!({"num_experts_per_tok": 9})).unwrap_err();
+    assert!(error.contains("9 of 8 experts"), "{error}");
+    let error = parse(mixtral(), json!({"attention_bias": false})).unwrap_err();
+    assert!(error.contains("attention_bias"), "{error}");
+}
+
 #[test]
 fn absent_fields_have_the_defaults_of_transformers() {
     same(
@@ -251,7 +350,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gpt_neox"}),
-        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\" or \"llama\"",
+        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"",
     );
 }
 
@@ -285,7 +384,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"gpt2\" or \"llama\"",
+        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"",
     );
 }
 

@@ -243,6 +243,7 @@ fn run(g: &Graph, weights: &Weights, tokens: &Tensor, labels: &Tensor) -> f64 {
                 theta,
                 scaling,
                 inverse: false,
+                ..
             } => rotary(x[0], *theta, *scaling),
             OpKind::Attention { scale, .. } => attention(x[0], x[1], x[2], *scale),
             OpKind::LogSumExp => x[0].per_row(|row| row.iter().map(|v| v.exp()).sum::<f64>().ln()),

@@ -32,6 +32,8 @@ fn parameter_counts_are_the_published_ones() {
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.1-70b", 70_553_706_496),
         ("llama-3.2-1b", 1_235_814_400),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
         (
             "tiny-gpt2",
             4 * (12 * 128 * 128 + 13 * 128) + (256 + 128 + 2) * 128,
@@ -74,7 +76,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 11);
+    assert_eq!(n, 13);
 }
 
 #[test]

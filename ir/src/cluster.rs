@@ -79,6 +79,9 @@ pub struct Device {
     /// here are computed with as they are.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub conversion_s_per_element: BTreeMap<DType, f64>,
+    /// What is known of single kernels; absent where the figures above are all there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernels: Option<Kernels>,
     /// Multiprocessors, over which the tiles of a matmul are spread; 0 where its rate follows
     /// the half sizes alone.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -92,6 +95,28 @@ pub struct Device {
     /// Clock at which the peaks are stated, in hertz.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boost_clock_hz: Option<f64>,
+}
+
+/// Kernels that were measured one by one.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Kernels {
+    /// Query rows that attention computes at once, with all keys up to the last one that any of
+    /// them sees: of `S` rows `(1 + rows / S) / 2` of the scores are computed.
+    pub attention_block_rows: u32,
+    /// Time of a kernel over what the device's rates say, by [`OpKind::kernel_name`]; 1 for
+    /// those that are not here. Of attention it is the factor of what is not matrix products,
+    /// whose own is under the name with ` products` behind it.
+    ///
+    /// [`OpKind::kernel_name`]: crate::OpKind::kernel_name
+    pub time_factor: BTreeMap<String, f64>,
+}
+
+impl Kernels {
+    /// The factor of a name; 1 when it is not there.
+    pub fn factor(&self, name: &str) -> f64 {
+        self.time_factor.get(name).copied().unwrap_or(1.0)
+    }
 }
 
 fn is_zero(n: &u32) -> bool {
@@ -148,6 +173,10 @@ pub struct Level {
     /// Reduction inside the switch, where it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_switch: Option<InSwitch>,
+    /// Where ranks are threads of one process: what meeting and copying cost. Collectives are
+    /// then these, and the ring's and tree's figures describe no way that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_memory: Option<SharedMemory>,
     /// Ways to send small, middling and large messages, the one for the largest last; the
     /// fastest counts. Without any, `latency_s` and `half_bytes` describe the one way.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -176,6 +205,7 @@ impl Default for Level {
             pair_bandwidth_bytes_per_s: None,
             all_to_all_efficiency: None,
             in_switch: None,
+            shared_memory: None,
             protocols: Vec::new(),
         }
     }
@@ -190,6 +220,19 @@ pub struct InSwitch {
     pub latency_s: f64,
     /// Share of the port's bandwidth that large all-reduces reach.
     pub efficiency: f64,
+}
+
+/// Collectives of ranks that are threads: every member copies its operand to where all can read
+/// it, meets the others, and makes its result from what they brought.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SharedMemory {
+    /// Seconds of a rank to meet the others once.
+    pub meeting_s: f64,
+    /// Bytes per second that a rank copies.
+    pub copy_bytes_per_s: f64,
+    /// Bytes of operands per second that a rank reduces.
+    pub reduce_bytes_per_s: f64,
 }
 
 /// One way of sending through a level: what a step costs and what it leaves of the bandwidth.
@@ -305,6 +348,14 @@ impl Cluster {
             !d.peak_flops_per_s.is_empty(),
             "device.peak_flops_per_s is empty".into(),
         );
+        for (name, &x) in d.kernels.iter().flat_map(|k| &k.time_factor) {
+            check(
+                positive(x),
+                format!(
+                    "device.kernels.time_factor.{name} is {x}, expected a positive number up to {MAX_FIGURE:e}"
+                ),
+            );
+        }
         for (t, &x) in &d.peak_flops_per_s {
             check(
                 positive(x),
@@ -507,6 +558,16 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
         );
         let x = s.efficiency;
         figure("in_switch.efficiency", x, share(x), "expected 0 to 1");
+    }
+    if let Some(s) = &l.shared_memory {
+        let x = s.meeting_s;
+        figure("shared_memory.meeting_s", x, amount(x), &time);
+        for (key, x) in [
+            ("copy_bytes_per_s", s.copy_bytes_per_s),
+            ("reduce_bytes_per_s", s.reduce_bytes_per_s),
+        ] {
+            figure(&format!("shared_memory.{key}"), x, positive(x), &rate);
+        }
     }
     for (j, p) in l.protocols.iter().enumerate() {
         for (key, x) in [

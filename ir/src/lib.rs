@@ -26,6 +26,7 @@ pub mod train_spec;
 pub mod training;
 pub mod units;
 pub mod verify;
+pub mod zigzag;
 
 pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
 pub use id::{

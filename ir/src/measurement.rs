@@ -95,6 +95,10 @@ pub struct InstructionMeasurement {
     pub count: u32,
     /// Mean seconds of one execution, over ranks and executions.
     pub mean_s: f64,
+    /// Of these, seconds on a processor: the rest waited, for other ranks or for a processor.
+    /// Absent in documents of builds that did not measure it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busy_s: Option<f64>,
 }
 
 /// JSON has no infinities and NaNs: serde_json writes them as `null`.

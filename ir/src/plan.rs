@@ -44,11 +44,13 @@ pub struct Plan {
     pub n_microbatches: u32,
     /// Order of passes.
     pub schedule: ScheduleKind,
-    /// The stages in pipeline order.
+    /// The stages in pipeline order. Of interleaved stages those with the same index modulo
+    /// [`Plan::n_meshes`] share a mesh.
     pub stages: Vec<StagePlan>,
     /// The distinct layer strategies that stages refer to.
     pub layer_strategies: Vec<LayerStrategy>,
-    /// Layout changes between stages, by `value@stage` (value name, receiving stage).
+    /// Layout changes between meshes, by `value@stage` (value name, the first stage of the
+    /// receiving mesh).
     pub transfers: BTreeMap<String, CrossPath>,
     /// Layout changes that differ from their layer strategy's, by absolute edge key.
     pub edges: BTreeMap<String, Vec<LayoutStep>>,
@@ -61,6 +63,55 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Meshes that the stages run on: as many as stages, unless stages are interleaved.
+    pub fn n_meshes(&self) -> usize {
+        self.stages.len() / (self.schedule.virtual_stages().max(1) as usize)
+    }
+
+    /// The meshes, each once, in the order of their first stages.
+    pub fn meshes(&self) -> impl Iterator<Item = &LogicalMesh> {
+        self.stages.iter().take(self.n_meshes()).map(|s| &s.mesh)
+    }
+
+    /// The mesh of stage `stage`, named by its first stage.
+    pub fn mesh_of(&self, stage: StageId) -> StageId {
+        StageId::new(stage.index() % self.n_meshes().max(1))
+    }
+
+    /// Which of its mesh's stages stage `stage` is, from 0.
+    pub fn chunk_of(&self, stage: StageId) -> u32 {
+        (stage.index() / self.n_meshes().max(1)) as u32
+    }
+
+    /// What keeps the stages from being interleaved as the schedule says; nothing for other
+    /// schedules.
+    pub fn interleaving_problem(&self) -> Option<String> {
+        let ScheduleKind::Interleaved { virtual_stages: v } = self.schedule else {
+            return None;
+        };
+        let n = self.stages.len();
+        if v < 2 || n == 0 || !n.is_multiple_of(v as usize) {
+            return Some(format!(
+                "{n} stages, {v} of them on every mesh: interleaving needs 2 or more, as many on each mesh"
+            ));
+        }
+        let p = self.n_meshes();
+        if !(self.n_microbatches as usize).is_multiple_of(p) {
+            return Some(format!(
+                "{} microbatches on {p} meshes: interleaved stages need a multiple of {p}",
+                self.n_microbatches
+            ));
+        }
+        (p..n)
+            .find(|&i| self.stages[i].mesh != self.stages[i % p].mesh)
+            .map(|i| {
+                format!(
+                    "stage {i} on another mesh than stage {}, with which it is interleaved",
+                    i % p
+                )
+            })
+    }
+
     /// The training graph of the plan: that of `forward` (the plan's graph) as it is trained,
     /// with what the layers recompute.
     ///
@@ -122,24 +173,85 @@ pub enum ScheduleKind {
     /// One forward, one backward (PipeDream-Flush, Narayanan et al. 2021).
     #[serde(rename = "1f1b")]
     OneFOneB,
+    /// 1F1B with several stages on every mesh, whose passes alternate (Narayanan et al. 2021,
+    /// section 2.2). Stage `i` of a plan on `p` meshes runs on mesh `i mod p`; the microbatches
+    /// go in groups of `p`, so their number is a multiple of `p`.
+    #[serde(rename = "interleaved_1f1b")]
+    Interleaved {
+        /// Stages of every mesh, 2 or more.
+        virtual_stages: u32,
+    },
 }
 
 impl ScheduleKind {
+    /// Stages that share a mesh: 1 unless they are interleaved.
+    pub fn virtual_stages(self) -> u32 {
+        match self {
+            ScheduleKind::GPipe | ScheduleKind::OneFOneB => 1,
+            ScheduleKind::Interleaved { virtual_stages } => virtual_stages,
+        }
+    }
+
+    /// Forwards that mesh `mesh` of `n_meshes` plays before its first backward but one: `m` for
+    /// GPipe, `n_meshes - 1 - mesh` for 1F1B, with `v > 1` virtual stages
+    /// `2 (n_meshes - 1 - mesh) + (v - 1) n_meshes`; at most all there are.
+    pub fn warmup(self, mesh: usize, n_meshes: usize, m: u32) -> u64 {
+        let after = n_meshes.saturating_sub(mesh + 1) as u64;
+        let v = u64::from(self.virtual_stages());
+        let before = match self {
+            ScheduleKind::GPipe => u64::MAX,
+            ScheduleKind::Interleaved { virtual_stages } if virtual_stages > 1 => {
+                2 * after + (v - 1).saturating_mul(n_meshes as u64)
+            }
+            ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => after,
+        };
+        before.min(v.saturating_mul(u64::from(m)))
+    }
+
     /// Microbatches whose activations stage `stage` of `n_stages` holds at once: `m` for
-    /// GPipe, `min(m, n_stages - stage)` for 1F1B.
+    /// GPipe, `min(m, n_stages - stage)` for 1F1B, and of interleaved stages what their order
+    /// of passes makes of it.
     pub fn in_flight(self, stage: usize, n_stages: usize, m: u32) -> u32 {
         match self {
             ScheduleKind::GPipe => m,
             ScheduleKind::OneFOneB => m.min(n_stages.saturating_sub(stage).max(1) as u32),
+            ScheduleKind::Interleaved { virtual_stages } => {
+                let v = u64::from(virtual_stages.max(1));
+                let n_meshes = (n_stages as u64 / v).max(1);
+                let (chunk, mesh) = (stage as u64 / n_meshes, stage as u64 % n_meshes);
+                let warmup = self.warmup(mesh as usize, n_meshes as usize, m);
+                interleaved_in_flight(chunk, v, n_meshes, warmup, u64::from(m))
+            }
         }
     }
+
     /// Name in text forms.
     pub fn name(self) -> &'static str {
         match self {
             ScheduleKind::GPipe => "gpipe",
             ScheduleKind::OneFOneB => "1f1b",
+            ScheduleKind::Interleaved { .. } => "interleaved_1f1b",
         }
     }
+}
+
+/// Most microbatches of chunk `chunk` of `v` that have gone forward and not back, when a mesh
+/// of `p` plays `warmup` forwards and then forwards and backwards in turn. Forwards come in
+/// rounds of `p` microbatches of every chunk in ascending order, backwards in descending
+/// order; so from round to round the difference repeats, and one round shows the most.
+fn interleaved_in_flight(chunk: u64, v: u64, p: u64, warmup: u64, m: u64) -> u32 {
+    let round = p.saturating_mul(v);
+    // Of the first `slots` forwards of a mesh, those of the `nth` chunk of a round.
+    let of_chunk = |nth: u64, slots: u64| {
+        let here = (slots % round).saturating_sub(nth * p).min(p);
+        (slots / round * p + here).min(m)
+    };
+    let steady = m.saturating_mul(v).saturating_sub(warmup).min(round);
+    let most = (0..steady)
+        .map(|done| of_chunk(chunk, warmup + done + 1) - of_chunk(v - 1 - chunk, done))
+        .max();
+    let all = most.unwrap_or(m).min(m);
+    u32::try_from(all).unwrap_or(u32::MAX)
 }
 
 /// One stage.
@@ -247,11 +359,11 @@ pub struct Prediction {
     pub hfu: f64,
     /// Share of the step in which the average stage waits for others.
     pub bubble: f64,
-    /// Per stage.
+    /// Per mesh, its stages together.
     pub stages: Vec<StagePrediction>,
 }
 
-/// What the simulator predicts for one stage.
+/// What the simulator predicts for the stages of one mesh.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StagePrediction {

@@ -1,7 +1,9 @@
-//! Role programs: what the ranks of a stage do, read by simulator, checker and runtime alike.
+//! Role programs: what the ranks of a mesh do, read by simulator, checker and runtime alike.
 //!
-//! A **role** is the ranks of one stage's mesh: all execute the same instructions; what
-//! differs (shard ranges, peers) is a function of the rank's mesh coordinates.
+//! A **role** is the ranks of one mesh: all execute the same instructions; what differs (shard
+//! ranges, peers) is a function of the rank's mesh coordinates. A role has one stage, or
+//! several whose passes are interleaved: its **chunks**, each with templates of its own. It is
+//! named by its first stage; so are the ends of transfers.
 //!
 //! A role's program is a **trace** of slots, each playing a **template** (a straight list of
 //! instructions) for a microbatch. Semantics that bind every reader:
@@ -37,7 +39,8 @@ use serde::{Deserialize, Serialize};
 /// The whole program of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
-    /// One role per stage, in stage order.
+    /// One role per mesh, in the order of their first stages: role `i` is that of stage `i`,
+    /// and chunk `c` of it stage `i + c * roles.len()`.
     pub roles: Vec<RoleProgram>,
     /// Stage-to-stage transfers; exchanges refer to them.
     pub transfers: Vec<Transfer>,
@@ -47,14 +50,14 @@ pub struct Program {
     pub microbatch: u64,
 }
 
-/// A tensor that moves from one stage to another; the blocks are `reshard::tiles_to`.
+/// A tensor that moves from one role to another; the blocks are `reshard::tiles_to`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Name of the value.
     pub value: String,
-    /// Sending stage.
+    /// First stage of the sending role.
     pub from: StageId,
-    /// Receiving stage; another one than `from`.
+    /// First stage of the receiving role, which is another one.
     pub to: StageId,
     /// Global lengths.
     pub lens: Vec<u64>,
@@ -254,7 +257,8 @@ pub struct Instruction {
     pub stream: Stream,
     /// Earlier instructions of the same template that it waits for.
     pub deps: Vec<InstrId>,
-    /// Pass of the op it serves.
+    /// Pass of the op it serves; of an exchange, the pass that makes what it moves. All parts
+    /// of an exchange in microbatches serve the forward pass, or none does.
     pub pass: Pass,
     /// Layer of the op it serves.
     pub layer: Option<LayerId>,
@@ -331,6 +335,8 @@ pub enum TemplateKind {
 pub struct Template {
     /// What it is for.
     pub kind: TemplateKind,
+    /// Of which of the role's stages the pass is, from 0; 0 for everything but passes.
+    pub chunk: u32,
     /// The instructions.
     pub instructions: Vec<Instruction>,
 }
@@ -360,7 +366,7 @@ pub struct StateBuffer {
 /// The program of one role.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoleProgram {
-    /// The stage.
+    /// The stage; the first of several.
     pub stage: StageId,
     /// Its mesh.
     pub mesh: LogicalMesh,
@@ -388,6 +394,14 @@ impl RoleProgram {
     /// One template.
     pub fn template(&self, id: TemplateId) -> &Template {
         &self.templates[id.index()]
+    }
+    /// Number of stages whose passes the role plays, at least 1.
+    pub fn n_chunks(&self) -> u32 {
+        self.templates
+            .iter()
+            .map(|t| t.chunk + 1)
+            .max()
+            .unwrap_or(1)
     }
     /// Local padded shape of a buffer.
     pub fn local_shape(&self, id: BufferId) -> Vec<u64> {

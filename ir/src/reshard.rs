@@ -295,9 +295,10 @@ pub struct Tile {
 /// The blocks that the rank at `to_coords` receives so that it holds its shard of a tensor
 /// of lengths `lens`; together they cover its valid range exactly once.
 ///
-/// Among the senders that hold the same shard, receiver replica `r` takes replica
-/// `r mod replicas`, so that equal meshes pair up and load spreads. Where sender and receiver
-/// are the same rank the block is a local copy.
+/// Among the `k` senders that hold the same shard, the receiver of replica `r` of `R` and of
+/// shard `s` takes replica `(r + s R) mod k`: equal layouts on equal meshes pair up, and a
+/// tensor that all senders hold comes to receivers of different pieces from different senders.
+/// Where sender and receiver are the same rank the block is a local copy.
 pub fn tiles_to(
     lens: &[u64],
     from: Placement<'_>,
@@ -309,14 +310,14 @@ pub fn tiles_to(
         return Vec::new();
     }
     let receiver = to.mesh.rank_at(to_coords);
-    let replica = replica_index(to, to_coords);
-    let n_replicas = n_replicas(from);
+    let receiver_index = replica_index(to, to_coords) + shard_index(to, to_coords) * n_replicas(to);
+    let replica = receiver_index % n_replicas(from);
     let mut tiles = Vec::new();
     for rank in from.mesh.ranks() {
         let Some(coords) = from.mesh.coords(rank) else {
             continue;
         };
-        if replica_index(from, &coords) != replica % n_replicas {
+        if replica_index(from, &coords) != replica {
             continue;
         }
         let have = from.spec.local_ranges(lens, from.mesh, &coords);
@@ -354,9 +355,18 @@ pub fn tiles_from(lens: &[u64], from: Placement<'_>, to: Placement<'_>, sender: 
 
 /// Index of a rank among those that hold the same shard.
 fn replica_index(p: Placement<'_>, coords: &[u32]) -> u64 {
+    index_over(p, coords, |a| p.spec.replicates(a))
+}
+
+/// Index of a rank's shard, in the order of the mesh's axes.
+fn shard_index(p: Placement<'_>, coords: &[u32]) -> u64 {
+    index_over(p, coords, |a| !p.spec.replicates(a))
+}
+
+fn index_over(p: Placement<'_>, coords: &[u32], counts: impl Fn(AxisId) -> bool) -> u64 {
     p.mesh
         .axis_ids()
-        .filter(|&a| p.spec.replicates(a))
+        .filter(|&a| counts(a))
         .fold(0, |i, a| i * p.mesh.size(a) + u64::from(coords[a.index()]))
 }
 
@@ -420,18 +430,26 @@ pub fn cross_paths(lens: &[u64], from: Placement<'_>, to: Placement<'_>) -> Vec<
         .axis_ids()
         .filter(|&a| to.spec.replicates(a) && to.mesh.size(a) > 1)
     {
-        for (dim, &len) in lens.iter().enumerate() {
+        // Over the dim that leaves the smallest pieces, the first of them.
+        let mut smallest = to.spec.local_elements(lens, to.mesh);
+        let mut best = None;
+        for dim in 0..lens.len() {
             let unit = if to.spec.dims[dim].is_whole() {
                 1
             } else {
                 to.spec.dims[dim].unit
             };
             let slice = LayoutStep::Slice { axis, dim, unit };
-            if let Some(spec) = slice.apply(to.spec).filter(|_| len >= to.mesh.size(axis)) {
-                targets.push((spec, vec![LayoutStep::AllGather { axis, dim }]));
-                break;
+            let Some(spec) = slice.apply(to.spec) else {
+                continue;
+            };
+            let elements = spec.local_elements(lens, to.mesh);
+            if elements < smallest {
+                smallest = elements;
+                best = Some((spec, vec![LayoutStep::AllGather { axis, dim }]));
             }
         }
+        targets.extend(best);
     }
     let mut all = Vec::new();
     for (before, source_spec) in &sources {

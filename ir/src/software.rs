@@ -4,7 +4,10 @@
 //!
 //! Every figure belongs to a framework's generation or a family of kernels, never to a model.
 
+mod memory;
+
 use crate::DType;
+pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
 
 /// What a framework's generation does when it executes.
@@ -24,10 +27,17 @@ pub struct Software {
     /// Bytes that the loss moves for each logit, forward and backward together; 0 where the
     /// kernels are as the graph says, reading the logits twice and writing their gradient once.
     pub loss_bytes_per_logit: f64,
+    /// Share of the rate of a matmul whose rows do not end on 16 bytes, where a device's tiles
+    /// are known: libraries fall back to kernels that load element by element.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub unaligned_matmul_share: f64,
     /// Element type that matmuls with parameters run in, where it is not that of the
     /// activations: operands are cast before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub matmul_dtype: Option<DType>,
+    /// How those operands are scaled into the narrower type.
+    #[serde(default, skip_serializing_if = "Scaling::is_delayed")]
+    pub matmul_scaling: Scaling,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -37,9 +47,99 @@ pub struct Software {
     /// Whether the reduction of a gradient begins when the last microbatch has made it, not
     /// when all are made.
     pub overlapped_gradients: bool,
+    /// Whether parameters are gathered ahead of the layer that needs them, beside the reductions
+    /// of gradients.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub prefetched_parameters: bool,
+    /// Whether what is gathered for a matmul travels in `matmul_dtype`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub narrow_gathers: bool,
+    /// Whether ranks that hold the same part of what a stage sends on each send a share of it,
+    /// which the receivers gather.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub scattered_transfers: bool,
+    /// Names of the mesh axes over whose gathers and scatters a tensor is copied once more,
+    /// because its shards do not lie one after the other in memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copied_axes: Vec<String>,
+    /// Names of the mesh axes over which what is gathered for a matmul, or scattered from one,
+    /// moves piece by piece while the matmul computes the others (Wang et al. 2023; "userbuffers"
+    /// of Transformer Engine, asynchronous tensor parallelism of PyTorch).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub piecewise_axes: Vec<String>,
+    /// Whether updated parameters reach the other replicas by a broadcast from each owner, one
+    /// after the other, in place of one all-gather.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub broadcast_updates: bool,
     /// Element type in which sums of gradients travel, where it is not that of the sums.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_dtype: Option<DType>,
+    /// What the process of a rank holds; where it is absent, the arena of the program and what
+    /// the device reserves (`memory_reserved_bytes`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<ProcessMemory>,
+}
+
+/// How the operands of a matmul are scaled before they are cast to eight or four bits, in the
+/// terms of Transformer Engine's recipes. What a cast reads and writes beside the operand and
+/// its copy follows from it.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Scaling {
+    /// One scale from the maxima of earlier steps (`DelayedScaling`): a cast is one pass.
+    #[default]
+    Delayed,
+    /// One scale from the operand's own maximum (`Float8CurrentScaling`, torchao's tensorwise):
+    /// a pass before the cast reads the operand.
+    Tensor,
+    /// A scale for each row (torchao's rowwise): its maximum is found as the row is cast.
+    Row,
+    /// A scale of four bytes for 128 elements (`Float8BlockScaling`).
+    Block128,
+    /// A scale of one byte for 32 elements (`MXFP8BlockScaling`).
+    Block32,
+    /// A scale of one byte for 16 elements and one for all (`NVFP4BlockScaling`): a pass before
+    /// the cast reads the operand. The Hadamard transform is part of these passes.
+    Block16,
+}
+
+impl Scaling {
+    /// Bytes that a cast moves for each element, beside reading it once and writing its copy;
+    /// `source_bytes` is the size of an element of the operand.
+    pub fn extra_bytes(self, source_bytes: f64) -> f64 {
+        match self {
+            Scaling::Delayed | Scaling::Row => 0.0,
+            Scaling::Tensor => source_bytes,
+            Scaling::Block128 => 4.0 / 128.0,
+            Scaling::Block32 => 1.0 / 32.0,
+            Scaling::Block16 => source_bytes + 1.0 / 16.0,
+        }
+    }
+
+    /// Whether a cast is part of the kernel before it (a norm, an activation) and so moves what
+    /// elementwise operations do. Two-level scales need an operand's maximum first: their casts
+    /// are kernels of their own.
+    pub fn is_fused(self) -> bool {
+        self != Scaling::Block16
+    }
+
+    fn is_delayed(&self) -> bool {
+        *self == Scaling::Delayed
+    }
+}
+
+fn is_false(x: &bool) -> bool {
+    !x
+}
+
+fn whole() -> f64 {
+    1.0
+}
+
+fn is_whole(x: &f64) -> bool {
+    *x == 1.0
 }
 
 /// Kernels of attention.
@@ -86,6 +186,11 @@ impl Software {
             "loss_bytes_per_logit",
             self.loss_bytes_per_logit,
         );
+        check(
+            self.unaligned_matmul_share > 0.0 && self.unaligned_matmul_share <= 1.0,
+            "unaligned_matmul_share",
+            self.unaligned_matmul_share,
+        );
         match self.attention {
             AttentionKernel::Fused { rate } => {
                 check((1e-3..=10.0).contains(&rate), "attention.fused.rate", rate);
@@ -98,6 +203,7 @@ impl Software {
                 check(amount(b), "attention.unfused.backward_passes", b);
             }
         }
+        problems.extend(self.memory.iter().flat_map(ProcessMemory::problems));
         problems
     }
 }

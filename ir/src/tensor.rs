@@ -28,6 +28,9 @@ pub enum DType {
     F8e4m3,
     /// 8-bit float, 5 exponent bits (OCP E5M2); planning only.
     F8e5m2,
+    /// 4-bit float, 2 exponent bits (OCP E2M1); planning only. Packed two to a byte as an operand
+    /// inside a matmul; a tensor of it takes a byte for each element.
+    F4e2m1,
     /// 32-bit signed integer (token ids).
     I32,
 }
@@ -38,7 +41,14 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::F8e4m3 | DType::F8e5m2 => 1,
+            DType::F8e4m3 | DType::F8e5m2 | DType::F4e2m1 => 1,
+        }
+    }
+    /// Bits of one element's value; fewer than [`DType::bytes`] holds for 4-bit floats.
+    pub fn bits(self) -> u64 {
+        match self {
+            DType::F4e2m1 => 4,
+            other => 8 * other.bytes(),
         }
     }
     /// True for every type but the integers.
@@ -53,16 +63,18 @@ impl DType {
             DType::F16 => "f16",
             DType::F8e4m3 => "f8e4m3",
             DType::F8e5m2 => "f8e5m2",
+            DType::F4e2m1 => "f4e2m1",
             DType::I32 => "i32",
         }
     }
     /// All element types, for parsers and tables.
-    pub const ALL: [DType; 6] = [
+    pub const ALL: [DType; 7] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
         DType::F8e4m3,
         DType::F8e5m2,
+        DType::F4e2m1,
         DType::I32,
     ];
 }

@@ -457,13 +457,14 @@ impl<'a> Cx<'a> {
                 .iter()
                 .filter(|d| **d == Dim::Batch)
                 .count();
-            let first = value.ty.shape.0.first() == Some(&Dim::Batch);
+            // Second where experts stand before it.
+            let first = value.ty.shape.0.iter().take(2).any(|d| *d == Dim::Batch);
             let anywhere = matches!(op.pass, Pass::BI | Pass::BW);
             if batches > 1 || (batches == 1 && !first && !anywhere) {
                 let expected = if batches > 1 {
                     "one batch dim"
                 } else {
-                    "the batch dim first"
+                    "the batch dim first, or second behind experts"
                 };
                 self.report(op, Rule::Batch, expected, value.ty.to_string());
             }

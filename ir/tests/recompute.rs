@@ -215,6 +215,7 @@ fn random_choices_on_random_graphs_keep_the_invariants() {
         integer_linear: false,
         dropout: true,
         reduce_max: false,
+        experts: true,
         n_layers: 3,
         equal_layers: false,
         blocks_per_layer: 2,

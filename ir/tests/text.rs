@@ -12,12 +12,17 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 fn options() -> impl Strategy<Value = GraphOptions> {
-    (any::<[bool; 4]>(), 0usize..6, 1usize..4).prop_map(
-        |([integer_linear, dropout, reduce_max, equal_layers], n_layers, blocks_per_layer)| {
+    (any::<[bool; 5]>(), 0usize..6, 1usize..4).prop_map(
+        |(
+            [integer_linear, dropout, reduce_max, experts, equal_layers],
+            n_layers,
+            blocks_per_layer,
+        )| {
             GraphOptions {
                 integer_linear,
                 dropout,
                 reduce_max,
+                experts,
                 n_layers,
                 equal_layers,
                 blocks_per_layer,
@@ -244,6 +249,7 @@ fn generated_op_kinds() {
             integer_linear,
             dropout: true,
             reduce_max: true,
+            experts: true,
             ..GraphOptions::default()
         };
         let names = (0..200).flat_map(|seed| {
@@ -262,8 +268,9 @@ fn generated_op_kinds() {
     };
     assert_eq!(
         kinds(false),
-        "attention binary broadcast cast constant cross_entropy dot_general dropout embedding input layer_norm \
-         layout log_sum_exp pad reduce reshape rms_norm rotary slice stack state transpose unary unstack"
+        "attention binary broadcast cast combine constant cross_entropy dispatch dot_general dropout embedding \
+         input layer_norm layout log_sum_exp pad reduce reshape rms_norm rotary route slice stack state transpose \
+         unary unstack"
     );
     assert_eq!(
         kinds(true),

@@ -748,6 +748,7 @@ fn gradients_of_attention_rotary_and_dropout() {
             theta: 1e4,
             scaling: RopeScaling::None,
             inverse: false,
+            order: Default::default(),
         };
         let q = g.op("t.rotary", rotary, &[q]);
         let o = g.op(
@@ -755,6 +756,7 @@ fn gradients_of_attention_rotary_and_dropout() {
             OpKind::Attention {
                 scale: 0.5,
                 dropout: 0.1,
+                order: Default::default(),
             },
             &[q, k, k],
         );
@@ -787,6 +789,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             theta: 1e4,
             scaling: RopeScaling::None,
             inverse: false,
+            order: Default::default(),
         },
         &[k],
     );
@@ -795,6 +798,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
         OpKind::Attention {
             scale: 0.5,
             dropout: 0.1,
+            order: Default::default(),
         },
         &[q, k, k],
     );
@@ -813,7 +817,8 @@ fn random_keys_and_rotation_of_the_backward_pass() {
         OpKind::AttentionGrad {
             scale: 0.5,
             dropout: 0.1,
-            key: "attn".into()
+            key: "attn".into(),
+            order: Default::default()
         }
     );
     assert_eq!(

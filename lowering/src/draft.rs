@@ -2,7 +2,7 @@
 //! classes and places.
 
 use crate::order::{Event, Flow};
-use crate::schedule::SlotPass;
+use crate::schedule::{ChunkPass, SlotPass};
 use ir::program::{
     InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
 };
@@ -62,7 +62,7 @@ pub(crate) struct RoleDraft {
     begin: Vec<Slot>,
     end: Vec<Slot>,
     /// The microbatch templates.
-    pub passes: BTreeMap<SlotPass, TemplateId>,
+    pub passes: BTreeMap<ChunkPass, TemplateId>,
     /// Exchange templates of the flows that the role takes part in.
     pub flows: BTreeMap<usize, TemplateId>,
 }
@@ -107,7 +107,7 @@ impl RoleDraft {
     /// Ends a template of a step phase; an empty one vanishes.
     pub fn close_step(&mut self, kind: TemplateKind) {
         if !self.current.is_empty() {
-            let template = self.close(kind);
+            let template = self.close(kind, 0);
             self.step_slots(kind).push(Slot {
                 template,
                 microbatch: None,
@@ -116,19 +116,22 @@ impl RoleDraft {
     }
 
     /// Ends a microbatch template, empty or not.
-    pub fn close_pass(&mut self, pass: SlotPass) {
-        let kind = if pass == SlotPass::Forward {
-            TemplateKind::Forward
-        } else {
-            TemplateKind::Backward
+    pub fn close_pass(&mut self, of: ChunkPass) {
+        let kind = match of.pass {
+            SlotPass::Forward => TemplateKind::Forward,
+            SlotPass::Backward => TemplateKind::Backward,
         };
-        let template = self.close(kind);
-        self.passes.insert(pass, template);
+        let template = self.close(kind, of.chunk);
+        self.passes.insert(of, template);
     }
 
-    fn close(&mut self, kind: TemplateKind) -> TemplateId {
+    fn close(&mut self, kind: TemplateKind, chunk: u32) -> TemplateId {
         let instructions = std::mem::take(&mut self.current);
-        self.templates.push(Template { kind, instructions });
+        self.templates.push(Template {
+            kind,
+            chunk,
+            instructions,
+        });
         TemplateId::new(self.templates.len() - 1)
     }
 
@@ -143,6 +146,7 @@ impl RoleDraft {
         };
         self.templates.push(Template {
             kind: TemplateKind::Exchange,
+            chunk: 0,
             instructions: vec![instruction],
         });
         TemplateId::new(self.templates.len() - 1)
@@ -161,7 +165,7 @@ impl RoleDraft {
     pub fn assemble_trace(&mut self, events: &[Event]) {
         let slot = |e: &Event| match *e {
             Event::Compute(stage, slot) if stage == self.stage => {
-                Some((self.passes[&slot.pass], slot.microbatch))
+                Some((self.passes[&slot.of], slot.microbatch))
             }
             Event::Compute(..) => None,
             Event::Exchange(flow, m) => self.flows.get(&flow).map(|&t| (t, m)),

@@ -32,6 +32,12 @@ pub enum LowerError {
         /// What is wrong.
         problem: String,
     },
+    /// Stages are not interleaved as their schedule says.
+    #[error("the schedule interleaves stages: {problem}")]
+    Interleaving {
+        /// What is wrong.
+        problem: String,
+    },
     /// The runs of the stages are not all layers in order, once each.
     #[error("{stage}: {problem}")]
     Layers {

@@ -1,9 +1,16 @@
 //! One total order of everything that happens in the microbatches of a step.
 //!
-//! Compute slots come from the schedule of each stage; exchanges are added between them.
+//! Compute slots come from the schedule of each mesh; exchanges are added between them.
 //! A greedy simulation with unit times (a backward costs two forwards, an exchange next to
 //! nothing) plays whatever can start first and appends it to one global list. The trace of a
 //! role is the projection of that list to the events in which it takes part.
+//!
+//! **When values travel** ([`Travel`]). With a stage for every mesh an exchange takes place
+//! between slots of both sides, so that roles that play serially do not wait in it; roles whose
+//! streams overlap lose nothing by that, because neighbours come to the ends of their slots at
+//! the same times. Interleaved stages do not: there a value would travel slots too late, and
+//! on eight meshes of four stages the pipeline would wait more than twice as long. So it
+//! travels as soon as it is made.
 //!
 //! **No deadlock.** An exchange enters the list after the slot that makes its values, a slot
 //! after the exchanges that bring its values. So whatever a role waits for (an earlier event
@@ -15,11 +22,12 @@
 use crate::draft::Draft;
 use crate::error::LowerError;
 use crate::resolve::Resolved;
-use crate::schedule::{ComputeSlot, SlotPass, schedule};
+use crate::schedule::{ChunkPass, ComputeSlot, SlotPass, schedule};
 use ir::StageId;
+use ir::plan::ScheduleKind;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The values that a pass of one stage sends to another stage; one exchange per microbatch.
+/// The values that a pass of one mesh sends to another mesh; one exchange per microbatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flow {
     /// Sender.
@@ -27,18 +35,37 @@ pub struct Flow {
     /// Receiver.
     pub to: StageId,
     /// The sender's pass that makes the values.
-    pub made_by: SlotPass,
+    pub made_by: ChunkPass,
     /// The receiver's passes that use them.
-    pub used_by: BTreeSet<SlotPass>,
+    pub used_by: BTreeSet<ChunkPass>,
 }
 
 /// One event of the total order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A stage computes a pass of a microbatch.
+    /// A mesh computes a pass of a microbatch.
     Compute(StageId, ComputeSlot),
     /// A flow (by its index) carries a microbatch.
     Exchange(usize, u32),
+}
+
+/// When an exchange takes place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Travel {
+    /// When its values are made and both sides are between slots.
+    BetweenSlots,
+    /// When its values are made; the receiver's slot goes on meanwhile.
+    AtOnce,
+}
+
+impl Travel {
+    /// What suits a schedule.
+    pub fn of(kind: ScheduleKind) -> Travel {
+        match kind {
+            ScheduleKind::GPipe | ScheduleKind::OneFOneB => Travel::BetweenSlots,
+            ScheduleKind::Interleaved { .. } => Travel::AtOnce,
+        }
+    }
 }
 
 const FORWARD_TIME: u64 = 1000;
@@ -47,50 +74,53 @@ const BACKWARD_TIME: u64 = 2 * FORWARD_TIME;
 /// serially, and of two equal candidates the one that waited for it should come later.
 const EXCHANGE_TIME: u64 = 1;
 
-/// The total order; `schedules` holds one list per stage.
+/// The total order; `schedules` holds one list per mesh.
 ///
-/// Candidates are the exchanges whose values are made and the next slot of each stage whose
+/// Candidates are the exchanges whose values are made and the next slot of each mesh whose
 /// values have arrived. The one that can start first is next; at equal times exchanges come
-/// before slots, then the lower stage (of an exchange: the lower flow, then microbatch).
-/// Fails when slots remain and none can start: a stage needs what comes after it.
+/// before slots, then the lower mesh (of an exchange: the lower flow, then microbatch).
+/// Fails when slots remain and none can start: a mesh needs what comes after it.
 pub fn total_order(
     schedules: &[Vec<ComputeSlot>],
     flows: &[Flow],
+    travel: Travel,
 ) -> Result<Vec<Event>, LowerError> {
     let mut clock = vec![0u64; schedules.len()];
     let mut next = vec![0usize; schedules.len()];
     // Exchanges whose values are made, with the time of that; arrivals.
     let mut made: BTreeMap<(usize, u32), u64> = BTreeMap::new();
-    let mut arrived: BTreeSet<(usize, u32)> = BTreeSet::new();
+    let mut arrived: BTreeMap<(usize, u32), u64> = BTreeMap::new();
+    let needs = needs(flows);
     let mut order = Vec::new();
     loop {
         let exchange = made
             .iter()
             .map(|(&(flow, m), &at)| {
-                (
-                    clock[flows[flow].from.index()]
-                        .max(clock[flows[flow].to.index()])
-                        .max(at),
-                    flow,
-                    m,
-                )
+                let f = &flows[flow];
+                let start = match travel {
+                    Travel::BetweenSlots => clock[f.from.index()].max(clock[f.to.index()]).max(at),
+                    Travel::AtOnce => at,
+                };
+                (start, flow, m)
             })
             .min();
-        let ready = |&s: &usize| {
-            schedules[s]
-                .get(next[s])
-                .is_some_and(|&slot| missing(flows, &arrived, s, slot).is_none())
+        let ready = |s: usize| {
+            let slot = schedules[s].get(next[s])?;
+            let mut arrivals =
+                needed(flows, &needs, s, *slot).map(|(i, _)| arrived.get(&(i, slot.microbatch)));
+            arrivals.try_fold(clock[s], |start, at| Some(start.max(*at?)))
         };
         let compute = (0..schedules.len())
-            .filter(ready)
-            .map(|s| (clock[s], s))
+            .filter_map(|s| Some((ready(s)?, s)))
             .min();
         match (exchange, compute) {
             (Some((start, flow, m)), c) if c.is_none_or(|c| start <= c.0) => {
                 made.remove(&(flow, m));
-                arrived.insert((flow, m));
-                for side in [flows[flow].from, flows[flow].to] {
-                    clock[side.index()] = start + EXCHANGE_TIME;
+                arrived.insert((flow, m), start + EXCHANGE_TIME);
+                if travel == Travel::BetweenSlots {
+                    for side in [flows[flow].from, flows[flow].to] {
+                        clock[side.index()] = start + EXCHANGE_TIME;
+                    }
                 }
                 order.push(Event::Exchange(flow, m));
             }
@@ -98,13 +128,13 @@ pub fn total_order(
                 let slot = schedules[s][next[s]];
                 next[s] += 1;
                 clock[s] = start
-                    + if slot.pass == SlotPass::Forward {
+                    + if slot.of.pass == SlotPass::Forward {
                         FORWARD_TIME
                     } else {
                         BACKWARD_TIME
                     };
                 for (i, f) in flows.iter().enumerate() {
-                    if f.from.index() == s && f.made_by == slot.pass {
+                    if f.from.index() == s && f.made_by == slot.of {
                         made.insert((i, slot.microbatch), clock[s]);
                     }
                 }
@@ -117,12 +147,13 @@ pub fn total_order(
     match stuck {
         None => Ok(order),
         Some((s, slot)) => {
-            let from = missing(flows, &arrived, s, slot).map_or(StageId::new(s), |f| f.from);
+            let missing = needed(flows, &needs, s, slot)
+                .find(|(i, _)| !arrived.contains_key(&(*i, slot.microbatch)));
+            let from = missing.map_or(StageId::new(s), |(_, f)| f.from);
+            let stage = StageId::new(s + slot.of.chunk as usize * schedules.len());
             let waiting = format!(
-                "{:?} of microbatch {} on {} waits for {from}",
-                slot.pass,
-                slot.microbatch,
-                StageId::new(s)
+                "{:?} of microbatch {} on {stage} waits for {from}",
+                slot.of.pass, slot.microbatch,
             );
             Err(LowerError::Stuck {
                 played: order.len(),
@@ -138,37 +169,51 @@ pub(crate) fn microbatch_events(r: &Resolved, draft: &Draft) -> Result<Vec<Event
     let schedules: Vec<_> = (0..n)
         .map(|s| schedule(plan.schedule, s, n, plan.n_microbatches))
         .collect();
-    total_order(&schedules, &draft.flows)
+    total_order(&schedules, &draft.flows, Travel::of(plan.schedule))
 }
 
-/// A flow that the slot needs and that has not arrived.
-fn missing<'a>(
+/// By mesh and pass: the flows (their indices) that it uses.
+type Needs = BTreeMap<(usize, ChunkPass), Vec<usize>>;
+
+fn needs(flows: &[Flow]) -> Needs {
+    let mut needs = Needs::new();
+    for (i, f) in flows.iter().enumerate() {
+        for &pass in &f.used_by {
+            needs.entry((f.to.index(), pass)).or_default().push(i);
+        }
+    }
+    needs
+}
+
+/// The flows that a slot needs.
+fn needed<'a>(
     flows: &'a [Flow],
-    arrived: &BTreeSet<(usize, u32)>,
-    stage: usize,
+    needs: &'a Needs,
+    mesh: usize,
     slot: ComputeSlot,
-) -> Option<&'a Flow> {
-    let needed = |f: &Flow| f.to.index() == stage && f.used_by.contains(&slot.pass);
-    flows
-        .iter()
-        .enumerate()
-        .find(|(i, f)| needed(f) && !arrived.contains(&(*i, slot.microbatch)))
-        .map(|(_, f)| f)
+) -> impl Iterator<Item = (usize, &'a Flow)> {
+    let own = needs.get(&(mesh, slot.of)).map_or(&[][..], Vec::as_slice);
+    own.iter().map(|&i| (i, &flows[i]))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::schedule::schedule;
-    use ir::plan::ScheduleKind;
 
-    /// Activations to the next stage, gradients to the one before.
-    fn chain(n_stages: usize) -> Vec<Flow> {
-        let flow = |from, to, pass| Flow {
-            from: StageId::new(from),
-            to: StageId::new(to),
-            made_by: pass,
-            used_by: BTreeSet::from([pass]),
+    /// Activations to the next stage, gradients to the one before; stage `s` is chunk
+    /// `s / n_meshes` of mesh `s % n_meshes`.
+    fn chain(kind: ScheduleKind, n_meshes: usize) -> Vec<Flow> {
+        let n_stages = n_meshes * kind.virtual_stages() as usize;
+        let of = |stage: usize, pass| ChunkPass {
+            pass,
+            chunk: (stage / n_meshes) as u32,
+        };
+        let flow = |from: usize, to: usize, pass| Flow {
+            from: StageId::new(from % n_meshes),
+            to: StageId::new(to % n_meshes),
+            made_by: of(from, pass),
+            used_by: BTreeSet::from([of(to, pass)]),
         };
         (1..n_stages)
             .flat_map(|s| {
@@ -177,32 +222,43 @@ mod tests {
                     flow(s, s - 1, SlotPass::Backward),
                 ]
             })
+            .filter(|f| f.from != f.to)
             .collect()
     }
 
-    fn order(kind: ScheduleKind, n_stages: usize, m: u32) -> Vec<Event> {
-        let schedules: Vec<_> = (0..n_stages)
-            .map(|s| schedule(kind, s, n_stages, m))
+    fn order(kind: ScheduleKind, n_meshes: usize, m: u32) -> Vec<Event> {
+        let schedules: Vec<_> = (0..n_meshes)
+            .map(|s| schedule(kind, s, n_meshes, m))
             .collect();
-        total_order(&schedules, &chain(n_stages)).expect("a chain of stages has an order")
+        total_order(&schedules, &chain(kind, n_meshes), Travel::of(kind))
+            .expect("a chain of stages has an order")
     }
 
-    /// Each role's projection: `F0 >F0 B0`, `>` sends to the next stage, `<` to the one before.
-    fn trace(events: &[Event], flows: &[Flow], stage: usize) -> String {
-        let pass = |p| if p == SlotPass::Forward { "F" } else { "B" };
+    /// Each role's projection: `F0 send-F0`, the chunk before the pass from chunk 1 on.
+    fn trace(events: &[Event], flows: &[Flow], mesh: usize) -> String {
+        let pass = |of: ChunkPass| {
+            let pass = match of.pass {
+                SlotPass::Forward => "F",
+                SlotPass::Backward => "B",
+            };
+            match of.chunk {
+                0 => pass.to_string(),
+                c => format!("{c}{pass}"),
+            }
+        };
         let show = |e: &Event| match *e {
             Event::Compute(s, slot) => {
-                (s.index() == stage).then(|| format!("{}{}", pass(slot.pass), slot.microbatch))
+                (s.index() == mesh).then(|| format!("{}{}", pass(slot.of), slot.microbatch))
             }
             Event::Exchange(f, m) => {
                 let f = &flows[f];
-                let side = if f.from.index() == stage {
+                let side = if f.from.index() == mesh {
                     "send"
                 } else {
                     "recv"
                 };
                 [f.from, f.to]
-                    .contains(&StageId::new(stage))
+                    .contains(&StageId::new(mesh))
                     .then(|| format!("{side}-{}{m}", pass(f.made_by)))
             }
         };
@@ -211,27 +267,40 @@ mod tests {
 
     #[test]
     fn two_stages_of_1f1b() {
-        let events = order(ScheduleKind::OneFOneB, 2, 3);
+        let kind = ScheduleKind::OneFOneB;
+        let events = order(kind, 2, 3);
         assert_eq!(
-            trace(&events, &chain(2), 0),
+            trace(&events, &chain(kind, 2), 0),
             "F0 send-F0 F1 send-F1 recv-B0 B0 F2 send-F2 recv-B1 B1 recv-B2 B2"
         );
         assert_eq!(
-            trace(&events, &chain(2), 1),
+            trace(&events, &chain(kind, 2), 1),
             "recv-F0 F0 recv-F1 B0 send-B0 F1 B1 recv-F2 send-B1 F2 B2 send-B2"
         );
     }
 
     #[test]
     fn two_stages_of_gpipe() {
-        let events = order(ScheduleKind::GPipe, 2, 2);
+        let kind = ScheduleKind::GPipe;
+        let events = order(kind, 2, 2);
         assert_eq!(
-            trace(&events, &chain(2), 0),
+            trace(&events, &chain(kind, 2), 0),
             "F0 send-F0 F1 send-F1 recv-B0 B0 recv-B1 B1"
         );
         assert_eq!(
-            trace(&events, &chain(2), 1),
+            trace(&events, &chain(kind, 2), 1),
             "recv-F0 F0 recv-F1 F1 B0 send-B0 B1 send-B1"
+        );
+    }
+
+    #[test]
+    fn interleaved_stages_send_around() {
+        let kind = ScheduleKind::Interleaved { virtual_stages: 2 };
+        let events = order(kind, 2, 2);
+        assert_eq!(
+            trace(&events, &chain(kind, 2), 0),
+            "F0 send-F0 F1 send-F1 recv-F0 1F0 recv-F1 send-1F0 1F1 send-1F1 recv-1B0 1B0 send-1B0 \
+             recv-1B1 1B1 recv-B0 send-1B1 B0 recv-B1 B1"
         );
     }
 
@@ -250,18 +319,93 @@ mod tests {
     }
 
     #[test]
+    fn interleaved_stages_never_wait_for_each_other_in_a_circle() {
+        for v in 2..6u32 {
+            let kind = ScheduleKind::Interleaved { virtual_stages: v };
+            for p in 1..8usize {
+                for m in (1..5).map(|k| k * p as u32) {
+                    let events = order(kind, p, m);
+                    let slots = 2 * (m * v) as usize * p;
+                    let flows = chain(kind, p).len() * m as usize;
+                    assert_eq!(events.len(), slots + flows, "p={p} v={v} m={m}");
+                }
+            }
+        }
+    }
+
+    /// When everything is done if a slot waits for its values and an exchange, whose time is
+    /// nothing, for the exchanges before it on both sides.
+    fn played(kind: ScheduleKind, p: usize, m: u32) -> u64 {
+        let flows = chain(kind, p);
+        let (mut compute, mut transfer) = (vec![0u64; p], vec![0u64; p]);
+        let mut made: BTreeMap<(StageId, ChunkPass, u32), u64> = BTreeMap::new();
+        let mut moved: BTreeMap<(usize, u32), u64> = BTreeMap::new();
+        for event in order(kind, p, m) {
+            match event {
+                Event::Exchange(flow, m) => {
+                    let f = &flows[flow];
+                    let sides = [f.from.index(), f.to.index()];
+                    let before = sides.map(|s| transfer[s]);
+                    let at = before
+                        .into_iter()
+                        .fold(made[&(f.from, f.made_by, m)], u64::max);
+                    sides.into_iter().for_each(|s| transfer[s] = at);
+                    moved.insert((flow, m), at);
+                }
+                Event::Compute(mesh, slot) => {
+                    let needed = flows
+                        .iter()
+                        .enumerate()
+                        .filter(|(_, f)| f.to == mesh && f.used_by.contains(&slot.of));
+                    let arrivals = needed.map(|(i, _)| moved[&(i, slot.microbatch)]);
+                    let start = arrivals.fold(compute[mesh.index()], u64::max);
+                    let time = match slot.of.pass {
+                        SlotPass::Forward => 1,
+                        SlotPass::Backward => 2,
+                    };
+                    compute[mesh.index()] = start + time;
+                    made.insert((mesh, slot.of, slot.microbatch), start + time);
+                }
+            }
+        }
+        compute.into_iter().max().unwrap_or(0)
+    }
+
+    /// With equal stages and a backward of two forwards the pipeline waits for `p - 1` passes
+    /// of one stage, whatever the number of microbatches; so the order of the exchanges on
+    /// their streams holds nothing up.
+    #[test]
+    fn the_pipeline_fills_and_drains_by_passes_of_one_stage() {
+        for (p, v, m) in [
+            (4, 1, 8),
+            (2, 2, 8),
+            (4, 2, 8),
+            (4, 4, 16),
+            (3, 3, 12),
+            (8, 4, 32),
+        ] {
+            let kind = match v {
+                1 => ScheduleKind::OneFOneB,
+                v => ScheduleKind::Interleaved { virtual_stages: v },
+            };
+            let passes = u64::from(m * v) + p as u64 - 1;
+            assert_eq!(played(kind, p, m), 3 * passes, "p={p} v={v} m={m}");
+        }
+    }
+
+    #[test]
     fn a_value_from_the_future_is_an_error() {
-        let schedules: Vec<_> = (0..2)
-            .map(|s| schedule(ScheduleKind::GPipe, s, 2, 2))
-            .collect();
-        let mut flows = chain(2);
+        let kind = ScheduleKind::GPipe;
+        let schedules: Vec<_> = (0..2).map(|s| schedule(kind, s, 2, 2)).collect();
+        let mut flows = chain(kind, 2);
+        let forward = flows[0].made_by;
         flows.push(Flow {
             from: StageId::new(1),
             to: StageId::new(0),
-            made_by: SlotPass::Forward,
-            used_by: BTreeSet::from([SlotPass::Forward]),
+            made_by: forward,
+            used_by: BTreeSet::from([forward]),
         });
-        let error = total_order(&schedules, &flows)
+        let error = total_order(&schedules, &flows, Travel::BetweenSlots)
             .expect_err("stage 0 waits for stage 1, which waits for stage 0");
         assert_eq!(
             error.to_string(),

@@ -1,10 +1,15 @@
 //! Where every op runs and how its values lie there.
 //!
-//! An op with a layer runs on the stage of its layer, by the strategy that the layer's run
-//! names. A world op (no layer) runs on every stage, replicated. `Input` and `Constant` have
+//! An op with a layer runs on the mesh of its layer's stage, by the strategy that the layer's
+//! run names. A world op (no layer) runs on every mesh, replicated. `Input` and `Constant` have
 //! no home: they are made where they are used.
+//!
+//! From here on a place is a mesh, named by its first stage. Of interleaved stages several
+//! share one: a value that one of them makes for another is at hand there, and which of them
+//! an op belongs to, its *chunk*, decides only in which template it is played.
 
 use crate::error::LowerError;
+use crate::schedule::{ChunkPass, SlotPass};
 use ir::op::{Assignment, OpStrategy};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, relative_path};
 use ir::program::TemplateKind;
@@ -20,10 +25,49 @@ const MAX_SLOTS: u64 = 1 << 24;
 pub(crate) struct Resolved<'a> {
     pub plan: &'a Plan,
     pub training: &'a TrainingGraph,
-    /// By layer: its stage and the index of its strategy.
-    layers: Vec<(StageId, u32)>,
+    /// By layer.
+    layers: Vec<Home>,
     /// By op.
     assignments: Vec<Assignment>,
+}
+
+/// Where a layer runs.
+#[derive(Clone, Copy)]
+struct Home {
+    /// The first stage of its mesh.
+    mesh: StageId,
+    /// Which of the mesh's stages has it.
+    chunk: u32,
+    /// Index of its strategy.
+    strategy: u32,
+}
+
+/// What one template is for: a phase of the step, in microbatches of one chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Phase {
+    pub kind: TemplateKind,
+    /// 0 outside of microbatches.
+    pub chunk: u32,
+}
+
+impl Phase {
+    pub fn step(kind: TemplateKind) -> Self {
+        Phase { kind, chunk: 0 }
+    }
+    /// The pass of a microbatch; `None` in the step phases.
+    pub fn pass(self) -> Option<ChunkPass> {
+        let pass = match self.kind {
+            TemplateKind::Forward => SlotPass::Forward,
+            TemplateKind::Backward => SlotPass::Backward,
+            TemplateKind::StepBegin | TemplateKind::StepEnd | TemplateKind::Exchange => {
+                return None;
+            }
+        };
+        Some(ChunkPass {
+            pass,
+            chunk: self.chunk,
+        })
+    }
 }
 
 pub(crate) fn check_versions(plan: &Plan) -> Result<(), LowerError> {
@@ -48,6 +92,9 @@ pub(crate) fn resolve<'a>(
     training: &'a TrainingGraph,
 ) -> Result<Resolved<'a>, LowerError> {
     check_microbatches(plan)?;
+    if let Some(problem) = plan.interleaving_problem() {
+        return Err(LowerError::Interleaving { problem });
+    }
     for (i, stage) in plan.stages.iter().enumerate() {
         if LogicalMesh::new(stage.mesh.devices, stage.mesh.axes.clone()).is_none() {
             return Err(LowerError::Mesh {
@@ -94,7 +141,7 @@ fn check_microbatches(plan: &Plan) -> Result<(), LowerError> {
     })
 }
 
-fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<(StageId, u32)>, LowerError> {
+fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<Home>, LowerError> {
     let mut layers = Vec::with_capacity(n_layers);
     let mut last = StageId::new(0);
     for (i, stage) in plan.stages.iter().enumerate() {
@@ -126,7 +173,12 @@ fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<(StageId, u32)>, Low
                     run.count, run.first
                 ));
             }
-            layers.extend((0..run.count).map(|_| (last, run.strategy)));
+            let home = Home {
+                mesh: plan.mesh_of(last),
+                chunk: plan.chunk_of(last),
+                strategy: run.strategy,
+            };
+            layers.extend((0..run.count).map(|_| home));
         }
     }
     match layers.len() == n_layers && !plan.stages.is_empty() {
@@ -142,17 +194,22 @@ impl<'a> Resolved<'a> {
     pub fn graph(&self) -> &'a Graph {
         &self.training.graph
     }
+    /// The first stage of every mesh.
     pub fn stages(&self) -> impl Iterator<Item = StageId> + use<> {
-        (0..self.plan.stages.len()).map(StageId::new)
+        (0..self.plan.n_meshes()).map(StageId::new)
+    }
+    /// Stages of every mesh.
+    pub fn n_chunks(&self) -> u32 {
+        self.plan.schedule.virtual_stages()
     }
     pub fn mesh(&self, stage: StageId) -> &'a LogicalMesh {
         &self.plan.stages[stage.index()].mesh
     }
-    /// The stage of a layer's op; `None` for a world op.
+    /// The mesh of a layer's op; `None` for a world op.
     pub fn stage(&self, op: &Op) -> Option<StageId> {
-        op.layer.map(|l| self.layers[l.index()].0)
+        op.layer.map(|l| self.layers[l.index()].mesh)
     }
-    /// The stages that run an op.
+    /// The meshes that run an op.
     pub fn stages_of(&self, op: &Op) -> Vec<StageId> {
         match self.stage(op) {
             Some(stage) => vec![stage],
@@ -162,7 +219,7 @@ impl<'a> Resolved<'a> {
     pub fn producer(&self, v: ValueId) -> &'a Op {
         self.graph().op(self.graph().value(v).producer)
     }
-    /// The stage that makes a value; `None` for world values, which all stages make.
+    /// The mesh that makes a value; `None` for world values, which all meshes make.
     pub fn home(&self, v: ValueId) -> Option<StageId> {
         self.stage(self.producer(v))
     }
@@ -186,14 +243,17 @@ impl<'a> Resolved<'a> {
     pub fn lens(&self, v: ValueId) -> Vec<u64> {
         self.graph().ty(v).shape.bind(self.plan.microbatch)
     }
-    /// The kind of template that an op belongs to.
-    pub fn template(&self, op: &Op) -> TemplateKind {
-        match (op.region, op.pass) {
-            (Region::StepBegin, _) => TemplateKind::StepBegin,
-            (Region::StepEnd, _) => TemplateKind::StepEnd,
+    /// The template that an op belongs to.
+    pub fn phase(&self, op: &Op) -> Phase {
+        let kind = match (op.region, op.pass) {
+            (Region::StepBegin, _) => return Phase::step(TemplateKind::StepBegin),
+            (Region::StepEnd, _) => return Phase::step(TemplateKind::StepEnd),
             (Region::Microbatch, Pass::F) => TemplateKind::Forward,
             (Region::Microbatch, _) => TemplateKind::Backward,
-        }
+        };
+        // The ops of a microbatch have layers.
+        let chunk = op.layer.map_or(0, |l| self.layers[l.index()].chunk);
+        Phase { kind, chunk }
     }
     /// When a value is complete: accumulated ones at the end of the step.
     pub fn complete_in(&self, v: ValueId) -> Region {
@@ -217,7 +277,7 @@ impl<'a> Resolved<'a> {
         relative: &str,
         layer: Option<LayerId>,
     ) -> Option<&'a Vec<ir::reshard::LayoutStep>> {
-        let (_, strategy) = self.layers[layer?.index()];
+        let strategy = self.layers[layer?.index()].strategy;
         self.plan.layer_strategies[strategy as usize]
             .edges
             .get(relative)
@@ -246,7 +306,11 @@ impl<'a> Resolved<'a> {
     }
 
     fn strategy(&self, op: &Op, layer: LayerId) -> Result<&'a OpStrategy, LowerError> {
-        let (stage, index) = self.layers[layer.index()];
+        let Home {
+            mesh,
+            strategy: index,
+            ..
+        } = self.layers[layer.index()];
         let relative = self.relative_key(&op.path, Some(layer));
         let Some(strategy) = self.plan.layer_strategies[index as usize]
             .ops
@@ -258,7 +322,7 @@ impl<'a> Resolved<'a> {
                 layer,
             });
         };
-        let expected = self.mesh(stage).axes.len();
+        let expected = self.mesh(mesh).axes.len();
         if strategy.uses.len() != expected {
             return Err(LowerError::StrategyAxes {
                 path: op.path.clone(),

@@ -1,11 +1,11 @@
 //! Every use of a value, and the layout changes on the way to it.
 //!
 //! Edges are deduplicated as lowering deduplicates them: uses of one value in one spec, on one
-//! stage and in one kind of template, share the changed tensor. The first of them in graph
+//! mesh and in one template, share the changed tensor. The first of them in graph
 //! order names the edge; the others need no entry of their own in the plan.
 
 use crate::error::LowerError;
-use crate::resolve::{Resolved, resolve};
+use crate::resolve::{Phase, Resolved, resolve};
 use ir::plan::{Plan, edge_key, transfer_key, write_key};
 use ir::program::TemplateKind;
 use ir::reshard::{CrossPath, LayoutStep};
@@ -13,7 +13,7 @@ use ir::training::TrainingGraph;
 use ir::{DType, LayerId, LogicalMesh, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
 use std::collections::BTreeMap;
 
-/// A layout change within a stage.
+/// A layout change within a mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Edge {
     /// Absolute key: of an operand, or of what a state keeps.
@@ -24,7 +24,7 @@ pub struct Edge {
     pub layer: Option<LayerId>,
     /// The value.
     pub value: ValueId,
-    /// The stage.
+    /// The first stage of the mesh.
     pub stage: StageId,
     /// Spec it has: where it is made, or in which it arrives.
     pub from: ShardingSpec,
@@ -40,18 +40,18 @@ pub struct Edge {
     pub pass: Pass,
 }
 
-/// A layout change from one stage to another.
+/// A layout change from one mesh to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CrossEdge {
     /// Key of the transfer.
     pub key: String,
     /// The value.
     pub value: ValueId,
-    /// Stage that makes it.
+    /// First stage of the mesh that makes it.
     pub from: StageId,
     /// Spec in which it is made.
     pub from_spec: ShardingSpec,
-    /// Stage that uses it.
+    /// First stage of the mesh that uses it.
     pub to: StageId,
     /// The specs that its uses there want, first use first, each once.
     pub wanted: Vec<ShardingSpec>,
@@ -63,8 +63,8 @@ pub struct CrossEdge {
     pub region: Region,
 }
 
-/// All layout changes within stages that the program of a plan needs, in graph order, each
-/// once. Values of other stages arrive as the plan's transfers say; where none is recorded,
+/// All layout changes within meshes that the program of a plan needs, in graph order, each
+/// once. Values of other meshes arrive as the plan's transfers say; where none is recorded,
 /// in the first of [`CrossEdge::wanted`]. The plan's `edges` are not read.
 pub fn edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<Edge>, LowerError> {
     let r = resolve(plan, training)?;
@@ -80,7 +80,7 @@ pub fn edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<Edge>, LowerEr
     Ok(edges)
 }
 
-/// All layout changes between stages, by value in order of first use, then receiving stage.
+/// All layout changes between meshes, by value in order of first use, then receiving mesh.
 /// Neither the plan's `edges` nor its `transfers` are read.
 pub fn cross_edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<CrossEdge>, LowerError> {
     Ok(Uses::new(&resolve(plan, training)?).cross)
@@ -95,7 +95,7 @@ pub(crate) enum UseBy {
     Write(usize),
 }
 
-/// One use of a value on one stage.
+/// One use of a value on one mesh.
 #[derive(Clone, Debug)]
 pub(crate) struct Use {
     pub by: UseBy,
@@ -105,14 +105,14 @@ pub(crate) struct Use {
     pub region: Region,
     pub pass: Pass,
     pub layer: Option<LayerId>,
-    template: TemplateKind,
+    phase: Phase,
 }
 
-type Group = (StageId, TemplateKind, ValueId, ShardingSpec);
+type Group = (StageId, Phase, ValueId, ShardingSpec);
 
 impl Use {
     fn group(&self) -> Group {
-        (self.stage, self.template, self.value, self.wanted.clone())
+        (self.stage, self.phase, self.value, self.wanted.clone())
     }
     fn key(&self, r: &Resolved) -> String {
         match self.by {
@@ -303,7 +303,7 @@ fn all_uses(r: &Resolved) -> Vec<Use> {
                     region: op.region,
                     pass: op.pass,
                     layer: op.layer,
-                    template: r.template(op),
+                    phase: r.phase(op),
                 });
             }
         }
@@ -319,7 +319,7 @@ fn all_uses(r: &Resolved) -> Vec<Use> {
                 region: Region::StepEnd,
                 pass: Pass::Update,
                 layer: op.layer,
-                template: TemplateKind::StepEnd,
+                phase: Phase::step(TemplateKind::StepEnd),
             });
         }
     }

@@ -81,6 +81,85 @@ fn long_pipelines_play_without_deadlock() {
     }
 }
 
+/// Two and three meshes with two or three stages each, and both on one.
+#[test]
+fn every_recipe_plays_interleaved() {
+    use Recipe::*;
+    let pipelines = [
+        (&[1, 1, 2, 1][..], 2),
+        (&[2, 3], 2),
+        (&[1, 1, 1, 1, 1, 1], 3),
+        (&[1, 1, 1, 1, 1, 1], 2),
+    ];
+    for recipe in [Replicate, Data, Tensor, Zero1, Zero3, Zero3Step] {
+        for (layers, virtual_stages) in pipelines {
+            for (tied, precision) in [(false, Precision::F32), (true, Precision::Bf16)] {
+                let n_meshes = layers.len() as u32 / virtual_stages;
+                for n_microbatches in [n_meshes, 4 * n_meshes] {
+                    let setup = Setup {
+                        precision,
+                        n_microbatches,
+                        schedule: ScheduleKind::Interleaved { virtual_stages },
+                        ..Setup::new(recipe, 2, layers)
+                    };
+                    let program = lowered(tied, &setup);
+                    assert_eq!(program.roles.len(), n_meshes as usize);
+                    for role in &program.roles {
+                        assert_eq!(role.n_chunks(), virtual_stages);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What forward saves in each chunk has as many copies as the schedule promises.
+#[test]
+fn interleaved_stages_hold_what_their_schedule_says() {
+    let schedule = ScheduleKind::Interleaved { virtual_stages: 2 };
+    let layers = [2, 1, 1, 1, 1, 2];
+    let setup = Setup {
+        schedule,
+        n_microbatches: 9,
+        ..Setup::new(Recipe::Data, 2, &layers)
+    };
+    let program = lowered(false, &setup);
+    let mut seen = 0;
+    for (i, role) in program.roles.iter().enumerate() {
+        for b in role.buffers.iter().filter(|b| b.name.ends_with(".fc")) {
+            // Layers are embed, h.0 (stage 0), then a block on every stage.
+            let block: usize = b.name[2..b.name.len() - 3].parse().unwrap();
+            assert_eq!(block % 3, i);
+            let slots = schedule.in_flight(block, layers.len(), 9);
+            assert_eq!(b.class, BufferClass::PerMicrobatch { slots }, "{}", b.name);
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 6);
+}
+
+/// A plan with one virtual stage a mesh has no interleaving, and says so.
+#[test]
+fn microbatches_that_do_not_fill_the_rounds_are_refused() {
+    let setup = Setup {
+        schedule: ScheduleKind::Interleaved { virtual_stages: 2 },
+        n_microbatches: 3,
+        ..Setup::new(Recipe::Data, 2, &[1, 1, 1, 1])
+    };
+    let good = Setup {
+        n_microbatches: 4,
+        schedule: setup.schedule,
+        ..Setup::new(Recipe::Data, 2, &[1, 1, 1, 1])
+    };
+    let (mut plan, training) = plan(&mlp(2, false), &good);
+    plan.train.global_batch = plan.train.global_batch / 4 * 3;
+    plan.n_microbatches = setup.n_microbatches;
+    assert_eq!(
+        lower_training(&plan, &training).unwrap_err().to_string(),
+        "the schedule interleaves stages: 3 microbatches on 2 meshes: interleaved stages need a multiple of 2"
+    );
+}
+
 /// Copies of what forward saves for backward: `min(m, p - i)` for 1F1B, `m` for GPipe.
 #[test]
 fn saved_activations_have_as_many_copies_as_microbatches_in_flight() {

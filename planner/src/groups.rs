@@ -248,28 +248,39 @@ fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
             )
         })
         .collect();
+    let addends = addend_options(s, &ops, &rules);
     let mut choices = Vec::new();
-    for uses in product(&per_axis) {
+    let is_expert = |f: &FactorId| rules[0].factors[f.index()].role == FactorRole::Expert;
+    for (uses, addends, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
+        let experts = |u: &&AxisUse| matches!(u, AxisUse::Factor(f) if is_expert(f));
+        let orders = orders(uses.iter().filter(experts).count());
+        product(&addends).into_iter().flat_map(move |a| {
+            let uses = uses.clone();
+            orders
+                .iter()
+                .map(move |&reverse| (uses.clone(), a.clone(), reverse))
+        })
+    }) {
         let strategies: Vec<OpStrategy> = maps
             .iter()
-            .map(|map| {
-                let follow = |u: &AxisUse| match u {
+            .zip(&ops)
+            .map(|(map, &id)| {
+                let is_gradient = !matches!(graph.op(id).pass, Pass::F | Pass::Recompute);
+                let follow = |(u, &addend): (&AxisUse, &bool)| match u {
                     AxisUse::Factor(f) => map
                         .get(f)
                         .map_or(AxisUse::Replicate, |&g| AxisUse::Factor(g)),
+                    _ if addend && is_gradient => AxisUse::Partial(0),
                     _ => AxisUse::Replicate,
                 };
                 OpStrategy {
-                    uses: uses.iter().map(follow).collect(),
-                    reverse: false,
+                    uses: uses.iter().zip(&addends).map(follow).collect(),
+                    reverse,
                 }
             })
             .collect();
         let mut strategies = strategies;
-        strategies[0] = OpStrategy {
-            uses,
-            reverse: false,
-        };
+        strategies[0] = OpStrategy { uses, reverse };
         if let Some(choice) = make_choice(s, &ops, &rules, strategies) {
             choices.push(choice);
         }
@@ -280,6 +291,37 @@ fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
         choices,
         boundary,
     }
+}
+
+/// Orders of the axes that split experts. Of several, that over which tokens travel has to come
+/// last, as it moves from their samples to the experts; which one that is, the layouts say.
+fn orders(n_axes: usize) -> &'static [bool] {
+    if n_axes > 1 { &[false, true] } else { &[false] }
+}
+
+/// Per axis, whether the gradient ops of a forward group may pass addends on. So they may where
+/// the forward op only moves elements of a parameter, as the rows of a table of positions: its
+/// gradient is a sum over the ranks that have other samples, and can wait for the step's end.
+fn addend_options(s: &Setting<'_>, ops: &[OpId], rules: &[ShardingRule]) -> Vec<Vec<bool>> {
+    let graph = &s.training.graph;
+    let of_parameter = |rule: &ShardingRule| {
+        let mut factors = rule.factors.iter();
+        factors.all(|f| f.role == FactorRole::Feature) && !rule.linear.is_empty()
+    };
+    let passes = graph.op(ops[0]).region == Region::Microbatch
+        && graph.op(ops[0]).pass == Pass::F
+        && rules.iter().all(of_parameter);
+    let options = s.mesh.axis_ids().map(|a| {
+        let splits_tokens = matches!(
+            s.roles[a.index()],
+            AxisRole::Data | AxisRole::Expert | AxisRole::Context
+        );
+        match passes && splits_tokens && s.mesh.size(a) > 1 && ops.len() > 1 {
+            true => vec![false, true],
+            false => vec![false],
+        }
+    });
+    options.collect()
 }
 
 /// What an axis may do in a forward op, alone op or boundary.
@@ -302,11 +344,14 @@ fn axis_options(
             .map(AxisUse::Factor)
             .collect()
     };
-    let (batch, sequence, feature) = (
+    let (batch, sequence, expert) = (
         of(FactorRole::Batch),
         of(FactorRole::Sequence),
-        of(FactorRole::Feature),
+        of(FactorRole::Expert),
     );
+    let feature = [expert.clone(), of(FactorRole::Feature)].concat();
+    // Between tokens and experts either side can be split: the layout changes after or before.
+    let moves = matches!(op.kind, OpKind::Dispatch { .. } | OpKind::Combine);
     let heavy = matches!(
         op.kind,
         OpKind::DotGeneral { .. }
@@ -324,6 +369,26 @@ fn axis_options(
         AxisRole::Data => {
             if !batch.is_empty() {
                 options = batch;
+            }
+        }
+        AxisRole::Expert => {
+            if !expert.is_empty() && !moves {
+                options = expert;
+            } else if !batch.is_empty() {
+                options = [batch, expert].concat();
+            }
+        }
+        // Every op that has positions, attention too: keys and values are gathered for it.
+        AxisRole::Context => {
+            // Token ids are small, and whole where they are put into another order.
+            let is_ids = op
+                .outputs
+                .iter()
+                .all(|&v| !s.training.graph.ty(v).dtype.is_float());
+            match sequence.is_empty() {
+                false if is_ids => options.extend(sequence),
+                false => options = sequence,
+                true => {}
             }
         }
         AxisRole::Tensor => {
@@ -554,6 +619,7 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         .map(|v| graph.ty(v).shape.bind(s.batch))
         .unwrap_or_default();
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
+    let expert_dim = expert_dim(graph, ops);
     let per_axis: Vec<Vec<ParamUse>> = s
         .mesh
         .axis_ids()
@@ -563,7 +629,12 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
                 return vec![ParamUse::Idle(ZeroVariant::Whole)];
             }
             let mut uses = Vec::new();
-            if role != AxisRole::Data {
+            if role == AxisRole::Expert
+                && let Some(dim) = expert_dim.filter(|&d| lens[d] >= n)
+            {
+                return vec![ParamUse::Shard(dim)];
+            }
+            if !matches!(role, AxisRole::Data | AxisRole::Expert | AxisRole::Context) {
                 uses.extend(
                     (0..lens.len())
                         .filter(|&d| lens[d] >= n)
@@ -582,8 +653,17 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     // optimizer's layout.
     let foreign = has_foreign_gradient(graph, ops);
     let mut choices: Vec<Choice> = Vec::new();
-    for uses in product(&per_axis) {
-        let layout = ParamLayout::new(s.mesh, &lens, &uses);
+    for (uses, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
+        let experts = |u: &&ParamUse| matches!(u, ParamUse::Shard(d) if expert_dim == Some(*d));
+        let orders = orders(uses.iter().filter(experts).count());
+        orders.iter().map(move |&reverse| (uses.clone(), reverse))
+    }) {
+        let mut layout = ParamLayout::new(s.mesh, &lens, &uses);
+        layout.reverse |= reverse;
+        // Two ZeRO axes in one dim: the inner axis first, so that its fast links reduce what
+        // the outer one then has less of.
+        let several = [AxisRole::Expert, AxisRole::Context];
+        layout.reverse |= expert_dim.is_none() && several.iter().any(|role| s.roles.contains(role));
         let made = ops
             .iter()
             .zip(&rules)
@@ -603,6 +683,24 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         choices,
         boundary: false,
     }
+}
+
+/// The dim of a parameter that its uses in the forward pass have as experts.
+fn expert_dim(graph: &Graph, ops: &[OpId]) -> Option<usize> {
+    let made: BTreeSet<ValueId> = ops
+        .iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| op.region == Region::StepBegin)
+        .flat_map(|op| op.outputs.iter().copied())
+        .collect();
+    let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
+    graph.ops().iter().filter(forward).find_map(|op| {
+        let operand = op.inputs.iter().position(|v| made.contains(v))?;
+        let rule = graph.rule(op);
+        let is_expert =
+            |d: &ir::op::DimFactor| rule.factors[d.factor.index()].role == FactorRole::Expert;
+        rule.operands[operand].iter().position(is_expert)
+    })
 }
 
 fn has_foreign_gradient(graph: &Graph, ops: &[OpId]) -> bool {

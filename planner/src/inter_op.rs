@@ -11,6 +11,12 @@
 //! static + in_flight * saved + transient <= capacity, where stage i of p keeps m microbatches
 //! in flight under GPipe and min(m, p - i) under 1F1B.
 //!
+//! With v > 1 stages on each of p meshes, interleaved, a mesh starts v stages for every
+//! microbatch and the pipeline fills with p - 1 of them, so the largest counts
+//! (m - p) v + p - 1 times instead of m - 1 times; in flight is what the schedule says. Here
+//! every stage has a submesh of its own; that several share one, and its memory, is
+//! `interleave`'s business.
+//!
 //! How: for a threshold T, f(T) is the least sum with all t_i below T, found by a dynamic
 //! program from the last stage backwards, so that p - i is the number of stages so far. The
 //! thresholds are searched by branch and bound: nothing with max t in (low, high) is better
@@ -139,6 +145,13 @@ pub enum ScheduleKind {
     GPipe,
     /// One forward, one backward: min(m, p - i) in flight at stage i of p.
     OneFOneB,
+    /// 1F1B with several stages on every mesh. The number of stages has to be fixed.
+    Interleaved {
+        /// Meshes; the number of microbatches is a multiple of it.
+        n_meshes: usize,
+        /// Stages of each.
+        virtual_stages: u32,
+    },
 }
 
 impl ScheduleKind {
@@ -147,6 +160,31 @@ impl ScheduleKind {
         match self {
             ScheduleKind::GPipe => microbatches,
             ScheduleKind::OneFOneB => microbatches.min(after as u64 + 1),
+            ScheduleKind::Interleaved {
+                n_meshes,
+                virtual_stages,
+            } => {
+                let n_stages = n_meshes * virtual_stages as usize;
+                let stage = n_stages.saturating_sub(after + 1);
+                let kind = ir::plan::ScheduleKind::Interleaved { virtual_stages };
+                let m = u32::try_from(microbatches).unwrap_or(u32::MAX);
+                u64::from(kind.in_flight(stage, n_stages, m))
+            }
+        }
+    }
+
+    /// How often the largest t counts beside the sum over all stages.
+    pub fn repeats(self, microbatches: u64) -> f64 {
+        match self {
+            ScheduleKind::GPipe | ScheduleKind::OneFOneB => microbatches.saturating_sub(1) as f64,
+            ScheduleKind::Interleaved {
+                n_meshes,
+                virtual_stages,
+            } => {
+                let p = n_meshes.max(1) as u64;
+                let rounds = microbatches.saturating_sub(p) as f64;
+                rounds * f64::from(virtual_stages) + (p - 1) as f64
+            }
         }
     }
 }
@@ -201,6 +239,8 @@ pub struct StageChoice {
     pub transfer_s: f64,
     /// t_i: forward, backward and sending.
     pub time_s: f64,
+    /// Bytes per device, beside transient ones, that it may take of a mesh that it shares.
+    pub share_bytes: Option<u64>,
 }
 
 /// The parts of the objective.
@@ -212,7 +252,7 @@ pub struct PipelineCost {
     pub max_s: f64,
     /// max_i s_i
     pub step_s: f64,
-    /// sum + (m - 1) * max + step
+    /// sum + (m - 1) * max + step; see the module header for interleaved stages.
     pub total_s: f64,
 }
 
@@ -347,7 +387,7 @@ pub fn cost_of(
         max = max.max(time);
         step = step.max(e.step_s);
     }
-    let total = sum + (options.microbatches - 1) as f64 * max + step;
+    let total = sum + options.schedule.repeats(options.microbatches) * max + step;
     Some(PipelineCost {
         sum_s: sum,
         max_s: max,
@@ -365,7 +405,7 @@ struct Interval {
 
 fn search_thresholds(problem: &Problem) -> Option<PipelineChoice> {
     let options = &problem.options;
-    let others = (options.microbatches - 1) as f64;
+    let others = options.schedule.repeats(options.microbatches);
     let mut best: Option<PipelineChoice> = None;
     let mut n_thresholds = 0;
     // What was dropped because of the gap alone.
@@ -470,6 +510,8 @@ struct Problem<'a> {
     tails: Vec<(usize, u16)>,
     /// By last layer and tail: the entries.
     ending: Vec<Vec<Vec<Candidate>>>,
+    /// By number of stages behind: microbatches in flight.
+    in_flight: Vec<u64>,
 }
 
 impl<'a> Problem<'a> {
@@ -489,6 +531,9 @@ impl<'a> Problem<'a> {
             heads: heads.into_iter().collect(),
             tails: tails.into_iter().collect(),
             ending: Vec::new(),
+            in_flight: (0..=table.n_layers)
+                .map(|after| options.schedule.in_flight(options.microbatches, after))
+                .collect(),
         };
         problem.ending = (0..=table.n_layers)
             .map(|end| problem.candidates(end))
@@ -518,9 +563,7 @@ impl<'a> Problem<'a> {
     }
 
     fn in_flight(&self, after: usize) -> u64 {
-        self.options
-            .schedule
-            .in_flight(self.options.microbatches, after)
+        self.in_flight[after]
     }
 
     /// The number of stages as far as it matters to the stages before.
@@ -529,6 +572,7 @@ impl<'a> Problem<'a> {
             (Some(_), _) => u64::from(n_stages),
             (None, ScheduleKind::GPipe) => 0,
             (None, ScheduleKind::OneFOneB) => self.options.microbatches.min(u64::from(n_stages)),
+            (None, ScheduleKind::Interleaved { .. }) => u64::from(n_stages),
         }
     }
 
@@ -742,10 +786,12 @@ impl<'a> Problem<'a> {
                 in_flight: self.in_flight(label.n_stages as usize - 1),
                 transfer_s: label.transfer,
                 time_s: time,
+                share_bytes: None,
             });
             place = label.next;
         }
-        let total = sum + (self.options.microbatches - 1) as f64 * max + step;
+        let repeats = self.options.schedule.repeats(self.options.microbatches);
+        let total = sum + repeats * max + step;
         PipelineChoice {
             stages,
             cost: PipelineCost {

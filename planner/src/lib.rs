@@ -14,6 +14,7 @@
 //! * `stage`: sequences of layers as min-plus products.
 //! * `refine`: a stage under memory pressure as one integer program with memory rows.
 //! * `inter_op`: the DP over stages; a pure function of the stage table.
+//! * `interleave`: stages that share a mesh, and its memory.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
 //! * `intra_op`: the intra-op problem as a plain value with its solvers; public.
 
@@ -21,6 +22,7 @@ mod assemble;
 mod cluster_layers;
 mod groups;
 pub mod inter_op;
+mod interleave;
 pub mod intra_op;
 mod layer_model;
 pub mod layers;

@@ -1,7 +1,8 @@
 //! Pins: what the user fixes before the search.
 //!
-//! A degree pin fixes the logical mesh (`data`, `tensor` axes) and restricts which factors an
-//! axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
+//! A degree pin fixes the logical mesh (`data`, `tensor` axes, and between them, where they are
+//! pinned, `expert`, a part of the ranks that split samples, and `context`) and restricts which
+//! factors an axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
 //! do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
 //! are recomputed in the backward pass (none, unless pinned).
 
@@ -10,12 +11,20 @@ pub(crate) mod check;
 use ir::Precision;
 use ir::plan::ScheduleKind;
 use ir::training::Recompute;
+use std::collections::BTreeMap;
 
 /// What is fixed; everything else is searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pins {
     /// Data-parallel degree: ranks that split the samples of a microbatch.
     pub data: Option<u32>,
+    /// Expert-parallel degree: of the ranks that split samples, how many split the experts.
+    pub expert: Option<u32>,
+    /// Context-parallel degree: ranks that split the sequence, in attention too.
+    pub context: Option<u32>,
+    /// Whether the sequence is stored in zigzag order, so that all context ranks have as many
+    /// keys to attend to.
+    pub zigzag: bool,
     /// Tensor-parallel degree: ranks that split features.
     pub tensor: Option<u32>,
     /// Pipeline degree: number of stages.
@@ -26,8 +35,10 @@ pub struct Pins {
     pub microbatch: Option<u64>,
     /// Number of layers of every stage, first stage first.
     pub split: Option<Vec<usize>>,
-    /// Order of passes.
+    /// Order of passes: GPipe or 1F1B.
     pub schedule: Option<ScheduleKind>,
+    /// Stages of every mesh, interleaved where there are several (Narayanan et al. 2021).
+    pub virtual_stages: Option<u32>,
     /// Which activations are recomputed.
     pub recompute: Option<Recompute>,
     /// Ops for which that is fixed one by one; the last that matches counts.
@@ -86,6 +97,10 @@ pub enum AxisRole {
     Free,
     /// Splits samples only; states by the ZeRO level.
     Data,
+    /// Splits the experts where an op has them and samples elsewhere; states by the ZeRO level.
+    Expert,
+    /// Splits the sequence in all ops that have one; states by the ZeRO level.
+    Context,
     /// Splits features (and the sequence between the matmuls), never samples.
     Tensor,
 }
@@ -101,14 +116,22 @@ pub struct PinError {
 }
 
 impl Pins {
-    /// Reads pins of the forms `data=2`, `tensor=4`, `pipeline=2`, `zero=1`, `microbatch=8`,
-    /// `split=5/4/4/5` (layers of every stage), `schedule=gpipe`, `recompute=full`,
+    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `tensor=4`, `pipeline=2`, `zero=1`,
+    /// `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`, `virtual=2`,
+    /// `recompute=full`,
     /// `recompute:h.*.mlp.act=yes`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may
-    /// hold several, separated by spaces or, outside brackets, commas.
+    /// hold several, separated by spaces or, outside brackets, commas. The same key with two
+    /// values is refused.
     pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
         let mut pins = Pins::default();
+        let mut given: BTreeMap<String, String> = BTreeMap::new();
         for part in texts.iter().flat_map(|t| split(t.as_ref())) {
             pins.add(&part)?;
+            let key = part.split('=').next().unwrap_or_default().to_string();
+            if let Some(before) = given.insert(key, part.clone()).filter(|b| *b != part) {
+                let problem = format!("contradicts `{before}`; give one of them");
+                return Err(PinError { pin: part, problem });
+            }
         }
         Ok(pins)
     }
@@ -127,8 +150,20 @@ impl Pins {
         };
         match key {
             "data" => self.data = Some(degree()?),
+            "expert" => self.expert = Some(degree()?),
+            "context" => self.context = Some(degree()?),
+            "context_order" => match value {
+                "zigzag" => self.zigzag = true,
+                "natural" => self.zigzag = false,
+                _ => {
+                    return Err(err(format!(
+                        "`{value}` is not an order of the sequence; zigzag and natural are"
+                    )));
+                }
+            },
             "tensor" => self.tensor = Some(degree()?),
             "pipeline" => self.pipeline = Some(degree()?),
+            "virtual" => self.virtual_stages = Some(degree()?),
             "zero" => match value.parse::<u8>() {
                 Ok(level) if level <= 3 => self.zero = Some(level),
                 _ => return Err(err(format!("`{value}` is not a ZeRO level, 0 to 3"))),
@@ -153,7 +188,7 @@ impl Pins {
                 "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
                 _ => {
                     return Err(err(format!(
-                        "`{value}` is not a schedule; gpipe and 1f1b are"
+                        "`{value}` is not a schedule; gpipe and 1f1b are, and virtual=N interleaves N stages on each mesh"
                     )));
                 }
             },
@@ -178,7 +213,7 @@ impl Pins {
                 }),
                 _ => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, tensor, pipeline, zero, microbatch, split, schedule, recompute, recompute:OP and spec:TENSOR are known"
+                        "unknown key `{key}`; data, expert, context, context_order, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP and spec:TENSOR are known"
                     )));
                 }
             },
@@ -191,15 +226,21 @@ impl Pins {
         let mut out = Vec::new();
         let mut degree = |name: &str, d: Option<u64>| out.extend(d.map(|d| format!("{name}={d}")));
         degree("data", self.data.map(u64::from));
+        degree("expert", self.expert.map(u64::from));
+        degree("context", self.context.map(u64::from));
         degree("tensor", self.tensor.map(u64::from));
         degree("pipeline", self.pipeline.map(u64::from));
         degree("zero", self.zero.map(u64::from));
         degree("microbatch", self.microbatch);
+        if self.zigzag {
+            out.push("context_order=zigzag".into());
+        }
         out.extend(self.split.as_ref().map(|counts| {
             let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
             format!("split={}", counts.join("/"))
         }));
         out.extend(self.schedule.map(|s| format!("schedule={}", s.name())));
+        out.extend(self.virtual_stages.map(|v| format!("virtual={v}")));
         out.extend(self.recompute.map(|r| format!("recompute={}", r.name())));
         for pin in &self.recompute_ops {
             let word = if pin.recompute { "yes" } else { "no" };
@@ -209,17 +250,32 @@ impl Pins {
         out
     }
 
-    /// Names of the axes of every stage's mesh, major first.
-    pub fn axis_names(&self) -> [&'static str; 2] {
-        match self.fixes_mesh() {
-            true => ["data", "tensor"],
-            false => ["x", "y"],
+    /// The order of passes that is planned for.
+    pub fn schedule_kind(&self) -> ScheduleKind {
+        match self.virtual_stages {
+            Some(virtual_stages) if virtual_stages > 1 => {
+                ScheduleKind::Interleaved { virtual_stages }
+            }
+            _ => self.schedule.unwrap_or(ScheduleKind::OneFOneB),
         }
+    }
+
+    /// Names of the axes of every stage's mesh, major first.
+    pub fn axis_names(&self) -> Vec<&'static str> {
+        if !self.fixes_mesh() {
+            return vec!["x", "y"];
+        }
+        let mut names = vec!["data"];
+        names.extend(self.expert.map(|_| "expert"));
+        names.extend(self.context.map(|_| "context"));
+        names.push("tensor");
+        names
     }
 
     /// True when the degrees of parallelism inside a stage are fixed.
     pub fn fixes_mesh(&self) -> bool {
-        self.data.is_some() || self.tensor.is_some()
+        let degrees = [self.data, self.expert, self.context, self.tensor];
+        degrees.iter().any(Option::is_some)
     }
 
     /// Whether the results of the op at `path` are recomputed, where that is fixed.
@@ -245,6 +301,9 @@ pub(crate) fn zero_variants(
         return vec![Whole, WholeDeferred];
     }
     let mixed = precision != Precision::F32;
+    // A table of positions is cut along the sequence by its use, so its gradient is never a sum
+    // over a context axis: ZeRO-1 cannot leave it partial there.
+    let is_context = role == AxisRole::Context;
     match level {
         None => vec![
             Whole,
@@ -257,6 +316,8 @@ pub(crate) fn zero_variants(
             Master,
         ],
         Some(0) => vec![Whole, WholeDeferred],
+        Some(1) if mixed && is_context => vec![MasterDeferred, Master],
+        Some(1) if is_context => vec![OptimizerDeferred, Gradient],
         Some(1) if mixed => vec![MasterDeferred],
         Some(1) => vec![OptimizerDeferred],
         Some(2) if mixed => vec![Master],

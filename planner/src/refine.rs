@@ -13,7 +13,7 @@
 
 use crate::PlanError;
 use crate::intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
-use crate::intra_op::{SolveOptions, SolveStatus, solve};
+use crate::intra_op::{SolveOptions, solve};
 use crate::layer_model::{LayerModel, QUANTUM_S, WeightedLayer, Weights};
 use crate::search::MEMORY_PRICES;
 use crate::stage::PricedMesh;
@@ -26,6 +26,8 @@ const MAX_NODES: usize = 1_500;
 /// so the same stage always gets the same choice.
 const MAX_COLUMNS: usize = 20_000;
 const WORK_LIMIT: u64 = 50;
+/// A choice that is proved to be so close to the best, relatively, is good enough.
+const GAP: f64 = 1e-4;
 /// Times that the bracket around the best price is narrowed to two thirds.
 const NARROWINGS: usize = 6;
 
@@ -92,15 +94,15 @@ pub(crate) fn refine(
     let options = SolveOptions {
         work_limit: Some(WORK_LIMIT),
         max_ilp_columns: MAX_COLUMNS,
-        gap: 1e-4,
+        gap: GAP,
         time_limit: None,
         ..SolveOptions::default()
     };
     let Ok(result) = solve(&problem, &options) else {
         return Ok(keep("priced elimination", priced_bound(), choices, None));
     };
-    let bound = match result.status {
-        SolveStatus::Optimal => result.lower_bound,
+    let bound = match result.gap {
+        Some(gap) if gap <= GAP => result.lower_bound,
         _ => result.lower_bound.max(priced_bound()),
     };
     let better = result.objective.filter(|&o| !fits || o < known);

@@ -8,6 +8,7 @@
 use crate::assemble::{ChosenStage, add_stage, record_paths};
 use crate::groups::Setting;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
+use crate::interleave::{SharedStage, TooLarge, share};
 use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
@@ -124,11 +125,13 @@ pub(crate) fn plan(
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
     let pins = &options.pins;
+    let zigzag = in_zigzag_order(forward, pins)?;
+    let forward = zigzag.as_ref().unwrap_or(forward);
     let input = |e: ir::GraphError| PlanError::Input(e.to_string());
     let kept = training_graph(forward, train).map_err(input)?;
     let chosen = recomputed(&kept, pins)?;
     let training = recompute(&kept, &chosen).map_err(input)?;
-    pins::check::check(pins, &training, cluster, train.global_batch)?;
+    pins::check::check(pins, &training, cluster, train)?;
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
         None => String::new(),
@@ -150,7 +153,7 @@ pub(crate) fn plan(
         submeshes: submeshes(cluster, pins),
     };
     let batches = search.batches()?;
-    let schedule = pins.schedule.unwrap_or(ScheduleKind::OneFOneB);
+    let schedule = pins.schedule_kind();
     let mut stats = PlanStats {
         n_layer_kinds: search.layers.first.len(),
         notes: layered.note.into_iter().collect(),
@@ -175,7 +178,7 @@ pub(crate) fn plan(
                 let axes = || plan.stages.iter().flat_map(|s| &s.mesh.axes);
                 if pins.zero.is_some_and(|z| z > 0)
                     && pins.fixes_mesh()
-                    && axes().all(|a| a.name != "data" || a.size == 1)
+                    && axes().all(|a| a.name == "tensor" || a.size == 1)
                 {
                     stats
                         .notes
@@ -209,7 +212,32 @@ enum Made {
 }
 
 impl Search<'_> {
+    /// Microbatch sizes to try.
     fn batches(&self) -> Result<Vec<u64>, PlanError> {
+        let b = self.train.global_batch;
+        let all = self.dividing_batches()?;
+        let ScheduleKind::Interleaved { virtual_stages } = self.pins.schedule_kind() else {
+            return Ok(all);
+        };
+        // Interleaved stages take microbatches in groups of one for each mesh.
+        let p = u64::from(self.pins.pipeline.unwrap_or(1));
+        let fits = |size: &u64| (b / size).is_multiple_of(p);
+        if all.iter().any(fits) {
+            return Ok(all.into_iter().filter(fits).collect());
+        }
+        let fitting: Vec<u64> = (1..=b.min(MAX_MICROBATCH))
+            .filter(|d| b.is_multiple_of(*d) && fits(d))
+            .collect();
+        let way = match fitting.is_empty() {
+            true => format!("train with a --global-batch that is a multiple of {p}"),
+            false => format!("what fits: microbatch={}", listed(&fitting)),
+        };
+        Err(PlanError::Pins(format!(
+            "pinned virtual={virtual_stages} x pipeline={p} wants a multiple of {p} microbatches of the global batch {b}; {way}"
+        )))
+    }
+
+    fn dividing_batches(&self) -> Result<Vec<u64>, PlanError> {
         let b = self.train.global_batch;
         if let Some(pinned) = self.pins.microbatch {
             if !b.is_multiple_of(pinned) {
@@ -358,24 +386,10 @@ impl Search<'_> {
                 size,
             };
             if self.pins.fixes_mesh() {
-                let data = self
-                    .pins
-                    .data
-                    .unwrap_or_else(|| n / self.pins.tensor.unwrap_or(1).max(1));
-                let tensor = self.pins.tensor.unwrap_or_else(|| n / data.max(1));
-                // A data axis that no sample can fill is a pin that cannot be met well.
-                if u64::from(data) <= batch
-                    && let Some(mesh) =
-                        LogicalMesh::new(devices, vec![axis("data", data), axis("tensor", tensor)])
-                {
-                    shapes.push((
-                        submesh,
-                        Shape {
-                            mesh,
-                            roles: vec![AxisRole::Data, AxisRole::Tensor],
-                        },
-                    ));
-                }
+                shapes.extend(
+                    self.pinned_shape(devices, batch)
+                        .map(|shape| (submesh, shape)),
+                );
                 continue;
             }
             let inner_most = self.cluster.devices_per_host.min(n);
@@ -399,6 +413,36 @@ impl Search<'_> {
             }
         }
         shapes
+    }
+
+    /// The shape that the degree pins give a submesh; `None` where they do not fit it, or no
+    /// sample would be left for some rank of the data axis.
+    fn pinned_shape(&self, devices: DeviceMesh, batch: u64) -> Option<Shape> {
+        let pins = self.pins;
+        let n = devices.n_devices / pins.context.unwrap_or(1).max(1);
+        let data = pins
+            .data
+            .unwrap_or_else(|| n / pins.tensor.unwrap_or(1).max(1));
+        let tensor = pins.tensor.unwrap_or_else(|| n / data.max(1));
+        // Experts are split by a part of the ranks that split samples.
+        let expert = pins.expert.unwrap_or(1).max(1);
+        let replicas = data.is_multiple_of(expert).then_some(data / expert)?;
+        // In this order as in Megatron-LM: tensor ranks are neighbours, context ranks next.
+        let mut sizes = vec![(AxisRole::Data, replicas)];
+        sizes.extend(pins.expert.map(|e| (AxisRole::Expert, e)));
+        sizes.extend(pins.context.map(|c| (AxisRole::Context, c)));
+        sizes.push((AxisRole::Tensor, tensor));
+        let names = pins.axis_names();
+        let axes = names.iter().zip(&sizes);
+        let axes = axes.map(|(name, &(_, size))| Axis {
+            name: name.to_string(),
+            size,
+        });
+        let mesh = LogicalMesh::new(devices, axes.collect())?;
+        (u64::from(data) <= batch).then(|| Shape {
+            mesh,
+            roles: sizes.into_iter().map(|(role, _)| role).collect(),
+        })
     }
 
     fn candidate(
@@ -467,7 +511,8 @@ impl Search<'_> {
             .saturating_mul(u64::from(m))
             .saturating_add(cost.static_bytes)
             .saturating_add(cost.transient_bytes);
-        bytes <= self.cluster.usable_bytes() / 2
+        let stages_of_a_mesh = u64::from(self.pins.schedule_kind().virtual_stages());
+        bytes.saturating_mul(stages_of_a_mesh) <= self.cluster.usable_bytes() / 2
     }
 
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
@@ -520,6 +565,9 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
     ) -> Bounded {
+        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
+            return self.solve_interleaved(candidates, batch, m, virtual_stages, reserve);
+        }
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices() as usize;
         let stages = self.pins.pipeline.map(|p| p as usize);
@@ -562,6 +610,112 @@ impl Search<'_> {
         self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
     }
 
+    /// The best pipeline of interleaved stages: of each shape the best cuts, as if every stage
+    /// had a mesh of its own, then the best entries that fit the meshes that there are.
+    fn solve_interleaved(
+        &self,
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        virtual_stages: u32,
+        reserve: u64,
+    ) -> Bounded {
+        let p = self.pins.pipeline.unwrap_or(1) as usize;
+        let n_stages = p * virtual_stages as usize;
+        let kind = inter_op::ScheduleKind::Interleaved {
+            n_meshes: p,
+            virtual_stages,
+        };
+        let options = InterOpOptions {
+            n_stages: Some(n_stages),
+            ..InterOpOptions::new(u64::from(m), kind)
+        };
+        let sent = self.transfer_s(0, 0, batch);
+        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
+        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let mut bounded = Bounded {
+            found: Err(PlanError::NoTiling {
+                devices: self.cluster.n_devices(),
+                layers: self.layers.kind.len(),
+            }),
+            lower: f64::INFINITY,
+        };
+        for candidate in candidates {
+            let (table, relaxed) = self.tables(&[candidate], &[0], n_stages, vec![1], capacity);
+            let lower = inter_op::plan(&relaxed, &transfer, &options);
+            bounded.lower = bounded
+                .lower
+                .min(lower.map_or(f64::INFINITY, |c| c.lower_bound_s));
+            let found = inter_op::plan(&table, &transfer, &options)
+                .map_err(|e| self.infeasible(e, &[0]))
+                .and_then(|cuts| self.shared(cuts, &table, p, &options, capacity));
+            bounded.found = match (bounded.found, found) {
+                (Ok(a), Ok(b)) if b.cost.total_s < a.cost.total_s => Ok(b),
+                (Ok(a), _) => Ok(a),
+                (Err(_), Ok(b)) => Ok(b),
+                (Err(a), Err(b)) => Err(nearer(Some(a), b)),
+            };
+        }
+        bounded
+    }
+
+    /// The stages of a pipeline with entries that fit together on the meshes that they share.
+    fn shared(
+        &self,
+        mut cuts: PipelineChoice,
+        table: &StageTable,
+        n_meshes: usize,
+        options: &InterOpOptions,
+        capacity: u64,
+    ) -> Result<PipelineChoice, PlanError> {
+        let stages: Vec<SharedStage<'_>> = cuts
+            .stages
+            .iter()
+            .map(|s| SharedStage {
+                entries: table.get(s.layers.clone(), s.submesh),
+                in_flight: s.in_flight,
+                transfer_s: s.transfer_s,
+            })
+            .collect();
+        let repeats = options.schedule.repeats(options.microbatches);
+        let shared = share(&stages, n_meshes, repeats, capacity)
+            .map_err(|e| self.too_large(&e, &cuts, n_meshes, capacity))?;
+        for (k, stage) in cuts.stages.iter_mut().enumerate() {
+            let entry = &stages[k].entries[shared.entries[k]];
+            (stage.entry, stage.tag) = (shared.entries[k], entry.tag);
+            stage.time_s = entry.time_s() + stage.transfer_s;
+            stage.share_bytes = Some(shared.share_bytes[k]);
+        }
+        cuts.cost = inter_op::PipelineCost {
+            sum_s: shared.sum_s,
+            max_s: shared.max_s,
+            step_s: shared.step_s,
+            total_s: shared.sum_s + repeats * shared.max_s + shared.step_s,
+        };
+        Ok(cuts)
+    }
+
+    fn too_large(
+        &self,
+        e: &TooLarge,
+        cuts: &PipelineChoice,
+        n_meshes: usize,
+        capacity: u64,
+    ) -> PlanError {
+        let own = || cuts.stages.iter().skip(e.mesh).step_by(n_meshes);
+        let names = &self.training.graph.layers;
+        let layers =
+            own().map(|s| format!("{} to {}", names[s.layers.start], names[s.layers.end - 1]));
+        PlanError::Memory {
+            n_stages: cuts.stages.len(),
+            layers: layers.collect::<Vec<_>>().join(" and "),
+            devices: self.submeshes[0],
+            in_flight: own().map(|s| s.in_flight).max().unwrap_or(1),
+            needed: u64::try_from(e.needed_bytes).unwrap_or(u64::MAX),
+            capacity,
+        }
+    }
+
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them.
     #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
     fn solve_over(
@@ -574,7 +728,6 @@ impl Search<'_> {
         reserve: u64,
         n_stages: Option<usize>,
     ) -> Bounded {
-        let n_layers = self.layers.kind.len();
         // Sizes in units of their common divisor keep the table of devices small.
         let unit = submeshes
             .iter()
@@ -587,6 +740,41 @@ impl Search<'_> {
             .collect();
         let devices = (self.cluster.n_devices() / unit) as usize;
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let all: Vec<&Candidate> = candidates.iter().collect();
+        let (table, relaxed) = self.tables(&all, submeshes, devices, sizes, capacity);
+        let transfer = |a: usize, _: u16, b: usize, _: u16| {
+            Some(self.transfer_s(submeshes[a], submeshes[b], batch))
+        };
+        let kind = match schedule {
+            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
+            ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => {
+                inter_op::ScheduleKind::OneFOneB
+            }
+        };
+        let options = InterOpOptions {
+            n_stages,
+            ..InterOpOptions::new(u64::from(m), kind)
+        };
+        Bounded {
+            found: inter_op::plan(&table, &transfer, &options)
+                .map_err(|e| self.infeasible(e, submeshes)),
+            // Where even the relaxation has no pipeline there is none to bound.
+            lower: inter_op::plan(&relaxed, &transfer, &options)
+                .map_or(f64::INFINITY, |c| c.lower_bound_s),
+        }
+    }
+
+    /// What ranges of layers cost on some of the submeshes (indices), which have these sizes in
+    /// a cluster of `devices` of the same unit; and times that they cannot beat.
+    fn tables(
+        &self,
+        candidates: &[&Candidate],
+        submeshes: &[usize],
+        devices: usize,
+        sizes: Vec<usize>,
+        capacity: u64,
+    ) -> (StageTable, StageTable) {
+        let n_layers = self.layers.kind.len();
         let mut table = StageTable::new(n_layers, devices, sizes.clone());
         let mut relaxed = StageTable::new(n_layers, devices, sizes);
         let mut best_relaxed = std::collections::BTreeMap::new();
@@ -637,24 +825,7 @@ impl Search<'_> {
                 },
             );
         }
-        let transfer = |a: usize, _: u16, b: usize, _: u16| {
-            Some(self.transfer_s(submeshes[a], submeshes[b], batch))
-        };
-        let kind = match schedule {
-            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
-            ScheduleKind::OneFOneB => inter_op::ScheduleKind::OneFOneB,
-        };
-        let options = InterOpOptions {
-            n_stages,
-            ..InterOpOptions::new(u64::from(m), kind)
-        };
-        Bounded {
-            found: inter_op::plan(&table, &transfer, &options)
-                .map_err(|e| self.infeasible(e, submeshes)),
-            // Where even the relaxation has no pipeline there is none to bound.
-            lower: inter_op::plan(&relaxed, &transfer, &options)
-                .map_or(f64::INFINITY, |c| c.lower_bound_s),
-        }
+        (table, relaxed)
     }
 
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
@@ -772,13 +943,25 @@ impl Search<'_> {
     ) -> Proof {
         let objective = choice.cost.total_s;
         let lower = lower_bound.min(objective).max(0.0);
-        let mixed = self.mixes_submeshes();
+        let mixed = self.mixes_submeshes() && schedule.virtual_stages() == 1;
+        let meshes = match self.pins.fixes_mesh() {
+            true => format!(
+                "logical meshes of axes {}",
+                self.pins.axis_names().join(", ")
+            ),
+            false => "one- and two-axis logical meshes".into(),
+        };
         let mut space = format!(
-            "{} pipelines of contiguous stages over {} submeshes {:?}, one- and two-axis logical meshes, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
+            "{} pipelines of contiguous stages over {} submeshes {:?}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
             schedule.name(),
             if mixed { "any mix of" } else { "equal" },
             self.submeshes
         );
+        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
+            space += &format!(
+                ", {virtual_stages} stages on each mesh, all meshes of one shape; stages cut as if each had a mesh of its own"
+            );
+        }
         if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
             space += ", activations recomputed as pinned";
         }
@@ -827,8 +1010,9 @@ impl Search<'_> {
         };
         // Candidates were dropped with their microbatch size; the chosen ones are made again.
         let shapes = self.shapes(p.batch);
+        let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
         let mut first_rank = 0;
-        for stage in &p.choice.stages {
+        for (i, stage) in p.choice.stages.iter().enumerate() {
             let (c, w) = ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize);
             let (_, shape) = shapes
                 .get(c)
@@ -852,11 +1036,10 @@ impl Search<'_> {
                 .enumerate()
                 .map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1]))
                 .collect();
-            let budget = self
-                .cluster
-                .usable_bytes()
-                .saturating_sub(reserve)
-                .saturating_sub(path.cost.transient_bytes);
+            let whole = self.cluster.usable_bytes().saturating_sub(reserve);
+            let budget = stage
+                .share_bytes
+                .unwrap_or(whole.saturating_sub(path.cost.transient_bytes));
             let name = format!(
                 "{} layers {}..{}",
                 forward.name, stage.layers.start, stage.layers.end
@@ -872,6 +1055,9 @@ impl Search<'_> {
                 budget,
                 w != 0,
             )?;
+            if i % n_meshes == 0 {
+                first_rank = 0;
+            }
             let mesh = LogicalMesh {
                 devices: DeviceMesh {
                     first_rank: Rank(first_rank),
@@ -960,6 +1146,24 @@ fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
     }
 }
 
+/// The model with its sequences stored for the context ranks, where the pins ask for it.
+fn in_zigzag_order(forward: &Graph, pins: &Pins) -> Result<Option<Graph>, PlanError> {
+    match (pins.zigzag, pins.context) {
+        (false, _) | (true, Some(1)) => Ok(None),
+        (true, None) => Err(PlanError::Pins(
+            "pinned context_order=zigzag is about the ranks of a context axis; pin context=N too"
+                .into(),
+        )),
+        (true, Some(n)) => ir::zigzag::zigzag(forward, n.into())
+            .map(Some)
+            .map_err(|e| {
+                PlanError::Pins(format!(
+                    "pinned context_order=zigzag: {e}; leave it out for the natural order"
+                ))
+            }),
+    }
+}
+
 /// What is wrong with the first tensor that nobody could hold, if there is one.
 fn odd_length(forward: &Graph) -> Option<String> {
     let odd = |dim: &Dim| matches!(dim, Dim::Fixed(n) if !(1..=MAX_LENGTH).contains(n));
@@ -973,14 +1177,19 @@ fn odd_length(forward: &Graph) -> Option<String> {
 
 /// The sequences of layers that stages may have: all ranges, or those of a pinned split.
 fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanError> {
+    let there_are = layers.kind.len();
+    if let Some(stages) = pins.pipeline.filter(|&p| p as usize > there_are) {
+        return Err(PlanError::Pins(format!(
+            "pinned pipeline={stages} needs as many layers; the model has {there_are}, embedding and output layer included: pin pipeline={there_are} or less, or cut it finer with --layers {stages}"
+        )));
+    }
     let Some(counts) = &pins.split else {
         return Ok(Sequences::new(layers));
     };
     let n_layers: usize = counts.iter().fold(0, |sum, &n| sum.saturating_add(n));
-    if n_layers != layers.kind.len() {
-        return Err(PlanError::Input(format!(
-            "pinned split has {n_layers} layers; the model has {}, embedding and output layer included",
-            layers.kind.len()
+    if n_layers != there_are {
+        return Err(PlanError::Pins(format!(
+            "pinned split has {n_layers} layers; the model has {there_are}, embedding and output layer included"
         )));
     }
     Ok(Sequences::of_split(layers, counts))
@@ -991,7 +1200,7 @@ fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanError> {
 fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
     let n = cluster.n_devices();
     if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
-        return vec![d * t];
+        return vec![d * t * pins.context.unwrap_or(1)];
     }
     if let Some(p) = pins.pipeline {
         return vec![n / p];
@@ -1015,7 +1224,7 @@ fn recomputed(training: &TrainingGraph, pins: &Pins) -> Result<BTreeSet<OpId>, P
     for pin in &pins.recompute_ops {
         let mut matched = graph.ops().iter().filter(|op| pin.matches(&op.path));
         if !matched.any(can_recompute) {
-            return Err(PlanError::Input(format!(
+            return Err(PlanError::Pins(format!(
                 "pin recompute:{} matches no op of the forward pass inside a layer; `inspect --layers` lists their names",
                 pin.op
             )));

@@ -90,6 +90,14 @@ fn equals_brute_force_on_random_tables() {
         }
         options.allow_unused = random.below(3) == 0;
         options.n_stages = (random.below(4) == 0).then(|| 1 + random.below(3) as usize);
+        if let Some(n) = options.n_stages.filter(|_| random.below(2) == 0) {
+            let n_meshes = if random.below(2) == 0 { 1 } else { n };
+            options.microbatches = n_meshes as u64 * (1 + random.below(4));
+            options.schedule = ScheduleKind::Interleaved {
+                n_meshes,
+                virtual_stages: (n / n_meshes) as u32,
+            };
+        }
         let expected = brute_force(&table, &transfer, &options);
         let found = plan(&table, &transfer, &options);
         match (found, expected) {
@@ -117,6 +125,24 @@ fn equals_brute_force_on_random_tables() {
         n_solved > 500 && n_infeasible > 100,
         "{n_solved} solved, {n_infeasible} infeasible"
     );
+}
+
+/// With one stage a mesh the largest time counts as often as in plain 1F1B, with more the
+/// pipeline of equal stages takes `m v + p - 1` of them.
+#[test]
+fn interleaved_stages_count_the_largest_as_often_as_a_mesh_starts_one() {
+    for m in [4u64, 8, 12] {
+        let plain = ScheduleKind::OneFOneB.repeats(m);
+        let kind = |virtual_stages| ScheduleKind::Interleaved {
+            n_meshes: 4,
+            virtual_stages,
+        };
+        assert_eq!(kind(1).repeats(m), plain);
+        for v in [2, 3] {
+            let stages = 4.0 * f64::from(v);
+            assert_eq!(stages + kind(v).repeats(m), m as f64 * f64::from(v) + 3.0);
+        }
+    }
 }
 
 #[test]

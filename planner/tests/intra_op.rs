@@ -2,106 +2,17 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod problems;
+
+use std::cell::Cell;
 use std::sync::Arc;
 
 use planner::intra_op::eliminate::Eliminator;
-use planner::intra_op::presolve::{PresolveOptions, Presolved, presolve};
+use planner::intra_op::presolve::{PresolveOptions, Presolved, presolve, presolve_reported};
 use planner::intra_op::{
     Cost, Edge, IlpBackend, IntraOpProblem, Node, SolveOptions, SolveStatus, Table, evaluate, solve,
 };
-
-/// SplitMix64 (Steele, Lea & Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
-
-fn random_cost(random: &mut Random, forbidden_of_ten: u64, most: u64) -> Cost {
-    if random.below(10) < forbidden_of_ten {
-        Cost::FORBIDDEN
-    } else {
-        Cost::finite(random.below(most))
-    }
-}
-
-/// Ties, parallel edges, loops, empty intervals, forbidden entries, and limits from generous
-/// to impossible.
-fn random_problem(random: &mut Random) -> IntraOpProblem {
-    let n = 1 + random.below(7);
-    let most = [2, 5, 100, 1_000_000_000][random.below(4) as usize];
-    let forbidden = random.below(4);
-    let nodes: Vec<Node> = (0..n)
-        .map(|_| {
-            let k = 1 + random.below(4);
-            let from = random.below(8);
-            Node {
-                costs: (0..k)
-                    .map(|_| random_cost(random, forbidden / 2, most))
-                    .collect(),
-                usages: (0..k).map(|_| random.below(30)).collect(),
-                interval: [from, from + random.below(6)],
-            }
-        })
-        .collect();
-    let n_edges = random.below(2 * n + 1);
-    let edges = (0..n_edges).map(|_| {
-        let (a, b) = (random.below(n) as u32, random.below(n) as u32);
-        let (rows, cols) = (nodes[a as usize].costs.len(), nodes[b as usize].costs.len());
-        let tie = random.below(4) == 0;
-        let shift = random.below(4) as usize;
-        let cells: Vec<Cost> = (0..rows * cols)
-            .map(|cell| match tie {
-                true if (cell / cols + shift) % cols != cell % cols => Cost::FORBIDDEN,
-                _ => random_cost(random, forbidden, most),
-            })
-            .collect();
-        let table = Arc::new(Table::new(rows, cols, cells).unwrap());
-        Edge { a, b, table }
-    });
-    let edges = edges.collect();
-    let usage_limit = (random.below(5) > 0).then(|| random.below(25 * n));
-    IntraOpProblem {
-        name: "random".into(),
-        nodes,
-        edges,
-        usage_limit,
-    }
-}
-
-fn for_each_choice(sizes: &[usize], mut visit: impl FnMut(&[u32])) {
-    let mut choice = vec![0u32; sizes.len()];
-    loop {
-        visit(&choice);
-        let Some(v) = (0..sizes.len()).rfind(|&v| (choice[v] as usize) + 1 < sizes[v]) else {
-            return;
-        };
-        choice[v] += 1;
-        choice[v + 1..].fill(0);
-    }
-}
-
-fn brute_force(problem: &IntraOpProblem) -> Option<u128> {
-    let sizes: Vec<usize> = problem.nodes.iter().map(|n| n.costs.len()).collect();
-    let mut best = None;
-    for_each_choice(&sizes, |choice| {
-        let value = evaluate(problem, choice).unwrap();
-        if value.feasible && best.is_none_or(|b| value.objective < Some(b)) {
-            best = value.objective;
-        }
-    });
-    best
-}
+use problems::{Random, brute_force, for_each_choice, ladder, random_problem};
 
 fn check_solve(options: &SolveOptions, seed: u64, n_cases: usize) {
     let mut random = Random(seed);
@@ -233,6 +144,42 @@ fn each_presolve_step_keeps_an_optimum() {
     check_presolve(
         &only(|o| (o.minima, o.dominance, o.fold) = (true, true, true)),
         28,
+    );
+}
+
+/// Wherever presolve is stopped, what it leaves has the same optimum.
+#[test]
+fn a_stop_inside_presolve_loses_nothing() {
+    let mut random = Random(31);
+    let (mut n_stopped, mut n_smaller) = (0, 0);
+    for case in 0..300 {
+        let problem = random_problem(&mut random);
+        let expected = brute_force(&problem);
+        let (mut after, mut whole) = (0, false);
+        while !whole {
+            let n_asked = Cell::new(0);
+            let stop = || n_asked.replace(n_asked.get() + 1) >= after;
+            let (presolved, effects) =
+                presolve_reported(&problem, &PresolveOptions::default(), &stop).unwrap();
+            whole = n_asked.get() <= after;
+            n_stopped += usize::from(!whole);
+            n_smaller += usize::from(!whole && effects.iter().any(|e| e.strategies > 0));
+            let found = match presolved {
+                Presolved::Infeasible(_) => None,
+                Presolved::Reduced(reduced) => reduced.brute_force().map(|(cost, choice)| {
+                    let value = evaluate(&problem, &reduced.lift(&choice)).unwrap();
+                    assert!(value.feasible, "case {case} after {after}: {problem:?}");
+                    assert_eq!(value.objective, Some(u128::from(cost)), "case {case}");
+                    u128::from(cost)
+                }),
+            };
+            assert_eq!(found, expected, "case {case} after {after}: {problem:?}");
+            after += 1;
+        }
+    }
+    assert!(
+        n_stopped > 2000 && n_smaller > 500,
+        "{n_stopped}, {n_smaller}"
     );
 }
 
@@ -466,57 +413,6 @@ fn bounds_and_choices_without_an_integer_program_hold() {
         }
     }
     assert!(n_found > 150, "{n_found} of 300 found a choice");
-}
-
-/// A ladder of `n` rungs with long-lived and short-lived memory, too wide to enumerate.
-fn ladder(n: u32, seed: u64) -> IntraOpProblem {
-    let mut random = Random(seed);
-    let node = |random: &mut Random, v: u64| {
-        let long = random.below(4) == 0;
-        let sizes: Vec<u64> = (0..4).map(|_| random.below(100)).collect();
-        Node {
-            costs: sizes
-                .iter()
-                .map(|s| Cost::finite(110 - s + random.below(10)))
-                .collect(),
-            usages: sizes,
-            interval: [v, if long { 100 } else { v + 2 }],
-        }
-    };
-    let nodes: Vec<Node> = (0..2 * n)
-        .map(|v| node(&mut random, u64::from(v / 2)))
-        .collect();
-    let mut table = || {
-        let cell = |random: &mut Random| random_cost(random, 2, 60);
-        let cells: Vec<Cost> = (0..16).map(|_| cell(&mut random)).collect();
-        Arc::new(Table::new(4, 4, cells).unwrap())
-    };
-    let mut edges = Vec::new();
-    for i in 0..n {
-        edges.push(Edge {
-            a: 2 * i,
-            b: 2 * i + 1,
-            table: table(),
-        });
-        if i + 1 < n {
-            edges.push(Edge {
-                a: 2 * i,
-                b: 2 * i + 2,
-                table: table(),
-            });
-            edges.push(Edge {
-                a: 2 * i + 1,
-                b: 2 * i + 3,
-                table: table(),
-            });
-        }
-    }
-    IntraOpProblem {
-        name: "ladder".into(),
-        nodes,
-        edges,
-        usage_limit: Some(30 * u64::from(n)),
-    }
 }
 
 #[cfg(feature = "highs")]

@@ -37,6 +37,23 @@ fn the_example_costs_what_its_authors_say() {
     assert_eq!(best.choice, Some(vec![0, 0, 2, 1, 0]));
 }
 
+/// As the contest's checker counts: a node is live at `lo <= t < hi`, so never if `hi <= lo`.
+#[test]
+fn an_interval_that_ends_before_it_starts_uses_nothing() {
+    let text = EXAMPLE.replacen("[40, 70]", "[70, 40]", 1);
+    let mut problem = read_problem(text.as_bytes()).unwrap();
+    // Without node 1's 25 bytes at time 50 the peak is at 110: nodes 2, 3 and 4.
+    let value = evaluate(&problem, &[0, 0, 2, 1, 0]).unwrap();
+    let peak = 15 + 10 + 15;
+    assert_eq!((value.peak_usage, value.peak_time), (peak, Some(110)));
+    let cost = 15 + 55 + 35 + 75 + 95 + 30 + 40 + 10 + 30 + 60;
+    assert_eq!(value.objective, Some(cost));
+    // The solver counts the same: so many bytes are enough for that choice.
+    problem.usage_limit = Some(peak as u64);
+    let best = solve(&problem, &SolveOptions::default()).unwrap();
+    assert_eq!((best.objective, best.peak_usage), (Some(cost), Some(peak)));
+}
+
 #[test]
 fn what_is_written_reads_back_the_same() {
     let mut problem = read_problem(EXAMPLE.as_bytes()).unwrap();

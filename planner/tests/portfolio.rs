@@ -2,82 +2,14 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop where it likes.
 
+mod problems;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use planner::intra_op::{
-    Cost, Edge, IlpBackend, IntraOpProblem, Node, SolveOptions, SolveStatus, Table, evaluate, solve,
-};
-
-/// SplitMix64 (Steele, Lea & Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
-
-/// A grid of `n x n` nodes under memory pressure: too wide to eliminate, hard to prove.
-fn grid(n: u32, seed: u64) -> IntraOpProblem {
-    let mut random = Random(seed);
-    let n_strategies = 5;
-    let mut nodes = Vec::new();
-    for v in 0..u64::from(n * n) {
-        let usages: Vec<u64> = (0..n_strategies).map(|_| random.below(100)).collect();
-        let cost = |u: &u64| Cost::finite(1000 - 8 * u);
-        nodes.push(Node {
-            costs: usages.iter().map(cost).collect(),
-            usages,
-            interval: [v / 3, v / 3 + 1 + random.below(u64::from(2 * n))],
-        });
-    }
-    let mut edges = Vec::new();
-    let mut join = |a: u32, b: u32| {
-        let cells: Vec<Cost> = (0..n_strategies * n_strategies)
-            .map(|_| match random.below(6) {
-                0 => Cost::FORBIDDEN,
-                _ => Cost::finite(random.below(1000)),
-            })
-            .collect();
-        let k = n_strategies as usize;
-        let table = Arc::new(Table::new(k, k, cells).unwrap());
-        edges.push(Edge { a, b, table });
-    };
-    for i in 0..n {
-        for j in 0..n {
-            if j + 1 < n {
-                join(i * n + j, i * n + j + 1);
-            }
-            if i + 1 < n {
-                join(i * n + j, (i + 1) * n + j);
-            }
-        }
-    }
-    let mut problem = IntraOpProblem {
-        name: "grid".into(),
-        nodes,
-        edges,
-        usage_limit: None,
-    };
-    let options = SolveOptions {
-        work_limit: Some(1),
-        backend: IlpBackend::None,
-        ..SolveOptions::default()
-    };
-    let free = solve(&problem, &options).unwrap();
-    problem.usage_limit = free.peak_usage.map(|peak| (peak * 8 / 10) as u64);
-    problem
-}
+use planner::intra_op::{IlpBackend, IntraOpProblem, SolveOptions, SolveStatus, evaluate, solve};
+use problems::grid;
 
 fn is_valid(problem: &IntraOpProblem, result: &planner::intra_op::SolveResult) {
     let value = evaluate(problem, result.choice.as_ref().unwrap()).unwrap();
@@ -196,4 +128,123 @@ fn a_request_to_stop_gives_what_is_known() {
     assert!(asked.elapsed() < Duration::from_secs(3));
     assert!(matches!(result.status, SolveStatus::Feasible { .. }));
     is_valid(&problem, &result);
+}
+
+/// A grid of 196 nodes whose integer program would run for minutes at its root.
+#[cfg(feature = "highs")]
+#[test]
+fn a_work_limit_holds_back_integer_programs_that_it_cannot_pay() {
+    let problem = grid(14, 1);
+    let solved = |problem: &IntraOpProblem, work_limit| {
+        let options = SolveOptions {
+            work_limit: Some(work_limit),
+            ..SolveOptions::default()
+        };
+        let result = solve(problem, &options).unwrap();
+        is_valid(problem, &result);
+        let notes: Vec<String> = result
+            .trace
+            .iter()
+            .filter(|t| t.phase == "ilp")
+            .map(|t| t.note.clone())
+            .collect();
+        (result, notes)
+    };
+    for work_limit in [1, 3] {
+        let (first, notes) = solved(&problem, work_limit);
+        let (second, again) = solved(&problem, work_limit);
+        assert_eq!(notes, again);
+        assert_eq!(first.choice, second.choice);
+        assert_eq!(first.lower_bound, second.lower_bound);
+        let held_back = |n: &String| n.starts_with("stopped by the work limit");
+        assert!(
+            !notes.is_empty() && notes.iter().all(held_back),
+            "{notes:?}"
+        );
+    }
+    // One that it can pay is solved to the end.
+    let (small, notes) = solved(&grid(4, 6), 20);
+    assert_eq!(small.status, SolveStatus::Optimal, "{notes:?}");
+}
+
+/// How many fresh starts and parts a search made, and how many helped, from its notes.
+fn starts(result: &planner::intra_op::SolveResult) -> (u64, u64) {
+    let of_note = |note: &str| {
+        let words: Vec<&str> = note.split(' ').collect();
+        let number = |i: usize| words[i].parse::<u64>().unwrap();
+        (number(4), number(2))
+    };
+    let searches = result.trace.iter().filter(|t| t.phase == "search");
+    searches.fold((0, 0), |(made, helped), t| {
+        let (more, better) = of_note(&t.note);
+        (made + more, helped + better)
+    })
+}
+
+#[test]
+fn fresh_starts_help_and_repeat() {
+    let (mut n_made, mut n_helped) = (0, 0);
+    for seed in 0..4 {
+        let problem = grid(9, 10 + seed);
+        let options = |work_limit| SolveOptions {
+            work_limit: Some(work_limit),
+            backend: IlpBackend::None,
+            seed,
+            ..SolveOptions::default()
+        };
+        let found = solve(&problem, &options(12)).unwrap();
+        is_valid(&problem, &found);
+        let (made, helped) = starts(&found);
+        assert!(helped <= made);
+        (n_made, n_helped) = (n_made + made, n_helped + helped);
+        let again = solve(&problem, &options(12)).unwrap();
+        assert_eq!(
+            (found.choice, starts(&again)),
+            (again.choice, (made, helped))
+        );
+        // What a start brings is taken over only where it pays.
+        let before = solve(&problem, &options(1)).unwrap();
+        assert!(found.objective <= before.objective);
+    }
+    assert!(n_made > 8 && n_helped > 0, "{n_helped} of {n_made} helped");
+}
+
+#[test]
+fn a_request_to_stop_before_the_beginning_gives_a_valid_answer() {
+    let problem = grid(6, 5);
+    let options = |cancelled| SolveOptions {
+        cancel: Some(Arc::new(AtomicBool::new(cancelled))),
+        work_limit: Some(5),
+        ..SolveOptions::default()
+    };
+    let stopped = solve(&problem, &options(true)).unwrap();
+    let whole = solve(&problem, &options(false)).unwrap();
+    assert!(stopped.lower_bound <= whole.objective.unwrap());
+    match stopped.choice {
+        Some(_) => is_valid(&problem, &stopped),
+        None => assert_eq!(stopped.status, SolveStatus::Timeout),
+    }
+}
+
+#[test]
+fn within_the_gap_is_not_called_optimal() {
+    let problem = grid(5, 2);
+    let best = solve(&problem, &SolveOptions::default()).unwrap();
+    assert_eq!(best.status, SolveStatus::Optimal);
+    let mut n_open = 0;
+    for gap in [0.5, 0.1, 0.01] {
+        let options = SolveOptions {
+            gap,
+            ..SolveOptions::default()
+        };
+        let found = solve(&problem, &options).unwrap();
+        is_valid(&problem, &found);
+        assert!(found.gap.unwrap() <= gap);
+        assert!(found.lower_bound <= best.objective.unwrap());
+        assert!(found.objective >= best.objective);
+        let closed = Some(found.lower_bound) == found.objective;
+        assert_eq!(found.status == SolveStatus::Optimal, closed);
+        n_open += usize::from(!closed);
+    }
+    assert!(n_open > 0, "a gap of one half is reached before a proof");
 }

@@ -6,6 +6,7 @@
 use cost_model::SimError;
 use cost_model::costs::{CostClass, costs};
 use ir::cluster::Cluster;
+use ir::collective::CollectiveKind;
 use ir::plan::Prediction;
 use ir::program::{InstrKind, Program, TemplateKind};
 
@@ -16,11 +17,14 @@ pub struct Breakdown {
     pub compute_s: f64,
     /// Collectives over the tensor axis.
     pub tensor_s: f64,
+    /// Collectives over the context axis: keys, values and their gradients (states that are
+    /// sharded over it count with those over the data axis).
+    pub context_s: f64,
     /// Sends and receives between stages.
     pub pipeline_s: f64,
     /// Collectives over the data axis: gradients, sharded states and parameters.
     pub data_s: f64,
-    /// Collectives over an expert axis.
+    /// Tokens on their way between the ranks of an expert axis.
     pub expert_s: f64,
     /// Time without work, mean over the stages.
     pub bubble_s: f64,
@@ -68,10 +72,12 @@ pub fn breakdown(
             let seconds = cost.seconds * times as f64;
             let place = match (&instruction.kind, cost.class) {
                 (InstrKind::Load { .. }, _) => &mut sum.exposed_input_s,
-                (InstrKind::Collective { axes, .. }, _) => {
+                (InstrKind::Collective { axes, kind, .. }, _) => {
                     match axes.first().map(|a| this.mesh.name(*a)) {
+                        Some("context") if !once => &mut sum.context_s,
                         Some("tensor") => &mut sum.tensor_s,
-                        Some("expert") => &mut sum.expert_s,
+                        // Samples are split over it too: sums of gradients are data's.
+                        Some("expert") if *kind == CollectiveKind::AllToAll => &mut sum.expert_s,
                         _ => &mut sum.data_s,
                     }
                 }

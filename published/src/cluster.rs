@@ -1,12 +1,13 @@
 //! The cluster of a row: hosts of the catalogue's device, joined by the row's links, with the
 //! software of its framework's generation.
 
-use crate::Unmodelled;
 use crate::facts::Facts;
 use crate::row::Row;
+use crate::{Unmodelled, precision};
 use cost_model::presets::{self, System};
+use ir::Bytes;
 use ir::cluster::Cluster;
-use ir::{Bytes, DType};
+use ir::software::Scaling;
 
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
 const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
@@ -33,7 +34,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         devices_per_host: per_host,
         inside: links.inside.clone(),
         domain_devices: Some(domain),
-        between: links.between.clone(),
+        between: Some(links.between.clone()),
         cards: links.cards,
         source: links.source.clone(),
     };
@@ -46,14 +47,28 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     }
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     cluster.device.multiprocessors = device.multiprocessors;
-    cluster.device.sustained_share = device.sustained_share;
-    let (name, generation) = facts.generation(row)?;
-    let mut software = generation.software(name);
-    software.matmul_dtype = matmul_dtype(row)?;
+    cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
+    let (name, _) = facts.generation(row)?;
+    let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
+    for (level, link) in cluster
+        .levels
+        .iter_mut()
+        .zip([&links.inside, &links.between])
+    {
+        level.efficiency = (level.efficiency * facts.link_share(link)).min(1.0);
+    }
+    software.memory = facts.memory.process(name, row)?;
+    software.unaligned_matmul_share = facts.unaligned_share(device);
+    if let Some((dtype, scaling)) = precision::types(row)?.matmul {
+        // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
+        software.narrow_gathers &= scaling != Scaling::Row;
+        (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
+    }
     // The column does not have it: torchtitan's notes say which runs overlap them.
     let notes = row.text("notes").unwrap_or("").to_lowercase();
     if notes.contains("async tp") || notes.contains("asynctp") {
         software.blocking_axes.clear();
+        software.piecewise_axes = vec!["tensor".into()];
     }
     if let Some(dtype) = software.matmul_dtype
         && !cluster.device.peak_flops_per_s.contains_key(&dtype)
@@ -71,12 +86,14 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     }
 }
 
-/// The type of the matmuls, where it is not that of the activations.
-fn matmul_dtype(row: &Row) -> Result<Option<DType>, Unmodelled> {
-    Ok(match row.required("precision")? {
-        text if text.starts_with("fp8") || text.starts_with("mxfp8") => Some(DType::F8e4m3),
-        _ => None,
-    })
+/// Memory of the row's device, as the catalogue has it.
+pub fn memory(row: &Row, facts: &Facts) -> Result<Bytes, Unmodelled> {
+    let name = &facts.device(row)?.device;
+    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+    let system = catalogue.systems().iter().find(|s| s.device == *name);
+    let cluster = system.and_then(|s| catalogue.cluster(s).ok());
+    let memory = cluster.map(|c| c.device.memory_bytes);
+    memory.ok_or_else(|| Unmodelled::Cluster(format!("no system has the device {name}")))
 }
 
 fn count(row: &Row, column: &str) -> Result<u32, Unmodelled> {

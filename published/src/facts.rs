@@ -3,6 +3,8 @@
 //! belongs to a device, a class of links or a generation, never to a source or a row.
 
 use crate::Unmodelled;
+use crate::memory::MemoryFacts;
+use crate::parameters::{Parameters, Quantity};
 use crate::row::Row;
 use ir::DType;
 use ir::software::{AttentionKernel, Software};
@@ -16,6 +18,10 @@ pub struct Facts {
     interconnects: Vec<Interconnect>,
     frameworks: Vec<FrameworkFact>,
     generations: BTreeMap<String, Generation>,
+    /// What processes hold on a device.
+    pub memory: MemoryFacts,
+    attention: BTreeMap<String, AttentionFact>,
+    parameters: Parameters,
 }
 
 /// What a `gpu` cell means.
@@ -28,8 +34,6 @@ pub struct DeviceFact {
     pub device: String,
     /// Multiprocessors of the device.
     pub multiprocessors: u32,
-    /// Share of the best measured matmul rate that training holds.
-    pub sustained_share: f64,
     /// Where this comes from.
     pub source: String,
 }
@@ -85,6 +89,10 @@ pub struct Generation {
     pub tied: bool,
     /// ZeRO level where the column is empty.
     pub zero: u8,
+    /// The most that is sharded under a pipeline, as a ZeRO level, where that is less than the
+    /// column says.
+    #[serde(default)]
+    pub zero_in_pipeline: Option<u8>,
     /// Recomputation where the column is empty: none, selective or full.
     pub recompute: String,
     /// Chunks of layers per device where the column is empty.
@@ -94,12 +102,8 @@ pub struct Generation {
     pub split: Split,
     /// Multiple of the vocabulary on every tensor rank that the framework pads to.
     pub vocab_multiple: u64,
-    /// Kernels of attention.
-    pub attention: AttentionKernel,
-    /// Seconds that the host needs to issue a kernel.
-    pub host_s_per_kernel: f64,
-    /// Bytes that elementwise operations move, over one kernel for each.
-    pub elementwise_traffic: f64,
+    /// Its attention kernel.
+    pub attention: String,
     /// Bytes that the loss moves for each logit.
     pub loss_bytes_per_logit: f64,
     /// Axes whose collectives kernels wait for.
@@ -108,32 +112,47 @@ pub struct Generation {
     /// cost next to nothing.
     #[serde(default)]
     pub selective: Vec<String>,
+    /// Whether context ranks hold an early and a late part of the sequence each.
+    #[serde(default)]
+    pub balanced_context: bool,
     /// Whether ranks wait for their transfers.
     pub blocking_transfers: bool,
     /// Whether gradients are reduced as soon as they are made.
     pub overlapped_gradients: bool,
+    /// Whether parameters are gathered ahead of the layer that needs them.
+    #[serde(default)]
+    pub prefetched_parameters: bool,
+    /// Whether what is gathered for matmuls travels in their type.
+    #[serde(default)]
+    pub narrow_gathers: bool,
+    /// Whether tensor ranks each send a share of what a stage sends on.
+    #[serde(default)]
+    pub scattered_transfers: bool,
+    /// Axes over whose gathers and scatters a tensor is copied once more.
+    #[serde(default)]
+    pub copied_axes: Vec<String>,
+    /// Axes over which gathers and scatters move piece by piece beside their matmul.
+    #[serde(default)]
+    pub piecewise_axes: Vec<String>,
+    /// Whether updated parameters are broadcast by each owner.
+    #[serde(default)]
+    pub broadcast_updates: bool,
     /// Element type in which sums of gradients travel.
     pub gradient_dtype: DType,
     /// Where this is stated.
     pub source: String,
 }
 
-impl Generation {
-    /// What the cost model is told of it.
-    pub fn software(&self, name: &str) -> Software {
-        Software {
-            name: name.into(),
-            attention: self.attention,
-            host_s_per_kernel: self.host_s_per_kernel,
-            elementwise_traffic: self.elementwise_traffic,
-            loss_bytes_per_logit: self.loss_bytes_per_logit,
-            matmul_dtype: None,
-            blocking_axes: self.blocking_axes.clone(),
-            blocking_transfers: self.blocking_transfers,
-            overlapped_gradients: self.overlapped_gradients,
-            gradient_dtype: Some(self.gradient_dtype),
-        }
-    }
+/// A family of attention kernels.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionFact {
+    /// Passes over the scores outside of the products, forward and backward; absent where the
+    /// scores stay on the chip.
+    #[serde(default)]
+    pub passes: Option<[f64; 2]>,
+    /// Where this is stated.
+    pub source: String,
 }
 
 #[derive(Deserialize)]
@@ -151,6 +170,7 @@ struct InterconnectFile {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FrameworkFile {
+    attention: BTreeMap<String, AttentionFact>,
     generation: BTreeMap<String, Generation>,
     framework: Vec<FrameworkFact>,
 }
@@ -162,13 +182,19 @@ impl Facts {
             include_str!("../data/devices.toml"),
             include_str!("../data/interconnects.toml"),
             include_str!("../data/frameworks.toml"),
+            include_str!("../data/parameters.toml"),
         )
         .expect("the built-in data files are tested")
     }
 
-    /// Reads the three files; the error is the parser's, or names what is referred to and
+    /// Reads the four files; the error is the parser's, or names what is referred to and
     /// missing.
-    pub fn parse(devices: &str, interconnects: &str, frameworks: &str) -> Result<Facts, String> {
+    pub fn parse(
+        devices: &str,
+        interconnects: &str,
+        frameworks: &str,
+        parameters: &str,
+    ) -> Result<Facts, String> {
         let devices: DeviceFile = toml::from_str(devices).map_err(|e| e.to_string())?;
         let links: InterconnectFile = toml::from_str(interconnects).map_err(|e| e.to_string())?;
         let software: FrameworkFile = toml::from_str(frameworks).map_err(|e| e.to_string())?;
@@ -180,53 +206,180 @@ impl Facts {
                 ));
             }
         }
-        Ok(Facts {
+        let facts = Facts {
             devices: devices.device,
             interconnects: links.interconnect,
             frameworks: software.framework,
             generations: software.generation,
+            memory: MemoryFacts::built_in(),
+            attention: software.attention,
+            parameters: Parameters::parse(parameters)?,
+        };
+        for (name, kernel) in &facts.attention {
+            if kernel.source.is_empty() {
+                return Err(format!("attention `{name}` has no source"));
+            }
+        }
+        for name in facts.generations.keys() {
+            facts.software(name)?;
+        }
+        for device in &facts.devices {
+            facts.sustained_share(device)?;
+        }
+        Ok(facts)
+    }
+
+    /// The fitted figures.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The same with other fitted figures; `parameters` has to be of the same things.
+    pub fn with_parameters(&self, parameters: Parameters) -> Facts {
+        Facts {
+            parameters,
+            ..self.clone()
+        }
+    }
+
+    /// Share of the best measured matmul rate that a device holds in training.
+    pub fn sustained_share(&self, device: &DeviceFact) -> Result<f64, String> {
+        self.parameters
+            .required(Quantity::SustainedShare, &device.gpu)
+    }
+
+    /// Share of the rate of a matmul on a device whose rows do not end on 16 bytes.
+    pub fn unaligned_share(&self, device: &DeviceFact) -> f64 {
+        self.parameters
+            .value(Quantity::UnalignedShare, &device.gpu)
+            .unwrap_or(1.0)
+    }
+
+    /// Bandwidth of a link in training over what collectives reach alone.
+    pub fn link_share(&self, link: &str) -> f64 {
+        self.parameters
+            .value(Quantity::LinkShare, link)
+            .unwrap_or(1.0)
+    }
+
+    /// What the cost model is told of a generation. The error names what is missing.
+    pub fn software(&self, name: &str) -> Result<Software, String> {
+        let generation = self
+            .generations
+            .get(name)
+            .ok_or_else(|| format!("no generation `{name}`"))?;
+        let of = |quantity| self.parameters.required(quantity, name);
+        Ok(Software {
+            name: name.into(),
+            attention: self.attention(generation)?,
+            host_s_per_kernel: of(Quantity::HostPerKernel)?,
+            elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
+            loss_bytes_per_logit: generation.loss_bytes_per_logit,
+            unaligned_matmul_share: 1.0,
+            matmul_dtype: None,
+            matmul_scaling: Default::default(),
+            blocking_axes: generation.blocking_axes.clone(),
+            blocking_transfers: generation.blocking_transfers,
+            overlapped_gradients: generation.overlapped_gradients,
+            prefetched_parameters: generation.prefetched_parameters,
+            narrow_gathers: generation.narrow_gathers,
+            scattered_transfers: generation.scattered_transfers,
+            copied_axes: generation.copied_axes.clone(),
+            piecewise_axes: generation.piecewise_axes.clone(),
+            broadcast_updates: generation.broadcast_updates,
+            gradient_dtype: Some(generation.gradient_dtype),
+            memory: None,
+        })
+    }
+
+    /// The attention kernel of a generation. The error names what is missing.
+    pub fn attention(&self, generation: &Generation) -> Result<AttentionKernel, String> {
+        let name = &generation.attention;
+        let fact = self
+            .attention
+            .get(name)
+            .ok_or_else(|| format!("no attention `{name}`"))?;
+        let of = |quantity| self.parameters.required(quantity, name);
+        Ok(match fact.passes {
+            None => AttentionKernel::Fused {
+                rate: of(Quantity::AttentionRate)?,
+            },
+            Some([forward, backward]) => {
+                let factor = of(Quantity::AttentionPasses)?;
+                AttentionKernel::Unfused {
+                    forward_passes: factor * forward,
+                    backward_passes: factor * backward,
+                }
+            }
         })
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 8] = [
+    pub const TERMS: [&str; 14] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
         "elementwise traffic",
         "loss traffic",
         "host",
+        "links in training",
         "blocking collectives and transfers",
         "early reduction of gradients",
+        "prefetch of parameters",
+        "narrow gathers",
+        "scattered transfers",
+        "copies around collectives",
+        "updates by broadcast",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
     /// lose without it.
     pub fn without(mut self, term: &str) -> Facts {
-        for device in &mut self.devices {
-            match term {
-                "tiles and waves" => device.multiprocessors = 0,
-                "sustained clocks" => device.sustained_share = 1.0,
-                _ => {}
+        let neutral = match term {
+            "sustained clocks" => Some((Quantity::SustainedShare, 1.0)),
+            "unfused or slower attention" => Some((Quantity::AttentionRate, 1.0)),
+            "elementwise traffic" => Some((Quantity::ElementwiseTraffic, 1.0)),
+            "host" => Some((Quantity::HostPerKernel, 0.0)),
+            "links in training" => Some((Quantity::LinkShare, 1.0)),
+            _ => None,
+        };
+        if let Some((quantity, value)) = neutral {
+            self.parameters = self.parameters.neutral(quantity, value);
+        }
+        match term {
+            "tiles and waves" => self.devices.iter_mut().for_each(|d| d.multiprocessors = 0),
+            "unfused or slower attention" => {
+                let fused: Vec<String> = self.attention.keys().cloned().collect();
+                self.attention.values_mut().for_each(|a| a.passes = None);
+                self.parameters = self
+                    .parameters
+                    .with_all(Quantity::AttentionRate, &fused, 1.0);
             }
+            _ => {}
         }
         for g in self.generations.values_mut() {
             match term {
-                "unfused or slower attention" => {
-                    g.attention = AttentionKernel::Fused { rate: 1.0 };
-                }
-                "elementwise traffic" => g.elementwise_traffic = 1.0,
                 "loss traffic" => g.loss_bytes_per_logit = 0.0,
-                "host" => g.host_s_per_kernel = 0.0,
                 "blocking collectives and transfers" => {
                     g.blocking_axes.clear();
                     g.blocking_transfers = false;
                 }
+                "prefetch of parameters" => g.prefetched_parameters = false,
+                "narrow gathers" => g.narrow_gathers = false,
+                "scattered transfers" => g.scattered_transfers = false,
+                "copies around collectives" => g.copied_axes.clear(),
+                "collectives in pieces" => g.piecewise_axes.clear(),
+                "updates by broadcast" => g.broadcast_updates = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
                 _ => {}
             }
         }
         self
+    }
+
+    /// Whether a generation of this name is described.
+    pub fn has_generation(&self, name: &str) -> bool {
+        self.generations.contains_key(name)
     }
 
     /// The device of a row.
@@ -281,24 +434,55 @@ mod tests {
                 "{}",
                 device.device
             );
-            assert!((0.5..=1.0).contains(&device.sustained_share) && !device.source.is_empty());
+            assert!(!device.source.is_empty());
         }
+        let is_link = |name: &str| catalogue.links().any(|l| l == name);
         for i in &facts.interconnects {
-            let known = |name: &str| catalogue.links().any(|l| l == name);
-            assert!(known(&i.inside) && known(&i.between), "{}", i.text);
+            assert!(is_link(&i.inside) && is_link(&i.between), "{}", i.text);
             assert!(!i.source.is_empty());
         }
         for (name, generation) in &facts.generations {
             assert!(["none", "selective", "full"].contains(&generation.recompute.as_str()));
             assert!(generation.zero <= 3 && !generation.source.is_empty());
-            assert_eq!(generation.software(name).problems(), Vec::<String>::new());
+            let software = facts.software(name).unwrap();
+            assert_eq!(software.problems(), Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn every_parameter_is_of_something_that_there_is() {
+        let facts = Facts::built_in();
+        let catalogue = cost_model::presets::catalogue().unwrap();
+        for p in facts.parameters.list() {
+            assert!(!p.unit.is_empty() && !p.meaning.is_empty() && !p.of.is_empty());
+            for name in &p.of {
+                let known = match p.quantity {
+                    Quantity::SustainedShare | Quantity::UnalignedShare => {
+                        facts.devices.iter().any(|d| d.gpu == *name)
+                    }
+                    Quantity::ElementwiseTraffic | Quantity::HostPerKernel => {
+                        facts.generations.contains_key(name)
+                    }
+                    Quantity::AttentionRate | Quantity::AttentionPasses => {
+                        facts.attention.contains_key(name)
+                    }
+                    Quantity::LinkShare => catalogue.links().any(|l| l == name),
+                };
+                assert!(known, "`{}`: there is no {name}", p.name);
+            }
         }
     }
 
     #[test]
     fn what_is_referred_to_has_to_be_there() {
-        let frameworks = "generation = {}\n[[framework]]\nname = 'x'\ngeneration = 'y'\n";
-        let error = Facts::parse("device = []", "interconnect = []", frameworks).unwrap_err();
-        assert_eq!(error, "`x`: no generation `y`");
+        let frameworks =
+            "generation = {}\nattention = {}\n[[framework]]\nname = 'x'\ngeneration = 'y'\n";
+        let parse = |devices: &str, frameworks: &str| {
+            Facts::parse(devices, "interconnect = []", frameworks, "parameter = []").unwrap_err()
+        };
+        assert_eq!(parse("device = []", frameworks), "`x`: no generation `y`");
+        let device = "[[device]]\ngpu = 'Z'\ndevice = 'z'\nmultiprocessors = 1\nsource = ''\n";
+        let none = "generation = {}\nattention = {}\nframework = []\n";
+        assert_eq!(parse(device, none), "no parameter SustainedShare of `Z`");
     }
 }

@@ -3,25 +3,36 @@
 //! model. Nothing here knows a formula for time.
 //!
 //! * `csv`, `row`: the table.
-//! * `facts`: what columns do not say, as data files with sources.
-//! * `model`, `cluster`, `setup`: a row as the inputs of the planner.
+//! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
+//!   figures that are fitted.
+//! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
+//! * `free`: what the search finds in a row's place.
 //! * `breakdown`: where the predicted time goes.
+//! * `memory`: what processes hold beside the tensors, and what published figures count.
 //!
 //! A row that cannot be modelled says why ([`Unmodelled`]).
 
 pub mod breakdown;
-mod cluster;
+pub mod cluster;
 pub mod csv;
 mod facts;
+mod free;
+pub mod memory;
 mod model;
+mod parameters;
+mod precision;
 mod predict;
 pub mod row;
 mod setup;
 
 pub use breakdown::Breakdown;
 pub use facts::Facts;
-pub use predict::{OUTPUT_COLUMNS, Outcome, Predicted, REQUIRED_COLUMNS, output, predict};
+pub use free::{Free, free};
+pub use parameters::{Parameter, Parameters, Quantity};
+pub use predict::{
+    Lowered, OUTPUT_COLUMNS, Outcome, Predicted, REQUIRED_COLUMNS, lower, output, predict, price,
+};
 pub use row::{Row, RowError};
 
 /// Why there is no prediction for a row.

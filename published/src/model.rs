@@ -6,15 +6,67 @@ use crate::row::{Row, RowError};
 use import::ModelConfig;
 use serde_json::json;
 
-/// The configuration of a row's model: of the `gpt2` family where the MLP is GELU, else
-/// `llama`, as the framework's generation builds it: the vocabulary padded, the output layer
-/// tied or not.
+/// Heads of a row's model: as stated, or as many as `head_dim` gives.
+pub fn heads(row: &Row) -> Result<u64, RowError> {
+    let not_stated = || RowError::NotStated {
+        column: "heads".into(),
+    };
+    if let Some(heads) = row.count("heads")? {
+        return Ok(heads);
+    }
+    let width = row.count("head_dim")?.ok_or_else(not_stated)?;
+    let hidden = row.required_count("hidden")?;
+    match hidden.is_multiple_of(width) {
+        true => Ok(hidden / width),
+        false => Err(not_stated()),
+    }
+}
+
+/// Experts of a row's model, and of each token: what `moe128top8` says; none of a dense model.
+///
+/// Fails where the mixture is of another kind.
+pub fn experts(row: &Row) -> Result<Option<(u64, u64)>, crate::Unmodelled> {
+    let Some(text) = row.text("mlp_type") else {
+        return Ok(None);
+    };
+    let Some(rest) = text.strip_prefix("moe") else {
+        return Ok(None);
+    };
+    for (what, name) in [
+        ("shared", "shared experts"),
+        ("MLA", "multi-head latent attention"),
+    ] {
+        if rest.contains(what) {
+            return Err(crate::Unmodelled::Feature(format!("{name} (`{text}`)")));
+        }
+    }
+    let parsed = rest.split_once("top").and_then(|(count, top_k)| {
+        let of = |digits: &str| digits.parse().ok().filter(|n| (1..=4096).contains(n));
+        Some((of(count)?, of(top_k)?))
+    });
+    match parsed.filter(|(count, top_k)| top_k <= count) {
+        Some(experts) => Ok(Some(experts)),
+        None => Err(RowError::Malformed {
+            column: "mlp_type".into(),
+            value: text.into(),
+            expected: MLP_TYPES,
+        }
+        .into()),
+    }
+}
+
+const MLP_TYPES: &str = "gelu, swiglu, or experts such as moe128top8";
+
+/// The configuration of a row's model: of the `gpt2` family where the MLP is GELU, `qwen3_moe`
+/// where it has experts, else `llama`, as the framework's generation builds it: the vocabulary padded, the output layer
+/// tied or not. Experts have places for the tokens that they get on average: benchmarks of
+/// such models route evenly by force.
 ///
 /// Fails where a size is not stated or the sizes contradict each other.
 pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::Unmodelled> {
     let tied = generation.tied;
     let hidden = row.required_count("hidden")?;
-    let heads = row.required_count("heads")?;
+    let heads = heads(row)?;
     let layers = row.required_count("layers")?;
     let tensor = row.count("tp")?.unwrap_or(1);
     let vocab = row
@@ -24,7 +76,16 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     let inner = row.required_count("ffn_hidden")?;
     let head_dim = row.count("head_dim")?.unwrap_or(hidden / heads.max(1));
     let kv_heads = row.count("kv_heads")?.unwrap_or(heads);
-    let document = match row.required("mlp_type")? {
+    let kind = row.required("mlp_type")?;
+    let experts = experts(row)?;
+    let document = match kind {
+        _ if let Some((count, top_k)) = experts => json!({
+            "model_type": "qwen3_moe", "hidden_size": hidden, "intermediate_size": inner,
+            "moe_intermediate_size": inner, "num_experts": count, "num_experts_per_tok": top_k,
+            "norm_topk_prob": true, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
+            "max_position_embeddings": sequence, "tie_word_embeddings": false,
+        }),
         "gelu" if kv_heads == heads && head_dim * heads == hidden => json!({
             "model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": hidden,
             "n_positions": sequence, "vocab_size": vocab, "n_inner": inner,
@@ -45,11 +106,49 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
             return Err(RowError::Malformed {
                 column: "mlp_type".into(),
                 value: other.into(),
-                expected: "gelu or swiglu",
+                expected: MLP_TYPES,
             }
             .into());
         }
     };
-    ModelConfig::parse("the row's model", document.to_string().as_bytes())
-        .map_err(|e| crate::Unmodelled::Model(e.to_string()))
+    let made = ModelConfig::parse("the row's model", document.to_string().as_bytes());
+    let made = match experts {
+        Some(_) => made.and_then(|model| model.with_expert_capacity(1.0)),
+        None => made,
+    };
+    made.map_err(|e| crate::Unmodelled::Model(e.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heads_of(cells: &str) -> String {
+        let table = crate::csv::parse(&format!("hidden,heads,head_dim\n{cells}\n")).unwrap();
+        heads(&crate::row::rows(&table)[0]).map_or_else(|e| e.to_string(), |n| n.to_string())
+    }
+
+    #[test]
+    fn experts_are_read_or_refused() {
+        let of = |cell: &str| {
+            let table = crate::csv::parse(&format!("mlp_type\n{cell}\n")).unwrap();
+            experts(&crate::row::rows(&table)[0]).map_err(|e| e.to_string())
+        };
+        assert_eq!(of("moe128top8"), Ok(Some((128, 8))));
+        assert_eq!((of("swiglu"), of("?")), (Ok(None), Ok(None)));
+        assert_eq!(
+            of("moe256top8+1shared MLA").unwrap_err(),
+            "not supported: shared experts (`moe256top8+1shared MLA`)"
+        );
+        assert!(of("moe8top9").unwrap_err().contains("such as moe128top8"));
+        assert!(of("moe").is_err() && of("moe0top0").is_err());
+    }
+
+    #[test]
+    fn heads_are_stated_by_number_or_width() {
+        assert_eq!(heads_of("14400,64,"), "64");
+        assert_eq!(heads_of("14400,?,150"), "96");
+        assert_eq!(heads_of("14400,,"), "`heads` is not stated");
+        assert_eq!(heads_of("14400,,149"), "`heads` is not stated");
+    }
 }

@@ -4,20 +4,27 @@ use crate::breakdown::{Breakdown, breakdown};
 use crate::facts::Facts;
 use crate::row::Row;
 use crate::{Unmodelled, cluster, csv, model, setup};
+use cost_model::StepWork;
+use cost_model::memory::{MemoryUse, memory_use};
+use cost_model::simulate::{SimulateOptions, simulate};
 use import::{BuildOptions, ModelConfig, model_graph};
 use ir::TrainSpec;
 use ir::cluster::Cluster;
-use planner::{Pins, PlanOptions};
+use ir::program::Program;
+use planner::{Pins, PlanOptions, Planned};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// What is predicted of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Predicted {
     /// Seconds of a step.
     pub step_time_s: f64,
-    /// Bytes on the fullest device, context and communicator included.
-    pub peak_memory_bytes: u64,
+    /// What makes the peak of the fullest device.
+    pub memory: MemoryUse,
+    /// That peak as the framework reports it, in 10^9 bytes or what it calls a GB.
+    pub reported_memory_gb: f64,
     /// Model FLOPs (full attention) over the peak of the compute type.
     pub mfu: f64,
     /// Where the time goes.
@@ -32,13 +39,14 @@ pub struct Predicted {
 pub type Outcome = Result<Predicted, Unmodelled>;
 
 /// Columns of [`output`].
-pub const OUTPUT_COLUMNS: [&str; 16] = [
+pub const OUTPUT_COLUMNS: [&str; 24] = [
     "row_id",
     "predicted_step_time_s",
     "predicted_peak_mem_gb",
     "predicted_mfu",
     "compute_s",
     "tensor_communication_s",
+    "context_communication_s",
     "pipeline_communication_s",
     "data_communication_s",
     "expert_communication_s",
@@ -46,13 +54,23 @@ pub const OUTPUT_COLUMNS: [&str; 16] = [
     "optimizer_s",
     "launch_s",
     "exposed_input_s",
+    "mem_parameters_gb",
+    "mem_gradients_gb",
+    "mem_optimizer_gb",
+    "mem_activations_gb",
+    "mem_buffers_gb",
+    "mem_slack_gb",
+    "mem_context_gb",
     "plan",
     "assumed",
     "reason",
 ];
 
+/// Columns of what was measured: not read here, but refused where they hold no measurement.
+const MEASURED_COLUMNS: [&str; 3] = ["derived_step_time_s", "peak_mem_gb", "derived_mfu_bf16peak"];
+
 /// Columns without which no row can be modelled.
-pub const REQUIRED_COLUMNS: [&str; 14] = [
+pub const REQUIRED_COLUMNS: [&str; 13] = [
     "gpu",
     "gpus_total",
     "gpus_per_node",
@@ -60,7 +78,6 @@ pub const REQUIRED_COLUMNS: [&str; 14] = [
     "framework",
     "layers",
     "hidden",
-    "heads",
     "ffn_hidden",
     "vocab",
     "seq_len",
@@ -70,12 +87,15 @@ pub const REQUIRED_COLUMNS: [&str; 14] = [
 ];
 
 /// Everything that a prediction depends on.
-struct Question {
-    config: ModelConfig,
-    train: TrainSpec,
-    cluster: Cluster,
-    pins: Vec<String>,
-    assumed: Vec<String>,
+#[derive(Clone)]
+pub(crate) struct Question {
+    pub(crate) config: ModelConfig,
+    pub(crate) train: TrainSpec,
+    pub(crate) cluster: Cluster,
+    pub(crate) pins: Vec<String>,
+    pub(crate) assumed: Vec<String>,
+    /// Name of the framework's generation.
+    pub(crate) generation: String,
 }
 
 /// Predictions of all rows, in their order.
@@ -83,6 +103,26 @@ struct Question {
 /// Rows that ask the same share an answer; distinct questions are answered on all threads of
 /// the current rayon pool. Deterministic.
 pub fn predict(rows: &[Row], facts: &Facts) -> Vec<Outcome> {
+    let answers = ask(rows, facts, answer).into_iter().zip(rows);
+    answers
+        .map(|((question, outcome), row)| {
+            let q = question.map(|q| (q.assumed, q.generation));
+            let (assumed, generation) = q.unwrap_or_default();
+            outcome.map(|p| Predicted {
+                assumed,
+                reported_memory_gb: facts.memory.reported(&generation, row, &p.memory),
+                ..p
+            })
+        })
+        .collect()
+}
+
+/// The questions of all rows with their answers, each distinct question answered once.
+fn ask<T: Clone + Send + Sync>(
+    rows: &[Row],
+    facts: &Facts,
+    answer: impl Fn(&Question) -> Result<T, Unmodelled> + Sync,
+) -> Vec<(Option<Question>, Result<T, Unmodelled>)> {
     let questions: Vec<Result<Question, Unmodelled>> =
         rows.iter().map(|row| question(row, facts)).collect();
     let mut distinct: BTreeMap<String, &Question> = BTreeMap::new();
@@ -96,26 +136,24 @@ pub fn predict(rows: &[Row], facts: &Facts) -> Vec<Outcome> {
         })
         .collect();
     let distinct: Vec<(String, &Question)> = distinct.into_iter().collect();
-    let answers: BTreeMap<String, Outcome> = distinct
+    let answers: BTreeMap<String, Result<T, Unmodelled>> = distinct
         .into_par_iter()
         .map(|(key, question)| (key, answer(question)))
         .collect();
     questions
-        .iter()
+        .into_iter()
         .zip(keys)
         .map(|(question, key)| match (question, key) {
-            (Err(e), _) => Err(e.clone()),
-            (Ok(q), Some(key)) => answers[&key].clone().map(|p| Predicted {
-                assumed: q.assumed.clone(),
-                ..p
-            }),
-            (Ok(_), None) => Err(Unmodelled::Plan("the question was lost".into())),
+            (Err(e), _) => (None, Err(e)),
+            (Ok(q), Some(key)) => (Some(q), answers[&key].clone()),
+            (Ok(_), None) => (None, Err(Unmodelled::Plan("the question was lost".into()))),
         })
         .collect()
 }
 
-fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
-    let (_, generation) = facts.generation(row)?;
+pub(crate) fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
+    row.check_measured(&MEASURED_COLUMNS)?;
+    let (name, generation) = facts.generation(row)?;
     let (pins, assumed) = setup::pins(row, facts)?;
     Ok(Question {
         config: model::config(row, generation)?,
@@ -123,10 +161,52 @@ fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
         cluster: cluster::cluster(row, facts)?,
         pins,
         assumed,
+        generation: name.to_string(),
     })
 }
 
-fn answer(q: &Question) -> Outcome {
+/// A row's program: what other figures of the cost model price again without a search.
+#[derive(Clone, Debug)]
+pub struct Lowered {
+    program: Program,
+    work: StepWork,
+}
+
+impl Lowered {
+    /// Seconds of a step on a cluster of the same shape.
+    pub fn step_time_s(&self, cluster: &Cluster) -> Result<f64, Unmodelled> {
+        simulate(&self.program, cluster, &SimulateOptions::new(self.work))
+            .map(|s| s.step_time.0)
+            .map_err(|e| Unmodelled::Plan(e.to_string()))
+    }
+}
+
+/// Seconds of a step of each program on its cluster, on all threads of the current rayon pool.
+pub fn price(asked: &[(&Lowered, Cluster)]) -> Vec<Result<f64, Unmodelled>> {
+    asked
+        .par_iter()
+        .map(|(lowered, cluster)| lowered.step_time_s(cluster))
+        .collect()
+}
+
+/// The programs of rows, planned under `facts`; those of equal questions are shared.
+pub fn lower(rows: &[Row], facts: &Facts) -> Vec<Result<Arc<Lowered>, Unmodelled>> {
+    ask(rows, facts, |q| {
+        planned(q).map(|p| Arc::new(lowered(q, &p)))
+    })
+    .into_iter()
+    .map(|(_, answer)| answer)
+    .collect()
+}
+
+fn lowered(q: &Question, planned: &Planned) -> Lowered {
+    Lowered {
+        program: planned.program.clone(),
+        work: StepWork::of(&planned.training, &q.train),
+    }
+}
+
+pub(crate) fn planned(q: &Question) -> Result<Planned, Unmodelled> {
     // A pin that cannot be read is a part of the plan that the planner does not have.
     let pins =
         Pins::parse(&q.pins).map_err(|e| Unmodelled::Feature(format!("the pin {}", e.pin)))?;
@@ -135,32 +215,35 @@ fn answer(q: &Question) -> Outcome {
         dropout: q.train.dropout,
     };
     let forward = model_graph(&q.config, &options).map_err(|e| Unmodelled::Model(e.to_string()))?;
-    let planned = planner::plan(
-        &forward,
-        &q.train,
-        &q.cluster,
-        &PlanOptions {
-            pins,
-            ..PlanOptions::default()
-        },
-    )
-    .map_err(|e| Unmodelled::Plan(e.to_string()))?;
+    let options = PlanOptions {
+        pins,
+        ..PlanOptions::default()
+    };
+    planner::plan(&forward, &q.train, &q.cluster, &options)
+        .map_err(|e| Unmodelled::Plan(e.to_string()))
+}
+
+fn answer(q: &Question) -> Outcome {
+    let planned = planned(q)?;
     let prediction = &planned.simulation.prediction;
     let breakdown = breakdown(&planned.program, &q.cluster, prediction)
         .map_err(|e| Unmodelled::Plan(e.to_string()))?;
     Ok(Predicted {
         step_time_s: prediction.step_time_s.0,
-        peak_memory_bytes: prediction
-            .stages
-            .iter()
-            .map(|s| s.peak_bytes.0)
-            .max()
-            .unwrap_or(0),
+        memory: fullest(&planned.program, &q.cluster),
+        reported_memory_gb: 0.0,
         mfu: prediction.mfu,
         breakdown,
         pins: q.pins.clone(),
         assumed: Vec::new(),
     })
+}
+
+/// What the fullest role holds.
+fn fullest(program: &Program, cluster: &Cluster) -> MemoryUse {
+    let roles = program.roles.iter();
+    let uses = roles.map(|role| memory_use(program, role, cluster));
+    uses.max_by_key(|m| m.total().0).unwrap_or_default()
 }
 
 /// The predictions as comma-separated values with [`OUTPUT_COLUMNS`].
@@ -172,11 +255,12 @@ pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
             Ok(p) => {
                 let b = &p.breakdown;
                 fields.push(format!("{:.6}", p.step_time_s));
-                fields.push(format!("{:.3}", p.peak_memory_bytes as f64 / 1e9));
+                fields.push(format!("{:.3}", p.reported_memory_gb));
                 fields.push(format!("{:.5}", p.mfu));
                 let seconds = [
                     b.compute_s,
                     b.tensor_s,
+                    b.context_s,
                     b.pipeline_s,
                     b.data_s,
                     b.expert_s,
@@ -186,6 +270,17 @@ pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
                     b.exposed_input_s,
                 ];
                 fields.extend(seconds.iter().map(|s| format!("{s:.6}")));
+                let m = &p.memory;
+                let bytes = [
+                    m.parameters,
+                    m.gradients,
+                    m.optimizer,
+                    m.activations,
+                    m.buffers,
+                    m.slack,
+                    m.context,
+                ];
+                fields.extend(bytes.iter().map(|b| format!("{:.3}", b.0 as f64 / 1e9)));
                 fields.push(p.pins.join(" "));
                 fields.push(p.assumed.join(" "));
                 fields.push(String::new());
@@ -213,6 +308,7 @@ R2,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2
 R3,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,none,fp16,gelu
 R4,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,1,1,1,2,0,none,fp16,gelu
 R5,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,,4096,51200,1024,8,2,2,1,1,1,0,none,fp16,gelu
+R6,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,none,int8,gelu
 ";
 
     #[test]
@@ -226,16 +322,26 @@ R5,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,,4096,51200,1024,8,2,2
         let p = outcomes[0].as_ref().unwrap();
         assert!(p.breakdown.tensor_s > 0.0 && p.breakdown.expert_s == 0.0);
         // 16 bytes a parameter, of 80 million on two ranks, at least.
-        assert!(p.peak_memory_bytes > 600_000_000 && p.mfu > 0.05 && p.mfu < 0.8);
+        assert!(p.memory.total().0 > 600_000_000 && p.mfu > 0.05 && p.mfu < 0.8);
         let reason = |i: usize| outcomes[i].as_ref().unwrap_err().to_string();
-        assert_eq!(reason(3), "not supported: context parallelism");
+        // A sequence in two parts: keys and values travel, their weights are whole everywhere.
+        let context = outcomes[3].as_ref().unwrap();
+        assert!(context.breakdown.context_s > 0.0 && context.breakdown.tensor_s == 0.0);
+        assert!(context.breakdown.data_s > 0.0);
+        assert!(time(3) > 0.5 * time(2) && time(3) < 1.5 * time(2));
+        assert_eq!(outcomes[3].as_ref().unwrap().assumed, Vec::<String>::new());
+        assert_eq!(
+            outcomes[2].as_ref().unwrap().assumed,
+            ["sequence_parallel=no"]
+        );
         assert_eq!(reason(4), "`heads` is not stated");
+        assert_eq!(reason(5), "not supported: the precision int8");
         let text = output(&rows, &outcomes);
         let table = csv::parse(&text).unwrap();
         assert_eq!(table.header, OUTPUT_COLUMNS);
         assert_eq!(
             (table.records.len(), table.records[4][0].as_str()),
-            (5, "R5")
+            (6, "R5")
         );
     }
 }

@@ -89,6 +89,42 @@ impl Row {
         })
     }
 
+    /// The word that a cell begins with, one of those accepted; more may be said after it.
+    /// `expected` names them for the message.
+    pub fn word<'a>(
+        &self,
+        column: &str,
+        accepted: &[&'a str],
+        expected: &'static str,
+    ) -> Result<Option<&'a str>, RowError> {
+        let Some(text) = self.text(column) else {
+            return Ok(None);
+        };
+        let end = text.find(|c: char| !c.is_alphanumeric());
+        let word = &text[..end.unwrap_or(text.len())];
+        match accepted.iter().find(|a| **a == word) {
+            Some(known) => Ok(Some(known)),
+            None => Err(RowError::Malformed {
+                column: column.into(),
+                value: text.into(),
+                expected,
+            }),
+        }
+    }
+
+    /// Refuses measurements that are stated and are not positive numbers.
+    pub fn check_measured(&self, columns: &[&str]) -> Result<(), RowError> {
+        let bad = |c: &&&str| self.text(c).is_some() && self.measured(c).is_none();
+        match columns.iter().find(bad) {
+            None => Ok(()),
+            Some(column) => Err(RowError::Malformed {
+                column: column.to_string(),
+                value: self.text(column).unwrap_or("").into(),
+                expected: "a positive number",
+            }),
+        }
+    }
+
     /// A positive measurement; `None` where there is none or it is not a number.
     pub fn measured(&self, column: &str) -> Option<f64> {
         let x: f64 = self.text(column)?.parse().ok()?;
@@ -115,6 +151,16 @@ mod tests {
         assert_eq!(
             (rows[0].measured("t"), rows[1].measured("t")),
             (Some(0.5), None)
+        );
+        let word = |c| rows[1].word(c, &["x", "y"], "x or y");
+        assert_eq!((word("layers"), word("none")), (Ok(Some("x")), Ok(None)));
+        let wrong = word("vpp").unwrap_err().to_string();
+        assert_eq!(wrong, "`vpp` is `1`, expected x or y");
+        assert_eq!(rows[0].check_measured(&["t", "tp"]), Ok(()));
+        let wrong = rows[1].check_measured(&["t", "layers"]).unwrap_err();
+        assert_eq!(
+            wrong.to_string(),
+            "`layers` is `x`, expected a positive number"
         );
         let missing = rows[0].required_count("vpp").unwrap_err().to_string();
         assert_eq!(missing, "`vpp` is not stated");

@@ -1,24 +1,17 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
-use crate::Unmodelled;
 use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
+use crate::{Unmodelled, model, precision};
+use ir::TrainSpec;
 use ir::software::AttentionKernel;
-use ir::{Precision, TrainSpec};
 
 /// The training spec of a row.
 pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
-    let precision = match row.required("precision")? {
-        "fp16" => Precision::F16,
-        // Matmuls in eight bits, activations in sixteen.
-        text if ["bf16", "fp8", "mxfp8"].iter().any(|p| text.starts_with(p)) => Precision::Bf16,
-        "fp32" => Precision::F32,
-        other => return Err(Unmodelled::Feature(format!("the precision {other}"))),
-    };
     Ok(TrainSpec {
         global_batch: row.required_count("global_batch")?,
         sequence: row.required_count("seq_len")?,
-        precision,
+        precision: precision::types(row)?.activations,
         dropout,
         ..TrainSpec::default()
     })
@@ -32,20 +25,30 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
     let (_, generation) = facts.generation(row)?;
     let mut assumed = Vec::new();
     let degree = |column: &str| -> Result<u64, RowError> { Ok(row.count(column)?.unwrap_or(1)) };
-    for (column, what) in [("cp", "context parallelism"), ("ep", "expert parallelism")] {
-        if degree(column)? > 1 {
-            return Err(Unmodelled::Feature(what.into()));
-        }
+    let expert = degree("ep")?;
+    let experts = model::experts(row)?;
+    if expert > 1 && experts.is_none() {
+        let why = "expert parallelism of a model whose experts are not stated";
+        return Err(Unmodelled::Feature(why.into()));
     }
-    let (tensor, pipeline) = (degree("tp")?, degree("pp")?);
+    let (tensor, pipeline, context) = (degree("tp")?, degree("pp")?, degree("cp")?);
     let total = row.required_count("gpus_total")?;
     let data = match row.count("dp")? {
         Some(n) => n,
-        None => total / (tensor * pipeline).max(1),
+        None => total / tensor.saturating_mul(pipeline).saturating_mul(context),
     };
-    if data * tensor * pipeline != total {
+    if data
+        .saturating_mul(tensor)
+        .saturating_mul(pipeline)
+        .saturating_mul(context)
+        != total
+    {
+        let cp = match context {
+            1 => String::new(),
+            n => format!(" x cp {n}"),
+        };
         return Err(Unmodelled::Feature(format!(
-            "dp {data} x tp {tensor} x pp {pipeline} on {total} GPUs"
+            "dp {data} x tp {tensor} x pp {pipeline}{cp} on {total} GPUs"
         )));
     }
     let per_replica = match row.count("micro_batch")? {
@@ -55,30 +58,38 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
             1
         }
     };
-    let zero = match row.text("zero_stage") {
-        // Sharded inside a small group only: what crosses the hosts is a plain all-reduce.
-        Some(text) if text.contains("within") || text.contains("group of") => 0,
-        Some(text) => text
-            .chars()
-            .next()
-            .and_then(|c| c.to_digit(10))
-            .map_or(generation.zero, |z| z as u8),
-        None => {
-            assumed.push(format!("zero={}", generation.zero));
-            generation.zero
-        }
+    let zero = zero_stage(row)?.unwrap_or_else(|| {
+        assumed.push(format!("zero={}", generation.zero));
+        generation.zero
+    });
+    // Parameters stay gathered over a step that they would be gathered in for every microbatch.
+    let zero = match pipeline {
+        1 => zero,
+        _ => generation
+            .zero_in_pipeline
+            .map_or(zero, |most| zero.min(most)),
     };
-    let recompute = match row.text("recompute") {
-        Some(text) => ["none", "selective", "full"]
-            .into_iter()
-            .find(|kind| text.starts_with(kind))
-            .unwrap_or(&generation.recompute),
-        None => {
+    let choices = ["none", "selective", "full"];
+    let recompute = row
+        .word("recompute", &choices, "none, selective or full")?
+        .unwrap_or_else(|| {
             assumed.push(format!("recompute={}", generation.recompute));
             &generation.recompute
-        }
-    };
+        });
+    let is_parallel = row.word("sequence_parallel", &["yes", "no"], "yes or no")?;
+    if is_parallel.is_none() && tensor > 1 {
+        assumed.push("sequence_parallel=no".into());
+    }
+    let is_parallel = is_parallel == Some("yes");
     let chunks = match row.count("vpp")? {
+        Some(n) if n > 1 && pipeline == 1 => {
+            return Err(RowError::Malformed {
+                column: "vpp".into(),
+                value: n.to_string(),
+                expected: "1 where `pp` is 1",
+            }
+            .into());
+        }
         Some(n) => n,
         None => generation.virtual_chunks,
     };
@@ -90,7 +101,17 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         format!("microbatch={}", per_replica * data),
         "schedule=1f1b".to_string(),
     ];
-    pins.extend(recompute_pins(row, recompute, generation)?);
+    if context > 1 {
+        pins.push(format!("context={context}"));
+        // Where the chunks are equal.
+        let equal = row.required_count("seq_len")?.is_multiple_of(2 * context);
+        // Routing looks at all tokens of a sample in their order.
+        if generation.balanced_context && equal && experts.is_none() {
+            pins.push("context_order=zigzag".into());
+        }
+    }
+    let attention = facts.attention(generation).map_err(Unmodelled::Cluster)?;
+    pins.extend(recompute_pins(row, recompute, generation, attention)?);
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));
     }
@@ -98,10 +119,82 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         let layers = row.required_count("layers")?;
         pins.push(split_pin(generation.split, layers, pipeline * chunks)?);
     }
+    let among_samples = match expert {
+        1 => 1,
+        _ => experts_among_samples(expert, tensor, data)?,
+    };
+    if among_samples > 1 {
+        pins.push(format!("expert={among_samples}"));
+    }
+    if experts.is_some() {
+        assumed.push("routing=balanced".to_string());
+        pins.extend(expert_pins(expert, tensor, among_samples > 1, context > 1));
+    }
     if tensor > 1 {
-        pins.extend(residual_pins(row));
+        pins.extend(residual_pins(
+            row,
+            among_samples > 1,
+            context > 1,
+            is_parallel,
+        ));
     }
     Ok((pins, assumed))
+}
+
+/// How many of the ranks that split samples split the experts. An expert is not split itself,
+/// as in Megatron-Core's benchmarks (`expert_tensor_parallel_size` 1): experts lie over the
+/// tensor ranks first, then over ranks that split samples.
+fn experts_among_samples(expert: u64, tensor: u64, data: u64) -> Result<u64, Unmodelled> {
+    let among = expert / tensor;
+    match expert.is_multiple_of(tensor) && data.is_multiple_of(among) {
+        true => Ok(among),
+        false => Err(Unmodelled::Feature(format!(
+            "ep {expert} over tp {tensor} and dp {data}"
+        ))),
+    }
+}
+
+/// Where the experts' matmuls have the experts, on the tensor ranks too where there are several;
+/// and without these, that tokens travel by all-to-alls, which the search may find dearer than
+/// to gather them.
+fn expert_pins(expert: u64, tensor: u64, is_among_samples: bool, has_context: bool) -> Vec<String> {
+    let tokens = if has_context { "context" } else { "_" };
+    let experts = match (expert, tensor, is_among_samples) {
+        (1, _, _) => return Vec::new(),
+        (_, 1, _) if has_context => return Vec::new(),
+        (_, 1, _) => {
+            return vec![
+                "spec:h.*.moe.dispatch=[_,data+expert,_,_]".to_string(),
+                "spec:h.*.moe.combine=[data+expert,_,_]".to_string(),
+            ];
+        }
+        (_, _, true) => "tensor+expert",
+        (_, _, false) => "tensor",
+    };
+    let of = |op| format!("spec:h.*.moe.{op}=[{experts},data,{tokens},_]");
+    ["gate", "up", "down"].map(of).to_vec()
+}
+
+/// The ZeRO level that a cell begins with; none where it is not stated.
+fn zero_stage(row: &Row) -> Result<Option<u8>, RowError> {
+    let Some(text) = row.text("zero_stage") else {
+        return Ok(None);
+    };
+    let mut chars = text.chars();
+    let level = chars
+        .next()
+        .and_then(|c| c.to_digit(10))
+        .filter(|&d| d <= 3);
+    match (level, chars.next()) {
+        // Sharded inside a small group only: what crosses the hosts is a plain all-reduce.
+        (Some(_), _) if text.contains("within") || text.contains("group of") => Ok(Some(0)),
+        (Some(level), None | Some(' ' | '-')) => Ok(Some(level as u8)),
+        _ => Err(RowError::Malformed {
+            column: "zero_stage".into(),
+            value: text.into(),
+            expected: "0 to 3",
+        }),
+    }
 }
 
 /// Pins of what is recomputed: `none`, `full` (of the first layers only where the cell says
@@ -110,6 +203,7 @@ fn recompute_pins(
     row: &Row,
     recompute: &str,
     generation: &Generation,
+    attention: AttentionKernel,
 ) -> Result<Vec<String>, Unmodelled> {
     let text = row.text("recompute").unwrap_or("");
     if let Some(rest) = text.strip_prefix("full, block ") {
@@ -129,7 +223,7 @@ fn recompute_pins(
             let ops = generation.selective.iter();
             let pins = ops.map(|op| format!("recompute:h.*.{op}=yes"));
             // Unfused attention keeps norms and activations: only the scores are made again.
-            match generation.attention {
+            match attention {
                 AttentionKernel::Unfused { .. } => pins.collect(),
                 AttentionKernel::Fused { .. } => std::iter::once("recompute=selective".to_string())
                     .chain(pins)
@@ -147,12 +241,17 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelle
         let why = format!("{stages} stages of {layers} layers");
         return Err(Unmodelled::Feature(why));
     }
-    let counts: Vec<u64> = match split {
-        _ if layers.is_multiple_of(stages) && split == Split::Layers => (0..stages)
+    let even = match split {
+        Split::Layers => true,
+        // Nobody counts the embedding where that makes the parts uneven.
+        Split::Balanced => !all.is_multiple_of(stages),
+    };
+    let counts: Vec<u64> = match layers.is_multiple_of(stages) && even {
+        true => (0..stages)
             .map(|s| layers / stages + u64::from(s == 0) + u64::from(s + 1 == stages))
             .collect(),
         // As evenly as goes, the larger parts first.
-        _ => (0..stages)
+        false => (0..stages)
             .map(|s| all / stages + u64::from(s < all % stages))
             .collect(),
     };
@@ -161,13 +260,21 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelle
 }
 
 /// Values between the matmuls of a layer: whole on every tensor rank, or with sequence
-/// parallelism split along the sequence.
-fn residual_pins(row: &Row) -> Vec<String> {
-    let sequence = if row.text("sequence_parallel") == Some("yes") {
-        "tensor"
-    } else {
-        "_"
+/// parallelism split along the sequence, inside what the context axis splits off.
+fn residual_pins(
+    row: &Row,
+    has_experts: bool,
+    has_context: bool,
+    is_parallel: bool,
+) -> Vec<String> {
+    let sequence = match (has_context, is_parallel) {
+        (false, false) => "_",
+        (false, true) => "tensor",
+        (true, false) => "context",
+        (true, true) => "context+tensor",
     };
+    // Experts are split by a part of the ranks that split samples.
+    let samples = if has_experts { "data+expert" } else { "data" };
     let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
         &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
     } else {
@@ -178,9 +285,12 @@ fn residual_pins(row: &Row) -> Vec<String> {
             "h.*.residual_2",
         ]
     };
+    // What crosses from layer to layer lies as the residuals do, whatever a link costs.
+    let crossing = ["boundary.h.*.0", "grad.boundary.h.*.0.x"];
     values
         .iter()
-        .map(|v| format!("spec:{v}=[data,{sequence},_]"))
+        .chain(&crossing)
+        .map(|v| format!("spec:{v}=[{samples},{sequence},_]"))
         .collect()
 }
 
@@ -188,10 +298,13 @@ fn residual_pins(row: &Row) -> Vec<String> {
 mod tests {
     use super::*;
 
-    const HEADER: &str = "gpu,gpus_total,framework,source,layers,tp,pp,vpp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type,precision,global_batch,seq_len";
+    const HEADER: &str = "gpu,gpus_total,framework,source,layers,tp,pp,vpp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type,precision,global_batch,seq_len,ep";
 
     fn row(cells: &str) -> Row {
-        let table = crate::csv::parse(&format!("{HEADER}\n{cells}\n")).unwrap();
+        // Cells that are left out at the end are empty.
+        let commas = |text: &str| text.matches(',').count();
+        let empty = ",".repeat(commas(HEADER) - commas(cells));
+        let table = crate::csv::parse(&format!("{HEADER}\n{cells}{empty}\n")).unwrap();
         crate::row::rows(&table).remove(0)
     }
 
@@ -207,7 +320,8 @@ mod tests {
             text.unwrap(),
             "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
              spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
-             spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] | "
+             spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] \
+             spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] | "
         );
         // Selective recomputation where attention is unfused: the scores.
         let text = pins_of("A100,8,Megatron-LM,,24,1,8,1,1,1,no,0,selective,gelu,fp16,64,2048");
@@ -219,12 +333,95 @@ mod tests {
     }
 
     #[test]
+    fn context_ranks_split_the_sequence_outside_of_tensor_ranks() {
+        let header = "seq_len,gpu,gpus_total,framework,layers,tp,pp,cp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type";
+        let cells = "8192,H100,64,NeMo 1.x/Megatron-Core,80,4,4,2,,1,yes,1,none,swiglu";
+        let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+        let (pins, _) = pins(&crate::row::rows(&table)[0], &Facts::built_in()).unwrap();
+        let text = pins.join(" ");
+        assert!(text.starts_with("data=2 tensor=4 pipeline=4 zero=1 microbatch=2"));
+        assert!(text.contains(" context=2 context_order=zigzag "), "{text}");
+        assert!(text.contains("spec:h.*.residual_2=[data,context+tensor,_]"));
+        assert!(text.ends_with("spec:grad.boundary.h.*.0.x=[data,context+tensor,_]"));
+    }
+
+    #[test]
+    fn experts_lie_over_tensor_ranks_first() {
+        let text =
+            pins_of("A100,64,Megatron-LM,,4,1,1,1,64,1,no,1,none,moe128top8,bf16,64,2048,16");
+        assert_eq!(
+            text.unwrap(),
+            "data=64 tensor=1 pipeline=1 zero=1 microbatch=64 schedule=1f1b expert=16 \
+             spec:h.*.moe.dispatch=[_,data+expert,_,_] spec:h.*.moe.combine=[data+expert,_,_] \
+             | routing=balanced"
+        );
+        let text =
+            pins_of("A100,64,Megatron-LM,,4,2,1,1,32,1,yes,1,none,moe128top8,bf16,64,2048,8");
+        assert_eq!(
+            text.unwrap(),
+            "data=32 tensor=2 pipeline=1 zero=1 microbatch=32 schedule=1f1b expert=4 \
+             spec:h.*.moe.gate=[tensor+expert,data,_,_] spec:h.*.moe.up=[tensor+expert,data,_,_] \
+             spec:h.*.moe.down=[tensor+expert,data,_,_] \
+             spec:h.*.norm_1=[data+expert,tensor,_] spec:h.*.norm_2=[data+expert,tensor,_] \
+             spec:h.*.residual_1=[data+expert,tensor,_] spec:h.*.residual_2=[data+expert,tensor,_] \
+             spec:boundary.h.*.0=[data+expert,tensor,_] \
+             spec:grad.boundary.h.*.0.x=[data+expert,tensor,_] | routing=balanced"
+        );
+        let error = |cells: &str| pins_of(cells).unwrap_err().to_string();
+        let text = error("A100,8,Megatron-LM,,4,1,1,1,8,1,no,1,none,moe128top8,bf16,64,2048,16");
+        assert_eq!(text, "not supported: ep 16 over tp 1 and dp 8");
+        let text = error("A100,8,Megatron-LM,,4,1,1,1,8,1,no,1,none,swiglu,bf16,64,2048,8");
+        assert!(text.contains("experts are not stated"), "{text}");
+    }
+
+    #[test]
     fn what_is_not_stated_is_assumed_and_listed() {
         let text = pins_of("A100,2,Megatron-DeepSpeed,vTrain,20,1,2,1,1,,no,,,gelu,fp16,4,1024");
         assert_eq!(
             text.unwrap(),
             "data=1 tensor=1 pipeline=2 zero=0 microbatch=1 schedule=1f1b recompute=full \
              split=11/11 | micro_batch=1 zero=0 recompute=full"
+        );
+    }
+
+    #[test]
+    fn a_cell_that_makes_no_sense_is_named() {
+        let base = "A100,8,Megatron-LM,,24,2,1,VPP,4,1,SP,ZERO,RC,gelu,fp16,64,2048";
+        let of = |vpp: &str, sp: &str, zero: &str, rc: &str| {
+            let cells = base.replace("VPP", vpp).replace("SP", sp);
+            let cells = cells.replace("ZERO", zero).replace("RC", rc);
+            pins_of(&cells).map_err(|e| e.to_string())
+        };
+        let error = |vpp, sp, zero, rc| of(vpp, sp, zero, rc).unwrap_err();
+        assert_eq!(
+            error("4", "no", "0", "full"),
+            "`vpp` is `4`, expected 1 where `pp` is 1"
+        );
+        assert_eq!(
+            error("1", "maybe", "0", "full"),
+            "`sequence_parallel` is `maybe`, expected yes or no"
+        );
+        assert_eq!(
+            error("1", "no", "-1", "full"),
+            "`zero_stage` is `-1`, expected 0 to 3"
+        );
+        assert_eq!(
+            error("1", "no", "12", "full"),
+            "`zero_stage` is `12`, expected 0 to 3"
+        );
+        assert_eq!(
+            error("1", "no", "0", "foo"),
+            "`recompute` is `foo`, expected none, selective or full"
+        );
+        let said = of("1", "yes (assumed)", "2-like FSDP", "selective(norm)").unwrap();
+        assert!(
+            said.contains(" zero=2 ") && said.contains("[data,tensor,_]"),
+            "{said}"
+        );
+        let said = of("", "", "1 (group of 4)", "none").unwrap();
+        assert!(
+            said.contains(" zero=0 ") && said.ends_with("| sequence_parallel=no"),
+            "{said}"
         );
     }
 
@@ -250,6 +447,7 @@ mod tests {
             split(Split::Balanced, 106, 12),
             format!("split=9{}", "/9".repeat(11))
         );
+        assert_eq!(split(Split::Balanced, 72, 6), "split=13/12/12/12/12/13");
         assert_eq!(split(Split::Layers, 7, 2), "split=5/4");
         assert!(split_pin(Split::Balanced, 2, 5).is_err());
     }

@@ -6,13 +6,22 @@
 //! exclusively, and no `unsafe` is needed.
 
 use std::ops::{Deref, DerefMut, Range};
+use std::sync::Arc;
 
-/// A block of bytes, aligned to 8.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// A block of bytes, aligned to 8. It may have more storage than it uses.
+#[derive(Clone, Debug, Default)]
 pub struct Bytes {
     words: Vec<u64>,
     len: usize,
 }
+
+impl PartialEq for Bytes {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Bytes {}
 
 impl Bytes {
     /// `len` zero bytes.
@@ -34,6 +43,18 @@ impl Bytes {
         b.copy_from_slice(bytes);
         b
     }
+    /// Changes the length; what the bytes are then is not defined.
+    pub fn set_len(&mut self, len: usize) {
+        if self.capacity() < len {
+            // Nothing is worth copying to the larger block.
+            self.words = vec![0; len.div_ceil(8)];
+        }
+        self.len = len;
+    }
+    /// Bytes of storage.
+    pub fn capacity(&self) -> usize {
+        8 * self.words.len()
+    }
     /// The bytes of `values`.
     pub fn of_f32(values: &[f32]) -> Self {
         Self::copy_of(bytemuck::cast_slice(values))
@@ -54,6 +75,70 @@ impl Deref for Bytes {
 impl DerefMut for Bytes {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+}
+
+/// Blocks for messages, used again.
+///
+/// A block from the system is mapped anew, and every page of it faults when it is first
+/// touched: for messages of megabytes that takes as long as copying them. So a rank keeps its
+/// blocks, altogether at most twice its largest message: one may be on its way while the next
+/// one is filled. A block that others still read is waited for in `lent`.
+#[derive(Debug, Default)]
+pub struct Spare {
+    free: Vec<Bytes>,
+    lent: Vec<Arc<Bytes>>,
+    largest: usize,
+}
+
+impl Spare {
+    /// A block of `len` bytes, whatever they are.
+    pub fn take(&mut self, len: usize) -> Bytes {
+        self.largest = self.largest.max(len.next_multiple_of(8));
+        for block in std::mem::take(&mut self.lent) {
+            match Arc::try_unwrap(block) {
+                Ok(block) => self.give(block),
+                Err(block) => self.lent.push(block),
+            }
+        }
+        // The smallest that is large enough, or else the largest, which then grows.
+        let fits = |b: &Bytes| b.capacity() >= len;
+        let best = |(_, b): &(usize, &Bytes)| {
+            (
+                !fits(b),
+                if fits(b) {
+                    b.capacity()
+                } else {
+                    usize::MAX - b.capacity()
+                },
+            )
+        };
+        let found = self
+            .free
+            .iter()
+            .enumerate()
+            .min_by_key(best)
+            .map(|(i, _)| i);
+        let mut block = found.map_or_else(Bytes::default, |i| self.free.swap_remove(i));
+        block.set_len(len);
+        block
+    }
+    /// Takes a block back.
+    pub fn give(&mut self, block: Bytes) {
+        if self.bytes() + block.capacity() <= 2 * self.largest {
+            self.free.push(block);
+        }
+    }
+    /// A block that others may read; it comes back when they are done.
+    pub fn lend(&mut self, block: Bytes) -> Arc<Bytes> {
+        let block = Arc::new(block);
+        self.lent.push(Arc::clone(&block));
+        block
+    }
+    /// Bytes of all blocks, lent ones included.
+    pub fn bytes(&self) -> usize {
+        let free = self.free.iter().map(Bytes::capacity).sum::<usize>();
+        free + self.lent.iter().map(|b| b.capacity()).sum::<usize>()
     }
 }
 
@@ -208,6 +293,27 @@ impl<'a> IntoPiece<'a> for (&'a mut [u8], &'a mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn spare_blocks_are_used_again() {
+        let mut spare = Spare::default();
+        let block = spare.take(100);
+        assert_eq!((block.len(), block.capacity()), (100, 104));
+        let reader = spare.lend(block);
+        // Others read it: the next one is another.
+        let second = spare.take(100);
+        let at = second.as_ptr();
+        spare.give(second);
+        assert_eq!(spare.take(64).as_ptr(), at);
+        drop(reader);
+        let third = spare.take(8);
+        assert_eq!((third.len(), third.capacity()), (8, 104));
+        // At most twice the largest is kept.
+        (0..3).for_each(|_| spare.give(Bytes::zeroed(100)));
+        assert_eq!(spare.bytes(), 2 * 104);
+        (0..3).for_each(|_| spare.give(Bytes::zeroed(10)));
+        assert_eq!(spare.bytes(), 2 * 104);
+    }
 
     #[test]
     fn ranges_come_back_in_the_order_asked_for() {

@@ -1,34 +1,39 @@
 //! Measures the machine: what `cost_model::fit` makes a cluster file from.
 //!
 //! The probes are instructions of a hand-made program that a [`Session`] plays with
-//! instruction timing, so that what is measured is what ranks do, overhead included. One
-//! session has a single rank and measures kernels and copies; another one has all ranks and
-//! measures how matmuls slow each other down, and collectives. Before each probe its operands are
-//! filled with one half, so that they are as warm as a producer leaves them.
+//! instruction timing, so that what is measured is what ranks do, overhead included. Kernels and
+//! copies are measured on as many ranks as there are processors, so that these share caches and
+//! memory as in training; collectives on all ranks; transfers between two. Before each probe its
+//! operands are filled with one half, so that they are as warm as a producer leaves them.
 //!
-//! Points are medians, except `matmul f32 together`: it shows how many processors there are,
-//! not how busy they are with other programs, so the fastest repetition counts. What the points
+//! Points are medians over repetitions of means over ranks, of a rank's time on a processor: what
+//! other ranks and other programs take is not in them. Collectives and transfers of no more ranks
+//! than there are processors are measured on the clock, with the time to wake up. What the points
 //! are called, and their sizes:
 //!
 //! | what                    | size                                           |
 //! |-------------------------|------------------------------------------------|
 //! | `matmul <dtype>`        | m, n, k                                        |
-//! | `matmul f32 together`   | m, n, k, ranks at work                         |
-//! | `attention f32`         | attention FLOPs (full), vector FLOPs, bytes    |
-//! | `vector <op>`           | vector FLOPs, bytes                            |
+//! | `attention f32`         | attention FLOPs (full), vector FLOPs, bytes,   |
+//! | `attention_grad f32`    | query rows, key rows, elements per head        |
+//! | `vector <kernel>`       | vector FLOPs, bytes                            |
 //! | `convert <dtype>`       | vector FLOPs, bytes, elements converted        |
 //! | `copy`                  | bytes                                          |
 //! | `launch`                |                                                |
 //! | `all_reduce` ...        | bytes, ranks of the group, ranks at work       |
+//! | `send`                  | bytes                                          |
 
 mod probes;
+mod transfers;
 
 use crate::error::RuntimeError;
-use crate::execute::{Session, SessionOptions};
+use crate::execute::{RankTimings, Session, SessionOptions};
 use ir::TrainSpec;
 use ir::cluster::MeasuredPoint;
+use ir::program::Program;
 use probes::{Place, Probe, ProgramOfProbes};
 use std::time::Instant;
+use transfers::transfers;
 
 /// What to measure and for how long.
 #[derive(Clone, Copy, Debug)]
@@ -54,8 +59,17 @@ impl Default for CalibrateOptions {
 
 /// Fewest and most repetitions of a probe.
 const REPETITIONS: (u32, u32) = (3, 31);
-/// Share of the time for the session with one rank.
-const SINGLE_SHARE: f64 = 0.6;
+/// Share of the time for kernels.
+const KERNELS_SHARE: f64 = 0.6;
+
+/// What is read of an instruction.
+#[derive(Clone, Copy, PartialEq)]
+enum Clock {
+    /// Time on the clock.
+    Wall,
+    /// Time on a processor.
+    Processor,
+}
 
 /// Measures the machine; `progress` is told what comes next.
 ///
@@ -72,27 +86,44 @@ pub fn measure(
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     // As a session with all ranks shares them.
     let threads = (cores / options.n_ranks as usize).max(1);
-    progress("kernels on one rank");
-    let mut single = ProgramOfProbes::new(1, 1);
-    single.kernels(options.quick);
-    single.together();
-    let mut points = play(single, threads, options.seconds * SINGLE_SHARE)?;
+    let n_working = options.n_ranks.min(cores as u32).max(1);
+    progress(&format!("kernels on {n_working} ranks"));
+    let mut kernels = ProgramOfProbes::new(n_working, 1);
+    kernels.kernels(options.quick);
+    let mut points = play(
+        kernels,
+        Clock::Processor,
+        threads,
+        options.seconds * KERNELS_SHARE,
+    )?;
     if options.n_ranks > 1 {
-        progress(&format!(
-            "matmuls and collectives on {} ranks",
-            options.n_ranks
-        ));
+        let clock = match options.n_ranks as usize > cores {
+            true => Clock::Processor,
+            false => Clock::Wall,
+        };
+        progress(&format!("collectives on {} ranks", options.n_ranks));
         let mut all = ProgramOfProbes::new(options.n_ranks, options.n_ranks);
-        all.together();
         all.collectives(options.quick);
         let pairs = options.n_ranks > 2 && options.n_ranks.is_multiple_of(2);
-        let share = if pairs { 0.5 } else { 1.0 } * (1.0 - SINGLE_SHARE);
-        points.extend(play(all, threads, options.seconds * share)?);
+        let share = if pairs { 0.5 } else { 1.0 } * (1.0 - KERNELS_SHARE);
+        points.extend(play(all, clock, threads, options.seconds * share)?);
+        let clock_of_two = if cores > 1 {
+            Clock::Wall
+        } else {
+            Clock::Processor
+        };
+        let sends = transfers(options.quick);
+        points.extend(play_probes(
+            sends,
+            clock_of_two,
+            threads,
+            0.1 * options.seconds,
+        )?);
         if pairs {
             progress("collectives of pairs");
             let mut all = ProgramOfProbes::new(options.n_ranks, 2);
             all.collectives(options.quick);
-            points.extend(play(all, threads, options.seconds * share)?);
+            points.extend(play(all, clock, threads, options.seconds * share)?);
         }
     }
     Ok(points)
@@ -101,10 +132,19 @@ pub fn measure(
 /// Plays the probes until `seconds` are over; medians over the plays of means over ranks.
 fn play(
     probes: ProgramOfProbes,
+    clock: Clock,
     threads: usize,
     seconds: f64,
 ) -> Result<Vec<MeasuredPoint>, RuntimeError> {
-    let (program, probes) = probes.finish();
+    play_probes(probes.finish(), clock, threads, seconds)
+}
+
+fn play_probes(
+    (program, probes): (Program, Vec<Probe>),
+    clock: Clock,
+    threads: usize,
+    seconds: f64,
+) -> Result<Vec<MeasuredPoint>, RuntimeError> {
     let spec = TrainSpec {
         global_batch: 1,
         sequence: 1,
@@ -126,23 +166,19 @@ fn play(
         }
         let played = session.step(&batch, 1e-3, true)?;
         for (probe, times) in probes.iter().zip(&mut times) {
-            times.push(match probe.place {
-                Place::Instruction(i) => {
-                    played
-                        .timings
-                        .iter()
-                        .map(|t| t.instructions[0][i].0)
-                        .sum::<f64>()
-                        / played.timings.len().max(1) as f64
-                }
-                Place::Template { divisor } => {
-                    played
-                        .timings
-                        .iter()
-                        .map(|t| t.templates[1].0)
-                        .fold(0.0, f64::max)
-                        / f64::from(divisor)
-                }
+            times.push({
+                let Place {
+                    template,
+                    instruction,
+                } = probe.place;
+                let seconds = |t: &RankTimings| {
+                    let timing = t.instructions[template][instruction];
+                    match clock {
+                        Clock::Wall => timing.wall_s,
+                        Clock::Processor => timing.busy_s,
+                    }
+                };
+                played.timings.iter().map(seconds).sum::<f64>() / played.timings.len().max(1) as f64
             });
         }
     }
@@ -155,10 +191,7 @@ fn play(
 
 fn point(probe: Probe, times: Vec<f64>) -> MeasuredPoint {
     let n = times.len() as u32;
-    let median_s = match probe.place {
-        Place::Instruction(_) => median(times.clone()),
-        Place::Template { .. } => times.iter().copied().fold(f64::INFINITY, f64::min),
-    };
+    let median_s = median(times.clone());
     let spread_s = median(times.into_iter().map(|t| (t - median_s).abs()).collect());
     MeasuredPoint {
         what: probe.what,
@@ -184,26 +217,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_time_together_counts() {
-        let place = Place::Template { divisor: 2 };
-        let p = point(
-            Probe {
-                what: "x".into(),
-                size: vec![],
-                place,
-            },
-            vec![3.0, 2.0, 7.0],
-        );
-        assert_eq!((p.median_s, p.spread_s), (2.0, 1.0));
-    }
-
-    #[test]
     fn medians_and_spreads() {
         let p = point(
             Probe {
                 what: "x".into(),
                 size: vec![],
-                place: Place::Instruction(0),
+                place: Place {
+                    template: 0,
+                    instruction: 0,
+                },
             },
             vec![5.0, 1.0, 2.0, 100.0],
         );
@@ -233,19 +255,13 @@ mod tests {
             );
             let count = |what: &str| points.iter().filter(|p| p.what == what).count();
             assert_eq!(count("matmul f32"), 18);
-            assert_eq!(count("attention f32"), 2);
+            assert_eq!(
+                (count("attention f32"), count("attention_grad f32")),
+                (3, 3)
+            );
+            assert_eq!(count("send"), if n_ranks > 1 { 2 } else { 0 });
             assert_eq!((count("matmul bf16"), count("convert bf16")), (6, 5));
             assert_eq!(count("launch"), 8);
-            let together = points.iter().filter(|p| p.what == "matmul f32 together");
-            let at_work: Vec<u64> = together.map(|p| p.size[3]).collect();
-            assert_eq!(
-                at_work,
-                if n_ranks > 1 {
-                    vec![1, u64::from(n_ranks)]
-                } else {
-                    vec![1]
-                }
-            );
             // Two sizes over all ranks, and over pairs where those are fewer.
             let groups = [0, 1, 2][(n_ranks as usize).ilog2() as usize];
             assert_eq!(count("all_reduce"), 2 * groups);

@@ -7,6 +7,10 @@
 //! a numbered channel; sending completes when the receiver has taken it, as with NCCL, so that
 //! a program that would deadlock there does here too.
 //!
+//! Only those are woken who can go on: the members of a gathering when the last one has come,
+//! the receiver of a delivery when it is there, its sender when it has been taken. Waking a
+//! thread to find that it must wait on costs as much as a small message.
+//!
 //! Meetings of one group, or on one channel, are matched by how many came before. When a rank
 //! fails it aborts the world, and every waiting rank returns an error; a rank that waits longer
 //! than the watchdog allows says for whom.
@@ -18,8 +22,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a member brings to a gathering: one block per buffer of a coalesced collective.
-pub type Contribution = Arc<Vec<Bytes>>;
+/// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
+pub type Contribution = Arc<Bytes>;
 
 /// A way from a sender to a receiver for one kind of message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,7 +42,8 @@ pub struct World {
     n_ranks: u32,
     timeout: Duration,
     table: Mutex<Table>,
-    changed: Condvar,
+    /// By rank, at least one: what it waits for may be there.
+    changed: Vec<Condvar>,
 }
 
 #[derive(Debug, Default)]
@@ -61,7 +66,7 @@ impl World {
             n_ranks,
             timeout,
             table: Mutex::default(),
-            changed: Condvar::new(),
+            changed: (0..n_ranks.max(1)).map(|_| Condvar::new()).collect(),
         })
     }
     /// Number of ranks.
@@ -84,7 +89,13 @@ impl World {
         self.lock()
             .failed
             .get_or_insert_with(|| (by, reason.to_string()));
-        self.changed.notify_all();
+        self.changed.iter().for_each(Condvar::notify_all);
+    }
+    fn changed(&self, rank: Rank) -> &Condvar {
+        &self.changed[rank.index() % self.changed.len()]
+    }
+    fn wake(&self, rank: Rank) {
+        self.changed(rank).notify_all();
     }
     fn lock(&self) -> MutexGuard<'_, Table> {
         // No code that holds the lock leaves the table half-changed, so a poisoned one is whole.
@@ -103,8 +114,6 @@ impl World {
         loop {
             // What has arrived is taken even after a failure elsewhere; only waiting ends.
             if let Some(done) = ready(&mut table) {
-                drop(table);
-                self.changed.notify_all();
                 return Ok(done);
             }
             if let Some((by, reason)) = &table.failed {
@@ -125,7 +134,7 @@ impl World {
                 });
             }
             table = self
-                .changed
+                .changed(rank)
                 .wait_timeout(table, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
@@ -159,7 +168,7 @@ impl Endpoint {
     pub fn gather(
         &mut self,
         group: &[Rank],
-        contribution: Vec<Bytes>,
+        contribution: Contribution,
         what: &dyn Fn() -> String,
     ) -> Result<Vec<Contribution>, RuntimeError> {
         let Some(place) = group.iter().position(|&r| r == self.rank) else {
@@ -169,14 +178,13 @@ impl Endpoint {
                 what()
             )));
         };
-        let contribution = Arc::new(contribution);
         if group.len() == 1 {
             return Ok(vec![contribution]);
         }
         let counter = self.gathered.entry(group.to_vec()).or_insert(0);
         let key = (group.to_vec(), *counter);
         *counter += 1;
-        {
+        let complete = {
             let mut table = self.world.lock();
             let meeting = table
                 .gatherings
@@ -186,8 +194,12 @@ impl Endpoint {
                     n_left: 0,
                 });
             meeting.contributions[place] = Some(contribution);
+            meeting.contributions.iter().all(Option::is_some)
+        };
+        if complete {
+            let others = group.iter().filter(|&&r| r != self.rank);
+            others.for_each(|&r| self.world.wake(r));
         }
-        self.world.changed.notify_all();
         let ready = |table: &mut Table| {
             let meeting = table.gatherings.get_mut(&key)?;
             let all: Vec<Contribution> = meeting
@@ -232,7 +244,7 @@ impl Endpoint {
                 keys.push(key);
             }
         }
-        self.world.changed.notify_all();
+        keys.iter().for_each(|k| self.world.wake(k.0.to));
         let mut arrived = Vec::with_capacity(receives.len());
         for &channel in receives {
             let key = (channel, next(&mut self.received, channel));
@@ -242,6 +254,7 @@ impl Endpoint {
                 |t| t.deliveries.remove(&key),
                 |_| vec![channel.from],
             )?);
+            self.world.wake(channel.from);
         }
         let untaken = |table: &Table| -> Vec<Rank> {
             keys.iter()
@@ -300,9 +313,9 @@ mod tests {
             let mut seen = Vec::new();
             for round in 0..50u8 {
                 let all = e
-                    .gather(&group, vec![Bytes::copy_of(&[me as u8, round])], &what)
+                    .gather(&group, Arc::new(Bytes::copy_of(&[me as u8, round])), &what)
                     .unwrap();
-                seen.push(all.iter().map(|c| c[0].to_vec()).collect::<Vec<_>>());
+                seen.push(all.iter().map(|c| c.to_vec()).collect::<Vec<_>>());
             }
             seen
         });
@@ -360,7 +373,7 @@ mod tests {
         let world = World::new(3, Duration::from_millis(50));
         let group = [Rank(0), Rank(1), Rank(2)];
         let errors = on_ranks(&world, |mut e| {
-            (e.rank().0 != 1).then(|| e.gather(&group, vec![], &what).unwrap_err())
+            (e.rank().0 != 1).then(|| e.gather(&group, Arc::default(), &what).unwrap_err())
         });
         let error = errors[0].as_ref().unwrap();
         assert!(
@@ -380,7 +393,7 @@ mod tests {
                 e.world().abort(Rank(2), "out of luck");
                 None
             }
-            _ => Some(e.gather(&group, vec![], &what).unwrap_err()),
+            _ => Some(e.gather(&group, Arc::default(), &what).unwrap_err()),
         });
         assert!(started.elapsed() < PATIENCE);
         for error in errors.into_iter().flatten() {

@@ -3,6 +3,7 @@
 pub mod arena;
 pub mod calibrate;
 pub mod checkpoint;
+pub mod clock;
 pub mod communicator;
 pub mod cpu;
 pub mod data;

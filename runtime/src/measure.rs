@@ -2,9 +2,10 @@
 //!
 //! Ranks time instructions in profiled steps only, each into its own table; here the tables
 //! are added up after the step. Times include waiting: for a collective, the time until the
-//! last member came.
+//! last member came. What ranks did on a processor meanwhile stands beside it: ranks that share
+//! processors are taken off them in the middle of an instruction.
 
-use crate::execute::{RankTimings, StepResult, what};
+use crate::execute::{RankTimings, StepResult, Timing, what};
 use ir::measurement::{
     InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement,
 };
@@ -27,13 +28,36 @@ pub struct Recorder {
     tokens_per_step: f64,
 }
 
+/// A sum of timings.
+#[derive(Clone, Copy, Debug, Default)]
+struct Total {
+    wall_s: f64,
+    busy_s: f64,
+    n: u64,
+}
+
+impl Total {
+    fn add(&mut self, t: &Timing) {
+        self.wall_s += t.wall_s;
+        self.busy_s += t.busy_s;
+        self.n += u64::from(t.n);
+    }
+    fn mean(&self, of: fn(&Self) -> f64) -> f64 {
+        if self.n == 0 {
+            0.0
+        } else {
+            of(self) / self.n as f64
+        }
+    }
+}
+
 /// Sums over profiled steps and the ranks of a stage.
 #[derive(Clone, Debug, Default)]
 struct Profile {
     n_ranks: u32,
     n_steps: u32,
-    instructions: Vec<Vec<(f64, u64)>>,
-    templates: Vec<(f64, u64)>,
+    instructions: Vec<Vec<Total>>,
+    templates: Vec<Total>,
 }
 
 impl Recorder {
@@ -60,9 +84,9 @@ impl Recorder {
             instructions: r
                 .templates
                 .iter()
-                .map(|t| vec![(0.0, 0); t.instructions.len()])
+                .map(|t| vec![Total::default(); t.instructions.len()])
                 .collect(),
-            templates: vec![(0.0, 0); r.templates.len()],
+            templates: vec![Total::default(); r.templates.len()],
         };
         Recorder {
             measurement,
@@ -144,11 +168,9 @@ impl Profile {
             .iter_mut()
             .flatten()
             .zip(timings.instructions.iter().flatten());
-        for (total, &(seconds, n)) in pairs.chain(self.templates.iter_mut().zip(&timings.templates))
-        {
-            total.0 += seconds;
-            total.1 += u64::from(n);
-        }
+        pairs
+            .chain(self.templates.iter_mut().zip(&timings.templates))
+            .for_each(|(total, t)| total.add(t));
     }
 
     fn stage(&self, role: &ir::program::RoleProgram, peak_bytes: u64) -> StageMeasurement {
@@ -161,7 +183,7 @@ impl Profile {
                 .flat_map(|(t, times)| t.instructions.iter().zip(times));
             timed
                 .filter(|(i, _)| i.stream == stream)
-                .map(|(_, t)| t.0)
+                .map(|(_, t)| t.wall_s)
                 .sum::<f64>()
                 / per_step
         };
@@ -171,11 +193,17 @@ impl Profile {
                 .iter()
                 .zip(&self.templates)
                 .filter(|(t, _)| wanted.contains(&t.kind));
-            timed.fold((0.0, 0u64), |(seconds, n), (_, t)| (seconds + t.0, n + t.1))
+            timed.fold((0.0, 0u64), |(seconds, n), (_, t)| {
+                (seconds + t.wall_s, n + t.n)
+            })
         };
-        let mean = |kind: TemplateKind| {
-            let (seconds, n) = of_kind(&[kind]);
-            if n == 0 { 0.0 } else { seconds / n as f64 }
+        // A pass of a microbatch goes through every chunk of the role, a template each.
+        let mean = |kind: TemplateKind| -> f64 {
+            let timed = role.templates.iter().zip(&self.templates);
+            timed
+                .filter(|(t, total)| t.kind == kind && total.n > 0)
+                .map(|(_, total)| total.wall_s / total.n as f64)
+                .sum()
         };
         StageMeasurement {
             compute_s: on_stream(Stream::Compute),
@@ -195,16 +223,15 @@ impl Profile {
     ) -> Vec<InstructionMeasurement> {
         let mut all = Vec::new();
         for (t, (template, times)) in role.templates.iter().zip(&self.instructions).enumerate() {
-            for (i, (instruction, &(seconds, n))) in
-                template.instructions.iter().zip(times).enumerate()
-            {
+            for (i, (instruction, total)) in template.instructions.iter().zip(times).enumerate() {
                 all.push(InstructionMeasurement {
                     stage,
                     template: t as u32,
                     instruction: i as u32,
                     what: what(role, instruction),
-                    count: (n / u64::from((self.n_steps * self.n_ranks).max(1))) as u32,
-                    mean_s: if n == 0 { 0.0 } else { seconds / n as f64 },
+                    count: (total.n / u64::from((self.n_steps * self.n_ranks).max(1))) as u32,
+                    mean_s: total.mean(|t| t.wall_s),
+                    busy_s: Some(total.mean(|t| t.busy_s)),
                 });
             }
         }

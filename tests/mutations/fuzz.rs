@@ -2,7 +2,7 @@
 //! make violations, never a panic or a long wait.
 
 use super::plans::Random;
-use super::{Case, case, list};
+use super::{Case, case, interleaved_case, list};
 use ir::program::{BufferClass, InstrKind, Program};
 use ir::reshard::LayoutStep;
 use ir::{AxisId, BufferId, InstrId, StageId, TemplateId, TransferId};
@@ -168,12 +168,51 @@ fn absurd_programs_are_answered() {
     }
 }
 
+/// What is wrong with how stages are interleaved, each alone.
+#[test]
+fn stages_that_cannot_be_interleaved_are_refused() {
+    let mut random = Random(6);
+    for _ in 0..8 {
+        let Case { plan, .. } = interleaved_case(&mut random);
+        let p = plan.n_meshes();
+        for way in 0..4 {
+            let mut spoiled = plan.clone();
+            let expected = match way {
+                0 => {
+                    spoiled.schedule = ir::plan::ScheduleKind::OneFOneB;
+                    "devices of its own"
+                }
+                1 => {
+                    spoiled.schedule = interleaved(1);
+                    "interleaving needs 2 or more"
+                }
+                2 => {
+                    spoiled.stages[p].mesh.axes[0].name = "other".into();
+                    "on another mesh than stage 0"
+                }
+                _ if p == 1 => continue,
+                _ => {
+                    spoiled.microbatch *= u64::from(spoiled.n_microbatches);
+                    spoiled.n_microbatches = 1;
+                    "interleaved stages need a multiple of 2"
+                }
+            };
+            let found = list(&checker::check_plan(&spoiled));
+            assert!(found.contains(expected), "way {way}: {found}");
+            if way > 0 {
+                let error = lowering::lower(&spoiled).unwrap_err().to_string();
+                assert!(error.contains(expected), "way {way}: {error}");
+            }
+        }
+    }
+}
+
 #[test]
 fn absurd_plans_are_refused() {
     let mut random = Random(4);
     for round in 0..12 {
         let Case { plan, .. } = case(&mut random);
-        for way in 0..25 {
+        for way in 0..28 {
             let mut p = plan.clone();
             match way {
                 0 => p.version = 0,
@@ -226,6 +265,13 @@ fn absurd_plans_are_refused() {
                 21 => p.cluster.device.memory_bandwidth_bytes_per_s = f64::INFINITY,
                 22 => p.train.dropout = f64::NAN,
                 23 => drop(p.layer_strategies[0].recompute.insert("{}.nothing".into())),
+                24 => p.schedule = interleaved(0),
+                25 => p.schedule = interleaved(u32::MAX),
+                26 => {
+                    // Two stages on one mesh must be interleaved, on two they cannot be.
+                    p.schedule = interleaved(2);
+                    p.stages.push(p.stages[0].clone());
+                }
                 _ => p.train.sequence = u64::MAX,
             }
             let found = checker::check_plan(&p);
@@ -236,6 +282,10 @@ fn absurd_plans_are_refused() {
         }
         assert_eq!(list(&checker::check_plan(&plan)), "");
     }
+}
+
+fn interleaved(virtual_stages: u32) -> ir::plan::ScheduleKind {
+    ir::plan::ScheduleKind::Interleaved { virtual_stages }
 }
 
 fn absurd_path() -> ir::reshard::CrossPath {

@@ -49,6 +49,7 @@ pub const CLASSES: &[(&str, Mutation)] = &[
     ("swap slots", swap_slots),
     ("wrong microbatch", slot_microbatch),
     ("wrong template", slot_template),
+    ("wrong chunk", template_chunk),
     ("wrong state buffer", state_buffer),
     ("drop state", drop_state),
     ("wrong loss buffer", loss_buffer),
@@ -321,6 +322,7 @@ fn op_attribute(p: &mut Program, r: &mut Random) -> bool {
                 | OpKind::Accumulate { .. }
                 | OpKind::Broadcast { .. }
                 | OpKind::EmbeddingGrad { .. }
+                | OpKind::Dispatch { .. }
                 | OpKind::UpdateLossScale { .. }
         )
     };
@@ -351,6 +353,7 @@ fn op_attribute(p: &mut Program, r: &mut Random) -> bool {
                 OpKind::ClipCoefficient { max_norm } => *max_norm = None,
                 OpKind::Broadcast { leading } => leading.push(ir::Dim::Fixed(1)),
                 OpKind::EmbeddingGrad { vocab } => *vocab += 1,
+                OpKind::Dispatch { capacity, .. } => *capacity += 1,
                 OpKind::UpdateLossScale { growth_interval } => *growth_interval += 1,
                 _ => return false,
             }
@@ -875,6 +878,17 @@ fn slot_template(p: &mut Program, r: &mut Random) -> bool {
         return false;
     };
     role.trace[at].template = new;
+    true
+}
+
+fn template_chunk(p: &mut Program, r: &mut Random) -> bool {
+    let role = role(p, r);
+    let all: Vec<u32> = (0..=role.n_chunks()).collect();
+    let at = r.below(role.templates.len());
+    let Some(new) = other(r, &all, &role.templates[at].chunk) else {
+        return false;
+    };
+    role.templates[at].chunk = new;
     true
 }
 

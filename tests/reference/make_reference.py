@@ -27,7 +27,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 sys.dont_write_bytecode = True
 import ops_reference  # noqa: E402
@@ -64,6 +67,34 @@ def llama(**changes):
     return LlamaConfig(**{**base, **changes})
 
 
+def mixtral(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCAB, rms_norm_eps=1e-5,
+        max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0, use_cache=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return MixtralConfig(**{**base, **changes})
+
+
+def qwen3_moe(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=40, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False,
+        mlp_only_layers=[1], vocab_size=VOCAB, max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0,
+        use_cache=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return Qwen3MoeConfig(**{**base, **changes})
+
+
+# Class of the model and module that its parts are in, by model_type.
+KINDS = {
+    "gpt2": (GPT2LMHeadModel, None),
+    "llama": (LlamaForCausalLM, modeling_llama),
+    "mixtral": (MixtralForCausalLM, modeling_mixtral),
+    "qwen3_moe": (Qwen3MoeForCausalLM, modeling_qwen3_moe),
+}
+
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 # name -> (seed, configuration). The linear case also has a head_dim that is not hidden / heads.
@@ -76,6 +107,8 @@ CASES = {
         14, lambda: llama(num_hidden_layers=3, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
     "llama_linear_rope": (
         15, lambda: llama(num_hidden_layers=1, head_dim=16, rope_parameters=LINEAR_ROPE, tie_word_embeddings=False)),
+    "mixtral": (16, mixtral),
+    "qwen3_moe": (17, qwen3_moe),
 }
 SHARDED = "llama_tied"
 
@@ -121,6 +154,10 @@ def write_case(folder, name, seed, config):
         raise RuntimeError(f"{name}: the float64 formulas disagree with transformers in float32 by {drift:e}")
 
     write_json(folder / "batches.json", {"tokens": batches.tolist()}, indent=None)
+    for made in (run, wide):
+        for key in ("grads", "params"):
+            made[key] = as_stored(config, made[key])
+    stored = as_stored(config, weights)
     save_tensors(run["grads"], folder / "grads.safetensors")
     save_tensors(run["params"], folder / "final.safetensors")
     skip = zero_gradient(config, weights)
@@ -134,8 +171,8 @@ def write_case(folder, name, seed, config):
         "hyper": {
             "optimizer": "AdamW",
             **HYPER,
-            "decayed": [key for key, value in weights.items() if value.dim() >= 2],
-            "not_decayed": [key for key, value in weights.items() if value.dim() < 2],
+            "decayed": [key for key, value in stored.items() if value.dim() >= 2],
+            "not_decayed": [key for key, value in stored.items() if value.dim() < 2],
         },
         "losses": run["losses"],
         "grad_norms": run["grad_norms"],
@@ -153,10 +190,32 @@ def write_case(folder, name, seed, config):
     write_json(folder / "reference.json", reference)
 
 
+def as_stored(config, tensors):
+    """Tensors by the names of files: a module keeps experts stacked, a file has three for each."""
+    block, parts = {
+        "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+        "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    }.get(config.model_type, ("", ()))
+    result = {}
+    for key, value in tensors.items():
+        if key.endswith(".experts.gate_up_proj"):
+            named = zip(parts[:2], value.chunk(2, dim=1), strict=True)
+        elif key.endswith(".experts.down_proj"):
+            named = [(parts[2], value)]
+        else:
+            result[key.replace(".mlp.gate.", f".{block}.gate.")] = value
+            continue
+        scope = key.rsplit(".", 1)[0].replace(".mlp.", f".{block}.")
+        for part, experts in named:
+            result.update({f"{scope}.{i}.{part}.weight": expert for i, expert in enumerate(experts)})
+    return result
+
+
 def build(config, dtype):
-    kind = GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM
+    kind = KINDS[config.model_type][0]
     config = type(config).from_dict(config.to_dict())
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = kind(config).to(dtype)
     if model.config._attn_implementation != "eager":
         raise RuntimeError("eager attention was not taken")
@@ -228,10 +287,10 @@ def make_optimizer(named, hyper):
 
 
 @contextlib.contextmanager
-def wide_llama(interleaved=False, tiled_kv=False):
-    """Llama modules that stay in the input's dtype.
+def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
+    """Modules of Llama and its relatives that stay in the input's dtype.
 
-    transformers computes Llama's norm, softmax and rotary angles in float32 whatever the model's
+    transformers computes their norms, softmaxes and rotary angles in float32 whatever the model's
     dtype, so `model.double()` alone is not a float64 run. The flags make well-known mistakes.
     """
 
@@ -258,13 +317,23 @@ def wide_llama(interleaved=False, tiled_kv=False):
         out = torch.softmax(scores, dim=-1) @ spread(v)
         return out.transpose(1, 2).contiguous(), None
 
-    swaps = [
-        (modeling_llama.LlamaRMSNorm, "forward", norm),
-        (modeling_llama.LlamaRotaryEmbedding, "forward", angles),
-        (modeling_llama, "eager_attention_forward", attention),
-    ]
-    if interleaved:
-        swaps.append((modeling_llama, "apply_rotary_pos_emb", rotary))
+    def route(self, x):
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        gates, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
+        plain = not getattr(self, "norm_topk_prob", True) if plain_gates is None else plain_gates
+        return logits, gates if plain else gates / gates.sum(dim=-1, keepdim=True), chosen
+
+    swaps = []
+    for module, name in ((modeling_llama, "Llama"), (modeling_mixtral, "Mixtral"), (modeling_qwen3_moe, "Qwen3Moe")):
+        swaps += [
+            (getattr(module, f"{name}RMSNorm"), "forward", norm),
+            (getattr(module, f"{name}RotaryEmbedding"), "forward", angles),
+            (module, "eager_attention_forward", attention),
+        ]
+        if interleaved:
+            swaps.append((module, "apply_rotary_pos_emb", rotary))
+        if module is not modeling_llama:
+            swaps.append((getattr(module, f"{name}TopKRouter"), "forward", route))
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:
         for owner, name, value in swaps:
@@ -298,7 +367,12 @@ def sensitivity(config, weights, batches, right):
         result[f"activation_{other}"] = wrong({"activation_function": other})
         result["norm_eps_1e-6"] = wrong({"layer_norm_epsilon": 1e-6})
         return result
-    result["norm_eps_1e-6"] = wrong({"rms_norm_eps": 1e-6})
+    eps = 1e-5 if config.rms_norm_eps == 1e-6 else 1e-6
+    result[f"norm_eps_{eps:.0e}".replace("e-0", "e-")] = wrong({"rms_norm_eps": eps})
+    if config.model_type != "llama":
+        result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
+        normalized = getattr(config, "norm_topk_prob", True)
+        result["gates_not_normalized" if normalized else "gates_normalized"] = wrong(plain_gates=normalized)
     result["rotary_interleaved"] = wrong(interleaved=True)
     result["kv_heads_tiled"] = wrong(tiled_kv=True)
     rope = config.rope_parameters
@@ -344,8 +418,8 @@ def save_model(model, folder, weights, **options):
     for path in folder.glob("model*.safetensors"):
         stored.update(safetensors.torch.load_file(path))
     loaded = dict(type(model).from_pretrained(folder).named_parameters())
-    for read in (stored, loaded):
-        if read.keys() != weights.keys() or not all(torch.equal(read[key], weights[key]) for key in weights):
+    for read, wanted in ((stored, as_stored(model.config, weights)), (loaded, weights)):
+        if read.keys() != wanted.keys() or not all(torch.equal(read[key], wanted[key]) for key in wanted):
             raise RuntimeError(f"the weights read back from {folder.name} are not the ones written")
     config = model.config
     if config.model_type == "llama" and not options:

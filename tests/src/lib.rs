@@ -1,6 +1,7 @@
 //! What the end-to-end tests share: reference cases, small clusters, and one way to plan, check
 //! and run a case on in-process ranks.
 
+pub mod all_ranks;
 pub mod fuzz;
 pub mod plans;
 
@@ -35,12 +36,14 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 5] = [
+pub const CASES: [&str; 7] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
     "llama_untied_rope",
     "llama_linear_rope",
+    "mixtral",
+    "qwen3_moe",
 ];
 
 impl Case {
@@ -55,6 +58,11 @@ impl Case {
         let reference = json("reference.json");
         let config = import::ModelConfig::load(&folder.join("config.json"))
             .expect("the case's config is valid");
+        // PyTorch drops no token.
+        let config = config
+            .clone()
+            .with_expert_capacity(4096.0)
+            .unwrap_or(config);
         let sequence = reference["seq"].as_u64().expect("seq");
         let forward = import::model_graph(
             &config,

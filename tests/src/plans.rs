@@ -162,7 +162,8 @@ fn input(g: &mut Graph, layer: LayerId, path: &str, kind: InputKind) -> ValueId 
 /// What is not random in a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setup {
-    /// Number of layers and sizes of the mesh axes of each stage.
+    /// Number of layers and sizes of the mesh axes of each stage; of interleaved stages the
+    /// first of a mesh says its axes.
     pub stages: Vec<(u32, Vec<u32>)>,
     /// Samples per microbatch.
     pub microbatch: u64,
@@ -281,8 +282,9 @@ fn recomputed(plan: &mut Plan, forward: &Graph, recompute: Recomputed, random: &
 }
 
 fn bare(forward: &Graph, setup: &Setup) -> Plan {
-    let (mut first_rank, mut first) = (0, 0);
-    let stages = setup.stages.iter().map(|(count, sizes)| {
+    let n_meshes = setup.stages.len() / setup.schedule.virtual_stages() as usize;
+    let mut first_rank = 0;
+    let meshes = setup.stages[..n_meshes].iter().map(|(_, sizes)| {
         let n_devices = sizes.iter().product();
         let devices = DeviceMesh {
             first_rank: Rank(first_rank),
@@ -294,6 +296,11 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             size,
         };
         let axes = sizes.iter().enumerate().map(axis).collect();
+        LogicalMesh::new(devices, axes).unwrap()
+    });
+    let meshes: Vec<LogicalMesh> = meshes.collect();
+    let mut first = 0;
+    let stages = setup.stages.iter().enumerate().map(|(i, (count, _))| {
         let runs = (first..first + count)
             .map(|l| LayerRun {
                 first: LayerId(l),
@@ -303,11 +310,10 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             .collect();
         first += count;
         StagePlan {
-            mesh: LogicalMesh::new(devices, axes).unwrap(),
+            mesh: meshes[i % n_meshes].clone(),
             runs,
         }
     });
-    let stages: Vec<StagePlan> = stages.collect();
     Plan {
         version: PLAN_VERSION,
         passes: PASSES_VERSION,
@@ -317,11 +323,11 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             global_batch: setup.microbatch * u64::from(setup.n_microbatches),
             ..setup.train.clone()
         },
-        cluster: cluster(stages.iter().map(|s| s.mesh.n_devices()).sum()),
+        cluster: cluster(first_rank),
         microbatch: setup.microbatch,
         n_microbatches: setup.n_microbatches,
         schedule: setup.schedule,
-        stages,
+        stages: stages.collect(),
         layer_strategies: vec![LayerStrategy::default(); forward.layers.len()],
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
@@ -349,6 +355,7 @@ fn cluster(n: u32) -> Cluster {
         memory_efficiency: 0.8,
         launch_s: 1e-6,
         conversion_s_per_element: BTreeMap::new(),
+        kernels: None,
         multiprocessors: 0,
         sustained_share: 1.0,
         power_limit_w: None,
@@ -380,6 +387,8 @@ fn cluster(n: u32) -> Cluster {
 /// In graph order, for each op a strategy whose operands can be reached from what was made.
 fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &mut Random) {
     let graph = &training.graph;
+    // By layer the first stage of its mesh.
+    let n_meshes = plan.n_meshes();
     let stage_of: Vec<usize> = plan
         .stages
         .iter()
@@ -387,7 +396,7 @@ fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &
         .flat_map(|(i, s)| {
             s.runs
                 .iter()
-                .flat_map(move |r| (0..r.count).map(move |_| i))
+                .flat_map(move |r| (0..r.count).map(move |_| i % n_meshes))
         })
         .collect();
     let mut made: Vec<Option<ShardingSpec>> = vec![None; graph.values().len()];

@@ -4,11 +4,14 @@
 //! `published.svg` beside it.
 
 mod figure;
+mod free;
+mod memory;
 mod ranking;
 mod report;
-mod score;
 
-use published::{Facts, csv, predict, row};
+use benchmarks::score;
+use published::cluster::cluster;
+use published::{Facts, Outcome, Predicted, csv, lower, predict, price, row};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -27,11 +30,19 @@ fn main() -> Result<(), String> {
     let table = csv::parse(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     let rows = row::rows(&table);
     let started = Instant::now();
-    let facts = facts()?;
+    let facts = benchmarks::facts::facts()?;
     let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);
     let mut report = report::text(&rows, &outcomes, &scored, seconds);
+    if std::env::args().any(|a| a == "--free") {
+        report += &free::text(&scored, &facts);
+    }
+    let points = path.with_file_name("memory.csv");
+    if let Ok(text) = std::fs::read_to_string(&points) {
+        report +=
+            &memory::points(&text, &facts).map_err(|e| format!("{}: {e}", points.display()))?;
+    }
     if std::env::args().any(|a| a == "--ablate") {
         report += &ablation(&facts, &scored);
     }
@@ -49,22 +60,6 @@ fn main() -> Result<(), String> {
     write(&folder.join("published.svg"), &figure::svg(&shown))
 }
 
-/// The built-in data files, or those of the folder after `--facts`.
-fn facts() -> Result<Facts, String> {
-    let Some(folder) = std::env::args().skip_while(|a| a != "--facts").nth(1) else {
-        return Ok(Facts::built_in());
-    };
-    let read = |name: &str| {
-        let path = Path::new(&folder).join(name);
-        std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
-    };
-    Facts::parse(
-        &read("devices.toml")?,
-        &read("interconnects.toml")?,
-        &read("frameworks.toml")?,
-    )
-}
-
 /// Errors without each term of the model of execution, in-sample and without fitting again.
 fn ablation(facts: &Facts, full: &[score::Scored<'_>]) -> String {
     let kept: Vec<row::Row> = full
@@ -72,11 +67,30 @@ fn ablation(facts: &Facts, full: &[score::Scored<'_>]) -> String {
         .filter(|s| s.tier == 'A' && !s.is_diagnostic())
         .map(|s| s.row.clone())
         .collect();
+    // Programs stay; only their instructions are priced again.
+    let (whole, programs) = (predict(&kept, facts), lower(&kept, facts));
     let columns = Facts::TERMS.iter().map(|term| {
-        let outcomes = predict(&kept, &facts.clone().without(term));
+        let without = facts.clone().without(term);
+        let asked: Vec<_> = kept
+            .iter()
+            .zip(&programs)
+            .filter_map(|(row, p)| Some((&**p.as_ref().ok()?, cluster(row, &without).ok()?)))
+            .collect();
+        let times = price(&asked);
+        let outcomes: Vec<Outcome> = whole
+            .iter()
+            .filter(|o| o.is_ok())
+            .zip(times)
+            .map(|(o, step_time_s)| {
+                Ok(Predicted {
+                    step_time_s: step_time_s?,
+                    ..o.clone()?
+                })
+            })
+            .collect();
         (*term, score::strata(&score::scored(&kept, &outcomes)))
     });
-    let whole = score::scored(&kept, &predict(&kept, facts));
+    let whole = score::scored(&kept, &whole);
     report::ablation(&score::strata(&whole), &columns.collect::<Vec<_>>())
 }
 

@@ -1,5 +1,6 @@
 //! The report in words and tables.
 
+use crate::memory;
 use crate::ranking::{Ranked, rankings};
 use crate::score::{COUNTED_ROWS, Scored, Stratum, mean, median, over_strata, strata};
 use published::{Outcome, Row};
@@ -41,6 +42,7 @@ pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: 
         ),
     );
     families(&mut out, scored);
+    out += &memory::text(scored);
     ranked(&mut out, &rankings(&tier('A')));
     missing(&mut out, rows, outcomes);
     out
@@ -212,11 +214,13 @@ fn missing(out: &mut String, rows: &[Row], outcomes: &[Outcome]) {
     }
 }
 
-fn percent(share: Option<f64>) -> String {
+/// A share in percent.
+pub fn percent(share: Option<f64>) -> String {
     share.map_or("–".into(), |x| format!("{:.1}%", 100.0 * x))
 }
 
-fn push(out: &mut String, line: String) {
+/// Adds a line.
+pub fn push(out: &mut String, line: String) {
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{line}");
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 /// Everything that is wrong with a plan; empty when it can be lowered.
 ///
 /// Checks versions, figures, batch sizes, the graph, that stages cover layers and meshes the
-/// cluster without overlap, that recomputed ops repeat their sources, that every op has a
+/// cluster without overlap (interleaved stages share theirs as their schedule says), that recomputed ops repeat their sources, that every op has a
 /// strategy its rule allows, and that every recorded layout change leads from the spec before
 /// it to the spec after it. Never panics.
 pub fn check_plan(plan: &Plan) -> Vec<Violation> {
@@ -127,6 +127,16 @@ fn meshes(plan: &Plan, report: &mut Report) -> bool {
         report.add("stages", "stages", "at least one stage", "none");
         good = false;
     }
+    if let Some(problem) = plan.interleaving_problem() {
+        report.add(
+            "schedule",
+            "interleaving",
+            "stages that can be interleaved",
+            problem,
+        );
+        return false;
+    }
+    let n_meshes = plan.n_meshes();
     let mut runs = Vec::new();
     for (i, stage) in plan.stages.iter().enumerate() {
         match mesh_problem(&stage.mesh, plan.cluster.n_devices()) {
@@ -134,6 +144,8 @@ fn meshes(plan: &Plan, report: &mut Report) -> bool {
                 report.add(format!("stages[{i}].mesh"), "mesh", expected, actual);
                 good = false;
             }
+            // The other stages of a mesh lie where its first one does.
+            None if i >= n_meshes => {}
             None => runs.push((
                 stage.mesh.devices.first_rank.0,
                 stage.mesh.devices.n_devices,

@@ -1,7 +1,7 @@
 //! Strategies and the paths between them: every op has a strategy that its rule allows, and
 //! every recorded layout change leads from the spec before it to the spec after it.
 //!
-//! A value's way into an operand is empty where the specs are equal. Between stages it is a
+//! A value's way into an operand is empty where the specs are equal. Between meshes it is a
 //! transfer, then whatever is recorded for the operand. Data and constants are made in the
 //! spec that is wanted, so nothing leads there.
 
@@ -213,8 +213,9 @@ impl Cx<'_> {
         let (Some(from), Some(to)) = (self.made(v, specs), to) else {
             return;
         };
-        let source = self.home(producer).map(|(h, _)| h.stage);
-        let (stage, from) = match (source, here.map(|(h, _)| h.stage)) {
+        let mesh = |stage: usize| stage % self.plan.n_meshes().max(1);
+        let source = self.home(producer).map(|(h, _)| mesh(h.stage));
+        let (stage, from) = match (source, here.map(|(h, _)| mesh(h.stage))) {
             (Some(s), Some(t)) if s != t => {
                 let Some(arrived) = self.transfer(v, s, t, &from, known, report) else {
                     return;
@@ -233,7 +234,14 @@ impl Cx<'_> {
         };
         // Uses of one value in one spec, stage and kind of template share the changed tensor;
         // the first may speak for all.
-        let group = (stage, template_of(consumer), v, to.clone());
+        let template = template_of(consumer);
+        let chunk = match template {
+            TemplateKind::Forward | TemplateKind::Backward => {
+                here.map_or(0, |(h, _)| h.stage / self.plan.n_meshes().max(1))
+            }
+            _ => 0,
+        };
+        let group = (stage, (template, chunk), v, to.clone());
         let steps = match (recorded, known.groups.get(&group)) {
             (Some(own), _) => own.clone(),
             (None, Some(first)) if from != to => first.clone(),
@@ -271,7 +279,7 @@ impl Cx<'_> {
                 report.add(
                     place,
                     "transfer",
-                    "a layout change between the stages",
+                    "a layout change between the meshes",
                     "none",
                 );
             }
@@ -373,7 +381,7 @@ impl Cx<'_> {
             report.add(
                 format!("transfers.{key}"),
                 "transfer",
-                "a value that moves to that stage",
+                "a value that moves to the mesh of that stage",
                 "none",
             );
         }
@@ -415,8 +423,9 @@ fn template_of(op: &Op) -> TemplateKind {
     }
 }
 
-/// Uses that share a changed tensor: stage, template, value, spec.
-type Group = (usize, TemplateKind, ValueId, ShardingSpec);
+/// Uses that share a changed tensor: mesh, template (its kind, and of which of the mesh's stages
+/// it is), value, spec.
+type Group = (usize, (TemplateKind, usize), ValueId, ShardingSpec);
 
 /// Keys that mean something, and the steps of the first use of each group.
 #[derive(Default)]

@@ -9,6 +9,7 @@ use cost_model::presets;
 use ir::cluster::{Cluster, MeasuredPoint};
 use ir::{Bytes, Seconds};
 use runtime::calibrate::{CalibrateOptions, measure};
+use std::path::Path;
 
 /// Seconds that measuring takes, about: quick, and thorough.
 const SECONDS: (f64, f64) = (5.0, 20.0);
@@ -36,7 +37,7 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
         .help("measure again while nothing else runs, without --quick")
     };
     let cluster = fit(&points, &machine).map_err(|e| failed(&e))?;
-    let text = document(args, &cluster).map_err(|e| failed(&e))?;
+    let text = document(&args.output, cluster.n_devices(), &cluster).map_err(|e| failed(&e))?;
     files::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
         return report::print_json(&cluster);
@@ -45,13 +46,12 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
 }
 
 /// The cluster as a file of the form that its ending asks for.
-fn document(args: &CalibrateArgs, cluster: &Cluster) -> Result<String, String> {
-    if args.output.extension().is_some_and(|e| e == "json") {
+pub fn document(path: &Path, ranks: u32, cluster: &Cluster) -> Result<String, String> {
+    if path.extension().is_some_and(|e| e == "json") {
         return serde_json::to_string_pretty(cluster)
             .map(|t| t + "\n")
             .map_err(|e| e.to_string());
     }
-    let ranks = cluster.n_devices();
     Ok(format!(
         "# This machine's CPU as {ranks} ranks, measured by `meshwright calibrate`.\n{}",
         presets::print(cluster)?
@@ -71,6 +71,7 @@ fn machine(n_ranks: u32) -> Result<Machine, Failure> {
         cores,
         memory_bytes: Bytes(memory),
         n_ranks,
+        attention_block_rows: runtime::cpu::attention::BLOCK as u32,
     })
 }
 
@@ -147,11 +148,8 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     }
     if let Some(pool) = &cluster.pool {
         fitted.push(vec![
-            format!("{} ranks together", pool.devices),
-            format!(
-                "as fast as {:.2} alone; {}",
-                pool.compute_devices, pool.memory_bytes
-            ),
+            format!("{} ranks on processors", pool.devices),
+            format!("{:.2}, {}", pool.compute_devices, pool.memory_bytes),
         ]);
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
@@ -175,8 +173,10 @@ fn rate(p: &MeasuredPoint) -> String {
     let size = |i: usize| p.size.get(i).copied().unwrap_or(0) as f64;
     match p.what.split(' ').next().unwrap_or_default() {
         "matmul" => per_second(2.0 * size(0) * size(1) * size(2), "FLOP"),
-        "attention" | "vector" | "convert" => per_second(size(0), "FLOP"),
-        "copy" | "all_reduce" | "all_gather" | "reduce_scatter" => per_second(size(0), "B"),
+        "attention" | "attention_grad" | "vector" | "convert" => per_second(size(0), "FLOP"),
+        "copy" | "send" | "all_reduce" | "all_gather" | "reduce_scatter" => {
+            per_second(size(0), "B")
+        }
         _ => "-".into(),
     }
 }

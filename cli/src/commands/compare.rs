@@ -3,12 +3,16 @@
 //! A plan for GPUs can be run on CPU threads; its prediction and that measurement are of
 //! different devices, so they are shown without ratios and with the reason.
 
+mod recalibrate;
+
 use crate::args::CompareArgs;
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, files, report};
-use cost_model::compare::{Compared, Comparison, StageComparison, compare, expected_instructions};
+use cost_model::compare::{
+    Compared, Comparison, Part, StageComparison, Waterfall, compare, expected_instructions,
+};
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
 use ir::{Bytes, Seconds};
 use serde_json::json;
@@ -17,27 +21,41 @@ use std::path::Path;
 /// Runs the verb.
 pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
-    let measured = read(&args.run, &loaded)?;
+    let runs = args
+        .run
+        .iter()
+        .map(|path| read(path, &loaded))
+        .collect::<Result<Vec<_>, _>>()?;
+    let Some(measured) = runs.first() else {
+        return Err(Failure::new(Exit::Usage, "no run to compare with"));
+    };
     let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| {
         Failure::new(
             Exit::CheckFailed,
             format!("the plan's program cannot be played: {e}"),
         )
     })?;
-    let mut comparison = compare(&loaded.plan.predicted, &expected, &measured);
-    let different = different_devices(&loaded, &measured);
+    let mut comparison = compare(&loaded.plan.predicted, &expected, measured);
+    let different = different_devices(&loaded, measured);
     if different.is_some() {
         without_ratios(&mut comparison);
     }
+    let refined = match (&args.recalibrate, &different) {
+        (Some(_), Some(words)) => return Err(Failure::new(Exit::Usage, words.clone())),
+        (Some(path), None) => Some(recalibrate::recalibrate(path, &loaded, &runs)?),
+        (None, _) => None,
+    };
     if args.json {
         return report::print_json(&json!({
             "name": loaded.plan.name,
             "plan_hash": loaded.hash,
             "different_devices": different,
             "comparison": comparison,
+            "recalibrated": refined,
         }));
     }
-    print_words(&loaded, &measured, &comparison, different.as_deref())
+    print_words(&loaded, measured, &comparison, different.as_deref())?;
+    refined.map_or(Ok(()), |r| r.print())
 }
 
 /// That the plan and the run are of different devices, in words, and what to do about it.
@@ -59,7 +77,8 @@ fn different_devices(loaded: &Loaded, measured: &Measurement) -> Option<String> 
     ))
 }
 
-/// Takes out what relates the two sides: ratios, and the instructions that differ most.
+/// Takes out what relates the two sides: ratios, the way from one to the other, and the
+/// instructions that differ most.
 fn without_ratios(c: &mut Comparison) {
     let whole = [
         &mut c.step_time_s,
@@ -76,11 +95,13 @@ fn without_ratios(c: &mut Comparison) {
             &mut s.compute_s,
             &mut s.collective_s,
             &mut s.transfer_s,
+            &mut s.waiting_s,
             &mut s.peak_bytes,
         ];
         all.into_iter().for_each(|x| x.ratio = None);
     }
     c.worst.clear();
+    c.waterfall = None;
 }
 
 /// The measurement at `path`, if it is one of this plan.
@@ -123,10 +144,12 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
             ]
         })
         .map(|x| ("stages: a time", x));
-    let of_instructions = m
-        .instructions
-        .iter()
-        .map(|i| ("instructions: mean_s", i.mean_s));
+    let of_instructions = m.instructions.iter().flat_map(|i| {
+        [
+            ("instructions: mean_s", i.mean_s),
+            ("instructions: busy_s", i.busy_s.unwrap_or(0.0)),
+        ]
+    });
     let totals = [
         ("step_time_s", m.step_time_s.0),
         ("tokens_per_s", m.tokens_per_s),
@@ -183,6 +206,18 @@ fn print_words(
         plan.train.precision.compute(),
         report::plan::used_devices(plan),
     ))?;
+    let steps = [
+        ("predicted", c.step_time_s.predicted),
+        ("measured", c.step_time_s.measured),
+    ];
+    for (what, seconds) in steps {
+        let relevant = what == "predicted" || different.is_none();
+        if let Some(words) =
+            report::plan::mistake(plan, &loaded.training, seconds, what).filter(|_| relevant)
+        {
+            report::out(&words)?;
+        }
+    }
     report::out(
         "Peak memory: predicted, the arena and what the cluster reserves for the runtime; measured, the arena and the scratch space used.\n",
     )?;
@@ -190,7 +225,10 @@ fn print_words(
         .stages
         .iter()
         .enumerate()
-        .flat_map(|(i, s)| stage_rows(&i.to_string(), s))
+        .flat_map(|(i, s)| {
+            let v = plan.schedule.virtual_stages();
+            stage_rows(&report::plan::stages_of_mesh(i, c.stages.len(), v), s)
+        })
         .collect();
     if c.stages.len() > 1 {
         rows.extend(stage_rows("all", &c.total));
@@ -201,7 +239,7 @@ fn print_words(
         2,
     ))?;
     report::out(
-        "(forward and backward of one microbatch, the others per step; measured collectives and transfers include waiting)",
+        "(forward and backward of one microbatch, the others per step; compute, collectives and transfers are work, waiting is for other ranks or for a processor)",
     )?;
     if different.is_some() {
         return Ok(());
@@ -211,12 +249,15 @@ fn print_words(
             "\nNo step was timed instruction by instruction; run with --profile 2 for that.",
         );
     }
+    if let Some(w) = &c.waterfall {
+        print_waterfall(w)?;
+    }
     report::out("\nThe instructions with the largest difference per step")?;
     let worst = c.worst.iter().map(|w| {
         let place = format!("{}.{}.{}", w.stage, w.template, w.instruction);
         let mut cells = vec![place, short_name(&w.what), w.count.to_string()];
         cells.extend(row("", w.seconds, &seconds).into_iter().skip(1));
-        cells.push(seconds(w.error_s));
+        cells.push(signed(-w.error_s));
         cells
     });
     report::out(&report::table(
@@ -234,6 +275,56 @@ fn print_words(
     ))
 }
 
+/// The way from the predicted to the measured step time.
+fn print_waterfall(w: &Waterfall) -> Result<(), Failure> {
+    report::out(&format!(
+        "\nFrom {} predicted to {} measured, in seconds of the step (work over the {:.2} processors that work together)",
+        seconds(w.predicted_s),
+        seconds(w.measured_s),
+        w.processors
+    ))?;
+    let times = |predicted: f64, measured: f64| {
+        [
+            seconds(predicted),
+            seconds(measured),
+            signed(measured - predicted),
+        ]
+    };
+    let cells = |p: &Part| times(p.predicted_s, p.measured_s).to_vec();
+    let mut rows: Vec<Vec<String>> = w
+        .parts
+        .iter()
+        .map(|p| {
+            let stage = p.stage.map_or("all".into(), |s| s.to_string());
+            [vec![p.cause.name().to_string(), stage], cells(p)].concat()
+        })
+        .collect();
+    let step = times(w.predicted_s, w.measured_s).to_vec();
+    rows.push([vec!["step".into(), "all".into()], step].concat());
+    report::out(&report::table(
+        &["cause", "stage", "predicted", "measured", "difference"],
+        rows,
+        2,
+    ))?;
+    let rows = w.kinds.iter().filter(|p| p.kind.is_some()).map(|p| {
+        let kind = p.kind.clone().unwrap_or_default();
+        [vec![kind, p.cause.name().to_string()], cells(p)].concat()
+    });
+    report::out(&report::table(
+        &["kind", "cause", "predicted", "measured", "difference"],
+        rows.collect(),
+        2,
+    ))
+}
+
+/// Seconds with their sign.
+fn signed(s: f64) -> String {
+    match s < 0.0 {
+        true => format!("-{}", seconds(-s)),
+        false => format!("+{}", seconds(s)),
+    }
+}
+
 fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
     let times = [
         ("forward", s.forward_s),
@@ -242,6 +333,7 @@ fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
         ("compute", s.compute_s),
         ("collectives", s.collective_s),
         ("transfers", s.transfer_s),
+        ("waiting", s.waiting_s),
     ];
     let there = times
         .into_iter()

@@ -13,13 +13,16 @@ use std::time::{Duration, Instant};
 /// Runs the verb.
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(|e| {
-        Failure::new(Exit::Usage, e).help("pins are data=N, tensor=N, pipeline=N, zero=0..3, microbatch=N, schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...] with _ for a whole dim")
+        Failure::new(Exit::Usage, e).help("pins are data=N, expert=N, context=N, context_order=zigzag|natural, tensor=N, pipeline=N, split=5/4/5 (layers of every stage, embedding and output layer included), virtual=N, zero=0..3, microbatch=N (samples over all ranks of a stage), schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...] with _ for a whole dim")
     })?;
-    let model = model::load(&args.model)?;
+    let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
     files::check_writable(&args.output)?;
+    if let Some(words) = report::plan::no_peak(&cluster, spec.precision.compute()) {
+        eprintln!("warning: {words}");
+    }
     let options = PlanOptions {
         pins,
         layering: args.layers.map_or(Layering::default(), |l| l.0),

@@ -8,6 +8,9 @@ use published::{Facts, csv, output, predict, row};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+/// Reasons that a failure lists.
+const REASONS_SHOWN: usize = 10;
+
 /// Runs the verb.
 pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let text = files::read_text(&args.rows, "table of runs", files::LARGE)?;
@@ -33,20 +36,37 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let rows = row::rows(&table);
     let outcomes = predict(&rows, &Facts::built_in());
     bar.finish_and_clear();
-    files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
     let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    for unmodelled in outcomes.iter().filter_map(|o| o.as_ref().err()) {
+        *reasons.entry(unmodelled.to_string()).or_default() += 1;
+    }
+    let reasons = reasons
+        .into_iter()
+        .map(|(reason, n)| format!("  {n} not predicted: {reason}"));
+    if predicted == 0 {
+        let reasons: Vec<String> = reasons.take(REASONS_SHOWN).collect();
+        let what = match rows.len() {
+            0 => "the table has no rows".to_string(),
+            n => format!(
+                "none of {n} runs could be predicted\n{}",
+                reasons.join("\n")
+            ),
+        };
+        return Err(
+            Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()))
+                .help("docs/published.md lists the columns and what they may say"),
+        );
+    }
+    files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
     report::out(&format!(
         "{predicted} of {} runs predicted in {:.1} s. Written to {}.",
         rows.len(),
         started.elapsed().as_secs_f64(),
         args.output.display()
     ))?;
-    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-    for unmodelled in outcomes.iter().filter_map(|o| o.as_ref().err()) {
-        *reasons.entry(unmodelled.to_string()).or_default() += 1;
-    }
-    for (reason, n) in reasons {
-        report::out(&format!("  {n} not predicted: {reason}"))?;
+    for reason in reasons {
+        report::out(&reason)?;
     }
     Ok(())
 }

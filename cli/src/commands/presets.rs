@@ -69,7 +69,7 @@ pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
         report::out(&format!("Links: {}", list(catalogue.links().collect())))?;
     }
     report::out(
-        "A cluster may be composed: --cluster DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4.\n\
+        "A cluster may be composed: --cluster DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4, or DEVICE*COUNT+LINK for one host.\n\
          `meshwright presets NAME` prints one as a file with the source of every figure; --hosts changes the number of hosts.",
     )
 }

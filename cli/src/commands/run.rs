@@ -5,6 +5,7 @@ use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, files, model, report};
 use cost_model::StepWork;
+use cost_model::utilisation::peak_flops_per_s;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
@@ -40,6 +41,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     let dataset = dataset(args, &loaded.training)?;
     let state = outputs(args)?;
+    computes_in_types(&loaded)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(&loaded);
@@ -67,6 +69,23 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         print_json(args, &loaded, &measurement)
     } else {
         print_words(args, &loaded, &measurement)
+    }
+}
+
+/// Refuses plans whose matmuls run in a type that CPU ranks do not compute in.
+fn computes_in_types(loaded: &Loaded) -> Result<(), Failure> {
+    let software = loaded.plan.cluster.software.as_ref();
+    let narrow = software.and_then(|s| s.matmul_dtype);
+    match narrow.filter(|t| !runtime::execute::is_computed(*t)) {
+        None => Ok(()),
+        Some(t) => Err(Failure::new(
+            Exit::RunFailed,
+            format!(
+                "the plan's matmuls run in {0}, and the runtime has no {0} matmuls",
+                t.name()
+            ),
+        )
+        .help("such plans are predicted and proved; to run one, compile for a cluster whose `software` has no `matmul_dtype`")),
     }
 }
 
@@ -364,7 +383,7 @@ impl Rates {
             // The peak of devices that did not do the work would make a figure of nothing.
             peak: Some(&loaded.plan.cluster)
                 .filter(|c| cluster::is_of_cpu_ranks(c))
-                .and_then(|c| c.peak_flops_per_s(work.dtype, devices)),
+                .and_then(|c| peak_flops_per_s(c, work.dtype, devices)),
         }
     }
     fn mfu(&self, seconds: f64) -> Option<f64> {
@@ -470,11 +489,20 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
             m.executed_on, cluster.name
         ),
     })?;
+    let seconds = m.step_time_s.0;
+    let mistake = report::plan::mistake(&loaded.plan, &loaded.training, seconds, "measured");
+    if let Some(words) = mistake.filter(|_| cluster::is_of_cpu_ranks(cluster)) {
+        report::out(&format!("  {words}"))?;
+    }
     let peaks: Vec<String> = m
         .stages
         .iter()
         .enumerate()
-        .map(|(i, s)| format!("stage {i}: {}", s.peak_bytes))
+        .map(|(i, s)| {
+            let v = loaded.plan.schedule.virtual_stages();
+            let stage = report::plan::stages_of_mesh(i, m.stages.len(), v);
+            format!("stage {stage}: {}", s.peak_bytes)
+        })
         .collect();
     report::out(&format!("Peak memory of a rank: {}", peaks.join(", ")))?;
     report::out(&format!(

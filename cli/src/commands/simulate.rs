@@ -44,6 +44,10 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
         plan.name, plan.cluster.name
     ))?;
     report::out(report::plan::predicted(plan, &played.prediction).trim_end())?;
+    let step_s = played.prediction.step_time_s.0;
+    if let Some(words) = report::plan::mistake(plan, &loaded.training, step_s, "predicted") {
+        report::out(&words)?;
+    }
     if let Some(path) = &args.trace {
         report::out(&format!(
             "{} events written to {}; open it at https://ui.perfetto.dev",

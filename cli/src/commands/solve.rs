@@ -11,23 +11,23 @@ use planner::intra_op::{
 };
 use serde_json::{Value, json};
 use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The exit code of a command that an interrupt ended: 128 and the signal's number.
-const INTERRUPTED: i32 = 130;
-
 /// Runs the verb.
 pub fn run(args: &SolveArgs) -> Result<(), Failure> {
-    // The limit counts from here, so that it covers reading.
+    // The limit counts from here, so that it covers reading; so does an interrupt.
     let start = Instant::now();
-    let options = options(args, start)?;
+    let cancel = Arc::default();
+    stop_on_interrupt(&cancel)?;
+    let options = options(args, start, &cancel)?;
     if let Some(path) = &args.output {
         files::check_writable(path)?;
     }
-    let problem = read(&args.instance)?;
+    let problem = read(&args.instance, &cancel)?;
     report::out(&format!(
         "{}: {} nodes, {} edges, usage limit {}",
         problem.name,
@@ -36,9 +36,6 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
         problem.usage_limit.map_or("none".into(), |l| l.to_string())
     ))?;
     report::out(&format!("{:9.3} s  read", start.elapsed().as_secs_f64()))?;
-    if let Some(cancel) = &options.cancel {
-        stop_on_interrupt(cancel)?;
-    }
     let bar = spinner("solving");
     let solved = solve(&problem, &options);
     bar.finish_and_clear();
@@ -53,10 +50,14 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;
     }
     report::out(&line(&result, problem.usage_limit).to_string())?;
-    verdict(args, &result)
+    verdict(args, &result, cancel.load(Ordering::Relaxed))
 }
 
-fn options(args: &SolveArgs, start: Instant) -> Result<SolveOptions, Failure> {
+fn options(
+    args: &SolveArgs,
+    start: Instant,
+    cancel: &Arc<AtomicBool>,
+) -> Result<SolveOptions, Failure> {
     if !(0.0..1.0).contains(&args.gap) {
         let what = format!("--gap is {}, expected at least 0 and below 1", args.gap);
         return Err(Failure::new(Exit::Usage, what));
@@ -65,7 +66,7 @@ fn options(args: &SolveArgs, start: Instant) -> Result<SolveOptions, Failure> {
         time_limit: args.time_limit.map(seconds).transpose()?,
         work_limit: args.work_limit,
         start: Some(start),
-        cancel: Some(Arc::default()),
+        cancel: Some(Arc::clone(cancel)),
         threads: usize::from(args.threads),
         seed: args.seed,
         gap: args.gap,
@@ -73,14 +74,15 @@ fn options(args: &SolveArgs, start: Instant) -> Result<SolveOptions, Failure> {
     })
 }
 
-/// The first interrupt (or request to terminate) ends the search with what is known; the
-/// second ends the command.
+/// The first interrupt (or request to terminate) ends reading, or the search with what is
+/// known; the second ends the command.
 fn stop_on_interrupt(cancel: &Arc<AtomicBool>) -> Result<(), Failure> {
     let cancel = Arc::clone(cancel);
     let handler = move || {
         if cancel.swap(true, Ordering::Relaxed) {
-            std::process::exit(INTERRUPTED);
+            std::process::exit(Exit::Interrupted as i32);
         }
+        eprintln!("interrupted: ending with what is known; interrupt again to end at once");
     };
     ctrlc::set_handler(handler)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))
@@ -125,7 +127,7 @@ fn line(result: &SolveResult, usage_limit: Option<u64>) -> Value {
     })
 }
 
-fn verdict(args: &SolveArgs, result: &SolveResult) -> Result<(), Failure> {
+fn verdict(args: &SolveArgs, result: &SolveResult, interrupted: bool) -> Result<(), Failure> {
     let instance = args.instance.display();
     match &result.status {
         SolveStatus::Optimal | SolveStatus::Feasible { .. } => Ok(()),
@@ -135,6 +137,10 @@ fn verdict(args: &SolveArgs, result: &SolveResult) -> Result<(), Failure> {
         )
         .help(
             "raise the instance's usage_limit, or allow more strategies (costs of 10^18 forbid)",
+        )),
+        SolveStatus::Timeout if interrupted => Err(Failure::new(
+            Exit::Interrupted,
+            format!("{instance}: interrupted before a choice that fits was found"),
         )),
         SolveStatus::Timeout => Err(Failure::new(
             Exit::Infeasible,
@@ -166,7 +172,22 @@ fn seconds(s: f64) -> Result<Duration, Failure> {
     }
 }
 
-fn read(path: &Path) -> Result<planner::intra_op::IntraOpProblem, Failure> {
+/// A file that cannot be read further once somebody asked to stop.
+struct Interruptible<'a> {
+    file: File,
+    cancel: &'a AtomicBool,
+}
+
+impl Read for Interruptible<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.cancel.load(Ordering::Relaxed) {
+            return Err(io::Error::other("interrupted"));
+        }
+        self.file.read(into)
+    }
+}
+
+fn read(path: &Path, cancel: &AtomicBool) -> Result<planner::intra_op::IntraOpProblem, Failure> {
     let name = path.display();
     let bad = |e: &dyn std::fmt::Display| Failure::new(Exit::BadInput, format!("{name}: {e}"));
     const INSTANCES_ARE: &str =
@@ -184,5 +205,10 @@ fn read(path: &Path) -> Result<planner::intra_op::IntraOpProblem, Failure> {
         return Err(bad(&"is empty, expected an instance").help(INSTANCES_ARE));
     }
     let file = File::open(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
-    read_problem(file).map_err(|e| bad(&e).help(INSTANCES_ARE))
+    let problem = read_problem(Interruptible { file, cancel });
+    if cancel.load(Ordering::Relaxed) {
+        let what = format!("{name}: interrupted while the instance was read");
+        return Err(Failure::new(Exit::Interrupted, what));
+    }
+    problem.map_err(|e| bad(&e).help(INSTANCES_ARE))
 }

@@ -8,8 +8,11 @@ use std::collections::BTreeMap;
 /// Communication of one kind in one stage.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Traffic {
-    /// The stage.
+    /// The stage; of interleaved ones the first on its mesh.
     pub stage: usize,
+    /// All stages on the mesh, in words.
+    #[serde(skip)]
+    stages: String,
     /// `all_reduce`, ..., `send`, `receive`, `world_sum`.
     pub kind: String,
     /// Names of the axes of its groups; the other stage for transfers.
@@ -42,8 +45,13 @@ pub fn traffic(program: &Program) -> Vec<Traffic> {
             }
         }
     }
+    let stages = |stage: usize| {
+        let n_chunks = program.roles[stage].n_chunks();
+        super::plan::stages_of_mesh(stage, program.roles.len(), n_chunks)
+    };
     let row = |((stage, kind, over, ranks, part), (count, bytes)): (Key, (u64, u64))| Traffic {
         stage,
+        stages: stages(stage),
         kind: kind.into(),
         over,
         ranks,
@@ -124,7 +132,7 @@ fn part_name(kind: TemplateKind) -> &'static str {
 pub fn table(rows: &[Traffic]) -> String {
     let line = |t: &Traffic| {
         vec![
-            t.stage.to_string(),
+            t.stages.clone(),
             t.kind.clone(),
             t.over.clone(),
             t.part.clone(),

@@ -2,7 +2,7 @@
 //!
 //! Nothing of this is recorded in a plan: it is read off the ops' strategies. An axis that
 //! shards the samples of the heavy ops is data parallel, their features tensor parallel, the
-//! sequence inside attention context parallel, the sequence between the matmuls of a
+//! experts of a mixture expert parallel, the sequence inside attention context parallel, the sequence between the matmuls of a
 //! tensor-parallel axis sequence parallel. The ZeRO level of an axis (Rajbhandari et al. 2020)
 //! says which tensors of a parameter lie split over it although its uses want it whole.
 
@@ -144,12 +144,13 @@ impl Layer<'_> {
                 .map(|a| leaf(&a.op.path))
                 .collect::<Vec<_>>()
         };
-        let (batch, feature, sequence) = (
+        let (batch, expert, feature, sequence) = (
             with(FactorRole::Batch),
+            with(FactorRole::Expert),
             with(FactorRole::Feature),
             with(FactorRole::Sequence),
         );
-        let several = [&batch, &feature, &sequence]
+        let several = [&batch, &expert, &feature, &sequence]
             .iter()
             .filter(|n| !n.is_empty())
             .count()
@@ -164,6 +165,9 @@ impl Layer<'_> {
         let mut does = Vec::new();
         if !batch.is_empty() {
             does.push(name("data parallel", &batch));
+        }
+        if !expert.is_empty() {
+            does.push(name("expert parallel", &expert));
         }
         if !feature.is_empty() {
             does.push(name("tensor parallel", &feature));

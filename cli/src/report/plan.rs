@@ -3,6 +3,8 @@
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
 use super::{count, percent, table};
+use cost_model::StepWork;
+use cost_model::utilisation::{peak_dtype, too_fast};
 use ir::cluster::Cluster;
 use ir::plan::{Plan, Prediction};
 use ir::training::TrainingGraph;
@@ -15,6 +17,8 @@ use std::fmt::Write;
 pub struct StageReport {
     /// Ranks, first and last.
     pub ranks: [u32; 2],
+    /// Which of the stages on these ranks, from 0; always 0 unless stages are interleaved.
+    pub chunk: u32,
     /// Axes, major first: name and size.
     pub mesh: Vec<(String, u32)>,
     /// Runs of equal layers.
@@ -49,6 +53,7 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
         };
         StageReport {
             ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
+            chunk: plan.chunk_of(ir::StageId::new(i)),
             mesh: s
                 .mesh
                 .axes
@@ -106,6 +111,9 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     }
     w.push('\n');
     w += &predicted(plan, &plan.predicted);
+    if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
+        let _ = writeln!(w, "{found}");
+    }
     w += &proof(plan);
     w
 }
@@ -147,7 +155,7 @@ fn heading(plan: &Plan) -> String {
         Optimizer::AdamW { .. } => "AdamW",
         Optimizer::Sgd { .. } => "SGD",
     };
-    let used: u32 = plan.stages.iter().map(|s| s.mesh.n_devices()).sum();
+    let used = used_devices(plan);
     let mut w = format!(
         "{} on {used} of the {} devices of {} ({})\n",
         plan.name,
@@ -164,9 +172,13 @@ fn heading(plan: &Plan) -> String {
     );
     let _ = writeln!(
         w,
-        "Pipeline: {} stage{}, schedule {}, {} microbatch{} of {} sample{}",
+        "Pipeline: {} stage{}{}, schedule {}, {} microbatch{} of {} sample{}",
         plan.stages.len(),
         plural(plan.stages.len() as u64, "s"),
+        match plan.schedule.virtual_stages() {
+            1 => String::new(),
+            v => format!(", {v} on each of {} meshes", plan.n_meshes()),
+        },
         plan.schedule.name(),
         plan.n_microbatches,
         plural(u64::from(plan.n_microbatches), "es"),
@@ -204,7 +216,7 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
             used_devices(plan)
         )
     );
-    w += &stage_table(p);
+    w += &stage_table(p, plan.schedule.virtual_stages());
     w.push('\n');
     w
 }
@@ -220,37 +232,72 @@ pub fn hfu(mfu: f64, hfu: f64) -> String {
 
 /// Devices that the plan uses.
 pub fn used_devices(plan: &Plan) -> u32 {
-    plan.stages.iter().map(|s| s.mesh.n_devices()).sum()
+    plan.meshes().map(|m| m.n_devices()).sum()
+}
+
+/// The stages on one of `n_meshes` meshes with `virtual_stages` each, by their numbers: `1`, or
+/// interleaved `1+5`.
+pub fn stages_of_mesh(mesh: usize, n_meshes: usize, virtual_stages: u32) -> String {
+    let stages = (0..virtual_stages as usize).map(|c| (mesh + c * n_meshes).to_string());
+    stages.collect::<Vec<_>>().join("+")
 }
 
 /// What MFU means here, with the peak and its source.
 pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
-    let key = format!("device.peak_flops_per_s.{}", dtype.name());
+    let Some(of) = peak_dtype(cluster, dtype) else {
+        return format!("MFU: the cluster has no {} peak", dtype.name());
+    };
+    let key = format!("device.peak_flops_per_s.{}", of.name());
     // The source of the key, or of the nearest table around it.
     let prefixes = std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
     let source = prefixes
         .filter_map(|end| cluster.sources.get(&key[..end]))
         .next()
         .map_or("source not given", String::as_str);
-    match cluster.peak_flops_per_s(dtype, devices) {
-        Some(peak) => format!(
-            "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {devices} device{} ({source})",
-            count(peak),
-            dtype.name(),
-            plural(u64::from(devices), "s"),
-        ),
-        None => format!("MFU: the cluster has no {} peak", dtype.name()),
-    }
+    let instead = match of == dtype {
+        true => String::new(),
+        false => format!("; the device has no {} peak", dtype.name()),
+    };
+    format!(
+        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {devices} device{} ({source}){instead}",
+        count(cluster.peak_flops_per_s(of, devices).unwrap_or(0.0)),
+        of.name(),
+        plural(u64::from(devices), "s"),
+    )
 }
 
-/// Times and memory per stage.
-pub fn stage_table(p: &Prediction) -> String {
+/// What is wrong with a step time, if anything: that the devices' best matmuls are slower.
+pub fn mistake(plan: &Plan, training: &TrainingGraph, step_s: f64, what: &str) -> Option<String> {
+    let work = StepWork::of(training, &plan.train);
+    too_fast(&plan.cluster, &work, used_devices(plan), step_s).map(|found| found.words(what))
+}
+
+/// That the compute type is planned at another type's rate, if it is, and what to do.
+pub fn no_peak(cluster: &Cluster, dtype: DType) -> Option<String> {
+    let of = peak_dtype(cluster, dtype).filter(|of| *of != dtype)?;
+    let there: Vec<&str> = cluster
+        .device
+        .peak_flops_per_s
+        .keys()
+        .map(|t| t.name())
+        .collect();
+    Some(format!(
+        "{} has no {} rate; matmuls are planned at its slowest, that of {}, and MFU is relative to that peak. It has {}: see --precision",
+        cluster.device.name,
+        dtype.name(),
+        of.name(),
+        there.join(", ")
+    ))
+}
+
+/// Times and memory per mesh, whose stages are named.
+pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     // Sums of nothing may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
     let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
         vec![
-            i.to_string(),
+            stages_of_mesh(i, p.stages.len(), virtual_stages),
             time(s.forward_s),
             time(s.backward_s),
             time(s.step_s),

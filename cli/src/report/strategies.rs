@@ -83,6 +83,7 @@ fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
             AxisUse::Factor(f) => match a.roles.get(f.index()) {
                 Some(FactorRole::Batch) => format!("{axis}: batch"),
                 Some(FactorRole::Sequence) => format!("{axis}: sequence"),
+                Some(FactorRole::Expert) => format!("{axis}: expert"),
                 _ => format!("{axis}: feature {f}"),
             },
         }

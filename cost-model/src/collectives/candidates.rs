@@ -34,17 +34,27 @@
 //! gather `(n_i - 1) a + (n_i - 1)/n_i (S_i + half)/B_i` with `S_i = S / inside_i`; all-reduce
 //! twice that, or trees `2 ceil(log2 n_i) a + 2 (S + half)/B_i`.
 //!
+//! **Shared memory** (ranks that are threads). Every member copies its operand, meets the others
+//! and makes its result from what they brought; with `c` seconds per byte copied, `r` per byte
+//! of operands reduced, `m` per meeting: all-gather `m + (1 + 1/n) S c`, reduce-scatter
+//! `m + S c + S r`, all-to-all `m + 2 S c`, broadcast `m + 2 S c`; all-reduce in one phase
+//! `m + S c + n S r`, or in two, of which the first reduces a part on every member,
+//! `2 m + 2 S c + S r`.
+//!
 //! Sources: NCCL `src/graph/tuning.cc` for what the terms are; Sanders, Speck & Traff 2009 for
 //! two trees; the comparison with measurements is `benchmarks/results/comm.md`.
 
 use super::{Algorithm, Candidate, Tier};
-use ir::cluster::Protocol;
+use ir::cluster::{Protocol, SharedMemory};
 
 /// Ways of an all-reduce.
 pub(super) fn all_reduce<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
     let Some(outer) = tiers.last() else {
         return Vec::new();
     };
+    if let Some(s) = shared(tiers) {
+        return vec![s.way(1.0, 1.0, s.n), s.way(2.0, 2.0, 1.0)];
+    }
     if outer.level.protocols.is_empty() {
         return plain_all_reduce(tiers);
     }
@@ -57,8 +67,19 @@ pub(super) fn all_reduce<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
     all
 }
 
-/// Ways of an all-gather or reduce-scatter.
+/// Ways of a reduce-scatter.
+pub(super) fn scatter<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    match shared(tiers) {
+        Some(s) => vec![s.way(1.0, 1.0, 1.0)],
+        None => gather(tiers),
+    }
+}
+
+/// Ways of an all-gather.
 pub(super) fn gather<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    if let Some(s) = shared(tiers) {
+        return vec![s.way(1.0, 1.0 + 1.0 / s.n, 0.0)];
+    }
     match tiers.last() {
         None => Vec::new(),
         Some(outer) if outer.level.protocols.is_empty() => vec![plain_rings(tiers, 1.0)],
@@ -68,6 +89,9 @@ pub(super) fn gather<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
 
 /// Ways of an all-to-all.
 pub(super) fn all_to_all<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    if let Some(s) = shared(tiers) {
+        return vec![s.way(1.0, 2.0, 0.0)];
+    }
     match tiers.last() {
         None => Vec::new(),
         Some(outer) if outer.level.protocols.is_empty() => vec![plain_pairs(tiers)],
@@ -77,6 +101,9 @@ pub(super) fn all_to_all<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
 
 /// Ways of a broadcast.
 pub(super) fn broadcast<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    if let Some(s) = shared(tiers) {
+        return vec![s.way(1.0, 2.0, 0.0)];
+    }
     match tiers.last() {
         None => Vec::new(),
         Some(outer) if outer.level.protocols.is_empty() => {
@@ -243,6 +270,32 @@ fn in_switch<'a>(tiers: &[Tier<'a>]) -> Option<Candidate<'a>> {
         fixed_s,
         s_per_byte,
     })
+}
+
+/// Members that are threads of one process.
+struct Shared {
+    figures: SharedMemory,
+    n: f64,
+}
+
+/// The figures of a group that one level of shared memory joins.
+fn shared(tiers: &[Tier<'_>]) -> Option<Shared> {
+    let [only] = tiers else { return None };
+    let figures = only.level.shared_memory?;
+    Some(Shared { figures, n: only.n })
+}
+
+impl Shared {
+    /// So many meetings, and bytes copied and reduced over those of the collective.
+    fn way<'a>(&self, meetings: f64, copied: f64, reduced: f64) -> Candidate<'a> {
+        let f = &self.figures;
+        Candidate {
+            algorithm: Algorithm::SharedMemory,
+            protocol: None,
+            fixed_s: meetings * f.meeting_s,
+            s_per_byte: copied / f.copy_bytes_per_s + reduced / f.reduce_bytes_per_s,
+        }
+    }
 }
 
 /// Rings level by level: a scatter or gather, or `rounds` of them.

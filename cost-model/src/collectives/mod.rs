@@ -22,7 +22,7 @@ mod tests;
 use crate::compute::conversion_s;
 use ir::cluster::{Cluster, Level};
 use ir::collective::CollectiveKind;
-use ir::{AxisId, DType, LogicalMesh, Seconds};
+use ir::{AxisId, DType, LogicalMesh, Rank, Seconds};
 
 /// How the ranks of a group cooperate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,6 +37,8 @@ pub enum Algorithm {
     Hierarchical,
     /// Every rank sends to every other one.
     Pairwise,
+    /// Ranks are threads: each reads what the others have put where all can see it.
+    SharedMemory,
 }
 
 /// One way of doing a collective: `fixed_s + bytes * s_per_byte` seconds.
@@ -78,22 +80,31 @@ struct Tier<'a> {
 pub struct Group<'a> {
     n_members: f64,
     all_reduce: Vec<Candidate<'a>>,
+    scatter: Vec<Candidate<'a>>,
     gather: Vec<Candidate<'a>>,
     all_to_all: Vec<Candidate<'a>>,
     broadcast: Vec<Candidate<'a>>,
 }
 
 impl<'a> Group<'a> {
-    /// The group over `axes` of `mesh`.
+    /// The group over `axes` of `mesh` that the first rank is in.
     pub fn new(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Self {
-        let tiers = tiers(cluster, mesh, axes);
+        Group::of_rank(cluster, mesh, axes, mesh.devices.first_rank)
+    }
+
+    /// The group over `axes` of `mesh` that `rank` is in.
+    pub fn of_rank(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId], rank: Rank) -> Self {
+        let crossings = crossings(cluster, &ascending_group(mesh, axes, rank));
+        let tiers = tiers(cluster, mesh, &crossings);
         let all_reduce = candidates::all_reduce(&tiers);
-        let mut gather = candidates::gather(&tiers);
+        let (mut scatter, mut gather) = (candidates::scatter(&tiers), candidates::gather(&tiers));
         // Scattering and gathering move a part of what an all-reduce moves.
+        scatter.extend(all_reduce.iter().copied());
         gather.extend(all_reduce.iter().copied());
         Group {
             n_members: tiers.iter().map(|t| t.n).product(),
             all_reduce,
+            scatter,
             gather,
             all_to_all: candidates::all_to_all(&tiers),
             broadcast: candidates::broadcast(&tiers),
@@ -126,6 +137,11 @@ impl<'a> Group<'a> {
         Seconds(conversion_s(cluster, dtype, (n + 1.0) * reduced))
     }
 
+    /// Number of members; 1 for a group of one.
+    pub fn n_members(&self) -> u64 {
+        self.n_members.max(1.0) as u64
+    }
+
     /// Time to bring one member's `bytes` to all others.
     pub fn broadcast_time(&self, bytes: u64) -> Seconds {
         least(&self.broadcast, bytes)
@@ -136,7 +152,8 @@ impl<'a> Group<'a> {
     pub fn candidates(&self, kind: CollectiveKind) -> &[Candidate<'a>] {
         match kind {
             CollectiveKind::AllReduce(_) => &self.all_reduce,
-            CollectiveKind::ReduceScatter(_) | CollectiveKind::AllGather => &self.gather,
+            CollectiveKind::ReduceScatter(_) => &self.scatter,
+            CollectiveKind::AllGather => &self.gather,
             CollectiveKind::AllToAll => &self.all_to_all,
         }
     }
@@ -180,23 +197,23 @@ pub(crate) fn message_rate(level: &Level) -> f64 {
     level.bandwidth_bytes_per_s.min(pair) * level.efficiency
 }
 
+/// Members of a group, ascending, that one block of each level joins, levels from the innermost:
+/// all that a collective's time depends on beyond the mesh's size. Blocks are counted exactly,
+/// and are equal when sizes divide; otherwise the fullest counts.
+pub(crate) fn crossings(cluster: &Cluster, group: &[u32]) -> Vec<usize> {
+    let members = |level: &Level| {
+        let block = |r: &u32| r / level.devices.max(1);
+        let blocks = group.chunk_by(|a, b| block(a) == block(b));
+        blocks.map(<[u32]>::len).max().unwrap_or(1)
+    };
+    cluster.levels.iter().map(members).collect()
+}
+
 /// Factors of a group by level, innermost first; a group of one has none.
-///
-/// Members along the axes form a lattice; the number of members inside a block of `devices`
-/// consecutive ranks is counted exactly over the first rank's group, where blocks are equal
-/// when sizes divide; otherwise the fullest block counts.
-fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<Tier<'a>> {
-    let group = ascending_group(mesh, axes);
+fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, crossings: &[usize]) -> Vec<Tier<'a>> {
     let mut tiers = Vec::new();
     let mut inside = 1usize;
-    let levels = cluster.levels.iter().enumerate();
-    for (i, level) in levels.filter(|_| group.len() > 1) {
-        let block = |r: &u32| r / level.devices.max(1);
-        let members = group
-            .chunk_by(|a, b| block(a) == block(b))
-            .map(<[u32]>::len)
-            .max()
-            .unwrap_or(1);
+    for (i, (level, &members)) in cluster.levels.iter().zip(crossings).enumerate() {
         if members > inside {
             tiers.push(Tier {
                 level,
@@ -211,12 +228,18 @@ fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<T
     tiers
 }
 
-/// Ranks of the first rank's group, ascending.
-fn ascending_group(mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<u32> {
+/// Ranks of the group that `rank` is in, ascending.
+pub(crate) fn ascending_group(mesh: &LogicalMesh, axes: &[AxisId], rank: Rank) -> Vec<u32> {
     let mut axes = axes.to_vec();
     axes.sort_unstable();
     axes.dedup();
-    let mut group = vec![mesh.devices.first_rank.0];
+    let coords = mesh.coords(rank).unwrap_or_default();
+    let along = |axis: &AxisId| {
+        coords
+            .get(axis.index())
+            .map_or(0, |c| c * mesh.stride(*axis))
+    };
+    let mut group = vec![rank.0 - axes.iter().map(along).sum::<u32>()];
     // Inner axes have smaller strides than all of an outer one, so major-first stays sorted.
     for &axis in &axes {
         let stride = mesh.stride(axis);

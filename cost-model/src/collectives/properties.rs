@@ -51,6 +51,7 @@ fn level(r: &mut Random, devices: u32, with_protocols: bool) -> Level {
             latency_s: r.between(1e-9, 1e-3),
             efficiency: r.between(0.1, 1.0),
         }),
+        shared_memory: None,
         protocols,
     }
 }

@@ -1,6 +1,7 @@
 //! Attention by kernel family.
 //!
-//! Fused (flash): scores stay on the chip. A causal kernel skips half of them; the backward
+//! Fused (flash): scores stay on the chip. A causal kernel skips half of them (where the
+//! sequence is split, less than half on the rank with the last queries); the backward
 //! direction makes the scores again, so it executes five products where four count as model
 //! FLOPs. Unfused: each product is a batched matmul over all scores, causal or not, and
 //! softmax, mask and dropout pass over the scores in memory in between.
@@ -11,8 +12,6 @@ use ir::cluster::Cluster;
 use ir::op::{MatmulShape, Work};
 use ir::software::{AttentionKernel, Software};
 
-/// Share of the full score products that a causal kernel executes.
-pub(super) const CAUSAL_SHARE: f64 = 0.5;
 /// Products that a fused backward executes over those that count (dV, dP, dQ, dK): it makes the
 /// scores again. Dao 2023, section 3.1.
 const FUSED_GRADIENT: f64 = 5.0 / 4.0;
@@ -31,9 +30,10 @@ pub(super) fn busy_time(
         AttentionKernel::Fused { rate } => {
             let d = &cluster.device;
             let again = if is_gradient { FUSED_GRADIENT } else { 1.0 };
-            let products = CAUSAL_SHARE * again * work.attention_flops
+            let products = work.causal_share * again * work.attention_flops
                 / (peak_rate(cluster, dtype) * d.attention_efficiency * rate);
-            let arithmetic = products + CAUSAL_SHARE * work.vector_flops / d.vector_flops_per_s;
+            let arithmetic =
+                products + work.causal_share * work.vector_flops / d.vector_flops_per_s;
             arithmetic.max(memory_time(cluster, work.bytes as f64))
         }
         AttentionKernel::Unfused {

@@ -27,12 +27,14 @@ const TILES: [(u64, u64, f64); 6] = [
 const SPLITS: [u64; 4] = [1, 2, 4, 8];
 /// Elements that rows of half-precision operands come in: 16 bytes.
 const ALIGNED: u64 = 8;
-/// Share of the rate where a row does not end on 16 bytes: libraries fall back to kernels that
-/// load element by element. BLOOM with heads of 108 against heads of 144.
-const UNALIGNED_SHARE: f64 = 0.2;
-
 /// Share of the best rate that a matmul of this shape reaches on `processors`.
-pub(super) fn share(processors: u32, half_k: f64, dtype: DType, shape: MatmulShape) -> f64 {
+/// Rows of half precision that do not end on 16 bytes have `unaligned` of it.
+pub(super) fn share(
+    (processors, half_k): (u32, f64),
+    unaligned: f64,
+    dtype: DType,
+    shape: MatmulShape,
+) -> f64 {
     let (m, n, k) = (shape.m.max(1), shape.n.max(1), shape.k.max(1));
     let processors = f64::from(processors);
     let one = |&(tm, tn, rate): &(u64, u64, f64), split: u64| {
@@ -49,7 +51,7 @@ pub(super) fn share(processors: u32, half_k: f64, dtype: DType, shape: MatmulSha
         .fold(0.0, f64::max);
     let is_half = matches!(dtype, DType::F16 | DType::Bf16);
     if is_half && !(n.is_multiple_of(ALIGNED) && k.is_multiple_of(ALIGNED)) {
-        best * UNALIGNED_SHARE
+        best * unaligned
     } else {
         best
     }
@@ -60,7 +62,8 @@ mod tests {
     use super::*;
 
     fn at(batch: u64, m: u64, n: u64, k: u64) -> f64 {
-        share(108, 0.0, DType::Bf16, MatmulShape { batch, m, n, k })
+        let shape = MatmulShape { batch, m, n, k };
+        share((108, 0.0), 0.2, DType::Bf16, shape)
     }
 
     #[test]
@@ -72,8 +75,8 @@ mod tests {
         assert!((at(1, 256, 128, 4096) - 0.72 * 64.0 / 108.0).abs() < 1e-12);
         // The same with the fill of pieces of 512: 512 / (512 + 128).
         let filled = share(
-            108,
-            128.0,
+            (108, 128.0),
+            0.2,
             DType::Bf16,
             MatmulShape {
                 batch: 1,
@@ -89,8 +92,8 @@ mod tests {
     fn rows_that_are_not_whole_cost_rate() {
         assert!(at(1, 4096, 4096, 4100) < 0.25);
         let f32 = share(
-            108,
-            0.0,
+            (108, 0.0),
+            0.2,
             DType::F32,
             MatmulShape {
                 batch: 1,

@@ -1,13 +1,15 @@
 //! Duration of every instruction of a program on a cluster, once per template.
 //!
 //! The same layer recurs many times in a template and the same template in many roles, so
-//! collectives and transfers are remembered by what they depend on. Durations are those of an
-//! undisturbed rank; sharing of processors is the simulator's business.
+//! collectives and transfers are remembered by what they depend on. A role's ranks share its
+//! durations; where their groups differ, the slowest count ([`crate::classes`]). Durations are
+//! those of an undisturbed rank; sharing of processors is the simulator's business.
 
 mod wire;
 
 pub use wire::{Wire, wires};
 
+use crate::classes::kinds_of_group;
 use crate::collectives::{Group, collective_time};
 use crate::{SimError, compute};
 use ir::cluster::Cluster;
@@ -15,7 +17,8 @@ use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
 use ir::program::{
-    CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind,
+    BufferClass, CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, Template,
+    TemplateKind,
 };
 use ir::sharding::ReduceKind;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
@@ -41,11 +44,16 @@ pub struct InstrCost {
     pub class: CostClass,
     /// The queue that it stands in, below [`QUEUES`].
     pub queue: usize,
+    /// Whether it starts as early as its queue allows: the gather of a parameter that the
+    /// software prefetches. What the program makes it wait for is memory alone.
+    pub ahead: bool,
 }
 
-/// First-in-first-out queues of a device: kernels, collectives, transfers, and collectives over
-/// the second axis where the software has a queue for every axis.
-pub const QUEUES: usize = 4;
+/// First-in-first-out queues of a device: kernels, collectives, transfers, collectives over the
+/// second axis where the software has a queue for every axis, and prefetched parameters.
+pub const QUEUES: usize = 5;
+/// The queue of prefetched parameters.
+const PREFETCHES: usize = 4;
 
 /// Costs of a whole program.
 #[derive(Clone, Debug)]
@@ -122,6 +130,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
                 world: &world,
                 wires: &wires,
                 shapes: shapes(role),
+                rank: None,
                 groups: HashMap::new(),
             }
             .templates()
@@ -132,6 +141,28 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
         wires,
         waits: Waits::of(cluster),
     })
+}
+
+/// Durations of the instructions of role `role` on one of its ranks, by template: those of
+/// [`costs`], but collectives in the groups that `rank` is in. For simulating every rank.
+///
+/// Fails as [`costs`] does.
+pub fn costs_of_rank(
+    program: &Program,
+    cluster: &Cluster,
+    role: &RoleProgram,
+    rank: Rank,
+) -> Result<Vec<Vec<InstrCost>>, SimError> {
+    RoleCosts {
+        cluster,
+        role,
+        world: &world_mesh(program),
+        wires: &wires(program, cluster)?,
+        shapes: shapes(role),
+        rank: Some(rank),
+        groups: HashMap::new(),
+    }
+    .templates()
 }
 
 /// Seconds of the sends to one partner, or the receives from it, that proceed together: their
@@ -182,7 +213,10 @@ struct RoleCosts<'a> {
     world: &'a LogicalMesh,
     wires: &'a [Wire],
     shapes: Vec<Local>,
-    groups: HashMap<Vec<AxisId>, Group<'a>>,
+    /// The rank to price; the slowest one of every collective if it is not said.
+    rank: Option<Rank>,
+    /// By axes: one group of each kind.
+    groups: HashMap<Vec<AxisId>, Vec<Group<'a>>>,
 }
 
 impl RoleCosts<'_> {
@@ -206,11 +240,68 @@ impl RoleCosts<'_> {
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
-                costs.push(self.cost(instruction));
+                costs.push(self.cost(template, instruction));
             }
+            self.move_in_pieces(template, &mut costs);
             all.push(costs);
         }
         Ok(all)
+    }
+
+    /// Takes from collectives that move piece by piece beside a matmul what the matmul hides.
+    ///
+    /// Of `n` pieces the first has to arrive before the matmul begins, or the last one to leave
+    /// after it has ended; the others move while it computes. So of a collective of `c` and its
+    /// matmuls of `m` seconds, `min(c, m) (1 - 1/n)` is hidden.
+    fn move_in_pieces(&self, template: &Template, costs: &mut [InstrCost]) {
+        let Some(software) = &self.cluster.software else {
+            return;
+        };
+        let passes = [TemplateKind::Forward, TemplateKind::Backward];
+        if software.piecewise_axes.is_empty() || !passes.contains(&template.kind) {
+            return;
+        }
+        let mut reads: HashMap<BufferId, f64> = HashMap::new();
+        let mut writes: HashMap<BufferId, f64> = HashMap::new();
+        for (instruction, cost) in template.instructions.iter().zip(costs.iter()) {
+            let InstrKind::Compute {
+                kind: OpKind::DotGeneral { .. },
+                ..
+            } = &instruction.kind
+            else {
+                continue;
+            };
+            for (buffers, of) in [
+                (instruction.reads(), &mut reads),
+                (instruction.writes(), &mut writes),
+            ] {
+                for b in buffers {
+                    *of.entry(b).or_default() += cost.seconds;
+                }
+            }
+        }
+        for (instruction, cost) in template.instructions.iter().zip(costs.iter_mut()) {
+            let InstrKind::Collective { kind, axes, items } = &instruction.kind else {
+                continue;
+            };
+            let is_piecewise = |axis: &AxisId| {
+                let name = self.role.mesh.name(*axis);
+                software.piecewise_axes.iter().any(|a| a == name)
+            };
+            let matmuls: f64 = match kind {
+                _ if !axes.iter().all(is_piecewise) => continue,
+                CollectiveKind::AllGather => {
+                    items.iter().filter_map(|i| reads.get(&i.output)).sum()
+                }
+                CollectiveKind::ReduceScatter(_) => {
+                    items.iter().filter_map(|i| writes.get(&i.input)).sum()
+                }
+                _ => continue,
+            };
+            let n: u64 = axes.iter().map(|a| self.role.mesh.size(*a)).product();
+            let hidden = cost.seconds.min(matmuls) * (1.0 - 1.0 / n.max(1) as f64);
+            cost.seconds -= hidden;
+        }
     }
 
     fn check(
@@ -252,7 +343,7 @@ impl RoleCosts<'_> {
         }
     }
 
-    fn cost(&mut self, instruction: &Instruction) -> InstrCost {
+    fn cost(&mut self, template: &Template, instruction: &Instruction) -> InstrCost {
         let (seconds, class) = match &instruction.kind {
             InstrKind::Compute {
                 kind,
@@ -269,7 +360,8 @@ impl RoleCosts<'_> {
                 CostClass::Compute,
             ),
             InstrKind::Collective { kind, axes, items } => {
-                (self.collective(*kind, axes, items), CostClass::Collective)
+                let seconds = self.collective(template.kind, *kind, axes, items);
+                (seconds, CostClass::Collective)
             }
             InstrKind::WorldSum { output, .. } => {
                 let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
@@ -289,11 +381,57 @@ impl RoleCosts<'_> {
                 (out.max(into), CostClass::Transfer)
             }
         };
+        let ahead = self.is_prefetched(template, instruction);
         InstrCost {
             seconds,
             class,
-            queue: self.queue(instruction),
+            queue: if ahead {
+                PREFETCHES
+            } else {
+                self.queue(instruction)
+            },
+            ahead,
         }
+    }
+
+    /// Whether an instruction gathers a parameter that nothing in its template makes.
+    fn is_prefetched(&self, template: &Template, instruction: &Instruction) -> bool {
+        let InstrKind::Collective {
+            kind: CollectiveKind::AllGather,
+            axes,
+            items,
+        } = &instruction.kind
+        else {
+            return false;
+        };
+        let software = self.cluster.software.as_ref();
+        let lasts = |i: &CollectiveItem| {
+            let class = self.role.buffer(i.input).class;
+            matches!(class, BufferClass::Persistent | BufferClass::Step)
+        };
+        let every_microbatch = matches!(
+            template.kind,
+            TemplateKind::Forward | TemplateKind::Backward
+        );
+        let made = || {
+            let reads = instruction.reads();
+            let before = instruction.deps.iter();
+            before
+                .flat_map(|d| template.instructions[d.index()].writes())
+                .any(|b| reads.contains(&b))
+        };
+        every_microbatch
+            && software.is_some_and(|s| s.prefetched_parameters)
+            && !axes.iter().any(|a| self.blocks(*a))
+            && items.iter().all(lasts)
+            && !made()
+    }
+
+    /// Whether kernels wait for collectives over an axis.
+    fn blocks(&self, axis: AxisId) -> bool {
+        let name = self.role.mesh.name(axis);
+        let software = self.cluster.software.as_ref();
+        software.is_some_and(|s| s.blocking_axes.iter().any(|b| b == name))
     }
 
     /// The queue of an instruction: its stream's, unless the software says otherwise. Collectives
@@ -305,16 +443,12 @@ impl RoleCosts<'_> {
             Stream::Collective => 1,
             Stream::Transfer => 2,
         };
-        let (InstrKind::Collective { axes, .. }, Some(software)) =
+        let (InstrKind::Collective { axes, .. }, Some(_)) =
             (&instruction.kind, &self.cluster.software)
         else {
             return own;
         };
-        let blocks = |axis: &AxisId| {
-            let name = self.role.mesh.name(*axis);
-            software.blocking_axes.iter().any(|b| b == name)
-        };
-        if axes.iter().any(blocks) {
+        if axes.iter().any(|a| self.blocks(*a)) {
             0
         } else if axes.first().is_some_and(|a| a.index() > 0) {
             3
@@ -323,7 +457,8 @@ impl RoleCosts<'_> {
         }
     }
 
-    /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients.
+    /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients,
+    /// operands of matmuls perhaps in the matmuls' type.
     fn wire_bytes(&self, kind: CollectiveKind, item: &CollectiveItem) -> u64 {
         let bytes = self.bytes(item.input).max(self.bytes(item.output));
         let reduces = matches!(
@@ -331,6 +466,16 @@ impl RoleCosts<'_> {
             CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
         );
         let software = self.cluster.software.as_ref();
+        let dtype = self.role.buffer(item.input).dtype;
+        let narrow = software
+            .filter(|s| s.narrow_gathers)
+            .and_then(|s| s.matmul_dtype);
+        if let Some(narrow) = narrow
+            && kind == CollectiveKind::AllGather
+            && matches!(dtype, DType::Bf16 | DType::F16)
+        {
+            return bytes / dtype.bytes() * narrow.bits() / 8;
+        }
         match software.and_then(|s| s.gradient_dtype) {
             Some(dtype) if reduces && self.role.buffer(item.input).dtype == DType::F32 => {
                 bytes / DType::F32.bytes() * dtype.bytes()
@@ -353,28 +498,72 @@ impl RoleCosts<'_> {
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
     fn collective(
         &mut self,
+        template: TemplateKind,
         kind: CollectiveKind,
         axes: &[AxisId],
         items: &[CollectiveItem],
     ) -> f64 {
+        let copied = self.copied(kind, axes, items);
+        let broadcasts = self.broadcasts(template, kind);
         let bytes = items
             .iter()
             .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
         let (cluster, mesh, role) = (self.cluster, &self.role.mesh, self.role);
-        let group = self
-            .groups
-            .entry(axes.to_vec())
-            .or_insert_with(|| Group::new(cluster, mesh, axes));
-        let converted: f64 = items
+        let rank = self.rank;
+        let groups = self.groups.entry(axes.to_vec()).or_insert_with(|| {
+            let kinds = match rank {
+                Some(rank) => vec![rank],
+                None => kinds_of_group(cluster, mesh, axes),
+            };
+            let of_rank = |rank: &Rank| Group::of_rank(cluster, mesh, axes, *rank);
+            kinds.iter().map(of_rank).collect()
+        });
+        let seconds = |group: &Group<'_>| {
+            let converted: f64 = items
+                .iter()
+                .map(|i| {
+                    let (input, output) = (role.buffer(i.input), role.buffer(i.output));
+                    let larger = input.bytes.max(output.bytes);
+                    group.conversions(cluster, kind, input.dtype, larger).0
+                })
+                .sum();
+            let moved = if broadcasts {
+                let n = group.n_members();
+                n as f64 * group.broadcast_time(bytes / n.max(1)).0
+            } else {
+                group.time(kind, bytes).0
+            };
+            moved + converted + copied
+        };
+        groups.iter().map(seconds).fold(0.0, f64::max)
+    }
+
+    /// Whether a collective is done as a broadcast from each member: where updated parameters
+    /// are gathered at an end of the step.
+    fn broadcasts(&self, template: TemplateKind, kind: CollectiveKind) -> bool {
+        let software = self.cluster.software.as_ref();
+        let once = matches!(template, TemplateKind::StepBegin | TemplateKind::StepEnd);
+        once && kind == CollectiveKind::AllGather && software.is_some_and(|s| s.broadcast_updates)
+    }
+
+    /// Seconds of copying what is gathered or scattered into its place.
+    fn copied(&self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem]) -> f64 {
+        let Some(software) = &self.cluster.software else {
+            return 0.0;
+        };
+        let is_copied = |axis: &AxisId| {
+            let name = self.role.mesh.name(*axis);
+            software.copied_axes.iter().any(|a| a == name)
+        };
+        if matches!(kind, CollectiveKind::AllReduce(_)) || !axes.iter().any(is_copied) {
+            return 0.0;
+        }
+        let whole = |i: &CollectiveItem| self.bytes(i.input).max(self.bytes(i.output));
+        items
             .iter()
-            .map(|i| {
-                let (input, output) = (role.buffer(i.input), role.buffer(i.output));
-                let larger = input.bytes.max(output.bytes);
-                group.conversions(cluster, kind, input.dtype, larger).0
-            })
-            .sum();
-        group.time(kind, bytes).0 + converted
+            .map(|i| compute::copy_time(self.cluster, whole(i)).0)
+            .sum()
     }
 }
 

@@ -139,8 +139,9 @@ pub struct System {
     /// Devices that the inner link joins where it reaches beyond a host.
     #[serde(default)]
     pub domain_devices: Option<u32>,
-    /// Link between hosts.
-    pub between: String,
+    /// Link between hosts; none where there is only one.
+    #[serde(default)]
+    pub between: Option<String>,
     /// Network cards in a host.
     pub cards: u32,
     /// Where this comes from.
@@ -193,38 +194,15 @@ impl Catalogue {
     }
 
     /// The system that `DEVICE*COUNT+INSIDE+BETWEEN*CARDS` means, such as
-    /// `h100-sxm*8+nvlink4+roce-400*4`: counts may be left out, and are eight devices in a host
-    /// and a card for each.
+    /// `h100-sxm*8+nvlink4+roce-400*4`; the error says what is wrong with it.
     pub fn system(&self, text: &str) -> Result<System, String> {
-        let parts: Vec<&str> = text.split('+').collect();
-        let [device, inside, between] = parts[..] else {
-            return Err(
-                "expected DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4"
-                    .into(),
-            );
-        };
-        let counted = |part: &str, default: u32| match part.split_once('*') {
-            None => Ok((part.to_string(), default)),
-            Some((name, count)) => match count.parse() {
-                Ok(n) if n > 0 => Ok((name.to_string(), n)),
-                _ => Err(format!("`{count}` is not a count")),
-            },
-        };
-        let (device, devices_per_host) = counted(device, 8)?;
-        let (between, cards) = counted(between, devices_per_host)?;
-        let system = System {
-            preset: text.into(),
-            name: text.into(),
-            n_hosts: 1,
-            device,
-            devices_per_host,
-            inside: inside.into(),
-            domain_devices: None,
-            between,
-            cards,
-            source: "composed as asked for".into(),
-        };
-        self.cluster(&system).map(|_| system)
+        super::compose::system(self, text)
+    }
+
+    /// Whether the link is a network, which joins hosts.
+    pub(super) fn is_network(&self, link: &str) -> bool {
+        let link = self.links.get(link);
+        link.is_some_and(|l| l.network_step.is_some())
     }
 
     /// The cluster of a system; the error names what the catalogue does not have.
@@ -243,19 +221,14 @@ impl Catalogue {
             .collect();
         sources.insert("devices_per_host".into(), system.source.clone());
         let domain = system.domain_devices.unwrap_or(system.devices_per_host);
-        let levels = vec![
-            self.level(&system.inside, domain, (1, 1), &system.source, &mut sources)?,
-            self.level(
-                &system.between,
-                system
-                    .n_hosts
-                    .saturating_mul(system.devices_per_host)
-                    .max(domain),
-                (system.cards, system.devices_per_host),
-                &system.source,
-                &mut sources,
-            )?,
-        ];
+        let inside = self.level(&system.inside, domain, (1, 1), &system.source, &mut sources)?;
+        let mut levels = vec![inside];
+        if let Some(between) = &system.between {
+            let hosts = system.n_hosts.saturating_mul(system.devices_per_host);
+            let ports = (system.cards, system.devices_per_host);
+            let all = hosts.max(domain);
+            levels.push(self.level(between, all, ports, &system.source, &mut sources)?);
+        }
         Ok(Cluster {
             version: CLUSTER_VERSION,
             name: system.name.clone(),
@@ -318,6 +291,7 @@ impl Catalogue {
                 &l.all_to_all,
             )?),
             in_switch,
+            shared_memory: None,
             protocols: ways.ways.iter().map(|w| fitted(f, l, network, w)).collect(),
         };
         let mut say = |key: &str, source: String| {

@@ -1,6 +1,7 @@
 //! Clusters that come with Meshwright: a CPU machine, and the systems of the catalogue.
 
 mod catalogue;
+mod compose;
 #[cfg(test)]
 mod tests;
 
@@ -65,9 +66,9 @@ pub fn names() -> Vec<&'static str> {
 }
 
 /// The preset `name` with its own number of hosts, or the cluster that `DEVICE+LINK+LINK`
-/// composes ([`Catalogue::system`]); `None` when it is neither.
+/// composes; `None` when it is neither.
 ///
-/// Fails when a composition names what the catalogue does not have.
+/// Fails when a composition names what the catalogue does not have, or no machine joins.
 pub fn find(name: &str) -> Result<Option<Cluster>, PresetError> {
     let malformed = |problem: String| PresetError::Malformed {
         name: name.into(),

@@ -137,16 +137,27 @@ fn the_catalogue_holds_what_it_promises() {
 }
 
 #[test]
-fn every_device_goes_with_every_pair_of_links() {
+fn every_device_goes_with_its_links_and_every_network() {
     let catalogue = catalogue().unwrap();
-    let links: Vec<&str> = catalogue.links().collect();
+    let is_network = |link: &&str| !link.starts_with("nvlink") && !link.starts_with("pcie");
+    let (networks, local): (Vec<&str>, Vec<&str>) = catalogue.links().partition(is_network);
     for device in catalogue.devices() {
-        for inside in &links {
-            for between in &links {
+        let systems = catalogue.systems().iter().filter(|s| s.device == device);
+        let own: Vec<&str> = systems.map(|s| s.inside.as_str()).collect();
+        let pcie = local.iter().copied().filter(|l| l.starts_with("pcie"));
+        for inside in pcie.chain(own) {
+            let alone = find(&format!("{device}*4+{inside}")).unwrap().unwrap();
+            assert_eq!(alone.problems(), Vec::<String>::new(), "{device} {inside}");
+            assert_eq!((alone.n_devices(), alone.levels.len()), (4, 1));
+            assert!(with_hosts(alone, 2).unwrap_err().contains("no link joins"));
+            for between in &networks {
                 let name = format!("{device}*4+{inside}+{between}*2");
                 let cluster = find(&name).unwrap().unwrap();
                 assert_eq!(cluster.problems(), Vec::<String>::new(), "{name}");
                 assert_eq!(cluster.levels[1].devices_per_port, 2, "{name}");
+            }
+            for between in &local {
+                assert!(find(&format!("{device}+{inside}+{between}")).is_err());
             }
         }
     }
@@ -166,10 +177,25 @@ fn compositions_count_devices_and_cards() {
     for (name, says) in [
         ("h100+nvlink4+roce-400", "devices are a100-pcie-40gb"),
         ("h100-sxm+nvlink9+roce-400", "there is no link `nvlink9`"),
-        ("h100-sxm+nvlink4", "expected DEVICE*COUNT+LINK+LINK*CARDS"),
+        (
+            "h100-sxm+nvlink4+roce-400+pcie5",
+            "4 parts: expected DEVICE",
+        ),
+        ("h100-sxm+roce-400+nvlink4", "`roce-400` joins hosts"),
+        (
+            "h100-sxm+nvlink4+pcie5",
+            "`pcie5` does not reach beyond a host",
+        ),
+        (
+            "h100-sxm+nvlink5+roce-400",
+            "no `nvlink5`: inside a host it has nvlink4",
+        ),
+        ("a100-pcie-40gb+nvlink3", "no NVLink or PCIe"),
+        ("h100-sxm+nvlink4*2+roce-400", "takes no count"),
         ("h100-sxm*0+nvlink4+roce-400", "`0` is not a count"),
         ("h100-sxm*x+nvlink4+roce-400", "`x` is not a count"),
         ("+++", "expected DEVICE"),
+        ("h100-sxm++roce-400", "a part is empty"),
         ("h100-sxm*4294967295+nvlink4+roce-400", ""),
     ] {
         match find(name) {

@@ -213,6 +213,7 @@ fn longest_paths(
         let start = instruction
             .deps
             .iter()
+            .filter(|_| !costs[i].ahead)
             .map(|d| ends[d.index()])
             .fold(own.max(*stream), Option::max);
         let end = start.map(|s| s.saturating_add(durations[i]));

@@ -1,6 +1,6 @@
 //! The simulator: plays role programs under the semantics of `ir::program`.
 //!
-//! All ranks of a role are equal, so one stands for them. Two ways of executing:
+//! One rank stands for all of its role ([`crate::classes`] says when that is exact). Two ways of executing:
 //! [`Execution::Streams`] overlaps the streams of a device (see [`streams`]);
 //! [`Execution::Serial`] carries out every instruction in list order on one thread, as CPU
 //! ranks do, and lets ranks that share processors slow each other down (see [`serial`]).
@@ -13,11 +13,12 @@ mod serial;
 mod streams;
 
 use crate::costs::{CostClass, Costs, InstrCost, costs};
-use crate::memory::{memory_of, peak_bytes};
+use crate::memory::{memory_of, memory_use};
+use crate::utilisation::peak_flops_per_s;
 use crate::{SimError, StepWork};
 use ir::cluster::Cluster;
 use ir::plan::{Prediction, StagePrediction};
-use ir::program::{InstrKind, Program, RoleProgram, Stream, TemplateKind};
+use ir::program::{InstrKind, Program, RoleProgram, Stream, Template, TemplateKind};
 use ir::{Seconds, StageId};
 
 /// How ranks carry out instructions.
@@ -186,7 +187,7 @@ fn assemble(
         }
     };
     let n_ranks = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
-    let peak = cluster.peak_flops_per_s(options.work.dtype, n_ranks);
+    let peak = peak_flops_per_s(cluster, options.work.dtype, n_ranks);
     let prediction = Prediction {
         step_time_s: Seconds(played.end_s),
         tokens_per_s: per_step(options.work.tokens as f64),
@@ -259,7 +260,7 @@ fn stage_prediction(
         step_bytes: memory.step,
         activation_bytes: memory.activation,
         transient_bytes: memory.transient,
-        peak_bytes: peak_bytes(this, cluster),
+        peak_bytes: memory_use(program, this, cluster).total(),
     }
 }
 
@@ -323,6 +324,20 @@ pub fn instruction_name(role: &RoleProgram, kind: &InstrKind) -> String {
     }
 }
 
+/// What an instruction does: the op's name, or one word.
+pub fn instruction_kind(kind: &InstrKind) -> &'static str {
+    match kind {
+        InstrKind::Compute { kind, .. } => kind.name(),
+        InstrKind::Collective { kind, .. } => kind.name(),
+        InstrKind::Slice { .. } => "slice of a shard",
+        InstrKind::Exchange { .. } => "exchange",
+        InstrKind::WorldSum { .. } => "world_sum",
+        InstrKind::Load { .. } => "load",
+        InstrKind::Fill { .. } => "fill",
+        InstrKind::Copy { .. } => "copy",
+    }
+}
+
 /// Name of a template in timelines.
 pub fn template_name(kind: TemplateKind) -> &'static str {
     match kind {
@@ -332,6 +347,20 @@ pub fn template_name(kind: TemplateKind) -> &'static str {
         TemplateKind::Exchange => "exchange",
         TemplateKind::StepEnd => "step_end",
     }
+}
+
+/// Name of a template that is no exchange; of several stages' passes also which stage's.
+fn pass_name(program: &Program, role: &RoleProgram, template: &Template) -> String {
+    let name = template_name(template.kind);
+    let pass = matches!(
+        template.kind,
+        TemplateKind::Forward | TemplateKind::Backward
+    );
+    if !pass || role.n_chunks() == 1 {
+        return name.into();
+    }
+    let stage = role.stage.index() + template.chunk as usize * program.roles.len();
+    format!("{name} of stage {stage}")
 }
 
 /// Collects events up to a limit.
@@ -377,7 +406,7 @@ impl<'a> Timeline<'a> {
             None if template.kind == TemplateKind::Exchange => {
                 (template_name(template.kind).into(), Stream::Transfer)
             }
-            None => (template_name(template.kind).into(), Stream::Compute),
+            None => (pass_name(self.program, this, template), Stream::Compute),
         };
         self.events.push(TimelineEvent {
             stage: this.stage,

@@ -12,7 +12,7 @@ use crate::SimError;
 use crate::costs::{Costs, QUEUES, Waits, together};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
 use ir::{BufferId, TransferId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 pub(super) fn play(
@@ -108,12 +108,14 @@ struct Player<'a> {
     durations: Vec<Vec<Pico>>,
     /// By template and instruction: the queue that it stands in.
     queues: Vec<Vec<usize>>,
+    /// By template and instruction: whether it goes ahead of what it waits for.
+    ahead: Vec<Vec<bool>>,
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     exchanged: Exchanged,
     waits: Waits,
-    /// Slot of the last backward, where gradients are reduced early.
-    last_backward: Option<usize>,
+    /// Slots of the last backward of every stage, where gradients are reduced early.
+    last_backward: BTreeSet<usize>,
     /// End of the last write of every buffer in that slot, and of its collectives.
     written: BTreeMap<BufferId, Pico>,
     collectives_end: Pico,
@@ -162,6 +164,10 @@ impl<'a> Player<'a> {
                 .iter()
                 .map(|t| t.iter().map(|c| c.queue).collect())
                 .collect(),
+            ahead: costs.instructions[index]
+                .iter()
+                .map(|t| t.iter().map(|c| c.ahead).collect())
+                .collect(),
             folded,
             parts: parts(program, costs, role),
             unfold,
@@ -181,11 +187,9 @@ impl<'a> Player<'a> {
             inputs: Vec::new(),
             exchanged,
             waits: costs.waits,
-            last_backward: role
-                .trace
-                .iter()
-                .rposition(|s| role.template(s.template).kind == TemplateKind::Backward)
-                .filter(|_| costs.waits.early_gradients),
+            last_backward: last_backwards(role)
+                .filter(|_| costs.waits.early_gradients)
+                .collect(),
             written: BTreeMap::new(),
             collectives_end: 0,
             play: RolePlay {
@@ -241,9 +245,9 @@ impl<'a> Player<'a> {
                 self.now = self.now.max(self.resolve(last, shared)?);
             }
             let start = self.now;
-            let reduces_early = self.last_backward.is_some_and(|last| {
-                last == self.next || self.role.templates[t].kind == TemplateKind::StepEnd
-            });
+            let reduces_early = self.last_backward.contains(&self.next)
+                || (!self.last_backward.is_empty()
+                    && self.role.templates[t].kind == TemplateKind::StepEnd);
             if self.unfold || reduces_early || self.folded[t].has_world_sum {
                 self.play_instructions(t, slot.microbatch, shared)?;
             } else {
@@ -327,6 +331,7 @@ impl<'a> Player<'a> {
             let deps = instruction
                 .deps
                 .iter()
+                .filter(|_| !self.ahead[t][i])
                 .map(|d| partial.ends[d.index()])
                 .max()
                 .unwrap_or(0);
@@ -370,7 +375,7 @@ impl<'a> Player<'a> {
 
     /// Remembers what the last backward wrote, and when.
     fn note_write(&mut self, instruction: &Instruction, end: Pico) {
-        if self.last_backward != Some(self.next) {
+        if !self.last_backward.contains(&self.next) {
             return;
         }
         if instruction.stream == Stream::Collective {
@@ -386,7 +391,7 @@ impl<'a> Player<'a> {
     fn early_ends(&self, t: usize) -> BTreeMap<usize, Pico> {
         let template = &self.role.templates[t];
         let mut early = BTreeMap::new();
-        if self.last_backward.is_none() || template.kind != TemplateKind::StepEnd {
+        if self.last_backward.is_empty() || template.kind != TemplateKind::StepEnd {
             return early;
         }
         let mut ready: Vec<(Pico, usize)> = template
@@ -569,6 +574,13 @@ impl<'a> Player<'a> {
         };
         (self.role.stage, self.next, what)
     }
+}
+
+/// The slot of the last backward of each of a role's stages.
+fn last_backwards(role: &RoleProgram) -> impl Iterator<Item = usize> {
+    let passes = role.templates.iter().enumerate();
+    let backwards = passes.filter(|(_, t)| t.kind == TemplateKind::Backward);
+    backwards.filter_map(|(t, _)| role.trace.iter().rposition(|s| s.template.index() == t))
 }
 
 /// The parts of every exchange instruction of a role, by template and instruction.

@@ -10,6 +10,7 @@ fn options() -> SimulateOptions {
     SimulateOptions::new(StepWork {
         model_flops: Flops(1e3),
         hardware_flops: Flops(1.25e3),
+        hardware_attention_flops: Flops(0.0),
         tokens: 1000,
         dtype: DType::F32,
     })
@@ -33,6 +34,7 @@ fn one_template(instructions: Vec<ir::program::Instruction>, sizes: &[u64]) -> P
         .collect();
     r.templates = vec![Template {
         kind: TemplateKind::Forward,
+        chunk: 0,
         instructions,
     }];
     r.trace = vec![
@@ -278,6 +280,7 @@ fn what_shared_processors_cost_is_waited_for_in_collectives() {
         class,
         seconds,
         queue: 0,
+        ahead: false,
     };
     let costs = [
         cost(CostClass::Compute, 3.0),
@@ -431,12 +434,21 @@ fn with_software(n: u32, change: impl Fn(&mut ir::software::Software)) -> Cluste
         attention: ir::software::AttentionKernel::Fused { rate: 1.0 },
         host_s_per_kernel: 0.0,
         elementwise_traffic: 1.0,
+        unaligned_matmul_share: 1.0,
+        prefetched_parameters: false,
+        narrow_gathers: false,
+        scattered_transfers: false,
+        copied_axes: Vec::new(),
+        piecewise_axes: Vec::new(),
+        broadcast_updates: false,
         loss_bytes_per_logit: 0.0,
         matmul_dtype: None,
+        matmul_scaling: Default::default(),
         blocking_axes: Vec::new(),
         blocking_transfers: false,
         overlapped_gradients: false,
         gradient_dtype: None,
+        memory: None,
     };
     change(&mut software);
     Cluster {
@@ -499,6 +511,7 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
     r.templates = vec![
         Template {
             kind: TemplateKind::Backward,
+            chunk: 0,
             instructions: vec![
                 instr(relu("w0", 2, 0), Stream::Compute, &[]),
                 instr(relu("w1", 3, 1), Stream::Compute, &[]),
@@ -506,6 +519,7 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
         },
         Template {
             kind: TemplateKind::StepEnd,
+            chunk: 0,
             instructions: vec![
                 instr(reduce(1), Stream::Collective, &[]),
                 instr(reduce(0), Stream::Collective, &[]),
@@ -542,4 +556,99 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
         "{:?}",
         early.step_time
     );
+}
+
+/// A role of two ranks whose backward computes 4000 ns, gathers a parameter of 4000 B (2000 ns),
+/// which the program makes wait because of memory, and computes 100 ns with it.
+fn gathering(changed: impl Fn(&mut ir::software::Software)) -> f64 {
+    use ir::collective::CollectiveKind;
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    let gather = InstrKind::Collective {
+        kind: CollectiveKind::AllGather,
+        axes: vec![ir::AxisId(0)],
+        items: vec![CollectiveItem {
+            step: LayoutStep::AllReduce {
+                axes: vec![ir::AxisId(0)],
+            },
+            input: BufferId(0),
+            output: BufferId(1),
+        }],
+    };
+    let mut r = role(0, 0, 2);
+    r.buffers = vec![
+        buffer("p", BufferClass::Step, &[500]),
+        buffer("w", BufferClass::Transient, &[1000]),
+        buffer("x", BufferClass::Transient, &[4000]),
+        buffer("y", BufferClass::Transient, &[100]),
+    ];
+    r.templates = vec![Template {
+        kind: TemplateKind::Backward,
+        chunk: 0,
+        instructions: vec![
+            instr(relu("x", 2, 2), Stream::Compute, &[]),
+            instr(gather, Stream::Collective, &[0]),
+            instr(relu("y", 3, 3), Stream::Compute, &[1]),
+        ],
+    }];
+    r.trace = vec![Slot {
+        template: TemplateId(0),
+        microbatch: Some(0),
+    }];
+    let program = Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 1,
+        microbatch: 1,
+    };
+    let time = |fold| {
+        let cluster = with_software(2, &changed);
+        play(&program, &cluster, |o| o.fold = fold).step_time.0 / NS
+    };
+    assert!((time(true) - time(false)).abs() < 1e-6);
+    time(true)
+}
+
+#[test]
+fn parameters_may_be_gathered_ahead() {
+    let at = |x: f64, ns: f64| assert!((x - ns).abs() < 1e-6, "{x} is not {ns}");
+    at(gathering(|_| ()), 4000.0 + 2000.0 + 100.0);
+    at(
+        gathering(|s| s.prefetched_parameters = true),
+        4000.0 + 100.0,
+    );
+    // What kernels wait for is not ahead of them.
+    let waiting = gathering(|s| {
+        s.prefetched_parameters = true;
+        s.blocking_axes = vec!["x".into()];
+    });
+    at(waiting, 6100.0);
+}
+
+#[test]
+fn gathered_pieces_may_be_copied_into_place() {
+    // 2 x 4000 B at 1e15 B/s.
+    let copied = gathering(|s| s.copied_axes = vec!["x".into()]);
+    assert!((copied - 6100.0 - 8e-3).abs() < 1e-3, "{copied}");
+}
+
+#[test]
+fn stages_may_send_in_shares() {
+    use ir::mesh::Axis;
+    // Two stages of two ranks each, both holding all of what is sent: 4000 B at 1 B/ns. In shares
+    // half is sent, and gathered in as long again.
+    let mut program = pipeline(&[10, 10], &[10, 10], 1, 1000, 2);
+    for role in &mut program.roles {
+        role.mesh.axes = vec![Axis {
+            name: "tensor".into(),
+            size: 2,
+        }];
+    }
+    let moving = |scattered| {
+        let cluster = with_software(4, |s| s.scattered_transfers = scattered);
+        crate::costs::wires(&program, &cluster).unwrap()[0].moving_s / NS
+    };
+    let (whole, shares) = (moving(false), moving(true));
+    assert!((whole - 4000.0).abs() < 1e-6, "{whole}");
+    assert!((shares - 2000.0 - 2000.0).abs() < 1e-6, "{shares}");
 }

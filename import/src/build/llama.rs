@@ -1,9 +1,12 @@
 //! Llama: pre-norm decoder with RMS norms, rotary positions, grouped KV heads and a gated
 //! MLP (Touvron et al. 2023; grouped heads of Ainslie et al. 2023; SwiGLU of Shazeer 2020).
+//! Mixtral and Qwen3-MoE: the same with a mixture of gated MLPs, each token's best few of which
+//! a router chooses (Jiang et al. 2024; Yang et al. 2025). Its tokens go to slots of the experts
+//! and back; those that find no slot pass by on the residual.
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::LlamaConfig;
+use crate::config::{ExpertsConfig, LlamaConfig};
 use ir::ValueId;
 use ir::op::{Binary, InputKind, OpKind};
 
@@ -14,32 +17,85 @@ pub(super) fn build(b: &mut Builder, c: &LlamaConfig) -> Result<(), ImportError>
     let mut x = b.op("embed.wte", OpKind::Embedding, &[table, tokens])?;
     for i in 0..c.layers {
         b.start_layer(format!("h.{i}"));
-        x = block(b, c, &format!("h.{i}"), x)?;
+        let experts = c.experts.as_ref().filter(|e| e.are_in(i));
+        x = block(b, c, experts, &format!("h.{i}"), x)?;
     }
     b.start_layer("head");
     let x = norm(b, c, "head.norm", x)?;
     b.loss(x, c.tied.then_some(table))
 }
 
-fn block(b: &mut Builder, c: &LlamaConfig, h: &str, x: ValueId) -> Result<ValueId, ImportError> {
+fn block(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    experts: Option<&ExpertsConfig>,
+    h: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
     let normed = norm(b, c, &format!("{h}.norm_1"), x)?;
     let y = attention(b, c, h, normed)?;
     let x = b.add(format!("{h}.residual_1"), x, y)?;
     let normed = norm(b, c, &format!("{h}.norm_2"), x)?;
-    let gate = b.linear(&format!("{h}.mlp.gate"), "bsh,hf->bsf", normed)?;
+    let y = match experts {
+        None => gated_mlp(b, c, &format!("{h}.mlp"), DENSE, normed)?,
+        Some(e) => mixture(b, c, e, &format!("{h}.moe"), normed)?,
+    };
+    b.add(format!("{h}.residual_2"), x, y)
+}
+
+/// Einsums of a gated MLP: into it and out of it, of one and of all experts at once.
+const DENSE: [&str; 2] = ["bsh,hf->bsf", "bsf,fh->bsh"];
+const EXPERTS: [&str; 2] = ["ebch,ehf->ebcf", "ebcf,efh->ebch"];
+
+fn gated_mlp(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    scope: &str,
+    [into, out_of]: [&str; 2],
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let gate = b.linear(&format!("{scope}.gate"), into, x)?;
     let gate = b.op(
-        format!("{h}.mlp.act"),
+        format!("{scope}.act"),
         OpKind::Unary { f: c.activation },
         &[gate],
     )?;
-    let up = b.linear(&format!("{h}.mlp.up"), "bsh,hf->bsf", normed)?;
+    let up = b.linear(&format!("{scope}.up"), into, x)?;
     let y = b.op(
-        format!("{h}.mlp.mul"),
+        format!("{scope}.mul"),
         OpKind::Binary { f: Binary::Mul },
         &[gate, up],
     )?;
-    let y = b.linear(&format!("{h}.mlp.down"), "bsf,fh->bsh", y)?;
-    b.add(format!("{h}.residual_2"), x, y)
+    b.linear(&format!("{scope}.down"), out_of, y)
+}
+
+fn mixture(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    e: &ExpertsConfig,
+    scope: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let capacity = e.capacity(b.options.sequence);
+    let logits = b.linear(&format!("{scope}.router"), "bsh,he->bse", x)?;
+    let route = OpKind::Route {
+        top_k: e.top_k,
+        capacity,
+        normalize: e.normalize,
+    };
+    let routed = b.ops(format!("{scope}.route"), route, &[logits])?;
+    let (gates, slots) = (routed[0], routed[1]);
+    let dispatch = OpKind::Dispatch {
+        experts: e.count,
+        capacity,
+    };
+    let y = b.op(format!("{scope}.dispatch"), dispatch, &[x, slots])?;
+    let y = gated_mlp(b, c, scope, EXPERTS, y)?;
+    b.op(
+        format!("{scope}.combine"),
+        OpKind::Combine,
+        &[y, slots, gates],
+    )
 }
 
 fn attention(
@@ -55,16 +111,25 @@ fn attention(
     let q = b.linear(&format!("{h}.attn.q"), into, x)?;
     let k = b.linear(&format!("{h}.attn.k"), "bsh,hkd->bskd", x)?;
     let v = b.linear(&format!("{h}.attn.v"), "bsh,hkd->bskd", x)?;
+    let (q, k) = match c.qk_norm {
+        true => (
+            norm(b, c, &format!("{h}.attn.q_norm"), q)?,
+            norm(b, c, &format!("{h}.attn.k_norm"), k)?,
+        ),
+        false => (q, k),
+    };
     let rotary = OpKind::Rotary {
         theta: c.rope_theta,
         scaling: c.rope_scaling,
         inverse: false,
+        order: ir::op::SequenceOrder::Natural,
     };
     let q = b.op(format!("{h}.attn.rotary_q"), rotary.clone(), &[q])?;
     let k = b.op(format!("{h}.attn.rotary_k"), rotary, &[k])?;
     let attend = OpKind::Attention {
         scale: (c.head_dim as f64).sqrt().recip(),
         dropout: b.options.dropout,
+        order: ir::op::SequenceOrder::Natural,
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)

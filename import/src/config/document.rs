@@ -147,6 +147,26 @@ impl<'a> Fields<'a> {
         self.integer(name, range)?
             .ok_or_else(|| self.missing(name, &expected))
     }
+    /// A list of whole numbers in `range`; null counts as absent.
+    pub(super) fn integers(
+        &mut self,
+        name: &'static str,
+        range: RangeInclusive<u64>,
+    ) -> Result<Option<Vec<u64>>, ImportError> {
+        let Some(value) = self.value(name).filter(|v| !v.is_null()) else {
+            return Ok(None);
+        };
+        let number = |v: &Value| v.as_u64().filter(|n| range.contains(n));
+        let numbers = value
+            .as_array()
+            .and_then(|list| list.iter().map(number).collect());
+        let (least, most) = (range.start(), range.end());
+        let expected = format!("expected a list of whole numbers from {least} to {most}");
+        match numbers {
+            Some(numbers) => Ok(Some(numbers)),
+            None => Err(self.wrong(name, value, &expected)),
+        }
+    }
     /// A number that `accept` holds for.
     pub(super) fn number(
         &mut self,

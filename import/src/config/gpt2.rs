@@ -2,13 +2,14 @@
 
 use super::document::Fields;
 use super::{Gpt2Config, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS, VOCAB, WIDTHS};
-use super::{activation, check_common, check_probability, epsilon, init_std};
+use super::{activation, check_common, check_full_attention, check_probability, epsilon};
+use super::{init_std, sized};
 use crate::ImportError;
 use serde_json::Value;
-use std::ops::RangeInclusive;
 
 pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
     check_common(&mut f)?;
+    check_full_attention(&mut f)?;
     let layers = sized(&mut f, "n_layer", "num_hidden_layers", LAYERS)?;
     let heads = sized(&mut f, "n_head", "num_attention_heads", HEADS)?;
     let hidden = sized(&mut f, "n_embd", "hidden_size", WIDTHS)?;
@@ -58,23 +59,4 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
     };
     f.finish(HARMLESS_FIELDS)?;
     Ok(config)
-}
-
-/// A required size, under GPT-2's name or the common one that transformers maps to it.
-fn sized(
-    f: &mut Fields,
-    name: &'static str,
-    alias: &'static str,
-    range: RangeInclusive<u64>,
-) -> Result<u64, ImportError> {
-    match (
-        f.integer(name, range.clone())?,
-        f.integer(alias, range.clone())?,
-    ) {
-        (Some(a), Some(b)) if a != b => {
-            Err(f.contradiction(name, alias, format!("{a} and {b}; they mean the same")))
-        }
-        (Some(n), _) | (None, Some(n)) => Ok(n),
-        (None, None) => f.required(name, range),
-    }
 }

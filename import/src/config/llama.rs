@@ -1,19 +1,21 @@
-//! Fields of `LlamaConfig`, and the rotary embedding in both spellings: `rope_theta` with
+//! Fields of `LlamaConfig`, of its relatives with experts, and the rotary embedding in both spellings: `rope_theta` with
 //! `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 
 use super::document::Fields;
-use super::{HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
-use super::{activation, check_common, check_probability, epsilon, init_std};
+use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
+use super::{activation, check_common, check_full_attention, check_probability, epsilon};
+use super::{experts, init_std};
 use crate::ImportError;
 use ir::op::RopeScaling;
 use serde_json::{Value, json};
 
-/// The default base of the frequencies in transformers.
+/// The default base of the frequencies in transformers, and Mixtral's.
 const DEFAULT_THETA: f64 = 10_000.0;
+const MIXTRAL_THETA: f64 = 1_000_000.0;
 /// Where the frequencies' base may lie; published models use 1e4 to 1e8.
 const MAX_THETA: f64 = 1e15;
 
-pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
+pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportError> {
     check_common(&mut f)?;
     let hidden = f.required("hidden_size", WIDTHS)?;
     let intermediate = f.required("intermediate_size", WIDTHS)?;
@@ -21,9 +23,14 @@ pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
     let heads = f.required("num_attention_heads", HEADS)?;
     let vocab = f.required("vocab_size", VOCAB)?;
     let positions = f.required("max_position_embeddings", POSITIONS)?;
-    let kv_heads = f
-        .nullable_integer("num_key_value_heads", HEADS)?
-        .unwrap_or(heads);
+    // Absent it means all heads in Llama only; the others' defaults are sizes of one model.
+    let is_absent = !f.has("num_key_value_heads") && family != Family::Llama;
+    let kv_heads = match is_absent {
+        true => f.required("num_key_value_heads", HEADS)?,
+        false => f
+            .nullable_integer("num_key_value_heads", HEADS)?
+            .unwrap_or(heads),
+    };
     if !heads.is_multiple_of(kv_heads) {
         let problem = format!("{heads} is not a multiple of {kv_heads}");
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
@@ -58,8 +65,21 @@ pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
         return Err(f.contradiction("num_attention_heads", "head_dim", problem));
     }
     check_fixed(&mut f)?;
-    let (rope_theta, rope_scaling) = rope(&mut f)?;
+    match family {
+        Family::Llama | Family::Mixtral => check_full_attention(&mut f)?,
+        Family::Qwen3Moe => experts::check_window(&mut f)?,
+    }
+    let is_mixtral = family == Family::Mixtral;
+    let theta = if is_mixtral {
+        MIXTRAL_THETA
+    } else {
+        DEFAULT_THETA
+    };
+    let (rope_theta, rope_scaling) = rope(&mut f, theta)?;
     let config = LlamaConfig {
+        family,
+        experts: experts::read(&mut f, family, layers)?,
+        qk_norm: family == Family::Qwen3Moe,
         layers,
         heads,
         kv_heads,
@@ -69,10 +89,10 @@ pub(super) fn read(mut f: Fields) -> Result<LlamaConfig, ImportError> {
         vocab,
         positions,
         activation: activation(&mut f, "hidden_act", "silu")?,
-        epsilon: epsilon(&mut f, "rms_norm_eps", 1e-6)?,
+        epsilon: epsilon(&mut f, "rms_norm_eps", if is_mixtral { 1e-5 } else { 1e-6 })?,
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
-        attention_bias: f.boolean("attention_bias")?.unwrap_or(false),
-        mlp_bias: f.boolean("mlp_bias")?.unwrap_or(false),
+        attention_bias: !is_mixtral && f.boolean("attention_bias")?.unwrap_or(false),
+        mlp_bias: family == Family::Llama && f.boolean("mlp_bias")?.unwrap_or(false),
         rope_theta,
         rope_scaling,
         init_std: init_std(&mut f)?,
@@ -106,7 +126,7 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
 
 /// Base and scaling of the rotary embedding, wherever they stand; all that are given must
 /// agree.
-fn rope(f: &mut Fields) -> Result<(f64, RopeScaling), ImportError> {
+fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), ImportError> {
     let mut theta: Option<(&str, f64)> = theta_of(f)?.map(|t| ("rope_theta", t));
     let mut scaling: Option<(&str, RopeScaling)> = None;
     // transformers 5 takes an absent type for "default"; transformers 4 wants one.
@@ -136,7 +156,7 @@ fn rope(f: &mut Fields) -> Result<(f64, RopeScaling), ImportError> {
         inner.finish(&[])?;
     }
     Ok((
-        theta.map_or(DEFAULT_THETA, |(_, t)| t),
+        theta.map_or(default_theta, |(_, t)| t),
         scaling.map_or(RopeScaling::None, |(_, s)| s),
     ))
 }

@@ -1,5 +1,5 @@
-//! Hugging Face `config.json` of `model_type` `gpt2` and `llama`, in the spellings of
-//! transformers 4 and 5.
+//! Hugging Face `config.json` of `model_type` `gpt2`, `llama`, `mixtral` and `qwen3_moe`, in the
+//! spellings of transformers 4 and 5.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -10,6 +10,7 @@
 //! other can make one.
 
 mod document;
+mod experts;
 mod gpt2;
 mod llama;
 
@@ -18,6 +19,7 @@ pub(crate) use document::without_position;
 use crate::ImportError;
 use document::{Document, Fields};
 use ir::op::{RopeScaling, Unary};
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
@@ -102,6 +104,8 @@ pub(crate) const HEADS: RangeInclusive<u64> = 1..=65_536;
 pub(crate) const WIDTHS: RangeInclusive<u64> = 1..=1_048_576;
 /// Positions.
 pub(crate) const POSITIONS: RangeInclusive<u64> = 1..=134_217_728;
+/// Experts of a layer.
+pub(crate) const EXPERTS: RangeInclusive<u64> = 1..=4096;
 /// Vocabulary; with the widest hidden, a table of 2^44 elements.
 pub(crate) const VOCAB: RangeInclusive<u64> = 1..=16_777_216;
 
@@ -122,9 +126,56 @@ pub struct Gpt2Config {
     pub(crate) init_std: f64,
 }
 
-/// A Llama model.
+/// Which model a [`LlamaConfig`] describes: names in files, and what is optional.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Family {
+    /// Llama, dense.
+    Llama,
+    /// Mixtral: experts in every layer (Jiang et al. 2024).
+    Mixtral,
+    /// Qwen3-MoE: experts in some layers, norms of queries and keys (Yang et al. 2025).
+    Qwen3Moe,
+}
+
+/// The mixture of experts that stands for the MLP of some layers.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ExpertsConfig {
+    /// Experts of a layer.
+    pub(crate) count: u64,
+    /// Experts of a token.
+    pub(crate) top_k: u64,
+    /// Width inside an expert.
+    pub(crate) intermediate: u64,
+    /// Whether the gates of a token sum to one.
+    pub(crate) normalize: bool,
+    /// Every so many layers have experts.
+    pub(crate) every: u64,
+    /// Layers that have none all the same.
+    pub(crate) dense: BTreeSet<u64>,
+    /// Slots of an expert over the tokens that it gets on average.
+    pub(crate) capacity_factor: f64,
+}
+
+impl ExpertsConfig {
+    /// Whether a layer has experts.
+    pub(crate) fn are_in(&self, layer: u64) -> bool {
+        (layer + 1).is_multiple_of(self.every) && !self.dense.contains(&layer)
+    }
+    /// Slots of an expert for a sample of `tokens`: `ceil(factor * top_k * tokens / count)`, and
+    /// at most the tokens, as a token chooses an expert once.
+    pub(crate) fn capacity(&self, tokens: u64) -> u64 {
+        let mean = self.top_k as f64 * tokens as f64 / self.count as f64;
+        ((self.capacity_factor * mean).ceil() as u64).clamp(1, tokens.max(1))
+    }
+}
+
+/// A Llama model, or one of its relatives with experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LlamaConfig {
+    pub(crate) family: Family,
+    pub(crate) experts: Option<ExpertsConfig>,
+    /// Whether queries and keys are normalised head by head.
+    pub(crate) qk_norm: bool,
     pub(crate) layers: u64,
     pub(crate) heads: u64,
     pub(crate) kv_heads: u64,
@@ -148,9 +199,16 @@ pub struct LlamaConfig {
 pub enum ModelConfig {
     /// `model_type` `gpt2`.
     Gpt2(Gpt2Config),
-    /// `model_type` `llama`.
+    /// `model_type` `llama`, `mixtral` or `qwen3_moe`.
     Llama(LlamaConfig),
 }
+
+/// The families in messages.
+const FAMILIES: &str = "\"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"";
+
+/// Slots of an expert over the tokens that it gets on average, unless set otherwise; as in
+/// training with the Switch transformer (Fedus et al. 2021).
+pub const DEFAULT_EXPERT_CAPACITY: f64 = 1.25;
 
 impl ModelConfig {
     /// Reads a `config.json`, or the one in a folder.
@@ -186,15 +244,16 @@ impl ModelConfig {
         let mut fields = document.fields();
         match fields.string("model_type")? {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
-            Some("llama") => llama::read(fields).map(ModelConfig::Llama),
-            Some(other) => Err(fields.error(
-                "model_type",
-                format!("is {other:?}; accepted: \"gpt2\" or \"llama\""),
-            )),
+            Some("llama") => llama::read(fields, Family::Llama).map(ModelConfig::Llama),
+            Some("mixtral") => llama::read(fields, Family::Mixtral).map(ModelConfig::Llama),
+            Some("qwen3_moe") => llama::read(fields, Family::Qwen3Moe).map(ModelConfig::Llama),
+            Some(other) => {
+                Err(fields.error("model_type", format!("is {other:?}; accepted: {FAMILIES}")))
+            }
             None => Err(ImportError::MissingField {
                 file: document.file().into(),
                 field: "model_type".into(),
-                expected: "\"gpt2\" or \"llama\"".into(),
+                expected: FAMILIES.into(),
             }),
         }
     }
@@ -203,8 +262,37 @@ impl ModelConfig {
     pub fn model_type(&self) -> &'static str {
         match self {
             ModelConfig::Gpt2(_) => "gpt2",
-            ModelConfig::Llama(_) => "llama",
+            ModelConfig::Llama(c) => match c.family {
+                Family::Llama => "llama",
+                Family::Mixtral => "mixtral",
+                Family::Qwen3Moe => "qwen3_moe",
+            },
         }
+    }
+    /// The same model with another capacity of its experts: slots over the tokens that an
+    /// expert gets on average, [`DEFAULT_EXPERT_CAPACITY`] unless set. With the number of
+    /// experts over the experts of a token no token is dropped, as in transformers; such
+    /// capacities are what the experts' matmuls work on and what is communicated, filled or not.
+    ///
+    /// Fails when the factor is not a positive number, or the model has no experts.
+    pub fn with_expert_capacity(mut self, factor: f64) -> Result<Self, ImportError> {
+        let error = |problem: &str| ImportError::Option {
+            option: "expert-capacity",
+            value: factor.to_string(),
+            problem: problem.into(),
+        };
+        if !(factor > 0.0 && factor <= 4096.0) {
+            return Err(error("accepted: a number above 0, up to 4096"));
+        }
+        let experts = match &mut self {
+            ModelConfig::Llama(c) => c.experts.as_mut(),
+            ModelConfig::Gpt2(_) => None,
+        };
+        match experts {
+            Some(e) => e.capacity_factor = factor,
+            None => return Err(error("the model has no experts; leave it out")),
+        }
+        Ok(self)
     }
     /// Number of transformer layers.
     pub fn n_layers(&self) -> u64 {
@@ -248,7 +336,7 @@ impl ModelConfig {
             ModelConfig::Llama(c) => c.head_dim,
         }
     }
-    /// Width inside the MLP.
+    /// Width inside the MLP; of models with experts, that of their dense layers.
     pub fn ffn_hidden(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.inner,
@@ -298,12 +386,35 @@ fn check_common(f: &mut Fields) -> Result<(), ImportError> {
         "quantization_config",
         &[Value::Null],
         "quantized models are not supported",
-    )?;
+    )
+}
+
+/// Attention has no window.
+fn check_full_attention(f: &mut Fields) -> Result<(), ImportError> {
     f.only(
         "sliding_window",
-        &[Value::Null],
+        &[serde_json::Value::Null],
         "attention is full and causal",
     )
+}
+
+/// A size that must be there, under either of two names.
+fn sized(
+    f: &mut Fields,
+    name: &'static str,
+    alias: &'static str,
+    range: RangeInclusive<u64>,
+) -> Result<u64, ImportError> {
+    match (
+        f.integer(name, range.clone())?,
+        f.integer(alias, range.clone())?,
+    ) {
+        (Some(a), Some(b)) if a != b => {
+            Err(f.contradiction(name, alias, format!("{a} and {b}; they mean the same")))
+        }
+        (Some(n), _) | (None, Some(n)) => Ok(n),
+        (None, None) => f.required(name, range),
+    }
 }
 
 /// The activation functions, by their names in transformers.

@@ -1,11 +1,13 @@
 //! Writing safetensors with Hugging Face's names and layout, in f32, one tensor at a time.
 //!
 //! Tensors stand in the order of their names and the header is padded with spaces to 8
-//! bytes, as the format's own library writes them, so equal weights give equal files.
+//! bytes, as the format's own library writes them, so equal weights give equal files. Of a
+//! parameter in several tensors the values are kept until the last of them is written.
 
-use super::stored_order;
+use super::{check_length, stored_order};
 use crate::{ImportError, ModelConfig, Param};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -24,16 +26,31 @@ where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
     let path = path.as_ref();
-    let mut params = config.params();
-    params.sort_by(|a, b| a.hf_name.cmp(&b.hf_name));
+    let params = config.params();
+    let mut tensors: Vec<Tensor<'_>> = params.iter().flat_map(tensors_of).collect();
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
     let partial = partial_path(path);
     let write = |supply: &mut dyn FnMut(&Param) -> Result<Vec<f32>, ImportError>| -> Result<(), ImportError> {
         let io = |source| ImportError::Io { path: partial.clone(), source };
         let mut out = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
-        out.write_all(&header(&params)).map_err(io)?;
-        for param in &params {
-            for value in stored_order(param, &supply(param)?)? {
+        out.write_all(&header(&tensors)).map_err(io)?;
+        // Values of parameters that are partly written, and the tensors that are left.
+        let mut open: BTreeMap<&str, (Vec<f32>, u64)> = BTreeMap::new();
+        for tensor in &tensors {
+            let (param, path) = (tensor.param, tensor.param.path.as_str());
+            let (values, left) = match open.remove(path) {
+                Some(found) => found,
+                None => {
+                    let values = supply(param)?;
+                    check_length(param, &values)?;
+                    (values, param.pieces.unwrap_or(1))
+                }
+            };
+            for value in stored_order(param, tensor.piece, &values) {
                 out.write_all(&value.to_le_bytes()).map_err(io)?;
+            }
+            if left > 1 {
+                open.insert(path, (values, left - 1));
             }
         }
         let file = out.into_inner().map_err(|e| io(e.into_error()))?;
@@ -59,16 +76,31 @@ fn partial_path(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
+/// One tensor of the file.
+struct Tensor<'a> {
+    name: String,
+    param: &'a Param,
+    /// Which of the parameter's tensors it is.
+    piece: usize,
+}
+
+fn tensors_of(param: &Param) -> Vec<Tensor<'_>> {
+    let names = param.hf_names().into_iter().enumerate();
+    names
+        .map(|(piece, name)| Tensor { name, param, piece })
+        .collect()
+}
+
 /// Length and JSON of the header.
-fn header(params: &[Param]) -> Vec<u8> {
+fn header(tensors: &[Tensor<'_>]) -> Vec<u8> {
     let mut text = String::from(r#"{"__metadata__":{"format":"pt"}"#);
     let mut offset = 0;
-    for p in params {
-        let end = offset + 4 * p.elements();
+    for t in tensors {
+        let end = offset + 4 * t.param.hf_shape.iter().product::<u64>();
         text += &format!(
             r#",{}:{{"dtype":"F32","shape":{},"data_offsets":[{offset},{end}]}}"#,
-            json!(p.hf_name),
-            json!(p.hf_shape)
+            json!(t.name),
+            json!(t.param.hf_shape)
         );
         offset = end;
     }

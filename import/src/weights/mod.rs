@@ -27,7 +27,8 @@ pub type HfTensor = (String, Vec<usize>, Vec<f32>);
 /// The weights of a model, on disk.
 #[derive(Debug)]
 pub struct Weights {
-    params: BTreeMap<String, (Param, String, Stored)>,
+    /// Each with the tensors that hold it, in order.
+    params: BTreeMap<String, (Param, Vec<(String, Stored)>)>,
 }
 
 impl Weights {
@@ -41,13 +42,17 @@ impl Weights {
         let mut stored = strip_prefixes(path, config, files::open(path)?)?;
         let (mut params, mut missing) = (BTreeMap::new(), Vec::new());
         for param in config.params() {
-            match stored.remove(bare(config, &param.hf_name)) {
-                Some((name, found)) => {
-                    check_type(&param, &name, &found)?;
-                    params.insert(param.path.clone(), (param, name, found));
+            let mut tensors = Vec::new();
+            for wanted in param.hf_names() {
+                match stored.remove(bare(config, &wanted)) {
+                    Some((name, found)) => {
+                        check_type(&param, &name, &found)?;
+                        tensors.push((name, found));
+                    }
+                    None => missing.push(wanted),
                 }
-                None => missing.push(param.hf_name),
             }
+            params.insert(param.path.clone(), (param, tensors));
         }
         if !missing.is_empty() {
             return Err(ImportError::MissingTensors {
@@ -85,16 +90,23 @@ impl Weights {
     ///
     /// Reads the file anew. Fails on unknown paths, read errors, NaN and infinities.
     pub fn param(&self, path: &str) -> Result<Vec<f32>, ImportError> {
-        let (param, name, stored) = self
+        let (param, tensors) = self
             .params
             .get(path)
             .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
-        let values = read::tensor(name, stored)?;
-        Ok(if param.transposed {
-            transpose(&values, param.hf_shape[1] as usize)
-        } else {
-            values
-        })
+        let mut all = Vec::new();
+        for (name, stored) in tensors {
+            let values = read::tensor(name, stored)?;
+            let ours = match param.transposed {
+                true => transpose(&values, param.hf_shape[1] as usize),
+                false => values,
+            };
+            if tensors.len() == 1 {
+                return Ok(ours);
+            }
+            all.extend(ours);
+        }
+        Ok(all)
     }
 
     /// Paths of all parameters, ascending.
@@ -104,7 +116,8 @@ impl Weights {
 
     /// A stored head of a tied model must be the embedding, bit for bit.
     fn check_tied(&self, name: &str, head: &Stored) -> Result<(), ImportError> {
-        let (table, table_name, table_stored) = &self.params["embed.wte.weight"];
+        let (table, tensors) = &self.params["embed.wte.weight"];
+        let (table_name, table_stored) = &tensors[0];
         check_type(table, name, head)?;
         let (a, b) = (
             read::tensor(name, head)?,
@@ -126,7 +139,7 @@ impl Weights {
 ///
 /// Fails when the model has no such parameter.
 pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, ImportError> {
-    Ok(vec![find(config, path)?.hf_name])
+    Ok(find(config, path)?.hf_names())
 }
 
 /// A parameter (or its gradient, or moment) as Hugging Face's tensors.
@@ -138,9 +151,12 @@ pub fn to_hf(
     values: &[f32],
 ) -> Result<Vec<HfTensor>, ImportError> {
     let param = find(config, path)?;
-    let stored = stored_order(&param, values)?;
-    let shape = param.hf_shape.iter().map(|&n| n as usize).collect();
-    Ok(vec![(param.hf_name, shape, stored)])
+    check_length(&param, values)?;
+    let shape: Vec<usize> = param.hf_shape.iter().map(|&n| n as usize).collect();
+    let names = param.hf_names().into_iter().enumerate();
+    Ok(names
+        .map(|(i, name)| (name, shape.clone(), stored_order(&param, i, values)))
+        .collect())
 }
 
 fn find(config: &ModelConfig, path: &str) -> Result<Param, ImportError> {
@@ -151,8 +167,7 @@ fn find(config: &ModelConfig, path: &str) -> Result<Param, ImportError> {
         .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })
 }
 
-/// Our values in the order of the file.
-fn stored_order(param: &Param, values: &[f32]) -> Result<Vec<f32>, ImportError> {
+fn check_length(param: &Param, values: &[f32]) -> Result<(), ImportError> {
     if values.len() as u64 != param.elements() {
         return Err(ImportError::ParamLength {
             path: param.path.clone(),
@@ -161,11 +176,17 @@ fn stored_order(param: &Param, values: &[f32]) -> Result<Vec<f32>, ImportError> 
             expected: param.elements(),
         });
     }
-    Ok(if param.transposed {
-        transpose(values, param.hf_shape[0] as usize)
-    } else {
-        values.to_vec()
-    })
+    Ok(())
+}
+
+/// Our values of one of a parameter's tensors in the order of the file.
+fn stored_order(param: &Param, piece: usize, values: &[f32]) -> Vec<f32> {
+    let n = param.hf_shape.iter().product::<u64>() as usize;
+    let values = &values[piece * n..(piece + 1) * n];
+    match param.transposed {
+        true => transpose(values, param.hf_shape[0] as usize),
+        false => values.to_vec(),
+    }
 }
 
 /// The transpose of a row-major matrix of `cols` columns, tile by tile for the cache's sake.

@@ -55,135 +55,171 @@ impl<'a> Arm<'a> {
             return Ok(vec![(0, self.unstack(dim)?)]);
         }
         let dy = self.only_gradient()?;
-        let gradient =
-            match &op.kind {
-                // dx = dy, as one value of its own: the gradient's layout is a decision too
-                // (above all at layer boundaries).
-                OpKind::Layout => self.emit("x", OpKind::Layout, &[dy])?,
-                // The rounding is taken as the identity; dx has x's dtype.
-                OpKind::Cast { .. } => {
-                    let dtype = self.graph.ty(x(0)).dtype;
-                    self.emit("x", OpKind::Cast { dtype }, &[dy])?
-                }
-                OpKind::Unary { f } => self.unary(*f, dy)?,
-                OpKind::Binary { f } => self.binary(*f, i, dy)?,
-                // dx = dy summed over the new dims.
-                OpKind::Broadcast { leading } => {
-                    self.emit("x", sum((0..leading.len()).collect()), &[dy])?
-                }
-                OpKind::Reduce {
-                    kind: ReduceKind::Sum,
-                    dims,
-                } => self.reduce_sum(dims, dy)?,
-                OpKind::Reduce { .. } => {
-                    return self.undefined("a maximum has no gradient here; only sums do");
-                }
-                OpKind::Reshape { .. } => {
-                    let shape = self.shape(x(0)).0;
-                    self.emit("x", OpKind::Reshape { shape }, &[dy])?
-                }
-                OpKind::Transpose { perm } => {
-                    let mut inverse = vec![0; perm.len()];
-                    perm.iter()
-                        .enumerate()
-                        .for_each(|(to, &from)| inverse[from] = to);
-                    self.emit("x", OpKind::Transpose { perm: inverse }, &[dy])?
-                }
-                OpKind::Slice { dim, start, .. } => {
-                    let kind = OpKind::Pad {
-                        dim: *dim,
-                        start: *start,
-                        len: self.len(x(0), *dim),
-                    };
-                    self.emit("x", kind, &[dy])?
-                }
-                OpKind::Pad { dim, start, .. } => {
-                    let kind = OpKind::Slice {
-                        dim: *dim,
-                        start: *start,
-                        len: self.len(x(0), *dim),
-                    };
-                    self.emit("x", kind, &[dy])?
-                }
-                OpKind::Stack { dim } => {
-                    let parts = self.emit_all("x", OpKind::Unstack { dim: *dim }, &[dy])?;
-                    return Ok(parts.into_iter().enumerate().collect());
-                }
-                OpKind::DotGeneral { einsum } => self.dot_general(einsum, i, dy)?,
-                // Rows of dy are added up by id.
-                OpKind::Embedding => {
-                    let kind = OpKind::EmbeddingGrad {
-                        vocab: self.len(x(0), 0),
-                    };
-                    self.emit("weight", kind, &[x(1), dy])?
-                }
-                OpKind::LayerNorm { .. } if i == 0 => self.emit(
-                    "x",
-                    OpKind::LayerNormGradInput,
-                    &[dy, x(0), x(1), y(1), y(2)],
-                )?,
-                OpKind::LayerNorm { .. } => {
-                    let d = self.emit_all(
-                        "weight",
-                        OpKind::LayerNormGradWeight,
-                        &[dy, x(0), y(1), y(2)],
-                    )?;
-                    return Ok(vec![(1, d[0]), (2, d[1])]);
-                }
-                OpKind::RmsNorm { .. } if i == 0 => {
-                    self.emit("x", OpKind::RmsNormGradInput, &[dy, x(0), x(1), y(1)])?
-                }
-                OpKind::RmsNorm { .. } => {
-                    self.emit("weight", OpKind::RmsNormGradWeight, &[dy, x(0), y(1)])?
-                }
-                // A rotation's transpose is its inverse.
-                OpKind::Rotary {
-                    theta,
-                    scaling,
-                    inverse,
-                } => {
-                    let kind = OpKind::Rotary {
-                        theta: *theta,
-                        scaling: *scaling,
-                        inverse: !inverse,
-                    };
-                    self.emit("x", kind, &[dy])?
-                }
-                // The scores are computed again from q, k and lse.
-                OpKind::Attention { scale, dropout } => {
-                    let kind = OpKind::AttentionGrad {
-                        scale: *scale,
-                        dropout: *dropout,
-                        key: op.path.clone(),
-                    };
-                    let d = self.emit_all("qkv", kind, &[x(0), x(1), x(2), y(0), y(1), dy])?;
-                    return Ok(d.into_iter().enumerate().collect());
-                }
-                // Linear with a fixed mask: the same op with the same key.
-                OpKind::Dropout { .. } => self.emit("x", op.kind.clone(), &[dy])?,
-                OpKind::LogSumExp => return self.undefined(
+        let gradient = match &op.kind {
+            // dx = dy, as one value of its own: the gradient's layout is a decision too
+            // (above all at layer boundaries).
+            OpKind::Layout => self.emit("x", OpKind::Layout, &[dy])?,
+            // The rounding is taken as the identity; dx has x's dtype.
+            OpKind::Cast { .. } => {
+                let dtype = self.graph.ty(x(0)).dtype;
+                self.emit("x", OpKind::Cast { dtype }, &[dy])?
+            }
+            OpKind::Unary { f } => self.unary(*f, dy)?,
+            OpKind::Binary { f } => self.binary(*f, i, dy)?,
+            // dx = dy summed over the new dims.
+            OpKind::Broadcast { leading } => {
+                self.emit("x", sum((0..leading.len()).collect()), &[dy])?
+            }
+            OpKind::Reduce {
+                kind: ReduceKind::Sum,
+                dims,
+            } => self.reduce_sum(dims, dy)?,
+            OpKind::Reduce { .. } => {
+                return self.undefined("a maximum has no gradient here; only sums do");
+            }
+            OpKind::Reshape { .. } => {
+                let shape = self.shape(x(0)).0;
+                self.emit("x", OpKind::Reshape { shape }, &[dy])?
+            }
+            OpKind::Transpose { perm } => {
+                let mut inverse = vec![0; perm.len()];
+                perm.iter()
+                    .enumerate()
+                    .for_each(|(to, &from)| inverse[from] = to);
+                self.emit("x", OpKind::Transpose { perm: inverse }, &[dy])?
+            }
+            OpKind::Slice { dim, start, .. } => {
+                let kind = OpKind::Pad {
+                    dim: *dim,
+                    start: *start,
+                    len: self.len(x(0), *dim),
+                };
+                self.emit("x", kind, &[dy])?
+            }
+            OpKind::Pad { dim, start, .. } => {
+                let kind = OpKind::Slice {
+                    dim: *dim,
+                    start: *start,
+                    len: self.len(x(0), *dim),
+                };
+                self.emit("x", kind, &[dy])?
+            }
+            OpKind::Stack { dim } => {
+                let parts = self.emit_all("x", OpKind::Unstack { dim: *dim }, &[dy])?;
+                return Ok(parts.into_iter().enumerate().collect());
+            }
+            OpKind::DotGeneral { einsum } => self.dot_general(einsum, i, dy)?,
+            // Rows of dy are added up by id.
+            OpKind::Embedding => {
+                let kind = OpKind::EmbeddingGrad {
+                    vocab: self.len(x(0), 0),
+                };
+                self.emit("weight", kind, &[x(1), dy])?
+            }
+            OpKind::LayerNorm { .. } if i == 0 => self.emit(
+                "x",
+                OpKind::LayerNormGradInput,
+                &[dy, x(0), x(1), y(1), y(2)],
+            )?,
+            OpKind::LayerNorm { .. } => {
+                let d = self.emit_all(
+                    "weight",
+                    OpKind::LayerNormGradWeight,
+                    &[dy, x(0), y(1), y(2)],
+                )?;
+                return Ok(vec![(1, d[0]), (2, d[1])]);
+            }
+            OpKind::RmsNorm { .. } if i == 0 => {
+                self.emit("x", OpKind::RmsNormGradInput, &[dy, x(0), x(1), y(1)])?
+            }
+            OpKind::RmsNorm { .. } => {
+                self.emit("weight", OpKind::RmsNormGradWeight, &[dy, x(0), y(1)])?
+            }
+            // A rotation's transpose is its inverse.
+            OpKind::Rotary {
+                theta,
+                scaling,
+                inverse,
+                order,
+            } => {
+                let kind = OpKind::Rotary {
+                    theta: *theta,
+                    scaling: *scaling,
+                    inverse: !inverse,
+                    order: *order,
+                };
+                self.emit("x", kind, &[dy])?
+            }
+            // The scores are computed again from q, k and lse.
+            OpKind::Attention {
+                scale,
+                dropout,
+                order,
+            } => {
+                let kind = OpKind::AttentionGrad {
+                    scale: *scale,
+                    dropout: *dropout,
+                    key: op.path.clone(),
+                    order: *order,
+                };
+                let d = self.emit_all("qkv", kind, &[x(0), x(1), x(2), y(0), y(1), dy])?;
+                return Ok(d.into_iter().enumerate().collect());
+            }
+            // Linear with a fixed mask: the same op with the same key.
+            OpKind::Dropout { .. } => self.emit("x", op.kind.clone(), &[dy])?,
+            OpKind::LogSumExp => {
+                return self.undefined(
                     "a log-sum-exp is differentiated through the cross entropy that uses it only",
-                ),
-                OpKind::CrossEntropy => self.cross_entropy(dy)?,
-                OpKind::Input { .. }
-                | OpKind::State { .. }
-                | OpKind::Constant { .. }
-                | OpKind::Unstack { .. }
-                | OpKind::EmbeddingGrad { .. }
-                | OpKind::LayerNormGradInput
-                | OpKind::LayerNormGradWeight
-                | OpKind::RmsNormGradInput
-                | OpKind::RmsNormGradWeight
-                | OpKind::AttentionGrad { .. }
-                | OpKind::CrossEntropyGrad
-                | OpKind::Accumulate { .. }
-                | OpKind::SumSquares
-                | OpKind::GlobalNorm
-                | OpKind::ClipCoefficient { .. }
-                | OpKind::UpdateLossScale { .. }
-                | OpKind::AdamW { .. }
-                | OpKind::Sgd { .. } => return self.undefined("it is no op of a forward pass"),
-            };
+                );
+            }
+            OpKind::CrossEntropy => self.cross_entropy(dy)?,
+            OpKind::Route {
+                capacity,
+                normalize,
+                ..
+            } => {
+                let kind = OpKind::RouteGrad {
+                    capacity: *capacity,
+                    normalize: *normalize,
+                };
+                self.emit("logits", kind, &[x(0), y(1), dy])?
+            }
+            // Each the transpose of the other, with the same gates.
+            OpKind::Dispatch { .. } if i == 0 => {
+                let operands = [&[dy], &op.inputs[1..]].concat();
+                self.emit("x", OpKind::Combine, &operands)?
+            }
+            OpKind::Dispatch { .. } => self.emit("gates", OpKind::GateGrad, &[dy, x(0), x(1)])?,
+            OpKind::Combine if i == 0 => {
+                let kind = OpKind::Dispatch {
+                    experts: self.len(x(0), 0),
+                    capacity: self.len(x(0), 2),
+                };
+                let operands = [&[dy], &op.inputs[1..]].concat();
+                self.emit("x", kind, &operands)?
+            }
+            OpKind::Combine => self.emit("gates", OpKind::GateGrad, &[x(0), dy, x(1)])?,
+            OpKind::Input { .. }
+            | OpKind::State { .. }
+            | OpKind::Constant { .. }
+            | OpKind::Unstack { .. }
+            | OpKind::EmbeddingGrad { .. }
+            | OpKind::LayerNormGradInput
+            | OpKind::LayerNormGradWeight
+            | OpKind::RmsNormGradInput
+            | OpKind::RmsNormGradWeight
+            | OpKind::AttentionGrad { .. }
+            | OpKind::CrossEntropyGrad
+            | OpKind::RouteGrad { .. }
+            | OpKind::GateGrad
+            | OpKind::Accumulate { .. }
+            | OpKind::SumSquares
+            | OpKind::GlobalNorm
+            | OpKind::ClipCoefficient { .. }
+            | OpKind::UpdateLossScale { .. }
+            | OpKind::AdamW { .. }
+            | OpKind::Sgd { .. } => return self.undefined("it is no op of a forward pass"),
+        };
         Ok(vec![(i, gradient)])
     }
 

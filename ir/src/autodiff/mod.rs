@@ -16,7 +16,7 @@
 //!   on its own as soon as it is known, because uses may lie on different stages.
 //!
 //! Paths: `grad.<forward path>.<what>`, `what` being one word without dots (`x`, `lhs`,
-//! `rhs`, `weight`, `qkv`, `logits`; intermediate steps `x_broadcast`, `rhs_sum`, ...; sums
+//! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_sum`, ...; sums
 //! over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). As each path has exactly
 //! one such word more than its forward path, gradient paths are unique when those are.
 

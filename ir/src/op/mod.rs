@@ -10,11 +10,13 @@
 //! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
 
 mod einsum;
+mod order;
 mod rule;
 mod shape;
 mod work;
 
 pub use einsum::Einsum;
+pub use order::{Run, SequenceOrder};
 pub use rule::{
     Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError,
 };
@@ -273,6 +275,9 @@ pub enum OpKind {
         scaling: RopeScaling,
         /// Rotate by the negative angle.
         inverse: bool,
+        /// How the sequence is stored.
+        #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
+        order: SequenceOrder,
     },
     /// Causal attention with grouped KV heads: `(q[B,S,K,D] or [B,S,K,G,D], k[B,S,K,D],
     /// v[B,S,K,D]) -> (o like q, lse f32[B,S,K] or [B,S,K,G])`. Saves no scores
@@ -282,6 +287,9 @@ pub enum OpKind {
         scale: f64,
         /// Dropout probability on the attention weights.
         dropout: f64,
+        /// How the sequence is stored.
+        #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
+        order: SequenceOrder,
     },
     /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`.
     AttentionGrad {
@@ -291,6 +299,9 @@ pub enum OpKind {
         dropout: f64,
         /// Path of the forward op: the key of its dropout mask.
         key: String,
+        /// How the sequence is stored.
+        #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
+        order: SequenceOrder,
     },
     /// Counter-based dropout: `(x) -> x * mask / (1 - p)`. It is its own gradient: the
     /// backward op carries the same `key`.
@@ -310,6 +321,46 @@ pub enum OpKind {
     CrossEntropy,
     /// `(logits, lse, labels, dnll f32[..]) -> dlogits`: `(softmax - onehot) * dnll`.
     CrossEntropyGrad,
+    /// Chooses each token's experts: `(logits f[B,S,E]) -> (gates f32[B,S,k], slots i32[B,S,k])`.
+    ///
+    /// A token's `k` choices are its largest logits, ties to the lower index. Its gates are the
+    /// softmax of all `E` logits at the choices or, with `normalize`, of the chosen logits
+    /// alone (what dividing by the sum of the chosen probabilities gives). The tokens of one
+    /// sample are a group, in which an expert takes `capacity` of them: all first choices in
+    /// order of the tokens, then all second choices, and so on (GShard, Lepikhin et al. 2020,
+    /// algorithm 1). A choice that is taken has the slot `expert * capacity + place`, one that
+    /// is dropped `-(expert + 1)`.
+    Route {
+        /// Experts of each token.
+        top_k: u64,
+        /// Tokens that an expert takes of a sample.
+        capacity: u64,
+        /// Whether the gates of a token sum to one.
+        normalize: bool,
+    },
+    /// Gradient of `Route`: `(logits, slots, dgates) -> dlogits`, with its attributes.
+    RouteGrad {
+        /// Tokens that an expert takes of a sample.
+        capacity: u64,
+        /// Whether the gates of a token sum to one.
+        normalize: bool,
+    },
+    /// Tokens to their experts' slots, zeros in empty ones: `(x[B,S,H], slots i32[B,S,k]) ->
+    /// [E,B,C,H]`; with a third operand `gates f32[B,S,k]` each row times its gate. Experts
+    /// stand before the samples: their dim is the batch of the experts' matmuls.
+    Dispatch {
+        /// Number of experts `E`.
+        experts: u64,
+        /// Slots `C` of an expert for each sample.
+        capacity: u64,
+    },
+    /// Sums of each token's slots, the transpose of `Dispatch`: `(y[E,B,C,H], slots i32[B,S,k])
+    /// -> [B,S,H]`; with a third operand `gates f32[B,S,k]` each row times its gate. Dropped
+    /// choices add nothing.
+    Combine,
+    /// Gradient of `Dispatch` and `Combine` for the gates: `(y[E,B,C,H], x[B,S,H], slots
+    /// i32[B,S,k]) -> f32[B,S,k]`, products of slots and tokens; zero for dropped choices.
+    GateGrad,
     /// Sum over the microbatches of a step: `(x) -> acc`, an f32 (or `dtype`) value that
     /// `StepEnd` reads. The accumulator is zero at `StepBegin`.
     Accumulate {
@@ -400,6 +451,11 @@ impl OpKind {
             OpKind::LogSumExp => "log_sum_exp",
             OpKind::CrossEntropy => "cross_entropy",
             OpKind::CrossEntropyGrad => "cross_entropy_grad",
+            OpKind::Route { .. } => "route",
+            OpKind::RouteGrad { .. } => "route_grad",
+            OpKind::Dispatch { .. } => "dispatch",
+            OpKind::Combine => "combine",
+            OpKind::GateGrad => "gate_grad",
             OpKind::Accumulate { .. } => "accumulate",
             OpKind::SumSquares => "sum_squares",
             OpKind::GlobalNorm => "global_norm",
@@ -407,6 +463,34 @@ impl OpKind {
             OpKind::UpdateLossScale { .. } => "update_loss_scale",
             OpKind::AdamW { .. } => "adam_w",
             OpKind::Sgd { .. } => "sgd",
+        }
+    }
+
+    /// Name of the kernel: the op's, or the elementwise function's, each of which takes its own
+    /// time.
+    pub fn kernel_name(&self) -> &'static str {
+        match self {
+            OpKind::Unary { f } => match f {
+                Unary::Neg => "neg",
+                Unary::Scale { .. } => "scale",
+                Unary::GeluErf => "gelu_erf",
+                Unary::GeluTanh => "gelu_tanh",
+                Unary::Silu => "silu",
+                Unary::Relu => "relu",
+                Unary::Exp => "exp",
+                Unary::Tanh => "tanh",
+                Unary::Square => "square",
+            },
+            OpKind::Binary { f } => match f {
+                Binary::Add => "add",
+                Binary::Sub => "sub",
+                Binary::Mul => "mul",
+                Binary::GeluErfGrad => "gelu_erf_grad",
+                Binary::GeluTanhGrad => "gelu_tanh_grad",
+                Binary::SiluGrad => "silu_grad",
+                Binary::ReluGrad => "relu_grad",
+            },
+            other => other.name(),
         }
     }
 

@@ -20,6 +20,8 @@ pub enum FactorRole {
     Batch,
     /// The dim after the batch.
     Sequence,
+    /// The dim before the batch: experts, each with weights of its own.
+    Expert,
     /// Any other dim: hidden, heads, vocabulary, ...
     Feature,
 }
@@ -31,7 +33,7 @@ pub struct Factor {
     pub size: Dim,
     /// Whether an axis may shard it.
     pub shardable: bool,
-    /// Batch, sequence or feature.
+    /// Batch, sequence, expert or feature.
     pub role: FactorRole,
     /// How results without the factor combine when it is sharded.
     pub reduce: ReduceKind,
@@ -289,6 +291,20 @@ impl Builder {
     fn free(&mut self, dims: &[Dim]) -> Vec<FactorId> {
         dims.iter().map(|&d| self.factor(d, true)).collect()
     }
+    fn expert_factors(&mut self, experts: &TensorType, slots: &TensorType) -> ExpertFactors {
+        let (d, t) = (&experts.shape.0, &slots.shape.0);
+        let (b, s, h) = (
+            self.factor(d[1], true),
+            self.factor(t[1], true),
+            self.factor(d[3], true),
+        );
+        let (e, c, k) = (self.factor(d[0], true), self.whole(d[2]), self.whole(t[2]));
+        ExpertFactors {
+            tokens: [b, s, h],
+            experts: [e, b, c, h],
+            slots: [b, s, k],
+        }
+    }
     fn whole(&mut self, d: Dim) -> FactorId {
         self.factor(d, false)
     }
@@ -304,18 +320,42 @@ impl Builder {
         self.rule.linear = sets.iter().map(|s| s.to_vec()).collect();
         self
     }
-    /// Marks the factor of the dim after the batch as the sequence, wherever one occurs.
+    /// Marks the factor of the dim after the batch as the sequence and that of the dim before
+    /// it as the experts, wherever there is one.
     fn finish(mut self) -> ShardingRule {
         let rule = &mut self.rule;
         for dims in rule.operands.iter().chain(&rule.results) {
-            if let [first, second, ..] = dims[..]
-                && rule.factors[first.factor.index()].size == Dim::Batch
-            {
-                rule.factors[second.factor.index()].role = FactorRole::Sequence;
+            let is_batch = |d: &DimFactor| rule.factors[d.factor.index()].size == Dim::Batch;
+            let Some(batch) = dims.iter().position(is_batch).filter(|&i| i <= 1) else {
+                continue;
+            };
+            if let Some(after) = dims.get(batch + 1) {
+                rule.factors[after.factor.index()].role = FactorRole::Sequence;
+            }
+            if batch == 1 {
+                rule.factors[dims[0].factor.index()].role = FactorRole::Expert;
             }
         }
         self.rule
     }
+}
+
+/// Factors of the tensors that `Dispatch` and `Combine` stand between.
+struct ExpertFactors {
+    /// `[B, S, H]`.
+    tokens: [FactorId; 3],
+    /// `[E, B, C, H]`.
+    experts: [FactorId; 4],
+    /// `[B, S, k]`.
+    slots: [FactorId; 3],
+}
+
+/// Factors of `[B, S, E]` and of `[B, S, k]`: samples are all that can be split.
+fn routed(b: &mut Builder, logits: &TensorType, choices: &TensorType) -> [[FactorId; 3]; 2] {
+    let d = &logits.shape.0;
+    let (batch, s, e) = (b.factor(d[0], true), b.whole(d[1]), b.whole(d[2]));
+    let k = b.whole(choices.shape.0[2]);
+    [[batch, s, e], [batch, s, k]]
 }
 
 fn units_of_one(factors: &[FactorId]) -> Vec<DimFactor> {
@@ -520,6 +560,43 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
                 .operand(&rows)
                 .result(&all)
                 .linear(&[&[3]]);
+        }
+        // Which places are left depends on all tokens of the sample.
+        OpKind::Route { .. } => {
+            let [f, k] = routed(&mut b, &x[0], &y[0]);
+            b.operand(&f).result(&[f[0], f[1], k[2]]).result(&k);
+        }
+        OpKind::RouteGrad { .. } => {
+            let [f, k] = routed(&mut b, &x[0], &x[1]);
+            b.operand(&f).operand(&k).operand(&k).result(&f);
+            b.linear(&[&[2]]);
+        }
+        // Of split tokens each part fills its own slots, so the parts of the result add up;
+        // split experts pick their tokens.
+        OpKind::Dispatch { .. } => {
+            let e = b.expert_factors(&y[0], &x[1]);
+            b.operand(&e.tokens).operand(&e.slots);
+            if x.len() == 3 {
+                b.operand(&e.slots);
+            }
+            b.result(&e.experts);
+            let sets: &[&[usize]] = &[&[0], &[2]];
+            b.linear(&sets[..x.len() - 1]);
+        }
+        OpKind::Combine => {
+            let e = b.expert_factors(&x[0], &x[1]);
+            b.operand(&e.experts).operand(&e.slots);
+            if x.len() == 3 {
+                b.operand(&e.slots);
+            }
+            b.result(&e.tokens);
+            let sets: &[&[usize]] = &[&[0], &[2]];
+            b.linear(&sets[..x.len() - 1]);
+        }
+        OpKind::GateGrad => {
+            let e = b.expert_factors(&x[0], &x[2]);
+            b.operand(&e.experts).operand(&e.tokens).operand(&e.slots);
+            b.result(&e.slots).linear(&[&[0], &[1]]);
         }
         OpKind::SumSquares => {
             let f = b.free(&dims(&x[0]));

@@ -1,7 +1,7 @@
 //! Shape and dtype inference. Every rule that operands can break is an `OpError` here, so a
 //! graph that was built is well-typed.
 
-use super::{Binary, OpError, OpKind, Unary};
+use super::{Binary, OpError, OpKind, SequenceOrder, Unary};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, Shape, TensorType};
 
@@ -266,7 +266,7 @@ pub(super) fn infer(
             cx.stat(0, 2)?;
             one(cx.last(0)?)
         }
-        OpKind::Rotary { theta, .. } => {
+        OpKind::Rotary { theta, order, .. } => {
             cx.arity(1)?;
             cx.float(0)?;
             cx.ensure(x[0].shape.rank() >= 3, || {
@@ -277,17 +277,20 @@ pub(super) fn infer(
             cx.ensure(theta.is_finite() && *theta > 0.0, || {
                 format!("theta {theta} is not positive")
             })?;
+            cx.stored(0, *order)?;
             one(x[0].clone())
         }
-        OpKind::Attention { .. } => {
+        OpKind::Attention { order, .. } => {
             cx.arity(3)?;
             cx.attention_operands()?;
+            cx.stored(1, *order)?;
             let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
             Ok(vec![x[0].clone(), TensorType::new(DType::F32, Shape(lse))])
         }
-        OpKind::AttentionGrad { .. } => {
+        OpKind::AttentionGrad { order, .. } => {
             cx.arity(6)?;
             cx.attention_operands()?;
+            cx.stored(1, *order)?;
             cx.same(0, 3)?;
             cx.same(0, 5)?;
             cx.stat(0, 4)?;
@@ -299,6 +302,11 @@ pub(super) fn infer(
             cx.ensure((0.0..1.0).contains(p), || {
                 format!("probability {p} is outside [0, 1)")
             })?;
+            // The mask's elements are named by the sample, which is dim 0.
+            cx.ensure(
+                !x[0].shape.0.iter().skip(1).any(|d| *d == Dim::Batch),
+                || format!("the batch of {} is not its first dim", x[0]),
+            )?;
             one(x[0].clone())
         }
         OpKind::LogSumExp => {
@@ -317,6 +325,64 @@ pub(super) fn infer(
             cx.labels(0, 2)?;
             cx.stat(0, 3)?;
             one(x[0].clone())
+        }
+        OpKind::Route {
+            top_k, capacity, ..
+        } => {
+            cx.arity(1)?;
+            cx.tokens(0)?;
+            let experts = cx.fixed(0, 2)?;
+            cx.ensure((1..=experts).contains(top_k), || {
+                format!("{top_k} experts for a token; there are {experts}")
+            })?;
+            cx.slots_fit(experts, *capacity)?;
+            let dims = [&x[0].shape.0[..2], &[Dim::Fixed(*top_k)]].concat();
+            let of = |dtype| TensorType::new(dtype, Shape(dims.clone()));
+            Ok(vec![of(DType::F32), of(DType::I32)])
+        }
+        OpKind::RouteGrad { capacity, .. } => {
+            cx.arity(3)?;
+            cx.tokens(0)?;
+            cx.slots_fit(cx.fixed(0, 2)?, *capacity)?;
+            cx.slots(0, 1)?;
+            cx.gates(1, 2)?;
+            one(x[0].clone())
+        }
+        OpKind::Dispatch { experts, capacity } => {
+            cx.two_or_three()?;
+            cx.tokens(0)?;
+            cx.slots_fit(*experts, *capacity)?;
+            cx.slots(0, 1)?;
+            if x.len() == 3 {
+                cx.gates(1, 2)?;
+            }
+            let (t, n) = (&x[0].shape.0, Dim::Fixed);
+            let dims = vec![n(*experts), t[0], n(*capacity), t[2]];
+            one(TensorType::new(x[0].dtype, Shape(dims)))
+        }
+        OpKind::Combine => {
+            cx.two_or_three()?;
+            cx.of_experts(0)?;
+            if x.len() == 3 {
+                cx.gates(1, 2)?;
+            }
+            cx.rank(1, 3)?;
+            let (y, s) = (&x[0].shape.0, &x[1].shape.0);
+            let out = TensorType::new(x[0].dtype, Shape(vec![y[1], s[1], y[3]]));
+            cx.is_slots_of(&out, 1)?;
+            one(out)
+        }
+        OpKind::GateGrad => {
+            cx.arity(3)?;
+            cx.of_experts(0)?;
+            cx.tokens(1)?;
+            cx.slots(1, 2)?;
+            let (y, t) = (&x[0].shape.0, &x[1].shape.0);
+            cx.ensure(
+                y[1] == t[0] && y[3] == t[2] && x[0].dtype == x[1].dtype,
+                || format!("slots {} and tokens {} do not match", x[0], x[1]),
+            )?;
+            one(TensorType::new(DType::F32, x[2].shape.clone()))
         }
         OpKind::Accumulate { dtype } => {
             cx.arity(1)?;
@@ -479,6 +545,61 @@ impl Cx<'_> {
             })?;
         }
         Ok(())
+    }
+    fn two_or_three(&self) -> Result<(), OpError> {
+        self.ensure(matches!(self.x.len(), 2 | 3), || {
+            format!("{} operands, expected 2 or 3", self.x.len())
+        })
+    }
+    /// Operand `i` is `f[B, S, _]`.
+    fn tokens(&self, i: usize) -> Result<(), OpError> {
+        self.float(i)?;
+        let d = &self.x[i].shape.0;
+        self.ensure(d.len() == 3 && d[0] == Dim::Batch, || {
+            format!("operand {i} is {}, expected [B, S, _]", self.x[i])
+        })
+    }
+    /// Operand `i` is `f[E, B, C, _]`, with slots that can be numbered.
+    fn of_experts(&self, i: usize) -> Result<(), OpError> {
+        self.float(i)?;
+        let d = &self.x[i].shape.0;
+        self.ensure(d.len() == 4 && d[1] == Dim::Batch, || {
+            format!("operand {i} is {}, expected [E, B, C, _]", self.x[i])
+        })?;
+        self.slots_fit(self.fixed(i, 0)?, self.fixed(i, 2)?)
+    }
+    /// Slots are numbered in 32 bits.
+    fn slots_fit(&self, experts: u64, capacity: u64) -> Result<(), OpError> {
+        let n = experts.checked_mul(capacity);
+        self.ensure(n.is_some_and(|n| (1..1 << 31).contains(&n)), || {
+            format!("{experts} experts with {capacity} slots each; together 1 to 2^31 - 1")
+        })
+    }
+    /// Operand `j` has slots for the tokens of operand `i`.
+    fn slots(&self, i: usize, j: usize) -> Result<(), OpError> {
+        self.rank(j, 3)?;
+        self.is_slots_of(&self.x[i], j)
+    }
+    fn is_slots_of(&self, tokens: &TensorType, j: usize) -> Result<(), OpError> {
+        let slots = &self.x[j];
+        let ok = slots.dtype == DType::I32 && slots.shape.0[..2] == tokens.shape.0[..2];
+        self.ensure(ok && matches!(slots.shape.0[2], Dim::Fixed(_)), || {
+            format!("operand {j} is {slots}, expected i32 slots of {tokens}")
+        })
+    }
+    /// Operand `j` has a gate for each slot of operand `i`.
+    fn gates(&self, i: usize, j: usize) -> Result<(), OpError> {
+        let expected = TensorType::new(DType::F32, self.x[i].shape.clone());
+        self.ensure(self.x[j] == expected, || {
+            format!("operand {j} is {}, expected {expected}", self.x[j])
+        })
+    }
+    /// Whether the sequence of operand `i` divides into the chunks of an order.
+    fn stored(&self, i: usize, order: SequenceOrder) -> Result<(), OpError> {
+        let len = self.fixed(i, 1)?;
+        self.ensure(order.fits(len), || {
+            format!("{} cannot be stored in the order {order:?}", self.x[i])
+        })
     }
     fn attention_operands(&self) -> Result<(), OpError> {
         self.float(0)?;

@@ -21,9 +21,11 @@ pub struct MatmulShape {
 pub struct Work {
     /// FLOPs of matrix multiplications outside attention (2 per multiply-add).
     pub matmul_flops: f64,
-    /// FLOPs of attention products counted in full, without the causal half; what a causal
-    /// kernel executes is about half.
+    /// FLOPs of attention products counted in full, without the causal half.
     pub attention_flops: f64,
+    /// Share of them that a causal kernel executes on the rank that has most to do: a half, or
+    /// up to all where the queries are the last of more keys.
+    pub causal_share: f64,
     /// All other arithmetic, a rough count per element.
     pub vector_flops: f64,
     /// Bytes read and written once each by an ideal kernel.
@@ -122,9 +124,21 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
                 k: d,
             };
             let flops = 2.0 * products * shape.batch as f64 * shape.m as f64 * t as f64 * d as f64;
+            // Of T keys the last S queries see T - S/2 each; no other S queries see more. A rank
+            // of a zigzag order has early and late ones, and sees half.
+            let causal_share = match (kind, t) {
+                (_, 0) => 0.0,
+                (OpKind::Attention { order, .. } | OpKind::AttentionGrad { order, .. }, t)
+                    if order.is_natural() =>
+                {
+                    1.0 - 0.5 * q[1].min(t) as f64 / t as f64
+                }
+                _ => 0.5,
+            };
             let scores = shape.batch as f64 * shape.m as f64 * t as f64;
             Work {
                 attention_flops: flops,
+                causal_share,
                 vector_flops: 4.0 * scores,
                 bytes: all_bytes,
                 matmul: Some(shape),
@@ -173,6 +187,12 @@ pub(super) fn work(kind: &OpKind, x: &[(DType, Vec<u64>)], y: &[(DType, Vec<u64>
             bytes: sum_of(&[(4, bytes_of(&y[0]))]),
             ..Work::default()
         },
+        // An exponential for each logit, and a pass over the logits for each choice.
+        OpKind::Route { top_k, .. } => vector(40.0 + 2.0 * *top_k as f64, &x[0]),
+        OpKind::RouteGrad { .. } => vector(44.0, &x[0]),
+        OpKind::Dispatch { .. } => vector(1.0, &y[0]),
+        OpKind::Combine => vector(2.0, &x[0]),
+        OpKind::GateGrad => vector(2.0, &x[0]),
         OpKind::AdamW { .. } => vector(12.0, &x[0]),
         OpKind::Sgd { .. } => vector(4.0, &x[0]),
         OpKind::SumSquares => vector(2.0, &x[0]),

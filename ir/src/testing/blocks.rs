@@ -1,14 +1,14 @@
 //! General blocks: `[B,S,H] -> [B,S,H]`, and the head.
 
 use super::{Builder, random_weight};
-use crate::op::{Binary, Init, InputKind, RopeScaling, Unary};
+use crate::op::{Binary, Init, InputKind, RopeScaling, SequenceOrder, Unary};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, OpKind, ValueId};
 
 impl Builder {
     /// One random block.
     pub(super) fn block(&mut self, x: ValueId) -> ValueId {
-        match self.rng.below(12) {
+        match self.rng.below(if self.options.experts { 14 } else { 12 }) {
             0 | 1 => self.attention(x),
             2 => self.mlp(x),
             3 => self.gated_mlp(x),
@@ -19,7 +19,8 @@ impl Builder {
             8 => self.shapes(x),
             9 => self.pieces(x),
             10 => self.pooled(x),
-            _ => self.positions(x),
+            11 => self.positions(x),
+            _ => self.experts(x),
         }
     }
 
@@ -99,6 +100,40 @@ impl Builder {
         self.residual(x, down)
     }
 
+    /// A mixture of experts, with more or fewer slots than tokens.
+    fn experts(&mut self, x: ValueId) -> ValueId {
+        let (h, f, experts) = (self.hidden, self.rng.between(3, 6), self.rng.between(2, 5));
+        let n = self.norm(x);
+        let router = self.param(&[h, experts]);
+        let logits = self.einsum("bsh,he->bse", n, router);
+        let route = OpKind::Route {
+            top_k: self.rng.between(1, experts.min(3)),
+            capacity: self.rng.between(1, self.sequence),
+            normalize: self.rng.one_in(2),
+        };
+        let OpKind::Route { capacity, .. } = route else {
+            return x;
+        };
+        let routed = self.ops(route, &[logits]);
+        let (gates, slots) = (routed[0], routed[1]);
+        // Gates weigh the experts' results, or what they are given, or both.
+        let before = self.rng.one_in(3);
+        let dispatch = OpKind::Dispatch { experts, capacity };
+        let mut y = match before {
+            true => self.op(dispatch, &[n, slots, gates]),
+            false => self.op(dispatch, &[n, slots]),
+        };
+        let (w1, w2) = (self.param(&[experts, h, f]), self.param(&[experts, f, h]));
+        y = self.einsum("ebch,ehf->ebcf", y, w1);
+        y = self.activation(y);
+        y = self.einsum("ebcf,efh->ebch", y, w2);
+        let y = match before && self.rng.one_in(2) {
+            true => self.op(OpKind::Combine, &[y, slots]),
+            false => self.op(OpKind::Combine, &[y, slots, gates]),
+        };
+        self.residual(x, y)
+    }
+
     fn attention(&mut self, x: ValueId) -> ValueId {
         let (h, kv, groups, d) = (
             self.hidden,
@@ -132,7 +167,20 @@ impl Builder {
             0.0
         };
         let scale = 1.0 / (d as f64).sqrt();
-        let o = self.op(OpKind::Attention { scale, dropout }, &[q, k, v]);
+        let order = match self.sequence.is_multiple_of(2) && self.rng.one_in(4) {
+            true => SequenceOrder::Zigzag {
+                ranks: self.sequence / 2,
+            },
+            false => SequenceOrder::Natural,
+        };
+        let o = self.op(
+            OpKind::Attention {
+                scale,
+                dropout,
+                order,
+            },
+            &[q, k, v],
+        );
         let width = kv * groups * d;
         let y = if self.rng.one_in(2) {
             let flat = self.reshape(o, &[self.sequence, width]);
@@ -187,6 +235,7 @@ impl Builder {
                 theta,
                 scaling,
                 inverse: false,
+                order: Default::default(),
             },
             &[x],
         )

@@ -32,6 +32,9 @@ pub struct GraphOptions {
     pub dropout: bool,
     /// `Reduce` by max may occur (general graphs only).
     pub reduce_max: bool,
+    /// Mixtures of experts may occur (general graphs only). A choice of experts is a jump, so
+    /// that graphs with them are not compared where values round differently.
+    pub experts: bool,
     /// Number of layers between `embed` and `head`.
     pub n_layers: usize,
     /// These layers are equal.
@@ -46,6 +49,7 @@ impl Default for GraphOptions {
             integer_linear: false,
             dropout: false,
             reduce_max: false,
+            experts: false,
             n_layers: 2,
             equal_layers: false,
             blocks_per_layer: 2,

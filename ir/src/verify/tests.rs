@@ -300,12 +300,18 @@ fn batch_dims_not_first_or_several() {
         region: Region::Microbatch,
         layer: Some(layer),
     };
-    let turn = OpKind::Transpose { perm: vec![1, 0] };
+    // Second, as behind experts, and third.
+    let behind = |dims: &[u64]| OpKind::Broadcast {
+        leading: dims.iter().map(|&n| Dim::Fixed(n)).collect(),
+    };
     let tokens = ValueId(0);
-    graph
-        .add1(turn.clone(), &[tokens], at("t", Pass::F))
-        .unwrap();
-    graph.add1(turn, &[tokens], at("grad.t", Pass::BI)).unwrap();
+    let mut add = |dims: &[u64], path, pass| {
+        let made = graph.add1(behind(dims), &[tokens], at(path, pass));
+        made.unwrap();
+    };
+    add(&[2], "experts", Pass::F);
+    add(&[2, 2], "t", Pass::F);
+    add(&[2, 2], "grad.t", Pass::BI);
     // A table that is not a parameter: rows as long as the batch.
     let table = TensorType::new(DType::F32, Shape(vec![Dim::Fixed(3)]));
     let kind = OpKind::State {

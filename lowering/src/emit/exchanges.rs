@@ -1,4 +1,4 @@
-//! Values of other stages: sent once per receiving stage, changed on the way as recorded.
+//! Values of other meshes: sent once per receiving mesh, changed on the way as recorded.
 //!
 //! Steps before a transfer run on the sender: right after the producer in microbatches, right
 //! before the exchange in the step phases. Steps after it run at the first use in
@@ -9,20 +9,20 @@ use crate::draft::{Lifetime, Serves};
 use crate::error::LowerError;
 use crate::order::Flow;
 use crate::resolve::Resolved;
-use crate::schedule::SlotPass;
+use crate::schedule::ChunkPass;
 use crate::uses::{CrossEdge, check_cross};
 use ir::program::{InstrKind, Slot, TemplateKind, Transfer};
 use ir::reshard::CrossPath;
 use ir::{BufferId, Region, StageId, TransferId, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A value on its way to another stage.
+/// A value on its way to another mesh.
 pub(super) struct Crossing {
     edge: CrossEdge,
     path: CrossPath,
     sent: Option<Sent>,
     /// The receiver's passes that use it; empty in the step phases.
-    used_by: BTreeSet<SlotPass>,
+    used_by: BTreeSet<ChunkPass>,
 }
 
 /// One side of an exchange.
@@ -57,7 +57,7 @@ impl Crossing {
 }
 
 impl Emitter<'_, '_> {
-    /// Where a value stands on a stage, brought there if it is another's.
+    /// Where a value stands on a mesh, brought there if it is another's.
     pub(super) fn at_hand(&mut self, v: ValueId, stage: StageId) -> Result<Located, LowerError> {
         if let Some(located) = self.places.get(&(v, stage)) {
             // In microbatches a received value has its place before its first use in every pass.
@@ -69,7 +69,7 @@ impl Emitter<'_, '_> {
             return Err(self.unavailable(v, stage));
         };
         let (from, region) = (self.crossings[at].edge.from, self.crossings[at].edge.region);
-        match (self.phase, region) {
+        match (self.phase.kind, region) {
             (TemplateKind::StepBegin | TemplateKind::StepEnd, _) => {
                 self.exchange_step(from, stage)?
             }
@@ -94,10 +94,8 @@ impl Emitter<'_, '_> {
     }
 
     fn note_use(&mut self, v: ValueId, stage: StageId) {
-        let pass = match self.phase {
-            TemplateKind::Forward => SlotPass::Forward,
-            TemplateKind::Backward => SlotPass::Backward,
-            _ => return,
+        let Some(pass) = self.phase.pass() else {
+            return;
         };
         if self.r.home(v).is_none_or(|home| home == stage) {
             return;
@@ -107,7 +105,7 @@ impl Emitter<'_, '_> {
         }
     }
 
-    /// Prepares a microbatch value for every stage that it goes to.
+    /// Prepares a microbatch value for every mesh that it goes to.
     pub(super) fn send_from(&mut self, v: ValueId, stage: StageId) {
         for at in 0..self.crossings.len() {
             let c = &self.crossings[at];
@@ -168,9 +166,9 @@ impl Emitter<'_, '_> {
         self.places.insert((edge.value, edge.to), arrived);
     }
 
-    /// An exchange in a step phase: everything that two stages have for each other by now.
+    /// An exchange in a step phase: everything that two meshes have for each other by now.
     fn exchange_step(&mut self, a: StageId, b: StageId) -> Result<(), LowerError> {
-        let phase = self.phase;
+        let phase = self.phase.kind;
         let region = if phase == TemplateKind::StepBegin {
             Region::StepBegin
         } else {
@@ -209,7 +207,7 @@ impl Emitter<'_, '_> {
         Ok(())
     }
 
-    /// What of some crossings a stage sends and receives.
+    /// What of some crossings a mesh sends and receives.
     fn parts(&self, crossings: &[usize], stage: StageId) -> (Parts, Parts) {
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         for c in crossings.iter().map(|&at| &self.crossings[at]) {
@@ -224,7 +222,7 @@ impl Emitter<'_, '_> {
         (sends, recvs)
     }
 
-    /// Ends `StepBegin`: what microbatches of other stages will need goes there.
+    /// Ends `StepBegin`: what microbatches of other meshes will need goes there.
     pub(super) fn flush_step_begin(&mut self) -> Result<(), LowerError> {
         let n = self.roles.len();
         for a in 0..n {
@@ -240,18 +238,15 @@ impl Emitter<'_, '_> {
 
     /// One exchange template per sender, receiver and pass, on both sides.
     pub(super) fn flow_exchanges(&mut self) -> Vec<Flow> {
-        let mut by_flow: BTreeMap<(StageId, StageId, SlotPass), Vec<usize>> = BTreeMap::new();
+        let mut by_flow: BTreeMap<(StageId, StageId, ChunkPass), Vec<usize>> = BTreeMap::new();
         for (at, c) in self
             .crossings
             .iter()
             .enumerate()
             .filter(|(_, c)| c.edge.region == Region::Microbatch)
         {
-            let forward = self.r.template(self.r.producer(c.edge.value)) == TemplateKind::Forward;
-            let pass = if forward {
-                SlotPass::Forward
-            } else {
-                SlotPass::Backward
+            let Some(pass) = self.r.phase(self.r.producer(c.edge.value)).pass() else {
+                continue;
             };
             by_flow
                 .entry((c.edge.from, c.edge.to, pass))

@@ -1,11 +1,13 @@
 //! Instructions of every role: the training graph is walked phase by phase (`StepBegin`,
-//! forward, backward, `StepEnd`), each op emitting into the open template of its stage.
+//! forward, backward, `StepEnd`), each op emitting into the open template of its mesh. With
+//! several stages on a mesh the microbatch phases are walked chunk by chunk, in the order in
+//! which a microbatch goes through them.
 //!
-//! * A value stands in one buffer per stage, its *place*: where it was made, or arrived.
+//! * A value stands in one buffer per mesh, its *place*: where it was made, or arrived.
 //!   `Layout` only gives its operand's buffer another name.
 //! * Changed tensors are shared within a phase of a role (`operands`).
-//! * In the step phases an op that needs another stage's value closes the open templates of
-//!   both stages for an exchange (`exchanges`). In microbatches exchanges are templates of
+//! * In the step phases an op that needs another mesh's value closes the open templates of
+//!   both meshes for an exchange (`exchanges`). In microbatches exchanges are templates of
 //!   their own, which `order` places.
 
 mod exchanges;
@@ -14,8 +16,7 @@ mod ops;
 
 use crate::draft::{Draft, DraftBuffer, Lifetime, RoleDraft, Serves};
 use crate::error::LowerError;
-use crate::resolve::Resolved;
-use crate::schedule::SlotPass;
+use crate::resolve::{Phase, Resolved};
 use crate::uses::{UseBy, Uses};
 use exchanges::Crossing;
 use ir::program::{InstrKind, TemplateKind, Transfer};
@@ -26,19 +27,17 @@ use std::collections::BTreeMap;
 pub(crate) fn emit(r: &Resolved) -> Result<Draft, LowerError> {
     let mut e = Emitter::new(r)?;
     e.clear_accumulators();
-    e.walk(TemplateKind::StepBegin)?;
+    e.walk(Phase::step(TemplateKind::StepBegin))?;
     e.flush_step_begin()?;
-    for pass in [SlotPass::Forward, SlotPass::Backward] {
-        e.walk(if pass == SlotPass::Forward {
-            TemplateKind::Forward
-        } else {
-            TemplateKind::Backward
-        })?;
-        e.roles.iter_mut().for_each(|role| role.close_pass(pass));
+    for phase in microbatch_phases(r.n_chunks()) {
+        e.walk(phase)?;
+        if let Some(of) = phase.pass() {
+            e.roles.iter_mut().for_each(|role| role.close_pass(of));
+        }
     }
     let flows = e.flow_exchanges();
     e.reduce_loss()?;
-    e.walk(TemplateKind::StepEnd)?;
+    e.walk(Phase::step(TemplateKind::StepEnd))?;
     e.write_states()?;
     e.roles
         .iter_mut()
@@ -48,6 +47,13 @@ pub(crate) fn emit(r: &Resolved) -> Result<Draft, LowerError> {
         transfers: e.transfers,
         flows,
     })
+}
+
+/// The phases that a microbatch goes through, in this order.
+fn microbatch_phases(n_chunks: u32) -> impl Iterator<Item = Phase> {
+    let of = |kind| move |chunk| Phase { kind, chunk };
+    let forward = (0..n_chunks).map(of(TemplateKind::Forward));
+    forward.chain((0..n_chunks).rev().map(of(TemplateKind::Backward)))
 }
 
 /// A tensor in a buffer.
@@ -63,13 +69,13 @@ struct Emitter<'r, 'a> {
     uses: Uses,
     roles: Vec<RoleDraft>,
     transfers: Vec<Transfer>,
-    /// Where values stand, by stage.
+    /// Where values stand, by mesh.
     places: BTreeMap<(ValueId, StageId), Located>,
-    /// Values that go to other stages, in the order of `uses.cross`.
+    /// Values that go to other meshes, in the order of `uses.cross`.
     crossings: Vec<Crossing>,
     /// Data and constants made in the present phase.
     sources: Vec<((ValueId, StageId), Located)>,
-    phase: TemplateKind,
+    phase: Phase,
 }
 
 impl<'r, 'a> Emitter<'r, 'a> {
@@ -92,7 +98,7 @@ impl<'r, 'a> Emitter<'r, 'a> {
             places: BTreeMap::new(),
             crossings,
             sources: Vec::new(),
-            phase: TemplateKind::StepBegin,
+            phase: Phase::step(TemplateKind::StepBegin),
         })
     }
 
@@ -149,7 +155,7 @@ impl<'r, 'a> Emitter<'r, 'a> {
     }
 
     /// Starts a phase: nothing made in another one is shared.
-    fn begin(&mut self, phase: TemplateKind) {
+    fn begin(&mut self, phase: Phase) {
         if phase != self.phase {
             self.roles.iter_mut().for_each(|role| role.changed.clear());
             self.sources.clear();
@@ -157,11 +163,11 @@ impl<'r, 'a> Emitter<'r, 'a> {
         }
     }
 
-    /// Emits the ops of a phase on all stages, in graph order.
-    fn walk(&mut self, phase: TemplateKind) -> Result<(), LowerError> {
+    /// Emits the ops of a phase on all meshes, in graph order.
+    fn walk(&mut self, phase: Phase) -> Result<(), LowerError> {
         self.begin(phase);
         let r = self.r;
-        for (id, op) in r.graph().iter().filter(|(_, op)| r.template(op) == phase) {
+        for (id, op) in r.graph().iter().filter(|(_, op)| r.phase(op) == phase) {
             for stage in r.stages_of(op) {
                 self.op(id, op, stage)?;
             }
@@ -173,7 +179,7 @@ impl<'r, 'a> Emitter<'r, 'a> {
     fn reduce_loss(&mut self) -> Result<(), LowerError> {
         let r = self.r;
         let op = r.producer(r.training.loss);
-        self.begin(TemplateKind::StepEnd);
+        self.begin(Phase::step(TemplateKind::StepEnd));
         for stage in r.stages_of(op) {
             let loss = self.replicated(
                 r.training.loss,

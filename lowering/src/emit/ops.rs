@@ -1,9 +1,9 @@
-//! One op of the training graph on one stage.
+//! One op of the training graph on one mesh.
 
 use super::{Emitter, Located, serves};
 use crate::draft::{DraftBuffer, Lifetime};
 use crate::error::LowerError;
-use ir::program::{InstrKind, StateBuffer, TemplateKind};
+use ir::program::{InstrKind, StateBuffer};
 use ir::{BufferId, DType, Op, OpId, OpKind, ShardingSpec, StageId};
 
 impl Emitter<'_, '_> {
@@ -26,7 +26,7 @@ impl Emitter<'_, '_> {
                 self.compute(op, stage, inputs, outputs);
             }
         }
-        if matches!(self.phase, TemplateKind::Forward | TemplateKind::Backward) {
+        if self.phase.pass().is_some() {
             for &v in &op.outputs {
                 self.send_from(v, stage);
             }

@@ -34,7 +34,7 @@ pub enum Recipe {
 pub struct Setup {
     /// Axes of every stage's mesh, with their sizes.
     pub axes: Vec<(Recipe, u32)>,
-    /// Number of layers of each stage.
+    /// Number of layers of each stage; interleaved ones share their meshes.
     pub layers: Vec<u32>,
     pub n_microbatches: u32,
     pub schedule: ScheduleKind,
@@ -78,9 +78,10 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             size: a.1,
         })
         .collect();
+    let n_meshes = setup.layers.len() / setup.schedule.virtual_stages() as usize;
     let stages = setup.layers.iter().enumerate().map(|(i, &count)| {
         let devices = DeviceMesh {
-            first_rank: Rank(i as u32 * n_ranks),
+            first_rank: Rank((i % n_meshes) as u32 * n_ranks),
             n_devices: n_ranks,
         };
         let mesh = LogicalMesh::new(devices, axes.clone()).unwrap();
@@ -105,7 +106,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             precision: setup.precision,
             ..TrainSpec::default()
         },
-        cluster: cluster(n_ranks * setup.layers.len() as u32),
+        cluster: cluster(n_ranks * n_meshes as u32),
         microbatch: MICROBATCH,
         n_microbatches: setup.n_microbatches,
         schedule: setup.schedule,
@@ -138,6 +139,7 @@ fn cluster(n: u32) -> Cluster {
         memory_efficiency: 1.0,
         launch_s: 0.0,
         conversion_s_per_element: BTreeMap::new(),
+        kernels: None,
         multiprocessors: 0,
         sustained_share: 1.0,
         power_limit_w: None,

@@ -4,21 +4,65 @@
 
 use super::Pins;
 use crate::PlanError;
-use ir::ValueId;
 use ir::cluster::Cluster;
+use ir::plan::ScheduleKind;
 use ir::training::TrainingGraph;
+use ir::{OpKind, TrainSpec, ValueId};
 
 /// Refuses tensor pins of tensors, dims or axes that are not there, degrees that do not make
-/// the cluster's devices, and data axes without a sample for each rank.
+/// the cluster's devices, experts that do not divide, data or context axes without a sample or
+/// token for each rank, and virtual stages of no pipeline, of too few layers or of another
+/// schedule than 1F1B.
 pub(crate) fn check(
     pins: &Pins,
     training: &TrainingGraph,
     cluster: &Cluster,
-    global_batch: u64,
+    train: &TrainSpec,
 ) -> Result<(), PlanError> {
     tensor_pins(pins, training)?;
     degrees(cluster.n_devices().into(), pins)?;
-    samples(pins, global_batch)
+    experts(pins, training, cluster.n_devices().into())?;
+    virtual_stages(pins, training.graph.layers.len())?;
+    samples(pins, train.global_batch)?;
+    tokens(pins, train.sequence)
+}
+
+/// Whether pinned virtual stages make a pipeline of the model's layers.
+fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
+    let err = |problem: String| Err(PlanError::Pins(problem));
+    let Some(v) = pins.virtual_stages.filter(|&v| v > 1) else {
+        return match (&pins.split, pins.pipeline) {
+            (Some(counts), Some(p)) if counts.len() as u64 != u64::from(p) => err(format!(
+                "pinned split has {} stages, pipeline={p} has {p}; give as many numbers",
+                counts.len()
+            )),
+            _ => Ok(()),
+        };
+    };
+    if pins.schedule == Some(ScheduleKind::GPipe) {
+        return err(format!(
+            "pinned virtual={v} interleaves the passes of 1F1B; pin schedule=1f1b with it, or none"
+        ));
+    }
+    let Some(p) = pins.pipeline.filter(|&p| p > 1) else {
+        return err(format!(
+            "pinned virtual={v} puts {v} stages on each of several meshes; pin how many, pipeline=2 or more"
+        ));
+    };
+    let n_stages = u64::from(v) * u64::from(p);
+    if n_stages > n_layers as u64 {
+        return err(format!(
+            "pinned virtual={v} x pipeline={p} makes {n_stages} stages, the model has {n_layers} layers; pin virtual={} or less",
+            (n_layers as u64 / u64::from(p)).max(1)
+        ));
+    }
+    match &pins.split {
+        Some(counts) if counts.len() as u64 != n_stages => err(format!(
+            "pinned split has {} stages, virtual={v} x pipeline={p} makes {n_stages}",
+            counts.len()
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Whether the largest microbatch has a sample for every rank of the data axis.
@@ -36,6 +80,49 @@ fn samples(pins: &Pins, global_batch: u64) -> Result<(), PlanError> {
                 Some(_) => "a larger microbatch",
                 None => "train with a larger --global-batch",
             },
+        ))),
+    }
+}
+
+/// Whether the experts can be split by as many of the ranks that split samples.
+fn experts(pins: &Pins, training: &TrainingGraph, devices: u64) -> Result<(), PlanError> {
+    let Some(expert) = pins.expert.map(u64::from) else {
+        return Ok(());
+    };
+    let counts = training.graph.ops().iter().filter_map(|op| match op.kind {
+        OpKind::Dispatch { experts, .. } => Some(experts),
+        _ => None,
+    });
+    let fewest = counts.min().unwrap_or(1);
+    if expert > fewest {
+        return Err(PlanError::Pins(match fewest {
+            1 => format!("pinned expert={expert} splits experts, of which the model has none"),
+            n => format!("pinned expert={expert} splits {n} experts; pin expert={n} or less"),
+        }));
+    }
+    let others = [pins.tensor, pins.context, pins.pipeline];
+    let others: u64 = others.into_iter().flatten().map(u64::from).product();
+    let of = pins.data.map_or(devices / others.max(1), u64::from);
+    if of.is_multiple_of(expert) {
+        return Ok(());
+    }
+    let what = match pins.data {
+        Some(data) => format!("the {data} ranks of the pinned data={data}"),
+        None => format!("the {of} ranks that the other pins leave of {devices} devices"),
+    };
+    let fits: Vec<u64> = divisors(of).into_iter().filter(|d| *d <= fewest).collect();
+    Err(PlanError::Pins(format!(
+        "pinned expert={expert} is a part of the ranks that split samples and does not divide {what}; what fits: expert={}",
+        listed(&fits)
+    )))
+}
+
+/// Whether a sequence has a token for every rank of the context axis.
+fn tokens(pins: &Pins, sequence: u64) -> Result<(), PlanError> {
+    match pins.context.map(u64::from).filter(|c| *c > sequence) {
+        None => Ok(()),
+        Some(context) => Err(PlanError::Pins(format!(
+            "pinned context={context} splits a sequence of {sequence} tokens; pin context={sequence} or less, or train with a longer --sequence"
         ))),
     }
 }
@@ -70,7 +157,11 @@ fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
         for axis in pin.dims.iter().flatten() {
             if !axes.contains(&axis.as_str()) {
                 let other = match pins.fixes_mesh() {
-                    true => "x and y are there only without the pins data= and tensor=",
+                    true if axis == "expert" => "a pin expert=N adds it",
+                    true if pins.context.is_none() && axis == "context" => {
+                        "a pin context=N adds it"
+                    }
+                    true => "x and y are there only without the pins data=, context= and tensor=",
                     false => "with a pin data=N or tensor=N they would be data and tensor",
                 };
                 return err(format!(
@@ -94,6 +185,7 @@ fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
 fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
     let all = [
         ("data", pins.data),
+        ("context", pins.context),
         ("tensor", pins.tensor),
         ("pipeline", pins.pipeline),
     ];
@@ -102,10 +194,11 @@ fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
         .filter_map(|(name, d)| Some((name, u64::from(d?))))
         .collect();
     let product = |of: &[(&str, u64)]| of.iter().fold(1u64, |p, (_, d)| p.saturating_mul(*d));
-    // Where all three are fixed nothing is left to make up for what is missing.
-    let fits = |p: u64| match pinned.len() {
-        3 => p == n,
-        _ => n.is_multiple_of(p),
+    // Where these three are fixed nothing is left to make up for what is missing.
+    let is_whole = pins.data.is_some() && pins.tensor.is_some() && pins.pipeline.is_some();
+    let fits = |p: u64| match is_whole {
+        true => p == n,
+        false => n.is_multiple_of(p),
     };
     let made = product(&pinned);
     if fits(made) {
@@ -122,9 +215,9 @@ fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
         (!values.is_empty()).then(|| format!("{name}={}", listed(&values)))
     });
     let would_fit: Vec<String> = would_fit.collect();
-    let relation = match pinned.len() {
-        3 => "is not",
-        _ => "does not divide",
+    let relation = match is_whole {
+        true => "is not",
+        false => "does not divide",
     };
     let single = pinned.len() == 1;
     let what = match single {
@@ -199,6 +292,41 @@ mod tests {
             &["data=4294967295,tensor=4294967295,pipeline=4294967295"],
         );
         assert!(huge.contains("is not the 4 devices"), "{huge}");
+    }
+
+    #[test]
+    fn virtual_stages_need_a_pipeline_with_layers() {
+        let refusal = |pins: &[&str]| {
+            let pins = Pins::parse(pins).unwrap();
+            virtual_stages(&pins, 10).map_err(|e| e.to_string())
+        };
+        assert_eq!(refusal(&["virtual=1"]), Ok(()));
+        assert_eq!(refusal(&["virtual=2,pipeline=5"]), Ok(()));
+        assert_eq!(refusal(&["virtual=2,pipeline=2,split=1/2/3/4"]), Ok(()));
+        for (pins, expected) in [
+            (
+                &["virtual=2"][..],
+                "pinned virtual=2 puts 2 stages on each of several meshes; pin how many, pipeline=2 or more",
+            ),
+            (
+                &["virtual=2,pipeline=1"],
+                "pinned virtual=2 puts 2 stages on each of several meshes; pin how many, pipeline=2 or more",
+            ),
+            (
+                &["virtual=3,pipeline=4"],
+                "pinned virtual=3 x pipeline=4 makes 12 stages, the model has 10 layers; pin virtual=2 or less",
+            ),
+            (
+                &["virtual=2,pipeline=2,schedule=gpipe"],
+                "pinned virtual=2 interleaves the passes of 1F1B; pin schedule=1f1b with it, or none",
+            ),
+            (
+                &["virtual=2,pipeline=2,split=5/5"],
+                "pinned split has 2 stages, virtual=2 x pipeline=2 makes 4",
+            ),
+        ] {
+            assert_eq!(refusal(pins), Err(expected.to_string()));
+        }
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! The program that a calibration plays: one template of operands being filled and measured
-//! instructions, and one of matmuls in a row.
+//! The program that a calibration plays: operands being filled, and measured instructions.
 
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
@@ -21,18 +20,12 @@ pub(super) struct Probe {
     pub place: Place,
 }
 
-/// What is timed for a probe.
+/// The instruction that is timed for a probe, on every rank.
 #[derive(Clone, Copy)]
-pub(super) enum Place {
-    /// An instruction of the first template: the mean over ranks.
-    Instruction(usize),
-    /// The second template, which repeats something `divisor` times: the slowest rank.
-    Template { divisor: u32 },
+pub(super) struct Place {
+    pub template: usize,
+    pub instruction: usize,
 }
-
-/// Matmuls in a row when ranks run together: several turns of a scheduler, short enough that
-/// some repetition is not disturbed by other programs.
-const N_TOGETHER: u32 = 60;
 
 /// A program of one role and one template, under construction. Every probe's buffers begin at
 /// the start of the arena again.
@@ -69,6 +62,7 @@ impl ProgramOfProbes {
             buffers: Vec::new(),
             templates: vec![Template {
                 kind: TemplateKind::Forward,
+                chunk: 0,
                 instructions: Vec::new(),
             }],
             trace: vec![Slot {
@@ -106,10 +100,8 @@ impl ProgramOfProbes {
     }
     fn operand(&mut self, dtype: DType, lens: &[u64]) -> BufferId {
         let b = self.buffer(dtype, lens, ShardingSpec::replicated(lens.len()));
-        self.push(InstrKind::Fill {
-            value: 0.5,
-            output: b,
-        });
+        let value = if dtype.is_float() { 0.5 } else { 0.0 };
+        self.push(InstrKind::Fill { value, output: b });
         b
     }
     fn push(&mut self, kind: InstrKind) -> usize {
@@ -128,7 +120,10 @@ impl ProgramOfProbes {
         self.probes.push(Probe {
             what: what.into(),
             size,
-            place: Place::Instruction(instruction),
+            place: Place {
+                template: 0,
+                instruction,
+            },
         });
         self.next_offset = 0;
     }
@@ -270,9 +265,16 @@ impl ProgramOfProbes {
             self.probe("copy", vec![bytes], InstrKind::Copy { input, output });
         }
         let attention: &[(u64, u64, u64)] = if quick {
-            &[(128, 4, 64)]
+            &[(128, 4, 32), (128, 4, 64), (256, 4, 64)]
         } else {
-            &[(64, 4, 16), (128, 4, 64), (256, 8, 64), (512, 4, 64)]
+            &[
+                (64, 8, 32),
+                (128, 4, 32),
+                (128, 4, 64),
+                (256, 8, 64),
+                (512, 4, 64),
+                (256, 4, 128),
+            ]
         };
         for &(s, heads, d) in attention {
             self.attention(s, heads, d);
@@ -290,30 +292,33 @@ impl ProgramOfProbes {
         let (q, lse) = ([1, s, heads, d], [1, s, heads]);
         let (q, lse) = ((DType::F32, &q[..]), (DType::F32, &lse[..]));
         let scale = 1.0 / (d as f64).sqrt();
-        let point = |w: ir::op::Work| {
-            (
-                "attention f32".to_string(),
-                vec![w.attention_flops as u64, w.vector_flops as u64, w.bytes],
-            )
+        let point = |name: &str| {
+            let what = format!("{name} f32");
+            move |w: ir::op::Work| {
+                let (products, vector) = (w.attention_flops as u64, w.vector_flops as u64);
+                (what, vec![products, vector, w.bytes, s, s, d])
+            }
         };
         self.op(
             OpKind::Attention {
                 scale,
                 dropout: 0.0,
+                order: ir::op::SequenceOrder::Natural,
             },
             &[q, q, q],
             &[q, lse],
-            point,
+            point("attention"),
         );
         self.op(
             OpKind::AttentionGrad {
                 scale,
                 dropout: 0.0,
                 key: "probe".into(),
+                order: ir::op::SequenceOrder::Natural,
             },
             &[q, q, q, q, lse, q],
             &[q, q, q],
-            point,
+            point("attention_grad"),
         );
     }
 
@@ -326,10 +331,14 @@ impl ProgramOfProbes {
         );
         let (heads, scalar) = ([1, rows, 4, width / 4], []);
         let (heads, scalar) = ((DType::F32, &heads[..]), (DType::F32, &scalar[..]));
+        let (ids, tokens) = ([1, rows], [1, rows, width]);
+        let (ids, tokens) = ((DType::I32, &ids[..]), (DType::F32, &tokens[..]));
+        let (labels, third) = ((DType::I32, &[rows][..]), [rows, width / 4]);
+        let third = (DType::F32, &third[..]);
         let mut add = |kind: OpKind, operands: &[(DType, &[u64])], results: &[(DType, &[u64])]| {
-            let name = format!("vector {}", kind.name());
+            let name = format!("vector {}", kind.kernel_name());
             self.op(kind, operands, results, |w| {
-                (name, vec![w.vector_flops as u64, w.bytes])
+                (name, vec![(w.vector_flops as u64).max(1), w.bytes])
             });
         };
         add(OpKind::Binary { f: Binary::Add }, &[x, x], &[x]);
@@ -361,11 +370,45 @@ impl ProgramOfProbes {
                 theta: 1e4,
                 scaling: RopeScaling::None,
                 inverse: false,
+                order: ir::op::SequenceOrder::Natural,
             },
             &[heads],
             &[heads],
         );
+        add(OpKind::Unary { f: Unary::Silu }, &[x], &[x]);
+        add(
+            OpKind::Binary {
+                f: Binary::SiluGrad,
+            },
+            &[x, x],
+            &[x],
+        );
+        add(OpKind::Binary { f: Binary::Mul }, &[x, x], &[x]);
+        add(OpKind::RmsNorm { eps: 1e-5 }, &[x, vector], &[x, column]);
+        add(OpKind::RmsNormGradInput, &[x, x, vector, column], &[x]);
+        add(OpKind::RmsNormGradWeight, &[x, x, column], &[vector]);
+        add(
+            OpKind::Reduce {
+                kind: ReduceKind::Sum,
+                dims: vec![0],
+            },
+            &[x],
+            &[vector],
+        );
+        add(
+            OpKind::Stack { dim: 1 },
+            &[third, third, third],
+            &[(DType::F32, &[rows, 3, width / 4])],
+        );
+        add(
+            OpKind::Unstack { dim: 1 },
+            &[(DType::F32, &[rows, 3, width / 4])],
+            &[third, third, third],
+        );
+        add(OpKind::Embedding, &[x, ids], &[tokens]);
+        add(OpKind::EmbeddingGrad { vocab: rows }, &[ids, tokens], &[x]);
         add(OpKind::LogSumExp, &[x], &[column]);
+        add(OpKind::CrossEntropyGrad, &[x, column, labels, column], &[x]);
         add(OpKind::Accumulate { dtype: DType::F32 }, &[x], &[x]);
         add(OpKind::SumSquares, &[x], &[scalar]);
         add(
@@ -409,42 +452,6 @@ impl ProgramOfProbes {
             &[x],
         );
         add(OpKind::Accumulate { dtype: DType::F32 }, &[x], &[full]);
-    }
-
-    /// A template of [`N_TOGETHER`] matmuls that all ranks run at the same time. It is the
-    /// template that is timed: ranks that share processors take turns of milliseconds, and
-    /// waiting for a turn falls between short instructions as often as into them.
-    pub(super) fn together(&mut self) {
-        let s = 256;
-        self.barrier();
-        let mut instructions = std::mem::take(&mut self.role.templates[0].instructions);
-        let n = u64::from(self.role.mesh.n_devices());
-        for _ in 0..N_TOGETHER {
-            self.matmul(
-                DType::F32,
-                "mk,kn->mn",
-                (s, s, s),
-                "matmul f32 together".into(),
-                vec![s, s, s, n],
-            );
-            self.probes.pop();
-        }
-        std::mem::swap(&mut instructions, &mut self.role.templates[0].instructions);
-        self.role.templates.push(Template {
-            kind: TemplateKind::Forward,
-            instructions,
-        });
-        self.role.trace.push(Slot {
-            template: TemplateId(1),
-            microbatch: Some(0),
-        });
-        self.probes.push(Probe {
-            what: "matmul f32 together".into(),
-            size: vec![s, s, s, n],
-            place: Place::Template {
-                divisor: N_TOGETHER,
-            },
-        });
     }
 
     pub(super) fn collectives(&mut self, quick: bool) {

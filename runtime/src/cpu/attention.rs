@@ -31,7 +31,7 @@ use super::gemm::{Store, View, gemm};
 use super::summation::{dot, sum};
 
 /// Query rows in a block: one row block of the product kernels.
-const BLOCK: usize = 64;
+pub const BLOCK: usize = 64;
 
 /// Extents of an attention, and where its queries stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,6 +15,7 @@
 pub mod attention;
 pub mod elementwise;
 pub mod embedding;
+pub mod experts;
 pub mod gemm;
 pub mod halves;
 pub mod layout;

@@ -71,7 +71,7 @@ fn scale(freq: f64, scaling: RopeScaling) -> f64 {
 
 /// Turns every head of `x`, of shape `dims` = `[B, S, heads.., D]`, into `out` of the same shape.
 ///
-/// Row s of the sequence is at position `position_offset + s`; `inv_freq` has D/2 entries.
+/// Row s of the sequence is at position `positions[s]`; `inv_freq` has D/2 entries.
 /// `inverse` turns the other way: the inverse, and also the gradient with respect to `x`.
 ///
 /// # Panics
@@ -79,7 +79,7 @@ fn scale(freq: f64, scaling: RopeScaling) -> f64 {
 pub fn rotate(
     x: &[f32],
     dims: &[usize],
-    position_offset: usize,
+    positions: &[usize],
     inv_freq: &[f32],
     inverse: bool,
     out: &mut [f32],
@@ -98,7 +98,8 @@ pub fn rotate(
     if x.is_empty() {
         return;
     }
-    let turns = angles(position_offset, seq, inv_freq, inverse);
+    assert_eq!(positions.len(), seq, "a position for every row");
+    let turns = angles(positions, inv_freq, inverse);
     let half = dim / 2;
     let rows = x
         .chunks_exact(heads * dim)
@@ -111,10 +112,10 @@ pub fn rotate(
     }
 }
 
-/// (cos, sin) of the angles, `[seq, D/2]`; negative angles when `inverse`.
-fn angles(offset: usize, seq: usize, inv_freq: &[f32], inverse: bool) -> Vec<(f32, f32)> {
+/// (cos, sin) of the angles, `[positions, D/2]`; negative angles when `inverse`.
+fn angles(positions: &[usize], inv_freq: &[f32], inverse: bool) -> Vec<(f32, f32)> {
     let sign = if inverse { -1.0 } else { 1.0 };
-    let positions = (offset..offset + seq).map(|position| position as f32);
+    let positions = positions.iter().map(|&position| position as f32);
     let angle = positions.flat_map(|position| inv_freq.iter().map(move |freq| position * freq));
     angle
         .map(|angle| (angle.cos(), sign * angle.sin()))
@@ -136,6 +137,19 @@ mod tests {
     use super::*;
     use crate::cpu::testing::{assert_close, bits, elements, random, reference, tensor};
     use serde_json::Value;
+
+    /// Rows that follow each other from a position on.
+    fn rotate(
+        x: &[f32],
+        dims: &[usize],
+        offset: usize,
+        inv_freq: &[f32],
+        inverse: bool,
+        out: &mut [f32],
+    ) {
+        let positions: Vec<usize> = (offset..offset + dims[1]).collect();
+        super::rotate(x, dims, &positions, inv_freq, inverse, out);
+    }
 
     fn scaling(rope: &Value) -> RopeScaling {
         let number = |key: &str| rope[key].as_f64().unwrap();

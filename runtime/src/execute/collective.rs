@@ -32,18 +32,25 @@ pub fn result(
     match (kind, step) {
         (CollectiveKind::AllReduce(reduce), _) => combine(reduce, output.dtype, members, out),
         (CollectiveKind::ReduceScatter(reduce), LayoutStep::ReduceScatter { dim, .. }) => {
-            let pieces: Vec<Vec<u64>> = members
-                .iter()
-                .map(|m| cut_piece(output.dtype, m, &from, *dim, me, to[*dim]))
-                .collect();
-            let pieces: Vec<&[u8]> = pieces
-                .iter()
-                .map(|p| &bytemuck::cast_slice(p)[..out.len()])
-                .collect();
-            combine(reduce, output.dtype, &pieces, out);
+            if output.dtype == DType::F32 && (me + 1) * to[*dim] <= from[*dim] {
+                let runs = Runs::new(&from, *dim, me, to[*dim]);
+                runs.combine(reduce, members, bytemuck::cast_slice_mut(out));
+            } else {
+                let pieces: Vec<Vec<u64>> = members
+                    .iter()
+                    .map(|m| cut_piece(output.dtype, m, &from, *dim, me, to[*dim]))
+                    .collect();
+                let pieces: Vec<&[u8]> = pieces
+                    .iter()
+                    .map(|p| &bytemuck::cast_slice(p)[..out.len()])
+                    .collect();
+                combine(reduce, output.dtype, &pieces, out);
+            }
         }
         (CollectiveKind::AllGather, LayoutStep::AllGather { dim, .. }) => {
-            out.fill(0);
+            if members.len() * from[*dim] < to[*dim] {
+                out.fill(0);
+            }
             for (j, member) in members.iter().enumerate() {
                 place_piece(output.dtype, member, &from, *dim, j, out, &to);
             }
@@ -108,15 +115,74 @@ pub fn slice(
 /// # Panics
 /// If there are no members, or their sizes differ.
 pub fn combine(kind: ReduceKind, dtype: DType, members: &[&[u8]], out: &mut [u8]) {
+    if dtype == DType::F32 {
+        let members: Vec<&[f32]> = members.iter().map(|m| bytemuck::cast_slice(m)).collect();
+        return combine_f32(kind, &members, bytemuck::cast_slice_mut(out));
+    }
     let mut total = widen(dtype, members[0]).into_owned();
     for member in &members[1..] {
-        let next = widen(dtype, member);
-        assert_eq!(total.len(), next.len(), "members bring equal buffers");
-        for (a, &b) in total.iter_mut().zip(next.iter()) {
-            *a = combined(kind, *a, b);
-        }
+        add(kind, &mut total, &widen(dtype, member));
     }
     narrow(dtype, &total, out);
+}
+
+/// Elements that are combined at a time: what is added up stays in the first cache.
+const COMBINED_AT_ONCE: usize = 2048;
+
+/// [`combine`] where nothing is converted, and so nothing allocated.
+fn combine_f32(kind: ReduceKind, members: &[&[f32]], out: &mut [f32]) {
+    for (i, total) in out.chunks_mut(COMBINED_AT_ONCE).enumerate() {
+        let at = i * COMBINED_AT_ONCE..i * COMBINED_AT_ONCE + total.len();
+        total.copy_from_slice(&members[0][at.clone()]);
+        for member in &members[1..] {
+            add(kind, total, &member[at.clone()]);
+        }
+    }
+}
+
+fn add(kind: ReduceKind, total: &mut [f32], member: &[f32]) {
+    assert_eq!(total.len(), member.len(), "members bring equal buffers");
+    for (a, &b) in total.iter_mut().zip(member) {
+        *a = combined(kind, *a, b);
+    }
+}
+
+/// A piece of a row-major tensor along one dim: runs of consecutive elements.
+struct Runs {
+    /// Number of runs.
+    n: usize,
+    /// Elements of a run.
+    len: usize,
+    /// Elements from the start of one run to that of the next.
+    stride: usize,
+    /// First element.
+    start: usize,
+}
+
+impl Runs {
+    /// Piece `index` of `len` elements along `dim`, which must not reach beyond the tensor.
+    fn new(dims: &[usize], dim: usize, index: usize, len: usize) -> Self {
+        let inner: usize = dims[dim + 1..].iter().product();
+        Runs {
+            n: dims[..dim].iter().product(),
+            len: len * inner,
+            stride: dims[dim] * inner,
+            start: index * len * inner,
+        }
+    }
+
+    /// Combines the members' pieces in order.
+    fn combine(&self, kind: ReduceKind, members: &[&[u8]], out: &mut [f32]) {
+        if self.len == 0 {
+            return;
+        }
+        let members: Vec<&[f32]> = members.iter().map(|m| bytemuck::cast_slice(m)).collect();
+        for (i, out) in out.chunks_exact_mut(self.len).take(self.n).enumerate() {
+            let at = self.start + i * self.stride;
+            let runs: Vec<&[f32]> = members.iter().map(|m| &m[at..at + self.len]).collect();
+            combine_f32(kind, &runs, out);
+        }
+    }
 }
 
 fn combined(kind: ReduceKind, a: f32, b: f32) -> f32 {

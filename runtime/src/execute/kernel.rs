@@ -7,6 +7,8 @@
 //! Where elements stand in the whole tensor matters to few ops (embeddings, rotary positions,
 //! causal masks, split vocabularies, dropout); they find it in [`Local`].
 
+mod attend;
+mod experts;
 mod float;
 
 use super::local::{Local, is_computed, narrow, widen};
@@ -81,6 +83,11 @@ pub fn supports(op: &OpKind) -> bool {
         | OpKind::LogSumExp
         | OpKind::CrossEntropy
         | OpKind::CrossEntropyGrad
+        | OpKind::Route { .. }
+        | OpKind::RouteGrad { .. }
+        | OpKind::Dispatch { .. }
+        | OpKind::Combine
+        | OpKind::GateGrad
         | OpKind::Accumulate { .. }
         | OpKind::SumSquares
         | OpKind::GlobalNorm
@@ -123,7 +130,7 @@ pub fn kernel(
         cx,
     };
     call.check(outputs)?;
-    let scratch = match call.moves(outputs) {
+    let scratch = match call.moves(outputs) || call.routes(outputs) {
         true => 0,
         false => call.compute(outputs)?,
     };
@@ -151,6 +158,8 @@ impl Call<'_> {
     fn check(&self, outputs: &[Output<'_>]) -> Result<(), RuntimeError> {
         let n_operands = match self.op {
             OpKind::Stack { .. } | OpKind::GlobalNorm => self.inputs.len(),
+            // Gates are a third operand that may be left out.
+            OpKind::Dispatch { .. } | OpKind::Combine => self.inputs.len().clamp(2, 3),
             op => n_operands(op),
         };
         let n_results = match self.op {
@@ -292,6 +301,8 @@ fn n_operands(op: &OpKind) -> usize {
         | OpKind::RmsNormGradWeight
         | OpKind::Attention { .. }
         | OpKind::CrossEntropy
+        | OpKind::RouteGrad { .. }
+        | OpKind::GateGrad
         | OpKind::UpdateLossScale { .. } => 3,
         OpKind::LayerNormGradWeight
         | OpKind::RmsNormGradInput
@@ -309,6 +320,7 @@ fn n_results(op: &OpKind) -> usize {
         OpKind::LayerNormGradWeight
         | OpKind::RmsNorm { .. }
         | OpKind::Attention { .. }
+        | OpKind::Route { .. }
         | OpKind::UpdateLossScale { .. }
         | OpKind::Sgd { .. } => 2,
         _ => 1,

@@ -29,7 +29,7 @@ mod session_tests;
 
 pub use kernel::{Context, Operand, Output, in_place, kernel, supports};
 pub use local::{Local, is_computed, narrow, widen};
-pub use rank::RankTimings;
+pub use rank::{RankTimings, Timing};
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
 pub(crate) use load::load_tokens;

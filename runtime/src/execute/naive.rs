@@ -59,6 +59,7 @@ pub(crate) fn lower(
         late: BTreeSet::new(),
         templates: KINDS.map(|kind| Template {
             kind,
+            chunk: 0,
             instructions: Vec::new(),
         }),
         states: Vec::new(),
@@ -510,11 +511,12 @@ impl Stage {
             .map(InstrId::new)
             .into_iter()
             .collect();
+        let backward = [BACKWARD, BACKWARD_SEND, BACKWARD_RECV].contains(&template);
         instructions.push(Instruction {
             kind,
             stream,
             deps,
-            pass: Pass::F,
+            pass: if backward { Pass::BI } else { Pass::F },
             layer: None,
         });
     }

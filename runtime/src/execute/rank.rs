@@ -6,14 +6,15 @@ use super::kernel::{Context, Operand, Output, in_place, kernel};
 use super::load::load_tokens;
 use super::local::Local;
 use super::script::{ScriptSlot, Scripts};
-use crate::arena::{Arena, Bytes};
+use crate::arena::{Arena, Bytes, Spare};
+use crate::clock::Moment;
 use crate::communicator::Endpoint;
 use crate::error::RuntimeError;
 use communicate::Tiles;
 use ir::op::InputKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram};
 use ir::training::StateRole;
-use ir::{BufferId, Rank, TransferId};
+use ir::{BufferId, Rank};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,15 +42,26 @@ pub(crate) struct Play {
     pub profile: bool,
 }
 
-/// Times of one rank in one profiled step: seconds and number of executions.
+/// Seconds of something that was executed a number of times.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// On the clock, waiting included.
+    pub wall_s: f64,
+    /// On a processor; as on the clock where kernels use several threads.
+    pub busy_s: f64,
+    /// Executions.
+    pub n: u32,
+}
+
+/// Times of one rank in one profiled step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RankTimings {
     /// The rank.
     pub rank: u32,
     /// Per template and instruction.
-    pub instructions: Vec<Vec<(f64, u32)>>,
+    pub instructions: Vec<Vec<Timing>>,
     /// Per template.
-    pub templates: Vec<(f64, u32)>,
+    pub templates: Vec<Timing>,
 }
 
 /// What a rank saw in a step.
@@ -70,6 +82,7 @@ pub(crate) struct RankState {
     program: Arc<Program>,
     scripts: Scripts,
     arena: Arena,
+    spare: Spare,
     endpoint: Endpoint,
     /// The rank's part of each buffer.
     locals: Vec<Local>,
@@ -125,6 +138,7 @@ impl RankState {
             role,
             scripts,
             arena,
+            spare: Spare::default(),
             endpoint,
             locals,
             coords,
@@ -170,10 +184,10 @@ impl RankState {
         };
         let mut timings = play.profile.then(|| self.no_timings());
         for slot in script.iter() {
-            let began = Instant::now();
+            let began = timings.is_some().then(Moment::now);
             self.play_slot(slot, play, timings.as_mut())?;
-            if let Some(t) = &mut timings {
-                add(&mut t.templates[slot.template.index()], began);
+            if let (Some(t), Some(began)) = (&mut timings, began) {
+                self.add(&mut t.templates[slot.template.index()], began);
             }
         }
         let scalar = |b: BufferId| {
@@ -217,9 +231,9 @@ impl RankState {
             rank: self.rank.0,
             instructions: templates
                 .iter()
-                .map(|t| vec![(0.0, 0); t.instructions.len()])
+                .map(|t| vec![Timing::default(); t.instructions.len()])
                 .collect(),
-            templates: vec![(0.0, 0); templates.len()],
+            templates: vec![Timing::default(); templates.len()],
         }
     }
 
@@ -233,7 +247,7 @@ impl RankState {
         let role = &program.roles[self.role];
         for &i in &slot.instructions {
             let instruction = &role.template(slot.template).instructions[i];
-            let began = timings.is_some().then(Instant::now);
+            let began = timings.is_some().then(Moment::now);
             self.execute(instruction, slot, play)
                 .map_err(|source| RuntimeError::Instruction {
                     rank: self.rank,
@@ -247,7 +261,7 @@ impl RankState {
                     source: Box::new(source),
                 })?;
             if let (Some(t), Some(began)) = (timings.as_deref_mut(), began) {
-                add(&mut t.instructions[slot.template.index()][i], began);
+                self.add(&mut t.instructions[slot.template.index()][i], began);
             }
         }
         Ok(())
@@ -286,12 +300,7 @@ impl RankState {
                 input,
                 output,
             } => self.slice(step, *input, *output, microbatch),
-            InstrKind::Exchange { sends, recvs } => {
-                let kept = |id: &TransferId| slot.keeps(&self.program.transfers[id.index()]);
-                let sends: Vec<_> = sends.iter().filter(|s| kept(&s.0)).copied().collect();
-                let recvs: Vec<_> = recvs.iter().filter(|r| kept(&r.0)).copied().collect();
-                self.exchange(&sends, &recvs, microbatch)
-            }
+            InstrKind::Exchange { sends, recvs } => self.exchange(sends, recvs, microbatch),
             InstrKind::WorldSum { inputs, output } => self.world_sum(inputs, *output, microbatch),
             InstrKind::Load { kind, output } => self.load(*kind, *output, microbatch, &play.batch),
             InstrKind::Fill { value, output } => {
@@ -376,6 +385,7 @@ impl RankState {
             .collect();
         let scratch = kernel(op, path, &operands, &mut results, cx)?
             + copies.values().map(|c| c.len() as u64).sum::<u64>();
+        let scratch = scratch + self.spare.bytes() as u64;
         self.peak_scratch = self.peak_scratch.max(scratch);
         Ok(())
     }
@@ -399,6 +409,17 @@ impl RankState {
         )
     }
 
+    fn add(&self, total: &mut Timing, began: Moment) {
+        let elapsed = began.elapsed();
+        total.wall_s += elapsed.wall_s;
+        // The processor time of a kernel's other threads is not this thread's.
+        total.busy_s += match self.threads {
+            0 | 1 => elapsed.busy_s,
+            _ => elapsed.wall_s,
+        };
+        total.n += 1;
+    }
+
     fn fill(&mut self, value: f32, output: BufferId, microbatch: Option<u32>) {
         let range = self.range(output, microbatch);
         let local = &self.locals[output.index()];
@@ -409,11 +430,6 @@ impl RankState {
         super::local::narrow(local.dtype, &vec![value; local.elements()], out);
         local.zero_padding(out);
     }
-}
-
-fn add(total: &mut (f64, u32), began: Instant) {
-    total.0 += began.elapsed().as_secs_f64();
-    total.1 += 1;
 }
 
 /// What an instruction is, in a word: the op's path, or the kind and its buffers.

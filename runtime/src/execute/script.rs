@@ -1,13 +1,13 @@
 //! What a rank plays: the whole trace, or what a validation loss needs of it.
 //!
 //! Validation plays `StepBegin`, the forward templates, and the exchanges between them that
-//! go from a stage to a later one; then, of the instructions after the microbatches, those
+//! serve the forward pass; then, of the instructions after the microbatches, those
 //! that the loss depends on. The filter depends on the program alone, so all ranks agree on
 //! it, and nothing that it plays writes a persistent buffer.
 
 use crate::error::RuntimeError;
-use ir::program::{BufferClass, InstrKind, Program, RoleProgram, TemplateKind, Transfer};
-use ir::{BufferId, TemplateId};
+use ir::program::{BufferClass, InstrKind, Program, RoleProgram, TemplateKind};
+use ir::{BufferId, Pass, TemplateId};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -17,15 +17,6 @@ pub(crate) struct ScriptSlot {
     pub template: TemplateId,
     pub microbatch: Option<u32>,
     pub instructions: Vec<usize>,
-    /// Exchanges move only what goes to later stages.
-    pub forward_only: bool,
-}
-
-impl ScriptSlot {
-    /// Whether an exchange of this slot carries out the transfer.
-    pub fn keeps(&self, transfer: &Transfer) -> bool {
-        !self.forward_only || transfer.from < transfer.to
-    }
 }
 
 /// The two scripts of a role.
@@ -47,7 +38,6 @@ impl Scripts {
                 template: s.template,
                 microbatch: s.microbatch,
                 instructions: all(s.template),
-                forward_only: false,
             })
             .collect();
         Ok(Scripts {
@@ -77,19 +67,18 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
         .map_or(first, |i| i + 1);
     let mut slots = Vec::new();
     for (i, s) in role.trace.iter().enumerate().take(last) {
+        let template = role.template(s.template);
+        let forward = || template.instructions.iter().all(|i| i.pass == Pass::F);
         let played = match kind(i) {
             TemplateKind::StepBegin | TemplateKind::Forward => true,
-            TemplateKind::Exchange => true,
+            TemplateKind::Exchange => i < first || forward(),
             TemplateKind::Backward | TemplateKind::StepEnd => false,
         };
         if played {
-            let instructions = (0..role.template(s.template).instructions.len()).collect();
-            let forward_only = kind(i) == TemplateKind::Exchange && i >= first;
             slots.push(ScriptSlot {
                 template: s.template,
                 microbatch: s.microbatch,
-                instructions,
-                forward_only,
+                instructions: (0..template.instructions.len()).collect(),
             });
         }
     }
@@ -125,7 +114,6 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
                 template: s.template,
                 microbatch: s.microbatch,
                 instructions,
-                forward_only: true,
             });
         }
     }

@@ -238,6 +238,7 @@ const GENERAL: GraphOptions = GraphOptions {
     integer_linear: false,
     dropout: true,
     reduce_max: false,
+    experts: false,
     n_layers: 2,
     equal_layers: false,
     blocks_per_layer: 2,

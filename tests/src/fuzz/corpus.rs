@@ -45,6 +45,8 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "gpt2_untied_gelu/config.json",
         "llama_untied_rope/config.json",
         "llama_linear_rope/config.v4.json",
+        "mixtral/config.json",
+        "qwen3_moe/config.json",
     ];
     let mut all: Vec<Vec<u8>> = cases
         .iter()
@@ -210,7 +212,9 @@ pub(super) fn pins() -> Vec<Vec<u8>> {
         "pipeline=2\nschedule=gpipe\nmicrobatch=2",
         "data=4,zero=3",
         "tensor=2 pipeline=2 schedule=1f1b",
+        "pipeline=2 virtual=2 microbatch=1",
         "tensor=4\nspec:h.*.up=[_,tensor]",
+        "context=2 context_order=zigzag data=2 zero=1",
     ]
     .map(|t| t.as_bytes().to_vec())
     .to_vec()

@@ -13,6 +13,7 @@ mod mutate;
 pub use corpus::{TINY_CONFIG, TINY_INDEX, tiny_forward, tiny_train};
 pub use mutate::Shape;
 
+use crate::plans::mlp;
 use cost_model::simulate::SimulateOptions;
 use import::{BuildOptions, ModelConfig, Weights};
 use ir::cluster::Cluster;
@@ -379,7 +380,7 @@ pub fn pins(data: &[u8]) -> Depth {
         pins,
         ..Default::default()
     };
-    match planner::plan(&tiny_forward(), &tiny_train(), &crate::cluster(4), &options) {
+    match planner::plan(&mlp(2), &tiny_train(), &crate::cluster(4), &options) {
         Ok(made) => {
             crate::assert_checked(&made.plan, &made.training, &made.program);
             2
@@ -463,7 +464,7 @@ pub fn measurement(data: &[u8]) -> Depth {
     };
     let text = serde_json::to_string(&m).expect("a measurement can be written");
     serde_json::from_str::<Measurement>(&text).expect("what is written can be read");
-    let _ = cost_model::compare::compare(&Default::default(), &[], &m);
+    let _ = cost_model::compare::compare(&Default::default(), &Default::default(), &m);
     1
 }
 

@@ -2,7 +2,9 @@
 //!
 //! HiGHS runs on a thread of its own: it has been seen to overrun its own time limit, so the
 //! caller waits a little longer than that and then leaves the thread behind, which ends when
-//! HiGHS does. One thread per solve: more would make the result depend on timing, and HiGHS
+//! HiGHS does. What bound it had by then is lost: it tells bounds on the way to callbacks, which
+//! the `highs` crate does not offer, and to a log, which is a file; the relaxation's bound is
+//! known before. One thread per solve: more would make the result depend on timing, and HiGHS
 //! refuses to change the number within a process.
 
 use std::sync::mpsc;
@@ -17,8 +19,8 @@ const POLL: Duration = Duration::from_millis(20);
 /// How much longer than its own limit HiGHS may run before it is left behind.
 const GRACE: Duration = Duration::from_millis(1500);
 
-/// Without a time limit, simplex iterations of one linear program: minutes at most.
-const MAX_ITERATIONS: i32 = 200_000;
+/// Without a limit, simplex iterations of one linear program: minutes at most.
+const MAX_ITERATIONS: u64 = 200_000;
 
 const STOPPED: Answer = Answer::Stopped {
     columns: None,
@@ -86,9 +88,11 @@ fn solve(model: &Model, start: Option<&[f64]>, limits: &Limits) -> Option<Answer
             .try_set_option("time_limit", time.as_secs_f64())
             .ok()?;
     }
-    if limits.time.is_none() {
+    if limits.time.is_none() || limits.iterations.is_some() {
+        let iterations = limits.iterations.unwrap_or(MAX_ITERATIONS);
+        let iterations = i32::try_from(iterations).unwrap_or(i32::MAX);
         highs
-            .try_set_option("simplex_iteration_limit", MAX_ITERATIONS)
+            .try_set_option("simplex_iteration_limit", iterations)
             .ok()?;
     }
     if let Some(nodes) = limits.nodes {
@@ -107,11 +111,13 @@ fn solve(model: &Model, start: Option<&[f64]>, limits: &Limits) -> Option<Answer
         solved.double_info_value(c"mip_dual_bound").ok()
     };
     let bound = bound.filter(|b| b.is_finite());
+    let iterations = u64::try_from(solved.simplex_iteration_count()).unwrap_or(0);
     Some(match (solved.status(), columns) {
         (HighsModelStatus::Infeasible, _) => Answer::Infeasible,
         (HighsModelStatus::Optimal, Some(columns)) => Answer::Optimal {
             columns,
             bound: bound?,
+            iterations,
         },
         // The relaxation's objective bounds nothing unless it was solved.
         (_, columns) => Answer::Stopped {

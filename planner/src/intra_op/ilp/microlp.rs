@@ -1,6 +1,7 @@
 //! microlp, through good_lp, as a backend of the integer program: for builds without a C++
 //! compiler, and as a cross-check of HiGHS on small problems. It knows no node limit,
-//! cannot be interrupted but by its time limit, and reports no bound when that stops it.
+//! cannot be interrupted but by its time limit, and reports no bound when that stops it. What
+//! would take more iterations than allowed is not begun.
 
 use good_lp::solvers::microlp::microlp;
 use good_lp::{
@@ -16,6 +17,13 @@ pub(in super::super) fn run(
     limits: Limits,
     _stop: &dyn Fn() -> bool,
 ) -> Answer {
+    let iterations = expected_iterations(&model);
+    if limits.iterations.is_some_and(|most| iterations > most) {
+        return Answer::Stopped {
+            columns: None,
+            bound: None,
+        };
+    }
     let mut variables = ProblemVariables::new();
     let columns: Vec<Variable> = model
         .integer
@@ -57,6 +65,7 @@ pub(in super::super) fn run(
                 SolutionStatus::Optimal => Answer::Optimal {
                     columns: values,
                     bound,
+                    iterations,
                 },
                 _ => Answer::Stopped {
                     columns: Some(values),
@@ -70,4 +79,10 @@ pub(in super::super) fn run(
             bound: None,
         },
     }
+}
+
+/// microlp does not count. The simplex method takes two to three iterations per row in
+/// practice (Dantzig 1963).
+fn expected_iterations(model: &Model) -> u64 {
+    3 * model.rows.len() as u64
 }

@@ -13,6 +13,7 @@
 //! near what the solver's absolute tolerances are meant for; an answer is rounded and then
 //! evaluated in integers by the caller of the backend, never trusted.
 
+mod effort;
 mod grid;
 #[cfg(feature = "highs")]
 mod highs;
@@ -25,11 +26,15 @@ use std::time::Duration;
 
 use super::problem::Edge;
 use super::reduced::Reduced;
+pub(super) use effort::Effort;
 use grid::EdgeGrid;
 #[cfg(feature = "highs")]
 pub(super) use highs::run as highs;
 pub(super) use microlp::run as microlp;
 use program::Program;
+
+/// The part of a bound that floating point may have lost.
+const FLOAT_LOSS: f64 = 1e-9;
 
 /// A mixed-integer program: minimise costs over columns in [0, 1] subject to rows.
 #[derive(Clone, Debug, Default)]
@@ -52,6 +57,8 @@ pub(super) struct ModelRow {
 pub(super) struct Limits {
     pub time: Option<Duration>,
     pub nodes: Option<u64>,
+    /// Simplex iterations, of a linear program.
+    pub iterations: Option<u64>,
     /// In the model's cost units.
     pub absolute_gap: f64,
     pub seed: u64,
@@ -66,6 +73,8 @@ pub(super) enum Answer {
     Optimal {
         columns: Vec<f64>,
         bound: f64,
+        /// Of the simplex method.
+        iterations: u64,
     },
     /// Stopped before; what there is.
     Stopped {
@@ -86,8 +95,10 @@ pub(super) struct IlpOutcome {
     pub choice: Option<(u64, Vec<u32>)>,
     /// No choice costs less.
     pub bound: Option<u64>,
-    /// Proved: `choice` (or the start) is best within the gap, or nothing fits if there is none.
+    /// Proved: `choice` (or the start) is best, or nothing fits if there is none.
     pub proved: bool,
+    /// The effort was used up.
+    pub exhausted: bool,
     /// Memory rows that were needed.
     pub n_rows: usize,
 }
@@ -97,11 +108,15 @@ pub(super) struct IlpOutcome {
 pub(super) struct IlpOptions<'a> {
     /// Branch-and-bound nodes per call of the backend.
     pub nodes: Option<u64>,
+    /// What all calls together may take, without a clock.
+    pub effort: Option<Effort>,
     pub relative_gap: f64,
     pub seed: u64,
     pub backend: Backend,
     /// Whether to give up at once.
     pub stop: &'a (dyn Fn() -> bool + Sync),
+    /// Told every bound as it is found, in case the work is left behind.
+    pub on_bound: &'a (dyn Fn(u64) + Sync),
 }
 
 /// Columns that [`solve_ilp`] would make.
@@ -132,7 +147,7 @@ pub(super) fn solve_ilp(
             choice: Some((reduced.offset, Vec::new())),
             bound: Some(reduced.offset),
             proved: true,
-            n_rows: 0,
+            ..IlpOutcome::default()
         };
     }
     let mut program = Program::new(reduced);
@@ -143,16 +158,26 @@ pub(super) fn solve_ilp(
     for &t in times {
         program.add_memory_row(t);
     }
-    if !program.relax_until_it_fits(options, time_left, &mut state) {
-        return state;
-    }
-    while !out_of_time(time_left) && !(options.stop)() {
-        if program.round(options, time_left, &mut state) {
+    let mut effort = options.effort;
+    let relaxed = program.relax_until_it_fits(options, time_left, &mut effort, &mut state);
+    let mut goes_on = relaxed.is_some();
+    while goes_on && !out_of_time(time_left) && !(options.stop)() {
+        let affordable = |effort: &mut Effort| effort.afford_root(relaxed.unwrap_or(0));
+        if !effort.as_mut().is_none_or(affordable) {
+            state.exhausted = true;
             break;
         }
+        goes_on = !program.round(options, time_left, &mut state);
     }
     state.n_rows = program.memory_rows.len();
     state
+}
+
+impl IlpOutcome {
+    fn raise(&mut self, bound: u64, options: &IlpOptions<'_>) {
+        self.bound = self.bound.max(Some(bound));
+        (options.on_bound)(bound);
+    }
 }
 
 fn out_of_time(time_left: &dyn Fn() -> Option<Duration>) -> bool {
@@ -160,33 +185,49 @@ fn out_of_time(time_left: &dyn Fn() -> Option<Duration>) -> bool {
 }
 
 impl Program<'_> {
-    /// Adds memory rows until the linear relaxation breaks none. False when that already
-    /// decides: nothing fits.
+    /// Adds memory rows until the linear relaxation breaks none, as far as time and effort
+    /// allow. What the last relaxation took; `None` when the integer program is not to follow:
+    /// nothing fits, or the effort is used up.
     fn relax_until_it_fits(
         &mut self,
         options: &IlpOptions<'_>,
         time_left: &dyn Fn() -> Option<Duration>,
+        effort: &mut Option<Effort>,
         state: &mut IlpOutcome,
-    ) -> bool {
-        while !self.reduced.limits.is_empty() && !out_of_time(time_left) && !(options.stop)() {
+    ) -> Option<u64> {
+        let mut took = 0;
+        let wanted = !self.reduced.limits.is_empty() || effort.is_some();
+        while wanted && !out_of_time(time_left) && !(options.stop)() {
+            let n_rows = self.model.rows.len();
             let mut limits = self.limits(options, time_left);
             limits.relax = true;
+            limits.iterations = effort.map(|effort| effort.iterations(n_rows));
             match (options.backend)(self.model.clone(), None, limits, options.stop) {
-                Answer::Optimal { columns, bound } => {
-                    state.bound = state.bound.max(Some(self.bound(bound)));
+                Answer::Optimal {
+                    columns,
+                    bound,
+                    iterations,
+                } => {
+                    if let Some(effort) = effort {
+                        took = effort.spend(iterations, n_rows);
+                    }
+                    state.raise(self.bound(bound), options);
                     let levels = self.fractional_levels(&columns);
                     if self.add_peaks(&levels) == 0 {
-                        return true;
+                        break;
                     }
                 }
                 Answer::Infeasible => {
                     state.proved = state.choice.is_none();
-                    return !state.proved;
+                    return (!state.proved).then_some(took);
                 }
-                Answer::Stopped { .. } => return true,
+                Answer::Stopped { .. } => {
+                    state.exhausted = effort.is_some();
+                    return (!state.exhausted).then_some(took);
+                }
             }
         }
-        true
+        Some(took)
     }
 
     /// Solves once with the rows there are. True when done: proved, or nothing more to learn.
@@ -200,7 +241,7 @@ impl Program<'_> {
         let limits = self.limits(options, time_left);
         let (columns, bound, solved) =
             match (options.backend)(self.model.clone(), start, limits, options.stop) {
-                Answer::Optimal { columns, bound } => (Some(columns), Some(bound), true),
+                Answer::Optimal { columns, bound, .. } => (Some(columns), Some(bound), true),
                 Answer::Stopped { columns, bound } => (columns, bound, false),
                 Answer::Infeasible => {
                     // With a choice that fits this can only be the solver's tolerance.
@@ -209,7 +250,7 @@ impl Program<'_> {
                 }
             };
         if let Some(bound) = bound {
-            state.bound = state.bound.max(Some(self.bound(bound)));
+            state.raise(self.bound(bound), options);
         }
         let Some(choice) = columns.map(|c| self.rounded(&c)) else {
             return true;
@@ -232,7 +273,7 @@ impl Program<'_> {
                 if state.choice.as_ref().is_none_or(|(best, _)| cost < *best) {
                     state.choice = Some((cost, choice));
                 }
-                state.proved |= solved;
+                state.proved |= solved && self.meets(limits.absolute_gap, bound, cost);
                 true
             }
         }
@@ -241,19 +282,33 @@ impl Program<'_> {
     fn limits(&self, options: &IlpOptions<'_>, time_left: &dyn Fn() -> Option<Duration>) -> Limits {
         // Costs are integers: less than one unit apart is equal.
         let objective = self.reduced.offset as f64 / self.cost_unit;
+        // What a bound may lose to floating point, twice.
+        let gap = (options.relative_gap - 2.0 * FLOAT_LOSS).max(0.0);
         Limits {
             time: time_left(),
             nodes: options.nodes,
-            absolute_gap: (0.5 / self.cost_unit).max(options.relative_gap * objective),
+            iterations: None,
+            absolute_gap: (0.5 / self.cost_unit).max(gap * objective),
             seed: options.seed,
             relax: false,
         }
     }
 
+    /// Whether a solution within `absolute_gap` of `bound` is best: nothing is cheaper by a
+    /// whole unit of the problem.
+    fn meets(&self, absolute_gap: f64, bound: Option<f64>, cost: u64) -> bool {
+        let above = (cost - self.reduced.offset) as f64 / self.cost_unit;
+        let unit = 1.0 / self.cost_unit;
+        absolute_gap < unit || bound.is_some_and(|bound| above - bound < unit)
+    }
+
     /// A bound of the model in the problem's units, less what floating point may have lost.
     fn bound(&self, bound: f64) -> u64 {
         let units = bound * self.cost_unit;
-        let safe = (units - units.abs() * 1e-9 - 0.5).ceil().max(0.0);
+        let safe = (units - units.abs() * FLOAT_LOSS - 0.5).ceil().max(0.0);
         self.reduced.offset.saturating_add(safe as u64)
     }
 }
+
+#[cfg(test)]
+mod tests;

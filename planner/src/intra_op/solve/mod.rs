@@ -79,8 +79,8 @@ pub struct SolveOptions {
     pub seed: u64,
     /// Stop when the cost is proved within this fraction of the bound; 0 for a full proof.
     pub gap: f64,
-    /// Deterministic limit: branch-and-bound nodes per integer program, and slices of search
-    /// per thread.
+    /// Deterministic limit: slices of search per thread, branch-and-bound nodes and simplex
+    /// iterations (`ilp::effort`) per integer program.
     pub work_limit: Option<u64>,
     /// Integer programs are only built up to this many columns.
     pub max_ilp_columns: usize,
@@ -143,9 +143,10 @@ impl Default for SolveOptions {
 /// What is proved about a result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SolveStatus {
-    /// No choice is better (within the requested gap).
+    /// No choice is better.
     Optimal,
-    /// A choice that fits; the best may be cheaper, but not below `lower_bound`.
+    /// A choice that fits; the best may be cheaper, but not below `lower_bound`. So is what
+    /// was stopped because it came within the requested gap.
     Feasible {
         /// No choice costs less.
         lower_bound: u128,
@@ -223,7 +224,7 @@ pub fn solve(
         }
     }
     let known = std::mem::take(&mut *live.known());
-    finish(problem, options, &clock, known)
+    finish(problem, &clock, known)
 }
 
 /// Solves what is left, on a thread that can be left behind if somebody may want to stop.
@@ -264,7 +265,6 @@ fn work(reduced: Reduced, options: &SolveOptions, clock: &Clock, live: &Arc<Live
 
 fn finish(
     problem: &IntraOpProblem,
-    options: &SolveOptions,
     clock: &Clock,
     known: Known,
 ) -> Result<SolveResult, IntraOpError> {
@@ -287,7 +287,7 @@ fn finish(
             "a choice that fits the reduced problem fits the original"
         );
         let objective = value.objective.expect("a feasible choice has a cost");
-        if known.proved && options.gap == 0.0 {
+        if known.proved {
             result.lower_bound = objective;
         }
         result.lower_bound = result.lower_bound.min(objective);
@@ -297,7 +297,7 @@ fn finish(
         } else {
             (objective - lower_bound) as f64 / objective as f64
         };
-        result.status = if known.proved || gap <= options.gap {
+        result.status = if objective == lower_bound {
             SolveStatus::Optimal
         } else {
             SolveStatus::Feasible { lower_bound, gap }

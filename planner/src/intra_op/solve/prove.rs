@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::dive::dive;
 use super::super::dual::Dual;
 use super::super::eliminate::Eliminator;
-use super::super::ilp::{self, IlpOptions};
+use super::super::ilp::{self, Effort, IlpOptions};
 use super::super::reduced::Reduced;
 use super::live::{Found, Live};
 use super::seek::DIVE_WEIGHTS;
@@ -182,20 +182,28 @@ impl Solver {
         let Some(backend) = super::backend(self.options.backend) else {
             return Proof::default();
         };
+        let most = best.map_or(u64::MAX, |(cost, _)| *cost);
         let options = IlpOptions {
             nodes: self.options.work_limit,
+            effort: self.options.work_limit.map(Effort::of_work),
             relative_gap: self.options.gap,
             seed: self.options.seed,
             backend,
             // Its own time limit comes first; this is for when it overruns.
             stop: &|| self.clock.cancelled() || self.clock.past(),
+            // What was ruled out before costs as much as the best choice.
+            on_bound: &|bound| self.live.raise(bound.min(most)),
         };
         let known = best.and_then(|(_, choice)| reduced.project(choice));
         let time_left = || self.clock.left();
         let outcome = ilp::solve_ilp(reduced, known.as_ref(), &[], &options, &time_left);
         let lifted = |(cost, choice): Found| (cost, reduced.lift(&choice));
         let (columns, rows) = (ilp::n_columns(reduced), outcome.n_rows);
-        let ended = if outcome.proved { "proved" } else { "stopped" };
+        let ended = match (outcome.proved, outcome.exhausted) {
+            (true, _) => "proved",
+            (_, true) => "stopped by the work limit",
+            _ => "stopped",
+        };
         let proof = Proof {
             dual: None,
             proved: outcome.proved,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::dive::dive;
 use super::super::dual::Dual;
-use super::super::ilp::IlpOptions;
+use super::super::ilp::{Effort, IlpOptions};
 use super::super::improve::{Random, Search};
 use super::super::neighbourhood::{Part, ball};
 use super::live::Found;
@@ -222,16 +222,20 @@ impl<'r> Round<'_, 'r> {
         stop: Stop<'_>,
     ) -> Option<Vec<u32>> {
         let solver = self.solver;
+        let most = solver.options.work_limit.unwrap_or(u64::MAX);
+        let work = PART_NODES_UNTIMED.min(most);
         let options = IlpOptions {
             nodes: Some(if solver.clock.is_timed() {
                 PART_NODES
             } else {
                 PART_NODES_UNTIMED
             }),
+            effort: (!solver.clock.is_timed()).then(|| Effort::of_work(work)),
             relative_gap: 0.0,
             seed: solver.options.seed,
             backend: super::backend(solver.options.backend)?,
             stop,
+            on_bound: &|_| {},
         };
         let members = ball(self.reduced, dual, seeker.max_cells, &mut seeker.random);
         let left = || solver.clock.left().map(|left| left.min(PART_TIME));

@@ -1,26 +1,26 @@
 //! The ops that compute, in f32: from `OpKind` to the calls of the CPU kernels.
 
 use super::Call;
-use crate::cpu::attention::{self, AttentionDims};
+use super::attend::Attend;
 use crate::cpu::{elementwise, embedding, layout, loss, matmul, norm, optimizer, rotary};
 use crate::error::RuntimeError;
 use crate::execute::local::{Local, widen};
 use crate::rng::{self, Key};
-use ir::op::{Binary, RopeScaling, Unary};
+use ir::op::{Binary, RopeScaling, SequenceOrder, Unary};
 use ir::{DType, OpKind, ReduceKind};
 use std::borrow::Cow;
 
 impl Call<'_> {
-    fn x(&self, i: usize) -> Cow<'_, [f32]> {
+    pub(super) fn x(&self, i: usize) -> Cow<'_, [f32]> {
         widen(self.inputs[i].local.dtype, self.inputs[i].data)
     }
-    fn ids(&self, i: usize) -> Result<&[i32], RuntimeError> {
+    pub(super) fn ids(&self, i: usize) -> Result<&[i32], RuntimeError> {
         match self.inputs[i].local.dtype {
             DType::I32 => Ok(bytemuck::cast_slice(self.inputs[i].data)),
             other => Err(self.error(format!("operand {i} is {}, expected i32", other.name()))),
         }
     }
-    fn local(&self, i: usize) -> &Local {
+    pub(super) fn local(&self, i: usize) -> &Local {
         self.inputs[i].local
     }
     /// A scalar operand.
@@ -31,7 +31,7 @@ impl Call<'_> {
             .ok_or_else(|| self.error(format!("operand {i} has no elements")))
     }
     /// Length of the last dim of operand `i`, as the buffer has it.
-    fn width(&self, i: usize) -> usize {
+    pub(super) fn width(&self, i: usize) -> usize {
         self.local(i).ranges.last().map_or(1, |r| r.padded as usize)
     }
 
@@ -95,41 +95,50 @@ impl Call<'_> {
                 theta,
                 scaling,
                 inverse,
+                order,
             } => {
                 let dims = self.local(0).dims();
                 let freq = rotary::inv_freq(*theta, self.width(0), rope_scaling(*scaling));
                 rotary::rotate(
                     &self.x(0),
                     &dims,
-                    self.local(0).ranges[1].start as usize,
+                    &self.positions(*order),
                     &freq,
                     *inverse,
                     outs[0],
                 );
             }
-            OpKind::Attention { scale, dropout } => {
-                let key = ir::training::source_path(self.path);
-                self.attention(*scale, *dropout, key, |a| {
-                    let [o, lse] = outs else { return };
-                    attention::forward(a, o, lse, threads);
-                })
+            OpKind::Attention {
+                scale,
+                dropout,
+                order,
+            } => {
+                let attend = Attend {
+                    scale: *scale,
+                    dropout: *dropout,
+                    key: ir::training::source_path(self.path),
+                    order: *order,
+                };
+                self.attend(attend, outs);
             }
             OpKind::AttentionGrad {
                 scale,
                 dropout,
                 key,
+                order,
             } => {
-                let (o, lse, d_o) = (self.x(3), self.x(4), self.x(5));
-                self.attention(*scale, *dropout, key, |a| {
-                    let [dq, dk, dv] = outs else { return };
-                    let upstream = attention::Upstream {
-                        o: &o,
-                        lse: &lse,
-                        d_o: &d_o,
-                    };
-                    attention::backward(a, upstream, attention::Gradients { dq, dk, dv }, threads);
-                });
+                let attend = Attend {
+                    scale: *scale,
+                    dropout: *dropout,
+                    key,
+                    order: *order,
+                };
+                self.attend_grad(attend, outs);
             }
+            OpKind::RouteGrad { .. }
+            | OpKind::Dispatch { .. }
+            | OpKind::Combine
+            | OpKind::GateGrad => self.experts(outs, locals)?,
             OpKind::Dropout { p, key } => self.dropout(*p, key, outs[0]),
             OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
             OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,
@@ -289,53 +298,14 @@ impl Call<'_> {
         elementwise::dropout(&x, p, |i| name.of(i), |i| rng::uniform(key, i), out);
     }
 
-    /// Calls `f` with the attention of operands 0 to 2. Its mask's elements are named
-    /// `[sample, query, kv head, group, key]`.
-    fn attention(&self, scale: f64, p: f64, key: &str, f: impl FnOnce(&attention::Attention<'_>)) {
-        let (q, k, v) = (self.x(0), self.x(1), self.x(2));
-        let (ql, kl) = (&self.local(0).ranges, &self.local(1).ranges);
-        let grouped = ql.len() == 5;
-        let dims = AttentionDims {
-            batch: ql[0].padded as usize,
-            q_len: ql[1].padded as usize,
-            k_len: kl[1].padded as usize,
-            kv_heads: kl[2].padded as usize,
-            groups: if grouped { ql[3].padded as usize } else { 1 },
-            head_dim: self.width(0),
-            q_offset: ql[1].start as usize,
-            valid_k: kl[1].valid as usize,
-        };
-        let lens = &self.local(0).lens;
-        let key = Key::new(self.cx.seed, self.cx.step, key);
-        let kept = (1.0 / (1.0 - p)) as f32;
-        let n_groups = if grouped { lens[3] } else { 1 };
-        let first = [
-            self.cx.first_sample + ql[0].start,
-            ql[1].start,
-            ql[2].start,
-            if grouped { ql[3].start } else { 0 },
-        ];
-        let n_keys = self.local(1).lens[1];
-        let mask = |b: usize, kv: usize, g: usize, i: usize, j: usize| {
-            let row = ((first[0] + b as u64) * lens[1] + first[1] + i as u64) * lens[2]
-                + first[2]
-                + kv as u64;
-            let element = (row * n_groups + first[3] + g as u64) * n_keys + j as u64;
-            if f64::from(rng::uniform(key, element)) < p {
-                0.0
-            } else {
-                kept
-            }
-        };
-        let dropout = (self.cx.training && p > 0.0).then_some(&mask as &attention::Dropout<'_>);
-        f(&attention::Attention {
-            q: &q,
-            k: &k,
-            v: &v,
-            dims,
-            scale: scale as f32,
-            dropout,
-        });
+    /// Where the rows of operand 0's part of a sequence stand; padding goes on from them.
+    fn positions(&self, order: SequenceOrder) -> Vec<usize> {
+        let local = self.local(0);
+        let (range, len) = (&local.ranges[1], local.lens[1]);
+        let runs = order.runs(range.start, range.valid, len);
+        let positions = runs.iter().flat_map(|r| r.position..r.position + r.count);
+        let padding = range.start + range.valid..range.start + range.padded;
+        positions.chain(padding).map(|p| p as usize).collect()
     }
 }
 

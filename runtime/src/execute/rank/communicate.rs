@@ -12,6 +12,7 @@ use ir::reshard::{LayoutStep, Placement, Tile, tiles_from, tiles_to};
 use ir::{AxisId, BufferId, DType, Rank, TransferId};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// All-reduces of at least this many bytes are done in two phases: every member reduces one
 /// part, then the parts are shared. The bits are the same; the work is divided.
@@ -27,70 +28,97 @@ impl RankState {
     ) -> Result<(), RuntimeError> {
         let group = self.this().mesh.group(self.rank, axes).unwrap_or_default();
         let me = group.iter().position(|&r| r == self.rank).unwrap_or(0);
-        let contribution: Vec<Bytes> = items
+        let sources: Vec<Range<usize>> = items
             .iter()
-            .map(|i| Bytes::copy_of(self.arena.read(self.range(i.input, microbatch))))
+            .map(|i| self.range(i.input, microbatch))
             .collect();
-        let n_bytes: usize = contribution.iter().map(|c| c.len()).sum();
+        // Members' parts of a tensor are equally large, so one layout holds for all.
+        let places = places(sources.iter().map(Range::len));
+        let mut mine = self.spare.take(places.last().map_or(0, |p| p.end));
+        for (source, place) in sources.iter().zip(&places) {
+            mine[place.clone()].copy_from_slice(self.arena.read(source.clone()));
+        }
+        let n_bytes: usize = sources.iter().map(Range::len).sum();
         let label = || format!("{} over {}", kind.name(), axis_names(axes));
-        let members = self.endpoint.gather(&group, contribution, &label)?;
-        let two_phase = matches!(kind, CollectiveKind::AllReduce(_))
-            && n_bytes >= TWO_PHASE_BYTES
-            && group.len() > 1;
-        let parts = match (two_phase, kind) {
-            (true, CollectiveKind::AllReduce(reduce)) => {
-                let mine = items
-                    .iter()
-                    .enumerate()
-                    .map(|(i, item)| self.reduce_part(reduce, item, &members, i, me))
-                    .collect();
-                Some(self.endpoint.gather(&group, mine, &label)?)
+        let mine = self.spare.lend(mine);
+        let members = self.endpoint.gather(&group, mine, &label)?;
+        match kind {
+            CollectiveKind::AllReduce(reduce) if n_bytes >= TWO_PHASE_BYTES && group.len() > 1 => {
+                let mine = self.reduce_part(reduce, items, (&members, &places), me);
+                drop(members);
+                let mine = self.spare.lend(mine);
+                let parts = self.endpoint.gather(&group, mine, &label)?;
+                self.paste_parts(items, &parts, microbatch);
             }
-            _ => None,
-        };
-        for (i, item) in items.iter().enumerate() {
-            let range = self.range(item.output, microbatch);
-            let (input, output) = (
-                &self.locals[item.input.index()],
-                &self.locals[item.output.index()],
-            );
-            let out = self.arena.write(range);
-            match &parts {
-                Some(parts) => {
-                    let mut at = 0;
-                    for part in parts {
-                        out[at..at + part[i].len()].copy_from_slice(&part[i]);
-                        at += part[i].len();
-                    }
-                    output.zero_padding(out);
-                }
-                None => {
-                    let operands: Vec<&[u8]> = members.iter().map(|m| &m[i][..]).collect();
+            _ => {
+                for (item, place) in items.iter().zip(&places) {
+                    let range = self.range(item.output, microbatch);
+                    let (input, output) = (
+                        &self.locals[item.input.index()],
+                        &self.locals[item.output.index()],
+                    );
+                    let out = self.arena.write(range);
+                    let operands: Vec<&[u8]> = members.iter().map(|m| &m[place.clone()]).collect();
                     collective::result(kind, &item.step, me, input, &operands, output, out);
                 }
             }
         }
-        self.peak_scratch = self.peak_scratch.max(2 * n_bytes as u64);
+        let scratch = self.spare.bytes().max(2 * n_bytes) as u64;
+        self.peak_scratch = self.peak_scratch.max(scratch);
         Ok(())
     }
 
-    /// This member's part of a two-phase all-reduce.
+    /// This member's part of a two-phase all-reduce: its chunk of every item.
     fn reduce_part(
-        &self,
+        &mut self,
         reduce: ir::ReduceKind,
-        item: &CollectiveItem,
-        members: &[Contribution],
-        i: usize,
+        items: &[CollectiveItem],
+        (members, inputs): (&[Contribution], &[Range<usize>]),
         me: usize,
     ) -> Bytes {
-        let local = self.local(item.input);
-        let size = local.dtype.bytes() as usize;
-        let chunk = collective::chunk(local.elements(), me, members.len());
-        let bytes = chunk.start * size..chunk.end * size;
-        let parts: Vec<&[u8]> = members.iter().map(|m| &m[i][bytes.clone()]).collect();
-        let mut out = Bytes::zeroed(bytes.len());
-        collective::combine(reduce, local.dtype, &parts, &mut out);
-        out
+        let chunks = self.chunks(items, me, members.len());
+        let outputs = places(chunks.iter().map(Range::len));
+        let mut mine = self.spare.take(outputs.last().map_or(0, |p| p.end));
+        for (i, item) in items.iter().enumerate() {
+            let from = inputs[i].start + chunks[i].start..inputs[i].start + chunks[i].end;
+            let parts: Vec<&[u8]> = members.iter().map(|m| &m[from.clone()]).collect();
+            let dtype = self.local(item.input).dtype;
+            collective::combine(reduce, dtype, &parts, &mut mine[outputs[i].clone()]);
+        }
+        mine
+    }
+
+    /// Puts the members' parts of a two-phase all-reduce where they belong.
+    fn paste_parts(
+        &mut self,
+        items: &[CollectiveItem],
+        parts: &[Contribution],
+        microbatch: Option<u32>,
+    ) {
+        for (member, part) in parts.iter().enumerate() {
+            let chunks = self.chunks(items, member, parts.len());
+            let places = places(chunks.iter().map(Range::len));
+            for ((item, chunk), place) in items.iter().zip(chunks).zip(places) {
+                let out = self.range(item.output, microbatch);
+                let out = &mut self.arena.write(out)[chunk];
+                out.copy_from_slice(&part[place]);
+            }
+        }
+        for item in items {
+            let range = self.range(item.output, microbatch);
+            self.locals[item.output.index()].zero_padding(self.arena.write(range));
+        }
+    }
+
+    /// The bytes of every item that a member reduces.
+    fn chunks(&self, items: &[CollectiveItem], member: usize, n: usize) -> Vec<Range<usize>> {
+        let of = |item: &CollectiveItem| {
+            let local = self.local(item.input);
+            let size = local.dtype.bytes() as usize;
+            let chunk = collective::chunk(local.elements(), member, n);
+            chunk.start * size..chunk.end * size
+        };
+        items.iter().map(of).collect()
     }
 
     pub(super) fn slice(
@@ -103,7 +131,9 @@ impl RankState {
         let LayoutStep::Slice { axis, dim, .. } = step else {
             return Err(RuntimeError::Program(format!("{step:?} is not a slice")));
         };
-        let operand = Bytes::copy_of(self.arena.read(self.range(input, microbatch)));
+        let source = self.range(input, microbatch);
+        let mut operand = self.spare.take(source.len());
+        operand.copy_from_slice(self.arena.read(source));
         let range = self.range(output, microbatch);
         let coordinate = self.coords[axis.index()] as usize;
         let (from, to) = (&self.locals[input.index()], &self.locals[output.index()]);
@@ -116,6 +146,7 @@ impl RankState {
             self.arena.write(range),
         );
         self.peak_scratch = self.peak_scratch.max(2 * operand.len() as u64);
+        self.spare.give(operand);
         Ok(())
     }
 
@@ -127,12 +158,12 @@ impl RankState {
     ) -> Result<(), RuntimeError> {
         let mut outgoing = Vec::new();
         for &(transfer, buffer) in sends {
-            let local = self.local(buffer);
+            let local = &self.locals[buffer.index()];
             let data = self.arena.read(self.range(buffer, microbatch));
             for tile in self.outgoing.get(&transfer).into_iter().flatten() {
                 let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-                let mut block =
-                    Bytes::zeroed(len.iter().product::<usize>() * local.dtype.bytes() as usize);
+                let n_bytes = len.iter().product::<usize>() * local.dtype.bytes() as usize;
+                let mut block = self.spare.take(n_bytes);
                 collective::copy_block(
                     local.dtype,
                     (data, &local.dims(), &within(tile, local)),
@@ -208,7 +239,9 @@ impl RankState {
             );
         }
         let n_arrived: usize = arrived.iter().map(|b| b.len()).sum();
-        self.peak_scratch = self.peak_scratch.max((n_bytes + n_arrived) as u64);
+        arrived.into_iter().for_each(|block| self.spare.give(block));
+        let scratch = self.spare.bytes().max(n_bytes + n_arrived) as u64;
+        self.peak_scratch = self.peak_scratch.max(scratch);
         Ok(())
     }
 
@@ -231,10 +264,10 @@ impl RankState {
         }
         let members = self
             .endpoint
-            .gather(&self.world, vec![Bytes::of_f32(&mine)], &|| {
+            .gather(&self.world, Arc::new(Bytes::of_f32(&mine)), &|| {
                 "a sum over the world".into()
             })?;
-        let parts: Vec<&[u8]> = members.iter().map(|m| &m[0][..]).collect();
+        let parts: Vec<&[u8]> = members.iter().map(|m| &m[..]).collect();
         let range = self.range(output, microbatch);
         collective::combine(
             ir::ReduceKind::Sum,
@@ -244,6 +277,17 @@ impl RankState {
         );
         Ok(())
     }
+}
+
+/// Where blocks of these lengths lie one after the other, each aligned to 8.
+fn places(lens: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+    let mut at: usize = 0;
+    lens.map(|len| {
+        let start = at.next_multiple_of(8);
+        at = start + len;
+        start..at
+    })
+    .collect()
 }
 
 pub(super) type Tiles = BTreeMap<TransferId, Vec<Tile>>;

@@ -4,6 +4,7 @@
 //! A stratum is a GPU family and a source: the first two parts of the `group` column. Means
 //! are over strata of four rows or more, so that no source decides by its number of rows.
 
+use cost_model::memory::MemoryUse;
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
 
@@ -28,6 +29,8 @@ pub struct Scored<'a> {
     pub predicted_s: f64,
     /// Measured and predicted gigabytes, where measured.
     pub memory_gb: Option<(f64, f64)>,
+    /// What makes the predicted peak.
+    pub memory: MemoryUse,
     /// Measured MFU against the peak of bf16.
     pub measured_mfu: Option<f64>,
 }
@@ -64,7 +67,8 @@ pub fn scored<'a>(rows: &'a [Row], outcomes: &[Outcome]) -> Vec<Scored<'a>> {
             predicted_s: predicted.step_time_s,
             memory_gb: row
                 .measured("peak_mem_gb")
-                .map(|gb| (gb, predicted.peak_memory_bytes as f64 / 1e9)),
+                .map(|gb| (gb, predicted.reported_memory_gb)),
+            memory: predicted.memory,
             measured_mfu: row.measured("derived_mfu_bf16peak"),
         })
     };

@@ -1,0 +1,122 @@
+//! Fits the cost model's parameters to published training runs: `cargo run --release -p
+//! benchmarks --bin fit`. Reads `$MESHWRIGHT_DATA/published/calibration.csv` (or the file named
+//! by the first argument), prints what it finds with cross-validation and writes
+//! `benchmarks/results/fit.md`; with `--write` also `published/data/parameters.toml`.
+//! `--facts DIR` reads other data files than the built-in ones, `--quick` leaves cross-validation out, `--errors` lists rows.
+
+mod least_squares;
+mod problem;
+mod report;
+mod validate;
+
+use problem::Problem;
+use published::{csv, row};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+fn main() -> Result<(), String> {
+    let asked = |flag: &str| std::env::args().any(|a| a == flag);
+    let Some(path) = rows_file() else {
+        println!("skipped: MESHWRIGHT_DATA is not set, so there is no published/calibration.csv");
+        return Ok(());
+    };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) => {
+            println!("skipped: {}: {e}", path.display());
+            return Ok(());
+        }
+    };
+    let table = csv::parse(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let started = Instant::now();
+    let problem = Problem::new(&row::rows(&table), &benchmarks::facts::facts()?);
+    let since = || started.elapsed().as_secs_f64();
+    eprintln!(
+        "{} rows planned after {:.0} s",
+        problem.items.len(),
+        since()
+    );
+    let (bounds, weights) = (problem.bounds(), problem.weights());
+    let start = problem.start();
+    eprintln!(
+        "start {:.1} after {:.0} s",
+        bounds.objective(&weights, &start.at, &start.residuals),
+        since()
+    );
+    let before = errors(&start.residuals);
+    let full = least_squares::minimise(
+        &bounds,
+        &weights,
+        start,
+        |at| problem.residuals(at),
+        |at, residuals| {
+            eprintln!(
+                "{:.1} after {:.0} s",
+                bounds.objective(&weights, at, residuals),
+                since()
+            );
+            Some(problem.slopes(at, residuals))
+        },
+    );
+    let fitted = errors(&full.residuals);
+    let held_out =
+        |by: fn(&Problem, &least_squares::Point, &least_squares::Bounds, &[f64]) -> Vec<f64>| {
+            if asked("--quick") {
+                fitted.clone()
+            } else {
+                by(&problem, &full, &bounds, &weights)
+            }
+        };
+    let all = report::Errors {
+        before,
+        by_group: held_out(validate::by_group),
+        by_source: held_out(validate::by_source),
+        fitted: fitted.clone(),
+    };
+    let parameters = problem
+        .at(&full.at)
+        .with_support(report::support(&problem, &full.slopes));
+    let report = report::text(&problem, &parameters, &all, since());
+    println!("{report}");
+    if asked("--errors") {
+        for (item, error) in problem.items.iter().zip(&fitted) {
+            println!(
+                "{}\t{}\t{}\t{:+.1}",
+                item.stratum,
+                item.tier,
+                item.row.id(),
+                100.0 * error
+            );
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if !asked("--quick") {
+        write(&root.join("results").join("fit.md"), &report)?;
+    }
+    if asked("--write") {
+        let file = root.join("../published/data/parameters.toml");
+        let old = std::fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+        let header: Vec<&str> = old.lines().take_while(|l| l.starts_with('#')).collect();
+        write(
+            &file,
+            &format!("{}\n\n{}", header.join("\n"), parameters.print()?),
+        )?;
+    }
+    Ok(())
+}
+
+fn errors(residuals: &[f64]) -> Vec<f64> {
+    residuals.iter().map(|r| r.exp() - 1.0).collect()
+}
+
+fn rows_file() -> Option<PathBuf> {
+    let named = std::env::args().nth(1).filter(|a| !a.starts_with("--"));
+    named.map(PathBuf::from).or_else(|| {
+        let data = PathBuf::from(std::env::var_os("MESHWRIGHT_DATA")?);
+        Some(data.join("published").join("calibration.csv"))
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}

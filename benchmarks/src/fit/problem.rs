@@ -1,0 +1,213 @@
+//! The rows that are fitted, with their programs: planned and lowered once, priced for every
+//! set of values. Pins fix the plan, so a program hardly depends on what is fitted; the report
+//! of `published`, which plans again, is the check.
+
+use crate::least_squares::{Bounds, Point};
+use benchmarks::score::{COUNTED_ROWS, stratum};
+use ir::cluster::Cluster;
+use published::{Facts, Lowered, Parameters, Row, Unmodelled, cluster, lower, price};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Rows that a stratum counts as, whatever its number of rows: what weighs the measurements
+/// against the defaults.
+const EFFECTIVE_ROWS: f64 = 6.0;
+/// Weight of strata of which something had to be assumed.
+const ASSUMED: f64 = 0.3;
+/// Weight of the diagnostic rows, and how many of them are skipped for each one taken.
+const DIAGNOSTIC: f64 = 0.3;
+const DIAGNOSTIC_STRIDE: usize = 12;
+/// Step of a derivative, as a logarithm.
+const STEP: f64 = 0.02;
+
+/// A row with its program.
+pub struct Item {
+    pub row: Row,
+    pub stratum: String,
+    /// Source of the measurement, whatever the GPU.
+    pub source: String,
+    /// Rows of one plan, which are held out together.
+    pub group: String,
+    pub tier: char,
+    pub is_diagnostic: bool,
+    measured_s: f64,
+    lowered: Arc<Lowered>,
+}
+
+/// All rows and what is fitted to them.
+pub struct Problem {
+    pub items: Vec<Item>,
+    facts: Facts,
+}
+
+impl Problem {
+    /// The measured rows of tiers A and B that can be predicted, of the diagnostic ones a few.
+    pub fn new(rows: &[Row], facts: &Facts) -> Problem {
+        let mut skipped = 0;
+        let chosen: Vec<Row> = rows
+            .iter()
+            .filter(|row| {
+                if !stratum(row).ends_with("(single-node)") {
+                    return tier(row).is_some();
+                }
+                skipped += 1;
+                tier(row).is_some() && skipped % DIAGNOSTIC_STRIDE == 1
+            })
+            .cloned()
+            .collect();
+        let items = chosen
+            .iter()
+            .zip(lower(&chosen, facts))
+            .filter_map(|(row, lowered)| {
+                let stratum = stratum(row);
+                Some(Item {
+                    source: source(&stratum),
+                    group: row.text("group").unwrap_or("").to_string(),
+                    tier: tier(row)?,
+                    is_diagnostic: stratum.ends_with("(single-node)"),
+                    measured_s: row.measured("derived_step_time_s")?,
+                    lowered: lowered.ok()?,
+                    row: row.clone(),
+                    stratum,
+                })
+            })
+            .collect();
+        Problem {
+            items,
+            facts: facts.clone(),
+        }
+    }
+
+    /// The parameters as the facts have them.
+    pub fn parameters(&self) -> &Parameters {
+        self.facts.parameters()
+    }
+
+    /// Bounds and defaults of the parameters.
+    pub fn bounds(&self) -> Bounds {
+        let of = |f: fn(&published::Parameter) -> f64| -> Vec<f64> {
+            self.parameters().list().iter().map(|p| f(p).ln()).collect()
+        };
+        Bounds {
+            default: of(|p| p.default),
+            low: of(|p| p.low),
+            high: of(|p| p.high),
+        }
+    }
+
+    /// Weight of every row: strata weigh the same.
+    pub fn weights(&self) -> Vec<f64> {
+        let mut n_rows: BTreeMap<(&str, char), usize> = BTreeMap::new();
+        for item in &self.items {
+            *n_rows.entry((&item.stratum, item.tier)).or_default() += 1;
+        }
+        let weight = |item: &Item| {
+            let n = n_rows[&(item.stratum.as_str(), item.tier)].max(COUNTED_ROWS);
+            let kind = match (item.is_diagnostic, item.tier) {
+                (true, _) => DIAGNOSTIC,
+                (_, 'A') => 1.0,
+                _ => ASSUMED,
+            };
+            kind * EFFECTIVE_ROWS / n as f64
+        };
+        self.items.iter().map(weight).collect()
+    }
+
+    /// Logarithms of predicted over measured seconds.
+    pub fn residuals(&self, at: &[f64]) -> Vec<f64> {
+        let clusters = self.clusters(at);
+        let asked: Vec<(&Lowered, Cluster)> = self
+            .items
+            .iter()
+            .zip(clusters)
+            .map(|(item, cluster)| (&*item.lowered, cluster))
+            .collect();
+        self.items
+            .iter()
+            .zip(price(&asked))
+            .map(|(item, seconds)| residual(item, seconds))
+            .collect()
+    }
+
+    /// Derivatives of the residuals by parameter; rows whose cluster does not change are not
+    /// priced again.
+    pub fn slopes(&self, at: &[f64], residuals: &[f64]) -> Vec<Vec<f64>> {
+        let base = self.clusters(at);
+        let bounds = self.bounds();
+        let one = |j: usize| {
+            let step = if at[j] + STEP <= bounds.high[j] {
+                STEP
+            } else {
+                -STEP
+            };
+            let mut moved = at.to_vec();
+            moved[j] += step;
+            let changed: Vec<(usize, Cluster)> = self
+                .clusters(&moved)
+                .into_iter()
+                .enumerate()
+                .filter(|(i, cluster)| *cluster != base[*i])
+                .collect();
+            let asked: Vec<(&Lowered, Cluster)> = changed
+                .iter()
+                .map(|(i, cluster)| (&*self.items[*i].lowered, cluster.clone()))
+                .collect();
+            let mut slopes = vec![0.0; self.items.len()];
+            for ((i, _), seconds) in changed.iter().zip(price(&asked)) {
+                slopes[*i] = (residual(&self.items[*i], seconds) - residuals[*i]) / step;
+            }
+            slopes
+        };
+        (0..at.len()).map(one).collect()
+    }
+
+    /// The point of the parameters' own values.
+    pub fn start(&self) -> Point {
+        let at: Vec<f64> = self
+            .parameters()
+            .list()
+            .iter()
+            .map(|p| p.value.ln())
+            .collect();
+        let residuals = self.residuals(&at);
+        let slopes = self.slopes(&at, &residuals);
+        Point {
+            at,
+            residuals,
+            slopes,
+        }
+    }
+
+    /// Values at a point.
+    pub fn at(&self, at: &[f64]) -> Parameters {
+        let values: Vec<f64> = at.iter().map(|u| u.exp()).collect();
+        self.parameters().with_values(&values)
+    }
+
+    fn clusters(&self, at: &[f64]) -> Vec<Cluster> {
+        let facts = self.facts.with_parameters(self.at(at));
+        self.items
+            .iter()
+            .map(|item| {
+                cluster::cluster(&item.row, &facts)
+                    .expect("rows that have a program have a cluster")
+            })
+            .collect()
+    }
+}
+
+fn residual(item: &Item, seconds: Result<f64, Unmodelled>) -> f64 {
+    let seconds = seconds.expect("a program that was simulated can be simulated again");
+    (seconds / item.measured_s).ln()
+}
+
+fn tier(row: &Row) -> Option<char> {
+    let tier = row.text("tier")?.chars().next()?;
+    "AB".contains(tier).then_some(tier)
+}
+
+/// The second part of a stratum's name; parts of one campaign are one source.
+fn source(stratum: &str) -> String {
+    let source = stratum.split('/').nth(1).unwrap_or(stratum);
+    source.trim_end_matches(" (single-node)").to_string()
+}

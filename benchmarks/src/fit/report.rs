@@ -1,0 +1,155 @@
+//! The fit in words and tables.
+
+use crate::problem::Problem;
+use benchmarks::score::{COUNTED_ROWS, mean, median};
+use published::Parameters;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+/// Derivative above which a row says something about a parameter.
+const SAYS_SOMETHING: f64 = 0.02;
+
+/// Errors by row: with all rows fitted, the group held out, the source held out.
+pub struct Errors {
+    pub before: Vec<f64>,
+    pub fitted: Vec<f64>,
+    pub by_group: Vec<f64>,
+    pub by_source: Vec<f64>,
+}
+
+/// What every parameter rests on: rows of tier A whose step it changes, and their sources.
+pub fn support(problem: &Problem, slopes: &[Vec<f64>]) -> Vec<String> {
+    slopes
+        .iter()
+        .map(|by_row| {
+            let said: Vec<&crate::problem::Item> = by_row
+                .iter()
+                .zip(&problem.items)
+                .filter(|(slope, _)| slope.abs() > SAYS_SOMETHING)
+                .map(|(_, item)| item)
+                .collect();
+            let sources: BTreeSet<&str> = said.iter().map(|i| i.source.as_str()).collect();
+            let names: Vec<&str> = sources.into_iter().collect();
+            format!("{} rows of {}", said.len(), names.join(", "))
+        })
+        .collect()
+}
+
+/// The report.
+pub fn text(problem: &Problem, parameters: &Parameters, errors: &Errors, seconds: f64) -> String {
+    let mut out = String::from("# Figures fitted to published runs\n\n");
+    push(
+        &mut out,
+        format!(
+            "Made by `cargo run --release -p benchmarks --bin fit` in {seconds:.0} s: {} parameters, {} rows. What each means, its bounds and its default are in `published/data/parameters.toml`. \"Group\": every row predicted by one of five fits that had not seen its group; \"source\": by a fit that had seen nothing of its source. Errors are in percent of the measured step time.\n",
+            parameters.list().len(),
+            problem.items.len()
+        ),
+    );
+    for (tier, title) in [
+        ('A', "Rows that say everything (tier A)"),
+        ('B', "Rows of which something had to be assumed (tier B)"),
+    ] {
+        push(&mut out, format!("## {title}\n"));
+        strata(&mut out, problem, errors, tier);
+    }
+    push(&mut out, "## Parameters\n".into());
+    push(&mut out, "| name | of | unit | default | bounds | value | support |\n|---|---|---|---:|---:|---:|---|".into());
+    for p in parameters.list() {
+        push(
+            &mut out,
+            format!(
+                "| {} | {} | {} | {} | {} to {} | {} | {} |",
+                p.name,
+                p.of.join(", "),
+                p.unit,
+                figure(p.default),
+                figure(p.low),
+                figure(p.high),
+                figure(p.value),
+                p.support
+            ),
+        );
+    }
+    out
+}
+
+fn strata(out: &mut String, problem: &Problem, errors: &Errors, tier: char) {
+    let columns = [
+        &errors.before,
+        &errors.fitted,
+        &errors.by_group,
+        &errors.by_source,
+    ];
+    let mut rows: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (i, item) in problem.items.iter().enumerate() {
+        if item.tier == tier {
+            rows.entry(&item.stratum).or_default().push(i);
+        }
+    }
+    push(out, "| stratum | rows | before | fitted | median error | group | source |\n|---|---:|---:|---:|---:|---:|---:|".into());
+    let mut counted: Vec<Vec<f64>> = vec![Vec::new(); columns.len()];
+    for (name, members) in &rows {
+        let apart = problem.items[members[0]].is_diagnostic;
+        let mapes: Vec<f64> = columns
+            .iter()
+            .map(|c| mean(&members.iter().map(|&i| c[i].abs()).collect::<Vec<_>>()).unwrap_or(0.0))
+            .collect();
+        if members.len() >= COUNTED_ROWS && !apart {
+            for (all, mape) in counted.iter_mut().zip(&mapes) {
+                all.push(*mape);
+            }
+        }
+        let bias = median(
+            &members
+                .iter()
+                .map(|&i| errors.fitted[i])
+                .collect::<Vec<_>>(),
+        );
+        push(
+            out,
+            format!(
+                "| {name}{} | {} | {} | {} | {:+.1}% | {} | {} |",
+                if apart {
+                    ", a diagnostic, one row of twelve"
+                } else {
+                    ""
+                },
+                members.len(),
+                percent(mapes[0]),
+                percent(mapes[1]),
+                100.0 * bias.unwrap_or(0.0),
+                percent(mapes[2]),
+                percent(mapes[3])
+            ),
+        );
+    }
+    let means: Vec<String> = counted
+        .iter()
+        .map(|all| format!("**{}**", percent(mean(all).unwrap_or(0.0))))
+        .collect();
+    push(
+        out,
+        format!(
+            "| **mean over strata of {COUNTED_ROWS} or more** | | {} | {} | | {} | {} |\n",
+            means[0], means[1], means[2], means[3]
+        ),
+    );
+}
+
+fn figure(x: f64) -> String {
+    if x < 1e-2 {
+        format!("{x:.2e}")
+    } else {
+        format!("{x:.3}")
+    }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1}%", 100.0 * share)
+}
+
+fn push(out: &mut String, line: String) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{line}");
+}

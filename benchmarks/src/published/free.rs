@@ -1,0 +1,37 @@
+//! Rows of the GPT-3 175B class beside the plan that a search without their pins finds.
+
+use benchmarks::score::Scored;
+use published::{Facts, Row, free};
+
+/// Layers and hidden size of the class.
+const CLASS: (&str, &str) = ("96", "12288");
+
+/// A table: a row's measured and predicted step time, and the free plan's.
+pub fn text(scored: &[Scored<'_>], facts: &Facts) -> String {
+    let of_class = |r: &Row| (r.text("layers"), r.text("hidden")) == (Some(CLASS.0), Some(CLASS.1));
+    let scored: Vec<&Scored<'_>> = scored.iter().filter(|s| of_class(s.row)).collect();
+    let rows: Vec<Row> = scored.iter().map(|s| s.row.clone()).collect();
+    let mut out = String::from(
+        "\n## The free plan beside the pinned ones\n\nRows of 96 layers and hidden size 12288: predicted as they ran, and the plan that a search with no pin but the kind of recomputation finds for the same model, cluster and batch within the device's memory.\n\n| row | source | GPUs | measured, s | predicted, s | error | free plan, s | its memory, GB | free plan |\n|---|---|---:|---:|---:|---:|---:|---:|---|\n",
+    );
+    for (s, found) in scored.iter().zip(free(&rows, facts)) {
+        let (seconds, memory, plan) = match found {
+            Ok(f) => (
+                format!("{:.2}", f.step_time_s),
+                format!("{:.1}", f.peak_memory_bytes as f64 / 1e9),
+                f.plan,
+            ),
+            Err(e) => ("–".into(), "–".into(), e.to_string()),
+        };
+        out += &format!(
+            "| {} | {} | {} | {:.2} | {:.2} | {:+.1}% | {seconds} | {memory} | {plan} |\n",
+            s.row.id(),
+            s.row.text("source").unwrap_or(""),
+            s.row.text("gpus_total").unwrap_or(""),
+            s.measured_s,
+            s.predicted_s,
+            100.0 * s.error(),
+        );
+    }
+    out
+}

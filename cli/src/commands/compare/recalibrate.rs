@@ -1,0 +1,164 @@
+//! `compare --recalibrate`: the plan's cluster refined by its runs, and whether another plan is
+//! better on it.
+
+use crate::commands::calibrate::document;
+use crate::commands::spinner;
+use crate::failure::{Exit, Failure};
+use crate::plan_file::Loaded;
+use crate::{files, report};
+use cost_model::fit::{Change, changes, points_of_run, refine};
+use cost_model::{SimulateOptions, StepWork, simulate};
+use ir::Seconds;
+use ir::measurement::Measurement;
+use planner::{Pins, PlanOptions, Planned};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// Another plan is better when it is predicted to be faster by this share.
+const BETTER: f64 = 0.01;
+
+/// What a refinement changes.
+#[derive(Debug, Serialize)]
+pub struct Refined {
+    /// Where the new cluster was written.
+    cluster: PathBuf,
+    /// Points that the runs gave.
+    points: usize,
+    /// Figures that changed.
+    changes: Vec<Change>,
+    /// Step time of this plan on the old cluster, predicted, in seconds.
+    before_s: f64,
+    /// Step time of this plan on the new cluster, predicted, in seconds.
+    this_plan_s: f64,
+    /// Step time of the best plan on the new cluster under the same pins, in seconds.
+    best_plan_s: f64,
+    /// The best plan's shape.
+    best_plan: String,
+    /// Whether it is another one.
+    best_plan_changes: bool,
+}
+
+/// Refines the cluster of `loaded` by `runs` and writes it to `path`.
+pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result<Refined, Failure> {
+    files::check_writable(path)?;
+    let plan = &loaded.plan;
+    let points: Vec<_> = runs
+        .iter()
+        .flat_map(|m| points_of_run(&loaded.program, m))
+        .collect();
+    if points.is_empty() {
+        let what = "the runs say nothing about single instructions";
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("run the plan again with --profile 2 and this build of meshwright"));
+    }
+    let new = refine(&plan.cluster, &points).map_err(|e| {
+        Failure::new(Exit::BadInput, format!("the plan's cluster: {e}"))
+            .help("make the cluster with `meshwright calibrate`, and the plan and its runs with it")
+    })?;
+    let options = SimulateOptions::new(StepWork::of(&loaded.training, &plan.train));
+    let played = simulate(&loaded.program, &new, &options).map_err(|e| {
+        Failure::new(
+            Exit::CheckFailed,
+            format!("the plan's program cannot be played: {e}"),
+        )
+    })?;
+    let forward = ir::text::parse(&plan.graph)
+        .map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's graph: {e}")))?;
+    let mut pins = Pins::parse(&plan.pins).map_err(|e| Failure::new(Exit::CheckFailed, e))?;
+    // The plan's graph has that order already.
+    pins.zigzag = false;
+    let options = PlanOptions {
+        pins,
+        ..PlanOptions::default()
+    };
+    let bar = spinner("searching for the best plan on the new cluster");
+    let best = planner::plan(&forward, &plan.train, &new, &options);
+    bar.finish_and_clear();
+    let best = best?;
+    let text = document(path, plan.cluster.n_devices(), &new).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("the cluster cannot be written: {e}"),
+        )
+    })?;
+    files::write_atomic(path, text.as_bytes())?;
+    let (this_plan_s, best_plan_s) = (played.step_time.0, best.plan.predicted.step_time_s.0);
+    Ok(Refined {
+        cluster: path.to_path_buf(),
+        points: points.len(),
+        changes: changes(&plan.cluster, &new),
+        before_s: plan.predicted.step_time_s.0,
+        this_plan_s,
+        best_plan_s,
+        best_plan: shape(&best),
+        best_plan_changes: best_plan_s < (1.0 - BETTER) * this_plan_s,
+    })
+}
+
+/// A plan in a few words.
+fn shape(planned: &Planned) -> String {
+    let plan = &planned.plan;
+    let meshes: Vec<String> = plan
+        .stages
+        .iter()
+        .map(|s| {
+            let axes = s.mesh.axes.iter().filter(|a| a.size > 1);
+            let words: Vec<String> = axes.map(|a| format!("{}={}", a.name, a.size)).collect();
+            match words.is_empty() {
+                true => "one rank".into(),
+                false => words.join(" "),
+            }
+        })
+        .collect();
+    format!(
+        "{} stage{} of {}, {} microbatches of {}",
+        meshes.len(),
+        if meshes.len() == 1 { "" } else { "s" },
+        meshes.join(" | "),
+        plan.n_microbatches,
+        plan.microbatch
+    )
+}
+
+impl Refined {
+    /// In words.
+    pub fn print(&self) -> Result<(), Failure> {
+        report::out(&format!(
+            "\nRecalibrated by {} points of the runs; written to {}",
+            self.points,
+            self.cluster.display()
+        ))?;
+        let figure = |x: Option<f64>, unit: &str| match (x, unit) {
+            (None, _) => "-".into(),
+            (Some(x), "s") => Seconds(x).to_string(),
+            (Some(x), "") => format!("{x:.3}"),
+            (Some(x), unit) => format!("{}{unit}", report::count(x)),
+        };
+        let rows = self.changes.iter().map(|c| {
+            let ratio = c.old.zip(c.new).filter(|(old, _)| *old != 0.0);
+            vec![
+                c.key.clone(),
+                figure(c.old, c.unit),
+                figure(c.new, c.unit),
+                ratio.map_or("-".into(), |(old, new)| format!("{:.2}", new / old)),
+            ]
+        });
+        report::out(&report::table(
+            &["figure", "old", "new", "new/old"],
+            rows.collect(),
+            1,
+        ))?;
+        report::out(&format!(
+            "This plan: {} predicted before, {} on the new cluster. Found there under the same pins: {}, {}. {}",
+            Seconds(self.before_s),
+            Seconds(self.this_plan_s),
+            Seconds(self.best_plan_s),
+            self.best_plan,
+            match self.best_plan_changes {
+                true => "The best plan changes: compile again with the new cluster.",
+                false if self.best_plan_s > self.this_plan_s => "This plan remains the best.",
+                false => "The best plan does not change.",
+            }
+        ))
+    }
+}

@@ -1,0 +1,468 @@
+//! What the process of a rank holds on its device, by cause.
+//!
+//! Meshwright's own runtime holds the arena of the program and what the device reserves. Other
+//! software keeps other things for the same program ([`ProcessMemory`]): gradients in another
+//! type, masks, scores, microbatches that its schedule begins early, and an allocator that does
+//! not give back what a phase has freed. What the program says stays: which tensors a rank
+//! holds, how they are split, and how long they live.
+
+use super::{memory_of, scratch_bytes};
+use ir::cluster::Cluster;
+use ir::program::{
+    Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind,
+};
+use ir::software::{InFlight, ProcessMemory, Reuse};
+use ir::training::{StateRole, source_path};
+use ir::{BufferId, Bytes, OpKind, Pass};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Bytes on every rank of a role at its peak.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Parameters: the copies that kernels read, where there are none the parameters themselves.
+    pub parameters: Bytes,
+    /// Gradients, summed over microbatches.
+    pub gradients: Bytes,
+    /// Optimizer states, and the parameters that they update where kernels read copies.
+    pub optimizer: Bytes,
+    /// What microbatches keep for their backward passes.
+    pub activations: Bytes,
+    /// Temporaries: what a pass makes and frees, logits, buckets of collectives.
+    pub buffers: Bytes,
+    /// What the allocator holds beside them.
+    pub slack: Bytes,
+    /// Context of the driver and buffers of communicators, or what the device reserves.
+    pub context: Bytes,
+}
+
+impl MemoryUse {
+    /// All bytes.
+    pub fn total(&self) -> Bytes {
+        self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.buffers
+            + self.slack
+            + self.context
+    }
+}
+
+/// What a rank of `role` holds. Without [`ProcessMemory`] the sum is the arena, what the device
+/// reserves and, where ranks are threads, the copies that the runtime makes.
+pub fn memory_use(program: &Program, role: &RoleProgram, cluster: &Cluster) -> MemoryUse {
+    let software = cluster.software.as_ref();
+    match software.and_then(|s| s.memory.as_ref()) {
+        Some(memory) => Process::new(program, role, memory).memory_use(),
+        None => own(role, cluster),
+    }
+}
+
+fn own(role: &RoleProgram, cluster: &Cluster) -> MemoryUse {
+    let held = Held::of(role);
+    let classes = memory_of(role);
+    let scratch = if cluster.pool.is_some() {
+        scratch_bytes(role)
+    } else {
+        Bytes(0)
+    };
+    let named = classes.persistent + classes.activation + held.copies + held.gradients;
+    MemoryUse {
+        parameters: held.parameters(),
+        gradients: held.gradients,
+        optimizer: Bytes(classes.persistent.0.saturating_sub(held.at_rest().0)),
+        activations: classes.activation,
+        buffers: Bytes(classes.arena.0.saturating_sub(named.0)) + scratch,
+        slack: Bytes(0),
+        context: cluster.device.memory_reserved_bytes,
+    }
+}
+
+/// Bytes of parameters and gradients by what they are.
+#[derive(Default)]
+struct Held {
+    /// Parameters at rest.
+    masters: Bytes,
+    /// Their elements.
+    master_elements: u64,
+    /// Copies that live for a step.
+    copies: Bytes,
+    /// One copy of each parameter.
+    distinct_copies: Bytes,
+    /// Of those, the ones that are gathered again at their uses.
+    sharded_copies: Bytes,
+    /// Accumulators.
+    gradients: Bytes,
+    /// Elements of the accumulators.
+    gradient_elements: u64,
+    /// Elements of the largest accumulator.
+    largest_gradient: u64,
+    /// Elements of the parameters as kernels read them, a tied one once.
+    parameter_elements: u64,
+}
+
+impl Held {
+    fn of(role: &RoleProgram) -> Held {
+        let mut held = Held::default();
+        for state in role
+            .states
+            .iter()
+            .filter(|s| s.role == StateRole::Parameter)
+        {
+            let b = role.buffer(state.buffer);
+            held.masters += Bytes(b.stride());
+            held.master_elements += elements_of(b);
+        }
+        let gathered: BTreeSet<BufferId> = in_passes(role)
+            .filter_map(|i| match &i.kind {
+                InstrKind::Collective { items, .. } => Some(items.iter().map(|i| i.input)),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        let accumulators: BTreeSet<BufferId> = in_passes(role)
+            .filter_map(|i| match &i.kind {
+                InstrKind::Compute { kind, outputs, .. } if is_accumulate(kind) => outputs.first(),
+                _ => None,
+            })
+            .copied()
+            .collect();
+        let read: BTreeSet<BufferId> = in_passes(role).flat_map(Instruction::reads).collect();
+        // Of every parameter the largest copy: a tied table is read in two layouts.
+        let mut largest: BTreeMap<&str, (u64, u64, bool)> = BTreeMap::new();
+        for (i, b) in role.buffers.iter().enumerate() {
+            let id = BufferId::new(i);
+            if b.class != BufferClass::Step {
+                continue;
+            }
+            let bytes = Bytes(b.stride());
+            let elements = elements_of(b);
+            if accumulators.contains(&id) {
+                held.gradients += bytes;
+                held.gradient_elements += elements;
+                held.largest_gradient = held.largest_gradient.max(elements);
+            } else if read.contains(&id) {
+                held.copies += bytes;
+                let most = largest.entry(parameter_of(&b.name)).or_default();
+                *most = (*most).max((elements, bytes.0, gathered.contains(&id)));
+            }
+        }
+        held.parameter_elements = match held.copies.0 {
+            0 => held.master_elements,
+            _ => largest.values().map(|c| c.0).sum(),
+        };
+        held.distinct_copies = Bytes(largest.values().map(|c| c.1).sum());
+        let sharded = largest.values().filter(|c| c.2);
+        held.sharded_copies = Bytes(sharded.map(|c| c.1).sum());
+        held
+    }
+    /// Bytes at rest that count as parameters: none where kernels read copies.
+    fn at_rest(&self) -> Bytes {
+        if self.copies.0 == 0 {
+            self.masters
+        } else {
+            Bytes(0)
+        }
+    }
+    fn parameters(&self) -> Bytes {
+        self.at_rest() + self.copies
+    }
+}
+
+/// The parameter that a copy is of: its name without what made it and its layout.
+fn parameter_of(name: &str) -> &str {
+    let name = name.split('@').next().unwrap_or(name);
+    let made = ["cast.", "prepare."].iter();
+    made.filter_map(|p| name.strip_prefix(p))
+        .next()
+        .unwrap_or(name)
+}
+
+fn elements_of(b: &Buffer) -> u64 {
+    b.bytes / b.dtype.bytes().max(1)
+}
+
+fn is_accumulate(kind: &OpKind) -> bool {
+    matches!(kind, OpKind::Accumulate { .. })
+}
+
+/// Instructions of forward and backward passes.
+fn in_passes(role: &RoleProgram) -> impl Iterator<Item = &Instruction> {
+    role.templates
+        .iter()
+        .filter(|t| matches!(t.kind, TemplateKind::Forward | TemplateKind::Backward))
+        .flat_map(|t| &t.instructions)
+}
+
+/// A role as other software executes it.
+struct Process<'a> {
+    program: &'a Program,
+    role: &'a RoleProgram,
+    memory: &'a ProcessMemory,
+    /// Buffers that are counted apart: logits, and the gradients of parameters.
+    apart: BTreeSet<BufferId>,
+}
+
+impl<'a> Process<'a> {
+    fn new(program: &'a Program, role: &'a RoleProgram, memory: &'a ProcessMemory) -> Self {
+        let mut apart = BTreeSet::new();
+        for i in in_passes(role) {
+            let InstrKind::Compute {
+                kind,
+                inputs,
+                outputs,
+                ..
+            } = &i.kind
+            else {
+                continue;
+            };
+            if matches!(
+                kind,
+                OpKind::LogSumExp | OpKind::CrossEntropy | OpKind::CrossEntropyGrad
+            ) {
+                apart.extend(inputs.first());
+            }
+            if matches!(kind, OpKind::CrossEntropyGrad) {
+                apart.extend(outputs);
+            }
+            if is_accumulate(kind) {
+                apart.extend(inputs);
+            }
+        }
+        Process {
+            program,
+            role,
+            memory,
+            apart,
+        }
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        let held = Held::of(self.role);
+        let persistent = memory_of(self.role).persistent;
+        let copies = match self.memory.sharded_copies {
+            true => held.distinct_copies,
+            false => Bytes(held.distinct_copies.0 - held.sharded_copies.0),
+        };
+        let optimizer = Bytes(persistent.0.saturating_sub(held.at_rest().0));
+        let elements = held.gradient_elements.min(held.parameter_elements);
+        let gradients = scaled(elements, self.memory.gradient_bytes);
+        let of_a_pass = scaled(elements, self.memory.pass_gradient_bytes);
+        let kept = self.kept();
+        let buffers = self.buffers(&held, kept, gradients);
+        MemoryUse {
+            parameters: held.at_rest() + copies,
+            gradients: gradients + of_a_pass,
+            optimizer,
+            activations: kept,
+            buffers,
+            slack: scaled((kept + buffers + of_a_pass).0, self.memory.slack),
+            context: self.memory.context_bytes
+                + self.memory.communicator_bytes * self.communicators(),
+        }
+    }
+
+    /// Temporaries beside what microbatches keep and the gradients that they add up.
+    fn buffers(&self, held: &Held, kept: Bytes, gradients: Bytes) -> Bytes {
+        let (pass, logits) = (self.temporaries().0, self.logit_bytes().0);
+        let largest = self.largest_gradient(held).0;
+        let update = self.update(held).0;
+        Bytes(match self.memory.reuse {
+            Reuse::Blocks => pass.max(logits).max(largest).max(update),
+            Reuse::Lifetimes if self.program.n_microbatches > 1 => pass + logits + update,
+            Reuse::Lifetimes => {
+                // Activations give way to gradients while the pass goes on.
+                let beside = kept.0 + gradients.0;
+                let most = (kept.0 + pass.max(logits)).max(gradients.0 + pass.max(update));
+                most.saturating_sub(beside)
+            }
+        })
+    }
+
+    /// What microbatches in flight keep.
+    fn kept(&self) -> Bytes {
+        let buffers = self.role.buffers.iter().enumerate();
+        let mut sum: u64 = buffers
+            .filter(|(i, b)| {
+                b.class != BufferClass::Transient && !self.apart.contains(&BufferId::new(*i))
+            })
+            .map(|(_, b)| match b.class {
+                BufferClass::PerMicrobatch { slots } => {
+                    b.stride() * u64::from(self.in_flight(slots))
+                }
+                _ => 0,
+            })
+            .sum();
+        // What the program makes again from a counter, or never makes, and others keep.
+        let slots = self.role.buffers.iter().map(|b| match b.class {
+            BufferClass::PerMicrobatch { slots } => slots,
+            _ => 1,
+        });
+        let slots = self.in_flight(slots.max().unwrap_or(1));
+        for template in self.templates(TemplateKind::Backward) {
+            let again = recomputed_layers(template);
+            for i in template {
+                if !again.contains(&i.layer) {
+                    sum += self.beside(i).0 * u64::from(slots);
+                }
+            }
+        }
+        Bytes(sum)
+    }
+
+    /// Copies of what `slots` microbatches of the schedule keep.
+    fn in_flight(&self, slots: u32) -> u32 {
+        let stages = self.program.roles.len() as u32;
+        let most = self.program.n_microbatches.max(1);
+        match self.memory.in_flight {
+            _ if stages <= 1 => slots,
+            InFlight::Schedule => slots,
+            InFlight::More { microbatches } => slots.saturating_add(microbatches).min(most),
+            InFlight::Buffered { .. } if self.role.stage.index() + 1 == stages as usize => slots,
+            InFlight::Buffered { per_stage } => {
+                per_stage.saturating_mul(stages).saturating_add(1).min(most)
+            }
+        }
+    }
+
+    /// Scores and masks that a gradient op needs and the program does not hold.
+    fn beside(&self, i: &Instruction) -> Bytes {
+        let InstrKind::Compute { kind, inputs, .. } = &i.kind else {
+            return Bytes(0);
+        };
+        match kind {
+            OpKind::AttentionGrad { .. } => {
+                let elements = inputs.first().map_or(0, |&q| self.scores(q, inputs[1]));
+                scaled(elements, self.memory.score_bytes)
+            }
+            OpKind::Dropout { .. } if i.pass != Pass::Recompute => {
+                let b = inputs.first().map(|&x| self.role.buffer(x));
+                let elements = b.map_or(0, elements_of);
+                scaled(elements, self.memory.mask_bytes)
+            }
+            _ => Bytes(0),
+        }
+    }
+
+    /// Scores of an attention with these operands on a rank: a square of the sequence for each
+    /// sample and head.
+    fn scores(&self, q: BufferId, k: BufferId) -> u64 {
+        let (q, k) = (self.role.local_shape(q), self.role.local_shape(k));
+        let heads: u64 = q[2..q.len().max(3) - 1].iter().product();
+        q[0] * heads * q[1] * k[1]
+    }
+
+    fn templates(&self, kind: TemplateKind) -> impl Iterator<Item = &'a Vec<Instruction>> {
+        let of_kind = move |t: &&ir::program::Template| t.kind == kind;
+        self.role
+            .templates
+            .iter()
+            .filter(of_kind)
+            .map(|t| &t.instructions)
+    }
+
+    /// The most bytes that a pass holds between its beginning and its end, logits aside.
+    fn temporaries(&self) -> Bytes {
+        let forward = self.templates(TemplateKind::Forward);
+        let passes = forward.chain(self.templates(TemplateKind::Backward));
+        Bytes(passes.map(|t| self.live(t)).max().unwrap_or(0))
+    }
+
+    fn live(&self, instructions: &[Instruction]) -> u64 {
+        let mut intervals: BTreeMap<BufferId, (usize, usize)> = BTreeMap::new();
+        let mut change = vec![0i128; instructions.len() + 1];
+        let again = recomputed_layers(instructions);
+        let mut begun: BTreeMap<&str, usize> = BTreeMap::new();
+        for (at, i) in instructions.iter().enumerate() {
+            for b in i.reads().into_iter().chain(i.writes()) {
+                let transient = self.role.buffer(b).class == BufferClass::Transient;
+                if transient && !self.apart.contains(&b) {
+                    intervals.entry(b).or_insert((at, at)).1 = at;
+                }
+            }
+            let InstrKind::Compute { path, kind, .. } = &i.kind else {
+                continue;
+            };
+            if i.pass == Pass::Recompute {
+                begun.insert(source_path(path), at);
+            }
+            let key = match kind {
+                OpKind::AttentionGrad { key, .. } | OpKind::Dropout { key, .. } => key.as_str(),
+                _ => continue,
+            };
+            if i.pass != Pass::Recompute && again.contains(&i.layer) {
+                let from = begun.get(key).copied();
+                let layer = || instructions.iter().position(|j| j.layer == i.layer);
+                let from = from.or_else(layer).unwrap_or(at);
+                let bytes = i128::from(self.beside(i).0);
+                change[from.min(at)] += bytes;
+                change[at + 1] -= bytes;
+            }
+        }
+        for (b, (first, last)) in intervals {
+            let bytes = i128::from(self.role.buffer(b).stride());
+            change[first] += bytes;
+            change[last + 1] -= bytes;
+        }
+        let (mut now, mut most) = (0i128, 0i128);
+        for c in change {
+            now += c;
+            most = most.max(now);
+        }
+        u64::try_from(most).unwrap_or(u64::MAX)
+    }
+
+    /// Logits with what the loss makes of them.
+    fn logit_bytes(&self) -> Bytes {
+        let of = |i: &Instruction| match &i.kind {
+            InstrKind::Compute {
+                kind: OpKind::CrossEntropyGrad,
+                inputs,
+                ..
+            } => {
+                let logits = inputs.first().map(|&b| self.role.buffer(b));
+                logits.map_or(0, elements_of)
+            }
+            _ => 0,
+        };
+        let elements = in_passes(self.role).map(of).max().unwrap_or(0);
+        scaled(elements, self.memory.logit_bytes)
+    }
+
+    fn largest_gradient(&self, held: &Held) -> Bytes {
+        scaled(held.largest_gradient, self.memory.largest_gradient_bytes)
+    }
+
+    /// What only the end of the step needs.
+    fn update(&self, held: &Held) -> Bytes {
+        let mesh = &self.role.mesh;
+        let reduced = mesh.axes.iter().any(|a| a.name == "data" && a.size > 1);
+        let buckets = match reduced {
+            true => self.memory.bucket_bytes.0.min(held.distinct_copies.0),
+            false => 0,
+        };
+        scaled(held.master_elements, self.memory.update_bytes) + Bytes(buckets)
+    }
+
+    /// Communicators of a rank.
+    fn communicators(&self) -> u64 {
+        let mesh = &self.role.mesh;
+        let axes = mesh.axes.iter().filter(|a| a.size > 1).count() as u64;
+        let roles = self.program.roles.iter();
+        let ranks: u64 = roles.map(|r| u64::from(r.mesh.n_devices())).sum();
+        axes + u64::from(self.program.roles.len() > 1) + u64::from(ranks > 1)
+    }
+}
+
+/// Layers of which something is recomputed in a template.
+fn recomputed_layers(instructions: &[Instruction]) -> BTreeSet<Option<ir::LayerId>> {
+    let again = instructions.iter().filter(|i| i.pass == Pass::Recompute);
+    again.map(|i| i.layer).collect()
+}
+
+fn scaled(n: u64, by: f64) -> Bytes {
+    Bytes((n as f64 * by).round() as u64)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,81 @@
+//! Fields of mixtures of experts: of `MixtralConfig` and of `Qwen3MoeConfig`.
+//!
+//! The loss that balances the routers is not computed: transformers adds it only where
+//! `output_router_logits` is true, which is refused.
+
+use super::document::Fields;
+use super::{DEFAULT_EXPERT_CAPACITY, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized};
+use crate::ImportError;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// The experts of a model of `layers` layers; none of a Llama.
+pub(super) fn read(
+    f: &mut Fields,
+    family: Family,
+    layers: u64,
+) -> Result<Option<ExpertsConfig>, ImportError> {
+    let mut experts = match family {
+        Family::Llama => return Ok(None),
+        Family::Mixtral => mixtral(f)?,
+        Family::Qwen3Moe => qwen3(f, layers)?,
+    };
+    f.only(
+        "output_router_logits",
+        &[Value::Bool(false)],
+        "with true the routers' balancing loss is added, which is not supported",
+    )?;
+    let is_coefficient = |x: f64| (0.0..=1e6).contains(&x);
+    let expected = "expected a number from 0 to 1e6";
+    f.number("router_aux_loss_coef", is_coefficient, expected)?;
+    experts.top_k = f.required("num_experts_per_tok", EXPERTS)?;
+    if experts.top_k > experts.count {
+        let problem = format!("{} of {} experts", experts.top_k, experts.count);
+        return Err(f.contradiction("num_experts_per_tok", "num_experts", problem));
+    }
+    Ok(Some(experts))
+}
+
+/// Experts in every layer, as wide as the MLPs that they stand for.
+fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
+    f.only(
+        "router_jitter_noise",
+        &[json!(0), json!(0.0), Value::Null],
+        "noise on the routers' inputs is not supported",
+    )?;
+    Ok(ExpertsConfig {
+        count: sized(f, "num_local_experts", "num_experts", EXPERTS)?,
+        top_k: 1,
+        intermediate: f.required("intermediate_size", WIDTHS)?,
+        normalize: true,
+        every: 1,
+        dense: BTreeSet::new(),
+        capacity_factor: DEFAULT_EXPERT_CAPACITY,
+    })
+}
+
+/// Experts of a width of their own in every n-th layer.
+fn qwen3(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
+    let dense = f.integers("mlp_only_layers", 0..=layers - 1)?;
+    Ok(ExpertsConfig {
+        count: sized(f, "num_experts", "num_local_experts", EXPERTS)?,
+        top_k: 1,
+        intermediate: f.required("moe_intermediate_size", WIDTHS)?,
+        normalize: f.boolean("norm_topk_prob")?.unwrap_or(false),
+        every: f.integer("decoder_sparse_step", LAYERS)?.unwrap_or(1),
+        dense: dense.unwrap_or_default().into_iter().collect(),
+        capacity_factor: DEFAULT_EXPERT_CAPACITY,
+    })
+}
+
+/// A window counts only with `use_sliding_window`, and from layer `max_window_layers` on.
+pub(super) fn check_window(f: &mut Fields) -> Result<(), ImportError> {
+    f.only(
+        "use_sliding_window",
+        &[Value::Bool(false)],
+        "attention is full and causal",
+    )?;
+    f.nullable_integer("sliding_window", 0..=u64::MAX)?;
+    f.nullable_integer("max_window_layers", 0..=*LAYERS.end())?;
+    Ok(())
+}

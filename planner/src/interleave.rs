@@ -1,0 +1,316 @@
+//! Several stages on one mesh: which entry of the stage table each of them takes when they
+//! share its memory.
+//!
+//! The cuts are given (the inter-op DP found them as if every stage had a mesh of its own).
+//! With t_k the time of stage k, R the times that the largest counts, and s_k its time once per
+//! step, a choice costs
+//!
+//! ```text
+//!   sum_k t_k + R * max_k t_k + max over meshes of (sum of s_k over its stages)
+//! ```
+//!
+//! and fits when on every mesh the sum of static + in_flight * saved over its stages and the
+//! largest transient are at most the capacity. For each threshold on t the stages of a mesh
+//! are combined one by one, keeping what nothing dominates in time (t + s), bytes and
+//! transient; thresholds go up until the largest t alone costs more than the best choice.
+//!
+//! Least is t + s, mesh by mesh; so where meshes differ in their time once per step another
+//! choice may be better by that difference. Ties go to the earlier entry.
+
+use crate::inter_op::StageEntry;
+
+/// A stage with its ways to run.
+pub(crate) struct SharedStage<'a> {
+    pub entries: &'a [StageEntry],
+    pub in_flight: u64,
+    /// Time to send to the next stage, part of t.
+    pub transfer_s: f64,
+}
+
+/// What was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Shared {
+    /// By stage: the index of its entry.
+    pub entries: Vec<usize>,
+    /// By stage: bytes beside transient ones that it may take, its own and an equal part of what
+    /// its mesh has left.
+    pub share_bytes: Vec<u64>,
+    pub sum_s: f64,
+    pub max_s: f64,
+    /// The largest sum of a mesh.
+    pub step_s: f64,
+}
+
+/// No choice fits this mesh.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TooLarge {
+    pub mesh: usize,
+    /// The fewest bytes per device that it needs.
+    pub needed_bytes: u128,
+}
+
+/// Chooses an entry for each stage; stage `k` is on mesh `k mod n_meshes`.
+pub(crate) fn share(
+    stages: &[SharedStage<'_>],
+    n_meshes: usize,
+    repeats: f64,
+    capacity_bytes: u64,
+) -> Result<Shared, TooLarge> {
+    let meshes: Vec<Vec<&SharedStage<'_>>> = (0..n_meshes)
+        .map(|i| stages.iter().skip(i).step_by(n_meshes).collect())
+        .collect();
+    for (mesh, own) in meshes.iter().enumerate() {
+        let needed_bytes = least_bytes(own);
+        if needed_bytes > u128::from(capacity_bytes) {
+            return Err(TooLarge { mesh, needed_bytes });
+        }
+    }
+    let times = |s: &SharedStage<'_>| {
+        let sent = s.transfer_s;
+        s.entries
+            .iter()
+            .map(move |e| e.time_s() + sent)
+            .collect::<Vec<_>>()
+    };
+    let mut thresholds: Vec<f64> = stages.iter().flat_map(times).collect();
+    thresholds.sort_by(f64::total_cmp);
+    thresholds.dedup();
+    let mut best: Option<(f64, Shared)> = None;
+    for threshold in thresholds {
+        if best
+            .as_ref()
+            .is_some_and(|(b, _)| repeats * threshold >= *b)
+        {
+            break;
+        }
+        let picks: Option<Vec<Part>> = meshes
+            .iter()
+            .map(|own| cheapest(own, threshold, capacity_bytes))
+            .collect();
+        let Some(picks) = picks else { continue };
+        let shared = joined(stages, n_meshes, &picks, capacity_bytes);
+        let total = shared.sum_s + repeats * shared.max_s + shared.step_s;
+        if best.as_ref().is_none_or(|(b, _)| total < *b) {
+            best = Some((total, shared));
+        }
+    }
+    // The largest threshold leaves every entry, and the least bytes fit.
+    best.map(|(_, shared)| shared).ok_or(TooLarge {
+        mesh: 0,
+        needed_bytes: 0,
+    })
+}
+
+/// Entries for the first stages of a mesh.
+#[derive(Clone, Debug, Default)]
+struct Part {
+    time_s: f64,
+    bytes: u128,
+    transient: u128,
+    entries: Vec<usize>,
+}
+
+impl Part {
+    fn with(&self, stage: &SharedStage<'_>, index: usize) -> Part {
+        let e = &stage.entries[index];
+        let mut entries = self.entries.clone();
+        entries.push(index);
+        Part {
+            time_s: self.time_s + e.time_s() + stage.transfer_s + e.step_s,
+            bytes: self.bytes + lasting(e, stage.in_flight),
+            transient: self.transient.max(e.transient_bytes.into()),
+            entries,
+        }
+    }
+    fn beats(&self, other: &Part) -> bool {
+        self.time_s <= other.time_s
+            && self.bytes <= other.bytes
+            && self.transient <= other.transient
+    }
+}
+
+/// Bytes beside transient ones.
+fn lasting(e: &StageEntry, in_flight: u64) -> u128 {
+    u128::from(e.static_bytes) + u128::from(in_flight) * u128::from(e.saved_bytes_per_microbatch)
+}
+
+/// What nothing beats of the entries below a threshold, those that fit.
+fn frontier(stages: &[&SharedStage<'_>], threshold: f64, capacity: u128) -> Vec<Part> {
+    let mut parts = vec![Part::default()];
+    for stage in stages {
+        let mut next: Vec<Part> = Vec::new();
+        for part in &parts {
+            for (i, e) in stage.entries.iter().enumerate() {
+                let new = part.with(stage, i);
+                let fits = new.bytes + new.transient <= capacity;
+                let in_time = e.time_s() + stage.transfer_s <= threshold;
+                if fits && in_time && !next.iter().any(|old| old.beats(&new)) {
+                    next.retain(|old| !new.beats(old));
+                    next.push(new);
+                }
+            }
+        }
+        parts = next;
+    }
+    parts
+}
+
+fn cheapest(stages: &[&SharedStage<'_>], threshold: f64, capacity_bytes: u64) -> Option<Part> {
+    let parts = frontier(stages, threshold, capacity_bytes.into());
+    parts
+        .into_iter()
+        .min_by(|a, b| a.time_s.total_cmp(&b.time_s))
+}
+
+fn least_bytes(stages: &[&SharedStage<'_>]) -> u128 {
+    let parts = frontier(stages, f64::INFINITY, u128::MAX);
+    let bytes = parts.iter().map(|p| p.bytes + p.transient);
+    bytes.min().unwrap_or(u128::MAX)
+}
+
+fn joined(
+    stages: &[SharedStage<'_>],
+    n_meshes: usize,
+    picks: &[Part],
+    capacity_bytes: u64,
+) -> Shared {
+    let mut steps = vec![0.0; n_meshes];
+    let mut shared = Shared {
+        entries: Vec::with_capacity(stages.len()),
+        share_bytes: Vec::with_capacity(stages.len()),
+        sum_s: 0.0,
+        max_s: 0.0,
+        step_s: 0.0,
+    };
+    for (k, stage) in stages.iter().enumerate() {
+        let (mesh, chunk) = (k % n_meshes, k / n_meshes);
+        let pick = &picks[mesh];
+        let e = &stage.entries[pick.entries[chunk]];
+        let time = e.time_s() + stage.transfer_s;
+        shared.sum_s += time;
+        shared.max_s = shared.max_s.max(time);
+        steps[mesh] += e.step_s;
+        let left = u128::from(capacity_bytes).saturating_sub(pick.bytes + pick.transient);
+        let own = lasting(e, stage.in_flight) + left / pick.entries.len() as u128;
+        shared.entries.push(pick.entries[chunk]);
+        shared
+            .share_bytes
+            .push(u64::try_from(own).unwrap_or(u64::MAX));
+    }
+    shared.step_s = steps.into_iter().fold(0.0, f64::max);
+    shared
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(time_s: f64, step_s: f64, bytes: u64, saved: u64, transient: u64) -> StageEntry {
+        StageEntry {
+            forward_s: time_s / 2.0,
+            backward_s: time_s / 2.0,
+            step_s,
+            static_bytes: bytes,
+            saved_bytes_per_microbatch: saved,
+            transient_bytes: transient,
+            capacity_bytes: u64::MAX,
+            boundary_in: 0,
+            boundary_out: 0,
+            tag: 0,
+        }
+    }
+
+    fn stage(entries: &[StageEntry], in_flight: u64) -> SharedStage<'_> {
+        SharedStage {
+            entries,
+            in_flight,
+            transfer_s: 0.5,
+        }
+    }
+
+    #[test]
+    fn stages_of_one_mesh_share_its_memory() {
+        // Fast and large, or slow and small: 10 + 3 * 2 = 16 against 4 + 3 * 1 = 7 bytes.
+        let entries = [entry(2.0, 0.0, 10, 2, 3), entry(3.0, 0.0, 4, 1, 1)];
+        let stages: Vec<_> = (0..4).map(|_| stage(&entries, 3)).collect();
+        // Everything fits: 16 + 16 + 3.
+        let all = share(&stages, 2, 10.0, 35).unwrap();
+        assert_eq!(all.entries, [0, 0, 0, 0]);
+        assert_eq!((all.sum_s, all.max_s), (4.0 * 2.5, 2.5));
+        // One byte less: a stage of each mesh is small, and as the slowest counts most, the
+        // others gain only their own time: 16 + 7 + 3 = 26, 9 bytes to share.
+        let one = share(&stages, 2, 10.0, 34).unwrap();
+        let mut mesh = [one.entries[0], one.entries[2]];
+        mesh.sort_unstable();
+        assert_eq!(mesh, [0, 1]);
+        assert_eq!((one.sum_s, one.max_s), (2.0 * 2.5 + 2.0 * 3.5, 3.5));
+        let shares: u64 = one.share_bytes[0] + one.share_bytes[2];
+        assert_eq!(shares, 16 + 7 + 2 * ((34 - 26) / 2));
+        // 7 + 7 + 1 is the least.
+        assert_eq!(share(&stages, 2, 10.0, 15).unwrap().entries, [1, 1, 1, 1]);
+        assert_eq!(
+            share(&stages, 2, 10.0, 14),
+            Err(TooLarge {
+                mesh: 0,
+                needed_bytes: 15
+            })
+        );
+    }
+
+    /// Every combination in turn, for the objective in which times once per step are equal.
+    #[test]
+    fn as_good_as_every_combination() {
+        let mut state = 1u64;
+        let mut below = |n: u64| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 33) % n
+        };
+        for _ in 0..300 {
+            let (p, v) = (1 + below(2) as usize, 1 + below(3) as usize);
+            let tables: Vec<Vec<StageEntry>> = (0..p * v)
+                .map(|_| {
+                    (0..1 + below(3))
+                        .map(|_| {
+                            let time = 1.0 + below(8) as f64;
+                            entry(time, 0.0, below(20), below(5), below(9))
+                        })
+                        .collect()
+                })
+                .collect();
+            let stages: Vec<_> = tables.iter().map(|t| stage(t, 1 + below(3))).collect();
+            let (repeats, capacity) = (below(6) as f64, 20 + below(60));
+            let mut best: Option<f64> = None;
+            let n: usize = tables.iter().map(Vec::len).product();
+            for mut code in 0..n {
+                let pick: Vec<&StageEntry> = tables
+                    .iter()
+                    .map(|t| {
+                        let e = &t[code % t.len()];
+                        code /= t.len();
+                        e
+                    })
+                    .collect();
+                let fits = (0..p).all(|i| {
+                    let own = || (i..p * v).step_by(p);
+                    let bytes: u128 = own().map(|k| lasting(pick[k], stages[k].in_flight)).sum();
+                    let transient = own().map(|k| pick[k].transient_bytes).max().unwrap();
+                    bytes + u128::from(transient) <= u128::from(capacity)
+                });
+                if fits {
+                    let time = |e: &&StageEntry| e.time_s() + 0.5;
+                    let sum: f64 = pick.iter().map(time).sum();
+                    let total = sum + repeats * pick.iter().map(time).fold(0.0, f64::max);
+                    best = Some(best.map_or(total, |b| b.min(total)));
+                }
+            }
+            let found = share(&stages, p, repeats, capacity);
+            let total = found.map(|s| s.sum_s + repeats * s.max_s).ok();
+            match (total, best) {
+                (Some(a), Some(b)) => assert!((a - b).abs() < 1e-9, "{a} against {b}"),
+                (a, b) => assert_eq!(a.is_some(), b.is_some()),
+            }
+        }
+    }
+}

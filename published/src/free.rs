@@ -1,0 +1,85 @@
+//! The plan that the search finds where a row's plan was: the same model, batch, cluster and
+//! software, with the device's own memory and no pin but what is recomputed, of which the best
+//! choice counts (the search does not choose it by itself).
+
+use crate::facts::Facts;
+use crate::predict::{Question, planned, question};
+use crate::row::Row;
+use crate::{Unmodelled, cluster};
+use std::collections::BTreeMap;
+
+/// What is recomputed, by name of the pin's value.
+const RECOMPUTE: [&str; 3] = ["none", "selective", "full"];
+
+/// The fastest plan of a search without a row's pins.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Free {
+    /// Seconds of a step.
+    pub step_time_s: f64,
+    /// Bytes on the fullest device, context and communicator included.
+    pub peak_memory_bytes: u64,
+    /// The plan: stages, submeshes, microbatch, schedule, and what it recomputes.
+    pub plan: String,
+}
+
+/// The free plan of every row, in their order; rows of one model, batch and cluster share it.
+/// A search takes as long as `compile` does, three times for each such group.
+///
+/// Fails where the row cannot be modelled, or no plan fits the devices' memory.
+pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {
+    let mut known: BTreeMap<String, Result<Free, Unmodelled>> = BTreeMap::new();
+    rows.iter()
+        .map(|row| {
+            let mut q = question(row, facts)?;
+            q.cluster.device.memory_bytes = cluster::memory(row, facts)?;
+            let key = format!("{:?}{:?}{:?}", q.config, q.train, q.cluster);
+            known.entry(key).or_insert_with(|| best(&q)).clone()
+        })
+        .collect()
+}
+
+fn best(q: &Question) -> Result<Free, Unmodelled> {
+    let mut found: Result<Free, Unmodelled> = Err(Unmodelled::Plan("no plan was tried".into()));
+    for recompute in RECOMPUTE {
+        let asked = Question {
+            pins: vec![format!("recompute={recompute}")],
+            ..q.clone()
+        };
+        match (planned(&asked), &found) {
+            (Ok(p), best) => {
+                let s = &p.simulation.prediction;
+                let free = Free {
+                    step_time_s: s.step_time_s.0,
+                    peak_memory_bytes: s.stages.iter().map(|s| s.peak_bytes.0).max().unwrap_or(0),
+                    plan: format!("{}, recompute {recompute}", shape(&p)),
+                };
+                let faster = best
+                    .as_ref()
+                    .map_or(true, |b| free.step_time_s < b.step_time_s);
+                if faster {
+                    found = Ok(free);
+                }
+            }
+            (Err(e), Err(_)) => found = Err(e),
+            (Err(_), Ok(_)) => {}
+        }
+    }
+    found
+}
+
+/// Stages, their mesh (the first one's, where they differ), microbatch and schedule in words.
+fn shape(planned: &planner::Planned) -> String {
+    let plan = &planned.plan;
+    let mesh = plan.stages.first().map(|s| {
+        let axes = s.mesh.axes.iter();
+        let axes: Vec<String> = axes.map(|a| format!("{}={}", a.name, a.size)).collect();
+        axes.join(" ")
+    });
+    format!(
+        "{} stages of {}, microbatch {}, {:?}",
+        plan.stages.len(),
+        mesh.unwrap_or_default(),
+        plan.microbatch,
+        plan.schedule
+    )
+}

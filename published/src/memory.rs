@@ -1,0 +1,284 @@
+//! What a framework's process holds on a device beside the program's tensors, and what the
+//! figures that it published count. The figures stand in `data/memory.toml`, each with its
+//! source; those without one are fitted, few, and bounded.
+
+use crate::Unmodelled;
+use crate::row::Row;
+use cost_model::memory::MemoryUse;
+use ir::Bytes;
+use ir::software::{InFlight, ProcessMemory, Reuse};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// The data file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryFacts {
+    /// Contexts by the beginning of the `gpu` cell, the first that fits.
+    context: Vec<Context>,
+    /// Allocators by name.
+    allocator: BTreeMap<String, Allocator>,
+    /// Figures that no source states.
+    fitted: Fitted,
+    /// Processes of generations, the first that fits.
+    process: Vec<Process>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Context {
+    gpu: String,
+    #[serde(default)]
+    generation: Option<String>,
+    bytes: Figure,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Allocator {
+    reuse: Reuse,
+    slack: Figure,
+    source: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fitted {
+    communicator_bytes: Figure,
+}
+
+/// A figure that is fitted or assumed.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Figure {
+    value: f64,
+    unit: String,
+    min: f64,
+    max: f64,
+    source: String,
+}
+
+impl Figure {
+    fn is_sound(&self) -> bool {
+        (self.min..=self.max).contains(&self.value)
+            && !self.source.is_empty()
+            && !self.unit.is_empty()
+    }
+}
+
+/// What a published figure counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Reported {
+    /// All that the driver has given out, as `nvidia-smi` shows it.
+    Device,
+    /// What the allocator has got from the driver.
+    Reserved,
+    /// What tensors occupy.
+    Allocated,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Process {
+    generation: String,
+    #[serde(default)]
+    precision: Option<String>,
+    #[serde(default)]
+    from: Option<String>,
+    allocator: String,
+    gradient_bytes: f64,
+    #[serde(default)]
+    pass_gradient_bytes: f64,
+    sharded_copies: bool,
+    largest_gradient_bytes: f64,
+    update_bytes: f64,
+    bucket_bytes: u64,
+    logit_bytes: f64,
+    score_bytes: f64,
+    mask_bytes: f64,
+    in_flight: InFlight,
+    reports: Reported,
+    unit_bytes: f64,
+    source: String,
+}
+
+impl Process {
+    fn fits(&self, generation: &str, row: &Row) -> bool {
+        let begins = |prefix: &String| row.text("precision").is_some_and(|p| p.starts_with(prefix));
+        let since = |from: &String| row.text("date").is_some_and(|d| d >= from.as_str());
+        self.generation == generation
+            && self.precision.as_ref().is_none_or(begins)
+            && self.from.as_ref().is_none_or(since)
+    }
+}
+
+impl MemoryFacts {
+    /// The file that comes with Meshwright.
+    pub fn built_in() -> MemoryFacts {
+        Self::parse(include_str!("../data/memory.toml"))
+            .expect("the built-in data files are tested")
+    }
+
+    /// Reads the file; the error is the parser's, or names the figure that is out of its bounds
+    /// or what is referred to and missing.
+    pub fn parse(text: &str) -> Result<MemoryFacts, String> {
+        let facts: MemoryFacts = toml::from_str(text).map_err(|e| e.to_string())?;
+        let slacks = facts
+            .allocator
+            .iter()
+            .map(|(name, a)| (name.as_str(), &a.slack));
+        let contexts = facts.context.iter().map(|c| (c.gpu.as_str(), &c.bytes));
+        let figures = slacks
+            .chain(contexts)
+            .chain([("communicator_bytes", &facts.fitted.communicator_bytes)]);
+        for (name, figure) in figures {
+            if !figure.is_sound() {
+                return Err(format!(
+                    "`{name}` is {}, expected {} to {} with a unit and a source",
+                    figure.value, figure.min, figure.max
+                ));
+            }
+        }
+        if let Some((name, _)) = facts.allocator.iter().find(|(_, a)| a.source.is_empty()) {
+            return Err(format!("`{name}`: no source"));
+        }
+        for process in &facts.process {
+            if process.source.is_empty() {
+                return Err(format!("`{}`: no source", process.generation));
+            }
+            if !facts.allocator.contains_key(&process.allocator) {
+                return Err(format!(
+                    "`{}`: no allocator `{}`",
+                    process.generation, process.allocator
+                ));
+            }
+        }
+        Ok(facts)
+    }
+
+    /// What the process of a row's framework holds; `None` where the generation's is not stated.
+    pub fn process(
+        &self,
+        generation: &str,
+        row: &Row,
+    ) -> Result<Option<ProcessMemory>, Unmodelled> {
+        let Some(process) = self.of(generation, row) else {
+            return Ok(None);
+        };
+        let gpu = row.required("gpu")?;
+        let own = |c: &&Context| c.generation.as_deref().is_none_or(|g| g == generation);
+        let mut contexts = self.context.iter().filter(own);
+        let context = contexts.find(|c| gpu.starts_with(&c.gpu));
+        let allocator = &self.allocator[&process.allocator];
+        Ok(Some(ProcessMemory {
+            context_bytes: Bytes(context.map_or(0, |c| c.bytes.value as u64)),
+            communicator_bytes: Bytes(self.fitted.communicator_bytes.value as u64),
+            gradient_bytes: process.gradient_bytes,
+            pass_gradient_bytes: process.pass_gradient_bytes,
+            sharded_copies: process.sharded_copies,
+            largest_gradient_bytes: process.largest_gradient_bytes,
+            update_bytes: process.update_bytes,
+            bucket_bytes: Bytes(process.bucket_bytes),
+            logit_bytes: process.logit_bytes,
+            score_bytes: process.score_bytes,
+            mask_bytes: process.mask_bytes,
+            in_flight: process.in_flight,
+            reuse: allocator.reuse,
+            slack: allocator.slack.value,
+        }))
+    }
+
+    /// A prediction in the unit, and with the parts, that the row's framework reports.
+    pub fn reported(&self, generation: &str, row: &Row, memory: &MemoryUse) -> f64 {
+        let all = memory.total().0;
+        match self.of(generation, row) {
+            None => all as f64 / 1e9,
+            Some(process) => {
+                let aside = match process.reports {
+                    Reported::Device => 0,
+                    Reported::Reserved => memory.context.0,
+                    Reported::Allocated => memory.context.0 + memory.slack.0,
+                };
+                (all - aside) as f64 / process.unit_bytes
+            }
+        }
+    }
+
+    fn of(&self, generation: &str, row: &Row) -> Option<&Process> {
+        self.process.iter().find(|p| p.fits(generation, row))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(cells: &str) -> Row {
+        let header = "gpu,date,precision";
+        let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+        crate::row::rows(&table).remove(0)
+    }
+
+    #[test]
+    fn the_built_in_file_is_whole() {
+        let facts = MemoryFacts::built_in();
+        let generations = crate::Facts::built_in();
+        for process in &facts.process {
+            assert!(
+                generations.has_generation(&process.generation),
+                "{}",
+                process.generation
+            );
+            let any = row("A100-80GB,2026-01,bf16");
+            let memory = facts.process(&process.generation, &any).unwrap().unwrap();
+            assert_eq!(memory.problems(), Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn precision_and_date_choose_the_process() {
+        let facts = MemoryFacts::built_in();
+        let process = |generation: &str, cells: &str| {
+            facts.process(generation, &row(cells)).unwrap().unwrap()
+        };
+        let f16 = process("bloom-2022", "A100-80GB,2022-02,fp16");
+        let bf16 = process("bloom-2022", "A100-80GB,2022-02,bf16 (fp32 grad accum)");
+        assert_eq!((f16.gradient_bytes, f16.pass_gradient_bytes), (2.0, 0.0));
+        assert_eq!((bf16.gradient_bytes, bf16.pass_gradient_bytes), (4.0, 2.0));
+        let old = process("fsdp2-2024", "H100,2024-12,fp8");
+        let new = process("fsdp2-2024", "H200,2025-06,fp8");
+        assert!(old.logit_bytes > new.logit_bytes);
+        let nothing = facts.process("unheard-of", &row("A100,2024,bf16"));
+        assert_eq!(nothing, Ok(None));
+    }
+
+    #[test]
+    fn what_is_reported_is_what_the_framework_counts() {
+        let facts = MemoryFacts::built_in();
+        let memory = MemoryUse {
+            activations: Bytes(7_000_000_000),
+            context: Bytes(2_000_000_000),
+            ..MemoryUse::default()
+        };
+        let of = |generation: &str| facts.reported(generation, &row("A100,2022,fp16"), &memory);
+        // nvidia-smi in GB of 1000 MiB, PyTorch's reserve in GB, and where nothing is known.
+        assert!((of("bloom-2022") - 9e9 / 1_048_576_000.0).abs() < 1e-9);
+        assert!((of("fsdp2-2024") - 7.0).abs() < 1e-9);
+        assert!((of("unheard-of") - 9.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn figures_outside_of_their_bounds_are_refused() {
+        let text = include_str!("../data/memory.toml");
+        let wrong = text.replace("value = 2.5e8", "value = 2.5e10");
+        let error = MemoryFacts::parse(&wrong).unwrap_err();
+        assert!(
+            error.starts_with("`communicator_bytes` is 25000000000"),
+            "{error}"
+        );
+        let wrong = text.replacen("allocator = \"static\"", "allocator = \"none\"", 1);
+        let error = MemoryFacts::parse(&wrong).unwrap_err();
+        assert_eq!(error, "`oneflow-2021`: no allocator `none`");
+    }
+}

@@ -1,0 +1,108 @@
+//! What a `precision` cell means: the type of activations, and the type and scaling that
+//! matmuls with parameters run in where it is another.
+//!
+//! Recipes, as frameworks run them for their published performance (Transformer Engine's
+//! `common/recipe`; Megatron-Bridge, `scripts/performance`, where no layer is left in sixteen
+//! bits; torchao's float8): embedding, norms, attention, the output layer and the loss stay in
+//! bf16; every other matmul has both operands cast before it, forward and backward.
+
+use crate::Unmodelled;
+use crate::row::Row;
+use ir::software::Scaling;
+use ir::{DType, Precision};
+
+/// The element types of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Types {
+    /// Of activations, and of matmuls that `matmul` does not speak of.
+    pub activations: Precision,
+    /// Of the operands of matmuls with parameters, and how they are scaled into it.
+    pub matmul: Option<(DType, Scaling)>,
+}
+
+/// Words of a cell and what they mean; the first whose word is there counts.
+const SCALINGS: [(&str, Scaling); 11] = [
+    ("mx", Scaling::Block32),
+    ("mxfp8", Scaling::Block32),
+    ("cs", Scaling::Tensor),
+    ("current", Scaling::Tensor),
+    ("tensorwise", Scaling::Tensor),
+    ("row", Scaling::Row),
+    ("rowwise", Scaling::Row),
+    ("sc", Scaling::Block128),
+    ("blockwise", Scaling::Block128),
+    ("ds", Scaling::Delayed),
+    ("delayed", Scaling::Delayed),
+];
+
+/// The types of a row; fails where the cell is not stated or names none that is known.
+pub fn types(row: &Row) -> Result<Types, Unmodelled> {
+    let text = row.required("precision")?;
+    let lower = text.to_lowercase();
+    let words: Vec<&str> = lower
+        .split(|c: char| !c.is_alphanumeric())
+        .filter(|w| !w.is_empty())
+        .collect();
+    let unknown = || Unmodelled::Feature(format!("the precision {text}"));
+    let plain = |activations| Types {
+        activations,
+        matmul: None,
+    };
+    let narrow = |dtype, scaling| Types {
+        activations: Precision::Bf16,
+        matmul: Some((dtype, scaling)),
+    };
+    Ok(match *words.first().ok_or_else(unknown)? {
+        "fp32" => plain(Precision::F32),
+        "fp16" => plain(Precision::F16),
+        "bf16" => plain(Precision::Bf16),
+        "nvfp4" | "fp4" => narrow(DType::F4e2m1, Scaling::Block16),
+        "fp8" | "mxfp8" => {
+            let known = SCALINGS.iter().find(|(word, _)| words.contains(word));
+            match (known, words.as_slice()) {
+                (Some((_, scaling)), _) => narrow(DType::F8e4m3, *scaling),
+                // The oldest recipe, where none is named.
+                (None, ["fp8"]) => narrow(DType::F8e4m3, Scaling::Delayed),
+                _ => return Err(unknown()),
+            }
+        }
+        _ => return Err(unknown()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_name_types_and_recipes() {
+        let of = |cell: &str| {
+            let table = crate::csv::parse(&format!("precision\n{cell}\n")).unwrap();
+            types(&crate::row::rows(&table)[0])
+        };
+        let eight = |scaling| Some((DType::F8e4m3, scaling));
+        for (cell, activations, matmul) in [
+            ("fp32", Precision::F32, None),
+            ("bf16 (fp32 grad accum)", Precision::Bf16, None),
+            ("fp8", Precision::Bf16, eight(Scaling::Delayed)),
+            ("fp8-cs", Precision::Bf16, eight(Scaling::Tensor)),
+            ("fp8 tensorwise", Precision::Bf16, eight(Scaling::Tensor)),
+            ("fp8 rowwise", Precision::Bf16, eight(Scaling::Row)),
+            ("fp8-mx/blockwise", Precision::Bf16, eight(Scaling::Block32)),
+            ("MXFP8", Precision::Bf16, eight(Scaling::Block32)),
+        ] {
+            let types = of(cell).unwrap();
+            assert_eq!((types.activations, types.matmul), (activations, matmul));
+        }
+        let four = of("nvfp4").unwrap().matmul;
+        assert_eq!(four, Some((DType::F4e2m1, Scaling::Block16)));
+        for cell in ["int8", "fp8 quickly", "bf61"] {
+            let error = of(cell).unwrap_err().to_string();
+            assert_eq!(error, format!("not supported: the precision {cell}"));
+        }
+        assert_eq!(
+            of("?").unwrap_err().to_string(),
+            "`precision` is not stated"
+        );
+    }
+}

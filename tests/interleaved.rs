@@ -1,0 +1,195 @@
+//! Interleaved 1F1B: what the plan says, what the simulator predicts of it, and what else than
+//! training steps it goes through.
+#![allow(clippy::unwrap_used)]
+
+use ir::cluster::Cluster;
+use ir::plan::{Plan, ScheduleKind};
+use ir::{Graph, Precision, TrainSpec};
+use planner::{PlanError, Planned};
+use tests::{Case, cluster, planned};
+
+/// A GPT-2 of 24 equal blocks whose embedding and output layer weigh nothing beside them.
+fn deep() -> (Graph, TrainSpec) {
+    let text = r#"{"model_type": "gpt2", "n_embd": 2048, "n_head": 16, "n_layer": 24, "n_positions": 1024, "vocab_size": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}"#;
+    let config = import::ModelConfig::parse("config.json", text.as_bytes()).unwrap();
+    let options = import::BuildOptions {
+        sequence: 1024,
+        dropout: 0.0,
+    };
+    let train = TrainSpec {
+        global_batch: 64,
+        sequence: 1024,
+        precision: Precision::Bf16,
+        ..TrainSpec::default()
+    };
+    (import::model_graph(&config, &options).unwrap(), train)
+}
+
+/// Devices between which nothing takes time.
+fn free_links(n: u32) -> Cluster {
+    let mut cluster = cluster(n);
+    cluster.software = None;
+    for level in &mut cluster.levels {
+        (level.latency_s, level.bandwidth_bytes_per_s) = (0.0, 1e18);
+        (level.efficiency, level.half_bytes) = (1.0, 0.0);
+    }
+    cluster
+}
+
+/// A pipeline of single devices; `blocks` blocks in every stage.
+fn pipeline(n_meshes: u32, virtual_stages: u32, microbatches: u64) -> Planned {
+    let (forward, train) = deep();
+    let n_stages = (n_meshes * virtual_stages) as usize;
+    let mut split = vec![24 / n_stages; n_stages];
+    split[0] += 1;
+    split[n_stages - 1] += 1;
+    let split: Vec<String> = split.iter().map(usize::to_string).collect();
+    let pins = [
+        "data=1".to_string(),
+        "tensor=1".to_string(),
+        format!("pipeline={n_meshes}"),
+        format!("virtual={virtual_stages}"),
+        format!("microbatch={}", 64 / microbatches),
+        format!("split={}", split.join("/")),
+    ];
+    let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+    planned(&forward, &train, &free_links(n_meshes), &pins).unwrap()
+}
+
+/// Seconds in which the average mesh waits, in forward and backward passes of one microbatch
+/// through all of its stages.
+fn waiting(made: &Planned) -> f64 {
+    let p = &made.plan.predicted;
+    let passes = |s: &ir::plan::StagePrediction| s.forward_s.0 + s.backward_s.0;
+    let mean = p.stages.iter().map(passes).sum::<f64>() / p.stages.len() as f64;
+    p.bubble * p.step_time_s.0 / mean
+}
+
+/// Narayanan et al. 2021, section 2.2: the pipeline waits for `(p - 1) / v` passes of a mesh.
+#[test]
+fn the_bubble_is_as_many_times_smaller_as_a_mesh_has_stages() {
+    for (p, m) in [(2u32, 8u64), (4, 8), (4, 16)] {
+        for v in [1, 2, 3] {
+            let made = pipeline(p, v, m);
+            assert_eq!(made.plan.stages.len(), (p * v) as usize);
+            assert_eq!(made.program.roles.len(), p as usize);
+            let expected = f64::from(p - 1) / f64::from(v);
+            let found = waiting(&made);
+            println!("p={p} v={v} m={m}: waits for {found:.3}, expected {expected:.3}");
+            // The first and the last mesh have a little more to do in every microbatch.
+            let uneven = 0.004 * m as f64;
+            assert!(
+                (found - expected).abs() < uneven + 0.01 * expected,
+                "p={p} v={v} m={m}: waits for {found} passes, expected {expected}"
+            );
+        }
+    }
+}
+
+/// One stage a mesh is plain 1F1B: the same plan but for the pin, the same program.
+#[test]
+fn one_virtual_stage_is_1f1b() {
+    let case = Case::load("gpt2_small_tied");
+    let plan = |pins: &[&str]| planned(&case.forward, &case.train, &cluster(2), pins).unwrap();
+    let pins = ["data=1", "tensor=1", "pipeline=2", "microbatch=2"];
+    let plain = plan(&pins);
+    let one = plan(&[&pins[..], &["virtual=1"]].concat());
+    assert_eq!(one.plan.schedule, ScheduleKind::OneFOneB);
+    assert_eq!(one.program, plain.program);
+    let pins = plain.plan.pins.clone();
+    assert_eq!(Plan { pins, ..one.plan }, plain.plan);
+}
+
+/// A plan that was written and read again is the same and lowers to the same program.
+#[test]
+fn the_document_says_all() {
+    let case = Case::load("gpt2_small_tied");
+    let pins = ["data=1", "tensor=2", "pipeline=2", "virtual=2"];
+    let made = planned(&case.forward, &case.train, &cluster(4), &pins).unwrap();
+    let text = serde_json::to_string(&made.plan).unwrap();
+    assert!(text.contains(r#""schedule":{"interleaved_1f1b":{"virtual_stages":2}}"#));
+    let read: Plan = serde_json::from_str(&text).unwrap();
+    assert_eq!(lowering::lower(&read).unwrap(), made.program);
+    // Stages 0 and 2 share a mesh, 1 and 3 the other.
+    let ranks: Vec<u32> = read
+        .stages
+        .iter()
+        .map(|s| s.mesh.devices.first_rank.0)
+        .collect();
+    assert_eq!(ranks, [0, 2, 0, 2]);
+    assert_eq!(read.predicted.stages.len(), 2);
+    assert_eq!(read.proof.stages.len(), 4);
+}
+
+/// Validation plays what goes forward, around the ring of meshes too; states of interleaved
+/// stages load under any other plan.
+#[test]
+fn validation_and_checkpoints() {
+    let case = Case::load("gpt2_small_tied");
+    let plan = |pins: &[&str]| planned(&case.forward, &case.train, &cluster(2), pins).unwrap();
+    let pins = ["data=1", "tensor=1", "pipeline=2", "microbatch=2"];
+    let (plain, interleaved) = (plan(&pins), plan(&[&pins[..], &["virtual=2"]].concat()));
+    let mut one = case.session(&plain.program);
+    let mut many = case.session(&interleaved.program);
+    for batch in &case.batches[..3] {
+        let losses = [&mut one, &mut many].map(|s| s.validate(batch).unwrap());
+        assert_eq!(losses[0], losses[1]);
+        let losses = [&mut one, &mut many].map(|s| s.step(batch, case.lr, false).unwrap());
+        assert_eq!(losses[0].loss, losses[1].loss);
+    }
+    let states = many.export_states().unwrap();
+    let mut fresh = case.session(&plain.program);
+    fresh.import_states(&states).unwrap();
+    let mut back = case.session(&interleaved.program);
+    back.import_states(&one.export_states().unwrap()).unwrap();
+    let batch = &case.batches[3];
+    let loss = one.validate(batch).unwrap();
+    assert_eq!(fresh.validate(batch).unwrap(), loss);
+    assert_eq!(back.validate(batch).unwrap(), loss);
+}
+
+/// Stages that share a mesh share its memory: with little of it the entries that fit together
+/// are taken, with too little the answer names the stages of the mesh.
+#[test]
+fn memory_is_shared_by_the_stages_of_a_mesh() {
+    let (forward, train) = deep();
+    let pins = ["data=2", "pipeline=2", "virtual=2", "microbatch=8"];
+    let plan = |bytes: u64| {
+        let cluster = tests::cluster_with_memory(4, bytes);
+        planned(&forward, &train, &cluster, &pins)
+    };
+    let roomy = plan(80 << 30).unwrap();
+    let peak = |made: &Planned| {
+        made.program
+            .roles
+            .iter()
+            .map(|r| r.arena_bytes)
+            .max()
+            .unwrap()
+    };
+    let less = peak(&roomy) / 16 * 15;
+    let tight = plan(less).unwrap();
+    assert!(peak(&tight) <= less);
+    match plan(1 << 30) {
+        Err(PlanError::Memory { n_stages, .. }) => assert_eq!(n_stages, 4),
+        other => panic!("{:?}", other.map(|p| p.plan.predicted)),
+    }
+}
+
+/// What cannot be interleaved is refused with what would fit.
+#[test]
+fn refusals_say_what_would_fit() {
+    let case = Case::load("gpt2_small_tied");
+    let refusal = |pins: &[&str]| {
+        let found = planned(&case.forward, &case.train, &cluster(2), pins);
+        found.map(|_| ()).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refusal(&["pipeline=2", "virtual=2", "microbatch=8"]),
+        "pinned virtual=2 x pipeline=2 wants a multiple of 2 microbatches of the global batch 8; what fits: microbatch=1, 2 or 4"
+    );
+    assert_eq!(
+        refusal(&["pipeline=2", "virtual=3"]),
+        "pinned virtual=3 x pipeline=2 makes 6 stages, the model has 4 layers; pin virtual=2 or less"
+    );
+}
