@@ -615,6 +615,22 @@ fn pins_that_cannot_be_met_are_errors() {
 }
 
 #[test]
+fn a_context_of_any_size_is_refused_without_room_for_it() {
+    let forward = gpt2(1, 64, 32, 256);
+    for ranks in ["3", "2147483647", "4294967295"] {
+        let pins = [format!("context={ranks}"), "context_order=zigzag".into()];
+        let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+        let e = planned(&forward, &train(8, 32), &cluster(8), &pins).expect_err("no such cluster");
+        assert!(e.to_string().contains(&format!("context={ranks}")), "{e}");
+        let ranks = ranks.parse().expect("a number");
+        assert!(matches!(
+            ir::zigzag::zigzag(&forward, ranks),
+            Err(ir::zigzag::ZigzagError::Chunks { len: 32, chunks }) if chunks == 2 * ranks
+        ));
+    }
+}
+
+#[test]
 fn lengths_that_nobody_could_hold_are_refused() {
     let text = |rows: &str| {
         format!(

@@ -106,14 +106,18 @@ impl Pass {
         dim: usize,
         op: &Op,
     ) -> Result<ValueId, ZigzagError> {
-        let chunks = self.order.chunks();
-        let n = chunks.len() as u64;
         let Some(&Dim::Fixed(len)) = ty.shape.0.get(dim) else {
             return Ok(v);
         };
-        if n == 0 || !len.is_multiple_of(n) {
-            return Err(ZigzagError::Chunks { len, chunks: n });
+        // Before the chunks are listed: nobody could hold a list of any number of them.
+        if !self.order.fits(len) {
+            return Err(ZigzagError::Chunks {
+                len,
+                chunks: self.order.n_chunks(),
+            });
         }
+        let chunks = self.order.chunks();
+        let n = chunks.len() as u64;
         let whole = ty.shape.0.clone();
         let mut cut = whole.clone();
         cut.splice(dim..=dim, [Dim::Fixed(n), Dim::Fixed(len / n)]);

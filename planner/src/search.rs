@@ -125,6 +125,7 @@ pub(crate) fn plan(
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
     let pins = &options.pins;
+    pins::check::degrees(cluster.n_devices().into(), pins)?;
     let zigzag = in_zigzag_order(forward, pins)?;
     let forward = zigzag.as_ref().unwrap_or(forward);
     let input = |e: ir::GraphError| PlanError::Input(e.to_string());

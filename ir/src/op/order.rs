@@ -58,8 +58,17 @@ impl SequenceOrder {
         }
     }
 
+    /// Equal chunks that the sequence is cut into; 1 where it is stored by position.
+    pub fn n_chunks(self) -> u64 {
+        match self {
+            SequenceOrder::Natural => 1,
+            SequenceOrder::Zigzag { ranks } => ranks.saturating_mul(2),
+        }
+    }
+
     /// Chunks of the sequence by position, in the order in which they are stored; none where
-    /// they are stored by position.
+    /// they are stored by position. One entry for each of [`n_chunks`](SequenceOrder::n_chunks):
+    /// for an order that fits a sequence.
     pub fn chunks(self) -> Vec<u64> {
         match self {
             SequenceOrder::Natural => Vec::new(),

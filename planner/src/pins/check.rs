@@ -9,10 +9,9 @@ use ir::plan::ScheduleKind;
 use ir::training::TrainingGraph;
 use ir::{OpKind, TrainSpec, ValueId};
 
-/// Refuses tensor pins of tensors, dims or axes that are not there, degrees that do not make
-/// the cluster's devices, experts that do not divide, data or context axes without a sample or
-/// token for each rank, and virtual stages of no pipeline, of too few layers or of another
-/// schedule than 1F1B.
+/// Refuses tensor pins of tensors, dims or axes that are not there, experts that do not divide,
+/// data or context axes without a sample or token for each rank, and virtual stages of no
+/// pipeline, of too few layers or of another schedule than 1F1B. The [`degrees`] fit.
 pub(crate) fn check(
     pins: &Pins,
     training: &TrainingGraph,
@@ -20,7 +19,6 @@ pub(crate) fn check(
     train: &TrainSpec,
 ) -> Result<(), PlanError> {
     tensor_pins(pins, training)?;
-    degrees(cluster.n_devices().into(), pins)?;
     experts(pins, training, cluster.n_devices().into())?;
     virtual_stages(pins, training.graph.layers.len())?;
     samples(pins, train.global_batch)?;
@@ -181,8 +179,9 @@ fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
 }
 
 /// Whether the pinned degrees together can make the cluster's devices; if not, says which
-/// values of each would, with the others as they are.
-fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
+/// values of each would, with the others as they are. Comes before the model is rewritten for
+/// the pins, which takes as much room as they have ranks.
+pub(crate) fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
     let all = [
         ("data", pins.data),
         ("context", pins.context),
