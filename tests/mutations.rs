@@ -13,14 +13,15 @@ mod mutate;
 #[path = "mutations/oracle.rs"]
 mod oracle;
 
+use ir::collective::CollectiveKind;
 use ir::plan::{Plan, ScheduleKind};
-use ir::program::Program;
+use ir::program::{CollectiveItem, InstrKind, Instruction, Program, TemplateKind};
 use ir::training::Recompute;
 use ir::training::TrainingGraph;
-use ir::{Precision, TrainSpec};
+use ir::{InstrId, Precision, TrainSpec};
 use mutate::CLASSES;
 use tests::plans;
-use tests::plans::{Random, Recomputed, SEQUENCE, Setup, mlp, random_plan};
+use tests::plans::{Random, Recomputed, SEQUENCE, Setup, bucket_sizes, mlp, random_plan};
 
 struct Case {
     plan: Plan,
@@ -74,7 +75,8 @@ fn case_of(
         ..Setup::default()
     };
     let (plan, training) = random_plan(&mlp(n_blocks), &setup, random);
-    let program = lowering::lower(&plan).unwrap();
+    let sizes = bucket_sizes(setup.microbatch + u64::from(setup.n_microbatches));
+    let program = lowering::lower_in_buckets(&plan, &training, &sizes).unwrap();
     Case {
         plan,
         training,
@@ -203,6 +205,101 @@ fn every_mutation_that_matters_is_caught() {
         missed.len(),
         missed[..missed.len().min(10)].join("\n")
     );
+}
+
+/// A bucket in a program: role, template, instruction.
+type At = (usize, usize, usize);
+
+/// Buckets of gradients in backwards: reductions of several buffers.
+fn buckets(program: &Program) -> Vec<At> {
+    let mut found = Vec::new();
+    for (r, role) in program.roles.iter().enumerate() {
+        for (t, template) in role.templates.iter().enumerate() {
+            let backward = template.kind == TemplateKind::Backward;
+            for (i, instruction) in template.instructions.iter().enumerate() {
+                let InstrKind::Collective { kind, items, .. } = &instruction.kind else {
+                    continue;
+                };
+                let reduces = matches!(
+                    kind,
+                    CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
+                );
+                if backward && reduces && items.len() > 1 {
+                    found.push((r, t, i));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// What a bucket may not do: leave a member out, mix up where members go, or travel before its
+/// last member is made. (That ranks disagree about its members cannot be said: the ranks of a
+/// group execute one list.)
+#[test]
+fn spoiled_buckets_are_refused() {
+    let mut random = Random(11);
+    let (mut n_buckets, mut n_early) = (0, 0);
+    for _ in 0..40 {
+        let c = case(&mut random);
+        let refuses = |what: &str, spoil: &dyn Fn(&mut Vec<Instruction>, usize), at: At| {
+            let mut program = c.program.clone();
+            spoil(&mut program.roles[at.0].templates[at.1].instructions, at.2);
+            let found = checker::check_program(&c.plan, &c.training, &program);
+            assert!(!found.is_empty(), "{what} at {at:?} is not refused");
+        };
+        for at in buckets(&c.program) {
+            n_buckets += 1;
+            let members = |kind: &mut InstrKind| match kind {
+                InstrKind::Collective { items, .. } => std::mem::take(items),
+                _ => Vec::new(),
+            };
+            let put = |kind: &mut InstrKind, new: Vec<CollectiveItem>| {
+                if let InstrKind::Collective { items, .. } = kind {
+                    *items = new;
+                }
+            };
+            let miss = |list: &mut Vec<Instruction>, i: usize| {
+                let mut items = members(&mut list[i].kind);
+                items.pop();
+                put(&mut list[i].kind, items);
+            };
+            refuses("a bucket without its last member", &miss, at);
+            let swap = |list: &mut Vec<Instruction>, i: usize| {
+                let mut items = members(&mut list[i].kind);
+                let (a, b) = (items[0].output, items[1].output);
+                (items[0].output, items[1].output) = (b, a);
+                put(&mut list[i].kind, items);
+            };
+            refuses("results of two members, swapped", &swap, at);
+            // The same list with the bucket one place before its last member is made; it waits
+            // for what it waited for, where that is before it.
+            let list = &c.program.roles[at.0].templates[at.1].instructions;
+            let reads = list[at.2].reads();
+            let made = |j: &Instruction| j.writes().iter().any(|b| reads.contains(b));
+            let Some(last) = list[..at.2].iter().rposition(made) else {
+                // All of it was kept from the forward pass.
+                continue;
+            };
+            n_early += 1;
+            let early = |list: &mut Vec<Instruction>, i: usize| {
+                let mut bucket = list.remove(i);
+                bucket.deps.retain(|d| d.index() < last);
+                list.insert(last, bucket);
+                for later in &mut list[last + 1..] {
+                    for d in &mut later.deps {
+                        *d = match d.index() {
+                            j if j == i => InstrId::new(last),
+                            j if (last..i).contains(&j) => InstrId::new(j + 1),
+                            j => InstrId::new(j),
+                        };
+                    }
+                }
+            };
+            refuses("a bucket before its last member", &early, at);
+        }
+    }
+    assert!(n_early >= 10, "{n_early} of {n_buckets} buckets");
 }
 
 /// Lines of the debug form that differ, for a missed mutation.

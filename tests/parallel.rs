@@ -63,6 +63,45 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
     );
 }
 
+/// What a bucket holds and when it travels is nobody's business but the clock's.
+#[test]
+fn buckets_change_no_bit() {
+    let case = Case::load("gpt2_small_tied");
+    for zero in 0..=3 {
+        let (zero, batch) = (
+            format!("zero={zero}"),
+            format!("microbatch={}", case.train.global_batch),
+        );
+        let pins = ["data=4", "tensor=1", "pipeline=1", &zero, &batch];
+        let made = planned(&case.forward, &case.train, &cluster(4), &pins)
+            .unwrap_or_else(|e| panic!("{zero}: {e}"));
+        let programs = [0, 1, 2].map(|seed| {
+            let sizes = tests::plans::bucket_sizes(seed);
+            lowering::lower_in_buckets(&made.plan, &made.training, &sizes)
+                .unwrap_or_else(|e| panic!("{zero}: {e}"))
+        });
+        assert_eq!(programs[0], made.program, "{zero}");
+        assert_ne!(programs[1], made.program, "{zero}: buckets of one tensor");
+        let results = programs.map(|program| {
+            tests::assert_checked(&made.plan, &made.training, &program);
+            let mut session = case.session(&program);
+            let step = |batch: &Vec<Vec<u32>>| {
+                let done = session.step(batch, case.lr, false);
+                done.unwrap_or_else(|e| panic!("{zero}: {e}")).loss
+            };
+            let losses: Vec<f64> = case.batches.iter().take(3).map(step).collect();
+            let params = session.params().expect("the parameters are gathered");
+            let bits: Vec<Vec<u32>> = params
+                .values()
+                .map(|t| t.values.iter().map(|x| x.to_bits()).collect())
+                .collect();
+            (losses, bits)
+        });
+        assert!(results[0] == results[1], "{zero}: buckets of one tensor");
+        assert!(results[0] == results[2], "{zero}: small buckets");
+    }
+}
+
 /// All (data, tensor, pipeline) of a product.
 fn degrees(product: u32) -> Vec<(u32, u32, u32)> {
     let divisors = || (1..=product).filter(move |d| product.is_multiple_of(*d));

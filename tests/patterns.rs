@@ -81,14 +81,21 @@ fn parts(made: &Planned, kind: TemplateKind) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
     for i in instructions(role, kind) {
         if let InstrKind::Collective { kind, items, .. } = &i.kind {
-            let layer = i
-                .layer
-                .map(|l| made.training.graph.layers[l.index()].as_str());
-            parts.extend(items.iter().map(|item| Part {
-                kind: *kind,
-                pass: i.pass,
-                layer,
-                input: role.buffer(item.input),
+            let names = &made.training.graph.layers;
+            let of_instruction = i.layer.map(|l| names[l.index()].as_str());
+            // A bucket of several layers serves none; its buffers are named after theirs.
+            let of_buffer = |name: &str| {
+                let mut names = names.iter().map(String::as_str);
+                names.find(|l| format!(".{name}").contains(&format!(".{l}.")))
+            };
+            parts.extend(items.iter().map(|item| {
+                let input = role.buffer(item.input);
+                Part {
+                    kind: *kind,
+                    pass: i.pass,
+                    layer: of_instruction.or_else(|| of_buffer(&input.name)),
+                    input,
+                }
             }));
         }
     }
@@ -257,7 +264,7 @@ fn assert_pairs(collectives: &[String], reduced: [&str; 2]) {
 #[test]
 fn context_parallel_attention_gathers_keys_and_values() {
     let forward = gpt2(3, 1024, 512, 8192);
-    let pins = ["pipeline=1", "data=2", "context=2", "tensor=2"];
+    let pins = ["pipeline=1", "data=2", "context=2", "tensor=2", "zero=0"];
     let made = planned(&forward, &train(8, 512), &cluster(8), &pins).expect("there is a plan");
     assert_eq!(split(&made, "h.1.attn.attend"), [2, 2, 2, 1]);
     assert_eq!(split(&made, "h.1.mlp.act"), [2, 2, 2]);
@@ -390,6 +397,74 @@ fn large_batches_split_over_samples() {
             launches <= 6,
             "{launches} collectives at the end of the step: coalesced"
         );
+    }
+}
+
+/// GPT-2 as it is published, one microbatch: its gradients travel together, in buckets like those
+/// of PyTorch's DistributedDataParallel, and begin to while others are still made.
+#[test]
+fn gradients_are_reduced_in_a_handful_of_buckets() {
+    let config = include_bytes!("../models/gpt2/config.json");
+    let config =
+        import::ModelConfig::parse("config.json", &config[..]).expect("the config is valid");
+    let options = import::BuildOptions {
+        sequence: 1024,
+        dropout: 0.0,
+    };
+    let forward = import::model_graph(&config, &options).expect("the model builds");
+    let pins = [
+        "pipeline=1",
+        "data=8",
+        "tensor=1",
+        "zero=0",
+        "microbatch=64",
+    ];
+    let made = planned(&forward, &train(64, 1024), &cluster(8), &pins).expect("there is a plan");
+    assert_rates(&made);
+    let role = only_role(&made.program);
+    let backward: Vec<&Instruction> = instructions(role, TemplateKind::Backward).collect();
+    let bytes = |b: &BufferId| role.buffer(*b).bytes;
+    let mut reduced: Vec<BufferId> = Vec::new();
+    let mut buckets: Vec<usize> = Vec::new();
+    for (at, i) in backward.iter().enumerate() {
+        if !matches!(i.kind, InstrKind::Collective { .. }) {
+            continue;
+        }
+        buckets.push(at);
+        let members = i.reads();
+        // A bucket is full at 25 MiB: without the member that filled it, it was not.
+        let all: u64 = members.iter().map(bytes).sum();
+        let last = members.last().map_or(0, bytes);
+        assert!(
+            all - last < 25 << 20,
+            "{all} bytes of {} gradients",
+            members.len()
+        );
+        reduced.extend(members);
+    }
+    let n_reduced = reduced.len();
+    reduced.sort_unstable();
+    reduced.dedup();
+    assert_eq!(reduced.len(), n_reduced, "every gradient is reduced once");
+    let n_parameters = made.training.states.iter();
+    let n_parameters = n_parameters
+        .filter(|s| s.role == StateRole::Parameter)
+        .count();
+    // The table's two uses have a gradient each.
+    assert!(
+        n_reduced + 2 >= n_parameters,
+        "{n_reduced} of {n_parameters}"
+    );
+    assert!(buckets.len() <= 14, "{} reductions", buckets.len());
+    // The first half of them is sent before the last third of the pass.
+    let middle = buckets[buckets.len() / 2];
+    assert!(middle < backward.len() * 2 / 3, "{buckets:?}");
+    // And kernels run between a bucket and the use of what it reduced.
+    for &at in &buckets[..buckets.len() / 2] {
+        let results = backward[at].writes();
+        let used = |i: &&Instruction| i.reads().iter().any(|b| results.contains(b));
+        let wait = backward[at + 1..].iter().position(used);
+        assert!(wait.is_some_and(|n| n >= 10), "{wait:?} after {at}");
     }
 }
 

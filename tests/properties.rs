@@ -23,7 +23,7 @@ use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::reference::Reference;
 use std::time::Duration;
 use tests::assert_checked;
-use tests::plans::{Random, Recomputed, Setup, Style, random_plan};
+use tests::plans::{Random, Recomputed, Setup, Style, bucket_sizes, random_plan};
 
 /// Most ranks of a stage; each is a thread.
 const MAX_RANKS: u32 = 14;
@@ -369,7 +369,8 @@ impl Problem {
     fn holds(&self, style: Style, equal: Equal) {
         let setup = self.setup(style);
         let (plan, training) = random_plan(&self.forward, &setup, &mut Random(self.seed));
-        let program = lowering::lower(&plan).unwrap();
+        let sizes = bucket_sizes(self.seed);
+        let program = lowering::lower_in_buckets(&plan, &training, &sizes).unwrap();
         assert_checked(&plan, &training, &program);
         let what = format!(
             "seed {}, {style:?}, {:?} {:?}, recomputed: {:?}",

@@ -3,29 +3,34 @@
 //! In the step phases, where all is about many parameters at once, instructions are
 //! list-scheduled: whatever is ready and no collective runs first, then all ready collectives
 //! that do the same over the same axes become one. In microbatches the order of the graph
-//! stays, because it bounds the memory; only neighbours merge.
+//! stays, because it bounds the memory: neighbours merge, and what parameters and their
+//! gradients need moves in [`buckets`].
 
+mod buckets;
+
+use crate::bucket::BucketSizes;
 use crate::draft::{DraftBuffer, RoleDraft};
+use buckets::Places;
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, TemplateKind};
-use ir::{AxisId, BufferId, DType, LogicalMesh};
+use ir::{AxisId, BufferId, DType, LogicalMesh, Region};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Most operand bytes of one rank in a merged collective: large enough that its fixed time
-/// does not matter on any link, small enough that its buffers need not all exist at once.
-const BUCKET_BYTES: u64 = 256 << 20;
-
-pub(crate) fn coalesce(role: &mut RoleDraft) {
+pub(crate) fn coalesce(role: &mut RoleDraft, sizes: &BucketSizes) {
+    let places = Places::new(role);
     for template in &mut role.templates {
         let buffers = Buffers {
             all: &role.buffers,
             mesh: &role.mesh,
+            sizes,
         };
         let instructions = std::mem::take(&mut template.instructions);
         template.instructions = match template.kind {
-            TemplateKind::StepBegin | TemplateKind::StepEnd => list_schedule(instructions, buffers),
+            TemplateKind::StepBegin | TemplateKind::StepEnd => {
+                list_schedule(instructions, buffers, sizes.step)
+            }
             TemplateKind::Forward | TemplateKind::Backward => {
-                merge_neighbours(instructions, buffers)
+                buckets::fill(instructions, buffers, &places)
             }
             TemplateKind::Exchange => instructions,
         };
@@ -36,10 +41,11 @@ pub(crate) fn coalesce(role: &mut RoleDraft) {
 struct Buffers<'a> {
     all: &'a [DraftBuffer],
     mesh: &'a LogicalMesh,
+    sizes: &'a BucketSizes,
 }
 
 /// What collectives must share to become one.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct Sort {
     kind: CollectiveKind,
     axes: Vec<AxisId>,
@@ -62,27 +68,28 @@ impl Buffers<'_> {
     }
     /// Operand bytes on one rank.
     fn bytes(&self, i: &Instruction) -> u64 {
+        self.sum(i.reads())
+    }
+    /// Bytes at which a bucket of microbatches over these axes is full.
+    fn full(&self, axes: &[AxisId]) -> u64 {
+        let n_ranks = axes.iter().map(|a| self.mesh.size(*a)).product();
+        self.sizes.full(Region::Microbatch, n_ranks)
+    }
+    /// The larger of operand and result bytes on one rank.
+    fn message(&self, i: &Instruction) -> u64 {
+        self.sum(i.reads()).max(self.sum(i.writes()))
+    }
+    fn sum(&self, buffers: Vec<BufferId>) -> u64 {
         let bytes = |b: BufferId| {
             let b = &self.all[b.index()];
             b.spec
                 .local_elements(&b.lens, self.mesh)
                 .saturating_mul(b.dtype.bytes())
         };
-        i.reads()
+        buffers
             .into_iter()
             .fold(0, |sum, b| sum.saturating_add(bytes(b)))
     }
-}
-
-fn merge_neighbours(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instruction> {
-    let mut out: Vec<Instruction> = Vec::with_capacity(instructions.len());
-    for next in instructions {
-        match out.last_mut() {
-            Some(last) if can_merge(last, &next, buffers) => append(last, next),
-            _ => out.push(next),
-        }
-    }
-    out
 }
 
 fn can_merge(a: &Instruction, b: &Instruction, buffers: Buffers) -> bool {
@@ -91,18 +98,21 @@ fn can_merge(a: &Instruction, b: &Instruction, buffers: Buffers) -> bool {
     let (a_writes, mut b_touched) = (a.writes(), b.reads().into_iter().chain(b.writes()));
     let independent = b_touched.all(|x| !a_writes.contains(&x))
         && b.writes().iter().all(|x| !touched.contains(x));
-    same && independent && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= BUCKET_BYTES
+    same && independent && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= buffers.sizes.step
 }
 
+/// Makes one collective of two; it serves a layer only if both serve it.
 fn append(into: &mut Instruction, other: Instruction) {
     if let (InstrKind::Collective { items, .. }, InstrKind::Collective { items: more, .. }) =
         (&mut into.kind, other.kind)
     {
         items.extend(more);
+        into.layer = into.layer.filter(|l| Some(*l) == other.layer);
     }
 }
 
-fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instruction> {
+/// Collectives merge up to `limit` operand bytes of one rank.
+fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -> Vec<Instruction> {
     let successors = successors(&instructions);
     let mut waits = vec![0usize; instructions.len()];
     successors.iter().flatten().for_each(|&s| waits[s] += 1);
@@ -133,7 +143,7 @@ fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers) -> Vec<Instru
             for &(_, i) in &ready {
                 let Some(other) = pending[i].take_if(|other| {
                     let sum = bytes.saturating_add(buffers.bytes(other));
-                    buffers.sort(other).as_ref() == Some(&sort) && sum <= BUCKET_BYTES
+                    buffers.sort(other).as_ref() == Some(&sort) && sum <= limit
                 }) else {
                     continue;
                 };
@@ -270,6 +280,7 @@ mod tests {
         let b = Buffers {
             all: &all,
             mesh: &mesh,
+            sizes: &BucketSizes::default(),
         };
         let out = list_schedule(
             vec![
@@ -281,6 +292,7 @@ mod tests {
                 reduce(4),
             ],
             b,
+            BucketSizes::default().step,
         );
         assert_eq!(
             show(&out),
@@ -298,23 +310,10 @@ mod tests {
             Buffers {
                 all: &all,
                 mesh: &mesh,
+                sizes: &BucketSizes::default(),
             },
+            BucketSizes::default().step,
         );
         assert_eq!(show(&out), "reduce[0, 1] reduce[2]");
-    }
-
-    #[test]
-    fn microbatches_merge_independent_neighbours_only() {
-        let all = buffers(4, 8);
-        let mesh = mesh();
-        let b = Buffers {
-            all: &all,
-            mesh: &mesh,
-        };
-        let out = merge_neighbours(
-            vec![reduce(0), reduce(1), copy(1, 2), reduce(3), reduce(3)],
-            b,
-        );
-        assert_eq!(show(&out), "reduce[0, 1] copy[1->2] reduce[3] reduce[3]");
     }
 }

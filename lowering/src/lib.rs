@@ -30,6 +30,7 @@
 //! * `deps` name instructions of *other* streams only, and only the last of each that matters:
 //!   earlier ones are implied by stream order.
 
+mod bucket;
 mod coalesce;
 mod draft;
 mod emit;
@@ -43,6 +44,7 @@ mod resolve;
 pub mod schedule;
 mod uses;
 
+pub use bucket::BucketSizes;
 pub use error::LowerError;
 pub use memory::{RoleMemory, memory_report};
 pub use uses::{CrossEdge, Edge, cross_edges, edges};
@@ -64,6 +66,15 @@ pub fn lower(plan: &Plan) -> Result<Program, LowerError> {
 /// Fails when the plan does not cover the graph (a layer, strategy, path or transfer is
 /// missing or does not fit) or when its stages cannot be ordered; the error names the place.
 pub fn lower_training(plan: &Plan, training: &TrainingGraph) -> Result<Program, LowerError> {
+    lower_in_buckets(plan, training, &BucketSizes::default())
+}
+
+/// [`lower_training`] with buckets of other sizes. What is computed does not depend on them.
+pub fn lower_in_buckets(
+    plan: &Plan,
+    training: &TrainingGraph,
+    sizes: &BucketSizes,
+) -> Result<Program, LowerError> {
     let resolved = resolve::resolve(plan, training)?;
     let mut draft = emit::emit(&resolved)?;
     let microbatches = order::microbatch_events(&resolved, &draft)?;
@@ -71,7 +82,7 @@ pub fn lower_training(plan: &Plan, training: &TrainingGraph) -> Result<Program, 
     for mut role in std::mem::take(&mut draft.roles) {
         role.assemble_trace(&microbatches);
         in_place::merge_all_reduces(&mut role);
-        coalesce::coalesce(&mut role);
+        coalesce::coalesce(&mut role, sizes);
         roles.push(place::place(role)?);
     }
     Ok(Program {

@@ -321,11 +321,15 @@ all_gather embed.table@[x,_] -> embed.table, h.0.up@[x,_] -> h.0.up, h.0.down@[x
 fn sharded_parameters_make_zero_3() {
     let program = lowered(false, &Setup::new(Recipe::Zero3, 2, &[3]));
     for pass in [TemplateKind::Forward, TemplateKind::Backward] {
-        let gathers = templates(&program, 0, pass)
+        // All of these fit one bucket.
+        let text = templates(&program, 0, pass);
+        let gathers: Vec<&str> = text
             .lines()
-            .filter(|l| *l == "all_gather h.0.up -> prepare.h.0.up@[_,_]")
-            .count();
-        assert_eq!(gathers, 1, "{pass:?}");
+            .filter(|l| l.starts_with("all_gather"))
+            .collect();
+        assert_eq!(gathers.len(), 1, "{pass:?}: {gathers:?}");
+        let times = gathers[0].matches("h.0.up -> prepare.h.0.up@[_,_]").count();
+        assert_eq!(times, 1, "{pass:?}: {gathers:?}");
     }
     let per_step = lowered(false, &Setup::new(Recipe::Zero3Step, 2, &[3]));
     assert!(!templates(&per_step, 0, TemplateKind::Forward).contains("gather"));

@@ -4,7 +4,7 @@
 use crate::groups::Setting;
 use crate::layer_model::LayerModel;
 use crate::layers::Layers;
-use crate::prices::Prices;
+use crate::prices::{Buckets, Prices};
 use cost_model::collectives;
 use ir::cluster::Cluster;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
@@ -93,10 +93,14 @@ fn layer_strategy(
 }
 
 /// Records the cheapest path of every layout change that the plan's program needs.
-pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<(), LowerError> {
+pub(crate) fn record_paths(
+    plan: &mut Plan,
+    training: &TrainingGraph,
+    buckets: &Buckets,
+) -> Result<(), LowerError> {
     let cluster = plan.cluster.clone();
     for edge in lowering::cross_edges(plan, training)? {
-        if let Some(path) = best_cross(&cluster, plan, &edge) {
+        if let Some(path) = best_cross(&cluster, plan, &edge, buckets) {
             plan.transfers.insert(edge.key.clone(), path);
         }
     }
@@ -113,8 +117,13 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
     let mut shared: BTreeMap<(u32, String), Vec<KeyedPath>> = BTreeMap::new();
     for edge in lowering::edges(plan, training)? {
         let mesh = &plan.stages[edge.stage.index()].mesh;
-        let best =
-            Prices::new(&cluster, mesh).best_path(&edge.from, &edge.to, &edge.lens, edge.dtype);
+        let best = Prices::new(&cluster, mesh, buckets).best_path(
+            &edge.from,
+            &edge.to,
+            &edge.lens,
+            edge.dtype,
+            buckets.of(edge.value, edge.region),
+        );
         let Some((steps, _)) = best else { continue };
         match edge.layer.and_then(|l| of_layer.get(&l)) {
             Some(&k) => shared
@@ -138,7 +147,12 @@ pub(crate) fn record_paths(plan: &mut Plan, training: &TrainingGraph) -> Result<
     Ok(())
 }
 
-fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossPath> {
+fn best_cross(
+    cluster: &Cluster,
+    plan: &Plan,
+    edge: &CrossEdge,
+    buckets: &Buckets,
+) -> Option<CrossPath> {
     let (from_mesh, to_mesh) = (
         &plan.stages[edge.from.index()].mesh,
         &plan.stages[edge.to.index()].mesh,
@@ -154,6 +168,10 @@ fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossP
             targets.push(same);
         }
     }
+    let mut prices = (
+        Prices::new(cluster, from_mesh, buckets),
+        Prices::new(cluster, to_mesh, buckets),
+    );
     let mut best: Option<(CrossPath, f64)> = None;
     for target in &targets {
         let from = Placement {
@@ -165,7 +183,7 @@ fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossP
             spec: target,
         };
         for path in reshard::cross_paths(&edge.lens, from, to) {
-            let seconds = cross_time(cluster, from_mesh, to_mesh, edge, target, &path);
+            let seconds = cross_time(cluster, &mut prices, edge, target, &path);
             if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
                 best = Some((path, seconds));
             }
@@ -175,15 +193,16 @@ fn best_cross(cluster: &Cluster, plan: &Plan, edge: &CrossEdge) -> Option<CrossP
 }
 
 /// Seconds of a transfer: reducing, sending one shard, gathering, and what its uses then need.
+/// A tensor that moves between meshes travels alone.
 fn cross_time(
     cluster: &Cluster,
-    from: &LogicalMesh,
-    to: &LogicalMesh,
+    (here, there): &mut (Prices<'_>, Prices<'_>),
     edge: &CrossEdge,
     target: &ShardingSpec,
     path: &CrossPath,
 ) -> f64 {
     let (lens, dtype) = (&edge.lens, edge.dtype);
+    let (from, to) = (here.mesh(), there.mesh());
     let bytes = path
         .target_spec
         .local_elements(lens, to)
@@ -199,15 +218,15 @@ fn cross_time(
         bytes.max(sent.min(bytes.saturating_mul(2))),
     )
     .0;
-    let mut here = Prices::new(cluster, from);
-    let mut there = Prices::new(cluster, to);
+    let price = |w: &ShardingSpec| there.price(target, w, lens, dtype, None);
     let uses: f64 = edge
         .wanted
         .iter()
-        .map(|w| there.price(target, w, lens, dtype).unwrap_or(f64::INFINITY))
+        .map(price)
+        .map(|seconds| seconds.unwrap_or(f64::INFINITY))
         .sum();
-    here.path_time(&edge.from_spec, &path.before, lens, dtype)
+    here.path_time(&edge.from_spec, &path.before, lens, dtype, None)
         + send
-        + there.path_time(&path.target_spec, &path.after, lens, dtype)
+        + there.path_time(&path.target_spec, &path.after, lens, dtype, None)
         + uses
 }

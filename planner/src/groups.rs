@@ -11,6 +11,7 @@
 //! A choice fixes a strategy for every op of its group, so its time and bytes are sums.
 
 use crate::pins::{AxisRole, Pins, ZeroVariant, zero_variants};
+use crate::prices::Buckets;
 use cost_model::compute;
 use ir::cluster::Cluster;
 use ir::op::{Assignment, AxisUse, FactorRole, OpStrategy, ShardingRule};
@@ -33,6 +34,8 @@ pub(crate) struct Setting<'a> {
     pub batch: u64,
     /// Forward values that a later pass uses, and recomputed ones that a gradient uses.
     pub saved: &'a [bool],
+    /// Which tensors travel together.
+    pub buckets: &'a Buckets,
 }
 
 /// A decision group.

@@ -434,7 +434,9 @@ fn unique_uses<'u>(
         );
         if seen.insert((u.value, phase, to)) {
             let ty = graph.ty(u.value);
-            out.push((u, prices.price(from, to, &ty.shape.bind(s.batch), ty.dtype)));
+            let buckets = s.buckets.of(u.value, op.region);
+            let lens = ty.shape.bind(s.batch);
+            out.push((u, prices.price(from, to, &lens, ty.dtype, buckets)));
         }
     }
     out

@@ -1,15 +1,75 @@
 //! Prices of layout changes, remembered: the same few hundred questions recur in every layer,
 //! and the possible paths between two specs do not depend on the tensor at all.
+//!
+//! **Buckets.** Lowering sends parameters and their gradients together
+//! ([`lowering::BucketSizes`]), so such a tensor pays its share, by bytes, of the collective of a
+//! bucket. How full buckets become is the others' business and not known while one layer is
+//! priced: the stage's parameters are taken to be split as this one is, and the stage to have
+//! its mesh's part of all parameters.
 
 use cost_model::collectives::Group;
 use cost_model::compute;
 use ir::cluster::Cluster;
+use ir::op::OpKind;
 use ir::reshard::{self, LayoutStep};
-use ir::{AxisId, DType, LogicalMesh, ShardingSpec};
+use ir::training::{StateRole, TrainingGraph};
+use ir::{AxisId, DType, LogicalMesh, Region, ShardingSpec, ValueId};
+use lowering::BucketSizes;
 use std::collections::HashMap;
 
-/// From, to, lengths, element type.
-type Question = (ShardingSpec, ShardingSpec, Vec<u64>, DType);
+/// From, to, lengths, element type, buckets.
+type Question = (ShardingSpec, ShardingSpec, Vec<u64>, DType, Option<Region>);
+
+/// Which tensors travel in buckets.
+pub(crate) struct Buckets {
+    /// Elements of all parameters.
+    n_elements: u64,
+    /// By value, whether it is a gradient that is added to an accumulator.
+    is_gradient: Vec<bool>,
+    /// By value, whether it is made before the microbatches: a parameter.
+    is_prepared: Vec<bool>,
+}
+
+impl Buckets {
+    pub(crate) fn new(training: &TrainingGraph) -> Self {
+        let graph = &training.graph;
+        let mut made = Buckets {
+            n_elements: 0,
+            is_gradient: vec![false; graph.values().len()],
+            is_prepared: vec![false; graph.values().len()],
+        };
+        for op in graph.ops() {
+            if matches!(op.kind, OpKind::Accumulate { .. }) {
+                op.inputs
+                    .iter()
+                    .for_each(|v| made.is_gradient[v.index()] = true);
+            }
+            if op.region == Region::StepBegin {
+                op.outputs
+                    .iter()
+                    .for_each(|v| made.is_prepared[v.index()] = true);
+            }
+        }
+        let states = training.states.iter();
+        let parameters = states.filter(|s| s.role == StateRole::Parameter);
+        made.n_elements = parameters
+            .map(|s| elements(&graph.ty(s.read).shape.bind(1)))
+            .fold(0, u64::saturating_add);
+        made
+    }
+
+    /// The buckets that a value travels in on its way to a consumer of `region`; `None` when it
+    /// travels alone.
+    pub(crate) fn of(&self, value: ValueId, region: Region) -> Option<Region> {
+        let v = value.index();
+        let together = region != Region::Microbatch || self.is_gradient[v] || self.is_prepared[v];
+        together.then_some(region)
+    }
+}
+
+fn elements(lens: &[u64]) -> u64 {
+    lens.iter().copied().fold(1, u64::saturating_mul)
+}
 
 /// Prices layout changes on one mesh.
 pub(crate) struct Prices<'a> {
@@ -17,35 +77,46 @@ pub(crate) struct Prices<'a> {
     mesh: &'a LogicalMesh,
     groups: HashMap<Vec<AxisId>, Group<'a>>,
     known: HashMap<Question, Option<f64>>,
+    /// Elements of the parameters of a stage on the mesh.
+    stage_elements: f64,
 }
 
 impl<'a> Prices<'a> {
-    pub(crate) fn new(cluster: &'a Cluster, mesh: &'a LogicalMesh) -> Self {
+    pub(crate) fn new(cluster: &'a Cluster, mesh: &'a LogicalMesh, buckets: &Buckets) -> Self {
+        let part = f64::from(mesh.n_devices()) / f64::from(cluster.n_devices().max(1));
         Prices {
             cluster,
             mesh,
             groups: HashMap::new(),
             known: HashMap::new(),
+            stage_elements: buckets.n_elements as f64 * part.min(1.0),
         }
     }
 
-    /// Seconds of the cheapest path; `None` when there is none. Lengths and dtype matter.
+    /// The mesh.
+    pub(crate) fn mesh(&self) -> &'a LogicalMesh {
+        self.mesh
+    }
+
+    /// Seconds of the cheapest path; `None` when there is none. Lengths, dtype and the tensor's
+    /// buckets ([`Buckets::of`]) matter.
     pub(crate) fn price(
         &mut self,
         from: &ShardingSpec,
         to: &ShardingSpec,
         lens: &[u64],
         dtype: DType,
+        buckets: Option<Region>,
     ) -> Option<f64> {
         if from == to {
             return Some(0.0);
         }
-        let key = (from.clone(), to.clone(), lens.to_vec(), dtype);
+        let key = (from.clone(), to.clone(), lens.to_vec(), dtype, buckets);
         if let Some(&known) = self.known.get(&key) {
             return known;
         }
         let price = self
-            .best_path(from, to, lens, dtype)
+            .best_path(from, to, lens, dtype, buckets)
             .map(|(_, seconds)| seconds);
         self.known.insert(key, price);
         price
@@ -58,10 +129,11 @@ impl<'a> Prices<'a> {
         to: &ShardingSpec,
         lens: &[u64],
         dtype: DType,
+        buckets: Option<Region>,
     ) -> Option<(Vec<LayoutStep>, f64)> {
         let mut best: Option<(Vec<LayoutStep>, f64)> = None;
         for path in reshard::paths(from, to) {
-            let seconds = self.path_time(from, &path, lens, dtype);
+            let seconds = self.path_time(from, &path, lens, dtype, buckets);
             if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
                 best = Some((path, seconds));
             }
@@ -76,7 +148,10 @@ impl<'a> Prices<'a> {
         path: &[LayoutStep],
         lens: &[u64],
         dtype: DType,
+        buckets: Option<Region>,
     ) -> f64 {
+        let whole = elements(lens).saturating_mul(dtype.bytes()).max(1) as f64;
+        let stage = self.stage_elements * dtype.bytes() as f64;
         let mut spec = from.clone();
         let mut seconds = 0.0;
         for step in path {
@@ -96,12 +171,72 @@ impl<'a> Prices<'a> {
                         .groups
                         .entry(axes)
                         .or_insert_with_key(|axes| Group::new(cluster, mesh, axes));
-                    group.time(kind, size).0 + group.conversions(cluster, kind, dtype, size).0
+                    let bucket = buckets.map_or(0.0, |region| {
+                        let full = BucketSizes::default().full(region, group.n_members()) as f64;
+                        full.min(stage * (size as f64 / whole))
+                    });
+                    let moving = if bucket > size as f64 {
+                        group.time(kind, bucket as u64).0 * (size as f64 / bucket)
+                    } else {
+                        group.time(kind, size).0
+                    };
+                    moving + group.conversions(cluster, kind, dtype, size).0
                 }
                 None => compute::copy_time(self.cluster, bytes(&after)).0,
             };
             spec = after;
         }
         seconds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::collective::CollectiveKind;
+    use ir::{Axis, DeviceMesh, Rank, ReduceKind};
+
+    #[test]
+    fn the_tensors_of_a_bucket_pay_for_it_together() {
+        let cluster = cost_model::presets::load("dgx-a100-80gb", 1).expect("the preset loads");
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: 8,
+        };
+        let axis = Axis {
+            name: "x".into(),
+            size: 8,
+        };
+        let mesh = LogicalMesh::new(devices, vec![axis]).expect("8 = 8");
+        let axes = [AxisId::new(0)];
+        let group = Group::new(&cluster, &mesh, &axes);
+        let whole = ShardingSpec::replicated(1);
+        let mut partial = whole.clone();
+        partial.partial.insert(axes[0], ReduceKind::Sum);
+        let mib: u64 = 1 << 20;
+        // Gradients of 1 MiB in a stage of as many mebibytes of parameters, and how many of them
+        // a bucket then holds.
+        for (stage_mib, together) in [(1, 1), (2, 2), (25, 25), (1000, 25)] {
+            let buckets = Buckets {
+                n_elements: stage_mib * mib / 4,
+                is_gradient: vec![],
+                is_prepared: vec![],
+            };
+            let mut prices = Prices::new(&cluster, &mesh, &buckets);
+            let mut price = |region| {
+                let found = prices.price(&partial, &whole, &[mib / 4], DType::F32, region);
+                found.expect("an all-reduce does it")
+            };
+            let all_reduce = CollectiveKind::AllReduce(ReduceKind::Sum);
+            let bucket = group.time(all_reduce, together * mib).0;
+            let paid = price(Some(Region::Microbatch)) * together as f64;
+            assert!(
+                (paid / bucket - 1.0).abs() < 1e-9,
+                "{stage_mib} MiB: {paid}"
+            );
+            let alone = group.time(all_reduce, mib).0;
+            assert_eq!(price(None), alone, "{stage_mib} MiB");
+            assert!(paid <= alone * together as f64);
+        }
     }
 }

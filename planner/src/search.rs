@@ -13,7 +13,7 @@ use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
 use crate::pins::{self, AxisRole, Pins, check::listed};
-use crate::prices::Prices;
+use crate::prices::{Buckets, Prices};
 use crate::refine::refine;
 use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
@@ -103,6 +103,7 @@ struct Search<'a> {
     layers: Layers,
     sequences: Sequences,
     saved: Vec<bool>,
+    buckets: Buckets,
     submeshes: Vec<u32>,
 }
 
@@ -149,6 +150,7 @@ pub(crate) fn plan(
         cluster,
         pins,
         saved: saved_values(&training),
+        buckets: Buckets::new(&training),
         sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins),
@@ -199,7 +201,9 @@ pub(crate) fn plan(
                 });
             }
             Made::Overrun(bytes) => {
-                reserve = reserve.saturating_add(bytes).saturating_add(bytes / 16)
+                // At least twice as much as before: other choices fill other buckets.
+                let more = bytes.saturating_add(bytes / 16).max(reserve);
+                reserve = reserve.saturating_add(more)
             }
         }
     }
@@ -274,6 +278,7 @@ impl Search<'_> {
             pins: self.pins,
             batch,
             saved: &self.saved,
+            buckets: &self.buckets,
         }
     }
 
@@ -550,7 +555,7 @@ impl Search<'_> {
     }
 
     fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, ModelError> {
-        let mut prices = Prices::new(s.cluster, s.mesh);
+        let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
         self.layers
             .first
             .iter()
@@ -890,7 +895,8 @@ impl Search<'_> {
         };
         for p in pipelines.iter().take(simulated) {
             let (mut plan, problems) = self.assemble(forward, p, reserve)?;
-            record_paths(&mut plan, self.training).map_err(|e| PlanError::Lower(e.to_string()))?;
+            record_paths(&mut plan, self.training, &self.buckets)
+                .map_err(|e| PlanError::Lower(e.to_string()))?;
             let program = lowering::lower_training(&plan, self.training)
                 .map_err(|e| PlanError::Lower(e.to_string()))?;
             let arena = program

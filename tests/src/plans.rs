@@ -17,6 +17,7 @@ use ir::{
     Axis, Bytes, DType, DeviceMesh, FactorId, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
     Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
 };
+use lowering::BucketSizes;
 use std::collections::BTreeMap;
 
 /// SplitMix64 (Steele, Lea & Flood 2014): enough randomness for tests, and the same everywhere.
@@ -42,6 +43,21 @@ impl Random {
     /// One of the items; none of none.
     pub fn pick<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
         from.get(self.below(from.len()))
+    }
+}
+
+/// Sizes of buckets for small tensors: those of real models, which hold everything, or buckets
+/// of a tensor or a few.
+pub fn bucket_sizes(seed: u64) -> BucketSizes {
+    let of = |bytes| BucketSizes {
+        microbatch: bytes,
+        microbatch_per_rank: 0,
+        step: 4 * bytes,
+    };
+    match seed % 3 {
+        0 => BucketSizes::default(),
+        1 => of(1),
+        _ => of(512),
     }
 }
 

@@ -21,7 +21,7 @@ use ir::program::{
     TemplateKind,
 };
 use ir::sharding::ReduceKind;
-use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
+use ir::{AxisId, BufferId, DType, LogicalMesh, Pass, Rank, TransferId};
 use std::collections::HashMap;
 
 /// What an instruction's time counts as.
@@ -435,20 +435,23 @@ impl RoleCosts<'_> {
     }
 
     /// The queue of an instruction: its stream's, unless the software says otherwise. Collectives
-    /// that kernels wait for stand in the kernels' queue; frameworks have a communicator and a
-    /// queue for every axis.
+    /// that kernels wait for stand in the kernels' queue, gradients of a backward among them
+    /// where they are not reduced beside it; frameworks have a communicator and a queue for
+    /// every axis.
     fn queue(&self, instruction: &Instruction) -> usize {
         let own = match instruction.stream {
             Stream::Compute => 0,
             Stream::Collective => 1,
             Stream::Transfer => 2,
         };
-        let (InstrKind::Collective { axes, .. }, Some(_)) =
+        let (InstrKind::Collective { kind, axes, .. }, Some(software)) =
             (&instruction.kind, &self.cluster.software)
         else {
             return own;
         };
-        if axes.iter().any(|a| self.blocks(*a)) {
+        let reduces = !matches!(kind, CollectiveKind::AllGather | CollectiveKind::AllToAll);
+        let waited_for = reduces && instruction.pass == Pass::BW && !software.overlapped_gradients;
+        if waited_for || axes.iter().any(|a| self.blocks(*a)) {
             0
         } else if axes.first().is_some_and(|a| a.index() > 0) {
             3

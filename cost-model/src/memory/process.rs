@@ -392,7 +392,10 @@ impl<'a> Process<'a> {
             };
             if i.pass != Pass::Recompute && again.contains(&i.layer) {
                 let from = begun.get(key).copied();
-                let layer = || instructions.iter().position(|j| j.layer == i.layer);
+                // Its kernels: its parameters may be gathered before.
+                let computes = |j: &Instruction| matches!(j.kind, InstrKind::Compute { .. });
+                let of_layer = |j: &Instruction| j.layer == i.layer && computes(j);
+                let layer = || instructions.iter().position(of_layer);
                 let from = from.or_else(layer).unwrap_or(at);
                 let bytes = i128::from(self.beside(i).0);
                 change[from.min(at)] += bytes;

@@ -652,3 +652,59 @@ fn stages_may_send_in_shares() {
     assert!((whole - 4000.0).abs() < 1e-6, "{whole}");
     assert!((shares - 2000.0 - 2000.0).abs() < 1e-6, "{shares}");
 }
+
+#[test]
+fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
+    use ir::collective::CollectiveKind;
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    // g0 is made (100 ns) and reduced over two ranks (400 B at 1 B/ns: 400 ns) in one backward
+    // with g1 (300 ns), which does not need it.
+    let axes = vec![ir::AxisId(0)];
+    let mut reduce = instr(
+        InstrKind::Collective {
+            kind: CollectiveKind::AllReduce(ir::ReduceKind::Sum),
+            axes: axes.clone(),
+            items: vec![CollectiveItem {
+                step: LayoutStep::AllReduce { axes },
+                input: BufferId(1),
+                output: BufferId(1),
+            }],
+        },
+        Stream::Collective,
+        &[0],
+    );
+    reduce.pass = ir::Pass::BW;
+    let mut r = role(0, 0, 2);
+    r.buffers = vec![
+        buffer("w0", BufferClass::Transient, &[100]),
+        buffer("g0", BufferClass::Transient, &[100]),
+        buffer("w1", BufferClass::Transient, &[300]),
+        buffer("g1", BufferClass::Transient, &[300]),
+    ];
+    r.templates = vec![Template {
+        kind: TemplateKind::Backward,
+        chunk: 0,
+        instructions: vec![
+            instr(relu("g0", 0, 1), Stream::Compute, &[]),
+            reduce,
+            instr(relu("g1", 2, 3), Stream::Compute, &[]),
+        ],
+    }];
+    r.trace = vec![Slot {
+        template: TemplateId(0),
+        microbatch: Some(0),
+    }];
+    let program = Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 1,
+        microbatch: 1,
+    };
+    let seconds = |overlapped| {
+        let cluster = with_software(2, |s| s.overlapped_gradients = overlapped);
+        play(&program, &cluster, |_| ()).step_time.0
+    };
+    assert!(close(seconds(true), (100.0 + 400.0) * NS));
+    assert!(close(seconds(false), (100.0 + 400.0 + 300.0) * NS));
+}

@@ -1,5 +1,6 @@
 use super::*;
 use crate::pins::{AxisRole, Pins};
+use crate::prices::Buckets;
 use crate::stage::{PricedMesh, Sequences};
 use ir::cluster::Cluster;
 use ir::training::{TrainingGraph, training_graph};
@@ -14,6 +15,7 @@ struct Scene {
     roles: Vec<AxisRole>,
     pins: Pins,
     saved: Vec<bool>,
+    buckets: Buckets,
     layers: Layers,
 }
 
@@ -55,6 +57,7 @@ impl Scene {
         Scene {
             layers: crate::layers::find_layers(&training, &|_| String::new()),
             saved: vec![true; training.graph.values().len()],
+            buckets: Buckets::new(&training),
             roles: vec![AxisRole::Free; axes.len()],
             mesh: LogicalMesh::new(devices, axes).unwrap(),
             cluster: cost_model::presets::load("dgx-a100-80gb", 1).unwrap(),
@@ -74,6 +77,7 @@ impl Scene {
             pins: &self.pins,
             batch,
             saved: &self.saved,
+            buckets: &self.buckets,
         }
     }
 }
@@ -121,7 +125,7 @@ fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
             [0, 1, 1, 1, 1, 2],
             "equal layers are found equal"
         );
-        let mut prices = Prices::new(s.cluster, s.mesh);
+        let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
         let models: Vec<LayerModel> = layers
             .first
             .iter()
@@ -411,7 +415,7 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
     let (b, seq, h) = (2.0, 1024.0, 2048.0);
     let scene = Scene::gpt2(1, 2048, 1024, &[1, 8]);
     let s = scene.setting(2);
-    let mut prices = Prices::new(s.cluster, s.mesh);
+    let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
     let model = LayerModel::new(&s, &scene.layers, LayerId::new(1), &mut prices).unwrap();
     let graph = &scene.training.graph;
     let choice: Vec<u32> = model
@@ -528,7 +532,7 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
     let scene = Scene::gpt2(2, 256, 64, &[1, 4]);
     let s = scene.setting(4);
     let (layers, [base, ..]) = (&scene.layers, weights());
-    let mut prices = Prices::new(s.cluster, s.mesh);
+    let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
     let models: Vec<LayerModel> = layers
         .first
         .iter()
