@@ -16,6 +16,7 @@ mod attention;
 pub(crate) mod kernels;
 mod tiles;
 
+use crate::costs::COPIES;
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
 use ir::software::{Scaling, Software};
@@ -34,6 +35,26 @@ pub fn op_time(
     kind: &OpKind,
     operands: &[(DType, Vec<u64>)],
     results: &[(DType, Vec<u64>)],
+) -> Seconds {
+    cast_op_time(cluster, kind, operands, results, Casts::EveryOperand)
+}
+
+/// What a matmul in a narrower type casts before it.
+#[derive(Clone, Copy, Debug)]
+pub enum Casts<'a> {
+    /// Its own operands, as if no other matmul read them: one copy of each.
+    EveryOperand,
+    /// These, into the copies that are kept ([`crate::costs::COPIES`]); others have been cast.
+    Kept(&'a [(DType, Vec<u64>)]),
+}
+
+/// [`op_time`] of an op whose operands may have been cast before.
+pub fn cast_op_time(
+    cluster: &Cluster,
+    kind: &OpKind,
+    operands: &[(DType, Vec<u64>)],
+    results: &[(DType, Vec<u64>)],
+    casts: Casts<'_>,
 ) -> Seconds {
     if kind.is_source() || kind.is_view() {
         return Seconds(0.0);
@@ -63,6 +84,11 @@ pub fn op_time(
     if is_elementwise(kind) {
         work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
     }
+    if let (OpKind::DotGeneral { .. }, Some(shape)) = (kind, work.matmul)
+        && shape.batch > 1
+    {
+        work.matmul_flops /= software.grouped_matmul_share;
+    }
     if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
         // Both read all logits; each stands for half of the loss.
         let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
@@ -82,9 +108,14 @@ pub fn op_time(
             .filter(|_| is_cast_matmul(kind, operands))
         {
             Some(narrow) => {
-                let casts: f64 = operands
+                work.matmul_flops /= software.narrow_matmul_share;
+                let (cast, copies) = match casts {
+                    Casts::EveryOperand => (operands, 1.0),
+                    Casts::Kept(first) => (first, COPIES),
+                };
+                let casts: f64 = cast
                     .iter()
-                    .map(|o| cast_bytes(o, narrow, software.matmul_scaling))
+                    .map(|o| cast_bytes(o, copies, narrow, software.matmul_scaling))
                     .sum();
                 let traffic = match software.matmul_scaling.is_fused() {
                     true => software.elementwise_traffic,
@@ -151,12 +182,12 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
             .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
 }
 
-/// Bytes of casting an operand: read once, written once in the narrow type, and what its scales
-/// take.
-fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType, scaling: Scaling) -> f64 {
+/// Bytes of casting an operand: read once, its copies written in the narrow type, and what its
+/// scales take.
+fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, scaling: Scaling) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
     let source = operand.0.bytes() as f64;
-    elements * (source + narrow.bits() as f64 / 8.0 + scaling.extra_bytes(source))
+    elements * (source + copies * narrow.bits() as f64 / 8.0 + scaling.extra_bytes(source))
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.
@@ -352,7 +383,7 @@ mod tests {
     #[test]
     fn narrow_operands_are_cast_as_their_recipe_does() {
         let operand = (DType::Bf16, vec![100, 320]);
-        let bytes = |narrow, scaling| cast_bytes(&operand, narrow, scaling) / 32_000.0;
+        let bytes = |narrow, scaling| cast_bytes(&operand, 1.0, narrow, scaling) / 32_000.0;
         assert_eq!(bytes(DType::F8e4m3, Scaling::Delayed), 2.0 + 1.0);
         assert_eq!(bytes(DType::F8e4m3, Scaling::Tensor), 2.0 + 2.0 + 1.0);
         assert_eq!(

@@ -31,6 +31,17 @@ pub struct Software {
     /// are known: libraries fall back to kernels that load element by element.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub unaligned_matmul_share: f64,
+    /// Share of the rate of one matmul that the matmuls of several experts together reach: their
+    /// tokens are padded, sorted and cast by kernels of their own, expert by expert.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub grouped_matmul_share: f64,
+    /// Whether tokens travel to experts, and back, beside the passes of another microbatch.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub overlapped_dispatch: bool,
+    /// Whether a token crosses the network once for each host that its experts are in, and is
+    /// copied there (DeepEP, HybridEP).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub dispatch_once_per_host: bool,
     /// Element type that matmuls with parameters run in, where it is not that of the
     /// activations: operands are cast before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -38,6 +49,13 @@ pub struct Software {
     /// How those operands are scaled into the narrower type.
     #[serde(default, skip_serializing_if = "Scaling::is_delayed")]
     pub matmul_scaling: Scaling,
+    /// Share of the rate of a matmul in that type that the kernel for this scaling reaches.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub narrow_matmul_share: f64,
+    /// Whether operands are cast once, into the copies of all matmuls that read them, and kept:
+    /// parameters for a step, activations from the forward to the backward pass.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub kept_casts: bool,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -191,6 +209,12 @@ impl Software {
             "unaligned_matmul_share",
             self.unaligned_matmul_share,
         );
+        for (key, share) in [
+            ("grouped_matmul_share", self.grouped_matmul_share),
+            ("narrow_matmul_share", self.narrow_matmul_share),
+        ] {
+            check(share > 0.0 && share <= 1.0, key, share);
+        }
         match self.attention {
             AttentionKernel::Fused { rate } => {
                 check((1e-3..=10.0).contains(&rate), "attention.fused.rate", rate);

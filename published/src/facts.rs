@@ -5,9 +5,10 @@
 use crate::Unmodelled;
 use crate::memory::MemoryFacts;
 use crate::parameters::{Parameters, Quantity};
+use crate::recipes::Recipes;
 use crate::row::Row;
 use ir::DType;
-use ir::software::{AttentionKernel, Software};
+use ir::software::{AttentionKernel, Scaling, Software};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -20,6 +21,8 @@ pub struct Facts {
     generations: BTreeMap<String, Generation>,
     /// What processes hold on a device.
     pub memory: MemoryFacts,
+    /// What single recipes do.
+    pub recipes: Recipes,
     attention: BTreeMap<String, AttentionFact>,
     parameters: Parameters,
 }
@@ -98,6 +101,9 @@ pub struct Generation {
     /// Chunks of layers per device where the column is empty.
     #[serde(rename = "virtual")]
     pub virtual_chunks: u64,
+    /// Whether its published tables leave chunks out, so that an empty column says nothing.
+    #[serde(default)]
+    pub open_virtual: bool,
     /// How stages divide the layers.
     pub split: Split,
     /// Multiple of the vocabulary on every tensor rank that the framework pads to.
@@ -125,6 +131,18 @@ pub struct Generation {
     /// Whether what is gathered for matmuls travels in their type.
     #[serde(default)]
     pub narrow_gathers: bool,
+    /// How `fp8` is scaled where the cell names no recipe.
+    #[serde(default)]
+    pub fp8_scaling: Scaling,
+    /// Rate of its matmul with a scale for each row over that with one for all.
+    #[serde(default)]
+    pub rowwise_share: Option<f64>,
+    /// Whether operands are cast once and kept.
+    #[serde(default)]
+    pub kept_casts: bool,
+    /// Types of matmuls whose tensor gathers do not move piece by piece.
+    #[serde(default)]
+    pub whole_gathers_of: Vec<DType>,
     /// Whether tensor ranks each send a share of what a stage sends on.
     #[serde(default)]
     pub scattered_transfers: bool,
@@ -212,6 +230,7 @@ impl Facts {
             frameworks: software.framework,
             generations: software.generation,
             memory: MemoryFacts::built_in(),
+            recipes: Recipes::built_in(),
             attention: software.attention,
             parameters: Parameters::parse(parameters)?,
         };
@@ -276,6 +295,13 @@ impl Facts {
             elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
             loss_bytes_per_logit: generation.loss_bytes_per_logit,
             unaligned_matmul_share: 1.0,
+            grouped_matmul_share: self
+                .parameters
+                .value(Quantity::GroupedShare, name)
+                .unwrap_or(1.0),
+            overlapped_dispatch: false,
+            dispatch_once_per_host: false,
+            narrow_matmul_share: 1.0,
             matmul_dtype: None,
             matmul_scaling: Default::default(),
             blocking_axes: generation.blocking_axes.clone(),
@@ -283,6 +309,7 @@ impl Facts {
             overlapped_gradients: generation.overlapped_gradients,
             prefetched_parameters: generation.prefetched_parameters,
             narrow_gathers: generation.narrow_gathers,
+            kept_casts: generation.kept_casts,
             scattered_transfers: generation.scattered_transfers,
             copied_axes: generation.copied_axes.clone(),
             piecewise_axes: generation.piecewise_axes.clone(),
@@ -315,7 +342,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 14] = [
+    pub const TERMS: [&str; 16] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -323,10 +350,12 @@ impl Facts {
         "loss traffic",
         "host",
         "links in training",
+        "grouped matmuls",
         "blocking collectives and transfers",
         "early reduction of gradients",
         "prefetch of parameters",
         "narrow gathers",
+        "casts that are kept",
         "scattered transfers",
         "copies around collectives",
         "updates by broadcast",
@@ -341,6 +370,7 @@ impl Facts {
             "elementwise traffic" => Some((Quantity::ElementwiseTraffic, 1.0)),
             "host" => Some((Quantity::HostPerKernel, 0.0)),
             "links in training" => Some((Quantity::LinkShare, 1.0)),
+            "grouped matmuls" => Some((Quantity::GroupedShare, 1.0)),
             _ => None,
         };
         if let Some((quantity, value)) = neutral {
@@ -366,6 +396,7 @@ impl Facts {
                 }
                 "prefetch of parameters" => g.prefetched_parameters = false,
                 "narrow gathers" => g.narrow_gathers = false,
+                "casts that are kept" => g.kept_casts = false,
                 "scattered transfers" => g.scattered_transfers = false,
                 "copies around collectives" => g.copied_axes.clear(),
                 "collectives in pieces" => g.piecewise_axes.clear(),
@@ -460,9 +491,9 @@ mod tests {
                     Quantity::SustainedShare | Quantity::UnalignedShare => {
                         facts.devices.iter().any(|d| d.gpu == *name)
                     }
-                    Quantity::ElementwiseTraffic | Quantity::HostPerKernel => {
-                        facts.generations.contains_key(name)
-                    }
+                    Quantity::ElementwiseTraffic
+                    | Quantity::HostPerKernel
+                    | Quantity::GroupedShare => facts.generations.contains_key(name),
                     Quantity::AttentionRate | Quantity::AttentionPasses => {
                         facts.attention.contains_key(name)
                     }

@@ -1,5 +1,6 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
+use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
@@ -18,12 +19,16 @@ pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
 }
 
 /// The pins that describe a row's plan, in the form that `compile --pin` reads, and what had to
-/// be assumed for them.
+/// be assumed for them; `choice` is one of [`choices`].
 ///
 /// Fails where a degree is not stated, or the plan uses what the planner does not know.
-pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmodelled> {
+pub fn pins(
+    row: &Row,
+    facts: &Facts,
+    choice: &Choice,
+) -> Result<(Vec<String>, Vec<String>), Unmodelled> {
     let (_, generation) = facts.generation(row)?;
-    let mut assumed = Vec::new();
+    let mut assumed = choice.assumed(row)?;
     let degree = |column: &str| -> Result<u64, RowError> { Ok(row.count(column)?.unwrap_or(1)) };
     let expert = degree("ep")?;
     let experts = model::experts(row)?;
@@ -32,32 +37,8 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         return Err(Unmodelled::Feature(why.into()));
     }
     let (tensor, pipeline, context) = (degree("tp")?, degree("pp")?, degree("cp")?);
-    let total = row.required_count("gpus_total")?;
-    let data = match row.count("dp")? {
-        Some(n) => n,
-        None => total / tensor.saturating_mul(pipeline).saturating_mul(context),
-    };
-    if data
-        .saturating_mul(tensor)
-        .saturating_mul(pipeline)
-        .saturating_mul(context)
-        != total
-    {
-        let cp = match context {
-            1 => String::new(),
-            n => format!(" x cp {n}"),
-        };
-        return Err(Unmodelled::Feature(format!(
-            "dp {data} x tp {tensor} x pp {pipeline}{cp} on {total} GPUs"
-        )));
-    }
-    let per_replica = match row.count("micro_batch")? {
-        Some(n) => n,
-        None => {
-            assumed.push("micro_batch=1".to_string());
-            1
-        }
-    };
+    let data = choices::data(row)?;
+    let per_replica = choice.micro_batch;
     let zero = zero_stage(row)?.unwrap_or_else(|| {
         assumed.push(format!("zero={}", generation.zero));
         generation.zero
@@ -81,18 +62,7 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         assumed.push("sequence_parallel=no".into());
     }
     let is_parallel = is_parallel == Some("yes");
-    let chunks = match row.count("vpp")? {
-        Some(n) if n > 1 && pipeline == 1 => {
-            return Err(RowError::Malformed {
-                column: "vpp".into(),
-                value: n.to_string(),
-                expected: "1 where `pp` is 1",
-            }
-            .into());
-        }
-        Some(n) => n,
-        None => generation.virtual_chunks,
-    };
+    let chunks = choice.chunks;
     let mut pins = vec![
         format!("data={data}"),
         format!("tensor={tensor}"),
@@ -309,7 +279,9 @@ mod tests {
     }
 
     fn pins_of(cells: &str) -> Result<String, Unmodelled> {
-        pins(&row(cells), &Facts::built_in())
+        let (row, facts) = (row(cells), Facts::built_in());
+        let first = choices::choices(&row, &facts)?;
+        pins(&row, &facts, &first[0])
             .map(|(pins, assumed)| format!("{} | {}", pins.join(" "), assumed.join(" ")))
     }
 
@@ -337,7 +309,9 @@ mod tests {
         let header = "seq_len,gpu,gpus_total,framework,layers,tp,pp,cp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type";
         let cells = "8192,H100,64,NeMo 1.x/Megatron-Core,80,4,4,2,,1,yes,1,none,swiglu";
         let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
-        let (pins, _) = pins(&crate::row::rows(&table)[0], &Facts::built_in()).unwrap();
+        let (row, facts) = (&crate::row::rows(&table)[0], Facts::built_in());
+        let first = choices::choices(row, &facts).unwrap();
+        let (pins, _) = pins(row, &facts, &first[0]).unwrap();
         let text = pins.join(" ");
         assert!(text.starts_with("data=2 tensor=4 pipeline=4 zero=1 microbatch=2"));
         assert!(text.contains(" context=2 context_order=zigzag "), "{text}");

@@ -5,9 +5,14 @@
 //! durations; where their groups differ, the slowest count ([`crate::classes`]). Durations are
 //! those of an undisturbed rank; sharing of processors is the simulator's business.
 
+mod casts;
+mod experts;
 mod wire;
 
+pub use casts::COPIES;
 pub use wire::{Wire, wires};
+
+use casts::Casts;
 
 use crate::classes::kinds_of_group;
 use crate::collectives::{Group, collective_time};
@@ -21,6 +26,7 @@ use ir::program::{
     TemplateKind,
 };
 use ir::sharding::ReduceKind;
+use ir::software::Software;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
 use std::collections::HashMap;
 
@@ -130,6 +136,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
                 world: &world,
                 wires: &wires,
                 shapes: shapes(role),
+                copies: experts::copies(role),
                 rank: None,
                 groups: HashMap::new(),
             }
@@ -159,6 +166,7 @@ pub fn costs_of_rank(
         world: &world_mesh(program),
         wires: &wires(program, cluster)?,
         shapes: shapes(role),
+        copies: experts::copies(role),
         rank: Some(rank),
         groups: HashMap::new(),
     }
@@ -213,6 +221,8 @@ struct RoleCosts<'a> {
     world: &'a LogicalMesh,
     wires: &'a [Wire],
     shapes: Vec<Local>,
+    /// Experts of a token, where there are any.
+    copies: Option<u64>,
     /// The rank to price; the slowest one of every collective if it is not said.
     rank: Option<Rank>,
     /// By axes: one group of each kind.
@@ -237,12 +247,23 @@ impl RoleCosts<'_> {
         let mut all = Vec::with_capacity(role.templates.len());
         for (t, template) in role.templates.iter().enumerate() {
             let mut costs = Vec::with_capacity(template.instructions.len());
+            let narrow_gathers = self.software().is_some_and(|s| s.narrow_gathers);
+            let keeps_casts = self.software().is_some_and(|s| s.kept_casts);
+            let mut casts = Casts::new(role, template.kind, narrow_gathers);
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
-                costs.push(self.cost(template, instruction));
+                let cast = match keeps_casts {
+                    true => casts.of(instruction),
+                    false => Vec::new(),
+                };
+                costs.push(self.cost(template, instruction, &cast));
             }
             self.move_in_pieces(template, &mut costs);
+            if self.software().is_some_and(|s| s.overlapped_dispatch) {
+                let plays = role.trace.iter().filter(|s| s.template.index() == t);
+                experts::overlap(role, template, plays.count(), &mut costs);
+            }
             all.push(costs);
         }
         Ok(all)
@@ -264,8 +285,10 @@ impl RoleCosts<'_> {
         let mut reads: HashMap<BufferId, f64> = HashMap::new();
         let mut writes: HashMap<BufferId, f64> = HashMap::new();
         for (instruction, cost) in template.instructions.iter().zip(costs.iter()) {
+            // Of the attention on a part of the keys as of a matmul (Liu et al. 2023).
             let InstrKind::Compute {
-                kind: OpKind::DotGeneral { .. },
+                kind:
+                    OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. },
                 ..
             } = &instruction.kind
             else {
@@ -343,14 +366,24 @@ impl RoleCosts<'_> {
         }
     }
 
-    fn cost(&mut self, template: &Template, instruction: &Instruction) -> InstrCost {
+    fn software(&self) -> Option<&Software> {
+        self.cluster.software.as_ref()
+    }
+
+    /// `cast` are the buffers that the instruction casts where the software keeps such copies.
+    fn cost(
+        &mut self,
+        template: &Template,
+        instruction: &Instruction,
+        cast: &[BufferId],
+    ) -> InstrCost {
         let (seconds, class) = match &instruction.kind {
             InstrKind::Compute {
                 kind,
                 inputs,
                 outputs,
                 ..
-            } => (self.op(kind, inputs, outputs), CostClass::Compute),
+            } => (self.op(kind, inputs, outputs, cast), CostClass::Compute),
             InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => (
                 compute::copy_time(self.cluster, self.bytes(*output)).0,
                 CostClass::Compute,
@@ -488,11 +521,22 @@ impl RoleCosts<'_> {
         self.role.buffer(buffer).bytes
     }
 
-    fn op(&self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> f64 {
+    fn op(
+        &self,
+        kind: &OpKind,
+        inputs: &[BufferId],
+        outputs: &[BufferId],
+        cast: &[BufferId],
+    ) -> f64 {
         let local = |ids: &[BufferId]| -> Vec<Local> {
             ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
         };
-        compute::op_time(self.cluster, kind, &local(inputs), &local(outputs)).0
+        let (operands, results) = (local(inputs), local(outputs));
+        let casts = match self.software() {
+            Some(s) if s.kept_casts => compute::Casts::Kept(&local(cast)),
+            _ => compute::Casts::EveryOperand,
+        };
+        compute::cast_op_time(self.cluster, kind, &operands, &results, casts).0
     }
 
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
@@ -510,6 +554,8 @@ impl RoleCosts<'_> {
             .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
         let (cluster, mesh, role) = (self.cluster, &self.role.mesh, self.role);
+        let once = self.software().is_some_and(|s| s.dispatch_once_per_host);
+        let once_per_host = self.copies.filter(|_| once);
         let rank = self.rank;
         let groups = self.groups.entry(axes.to_vec()).or_insert_with(|| {
             let kinds = match rank {
@@ -528,11 +574,15 @@ impl RoleCosts<'_> {
                     group.conversions(cluster, kind, input.dtype, larger).0
                 })
                 .sum();
-            let moved = if broadcasts {
-                let n = group.n_members();
-                n as f64 * group.broadcast_time(bytes / n.max(1)).0
-            } else {
-                group.time(kind, bytes).0
+            let moved = match once_per_host {
+                _ if broadcasts => {
+                    let n = group.n_members();
+                    n as f64 * group.broadcast_time(bytes / n.max(1)).0
+                }
+                Some(copies) if kind == CollectiveKind::AllToAll => {
+                    group.dispatch_time(bytes, copies).0
+                }
+                _ => group.time(kind, bytes).0,
             };
             moved + converted + copied
         };
