@@ -218,7 +218,25 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     );
     w += &stage_table(p, plan.schedule.virtual_stages());
     w.push('\n');
+    w += &checkpoint(p);
     w
+}
+
+/// What a checkpoint takes, in one line.
+fn checkpoint(p: &Prediction) -> String {
+    let Some(c) = p.checkpoint else {
+        return String::new();
+    };
+    match (c.copy_s, c.write_s) {
+        (Some(copy), Some(write)) => format!(
+            "Checkpoint: {}, for which steps wait {copy} and hosts then write {write}\n",
+            c.bytes
+        ),
+        _ => format!(
+            "Checkpoint: {}; the cluster does not say how fast it is kept (storage)\n",
+            c.bytes
+        ),
+    }
 }
 
 /// HFU behind MFU, where recomputation makes it another number.

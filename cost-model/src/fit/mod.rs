@@ -23,6 +23,7 @@ pub use refine::{Change, changes, points_of_run, refine};
 use crate::compute::work_time;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, Level, MeasuredPoint, Pool};
 use ir::op::Work;
+use ir::storage::Storage;
 use ir::{Bytes, DType};
 use kernels::kernels;
 use links::links;
@@ -128,6 +129,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_bytes: machine.memory_bytes,
         }),
         software: None,
+        storage: storage(points),
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };
@@ -175,7 +177,7 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
             "attention" | "attention_grad" => 6,
             "matmul" | "all_reduce" | "all_gather" | "reduce_scatter" | "convert" => 3,
             "vector" => 2,
-            "copy" | "send" => 1,
+            "copy" | "send" | "to" | "write" => 1,
             _ => 0,
         };
         let error = |problem: String| {
@@ -196,6 +198,20 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
         }
     }
     Ok(())
+}
+
+/// How fast ranks copy to the host and the host writes: the rates of the largest points, where
+/// both were measured.
+fn storage(points: &[MeasuredPoint]) -> Option<Storage> {
+    let rate = |what: &str| {
+        let largest = named(points, what).max_by_key(|p| p.size[0])?;
+        positive(largest.size[0] as f64 / largest.median_s)
+    };
+    Some(Storage {
+        device_to_host_bytes_per_s: rate("to host")?,
+        host_write_bytes_per_s: rate("write")?,
+        total_write_bytes_per_s: None,
+    })
 }
 
 fn named<'a>(
