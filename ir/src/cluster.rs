@@ -513,6 +513,15 @@ impl Cluster {
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
         p.extend(self.software.iter().flat_map(Software::problems));
+        let narrow = self.software.as_ref().and_then(|s| s.matmul_dtype);
+        if let Some(t) = narrow.filter(|t| !d.peak_flops_per_s.contains_key(t)) {
+            let known: Vec<&str> = d.peak_flops_per_s.keys().map(|t| t.name()).collect();
+            p.push(format!(
+                "software.matmul_dtype is {}, for which device.peak_flops_per_s has no rate; it has {}",
+                t.name(),
+                known.join(", ")
+            ));
+        }
         p
     }
 }
