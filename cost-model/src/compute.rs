@@ -102,18 +102,7 @@ pub fn op_time(
 /// Whether an op only moves elements, whatever they are: nothing is converted then.
 fn moves(kind: &OpKind, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> bool {
     let same = matches!((operands, results), ([x, ..], [y, ..]) if x.0 == y.0);
-    let movement = matches!(
-        kind,
-        OpKind::Cast { .. }
-            | OpKind::Broadcast { .. }
-            | OpKind::Reshape { .. }
-            | OpKind::Transpose { .. }
-            | OpKind::Slice { .. }
-            | OpKind::Pad { .. }
-            | OpKind::Unstack { .. }
-            | OpKind::Stack { .. }
-    );
-    same && movement
+    same && (kind.only_moves() || matches!(kind, OpKind::Cast { .. }))
 }
 
 /// Seconds to convert `elements` of a type to f32 or back; 0 where the device computes with

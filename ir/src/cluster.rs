@@ -518,6 +518,15 @@ impl Cluster {
         }
         p.extend(self.software.iter().flat_map(Software::problems));
         p.extend(self.storage.iter().flat_map(Storage::problems));
+        let narrow = self.software.as_ref().and_then(|s| s.matmul_dtype);
+        if let Some(t) = narrow.filter(|t| !d.peak_flops_per_s.contains_key(t)) {
+            let known: Vec<&str> = d.peak_flops_per_s.keys().map(|t| t.name()).collect();
+            p.push(format!(
+                "software.matmul_dtype is {}, for which device.peak_flops_per_s has no rate; it has {}",
+                t.name(),
+                known.join(", ")
+            ));
+        }
         p
     }
 }

@@ -7,6 +7,7 @@
 mod memory;
 
 use crate::DType;
+use crate::mesh::PLANNED_AXES;
 pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
 
@@ -203,7 +204,126 @@ impl Software {
                 check(amount(b), "attention.unfused.backward_passes", b);
             }
         }
+        let axes = [
+            ("blocking_axes", &self.blocking_axes),
+            ("copied_axes", &self.copied_axes),
+            ("piecewise_axes", &self.piecewise_axes),
+        ];
+        for (key, names) in axes {
+            for (i, name) in names.iter().enumerate() {
+                if !PLANNED_AXES.contains(&name.as_str()) {
+                    problems.push(format!(
+                        "software.{key}[{i}] is `{name}`, expected one of the axes that plans have: {}",
+                        PLANNED_AXES.join(", ")
+                    ));
+                } else if names[..i].contains(name) {
+                    problems.push(format!("software.{key}[{i}] names `{name}` again"));
+                }
+            }
+        }
+        let summed = [DType::F32, DType::Bf16, DType::F16];
+        if let Some(t) = self.gradient_dtype.filter(|t| !summed.contains(t)) {
+            problems.push(format!(
+                "software.gradient_dtype is {}, expected f32, bf16 or f16: sums of gradients travel in no other",
+                t.name()
+            ));
+        }
+        if self.matmul_dtype == Some(DType::I32) {
+            problems.push("software.matmul_dtype is i32, expected a type of floats".into());
+        }
         problems.extend(self.memory.iter().flat_map(ProcessMemory::problems));
         problems
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn software() -> Software {
+        Software {
+            name: "a framework".into(),
+            attention: AttentionKernel::Fused { rate: 1.0 },
+            host_s_per_kernel: 0.0,
+            elementwise_traffic: 1.0,
+            loss_bytes_per_logit: 0.0,
+            unaligned_matmul_share: 1.0,
+            matmul_dtype: None,
+            matmul_scaling: Scaling::Delayed,
+            blocking_axes: vec!["data".into(), "tensor".into()],
+            blocking_transfers: false,
+            overlapped_gradients: false,
+            prefetched_parameters: false,
+            narrow_gathers: false,
+            scattered_transfers: false,
+            copied_axes: Vec::new(),
+            piecewise_axes: vec!["x".into()],
+            broadcast_updates: false,
+            gradient_dtype: Some(DType::Bf16),
+            memory: Some(ProcessMemory {
+                context_bytes: crate::Bytes(0),
+                communicator_bytes: crate::Bytes(0),
+                gradient_bytes: 4.0,
+                pass_gradient_bytes: 0.0,
+                sharded_copies: false,
+                largest_gradient_bytes: 0.0,
+                update_bytes: 0.0,
+                bucket_bytes: crate::Bytes(0),
+                logit_bytes: 0.0,
+                score_bytes: 0.0,
+                mask_bytes: 0.0,
+                in_flight: InFlight::Buffered { per_stage: 2 },
+                reuse: Reuse::Blocks,
+                slack: 0.0,
+            }),
+        }
+    }
+
+    /// The one problem of a software that `change` spoils.
+    fn problem(change: impl Fn(&mut Software)) -> String {
+        let mut s = software();
+        assert_eq!(s.problems(), Vec::<String>::new());
+        change(&mut s);
+        let problems = s.problems();
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        problems[0].clone()
+    }
+
+    #[test]
+    fn names_and_types_that_nothing_has_are_refused() {
+        let said = problem(|s| s.copied_axes = vec!["data".into(), "tensr".into()]);
+        assert!(
+            said.starts_with("software.copied_axes[1] is `tensr`"),
+            "{said}"
+        );
+        assert!(
+            said.ends_with("x, y, data, expert, context, tensor"),
+            "{said}"
+        );
+        let said = problem(|s| s.blocking_axes.push("data".into()));
+        assert_eq!(said, "software.blocking_axes[2] names `data` again");
+        for dtype in [DType::I32, DType::F4e2m1, DType::F8e4m3] {
+            let said = problem(|s| s.gradient_dtype = Some(dtype));
+            assert!(said.starts_with("software.gradient_dtype is "), "{said}");
+        }
+        let said = problem(|s| s.matmul_dtype = Some(DType::I32));
+        assert!(said.starts_with("software.matmul_dtype is i32"), "{said}");
+    }
+
+    #[test]
+    fn buffers_without_end_are_refused() {
+        let with = |in_flight| problem(|s| s.memory.as_mut().unwrap().in_flight = in_flight);
+        let said = with(InFlight::More {
+            microbatches: u32::MAX,
+        });
+        assert_eq!(
+            said,
+            "software.memory.in_flight.more.microbatches is 4294967295, expected 0 to 1024"
+        );
+        let said = with(InFlight::Buffered { per_stage: 1025 });
+        assert!(
+            said.contains("in_flight.buffered.per_stage is 1025"),
+            "{said}"
+        );
     }
 }

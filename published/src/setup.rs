@@ -47,9 +47,17 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
             1 => String::new(),
             n => format!(" x cp {n}"),
         };
-        return Err(Unmodelled::Feature(format!(
-            "dp {data} x tp {tensor} x pp {pipeline}{cp} on {total} GPUs"
-        )));
+        return Err(Unmodelled::Plan(match row.count("dp")? {
+            Some(_) => format!(
+                "dp {data} x tp {tensor} x pp {pipeline}{cp} is {} GPUs, and `gpus_total` is {total}",
+                data.saturating_mul(tensor)
+                    .saturating_mul(pipeline)
+                    .saturating_mul(context)
+            ),
+            None => format!(
+                "tp {tensor} x pp {pipeline}{cp} does not divide the {total} GPUs of `gpus_total`"
+            ),
+        }));
     }
     let per_replica = match row.count("micro_batch")? {
         Some(n) => n,
@@ -435,7 +443,12 @@ mod tests {
         let error = pins_of("A100,8,Megatron-LM,,24,2,1,1,8,1,no,0,none,gelu,fp16,64,2048");
         assert_eq!(
             error.unwrap_err().to_string(),
-            "not supported: dp 8 x tp 2 x pp 1 on 8 GPUs"
+            "plan: dp 8 x tp 2 x pp 1 is 16 GPUs, and `gpus_total` is 8"
+        );
+        let error = pins_of("A100,7,Megatron-LM,,24,2,1,1,,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "plan: tp 2 x pp 1 does not divide the 7 GPUs of `gpus_total`"
         );
     }
 

@@ -11,14 +11,18 @@
 //! f32 peak; what converting their elements costs is a figure of its own, the time that points
 //! in such a type take beyond what the same work takes in f32.
 
+mod figures;
 mod kernels;
 mod links;
 mod matmul;
 mod minimise;
 mod refine;
+mod run_points;
 mod sources;
 
-pub use refine::{Change, changes, points_of_run, refine};
+pub use figures::{Change, changes};
+pub use refine::{Kept, Refinement, refine};
+pub use run_points::points_of_run;
 
 use crate::compute::work_time;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, Level, MeasuredPoint, Pool};
@@ -89,7 +93,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
     check(points)?;
     let n_ranks = machine.n_ranks.max(1);
     let launch_s = median(named(points, "launch").map(|p| p.median_s).collect()).unwrap_or(0.0);
-    let busy = |p: &MeasuredPoint| (p.median_s - launch_s).max(0.1 * p.median_s);
+    let busy = |p: &MeasuredPoint| busy_time(p, launch_s);
     let (bandwidth, memory_efficiency) = memory(points, &busy)?;
     let (flops, seconds) = vectors(points)
         .filter(|p| !memory_bound(p))
@@ -223,6 +227,11 @@ fn named<'a>(
 
 fn vectors(points: &[MeasuredPoint]) -> impl Iterator<Item = &MeasuredPoint> {
     points.iter().filter(|p| p.what.starts_with("vector "))
+}
+
+/// Seconds of a point beyond the launch; a tenth of it at least, as launches vary.
+fn busy_time(p: &MeasuredPoint, launch_s: f64) -> f64 {
+    (p.median_s - launch_s).max(0.1 * p.median_s)
 }
 
 fn memory_bound(p: &MeasuredPoint) -> bool {
