@@ -1,7 +1,7 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
-//! `time = launch + max(flops / rate, bytes / bandwidth)`, and at least what the host needs to
-//! issue the op's kernels. The rate of a matmul is `peak * best * sustained` times what its
+//! `time = launch + max(flops / rate, bytes / bandwidth)`. What the host needs to issue the op's
+//! kernels is a time of its own, since it runs ahead of the device (see `costs`). The rate of a matmul is `peak * best * sustained` times what its
 //! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
 //! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
 //! share of the matmul rate and executes half of the full score products, because of the
@@ -25,7 +25,8 @@ use ir::{DType, Seconds};
 /// along each of two dims.
 const KERNELS_OF_NORM_GRADIENT: f64 = 2.0;
 
-/// Time of one execution of `kind` with operands and results of these local (padded) lengths.
+/// Time of one execution of `kind` with operands and results of these local (padded) lengths,
+/// by itself: at least what the host needs to issue its kernels.
 ///
 /// Views and sources take no time. The dtype of the first float operand chooses the peak;
 /// a type the device has no peak for runs at the slowest peak it has.
@@ -34,6 +35,32 @@ pub fn op_time(
     kind: &OpKind,
     operands: &[(DType, Vec<u64>)],
     results: &[(DType, Vec<u64>)],
+) -> Seconds {
+    Seconds(
+        device_time(cluster, kind, operands, results, 0)
+            .0
+            .max(host_time(cluster, kind).0),
+    )
+}
+
+/// Time in which the host issues the kernels of an op; 0 where the cluster's software is not
+/// stated.
+pub fn host_time(cluster: &Cluster, kind: &OpKind) -> Seconds {
+    if kind.is_source() || kind.is_view() {
+        return Seconds(0.0);
+    }
+    let software = cluster.software.as_ref();
+    Seconds(software.map_or(0.0, |s| s.host_s_per_kernel * kernels(kind, s)))
+}
+
+/// Time of an op on the device, whatever the host does: see [`op_time`]. `unmoved_bytes` of its
+/// operands and results stay on the chip, because their other side is part of the same kernel.
+pub fn device_time(
+    cluster: &Cluster,
+    kind: &OpKind,
+    operands: &[(DType, Vec<u64>)],
+    results: &[(DType, Vec<u64>)],
+    unmoved_bytes: u64,
 ) -> Seconds {
     if kind.is_source() || kind.is_view() {
         return Seconds(0.0);
@@ -53,6 +80,7 @@ pub fn op_time(
             .sum(),
     };
     let mut work = kind.work(operands, results);
+    work.bytes = work.bytes.saturating_sub(unmoved_bytes);
     let Some(software) = &cluster.software else {
         let seconds = match &cluster.device.kernels {
             Some(k) => cluster.device.launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),
@@ -63,6 +91,12 @@ pub fn op_time(
     if is_elementwise(kind) {
         work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
     }
+    if let (OpKind::Accumulate { dtype }, Some(sum)) = (kind, software.sum_dtype) {
+        // The sum is read and written once.
+        let elements: u64 = results.iter().flat_map(|r| &r.1).product();
+        let saved = dtype.bytes().saturating_sub(sum.bytes());
+        work.bytes -= work.bytes.min(elements.saturating_mul(2 * saved));
+    }
     if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
         // Both read all logits; each stands for half of the loss.
         let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
@@ -70,7 +104,6 @@ pub fn op_time(
             .bytes
             .max((0.5 * software.loss_bytes_per_logit * logits) as u64);
     }
-    let host = software.host_s_per_kernel * kernels(kind, software);
     let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
     let device = match (work.matmul, work.attention_flops > 0.0) {
         (Some(scores), true) => {
@@ -96,7 +129,7 @@ pub fn op_time(
             None => work_time(cluster, dtype, &work),
         },
     };
-    Seconds(device.0.max(host) + converted)
+    Seconds(device.0 + converted)
 }
 
 /// Whether an op only moves elements, whatever they are: nothing is converted then.
@@ -149,7 +182,7 @@ fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType, scaling: Scaling) -> f
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.
-fn is_elementwise(kind: &OpKind) -> bool {
+pub(crate) fn is_elementwise(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::Unary { .. }

@@ -7,6 +7,7 @@ use ir::program::{
     Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template,
     TemplateKind, Transfer,
 };
+use ir::software::{AttentionKernel, Software};
 use ir::{
     BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, TemplateId,
     TransferId,
@@ -23,6 +24,37 @@ pub(crate) fn cluster(n: u32) -> Cluster {
          [[levels]]\nname = \"wire\"\ndevices = {n}\nlatency_s = 0.0\nbandwidth_bytes_per_s = 1e9\nefficiency = 1.0\nhalf_bytes = 0.0\n[sources]\n"
     );
     crate::presets::parse(&text).expect("the test cluster parses")
+}
+
+/// Software that adds nothing to what the program says.
+pub(crate) fn software() -> Software {
+    Software {
+        name: "test".into(),
+        attention: AttentionKernel::Fused { rate: 1.0 },
+        host_s_per_kernel: 0.0,
+        synchronous_launches: false,
+        elementwise_traffic: 1.0,
+        unaligned_matmul_share: 1.0,
+        prefetched_parameters: false,
+        narrow_gathers: false,
+        scattered_transfers: false,
+        copied_axes: Vec::new(),
+        piecewise_axes: Vec::new(),
+        broadcast_updates: false,
+        paired_axes: Vec::new(),
+        fused_elementwise: false,
+        recomputes_to_the_end: false,
+        sum_dtype: None,
+        loss_bytes_per_logit: 0.0,
+        matmul_dtype: None,
+        matmul_scaling: Default::default(),
+        blocking_axes: Vec::new(),
+        blocking_transfers: false,
+        batched_transfers: false,
+        overlapped_gradients: false,
+        gradient_dtype: None,
+        memory: None,
+    }
 }
 
 pub(crate) fn mesh(first: u32, n: u32) -> LogicalMesh {

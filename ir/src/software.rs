@@ -19,12 +19,21 @@ pub struct Software {
     pub name: String,
     /// Kernels of attention.
     pub attention: AttentionKernel,
-    /// Seconds that the host needs to issue one kernel. A kernel that is shorter makes the
-    /// device wait.
+    /// Seconds that the host needs to issue one kernel. It issues them ahead of the device, which
+    /// waits where none is left.
     pub host_s_per_kernel: f64,
+    /// Whether the host waits for every kernel before it issues the next
+    /// (`CUDA_LAUNCH_BLOCKING=1`).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub synchronous_launches: bool,
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
+    /// Whether an elementwise operation that one other reads, and nothing else of its pass, is
+    /// part of that one's kernel: a bias with the activation or the dropout behind it, and
+    /// these with the sum of the residual.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub fused_elementwise: bool,
     /// Bytes that the loss moves for each logit, forward and backward together; 0 where the
     /// kernels are as the graph says, reading the logits twice and writing their gradient once.
     pub loss_bytes_per_logit: f64,
@@ -45,6 +54,10 @@ pub struct Software {
     pub blocking_axes: Vec<String>,
     /// Whether a rank waits for its transfers before it goes on.
     pub blocking_transfers: bool,
+    /// Whether all sends and receives between two passes of a rank are posted together, so that
+    /// none waits for the partner of another; else they proceed one after the other.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub batched_transfers: bool,
     /// Whether the reduction of a gradient begins when the last microbatch has made it, not
     /// when all are made.
     pub overlapped_gradients: bool,
@@ -68,6 +81,15 @@ pub struct Software {
     /// of Transformer Engine, asynchronous tensor parallelism of PyTorch).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub piecewise_axes: Vec<String>,
+    /// Names of the mesh axes whose collectives of the backward pass run beside a matmul of the
+    /// same op: the sum of an operand's gradient beside the matmul of the weight's gradient, a
+    /// gather for that matmul beside the one before it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paired_axes: Vec<String>,
+    /// Whether recomputing a layer runs all of its forward again, also what no gradient needs:
+    /// its last matmul and what follows. So does a checkpoint that calls the layer once more.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub recomputes_to_the_end: bool,
     /// Whether updated parameters reach the other replicas by a broadcast from each owner, one
     /// after the other, in place of one all-gather.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -75,6 +97,10 @@ pub struct Software {
     /// Element type in which sums of gradients travel, where it is not that of the sums.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_dtype: Option<DType>,
+    /// Element type in which gradients are summed over the microbatches of a step, where it is
+    /// not that of the program's sums.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sum_dtype: Option<DType>,
     /// What the process of a rank holds; where it is absent, the arena of the program and what
     /// the device reserves (`memory_reserved_bytes`).
     #[serde(default, skip_serializing_if = "Option::is_none")]

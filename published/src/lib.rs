@@ -8,7 +8,7 @@
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
 //! * `free`: what the search finds in a row's place.
-//! * `breakdown`: where the predicted time goes.
+//! * `breakdown`, `explain`: where the predicted time goes, by cause and by instruction.
 //! * `memory`: what processes hold beside the tensors, and what published figures count.
 //!
 //! A row that cannot be modelled says why ([`Unmodelled`]).
@@ -16,6 +16,7 @@
 pub mod breakdown;
 pub mod cluster;
 pub mod csv;
+mod explain;
 mod facts;
 mod free;
 pub mod memory;

@@ -284,7 +284,15 @@ fn residual_pins(
     // Experts are split by a part of the ranks that split samples.
     let samples = if has_experts { "data+expert" } else { "data" };
     let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
-        &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
+        // What a row-parallel matmul leaves is summed before its bias is added.
+        &[
+            "h.*.ln_1",
+            "h.*.ln_2",
+            "h.*.attn.out.add_bias",
+            "h.*.mlp.proj.add_bias",
+            "h.*.residual_1",
+            "h.*.residual_2",
+        ]
     } else {
         &[
             "h.*.norm_1",
@@ -328,6 +336,7 @@ mod tests {
             text.unwrap(),
             "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
              spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
+             spec:h.*.attn.out.add_bias=[data,_,_] spec:h.*.mlp.proj.add_bias=[data,_,_] \
              spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] \
              spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] | "
         );

@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::{buffer, cluster, instr, pipeline, role};
 use ir::program::{StateBuffer, Stream, Template};
-use ir::software::{AttentionKernel, Software};
+use ir::software::Software;
 use ir::{DType, LayerId, TemplateId};
 
 const NOTHING: ProcessMemory = ProcessMemory {
@@ -26,25 +26,8 @@ const NOTHING: ProcessMemory = ProcessMemory {
 fn used(program: &Program, stage: usize, memory: ProcessMemory) -> MemoryUse {
     let mut c = cluster(1);
     c.software = Some(Software {
-        name: "test".into(),
-        attention: AttentionKernel::Fused { rate: 1.0 },
-        host_s_per_kernel: 0.0,
-        elementwise_traffic: 1.0,
-        loss_bytes_per_logit: 0.0,
-        matmul_dtype: None,
-        matmul_scaling: Default::default(),
-        blocking_axes: Vec::new(),
-        blocking_transfers: false,
-        overlapped_gradients: false,
-        gradient_dtype: None,
-        unaligned_matmul_share: 1.0,
-        prefetched_parameters: false,
-        narrow_gathers: false,
-        scattered_transfers: false,
-        copied_axes: Vec::new(),
-        piecewise_axes: Vec::new(),
-        broadcast_updates: false,
         memory: Some(memory),
+        ..crate::testing::software()
     });
     assert_eq!(c.problems(), Vec::<String>::new());
     memory_use(program, &program.roles[stage], &c)
