@@ -50,9 +50,15 @@ pub fn data(row: &Row) -> Result<u64, Unmodelled> {
         1 => String::new(),
         n => format!(" x cp {n}"),
     };
-    Err(Unmodelled::Feature(format!(
-        "dp {data} x tp {tensor} x pp {pipeline}{cp} on {total} GPUs"
-    )))
+    Err(Unmodelled::Plan(match row.count("dp")? {
+        Some(_) => format!(
+            "dp {data} x tp {tensor} x pp {pipeline}{cp} is {} GPUs, and `gpus_total` is {total}",
+            data.saturating_mul(others)
+        ),
+        None => format!(
+            "tp {tensor} x pp {pipeline}{cp} does not divide the {total} GPUs of `gpus_total`"
+        ),
+    }))
 }
 
 /// Every ordinary value of what a row leaves open, the smallest first; one choice where it says

@@ -5,9 +5,9 @@ use crate::facts::Facts;
 use crate::row::Row;
 use crate::{Unmodelled, precision};
 use cost_model::presets::{self, System};
-use ir::Bytes;
 use ir::cluster::Cluster;
 use ir::software::Scaling;
+use ir::{Bytes, DType};
 
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
 const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
@@ -59,7 +59,11 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     }
     software.memory = facts.memory.process(name, row)?;
     software.unaligned_matmul_share = facts.unaligned_share(device);
-    if let Some((dtype, scaling)) = precision::types(row)?.matmul {
+    let types = precision::types(row)?;
+    if generation.sums_in_f16 && types.activations.compute() == DType::F16 {
+        software.sum_dtype = Some(DType::F16);
+    }
+    if let Some((dtype, scaling)) = types.matmul {
         let scaling = scaling.unwrap_or(generation.fp8_scaling);
         if generation.whole_gathers_of.contains(&dtype) {
             software.piecewise_axes.retain(|axis| axis != "tensor");

@@ -68,6 +68,9 @@ struct FrameworkFact {
     gpu: Option<String>,
     #[serde(default)]
     source_contains: Option<String>,
+    /// The first date, as year and month, of what it is about.
+    #[serde(default)]
+    from: Option<String>,
     generation: String,
 }
 
@@ -123,6 +126,9 @@ pub struct Generation {
     pub balanced_context: bool,
     /// Whether ranks wait for their transfers.
     pub blocking_transfers: bool,
+    /// Whether all transfers between two passes of a rank are posted together.
+    #[serde(default)]
+    pub batched_transfers: bool,
     /// Whether gradients are reduced as soon as they are made.
     pub overlapped_gradients: bool,
     /// Whether parameters are gathered ahead of the layer that needs them.
@@ -152,6 +158,21 @@ pub struct Generation {
     /// Axes over which gathers and scatters move piece by piece beside their matmul.
     #[serde(default)]
     pub piecewise_axes: Vec<String>,
+    /// Whether the host waits for every kernel.
+    #[serde(default)]
+    pub synchronous_launches: bool,
+    /// Whether chains of elementwise operations are one kernel each.
+    #[serde(default)]
+    pub fused_elementwise: bool,
+    /// Axes whose collectives of the backward pass run beside a matmul of their own op.
+    #[serde(default)]
+    pub paired_axes: Vec<String>,
+    /// Whether what recomputes a layer runs all of its forward again.
+    #[serde(default)]
+    pub recomputes_to_the_end: bool,
+    /// Whether gradients of f16 activations are summed in f16 over the microbatches of a step.
+    #[serde(default)]
+    pub sums_in_f16: bool,
     /// Whether updated parameters are broadcast by each owner.
     #[serde(default)]
     pub broadcast_updates: bool,
@@ -306,6 +327,7 @@ impl Facts {
             matmul_scaling: Default::default(),
             blocking_axes: generation.blocking_axes.clone(),
             blocking_transfers: generation.blocking_transfers,
+            batched_transfers: generation.batched_transfers,
             overlapped_gradients: generation.overlapped_gradients,
             prefetched_parameters: generation.prefetched_parameters,
             narrow_gathers: generation.narrow_gathers,
@@ -314,6 +336,11 @@ impl Facts {
             copied_axes: generation.copied_axes.clone(),
             piecewise_axes: generation.piecewise_axes.clone(),
             broadcast_updates: generation.broadcast_updates,
+            synchronous_launches: generation.synchronous_launches,
+            fused_elementwise: generation.fused_elementwise,
+            paired_axes: generation.paired_axes.clone(),
+            recomputes_to_the_end: generation.recomputes_to_the_end,
+            sum_dtype: None,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,
         })
@@ -342,7 +369,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 16] = [
+    pub const TERMS: [&str; 22] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -359,6 +386,12 @@ impl Facts {
         "scattered transfers",
         "copies around collectives",
         "updates by broadcast",
+        "collectives beside matmuls of their op",
+        "recomputation to the end",
+        "sums in half precision",
+        "fused elementwise kernels",
+        "transfers posted together",
+        "synchronous launches",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
@@ -401,6 +434,12 @@ impl Facts {
                 "copies around collectives" => g.copied_axes.clear(),
                 "collectives in pieces" => g.piecewise_axes.clear(),
                 "updates by broadcast" => g.broadcast_updates = false,
+                "collectives beside matmuls of their op" => g.paired_axes.clear(),
+                "recomputation to the end" => g.recomputes_to_the_end = false,
+                "synchronous launches" => g.synchronous_launches = false,
+                "transfers posted together" => g.batched_transfers = false,
+                "fused elementwise kernels" => g.fused_elementwise = false,
+                "sums in half precision" => g.sums_in_f16 = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
                 _ => {}
             }
@@ -434,11 +473,14 @@ impl Facts {
     /// The generation of a row's framework, with its name.
     pub fn generation(&self, row: &Row) -> Result<(&str, &Generation), Unmodelled> {
         let name = row.required("framework")?;
-        let (gpu, source) = (row.text("gpu"), row.text("source"));
+        let (gpu, source, date) = (row.text("gpu"), row.text("source"), row.text("date"));
         let matches = |f: &&FrameworkFact| {
             let begins = |prefix: &String| gpu.is_some_and(|g| g.starts_with(prefix));
             let contains = |part: &String| source.is_some_and(|s| s.contains(part));
+            // Dates begin with the year and the month, so they are ordered as text.
+            let after = |from: &String| date.is_some_and(|d| d >= from.as_str());
             f.name == name
+                && f.from.as_ref().is_none_or(after)
                 && f.gpu.as_ref().is_none_or(begins)
                 && f.source_contains.as_ref().is_none_or(contains)
         };

@@ -10,7 +10,7 @@
 //! * `choices`: what a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
 //! * `free`: what the search finds in a row's place.
-//! * `breakdown`: where the predicted time goes.
+//! * `breakdown`, `explain`: where the predicted time goes, by cause and by instruction.
 //! * `memory`: what processes hold beside the tensors, and what published figures count.
 //!
 //! A row that cannot be modelled says why ([`Unmodelled`]).
@@ -19,6 +19,7 @@ pub mod breakdown;
 mod choices;
 pub mod cluster;
 pub mod csv;
+mod explain;
 mod facts;
 mod free;
 pub mod memory;

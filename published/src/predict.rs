@@ -217,7 +217,7 @@ impl Question {
 /// A row's program: what other figures of the cost model price again without a search.
 #[derive(Clone, Debug)]
 pub struct Lowered {
-    program: Program,
+    pub(crate) program: Program,
     work: StepWork,
 }
 
@@ -376,8 +376,9 @@ R6,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2
         let outcomes = predict(&rows, &Facts::built_in());
         let time = |i: usize| outcomes[i].as_ref().unwrap().step_time_s;
         assert_eq!(time(0), time(1));
-        // Recomputation makes the forward pass again, which is a third of forward and backward.
-        assert!(time(0) > 1.1 * time(2) && time(0) < 1.34 * time(2));
+        // Recomputation makes the whole forward pass again: a third of forward and backward, or
+        // more where neither is bound by matmuls.
+        assert!(time(0) > 1.1 * time(2) && time(0) < 1.5 * time(2));
         let p = outcomes[0].as_ref().unwrap();
         assert!(p.breakdown.tensor_s > 0.0 && p.breakdown.expert_s == 0.0);
         // 16 bytes a parameter, of 80 million on two ranks, at least.

@@ -246,7 +246,15 @@ fn residual_pins(
     // Experts are split by a part of the ranks that split samples.
     let samples = if has_experts { "data+expert" } else { "data" };
     let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
-        &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
+        // What a row-parallel matmul leaves is summed before its bias is added.
+        &[
+            "h.*.ln_1",
+            "h.*.ln_2",
+            "h.*.attn.out.add_bias",
+            "h.*.mlp.proj.add_bias",
+            "h.*.residual_1",
+            "h.*.residual_2",
+        ]
     } else {
         &[
             "h.*.norm_1",
@@ -292,6 +300,7 @@ mod tests {
             text.unwrap(),
             "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
              spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
+             spec:h.*.attn.out.add_bias=[data,_,_] spec:h.*.mlp.proj.add_bias=[data,_,_] \
              spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] \
              spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] | "
         );
@@ -409,7 +418,12 @@ mod tests {
         let error = pins_of("A100,8,Megatron-LM,,24,2,1,1,8,1,no,0,none,gelu,fp16,64,2048");
         assert_eq!(
             error.unwrap_err().to_string(),
-            "not supported: dp 8 x tp 2 x pp 1 on 8 GPUs"
+            "plan: dp 8 x tp 2 x pp 1 is 16 GPUs, and `gpus_total` is 8"
+        );
+        let error = pins_of("A100,7,Megatron-LM,,24,2,1,1,,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "plan: tp 2 x pp 1 does not divide the 7 GPUs of `gpus_total`"
         );
     }
 

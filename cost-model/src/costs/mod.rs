@@ -7,12 +7,18 @@
 
 mod casts;
 mod experts;
+mod fused;
+mod host;
+mod paired;
+mod repeat;
+mod sums;
 mod wire;
 
 pub use casts::COPIES;
 pub use wire::{Wire, wires};
 
 use casts::Casts;
+use fused::Fused;
 
 use crate::classes::kinds_of_group;
 use crate::collectives::{Group, collective_time};
@@ -58,6 +64,10 @@ pub struct InstrCost {
 /// First-in-first-out queues of a device: kernels, collectives, transfers, collectives over the
 /// second axis where the software has a queue for every axis, and prefetched parameters.
 pub const QUEUES: usize = 5;
+/// The queue of kernels.
+const KERNELS: usize = 0;
+/// The queue of collectives that nothing else is said of: reductions of gradients among them.
+pub(crate) const REDUCTIONS: usize = 1;
 /// The queue of prefetched parameters.
 const PREFETCHES: usize = 4;
 
@@ -77,6 +87,8 @@ pub struct Costs {
 pub struct Waits {
     /// A rank waits for its transfers before its next template.
     pub for_transfers: bool,
+    /// Transfers between two passes start together.
+    pub batched_transfers: bool,
     /// Collectives of the end of the step that need nothing of it but what the last backward
     /// wrote start as soon as that is written.
     pub early_gradients: bool,
@@ -89,6 +101,7 @@ impl Waits {
             .as_ref()
             .map_or(Waits::default(), |s| Waits {
                 for_transfers: s.blocking_transfers,
+                batched_transfers: s.batched_transfers,
                 early_gradients: s.overlapped_gradients,
             })
     }
@@ -250,6 +263,7 @@ impl RoleCosts<'_> {
             let narrow_gathers = self.software().is_some_and(|s| s.narrow_gathers);
             let keeps_casts = self.software().is_some_and(|s| s.kept_casts);
             let mut casts = Casts::new(role, template.kind, narrow_gathers);
+            let fused = self.fused(template);
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
@@ -257,14 +271,28 @@ impl RoleCosts<'_> {
                     true => casts.of(instruction),
                     false => Vec::new(),
                 };
-                costs.push(self.cost(template, instruction, &cast));
+                costs.push(self.cost(template, instruction, fused[i], &cast));
             }
             self.move_in_pieces(template, &mut costs);
             if self.software().is_some_and(|s| s.overlapped_dispatch) {
                 let plays = role.trace.iter().filter(|s| s.template.index() == t);
                 experts::overlap(role, template, plays.count(), &mut costs);
             }
+            if self.software().is_some_and(|s| s.overlapped_gradients) {
+                sums::beside(template, &mut costs);
+            }
             all.push(costs);
+        }
+        let Some(software) = &self.cluster.software else {
+            return Ok(all);
+        };
+        paired::hide(role, software, &mut all);
+        let mut host_s: Vec<Vec<f64>> = role.templates.iter().map(|t| self.host(t)).collect();
+        if software.recomputes_to_the_end {
+            repeat::add(role, &mut all, &mut host_s);
+        }
+        for (costs, host_s) in all.iter_mut().zip(&host_s) {
+            host::wait(costs, host_s, software.synchronous_launches);
         }
         Ok(all)
     }
@@ -327,6 +355,33 @@ impl RoleCosts<'_> {
         }
     }
 
+    /// What of each instruction of a template is part of another one's kernel.
+    fn fused(&self, template: &Template) -> Vec<Fused> {
+        let software = self.cluster.software.as_ref();
+        match software.is_some_and(|s| s.fused_elementwise) {
+            true => fused::fused(template, |b| {
+                let (dtype, lens) = &self.shapes[b.index()];
+                lens.iter().fold(dtype.bytes(), |a, &n| a.saturating_mul(n))
+            }),
+            false => vec![Fused::default(); template.instructions.len()],
+        }
+    }
+
+    /// Seconds in which the host issues each instruction of a template; a collective is one
+    /// kernel.
+    fn host(&self, template: &Template) -> Vec<f64> {
+        let software = self.cluster.software.as_ref();
+        let one = software.map_or(0.0, |s| s.host_s_per_kernel);
+        let of = |(instruction, fused): (&Instruction, Fused)| match &instruction.kind {
+            InstrKind::Compute { .. } if fused.into_next => 0.0,
+            InstrKind::Compute { kind, .. } => compute::host_time(self.cluster, kind).0,
+            InstrKind::Collective { .. } => one,
+            _ => 0.0,
+        };
+        let fused = self.fused(template);
+        template.instructions.iter().zip(fused).map(of).collect()
+    }
+
     fn check(
         &self,
         kind: TemplateKind,
@@ -375,6 +430,7 @@ impl RoleCosts<'_> {
         &mut self,
         template: &Template,
         instruction: &Instruction,
+        fused: Fused,
         cast: &[BufferId],
     ) -> InstrCost {
         let (seconds, class) = match &instruction.kind {
@@ -383,7 +439,10 @@ impl RoleCosts<'_> {
                 inputs,
                 outputs,
                 ..
-            } => (self.op(kind, inputs, outputs, cast), CostClass::Compute),
+            } => (
+                self.op(kind, inputs, outputs, fused, cast),
+                CostClass::Compute,
+            ),
             InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => (
                 compute::copy_time(self.cluster, self.bytes(*output)).0,
                 CostClass::Compute,
@@ -472,8 +531,8 @@ impl RoleCosts<'_> {
     /// queue for every axis.
     fn queue(&self, instruction: &Instruction) -> usize {
         let own = match instruction.stream {
-            Stream::Compute => 0,
-            Stream::Collective => 1,
+            Stream::Compute => KERNELS,
+            Stream::Collective => REDUCTIONS,
             Stream::Transfer => 2,
         };
         let (InstrKind::Collective { axes, .. }, Some(_)) =
@@ -482,7 +541,7 @@ impl RoleCosts<'_> {
             return own;
         };
         if axes.iter().any(|a| self.blocks(*a)) {
-            0
+            KERNELS
         } else if axes.first().is_some_and(|a| a.index() > 0) {
             3
         } else {
@@ -526,17 +585,26 @@ impl RoleCosts<'_> {
         kind: &OpKind,
         inputs: &[BufferId],
         outputs: &[BufferId],
+        fused: Fused,
         cast: &[BufferId],
     ) -> f64 {
         let local = |ids: &[BufferId]| -> Vec<Local> {
             ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
         };
         let (operands, results) = (local(inputs), local(outputs));
-        let casts = match self.software() {
-            Some(s) if s.kept_casts => compute::Casts::Kept(&local(cast)),
-            _ => compute::Casts::EveryOperand,
+        let cast = local(cast);
+        let around = compute::Around {
+            unmoved_bytes: fused.unmoved_bytes,
+            casts: match self.software() {
+                Some(s) if s.kept_casts => compute::Casts::Kept(&cast),
+                _ => compute::Casts::EveryOperand,
+            },
         };
-        compute::cast_op_time(self.cluster, kind, &operands, &results, casts).0
+        let seconds = compute::device_time(self.cluster, kind, &operands, &results, around).0;
+        match fused.into_next {
+            true => (seconds - self.cluster.device.launch_s).max(0.0),
+            false => seconds,
+        }
     }
 
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
