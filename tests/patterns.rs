@@ -691,7 +691,7 @@ fn pins_that_cannot_be_met_are_errors() {
 
 #[test]
 fn a_context_of_any_size_is_refused_without_room_for_it() {
-    let forward = gpt2(1, 64, 32, 256);
+    let forward = gpt2(1, 128, 32, 256);
     for ranks in ["3", "2147483647", "4294967295"] {
         let pins = [format!("context={ranks}"), "context_order=zigzag".into()];
         let pins: Vec<&str> = pins.iter().map(String::as_str).collect();

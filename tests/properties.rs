@@ -6,7 +6,8 @@
 //! * integer-linear graphs with integer parameters: every sum is exact, so all is equal to
 //!   the bit under any plan;
 //! * plans that only move data (pipelines, layout changes): equal to the bit on any graph;
-//! * everything else: within a tolerance that has room for the order of additions only.
+//! * everything else: within a tolerance that has room for the order of additions only, or where
+//!   the step itself determines fewer digits, within its measured rounding noise.
 //!
 //! A failure names the seed; `PROPERTY_SEED=n` runs that case alone. `RUN_SLOW_TESTS=1` runs
 //! many more cases.
@@ -19,7 +20,7 @@ use ir::testing::{GraphOptions, MAX_SAMPLES, Rng, random_graph, sequence_of};
 use ir::training::{Recompute, StateRole, TrainingGraph, training_graph};
 use ir::{Graph, Optimizer, Precision, Shape, TensorType, TrainSpec};
 use runtime::RuntimeError;
-use runtime::execute::{Session, SessionOptions, StateRequest};
+use runtime::execute::{Session, SessionOptions, StateRequest, States};
 use runtime::reference::Reference;
 use std::time::Duration;
 use tests::assert_checked;
@@ -48,46 +49,108 @@ enum Equal {
     /// Everything to the bit.
     InEveryBit,
     /// Relative to the largest element of each tensor, or to `floor` where that is larger:
-    /// gradients of few elements may cancel to a small part of their addends.
+    /// gradients of few elements may cancel to a small part of their addends. What is further
+    /// off must lie within [`NOISE`] times what rounding is measured to do to this very step.
     Within { tolerance: f64, floor: f64 },
 }
 
+/// What f32 sums in another order may differ by. About one of a thousand graphs cancels more
+/// and is held to its noise: seed 20560 is 1.1e-4 off where rounding moves it by 6e-4, seed 70911
+/// up to 7e-4 where rounding moves it by 1e-2.
+const SINGLE: Equal = Equal::Within {
+    tolerance: 1e-4,
+    floor: 1e-3,
+};
+
+/// How many times the noise a result may be off. Of 10,000 results of fresh seeds, the ratio was
+/// 0.1 in the median, 0.5 in the hundredth largest part and 0.97 at most.
+const NOISE: f64 = 2.0;
+/// Noisy executions, of which the largest deviation is the noise.
+const NOISY: u64 = 8;
+
+/// Something that training leaves: losses, norms, states.
+struct Outcome {
+    name: String,
+    lens: Vec<u64>,
+    values: Vec<f32>,
+}
+
+impl Outcome {
+    fn states(states: States) -> impl Iterator<Item = Outcome> {
+        states.into_iter().map(|(path, tensor)| Outcome {
+            name: format!("`{path}`"),
+            lens: tensor.lens,
+            values: tensor.values,
+        })
+    }
+
+    /// Largest difference of the elements, relative to the largest of `expected` or `floor`.
+    fn deviation(&self, expected: &Outcome, floor: f64) -> f64 {
+        let values = || self.values.iter().zip(&expected.values);
+        let scale = values().fold(floor, |a, (_, e)| a.max(f64::from(e.abs())));
+        values().fold(0.0, |worst: f64, (g, e)| {
+            let off = (f64::from(*g) - f64::from(*e)).abs() / scale;
+            // What is not a number is infinitely far off.
+            worst.max(if off.is_nan() { f64::INFINITY } else { off })
+        })
+    }
+}
+
 impl Equal {
-    #[track_caller]
-    fn check(self, got: &[f32], expected: &[f32], what: &str) {
+    /// Compares what a plan left with what the single device did; `noisy` is what the single
+    /// device leaves with rounding noise of a seed.
+    fn check(
+        self,
+        got: &[Outcome],
+        expected: &[Outcome],
+        noisy: impl Fn(u64) -> Vec<Outcome>,
+        what: &str,
+    ) {
+        let mut noise: Option<Vec<Vec<Outcome>>> = None;
         assert_eq!(got.len(), expected.len(), "{what}");
-        let floor = if let Equal::Within { floor, .. } = self {
-            floor
-        } else {
-            0.0
-        };
-        let scale = expected
-            .iter()
-            .fold(floor, |a, b| a.max(f64::from(b.abs())));
-        for (i, (g, e)) in got.iter().zip(expected).enumerate() {
-            let equal = match self {
-                // Zeros of both signs are the same integer.
-                Equal::Exactly => g == e,
-                Equal::InEveryBit => g.to_bits() == e.to_bits(),
-                Equal::Within { tolerance, .. } => {
-                    (f64::from(*g) - f64::from(*e)).abs() <= tolerance * scale
+        for (k, (g, e)) in got.iter().zip(expected).enumerate() {
+            assert_eq!((&g.name, &g.lens), (&e.name, &e.lens), "{what}");
+            assert_eq!(g.values.len(), e.values.len(), "{what}: {}", g.name);
+            let (tolerance, floor) = match self {
+                Equal::Within { tolerance, floor } => (tolerance, floor),
+                Equal::Exactly if g.name.ends_with("norm") => (1e-5, 0.0),
+                Equal::Exactly | Equal::InEveryBit => {
+                    let wrong = g
+                        .values
+                        .iter()
+                        .zip(&e.values)
+                        .position(|(g, e)| match self {
+                            Equal::InEveryBit => g.to_bits() != e.to_bits(),
+                            // Zeros of both signs are the same integer.
+                            _ => g != e,
+                        });
+                    if let Some(i) = wrong {
+                        panic!(
+                            "{what}: {}: element {i} is {}, expected {} {self:?}",
+                            g.name, g.values[i], e.values[i]
+                        );
+                    }
+                    continue;
                 }
             };
+            let off = g.deviation(e, floor);
+            if off <= tolerance {
+                continue;
+            }
+            let noisy = noise.get_or_insert_with(|| (0..NOISY).map(&noisy).collect());
+            let noise = noisy
+                .iter()
+                .map(|n| n[k].deviation(e, floor))
+                .fold(0.0, f64::max);
             assert!(
-                equal,
-                "{what}: element {i} is {g}, expected {e} {self:?} (largest {scale})"
+                off <= NOISE * noise,
+                "{what}: {} is off by {off:.1e} of its largest element, and rounding moves it by \
+                 {noise:.1e} only",
+                g.name
             );
         }
     }
 }
-
-/// What f32 sums in another order may differ by: seen up to 5e-4, in about one of a thousand graphs beyond
-/// 1e-4, which is taken to be norms of nearly equal numbers and gates of nearly equal experts. What a wrong shard does is
-/// larger; and graphs of integers are compared exactly.
-const SINGLE: Equal = Equal::Within {
-    tolerance: 1e-3,
-    floor: 1e-3,
-};
 
 /// A graph with data for it.
 struct Problem {
@@ -251,7 +314,7 @@ impl Problem {
             Ok::<_, RuntimeError>(self.initial(training, path, Problem::role(training, path), lens))
         };
         let m = (self.train.global_batch / microbatch) as u32;
-        let mut single = Reference::new(
+        let single = Reference::new(
             training,
             &self.train,
             microbatch,
@@ -259,6 +322,16 @@ impl Problem {
             |p: &str, t: &TensorType| initial(p, &t.shape.bind(1)),
         )
         .unwrap();
+        let lr = if self.integer { 1.0 } else { 0.05 };
+        let leaves = |mut single: Reference| {
+            let mut outcomes = vec![];
+            for (i, batch) in self.batches.iter().enumerate() {
+                let step = single.step(batch, lr).unwrap();
+                outcomes.extend(scalars(&name, i, step.loss, step.grad_norm));
+            }
+            outcomes.extend(Outcome::states(single.export_states()));
+            outcomes
+        };
         let options = SessionOptions {
             watchdog: Duration::from_secs(60),
             threads_per_rank: Some(1),
@@ -267,49 +340,17 @@ impl Problem {
             initial(r.path, r.lens)
         })
         .unwrap();
-        let lr = if self.integer { 1.0 } else { 0.05 };
-        for batch in &self.batches {
-            let one = single.step(batch, lr).unwrap();
-            let many = session.step(batch, lr, false).unwrap();
-            equal.check(
-                &[many.loss as f32],
-                &[one.loss as f32],
-                &format!("{name}: loss"),
-            );
-            let norms = match equal {
-                Equal::Exactly => Equal::Within {
-                    tolerance: 1e-5,
-                    floor: 0.0,
-                },
-                same => same,
-            };
-            norms.check(
-                &[many.grad_norm as f32],
-                &[one.grad_norm as f32],
-                &format!("{name}: norm"),
-            );
-            assert!(
-                one.loss.is_finite() && one.grad_norm.is_finite(),
-                "{name}: {one:?}"
-            );
+        let mut got = vec![];
+        for (i, batch) in self.batches.iter().enumerate() {
+            let step = session.step(batch, lr, false).unwrap();
+            got.extend(scalars(&name, i, step.loss, step.grad_norm));
         }
         session
             .replicas_agree()
             .unwrap_or_else(|e| panic!("{name}: {e}"));
-        let (got, expected) = (session.export_states().unwrap(), single.export_states());
-        assert_eq!(
-            got.keys().collect::<Vec<_>>(),
-            expected.keys().collect::<Vec<_>>(),
-            "{name}"
-        );
-        for (path, tensor) in &expected {
-            assert_eq!(got[path].lens, tensor.lens, "{name}: `{path}`");
-            equal.check(
-                &got[path].values,
-                &tensor.values,
-                &format!("{name}: `{path}`"),
-            );
-        }
+        got.extend(Outcome::states(session.export_states().unwrap()));
+        let noisy = |seed| leaves(single.clone().with_noise(seed));
+        equal.check(&got, &leaves(single.clone()), noisy, &name);
     }
 
     /// Now and then meshes, and stages on each, that layers and microbatches allow.
@@ -446,14 +487,17 @@ fn moving_data_changes_no_bit() {
 #[test]
 fn half_precision_is_near_under_any_plan() {
     cases(50_000, 8, 200, |seed| {
-        // Gradients have a norm of at most one. Their elements are sums whose addends may cancel,
-        // and deep graphs multiply what rounding did to the first op.
-        let near = |tolerance| Equal::Within {
-            tolerance,
+        // Gradients have a norm of at most one. Deep graphs multiply what rounding did to the
+        // first ops, so most cases are held to their own noise. The worst known is seed 50122, whose
+        // second gradient norm is 24% off under a right plan: rounding moves it by 40%, and a single
+        // unit in the last place of one op alone (the cast of a parameter, a product, an attention)
+        // by 20 to 43%, whichever of two dozen ops it is. It is the graph, not a place in the plan.
+        let near = Equal::Within {
+            tolerance: 0.01,
             floor: 0.5,
         };
-        Problem::new(seed, GENERAL, Precision::Bf16).holds(Style::Any, near(0.3));
-        Problem::new(seed, GENERAL, Precision::F16).holds(Style::Zero, near(0.03));
+        Problem::new(seed, GENERAL, Precision::Bf16).holds(Style::Any, near);
+        Problem::new(seed, GENERAL, Precision::F16).holds(Style::Zero, near);
     });
 }
 
@@ -507,6 +551,19 @@ fn chosen_plans_compute_what_the_reference_does() {
             Err(e) => panic!("{what}: {e}"),
         }
     });
+}
+
+/// Loss and norm of a step, which must be numbers.
+fn scalars(what: &str, step: usize, loss: f64, norm: f64) -> [Outcome; 2] {
+    assert!(
+        loss.is_finite() && norm.is_finite(),
+        "{what}: loss {loss} and norm {norm} in step {step}"
+    );
+    [(loss, "loss"), (norm, "norm")].map(|(value, name)| Outcome {
+        name: format!("step {step}: {name}"),
+        lens: vec![],
+        values: vec![value as f32],
+    })
 }
 
 fn parameters(graph: &Graph) -> u64 {

@@ -101,6 +101,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         levels: vec![],
         pool: None,
         software: None,
+        storage: None,
         sources: BTreeMap::new(),
         measured: vec![],
     };

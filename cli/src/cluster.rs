@@ -7,6 +7,9 @@ use cost_model::presets;
 use ir::cluster::Cluster;
 use std::path::Path;
 
+/// Ranks, each a thread, that one process runs at most.
+pub const MAX_RANKS: u32 = 1024;
+
 /// What `calibrate` writes and the cluster `cpu` means.
 const CALIBRATED: &str = "cluster.toml";
 
@@ -31,6 +34,11 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
                 usage("ranks", n, "its devices do not share processors".into())
                     .help("use --hosts to change the size of a cluster of GPUs"),
             );
+        }
+        if n > MAX_RANKS {
+            let what =
+                format!("{MAX_RANKS} at most: a rank is a thread, and one process runs no more");
+            return Err(usage("ranks", n, what));
         }
         cluster = presets::with_ranks(cluster, n).map_err(|p| usage("ranks", n, p))?;
     }

@@ -19,7 +19,7 @@ pub enum Exit {
     RunFailed = 6,
     /// A defect of Meshwright.
     Internal = 70,
-    /// Somebody asked to stop before there was a result: 128 and the signal's number.
+    /// Somebody asked to stop before the end: 128 and the signal's number.
     Interrupted = 130,
 }
 

@@ -112,6 +112,10 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         )
         .help("check the folder's permissions and the free space, or name another file")
     };
+    if path == Path::new("-") {
+        let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
+        return Err(Failure::new(Exit::Usage, what).help("name a file; for one called `-`, ./-"));
+    }
     if path.is_dir() {
         return Err(Failure::new(
             Exit::BadInput,

@@ -16,20 +16,27 @@ mod commands;
 mod document;
 mod failure;
 mod files;
+mod interrupt;
 mod model;
 mod plan_file;
 mod report;
 mod train_spec;
 
 use args::{Cli, Verb};
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches};
 use failure::{Exit, Failure};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     install_panic_message();
-    let cli = Cli::parse();
+    let cli = match command_line()
+        .try_get_matches()
+        .and_then(|m| Cli::from_arg_matches(&m))
+    {
+        Ok(cli) => cli,
+        Err(e) => e.exit(),
+    };
     set_error_style();
     // A panic on the way is reported by the hook; its exit code is ours.
     let result = std::panic::catch_unwind(|| dispatch(cli.verb));
@@ -42,6 +49,26 @@ fn main() -> ExitCode {
         }
         Err(_) => ExitCode::from(Exit::Internal as u8),
     }
+}
+
+/// The command line. A number below zero is a value, which the flag it is given to refuses in its
+/// own words; no flag is called `-1`.
+fn command_line() -> clap::Command {
+    let takes_number = |a: clap::Arg| {
+        let takes = a.get_action().takes_values();
+        if takes {
+            a.allow_negative_numbers(true)
+        } else {
+            a
+        }
+    };
+    let verbs: Vec<String> = Cli::command()
+        .get_subcommands()
+        .map(|verb| verb.get_name().to_string())
+        .collect();
+    verbs.into_iter().fold(Cli::command(), |all, verb| {
+        all.mut_subcommand(verb, |verb| verb.mut_args(takes_number))
+    })
 }
 
 fn dispatch(verb: Verb) -> Result<(), Failure> {

@@ -682,7 +682,7 @@ fn tables_of_runs() {
         .says(&["none of 1 runs", "`recompute` is `foo`"]);
     let header = RUNS.lines().next().unwrap();
     place.write("rows.csv", header.as_bytes());
-    place.refuses(&args, &[4]).says(&["no rows"]);
+    place.refuses(&args, &[3]).says(&["no rows"]);
     let two = format!(
         "{RUNS}{}",
         RUNS.lines().nth(1).unwrap().replace("fp16", "int8")

@@ -753,3 +753,50 @@ fn a_plan_for_gpus_runs_here_with_a_warning_and_is_not_compared() {
     assert!(json["different_devices"].is_null());
     assert!(json["comparison"]["step_time_s"]["ratio"].is_number());
 }
+
+/// What a framework's process holds is an estimate: it is said, and the plan is correct.
+#[test]
+fn a_process_that_holds_more_than_its_device_is_said() {
+    let place = Place::new();
+    let cluster = place.run(&["presets", "dgx-a100-80gb"]).expect(0).out;
+    let software = r#"
+[software]
+name = "a framework"
+host_s_per_kernel = 0.0
+elementwise_traffic = 1.0
+loss_bytes_per_logit = 0.0
+blocking_transfers = false
+overlapped_gradients = false
+attention = { fused = { rate = 1.0 } }
+
+[software.memory]
+context_bytes = CONTEXT
+communicator_bytes = 0
+gradient_bytes = 4.0
+pass_gradient_bytes = 0.0
+sharded_copies = false
+largest_gradient_bytes = 0.0
+update_bytes = 0.0
+bucket_bytes = 0
+logit_bytes = 0.0
+score_bytes = 0.0
+mask_bytes = 0.0
+in_flight = "schedule"
+reuse = "blocks"
+slack = 0.0
+"#;
+    let said = |context: &str| {
+        let software = software.replace("CONTEXT", context);
+        place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
+        let batch = ["--global-batch", "8", "--pin", "data=8"];
+        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+        let compiled = place.run(&[&args[..], &batch].concat()).expect(0).out;
+        let checked = place.run(&["check", "plan.json"]).expect(0).out;
+        assert!(checked.contains("correct"), "{checked}");
+        let note = "by the cluster's `software.memory` a rank's process of stage 0 holds";
+        (compiled.contains(note), checked.contains(note))
+    };
+    // A context of 200 GiB, and one of 1 GiB.
+    assert_eq!(said("214748364800"), (true, true));
+    assert_eq!(said("1073741824"), (false, false));
+}

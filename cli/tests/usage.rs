@@ -81,6 +81,11 @@ fn what_makes_no_sense_is_a_usage_error() {
     compile(&["--hosts", "0"]);
     compile(&["--hosts", "2"]).says(&["--hosts 2", "no link joins"]);
     compile(&["--ranks", "4000000000"]).says(&["--ranks 4000000000"]);
+    compile(&["--ranks", "5000"]).says(&["--ranks 5000", "1024 at most"]);
+    compile(&["-o", "-"]).says(&["`-` is no file", "./-"]);
+    // A negative number is the flag's to refuse: it is not taken for a flag.
+    let negative = compile(&["--weight-decay", "-0.1"]).says(&["weight_decay is -0.1"]);
+    assert!(!negative.err.contains("tip:"), "{}", negative.err);
     place
         .refuses(
             &[

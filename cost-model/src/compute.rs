@@ -1,7 +1,7 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
-//! `time = launch + max(flops / rate, bytes / bandwidth)`, and at least what the host needs to
-//! issue the op's kernels. The rate of a matmul is `peak * best * sustained` times what its
+//! `time = launch + max(flops / rate, bytes / bandwidth)`. What the host needs to issue the op's
+//! kernels is a time of its own, since it runs ahead of the device (see `costs`). The rate of a matmul is `peak * best * sustained` times what its
 //! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
 //! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
 //! share of the matmul rate and executes half of the full score products, because of the
@@ -16,6 +16,7 @@ mod attention;
 pub(crate) mod kernels;
 mod tiles;
 
+use crate::costs::COPIES;
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
 use ir::software::{Scaling, Software};
@@ -25,7 +26,8 @@ use ir::{DType, Seconds};
 /// along each of two dims.
 const KERNELS_OF_NORM_GRADIENT: f64 = 2.0;
 
-/// Time of one execution of `kind` with operands and results of these local (padded) lengths.
+/// Time of one execution of `kind` with operands and results of these local (padded) lengths,
+/// by itself: at least what the host needs to issue its kernels.
 ///
 /// Views and sources take no time. The dtype of the first float operand chooses the peak;
 /// a type the device has no peak for runs at the slowest peak it has.
@@ -34,6 +36,48 @@ pub fn op_time(
     kind: &OpKind,
     operands: &[(DType, Vec<u64>)],
     results: &[(DType, Vec<u64>)],
+) -> Seconds {
+    let seconds = device_time(cluster, kind, operands, results, Around::default());
+    Seconds(seconds.0.max(host_time(cluster, kind).0))
+}
+
+/// Time in which the host issues the kernels of an op; 0 where the cluster's software is not
+/// stated.
+pub fn host_time(cluster: &Cluster, kind: &OpKind) -> Seconds {
+    if kind.is_source() || kind.is_view() {
+        return Seconds(0.0);
+    }
+    let software = cluster.software.as_ref();
+    Seconds(software.map_or(0.0, |s| s.host_s_per_kernel * kernels(kind, s)))
+}
+
+/// What ops around one do of its work.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Around<'a> {
+    /// Bytes of its operands and results that stay on the chip, because their other side is
+    /// part of the same kernel.
+    pub unmoved_bytes: u64,
+    /// What a matmul in a narrower type casts.
+    pub casts: Casts<'a>,
+}
+
+/// What a matmul in a narrower type casts before it.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Casts<'a> {
+    /// Its own operands, as if no other matmul read them: one copy of each.
+    #[default]
+    EveryOperand,
+    /// These, into the copies that are kept ([`crate::costs::COPIES`]); others have been cast.
+    Kept(&'a [(DType, Vec<u64>)]),
+}
+
+/// Time of an op on the device, whatever the host does: see [`op_time`].
+pub fn device_time(
+    cluster: &Cluster,
+    kind: &OpKind,
+    operands: &[(DType, Vec<u64>)],
+    results: &[(DType, Vec<u64>)],
+    around: Around<'_>,
 ) -> Seconds {
     if kind.is_source() || kind.is_view() {
         return Seconds(0.0);
@@ -53,6 +97,7 @@ pub fn op_time(
             .sum(),
     };
     let mut work = kind.work(operands, results);
+    work.bytes = work.bytes.saturating_sub(around.unmoved_bytes);
     let Some(software) = &cluster.software else {
         let seconds = match &cluster.device.kernels {
             Some(k) => cluster.device.launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),
@@ -63,6 +108,17 @@ pub fn op_time(
     if is_elementwise(kind) {
         work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
     }
+    if let (OpKind::DotGeneral { .. }, Some(shape)) = (kind, work.matmul)
+        && shape.batch > 1
+    {
+        work.matmul_flops /= software.grouped_matmul_share;
+    }
+    if let (OpKind::Accumulate { dtype }, Some(sum)) = (kind, software.sum_dtype) {
+        // The sum is read and written once.
+        let elements: u64 = results.iter().flat_map(|r| &r.1).product();
+        let saved = dtype.bytes().saturating_sub(sum.bytes());
+        work.bytes -= work.bytes.min(elements.saturating_mul(2 * saved));
+    }
     if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
         // Both read all logits; each stands for half of the loss.
         let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
@@ -70,7 +126,6 @@ pub fn op_time(
             .bytes
             .max((0.5 * software.loss_bytes_per_logit * logits) as u64);
     }
-    let host = software.host_s_per_kernel * kernels(kind, software);
     let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
     let device = match (work.matmul, work.attention_flops > 0.0) {
         (Some(scores), true) => {
@@ -82,9 +137,14 @@ pub fn op_time(
             .filter(|_| is_cast_matmul(kind, operands))
         {
             Some(narrow) => {
-                let casts: f64 = operands
+                work.matmul_flops /= software.narrow_matmul_share;
+                let (cast, copies) = match around.casts {
+                    Casts::EveryOperand => (operands, 1.0),
+                    Casts::Kept(first) => (first, COPIES),
+                };
+                let casts: f64 = cast
                     .iter()
-                    .map(|o| cast_bytes(o, narrow, software.matmul_scaling))
+                    .map(|o| cast_bytes(o, copies, narrow, software.matmul_scaling))
                     .sum();
                 let traffic = match software.matmul_scaling.is_fused() {
                     true => software.elementwise_traffic,
@@ -96,24 +156,13 @@ pub fn op_time(
             None => work_time(cluster, dtype, &work),
         },
     };
-    Seconds(device.0.max(host) + converted)
+    Seconds(device.0 + converted)
 }
 
 /// Whether an op only moves elements, whatever they are: nothing is converted then.
 fn moves(kind: &OpKind, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> bool {
     let same = matches!((operands, results), ([x, ..], [y, ..]) if x.0 == y.0);
-    let movement = matches!(
-        kind,
-        OpKind::Cast { .. }
-            | OpKind::Broadcast { .. }
-            | OpKind::Reshape { .. }
-            | OpKind::Transpose { .. }
-            | OpKind::Slice { .. }
-            | OpKind::Pad { .. }
-            | OpKind::Unstack { .. }
-            | OpKind::Stack { .. }
-    );
-    same && movement
+    same && (kind.only_moves() || matches!(kind, OpKind::Cast { .. }))
 }
 
 /// Seconds to convert `elements` of a type to f32 or back; 0 where the device computes with
@@ -151,16 +200,16 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
             .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
 }
 
-/// Bytes of casting an operand: read once, written once in the narrow type, and what its scales
-/// take.
-fn cast_bytes(operand: &(DType, Vec<u64>), narrow: DType, scaling: Scaling) -> f64 {
+/// Bytes of casting an operand: read once, its copies written in the narrow type, and what its
+/// scales take.
+fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, scaling: Scaling) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
     let source = operand.0.bytes() as f64;
-    elements * (source + narrow.bits() as f64 / 8.0 + scaling.extra_bytes(source))
+    elements * (source + copies * narrow.bits() as f64 / 8.0 + scaling.extra_bytes(source))
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.
-fn is_elementwise(kind: &OpKind) -> bool {
+pub(crate) fn is_elementwise(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::Unary { .. }
@@ -352,7 +401,7 @@ mod tests {
     #[test]
     fn narrow_operands_are_cast_as_their_recipe_does() {
         let operand = (DType::Bf16, vec![100, 320]);
-        let bytes = |narrow, scaling| cast_bytes(&operand, narrow, scaling) / 32_000.0;
+        let bytes = |narrow, scaling| cast_bytes(&operand, 1.0, narrow, scaling) / 32_000.0;
         assert_eq!(bytes(DType::F8e4m3, Scaling::Delayed), 2.0 + 1.0);
         assert_eq!(bytes(DType::F8e4m3, Scaling::Tensor), 2.0 + 2.0 + 1.0);
         assert_eq!(

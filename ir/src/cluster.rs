@@ -6,6 +6,7 @@
 //! numbered host-major, joined by levels of links from the innermost out.
 
 use crate::software::Software;
+use crate::storage::Storage;
 use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -40,6 +41,9 @@ pub struct Cluster {
     /// How the software executes, where it is not Meshwright's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub software: Option<Software>,
+    /// Where checkpoints go, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub storage: Option<Storage>,
     /// Source of each figure, by key path (`device.memory_bytes`).
     pub sources: BTreeMap<String, String>,
     /// Raw points of a calibration, kept with what was fitted to them.
@@ -513,6 +517,16 @@ impl Cluster {
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
         p.extend(self.software.iter().flat_map(Software::problems));
+        p.extend(self.storage.iter().flat_map(Storage::problems));
+        let narrow = self.software.as_ref().and_then(|s| s.matmul_dtype);
+        if let Some(t) = narrow.filter(|t| !d.peak_flops_per_s.contains_key(t)) {
+            let known: Vec<&str> = d.peak_flops_per_s.keys().map(|t| t.name()).collect();
+            p.push(format!(
+                "software.matmul_dtype is {}, for which device.peak_flops_per_s has no rate; it has {}",
+                t.name(),
+                known.join(", ")
+            ));
+        }
         p
     }
 }

@@ -18,6 +18,7 @@ pub mod program;
 pub mod reshard;
 pub mod sharding;
 pub mod software;
+pub mod storage;
 pub mod tensor;
 #[doc(hidden)]
 pub mod testing;

@@ -361,6 +361,24 @@ pub struct Prediction {
     pub bubble: f64,
     /// Per mesh, its stages together.
     pub stages: Vec<StagePrediction>,
+    /// A checkpoint of the training state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointPrediction>,
+}
+
+/// What is predicted of one checkpoint.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointPrediction {
+    /// Parameters and optimizer states, each once.
+    pub bytes: Bytes,
+    /// Seconds that steps wait while devices copy their share to their hosts; absent where the
+    /// cluster does not say how fast they do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_s: Option<Seconds>,
+    /// Seconds that hosts then write, beside later steps: the least between two checkpoints.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_s: Option<Seconds>,
 }
 
 /// What the simulator predicts for the stages of one mesh.

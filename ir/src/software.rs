@@ -7,6 +7,7 @@
 mod memory;
 
 use crate::DType;
+use crate::mesh::PLANNED_AXES;
 pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
 
@@ -18,12 +19,21 @@ pub struct Software {
     pub name: String,
     /// Kernels of attention.
     pub attention: AttentionKernel,
-    /// Seconds that the host needs to issue one kernel. A kernel that is shorter makes the
-    /// device wait.
+    /// Seconds that the host needs to issue one kernel. It issues them ahead of the device, which
+    /// waits where none is left.
     pub host_s_per_kernel: f64,
+    /// Whether the host waits for every kernel before it issues the next
+    /// (`CUDA_LAUNCH_BLOCKING=1`).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub synchronous_launches: bool,
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
+    /// Whether an elementwise operation that one other reads, and nothing else of its pass, is
+    /// part of that one's kernel: a bias with the activation or the dropout behind it, and
+    /// these with the sum of the residual.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub fused_elementwise: bool,
     /// Bytes that the loss moves for each logit, forward and backward together; 0 where the
     /// kernels are as the graph says, reading the logits twice and writing their gradient once.
     pub loss_bytes_per_logit: f64,
@@ -31,6 +41,17 @@ pub struct Software {
     /// are known: libraries fall back to kernels that load element by element.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub unaligned_matmul_share: f64,
+    /// Share of the rate of one matmul that the matmuls of several experts together reach: their
+    /// tokens are padded, sorted and cast by kernels of their own, expert by expert.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub grouped_matmul_share: f64,
+    /// Whether tokens travel to experts, and back, beside the passes of another microbatch.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub overlapped_dispatch: bool,
+    /// Whether a token crosses the network once for each host that its experts are in, and is
+    /// copied there (DeepEP, HybridEP).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub dispatch_once_per_host: bool,
     /// Element type that matmuls with parameters run in, where it is not that of the
     /// activations: operands are cast before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -38,12 +59,23 @@ pub struct Software {
     /// How those operands are scaled into the narrower type.
     #[serde(default, skip_serializing_if = "Scaling::is_delayed")]
     pub matmul_scaling: Scaling,
+    /// Share of the rate of a matmul in that type that the kernel for this scaling reaches.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub narrow_matmul_share: f64,
+    /// Whether operands are cast once, into the copies of all matmuls that read them, and kept:
+    /// parameters for a step, activations from the forward to the backward pass.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub kept_casts: bool,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocking_axes: Vec<String>,
     /// Whether a rank waits for its transfers before it goes on.
     pub blocking_transfers: bool,
+    /// Whether all sends and receives between two passes of a rank are posted together, so that
+    /// none waits for the partner of another; else they proceed one after the other.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub batched_transfers: bool,
     /// Whether the reduction of a gradient begins when the last microbatch has made it, not
     /// when all are made.
     pub overlapped_gradients: bool,
@@ -67,6 +99,15 @@ pub struct Software {
     /// of Transformer Engine, asynchronous tensor parallelism of PyTorch).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub piecewise_axes: Vec<String>,
+    /// Names of the mesh axes whose collectives of the backward pass run beside a matmul of the
+    /// same op: the sum of an operand's gradient beside the matmul of the weight's gradient, a
+    /// gather for that matmul beside the one before it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paired_axes: Vec<String>,
+    /// Whether recomputing a layer runs all of its forward again, also what no gradient needs:
+    /// its last matmul and what follows. So does a checkpoint that calls the layer once more.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub recomputes_to_the_end: bool,
     /// Whether updated parameters reach the other replicas by a broadcast from each owner, one
     /// after the other, in place of one all-gather.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -74,6 +115,10 @@ pub struct Software {
     /// Element type in which sums of gradients travel, where it is not that of the sums.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_dtype: Option<DType>,
+    /// Element type in which gradients are summed over the microbatches of a step, where it is
+    /// not that of the program's sums.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sum_dtype: Option<DType>,
     /// What the process of a rank holds; where it is absent, the arena of the program and what
     /// the device reserves (`memory_reserved_bytes`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -162,6 +207,42 @@ pub enum AttentionKernel {
 }
 
 impl Software {
+    /// Software of which the device's figures say all: nothing waits, nothing is cast.
+    pub fn plain(name: &str) -> Software {
+        Software {
+            name: name.into(),
+            attention: AttentionKernel::Fused { rate: 1.0 },
+            host_s_per_kernel: 0.0,
+            synchronous_launches: false,
+            elementwise_traffic: 1.0,
+            fused_elementwise: false,
+            loss_bytes_per_logit: 0.0,
+            unaligned_matmul_share: 1.0,
+            grouped_matmul_share: 1.0,
+            overlapped_dispatch: false,
+            dispatch_once_per_host: false,
+            matmul_dtype: None,
+            matmul_scaling: Scaling::default(),
+            narrow_matmul_share: 1.0,
+            kept_casts: false,
+            blocking_axes: Vec::new(),
+            blocking_transfers: false,
+            batched_transfers: false,
+            overlapped_gradients: false,
+            prefetched_parameters: false,
+            narrow_gathers: false,
+            scattered_transfers: false,
+            copied_axes: Vec::new(),
+            piecewise_axes: Vec::new(),
+            paired_axes: Vec::new(),
+            recomputes_to_the_end: false,
+            broadcast_updates: false,
+            gradient_dtype: None,
+            sum_dtype: None,
+            memory: None,
+        }
+    }
+
     /// What is wrong with the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
@@ -191,6 +272,12 @@ impl Software {
             "unaligned_matmul_share",
             self.unaligned_matmul_share,
         );
+        for (key, share) in [
+            ("grouped_matmul_share", self.grouped_matmul_share),
+            ("narrow_matmul_share", self.narrow_matmul_share),
+        ] {
+            check(share > 0.0 && share <= 1.0, key, share);
+        }
         match self.attention {
             AttentionKernel::Fused { rate } => {
                 check((1e-3..=10.0).contains(&rate), "attention.fused.rate", rate);
@@ -203,7 +290,113 @@ impl Software {
                 check(amount(b), "attention.unfused.backward_passes", b);
             }
         }
+        let axes = [
+            ("blocking_axes", &self.blocking_axes),
+            ("copied_axes", &self.copied_axes),
+            ("piecewise_axes", &self.piecewise_axes),
+            ("paired_axes", &self.paired_axes),
+        ];
+        for (key, names) in axes {
+            for (i, name) in names.iter().enumerate() {
+                if !PLANNED_AXES.contains(&name.as_str()) {
+                    problems.push(format!(
+                        "software.{key}[{i}] is `{name}`, expected one of the axes that plans have: {}",
+                        PLANNED_AXES.join(", ")
+                    ));
+                } else if names[..i].contains(name) {
+                    problems.push(format!("software.{key}[{i}] names `{name}` again"));
+                }
+            }
+        }
+        let summed = [DType::F32, DType::Bf16, DType::F16];
+        if let Some(t) = self.gradient_dtype.filter(|t| !summed.contains(t)) {
+            problems.push(format!(
+                "software.gradient_dtype is {}, expected f32, bf16 or f16: sums of gradients travel in no other",
+                t.name()
+            ));
+        }
+        if self.matmul_dtype == Some(DType::I32) {
+            problems.push("software.matmul_dtype is i32, expected a type of floats".into());
+        }
         problems.extend(self.memory.iter().flat_map(ProcessMemory::problems));
         problems
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn software() -> Software {
+        Software {
+            blocking_axes: vec!["data".into(), "tensor".into()],
+            piecewise_axes: vec!["x".into()],
+            gradient_dtype: Some(DType::Bf16),
+            memory: Some(ProcessMemory {
+                context_bytes: crate::Bytes(0),
+                communicator_bytes: crate::Bytes(0),
+                gradient_bytes: 4.0,
+                pass_gradient_bytes: 0.0,
+                sharded_copies: false,
+                largest_gradient_bytes: 0.0,
+                update_bytes: 0.0,
+                bucket_bytes: crate::Bytes(0),
+                logit_bytes: 0.0,
+                score_bytes: 0.0,
+                mask_bytes: 0.0,
+                in_flight: InFlight::Buffered { per_stage: 2 },
+                reuse: Reuse::Blocks,
+                slack: 0.0,
+            }),
+            ..Software::plain("a framework")
+        }
+    }
+
+    /// The one problem of a software that `change` spoils.
+    fn problem(change: impl Fn(&mut Software)) -> String {
+        let mut s = software();
+        assert_eq!(s.problems(), Vec::<String>::new());
+        change(&mut s);
+        let problems = s.problems();
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        problems[0].clone()
+    }
+
+    #[test]
+    fn names_and_types_that_nothing_has_are_refused() {
+        let said = problem(|s| s.copied_axes = vec!["data".into(), "tensr".into()]);
+        assert!(
+            said.starts_with("software.copied_axes[1] is `tensr`"),
+            "{said}"
+        );
+        assert!(
+            said.ends_with("x, y, data, expert, context, tensor"),
+            "{said}"
+        );
+        let said = problem(|s| s.blocking_axes.push("data".into()));
+        assert_eq!(said, "software.blocking_axes[2] names `data` again");
+        for dtype in [DType::I32, DType::F4e2m1, DType::F8e4m3] {
+            let said = problem(|s| s.gradient_dtype = Some(dtype));
+            assert!(said.starts_with("software.gradient_dtype is "), "{said}");
+        }
+        let said = problem(|s| s.matmul_dtype = Some(DType::I32));
+        assert!(said.starts_with("software.matmul_dtype is i32"), "{said}");
+    }
+
+    #[test]
+    fn buffers_without_end_are_refused() {
+        let with = |in_flight| problem(|s| s.memory.as_mut().unwrap().in_flight = in_flight);
+        let said = with(InFlight::More {
+            microbatches: u32::MAX,
+        });
+        assert_eq!(
+            said,
+            "software.memory.in_flight.more.microbatches is 4294967295, expected 0 to 1024"
+        );
+        let said = with(InFlight::Buffered { per_stage: 1025 });
+        assert!(
+            said.contains("in_flight.buffered.per_stage is 1025"),
+            "{said}"
+        );
     }
 }

@@ -96,7 +96,11 @@ impl Seconds {
 impl std::fmt::Display for Seconds {
     /// Three significant digits with a fitting prefix: `1.23 ms`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let s = self.0;
+        // What rounds to zero has no sign: sums of nothing may be a negative zero.
+        let s = match self.0.abs() < 5e-13 {
+            true => 0.0,
+            false => self.0,
+        };
         let (value, unit) = match s.abs() {
             a if a >= 1.0 || a == 0.0 => (s, "s"),
             a if a >= 1e-3 => (s * 1e3, "ms"),

@@ -12,7 +12,8 @@
 //! and fits when on every mesh the sum of static + in_flight * saved over its stages and the
 //! largest transient are at most the capacity. For each threshold on t the stages of a mesh
 //! are combined one by one, keeping what nothing dominates in time (t + s), bytes and
-//! transient; thresholds go up until the largest t alone costs more than the best choice.
+//! transient; thresholds go up until the largest t, with the least that the rest can take, costs
+//! more than the best choice.
 //!
 //! Least is t + s, mesh by mesh; so where meshes differ in their time once per step another
 //! choice may be better by that difference. Ties go to the earlier entry.
@@ -73,13 +74,28 @@ pub(crate) fn share(
             .collect::<Vec<_>>()
     };
     let mut thresholds: Vec<f64> = stages.iter().flat_map(times).collect();
+    // Every stage needs an entry below the threshold, and no choice beats the least of each part.
+    let least = |of: fn(&StageEntry) -> f64| {
+        let of_stage = |s: &SharedStage<'_>| s.entries.iter().map(of).fold(f64::INFINITY, f64::min);
+        stages.iter().map(of_stage).collect::<Vec<f64>>()
+    };
+    let least_times: Vec<f64> = least(StageEntry::time_s)
+        .into_iter()
+        .zip(stages)
+        .map(|(t, s)| t + s.transfer_s)
+        .collect();
+    let slowest = least_times.iter().copied().fold(0.0, f64::max);
+    let least_steps = least(|e| e.step_s);
+    let of_mesh = |i: usize| least_steps.iter().skip(i).step_by(n_meshes).sum::<f64>();
+    let least_s = least_times.iter().sum::<f64>() + (0..n_meshes).map(of_mesh).fold(0.0, f64::max);
+    thresholds.retain(|t| *t >= slowest);
     thresholds.sort_by(f64::total_cmp);
     thresholds.dedup();
     let mut best: Option<(f64, Shared)> = None;
     for threshold in thresholds {
         if best
             .as_ref()
-            .is_some_and(|(b, _)| repeats * threshold >= *b)
+            .is_some_and(|(b, _)| least_s + repeats * threshold >= *b)
         {
             break;
         }
@@ -162,10 +178,20 @@ fn cheapest(stages: &[&SharedStage<'_>], threshold: f64, capacity_bytes: u64) ->
         .min_by(|a, b| a.time_s.total_cmp(&b.time_s))
 }
 
+/// The fewest bytes that stages of a mesh need: under each bound on transient bytes the entries
+/// that last with the fewest.
 fn least_bytes(stages: &[&SharedStage<'_>]) -> u128 {
-    let parts = frontier(stages, f64::INFINITY, u128::MAX);
-    let bytes = parts.iter().map(|p| p.bytes + p.transient);
-    bytes.min().unwrap_or(u128::MAX)
+    let of_stage = |s: &&SharedStage<'_>, bound: u64| {
+        let allowed = s.entries.iter().filter(|e| e.transient_bytes <= bound);
+        allowed.map(|e| lasting(e, s.in_flight)).min()
+    };
+    let bounds = stages.iter().flat_map(|s| s.entries);
+    let under = bounds.filter_map(|e| {
+        let bound = e.transient_bytes;
+        let sum: Option<u128> = stages.iter().map(|s| of_stage(s, bound)).sum();
+        Some(sum? + u128::from(bound))
+    });
+    under.min().unwrap_or(u128::MAX)
 }
 
 fn joined(

@@ -5,9 +5,9 @@ use crate::facts::Facts;
 use crate::row::Row;
 use crate::{Unmodelled, precision};
 use cost_model::presets::{self, System};
-use ir::Bytes;
 use ir::cluster::Cluster;
 use ir::software::Scaling;
+use ir::{Bytes, DType};
 
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
 const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
@@ -48,7 +48,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     cluster.device.multiprocessors = device.multiprocessors;
     cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
-    let (name, _) = facts.generation(row)?;
+    let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
     for (level, link) in cluster
         .levels
@@ -59,11 +59,23 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     }
     software.memory = facts.memory.process(name, row)?;
     software.unaligned_matmul_share = facts.unaligned_share(device);
-    if let Some((dtype, scaling)) = precision::types(row)?.matmul {
+    let types = precision::types(row)?;
+    if generation.sums_in_f16 && types.activations.compute() == DType::F16 {
+        software.sum_dtype = Some(DType::F16);
+    }
+    if let Some((dtype, scaling)) = types.matmul {
+        let scaling = scaling.unwrap_or(generation.fp8_scaling);
+        if generation.whole_gathers_of.contains(&dtype) {
+            software.piecewise_axes.retain(|axis| axis != "tensor");
+        }
+        if scaling == Scaling::Row {
+            software.narrow_matmul_share = generation.rowwise_share.unwrap_or(1.0);
+        }
         // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
         software.narrow_gathers &= scaling != Scaling::Row;
         (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
     }
+    facts.recipes.apply(row, &mut software);
     // The column does not have it: torchtitan's notes say which runs overlap them.
     let notes = row.text("notes").unwrap_or("").to_lowercase();
     if notes.contains("async tp") || notes.contains("asynctp") {

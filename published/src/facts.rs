@@ -5,9 +5,10 @@
 use crate::Unmodelled;
 use crate::memory::MemoryFacts;
 use crate::parameters::{Parameters, Quantity};
+use crate::recipes::Recipes;
 use crate::row::Row;
 use ir::DType;
-use ir::software::{AttentionKernel, Software};
+use ir::software::{AttentionKernel, Scaling, Software};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -20,6 +21,8 @@ pub struct Facts {
     generations: BTreeMap<String, Generation>,
     /// What processes hold on a device.
     pub memory: MemoryFacts,
+    /// What single recipes do.
+    pub recipes: Recipes,
     attention: BTreeMap<String, AttentionFact>,
     parameters: Parameters,
 }
@@ -65,6 +68,9 @@ struct FrameworkFact {
     gpu: Option<String>,
     #[serde(default)]
     source_contains: Option<String>,
+    /// The first date, as year and month, of what it is about.
+    #[serde(default)]
+    from: Option<String>,
     generation: String,
 }
 
@@ -98,6 +104,9 @@ pub struct Generation {
     /// Chunks of layers per device where the column is empty.
     #[serde(rename = "virtual")]
     pub virtual_chunks: u64,
+    /// Whether its published tables leave chunks out, so that an empty column says nothing.
+    #[serde(default)]
+    pub open_virtual: bool,
     /// How stages divide the layers.
     pub split: Split,
     /// Multiple of the vocabulary on every tensor rank that the framework pads to.
@@ -117,6 +126,9 @@ pub struct Generation {
     pub balanced_context: bool,
     /// Whether ranks wait for their transfers.
     pub blocking_transfers: bool,
+    /// Whether all transfers between two passes of a rank are posted together.
+    #[serde(default)]
+    pub batched_transfers: bool,
     /// Whether gradients are reduced as soon as they are made.
     pub overlapped_gradients: bool,
     /// Whether parameters are gathered ahead of the layer that needs them.
@@ -125,6 +137,18 @@ pub struct Generation {
     /// Whether what is gathered for matmuls travels in their type.
     #[serde(default)]
     pub narrow_gathers: bool,
+    /// How `fp8` is scaled where the cell names no recipe.
+    #[serde(default)]
+    pub fp8_scaling: Scaling,
+    /// Rate of its matmul with a scale for each row over that with one for all.
+    #[serde(default)]
+    pub rowwise_share: Option<f64>,
+    /// Whether operands are cast once and kept.
+    #[serde(default)]
+    pub kept_casts: bool,
+    /// Types of matmuls whose tensor gathers do not move piece by piece.
+    #[serde(default)]
+    pub whole_gathers_of: Vec<DType>,
     /// Whether tensor ranks each send a share of what a stage sends on.
     #[serde(default)]
     pub scattered_transfers: bool,
@@ -134,6 +158,21 @@ pub struct Generation {
     /// Axes over which gathers and scatters move piece by piece beside their matmul.
     #[serde(default)]
     pub piecewise_axes: Vec<String>,
+    /// Whether the host waits for every kernel.
+    #[serde(default)]
+    pub synchronous_launches: bool,
+    /// Whether chains of elementwise operations are one kernel each.
+    #[serde(default)]
+    pub fused_elementwise: bool,
+    /// Axes whose collectives of the backward pass run beside a matmul of their own op.
+    #[serde(default)]
+    pub paired_axes: Vec<String>,
+    /// Whether what recomputes a layer runs all of its forward again.
+    #[serde(default)]
+    pub recomputes_to_the_end: bool,
+    /// Whether gradients of f16 activations are summed in f16 over the microbatches of a step.
+    #[serde(default)]
+    pub sums_in_f16: bool,
     /// Whether updated parameters are broadcast by each owner.
     #[serde(default)]
     pub broadcast_updates: bool,
@@ -212,6 +251,7 @@ impl Facts {
             frameworks: software.framework,
             generations: software.generation,
             memory: MemoryFacts::built_in(),
+            recipes: Recipes::built_in(),
             attention: software.attention,
             parameters: Parameters::parse(parameters)?,
         };
@@ -276,17 +316,31 @@ impl Facts {
             elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
             loss_bytes_per_logit: generation.loss_bytes_per_logit,
             unaligned_matmul_share: 1.0,
+            grouped_matmul_share: self
+                .parameters
+                .value(Quantity::GroupedShare, name)
+                .unwrap_or(1.0),
+            overlapped_dispatch: false,
+            dispatch_once_per_host: false,
+            narrow_matmul_share: 1.0,
             matmul_dtype: None,
             matmul_scaling: Default::default(),
             blocking_axes: generation.blocking_axes.clone(),
             blocking_transfers: generation.blocking_transfers,
+            batched_transfers: generation.batched_transfers,
             overlapped_gradients: generation.overlapped_gradients,
             prefetched_parameters: generation.prefetched_parameters,
             narrow_gathers: generation.narrow_gathers,
+            kept_casts: generation.kept_casts,
             scattered_transfers: generation.scattered_transfers,
             copied_axes: generation.copied_axes.clone(),
             piecewise_axes: generation.piecewise_axes.clone(),
             broadcast_updates: generation.broadcast_updates,
+            synchronous_launches: generation.synchronous_launches,
+            fused_elementwise: generation.fused_elementwise,
+            paired_axes: generation.paired_axes.clone(),
+            recomputes_to_the_end: generation.recomputes_to_the_end,
+            sum_dtype: None,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,
         })
@@ -315,7 +369,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 14] = [
+    pub const TERMS: [&str; 22] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -323,13 +377,21 @@ impl Facts {
         "loss traffic",
         "host",
         "links in training",
+        "grouped matmuls",
         "blocking collectives and transfers",
         "early reduction of gradients",
         "prefetch of parameters",
         "narrow gathers",
+        "casts that are kept",
         "scattered transfers",
         "copies around collectives",
         "updates by broadcast",
+        "collectives beside matmuls of their op",
+        "recomputation to the end",
+        "sums in half precision",
+        "fused elementwise kernels",
+        "transfers posted together",
+        "synchronous launches",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
@@ -341,6 +403,7 @@ impl Facts {
             "elementwise traffic" => Some((Quantity::ElementwiseTraffic, 1.0)),
             "host" => Some((Quantity::HostPerKernel, 0.0)),
             "links in training" => Some((Quantity::LinkShare, 1.0)),
+            "grouped matmuls" => Some((Quantity::GroupedShare, 1.0)),
             _ => None,
         };
         if let Some((quantity, value)) = neutral {
@@ -366,10 +429,17 @@ impl Facts {
                 }
                 "prefetch of parameters" => g.prefetched_parameters = false,
                 "narrow gathers" => g.narrow_gathers = false,
+                "casts that are kept" => g.kept_casts = false,
                 "scattered transfers" => g.scattered_transfers = false,
                 "copies around collectives" => g.copied_axes.clear(),
                 "collectives in pieces" => g.piecewise_axes.clear(),
                 "updates by broadcast" => g.broadcast_updates = false,
+                "collectives beside matmuls of their op" => g.paired_axes.clear(),
+                "recomputation to the end" => g.recomputes_to_the_end = false,
+                "synchronous launches" => g.synchronous_launches = false,
+                "transfers posted together" => g.batched_transfers = false,
+                "fused elementwise kernels" => g.fused_elementwise = false,
+                "sums in half precision" => g.sums_in_f16 = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
                 _ => {}
             }
@@ -403,11 +473,14 @@ impl Facts {
     /// The generation of a row's framework, with its name.
     pub fn generation(&self, row: &Row) -> Result<(&str, &Generation), Unmodelled> {
         let name = row.required("framework")?;
-        let (gpu, source) = (row.text("gpu"), row.text("source"));
+        let (gpu, source, date) = (row.text("gpu"), row.text("source"), row.text("date"));
         let matches = |f: &&FrameworkFact| {
             let begins = |prefix: &String| gpu.is_some_and(|g| g.starts_with(prefix));
             let contains = |part: &String| source.is_some_and(|s| s.contains(part));
+            // Dates begin with the year and the month, so they are ordered as text.
+            let after = |from: &String| date.is_some_and(|d| d >= from.as_str());
             f.name == name
+                && f.from.as_ref().is_none_or(after)
                 && f.gpu.as_ref().is_none_or(begins)
                 && f.source_contains.as_ref().is_none_or(contains)
         };
@@ -460,9 +533,9 @@ mod tests {
                     Quantity::SustainedShare | Quantity::UnalignedShare => {
                         facts.devices.iter().any(|d| d.gpu == *name)
                     }
-                    Quantity::ElementwiseTraffic | Quantity::HostPerKernel => {
-                        facts.generations.contains_key(name)
-                    }
+                    Quantity::ElementwiseTraffic
+                    | Quantity::HostPerKernel
+                    | Quantity::GroupedShare => facts.generations.contains_key(name),
                     Quantity::AttentionRate | Quantity::AttentionPasses => {
                         facts.attention.contains_key(name)
                     }

@@ -6,16 +6,20 @@
 //! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
 //!   figures that are fitted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
+//! * `recipes`: what single recipes of a framework's releases do.
+//! * `choices`: what a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
 //! * `free`: what the search finds in a row's place.
-//! * `breakdown`: where the predicted time goes.
+//! * `breakdown`, `explain`: where the predicted time goes, by cause and by instruction.
 //! * `memory`: what processes hold beside the tensors, and what published figures count.
 //!
 //! A row that cannot be modelled says why ([`Unmodelled`]).
 
 pub mod breakdown;
+mod choices;
 pub mod cluster;
 pub mod csv;
+mod explain;
 mod facts;
 mod free;
 pub mod memory;
@@ -23,6 +27,7 @@ mod model;
 mod parameters;
 mod precision;
 mod predict;
+mod recipes;
 pub mod row;
 mod setup;
 

@@ -3,7 +3,7 @@
 
 use crate::facts::Generation;
 use crate::row::{Row, RowError};
-use import::ModelConfig;
+use import::{ImportError, ModelConfig};
 use serde_json::json;
 
 /// Heads of a row's model: as stated, or as many as `head_dim` gives.
@@ -116,7 +116,43 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
         Some(_) => made.and_then(|model| model.with_expert_capacity(1.0)),
         None => made,
     };
-    made.map_err(|e| crate::Unmodelled::Model(e.to_string()))
+    made.map_err(|e| crate::Unmodelled::Model(in_columns(&e)))
+}
+
+/// What is wrong with a configuration, in the words of the table: its fields by their columns,
+/// without the file that the user never saw.
+fn in_columns(error: &ImportError) -> String {
+    // A name that holds another one stands before it.
+    const COLUMNS: [(&str, &str); 15] = [
+        ("num_experts_per_tok", "mlp_type"),
+        ("num_experts", "mlp_type"),
+        ("moe_intermediate_size", "ffn_hidden"),
+        ("intermediate_size", "ffn_hidden"),
+        ("n_inner", "ffn_hidden"),
+        ("num_attention_heads", "heads"),
+        ("num_key_value_heads", "kv_heads"),
+        ("n_head", "heads"),
+        ("num_hidden_layers", "layers"),
+        ("n_layer", "layers"),
+        ("hidden_size", "hidden"),
+        ("n_embd", "hidden"),
+        ("vocab_size", "vocab"),
+        ("max_position_embeddings", "seq_len"),
+        ("n_positions", "seq_len"),
+    ];
+    let said = match error {
+        ImportError::Field { field, problem, .. } => format!("`{field}` {problem}"),
+        ImportError::Contradiction {
+            first,
+            second,
+            problem,
+            ..
+        } => format!("`{first}` and `{second}` contradict each other: {problem}"),
+        other => other.to_string(),
+    };
+    COLUMNS
+        .iter()
+        .fold(said, |said, (field, column)| said.replace(field, column))
 }
 
 #[cfg(test)]
@@ -142,6 +178,27 @@ mod tests {
         );
         assert!(of("moe8top9").unwrap_err().contains("such as moe128top8"));
         assert!(of("moe").is_err() && of("moe0top0").is_err());
+    }
+
+    #[test]
+    fn problems_are_told_by_column() {
+        let header = "framework,hidden,heads,kv_heads,layers,vocab,seq_len,ffn_hidden,mlp_type";
+        let of = |cells: &str| {
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let row = &crate::row::rows(&table)[0];
+            let facts = crate::Facts::built_in();
+            let (_, generation) = facts.generation(row).unwrap();
+            config(row, generation).unwrap_err().to_string()
+        };
+        let said = of("Megatron-LM,1000,7,3,2,1000,128,4000,swiglu");
+        assert!(
+            said.contains("`heads`") && said.contains("kv_heads"),
+            "{said}"
+        );
+        assert!(
+            !said.contains("num_") && !said.contains("row's model"),
+            "{said}"
+        );
     }
 
     #[test]

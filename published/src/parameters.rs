@@ -28,6 +28,8 @@ pub enum Quantity {
     UnalignedShare,
     /// Of a link: bandwidth in training over what collectives reach alone.
     LinkShare,
+    /// Rate of the matmuls of several experts over one matmul's, of a framework's generation.
+    GroupedShare,
 }
 
 /// One fitted figure.
@@ -105,7 +107,7 @@ impl Parameters {
                 }
                 let is_of_generation = matches!(
                     p.quantity,
-                    Quantity::ElementwiseTraffic | Quantity::HostPerKernel
+                    Quantity::ElementwiseTraffic | Quantity::HostPerKernel | Quantity::GroupedShare
                 );
                 if is_of_generation && p.is_fitted() {
                     *of_generation.entry(name).or_default() += 1;

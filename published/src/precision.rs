@@ -16,8 +16,9 @@ use ir::{DType, Precision};
 pub struct Types {
     /// Of activations, and of matmuls that `matmul` does not speak of.
     pub activations: Precision,
-    /// Of the operands of matmuls with parameters, and how they are scaled into it.
-    pub matmul: Option<(DType, Scaling)>,
+    /// Of the operands of matmuls with parameters, and how they are scaled into it, where the
+    /// cell says that.
+    pub matmul: Option<(DType, Option<Scaling>)>,
 }
 
 /// Words of a cell and what they mean; the first whose word is there counts.
@@ -56,13 +57,12 @@ pub fn types(row: &Row) -> Result<Types, Unmodelled> {
         "fp32" => plain(Precision::F32),
         "fp16" => plain(Precision::F16),
         "bf16" => plain(Precision::Bf16),
-        "nvfp4" | "fp4" => narrow(DType::F4e2m1, Scaling::Block16),
+        "nvfp4" | "fp4" => narrow(DType::F4e2m1, Some(Scaling::Block16)),
         "fp8" | "mxfp8" => {
             let known = SCALINGS.iter().find(|(word, _)| words.contains(word));
             match (known, words.as_slice()) {
-                (Some((_, scaling)), _) => narrow(DType::F8e4m3, *scaling),
-                // The oldest recipe, where none is named.
-                (None, ["fp8"]) => narrow(DType::F8e4m3, Scaling::Delayed),
+                (Some((_, scaling)), _) => narrow(DType::F8e4m3, Some(*scaling)),
+                (None, ["fp8"]) => narrow(DType::F8e4m3, None),
                 _ => return Err(unknown()),
             }
         }
@@ -80,11 +80,11 @@ mod tests {
             let table = crate::csv::parse(&format!("precision\n{cell}\n")).unwrap();
             types(&crate::row::rows(&table)[0])
         };
-        let eight = |scaling| Some((DType::F8e4m3, scaling));
+        let eight = |scaling| Some((DType::F8e4m3, Some(scaling)));
         for (cell, activations, matmul) in [
             ("fp32", Precision::F32, None),
             ("bf16 (fp32 grad accum)", Precision::Bf16, None),
-            ("fp8", Precision::Bf16, eight(Scaling::Delayed)),
+            ("fp8", Precision::Bf16, Some((DType::F8e4m3, None))),
             ("fp8-cs", Precision::Bf16, eight(Scaling::Tensor)),
             ("fp8 tensorwise", Precision::Bf16, eight(Scaling::Tensor)),
             ("fp8 rowwise", Precision::Bf16, eight(Scaling::Row)),
@@ -95,7 +95,7 @@ mod tests {
             assert_eq!((types.activations, types.matmul), (activations, matmul));
         }
         let four = of("nvfp4").unwrap().matmul;
-        assert_eq!(four, Some((DType::F4e2m1, Scaling::Block16)));
+        assert_eq!(four, Some((DType::F4e2m1, Some(Scaling::Block16))));
         for cell in ["int8", "fp8 quickly", "bf61"] {
             let error = of(cell).unwrap_err().to_string();
             assert_eq!(error, format!("not supported: the precision {cell}"));

@@ -1,5 +1,6 @@
 //! What a row trained and how: the training spec and the pins that describe its plan.
 
+use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
@@ -18,12 +19,16 @@ pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
 }
 
 /// The pins that describe a row's plan, in the form that `compile --pin` reads, and what had to
-/// be assumed for them.
+/// be assumed for them; `choice` is one of [`choices`].
 ///
 /// Fails where a degree is not stated, or the plan uses what the planner does not know.
-pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmodelled> {
+pub fn pins(
+    row: &Row,
+    facts: &Facts,
+    choice: &Choice,
+) -> Result<(Vec<String>, Vec<String>), Unmodelled> {
     let (_, generation) = facts.generation(row)?;
-    let mut assumed = Vec::new();
+    let mut assumed = choice.assumed(row)?;
     let degree = |column: &str| -> Result<u64, RowError> { Ok(row.count(column)?.unwrap_or(1)) };
     let expert = degree("ep")?;
     let experts = model::experts(row)?;
@@ -32,32 +37,8 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         return Err(Unmodelled::Feature(why.into()));
     }
     let (tensor, pipeline, context) = (degree("tp")?, degree("pp")?, degree("cp")?);
-    let total = row.required_count("gpus_total")?;
-    let data = match row.count("dp")? {
-        Some(n) => n,
-        None => total / tensor.saturating_mul(pipeline).saturating_mul(context),
-    };
-    if data
-        .saturating_mul(tensor)
-        .saturating_mul(pipeline)
-        .saturating_mul(context)
-        != total
-    {
-        let cp = match context {
-            1 => String::new(),
-            n => format!(" x cp {n}"),
-        };
-        return Err(Unmodelled::Feature(format!(
-            "dp {data} x tp {tensor} x pp {pipeline}{cp} on {total} GPUs"
-        )));
-    }
-    let per_replica = match row.count("micro_batch")? {
-        Some(n) => n,
-        None => {
-            assumed.push("micro_batch=1".to_string());
-            1
-        }
-    };
+    let data = choices::data(row)?;
+    let per_replica = choice.micro_batch;
     let zero = zero_stage(row)?.unwrap_or_else(|| {
         assumed.push(format!("zero={}", generation.zero));
         generation.zero
@@ -81,18 +62,7 @@ pub fn pins(row: &Row, facts: &Facts) -> Result<(Vec<String>, Vec<String>), Unmo
         assumed.push("sequence_parallel=no".into());
     }
     let is_parallel = is_parallel == Some("yes");
-    let chunks = match row.count("vpp")? {
-        Some(n) if n > 1 && pipeline == 1 => {
-            return Err(RowError::Malformed {
-                column: "vpp".into(),
-                value: n.to_string(),
-                expected: "1 where `pp` is 1",
-            }
-            .into());
-        }
-        Some(n) => n,
-        None => generation.virtual_chunks,
-    };
+    let chunks = choice.chunks;
     let mut pins = vec![
         format!("data={data}"),
         format!("tensor={tensor}"),
@@ -276,7 +246,15 @@ fn residual_pins(
     // Experts are split by a part of the ranks that split samples.
     let samples = if has_experts { "data+expert" } else { "data" };
     let values: &[&str] = if row.text("mlp_type") == Some("gelu") {
-        &["h.*.ln_1", "h.*.ln_2", "h.*.residual_1", "h.*.residual_2"]
+        // What a row-parallel matmul leaves is summed before its bias is added.
+        &[
+            "h.*.ln_1",
+            "h.*.ln_2",
+            "h.*.attn.out.add_bias",
+            "h.*.mlp.proj.add_bias",
+            "h.*.residual_1",
+            "h.*.residual_2",
+        ]
     } else {
         &[
             "h.*.norm_1",
@@ -309,7 +287,9 @@ mod tests {
     }
 
     fn pins_of(cells: &str) -> Result<String, Unmodelled> {
-        pins(&row(cells), &Facts::built_in())
+        let (row, facts) = (row(cells), Facts::built_in());
+        let first = choices::choices(&row, &facts)?;
+        pins(&row, &facts, &first[0])
             .map(|(pins, assumed)| format!("{} | {}", pins.join(" "), assumed.join(" ")))
     }
 
@@ -320,6 +300,7 @@ mod tests {
             text.unwrap(),
             "data=32 tensor=4 pipeline=1 zero=0 microbatch=512 schedule=1f1b recompute=full \
              spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
+             spec:h.*.attn.out.add_bias=[data,_,_] spec:h.*.mlp.proj.add_bias=[data,_,_] \
              spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] \
              spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] | "
         );
@@ -337,7 +318,9 @@ mod tests {
         let header = "seq_len,gpu,gpus_total,framework,layers,tp,pp,cp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type";
         let cells = "8192,H100,64,NeMo 1.x/Megatron-Core,80,4,4,2,,1,yes,1,none,swiglu";
         let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
-        let (pins, _) = pins(&crate::row::rows(&table)[0], &Facts::built_in()).unwrap();
+        let (row, facts) = (&crate::row::rows(&table)[0], Facts::built_in());
+        let first = choices::choices(row, &facts).unwrap();
+        let (pins, _) = pins(row, &facts, &first[0]).unwrap();
         let text = pins.join(" ");
         assert!(text.starts_with("data=2 tensor=4 pipeline=4 zero=1 microbatch=2"));
         assert!(text.contains(" context=2 context_order=zigzag "), "{text}");
@@ -435,7 +418,12 @@ mod tests {
         let error = pins_of("A100,8,Megatron-LM,,24,2,1,1,8,1,no,0,none,gelu,fp16,64,2048");
         assert_eq!(
             error.unwrap_err().to_string(),
-            "not supported: dp 8 x tp 2 x pp 1 on 8 GPUs"
+            "plan: dp 8 x tp 2 x pp 1 is 16 GPUs, and `gpus_total` is 8"
+        );
+        let error = pins_of("A100,7,Megatron-LM,,24,2,1,1,,1,no,0,none,gelu,fp16,64,2048");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "plan: tp 2 x pp 1 does not divide the 7 GPUs of `gpus_total`"
         );
     }
 

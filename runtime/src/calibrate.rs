@@ -22,7 +22,10 @@
 //! | `launch`                |                                                |
 //! | `all_reduce` ...        | bytes, ranks of the group, ranks at work       |
 //! | `send`                  | bytes                                          |
+//! | `to host`               | bytes that each of the working ranks copies    |
+//! | `write`                 | bytes to a file in the current folder          |
 
+mod host;
 mod probes;
 mod transfers;
 
@@ -96,6 +99,9 @@ pub fn measure(
         threads,
         options.seconds * KERNELS_SHARE,
     )?;
+    progress("copies to host memory and storage");
+    let folder = std::env::current_dir().unwrap_or_else(|_| std::env::temp_dir());
+    points.extend(host::host(n_working, options.quick, &folder));
     if options.n_ranks > 1 {
         let clock = match options.n_ranks as usize > cores {
             true => Clock::Processor,

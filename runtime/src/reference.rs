@@ -3,12 +3,15 @@
 //!
 //! It shares the kernels with the ranks (`execute::kernel`) and nothing else.
 
+mod noise;
+
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
 use crate::execute::{
     Context, LOSS_SCALE_UNIT, Local, Operand, Output, StateTensor, States, check_batch, in_place,
     kernel, load_tokens, narrow,
 };
+use crate::rng::Key;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Graph, Op, OpKind, Region, TensorType, TrainSpec, ValueId};
 use std::collections::BTreeMap;
@@ -24,6 +27,7 @@ pub struct Reference {
     gradients: BTreeMap<String, Vec<f32>>,
     step: u64,
     threads: usize,
+    noise: Option<u64>,
 }
 
 /// What a step of the reference gave.
@@ -85,7 +89,17 @@ impl Reference {
             gradients: BTreeMap::new(),
             step: 0,
             threads,
+            noise: None,
         })
+    }
+
+    /// The same training, every number that an op computes off by one unit in its last place,
+    /// drawn from `seed`: what rounding may do to the results.
+    pub fn with_noise(self, seed: u64) -> Self {
+        Reference {
+            noise: Some(seed),
+            ..self
+        }
     }
 
     /// One training step on a global batch of samples of `sequence + 1` tokens.
@@ -186,6 +200,7 @@ impl Reference {
             graph,
             microbatch: self.microbatch,
             values: vec![None; graph.values().len()],
+            noise: self.noise,
         };
         let mut cx = Context {
             seed: self.spec.seed,
@@ -253,6 +268,7 @@ pub fn eval_forward(
         graph,
         microbatch: tokens.len() as u64,
         values: vec![None; graph.values().len()],
+        noise: None,
     };
     for op in graph.ops() {
         if let OpKind::State { .. } = op.kind {
@@ -284,6 +300,7 @@ struct Machine<'a> {
     graph: &'a Graph,
     microbatch: u64,
     values: Values,
+    noise: Option<u64>,
 }
 
 impl Machine<'_> {
@@ -331,7 +348,12 @@ impl Machine<'_> {
                     .map(|(local, data)| Output { local, data })
                     .collect();
                 kernel(kind, &op.path, &operands, &mut outputs, cx)?;
-                for (v, data) in op.outputs.iter().zip(results) {
+                for ((v, local), mut data) in op.outputs.iter().zip(&locals).zip(results) {
+                    if let Some(seed) = self.noise {
+                        let key = Key::new(seed, cx.step, &format!("{}.{v}", op.path));
+                        // Microbatches differ by their first sample, far apart in the stream.
+                        noise::nudge(op, local.dtype, key, cx.first_sample << 32, &mut data);
+                    }
                     self.values[v.index()] = Some(data);
                 }
             }

@@ -10,6 +10,7 @@ use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// States of this name and below belong to the precision, not to the model.
 const LOSS_SCALE: &str = "loss_scale";
@@ -42,6 +43,9 @@ pub struct TrainOptions<'a> {
     pub resume: Option<PathBuf>,
     /// Where to write the final state.
     pub save: Option<PathBuf>,
+    /// Once true, no further step begins: the run ends as if it had been asked for the steps
+    /// done by then. Before the first step is done, nothing is saved.
+    pub stop: Option<&'a AtomicBool>,
     /// Watchdog and threads.
     pub session: SessionOptions,
 }
@@ -118,24 +122,31 @@ pub fn train(
         on_progress(Progress::Validation { step, loss });
         Ok(())
     };
-    if options.validate_every.is_some() {
+    let stopped = || options.stop.is_some_and(|s| s.load(Ordering::Relaxed));
+    if options.validate_every.is_some() && !stopped() {
         validate(&mut session, &mut recorder, &mut on_progress)?;
     }
+    let mut done = 0;
     for i in 0..options.steps {
+        if stopped() {
+            break;
+        }
         let step = session.step_number();
         let lr = options.schedule.lr_at(step);
         let profile = options.steps - i <= options.profile_steps;
         let result = session.step(&data.train(step)?, lr, profile)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
+        done += 1;
         let due = options
             .validate_every
             .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
-        if due {
+        if due && !stopped() {
             validate(&mut session, &mut recorder, &mut on_progress)?;
         }
     }
-    if let Some(path) = &options.save {
+    let nothing_done = done == 0 && options.steps > 0;
+    if let Some(path) = options.save.as_ref().filter(|_| !nothing_done) {
         let states = session.export_states()?;
         crate::checkpoint::save(path, &states, session.step_number())?;
     }
@@ -297,6 +308,7 @@ mod tests {
                 profile_steps: 2,
                 resume,
                 save,
+                stop: None,
                 session: SessionOptions::default(),
             };
             let mut n_progress = 0;
@@ -371,6 +383,7 @@ mod tests {
             profile_steps: 2,
             resume: None,
             save: None,
+            stop: None,
             session: SessionOptions::default(),
         };
         let m = train(

@@ -395,6 +395,7 @@ fn cluster(n: u32) -> Cluster {
         levels: vec![level],
         pool: None,
         software: None,
+        storage: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }

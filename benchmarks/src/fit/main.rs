@@ -59,19 +59,20 @@ fn main() -> Result<(), String> {
         },
     );
     let fitted = errors(&full.residuals);
-    let held_out =
-        |by: fn(&Problem, &least_squares::Point, &least_squares::Bounds, &[f64]) -> Vec<f64>| {
-            if asked("--quick") {
-                fitted.clone()
-            } else {
-                by(&problem, &full, &bounds, &weights)
-            }
-        };
+    let (by_group, by_source) = if asked("--quick") {
+        (fitted.clone(), fitted.clone())
+    } else {
+        let defaults = problem.defaults();
+        (
+            validate::by_group(&problem, &defaults, &bounds, &weights),
+            validate::by_source(&problem, &defaults, &bounds, &weights),
+        )
+    };
     let all = report::Errors {
         before,
-        by_group: held_out(validate::by_group),
-        by_source: held_out(validate::by_source),
         fitted: fitted.clone(),
+        by_group,
+        by_source,
     };
     let parameters = problem
         .at(&full.at)

@@ -163,12 +163,16 @@ impl Problem {
 
     /// The point of the parameters' own values.
     pub fn start(&self) -> Point {
-        let at: Vec<f64> = self
-            .parameters()
-            .list()
-            .iter()
-            .map(|p| p.value.ln())
-            .collect();
+        let list = self.parameters().list();
+        self.point(list.iter().map(|p| p.value.ln()).collect())
+    }
+
+    /// The point of the defaults.
+    pub fn defaults(&self) -> Point {
+        self.point(self.bounds().default)
+    }
+
+    fn point(&self, at: Vec<f64>) -> Point {
         let residuals = self.residuals(&at);
         let slopes = self.slopes(&at, &residuals);
         Point {

@@ -3,6 +3,7 @@
 //! first argument), prints the errors and writes `benchmarks/results/published.md` and
 //! `published.svg` beside it.
 
+mod explain;
 mod figure;
 mod free;
 mod memory;
@@ -31,6 +32,10 @@ fn main() -> Result<(), String> {
     let rows = row::rows(&table);
     let started = Instant::now();
     let facts = benchmarks::facts::facts()?;
+    if let Some(names) = std::env::args().skip_while(|a| a != "--explain").nth(1) {
+        print!("{}", explain::text(&rows, &names, &facts));
+        return Ok(());
+    }
     let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);

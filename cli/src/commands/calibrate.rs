@@ -76,7 +76,12 @@ fn machine(n_ranks: u32) -> Result<Machine, Failure> {
 }
 
 fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
-    let rows = cluster.measured.iter().map(|p| {
+    // Points of one size are the forms of a matmul, or probes of the same thing.
+    let same = |a: &MeasuredPoint, b: &MeasuredPoint| a.what == b.what && a.size == b.size;
+    let rows = cluster.measured.chunk_by(same).map(|points| {
+        let mut points: Vec<&MeasuredPoint> = points.iter().collect();
+        points.sort_by(|a, b| a.median_s.total_cmp(&b.median_s));
+        let p = points[points.len() / 2];
         let size: Vec<String> = p.size.iter().map(u64::to_string).collect();
         let spread = if p.median_s > 0.0 {
             report::percent(p.spread_s / p.median_s)
@@ -88,17 +93,18 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
             size.join(" x "),
             Seconds(p.median_s).to_string(),
             spread,
+            points.len().to_string(),
             p.n.to_string(),
             rate(p),
         ]
     });
     report::out(&report::table(
-        &["what", "size", "median", "spread", "n", "rate"],
+        &["what", "size", "median", "spread", "points", "n", "rate"],
         rows.collect(),
         1,
     ))?;
     report::out(
-        "(sizes: m x n x k of a matmul, bytes of a copy or collective; spread: median absolute deviation)\n",
+        "(sizes: m x n x k of a matmul, bytes of a copy or collective; spread: median absolute deviation; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown)\n",
     )?;
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d

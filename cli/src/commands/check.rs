@@ -31,18 +31,25 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         .map(|t| t.instructions.len())
         .sum();
     let buffers: usize = program.roles.iter().map(|r| r.buffers.len()).sum();
+    let (stages, meshes) = (plan.stages.len(), program.roles.len());
+    let beyond = report::memory::beyond_device(&plan, &program);
     let ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
     if args.json {
         return report::print_json(&json!({
-            "correct": true, "violations": [], "stages": program.roles.len(), "ranks": ranks,
+            "correct": true, "violations": [], "stages": stages, "meshes": meshes, "memory_note": beyond, "ranks": ranks,
             "instructions": instructions, "buffers": buffers, "transfers": program.transfers.len(),
         }));
     }
     report::out(&format!(
-        "{name}: correct. {} stages on {ranks} ranks, {instructions} instructions, {buffers} buffers, {} transfers:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
-        program.roles.len(),
+        "{name}: correct. {stages} stage{} on {}{ranks} ranks, {instructions} instructions, {buffers} buffers, {} transfers:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
+        if stages == 1 { "" } else { "s" },
+        match meshes == stages {
+            true => String::new(),
+            false => format!("{meshes} meshes of "),
+        },
         program.transfers.len()
-    ))
+    ))?;
+    beyond.map_or(Ok(()), |words| report::out(&format!("Note: {words}.")))
 }
 
 fn refuse(args: &CheckArgs, what: &str, violations: &[Violation]) -> Result<(), Failure> {

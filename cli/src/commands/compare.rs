@@ -104,6 +104,10 @@ fn without_ratios(c: &mut Comparison) {
     c.waterfall = None;
 }
 
+/// No time in seconds, and no rate in tokens per second, is larger: sums of what may be measured
+/// stay numbers.
+const MOST: f64 = 1e15;
+
 /// The measurement at `path`, if it is one of this plan.
 fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     let name = path.display().to_string();
@@ -159,9 +163,9 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
         .chain(of_steps)
         .chain(of_stages)
         .chain(of_instructions)
-        .find(|(_, x)| !x.is_finite() || *x < 0.0)
+        .find(|(_, x)| !(0.0..=MOST).contains(x))
     {
-        return bad(format!("{key} is {x}, expected a number from 0"));
+        return bad(format!("{key} is {x}, expected 0 to {MOST:e}"));
     }
     Ok(m)
 }
@@ -250,7 +254,7 @@ fn print_words(
         );
     }
     if let Some(w) = &c.waterfall {
-        print_waterfall(w)?;
+        print_waterfall(w, c.stages.len(), plan.schedule.virtual_stages())?;
     }
     report::out("\nThe instructions with the largest difference per step")?;
     let worst = c.worst.iter().map(|w| {
@@ -276,7 +280,7 @@ fn print_words(
 }
 
 /// The way from the predicted to the measured step time.
-fn print_waterfall(w: &Waterfall) -> Result<(), Failure> {
+fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
     report::out(&format!(
         "\nFrom {} predicted to {} measured, in seconds of the step (work over the {:.2} processors that work together)",
         seconds(w.predicted_s),
@@ -295,7 +299,8 @@ fn print_waterfall(w: &Waterfall) -> Result<(), Failure> {
         .parts
         .iter()
         .map(|p| {
-            let stage = p.stage.map_or("all".into(), |s| s.to_string());
+            let of_mesh = |s| report::plan::stages_of_mesh(s as usize, meshes, virtual_stages);
+            let stage = p.stage.map_or("all".into(), of_mesh);
             [vec![p.cause.name().to_string(), stage], cells(p)].concat()
         })
         .collect();
@@ -319,7 +324,7 @@ fn print_waterfall(w: &Waterfall) -> Result<(), Failure> {
 
 /// Seconds with their sign.
 fn signed(s: f64) -> String {
-    match s < 0.0 {
+    match s < 0.0 && s.abs() >= 5e-13 {
         true => format!("-{}", seconds(-s)),
         false => format!("+{}", seconds(s)),
     }

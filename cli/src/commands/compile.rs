@@ -95,6 +95,16 @@ fn prove(planned: &Planned) -> Result<(), Failure> {
         .help("this is a defect of meshwright; please report it with the command line"))
 }
 
+/// What the user may want to know of a plan that is correct all the same.
+fn notes(planned: &Planned) -> Vec<String> {
+    let plan = &planned.plan;
+    let stages = report::plan::stages(plan, &planned.training);
+    let mut notes = planned.stats.notes.clone();
+    notes.extend(report::plan::repeated_work(&stages));
+    notes.extend(report::memory::beyond_device(plan, &planned.program));
+    notes
+}
+
 fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Result<(), Failure> {
     report::out(&report::plan::words(&planned.plan, &planned.training))?;
     let s = &planned.stats;
@@ -105,7 +115,7 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
         s.candidates,
         s.simulated
     ))?;
-    for note in &s.notes {
+    for note in notes(planned) {
         report::out(&format!("Note: {note}."))?;
     }
     let mut alternatives = s.alternatives.clone();
@@ -143,7 +153,7 @@ fn print_json(
             "layer_kinds": planned.stats.n_layer_kinds,
             "candidates": planned.stats.candidates,
             "simulated": planned.stats.simulated,
-            "notes": planned.stats.notes,
+            "notes": notes(planned),
             "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
         },
     }))

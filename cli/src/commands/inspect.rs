@@ -24,6 +24,11 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         ..
     } = loaded;
     report::out(&report::plan::words(plan, training))?;
+    let repeated = report::plan::repeated_work(&report::plan::stages(plan, training));
+    let beyond = report::memory::beyond_device(plan, program);
+    for note in repeated.into_iter().chain(beyond) {
+        report::out(&format!("Note: {note}."))?;
+    }
     report::out("\nCommunication in one step")?;
     report::out(&collectives::table(&collectives::traffic(program)))?;
     if args.layers {
@@ -61,6 +66,7 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "stages": report::plan::stages(plan, training),
         "communication": collectives::traffic(program),
         "memory": memory,
+        "memory_note": report::memory::beyond_device(plan, program),
         "predicted": plan.predicted,
         "mfu_convention": report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)),
         "proof": plan.proof,

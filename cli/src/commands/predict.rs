@@ -34,6 +34,15 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let started = Instant::now();
     let bar = spinner("predicting");
     let rows = row::rows(&table);
+    if rows.is_empty() {
+        bar.finish_and_clear();
+        let what = format!(
+            "{}: the table has no rows under its header",
+            args.rows.display()
+        );
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("a row is a training run; docs/published.md lists the columns"));
+    }
     let outcomes = predict(&rows, &Facts::built_in());
     bar.finish_and_clear();
     let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
@@ -46,13 +55,11 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         .map(|(reason, n)| format!("  {n} not predicted: {reason}"));
     if predicted == 0 {
         let reasons: Vec<String> = reasons.take(REASONS_SHOWN).collect();
-        let what = match rows.len() {
-            0 => "the table has no rows".to_string(),
-            n => format!(
-                "none of {n} runs could be predicted\n{}",
-                reasons.join("\n")
-            ),
-        };
+        let what = format!(
+            "none of {} runs could be predicted\n{}",
+            rows.len(),
+            reasons.join("\n")
+        );
         return Err(
             Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()))
                 .help("docs/published.md lists the columns and what they may say"),

@@ -3,7 +3,7 @@
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{cluster, files, model, report};
+use crate::{cluster, files, interrupt, model, report};
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use import::{ModelConfig, Weights};
@@ -23,8 +23,6 @@ use std::time::Duration;
 
 /// Name of the training state in a checkpoint folder.
 const STATE: &str = "state.safetensors";
-/// Ranks, each a thread, that one process runs at most.
-const MAX_RANKS: u32 = 1024;
 
 /// Runs the verb.
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
@@ -54,6 +52,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (resume, state.path()),
     )?;
     finite(&measurement)?;
+    if measurement.steps.is_empty() {
+        let what = "interrupted before the first step was done; nothing was written";
+        return Err(Failure::new(Exit::Interrupted, what));
+    }
     if let (Some(path), Some(config)) = (&args.save, &config) {
         export(path, config, state.path())?;
     }
@@ -66,10 +68,49 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     text.push('\n');
     files::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
-        print_json(args, &loaded, &measurement)
+        print_json(args, &loaded, &measurement)?;
     } else {
-        print_words(args, &loaded, &measurement)
+        print_words(args, &loaded, &measurement)?;
     }
+    whole(args, &measurement)
+}
+
+/// Says that a run ended before its last step, what of it there is, and how it can go on.
+fn whole(args: &RunArgs, m: &Measurement) -> Result<(), Failure> {
+    let done = m.steps.len() as u64;
+    if done == args.steps {
+        return Ok(());
+    }
+    let mut written = vec![format!("{} measures them", args.output.display())];
+    let mut help = None;
+    if let Some(path) = &args.save {
+        written.push(format!("{} has the weights", path.display()));
+    }
+    if let Some(folder) = &args.checkpoint {
+        written.push(format!("{} the training state", folder.display()));
+        help = Some(format!(
+            "to go on, the same command with --resume {} --steps {}, and --total-steps if the learning rate decays",
+            folder.display(),
+            args.steps - done
+        ));
+    }
+    if m.instructions.is_empty() && args.profile > 0 {
+        written.push("no step was timed by instruction, as the last ones are".into());
+    }
+    let failure = Failure::new(
+        Exit::Interrupted,
+        format!(
+            "interrupted after {done} of {} steps; {}",
+            args.steps,
+            written.join(", ")
+        ),
+    );
+    Err(match help {
+        Some(help) => failure.help(help),
+        None => {
+            failure.help("with --checkpoint DIR an interrupted run can go on from where it ended")
+        }
+    })
 }
 
 /// Refuses plans whose matmuls run in a type that CPU ranks do not compute in.
@@ -277,10 +318,11 @@ fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
         .iter()
         .map(|r| r.mesh.n_devices())
         .sum();
-    if ranks > MAX_RANKS {
+    let most = cluster::MAX_RANKS;
+    if ranks > most {
         return Err(Failure::new(
             Exit::RunFailed,
-            format!("the plan has {ranks} ranks; {MAX_RANKS} threads are the limit of one process"),
+            format!("the plan has {ranks} ranks; {most} threads are the limit of one process"),
         )
         .help("compile for fewer devices, as with --cluster cluster.toml --ranks 4"));
     }
@@ -313,6 +355,7 @@ fn train_all(
     (resume, save): (Option<PathBuf>, Option<PathBuf>),
 ) -> Result<Measurement, Failure> {
     let plan = &loaded.plan;
+    let stop = interrupt::flag("ending after this step and writing what there is")?;
     let options = TrainOptions {
         program: &loaded.program,
         spec: &plan.train,
@@ -326,6 +369,7 @@ fn train_all(
         profile_steps: args.profile,
         resume,
         save,
+        stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
             threads_per_rank: None,

@@ -3,8 +3,8 @@
 use super::spinner;
 use crate::args::SolveArgs;
 use crate::failure::{Exit, Failure};
-use crate::files;
 use crate::report;
+use crate::{files, interrupt};
 use planner::intra_op::presolve::Infeasibility;
 use planner::intra_op::{
     SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution,
@@ -21,8 +21,7 @@ use std::time::{Duration, Instant};
 pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     // The limit counts from here, so that it covers reading; so does an interrupt.
     let start = Instant::now();
-    let cancel = Arc::default();
-    stop_on_interrupt(&cancel)?;
+    let cancel = interrupt::flag("ending with what is known")?;
     let options = options(args, start, &cancel)?;
     if let Some(path) = &args.output {
         files::check_writable(path)?;
@@ -72,20 +71,6 @@ fn options(
         gap: args.gap,
         ..SolveOptions::default()
     })
-}
-
-/// The first interrupt (or request to terminate) ends reading, or the search with what is
-/// known; the second ends the command.
-fn stop_on_interrupt(cancel: &Arc<AtomicBool>) -> Result<(), Failure> {
-    let cancel = Arc::clone(cancel);
-    let handler = move || {
-        if cancel.swap(true, Ordering::Relaxed) {
-            std::process::exit(Exit::Interrupted as i32);
-        }
-        eprintln!("interrupted: ending with what is known; interrupt again to end at once");
-    };
-    ctrlc::set_handler(handler)
-        .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))
 }
 
 /// The result as one JSON object.

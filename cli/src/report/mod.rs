@@ -6,6 +6,7 @@
 //! * `strategies`: the strategy of every op.
 
 pub mod collectives;
+pub mod memory;
 pub mod parallelism;
 pub mod plan;
 pub mod strategies;

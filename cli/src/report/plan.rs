@@ -66,6 +66,26 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
     plan.stages.iter().enumerate().map(stage).collect()
 }
 
+/// Axes along which all ranks of a stage do the same work in every layer and hold the same
+/// parts of every parameter: devices that add nothing.
+pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
+    let mut said = Vec::new();
+    for (i, stage) in stages.iter().enumerate() {
+        for (k, (name, size)) in stage.mesh.iter().enumerate() {
+            let adds = |run: &RunReport| {
+                let axis = run.axes.get(k);
+                axis.is_none_or(|a| !a.does.is_empty() || a.zero != Some(0))
+            };
+            if *size > 1 && !stage.layers.iter().any(adds) {
+                said.push(format!(
+                    "the {size} ranks along axis {name} of stage {i} all do the same work: 1 of {size} of its devices would be as fast"
+                ));
+            }
+        }
+    }
+    said
+}
+
 /// The whole plan in words.
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
@@ -218,7 +238,25 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     );
     w += &stage_table(p, plan.schedule.virtual_stages());
     w.push('\n');
+    w += &checkpoint(p);
     w
+}
+
+/// What a checkpoint takes, in one line.
+fn checkpoint(p: &Prediction) -> String {
+    let Some(c) = p.checkpoint else {
+        return String::new();
+    };
+    match (c.copy_s, c.write_s) {
+        (Some(copy), Some(write)) => format!(
+            "Checkpoint: {}, for which steps wait {copy} and hosts then write {write}\n",
+            c.bytes
+        ),
+        _ => format!(
+            "Checkpoint: {}; the cluster does not say how fast it is kept (storage)\n",
+            c.bytes
+        ),
+    }
 }
 
 /// HFU behind MFU, where recomputation makes it another number.
@@ -358,4 +396,38 @@ fn proof(plan: &Plan) -> String {
         );
     }
     w
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_repeat_each_others_work_are_named() {
+        let axis = |name: &str, does: &[&str], zero| AxisReport {
+            axis: name.into(),
+            size: 4,
+            does: does.iter().map(|d| d.to_string()).collect(),
+            zero,
+            zero_share: 1.0,
+        };
+        let stage = |axes: Vec<AxisReport>| StageReport {
+            ranks: [0, 3],
+            chunk: 0,
+            mesh: vec![("x".into(), 4)],
+            layers: vec![RunReport {
+                layers: "h.0".into(),
+                axes,
+                recompute: Vec::new(),
+                recompute_words: String::new(),
+            }],
+        };
+        let said = |a| repeated_work(&[stage(vec![a])]);
+        let repeated = said(axis("x", &[], Some(0)));
+        assert_eq!(repeated.len(), 1);
+        assert!(repeated[0].contains("axis x of stage 0"), "{repeated:?}");
+        assert!(said(axis("x", &["data parallel"], Some(0))).is_empty());
+        // Its ranks hold parts of the optimizer's states.
+        assert!(said(axis("x", &[], Some(1))).is_empty());
+    }
 }

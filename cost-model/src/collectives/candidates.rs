@@ -99,6 +99,20 @@ pub(super) fn all_to_all<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
     }
 }
 
+/// Ways of an all-to-all of tokens with so many copies each, of which one crosses to every host
+/// that has some of them and is copied there.
+pub(super) fn dispatch<'a>(tiers: &[Tier<'a>], copies: f64) -> Vec<Candidate<'a>> {
+    match tiers {
+        [inner, outer] if !outer.level.protocols.is_empty() => {
+            let hosts = outer.n;
+            let reached = 1.0 - (1.0 - 1.0 / hosts).powf(copies);
+            let shares = [1.0 - 1.0 / inner.n, (hosts - 1.0) * reached / copies];
+            ways(tiers).map(|w| w.pairs_of(&shares)).collect()
+        }
+        _ => all_to_all(tiers),
+    }
+}
+
 /// Ways of a broadcast.
 pub(super) fn broadcast<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
     if let Some(s) = shared(tiers) {
@@ -237,9 +251,16 @@ impl<'a> Way<'a, '_> {
 
     fn pairs(&self) -> Candidate<'a> {
         let n = members(self.tiers);
+        let shares: Vec<f64> = self.tiers.iter().map(|t| t.peers() / n).collect();
+        self.pairs_of(&shares)
+    }
+
+    /// An all-to-all of which these shares of the bytes cross each tier.
+    fn pairs_of(&self, shares: &[f64]) -> Candidate<'a> {
         let steps: f64 = self.steps().map(|(t, p)| t.peers() * p.ring_step_s).sum();
-        let slowest = |s: f64, t: &Tier<'_>| s.max(t.peers() / n / t.pairs_rate());
-        let bytes = self.tiers.iter().fold(0.0, slowest) / self.outer.ring_share;
+        let tiers = self.tiers.iter().zip(shares);
+        let slowest = |s: f64, (t, share): (&Tier<'_>, &f64)| s.max(share / t.pairs_rate());
+        let bytes = tiers.fold(0.0, slowest) / self.outer.ring_share;
         self.candidate(Algorithm::Pairwise, steps, bytes)
     }
 }

@@ -79,6 +79,7 @@ struct Tier<'a> {
 #[derive(Clone, Debug)]
 pub struct Group<'a> {
     n_members: f64,
+    tiers: Vec<Tier<'a>>,
     all_reduce: Vec<Candidate<'a>>,
     scatter: Vec<Candidate<'a>>,
     gather: Vec<Candidate<'a>>,
@@ -108,12 +109,19 @@ impl<'a> Group<'a> {
             gather,
             all_to_all: candidates::all_to_all(&tiers),
             broadcast: candidates::broadcast(&tiers),
+            tiers,
         }
     }
 
     /// Time of a collective of `bytes` (as defined in `ir::collective`) over the group.
     pub fn time(&self, kind: CollectiveKind, bytes: u64) -> Seconds {
         least(self.candidates(kind), bytes)
+    }
+
+    /// Time of an all-to-all of `bytes` of tokens, `copies` of each, that crosses the network once
+    /// for every host that a token goes to.
+    pub fn dispatch_time(&self, bytes: u64, copies: u64) -> Seconds {
+        least(&candidates::dispatch(&self.tiers, copies as f64), bytes)
     }
 
     /// Time of the conversions in a collective of `bytes` of elements of `dtype`, on devices

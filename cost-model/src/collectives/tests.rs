@@ -354,3 +354,23 @@ fn the_worked_example_of_the_documents() {
     near(1e3 * send_time(&c, 0, 1, s).0, 0.248);
     near(1e3 * send_time(&c, 0, 8, s).0, 2.275);
 }
+
+#[test]
+fn tokens_cross_to_a_host_once() {
+    let c = crate::presets::load("dgx-h100", 2).unwrap();
+    let (one, two) = (mesh(0, &[8]), mesh(0, &[2, 8]));
+    let bytes = 134_217_728;
+    let group = Group::new(&c, &two, &[AxisId(0), AxisId(1)]);
+    let plain = group.time(CollectiveKind::AllToAll, bytes).0;
+    // Of eight copies four cross to the other host, or the token crosses once.
+    let once = group.dispatch_time(bytes, 8).0;
+    assert!(plain / once > 3.5 && plain / once < 4.1, "{}", plain / once);
+    // A token of one copy gains nothing, and inside a host there is nothing to gain.
+    let of_one = group.dispatch_time(bytes, 1).0;
+    assert!((of_one / plain - 1.0).abs() < 1e-9);
+    let inside = Group::new(&c, &one, &[AxisId(0)]);
+    assert_eq!(
+        inside.dispatch_time(bytes, 8),
+        inside.time(CollectiveKind::AllToAll, bytes)
+    );
+}

@@ -5,9 +5,20 @@
 //! durations; where their groups differ, the slowest count ([`crate::classes`]). Durations are
 //! those of an undisturbed rank; sharing of processors is the simulator's business.
 
+mod casts;
+mod experts;
+mod fused;
+mod host;
+mod paired;
+mod repeat;
+mod sums;
 mod wire;
 
+pub use casts::COPIES;
 pub use wire::{Wire, wires};
+
+use casts::Casts;
+use fused::Fused;
 
 use crate::classes::kinds_of_group;
 use crate::collectives::{Group, collective_time};
@@ -21,6 +32,7 @@ use ir::program::{
     TemplateKind,
 };
 use ir::sharding::ReduceKind;
+use ir::software::Software;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Pass, Rank, TransferId};
 use std::collections::HashMap;
 
@@ -52,6 +64,10 @@ pub struct InstrCost {
 /// First-in-first-out queues of a device: kernels, collectives, transfers, collectives over the
 /// second axis where the software has a queue for every axis, and prefetched parameters.
 pub const QUEUES: usize = 5;
+/// The queue of kernels.
+const KERNELS: usize = 0;
+/// The queue of collectives that nothing else is said of: reductions of gradients among them.
+pub(crate) const REDUCTIONS: usize = 1;
 /// The queue of prefetched parameters.
 const PREFETCHES: usize = 4;
 
@@ -71,6 +87,8 @@ pub struct Costs {
 pub struct Waits {
     /// A rank waits for its transfers before its next template.
     pub for_transfers: bool,
+    /// Transfers between two passes start together.
+    pub batched_transfers: bool,
     /// Collectives of the end of the step that need nothing of it but what the last backward
     /// wrote start as soon as that is written.
     pub early_gradients: bool,
@@ -83,6 +101,7 @@ impl Waits {
             .as_ref()
             .map_or(Waits::default(), |s| Waits {
                 for_transfers: s.blocking_transfers,
+                batched_transfers: s.batched_transfers,
                 early_gradients: s.overlapped_gradients,
             })
     }
@@ -130,6 +149,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
                 world: &world,
                 wires: &wires,
                 shapes: shapes(role),
+                copies: experts::copies(role),
                 rank: None,
                 groups: HashMap::new(),
             }
@@ -159,6 +179,7 @@ pub fn costs_of_rank(
         world: &world_mesh(program),
         wires: &wires(program, cluster)?,
         shapes: shapes(role),
+        copies: experts::copies(role),
         rank: Some(rank),
         groups: HashMap::new(),
     }
@@ -213,6 +234,8 @@ struct RoleCosts<'a> {
     world: &'a LogicalMesh,
     wires: &'a [Wire],
     shapes: Vec<Local>,
+    /// Experts of a token, where there are any.
+    copies: Option<u64>,
     /// The rank to price; the slowest one of every collective if it is not said.
     rank: Option<Rank>,
     /// By axes: one group of each kind.
@@ -237,13 +260,39 @@ impl RoleCosts<'_> {
         let mut all = Vec::with_capacity(role.templates.len());
         for (t, template) in role.templates.iter().enumerate() {
             let mut costs = Vec::with_capacity(template.instructions.len());
+            let narrow_gathers = self.software().is_some_and(|s| s.narrow_gathers);
+            let keeps_casts = self.software().is_some_and(|s| s.kept_casts);
+            let mut casts = Casts::new(role, template.kind, narrow_gathers);
+            let fused = self.fused(template);
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
-                costs.push(self.cost(template, instruction));
+                let cast = match keeps_casts {
+                    true => casts.of(instruction),
+                    false => Vec::new(),
+                };
+                costs.push(self.cost(template, instruction, fused[i], &cast));
             }
             self.move_in_pieces(template, &mut costs);
+            if self.software().is_some_and(|s| s.overlapped_dispatch) {
+                let plays = role.trace.iter().filter(|s| s.template.index() == t);
+                experts::overlap(role, template, plays.count(), &mut costs);
+            }
+            if self.software().is_some_and(|s| s.overlapped_gradients) {
+                sums::beside(template, &mut costs);
+            }
             all.push(costs);
+        }
+        let Some(software) = &self.cluster.software else {
+            return Ok(all);
+        };
+        paired::hide(role, software, &mut all);
+        let mut host_s: Vec<Vec<f64>> = role.templates.iter().map(|t| self.host(t)).collect();
+        if software.recomputes_to_the_end {
+            repeat::add(role, &mut all, &mut host_s);
+        }
+        for (costs, host_s) in all.iter_mut().zip(&host_s) {
+            host::wait(costs, host_s, software.synchronous_launches);
         }
         Ok(all)
     }
@@ -264,8 +313,10 @@ impl RoleCosts<'_> {
         let mut reads: HashMap<BufferId, f64> = HashMap::new();
         let mut writes: HashMap<BufferId, f64> = HashMap::new();
         for (instruction, cost) in template.instructions.iter().zip(costs.iter()) {
+            // Of the attention on a part of the keys as of a matmul (Liu et al. 2023).
             let InstrKind::Compute {
-                kind: OpKind::DotGeneral { .. },
+                kind:
+                    OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. },
                 ..
             } = &instruction.kind
             else {
@@ -302,6 +353,33 @@ impl RoleCosts<'_> {
             let hidden = cost.seconds.min(matmuls) * (1.0 - 1.0 / n.max(1) as f64);
             cost.seconds -= hidden;
         }
+    }
+
+    /// What of each instruction of a template is part of another one's kernel.
+    fn fused(&self, template: &Template) -> Vec<Fused> {
+        let software = self.cluster.software.as_ref();
+        match software.is_some_and(|s| s.fused_elementwise) {
+            true => fused::fused(template, |b| {
+                let (dtype, lens) = &self.shapes[b.index()];
+                lens.iter().fold(dtype.bytes(), |a, &n| a.saturating_mul(n))
+            }),
+            false => vec![Fused::default(); template.instructions.len()],
+        }
+    }
+
+    /// Seconds in which the host issues each instruction of a template; a collective is one
+    /// kernel.
+    fn host(&self, template: &Template) -> Vec<f64> {
+        let software = self.cluster.software.as_ref();
+        let one = software.map_or(0.0, |s| s.host_s_per_kernel);
+        let of = |(instruction, fused): (&Instruction, Fused)| match &instruction.kind {
+            InstrKind::Compute { .. } if fused.into_next => 0.0,
+            InstrKind::Compute { kind, .. } => compute::host_time(self.cluster, kind).0,
+            InstrKind::Collective { .. } => one,
+            _ => 0.0,
+        };
+        let fused = self.fused(template);
+        template.instructions.iter().zip(fused).map(of).collect()
     }
 
     fn check(
@@ -343,14 +421,28 @@ impl RoleCosts<'_> {
         }
     }
 
-    fn cost(&mut self, template: &Template, instruction: &Instruction) -> InstrCost {
+    fn software(&self) -> Option<&Software> {
+        self.cluster.software.as_ref()
+    }
+
+    /// `cast` are the buffers that the instruction casts where the software keeps such copies.
+    fn cost(
+        &mut self,
+        template: &Template,
+        instruction: &Instruction,
+        fused: Fused,
+        cast: &[BufferId],
+    ) -> InstrCost {
         let (seconds, class) = match &instruction.kind {
             InstrKind::Compute {
                 kind,
                 inputs,
                 outputs,
                 ..
-            } => (self.op(kind, inputs, outputs), CostClass::Compute),
+            } => (
+                self.op(kind, inputs, outputs, fused, cast),
+                CostClass::Compute,
+            ),
             InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => (
                 compute::copy_time(self.cluster, self.bytes(*output)).0,
                 CostClass::Compute,
@@ -440,8 +532,8 @@ impl RoleCosts<'_> {
     /// every axis.
     fn queue(&self, instruction: &Instruction) -> usize {
         let own = match instruction.stream {
-            Stream::Compute => 0,
-            Stream::Collective => 1,
+            Stream::Compute => KERNELS,
+            Stream::Collective => REDUCTIONS,
             Stream::Transfer => 2,
         };
         let (InstrKind::Collective { kind, axes, .. }, Some(software)) =
@@ -452,7 +544,7 @@ impl RoleCosts<'_> {
         let reduces = !matches!(kind, CollectiveKind::AllGather | CollectiveKind::AllToAll);
         let waited_for = reduces && instruction.pass == Pass::BW && !software.overlapped_gradients;
         if waited_for || axes.iter().any(|a| self.blocks(*a)) {
-            0
+            KERNELS
         } else if axes.first().is_some_and(|a| a.index() > 0) {
             3
         } else {
@@ -491,11 +583,31 @@ impl RoleCosts<'_> {
         self.role.buffer(buffer).bytes
     }
 
-    fn op(&self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> f64 {
+    fn op(
+        &self,
+        kind: &OpKind,
+        inputs: &[BufferId],
+        outputs: &[BufferId],
+        fused: Fused,
+        cast: &[BufferId],
+    ) -> f64 {
         let local = |ids: &[BufferId]| -> Vec<Local> {
             ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
         };
-        compute::op_time(self.cluster, kind, &local(inputs), &local(outputs)).0
+        let (operands, results) = (local(inputs), local(outputs));
+        let cast = local(cast);
+        let around = compute::Around {
+            unmoved_bytes: fused.unmoved_bytes,
+            casts: match self.software() {
+                Some(s) if s.kept_casts => compute::Casts::Kept(&cast),
+                _ => compute::Casts::EveryOperand,
+            },
+        };
+        let seconds = compute::device_time(self.cluster, kind, &operands, &results, around).0;
+        match fused.into_next {
+            true => (seconds - self.cluster.device.launch_s).max(0.0),
+            false => seconds,
+        }
     }
 
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.
@@ -513,6 +625,8 @@ impl RoleCosts<'_> {
             .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
         let (cluster, mesh, role) = (self.cluster, &self.role.mesh, self.role);
+        let once = self.software().is_some_and(|s| s.dispatch_once_per_host);
+        let once_per_host = self.copies.filter(|_| once);
         let rank = self.rank;
         let groups = self.groups.entry(axes.to_vec()).or_insert_with(|| {
             let kinds = match rank {
@@ -531,11 +645,15 @@ impl RoleCosts<'_> {
                     group.conversions(cluster, kind, input.dtype, larger).0
                 })
                 .sum();
-            let moved = if broadcasts {
-                let n = group.n_members();
-                n as f64 * group.broadcast_time(bytes / n.max(1)).0
-            } else {
-                group.time(kind, bytes).0
+            let moved = match once_per_host {
+                _ if broadcasts => {
+                    let n = group.n_members();
+                    n as f64 * group.broadcast_time(bytes / n.max(1)).0
+                }
+                Some(copies) if kind == CollectiveKind::AllToAll => {
+                    group.dispatch_time(bytes, copies).0
+                }
+                _ => group.time(kind, bytes).0,
             };
             moved + converted + copied
         };

@@ -4,7 +4,8 @@
 //! share one. For meshes of up to [`EXACT_PAIRS`] pairs of ranks all blocks are counted. For
 //! larger ones a few receivers (the first, the last, and the first one's neighbour along each
 //! axis) stand for all, and what the senders send is taken to be spread evenly over those
-//! that `tiles_to` chooses: one replica of each shard per replica of the receivers.
+//! that `tiles_to` chooses: of each shard a replica for every receiver that wants a part of it,
+//! as far as there are replicas.
 
 use crate::SimError;
 use crate::collectives::{Group, message_rate};
@@ -143,11 +144,11 @@ fn wire_of_all(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &Logical
             .filter_map(|r| to.coords(r))
             .flat_map(|c| blocks(&c))
             .collect();
-        return worst(cluster, t.dtype.bytes(), &tiles);
+        return worst(cluster, t.dtype.bytes(), &tiles, false);
     }
     let mut worst_received = Wire::default();
     for coords in representatives(to) {
-        let received = worst(cluster, t.dtype.bytes(), &blocks(&coords));
+        let received = worst(cluster, t.dtype.bytes(), &blocks(&coords), true);
         worst_received.fixed_s = worst_received.fixed_s.max(received.fixed_s);
         worst_received.moving_s = worst_received.moving_s.max(received.moving_s);
     }
@@ -159,7 +160,8 @@ fn wire_of_all(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &Logical
             .product()
     };
     let shards = u64::from(from.n_devices()) / replicas(source);
-    let senders = shards * replicas(source).min(replicas(target));
+    let receivers = replicas(target).max(u64::from(to.n_devices()) / shards);
+    let senders = shards * replicas(source).min(receivers);
     let fan_out = f64::from(to.n_devices()) / senders as f64;
     Wire {
         moving_s: worst_received.moving_s * fan_out.max(1.0),
@@ -167,8 +169,9 @@ fn wire_of_all(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &Logical
     }
 }
 
-/// The time of the most loaded rank or shared port to send or receive all its blocks.
-fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
+/// The time of the most loaded rank or shared port to send or receive all its blocks; one rank's
+/// blocks that stand for all load a port as often as it has users.
+fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile], stands_for_all: bool) -> Wire {
     // By direction, devices of the port (one: the rank itself), and the port's number.
     let mut loads: BTreeMap<(bool, u32, u32), f64> = BTreeMap::new();
     let mut fixed_s = 0.0f64;
@@ -190,7 +193,12 @@ fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile]) -> Wire {
             let users = level.devices_per_port.max(1);
             if users > 1 {
                 let port = (sends, users, rank / users);
-                *loads.entry(port).or_default() += bytes as f64 / rate;
+                let times = if stands_for_all {
+                    f64::from(users)
+                } else {
+                    1.0
+                };
+                *loads.entry(port).or_default() += times * bytes as f64 / rate;
             }
         }
     }
@@ -211,4 +219,71 @@ fn representatives(mesh: &LogicalMesh) -> Vec<Vec<u32>> {
     }
     all.push(mesh.axes.iter().map(|a| a.size - 1).collect());
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::mesh::{Axis, DeviceMesh};
+    use ir::sharding::DimSharding;
+    use ir::{AxisId, DType, Rank, StageId};
+
+    fn mesh(first: u32) -> LogicalMesh {
+        let axis = |name: &str, size| Axis {
+            name: name.into(),
+            size,
+        };
+        let devices = DeviceMesh {
+            first_rank: Rank(first),
+            n_devices: 128,
+        };
+        LogicalMesh::new(devices, vec![axis("data", 16), axis("tensor", 8)]).unwrap()
+    }
+
+    /// 16 samples over data; the other dim whole or over tensor.
+    fn spec(second: &[u32]) -> ShardingSpec {
+        let dim = |axes: &[u32]| DimSharding {
+            axes: axes.iter().map(|&a| AxisId(a)).collect(),
+            unit: 1,
+        };
+        ShardingSpec {
+            dims: vec![dim(&[0]), dim(second)],
+            partial: Default::default(),
+        }
+    }
+
+    #[test]
+    fn a_few_receivers_stand_for_all() {
+        let mut cluster = crate::testing::cluster(256);
+        cluster.levels[0].devices_per_port = 2;
+        let (from, to) = (mesh(0), mesh(128));
+        for (a, b) in [(&[][..], &[][..]), (&[], &[1]), (&[1], &[]), (&[1], &[1])] {
+            let transfer = Transfer {
+                value: "x".into(),
+                from: StageId(0),
+                to: StageId(1),
+                lens: vec![16, 8000],
+                dtype: DType::F32,
+                from_spec: spec(a),
+                to_spec: spec(b),
+            };
+            let few = wire_of_all(&cluster, &transfer, &from, &to);
+            let place = |mesh, spec| Placement { mesh, spec };
+            let (source, target) = (
+                place(&from, &transfer.from_spec),
+                place(&to, &transfer.to_spec),
+            );
+            let tiles = to.ranks().filter_map(|r| to.coords(r));
+            let tiles: Vec<Tile> = tiles
+                .flat_map(|c| tiles_to(&transfer.lens, source, target, &c))
+                .collect();
+            let all = worst(&cluster, 4, &tiles, false);
+            assert!(
+                (few.moving_s - all.moving_s).abs() < 1e-12,
+                "{a:?} to {b:?}: {} is not {}",
+                few.moving_s,
+                all.moving_s
+            );
+        }
+    }
 }

@@ -14,7 +14,7 @@ use ir::op::MatmulShape;
 use std::collections::BTreeMap;
 
 /// Largest factor, and its inverse the smallest.
-const MAX_FACTOR: f64 = 100.0;
+pub(super) const MAX_FACTOR: f64 = 100.0;
 
 /// The factors of all kernels that have points, given a cluster with rates. The first value is
 /// the attention efficiency, of which the factors of attention's products are multiples.
@@ -24,13 +24,16 @@ pub(super) fn kernels(
     attention_block_rows: u32,
     busy: &dyn Fn(&MeasuredPoint) -> f64,
 ) -> (f64, Kernels) {
+    let clamped = |(name, x): (String, f64)| (name, x.clamp(1.0 / MAX_FACTOR, MAX_FACTOR));
+    let factors = vector_factors(points, cluster, busy);
     let mut kernels = Kernels {
         attention_block_rows,
-        time_factor: vector_factors(points, cluster, busy),
+        time_factor: factors.into_iter().map(clamped).collect(),
     };
     let mut efficiency = 1.0;
     for name in ["attention", "attention_grad"] {
-        let Some((products, vector)) = attention(points, cluster, &kernels, name, busy) else {
+        let Some((products, vector)) = attention(points, cluster, attention_block_rows, name, busy)
+        else {
             continue;
         };
         if name == "attention" {
@@ -43,7 +46,15 @@ pub(super) fn kernels(
     (efficiency, kernels)
 }
 
-fn vector_factors(
+/// Whether a factor was not driven to an end of what is looked for.
+pub(super) fn in_range(factor: f64) -> bool {
+    // The search ends a step short of its bounds.
+    const NEAR: f64 = 1.0 + 1e-6;
+    (NEAR / MAX_FACTOR..MAX_FACTOR / NEAR).contains(&factor)
+}
+
+/// Of each kernel outside matrix products: its time over what the rates give, unbounded.
+pub(super) fn vector_factors(
     points: &[MeasuredPoint],
     cluster: &Cluster,
     busy: &dyn Fn(&MeasuredPoint) -> f64,
@@ -61,17 +72,16 @@ fn vector_factors(
         *total = (total.0 + busy(p), total.1 + roofline);
     }
     let factor = |(name, (time, roofline)): (&str, (f64, f64))| {
-        let factor = positive(time / roofline)?;
-        Some((name.to_string(), factor.clamp(1.0 / MAX_FACTOR, MAX_FACTOR)))
+        Some((name.to_string(), positive(time / roofline)?))
     };
     totals.into_iter().filter_map(factor).collect()
 }
 
 /// Factors of an attention's products, relative to matmuls of their shape, and of the rest.
-fn attention(
+pub(super) fn attention(
     points: &[MeasuredPoint],
     cluster: &Cluster,
-    kernels: &Kernels,
+    attention_block_rows: u32,
     name: &str,
     busy: &dyn Fn(&MeasuredPoint) -> f64,
 ) -> Option<(f64, f64)> {
@@ -84,7 +94,7 @@ fn attention(
                 n: p.size[4],
                 k: p.size[5],
             };
-            let executed = executed_share(kernels.attention_block_rows, shape.m);
+            let executed = executed_share(attention_block_rows, shape.m);
             let products = executed * p.size[0] as f64 / matmul_rate(cluster, DType::F32, shape);
             let vector = p.size[1] as f64 / cluster.device.vector_flops_per_s;
             (products, vector, busy(p))

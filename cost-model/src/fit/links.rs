@@ -12,7 +12,7 @@ use ir::{AxisId, LogicalMesh, Rank, ReduceKind};
 
 /// Sets the figures of the only level, from collectives, and from transfers where there are any.
 pub(super) fn links(points: &[MeasuredPoint], cluster: &mut Cluster) -> Result<(), FitError> {
-    let shared = shared_memory(points, cluster)?;
+    let shared = shared_memory(points, cluster, None)?;
     let sends: Vec<&MeasuredPoint> = named(points, "send").collect();
     let (latency_s, bandwidth) = match sends.is_empty() {
         // A transfer is copied in by one rank and out by another.
@@ -42,14 +42,37 @@ const TIMES: (f64, f64) = (-18.5, -4.6);
 /// Logarithms of the lowest and highest rate, bytes per second.
 const RATES: (f64, f64) = (13.8, 30.0);
 
-fn shared_memory(points: &[MeasuredPoint], cluster: &Cluster) -> Result<SharedMemory, FitError> {
-    let kinds = [
-        CollectiveKind::AllReduce(ReduceKind::Sum),
-        CollectiveKind::ReduceScatter(ReduceKind::Sum),
-        CollectiveKind::AllGather,
+/// Collectives that have points; all but the last one reduce.
+pub(super) const KINDS: [CollectiveKind; 3] = [
+    CollectiveKind::AllReduce(ReduceKind::Sum),
+    CollectiveKind::ReduceScatter(ReduceKind::Sum),
+    CollectiveKind::AllGather,
+];
+
+/// Figures of a shared memory that lie at an end of what is looked for, by name.
+pub(super) fn at_bound(s: &SharedMemory) -> Vec<&'static str> {
+    let figures = [
+        ("meeting_s", s.meeting_s, TIMES),
+        ("copy_bytes_per_s", s.copy_bytes_per_s, RATES),
+        ("reduce_bytes_per_s", s.reduce_bytes_per_s, RATES),
     ];
+    let ends = |x: f64, (low, high): (f64, f64)| {
+        let x = x.ln();
+        x < low + 1e-6 || x > high - 1e-6
+    };
+    let found = figures.into_iter().filter(|(_, x, b)| ends(*x, *b));
+    found.map(|(name, ..)| name).collect()
+}
+
+/// What collectives take, fitted to points of groups that the cluster has. A rate of reducing
+/// that is `known` is not fitted.
+pub(super) fn shared_memory(
+    points: &[MeasuredPoint],
+    cluster: &Cluster,
+    known: Option<f64>,
+) -> Result<SharedMemory, FitError> {
     let fits = |p: &&MeasuredPoint| (2..=u64::from(cluster.devices_per_host)).contains(&p.size[1]);
-    let measured: Vec<(CollectiveKind, LogicalMesh, u64, f64)> = kinds
+    let measured: Vec<(CollectiveKind, LogicalMesh, u64, f64)> = KINDS
         .iter()
         .flat_map(|&kind| {
             let of_kind = named(points, kind.name()).filter(fits);
@@ -77,8 +100,12 @@ fn shared_memory(points: &[MeasuredPoint], cluster: &Cluster) -> Result<SharedMe
             })
             .sum()
     };
-    let start = vec![1e-5f64.ln(), 1e9f64.ln(), 1e9f64.ln()];
-    Ok(figures(&minimise(start, &[TIMES, RATES, RATES], &error)))
+    let (reduce, rates) = match known.map(f64::ln) {
+        Some(x) => (x, (x, x)),
+        None => (1e9f64.ln(), RATES),
+    };
+    let start = vec![1e-5f64.ln(), 1e9f64.ln(), reduce];
+    Ok(figures(&minimise(start, &[TIMES, RATES, rates], &error)))
 }
 
 /// The first `n` ranks as one axis.

@@ -3,6 +3,9 @@
 use super::{FitError, MAX_HALF_SIZE, minimise, missing, named, positive};
 use ir::cluster::{HalfSize, MeasuredPoint};
 
+/// The rate of very large matmuls is at least this share of the best one measured.
+const MIN_SHARE: f64 = 0.25;
+
 /// What matmuls of any shape take.
 pub(super) struct Matmul {
     /// The best rate measured.
@@ -13,6 +16,10 @@ pub(super) struct Matmul {
 }
 
 impl Matmul {
+    /// Whether the rate is the lowest that is looked for: the points have no one rate.
+    pub fn at_bound(&self) -> bool {
+        self.rate <= self.best * MIN_SHARE * (1.0 + 1e-6)
+    }
     /// Seconds of a point, without the launch.
     pub fn time(&self, p: &MeasuredPoint) -> f64 {
         let share = |x: u64, half: f64| x as f64 / (x as f64 + half);
@@ -58,7 +65,7 @@ pub(super) fn matmul(
     };
     let largest = MAX_HALF_SIZE.ln_1p();
     let bounds = [
-        (0.25f64.ln(), 0.0),
+        (MIN_SHARE.ln(), 0.0),
         (0.0, largest),
         (0.0, largest),
         (0.0, largest),

@@ -11,18 +11,23 @@
 //! f32 peak; what converting their elements costs is a figure of its own, the time that points
 //! in such a type take beyond what the same work takes in f32.
 
+mod figures;
 mod kernels;
 mod links;
 mod matmul;
 mod minimise;
 mod refine;
+mod run_points;
 mod sources;
 
-pub use refine::{Change, changes, points_of_run, refine};
+pub use figures::{Change, changes};
+pub use refine::{Kept, Refinement, refine};
+pub use run_points::points_of_run;
 
 use crate::compute::work_time;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, Level, MeasuredPoint, Pool};
 use ir::op::Work;
+use ir::storage::Storage;
 use ir::{Bytes, DType};
 use kernels::kernels;
 use links::links;
@@ -88,7 +93,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
     check(points)?;
     let n_ranks = machine.n_ranks.max(1);
     let launch_s = median(named(points, "launch").map(|p| p.median_s).collect()).unwrap_or(0.0);
-    let busy = |p: &MeasuredPoint| (p.median_s - launch_s).max(0.1 * p.median_s);
+    let busy = |p: &MeasuredPoint| busy_time(p, launch_s);
     let (bandwidth, memory_efficiency) = memory(points, &busy)?;
     let (flops, seconds) = vectors(points)
         .filter(|p| !memory_bound(p))
@@ -128,6 +133,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             memory_bytes: machine.memory_bytes,
         }),
         software: None,
+        storage: storage(points),
         sources: BTreeMap::new(),
         measured: points.to_vec(),
     };
@@ -175,7 +181,7 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
             "attention" | "attention_grad" => 6,
             "matmul" | "all_reduce" | "all_gather" | "reduce_scatter" | "convert" => 3,
             "vector" => 2,
-            "copy" | "send" => 1,
+            "copy" | "send" | "to" | "write" => 1,
             _ => 0,
         };
         let error = |problem: String| {
@@ -198,6 +204,20 @@ fn check(points: &[MeasuredPoint]) -> Result<(), FitError> {
     Ok(())
 }
 
+/// How fast ranks copy to the host and the host writes: the rates of the largest points, where
+/// both were measured.
+fn storage(points: &[MeasuredPoint]) -> Option<Storage> {
+    let rate = |what: &str| {
+        let largest = named(points, what).max_by_key(|p| p.size[0])?;
+        positive(largest.size[0] as f64 / largest.median_s)
+    };
+    Some(Storage {
+        device_to_host_bytes_per_s: rate("to host")?,
+        host_write_bytes_per_s: rate("write")?,
+        total_write_bytes_per_s: None,
+    })
+}
+
 fn named<'a>(
     points: &'a [MeasuredPoint],
     what: &'a str,
@@ -207,6 +227,11 @@ fn named<'a>(
 
 fn vectors(points: &[MeasuredPoint]) -> impl Iterator<Item = &MeasuredPoint> {
     points.iter().filter(|p| p.what.starts_with("vector "))
+}
+
+/// Seconds of a point beyond the launch; a tenth of it at least, as launches vary.
+fn busy_time(p: &MeasuredPoint, launch_s: f64) -> f64 {
+    (p.median_s - launch_s).max(0.1 * p.median_s)
 }
 
 fn memory_bound(p: &MeasuredPoint) -> bool {

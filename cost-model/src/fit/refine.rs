@@ -1,312 +1,352 @@
 //! A cluster file made better by runs: the work that instructions were measured to take, in the
-//! plan's own shapes and with its caches, as points of a calibration beside the old ones.
+//! plan's own shapes and with its caches.
+//!
+//! A run determines the figures of what its instructions do, by kind, element type and level:
+//!
+//! * of a kernel outside matrix products, its time factor, over the rates that the calibration
+//!   found for all of them; the run's points replace the calibration's of that kernel;
+//! * of matmuls in f32, their rate and half sizes, and of collectives, what the level's shared
+//!   memory takes: fitted over all shapes, so to the calibration's points and the run's.
+//!
+//! Every other figure stays as it is: a run in f32 says nothing about bf16, and instructions of
+//! several parts nothing about launches or the memory's rate. A figure that the fit drives to the
+//! end of its range is not what the run measured either; it stays and is named.
 
-use super::{FitError, Machine, fit, median};
+use super::figures::figures;
+use super::kernels::{MAX_FACTOR, attention, in_range, vector_factors};
+use super::links::{self, shared_memory};
+use super::matmul::matmul;
+use super::{Change, FitError, busy_time, changes, check, named};
+use crate::compute::kernels::products_of;
+use ir::DType;
 use ir::cluster::{Cluster, MeasuredPoint};
-use ir::collective::CollectiveKind;
-use ir::measurement::Measurement;
-use ir::program::{InstrKind, Instruction, Program, RoleProgram};
-use ir::{BufferId, DType, OpKind};
 use std::collections::BTreeMap;
 
-/// A figure of a cluster file that a refinement changed.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct Change {
-    /// Key path in the file.
-    pub key: String,
-    /// Its value before; none where it was not there.
-    pub old: Option<f64>,
-    /// Its value now; none where it is gone.
-    pub new: Option<f64>,
-    /// Unit: `s`, `B/s`, `FLOP/s`; empty for shares and counts.
-    pub unit: &'static str,
+/// A cluster that runs made better.
+#[derive(Clone, Debug)]
+pub struct Refinement {
+    /// The new cluster.
+    pub cluster: Cluster,
+    /// Figures that changed, in the order of their keys.
+    pub changes: Vec<Change>,
+    /// Figures that stayed, and why.
+    pub kept: Vec<Kept>,
 }
 
-/// The cluster fitted to its own points and those of runs. For kernels that the runs measured
-/// with their own shapes, these replace the calibration's; matmuls and collectives, whose
-/// figures are fitted over all shapes, keep both.
+/// A figure that a refinement left as it was.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Kept {
+    /// Key path in the cluster file.
+    pub key: String,
+    /// Why, in words.
+    pub why: String,
+    /// Whether the runs measured it, and what they gave was refused.
+    pub refused: bool,
+}
+
+/// The cluster with the figures changed that the points of runs determine (see the module).
 ///
-/// Fails when the cluster has no points, or as [`fit`].
-pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Cluster, FitError> {
-    let Some(pool) = cluster.pool.filter(|_| !cluster.measured.is_empty()) else {
+/// Fails when the cluster has no points, a point is malformed, or the figures make no sense
+/// together.
+pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Refinement, FitError> {
+    if cluster.measured.is_empty() {
         return Err(FitError::Missing {
             what: "any kind".into(),
         });
+    }
+    check(runs)?;
+    let by_kernel = |what: &str| what.starts_with("vector ") || what.starts_with("attention");
+    let replaced = |p: &&MeasuredPoint| by_kernel(&p.what) && runs.iter().any(|r| r.what == p.what);
+    let old_points = cluster.measured.iter().filter(|p| !replaced(p));
+    let points: Vec<MeasuredPoint> = old_points.chain(runs).cloned().collect();
+    check(&points)?;
+    let mut work = Work {
+        runs,
+        new: cluster.clone(),
+        fitted: BTreeMap::new(),
+        refused: BTreeMap::new(),
     };
-    let kept = |p: &&MeasuredPoint| {
-        let by_kernel = p.what.starts_with("vector ") || p.what.starts_with("attention");
-        !(by_kernel && runs.iter().any(|r| r.what == p.what))
-    };
-    let points: Vec<MeasuredPoint> = cluster
-        .measured
-        .iter()
-        .filter(kept)
-        .chain(runs)
-        .cloned()
-        .collect();
-    let kernels = cluster.device.kernels.as_ref();
-    let machine = Machine {
-        cores: pool.compute_devices.ceil().max(1.0) as u32,
-        memory_bytes: pool.memory_bytes,
-        n_ranks: pool.devices,
-        attention_block_rows: kernels.map_or(0, |k| k.attention_block_rows),
-    };
-    let mut refined = fit(&points, &machine)?;
-    refined.name.clone_from(&cluster.name);
-    Ok(refined)
+    work.matmuls(&points)?;
+    work.kernels();
+    work.links(&points)?;
+    let Work {
+        mut new,
+        fitted,
+        refused,
+        ..
+    } = work;
+    let changes = changes(cluster, &new);
+    for (key, how) in &fitted {
+        new.sources.insert(key.clone(), how.clone());
+    }
+    new.measured = points;
+    let problems = new.problems();
+    if !problems.is_empty() {
+        return Err(FitError::Cluster { problems });
+    }
+    let kept = figures(cluster)
+        .into_keys()
+        .chain(refused.keys().cloned())
+        .filter(|key| !fitted.contains_key(key))
+        .collect::<std::collections::BTreeSet<String>>();
+    let kept = kept.into_iter().map(|key| match refused.get(&key) {
+        Some(why) => Kept {
+            why: why.clone(),
+            refused: true,
+            key,
+        },
+        None => Kept {
+            why: "the runs' instructions do not measure it".into(),
+            refused: false,
+            key,
+        },
+    });
+    Ok(Refinement {
+        kept: kept.collect(),
+        cluster: new,
+        changes,
+    })
 }
 
-/// What a run says about kernels and collectives: points of equal size together. Instructions
-/// whose processor time was not measured, and those in 16-bit types, say nothing.
-pub fn points_of_run(program: &Program, measured: &Measurement) -> Vec<MeasuredPoint> {
-    let mut by_size: BTreeMap<(String, Vec<u64>), (Vec<f64>, u32)> = BTreeMap::new();
-    for m in &measured.instructions {
-        let found = program.roles.get(m.stage as usize).and_then(|role| {
-            let template = role.templates.get(m.template as usize)?;
-            Some((role, template.instructions.get(m.instruction as usize)?))
-        });
-        let (Some((role, instruction)), Some(busy_s)) = (found, m.busy_s) else {
-            continue;
-        };
-        let Some((what, size, parts)) = probe(role, instruction) else {
-            continue;
-        };
-        if busy_s > 0.0 && m.count > 0 && !size.contains(&0) {
-            let (times, n) = by_size.entry((what, size)).or_default();
-            times.push(busy_s / parts);
-            *n = n.saturating_add(m.count);
+/// A refinement in progress.
+struct Work<'a> {
+    runs: &'a [MeasuredPoint],
+    new: Cluster,
+    /// Figures that were fitted: what they rest on.
+    fitted: BTreeMap<String, String>,
+    /// Figures whose fit was refused: why.
+    refused: BTreeMap<String, String>,
+}
+
+impl Work<'_> {
+    fn measures(&self, what: &str) -> bool {
+        named(self.runs, what).next().is_some()
+    }
+
+    fn fit(&mut self, keys: &[&str], what: &str) {
+        let n = self.runs.iter().filter(|p| p.what == what).count();
+        let how = format!("compare --recalibrate: {n} points of `{what}` from runs");
+        self.fitted
+            .extend(keys.iter().map(|k| (k.to_string(), how.clone())));
+    }
+
+    fn refuse(&mut self, key: &str, why: impl Into<String>) {
+        self.refused.insert(key.to_string(), why.into());
+    }
+
+    /// Rate and half sizes of matmuls in f32.
+    fn matmuls(&mut self, points: &[MeasuredPoint]) -> Result<(), FitError> {
+        const WHAT: &str = "matmul f32";
+        const KEYS: [&str; 5] = [
+            "device.peak_flops_per_s.f32",
+            "device.matmul_efficiency.f32",
+            "device.matmul_half_size.m",
+            "device.matmul_half_size.n",
+            "device.matmul_half_size.k",
+        ];
+        if !self.measures(WHAT) {
+            return Ok(());
+        }
+        let launch_s = self.new.device.launch_s;
+        let found = matmul(points, &|p| busy_time(p, launch_s))?;
+        if found.at_bound() {
+            let why = "the runs' matmuls and the calibration's have no rate in common: the fit ends at the lowest that it looks for";
+            KEYS.iter().for_each(|key| self.refuse(key, why));
+            return Ok(());
+        }
+        let d = &mut self.new.device;
+        d.peak_flops_per_s.insert(DType::F32, found.best);
+        d.matmul_efficiency
+            .insert(DType::F32, found.rate / found.best);
+        d.matmul_half_size = found.half;
+        self.fit(&KEYS, WHAT);
+        Ok(())
+    }
+
+    /// Factors of the kernels that the runs have.
+    fn kernels(&mut self) {
+        let launch_s = self.new.device.launch_s;
+        let busy = |p: &MeasuredPoint| busy_time(p, launch_s);
+        let mut found: Vec<(String, f64, String)> = vector_factors(self.runs, &self.new, &busy)
+            .into_iter()
+            .map(|(name, x)| (name.clone(), x, format!("vector {name}")))
+            .collect();
+        let block = self.new.device.kernels.as_ref();
+        let block = block.map_or(0, |k| k.attention_block_rows);
+        for name in ["attention", "attention_grad"] {
+            let fitted = attention(self.runs, &self.new, block, name, &busy);
+            if let Some((products, vector)) = fitted {
+                let what = format!("{name} f32");
+                let efficiency = self.new.device.attention_efficiency;
+                found.push((name.into(), vector, what.clone()));
+                found.push((products_of(name).into(), products * efficiency, what));
+            }
+        }
+        for (name, factor, what) in found {
+            let key = format!("device.kernels.time_factor.{name}");
+            // Of attention, the range is that of what the fit looks for, before the efficiency.
+            let searched = match name.ends_with(" products") {
+                true => factor / self.new.device.attention_efficiency,
+                false => factor,
+            };
+            if in_range(searched) {
+                let kernels = self.new.device.kernels.get_or_insert_default();
+                kernels.time_factor.insert(name, factor);
+                self.fit(&[&key], &what);
+            } else {
+                let why = format!(
+                    "the runs' points of `{what}` take {} what the device's rates give; factors lie between 1/{MAX_FACTOR} and {MAX_FACTOR}",
+                    match searched > 1.0 {
+                        true => format!("{MAX_FACTOR} times or more"),
+                        false => format!("1/{MAX_FACTOR} or less of"),
+                    }
+                );
+                self.refuse(&key, why);
+            }
         }
     }
-    let point = |((what, size), (times, n)): ((String, Vec<u64>), (Vec<f64>, u32))| {
-        let median_s = median(times.clone())?;
-        let spread_s = median(times.iter().map(|t| (t - median_s).abs()).collect())?;
-        Some(MeasuredPoint {
-            what,
-            size,
-            median_s,
-            spread_s,
-            n,
-        })
-    };
-    by_size.into_iter().filter_map(point).collect()
-}
 
-/// The calibration's name and size of what an instruction does, and how many such it is.
-fn probe(role: &RoleProgram, instruction: &Instruction) -> Option<(String, Vec<u64>, f64)> {
-    let local = |b: &BufferId| {
-        let b = role.buffer(*b);
-        (b.dtype, b.spec.local_shape(&b.lens, &role.mesh))
-    };
-    let f32s = |ids: &[BufferId]| {
-        let whole = |b: &BufferId| matches!(role.buffer(*b).dtype, DType::F32 | DType::I32);
-        ids.iter().all(whole)
-    };
-    match &instruction.kind {
-        InstrKind::Compute {
-            kind,
-            inputs,
-            outputs,
-            ..
-        } if f32s(inputs) && f32s(outputs) && !kind.is_view() && !kind.is_source() => {
-            let (x, y): (Vec<_>, Vec<_>) = (
-                inputs.iter().map(local).collect(),
-                outputs.iter().map(local).collect(),
+    /// What collectives of ranks that share a memory take.
+    fn links(&mut self, points: &[MeasuredPoint]) -> Result<(), FitError> {
+        let Some(level) = self.new.levels.first() else {
+            return Ok(());
+        };
+        let n = u64::from(self.new.devices_per_host);
+        let used = |name: &str| named(self.runs, name).any(|p| (2..=n).contains(&p.size[1]));
+        let [all_reduce, reduce_scatter, all_gather] = links::KINDS.map(|k| used(k.name()));
+        let Some(old) = level.shared_memory else {
+            return Ok(());
+        };
+        if !all_reduce && !reduce_scatter && !all_gather {
+            return Ok(());
+        }
+        let reduces = all_reduce || reduce_scatter;
+        let known = (!reduces).then_some(old.reduce_bytes_per_s);
+        let found = shared_memory(points, &self.new, known)?;
+        let name = level.name.clone();
+        let keys: Vec<String> = ["meeting_s", "copy_bytes_per_s", "reduce_bytes_per_s"]
+            [..if reduces { 3 } else { 2 }]
+            .iter()
+            .map(|k| format!("levels.{name}.shared_memory.{k}"))
+            .collect();
+        let ends = links::at_bound(&found);
+        if !ends.is_empty() {
+            let why = format!(
+                "the runs' collectives and the calibration's have no figures in common: the fit drives {} to the end of its range",
+                ends.join(" and ")
             );
-            Some(kernel(kind, &x, &y))
+            keys.iter().for_each(|k| self.refuse(k, why.clone()));
+            return Ok(());
         }
-        InstrKind::Collective { kind, axes, items } => {
-            let operands: Vec<BufferId> = items.iter().map(|i| i.input).collect();
-            let is_known = !matches!(kind, CollectiveKind::AllToAll);
-            let bytes = |b: BufferId| role.buffer(b).bytes;
-            let total = items
-                .iter()
-                .map(|i| bytes(i.input).max(bytes(i.output)))
-                .fold(0, u64::saturating_add);
-            let group: u64 = axes.iter().map(|&a| role.mesh.size(a)).product();
-            let size = vec![total, group, u64::from(role.mesh.n_devices())];
-            (is_known && f32s(&operands)).then(|| (kind.name().to_string(), size, 1.0))
-        }
-        _ => None,
+        self.new.levels[0].shared_memory = Some(found);
+        let what = links::KINDS.map(|k| k.name());
+        let what = what.into_iter().find(|w| used(w)).unwrap_or_default();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        self.fit(&keys, what);
+        Ok(())
     }
-}
-
-fn kernel(
-    kind: &OpKind,
-    x: &[(DType, Vec<u64>)],
-    y: &[(DType, Vec<u64>)],
-) -> (String, Vec<u64>, f64) {
-    let work = kind.work(x, y);
-    let vector = work.vector_flops as u64;
-    match work.matmul {
-        Some(s) if work.attention_flops > 0.0 => {
-            let size = vec![
-                work.attention_flops as u64,
-                vector,
-                work.bytes,
-                s.m,
-                s.n,
-                s.k,
-            ];
-            (format!("{} f32", kind.name()), size, 1.0)
-        }
-        Some(s) => {
-            let size = vec![s.m, s.n, s.k];
-            ("matmul f32".into(), size, (s.batch as f64).max(1.0))
-        }
-        None => {
-            let what = format!("vector {}", kind.kernel_name());
-            (what, vec![vector.max(1), work.bytes], 1.0)
-        }
-    }
-}
-
-/// The figures in which two cluster files differ, in the order of their keys.
-pub fn changes(old: &Cluster, new: &Cluster) -> Vec<Change> {
-    let (old, new) = (figures(old), figures(new));
-    let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
-    keys.into_iter()
-        .filter_map(|key| {
-            let (a, b) = (old.get(key), new.get(key));
-            (a.map(|x| x.0) != b.map(|x| x.0)).then(|| Change {
-                key: key.clone(),
-                old: a.map(|x| x.0),
-                new: b.map(|x| x.0),
-                unit: a.or(b).map_or("", |x| x.1),
-            })
-        })
-        .collect()
-}
-
-/// Fitted figures by key path, with their units.
-fn figures(c: &Cluster) -> BTreeMap<String, (f64, &'static str)> {
-    let mut all = BTreeMap::new();
-    let mut add = |key: String, value: f64, unit| {
-        all.insert(key, (value, unit));
-    };
-    let d = &c.device;
-    for (t, x) in &d.peak_flops_per_s {
-        add(
-            format!("device.peak_flops_per_s.{}", t.name()),
-            *x,
-            "FLOP/s",
-        );
-    }
-    for (t, x) in &d.matmul_efficiency {
-        add(format!("device.matmul_efficiency.{}", t.name()), *x, "");
-    }
-    for (t, x) in &d.conversion_s_per_element {
-        add(
-            format!("device.conversion_s_per_element.{}", t.name()),
-            *x,
-            "s",
-        );
-    }
-    for (name, x) in d.kernels.iter().flat_map(|k| &k.time_factor) {
-        add(format!("device.kernels.time_factor.{name}"), *x, "");
-    }
-    for (key, x, unit) in [
-        ("matmul_half_size.m", d.matmul_half_size.m, ""),
-        ("matmul_half_size.n", d.matmul_half_size.n, ""),
-        ("matmul_half_size.k", d.matmul_half_size.k, ""),
-        ("attention_efficiency", d.attention_efficiency, ""),
-        ("vector_flops_per_s", d.vector_flops_per_s, "FLOP/s"),
-        (
-            "memory_bandwidth_bytes_per_s",
-            d.memory_bandwidth_bytes_per_s,
-            "B/s",
-        ),
-        ("memory_efficiency", d.memory_efficiency, ""),
-        ("launch_s", d.launch_s, "s"),
-    ] {
-        add(format!("device.{key}"), x, unit);
-    }
-    for l in &c.levels {
-        let key = |name: &str| format!("levels.{}.{name}", l.name);
-        add(key("latency_s"), l.latency_s, "s");
-        add(key("bandwidth_bytes_per_s"), l.bandwidth_bytes_per_s, "B/s");
-        if let Some(s) = &l.shared_memory {
-            let key = |name: &str| key(&format!("shared_memory.{name}"));
-            add(key("meeting_s"), s.meeting_s, "s");
-            add(key("copy_bytes_per_s"), s.copy_bytes_per_s, "B/s");
-            add(key("reduce_bytes_per_s"), s.reduce_bytes_per_s, "B/s");
-        }
-    }
-    if let Some(pool) = &c.pool {
-        add("pool.compute_devices".into(), pool.compute_devices, "");
-    }
-    all
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::fit;
     use super::super::tests::{machine, points};
     use super::*;
-    use crate::testing::pipeline;
-    use ir::measurement::InstructionMeasurement;
+
+    fn point(what: &str, size: &[u64], median_s: f64) -> MeasuredPoint {
+        MeasuredPoint {
+            what: what.into(),
+            size: size.to_vec(),
+            median_s,
+            spread_s: 0.0,
+            n: 3,
+        }
+    }
+
+    fn keys(r: &Refinement) -> Vec<&str> {
+        r.changes.iter().map(|c| c.key.as_str()).collect()
+    }
+
+    fn kept<'a>(r: &'a Refinement, key: &str) -> &'a Kept {
+        r.kept.iter().find(|k| k.key == key).unwrap()
+    }
 
     /// A run in which one kernel takes four times as long as the calibration said.
     #[test]
     fn a_run_changes_what_it_measured() {
         let old = fit(&points(4), &machine(4)).unwrap();
-        let slow = MeasuredPoint {
-            what: "vector slow".into(),
-            size: vec![1_000_000, 800_000],
-            median_s: old.device.launch_s + 6.0 * 1e6 / old.device.vector_flops_per_s,
-            spread_s: 0.0,
-            n: 3,
-        };
+        let seconds = old.device.launch_s + 6.0 * 1e6 / old.device.vector_flops_per_s;
+        let slow = point("vector slow", &[1_000_000, 800_000], seconds);
         let new = refine(&old, &[slow]).unwrap();
-        let factor = |c: &Cluster| c.device.kernels.as_ref().unwrap().factor("slow");
-        // The mean rate of all kernels falls with it: 1.2e7 FLOPs in 5 + 0.25 + 3 ms.
-        assert!(factor(&new) > 2.0 * factor(&old), "{}", factor(&new));
-        let found = changes(&old, &new);
-        let keys: Vec<&str> = found.iter().map(|c| c.key.as_str()).collect();
-        assert!(
-            keys.contains(&"device.kernels.time_factor.slow"),
-            "{keys:?}"
-        );
-        assert!(!keys.iter().any(|k| k.starts_with("levels")), "{keys:?}");
+        assert_eq!(keys(&new), ["device.kernels.time_factor.slow"]);
+        let factor = new.cluster.device.kernels.as_ref().unwrap().factor("slow");
+        assert!((factor / 6.0 - 1.0).abs() < 1e-9, "{factor}");
+        assert!(!new.kept.iter().any(|k| k.refused));
+        assert!(!kept(&new, "device.kernels.time_factor.fast").refused);
         assert_eq!(changes(&old, &old), []);
         assert!(refine(&crate::testing::cluster(2), &[]).is_err());
     }
 
+    /// Matmuls in f32 at half the rate: what is known of bf16, of links and of the machine stays.
     #[test]
-    fn instructions_become_points() {
-        let program = pipeline(&[3000, 3000], &[6000, 6000], 4, 1, 1);
-        let roles = program.roles.iter().enumerate();
-        let instructions = roles
-            .flat_map(|(s, r)| {
-                let templates = r.templates.iter().enumerate();
-                templates.flat_map(move |(t, template)| {
-                    (0..template.instructions.len()).map(move |i| InstructionMeasurement {
-                        stage: s as u32,
-                        template: t as u32,
-                        instruction: i as u32,
-                        count: 4,
-                        mean_s: 1.0,
-                        busy_s: Some(1e-3 * (s + 1) as f64),
-                        ..Default::default()
-                    })
-                })
-            })
-            .collect();
-        let mut measured = Measurement {
-            instructions,
-            ..Measurement::default()
-        };
-        let found = points_of_run(&program, &measured);
-        // Relus of 1000, 2000 and 4000 elements on both stages; exchanges say nothing.
-        assert!(found.iter().all(|p| p.what == "vector relu"), "{found:?}");
+    fn a_run_in_f32_says_nothing_about_bf16() {
+        let mut old = fit(&points(4), &machine(4)).unwrap();
+        // Figures that a user set stay, too.
+        old.device.boost_clock_hz = Some(3e9);
+        old.pool.as_mut().unwrap().compute_devices = 1.5;
+        let slower = |p: &MeasuredPoint| point(&p.what, &p.size, 2.0 * p.median_s);
+        let runs: Vec<_> = named(&points(4), "matmul f32").map(slower).collect();
+        let new = refine(&old, &runs).unwrap();
         assert!(
-            found
+            keys(&new)
                 .iter()
-                .any(|p| p.size == [1000, 8000] && (1e-3..=2e-3).contains(&p.median_s)),
-            "{found:?}"
+                .all(|k| k.ends_with(".f32") || k.contains("half_size")),
+            "{:?}",
+            keys(&new)
         );
-        measured
-            .instructions
-            .iter_mut()
-            .for_each(|i| i.busy_s = None);
-        assert!(points_of_run(&program, &measured).is_empty());
+        assert!(keys(&new).contains(&"device.matmul_efficiency.f32"));
+        let efficiency = |c: &Cluster| c.device.matmul_efficiency[&DType::F32];
+        assert!(efficiency(&new.cluster) < 0.9 * efficiency(&old));
+        for key in [
+            "device.peak_flops_per_s.bf16",
+            "device.matmul_efficiency.bf16",
+            "device.conversion_s_per_element.bf16",
+            "device.launch_s",
+            "pool.compute_devices",
+        ] {
+            assert!(!kept(&new, key).refused, "{key}");
+        }
+        assert_eq!(new.cluster.device.boost_clock_hz, Some(3e9));
+        assert_eq!(new.cluster.levels, old.levels);
+    }
+
+    /// Runs of gathers alone determine how fast blocks are copied, not how fast they are added.
+    #[test]
+    fn gathers_say_nothing_about_reductions() {
+        let old = fit(&points(4), &machine(4)).unwrap();
+        let slower = |p: &MeasuredPoint| point(&p.what, &p.size, 3.0 * p.median_s);
+        let runs: Vec<_> = named(&points(4), "all_gather").map(slower).collect();
+        let new = refine(&old, &runs).unwrap();
+        let of_level = "levels.shared-memory.shared_memory";
+        assert!(
+            keys(&new).iter().all(|k| k.starts_with(of_level)),
+            "{:?}",
+            keys(&new)
+        );
+        assert!(!keys(&new).is_empty());
+        assert!(!kept(&new, &format!("{of_level}.reduce_bytes_per_s")).refused);
+    }
+
+    #[test]
+    fn a_factor_at_its_bound_is_refused() {
+        let old = fit(&points(4), &machine(4)).unwrap();
+        let absurd = point("vector slow", &[1_000_000, 800_000], 10.0);
+        let new = refine(&old, &[absurd]).unwrap();
+        assert_eq!(keys(&new), Vec::<&str>::new());
+        let kept = kept(&new, "device.kernels.time_factor.slow");
+        assert!(
+            kept.refused && kept.why.contains("100 times or more"),
+            "{kept:?}"
+        );
     }
 }

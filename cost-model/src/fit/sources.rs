@@ -25,6 +25,11 @@ pub(super) fn sources(points: &[MeasuredPoint], n_ranks: u32) -> BTreeMap<String
     };
     add("device.peak_flops_per_s", "matmul f32", "best rate of");
     add("device.matmul_efficiency", "matmul f32", "fitted to");
+    if points.iter().any(|p| p.what == "write") {
+        let key = |k: &str| format!("storage.{k}_bytes_per_s");
+        add(&key("device_to_host"), "to host", "rate of the largest of");
+        add(&key("host_write"), "write", "rate of the largest of");
+    }
     for dtype in HALVES.map(DType::name) {
         let matmuls = format!("matmul {dtype}");
         if points.iter().any(|p| p.what == matmuls) {

@@ -125,6 +125,9 @@ pub(super) fn points(n_ranks: u32) -> Vec<MeasuredPoint> {
     for bytes in [1u64 << 10, 1 << 20] {
         all.push(point("send", &[bytes], 30e-6 + bytes as f64 / 4e9));
     }
+    all.push(point("to host", &[1 << 20], 1e-4));
+    all.push(point("to host", &[1 << 24], 2e-3));
+    all.push(point("write", &[1 << 24], 4e-2));
     all
 }
 
@@ -165,6 +168,9 @@ fn known_parameters_are_recovered() {
         1e-9,
     );
     near(d.vector_flops_per_s, VECTOR, 1e-9);
+    let storage = cluster.storage.unwrap();
+    near(storage.device_to_host_bytes_per_s, 16777216.0 / 2e-3, 1e-9);
+    near(storage.host_write_bytes_per_s, 16777216.0 / 4e-2, 1e-9);
     near(d.attention_efficiency, 0.25, 5e-3);
     let kernels = d.kernels.as_ref().unwrap();
     near(kernels.factor("attention products"), 1.0, 1e-9);

@@ -280,34 +280,75 @@ impl<'a> Process<'a> {
     }
 
     /// What microbatches in flight keep.
+    ///
+    /// The program has places for the most microbatches of each stage, and stages that share a
+    /// mesh do not have their most at the same time: an allocator holds the most of their sum
+    /// (Korthikanti et al. 2022, section 4.2.3: `1 + (p - 1) / (p v)` of one stage's share).
     fn kept(&self) -> Bytes {
-        let buffers = self.role.buffers.iter().enumerate();
-        let mut sum: u64 = buffers
-            .filter(|(i, b)| {
-                b.class != BufferClass::Transient && !self.apart.contains(&BufferId::new(*i))
-            })
-            .map(|(_, b)| match b.class {
-                BufferClass::PerMicrobatch { slots } => {
-                    b.stride() * u64::from(self.in_flight(slots))
-                }
-                _ => 0,
-            })
-            .sum();
-        // What the program makes again from a counter, or never makes, and others keep.
-        let slots = self.role.buffers.iter().map(|b| match b.class {
-            BufferClass::PerMicrobatch { slots } => slots,
-            _ => 1,
-        });
-        let slots = self.in_flight(slots.max().unwrap_or(1));
-        for template in self.templates(TemplateKind::Backward) {
-            let again = recomputed_layers(template);
-            for i in template {
-                if !again.contains(&i.layer) {
-                    sum += self.beside(i).0 * u64::from(slots);
-                }
+        let kept = self.kept_by_stage();
+        if kept.len() <= 1 {
+            let all = kept.values().flatten();
+            let held = all.map(|&(bytes, slots)| bytes * u64::from(self.in_flight(slots)));
+            return Bytes(held.sum());
+        }
+        let of_a_microbatch: BTreeMap<u32, u64> = kept
+            .into_iter()
+            .map(|(chunk, tensors)| (chunk, tensors.into_iter().map(|(bytes, _)| bytes).sum()))
+            .collect();
+        let (mut now, mut most) = (0u64, 0u64);
+        for slot in &self.role.trace {
+            let Some(t) = self.role.templates.get(slot.template.index()) else {
+                continue;
+            };
+            let bytes = of_a_microbatch.get(&t.chunk).copied().unwrap_or(0);
+            match t.kind {
+                TemplateKind::Forward => now += bytes,
+                TemplateKind::Backward => now = now.saturating_sub(bytes),
+                _ => {}
+            }
+            most = most.max(now);
+        }
+        Bytes(most)
+    }
+
+    /// Bytes of every tensor that a microbatch keeps, with the program's places for it, by the
+    /// stage of the mesh.
+    fn kept_by_stage(&self) -> BTreeMap<u32, Vec<(u64, u32)>> {
+        let mut stage_of: BTreeMap<BufferId, u32> = BTreeMap::new();
+        let is_pass = |t: &&ir::program::Template| {
+            matches!(t.kind, TemplateKind::Forward | TemplateKind::Backward)
+        };
+        for t in self.role.templates.iter().filter(is_pass) {
+            for b in t.instructions.iter().flat_map(|i| {
+                let mut used = i.reads();
+                used.extend(i.writes());
+                used
+            }) {
+                stage_of.entry(b).or_insert(t.chunk);
             }
         }
-        Bytes(sum)
+        let mut kept: BTreeMap<u32, Vec<(u64, u32)>> = BTreeMap::new();
+        for (i, b) in self.role.buffers.iter().enumerate() {
+            let id = BufferId::new(i);
+            match b.class {
+                BufferClass::PerMicrobatch { slots } if !self.apart.contains(&id) => {
+                    let stage = stage_of.get(&id).copied().unwrap_or(0);
+                    kept.entry(stage).or_default().push((b.stride(), slots));
+                }
+                _ => {}
+            }
+        }
+        // What the program makes again from a counter, or never makes, and others keep.
+        let backward = self.role.templates.iter();
+        for t in backward.filter(|t| t.kind == TemplateKind::Backward) {
+            let of_stage = kept.entry(t.chunk).or_default();
+            let slots = of_stage.iter().map(|k| k.1).max().unwrap_or(1);
+            let again = Again::of(&t.instructions);
+            let beside = t.instructions.iter().filter(|i| !again.has(i));
+            let bytes = beside.map(|i| self.beside(i).0).sum();
+            of_stage.push((bytes, slots));
+        }
+        kept
     }
 
     /// Copies of what `slots` microbatches of the schedule keep.
@@ -371,7 +412,7 @@ impl<'a> Process<'a> {
     fn live(&self, instructions: &[Instruction]) -> u64 {
         let mut intervals: BTreeMap<BufferId, (usize, usize)> = BTreeMap::new();
         let mut change = vec![0i128; instructions.len() + 1];
-        let again = recomputed_layers(instructions);
+        let again = Again::of(instructions);
         let mut begun: BTreeMap<&str, usize> = BTreeMap::new();
         for (at, i) in instructions.iter().enumerate() {
             for b in i.reads().into_iter().chain(i.writes()) {
@@ -390,7 +431,7 @@ impl<'a> Process<'a> {
                 OpKind::AttentionGrad { key, .. } | OpKind::Dropout { key, .. } => key.as_str(),
                 _ => continue,
             };
-            if i.pass != Pass::Recompute && again.contains(&i.layer) {
+            if i.pass != Pass::Recompute && again.has(i) {
                 let from = begun.get(key).copied();
                 // Its kernels: its parameters may be gathered before.
                 let computes = |j: &Instruction| matches!(j.kind, InstrKind::Compute { .. });
@@ -457,10 +498,44 @@ impl<'a> Process<'a> {
     }
 }
 
-/// Layers of which something is recomputed in a template.
-fn recomputed_layers(instructions: &[Instruction]) -> BTreeSet<Option<ir::LayerId>> {
-    let again = instructions.iter().filter(|i| i.pass == Pass::Recompute);
-    again.map(|i| i.layer).collect()
+/// What a backward pass computes again, by layer.
+struct Again {
+    /// Layers whose products are: all that they keep is their input.
+    whole: BTreeSet<Option<ir::LayerId>>,
+    /// Layers whose attention is, alone or with cheap ops.
+    attention: BTreeSet<Option<ir::LayerId>>,
+}
+
+impl Again {
+    fn of(instructions: &[Instruction]) -> Again {
+        let layers = |of: fn(&OpKind) -> bool| {
+            let again = instructions.iter().filter(|i| {
+                let kind = match &i.kind {
+                    InstrKind::Compute { kind, .. } => Some(kind),
+                    _ => None,
+                };
+                i.pass == Pass::Recompute && kind.is_some_and(of)
+            });
+            again.map(|i| i.layer).collect()
+        };
+        Again {
+            whole: layers(|k| matches!(k, OpKind::DotGeneral { .. })),
+            attention: layers(|k| matches!(k, OpKind::Attention { .. })),
+        }
+    }
+
+    /// Whether scores or a mask that this instruction reads are made in the backward pass. A
+    /// mask outside of attention is kept unless its whole layer is computed again.
+    fn has(&self, i: &Instruction) -> bool {
+        let attends = matches!(
+            &i.kind,
+            InstrKind::Compute {
+                kind: OpKind::AttentionGrad { .. },
+                ..
+            }
+        );
+        self.whole.contains(&i.layer) || (attends && self.attention.contains(&i.layer))
+    }
 }
 
 fn scaled(n: u64, by: f64) -> Bytes {

@@ -4,6 +4,7 @@
 //! Invariants: a composed cluster names a source for every figure; every figure of a link that
 //! was fitted stands in [`Fitted`], so that a fit changes nothing else.
 
+use super::storage::StorageFile;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, InSwitch, Level, Protocol};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -46,6 +47,7 @@ pub struct Catalogue {
     protocols: BTreeMap<String, Ways>,
     links: BTreeMap<String, Link>,
     systems: Vec<System>,
+    storage: StorageFile,
 }
 
 /// Every fitted figure of the communication model, by the names that links use.
@@ -175,6 +177,7 @@ impl Catalogue {
             protocols: links.protocols,
             links: links.links,
             systems: systems.systems,
+            storage: StorageFile::read()?,
         })
     }
 
@@ -238,6 +241,7 @@ impl Catalogue {
             levels,
             pool: None,
             software: None,
+            storage: self.storage.of(&system.device, &mut sources),
             sources,
             measured: Vec::new(),
         })

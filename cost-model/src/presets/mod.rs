@@ -2,6 +2,7 @@
 
 mod catalogue;
 mod compose;
+mod storage;
 #[cfg(test)]
 mod tests;
 

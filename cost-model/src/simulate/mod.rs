@@ -12,6 +12,7 @@ mod fold;
 mod serial;
 mod streams;
 
+use crate::checkpoint::checkpoint;
 use crate::costs::{CostClass, Costs, InstrCost, costs};
 use crate::memory::{memory_of, memory_use};
 use crate::utilisation::peak_flops_per_s;
@@ -200,6 +201,7 @@ fn assemble(
             .sum::<f64>()
             / n_roles,
         stages,
+        checkpoint: Some(checkpoint(program, cluster)),
     };
     played
         .events

@@ -9,10 +9,11 @@
 use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, touches};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, QUEUES, Waits, together};
+use crate::costs::{Costs, QUEUES, REDUCTIONS, Waits, together};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
 use ir::{BufferId, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::rc::Rc;
 
 pub(super) fn play(
@@ -127,6 +128,10 @@ struct Player<'a> {
     /// End of the last template.
     now: Pico,
     instances: Vec<Instance>,
+    /// The exchanges since the last template, and those before it: posted together where the
+    /// software does so.
+    posted: Range<usize>,
+    before: Range<usize>,
     ends: Vec<Option<Pico>>,
     numbers: Vec<u32>,
     counts: Vec<[u32; 2]>,
@@ -176,6 +181,8 @@ impl<'a> Player<'a> {
             partial: None,
             now: 0,
             instances: Vec::new(),
+            posted: 0..0,
+            before: 0..0,
             ends: Vec::new(),
             numbers: Vec::new(),
             counts: vec![[0; 2]; program.transfers.len()],
@@ -224,12 +231,27 @@ impl<'a> Player<'a> {
     }
 
     fn finished(&self, shared: &Shared<'_>) -> bool {
-        // The last exchange ends last: streams are FIFO, so its start needed the others' ends.
-        let exchanges =
-            self.instances.len().checked_sub(1).is_none_or(|last| {
-                self.ends[last].is_some() || self.end_of(last, shared).is_some()
-            });
-        self.next == self.role.trace.len() && exchanges
+        // The last exchanges end last: queues are FIFO, so their start needed the others' ends.
+        let ended = |e: usize| self.ends[e].is_some() || self.end_of(e, shared).is_some();
+        self.next == self.role.trace.len() && self.latest().all(ended)
+    }
+
+    /// The exchanges that no other one has waited for.
+    fn latest(&self) -> Range<usize> {
+        match (self.waits.batched_transfers, self.posted.is_empty()) {
+            (true, false) => self.posted.clone(),
+            (true, true) => self.before.clone(),
+            (false, _) => self.instances.len().saturating_sub(1)..self.instances.len(),
+        }
+    }
+
+    /// When all of some exchanges are over; 0 for none.
+    fn end_of_all(&mut self, exchanges: Range<usize>, shared: &Shared<'_>) -> Option<Pico> {
+        let mut end = 0;
+        for e in exchanges {
+            end = end.max(self.resolve(e, shared)?);
+        }
+        Some(end)
     }
 
     /// Plays the next slot; `None` when it must wait.
@@ -239,10 +261,8 @@ impl<'a> Player<'a> {
         if self.role.templates[t].kind == TemplateKind::Exchange {
             self.start_exchanges(t, slot.microbatch, shared)?;
         } else {
-            if self.waits.for_transfers
-                && let Some(last) = self.instances.len().checked_sub(1)
-            {
-                self.now = self.now.max(self.resolve(last, shared)?);
+            if self.waits.for_transfers {
+                self.now = self.now.max(self.end_of_all(self.latest(), shared)?);
             }
             let start = self.now;
             let reduces_early = self.last_backward.contains(&self.next)
@@ -254,6 +274,10 @@ impl<'a> Player<'a> {
                 self.play_folded(t, slot.microbatch, shared)?;
             }
             self.count(t);
+            if !self.posted.is_empty() {
+                self.before = self.posted.clone();
+                self.posted = self.instances.len()..self.instances.len();
+            }
             // What waits for an exchange mostly does so in its first instruction.
             let shown = start.max(self.now.saturating_sub(self.folded[t].undisturbed()));
             shared.timeline.add(
@@ -360,7 +384,7 @@ impl<'a> Player<'a> {
                 .add(self.index, self.next, Some(i), seconds(start), seconds(end));
             partial.stream_ends[stream] = partial.stream_ends[stream].max(end);
             partial.ends.push(end);
-            self.note_write(instruction, end);
+            self.note_write(instruction, stream, end);
             for touch in touched {
                 let copy = touch.copies.of(microbatch);
                 self.last_touch[copy] = self.last_touch[copy].max(end);
@@ -373,12 +397,14 @@ impl<'a> Player<'a> {
         Some(())
     }
 
-    /// Remembers what the last backward wrote, and when.
-    fn note_write(&mut self, instruction: &Instruction, end: Pico) {
+    /// Remembers what the last backward wrote, and when. Reductions at the end of the step stand
+    /// behind collectives of their own queue alone: those that kernels wait for, or of another
+    /// axis, do not hold them up.
+    fn note_write(&mut self, instruction: &Instruction, queue: usize, end: Pico) {
         if !self.last_backward.contains(&self.next) {
             return;
         }
-        if instruction.stream == Stream::Collective {
+        if instruction.stream == Stream::Collective && queue == REDUCTIONS {
             self.collectives_end = self.collectives_end.max(end);
         }
         for buffer in instruction.writes() {
@@ -480,9 +506,9 @@ impl<'a> Player<'a> {
     ) -> Option<()> {
         while self.next_exchange < self.role.templates[t].instructions.len() {
             let i = self.next_exchange;
-            let before = match self.instances.len() {
-                0 => 0,
-                n => self.resolve(n - 1, shared)?,
+            let before = match self.waits.batched_transfers {
+                true => self.end_of_all(self.before.clone(), shared)?,
+                false => self.end_of_all(self.latest(), shared)?,
             };
             let InstrKind::Exchange { sends, recvs } = &self.role.templates[t].instructions[i].kind
             else {
@@ -517,6 +543,7 @@ impl<'a> Player<'a> {
                 first_number,
             });
             self.ends.push(None);
+            self.posted.end = self.instances.len();
             self.next_exchange += 1;
         }
         self.next_exchange = 0;

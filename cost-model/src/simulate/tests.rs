@@ -429,27 +429,7 @@ fn a_thousand_microbatches_on_many_stages_play_quickly() {
 
 /// The test cluster whose software waits, or does not, as asked.
 fn with_software(n: u32, change: impl Fn(&mut ir::software::Software)) -> Cluster {
-    let mut software = ir::software::Software {
-        name: "test".into(),
-        attention: ir::software::AttentionKernel::Fused { rate: 1.0 },
-        host_s_per_kernel: 0.0,
-        elementwise_traffic: 1.0,
-        unaligned_matmul_share: 1.0,
-        prefetched_parameters: false,
-        narrow_gathers: false,
-        scattered_transfers: false,
-        copied_axes: Vec::new(),
-        piecewise_axes: Vec::new(),
-        broadcast_updates: false,
-        loss_bytes_per_logit: 0.0,
-        matmul_dtype: None,
-        matmul_scaling: Default::default(),
-        blocking_axes: Vec::new(),
-        blocking_transfers: false,
-        overlapped_gradients: false,
-        gradient_dtype: None,
-        memory: None,
-    };
+    let mut software = crate::testing::software();
     change(&mut software);
     Cluster {
         software: Some(software),
@@ -480,6 +460,22 @@ fn software_may_wait_for_its_transfers() {
         |o| o.fold = false,
     );
     assert!(close(waiting.step_time.0, unfolded.step_time.0));
+}
+
+#[test]
+fn transfers_that_are_posted_together_do_not_wait_for_each_others_partners() {
+    // Four stages that wait: in a middle stage a send down and a receive from above stand
+    // between two passes, and one after the other the second waits for the first's partner.
+    let program = pipeline(&[300; 4], &[300; 4], 8, 100, 1);
+    let step = |batched, fold| {
+        let cluster = with_software(4, |s| {
+            (s.blocking_transfers, s.batched_transfers) = (true, batched);
+        });
+        play(&program, &cluster, |o| o.fold = fold).step_time.0
+    };
+    let (apart, together) = (step(false, true), step(true, true));
+    assert!(together < apart, "{together} is not below {apart}");
+    assert!(close(together, step(true, false)));
 }
 
 #[test]

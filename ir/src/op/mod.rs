@@ -516,6 +516,19 @@ impl OpKind {
     pub fn is_view(&self) -> bool {
         matches!(self, OpKind::Layout)
     }
+    /// True for ops whose results are elements of their operand in other places, and zeros.
+    pub fn only_moves(&self) -> bool {
+        matches!(
+            self,
+            OpKind::Broadcast { .. }
+                | OpKind::Reshape { .. }
+                | OpKind::Transpose { .. }
+                | OpKind::Slice { .. }
+                | OpKind::Pad { .. }
+                | OpKind::Unstack { .. }
+                | OpKind::Stack { .. }
+        )
+    }
     /// True for ops without operands.
     pub fn is_source(&self) -> bool {
         matches!(
@@ -531,18 +544,11 @@ impl OpKind {
             OpKind::Cast { .. }
                 | OpKind::Unary { .. }
                 | OpKind::Binary { .. }
-                | OpKind::Broadcast { .. }
-                | OpKind::Reshape { .. }
-                | OpKind::Transpose { .. }
-                | OpKind::Slice { .. }
-                | OpKind::Pad { .. }
-                | OpKind::Unstack { .. }
-                | OpKind::Stack { .. }
                 | OpKind::LayerNorm { .. }
                 | OpKind::RmsNorm { .. }
                 | OpKind::Rotary { .. }
                 | OpKind::Dropout { .. }
-        )
+        ) || self.only_moves()
     }
 }
 

@@ -79,6 +79,9 @@ pub enum InFlight {
     },
 }
 
+/// Most microbatches, or buffers, that a stage is believed to keep beyond its schedule.
+const MOST_IN_FLIGHT: u32 = 1024;
+
 impl ProcessMemory {
     /// What is wrong with the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
@@ -108,6 +111,16 @@ impl ProcessMemory {
                     "software.memory.{key} is {bytes}, expected no more than {most}"
                 ));
             }
+        }
+        let in_flight = match self.in_flight {
+            InFlight::Schedule => None,
+            InFlight::More { microbatches } => Some(("more.microbatches", microbatches)),
+            InFlight::Buffered { per_stage } => Some(("buffered.per_stage", per_stage)),
+        };
+        if let Some((key, n)) = in_flight.filter(|(_, n)| *n > MOST_IN_FLIGHT) {
+            problems.push(format!(
+                "software.memory.in_flight.{key} is {n}, expected 0 to {MOST_IN_FLIGHT}"
+            ));
         }
         problems
     }

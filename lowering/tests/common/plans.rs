@@ -154,6 +154,7 @@ fn cluster(n: u32) -> Cluster {
         levels: vec![],
         pool: None,
         software: None,
+        storage: None,
         sources: BTreeMap::new(),
         measured: vec![],
     }

@@ -6,7 +6,7 @@ use crate::commands::spinner;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use crate::{files, report};
-use cost_model::fit::{Change, changes, points_of_run, refine};
+use cost_model::fit::{Change, Kept, points_of_run, refine};
 use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::Seconds;
 use ir::measurement::Measurement;
@@ -26,6 +26,8 @@ pub struct Refined {
     points: usize,
     /// Figures that changed.
     changes: Vec<Change>,
+    /// Figures that stayed, and why.
+    kept: Vec<Kept>,
     /// Step time of this plan on the old cluster, predicted, in seconds.
     before_s: f64,
     /// Step time of this plan on the new cluster, predicted, in seconds.
@@ -51,10 +53,11 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
         return Err(Failure::new(Exit::BadInput, what)
             .help("run the plan again with --profile 2 and this build of meshwright"));
     }
-    let new = refine(&plan.cluster, &points).map_err(|e| {
+    let refined = refine(&plan.cluster, &points).map_err(|e| {
         Failure::new(Exit::BadInput, format!("the plan's cluster: {e}"))
             .help("make the cluster with `meshwright calibrate`, and the plan and its runs with it")
     })?;
+    let new = refined.cluster;
     let options = SimulateOptions::new(StepWork::of(&loaded.training, &plan.train));
     let played = simulate(&loaded.program, &new, &options).map_err(|e| {
         Failure::new(
@@ -86,7 +89,8 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
     Ok(Refined {
         cluster: path.to_path_buf(),
         points: points.len(),
-        changes: changes(&plan.cluster, &new),
+        changes: refined.changes,
+        kept: refined.kept,
         before_s: plan.predicted.step_time_s.0,
         this_plan_s,
         best_plan_s,
@@ -148,6 +152,20 @@ impl Refined {
             rows.collect(),
             1,
         ))?;
+        let (refused, unmeasured): (Vec<_>, Vec<_>) = self.kept.iter().partition(|k| k.refused);
+        for kept in refused {
+            report::out(&format!(
+                "Refused, so unchanged: {}: {}",
+                kept.key, kept.why
+            ))?;
+        }
+        if !unmeasured.is_empty() {
+            let keys: Vec<&str> = unmeasured.iter().map(|k| k.key.as_str()).collect();
+            report::out(&format!(
+                "Not measured by the runs' instructions, so unchanged: {}",
+                keys.join(", ")
+            ))?;
+        }
         report::out(&format!(
             "This plan: {} predicted before, {} on the new cluster. Found there under the same pins: {}, {}. {}",
             Seconds(self.before_s),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::{buffer, cluster, instr, pipeline, role};
 use ir::program::{StateBuffer, Stream, Template};
-use ir::software::{AttentionKernel, Software};
+use ir::software::Software;
 use ir::{DType, LayerId, TemplateId};
 
 const NOTHING: ProcessMemory = ProcessMemory {
@@ -26,25 +26,8 @@ const NOTHING: ProcessMemory = ProcessMemory {
 fn used(program: &Program, stage: usize, memory: ProcessMemory) -> MemoryUse {
     let mut c = cluster(1);
     c.software = Some(Software {
-        name: "test".into(),
-        attention: AttentionKernel::Fused { rate: 1.0 },
-        host_s_per_kernel: 0.0,
-        elementwise_traffic: 1.0,
-        loss_bytes_per_logit: 0.0,
-        matmul_dtype: None,
-        matmul_scaling: Default::default(),
-        blocking_axes: Vec::new(),
-        blocking_transfers: false,
-        overlapped_gradients: false,
-        gradient_dtype: None,
-        unaligned_matmul_share: 1.0,
-        prefetched_parameters: false,
-        narrow_gathers: false,
-        scattered_transfers: false,
-        copied_axes: Vec::new(),
-        piecewise_axes: Vec::new(),
-        broadcast_updates: false,
         memory: Some(memory),
+        ..crate::testing::software()
     });
     assert_eq!(c.problems(), Vec::<String>::new());
     memory_use(program, &program.roles[stage], &c)
@@ -231,4 +214,82 @@ fn own_memory_adds_up_to_the_arena_and_the_reserve() {
     assert_eq!(m.total(), 30_000 + 1000);
     assert_eq!((m.parameters, m.gradients), (Bytes(2048), Bytes(4096)));
     assert_eq!((m.optimizer, m.context), (Bytes(3 * 4096), Bytes(1000)));
+}
+
+/// A mesh of two stages of a layer each, with the ops that the backward pass of each computes
+/// again. A microbatch keeps 64 elements for each stage, and drops some of them. Its schedule
+/// begins up to three microbatches of the first stage and two of the second, never more than
+/// four together.
+fn stages_of_a_mesh(again: [&[OpKind]; 2]) -> Program {
+    let mut program = training_role();
+    let r = &mut program.roles[0];
+    r.templates.clear();
+    for (chunk, again) in again.into_iter().enumerate() {
+        let id = |n: usize| BufferId::new(n);
+        let first = r.buffers.len();
+        let slots = 3 - chunk as u32;
+        let kept = BufferClass::PerMicrobatch { slots };
+        r.buffers.push(buffer("kept", kept, &[64]));
+        r.buffers.push(buffer("out", BufferClass::Transient, &[64]));
+        let compute = |kind: OpKind, pass| {
+            let kind = InstrKind::Compute {
+                path: "op".into(),
+                kind,
+                inputs: vec![id(first)],
+                outputs: vec![id(first + 1)],
+            };
+            let mut i = instr(kind, Stream::Compute, &[]);
+            (i.pass, i.layer) = (pass, Some(LayerId::new(chunk)));
+            i
+        };
+        let key = "drop".to_string();
+        let drops = OpKind::Dropout { p: 0.1, key };
+        let mut backward: Vec<Instruction> = again
+            .iter()
+            .map(|kind| compute(kind.clone(), Pass::Recompute))
+            .collect();
+        backward.push(compute(drops, Pass::BI));
+        for (kind, instructions) in [
+            (TemplateKind::Forward, Vec::new()),
+            (TemplateKind::Backward, backward),
+        ] {
+            r.templates.push(Template {
+                kind,
+                chunk: chunk as u32,
+                instructions,
+            });
+        }
+    }
+    // Forward and backward of the first stage, then of the second.
+    let passes = [0, 0, 0, 2, 3, 1, 2, 2, 3, 1, 3, 1];
+    r.trace = passes
+        .map(|t| ir::program::Slot {
+            template: TemplateId::new(t),
+            microbatch: Some(0),
+        })
+        .to_vec();
+    program
+}
+
+#[test]
+fn stages_of_a_mesh_keep_what_their_schedule_has_begun_at_one_time() {
+    let memory = ProcessMemory {
+        mask_bytes: 1.0,
+        ..NOTHING
+    };
+    let kept = |again| used(&stages_of_a_mesh(again), 0, NOTHING).activations.0;
+    // Three and one, two and two: not three and two. A tensor of 64 f32.
+    assert_eq!(kept([&[], &[]]), 4 * 256);
+    let masks = |again| {
+        let with = used(&stages_of_a_mesh(again), 0, memory.clone());
+        with.activations.0 - kept(again)
+    };
+    assert_eq!(masks([&[], &[]]), 4 * 64);
+    // Norms that are computed again keep the masks beside them; a whole layer draws its own
+    // again.
+    let norm = [OpKind::RmsNorm { eps: 1e-5 }];
+    assert_eq!(masks([&norm, &[]]), 4 * 64);
+    let einsum = ir::op::Einsum::parse("ab,bc->ac").expect("a product");
+    let product = [OpKind::DotGeneral { einsum }];
+    assert_eq!(masks([&product, &[]]), 2 * 64);
 }

@@ -1,0 +1,21 @@
+//! Ctrl-C: the first one asks to end with what there is, the second ends at once.
+
+use crate::failure::{Exit, Failure};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A flag that the first interrupt (or request to terminate) sets, saying `doing` what; the
+/// second one ends the process. A process can ask once.
+pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let set = Arc::clone(&flag);
+    let handler = move || {
+        if set.swap(true, Ordering::Relaxed) {
+            std::process::exit(Exit::Interrupted as i32);
+        }
+        eprintln!("interrupted: {doing}; interrupt again to end at once");
+    };
+    ctrlc::set_handler(handler)
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))?;
+    Ok(flag)
+}

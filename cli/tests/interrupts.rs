@@ -1,0 +1,93 @@
+//! Ctrl-C while training: the steps done are kept.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::Place;
+
+/// A run of very many steps of `plan.json`, once it waits for interrupts.
+fn start(place: &Place, more: &[&str]) -> Child {
+    let child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args(["run", "plan.json", "--data", "text.txt"])
+        .args(["--steps", "100000000", "-o", "run.json"])
+        .args(more)
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let begun = Instant::now();
+    let caught = || {
+        let status = std::fs::read_to_string(&status).unwrap();
+        let line = status.lines().find(|l| l.starts_with("SigCgt:")).unwrap();
+        let mask = u64::from_str_radix(line["SigCgt:".len()..].trim(), 16).unwrap();
+        // Signal 2, SIGINT, is bit 1.
+        mask & 2 != 0
+    };
+    while !caught() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it never waits");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // A step takes milliseconds.
+    std::thread::sleep(Duration::from_secs(2));
+    child
+}
+
+fn interrupt(child: &Child) {
+    let id = child.id().to_string();
+    let sent = Command::new("kill").args(["-INT", &id]).status();
+    assert!(sent.unwrap().success());
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn an_interrupted_run_keeps_the_steps_done() {
+    let place = Place::with_plan();
+    let child = start(&place, &["--checkpoint", "state"]);
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(
+        said.contains("interrupted: ending after this step"),
+        "{said}"
+    );
+    assert!(said.contains("--resume state --steps"), "{said}");
+    let run: serde_json::Value = serde_json::from_slice(&place.read("run.json")).unwrap();
+    let steps = run["steps"].as_array().unwrap().len();
+    assert!(steps > 0);
+    let counted = format!("interrupted after {steps} of 100000000 steps");
+    assert!(said.contains(&counted), "{said}");
+    // The checkpoint is of the same step as the measurement.
+    let resume = ["--steps", "1", "--resume", "state", "-o", "next.json"];
+    let args = [&["run", "plan.json", "--data", "text.txt"][..], &resume];
+    place.run(&args.concat()).expect(0);
+    let next: serde_json::Value = serde_json::from_slice(&place.read("next.json")).unwrap();
+    assert_eq!(next["steps"][0]["step"], steps);
+    // Both documents are measurements that other verbs read.
+    place.run(&["compare", "plan.json", "run.json"]).expect(0);
+}
+
+/// The validation before the first step goes on for ever.
+#[test]
+fn a_second_interrupt_ends_a_run_at_once() {
+    let place = Place::with_plan();
+    let endless = ["--validate-every", "1", "--validation-batches", "100000000"];
+    let child = start(&place, &[&endless[..], &["--checkpoint", "state"]].concat());
+    interrupt(&child);
+    std::thread::sleep(Duration::from_millis(300));
+    interrupt(&child);
+    let begun = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+    assert!(!place.exists("run.json"));
+    assert!(!place.exists("state/state.safetensors"));
+}

@@ -1,0 +1,39 @@
+//! Where checkpoints go: from a device to its host, from hosts to storage.
+
+use crate::cluster::MAX_FIGURE;
+use serde::{Deserialize, Serialize};
+
+/// How fast a cluster keeps what it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Storage {
+    /// Bytes per second from a device to its host's memory while all devices of the host copy.
+    pub device_to_host_bytes_per_s: f64,
+    /// Bytes per second that one host writes.
+    pub host_write_bytes_per_s: f64,
+    /// Bytes per second that all hosts write together; absent where every host has storage of
+    /// its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_write_bytes_per_s: Option<f64>,
+}
+
+impl Storage {
+    /// What is wrong with the figures, key by key.
+    pub fn problems(&self) -> Vec<String> {
+        let figures = [
+            (
+                "device_to_host_bytes_per_s",
+                Some(self.device_to_host_bytes_per_s),
+            ),
+            ("host_write_bytes_per_s", Some(self.host_write_bytes_per_s)),
+            ("total_write_bytes_per_s", self.total_write_bytes_per_s),
+        ];
+        let wrong = figures.into_iter().filter_map(|(key, x)| {
+            let x = x.filter(|x| !(1.0 / MAX_FIGURE..=MAX_FIGURE).contains(x))?;
+            Some(format!(
+                "storage.{key} is {x}, expected a positive number up to {MAX_FIGURE:e}"
+            ))
+        });
+        wrong.collect()
+    }
+}

@@ -1,0 +1,108 @@
+//! What single recipes of a framework's releases do: facts with sources, in
+//! `data/recipes.toml`. They are what a column would say if the table had it; no figure is
+//! fitted here.
+
+use crate::row::Row;
+use ir::software::Software;
+use serde::Deserialize;
+
+/// A recipe of some releases, and what it does beyond what its framework's generation does.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Recipe {
+    framework: String,
+    /// Part of the model's cell.
+    model: String,
+    /// How the GPU's cell begins.
+    gpu: String,
+    /// How the precision's cell begins, where the recipe is of one.
+    #[serde(default)]
+    precision: Option<String>,
+    /// Releases, as the source's cell has them.
+    releases: Vec<String>,
+    #[serde(default)]
+    overlapped_dispatch: bool,
+    #[serde(default)]
+    dispatch_once_per_host: bool,
+    source: String,
+}
+
+/// All recipes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipes {
+    recipe: Vec<Recipe>,
+}
+
+impl Recipes {
+    /// The file that comes with Meshwright.
+    pub fn built_in() -> Recipes {
+        Recipes::parse(include_str!("../data/recipes.toml"))
+            .expect("the built-in data files are tested")
+    }
+
+    fn parse(text: &str) -> Result<Recipes, String> {
+        let all: Recipes = toml::from_str(text).map_err(|e| e.to_string())?;
+        match all.recipe.iter().find(|r| r.source.is_empty()) {
+            None => Ok(all),
+            Some(r) => Err(format!("a recipe of `{}` has no source", r.model)),
+        }
+    }
+
+    /// Changes `software` to what the row's recipe does.
+    pub fn apply(&self, row: &Row, software: &mut Software) {
+        for r in self.recipe.iter().filter(|r| r.is_of(row)) {
+            software.overlapped_dispatch |= r.overlapped_dispatch;
+            software.dispatch_once_per_host |= r.dispatch_once_per_host;
+        }
+    }
+}
+
+impl Recipe {
+    fn is_of(&self, row: &Row) -> bool {
+        let cell = |column| row.text(column).unwrap_or("");
+        let is_release = |r: &String| cell("source").contains(&format!("({r} "));
+        let precision = cell("precision").to_lowercase();
+        cell("framework") == self.framework
+            && cell("model").contains(&self.model)
+            && cell("gpu").starts_with(&self.gpu)
+            && self
+                .precision
+                .as_ref()
+                .is_none_or(|p| precision.starts_with(p))
+            && self.releases.iter().any(is_release)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recipe_is_of_one_model_on_one_device_in_some_releases() {
+        let of = |source: &str, model: &str, gpu: &str, precision: &str| {
+            let header = "framework,source,model,gpu,precision";
+            let cells = format!("Megatron-Bridge/Megatron-Core,{source},{model},{gpu},{precision}");
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let facts = crate::Facts::built_in();
+            let mut software = facts.software("megatron-core-2025").unwrap();
+            Recipes::built_in().apply(&crate::row::rows(&table)[0], &mut software);
+            (
+                software.overlapped_dispatch,
+                software.dispatch_once_per_host,
+            )
+        };
+        let summary = |release: &str| format!("summary ({release} NeMo Container)");
+        let qwen = |release: &str| of(&summary(release), "Qwen3_30B_a3B", "H100-80GB", "fp8");
+        assert_eq!(qwen("25.11"), (true, false));
+        assert_eq!(qwen("26.02"), (true, true));
+        assert_eq!(qwen("26.04.01"), (false, true));
+        assert_eq!(qwen("27.01"), (false, false));
+        let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision).0;
+        assert!(oss("GB300", "MXFP8") && !oss("GB300", "bf16") && !oss("B300", "mxfp8"));
+        let error = Recipes::parse(
+            "[[recipe]]\nframework='a'\nmodel='b'\ngpu='c'\nreleases=[]\nsource=''\n",
+        );
+        assert_eq!(error.unwrap_err(), "a recipe of `b` has no source");
+    }
+}
