@@ -276,7 +276,11 @@ fn spoiled_buckets_are_refused() {
             // for what it waited for, where that is before it.
             let list = &c.program.roles[at.0].templates[at.1].instructions;
             let reads = list[at.2].reads();
-            let made = |j: &Instruction| j.writes().iter().any(|b| reads.contains(b));
+            // Sums over one axis and over another are the same in either order.
+            let made = |j: &Instruction| {
+                let computes = !matches!(j.kind, InstrKind::Collective { .. });
+                computes && j.writes().iter().any(|b| reads.contains(b))
+            };
             let Some(last) = list[..at.2].iter().rposition(made) else {
                 // All of it was kept from the forward pass.
                 continue;
