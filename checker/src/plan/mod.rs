@@ -43,8 +43,9 @@ fn versions(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// No predicted figure is larger: sums of what may be predicted stay numbers.
-const MOST: f64 = 1e15;
+/// No predicted figure is larger: sums and products of what may be predicted stay numbers. Any
+/// cluster whose figures are in range leads to less.
+const MOST: f64 = 1e100;
 
 fn figures(plan: &Plan, report: &mut Report) {
     for p in plan.cluster.problems() {

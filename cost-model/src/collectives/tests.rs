@@ -362,9 +362,10 @@ fn tokens_cross_to_a_host_once() {
     let bytes = 134_217_728;
     let group = Group::new(&c, &two, &[AxisId(0), AxisId(1)]);
     let plain = group.time(CollectiveKind::AllToAll, bytes).0;
-    // Of eight copies four cross to the other host, or the token crosses once.
+    // Of eight copies four cross to the other host, or the token crosses once. The starts
+    // are the same.
     let once = group.dispatch_time(bytes, 8).0;
-    assert!(plain / once > 3.5 && plain / once < 4.1, "{}", plain / once);
+    assert!(plain / once > 3.1 && plain / once < 4.0, "{}", plain / once);
     // A token of one copy gains nothing, and inside a host there is nothing to gain.
     let of_one = group.dispatch_time(bytes, 1).0;
     assert!((of_one / plain - 1.0).abs() < 1e-9);
