@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const FOLDS: usize = 5;
 /// Steps of a fold after which the derivatives are taken again where it stands; later steps are
 /// small and go on with the last ones.
-const FRESH_SLOPES: usize = 3;
+const FRESH_SLOPES: usize = 1;
 
 /// Relative errors of all rows, each predicted by a fit that had not seen its group.
 ///
