@@ -196,7 +196,7 @@ pub(crate) fn plan(
                     plan: *plan,
                     training: training.clone(),
                     program,
-                    simulation,
+                    simulation: *simulation,
                     stats,
                 });
             }
@@ -211,7 +211,7 @@ pub(crate) fn plan(
 }
 
 enum Made {
-    Fits(Box<Plan>, Program, Simulation),
+    Fits(Box<Plan>, Program, Box<Simulation>),
     /// The nearest plan's arena exceeds the budget by this many bytes.
     Overrun(u64),
 }
@@ -935,7 +935,7 @@ impl Search<'_> {
             }
         }
         Ok(match best {
-            Some((plan, program, simulation)) => Made::Fits(plan, program, simulation),
+            Some((plan, program, simulation)) => Made::Fits(plan, program, Box::new(simulation)),
             None => Made::Overrun(overrun),
         })
     }
