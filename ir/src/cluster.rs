@@ -177,6 +177,9 @@ pub struct Level {
     /// Reduction inside the switch, where it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_switch: Option<InSwitch>,
+    /// Of the level inside hosts: what trees over hosts move at most; absent where ports decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tree_channel: Option<TreeChannel>,
     /// Where ranks are threads of one process: what meeting and copying cost. Collectives are
     /// then these, and the ring's and tree's figures describe no way that there is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -209,10 +212,22 @@ impl Default for Level {
             pair_bandwidth_bytes_per_s: None,
             all_to_all_efficiency: None,
             in_switch: None,
+            tree_channel: None,
             shared_memory: None,
             protocols: Vec::new(),
         }
     }
+}
+
+/// Bytes per second that one channel (one multiprocessor) of a tree over hosts sums and passes on
+/// at most. A group has a channel for each card it uses, two where a card is faster than 25 GB/s.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TreeChannel {
+    /// Over two hosts.
+    pub two_hosts_bytes_per_s: f64,
+    /// Over more.
+    pub more_hosts_bytes_per_s: f64,
 }
 
 /// Reduction in a switch (NVLink SHARP, InfiniBand SHARP): each rank sends its operand once
@@ -572,6 +587,14 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
         );
         let x = s.efficiency;
         figure("in_switch.efficiency", x, share(x), "expected 0 to 1");
+    }
+    if let Some(t) = &l.tree_channel {
+        for (key, x) in [
+            ("two_hosts_bytes_per_s", t.two_hosts_bytes_per_s),
+            ("more_hosts_bytes_per_s", t.more_hosts_bytes_per_s),
+        ] {
+            figure(&format!("tree_channel.{key}"), x, positive(x), &rate);
+        }
     }
     if let Some(s) = &l.shared_memory {
         let x = s.meeting_s;

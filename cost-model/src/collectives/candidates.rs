@@ -17,7 +17,10 @@
 //! * Tree (all-reduce), a chain inside a host, two complementary binary trees between:
 //!   `start + 2 sum_i depth_i * tree_step_i + max_i(f_i / (inside_i B_i)) * S / share`, `depth`
 //!   `n_0 - 1` inside and `ceil(log2 n_i)` between. A member sends `S` up and down, so
-//!   `f = 2`; of two members each only sends one way, `f = 1`.
+//!   `f = 2`; of two members each only sends one way, `f = 1`. Between hosts every channel, one
+//!   for a card or two for a fast one, sums and passes on a limited rate, and moves each byte
+//!   twice. Four cards of 25 GB/s on two hosts of A100s: a tree's `S / 100 GB/s` would beat the
+//!   ring's `15/8 S / 100 GB/s`, but four channels of 23.6 GB/s take `2 S / 94 GB/s`.
 //! * In the switch (all-reduce): a port carries `S` to be added and its `1/n_0` of the sum,
 //!   `(n_0 + 1)/n_0 * S` over bandwidth times the switch's efficiency. Between hosts trees as
 //!   above, or switches that add again.
@@ -46,6 +49,10 @@
 
 use super::{Algorithm, Candidate, Tier};
 use ir::cluster::{Protocol, SharedMemory};
+
+/// Rate of a card up to which NCCL gives it one channel (`src/graph/search.cc` of v2.10.3: those
+/// of more than 25 GB/s are doubled).
+const ONE_CHANNEL_BYTES_PER_S: f64 = 25e9;
 
 /// Ways of an all-reduce.
 pub(super) fn all_reduce<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
@@ -242,11 +249,29 @@ impl<'a> Way<'a, '_> {
         let steps: f64 = self.steps().map(|(t, p)| t.depth() * p.tree_step_s).sum();
         let slowest = |s: f64, t: &Tier<'_>| s.max(t.tree_sends() / (t.inside * t.rate()));
         let bytes = self.tiers.iter().fold(0.0, slowest) / self.outer.tree_share;
-        self.candidate(
-            Algorithm::Tree,
-            2.0 * steps,
-            bytes.max(2.0 / self.largest()),
-        )
+        let largest = self.largest().min(self.tree_channels());
+        self.candidate(Algorithm::Tree, 2.0 * steps, bytes.max(2.0 / largest))
+    }
+
+    /// Bytes per second of all channels of a tree over hosts; no limit inside one, or where a
+    /// host has one member.
+    fn tree_channels(&self) -> f64 {
+        let [inner, .., outer] = self.tiers else {
+            return f64::INFINITY;
+        };
+        let Some(channel) = inner.level.tree_channel else {
+            return f64::INFINITY;
+        };
+        let cards = (outer.inside / outer.sharing).max(1.0);
+        let of_card = match outer.level.bandwidth_bytes_per_s > ONE_CHANNEL_BYTES_PER_S {
+            true => 2.0,
+            false => 1.0,
+        };
+        let rate = match outer.n > 2.0 {
+            true => channel.more_hosts_bytes_per_s,
+            false => channel.two_hosts_bytes_per_s,
+        };
+        cards * of_card * rate
     }
 
     fn pairs(&self) -> Candidate<'a> {

@@ -2,7 +2,7 @@
 //! than a reduce-scatter or all-gather of the same tensor, and every price is finite.
 
 use super::*;
-use ir::cluster::{InSwitch, Protocol};
+use ir::cluster::{InSwitch, Protocol, TreeChannel};
 use ir::mesh::{Axis, DeviceMesh};
 use ir::{Rank, ReduceKind};
 
@@ -50,6 +50,10 @@ fn level(r: &mut Random, devices: u32, with_protocols: bool) -> Level {
         in_switch: (with_protocols && r.below(2) == 0).then(|| InSwitch {
             latency_s: r.between(1e-9, 1e-3),
             efficiency: r.between(0.1, 1.0),
+        }),
+        tree_channel: (with_protocols && r.below(2) == 0).then(|| TreeChannel {
+            two_hosts_bytes_per_s: r.between(1e6, 1e12),
+            more_hosts_bytes_per_s: r.between(1e6, 1e12),
         }),
         shared_memory: None,
         protocols,

@@ -5,7 +5,7 @@
 //! was fitted stands in [`Fitted`], so that a fit changes nothing else.
 
 use super::storage::StorageFile;
-use ir::cluster::{CLUSTER_VERSION, Cluster, Device, InSwitch, Level, Protocol};
+use ir::cluster::{CLUSTER_VERSION, Cluster, Device, InSwitch, Level, Protocol, TreeChannel};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -110,6 +110,9 @@ struct Link {
     pair_bytes_per_s: Option<f64>,
     #[serde(default)]
     pair_source: String,
+    tree_channel: Option<TreeChannel>,
+    #[serde(default)]
+    tree_channel_source: String,
     in_switch: Option<String>,
     in_switch_latency_s: Option<f64>,
 }
@@ -295,6 +298,7 @@ impl Catalogue {
                 &l.all_to_all,
             )?),
             in_switch,
+            tree_channel: l.tree_channel,
             shared_memory: None,
             protocols: ways.ways.iter().map(|w| fitted(f, l, network, w)).collect(),
         };
@@ -322,6 +326,9 @@ impl Catalogue {
         );
         if level.pair_bandwidth_bytes_per_s.is_some() {
             say("pair_bandwidth_bytes_per_s", l.pair_source.clone());
+        }
+        if level.tree_channel.is_some() {
+            say("tree_channel", l.tree_channel_source.clone());
         }
         if level.in_switch.is_some() {
             say("in_switch", f.source.clone());
