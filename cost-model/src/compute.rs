@@ -255,7 +255,11 @@ pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
 pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
     let d = &cluster.device;
     let rate = |t: DType| {
-        Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)? * d.sustained_share)
+        let sustained = match d.narrow_sustained_share {
+            Some(share) if t.bits() <= 8 => share,
+            _ => d.sustained_share,
+        };
+        Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)? * sustained)
     };
     rate(dtype).unwrap_or_else(|| {
         let slowest = d

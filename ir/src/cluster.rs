@@ -93,6 +93,10 @@ pub struct Device {
     /// Share of the best measured rate that long training holds: clocks fall under power.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub sustained_share: f64,
+    /// The same of matmuls in types of 8 bits and less, whose products take less power; as
+    /// `sustained_share` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub narrow_sustained_share: Option<f64>,
     /// Power at which the device is capped, in watts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_limit_w: Option<f64>,
@@ -468,6 +472,13 @@ impl Cluster {
             format!(
                 "device.sustained_share is {}, expected 0 to 1",
                 d.sustained_share
+            ),
+        );
+        check(
+            d.narrow_sustained_share.is_none_or(share),
+            format!(
+                "device.narrow_sustained_share is {}, expected 0 to 1",
+                d.narrow_sustained_share.unwrap_or(0.0)
             ),
         );
         check(

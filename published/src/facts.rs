@@ -288,6 +288,12 @@ impl Facts {
             .required(Quantity::SustainedShare, &device.gpu)
     }
 
+    /// The same of matmuls in 8 bits and less, where it is another.
+    pub fn narrow_sustained_share(&self, device: &DeviceFact) -> Option<f64> {
+        self.parameters
+            .value(Quantity::NarrowSustainedShare, &device.gpu)
+    }
+
     /// Share of the rate of a matmul on a device whose rows do not end on 16 bytes.
     pub fn unaligned_share(&self, device: &DeviceFact) -> f64 {
         self.parameters
@@ -410,6 +416,9 @@ impl Facts {
             self.parameters = self.parameters.neutral(quantity, value);
         }
         match term {
+            "sustained clocks" => {
+                self.parameters = self.parameters.neutral(Quantity::NarrowSustainedShare, 1.0);
+            }
             "tiles and waves" => self.devices.iter_mut().for_each(|d| d.multiprocessors = 0),
             "unfused or slower attention" => {
                 let fused: Vec<String> = self.attention.keys().cloned().collect();
@@ -530,9 +539,9 @@ mod tests {
             assert!(!p.unit.is_empty() && !p.meaning.is_empty() && !p.of.is_empty());
             for name in &p.of {
                 let known = match p.quantity {
-                    Quantity::SustainedShare | Quantity::UnalignedShare => {
-                        facts.devices.iter().any(|d| d.gpu == *name)
-                    }
+                    Quantity::SustainedShare
+                    | Quantity::NarrowSustainedShare
+                    | Quantity::UnalignedShare => facts.devices.iter().any(|d| d.gpu == *name),
                     Quantity::ElementwiseTraffic
                     | Quantity::HostPerKernel
                     | Quantity::GroupedShare => facts.generations.contains_key(name),

@@ -43,7 +43,6 @@ pub fn parameters() -> Vec<Parameter> {
     all.push(p("efficiency", "pcie", (0.5, 0.95), 0.79, 0.1));
     all.push(p("efficiency", "rdma", (0.85, 0.99), 0.95, 0.03));
     all.push(p("efficiency", "efa", (0.8, 0.99), 0.95, 0.03));
-    all.push(p("efficiency", "tcp", (0.5, 0.95), 0.8, 0.2));
     for key in ["nvlink4", "nvlink5"] {
         all.push(p("in_switch_efficiency", key, (0.4, 0.9), 0.62, 0.1));
     }
