@@ -193,8 +193,11 @@ fn is_whole(x: &f64) -> bool {
 pub enum AttentionKernel {
     /// Scores stay on the chip (Dao et al. 2022).
     Fused {
-        /// Rate over the best fused kernel of the device.
+        /// Rate of the forward direction over the best fused kernel of the device.
         rate: f64,
+        /// Rate of the backward direction over the forward one's.
+        #[serde(default = "whole", skip_serializing_if = "is_whole")]
+        backward_share: f64,
     },
     /// Two batched matmuls with the scores in memory between them.
     Unfused {
@@ -211,7 +214,10 @@ impl Software {
     pub fn plain(name: &str) -> Software {
         Software {
             name: name.into(),
-            attention: AttentionKernel::Fused { rate: 1.0 },
+            attention: AttentionKernel::Fused {
+                rate: 1.0,
+                backward_share: 1.0,
+            },
             host_s_per_kernel: 0.0,
             synchronous_launches: false,
             elementwise_traffic: 1.0,
@@ -279,8 +285,14 @@ impl Software {
             check(share > 0.0 && share <= 1.0, key, share);
         }
         match self.attention {
-            AttentionKernel::Fused { rate } => {
-                check((1e-3..=10.0).contains(&rate), "attention.fused.rate", rate);
+            AttentionKernel::Fused {
+                rate,
+                backward_share: back,
+            } => {
+                let sane = 1e-3..=10.0;
+                check(sane.contains(&rate), "attention.fused.rate", rate);
+                let key = "attention.fused.backward_share";
+                check(sane.contains(&back), key, back);
             }
             AttentionKernel::Unfused {
                 forward_passes: f,

@@ -68,6 +68,9 @@ struct FrameworkFact {
     gpu: Option<String>,
     #[serde(default)]
     source_contains: Option<String>,
+    /// Fewest GPUs of a run that it is about.
+    #[serde(default)]
+    gpus_at_least: Option<u64>,
     /// The first date, as year and month, of what it is about.
     #[serde(default)]
     from: Option<String>,
@@ -190,6 +193,9 @@ pub struct AttentionFact {
     /// scores stay on the chip.
     #[serde(default)]
     pub passes: Option<[f64; 2]>,
+    /// Rates forward and backward over the family's, where the scores stay on the chip.
+    #[serde(default)]
+    pub rates: Option<[f64; 2]>,
     /// Where this is stated.
     pub source: String,
 }
@@ -361,9 +367,13 @@ impl Facts {
             .ok_or_else(|| format!("no attention `{name}`"))?;
         let of = |quantity| self.parameters.required(quantity, name);
         Ok(match fact.passes {
-            None => AttentionKernel::Fused {
-                rate: of(Quantity::AttentionRate)?,
-            },
+            None => {
+                let [forward, backward] = fact.rates.unwrap_or([1.0, 1.0]);
+                AttentionKernel::Fused {
+                    rate: forward * of(Quantity::AttentionRate)?,
+                    backward_share: backward / forward,
+                }
+            }
             Some([forward, backward]) => {
                 let factor = of(Quantity::AttentionPasses)?;
                 AttentionKernel::Unfused {
@@ -483,6 +493,7 @@ impl Facts {
     pub fn generation(&self, row: &Row) -> Result<(&str, &Generation), Unmodelled> {
         let name = row.required("framework")?;
         let (gpu, source, date) = (row.text("gpu"), row.text("source"), row.text("date"));
+        let gpus = row.count("gpus_total")?.unwrap_or(0);
         let matches = |f: &&FrameworkFact| {
             let begins = |prefix: &String| gpu.is_some_and(|g| g.starts_with(prefix));
             let contains = |part: &String| source.is_some_and(|s| s.contains(part));
@@ -491,6 +502,7 @@ impl Facts {
             f.name == name
                 && f.from.as_ref().is_none_or(after)
                 && f.gpu.as_ref().is_none_or(begins)
+                && f.gpus_at_least.is_none_or(|n| gpus >= n)
                 && f.source_contains.as_ref().is_none_or(contains)
         };
         let fact = self

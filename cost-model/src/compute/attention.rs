@@ -27,9 +27,15 @@ pub(super) fn busy_time(
     work: &Work,
 ) -> f64 {
     match software.attention {
-        AttentionKernel::Fused { rate } => {
+        AttentionKernel::Fused {
+            rate,
+            backward_share,
+        } => {
             let d = &cluster.device;
-            let again = if is_gradient { FUSED_GRADIENT } else { 1.0 };
+            let (again, rate) = match is_gradient {
+                true => (FUSED_GRADIENT, rate * backward_share),
+                false => (1.0, rate),
+            };
             let products = work.causal_share * again * work.attention_flops
                 / (peak_rate(cluster, dtype) * d.attention_efficiency * rate);
             let arithmetic =
@@ -88,5 +94,42 @@ fn product_time(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
         (2.0 * b * m * n * k / rate).max(memory_time(cluster, bytes))
     } else {
         memory_time(cluster, bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_backward_direction_has_a_rate_of_its_own() {
+        let mut c = crate::testing::cluster(1);
+        c.device.memory_bandwidth_bytes_per_s = 1e15;
+        c.device.vector_flops_per_s = 1e18;
+        let shape = MatmulShape {
+            batch: 2,
+            m: 128,
+            n: 128,
+            k: 64,
+        };
+        let work = Work {
+            attention_flops: 1e9,
+            causal_share: 0.5,
+            ..Work::default()
+        };
+        let busy = |backward_share: f64, is_gradient: bool| {
+            let mut software = Software::plain("fused");
+            software.attention = AttentionKernel::Fused {
+                rate: 0.5,
+                backward_share,
+            };
+            busy_time(&c, &software, DType::F32, shape, is_gradient, &work)
+        };
+        // Half of the products, at half of the device's best rate; five for four backward.
+        let rate = peak_rate(&c, DType::F32) * c.device.attention_efficiency * 0.5;
+        let close = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-12, "{a} is not {b}");
+        close(busy(0.8, false), 0.5e9 / rate);
+        close(busy(0.8, true), 0.5e9 * 1.25 / (0.8 * rate));
+        close(busy(1.0, true), 0.5e9 * 1.25 / rate);
     }
 }
