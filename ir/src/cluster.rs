@@ -178,6 +178,10 @@ pub struct Level {
     /// Share of the bandwidth that a large all-to-all reaches; as `efficiency` where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub all_to_all_efficiency: Option<f64>,
+    /// Share of the bandwidth that long messages from one device to another reach; as `efficiency`
+    /// where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message_efficiency: Option<f64>,
     /// Reduction inside the switch, where it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_switch: Option<InSwitch>,
@@ -215,6 +219,7 @@ impl Default for Level {
             devices_per_port: 1,
             pair_bandwidth_bytes_per_s: None,
             all_to_all_efficiency: None,
+            message_efficiency: None,
             in_switch: None,
             tree_channel: None,
             shared_memory: None,
@@ -586,8 +591,13 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
     if let Some(x) = l.pair_bandwidth_bytes_per_s {
         figure("pair_bandwidth_bytes_per_s", x, positive(x), &rate);
     }
-    if let Some(x) = l.all_to_all_efficiency {
-        figure("all_to_all_efficiency", x, share(x), "expected 0 to 1");
+    for (key, x) in [
+        ("all_to_all_efficiency", l.all_to_all_efficiency),
+        ("message_efficiency", l.message_efficiency),
+    ] {
+        if let Some(x) = x {
+            figure(key, x, share(x), "expected 0 to 1");
+        }
     }
     if let Some(s) = &l.in_switch {
         figure(

@@ -202,7 +202,8 @@ pub fn send_time(cluster: &Cluster, from: u32, to: u32, bytes: u64) -> Seconds {
 /// Bytes per second of a long message from one device to another.
 pub(crate) fn message_rate(level: &Level) -> f64 {
     let pair = level.pair_bandwidth_bytes_per_s.unwrap_or(f64::INFINITY);
-    level.bandwidth_bytes_per_s.min(pair) * level.efficiency
+    let share = level.message_efficiency.unwrap_or(level.efficiency);
+    level.bandwidth_bytes_per_s.min(pair) * share
 }
 
 /// Members of a group, ascending, that one block of each level joins, levels from the innermost:

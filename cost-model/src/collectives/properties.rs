@@ -47,6 +47,7 @@ fn level(r: &mut Random, devices: u32, with_protocols: bool) -> Level {
         devices_per_port: 1 << r.below(4),
         pair_bandwidth_bytes_per_s: (r.below(3) == 0).then(|| r.between(1e6, 1e12)),
         all_to_all_efficiency: (r.below(2) == 0).then(|| r.between(0.1, 1.0)),
+        message_efficiency: (r.below(2) == 0).then(|| r.between(0.1, 1.0)),
         in_switch: (with_protocols && r.below(2) == 0).then(|| InSwitch {
             latency_s: r.between(1e-9, 1e-3),
             efficiency: r.between(0.1, 1.0),

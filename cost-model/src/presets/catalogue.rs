@@ -297,6 +297,7 @@ impl Catalogue {
                 "all-to-all efficiency",
                 &l.all_to_all,
             )?),
+            message_efficiency: None,
             in_switch,
             tree_channel: l.tree_channel,
             shared_memory: None,
