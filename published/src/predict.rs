@@ -192,9 +192,11 @@ pub(crate) fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled>
 fn question_of(row: &Row, facts: &Facts, choice: &Choice) -> Result<Question, Unmodelled> {
     row.check_measured(&MEASURED_COLUMNS)?;
     let (name, generation) = facts.generation(row)?;
+    // The importer bounds the layers, of which pins name each.
+    let config = model::config(row, generation)?;
     let (pins, assumed) = setup::pins(row, facts, choice)?;
     Ok(Question {
-        config: model::config(row, generation)?,
+        config,
         train: setup::train_spec(row, generation.dropout)?,
         cluster: cluster::cluster(row, facts)?,
         memory: cluster::memory(row, facts)?,

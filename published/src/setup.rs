@@ -168,7 +168,8 @@ fn zero_stage(row: &Row) -> Result<Option<u8>, RowError> {
 }
 
 /// Pins of what is recomputed: `none`, `full` (of the first layers only where the cell says
-/// `full, block N`), or `selective` with what the framework's generation means by it.
+/// `full, block N`), `selective layer` (every second layer, as torchtitan's option is by default:
+/// `selective_ac_option` 2), or `selective` with what the framework's generation means by it.
 fn recompute_pins(
     row: &Row,
     recompute: &str,
@@ -186,6 +187,11 @@ fn recompute_pins(
             expected: "full, block N layers, of those that there are",
         })?;
         return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
+    }
+    if text.starts_with("selective layer") {
+        let layers = row.required_count("layers")?;
+        let second = (1..layers).step_by(2);
+        return Ok(second.map(|i| format!("recompute:h.{i}.*=yes")).collect());
     }
     Ok(match recompute {
         "none" => Vec::new(),
@@ -395,6 +401,12 @@ mod tests {
         assert_eq!(
             error("1", "no", "0", "foo"),
             "`recompute` is `foo`, expected none, selective or full"
+        );
+        let second = of("1", "yes", "2", "selective layer").unwrap();
+        assert!(
+            second.contains(" recompute:h.1.*=yes recompute:h.3.*=yes ")
+                && !second.contains("recompute:h.2."),
+            "{second}"
         );
         let said = of("1", "yes (assumed)", "2-like FSDP", "selective(norm)").unwrap();
         assert!(
