@@ -28,6 +28,11 @@ use failure::{Exit, Failure};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+/// A plan is millions of small vectors and maps: with the system's allocator a third of the time of
+/// planning goes into it, with this one a tenth.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     install_panic_message();
     let cli = match command_line()

@@ -48,18 +48,7 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                 _ => inputs.push(mapped),
             }
         }
-        let place = Place {
-            path: op.path.clone(),
-            pass: op.pass,
-            region: op.region,
-            layer: op.layer,
-        };
-        let results = if op.kind.is_source() {
-            vec![out.add_source(op.kind.clone(), forward.ty(op.outputs[0]).clone(), place)?]
-        } else {
-            out.add(op.kind.clone(), &inputs, place)?
-        };
-        map.extend(results);
+        map.extend(out.copy(forward, op, inputs)?);
     }
     out.outputs = forward.outputs.iter().map(|v| map[v.index()]).collect();
     Ok(out)

@@ -9,8 +9,8 @@
 
 use crate::op::{OpError, OpKind};
 use crate::{LayerId, OpId, TensorType, ValueId};
+use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 
 /// What an op is for; schedules and reports speak of passes.
 #[derive(
@@ -101,7 +101,8 @@ pub struct Graph {
     pub name: String,
     ops: Vec<Op>,
     values: Vec<Value>,
-    paths: BTreeMap<String, OpId>,
+    /// Looked up only, so their order does not matter.
+    paths: FxHashMap<String, OpId>,
     /// Names of the layers, by `LayerId`: their common scope.
     pub layers: Vec<String>,
     /// Results of the graph (the loss of a forward graph).
@@ -260,6 +261,59 @@ impl Graph {
                 path: path.clone(),
                 source,
             })?;
+        let place = Place {
+            path,
+            pass,
+            region,
+            layer,
+        };
+        Ok(self.push(kind, inputs.to_vec(), place, results))
+    }
+
+    /// Adds an op of another graph, which was checked there, with operands of the types that it
+    /// has there.
+    ///
+    /// Fails when the path is taken or an operand does not exist.
+    pub(crate) fn copy(
+        &mut self,
+        from: &Graph,
+        op: &Op,
+        inputs: Vec<ValueId>,
+    ) -> Result<Vec<ValueId>, GraphError> {
+        if self.paths.contains_key(&op.path) {
+            return Err(GraphError::Path {
+                path: op.path.clone(),
+                problem: "is taken",
+            });
+        }
+        if let Some(&operand) = inputs.iter().find(|v| v.index() >= self.values.len()) {
+            return Err(GraphError::NoSuchValue {
+                path: op.path.clone(),
+                operand,
+            });
+        }
+        let place = Place {
+            path: op.path.clone(),
+            pass: op.pass,
+            region: op.region,
+            layer: op.layer,
+        };
+        Ok(self.push(op.kind.clone(), inputs, place, from.result_types(op)))
+    }
+
+    fn push(
+        &mut self,
+        kind: OpKind,
+        inputs: Vec<ValueId>,
+        place: Place,
+        results: Vec<TensorType>,
+    ) -> Vec<ValueId> {
+        let Place {
+            path,
+            pass,
+            region,
+            layer,
+        } = place;
         let producer = OpId::new(self.ops.len());
         let outputs: Vec<ValueId> = results
             .into_iter()
@@ -276,14 +330,14 @@ impl Graph {
         self.paths.insert(path.clone(), producer);
         self.ops.push(Op {
             kind,
-            inputs: inputs.to_vec(),
+            inputs,
             outputs: outputs.clone(),
             path,
             pass,
             region,
             layer,
         });
-        Ok(outputs)
+        outputs
     }
 
     /// All ops in topological order.

@@ -97,5 +97,5 @@ pub struct TrainingGraph {
 /// here, there or in [`recompute()`] is a new `plan::PASSES_VERSION`.
 pub fn training_graph(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
     let marked = crate::boundary::mark_boundaries(forward)?;
-    shared::share_parameters(&build(&marked, spec)?)
+    shared::share_parameters(build(&marked, spec)?)
 }

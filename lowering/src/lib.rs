@@ -6,6 +6,7 @@
 //! Plan + TrainingGraph
 //!   │ resolve    which stage and spec every value has; checks the plan
 //!   │ uses       every use of a value, the layout changes between them   edges, cross_edges
+//!   │            (both kept in `layouts` while the planner asks for paths)
 //!   │ emit       instructions of every role, template by template
 //!   │ order      one global order of compute slots and exchanges; traces
 //!   │ in_place   all-reduces that need no second buffer
@@ -37,6 +38,7 @@ mod emit;
 mod error;
 mod hazards;
 mod in_place;
+mod layouts;
 mod memory;
 pub mod order;
 mod place;
@@ -46,8 +48,9 @@ mod uses;
 
 pub use bucket::BucketSizes;
 pub use error::LowerError;
+pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};
-pub use uses::{CrossEdge, Edge, cross_edges, edges};
+pub use uses::{CrossEdge, Edge};
 
 use ir::plan::Plan;
 use ir::program::Program;
@@ -75,20 +78,15 @@ pub fn lower_in_buckets(
     training: &TrainingGraph,
     sizes: &BucketSizes,
 ) -> Result<Program, LowerError> {
-    let resolved = resolve::resolve(plan, training)?;
-    let mut draft = emit::emit(&resolved)?;
-    let microbatches = order::microbatch_events(&resolved, &draft)?;
-    let mut roles = Vec::with_capacity(draft.roles.len());
-    for mut role in std::mem::take(&mut draft.roles) {
-        role.assemble_trace(&microbatches);
-        in_place::merge_all_reduces(&mut role);
-        coalesce::coalesce(&mut role, sizes);
-        roles.push(place::place(role)?);
-    }
-    Ok(Program {
-        roles,
-        transfers: draft.transfers,
-        n_microbatches: plan.n_microbatches,
-        microbatch: plan.microbatch,
-    })
+    Layouts::new(plan, training)?.lower(plan, training, sizes)
+}
+
+/// [`Layouts::edges`] of a plan.
+pub fn edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<Edge>, LowerError> {
+    Layouts::new(plan, training)?.edges(plan, training)
+}
+
+/// [`Layouts::cross_edges`] of a plan.
+pub fn cross_edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<CrossEdge>, LowerError> {
+    Ok(Layouts::new(plan, training)?.cross_edges().to_vec())
 }

@@ -23,22 +23,24 @@ pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
     let base = place_fixed(&mut program)?;
     program.arena_bytes = place_transient(&mut program, base)?;
-    for template in &mut program.templates {
-        set_dependencies(&mut template.instructions, &program.buffers);
-    }
+    set_dependencies(&mut program.templates, &program.buffers);
     Ok(program)
 }
 
 /// Gives every buffer its class and drops those that nothing touches.
 fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
-    let mut touched_by: Vec<BTreeSet<TemplateId>> = vec![BTreeSet::new(); role.buffers.len()];
+    // Ascending, as templates are gone through in order.
+    let mut touched_by: Vec<Vec<TemplateId>> = vec![Vec::new(); role.buffers.len()];
     for (t, template) in role.templates.iter().enumerate() {
         for b in template
             .instructions
             .iter()
             .flat_map(|i| i.reads().into_iter().chain(i.writes()))
         {
-            touched_by[b.index()].insert(TemplateId::new(t));
+            let (by, t) = (&mut touched_by[b.index()], TemplateId::new(t));
+            if by.last() != Some(&t) {
+                by.push(t);
+            }
         }
     }
     let in_microbatches: BTreeSet<TemplateId> = role
@@ -59,9 +61,11 @@ fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
             Lifetime::Accumulator | Lifetime::Kept => BufferClass::Step,
             Lifetime::ByUse if by.is_empty() => continue,
             Lifetime::ByUse if by.len() == 1 => BufferClass::Transient,
-            Lifetime::ByUse if by.is_subset(&in_microbatches) => BufferClass::PerMicrobatch {
-                slots: slots.count(by),
-            },
+            Lifetime::ByUse if by.iter().all(|t| in_microbatches.contains(t)) => {
+                BufferClass::PerMicrobatch {
+                    slots: slots.count(by),
+                }
+            }
             Lifetime::ByUse => BufferClass::Step,
         };
         let bytes = b
@@ -116,28 +120,29 @@ fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
 /// Numbers of copies, by the templates that touch a buffer.
 struct SlotCounts<'a> {
     role: &'a RoleDraft,
-    by_templates: BTreeMap<BTreeSet<TemplateId>, u32>,
+    by_templates: BTreeMap<Vec<TemplateId>, u32>,
 }
 
 impl SlotCounts<'_> {
-    fn count(&mut self, templates: &BTreeSet<TemplateId>) -> u32 {
+    fn count(&mut self, templates: &[TemplateId]) -> u32 {
         if let Some(&n) = self.by_templates.get(templates) {
             return n;
         }
         let n = copies(&lifetimes(self.role, templates));
-        self.by_templates.insert(templates.clone(), n);
+        self.by_templates.insert(templates.to_vec(), n);
         n
     }
 }
 
-/// First and last slot of the trace that touch each microbatch's copy, by microbatch.
-fn lifetimes(role: &RoleDraft, templates: &BTreeSet<TemplateId>) -> Vec<(usize, usize)> {
+/// First and last slot of the trace that touch each microbatch's copy, by microbatch; the
+/// templates that do are ascending.
+fn lifetimes(role: &RoleDraft, templates: &[TemplateId]) -> Vec<(usize, usize)> {
     let mut alive: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
     for (at, slot) in role
         .trace
         .iter()
         .enumerate()
-        .filter(|(_, s)| templates.contains(&s.template))
+        .filter(|(_, s)| templates.binary_search(&s.template).is_ok())
     {
         if let Some(m) = slot.microbatch {
             alive.entry(m).or_insert((at, at)).1 = at;
@@ -221,23 +226,31 @@ fn place_transient(program: &mut RoleProgram, base: u64) -> Result<u64, LowerErr
 }
 
 fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {
-    let mut found: BTreeMap<BufferId, Interval> = BTreeMap::new();
+    let mut found: Vec<Interval> = Vec::new();
+    // By buffer, its place in `found`.
+    let mut at: Vec<Option<u32>> = vec![None; program.buffers.len()];
     for (i, instruction) in program.templates[template].instructions.iter().enumerate() {
         for buffer in instruction.reads().into_iter().chain(instruction.writes()) {
             let b = program.buffer(buffer);
-            if b.class == BufferClass::Transient {
-                let new = Interval {
-                    buffer,
-                    bytes: b.stride(),
-                    first: i,
-                    last: i,
-                    offset: 0,
-                };
-                found.entry(buffer).or_insert(new).last = i;
+            if b.class != BufferClass::Transient {
+                continue;
+            }
+            match at[buffer.index()] {
+                Some(known) => found[known as usize].last = i,
+                None => {
+                    at[buffer.index()] = Some(found.len() as u32);
+                    found.push(Interval {
+                        buffer,
+                        bytes: b.stride(),
+                        first: i,
+                        last: i,
+                        offset: 0,
+                    });
+                }
             }
         }
     }
-    found.into_values().collect()
+    found
 }
 
 fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {

@@ -22,12 +22,20 @@ use ir::{
 const MAX_SLOTS: u64 = 1 << 24;
 
 /// A plan joined with its training graph.
+#[derive(Clone, Copy)]
 pub(crate) struct Resolved<'a> {
     pub plan: &'a Plan,
     pub training: &'a TrainingGraph,
     /// By layer.
-    layers: Vec<Home>,
+    layers: &'a [Home],
     /// By op.
+    assignments: &'a [Assignment],
+}
+
+/// What joining a plan with its training graph finds. It follows from the plan's stages and
+/// strategies; recorded paths do not matter.
+pub(crate) struct Homes {
+    layers: Vec<Home>,
     assignments: Vec<Assignment>,
 }
 
@@ -43,7 +51,7 @@ struct Home {
 }
 
 /// What one template is for: a phase of the step, in microbatches of one chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Phase {
     pub kind: TemplateKind,
     /// 0 outside of microbatches.
@@ -87,10 +95,7 @@ pub(crate) fn check_versions(plan: &Plan) -> Result<(), LowerError> {
 }
 
 /// Joins a plan with its training graph, checking that it covers the graph.
-pub(crate) fn resolve<'a>(
-    plan: &'a Plan,
-    training: &'a TrainingGraph,
-) -> Result<Resolved<'a>, LowerError> {
+pub(crate) fn resolve(plan: &Plan, training: &TrainingGraph) -> Result<Homes, LowerError> {
     check_microbatches(plan)?;
     if let Some(problem) = plan.interleaving_problem() {
         return Err(LowerError::Interleaving { problem });
@@ -104,19 +109,18 @@ pub(crate) fn resolve<'a>(
         }
     }
     let layers = place_layers(plan, training.graph.layers.len())?;
-    let mut r = Resolved {
+    let r = Resolved {
         plan,
         training,
-        layers,
-        assignments: Vec::new(),
+        layers: &layers,
+        assignments: &[],
     };
-    r.assignments = training
-        .graph
-        .ops()
-        .iter()
-        .map(|op| r.assign(op))
-        .collect::<Result<_, _>>()?;
-    Ok(r)
+    let ops = training.graph.ops().iter();
+    let assignments = ops.map(|op| r.assign(op)).collect::<Result<_, _>>()?;
+    Ok(Homes {
+        layers,
+        assignments,
+    })
 }
 
 fn check_microbatches(plan: &Plan) -> Result<(), LowerError> {
@@ -187,6 +191,18 @@ fn place_layers(plan: &Plan, n_layers: usize) -> Result<Vec<Home>, LowerError> {
             stage: last,
             problem: format!("the stages hold {} of {n_layers} layers", layers.len()),
         }),
+    }
+}
+
+impl Homes {
+    /// The plan and the graph that this is of, joined; the plan may record other paths by now.
+    pub fn of<'a>(&'a self, plan: &'a Plan, training: &'a TrainingGraph) -> Resolved<'a> {
+        Resolved {
+            plan,
+            training,
+            layers: &self.layers,
+            assignments: &self.assignments,
+        }
     }
 }
 

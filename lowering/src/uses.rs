@@ -5,13 +5,12 @@
 //! order names the edge; the others need no entry of their own in the plan.
 
 use crate::error::LowerError;
-use crate::resolve::{Phase, Resolved, resolve};
-use ir::plan::{Plan, edge_key, transfer_key, write_key};
+use crate::resolve::{Phase, Resolved};
+use ir::plan::{edge_key, transfer_key, write_key};
 use ir::program::TemplateKind;
 use ir::reshard::{CrossPath, LayoutStep};
-use ir::training::TrainingGraph;
 use ir::{DType, LayerId, LogicalMesh, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// A layout change within a mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,29 +62,6 @@ pub struct CrossEdge {
     pub region: Region,
 }
 
-/// All layout changes within meshes that the program of a plan needs, in graph order, each
-/// once. Values of other meshes arrive as the plan's transfers say; where none is recorded,
-/// in the first of [`CrossEdge::wanted`]. The plan's `edges` are not read.
-pub fn edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<Edge>, LowerError> {
-    let r = resolve(plan, training)?;
-    let uses = Uses::new(&r);
-    let mut seen = std::collections::BTreeSet::new();
-    let mut edges = Vec::new();
-    for u in &uses.all {
-        let from = uses.arrival(&r, u)?;
-        if from != u.wanted && seen.insert(u.group()) {
-            edges.push(u.edge(&r, from));
-        }
-    }
-    Ok(edges)
-}
-
-/// All layout changes between meshes, by value in order of first use, then receiving mesh.
-/// Neither the plan's `edges` nor its `transfers` are read.
-pub fn cross_edges(plan: &Plan, training: &TrainingGraph) -> Result<Vec<CrossEdge>, LowerError> {
-    Ok(Uses::new(&resolve(plan, training)?).cross)
-}
-
 /// Who uses a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum UseBy {
@@ -108,12 +84,7 @@ pub(crate) struct Use {
     phase: Phase,
 }
 
-type Group = (StageId, Phase, ValueId, ShardingSpec);
-
 impl Use {
-    fn group(&self) -> Group {
-        (self.stage, self.phase, self.value, self.wanted.clone())
-    }
     fn key(&self, r: &Resolved) -> String {
         match self.by {
             UseBy::Operand(op, i) => edge_key(&r.graph().op(op).path, i),
@@ -144,32 +115,29 @@ impl Use {
     }
 }
 
-/// All uses of a plan's values, indexed.
+/// All uses of a plan's values, indexed. The plan's `edges` and `transfers` are not read.
 pub(crate) struct Uses {
-    pub all: Vec<Use>,
+    all: Vec<Use>,
+    /// Values that go to other meshes, in order of first use, then receiving mesh.
     pub cross: Vec<CrossEdge>,
-    by: BTreeMap<(UseBy, StageId), usize>,
-    first_of: BTreeMap<Group, usize>,
+    /// By op, where its uses begin in `all`; those of states begin at the last entry.
+    starts: Vec<usize>,
+    /// By use, the first one that shares its changed tensor.
+    first: Vec<usize>,
     cross_of: BTreeMap<(ValueId, StageId), usize>,
 }
 
 impl Uses {
     pub fn new(r: &Resolved) -> Self {
-        let all = all_uses(r);
-        let by = all
-            .iter()
-            .enumerate()
-            .map(|(i, u)| ((u.by, u.stage), i))
-            .collect();
+        let (all, starts) = all_uses(r);
         let mut uses = Uses {
-            by,
+            first: first_uses(&all),
             all,
             cross: Vec::new(),
-            first_of: BTreeMap::new(),
+            starts,
             cross_of: BTreeMap::new(),
         };
-        for (i, u) in uses.all.iter().enumerate() {
-            uses.first_of.entry(u.group()).or_insert(i);
+        for u in &uses.all {
             let Some(from) = r.home(u.value).filter(|&home| home != u.stage) else {
                 continue;
             };
@@ -187,7 +155,34 @@ impl Uses {
 
     /// A use by what uses it and where.
     pub fn find(&self, by: UseBy, stage: StageId) -> Option<&Use> {
-        self.by.get(&(by, stage)).map(|&i| &self.all[i])
+        self.at(by, stage).map(|i| &self.all[i])
+    }
+
+    fn at(&self, by: UseBy, stage: StageId) -> Option<usize> {
+        let states = self.starts.last().copied().unwrap_or(0);
+        let (from, to) = match by {
+            UseBy::Operand(op, _) => (self.starts[op.index()], self.starts[op.index() + 1]),
+            UseBy::Write(state) => {
+                let writes = self.all[states..].partition_point(|u| u.by < UseBy::Write(state));
+                (states + writes, self.all.len())
+            }
+        };
+        let mut uses = self.all[from..to].iter().take_while(|u| u.by <= by);
+        let found = uses.position(|u| u.by == by && u.stage == stage)?;
+        Some(from + found)
+    }
+
+    /// All layout changes within meshes, in graph order, each once.
+    pub fn edges(&self, r: &Resolved) -> Result<Vec<Edge>, LowerError> {
+        let mut edges = Vec::new();
+        for (i, u) in self.all.iter().enumerate() {
+            // A damaged transfer is an error whichever use it is found at.
+            let from = self.arrival(r, u)?;
+            if from != u.wanted && self.first[i] == i {
+                edges.push(u.edge(r, from));
+            }
+        }
+        Ok(edges)
     }
 
     /// The spec in which a used value is at hand on the stage before the use's own edge.
@@ -210,7 +205,8 @@ impl Uses {
         u: &Use,
         from: &ShardingSpec,
     ) -> Result<&'a [LayoutStep], LowerError> {
-        let first = &self.all[self.first_of[&u.group()]];
+        let at = self.at(u.by, u.stage);
+        let first = at.map_or(u, |i| &self.all[self.first[i]]);
         let mesh = r.mesh(u.stage);
         let (from_text, to) = (from.display(mesh), u.wanted.display(mesh));
         let Some(steps) = u.recorded(r).or_else(|| first.recorded(r)) else {
@@ -281,9 +277,26 @@ fn cross_edge(r: &Resolved, u: &Use, from: StageId) -> CrossEdge {
     }
 }
 
-fn all_uses(r: &Resolved) -> Vec<Use> {
+/// By use, the first one of the same value in the same spec, on its mesh and in its template.
+fn first_uses(all: &[Use]) -> Vec<usize> {
+    let mut known: HashMap<(StageId, Phase, ValueId), Vec<usize>> = HashMap::new();
+    let first = |(i, u): (usize, &Use)| {
+        let firsts = known.entry((u.stage, u.phase, u.value)).or_default();
+        let equal = firsts.iter().find(|&&f| all[f].wanted == u.wanted);
+        equal.copied().unwrap_or_else(|| {
+            firsts.push(i);
+            i
+        })
+    };
+    all.iter().enumerate().map(first).collect()
+}
+
+/// All uses in order, and where those of each op begin.
+fn all_uses(r: &Resolved) -> (Vec<Use>, Vec<usize>) {
     let mut all = Vec::new();
+    let mut starts = Vec::with_capacity(r.graph().ops().len() + 1);
     for (id, op) in r.graph().iter() {
+        starts.push(all.len());
         // The norm's operands come together in a world sum, which needs no transfers.
         if matches!(op.kind, OpKind::GlobalNorm) {
             continue;
@@ -308,6 +321,7 @@ fn all_uses(r: &Resolved) -> Vec<Use> {
             }
         }
     }
+    starts.push(all.len());
     for (i, state) in r.training.states.iter().enumerate() {
         let op = r.producer(state.read);
         for stage in r.stages_of(op) {
@@ -323,5 +337,5 @@ fn all_uses(r: &Resolved) -> Vec<Use> {
             });
         }
     }
-    all
+    (all, starts)
 }

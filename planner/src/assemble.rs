@@ -11,7 +11,7 @@ use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
 use ir::reshard::{self, CrossPath, LayoutStep, Placement};
 use ir::training::{TrainingGraph, source_path};
 use ir::{LayerId, LogicalMesh, Pass, ShardingSpec};
-use lowering::{CrossEdge, LowerError};
+use lowering::{CrossEdge, Layouts, LowerError};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -92,15 +92,17 @@ fn layer_strategy(
     strategy
 }
 
-/// Records the cheapest path of every layout change that the plan's program needs.
+/// Records the cheapest path of every layout change that the plan's program needs; `layouts`
+/// are the plan's.
 pub(crate) fn record_paths(
     plan: &mut Plan,
+    layouts: &Layouts,
     training: &TrainingGraph,
     buckets: &Buckets,
 ) -> Result<(), LowerError> {
     let cluster = plan.cluster.clone();
-    for edge in lowering::cross_edges(plan, training)? {
-        if let Some(path) = best_cross(&cluster, plan, &edge, buckets) {
+    for edge in layouts.cross_edges() {
+        if let Some(path) = best_cross(&cluster, plan, edge, buckets) {
             plan.transfers.insert(edge.key.clone(), path);
         }
     }
@@ -115,16 +117,22 @@ pub(crate) fn record_paths(
         .values()
         .for_each(|k| *n_layers.entry(*k).or_default() += 1);
     let mut shared: BTreeMap<(u32, String), Vec<KeyedPath>> = BTreeMap::new();
-    for edge in lowering::edges(plan, training)? {
-        let mesh = &plan.stages[edge.stage.index()].mesh;
-        let best = Prices::new(&cluster, mesh, buckets).best_path(
+    let meshes: Vec<LogicalMesh> = plan.stages.iter().map(|s| s.mesh.clone()).collect();
+    let prices = meshes
+        .iter()
+        .map(|mesh| Prices::new(&cluster, mesh, buckets));
+    let mut prices: Vec<Prices<'_>> = prices.collect();
+    for edge in layouts.edges(plan, training)? {
+        let best = prices[edge.stage.index()].best_path(
             &edge.from,
             &edge.to,
             &edge.lens,
             edge.dtype,
             buckets.of(edge.value, edge.region),
         );
-        let Some((steps, _)) = best else { continue };
+        let Some((steps, _)) = best.cloned() else {
+            continue;
+        };
         match edge.layer.and_then(|l| of_layer.get(&l)) {
             Some(&k) => shared
                 .entry((k, edge.relative))

@@ -7,7 +7,7 @@
 //! price on memory, gives the matrix; min-plus products of matrices are stages (`stage`).
 
 use crate::groups::{Choice, Group, Phases, Setting, make_groups};
-use crate::intra_op::eliminate::{Eliminator, TooWide};
+use crate::intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use crate::intra_op::problem::{Cost, Edge, Table};
 use crate::layers::Layers;
 use crate::prices::Prices;
@@ -19,6 +19,8 @@ use std::sync::Arc;
 pub(crate) const QUANTUM_S: f64 = 1e-10;
 /// Elimination tables beyond this many cells are refused.
 const MAX_CELLS: u64 = 40_000_000;
+/// Up to so many cells (32 MB) an elimination is kept for decoding; a larger one is made again.
+const KEPT_CELLS: u64 = 4_000_000;
 
 /// Seconds as an integer cost.
 pub(crate) fn quanta(seconds: f64) -> Cost {
@@ -83,10 +85,12 @@ struct Use {
 }
 
 /// What a layer costs under a price on memory, for each pair of boundary layouts.
-pub(crate) struct PricedLayer {
+pub(crate) struct PricedLayer<'m> {
     /// `[entry][exit]`, quanta; a side without boundary has one row or column.
     pub matrix: Vec<Vec<Option<u64>>>,
     node_costs: Vec<Vec<Cost>>,
+    /// Of what it was read off, unless that is large.
+    found: Option<Eliminated<'m>>,
 }
 
 /// Weights that turn times and bytes into one number.
@@ -203,6 +207,28 @@ impl LayerModel {
         })
     }
 
+    /// The cost of a choice of all groups in quanta, that of the exit's layout left out where
+    /// `exit_is_free`; `None` where it is forbidden.
+    pub(crate) fn cost(
+        &self,
+        weights: Weights,
+        choice: &[u32],
+        exit_is_free: bool,
+    ) -> Option<u128> {
+        let chosen = self.groups.iter().zip(choice).enumerate();
+        let nodes = chosen
+            .filter(|(g, _)| !(exit_is_free && self.exit == Some(*g)))
+            .map(|(_, (group, &c))| weights.cost(group.choices.get(c as usize)?).value());
+        let edges = self.priced.iter().map(|p| {
+            let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
+            let time = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]]?;
+            quanta(weights.seconds(time)).value()
+        });
+        nodes
+            .chain(edges)
+            .try_fold(0, |sum, cost| Some(sum + u128::from(cost?)))
+    }
+
     /// The edges of the intra-op problem under some weights of time.
     pub(crate) fn edges(&self, weights: Weights) -> Vec<Edge> {
         self.priced
@@ -266,7 +292,7 @@ impl LayerModel {
 
 impl WeightedLayer<'_> {
     /// The matrix under some weights; the weights of time must be those of `weighted`.
-    pub(crate) fn price(&self, weights: Weights) -> PricedLayer {
+    pub(crate) fn price(&self, weights: Weights) -> PricedLayer<'_> {
         let groups = &self.model.groups;
         let node_costs: Vec<Vec<Cost>> = groups
             .iter()
@@ -282,12 +308,16 @@ impl WeightedLayer<'_> {
                     .collect()
             })
             .collect();
-        PricedLayer { matrix, node_costs }
+        let is_small = self.eliminator.cells() <= KEPT_CELLS;
+        PricedLayer {
+            matrix,
+            found: is_small.then_some(found),
+            node_costs,
+        }
     }
 
     /// The best choices of all groups for given boundary layouts.
-    pub(crate) fn decode(&self, priced: &PricedLayer, entry: usize, exit: usize) -> Vec<u32> {
-        let found = self.eliminator.run(&priced.node_costs);
+    pub(crate) fn decode(&self, priced: &PricedLayer<'_>, entry: usize, exit: usize) -> Vec<u32> {
         let kept: Vec<u32> = self
             .model
             .entry
@@ -295,7 +325,10 @@ impl WeightedLayer<'_> {
             .into_iter()
             .chain(self.model.exit.map(|_| exit as u32))
             .collect();
-        found.decode(&kept)
+        match &priced.found {
+            Some(found) => found.decode(&kept),
+            None => self.eliminator.run(&priced.node_costs).decode(&kept),
+        }
     }
 }
 

@@ -15,10 +15,30 @@ use ir::reshard::{self, LayoutStep};
 use ir::training::{StateRole, TrainingGraph};
 use ir::{AxisId, DType, LogicalMesh, Region, ShardingSpec, ValueId};
 use lowering::BucketSizes;
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
+use std::borrow::Borrow;
+use std::hash::Hash;
 
-/// From, to, lengths, element type, buckets.
-type Question = (ShardingSpec, ShardingSpec, Vec<u64>, DType, Option<Region>);
+/// From, to and lengths (their numbers), element type, buckets.
+type Question = (usize, usize, usize, DType, Option<Region>);
+
+/// Distinct things by number, so that a question about them is a few words to hash.
+struct Numbers<T>(FxHashMap<T, usize>);
+
+impl<T: Eq + Hash> Numbers<T> {
+    fn of<Q: Eq + Hash + ToOwned<Owned = T> + ?Sized>(&mut self, thing: &Q) -> usize
+    where
+        T: Borrow<Q>,
+    {
+        match self.0.get(thing) {
+            Some(&known) => known,
+            None => {
+                self.0.insert(thing.to_owned(), self.0.len());
+                self.0.len() - 1
+            }
+        }
+    }
+}
 
 /// Which tensors travel in buckets.
 pub(crate) struct Buckets {
@@ -75,8 +95,10 @@ fn elements(lens: &[u64]) -> u64 {
 pub(crate) struct Prices<'a> {
     cluster: &'a Cluster,
     mesh: &'a LogicalMesh,
-    groups: HashMap<Vec<AxisId>, Group<'a>>,
-    known: HashMap<Question, Option<f64>>,
+    groups: FxHashMap<Vec<AxisId>, Group<'a>>,
+    specs: Numbers<ShardingSpec>,
+    lens: Numbers<Vec<u64>>,
+    known: FxHashMap<Question, Option<(Vec<LayoutStep>, f64)>>,
     /// Elements of the parameters of a stage on the mesh.
     stage_elements: f64,
 }
@@ -87,8 +109,10 @@ impl<'a> Prices<'a> {
         Prices {
             cluster,
             mesh,
-            groups: HashMap::new(),
-            known: HashMap::new(),
+            groups: FxHashMap::default(),
+            specs: Numbers(FxHashMap::default()),
+            lens: Numbers(FxHashMap::default()),
+            known: FxHashMap::default(),
             stage_elements: buckets.n_elements as f64 * part.min(1.0),
         }
     }
@@ -111,15 +135,8 @@ impl<'a> Prices<'a> {
         if from == to {
             return Some(0.0);
         }
-        let key = (from.clone(), to.clone(), lens.to_vec(), dtype, buckets);
-        if let Some(&known) = self.known.get(&key) {
-            return known;
-        }
-        let price = self
-            .best_path(from, to, lens, dtype, buckets)
-            .map(|(_, seconds)| seconds);
-        self.known.insert(key, price);
-        price
+        self.best_path(from, to, lens, dtype, buckets)
+            .map(|(_, seconds)| *seconds)
     }
 
     /// The cheapest path and its seconds; ties go to the earlier path of `reshard::paths`.
@@ -130,15 +147,20 @@ impl<'a> Prices<'a> {
         lens: &[u64],
         dtype: DType,
         buckets: Option<Region>,
-    ) -> Option<(Vec<LayoutStep>, f64)> {
-        let mut best: Option<(Vec<LayoutStep>, f64)> = None;
-        for path in reshard::paths(from, to) {
-            let seconds = self.path_time(from, &path, lens, dtype, buckets);
-            if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
-                best = Some((path, seconds));
+    ) -> Option<&(Vec<LayoutStep>, f64)> {
+        let specs = (self.specs.of(from), self.specs.of(to));
+        let question = (specs.0, specs.1, self.lens.of(lens), dtype, buckets);
+        if !self.known.contains_key(&question) {
+            let mut best: Option<(Vec<LayoutStep>, f64)> = None;
+            for path in reshard::paths(from, to) {
+                let seconds = self.path_time(from, &path, lens, dtype, buckets);
+                if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
+                    best = Some((path, seconds));
+                }
             }
+            self.known.insert(question, best);
         }
-        best
+        self.known[&question].as_ref()
     }
 
     /// Seconds of a path: its collectives, and the copies of slices.

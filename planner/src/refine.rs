@@ -32,6 +32,7 @@ const GAP: f64 = 1e-4;
 const NARROWINGS: usize = 6;
 
 /// A stage's choices and what is proved about them.
+#[derive(Clone)]
 pub(crate) struct Refined {
     /// Per layer, the choice of each of its model's groups.
     pub choices: Vec<Vec<u32>>,
@@ -54,22 +55,13 @@ pub(crate) fn refine(
     budget: u64,
     pressed: bool,
 ) -> Result<Refined, PlanError> {
-    let (problem, places) = stage_problem(name, models, kinds, weights, in_flight, budget);
-    let mut flat = vec![0u32; problem.nodes.len()];
-    for (layer, choice) in choices.iter().enumerate() {
-        for (group, &c) in choice.iter().enumerate() {
-            flat[places[layer][group]] = c;
-        }
-    }
-    let old = evaluate(&problem, &flat).ok();
     let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
     // A choice that elimination made has a cost; one without is our own mistake, not a price.
-    let Some(known) = old.as_ref().and_then(|e| e.objective) else {
+    let Some(known) = cost(models, kinds, &choices, weights) else {
         return Err(PlanError::Strategies(format!(
             "the choice of {name} is forbidden or malformed"
         )));
     };
-    let fits = old.is_some_and(|e| e.feasible);
     let keep = |method: &str, bound: u128, choices, problem| Refined {
         choices,
         proof: StageProof {
@@ -87,6 +79,14 @@ pub(crate) fn refine(
     if !pressed {
         return Ok(keep("elimination", known, choices, None));
     }
+    let (problem, places) = stage_problem(name, models, kinds, weights, in_flight, budget);
+    let mut flat = vec![0u32; problem.nodes.len()];
+    for (layer, choice) in choices.iter().enumerate() {
+        for (group, &c) in choice.iter().enumerate() {
+            flat[places[layer][group]] = c;
+        }
+    }
+    let fits = evaluate(&problem, &flat).is_ok_and(|e| e.feasible);
     let priced_bound = || lagrangian(weighted, kinds, weights, in_flight, budget);
     if problem.nodes.len() > MAX_NODES {
         return Ok(keep("priced elimination", priced_bound(), choices, None));
@@ -128,6 +128,26 @@ pub(crate) fn refine(
         },
         problem: Some(problem),
     })
+}
+
+/// The objective of a stage's choices in quanta; `None` where one is forbidden. The boundary
+/// between two layers is one decision and counts once, as the second one's.
+fn cost(
+    models: &[LayerModel],
+    kinds: &[usize],
+    choices: &[Vec<u32>],
+    weights: Weights,
+) -> Option<u128> {
+    let n_layouts = |model: &LayerModel, g: usize| model.groups[g].choices.len();
+    let layers = kinds.iter().zip(choices).enumerate();
+    let costs = layers.map(|(i, (&kind, choice))| {
+        let model = &models[kind];
+        let next = kinds.get(i + 1).map(|&k| &models[k]);
+        let entered = next.and_then(|next| Some(n_layouts(next, next.entry?)));
+        let left = model.exit.map(|g| n_layouts(model, g));
+        model.cost(weights, choice, entered.is_some() && entered == left)
+    });
+    costs.sum()
 }
 
 /// A cost, in quanta, that no choice of a stage within `budget` bytes can beat.

@@ -5,30 +5,32 @@
 //! entries; the inter-op DP finds the best pipeline of each microbatch size. The best few by
 //! the additive objective are lowered and simulated, and the fastest of those that fit wins.
 
-use crate::assemble::{ChosenStage, add_stage, record_paths};
+use crate::assemble::record_paths;
 use crate::groups::Setting;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
 use crate::interleave::{SharedStage, TooLarge, share};
-use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
 use crate::pins::{self, AxisRole, Pins, check::listed};
 use crate::prices::{Buckets, Prices};
-use crate::refine::refine;
 use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
 use ir::cluster::Cluster;
-use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind};
+use ir::plan::{Plan, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::training::{Recompute, TrainingGraph, can_recompute, choose, recompute, training_graph};
 use ir::{
     Axis, DeviceMesh, Dim, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec,
     ValueId,
 };
+use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
+use std::sync::{Arc, OnceLock};
+
+mod chosen;
 
 /// No dim of a tensor is longer.
 const MAX_LENGTH: u64 = 1 << 40;
@@ -105,6 +107,8 @@ struct Search<'a> {
     saved: Vec<bool>,
     buckets: Buckets,
     submeshes: Vec<u32>,
+    /// Microbatch size and mesh of the models that are kept, see [`Search::models`].
+    kept: OnceLock<(u64, LogicalMesh, Arc<Vec<LayerModel>>)>,
 }
 
 /// Plans `forward` for `cluster`; see the crate header.
@@ -132,7 +136,10 @@ pub(crate) fn plan(
     let input = |e: ir::GraphError| PlanError::Input(e.to_string());
     let kept = training_graph(forward, train).map_err(input)?;
     let chosen = recomputed(&kept, pins)?;
-    let training = recompute(&kept, &chosen).map_err(input)?;
+    let training = match chosen.is_empty() {
+        true => kept,
+        false => recompute(&kept, &chosen).map_err(input)?,
+    };
     pins::check::check(pins, &training, cluster, train)?;
     let layers = find_layers(&training, &|path| match pins.tensor(path) {
         Some(pin) => format!("{pin:?}"),
@@ -154,6 +161,7 @@ pub(crate) fn plan(
         sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins),
+        kept: OnceLock::new(),
     };
     let batches = search.batches()?;
     let schedule = pins.schedule_kind();
@@ -163,6 +171,7 @@ pub(crate) fn plan(
         ..PlanStats::default()
     };
     let mut reserve = 0u64;
+    let mut found = None;
     for _ in 0..RETRIES {
         // Only the last attempt counts.
         (stats.candidates, stats.simulated) = (0, 0);
@@ -178,27 +187,8 @@ pub(crate) fn plan(
         )?;
         match made {
             Made::Fits(plan, program, simulation) => {
-                let axes = || plan.stages.iter().flat_map(|s| &s.mesh.axes);
-                if pins.zero.is_some_and(|z| z > 0)
-                    && pins.fixes_mesh()
-                    && axes().all(|a| a.name == "tensor" || a.size == 1)
-                {
-                    stats
-                        .notes
-                        .push("the zero pin does nothing: no axis splits samples (data=1)".into());
-                }
-                if chosen.is_empty() && pins.recompute.is_some_and(|r| r != Recompute::None) {
-                    stats.notes.push(
-                        "the recompute pin does nothing: no layer before the loss keeps an activation that it names".into(),
-                    );
-                }
-                return Ok(Planned {
-                    plan: *plan,
-                    training: training.clone(),
-                    program,
-                    simulation: *simulation,
-                    stats,
-                });
+                found = Some((plan, program, simulation));
+                break;
             }
             Made::Overrun(bytes) => {
                 // At least twice as much as before: other choices fill other buckets.
@@ -207,7 +197,29 @@ pub(crate) fn plan(
             }
         }
     }
-    Err(PlanError::Overrun { bytes: reserve })
+    drop(search);
+    let (plan, program, simulation) = found.ok_or(PlanError::Overrun { bytes: reserve })?;
+    let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
+    if pins.zero.is_some_and(|z| z > 0)
+        && pins.fixes_mesh()
+        && axes.all(|a| a.name == "tensor" || a.size == 1)
+    {
+        stats
+            .notes
+            .push("the zero pin does nothing: no axis splits samples (data=1)".into());
+    }
+    if chosen.is_empty() && pins.recompute.is_some_and(|r| r != Recompute::None) {
+        stats.notes.push(
+            "the recompute pin does nothing: no layer before the loss keeps an activation that it names".into(),
+        );
+    }
+    Ok(Planned {
+        plan: *plan,
+        training,
+        program,
+        simulation: *simulation,
+        stats,
+    })
 }
 
 enum Made {
@@ -554,13 +566,23 @@ impl Search<'_> {
         Ok(best)
     }
 
-    fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, ModelError> {
+    /// The models of all kinds of layers. Where the pins leave one mesh and one microbatch size
+    /// they are made once for pricing and for the plan.
+    fn models(&self, s: &Setting<'_>) -> Result<Arc<Vec<LayerModel>>, ModelError> {
+        let kept = self.kept.get();
+        if let Some((_, _, known)) = kept.filter(|k| (k.0, &k.1) == (s.batch, s.mesh)) {
+            return Ok(Arc::clone(known));
+        }
         let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
-        self.layers
-            .first
-            .iter()
-            .map(|&l| LayerModel::new(s, &self.layers, l, &mut prices))
-            .collect()
+        let kinds = self.layers.first.iter();
+        let models = kinds.map(|&l| LayerModel::new(s, &self.layers, l, &mut prices));
+        let models = Arc::new(models.collect::<Result<Vec<_>, _>>()?);
+        if self.pins.fixes_mesh() && self.pins.microbatch.is_some() {
+            let _ = self
+                .kept
+                .set((s.batch, s.mesh.clone(), Arc::clone(&models)));
+        }
+        Ok(models)
     }
 
     fn solve_pipeline(
@@ -895,10 +917,12 @@ impl Search<'_> {
         };
         for p in pipelines.iter().take(simulated) {
             let (mut plan, problems) = self.assemble(forward, p, reserve)?;
-            record_paths(&mut plan, self.training, &self.buckets)
-                .map_err(|e| PlanError::Lower(e.to_string()))?;
-            let program = lowering::lower_training(&plan, self.training)
-                .map_err(|e| PlanError::Lower(e.to_string()))?;
+            let lower = |e: LowerError| PlanError::Lower(e.to_string());
+            let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
+            record_paths(&mut plan, &layouts, self.training, &self.buckets).map_err(lower)?;
+            let program = layouts
+                .lower(&plan, self.training, &BucketSizes::default())
+                .map_err(lower)?;
             let arena = program
                 .roles
                 .iter()
@@ -988,106 +1012,6 @@ impl Search<'_> {
             stopped: false,
             stages: Vec::new(),
         }
-    }
-
-    fn assemble(
-        &self,
-        forward: &Graph,
-        p: &Pipeline,
-        reserve: u64,
-    ) -> Result<(Plan, Vec<IntraOpProblem>), PlanError> {
-        let mut problems = Vec::new();
-        let mut plan = Plan {
-            version: PLAN_VERSION,
-            passes: PASSES_VERSION,
-            name: forward.name.clone(),
-            graph: ir::text::print(forward),
-            train: self.train.clone(),
-            cluster: self.cluster.clone(),
-            microbatch: p.batch,
-            n_microbatches: p.m,
-            schedule: p.schedule,
-            stages: Vec::new(),
-            layer_strategies: Vec::new(),
-            transfers: Default::default(),
-            edges: Default::default(),
-            pins: self.pins.describe(),
-            predicted: Prediction::default(),
-            proof: Proof::default(),
-        };
-        // Candidates were dropped with their microbatch size; the chosen ones are made again.
-        let shapes = self.shapes(p.batch);
-        let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
-        let mut first_rank = 0;
-        for (i, stage) in p.choice.stages.iter().enumerate() {
-            let (c, w) = ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize);
-            let (_, shape) = shapes
-                .get(c)
-                .ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
-            let s = self.setting(shape, p.batch);
-            let base = Weights {
-                m: f64::from(p.m),
-                step: 1.0,
-                static_price: 0.0,
-                saved_price: 0.0,
-            };
-            let models = self.models(&s).map_err(no_strategy)?;
-            let weighted = weigh(&models, base).map_err(no_strategy)?;
-            let mut priced = PricedMesh::new(&weighted, weight_at(p.m, w));
-            let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
-            let path = priced
-                .path(&s, &kinds)
-                .ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
-            let choices = kinds
-                .iter()
-                .enumerate()
-                .map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1]))
-                .collect();
-            let whole = self.cluster.usable_bytes().saturating_sub(reserve);
-            let budget = stage
-                .share_bytes
-                .unwrap_or(whole.saturating_sub(path.cost.transient_bytes));
-            let name = format!(
-                "{} layers {}..{}",
-                forward.name, stage.layers.start, stage.layers.end
-            );
-            let refined = refine(
-                &name,
-                &models,
-                &weighted,
-                &kinds,
-                choices,
-                base,
-                stage.in_flight,
-                budget,
-                w != 0,
-            )?;
-            if i % n_meshes == 0 {
-                first_rank = 0;
-            }
-            let mesh = LogicalMesh {
-                devices: DeviceMesh {
-                    first_rank: Rank(first_rank),
-                    n_devices: shape.mesh.n_devices(),
-                },
-                axes: shape.mesh.axes.clone(),
-            };
-            first_rank += shape.mesh.n_devices();
-            add_stage(
-                &mut plan,
-                &s,
-                &self.layers,
-                &ChosenStage {
-                    layers: stage.layers.clone(),
-                    mesh,
-                    models: &models,
-                    choices: &refined.choices,
-                },
-            );
-            plan.proof.stages.push(refined.proof);
-            problems.extend(refined.problem);
-        }
-        Ok((plan, problems))
     }
 }
 

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// One mesh with its layer models, priced under some weights.
 pub(crate) struct PricedMesh<'m> {
     models: &'m [WeightedLayer<'m>],
-    priced: Vec<PricedLayer>,
+    priced: Vec<PricedLayer<'m>>,
     /// Cost of a layer kind between two boundary layouts, once asked for.
     costs: BTreeMap<(usize, usize, usize), LayerCost>,
 }

@@ -3,11 +3,10 @@
 //! All but the bubble are seconds of work, whether or not something else runs meanwhile, so
 //! they add up to more than the step where work overlaps.
 
-use cost_model::SimError;
-use cost_model::costs::{CostClass, costs};
+use cost_model::costs::CostClass;
+use cost_model::simulate::Simulation;
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
-use ir::plan::Prediction;
 use ir::program::{InstrKind, Program, TemplateKind};
 
 /// Seconds of one step by cause.
@@ -36,13 +35,9 @@ pub struct Breakdown {
     pub exposed_input_s: f64,
 }
 
-/// The breakdown of a simulated program. Fails as the costs of the program do.
-pub fn breakdown(
-    program: &Program,
-    cluster: &Cluster,
-    prediction: &Prediction,
-) -> Result<Breakdown, SimError> {
-    let costs = costs(program, cluster)?;
+/// The breakdown of a simulated program.
+pub fn breakdown(program: &Program, cluster: &Cluster, simulation: &Simulation) -> Breakdown {
+    let (prediction, costs) = (&simulation.prediction, &simulation.costs);
     let busy = |s: &ir::plan::StagePrediction| s.compute_s.0 + s.collective_s.0 + s.transfer_s.0;
     let role = (0..prediction.stages.len())
         .max_by(|&a, &b| busy(&prediction.stages[a]).total_cmp(&busy(&prediction.stages[b])))
@@ -52,7 +47,7 @@ pub fn breakdown(
         ..Breakdown::default()
     };
     let Some(this) = program.roles.get(role) else {
-        return Ok(sum);
+        return sum;
     };
     let mut played = vec![0u64; this.templates.len()];
     for slot in &this.trace {
@@ -94,5 +89,5 @@ pub fn breakdown(
             *place += seconds;
         }
     }
-    Ok(sum)
+    sum
 }

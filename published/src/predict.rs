@@ -282,8 +282,7 @@ pub(crate) fn planned(q: &Question) -> Result<Planned, Unmodelled> {
 fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
     let planned = planned(q)?;
     let prediction = &planned.simulation.prediction;
-    let breakdown = breakdown(&planned.program, &q.cluster, prediction)
-        .map_err(|e| Unmodelled::Plan(e.to_string()))?;
+    let breakdown = breakdown(&planned.program, &q.cluster, &planned.simulation);
     let memory = fullest(&planned.program, &q.cluster);
     Ok(Answer {
         step_time_s: prediction.step_time_s.0,

@@ -14,6 +14,11 @@ use published::{csv, row};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+/// A plan is millions of small vectors and maps: with the system's allocator a third of the time of
+/// planning goes into it, with this one a tenth.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> Result<(), String> {
     let asked = |flag: &str| std::env::args().any(|a| a == flag);
     let Some(path) = rows_file() else {

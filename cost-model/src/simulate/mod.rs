@@ -103,6 +103,8 @@ pub struct Simulation {
     /// By role and template: elapsed time over undisturbed time; above 1 where ranks share
     /// processors.
     pub slowdown: Vec<Vec<f64>>,
+    /// Duration of every instruction that was played.
+    pub costs: Costs,
     /// Events in order of their start, if asked for.
     pub timeline: Option<Vec<TimelineEvent>>,
 }
@@ -146,14 +148,14 @@ pub fn simulate(
         Execution::Streams => streams::play(program, &costs, options)?,
         Execution::Serial => serial::play(program, &costs, cluster, options)?,
     };
-    Ok(assemble(program, cluster, options, &costs, played))
+    Ok(assemble(program, cluster, options, costs, played))
 }
 
 fn assemble(
     program: &Program,
     cluster: &Cluster,
     options: &SimulateOptions,
-    costs: &Costs,
+    costs: Costs,
     mut played: Played,
 ) -> Simulation {
     let slowdown: Vec<Vec<f64>> = played
@@ -211,6 +213,7 @@ fn assemble(
         step_time: Seconds(played.end_s),
         prediction,
         slowdown,
+        costs,
         timeline,
     }
 }

@@ -38,20 +38,7 @@ pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), Grap
                 .map_or(moved[v.index()], |i| layouts[i])
         };
         let inputs: Vec<ValueId> = op.inputs.iter().map(operand).collect();
-        let place = Place {
-            path: op.path.clone(),
-            pass: op.pass,
-            region: op.region,
-            layer: op.layer,
-        };
-        match op.kind {
-            OpKind::Input { .. } | OpKind::State { .. } => moved.push(out.add_source(
-                op.kind.clone(),
-                graph.ty(op.outputs[0]).clone(),
-                place,
-            )?),
-            _ => moved.extend(out.add(op.kind.clone(), &inputs, place)?),
-        }
+        moved.extend(out.copy(graph, op, inputs)?);
     }
     Ok((out, moved))
 }

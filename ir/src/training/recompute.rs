@@ -226,19 +226,8 @@ impl Copied<'_> {
     }
 
     fn op(&mut self, op: &Op) -> Result<(), GraphError> {
-        let place = Place {
-            path: op.path.clone(),
-            pass: op.pass,
-            region: op.region,
-            layer: op.layer,
-        };
-        let results = if op.kind.is_source() {
-            let ty = self.from.ty(op.outputs[0]).clone();
-            vec![self.out.add_source(op.kind.clone(), ty, place)?]
-        } else {
-            let operands = self.operands(op, is_gradient(op));
-            self.out.add(op.kind.clone(), &operands, place)?
-        };
+        let operands = self.operands(op, is_gradient(op));
+        let results = self.out.copy(self.from, op, operands)?;
         self.moved.extend(results);
         Ok(())
     }

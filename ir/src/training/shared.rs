@@ -11,7 +11,7 @@ use crate::{Graph, GraphError, LayerId, Op, OpKind, Pass, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Inserts the `shared.*` ops. Value ids change, paths do not.
-pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph, GraphError> {
+pub(super) fn share_parameters(training: TrainingGraph) -> Result<TrainingGraph, GraphError> {
     let graph = &training.graph;
     let wanted: BTreeSet<(LayerId, ValueId)> = graph
         .ops()
@@ -20,7 +20,7 @@ pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph
         .flat_map(|op| op.inputs.iter().filter_map(move |&v| foreign(graph, op, v)))
         .collect();
     if wanted.is_empty() {
-        return Ok(training.clone());
+        return Ok(training);
     }
     let mut out = Graph::new(graph.name.clone());
     out.layers = graph.layers.clone();
@@ -52,18 +52,7 @@ pub(super) fn share_parameters(training: &TrainingGraph) -> Result<TrainingGraph
                 },
             )
             .collect();
-        let place = Place {
-            path: op.path.clone(),
-            pass: op.pass,
-            region: op.region,
-            layer: op.layer,
-        };
-        let results = if op.kind.is_source() {
-            vec![out.add_source(op.kind.clone(), graph.ty(op.outputs[0]).clone(), place)?]
-        } else {
-            out.add(op.kind.clone(), &inputs, place)?
-        };
-        map.extend(results);
+        map.extend(out.copy(graph, op, inputs)?);
     }
     out.outputs = graph.outputs.iter().map(|v| map[v.index()]).collect();
     let moved = |s: &State| State {

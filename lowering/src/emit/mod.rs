@@ -24,8 +24,8 @@ use ir::{BufferId, Op, OpKind, Pass, ShardingSpec, StageId, ValueId};
 use std::collections::BTreeMap;
 
 /// Emits all templates but does not order the microbatches.
-pub(crate) fn emit(r: &Resolved) -> Result<Draft, LowerError> {
-    let mut e = Emitter::new(r)?;
+pub(crate) fn emit(r: &Resolved, uses: &Uses) -> Result<Draft, LowerError> {
+    let mut e = Emitter::new(r, uses)?;
     e.clear_accumulators();
     e.walk(Phase::step(TemplateKind::StepBegin))?;
     e.flush_step_begin()?;
@@ -66,7 +66,7 @@ struct Located {
 
 struct Emitter<'r, 'a> {
     r: &'r Resolved<'a>,
-    uses: Uses,
+    uses: &'r Uses,
     roles: Vec<RoleDraft>,
     transfers: Vec<Transfer>,
     /// Where values stand, by mesh.
@@ -79,8 +79,7 @@ struct Emitter<'r, 'a> {
 }
 
 impl<'r, 'a> Emitter<'r, 'a> {
-    fn new(r: &'r Resolved<'a>) -> Result<Self, LowerError> {
-        let uses = Uses::new(r);
+    fn new(r: &'r Resolved<'a>, uses: &'r Uses) -> Result<Self, LowerError> {
         let crossings = uses
             .cross
             .iter()
