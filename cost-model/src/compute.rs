@@ -57,6 +57,8 @@ pub struct Around<'a> {
     /// Bytes of its operands and results that stay on the chip, because their other side is
     /// part of the same kernel.
     pub unmoved_bytes: u64,
+    /// Bytes that its kernel moves beside them.
+    pub more_bytes: u64,
     /// What a matmul in a narrower type casts.
     pub casts: Casts<'a>,
 }
@@ -97,7 +99,8 @@ pub fn device_time(
             .sum(),
     };
     let mut work = kind.work(operands, results);
-    work.bytes = work.bytes.saturating_sub(around.unmoved_bytes);
+    work.bytes =
+        (work.bytes.saturating_sub(around.unmoved_bytes)).saturating_add(around.more_bytes);
     let Some(software) = &cluster.software else {
         let seconds = match &cluster.device.kernels {
             Some(k) => cluster.device.launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),

@@ -26,6 +26,11 @@ pub struct Software {
     /// (`CUDA_LAUNCH_BLOCKING=1`).
     #[serde(default, skip_serializing_if = "is_false")]
     pub synchronous_launches: bool,
+    /// What of the forward and backward passes CUDA graphs launch: names in the paths of ops, as
+    /// `attn` of `h.0.attn.q`, or `*` for all of both passes, collectives too. The host issues
+    /// a run of captured kernels at once, and they follow each other faster.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub captured: Vec<String>,
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
@@ -119,6 +124,10 @@ pub struct Software {
     /// not that of the program's sums.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sum_dtype: Option<DType>,
+    /// Whether the matmul of a parameter's gradient adds to the sum over microbatches as it
+    /// writes, where nothing is between the two.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub fused_gradient_sums: bool,
     /// What the process of a rank holds; where it is absent, the arena of the program and what
     /// the device reserves (`memory_reserved_bytes`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -220,6 +229,7 @@ impl Software {
             },
             host_s_per_kernel: 0.0,
             synchronous_launches: false,
+            captured: Vec::new(),
             elementwise_traffic: 1.0,
             fused_elementwise: false,
             loss_bytes_per_logit: 0.0,
@@ -245,8 +255,20 @@ impl Software {
             broadcast_updates: false,
             gradient_dtype: None,
             sum_dtype: None,
+            fused_gradient_sums: false,
             memory: None,
         }
+    }
+
+    /// Whether graphs launch the op of this path.
+    pub fn captures(&self, path: &str) -> bool {
+        let is_named = |part: &str| self.captured.iter().any(|c| c == part);
+        self.captures_all() || path.split('.').any(is_named)
+    }
+
+    /// Whether one graph launches all of a pass.
+    pub fn captures_all(&self) -> bool {
+        self.captured.iter().any(|c| c == "*")
     }
 
     /// What is wrong with the figures; empty when they make sense.
@@ -320,6 +342,13 @@ impl Software {
                 }
             }
         }
+        for (i, name) in self.captured.iter().enumerate() {
+            if name.is_empty() || name.contains('.') {
+                problems.push(format!(
+                    "software.captured[{i}] is `{name}`, expected `*` or one name between the dots of a path, as `attn`"
+                ));
+            }
+        }
         let summed = [DType::F32, DType::Bf16, DType::F16];
         if let Some(t) = self.gradient_dtype.filter(|t| !summed.contains(t)) {
             problems.push(format!(
@@ -390,6 +419,13 @@ mod tests {
         for dtype in [DType::I32, DType::F4e2m1, DType::F8e4m3] {
             let said = problem(|s| s.gradient_dtype = Some(dtype));
             assert!(said.starts_with("software.gradient_dtype is "), "{said}");
+        }
+        for name in ["", "h.*.attn"] {
+            let said = problem(|s| s.captured = vec!["mlp".into(), name.into()]);
+            assert!(
+                said.starts_with(&format!("software.captured[1] is `{name}`, expected")),
+                "{said}"
+            );
         }
         let said = problem(|s| s.matmul_dtype = Some(DType::I32));
         assert!(said.starts_with("software.matmul_dtype is i32"), "{said}");

@@ -176,6 +176,9 @@ pub struct Generation {
     /// Whether gradients of f16 activations are summed in f16 over the microbatches of a step.
     #[serde(default)]
     pub sums_in_f16: bool,
+    /// Whether the matmul of a parameter's gradient adds to the sum over microbatches.
+    #[serde(default)]
+    pub fused_gradient_sums: bool,
     /// Whether updated parameters are broadcast by each owner.
     #[serde(default)]
     pub broadcast_updates: bool,
@@ -353,6 +356,8 @@ impl Facts {
             paired_axes: generation.paired_axes.clone(),
             recomputes_to_the_end: generation.recomputes_to_the_end,
             sum_dtype: None,
+            captured: Vec::new(),
+            fused_gradient_sums: generation.fused_gradient_sums,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,
         })
@@ -385,7 +390,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 22] = [
+    pub const TERMS: [&str; 24] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -408,6 +413,8 @@ impl Facts {
         "fused elementwise kernels",
         "transfers posted together",
         "synchronous launches",
+        "sums in matmuls",
+        "CUDA graphs",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
@@ -437,6 +444,7 @@ impl Facts {
                     .parameters
                     .with_all(Quantity::AttentionRate, &fused, 1.0);
             }
+            "CUDA graphs" => self.recipes = self.recipes.without_graphs(),
             _ => {}
         }
         for g in self.generations.values_mut() {
@@ -458,6 +466,7 @@ impl Facts {
                 "synchronous launches" => g.synchronous_launches = false,
                 "transfers posted together" => g.batched_transfers = false,
                 "fused elementwise kernels" => g.fused_elementwise = false,
+                "sums in matmuls" => g.fused_gradient_sums = false,
                 "sums in half precision" => g.sums_in_f16 = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
                 _ => {}

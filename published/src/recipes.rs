@@ -3,6 +3,7 @@
 //! fitted here.
 
 use crate::row::Row;
+use ir::DType;
 use ir::software::Software;
 use serde::Deserialize;
 
@@ -24,6 +25,15 @@ struct Recipe {
     overlapped_dispatch: bool,
     #[serde(default)]
     dispatch_once_per_host: bool,
+    /// Ops that CUDA graphs launch, as in [`Software::captured`].
+    #[serde(default)]
+    captured: Vec<String>,
+    /// Type in which gradients are summed over microbatches.
+    #[serde(default)]
+    sum_dtype: Option<DType>,
+    /// Ops of a layer that are recomputed where the column is empty.
+    #[serde(default)]
+    recompute: Vec<String>,
     source: String,
 }
 
@@ -54,7 +64,21 @@ impl Recipes {
         for r in self.recipe.iter().filter(|r| r.is_of(row)) {
             software.overlapped_dispatch |= r.overlapped_dispatch;
             software.dispatch_once_per_host |= r.dispatch_once_per_host;
+            software.captured.extend(r.captured.iter().cloned());
+            software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
         }
+    }
+
+    /// Ops of a layer that the row's recipe recomputes, beside what its column says.
+    pub fn recomputed(&self, row: &Row) -> Vec<&str> {
+        let of = self.recipe.iter().filter(|r| r.is_of(row));
+        of.flat_map(|r| &r.recompute).map(String::as_str).collect()
+    }
+
+    /// The same, every kernel launched by itself.
+    pub fn without_graphs(mut self) -> Recipes {
+        self.recipe.iter_mut().for_each(|r| r.captured.clear());
+        self
     }
 }
 
@@ -100,6 +124,27 @@ mod tests {
         assert_eq!(qwen("27.01"), (false, false));
         let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision).0;
         assert!(oss("GB300", "MXFP8") && !oss("GB300", "bf16") && !oss("B300", "mxfp8"));
+        let captured = |precision| {
+            let header = "framework,source,model,gpu,precision";
+            let cells = format!(
+                "Megatron-Bridge/Megatron-Core,{},Qwen3_30B_a3B,GB300,{precision}",
+                summary("26.06")
+            );
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let row = &crate::row::rows(&table)[0];
+            let mut software = Software::plain("a framework");
+            Recipes::built_in().apply(row, &mut software);
+            let with = software.captured;
+            let mut software = Software::plain("a framework");
+            Recipes::built_in()
+                .without_graphs()
+                .apply(row, &mut software);
+            assert!(software.captured.is_empty());
+            assert_eq!(software.sum_dtype, Some(DType::Bf16));
+            with.join(" ")
+        };
+        assert_eq!(captured("mxfp8"), "*");
+        assert_eq!(captured("bf16"), "norm_2 router route");
         let error = Recipes::parse(
             "[[recipe]]\nframework='a'\nmodel='b'\ngpu='c'\nreleases=[]\nsource=''\n",
         );

@@ -51,12 +51,16 @@ pub fn pins(
             .map_or(zero, |most| zero.min(most)),
     };
     let choices = ["none", "selective", "full"];
-    let recompute = row
-        .word("recompute", &choices, "none, selective or full")?
-        .unwrap_or_else(|| {
-            assumed.push(format!("recompute={}", generation.recompute));
-            &generation.recompute
-        });
+    let recompute = row.word("recompute", &choices, "none, selective or full")?;
+    let recomputed = match recompute {
+        None => facts.recipes.recomputed(row),
+        Some(_) => Vec::new(),
+    };
+    let recompute = recompute.unwrap_or_else(|| {
+        let ops: String = recomputed.iter().map(|op| format!("+{op}")).collect();
+        assumed.push(format!("recompute={}{ops}", generation.recompute));
+        &generation.recompute
+    });
     let is_parallel = row.word("sequence_parallel", &["yes", "no"], "yes or no")?;
     if is_parallel.is_none() && tensor > 1 {
         assumed.push("sequence_parallel=no".into());
@@ -82,6 +86,7 @@ pub fn pins(
     }
     let attention = facts.attention(generation).map_err(Unmodelled::Cluster)?;
     pins.extend(recompute_pins(row, recompute, generation, attention)?);
+    pins.extend(recomputed.iter().map(|op| recomputed_op(op)));
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));
     }
@@ -107,6 +112,7 @@ pub fn pins(
             context > 1,
             is_parallel,
         ));
+        pins.extend(column_pins(row, tensor, among_samples > 1, context > 1)?);
     }
     Ok((pins, assumed))
 }
@@ -197,7 +203,7 @@ fn recompute_pins(
         "none" => Vec::new(),
         "selective" => {
             let ops = generation.selective.iter();
-            let pins = ops.map(|op| format!("recompute:h.*.{op}=yes"));
+            let pins = ops.map(|op| recomputed_op(op));
             // Unfused attention keeps norms and activations: only the scores are made again.
             match attention {
                 AttentionKernel::Unfused { .. } => pins.collect(),
@@ -208,6 +214,11 @@ fn recompute_pins(
         }
         _ => vec![format!("recompute={recompute}")],
     })
+}
+
+/// The pin that recomputes an op of every layer.
+fn recomputed_op(op: &str) -> String {
+    format!("recompute:h.*.{op}=yes")
 }
 
 /// How many layers every stage has, embedding and output layer included.
@@ -278,6 +289,38 @@ fn residual_pins(
         .collect()
 }
 
+/// The matmuls that begin a gated layer's two halves are split by columns, so that a tensor rank
+/// has some of the heads and of the hidden values: Megatron-LM's layout, and torchtitan's. Left
+/// open, a search may prefer to split what they sum over.
+fn column_pins(
+    row: &Row,
+    tensor: u64,
+    has_experts: bool,
+    has_context: bool,
+) -> Result<Vec<String>, RowError> {
+    let kv_heads = match row.count("kv_heads")? {
+        Some(n) => Some(n),
+        None => row.count("heads")?,
+    };
+    if row.text("mlp_type") == Some("gelu") {
+        return Ok(Vec::new());
+    }
+    let samples = if has_experts { "data+expert" } else { "data" };
+    let sequence = if has_context { "context" } else { "_" };
+    let mut pins = Vec::new();
+    // Fewer heads than ranks are copied, which is no splitting of a dim.
+    if kv_heads.is_some_and(|n| n.is_multiple_of(tensor)) {
+        let dims = format!("{samples},{sequence},tensor");
+        pins.push(format!("spec:h.*.attn.q=[{dims},_,_]"));
+        pins.extend(["k", "v"].map(|op| format!("spec:h.*.attn.{op}=[{dims},_]")));
+    }
+    if row.text("mlp_type") == Some("swiglu") {
+        let of = |op| format!("spec:h.*.mlp.{op}=[{samples},{sequence},tensor]");
+        pins.extend(["gate", "up"].map(of));
+    }
+    Ok(pins)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -331,7 +374,47 @@ mod tests {
         assert!(text.starts_with("data=2 tensor=4 pipeline=4 zero=1 microbatch=2"));
         assert!(text.contains(" context=2 context_order=zigzag "), "{text}");
         assert!(text.contains("spec:h.*.residual_2=[data,context+tensor,_]"));
-        assert!(text.ends_with("spec:grad.boundary.h.*.0.x=[data,context+tensor,_]"));
+        assert!(text.ends_with(
+            "spec:grad.boundary.h.*.0.x=[data,context+tensor,_] \
+             spec:h.*.mlp.gate=[data,context,tensor] spec:h.*.mlp.up=[data,context,tensor]"
+        ));
+    }
+
+    #[test]
+    fn tensor_ranks_have_some_of_the_heads() {
+        let pins = |cells: &str, tensor| {
+            let table = crate::csv::parse(&format!("heads,kv_heads,mlp_type\n{cells}\n")).unwrap();
+            column_pins(&crate::row::rows(&table)[0], tensor, true, false)
+                .unwrap()
+                .join(" ")
+        };
+        let heads = "spec:h.*.attn.q=[data+expert,_,tensor,_,_] \
+                     spec:h.*.attn.k=[data+expert,_,tensor,_] spec:h.*.attn.v=[data+expert,_,tensor,_]";
+        assert_eq!(pins("32,4,moe128top8", 2), heads);
+        assert_eq!(pins("32,,moe128top8", 8), heads);
+        assert_eq!(pins("32,4,moe128top8", 8), "");
+        assert_eq!(pins("32,4,gelu", 2), "");
+    }
+
+    #[test]
+    fn a_recipe_says_what_is_recomputed_where_the_column_does_not() {
+        let of = |recompute: &str| {
+            pins_of(&format!(
+                "B200,8,Megatron-Bridge/Megatron-Core,summary (26.02 NeMo),36,1,1,1,8,4,no,1,{recompute},moe128top4,bf16,64,4096"
+            ))
+        };
+        // No model: nothing is known of it.
+        assert!(!of("").unwrap().contains("recompute:"));
+        let header = format!("{HEADER},model");
+        let cells = "B200,8,Megatron-Bridge/Megatron-Core,summary (26.02 NeMo),36,1,1,1,8,4,no,1,,moe128top4,bf16,64,4096,1,GPT OSS 120B";
+        let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+        let (row, facts) = (&crate::row::rows(&table)[0], Facts::built_in());
+        let first = choices::choices(row, &facts).unwrap();
+        let (pins, assumed) = pins(row, &facts, &first[0]).unwrap();
+        let text = pins.join(" ");
+        assert!(text.contains("recompute:h.*.norm_1=yes recompute:h.*.norm_2=yes"));
+        assert!(text.contains("recompute:h.*.moe.act=yes recompute:h.*.moe.mul=yes"));
+        assert!(assumed.contains(&"recompute=none+norm_1+norm_2+moe.act+moe.mul".to_string()));
     }
 
     #[test]

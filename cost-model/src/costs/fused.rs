@@ -21,6 +21,11 @@ pub(super) struct Fused {
     pub unmoved_bytes: u64,
     /// Whether the instruction is part of the kernel of the one that reads its result.
     pub into_next: bool,
+    /// Bytes that are moved beside operands and results: of a sum that the kernel adds to.
+    pub more_bytes: u64,
+    /// Whether the instruction is part of the kernel that made its operand, which has all of
+    /// its work.
+    pub into_previous: bool,
 }
 
 /// By instruction of a template; `bytes` is the size of a rank's part of a buffer.

@@ -5,9 +5,11 @@
 //! durations; where their groups differ, the slowest count ([`crate::classes`]). Durations are
 //! those of an undisturbed rank; sharing of processors is the simulator's business.
 
+mod accumulated;
 mod casts;
 mod experts;
 mod fused;
+mod graphs;
 mod host;
 mod paired;
 mod repeat;
@@ -288,6 +290,10 @@ impl RoleCosts<'_> {
         };
         paired::hide(role, software, &mut all);
         let mut host_s: Vec<Vec<f64>> = role.templates.iter().map(|t| self.host(t)).collect();
+        let launch_s = self.cluster.device.launch_s;
+        for ((template, costs), host_s) in role.templates.iter().zip(&mut all).zip(&mut host_s) {
+            graphs::launch(template, software, launch_s, costs, host_s);
+        }
         if software.recomputes_to_the_end {
             repeat::add(role, &mut all, &mut host_s);
         }
@@ -357,14 +363,24 @@ impl RoleCosts<'_> {
 
     /// What of each instruction of a template is part of another one's kernel.
     fn fused(&self, template: &Template) -> Vec<Fused> {
-        let software = self.cluster.software.as_ref();
-        match software.is_some_and(|s| s.fused_elementwise) {
-            true => fused::fused(template, |b| {
-                let (dtype, lens) = &self.shapes[b.index()];
-                lens.iter().fold(dtype.bytes(), |a, &n| a.saturating_mul(n))
-            }),
+        let elements = |b: BufferId| {
+            let lens = &self.shapes[b.index()].1;
+            lens.iter().fold(1u64, |a, &n| a.saturating_mul(n))
+        };
+        let bytes = |b: BufferId| elements(b).saturating_mul(self.shapes[b.index()].0.bytes());
+        let software = self.software();
+        let mut fused = match software.is_some_and(|s| s.fused_elementwise) {
+            true => fused::fused(template, bytes),
             false => vec![Fused::default(); template.instructions.len()],
+        };
+        if let Some(s) = software.filter(|s| s.fused_gradient_sums) {
+            let sum_bytes = |b: BufferId| match s.sum_dtype {
+                Some(dtype) => elements(b).saturating_mul(dtype.bytes()),
+                None => bytes(b),
+            };
+            accumulated::into_matmuls(template, &mut fused, bytes, sum_bytes);
         }
+        fused
     }
 
     /// Seconds in which the host issues each instruction of a template; a collective is one
@@ -373,7 +389,7 @@ impl RoleCosts<'_> {
         let software = self.cluster.software.as_ref();
         let one = software.map_or(0.0, |s| s.host_s_per_kernel);
         let of = |(instruction, fused): (&Instruction, Fused)| match &instruction.kind {
-            InstrKind::Compute { .. } if fused.into_next => 0.0,
+            InstrKind::Compute { .. } if fused.into_next || fused.into_previous => 0.0,
             InstrKind::Compute { kind, .. } => compute::host_time(self.cluster, kind).0,
             InstrKind::Collective { .. } => one,
             _ => 0.0,
@@ -591,6 +607,9 @@ impl RoleCosts<'_> {
         fused: Fused,
         cast: &[BufferId],
     ) -> f64 {
+        if fused.into_previous {
+            return 0.0;
+        }
         let local = |ids: &[BufferId]| -> Vec<Local> {
             ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
         };
@@ -598,6 +617,7 @@ impl RoleCosts<'_> {
         let cast = local(cast);
         let around = compute::Around {
             unmoved_bytes: fused.unmoved_bytes,
+            more_bytes: fused.more_bytes,
             casts: match self.software() {
                 Some(s) if s.kept_casts => compute::Casts::Kept(&cast),
                 _ => compute::Casts::EveryOperand,
