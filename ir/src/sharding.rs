@@ -125,9 +125,10 @@ impl ShardingSpec {
     }
     /// Elements of every rank's (padded) buffer; saturating.
     pub fn local_elements(&self, lens: &[u64], mesh: &LogicalMesh) -> u64 {
-        self.local_shape(lens, mesh)
-            .iter()
-            .fold(1u64, |a, &b| a.saturating_mul(b))
+        let padded = lens.iter().zip(&self.dims);
+        padded.fold(1u64, |n, (&len, d)| {
+            n.saturating_mul(padded_len(len, d, mesh))
+        })
     }
     /// What the rank at `coords` holds along each dim.
     pub fn local_ranges(

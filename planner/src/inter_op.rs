@@ -202,6 +202,9 @@ pub struct InterOpOptions {
     pub n_stages: Option<usize>,
     /// Stop when the plan is within this fraction of the bound; 0 for exact.
     pub relative_gap: f64,
+    /// Only what takes less than so many seconds is wanted. Where there is nothing, and this is
+    /// finite, nobody looks for the reason: the answer is [`NoPlan::NoTiling`].
+    pub cutoff_s: f64,
 }
 
 impl InterOpOptions {
@@ -213,6 +216,7 @@ impl InterOpOptions {
             allow_unused: false,
             n_stages: None,
             relative_gap: 0.0,
+            cutoff_s: f64::INFINITY,
         }
     }
 }
@@ -308,7 +312,10 @@ pub fn plan(
         "a step has at least one microbatch"
     );
     let problem = Problem::new(table, transfer, *options);
-    search_thresholds(&problem).ok_or_else(|| problem.why_not())
+    search_thresholds(&problem).ok_or_else(|| match options.cutoff_s.is_finite() {
+        true => NoPlan::NoTiling,
+        false => problem.why_not(),
+    })
 }
 
 /// Every plan in turn; the best. For tests: exponential.
@@ -416,7 +423,7 @@ fn search_thresholds(problem: &Problem) -> Option<PipelineChoice> {
         least: 0.0,
     }];
     while let Some(interval) = open.pop() {
-        let cutoff = best.as_ref().map_or(f64::INFINITY, |b| b.cost.total_s);
+        let cutoff = best.as_ref().map_or(options.cutoff_s, |b| b.cost.total_s);
         let bound = interval.least + others * interval.low;
         if bound >= cutoff * (1.0 - options.relative_gap) {
             lower_bound = lower_bound.min(bound);

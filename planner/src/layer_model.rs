@@ -132,11 +132,11 @@ pub(crate) enum ModelError {
 
 impl LayerModel {
     /// The model of the kind of `layer` (an instance of it, with its successor).
-    pub(crate) fn new<'a>(
-        s: &Setting<'a>,
+    pub(crate) fn new(
+        s: &Setting<'_>,
         layers: &Layers,
         layer: LayerId,
-        prices: &mut Prices<'a>,
+        prices: &mut Prices<'_>,
     ) -> Result<Self, ModelError> {
         let graph = &s.training.graph;
         let mut groups = make_groups(s, &layers.ops[layer.index()]);

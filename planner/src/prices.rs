@@ -18,6 +18,7 @@ use lowering::BucketSizes;
 use rustc_hash::FxHashMap;
 use std::borrow::Borrow;
 use std::hash::Hash;
+use std::sync::Arc;
 
 /// From, to and lengths (their numbers), element type, buckets.
 type Question = (usize, usize, usize, DType, Option<Region>);
@@ -94,32 +95,35 @@ fn elements(lens: &[u64]) -> u64 {
 /// Prices layout changes on one mesh.
 pub(crate) struct Prices<'a> {
     cluster: &'a Cluster,
-    mesh: &'a LogicalMesh,
+    mesh: LogicalMesh,
     groups: FxHashMap<Vec<AxisId>, Group<'a>>,
     specs: Numbers<ShardingSpec>,
     lens: Numbers<Vec<u64>>,
+    /// By specs: the paths, which are the same for tensors of all lengths.
+    paths: FxHashMap<(usize, usize), Arc<[Vec<LayoutStep>]>>,
     known: FxHashMap<Question, Option<(Vec<LayoutStep>, f64)>>,
     /// Elements of the parameters of a stage on the mesh.
     stage_elements: f64,
 }
 
 impl<'a> Prices<'a> {
-    pub(crate) fn new(cluster: &'a Cluster, mesh: &'a LogicalMesh, buckets: &Buckets) -> Self {
+    pub(crate) fn new(cluster: &'a Cluster, mesh: &LogicalMesh, buckets: &Buckets) -> Self {
         let part = f64::from(mesh.n_devices()) / f64::from(cluster.n_devices().max(1));
         Prices {
             cluster,
-            mesh,
+            mesh: mesh.clone(),
             groups: FxHashMap::default(),
             specs: Numbers(FxHashMap::default()),
             lens: Numbers(FxHashMap::default()),
+            paths: FxHashMap::default(),
             known: FxHashMap::default(),
             stage_elements: buckets.n_elements as f64 * part.min(1.0),
         }
     }
 
     /// The mesh.
-    pub(crate) fn mesh(&self) -> &'a LogicalMesh {
-        self.mesh
+    pub(crate) fn mesh(&self) -> &LogicalMesh {
+        &self.mesh
     }
 
     /// Seconds of the cheapest path; `None` when there is none. Lengths, dtype and the tensor's
@@ -152,10 +156,12 @@ impl<'a> Prices<'a> {
         let question = (specs.0, specs.1, self.lens.of(lens), dtype, buckets);
         if !self.known.contains_key(&question) {
             let mut best: Option<(Vec<LayoutStep>, f64)> = None;
-            for path in reshard::paths(from, to) {
-                let seconds = self.path_time(from, &path, lens, dtype, buckets);
+            let paths = self.paths.entry(specs);
+            let paths = Arc::clone(paths.or_insert_with(|| reshard::paths(from, to).into()));
+            for path in paths.iter() {
+                let seconds = self.path_time(from, path, lens, dtype, buckets);
                 if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
-                    best = Some((path, seconds));
+                    best = Some((path.clone(), seconds));
                 }
             }
             self.known.insert(question, best);
@@ -181,13 +187,13 @@ impl<'a> Prices<'a> {
                 return f64::INFINITY;
             };
             let bytes = |s: &ShardingSpec| {
-                s.local_elements(lens, self.mesh)
+                s.local_elements(lens, &self.mesh)
                     .saturating_mul(dtype.bytes())
             };
             let size = bytes(&spec).max(bytes(&after));
             seconds += match step.collective(&spec) {
                 Some(kind) => {
-                    let (cluster, mesh) = (self.cluster, self.mesh);
+                    let (cluster, mesh) = (self.cluster, &self.mesh);
                     let axes = step.axes();
                     let group = self
                         .groups

@@ -28,9 +28,10 @@ use ir::{
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod chosen;
+mod equal;
 
 /// No dim of a tensor is longer.
 const MAX_LENGTH: u64 = 1 << 40;
@@ -43,6 +44,8 @@ const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 const SIMULATED: usize = 6;
 /// The same where devices share processors, which only the simulator knows.
 const SIMULATED_SHARED: usize = 24;
+/// Microbatch sizes that are solved at once, before what they give holds back the next ones.
+const BATCHES_AT_ONCE: usize = 4;
 /// Times that a plan is made again because its buffers overran the budget.
 const RETRIES: usize = 4;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -107,6 +110,11 @@ struct Search<'a> {
     saved: Vec<bool>,
     buckets: Buckets,
     submeshes: Vec<u32>,
+    /// A tensor that crosses layer boundaries, if one does.
+    boundary: Option<ValueId>,
+    /// What was worked out about layout changes on meshes that nobody prices at the moment; most
+    /// of it holds for every microbatch size.
+    prices: Mutex<Vec<Prices<'a>>>,
     /// Microbatch size and mesh of the models that are kept, see [`Search::models`].
     kept: OnceLock<(u64, LogicalMesh, Arc<Vec<LayerModel>>)>,
 }
@@ -161,6 +169,8 @@ pub(crate) fn plan(
         sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins),
+        boundary: boundary(&training.graph),
+        prices: Mutex::new(Vec::new()),
         kept: OnceLock::new(),
     };
     let batches = search.batches()?;
@@ -228,7 +238,7 @@ enum Made {
     Overrun(u64),
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
     /// Microbatch sizes to try.
     fn batches(&self) -> Result<Vec<u64>, PlanError> {
         let b = self.train.global_batch;
@@ -306,11 +316,18 @@ impl Search<'_> {
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
         // In parallel; collected in the order of the batches, so the outcome does not depend
-        // on which is ready first.
-        let solved: Vec<Solved> = batches
-            .par_iter()
-            .map(|&batch| self.solve_batch(batch, schedule, reserve))
-            .collect();
+        // on which is ready first. A few at a time where those found can hold back the next.
+        let at_once = match self.mixes_submeshes() {
+            true => batches.len(),
+            false => BATCHES_AT_ONCE,
+        };
+        let mut solved: Vec<Solved> = Vec::with_capacity(batches.len());
+        for some in batches.chunks(at_once.max(1)) {
+            let to_beat = self.to_beat(&solved);
+            let more = some.par_iter();
+            let more = more.map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat));
+            solved.extend(more.collect::<Vec<_>>());
+        }
         for (&batch, solved) in batches.iter().zip(solved) {
             stats.candidates += solved.candidates;
             if let Some(e) = solved.error {
@@ -339,8 +356,30 @@ impl Search<'_> {
         Ok((found, bound))
     }
 
-    fn solve_batch(&self, batch: u64, schedule: ScheduleKind, reserve: u64) -> Solved {
+    /// The cost at which a pipeline is not among those that are simulated.
+    fn to_beat(&self, solved: &[Solved]) -> f64 {
+        if self.cluster.pool.is_some() {
+            return f64::INFINITY;
+        }
+        let found = solved.iter().flat_map(|s| &s.found);
+        let mut costs: Vec<f64> = found.map(|c| c.cost.total_s).collect();
+        costs.sort_by(f64::total_cmp);
+        costs.get(SIMULATED - 1).copied().unwrap_or(f64::INFINITY)
+    }
+
+    /// The best pipeline of a microbatch size; where submeshes are equal, only if it costs at
+    /// most `to_beat`.
+    fn solve_batch(
+        &self,
+        batch: u64,
+        schedule: ScheduleKind,
+        reserve: u64,
+        to_beat: f64,
+    ) -> Solved {
         let m = (self.train.global_batch / batch) as u32;
+        if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
+            return self.solve_equal(batch, m, schedule, reserve, to_beat);
+        }
         let shapes = self.shapes(batch);
         let candidates: Vec<Result<Candidate, ModelError>> = shapes
             .par_iter()
@@ -382,7 +421,16 @@ impl Search<'_> {
                 .len()
                 .min(self.cluster.n_devices() as usize);
             for p in 1..=most {
-                let one = self.solve_over(&all, &usable, batch, m, schedule, reserve, Some(p));
+                let one = self.solve_over(
+                    &all,
+                    &usable,
+                    batch,
+                    m,
+                    schedule,
+                    reserve,
+                    Some(p),
+                    f64::INFINITY,
+                );
                 if let Some(choice) = one.found.ok().filter(|c| !solved.found.contains(c)) {
                     solved.found.push(choice);
                 }
@@ -573,16 +621,32 @@ impl Search<'_> {
         if let Some((_, _, known)) = kept.filter(|k| (k.0, &k.1) == (s.batch, s.mesh)) {
             return Ok(Arc::clone(known));
         }
-        let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
+        let mut prices = self.prices_of(s.mesh);
         let kinds = self.layers.first.iter();
         let models = kinds.map(|&l| LayerModel::new(s, &self.layers, l, &mut prices));
-        let models = Arc::new(models.collect::<Result<Vec<_>, _>>()?);
+        let models = models.collect::<Result<Vec<_>, _>>();
+        self.known_prices().push(prices);
+        let models = Arc::new(models?);
         if self.pins.fixes_mesh() && self.pins.microbatch.is_some() {
             let _ = self
                 .kept
                 .set((s.batch, s.mesh.clone(), Arc::clone(&models)));
         }
         Ok(models)
+    }
+
+    fn known_prices(&self) -> std::sync::MutexGuard<'_, Vec<Prices<'a>>> {
+        // They are put back whole or not at all, so a panic elsewhere does not spoil them.
+        self.prices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The prices of a mesh that were worked out last, or new ones.
+    fn prices_of(&self, mesh: &LogicalMesh) -> Prices<'a> {
+        let mut known = self.known_prices();
+        match known.iter().position(|p| p.mesh() == mesh) {
+            Some(i) => known.swap_remove(i),
+            None => Prices::new(self.cluster, mesh, &self.buckets),
+        }
     }
 
     fn solve_pipeline(
@@ -596,41 +660,18 @@ impl Search<'_> {
         if let ScheduleKind::Interleaved { virtual_stages } = schedule {
             return self.solve_interleaved(candidates, batch, m, virtual_stages, reserve);
         }
-        let n_layers = self.layers.kind.len();
-        let devices = self.cluster.n_devices() as usize;
         let stages = self.pins.pipeline.map(|p| p as usize);
-        if self.mixes_submeshes() {
-            let all: Vec<usize> = (0..self.submeshes.len()).collect();
-            return self.solve_over(&all, candidates, batch, m, schedule, reserve, stages);
-        }
-        let mut best: Option<PipelineChoice> = None;
-        let mut lower = f64::INFINITY;
-        let mut nearest = None;
-        for submesh in 0..self.submeshes.len() {
-            if devices / self.submeshes[submesh] as usize > n_layers {
-                continue;
-            }
-            let one = self.solve_over(&[submesh], candidates, batch, m, schedule, reserve, stages);
-            lower = lower.min(one.lower);
-            match one.found {
-                Ok(choice) => {
-                    if best
-                        .as_ref()
-                        .is_none_or(|b| choice.cost.total_s < b.cost.total_s)
-                    {
-                        best = Some(choice);
-                    }
-                }
-                Err(e) => nearest = Some(nearer(nearest, e)),
-            }
-        }
-        let found = best.ok_or_else(|| {
-            nearest.unwrap_or(PlanError::NoTiling {
-                devices: self.cluster.n_devices(),
-                layers: n_layers,
-            })
-        });
-        Bounded { found, lower }
+        let all: Vec<usize> = (0..self.submeshes.len()).collect();
+        self.solve_over(
+            &all,
+            candidates,
+            batch,
+            m,
+            schedule,
+            reserve,
+            stages,
+            f64::INFINITY,
+        )
     }
 
     /// Whether stages of one pipeline may have submeshes of different sizes.
@@ -744,7 +785,8 @@ impl Search<'_> {
         }
     }
 
-    /// The best pipeline over some of the submeshes (indices), and a bound on all of them.
+    /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
+    /// not found, and no reason given, where it costs more than a finite `to_beat`.
     #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
     fn solve_over(
         &self,
@@ -755,6 +797,7 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
         n_stages: Option<usize>,
+        to_beat: f64,
     ) -> Bounded {
         // Sizes in units of their common divisor keep the table of devices small.
         let unit = submeshes
@@ -783,12 +826,23 @@ impl Search<'_> {
             n_stages,
             ..InterOpOptions::new(u64::from(m), kind)
         };
-        Bounded {
-            found: inter_op::plan(&table, &transfer, &options)
-                .map_err(|e| self.infeasible(e, submeshes)),
+        // Equal ones are looked at too: ties have an order.
+        let options = InterOpOptions {
+            cutoff_s: to_beat.next_up(),
+            ..options
+        };
+        let lower = match inter_op::plan(&relaxed, &transfer, &options) {
+            Ok(found) => found.lower_bound_s,
             // Where even the relaxation has no pipeline there is none to bound.
-            lower: inter_op::plan(&relaxed, &transfer, &options)
-                .map_or(f64::INFINITY, |c| c.lower_bound_s),
+            Err(_) => to_beat,
+        };
+        let found = match lower < options.cutoff_s || to_beat.is_infinite() {
+            true => inter_op::plan(&table, &transfer, &options),
+            false => Err(NoPlan::NoTiling),
+        };
+        Bounded {
+            found: found.map_err(|e| self.infeasible(e, submeshes)),
+            lower,
         }
     }
 
@@ -818,27 +872,36 @@ impl Search<'_> {
             boundary_out: 0,
             tag: 0,
         };
+        let none = vec![Vec::new(); self.sequences.len()];
+        let mut entries: Vec<Vec<Vec<StageEntry>>> = vec![none; submeshes.len()];
         for candidate in candidates {
             let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
                 continue;
             };
+            for (sequence, costs) in candidate.stages.iter().enumerate() {
+                entries[submesh][sequence].extend(costs.iter().map(|(w, cost)| StageEntry {
+                    forward_s: cost.time.forward,
+                    backward_s: cost.time.backward,
+                    step_s: cost.time.step,
+                    static_bytes: cost.static_bytes,
+                    saved_bytes_per_microbatch: cost.saved_bytes,
+                    transient_bytes: cost.transient_bytes,
+                    tag: (candidate.shape as u64) << 16 | *w as u64,
+                    ..blank
+                }));
+            }
             for &((i, j), sequence) in &self.sequences.ranges {
-                for (w, cost) in &candidate.stages[sequence] {
-                    let entry = StageEntry {
-                        forward_s: cost.time.forward,
-                        backward_s: cost.time.backward,
-                        step_s: cost.time.step,
-                        static_bytes: cost.static_bytes,
-                        saved_bytes_per_microbatch: cost.saved_bytes,
-                        transient_bytes: cost.transient_bytes,
-                        tag: (candidate.shape as u64) << 16 | *w as u64,
-                        ..blank
-                    };
-                    table.push(i..j, submesh, entry);
-                }
                 if let Some(seconds) = candidate.relaxed[sequence] {
                     let known = best_relaxed.entry((i, j, submesh)).or_insert(seconds);
                     *known = known.min(seconds);
+                }
+            }
+        }
+        for (submesh, mut entries) in entries.into_iter().enumerate() {
+            entries.iter_mut().for_each(useful);
+            for &((i, j), sequence) in &self.sequences.ranges {
+                for entry in &entries[sequence] {
+                    table.push(i..j, submesh, *entry);
                 }
             }
         }
@@ -859,11 +922,7 @@ impl Search<'_> {
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
     fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
         let graph = &self.training.graph;
-        let boundary = graph
-            .ops()
-            .iter()
-            .find(|op| op.path.starts_with(ir::boundary::BOUNDARY));
-        let bytes = boundary.map_or(0, |op| graph.ty(op.outputs[0]).bytes(batch));
+        let bytes = self.boundary.map_or(0, |v| graph.ty(v).bytes(batch));
         let (a, b) = (self.submeshes[from], self.submeshes[to]);
         let share = bytes / u64::from(a.min(b).max(1));
         let neighbour = a.min(self.cluster.n_devices().saturating_sub(1));
@@ -1143,6 +1202,31 @@ fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
                 && ((*k <= host && host.is_multiple_of(*k)) || k.is_multiple_of(host))
         })
         .collect()
+}
+
+/// Drops entries that are no use beside another of the same layers on the same submesh: one that
+/// takes less time, or as long and stands before, and is no worse in all else.
+fn useful(entries: &mut Vec<StageEntry>) {
+    let no_worse = |a: &StageEntry, b: &StageEntry| {
+        a.step_s <= b.step_s
+            && a.saved_bytes_per_microbatch <= b.saved_bytes_per_microbatch
+            && a.bytes(0) <= b.bytes(0)
+    };
+    let is_useful = |(i, e): (usize, &StageEntry)| {
+        !entries.iter().enumerate().any(|(k, other)| {
+            let (time, than) = (other.time_s(), e.time_s());
+            (time < than || time == than && k < i) && no_worse(other, e)
+        })
+    };
+    let kept: Vec<bool> = entries.iter().enumerate().map(is_useful).collect();
+    let mut kept = kept.into_iter();
+    entries.retain(|_| kept.next() == Some(true));
+}
+
+fn boundary(graph: &Graph) -> Option<ValueId> {
+    let mut ops = graph.ops().iter();
+    let op = ops.find(|op| op.path.starts_with(ir::boundary::BOUNDARY))?;
+    op.outputs.first().copied()
 }
 
 fn gcd(a: u32, b: u32) -> u32 {

@@ -3,13 +3,18 @@
 //! choice counts (the search does not choose it by itself).
 
 use crate::facts::Facts;
-use crate::predict::{Question, planned, question};
+use crate::predict::{Question, fullest, planned, question};
 use crate::row::Row;
 use crate::{Unmodelled, cluster};
+use ir::Bytes;
+use planner::Planned;
 use std::collections::BTreeMap;
 
 /// What is recomputed, by name of the pin's value.
 const RECOMPUTE: [&str; 3] = ["none", "selective", "full"];
+
+/// Searches until a plan fits with all that its processes hold.
+const ATTEMPTS: usize = 3;
 
 /// The fastest plan of a search without a row's pins.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,7 +50,7 @@ fn best(q: &Question) -> Result<Free, Unmodelled> {
             pins: vec![format!("recompute={recompute}")],
             ..q.clone()
         };
-        match (planned(&asked), &found) {
+        match (fitting(asked), &found) {
             (Ok(p), best) => {
                 let s = &p.simulation.prediction;
                 let free = Free {
@@ -65,6 +70,26 @@ fn best(q: &Question) -> Result<Free, Unmodelled> {
         }
     }
     found
+}
+
+/// A plan whose processes fit the device. A search fits the program's arena alone; where the
+/// processes hold more beside it than there is, the next search gets so much less.
+fn fitting(mut asked: Question) -> Result<Planned, Unmodelled> {
+    let mut needed = Bytes(0);
+    for _ in 0..ATTEMPTS {
+        let p = planned(&asked)?;
+        needed = fullest(&p.program, &asked.cluster).total();
+        if needed <= asked.memory {
+            return Ok(p);
+        }
+        let share = asked.memory.0 as f64 / needed.0 as f64;
+        let memory = &mut asked.cluster.device.memory_bytes;
+        *memory = Bytes((memory.0 as f64 * share) as u64);
+    }
+    Err(Unmodelled::Plan(format!(
+        "out of memory: the processes of the nearest plan hold {needed}, the devices {}",
+        asked.memory
+    )))
 }
 
 /// Stages, their mesh (the first one's, where they differ), microbatch and schedule in words.

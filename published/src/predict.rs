@@ -300,7 +300,7 @@ fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
 }
 
 /// What the fullest role holds.
-fn fullest(program: &Program, cluster: &Cluster) -> MemoryUse {
+pub(crate) fn fullest(program: &Program, cluster: &Cluster) -> MemoryUse {
     let roles = program.roles.iter();
     let uses = roles.map(|role| memory_use(program, role, cluster));
     uses.max_by_key(|m| m.total().0).unwrap_or_default()

@@ -1,0 +1,162 @@
+//! Pipelines whose stages have equal submeshes, for one microbatch size.
+//!
+//! Pricing a shape of a submesh takes a tenth of a second for a large model, and there are tens
+//! of shapes for each of tens of microbatch sizes. So submeshes are gone through in the order of
+//! what they cost at least, by their matmuls and the pipeline's bubble alone; one that cannot
+//! beat what was found is not priced. What is found is the same as with all of them.
+
+use super::{Candidate, Search, Shape, Solved, nearer, no_strategy};
+use crate::PlanError;
+use crate::inter_op::{self, PipelineChoice};
+use crate::layer_model::ModelError;
+use cost_model::compute::peak_rate;
+use ir::plan::ScheduleKind;
+use ir::{OpKind, Region};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+impl Search<'_> {
+    /// The best pipeline of equal submeshes, ties to the smaller one, if it costs at most
+    /// `to_beat`.
+    pub(super) fn solve_equal(
+        &self,
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        reserve: u64,
+        to_beat: f64,
+    ) -> Solved {
+        let n_layers = self.layers.kind.len();
+        let devices = self.cluster.n_devices();
+        let shapes = self.shapes(batch);
+        let matmul_s = self.least_matmul_s(batch);
+        let mut order: Vec<(f64, usize)> = (0..self.submeshes.len())
+            .filter(|&i| (devices / self.submeshes[i]) as usize <= n_layers)
+            .map(|i| (self.least_s(matmul_s, i, m, schedule), i))
+            .collect();
+        order.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let stages = self.pins.pipeline.map(|p| p as usize);
+        let mut best: Option<(usize, PipelineChoice)> = None;
+        let mut solved = Solved {
+            candidates: 0,
+            found: Vec::new(),
+            error: None,
+            lower: f64::INFINITY,
+        };
+        let mut unpriced = false;
+        // By shape and by submesh, so that what is said does not depend on the order above.
+        let mut without: BTreeMap<usize, ModelError> = BTreeMap::new();
+        let mut errors: BTreeMap<usize, PlanError> = BTreeMap::new();
+        for (least, submesh) in order {
+            let to_beat = best.as_ref().map_or(to_beat, |b| b.1.cost.total_s);
+            if to_beat < least {
+                solved.lower = solved.lower.min(least);
+                continue;
+            }
+            let mut usable = Vec::new();
+            for (i, candidate) in self.candidates(&shapes, submesh, batch, m) {
+                match candidate {
+                    Ok(c) => usable.push(c),
+                    Err(e) => {
+                        unpriced |= matches!(e, ModelError::TooWide(_));
+                        without.insert(i, e);
+                    }
+                }
+            }
+            solved.candidates += usable.len() as u64;
+            let one = self.solve_over(
+                &[submesh],
+                &usable,
+                batch,
+                m,
+                schedule,
+                reserve,
+                stages,
+                to_beat,
+            );
+            solved.lower = solved.lower.min(one.lower);
+            match one.found {
+                Ok(choice) => {
+                    let rank = |i: usize, c: &PipelineChoice| (c.cost.total_s, i);
+                    let new = rank(submesh, &choice);
+                    if best.as_ref().is_none_or(|(i, c)| new < rank(*i, c)) {
+                        best = Some((submesh, choice));
+                    }
+                }
+                Err(e) => {
+                    errors.insert(submesh, e);
+                }
+            }
+        }
+        if unpriced {
+            // A shape that could not be priced might be better than all that were.
+            solved.lower = 0.0;
+        }
+        solved.error = without.into_values().next().map(no_strategy);
+        match best {
+            Some((_, choice)) => solved.found.push(choice),
+            None => {
+                let nearest = errors.into_values().fold(None, |a, e| Some(nearer(a, e)));
+                let none = PlanError::NoTiling {
+                    devices,
+                    layers: n_layers,
+                };
+                solved.error = Some(nearer(solved.error, nearest.unwrap_or(none)));
+            }
+        }
+        solved
+    }
+
+    /// The shapes of one submesh priced, with their numbers among all shapes.
+    fn candidates(
+        &self,
+        shapes: &[(usize, Shape)],
+        submesh: usize,
+        batch: u64,
+        m: u32,
+    ) -> Vec<(usize, Result<Candidate, ModelError>)> {
+        let own = shapes.par_iter().enumerate();
+        own.filter(|(_, (of, _))| *of == submesh)
+            .map(|(i, (_, shape))| (i, self.candidate((i, submesh), shape, batch, m)))
+            .collect()
+    }
+
+    /// Seconds that no pipeline over a submesh can beat: its stages share the matmuls, the
+    /// slowest has no less than the mean, and the schedule repeats that.
+    fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> f64 {
+        let n = f64::from(self.submeshes[submesh].max(1));
+        let n_stages = (f64::from(self.cluster.n_devices()) / n).max(1.0);
+        let kind = match schedule {
+            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
+            _ => inter_op::ScheduleKind::OneFOneB,
+        };
+        matmul_s / n * (1.0 + kind.repeats(u64::from(m)) / n_stages)
+    }
+
+    /// Seconds of the matmuls of a microbatch on one device at the best rate that it has for
+    /// any type; 0 where kernels were measured one by one and may be faster than that.
+    fn least_matmul_s(&self, batch: u64) -> f64 {
+        let device = &self.cluster.device;
+        if device.kernels.is_some() {
+            return 0.0;
+        }
+        let rates = device.peak_flops_per_s.keys();
+        let rate = rates
+            .map(|&t| peak_rate(self.cluster, t))
+            .fold(0.0, f64::max);
+        let software = self.cluster.software.as_ref();
+        let share = software.map_or(1.0, |s| {
+            s.grouped_matmul_share.max(1.0) * s.narrow_matmul_share.max(1.0)
+        });
+        let graph = &self.training.graph;
+        let matmuls = graph.ops().iter().filter(|op| {
+            op.region == Region::Microbatch && matches!(op.kind, OpKind::DotGeneral { .. })
+        });
+        let flops: f64 = matmuls.map(|op| graph.work(op, batch).matmul_flops).sum();
+        if rate > 0.0 {
+            flops / (rate * share)
+        } else {
+            0.0
+        }
+    }
+}
