@@ -71,6 +71,14 @@ pub struct Software {
     /// parameters for a step, activations from the forward to the backward pass.
     #[serde(default, skip_serializing_if = "is_false")]
     pub kept_casts: bool,
+    /// Times that such a cast reads its operand beyond what its scaling needs, where the copies
+    /// are written by kernels of their own.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub more_cast_reads: u8,
+    /// Whether one narrow copy serves all matmuls that read it, along whichever dim they sum;
+    /// else a second one is transposed.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub single_copies: bool,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -188,6 +196,10 @@ fn is_false(x: &bool) -> bool {
     !x
 }
 
+fn is_zero(x: &u8) -> bool {
+    *x == 0
+}
+
 fn whole() -> f64 {
     1.0
 }
@@ -241,6 +253,8 @@ impl Software {
             matmul_scaling: Scaling::default(),
             narrow_matmul_share: 1.0,
             kept_casts: false,
+            more_cast_reads: 0,
+            single_copies: false,
             blocking_axes: Vec::new(),
             blocking_transfers: false,
             batched_transfers: false,
@@ -306,6 +320,11 @@ impl Software {
         ] {
             check(share > 0.0 && share <= 1.0, key, share);
         }
+        check(
+            self.more_cast_reads <= 8,
+            "more_cast_reads",
+            f64::from(self.more_cast_reads),
+        );
         match self.attention {
             AttentionKernel::Fused {
                 rate,
@@ -420,6 +439,8 @@ mod tests {
             let said = problem(|s| s.gradient_dtype = Some(dtype));
             assert!(said.starts_with("software.gradient_dtype is "), "{said}");
         }
+        let said = problem(|s| s.more_cast_reads = 9);
+        assert_eq!(said, "software.more_cast_reads is 9");
         for name in ["", "h.*.attn"] {
             let said = problem(|s| s.captured = vec!["mlp".into(), name.into()]);
             assert!(

@@ -77,6 +77,8 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         }
         // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
         software.narrow_gathers &= scaling != Scaling::Row;
+        let one_scale = matches!(scaling, Scaling::Delayed | Scaling::Tensor);
+        software.single_copies = device.any_layout && dtype == DType::F8e4m3 && one_scale;
         (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
     }
     facts.recipes.apply(row, &mut software);

@@ -37,6 +37,10 @@ pub struct DeviceFact {
     pub device: String,
     /// Multiprocessors of the device.
     pub multiprocessors: u32,
+    /// Whether its 8-bit matmuls take operands in any layout, so that one copy with one scale
+    /// serves forward and backward.
+    #[serde(default)]
+    pub any_layout: bool,
     /// Where this comes from.
     pub source: String,
 }
@@ -357,6 +361,8 @@ impl Facts {
             recomputes_to_the_end: generation.recomputes_to_the_end,
             sum_dtype: None,
             captured: Vec::new(),
+            more_cast_reads: 0,
+            single_copies: false,
             fused_gradient_sums: generation.fused_gradient_sums,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,

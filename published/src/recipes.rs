@@ -31,6 +31,9 @@ struct Recipe {
     /// Type in which gradients are summed over microbatches.
     #[serde(default)]
     sum_dtype: Option<DType>,
+    /// Times that a cast reads its operand beyond what its scaling needs.
+    #[serde(default)]
+    more_cast_reads: u8,
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
@@ -66,6 +69,7 @@ impl Recipes {
             software.dispatch_once_per_host |= r.dispatch_once_per_host;
             software.captured.extend(r.captured.iter().cloned());
             software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
+            software.more_cast_reads = software.more_cast_reads.max(r.more_cast_reads);
         }
     }
 
@@ -143,6 +147,18 @@ mod tests {
             assert_eq!(software.sum_dtype, Some(DType::Bf16));
             with.join(" ")
         };
+        let reads = |release: &str| {
+            let header = "framework,source,model,gpu,precision";
+            let cells = format!(
+                "Megatron-Bridge/Megatron-Core,{},LLAMA3.1_405B,GB300,nvfp4",
+                summary(release)
+            );
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let mut software = Software::plain("a framework");
+            Recipes::built_in().apply(&crate::row::rows(&table)[0], &mut software);
+            software.more_cast_reads
+        };
+        assert_eq!((reads("26.02.01"), reads("26.04")), (1, 0));
         assert_eq!(captured("mxfp8"), "*");
         assert_eq!(captured("bf16"), "norm_2 router route");
         let error = Recipes::parse(

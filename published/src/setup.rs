@@ -311,7 +311,13 @@ fn column_pins(
     // Fewer heads than ranks are copied, which is no splitting of a dim.
     if kv_heads.is_some_and(|n| n.is_multiple_of(tensor)) {
         let dims = format!("{samples},{sequence},tensor");
-        pins.push(format!("spec:h.*.attn.q=[{dims},_,_]"));
+        // Queries that share keys have a dim of their own.
+        let group = if row.count("heads")? == kv_heads {
+            ""
+        } else {
+            ",_"
+        };
+        pins.push(format!("spec:h.*.attn.q=[{dims}{group},_]"));
         pins.extend(["k", "v"].map(|op| format!("spec:h.*.attn.{op}=[{dims},_]")));
     }
     if row.text("mlp_type") == Some("swiglu") {
@@ -391,7 +397,9 @@ mod tests {
         let heads = "spec:h.*.attn.q=[data+expert,_,tensor,_,_] \
                      spec:h.*.attn.k=[data+expert,_,tensor,_] spec:h.*.attn.v=[data+expert,_,tensor,_]";
         assert_eq!(pins("32,4,moe128top8", 2), heads);
-        assert_eq!(pins("32,,moe128top8", 8), heads);
+        let ungrouped = heads.replacen(",_,_]", ",_]", 1);
+        assert_eq!(pins("32,,moe128top8", 8), ungrouped);
+        assert_eq!(pins("32,32,moe128top8", 8), ungrouped);
         assert_eq!(pins("32,4,moe128top8", 8), "");
         assert_eq!(pins("32,4,gelu", 2), "");
     }
