@@ -89,7 +89,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         kernels: None,
         multiprocessors: 0,
         sustained_share: 1.0,
-        narrow_sustained_share: None,
+        sustained_share_of: Default::default(),
         power_limit_w: None,
         boost_clock_hz: None,
     };

@@ -150,7 +150,7 @@ pub fn device_time(
                     .iter()
                     .map(|o| cast_bytes(o, copies, narrow, software))
                     .sum();
-                let traffic = match software.matmul_scaling.is_fused() {
+                let traffic = match software.fuses_casts() {
                     true => software.elementwise_traffic,
                     false => 1.0,
                 };
@@ -261,10 +261,7 @@ pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
 pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
     let d = &cluster.device;
     let rate = |t: DType| {
-        let sustained = match d.narrow_sustained_share {
-            Some(share) if t.bits() <= 8 => share,
-            _ => d.sustained_share,
-        };
+        let sustained = d.sustained_share_of.get(&t).unwrap_or(&d.sustained_share);
         Some(d.peak_flops_per_s.get(&t)? * d.matmul_efficiency.get(&t)? * sustained)
     };
     rate(dtype).unwrap_or_else(|| {

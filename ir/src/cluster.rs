@@ -93,10 +93,9 @@ pub struct Device {
     /// Share of the best measured rate that long training holds: clocks fall under power.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub sustained_share: f64,
-    /// The same of matmuls in types of 8 bits and less, whose products take less power; as
-    /// `sustained_share` where absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub narrow_sustained_share: Option<f64>,
+    /// The same of matmuls in single types, whose products take more or less power.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sustained_share_of: BTreeMap<DType, f64>,
     /// Power at which the device is capped, in watts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_limit_w: Option<f64>,
@@ -479,13 +478,15 @@ impl Cluster {
                 d.sustained_share
             ),
         );
-        check(
-            d.narrow_sustained_share.is_none_or(share),
-            format!(
-                "device.narrow_sustained_share is {}, expected 0 to 1",
-                d.narrow_sustained_share.unwrap_or(0.0)
-            ),
-        );
+        for (dtype, x) in &d.sustained_share_of {
+            check(
+                share(*x),
+                format!(
+                    "device.sustained_share_of.{} is {x}, expected 0 to 1",
+                    dtype.name()
+                ),
+            );
+        }
         check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
             format!(

@@ -183,7 +183,7 @@ impl Scaling {
     /// Whether a cast is part of the kernel before it (a norm, an activation) and so moves what
     /// elementwise operations do. Two-level scales need an operand's maximum first: their casts
     /// are kernels of their own.
-    pub fn is_fused(self) -> bool {
+    fn is_fused(self) -> bool {
         self != Scaling::Block16
     }
 
@@ -231,6 +231,17 @@ pub enum AttentionKernel {
 }
 
 impl Software {
+    /// Whether a cast to the type of matmuls is part of the kernel before it and moves what
+    /// elementwise operations do. Where casts are kept (Transformer Engine) only delayed scaling
+    /// knows the scale before the values, so only its norms write the narrow type themselves;
+    /// a compiler fuses what is not scaled at two levels.
+    pub fn fuses_casts(&self) -> bool {
+        match self.kept_casts {
+            true => self.matmul_scaling == Scaling::Delayed,
+            false => self.matmul_scaling.is_fused(),
+        }
+    }
+
     /// Software of which the device's figures say all: nothing waits, nothing is cast.
     pub fn plain(name: &str) -> Software {
         Software {

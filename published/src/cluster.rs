@@ -48,7 +48,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     cluster.device.multiprocessors = device.multiprocessors;
     cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
-    cluster.device.narrow_sustained_share = facts.narrow_sustained_share(device);
+    cluster.device.sustained_share_of = facts.sustained_share_of(device);
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
     for (level, link) in cluster

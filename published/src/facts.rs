@@ -301,10 +301,16 @@ impl Facts {
             .required(Quantity::SustainedShare, &device.gpu)
     }
 
-    /// The same of matmuls in 8 bits and less, where it is another.
-    pub fn narrow_sustained_share(&self, device: &DeviceFact) -> Option<f64> {
-        self.parameters
-            .value(Quantity::NarrowSustainedShare, &device.gpu)
+    /// The same of matmuls in single types, where it is another.
+    pub fn sustained_share_of(&self, device: &DeviceFact) -> BTreeMap<DType, f64> {
+        let of = |dtype, quantity| Some((dtype, self.parameters.value(quantity, &device.gpu)?));
+        [
+            of(DType::F8e4m3, Quantity::SustainedShareOf8Bits),
+            of(DType::F4e2m1, Quantity::SustainedShareOf4Bits),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
     }
 
     /// Share of the rate of a matmul on a device whose rows do not end on 16 bytes.
@@ -440,7 +446,10 @@ impl Facts {
         }
         match term {
             "sustained clocks" => {
-                self.parameters = self.parameters.neutral(Quantity::NarrowSustainedShare, 1.0);
+                self.parameters = self
+                    .parameters
+                    .neutral(Quantity::SustainedShareOf8Bits, 1.0)
+                    .neutral(Quantity::SustainedShareOf4Bits, 1.0);
             }
             "tiles and waves" => self.devices.iter_mut().for_each(|d| d.multiprocessors = 0),
             "unfused or slower attention" => {
@@ -567,7 +576,8 @@ mod tests {
             for name in &p.of {
                 let known = match p.quantity {
                     Quantity::SustainedShare
-                    | Quantity::NarrowSustainedShare
+                    | Quantity::SustainedShareOf8Bits
+                    | Quantity::SustainedShareOf4Bits
                     | Quantity::UnalignedShare => facts.devices.iter().any(|d| d.gpu == *name),
                     Quantity::ElementwiseTraffic
                     | Quantity::HostPerKernel

@@ -15,8 +15,12 @@ pub enum Quantity {
     /// Of a device (`gpu` in `devices.toml`): share of the best measured matmul rate that
     /// training holds.
     SustainedShare,
-    /// Of a device: the same of matmuls in 8 bits and less, where it is not.
-    NarrowSustainedShare,
+    /// Of a device: the same of matmuls in 8 bits, where it is another.
+    #[serde(rename = "sustained_share_of_8_bits")]
+    SustainedShareOf8Bits,
+    /// Of a device: the same of matmuls in 4 bits, where it is another.
+    #[serde(rename = "sustained_share_of_4_bits")]
+    SustainedShareOf4Bits,
     /// Of a generation: bytes that elementwise operations move, over one kernel for each.
     ElementwiseTraffic,
     /// Of a generation: seconds that the host needs to issue a kernel.

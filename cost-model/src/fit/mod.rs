@@ -121,7 +121,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             kernels: None,
             multiprocessors: 0,
             sustained_share: 1.0,
-            narrow_sustained_share: None,
+            sustained_share_of: Default::default(),
             power_limit_w: None,
             boost_clock_hz: None,
         },

@@ -142,7 +142,7 @@ fn cluster(n: u32) -> Cluster {
         kernels: None,
         multiprocessors: 0,
         sustained_share: 1.0,
-        narrow_sustained_share: None,
+        sustained_share_of: Default::default(),
         power_limit_w: None,
         boost_clock_hz: None,
     };
