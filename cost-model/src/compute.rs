@@ -491,6 +491,18 @@ mod tests {
     }
 
     #[test]
+    fn a_type_may_hold_another_share_of_its_rate() {
+        let mut c = cluster();
+        c.device.sustained_share = 0.5;
+        let whole = peak_rate(&c, DType::F32);
+        c.device.sustained_share_of.insert(DType::F32, 0.75);
+        assert!((peak_rate(&c, DType::F32) / whole - 1.5).abs() < 1e-12);
+        c.device.sustained_share_of.clear();
+        c.device.sustained_share_of.insert(DType::F8e4m3, 0.75);
+        assert_eq!(peak_rate(&c, DType::F32), whole);
+    }
+
+    #[test]
     fn a_type_without_a_peak_runs_at_the_slowest() {
         let mut c = cluster();
         c.device.peak_flops_per_s.insert(DType::Bf16, 4e12);

@@ -238,6 +238,19 @@ fn protocols_take_the_faster_of_quick_and_long() {
 }
 
 #[test]
+fn messages_may_reach_more_of_a_link_than_rings() {
+    let mut c = with_protocols(2);
+    let m = mesh(0, &[2, 8]);
+    c.levels[1].efficiency = 0.2;
+    let (send, ring) = (send_time(&c, 0, 8, 1_000_000_000), time(&c, &m, &[0], SUM, 1 << 30));
+    c.levels[1].message_efficiency = Some(0.8);
+    let latency = c.levels[1].latency_s;
+    let faster = send_time(&c, 0, 8, 1_000_000_000);
+    assert!(close((send.0 - latency) / (faster.0 - latency), 4.0));
+    assert_eq!(time(&c, &m, &[0], SUM, 1 << 30), ring);
+}
+
+#[test]
 fn a_tree_over_hosts_moves_what_its_channels_can() {
     let (mut c, m) = (with_protocols(2), mesh(0, &[2, 8]));
     c.levels[0].bandwidth_bytes_per_s = 1000.0 * GB;

@@ -40,3 +40,63 @@ pub(super) fn beside(template: &Template, costs: &mut [InstrCost]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::costs::CostClass;
+    use crate::testing::instr;
+    use ir::DType;
+    use ir::ReduceKind;
+    use ir::program::{CollectiveItem, Stream, TemplateKind};
+    use ir::reshard::LayoutStep;
+
+    const BESIDE: usize = KERNELS + 1;
+
+    /// Queue of what adds buffer 1 to the sum in 2, after a collective that made 1 of 0.
+    fn queue_of_sum(kind: CollectiveKind, queue: usize) -> usize {
+        let reduction = InstrKind::Collective {
+            kind,
+            axes: Vec::new(),
+            items: vec![CollectiveItem {
+                step: LayoutStep::AllReduce { axes: Vec::new() },
+                input: BufferId(0),
+                output: BufferId(1),
+            }],
+        };
+        let sum = InstrKind::Compute {
+            path: "sum".into(),
+            kind: OpKind::Accumulate { dtype: DType::F32 },
+            inputs: vec![BufferId(2), BufferId(1)],
+            outputs: vec![BufferId(2)],
+        };
+        let template = Template {
+            kind: TemplateKind::Backward,
+            chunk: 0,
+            instructions: vec![
+                instr(reduction, Stream::Collective, &[]),
+                instr(sum, Stream::Compute, &[]),
+            ],
+        };
+        let cost = |queue| InstrCost {
+            seconds: 1.0,
+            class: CostClass::Compute,
+            queue,
+            ahead: false,
+        };
+        let mut costs = vec![cost(queue), cost(KERNELS)];
+        beside(&template, &mut costs);
+        assert_eq!(costs[0].queue, queue);
+        costs[1].queue
+    }
+
+    #[test]
+    fn what_is_reduced_beside_the_kernels_is_added_there() {
+        let all = CollectiveKind::AllReduce(ReduceKind::Sum);
+        assert_eq!(queue_of_sum(all, BESIDE), BESIDE);
+        // A reduction that kernels wait for, and one that leaves a part.
+        assert_eq!(queue_of_sum(all, KERNELS), KERNELS);
+        let part = CollectiveKind::ReduceScatter(ReduceKind::Sum);
+        assert_eq!(queue_of_sum(part, BESIDE), KERNELS);
+    }
+}
