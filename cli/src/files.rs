@@ -141,6 +141,22 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     file.persist(path).map(|_| ()).map_err(|e| error(e.error))
 }
 
+/// Fails where `output` is one of the files that are read, which it would replace.
+pub fn check_not_input(output: &Path, inputs: &[&Path]) -> Result<(), Failure> {
+    let place = |path: &Path| path.canonicalize().ok();
+    let Some(written) = place(output) else {
+        return Ok(());
+    };
+    match inputs.iter().find(|i| place(i).as_ref() == Some(&written)) {
+        None => Ok(()),
+        Some(_) => Err(Failure::new(
+            Exit::Usage,
+            format!("{}: is read, and would be replaced", output.display()),
+        )
+        .help("name another file to write")),
+    }
+}
+
 /// Fails early when `path` cannot be written, so that a long run does not end in nothing.
 pub fn check_writable(path: &Path) -> Result<(), Failure> {
     let folder = path

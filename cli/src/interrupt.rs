@@ -13,7 +13,9 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
         if set.swap(true, Ordering::Relaxed) {
             std::process::exit(Exit::Interrupted as i32);
         }
-        eprintln!("interrupted: {doing}; interrupt again to end at once");
+        crate::say(format_args!(
+            "interrupted: {doing}; interrupt again to end at once"
+        ));
     };
     ctrlc::set_handler(handler)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))?;

@@ -25,7 +25,7 @@ mod train_spec;
 use args::{Cli, Verb};
 use clap::{CommandFactory, FromArgMatches};
 use failure::{Exit, Failure};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 /// A plan is millions of small vectors and maps: with the system's allocator a third of the time of
@@ -49,11 +49,16 @@ fn main() -> ExitCode {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(failure)) => {
             let exit = failure.exit();
-            eprintln!("{:?}", miette::Report::new(failure));
+            say(format_args!("{:?}", miette::Report::new(failure)));
             ExitCode::from(exit as u8)
         }
         Err(_) => ExitCode::from(Exit::Internal as u8),
     }
+}
+
+/// Words on standard error; nobody may be reading them any more, which is no failure of ours.
+pub(crate) fn say(words: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr().lock(), "{words}");
 }
 
 /// The command line. A number below zero is a value, which the flag it is given to refuses in its
@@ -96,9 +101,9 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
 /// reports them itself.
 fn install_panic_message() {
     std::panic::set_hook(Box::new(|info| {
-        eprintln!(
+        say(format_args!(
             "internal error: {info}\nThis is a defect of meshwright; please report it with the command line."
-        );
+        ));
     }));
 }
 

@@ -654,6 +654,10 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
         }
     }
     check(
+        i == 0 || l.tree_channel.is_none(),
+        format!("levels[{i}].tree_channel belongs to levels[0], inside hosts"),
+    );
+    check(
         l.in_switch.is_none() || !l.protocols.is_empty(),
         format!("levels[{i}].in_switch stands without protocols, which it needs"),
     );

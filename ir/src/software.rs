@@ -208,6 +208,9 @@ fn is_whole(x: &f64) -> bool {
     *x == 1.0
 }
 
+/// Names of ops that graphs launch, at most: an op's path is held against each.
+const MOST_CAPTURED: usize = 64;
+
 /// Kernels of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
@@ -373,11 +376,18 @@ impl Software {
             }
         }
         for (i, name) in self.captured.iter().enumerate() {
-            if name.is_empty() || name.contains('.') {
+            let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+            if name != "*" && (name.is_empty() || !name.chars().all(letter)) {
                 problems.push(format!(
                     "software.captured[{i}] is `{name}`, expected `*` or one name between the dots of a path, as `attn`"
                 ));
             }
+        }
+        if self.captured.len() > MOST_CAPTURED {
+            problems.push(format!(
+                "software.captured has {} names, more than {MOST_CAPTURED}",
+                self.captured.len()
+            ));
         }
         let summed = [DType::F32, DType::Bf16, DType::F16];
         if let Some(t) = self.gradient_dtype.filter(|t| !summed.contains(t)) {

@@ -56,8 +56,8 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         .iter_mut()
         .zip([&links.inside, &links.between])
     {
-        // What collectives lose in training, waiting for the slowest rank and for each other,
-        // single messages do not.
+        // An assumption: what collectives lose in training, waiting for the slowest rank and for
+        // each other, single messages do not.
         level.message_efficiency = Some(level.efficiency);
         level.efficiency = (level.efficiency * facts.link_share(link)).min(1.0);
     }

@@ -2,6 +2,8 @@
 //!
 //! Invariant: every record has a field for every column of the header.
 
+use std::collections::BTreeSet;
+
 /// A parsed file: the header and its records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
@@ -21,7 +23,7 @@ pub struct CsvError {
     pub problem: String,
 }
 
-/// Reads a table. Fails on a record with more or fewer fields than the header, and on a quote
+/// Reads a table. Fails on a column that is named twice, on a record with more or fewer fields than the header, and on a quote
 /// that is not closed.
 pub fn parse(text: &str) -> Result<Table, CsvError> {
     let mut rows = records(text)?.into_iter();
@@ -31,6 +33,15 @@ pub fn parse(text: &str) -> Result<Table, CsvError> {
             problem: "the file is empty; its first line names the columns".into(),
         });
     };
+    let mut named = BTreeSet::new();
+    for name in &header {
+        if !name.is_empty() && !named.insert(name) {
+            return Err(CsvError {
+                line: 1,
+                problem: format!("the column `{name}` is named twice"),
+            });
+        }
+    }
     let mut table = Table {
         header,
         records: Vec::new(),

@@ -454,7 +454,9 @@ impl Facts {
             "tiles and waves" => self.devices.iter_mut().for_each(|d| d.multiprocessors = 0),
             "unfused or slower attention" => {
                 let fused: Vec<String> = self.attention.keys().cloned().collect();
-                self.attention.values_mut().for_each(|a| a.passes = None);
+                self.attention
+                    .values_mut()
+                    .for_each(|a| (a.passes, a.rates) = (None, None));
                 self.parameters = self
                     .parameters
                     .with_all(Quantity::AttentionRate, &fused, 1.0);

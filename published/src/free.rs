@@ -82,9 +82,15 @@ fn fitting(mut asked: Question) -> Result<Planned, Unmodelled> {
         if needed <= asked.memory {
             return Ok(p);
         }
-        let share = asked.memory.0 as f64 / needed.0 as f64;
-        let memory = &mut asked.cluster.device.memory_bytes;
-        *memory = Bytes((memory.0 as f64 * share) as u64);
+        let device = &mut asked.cluster.device;
+        let left = device
+            .memory_bytes
+            .0
+            .saturating_sub(needed.0 - asked.memory.0);
+        if left <= device.memory_reserved_bytes.0 {
+            break;
+        }
+        device.memory_bytes = Bytes(left);
     }
     Err(Unmodelled::Plan(format!(
         "out of memory: the processes of the nearest plan hold {needed}, the devices {}",

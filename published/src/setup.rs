@@ -44,11 +44,13 @@ pub fn pins(
         generation.zero
     });
     // Parameters stay gathered over a step that they would be gathered in for every microbatch.
-    let zero = match pipeline {
-        1 => zero,
-        _ => generation
-            .zero_in_pipeline
-            .map_or(zero, |most| zero.min(most)),
+    let zero = match generation.zero_in_pipeline {
+        Some(most) if pipeline > 1 && zero > most => {
+            assumed.retain(|a| !a.starts_with("zero="));
+            assumed.push(format!("zero={most}"));
+            most
+        }
+        _ => zero,
     };
     let choices = ["none", "selective", "full"];
     let recompute = row.word("recompute", &choices, "none, selective or full")?;
@@ -194,7 +196,8 @@ fn recompute_pins(
         })?;
         return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
     }
-    if text.starts_with("selective layer") {
+    let option = text.strip_prefix("selective layer");
+    if option.is_some_and(|rest| !rest.starts_with(char::is_alphanumeric)) {
         let layers = row.required_count("layers")?;
         let second = (1..layers).step_by(2);
         return Ok(second.map(|i| format!("recompute:h.{i}.*=yes")).collect());
@@ -499,6 +502,8 @@ mod tests {
                 && !second.contains("recompute:h.2."),
             "{second}"
         );
+        let norms = of("1", "yes", "2", "selective layernorm").unwrap();
+        assert!(!norms.contains("recompute:h.1.*=yes"), "{norms}");
         let said = of("1", "yes (assumed)", "2-like FSDP", "selective(norm)").unwrap();
         assert!(
             said.contains(" zero=2 ") && said.contains("[data,tensor,_]"),

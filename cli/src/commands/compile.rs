@@ -19,9 +19,11 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
+    let inputs = [Path::new(&args.model), Path::new(&args.cluster)];
+    files::check_not_input(&args.output, &inputs)?;
     files::check_writable(&args.output)?;
     if let Some(words) = report::plan::no_peak(&cluster, spec.precision.compute()) {
-        eprintln!("warning: {words}");
+        crate::say(format_args!("warning: {words}"));
     }
     let options = PlanOptions {
         pins,
@@ -53,9 +55,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
 fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
     let (n, shown) = (planned.stats.problems.len(), folder.display());
     if n == 0 {
-        eprintln!(
+        crate::say(format_args!(
             "No intra-op problem was written to {shown}: no stage of this plan is under memory pressure, so elimination decided all of them."
-        );
+        ));
         return Ok(());
     }
     std::fs::create_dir_all(folder).map_err(|e| {
@@ -68,7 +70,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
             .map_err(|e| Failure::new(Exit::Internal, format!("intra-op problem {i}: {e}")))?;
         files::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
     }
-    eprintln!("Wrote {n} intra-op problems to {shown}.");
+    crate::say(format_args!("Wrote {n} intra-op problems to {shown}."));
     Ok(())
 }
 

@@ -30,6 +30,7 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         )
         .help("docs/published.md lists the columns"));
     }
+    files::check_not_input(&args.output, &[&args.rows])?;
     files::check_writable(&args.output)?;
     let started = Instant::now();
     let bar = spinner("predicting");

@@ -134,12 +134,12 @@ fn computes_in_types(loaded: &Loaded) -> Result<(), Failure> {
 fn warn_of_other_devices(loaded: &Loaded) {
     let c = &loaded.plan.cluster;
     if !cluster::is_of_cpu_ranks(c) {
-        eprintln!(
+        crate::say(format_args!(
             "warning: this plan is for {} of {} and is now executed on CPU threads of this machine. Losses are what they would be there; the plan's predictions of time, rates and memory do not apply here. Instead: {}.",
             c.device.name,
             c.name,
             cluster::PLAN_FOR_THIS_MACHINE
-        );
+        ));
     }
 }
 

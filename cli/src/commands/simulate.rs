@@ -14,6 +14,9 @@ const MAX_EVENTS: usize = 500_000;
 
 /// Runs the verb.
 pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
+    if let Some(path) = &args.trace {
+        files::check_not_input(path, &[&args.plan])?;
+    }
     let loaded = plan_file::load(&args.plan)?;
     let plan = &loaded.plan;
     let work = StepWork::of(&loaded.training, &plan.train);

@@ -256,18 +256,19 @@ impl<'a> Way<'a, '_> {
     /// Bytes per second of all channels of a tree over hosts; no limit inside one, or where a
     /// host has one member.
     fn tree_channels(&self) -> f64 {
-        let [inner, .., outer] = self.tiers else {
+        let [inner, between, ..] = self.tiers else {
             return f64::INFINITY;
         };
-        let Some(channel) = inner.level.tree_channel else {
+        let Some(channel) = inner.level.tree_channel.filter(|_| inner.in_host) else {
             return f64::INFINITY;
         };
-        let cards = (outer.inside / outer.sharing).max(1.0);
-        let of_card = match outer.level.bandwidth_bytes_per_s > ONE_CHANNEL_BYTES_PER_S {
+        let cards = (between.inside / between.sharing).max(1.0);
+        let of_card = match between.level.bandwidth_bytes_per_s > ONE_CHANNEL_BYTES_PER_S {
             true => 2.0,
             false => 1.0,
         };
-        let rate = match outer.n > 2.0 {
+        let hosts = members(&self.tiers[1..]);
+        let rate = match hosts > 2.0 {
             true => channel.more_hosts_bytes_per_s,
             false => channel.two_hosts_bytes_per_s,
         };

@@ -242,7 +242,10 @@ fn messages_may_reach_more_of_a_link_than_rings() {
     let mut c = with_protocols(2);
     let m = mesh(0, &[2, 8]);
     c.levels[1].efficiency = 0.2;
-    let (send, ring) = (send_time(&c, 0, 8, 1_000_000_000), time(&c, &m, &[0], SUM, 1 << 30));
+    let (send, ring) = (
+        send_time(&c, 0, 8, 1_000_000_000),
+        time(&c, &m, &[0], SUM, 1 << 30),
+    );
     c.levels[1].message_efficiency = Some(0.8);
     let latency = c.levels[1].latency_s;
     let faster = send_time(&c, 0, 8, 1_000_000_000);

@@ -40,7 +40,8 @@ pub(super) fn launch(
             _ => continue,
         };
         // What the host does not issue (views, kernels that are part of others) has no launch.
-        let is_kernel = host_s[i] > 0.0 && costs[i].queue == KERNELS;
+        let is_compute = matches!(instruction.kind, InstrKind::Compute { .. });
+        let is_kernel = is_compute && host_s[i] > 0.0 && costs[i].queue == KERNELS;
         if captured && is_kernel {
             costs[i].seconds = (costs[i].seconds - saved).max(0.0);
         }
