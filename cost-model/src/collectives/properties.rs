@@ -73,6 +73,9 @@ fn scene(r: &mut Random) -> (Cluster, LogicalMesh) {
     .into_iter()
     .map(|n| level(r, n, protocols))
     .collect();
+    for level in c.levels.iter_mut().skip(1) {
+        level.tree_channel = None;
+    }
     assert_eq!(c.problems(), Vec::<String>::new());
     let sizes = [[2, 8, 4], [4, 4, 2], [1, 3, 8], [8, 8, 1], [1, 1, 2]][r.below(5) as usize];
     let n: u32 = sizes.iter().product();

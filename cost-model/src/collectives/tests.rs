@@ -276,6 +276,22 @@ fn a_tree_over_hosts_moves_what_its_channels_can() {
     c.levels[0].tree_channel = channel(10.0 * GB);
     let ring = 60e-6 + 28.0 * 3e-6 + 2.0 * 30e-6 + 30.0 / 16.0 * 8.0 / 80.0;
     assert!(close(time(&c, &m, &[0, 1], SUM, s), ring));
+    // Two hosts on each of two leaves are four, of eight channels each.
+    let (mut far, of_four) = (with_protocols(4), mesh(0, &[4, 8]));
+    far.levels[0].bandwidth_bytes_per_s = 1000.0 * GB;
+    let spine = far.levels[1].clone();
+    far.levels[1].devices = 16;
+    far.levels.push(spine);
+    far.levels[0].tree_channel = channel(2.0 * GB);
+    let group = Group::new(&far, &of_four, &[AxisId(0), AxisId(1)]);
+    let candidates = group.candidates(SUM);
+    let trees = candidates.iter().filter(|c| c.algorithm == Algorithm::Tree);
+    assert!(trees.clone().count() == 2);
+    assert!(
+        trees
+            .into_iter()
+            .all(|t| close(t.s_per_byte, 2.0 / (8.0 * GB)))
+    );
     // A group with one member in a host has its port.
     c.levels[0].tree_channel = channel(GB);
     let alone = time(&c, &m, &[0], SUM, s);
