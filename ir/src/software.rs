@@ -34,6 +34,13 @@ pub struct Software {
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
+    /// Bytes that a norm and its gradients move, over what one kernel for each would: above 1
+    /// where a framework writes them as a chain of operations, each a kernel.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub norm_traffic: f64,
+    /// The same of rotary embeddings, in place of `elementwise_traffic` where it is not 1.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub rotary_traffic: f64,
     /// Whether an elementwise operation that one other reads, and nothing else of its pass, is
     /// part of that one's kernel: a bias with the activation or the dropout behind it, and
     /// these with the sum of the residual.
@@ -257,6 +264,8 @@ impl Software {
             synchronous_launches: false,
             captured: Vec::new(),
             elementwise_traffic: 1.0,
+            norm_traffic: 1.0,
+            rotary_traffic: 1.0,
             fused_elementwise: false,
             loss_bytes_per_logit: 0.0,
             unaligned_matmul_share: 1.0,
@@ -317,6 +326,12 @@ impl Software {
             amount(self.elementwise_traffic),
             "elementwise_traffic",
             self.elementwise_traffic,
+        );
+        check(amount(self.norm_traffic), "norm_traffic", self.norm_traffic);
+        check(
+            amount(self.rotary_traffic),
+            "rotary_traffic",
+            self.rotary_traffic,
         );
         check(
             amount(self.loss_bytes_per_logit),
