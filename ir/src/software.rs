@@ -86,6 +86,10 @@ pub struct Software {
     /// else a second one is transposed.
     #[serde(default, skip_serializing_if = "is_false")]
     pub single_copies: bool,
+    /// Multiprocessors that a collective holds while it runs, and kernels beside it lack, where
+    /// the device says how many it has.
+    #[serde(default, skip_serializing_if = "is_none_held")]
+    pub collective_multiprocessors: u32,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -207,6 +211,10 @@ fn is_zero(x: &u8) -> bool {
     *x == 0
 }
 
+fn is_none_held(x: &u32) -> bool {
+    *x == 0
+}
+
 fn whole() -> f64 {
     1.0
 }
@@ -278,6 +286,7 @@ impl Software {
             kept_casts: false,
             more_cast_reads: 0,
             single_copies: false,
+            collective_multiprocessors: 0,
             blocking_axes: Vec::new(),
             blocking_transfers: false,
             batched_transfers: false,

@@ -132,6 +132,9 @@ pub struct Generation {
     /// The same of rotary embeddings; elementwise traffic where absent.
     #[serde(default)]
     pub rotary_traffic: Option<f64>,
+    /// Multiprocessors that a collective of the library holds.
+    #[serde(default = "channels")]
+    pub collective_multiprocessors: u32,
     /// Axes whose collectives kernels wait for.
     pub blocking_axes: Vec<String>,
     /// Ops of a layer that are recomputed where the column says `selective`, beside those that
@@ -200,6 +203,12 @@ pub struct Generation {
     pub gradient_dtype: DType,
     /// Where this is stated.
     pub source: String,
+}
+
+/// What NCCL holds for a large collective where nothing else is said: "16 SMs or more" (NVIDIA,
+/// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025).
+fn channels() -> u32 {
+    16
 }
 
 /// A family of attention kernels.
@@ -399,6 +408,7 @@ impl Facts {
             captured: Vec::new(),
             more_cast_reads: 0,
             single_copies: false,
+            collective_multiprocessors: generation.collective_multiprocessors,
             fused_gradient_sums: generation.fused_gradient_sums,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,
@@ -448,7 +458,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 25] = [
+    pub const TERMS: [&str; 26] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -474,6 +484,7 @@ impl Facts {
         "sums in matmuls",
         "CUDA graphs",
         "scales of blocks",
+        "multiprocessors of collectives",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
@@ -510,6 +521,7 @@ impl Facts {
                     .with_all(Quantity::AttentionRate, &fused, 1.0);
             }
             "CUDA graphs" => self.recipes = self.recipes.without_graphs(),
+            "multiprocessors of collectives" => self.recipes = self.recipes.without_buffers(),
             _ => {}
         }
         for g in self.generations.values_mut() {
@@ -531,6 +543,7 @@ impl Facts {
                 "synchronous launches" => g.synchronous_launches = false,
                 "transfers posted together" => g.batched_transfers = false,
                 "fused elementwise kernels" => g.fused_elementwise = false,
+                "multiprocessors of collectives" => g.collective_multiprocessors = 0,
                 "sums in matmuls" => g.fused_gradient_sums = false,
                 "sums in half precision" => g.sums_in_f16 = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
