@@ -52,7 +52,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
     software.attention = facts
-        .attention_on(generation, device)
+        .attention_of(row, generation, device)
         .map_err(Unmodelled::Cluster)?;
     for (level, link) in cluster
         .levels

@@ -298,6 +298,9 @@ impl Facts {
         for name in facts.generations.keys() {
             facts.software(name)?;
         }
+        for name in facts.recipes.attentions() {
+            facts.attention(name)?;
+        }
         for device in &facts.devices {
             facts.sustained_share(device)?;
             if let Some(x) = device.ampere_attention_share
@@ -373,7 +376,7 @@ impl Facts {
         let of = |quantity| self.parameters.required(quantity, name);
         Ok(Software {
             name: name.into(),
-            attention: self.attention(generation)?,
+            attention: self.attention(&generation.attention)?,
             host_s_per_kernel: of(Quantity::HostPerKernel)?,
             elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
             norm_traffic: generation.norm_traffic.unwrap_or(1.0),
@@ -415,9 +418,8 @@ impl Facts {
         })
     }
 
-    /// The attention kernel of a generation. The error names what is missing.
-    pub fn attention(&self, generation: &Generation) -> Result<AttentionKernel, String> {
-        let name = &generation.attention;
+    /// An attention kernel. The error names what is missing.
+    pub fn attention(&self, name: &str) -> Result<AttentionKernel, String> {
         let fact = self
             .attention
             .get(name)
@@ -441,16 +443,19 @@ impl Facts {
         })
     }
 
-    /// The attention kernel of a generation on a device. The error names what is missing.
-    pub fn attention_on(
+    /// The attention kernel of a row's recipe or generation, on its device. The error names what
+    /// is missing.
+    pub fn attention_of(
         &self,
+        row: &Row,
         generation: &Generation,
         device: &DeviceFact,
     ) -> Result<AttentionKernel, String> {
-        let mut kernel = self.attention(generation)?;
+        let name = self.recipes.attention(row).unwrap_or(&generation.attention);
+        let mut kernel = self.attention(name)?;
         if let (AttentionKernel::Fused { rate, .. }, Some(share)) =
             (&mut kernel, device.ampere_attention_share)
-            && self.attention[&generation.attention].ampere
+            && self.attention[name].ampere
         {
             *rate *= share;
         }

@@ -37,6 +37,9 @@ struct Recipe {
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
+    /// Its attention kernel, where that is not the generation's.
+    #[serde(default)]
+    attention: Option<String>,
     /// Whether collectives have registered buffers.
     #[serde(default)]
     registered_buffers: bool,
@@ -87,6 +90,17 @@ impl Recipes {
     pub fn recomputed(&self, row: &Row) -> Vec<&str> {
         let of = self.recipe.iter().filter(|r| r.is_of(row));
         of.flat_map(|r| &r.recompute).map(String::as_str).collect()
+    }
+
+    /// The attention kernel that the row's recipe names.
+    pub fn attention(&self, row: &Row) -> Option<&str> {
+        let mut of = self.recipe.iter().filter(|r| r.is_of(row));
+        of.find_map(|r| r.attention.as_deref())
+    }
+
+    /// All attention kernels that are named.
+    pub fn attentions(&self) -> impl Iterator<Item = &str> {
+        self.recipe.iter().filter_map(|r| r.attention.as_deref())
     }
 
     /// The same, no collective with registered buffers.

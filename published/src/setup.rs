@@ -86,7 +86,9 @@ pub fn pins(
             pins.push("context_order=zigzag".into());
         }
     }
-    let attention = facts.attention(generation).map_err(Unmodelled::Cluster)?;
+    let attention = facts
+        .attention(&generation.attention)
+        .map_err(Unmodelled::Cluster)?;
     pins.extend(recompute_pins(row, recompute, generation, attention)?);
     pins.extend(recomputed.iter().map(|op| recomputed_op(op)));
     if chunks > 1 && pipeline > 1 {
