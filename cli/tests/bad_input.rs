@@ -692,8 +692,44 @@ fn tables_of_runs() {
     assert!(done.out.contains("1 of 2 runs predicted"), "{}", done.out);
     assert!(
         done.out
-            .contains("1 not predicted: not supported: the precision int8")
+            .contains("1 not predicted (R1): not supported: the precision int8")
     );
+    // A column that is nearly one that plans are made of is refused, others are named once.
+    let with = |name: &str, value: &str| {
+        let mut lines = RUNS.lines();
+        let (header, row) = (lines.next().unwrap(), lines.next().unwrap());
+        format!("{header},{name}\n{row},{value}\n").replace("micro_batch", "mbs")
+    };
+    place.write("rows.csv", with("micro_bacth", "2").as_bytes());
+    place
+        .refuses(&args, &[3])
+        .says(&["`micro_bacth` (`micro_batch`?)", "docs/published.md"]);
+    place.write("rows.csv", with("note", "x").as_bytes());
+    let done = place.run(&args).expect(0);
+    let said = "warning: rows.csv: columns that are not read: `note` (`notes`?), `mbs`";
+    assert_eq!(done.err.trim(), said);
+    // Columns of published tables are known, though nothing reads them.
+    place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
+    assert_eq!(place.run(&args).expect(0).err, "");
+}
+
+#[test]
+fn predictions_that_no_gpu_has_memory_for_say_so() {
+    let place = Place::new();
+    let large = RUNS.replace(",2,1024,16,4096,", ",24,12288,96,49152,");
+    place.write("rows.csv", large.as_bytes());
+    let done = place
+        .run(&["predict", "rows.csv", "-o", "out.csv"])
+        .expect(0);
+    let said = "1 predicted with more memory than the GPU has (R1): `fits` is no";
+    assert!(done.out.contains(said), "{}", done.out);
+    let text = String::from_utf8(place.read("out.csv")).unwrap();
+    let table = published::csv::parse(&text).unwrap();
+    let cell = |column: &str| {
+        let i = table.header.iter().position(|h| h == column).unwrap();
+        table.records[0][i].as_str()
+    };
+    assert_eq!((cell("device_mem_gb"), cell("fits")), ("85.899", "no"));
 }
 
 /// Matmuls in types that CPU ranks do not have are planned and proved, not run.
