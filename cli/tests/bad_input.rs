@@ -292,12 +292,48 @@ fn clusters() {
             "unknown field `lunch_s`",
         ),
         ("launch_s = 5.0e-6", "launch_s = \"fast\"", "invalid type"),
+        (
+            "memory_efficiency = 0.6",
+            "memory_efficiency = 0.0",
+            "memory_efficiency is 0, expected more than 0, at most 1",
+        ),
+        (
+            "launch_s = 5.0e-6",
+            "launch_s = 5.0e-6\nsustained_share_of = { f8e4m3 = 0.9 }",
+            "sustained_share_of.f8e4m3 is a share of no rate: device.peak_flops_per_s has",
+        ),
     ] {
         let edited = text.replacen(from, to, 1);
-        assert_ne!(edited, text);
+        assert_ne!(edited, text, "{from}");
         place.write("bad.toml", edited.as_bytes());
-        place.refuses(&as_toml.args, &[3]).says(&["bad.toml", said]);
+        let help = "meshwright schema cluster";
+        place
+            .refuses(&as_toml.args, &[3])
+            .says(&["bad.toml", said, help]);
     }
+}
+
+/// Graphs that launch nothing of the model are said to, with what there is.
+#[test]
+fn captured_names_that_no_op_has() {
+    let place = Place::new();
+    let text =
+        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
+    let software = "\n[software]\nname = \"graphs\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\n";
+    let compile = |captured: &str| {
+        let file = format!("{text}{software}captured = {captured}\n");
+        place.write("cluster.toml", file.as_bytes());
+        let args = ["--cluster", "cluster.toml", "--global-batch", "4"];
+        let all = [&["compile", "config.json", "--pin", "data=4"][..], &args];
+        place.run(&all.concat()).expect(0).err
+    };
+    let said = compile("[\"attn\", \"atn\"]");
+    assert!(
+        said.contains("`software.captured` names atn, which no op"),
+        "{said}"
+    );
+    assert!(said.contains(" attend, attn, "), "{said}");
+    assert_eq!(compile("[\"attn\", \"*\"]"), "");
 }
 
 #[test]
