@@ -108,9 +108,7 @@ pub fn device_time(
         };
         return Seconds(seconds + converted);
     };
-    if is_elementwise(kind) {
-        work.bytes = (work.bytes as f64 * software.elementwise_traffic) as u64;
-    }
+    work.bytes = (work.bytes as f64 * traffic(kind, software)) as u64;
     if let (OpKind::DotGeneral { .. }, Some(shape)) = (kind, work.matmul)
         && shape.batch > 1
     {
@@ -212,6 +210,21 @@ fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, software:
     let read = source * (1.0 + f64::from(software.more_cast_reads));
     let scales = software.matmul_scaling.extra_bytes(source);
     elements * (read + copies * narrow.bits() as f64 / 8.0 + scales)
+}
+
+/// Bytes that an op moves over what one kernel would.
+fn traffic(kind: &OpKind, software: &Software) -> f64 {
+    match kind {
+        OpKind::LayerNorm { .. }
+        | OpKind::LayerNormGradInput
+        | OpKind::LayerNormGradWeight
+        | OpKind::RmsNorm { .. }
+        | OpKind::RmsNormGradInput
+        | OpKind::RmsNormGradWeight => software.norm_traffic,
+        OpKind::Rotary { .. } if software.rotary_traffic != 1.0 => software.rotary_traffic,
+        kind if is_elementwise(kind) => software.elementwise_traffic,
+        _ => 1.0,
+    }
 }
 
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.

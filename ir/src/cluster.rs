@@ -66,7 +66,8 @@ pub struct Device {
     /// Sizes at which a matmul reaches half of that efficiency because of its m, n or k
     /// alone: efficiency is multiplied by `x / (x + half)` for each.
     pub matmul_half_size: HalfSize,
-    /// Share of the matmul rate that fused attention reaches.
+    /// Rate of the products of fused attention over the best matmul rate; above 1 where kernels
+    /// hold a better clock than matmuls do, at most 2.
     pub attention_efficiency: f64,
     /// Arithmetic outside matmuls, FLOP/s.
     pub vector_flops_per_s: f64,
@@ -415,9 +416,9 @@ impl Cluster {
             );
         }
         check(
-            share(d.attention_efficiency),
+            (1.0 / MAX_FIGURE..=2.0).contains(&d.attention_efficiency),
             format!(
-                "device.attention_efficiency is {}, {SHARE}",
+                "device.attention_efficiency is {}, expected more than 0, at most 2",
                 d.attention_efficiency
             ),
         );

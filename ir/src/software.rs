@@ -35,6 +35,13 @@ pub struct Software {
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
     /// where a compiler fuses them, above where a framework adds passes of its own.
     pub elementwise_traffic: f64,
+    /// Bytes that a norm and its gradients move, over what one kernel for each would: above 1
+    /// where a framework writes them as a chain of operations, each a kernel.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub norm_traffic: f64,
+    /// The same of rotary embeddings, in place of `elementwise_traffic` where it is not 1.
+    #[serde(default = "whole", skip_serializing_if = "is_whole")]
+    pub rotary_traffic: f64,
     /// Whether an elementwise operation that one other reads, and nothing else of its pass, is
     /// part of that one's kernel: a bias with the activation or the dropout behind it, and
     /// these with the sum of the residual.
@@ -80,6 +87,10 @@ pub struct Software {
     /// else a second one is transposed.
     #[serde(default, skip_serializing_if = "is_false")]
     pub single_copies: bool,
+    /// Multiprocessors that a collective holds while it runs, and kernels beside it lack, where
+    /// the device says how many it has.
+    #[serde(default, skip_serializing_if = "is_none_held")]
+    pub collective_multiprocessors: u32,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
     /// collectives over other axes run beside kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -201,6 +212,10 @@ fn is_zero(x: &u8) -> bool {
     *x == 0
 }
 
+fn is_none_held(x: &u32) -> bool {
+    *x == 0
+}
+
 fn whole() -> f64 {
     1.0
 }
@@ -261,6 +276,8 @@ impl Software {
             synchronous_launches: false,
             captured: Vec::new(),
             elementwise_traffic: 1.0,
+            norm_traffic: 1.0,
+            rotary_traffic: 1.0,
             fused_elementwise: false,
             loss_bytes_per_logit: 0.0,
             unaligned_matmul_share: 1.0,
@@ -273,6 +290,7 @@ impl Software {
             kept_casts: false,
             more_cast_reads: 0,
             single_copies: false,
+            collective_multiprocessors: 0,
             blocking_axes: Vec::new(),
             blocking_transfers: false,
             batched_transfers: false,
@@ -325,6 +343,8 @@ impl Software {
         for (key, x) in [
             ("host_s_per_kernel", self.host_s_per_kernel),
             ("elementwise_traffic", self.elementwise_traffic),
+            ("norm_traffic", self.norm_traffic),
+            ("rotary_traffic", self.rotary_traffic),
             ("loss_bytes_per_logit", self.loss_bytes_per_logit),
         ] {
             check(amount(x), key, x, AMOUNT);

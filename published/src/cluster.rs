@@ -50,6 +50,9 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     cluster.device.sustained_share_of = facts.sustained_share_of(device);
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
+    software.attention = facts
+        .attention_on(generation, device)
+        .map_err(Unmodelled::Cluster)?;
     for (level, link) in cluster
         .levels
         .iter_mut()
@@ -73,6 +76,9 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         }
         if scaling == Scaling::Row {
             software.narrow_matmul_share = generation.rowwise_share.unwrap_or(1.0);
+        }
+        if scaling == Scaling::Block32 {
+            software.narrow_matmul_share = facts.block_scaled_share(device);
         }
         // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
         software.narrow_gathers &= scaling != Scaling::Row;

@@ -41,6 +41,10 @@ pub struct DeviceFact {
     /// serves forward and backward.
     #[serde(default)]
     pub any_layout: bool,
+    /// Rate of attention kernels written for Ampere's instructions over the device's best,
+    /// where it has newer ones.
+    #[serde(default)]
+    pub ampere_attention_share: Option<f64>,
     /// Where this comes from.
     pub source: String,
 }
@@ -122,6 +126,15 @@ pub struct Generation {
     pub attention: String,
     /// Bytes that the loss moves for each logit.
     pub loss_bytes_per_logit: f64,
+    /// Bytes that a norm and its gradients move over one kernel for each; 1 where absent.
+    #[serde(default)]
+    pub norm_traffic: Option<f64>,
+    /// The same of rotary embeddings; elementwise traffic where absent.
+    #[serde(default)]
+    pub rotary_traffic: Option<f64>,
+    /// Multiprocessors that a collective of the library holds.
+    #[serde(default = "channels")]
+    pub collective_multiprocessors: u32,
     /// Axes whose collectives kernels wait for.
     pub blocking_axes: Vec<String>,
     /// Ops of a layer that are recomputed where the column says `selective`, beside those that
@@ -192,6 +205,12 @@ pub struct Generation {
     pub source: String,
 }
 
+/// What NCCL holds for a large collective where nothing else is said: "16 SMs or more" (NVIDIA,
+/// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025).
+fn channels() -> u32 {
+    16
+}
+
 /// A family of attention kernels.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -203,6 +222,9 @@ pub struct AttentionFact {
     /// Rates forward and backward over the family's, where the scores stay on the chip.
     #[serde(default)]
     pub rates: Option<[f64; 2]>,
+    /// Whether it is written for Ampere's instructions, whatever the device has.
+    #[serde(default)]
+    pub ampere: bool,
     /// Where this is stated.
     pub source: String,
 }
@@ -278,6 +300,14 @@ impl Facts {
         }
         for device in &facts.devices {
             facts.sustained_share(device)?;
+            if let Some(x) = device.ampere_attention_share
+                && !(x > 0.0 && x <= 1.0)
+            {
+                return Err(format!(
+                    "`{}`: ampere_attention_share is {x}, expected more than 0, at most 1",
+                    device.gpu
+                ));
+            }
         }
         Ok(facts)
     }
@@ -313,6 +343,13 @@ impl Facts {
         .collect()
     }
 
+    /// Rate of a matmul with a scale for each block over one with a scale for all, on a device.
+    pub fn block_scaled_share(&self, device: &DeviceFact) -> f64 {
+        self.parameters
+            .value(Quantity::BlockScaledShare, &device.gpu)
+            .unwrap_or(1.0)
+    }
+
     /// Share of the rate of a matmul on a device whose rows do not end on 16 bytes.
     pub fn unaligned_share(&self, device: &DeviceFact) -> f64 {
         self.parameters
@@ -339,6 +376,8 @@ impl Facts {
             attention: self.attention(generation)?,
             host_s_per_kernel: of(Quantity::HostPerKernel)?,
             elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
+            norm_traffic: generation.norm_traffic.unwrap_or(1.0),
+            rotary_traffic: generation.rotary_traffic.unwrap_or(1.0),
             loss_bytes_per_logit: generation.loss_bytes_per_logit,
             unaligned_matmul_share: 1.0,
             grouped_matmul_share: self
@@ -369,6 +408,7 @@ impl Facts {
             captured: Vec::new(),
             more_cast_reads: 0,
             single_copies: false,
+            collective_multiprocessors: generation.collective_multiprocessors,
             fused_gradient_sums: generation.fused_gradient_sums,
             gradient_dtype: Some(generation.gradient_dtype),
             memory: None,
@@ -401,8 +441,24 @@ impl Facts {
         })
     }
 
+    /// The attention kernel of a generation on a device. The error names what is missing.
+    pub fn attention_on(
+        &self,
+        generation: &Generation,
+        device: &DeviceFact,
+    ) -> Result<AttentionKernel, String> {
+        let mut kernel = self.attention(generation)?;
+        if let (AttentionKernel::Fused { rate, .. }, Some(share)) =
+            (&mut kernel, device.ampere_attention_share)
+            && self.attention[&generation.attention].ampere
+        {
+            *rate *= share;
+        }
+        Ok(kernel)
+    }
+
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 24] = [
+    pub const TERMS: [&str; 26] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -427,6 +483,8 @@ impl Facts {
         "synchronous launches",
         "sums in matmuls",
         "CUDA graphs",
+        "scales of blocks",
+        "multiprocessors of collectives",
     ];
 
     /// The same without one of [`Facts::TERMS`]: what the term is worth is what predictions
@@ -439,6 +497,7 @@ impl Facts {
             "host" => Some((Quantity::HostPerKernel, 0.0)),
             "links in training" => Some((Quantity::LinkShare, 1.0)),
             "grouped matmuls" => Some((Quantity::GroupedShare, 1.0)),
+            "scales of blocks" => Some((Quantity::BlockScaledShare, 1.0)),
             _ => None,
         };
         if let Some((quantity, value)) = neutral {
@@ -456,12 +515,13 @@ impl Facts {
                 let fused: Vec<String> = self.attention.keys().cloned().collect();
                 self.attention
                     .values_mut()
-                    .for_each(|a| (a.passes, a.rates) = (None, None));
+                    .for_each(|a| (a.passes, a.rates, a.ampere) = (None, None, false));
                 self.parameters = self
                     .parameters
                     .with_all(Quantity::AttentionRate, &fused, 1.0);
             }
             "CUDA graphs" => self.recipes = self.recipes.without_graphs(),
+            "multiprocessors of collectives" => self.recipes = self.recipes.without_buffers(),
             _ => {}
         }
         for g in self.generations.values_mut() {
@@ -483,6 +543,7 @@ impl Facts {
                 "synchronous launches" => g.synchronous_launches = false,
                 "transfers posted together" => g.batched_transfers = false,
                 "fused elementwise kernels" => g.fused_elementwise = false,
+                "multiprocessors of collectives" => g.collective_multiprocessors = 0,
                 "sums in matmuls" => g.fused_gradient_sums = false,
                 "sums in half precision" => g.sums_in_f16 = false,
                 "early reduction of gradients" => g.overlapped_gradients = false,
@@ -580,6 +641,7 @@ mod tests {
                     Quantity::SustainedShare
                     | Quantity::SustainedShareOf8Bits
                     | Quantity::SustainedShareOf4Bits
+                    | Quantity::BlockScaledShare
                     | Quantity::UnalignedShare => facts.devices.iter().any(|d| d.gpu == *name),
                     Quantity::ElementwiseTraffic
                     | Quantity::HostPerKernel

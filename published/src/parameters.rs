@@ -29,6 +29,9 @@ pub enum Quantity {
     AttentionRate,
     /// Of an unfused attention kernel: passes over the scores, over those that its file states.
     AttentionPasses,
+    /// Of the 8-bit matmuls of a device (`gpu` in `devices.toml`): rate with a scale for each 32
+    /// elements over the rate with one for all.
+    BlockScaledShare,
     /// Of the matmuls of a device (`gpu` in `devices.toml`): share of the rate where rows do not
     /// end on 16 bytes.
     UnalignedShare,

@@ -39,8 +39,15 @@ struct Recipe {
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
+    /// Whether collectives have registered buffers.
+    #[serde(default)]
+    registered_buffers: bool,
     source: String,
 }
+
+/// Multiprocessors that a collective with registered buffers holds: "6 SMs or fewer", the sums
+/// in the switches (NVIDIA, "Enabling Fast Inference and Resilient Training with NCCL 2.27").
+const REGISTERED: u32 = 6;
 
 /// A text or a list of texts, of which one has to fit.
 #[derive(Clone, Debug, Deserialize)]
@@ -101,6 +108,9 @@ impl Recipes {
             software.captured.extend(r.captured.iter().cloned());
             software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
             software.more_cast_reads = software.more_cast_reads.max(r.more_cast_reads);
+            if r.registered_buffers {
+                software.collective_multiprocessors = REGISTERED;
+            }
         }
     }
 
@@ -108,6 +118,14 @@ impl Recipes {
     pub fn recomputed(&self, row: &Row) -> Vec<&str> {
         let of = self.recipe.iter().filter(|r| r.is_of(row));
         of.flat_map(|r| &r.recompute).map(String::as_str).collect()
+    }
+
+    /// The same, no collective with registered buffers.
+    pub fn without_buffers(mut self) -> Recipes {
+        self.recipe
+            .iter_mut()
+            .for_each(|r| r.registered_buffers = false);
+        self
     }
 
     /// The same, every kernel launched by itself.

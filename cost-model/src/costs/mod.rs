@@ -7,6 +7,7 @@
 
 mod accumulated;
 mod casts;
+mod contention;
 mod experts;
 mod fused;
 mod graphs;
@@ -288,7 +289,11 @@ impl RoleCosts<'_> {
         let Some(software) = &self.cluster.software else {
             return Ok(all);
         };
-        paired::hide(role, software, &mut all);
+        let share = contention::share(software, self.cluster.device.multiprocessors);
+        paired::hide(role, software, share, &mut all);
+        for (template, costs) in role.templates.iter().zip(&mut all) {
+            contention::slow_down(template, share, costs);
+        }
         let mut host_s: Vec<Vec<f64>> = role.templates.iter().map(|t| self.host(t)).collect();
         let launch_s = self.cluster.device.launch_s;
         for ((template, costs), host_s) in role.templates.iter().zip(&mut all).zip(&mut host_s) {

@@ -7,8 +7,8 @@
 //! again for `dw` while `dx` is made. (Megatron-LM since September 2021,
 //! `LinearWithGradAccumulationAndAsyncCommunication`; Korthikanti et al. 2022, section 6.)
 //!
-//! What is hidden is the shorter of both; that the collective takes multiprocessors and memory
-//! bandwidth from the matmul is not counted.
+//! What is hidden is the shorter of both, but for the share of the multiprocessors that the
+//! collective takes from the matmul; that it takes memory bandwidth too is not counted.
 
 use super::{CostClass, InstrCost};
 use ir::op::OpKind;
@@ -21,20 +21,32 @@ use std::collections::HashMap;
 const OPERAND: &str = ".lhs";
 const WEIGHT: &str = ".rhs";
 
-/// Takes from collectives over [`Software::paired_axes`] what the matmul beside them hides.
+/// Takes from collectives over [`Software::paired_axes`] what the matmul beside them hides, of
+/// which they take `share` from it.
 /// `costs` is by template and instruction.
-pub(super) fn hide(role: &RoleProgram, software: &Software, costs: &mut [Vec<InstrCost>]) {
+pub(super) fn hide(
+    role: &RoleProgram,
+    software: &Software,
+    share: f64,
+    costs: &mut [Vec<InstrCost>],
+) {
     if software.paired_axes.is_empty() {
         return;
     }
     for (template, costs) in role.templates.iter().zip(costs) {
         if template.kind == TemplateKind::Backward {
-            hide_in(role, software, template, costs);
+            hide_in(role, software, share, template, costs);
         }
     }
 }
 
-fn hide_in(role: &RoleProgram, software: &Software, template: &Template, costs: &mut [InstrCost]) {
+fn hide_in(
+    role: &RoleProgram,
+    software: &Software,
+    share: f64,
+    template: &Template,
+    costs: &mut [InstrCost],
+) {
     let mut seconds: HashMap<&str, f64> = HashMap::new();
     let mut made_by: HashMap<BufferId, &str> = HashMap::new();
     let mut read_by: HashMap<BufferId, Vec<&str>> = HashMap::new();
@@ -85,7 +97,7 @@ fn hide_in(role: &RoleProgram, software: &Software, template: &Template, costs: 
             }
             CollectiveKind::AllToAll => 0.0,
         };
-        cost.seconds -= cost.seconds.min(beside);
+        cost.seconds -= cost.seconds.min(beside) * (1.0 - share);
     }
 }
 
