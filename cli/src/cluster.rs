@@ -4,7 +4,10 @@ use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use cost_model::presets;
+use ir::Graph;
 use ir::cluster::Cluster;
+use ir::training::TrainingGraph;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Ranks, each a thread, that one process runs at most.
@@ -53,6 +56,32 @@ pub fn is_of_cpu_ranks(cluster: &Cluster) -> bool {
 
 /// What to do for a plan whose predictions apply to runs on this machine.
 pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measure this machine with `meshwright calibrate -o cluster.toml`, compile the model with `--cluster cluster.toml`, and run that plan";
+
+/// The words of a warning about ops that `software.captured` names and the model does not have:
+/// none of its forward graph, whose names are listed, nor of what training makes of it.
+pub fn captured_nowhere(
+    cluster: &Cluster,
+    forward: &Graph,
+    training: &TrainingGraph,
+) -> Option<String> {
+    let software = cluster.software.as_ref()?;
+    let ops = training.graph.ops().iter();
+    let nowhere = software.captured_nowhere(ops.map(|op| op.path.as_str()));
+    if nowhere.is_empty() {
+        return None;
+    }
+    let parts = forward.ops().iter().flat_map(|op| op.path.split('.'));
+    // A layer's number is no name of an op.
+    let names: BTreeSet<&str> = parts
+        .filter(|part| !part.starts_with(|c: char| c.is_ascii_digit()))
+        .collect();
+    let names: Vec<&str> = names.into_iter().collect();
+    Some(format!(
+        "`software.captured` names {}, which no op of this model has in its path: no graph launches it. Names are {}",
+        nowhere.join(", "),
+        names.join(", ")
+    ))
+}
 
 fn read(name: &str) -> Result<Cluster, Failure> {
     let path = Path::new(if name == "cpu" { CALIBRATED } else { name });
@@ -127,7 +156,7 @@ fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure>
         ),
     };
     let failure = Failure::new(Exit::BadInput, message).help(
-        "examples of cluster files are in clusters/, what each key means is in docs/cost_model.md",
+        "`meshwright schema cluster` says what each key means, docs/cost_model.md shows files, and `meshwright presets NAME` prints one",
     );
     let key = first.split(' ').next().unwrap_or_default();
     Err(match document::find_key(text, key) {

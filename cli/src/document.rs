@@ -39,9 +39,17 @@ fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::E
             "the file ends too early: it was cut off, or is no {what}"
         )),
         serde_json::error::Category::Syntax => failure.help(format!("expected a {what} in JSON")),
-        _ => failure.help(format!(
-            "expected a {what}; its form is in `meshwright schema`"
-        )),
+        _ => failure.help(expected(what)),
+    }
+}
+
+/// What belongs into a document of this kind, and where its form is told.
+fn expected(what: &str) -> String {
+    match what {
+        "plan" | "run" | "cluster" => {
+            format!("expected a {what}; `meshwright schema {what}` prints its form")
+        }
+        _ => format!("expected a {what}; docs/cli.md shows one"),
     }
 }
 
@@ -66,7 +74,7 @@ pub fn toml<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
             format!("{file}:{line}:{column}: {}", e.message()),
         )
         .place(file, text, span.start, span.len(), "here")
-        .help(format!("expected a {what} in TOML"))
+        .help(expected(what))
     })
 }
 

@@ -2,6 +2,7 @@
 //! their names only when they are complete.
 
 use crate::failure::{Exit, Failure};
+use crate::interrupt;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
@@ -135,6 +136,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let mut file = builder.tempfile_in(folder).map_err(error)?;
+    interrupt::is_temporary(file.path());
     file.write_all(bytes)
         .and_then(|()| file.as_file().sync_all())
         .map_err(error)?;

@@ -292,12 +292,48 @@ fn clusters() {
             "unknown field `lunch_s`",
         ),
         ("launch_s = 5.0e-6", "launch_s = \"fast\"", "invalid type"),
+        (
+            "memory_efficiency = 0.6",
+            "memory_efficiency = 0.0",
+            "memory_efficiency is 0, expected more than 0, at most 1",
+        ),
+        (
+            "launch_s = 5.0e-6",
+            "launch_s = 5.0e-6\nsustained_share_of = { f8e4m3 = 0.9 }",
+            "sustained_share_of.f8e4m3 is a share of no rate: device.peak_flops_per_s has",
+        ),
     ] {
         let edited = text.replacen(from, to, 1);
-        assert_ne!(edited, text);
+        assert_ne!(edited, text, "{from}");
         place.write("bad.toml", edited.as_bytes());
-        place.refuses(&as_toml.args, &[3]).says(&["bad.toml", said]);
+        let help = "meshwright schema cluster";
+        place
+            .refuses(&as_toml.args, &[3])
+            .says(&["bad.toml", said, help]);
     }
+}
+
+/// Graphs that launch nothing of the model are said to, with what there is.
+#[test]
+fn captured_names_that_no_op_has() {
+    let place = Place::new();
+    let text =
+        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
+    let software = "\n[software]\nname = \"graphs\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\n";
+    let compile = |captured: &str| {
+        let file = format!("{text}{software}captured = {captured}\n");
+        place.write("cluster.toml", file.as_bytes());
+        let args = ["--cluster", "cluster.toml", "--global-batch", "4"];
+        let all = [&["compile", "config.json", "--pin", "data=4"][..], &args];
+        place.run(&all.concat()).expect(0).err
+    };
+    let said = compile("[\"attn\", \"atn\"]");
+    assert!(
+        said.contains("`software.captured` names atn, which no op"),
+        "{said}"
+    );
+    assert!(said.contains(" attend, attn, "), "{said}");
+    assert_eq!(compile("[\"attn\", \"*\"]"), "");
 }
 
 #[test]
@@ -692,8 +728,44 @@ fn tables_of_runs() {
     assert!(done.out.contains("1 of 2 runs predicted"), "{}", done.out);
     assert!(
         done.out
-            .contains("1 not predicted: not supported: the precision int8")
+            .contains("1 not predicted (R1): not supported: the precision int8")
     );
+    // A column that is nearly one that plans are made of is refused, others are named once.
+    let with = |name: &str, value: &str| {
+        let mut lines = RUNS.lines();
+        let (header, row) = (lines.next().unwrap(), lines.next().unwrap());
+        format!("{header},{name}\n{row},{value}\n").replace("micro_batch", "mbs")
+    };
+    place.write("rows.csv", with("micro_bacth", "2").as_bytes());
+    place
+        .refuses(&args, &[3])
+        .says(&["`micro_bacth` (`micro_batch`?)", "docs/published.md"]);
+    place.write("rows.csv", with("note", "x").as_bytes());
+    let done = place.run(&args).expect(0);
+    let said = "warning: rows.csv: columns that are not read: `note` (`notes`?), `mbs`";
+    assert_eq!(done.err.trim(), said);
+    // Columns of published tables are known, though nothing reads them.
+    place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
+    assert_eq!(place.run(&args).expect(0).err, "");
+}
+
+#[test]
+fn predictions_that_no_gpu_has_memory_for_say_so() {
+    let place = Place::new();
+    let large = RUNS.replace(",2,1024,16,4096,", ",24,12288,96,49152,");
+    place.write("rows.csv", large.as_bytes());
+    let done = place
+        .run(&["predict", "rows.csv", "-o", "out.csv"])
+        .expect(0);
+    let said = "1 predicted with more memory than the GPU has (R1): `fits` is no";
+    assert!(done.out.contains(said), "{}", done.out);
+    let text = String::from_utf8(place.read("out.csv")).unwrap();
+    let table = published::csv::parse(&text).unwrap();
+    let cell = |column: &str| {
+        let i = table.header.iter().position(|h| h == column).unwrap();
+        table.records[0][i].as_str()
+    };
+    assert_eq!((cell("device_mem_gb"), cell("fits")), ("85.899", "no"));
 }
 
 /// Matmuls in types that CPU ranks do not have are planned and proved, not run.

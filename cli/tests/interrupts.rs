@@ -80,14 +80,23 @@ fn an_interrupted_run_keeps_the_steps_done() {
 fn a_second_interrupt_ends_a_run_at_once() {
     let place = Place::with_plan();
     let endless = ["--validate-every", "1", "--validation-batches", "100000000"];
-    let child = start(&place, &[&endless[..], &["--checkpoint", "state"]].concat());
-    interrupt(&child);
-    std::thread::sleep(Duration::from_millis(300));
-    interrupt(&child);
-    let begun = Instant::now();
-    let output = child.wait_with_output().unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(20));
-    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
-    assert!(!place.exists("run.json"));
-    assert!(!place.exists("state/state.safetensors"));
+    let before = place.names();
+    let checkpoint = ["--checkpoint", "state"];
+    let save = ["--save", "weights.safetensors", "--config", "config.json"];
+    for outputs in [&checkpoint[..], &save] {
+        let child = start(&place, &[&endless[..], outputs].concat());
+        interrupt(&child);
+        std::thread::sleep(Duration::from_millis(300));
+        interrupt(&child);
+        let begun = Instant::now();
+        let output = child.wait_with_output().unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(20));
+        assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+        assert!(!place.exists("run.json"));
+        assert!(!place.exists("state/state.safetensors"));
+        // Nothing is left of what was there for a while: `state` is the folder asked for.
+        let mut after = place.names();
+        after.retain(|name| name != "state");
+        assert_eq!(after, before);
+    }
 }

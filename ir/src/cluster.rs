@@ -18,6 +18,8 @@ pub const MAX_DEVICES: u64 = 1 << 20;
 /// Largest figure in a cluster; the smallest that may not be zero is its inverse. Whatever is
 /// computed from figures in this range is finite.
 pub const MAX_FIGURE: f64 = 1e30;
+/// What a share may be, for messages.
+pub(crate) const SHARE: &str = "expected more than 0, at most 1";
 
 /// A homogeneous cluster.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -400,10 +402,7 @@ impl Cluster {
         for (t, &x) in &d.matmul_efficiency {
             check(
                 share(x),
-                format!(
-                    "device.matmul_efficiency.{} is {x}, expected 0 to 1",
-                    t.name()
-                ),
+                format!("device.matmul_efficiency.{} is {x}, {SHARE}", t.name()),
             );
         }
         for (key, x) in [
@@ -426,7 +425,7 @@ impl Cluster {
         check(
             share(d.memory_efficiency),
             format!(
-                "device.memory_efficiency is {}, expected 0 to 1",
+                "device.memory_efficiency is {}, {SHARE}",
                 d.memory_efficiency
             ),
         );
@@ -474,17 +473,19 @@ impl Cluster {
         }
         check(
             share(d.sustained_share),
-            format!(
-                "device.sustained_share is {}, expected 0 to 1",
-                d.sustained_share
-            ),
+            format!("device.sustained_share is {}, {SHARE}", d.sustained_share),
         );
-        for (dtype, x) in &d.sustained_share_of {
+        for (t, &x) in &d.sustained_share_of {
             check(
-                share(*x),
+                share(x),
+                format!("device.sustained_share_of.{} is {x}, {SHARE}", t.name()),
+            );
+            check(
+                d.peak_flops_per_s.contains_key(t),
                 format!(
-                    "device.sustained_share_of.{} is {x}, expected 0 to 1",
-                    dtype.name()
+                    "device.sustained_share_of.{} is a share of no rate: device.peak_flops_per_s has {}",
+                    t.name(),
+                    types(&d.peak_flops_per_s)
                 ),
             );
         }
@@ -553,15 +554,20 @@ impl Cluster {
         p.extend(self.storage.iter().flat_map(Storage::problems));
         let narrow = self.software.as_ref().and_then(|s| s.matmul_dtype);
         if let Some(t) = narrow.filter(|t| !d.peak_flops_per_s.contains_key(t)) {
-            let known: Vec<&str> = d.peak_flops_per_s.keys().map(|t| t.name()).collect();
             p.push(format!(
                 "software.matmul_dtype is {}, for which device.peak_flops_per_s has no rate; it has {}",
                 t.name(),
-                known.join(", ")
+                types(&d.peak_flops_per_s)
             ));
         }
         p
     }
+}
+
+/// Types that a device has a rate for, in words.
+fn types(rates: &BTreeMap<DType, f64>) -> String {
+    let names: Vec<&str> = rates.keys().map(|t| t.name()).collect();
+    names.join(", ")
 }
 
 /// What is wrong with the figures of level `i`.
@@ -577,12 +583,7 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
     figure("latency_s", l.latency_s, amount(l.latency_s), &time);
     let x = l.bandwidth_bytes_per_s;
     figure("bandwidth_bytes_per_s", x, positive(x), &rate);
-    figure(
-        "efficiency",
-        l.efficiency,
-        share(l.efficiency),
-        "expected 0 to 1",
-    );
+    figure("efficiency", l.efficiency, share(l.efficiency), SHARE);
     figure("half_bytes", l.half_bytes, amount(l.half_bytes), &time);
     figure(
         "devices_per_port",
@@ -598,7 +599,7 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
         ("message_efficiency", l.message_efficiency),
     ] {
         if let Some(x) = x {
-            figure(key, x, share(x), "expected 0 to 1");
+            figure(key, x, share(x), SHARE);
         }
     }
     if let Some(s) = &l.in_switch {
@@ -609,7 +610,7 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
             &time,
         );
         let x = s.efficiency;
-        figure("in_switch.efficiency", x, share(x), "expected 0 to 1");
+        figure("in_switch.efficiency", x, share(x), SHARE);
     }
     if let Some(t) = &l.tree_channel {
         for (key, x) in [
@@ -638,12 +639,7 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
             figure(&format!("protocols[{j}].{key}"), x, amount(x), &time);
         }
         for (key, x) in [("ring_share", p.ring_share), ("tree_share", p.tree_share)] {
-            figure(
-                &format!("protocols[{j}].{key}"),
-                x,
-                share(x),
-                "expected 0 to 1",
-            );
+            figure(&format!("protocols[{j}].{key}"), x, share(x), SHARE);
         }
         if let Some(x) = p.max_bandwidth_bytes_per_s {
             figure(

@@ -7,6 +7,7 @@
 mod memory;
 
 use crate::DType;
+use crate::cluster::SHARE;
 use crate::mesh::PLANNED_AXES;
 pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
@@ -223,6 +224,9 @@ fn is_whole(x: &f64) -> bool {
     *x == 1.0
 }
 
+/// What a figure may be that is no share, for messages.
+const AMOUNT: &str = "expected 0 to 1000";
+
 /// Names of ops that graphs launch, at most: an op's path is held against each.
 const MOST_CAPTURED: usize = 64;
 
@@ -312,6 +316,16 @@ impl Software {
         self.captures_all() || path.split('.').any(is_named)
     }
 
+    /// Names that graphs are said to launch and no op of these paths has, in their order.
+    pub fn captured_nowhere<'p>(&self, paths: impl Iterator<Item = &'p str>) -> Vec<&str> {
+        let mut nowhere: Vec<&str> = self.captured.iter().map(String::as_str).collect();
+        nowhere.retain(|name| *name != "*");
+        for path in paths {
+            nowhere.retain(|name| !path.split('.').any(|part| part == *name));
+        }
+        nowhere
+    }
+
     /// Whether one graph launches all of a pass.
     pub fn captures_all(&self) -> bool {
         self.captured.iter().any(|c| c == "*")
@@ -320,48 +334,33 @@ impl Software {
     /// What is wrong with the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
-        let mut check = |ok: bool, key: &str, x: f64| {
+        let mut check = |ok: bool, key: &str, x: f64, expected: &str| {
             if !ok {
-                problems.push(format!("software.{key} is {x}"));
+                problems.push(format!("software.{key} is {x}, {expected}"));
             }
         };
         let amount = |x: f64| (0.0..=1e3).contains(&x);
-        check(
-            amount(self.host_s_per_kernel),
-            "host_s_per_kernel",
-            self.host_s_per_kernel,
-        );
-        check(
-            amount(self.elementwise_traffic),
-            "elementwise_traffic",
-            self.elementwise_traffic,
-        );
-        check(amount(self.norm_traffic), "norm_traffic", self.norm_traffic);
-        check(
-            amount(self.rotary_traffic),
-            "rotary_traffic",
-            self.rotary_traffic,
-        );
-        check(
-            amount(self.loss_bytes_per_logit),
-            "loss_bytes_per_logit",
-            self.loss_bytes_per_logit,
-        );
-        check(
-            self.unaligned_matmul_share > 0.0 && self.unaligned_matmul_share <= 1.0,
-            "unaligned_matmul_share",
-            self.unaligned_matmul_share,
-        );
+        for (key, x) in [
+            ("host_s_per_kernel", self.host_s_per_kernel),
+            ("elementwise_traffic", self.elementwise_traffic),
+            ("norm_traffic", self.norm_traffic),
+            ("rotary_traffic", self.rotary_traffic),
+            ("loss_bytes_per_logit", self.loss_bytes_per_logit),
+        ] {
+            check(amount(x), key, x, AMOUNT);
+        }
         for (key, share) in [
+            ("unaligned_matmul_share", self.unaligned_matmul_share),
             ("grouped_matmul_share", self.grouped_matmul_share),
             ("narrow_matmul_share", self.narrow_matmul_share),
         ] {
-            check(share > 0.0 && share <= 1.0, key, share);
+            check(share > 0.0 && share <= 1.0, key, share, SHARE);
         }
         check(
             self.more_cast_reads <= 8,
             "more_cast_reads",
             f64::from(self.more_cast_reads),
+            "expected 0 to 8",
         );
         match self.attention {
             AttentionKernel::Fused {
@@ -369,16 +368,17 @@ impl Software {
                 backward_share: back,
             } => {
                 let sane = 1e-3..=10.0;
-                check(sane.contains(&rate), "attention.fused.rate", rate);
+                let expected = "expected 0.001 to 10";
+                check(sane.contains(&rate), "attention.fused.rate", rate, expected);
                 let key = "attention.fused.backward_share";
-                check(sane.contains(&back), key, back);
+                check(sane.contains(&back), key, back, expected);
             }
             AttentionKernel::Unfused {
                 forward_passes: f,
                 backward_passes: b,
             } => {
-                check(amount(f), "attention.unfused.forward_passes", f);
-                check(amount(b), "attention.unfused.backward_passes", b);
+                check(amount(f), "attention.unfused.forward_passes", f, AMOUNT);
+                check(amount(b), "attention.unfused.backward_passes", b, AMOUNT);
             }
         }
         let axes = [
@@ -485,7 +485,13 @@ mod tests {
             assert!(said.starts_with("software.gradient_dtype is "), "{said}");
         }
         let said = problem(|s| s.more_cast_reads = 9);
-        assert_eq!(said, "software.more_cast_reads is 9");
+        assert_eq!(said, "software.more_cast_reads is 9, expected 0 to 8");
+        // A share of nothing would be a rate of nothing: the message does not say 0 is one.
+        let said = problem(|s| s.grouped_matmul_share = 0.0);
+        assert_eq!(
+            said,
+            "software.grouped_matmul_share is 0, expected more than 0, at most 1"
+        );
         for name in ["", "h.*.attn"] {
             let said = problem(|s| s.captured = vec!["mlp".into(), name.into()]);
             assert!(
@@ -495,6 +501,15 @@ mod tests {
         }
         let said = problem(|s| s.matmul_dtype = Some(DType::I32));
         assert!(said.starts_with("software.matmul_dtype is i32"), "{said}");
+    }
+
+    #[test]
+    fn names_that_capture_nothing_are_found() {
+        let mut s = software();
+        s.captured = ["attn", "atn", "*", "q"].map(String::from).to_vec();
+        let paths = ["h.0.attn.q", "h.0.mlp.up"];
+        assert_eq!(s.captured_nowhere(paths.into_iter()), ["atn"]);
+        assert_eq!(s.captured_nowhere([].into_iter()), ["attn", "atn", "q"]);
     }
 
     #[test]

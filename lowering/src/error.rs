@@ -129,6 +129,13 @@ pub enum LowerError {
         /// A slot that waits, and for what.
         waiting: String,
     },
+    /// Layouts were asked about another plan or graph than they were made of: a mistake of the
+    /// caller, not of the plan.
+    #[error("these layouts were made of a plan with other {what}")]
+    OtherLayouts {
+        /// What differs.
+        what: &'static str,
+    },
     /// A buffer or the arena does not fit 64 bits.
     #[error("`{name}` on {stage} exceeds 2^63 bytes")]
     TooLarge {

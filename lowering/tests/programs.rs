@@ -10,7 +10,9 @@ use ir::plan::ScheduleKind;
 use ir::program::{BufferClass, Program, TemplateKind};
 use ir::reshard::{Placement, cross_paths};
 use ir::{LayerId, Precision};
-use lowering::{LowerError, cross_edges, edges, lower, lower_training, memory_report};
+use lowering::{
+    BucketSizes, Layouts, LowerError, cross_edges, edges, lower, lower_training, memory_report,
+};
 
 fn lowered(tied: bool, setup: &Setup) -> Program {
     let n_blocks = setup.layers.iter().sum::<u32>() as usize - 2;
@@ -494,4 +496,43 @@ fn every_enumerated_edge_is_needed() {
             );
         }
     }
+}
+
+#[test]
+fn layouts_are_of_one_plan() {
+    let setup = Setup::new(Recipe::Data, 2, &[2, 2]);
+    let (plan, training) = plan(&mlp(2, false), &setup);
+    let layouts = Layouts::new(&plan, &training).unwrap();
+    let sizes = BucketSizes::default();
+    let program = layouts.lower(&plan, &training, &sizes).unwrap();
+    assert_eq!(program, lower(&plan).unwrap());
+    // Paths and what is written about a plan may change.
+    let mut recorded = plan.clone();
+    recorded.name = "another".into();
+    recorded.transfers.clear();
+    for strategy in &mut recorded.layer_strategies {
+        strategy.edges.clear();
+    }
+    assert!(layouts.edges(&recorded, &training).is_ok());
+    let error = |change: &dyn Fn(&mut ir::plan::Plan)| {
+        let mut other = plan.clone();
+        change(&mut other);
+        let edges = layouts.edges(&other, &training).unwrap_err();
+        assert_eq!(layouts.lower(&other, &training, &sizes), Err(edges.clone()));
+        edges.to_string()
+    };
+    let said = "these layouts were made of a plan with other ";
+    let stages = error(&|p| p.stages.truncate(1));
+    assert_eq!(stages, format!("{said}stages"));
+    assert_eq!(
+        error(&|p| p.n_microbatches += 1),
+        format!("{said}microbatches")
+    );
+    assert_eq!(
+        error(&|p| p.layer_strategies[0].ops.clear()),
+        format!("{said}strategies")
+    );
+    let (_, larger) = common::plans::plan(&mlp(3, false), &Setup::new(Recipe::Data, 2, &[2, 3]));
+    let edges = layouts.edges(&plan, &larger).unwrap_err();
+    assert_eq!(edges, LowerError::OtherLayouts { what: "ops" });
 }

@@ -21,9 +21,18 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// What the row does not say of it.
-    pub fn assumed(&self, row: &Row) -> Result<Vec<String>, RowError> {
+    /// What the row does not say of it, and of its degrees: a degree that is not stated is 1, and
+    /// replicas are what the others leave of the GPUs.
+    pub fn assumed(&self, row: &Row) -> Result<Vec<String>, Unmodelled> {
         let mut assumed = Vec::new();
+        for column in ["tp", "pp"] {
+            if row.count(column)?.is_none() {
+                assumed.push(format!("{column}=1"));
+            }
+        }
+        if row.count("dp")?.is_none() {
+            assumed.push(format!("dp={}", data(row)?));
+        }
         if row.count("micro_batch")?.is_none() {
             assumed.push(format!("micro_batch={}", self.micro_batch));
         }
@@ -64,12 +73,13 @@ pub fn data(row: &Row) -> Result<u64, Unmodelled> {
 /// Every ordinary value of what a row leaves open, the smallest first; one choice where it says
 /// everything.
 ///
-/// Fails where a cell makes no sense.
+/// Fails where a cell makes no sense, or the replicas' microbatches do not make the global batch.
 pub fn choices(row: &Row, facts: &Facts) -> Result<Vec<Choice>, Unmodelled> {
+    whole_microbatches(row)?;
     let micro_batches = match row.count("micro_batch")? {
         Some(n) => vec![n],
         None => {
-            let samples = row.required_count("global_batch")? / data(row)?.max(1);
+            let samples = row.required_count("global_batch")? / data(row)?;
             let fits = |n: &u64| *n == 1 || samples.is_multiple_of(*n);
             MICRO_BATCHES.into_iter().filter(fits).collect()
         }
@@ -83,6 +93,27 @@ pub fn choices(row: &Row, facts: &Facts) -> Result<Vec<Choice>, Unmodelled> {
         })
     });
     Ok(all.collect())
+}
+
+/// Refuses a global batch that is not so many microbatches of every replica.
+fn whole_microbatches(row: &Row) -> Result<(), Unmodelled> {
+    let (samples, data) = (row.required_count("global_batch")?, data(row)?);
+    let (at_once, words) = match row.count("micro_batch")? {
+        Some(n) => (
+            data.saturating_mul(n),
+            format!(
+                "the {} samples of dp {data} x micro_batch {n}",
+                data.saturating_mul(n)
+            ),
+        ),
+        None => (data, format!("dp {data}")),
+    };
+    match samples.is_multiple_of(at_once) {
+        true => Ok(()),
+        false => Err(Unmodelled::Plan(format!(
+            "`global_batch` is {samples}, no multiple of {words}"
+        ))),
+    }
 }
 
 /// Chunks of layers that a device may have, and whether the row leaves them open: equal parts of
@@ -121,11 +152,14 @@ fn chunks(row: &Row, facts: &Facts) -> Result<(Vec<u64>, bool), Unmodelled> {
 mod tests {
     use super::*;
 
-    fn of(framework: &str, cells: &str) -> Vec<(u64, u64)> {
+    fn row(framework: &str, cells: &str) -> Row {
         let header = "gpu,framework,gpus_total,layers,global_batch,pp,tp,vpp,micro_batch";
         let text = format!("{header}\nH100-80GB,{framework},{cells}\n");
-        let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
-        let all = choices(&row, &Facts::built_in()).unwrap();
+        crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0)
+    }
+
+    fn of(framework: &str, cells: &str) -> Vec<(u64, u64)> {
+        let all = choices(&row(framework, cells), &Facts::built_in()).unwrap();
         all.iter().map(|c| (c.micro_batch, c.chunks)).collect()
     }
 
@@ -147,6 +181,33 @@ mod tests {
         assert_eq!(
             of("Megatron-Bridge/Megatron-Core", "16,24,8,4,2,,1"),
             [(1, 1)]
+        );
+    }
+
+    #[test]
+    fn degrees_that_are_not_stated_are_listed() {
+        let assumed = |cells: &str| {
+            let row = row("NeMo24.03.01", cells);
+            let first = choices(&row, &Facts::built_in()).unwrap().remove(0);
+            first.assumed(&row).unwrap().join(" ")
+        };
+        assert_eq!(assumed("16,24,8,4,2,1,1"), "dp=2");
+        assert_eq!(assumed("16,24,32,,,1,1"), "tp=1 pp=1 dp=16");
+    }
+
+    #[test]
+    fn replicas_that_do_not_share_a_batch_are_named() {
+        let error = |cells: &str| {
+            let row = row("NeMo24.03.01", cells);
+            choices(&row, &Facts::built_in()).unwrap_err().to_string()
+        };
+        assert_eq!(
+            error("16,24,10,4,2,1,3"),
+            "plan: `global_batch` is 10, no multiple of the 6 samples of dp 2 x micro_batch 3"
+        );
+        assert_eq!(
+            error("16,24,9,4,2,1,"),
+            "plan: `global_batch` is 9, no multiple of dp 2"
         );
     }
 }

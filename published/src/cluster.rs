@@ -1,10 +1,10 @@
 //! The cluster of a row: hosts of the catalogue's device, joined by the row's links, with the
 //! software of its framework's generation.
 
-use crate::facts::Facts;
+use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
 use crate::{Unmodelled, precision};
-use cost_model::presets::{self, System};
+use cost_model::presets::{self, Catalogue, System};
 use ir::cluster::Cluster;
 use ir::software::Scaling;
 use ir::{Bytes, DType};
@@ -25,6 +25,8 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         )));
     }
     let (device, links) = (facts.device(row)?, facts.interconnect(row)?);
+    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+    possible(row, catalogue, device, links)?;
     let domain = links.domain_devices.unwrap_or(per_host).min(total);
     let system = System {
         preset: String::new(),
@@ -38,10 +40,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         cards: links.cards,
         source: links.source.clone(),
     };
-    let described = presets::catalogue()
-        .map_err(|e| e.to_string())
-        .and_then(|catalogue| catalogue.cluster(&system));
-    let mut cluster = described.map_err(Unmodelled::Cluster)?;
+    let mut cluster = catalogue.cluster(&system).map_err(Unmodelled::Cluster)?;
     if domain == total {
         cluster.levels.truncate(1);
     }
@@ -110,6 +109,33 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     }
 }
 
+/// Refuses an interconnect that the row's GPU is not made with: NVLink of another generation, or a
+/// domain beyond the host where no system of the device has one.
+fn possible(
+    row: &Row,
+    catalogue: &Catalogue,
+    device: &DeviceFact,
+    links: &Interconnect,
+) -> Result<(), Unmodelled> {
+    let cells = format!(
+        "`gpu` {} and `interconnect` {}",
+        row.required("gpu")?,
+        row.required("interconnect")?
+    );
+    if let Some(own) = catalogue.foreign_nvlink(&device.device, &links.inside) {
+        return Err(Unmodelled::Cluster(format!(
+            "{cells} do not go together: inside a host the device has {own}, not {}",
+            links.inside
+        )));
+    }
+    if links.domain_devices.is_some() && !catalogue.has_domain(&device.device) {
+        return Err(Unmodelled::Cluster(format!(
+            "{cells} do not go together: no system of the device has NVLink beyond a host"
+        )));
+    }
+    Ok(())
+}
+
 /// Memory of the row's device, as the catalogue has it.
 pub fn memory(row: &Row, facts: &Facts) -> Result<Bytes, Unmodelled> {
     let name = &facts.device(row)?.device;
@@ -123,4 +149,31 @@ pub fn memory(row: &Row, facts: &Facts) -> Result<Bytes, Unmodelled> {
 fn count(row: &Row, column: &str) -> Result<u32, Unmodelled> {
     let n = row.required_count(column)?;
     u32::try_from(n).map_err(|_| Unmodelled::Cluster(format!("`{column}` is {n}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_has_the_links_that_it_is_made_with() {
+        let of = |cells: &str| {
+            let header = "gpu,gpus_total,gpus_per_node,interconnect,framework,precision";
+            let text = format!("{header}\n{cells},Megatron-LM,fp16\n");
+            let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
+            let made = cluster(&row, &Facts::built_in());
+            made.map_or_else(|e| e.to_string(), |c| format!("{}", c.n_devices()))
+        };
+        assert_eq!(
+            of("V100-16GB,8,8,NVLink5+NVSwitch; NDR"),
+            "cluster: `gpu` V100-16GB and `interconnect` NVLink5+NVSwitch; NDR do not go together: \
+             inside a host the device has nvlink2-mesh, not nvlink5"
+        );
+        let said = of("B200,64,8,NVLink5 NVL72");
+        assert!(said.ends_with("has NVLink beyond a host"), "{said}");
+        // A domain of 72 has hosts of four, and nothing is wrong with rows that call it nine of
+        // eight.
+        assert_eq!(of("GB200,64,8,NVLink5 NVL72"), "64");
+        assert_eq!(of("V100-16GB,8,8,NVLink2+NVSwitch"), "8");
+    }
 }

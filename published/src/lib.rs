@@ -2,7 +2,7 @@
 //! plan, and goes through the same importer, planner, lowering and simulator as a user's
 //! model. Nothing here knows a formula for time.
 //!
-//! * `csv`, `row`: the table.
+//! * `csv`, `row`: the table; `columns`: those that it may have; `output`: that of predictions.
 //! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
 //!   figures that are fitted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
@@ -18,12 +18,14 @@
 pub mod breakdown;
 mod choices;
 pub mod cluster;
+pub mod columns;
 pub mod csv;
 mod explain;
 mod facts;
 mod free;
 pub mod memory;
 mod model;
+mod output;
 mod parameters;
 mod precision;
 mod predict;
@@ -34,10 +36,9 @@ mod setup;
 pub use breakdown::Breakdown;
 pub use facts::Facts;
 pub use free::{Free, free};
+pub use output::{OUTPUT_COLUMNS, output};
 pub use parameters::{Parameter, Parameters, Quantity};
-pub use predict::{
-    Lowered, OUTPUT_COLUMNS, Outcome, Predicted, REQUIRED_COLUMNS, lower, output, predict, price,
-};
+pub use predict::{Lowered, Outcome, Predicted, lower, predict, price};
 pub use row::{Row, RowError};
 
 /// Why there is no prediction for a row.

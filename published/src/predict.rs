@@ -5,7 +5,7 @@ use crate::breakdown::{Breakdown, breakdown};
 use crate::choices::{Choice, choices};
 use crate::facts::Facts;
 use crate::row::Row;
-use crate::{Unmodelled, cluster, csv, model, setup};
+use crate::{Unmodelled, cluster, model, setup};
 use cost_model::StepWork;
 use cost_model::memory::{MemoryUse, memory_use};
 use cost_model::simulate::{SimulateOptions, simulate};
@@ -25,6 +25,8 @@ pub struct Predicted {
     pub step_time_s: f64,
     /// What makes the peak of the fullest device.
     pub memory: MemoryUse,
+    /// What the device has, as the catalogue says.
+    pub device_memory: Bytes,
     /// That peak as the framework reports it, in 10^9 bytes or what it calls a GB.
     pub reported_memory_gb: f64,
     /// Model FLOPs (full attention) over the peak of the compute type.
@@ -37,56 +39,18 @@ pub struct Predicted {
     pub assumed: Vec<String>,
 }
 
+impl Predicted {
+    /// Whether the device has the memory of the peak.
+    pub fn fits(&self) -> bool {
+        self.memory.total() <= self.device_memory
+    }
+}
+
 /// A prediction, or why there is none.
 pub type Outcome = Result<Predicted, Unmodelled>;
 
-/// Columns of [`output`].
-pub const OUTPUT_COLUMNS: [&str; 24] = [
-    "row_id",
-    "predicted_step_time_s",
-    "predicted_peak_mem_gb",
-    "predicted_mfu",
-    "compute_s",
-    "tensor_communication_s",
-    "context_communication_s",
-    "pipeline_communication_s",
-    "data_communication_s",
-    "expert_communication_s",
-    "bubble_s",
-    "optimizer_s",
-    "launch_s",
-    "exposed_input_s",
-    "mem_parameters_gb",
-    "mem_gradients_gb",
-    "mem_optimizer_gb",
-    "mem_activations_gb",
-    "mem_buffers_gb",
-    "mem_slack_gb",
-    "mem_context_gb",
-    "plan",
-    "assumed",
-    "reason",
-];
-
 /// Columns of what was measured: not read here, but refused where they hold no measurement.
 const MEASURED_COLUMNS: [&str; 3] = ["derived_step_time_s", "peak_mem_gb", "derived_mfu_bf16peak"];
-
-/// Columns without which no row can be modelled.
-pub const REQUIRED_COLUMNS: [&str; 13] = [
-    "gpu",
-    "gpus_total",
-    "gpus_per_node",
-    "interconnect",
-    "framework",
-    "layers",
-    "hidden",
-    "ffn_hidden",
-    "vocab",
-    "seq_len",
-    "global_batch",
-    "precision",
-    "mlp_type",
-];
 
 /// Everything that a prediction depends on.
 #[derive(Clone)]
@@ -290,6 +254,7 @@ fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
         value: Predicted {
             step_time_s: prediction.step_time_s.0,
             memory,
+            device_memory: q.memory,
             reported_memory_gb: 0.0,
             mfu: prediction.mfu,
             breakdown,
@@ -306,60 +271,11 @@ pub(crate) fn fullest(program: &Program, cluster: &Cluster) -> MemoryUse {
     uses.max_by_key(|m| m.total().0).unwrap_or_default()
 }
 
-/// The predictions as comma-separated values with [`OUTPUT_COLUMNS`].
-pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
-    let mut text = OUTPUT_COLUMNS.join(",") + "\n";
-    for (row, outcome) in rows.iter().zip(outcomes) {
-        let mut fields = vec![row.id().to_string()];
-        match outcome {
-            Ok(p) => {
-                let b = &p.breakdown;
-                fields.push(format!("{:.6}", p.step_time_s));
-                fields.push(format!("{:.3}", p.reported_memory_gb));
-                fields.push(format!("{:.5}", p.mfu));
-                let seconds = [
-                    b.compute_s,
-                    b.tensor_s,
-                    b.context_s,
-                    b.pipeline_s,
-                    b.data_s,
-                    b.expert_s,
-                    b.bubble_s,
-                    b.optimizer_s,
-                    b.launch_s,
-                    b.exposed_input_s,
-                ];
-                fields.extend(seconds.iter().map(|s| format!("{s:.6}")));
-                let m = &p.memory;
-                let bytes = [
-                    m.parameters,
-                    m.gradients,
-                    m.optimizer,
-                    m.activations,
-                    m.buffers,
-                    m.slack,
-                    m.context,
-                ];
-                fields.extend(bytes.iter().map(|b| format!("{:.3}", b.0 as f64 / 1e9)));
-                fields.push(p.pins.join(" "));
-                fields.push(p.assumed.join(" "));
-                fields.push(String::new());
-            }
-            Err(e) => {
-                fields.resize(OUTPUT_COLUMNS.len() - 1, String::new());
-                fields.push(e.to_string());
-            }
-        }
-        let fields: Vec<String> = fields.iter().map(|f| csv::quoted(f)).collect();
-        text += &fields.join(",");
-        text.push('\n');
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::csv;
+    use crate::output::{OUTPUT_COLUMNS, output};
 
     /// A small model on two GPUs of one host, and rows that cannot be modelled.
     const ROWS: &str = "row_id,gpu,gpus_total,gpus_per_node,interconnect,framework,layers,hidden,heads,ffn_hidden,vocab,seq_len,global_batch,micro_batch,tp,pp,dp,cp,zero_stage,recompute,precision,mlp_type

@@ -12,13 +12,15 @@ use serde::Deserialize;
 #[serde(deny_unknown_fields)]
 struct Recipe {
     framework: String,
-    /// Part of the model's cell.
-    model: String,
-    /// How the GPU's cell begins.
-    gpu: String,
-    /// How the precision's cell begins, where the recipe is of one.
+    /// Parts of the model's cell; any model where there are none.
     #[serde(default)]
-    precision: Option<String>,
+    model: Texts,
+    /// How the GPU's cell begins; any GPU where there are none.
+    #[serde(default)]
+    gpu: Texts,
+    /// What the precision's cell is, in small letters; any where there are none.
+    #[serde(default)]
+    precision: Texts,
     /// Releases, as the source's cell has them.
     releases: Vec<String>,
     #[serde(default)]
@@ -50,6 +52,35 @@ struct Recipe {
 /// in the switches (NVIDIA, "Enabling Fast Inference and Resilient Training with NCCL 2.27").
 const REGISTERED: u32 = 6;
 
+/// A text or a list of texts, of which one has to fit.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Texts {
+    One(String),
+    Any(Vec<String>),
+}
+
+impl Default for Texts {
+    fn default() -> Texts {
+        Texts::Any(Vec::new())
+    }
+}
+
+impl Texts {
+    fn all(&self) -> &[String] {
+        match self {
+            Texts::One(text) => std::slice::from_ref(text),
+            Texts::Any(texts) => texts,
+        }
+    }
+
+    /// Whether one of the texts fits, or there are none.
+    fn fit(&self, fits: impl Fn(&str) -> bool) -> bool {
+        let all = self.all();
+        all.is_empty() || all.iter().any(|text| fits(text))
+    }
+}
+
 /// All recipes.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -66,10 +97,10 @@ impl Recipes {
 
     fn parse(text: &str) -> Result<Recipes, String> {
         let all: Recipes = toml::from_str(text).map_err(|e| e.to_string())?;
-        match all.recipe.iter().find(|r| r.source.is_empty()) {
-            None => Ok(all),
-            Some(r) => Err(format!("a recipe of `{}` has no source", r.model)),
+        for r in &all.recipe {
+            r.check()?;
         }
+        Ok(all)
     }
 
     /// Changes `software` to what the row's recipe does.
@@ -119,17 +150,41 @@ impl Recipes {
 }
 
 impl Recipe {
+    /// Says which text is missing, or would never fit.
+    fn check(&self) -> Result<(), String> {
+        let of = || match self.model.all() {
+            [] => "of any model".to_string(),
+            models => format!("of `{}`", models.join("`, `")),
+        };
+        if self.source.is_empty() {
+            return Err(format!("a recipe {} has no source", of()));
+        }
+        let lists = [
+            ("model", &self.model),
+            ("gpu", &self.gpu),
+            ("precision", &self.precision),
+        ];
+        for (key, texts) in lists {
+            if texts.all().iter().any(String::is_empty) {
+                let why = "leave the key out where it is of any";
+                return Err(format!("a recipe {}: a `{key}` is empty; {why}", of()));
+            }
+        }
+        let upper = |p: &&String| p.chars().any(char::is_uppercase);
+        match self.precision.all().iter().find(upper) {
+            Some(p) => Err(format!("a recipe {}: `{p}` has capitals", of())),
+            None => Ok(()),
+        }
+    }
+
     fn is_of(&self, row: &Row) -> bool {
         let cell = |column| row.text(column).unwrap_or("");
         let is_release = |r: &String| cell("source").contains(&format!("({r} "));
         let precision = cell("precision").to_lowercase();
         cell("framework") == self.framework
-            && cell("model").contains(&self.model)
-            && cell("gpu").starts_with(&self.gpu)
-            && self
-                .precision
-                .as_ref()
-                .is_none_or(|p| precision.starts_with(p))
+            && self.model.fit(|text| cell("model").contains(text))
+            && self.gpu.fit(|text| cell("gpu").starts_with(text))
+            && self.precision.fit(|text| precision == text)
             && self.releases.iter().any(is_release)
     }
 }
@@ -193,9 +248,40 @@ mod tests {
         assert_eq!((reads("26.02.01"), reads("26.04")), (1, 0));
         assert_eq!(captured("mxfp8"), "*");
         assert_eq!(captured("bf16"), "norm_2 router route");
-        let error = Recipes::parse(
-            "[[recipe]]\nframework='a'\nmodel='b'\ngpu='c'\nreleases=[]\nsource=''\n",
+    }
+
+    #[test]
+    fn keys_are_texts_or_lists_and_precisions_are_whole() {
+        let parse = |keys: &str| {
+            Recipes::parse(&format!(
+                "[[recipe]]\nframework='a'\nreleases=['1']\nmore_cast_reads=1\n{keys}\n"
+            ))
+        };
+        let reads = |keys: &str, cells: &str| {
+            let header = "framework,source,model,gpu,precision";
+            let table = crate::csv::parse(&format!("{header}\na,x (1 y),{cells}\n")).unwrap();
+            let mut software = Software::plain("a framework");
+            let recipes = parse(&format!("source='s'\n{keys}")).unwrap();
+            recipes.apply(&crate::row::rows(&table)[0], &mut software);
+            software.more_cast_reads
+        };
+        assert_eq!(reads("", "m,g,bf16"), 1);
+        assert_eq!(reads("precision='fp8'", "m,g,FP8"), 1);
+        assert_eq!(reads("precision='fp8'", "m,g,fp8-mx"), 0);
+        assert_eq!(reads("precision=['bf16','fp8-mx']", "m,g,fp8-mx"), 1);
+        assert_eq!(reads("model=['p','q']\ngpu='B'", "a q,B200,"), 1);
+        assert_eq!(reads("model=['p','q']\ngpu=['A','GB']", "a q,B200,"), 0);
+        let error = |keys: &str| parse(keys).unwrap_err();
+        assert_eq!(
+            error("model='b'\nsource=''"),
+            "a recipe of `b` has no source"
         );
-        assert_eq!(error.unwrap_err(), "a recipe of `b` has no source");
+        assert_eq!(error("source=''"), "a recipe of any model has no source");
+        assert_eq!(
+            error("model=['b','c']\ngpu=['']\nsource='s'"),
+            "a recipe of `b`, `c`: a `gpu` is empty; leave the key out where it is of any"
+        );
+        let upper = error("precision='FP8'\nsource='s'");
+        assert_eq!(upper, "a recipe of any model: `FP8` has capitals");
     }
 }

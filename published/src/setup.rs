@@ -39,10 +39,10 @@ pub fn pins(
     let (tensor, pipeline, context) = (degree("tp")?, degree("pp")?, degree("cp")?);
     let data = choices::data(row)?;
     let per_replica = choice.micro_batch;
-    let zero = zero_stage(row)?.unwrap_or_else(|| {
-        assumed.push(format!("zero={}", generation.zero));
-        generation.zero
-    });
+    let (zero, is_stated) = zero_stage(row)?.unwrap_or((generation.zero, false));
+    if !is_stated {
+        assumed.push(format!("zero={zero}"));
+    }
     // Parameters stay gathered over a step that they would be gathered in for every microbatch.
     let zero = match generation.zero_in_pipeline {
         Some(most) if pipeline > 1 && zero > most => {
@@ -93,6 +93,12 @@ pub fn pins(
     pins.extend(recomputed.iter().map(|op| recomputed_op(op)));
     if chunks > 1 && pipeline > 1 {
         pins.push(format!("virtual={chunks}"));
+        let of_replica = row.required_count("global_batch")? / data.saturating_mul(per_replica);
+        if row.count("vpp")?.is_some() && !of_replica.is_multiple_of(pipeline) {
+            return Err(Unmodelled::Plan(format!(
+                "vpp {chunks} takes microbatches in groups of pp {pipeline}, and a replica has {of_replica}"
+            )));
+        }
     }
     if pipeline > 1 {
         let layers = row.required_count("layers")?;
@@ -155,8 +161,9 @@ fn expert_pins(expert: u64, tensor: u64, is_among_samples: bool, has_context: bo
     ["gate", "up", "down"].map(of).to_vec()
 }
 
-/// The ZeRO level that a cell begins with; none where it is not stated.
-fn zero_stage(row: &Row) -> Result<Option<u8>, RowError> {
+/// The ZeRO level that a cell begins with, and whether it is what the cell says; none where it is
+/// not stated.
+fn zero_stage(row: &Row) -> Result<Option<(u8, bool)>, RowError> {
     let Some(text) = row.text("zero_stage") else {
         return Ok(None);
     };
@@ -167,8 +174,10 @@ fn zero_stage(row: &Row) -> Result<Option<u8>, RowError> {
         .filter(|&d| d <= 3);
     match (level, chars.next()) {
         // Sharded inside a small group only: what crosses the hosts is a plain all-reduce.
-        (Some(_), _) if text.contains("within") || text.contains("group of") => Ok(Some(0)),
-        (Some(level), None | Some(' ' | '-')) => Ok(Some(level as u8)),
+        (Some(level), _) if text.contains("within") || text.contains("group of") => {
+            Ok(Some((0, level == 0)))
+        }
+        (Some(level), None | Some(' ' | '-')) => Ok(Some((level as u8, true))),
         _ => Err(RowError::Malformed {
             column: "zero_stage".into(),
             value: text.into(),
@@ -375,8 +384,8 @@ mod tests {
 
     #[test]
     fn context_ranks_split_the_sequence_outside_of_tensor_ranks() {
-        let header = "seq_len,gpu,gpus_total,framework,layers,tp,pp,cp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type";
-        let cells = "8192,H100,64,NeMo 1.x/Megatron-Core,80,4,4,2,,1,yes,1,none,swiglu";
+        let header = "seq_len,gpu,gpus_total,framework,layers,tp,pp,cp,dp,micro_batch,sequence_parallel,zero_stage,recompute,mlp_type,global_batch";
+        let cells = "8192,H100,64,NeMo 1.x/Megatron-Core,80,4,4,2,,1,yes,1,none,swiglu,64";
         let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
         let (row, facts) = (&crate::row::rows(&table)[0], Facts::built_in());
         let first = choices::choices(row, &facts).unwrap();
@@ -513,9 +522,13 @@ mod tests {
         );
         let said = of("", "", "1 (group of 4)", "none").unwrap();
         assert!(
-            said.contains(" zero=0 ") && said.ends_with("| sequence_parallel=no"),
+            said.contains(" zero=0 ") && said.ends_with("| zero=0 sequence_parallel=no"),
             "{said}"
         );
+        let said = of("1", "no", "3 within host", "none").unwrap();
+        assert!(said.ends_with("| zero=0"), "{said}");
+        let said = of("1", "no", "0 (within a host)", "none").unwrap();
+        assert!(said.ends_with("| "), "{said}");
     }
 
     #[test]
@@ -534,6 +547,20 @@ mod tests {
         assert_eq!(
             error.unwrap_err().to_string(),
             "plan: tp 2 x pp 1 does not divide the 7 GPUs of `gpus_total`"
+        );
+    }
+
+    #[test]
+    fn interleaving_takes_whole_groups_of_microbatches() {
+        let of = |samples: u64| {
+            pins_of(&format!(
+                "A100,4,Megatron-LM,,8,1,4,2,1,1,no,0,none,gelu,fp16,{samples},2048"
+            ))
+        };
+        assert!(of(8).unwrap().contains(" virtual=2 "));
+        assert_eq!(
+            of(6).unwrap_err().to_string(),
+            "plan: vpp 2 takes microbatches in groups of pp 4, and a replica has 6"
         );
     }
 

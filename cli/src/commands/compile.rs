@@ -38,6 +38,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
+    if let Some(words) = cluster::captured_nowhere(&cluster, &forward, &planned.training) {
+        crate::say(format_args!("warning: {words}"));
+    }
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;
     }

@@ -4,12 +4,16 @@ use super::spinner;
 use crate::args::PredictArgs;
 use crate::failure::{Exit, Failure};
 use crate::{files, report};
-use published::{Facts, csv, output, predict, row};
+use published::columns::{REQUIRED_COLUMNS, Unread, unread};
+use published::{Facts, Outcome, Row, csv, output, predict, row};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Instant;
 
 /// Reasons that a failure lists.
 const REASONS_SHOWN: usize = 10;
+/// Rows, and columns, that a line names.
+const NAMES_SHOWN: usize = 5;
 
 /// Runs the verb.
 pub fn run(args: &PredictArgs) -> Result<(), Failure> {
@@ -19,17 +23,7 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
             "expected comma-separated values with a header; docs/published.md lists the columns",
         )
     })?;
-    let missing: Vec<&str> = published::REQUIRED_COLUMNS
-        .into_iter()
-        .filter(|c| !table.header.iter().any(|h| h == c))
-        .collect();
-    if !missing.is_empty() {
-        return Err(Failure::new(
-            Exit::BadInput,
-            format!("{}: no column {}", args.rows.display(), missing.join(", ")),
-        )
-        .help("docs/published.md lists the columns"));
-    }
+    check_columns(&args.rows, &table.header)?;
     files::check_not_input(&args.output, &[&args.rows])?;
     files::check_writable(&args.output)?;
     let started = Instant::now();
@@ -47,19 +41,13 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let outcomes = predict(&rows, &Facts::built_in());
     bar.finish_and_clear();
     let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
-    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-    for unmodelled in outcomes.iter().filter_map(|o| o.as_ref().err()) {
-        *reasons.entry(unmodelled.to_string()).or_default() += 1;
-    }
-    let reasons = reasons
-        .into_iter()
-        .map(|(reason, n)| format!("  {n} not predicted: {reason}"));
+    let reasons = reasons(&rows, &outcomes);
     if predicted == 0 {
-        let reasons: Vec<String> = reasons.take(REASONS_SHOWN).collect();
+        let shown = &reasons[..reasons.len().min(REASONS_SHOWN)];
         let what = format!(
             "none of {} runs could be predicted\n{}",
             rows.len(),
-            reasons.join("\n")
+            shown.join("\n")
         );
         return Err(
             Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()))
@@ -73,8 +61,102 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         started.elapsed().as_secs_f64(),
         args.output.display()
     ))?;
+    if let Some(line) = too_large(&rows, &outcomes) {
+        report::out(&line)?;
+    }
     for reason in reasons {
         report::out(&reason)?;
     }
     Ok(())
+}
+
+/// Refuses a table without a column that is needed, or with one that is nearly the name of a
+/// column that plans are made of and would be left out unseen. Says which others are not read.
+fn check_columns(file: &Path, header: &[String]) -> Result<(), Failure> {
+    let Unread {
+        misspelt,
+        perhaps,
+        unknown,
+    } = unread(header);
+    let bad = |what: String| Failure::new(Exit::BadInput, format!("{}: {what}", file.display()));
+    let pairs = |names: &[(String, &str)]| -> Vec<String> {
+        let pair = |(name, column): &(String, &str)| format!("`{name}` (`{column}`?)");
+        names.iter().map(pair).collect()
+    };
+    if !misspelt.is_empty() {
+        let names = some_of(pairs(&misspelt));
+        return Err(bad(format!("columns that nothing reads: {names}"))
+            .help("correct their names, or take these columns out where they are something else; docs/published.md lists the columns"));
+    }
+    let missing: Vec<&str> = REQUIRED_COLUMNS
+        .into_iter()
+        .filter(|c| !header.iter().any(|h| h == c))
+        .collect();
+    if !missing.is_empty() {
+        return Err(bad(format!("no column {}", missing.join(", ")))
+            .help("docs/published.md lists the columns"));
+    }
+    let quoted = unknown.into_iter().map(|name| format!("`{name}`"));
+    let ignored: Vec<String> = pairs(&perhaps).into_iter().chain(quoted).collect();
+    if !ignored.is_empty() {
+        crate::say(format_args!(
+            "warning: {}: columns that are not read: {}",
+            file.display(),
+            some_of(ignored)
+        ));
+    }
+    Ok(())
+}
+
+/// Why rows have no prediction: a line for each reason, with how many and which.
+fn reasons(rows: &[Row], outcomes: &[Outcome]) -> Vec<String> {
+    let mut of: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (i, outcome) in outcomes.iter().enumerate() {
+        if let Err(unmodelled) = outcome {
+            of.entry(unmodelled.to_string())
+                .or_default()
+                .push(name_of(rows, i));
+        }
+    }
+    of.into_iter()
+        .map(|(reason, names)| {
+            format!(
+                "  {} not predicted ({}): {reason}",
+                names.len(),
+                some_of(names)
+            )
+        })
+        .collect()
+}
+
+/// The line about predictions that their GPUs have no memory for.
+fn too_large(rows: &[Row], outcomes: &[Outcome]) -> Option<String> {
+    let is_too_large = |o: &Outcome| o.as_ref().is_ok_and(|p| !p.fits());
+    let names: Vec<String> = (0..rows.len())
+        .filter(|&i| is_too_large(&outcomes[i]))
+        .map(|i| name_of(rows, i))
+        .collect();
+    let n = names.len();
+    (n > 0).then(|| {
+        let of = some_of(names);
+        format!("  {n} predicted with more memory than the GPU has ({of}): `fits` is no")
+    })
+}
+
+/// A row's identifier, or its place among the rows.
+fn name_of(rows: &[Row], i: usize) -> String {
+    match rows[i].id() {
+        "" => format!("row {}", i + 1),
+        id => id.to_string(),
+    }
+}
+
+/// The first of some names, and how many more there are.
+fn some_of(names: Vec<String>) -> String {
+    let more = names.len().saturating_sub(NAMES_SHOWN);
+    let shown = names[..names.len() - more].join(", ");
+    match more {
+        0 => shown,
+        n => format!("{shown} and {n} more"),
+    }
 }

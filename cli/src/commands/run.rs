@@ -220,13 +220,15 @@ fn outputs(args: &RunArgs) -> Result<FinalState, Failure> {
         .unwrap_or(Path::new("."));
     let temporary = tempfile::Builder::new()
         .prefix(".meshwright-")
-        .tempdir_in(folder);
-    temporary.map(FinalState::Temporary).map_err(|e| {
-        Failure::new(
-            Exit::BadInput,
-            format!("{}: cannot write: {e}", path.display()),
-        )
-    })
+        .tempdir_in(folder)
+        .map_err(|e| {
+            Failure::new(
+                Exit::BadInput,
+                format!("{}: cannot write: {e}", path.display()),
+            )
+        })?;
+    interrupt::is_temporary(temporary.path());
+    Ok(FinalState::Temporary(temporary))
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {

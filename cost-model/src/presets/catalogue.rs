@@ -205,6 +205,18 @@ impl Catalogue {
         super::compose::system(self, text)
     }
 
+    /// The NVLinks that systems give the device, in words, where `link` is an NVLink of another
+    /// generation; nothing where the device can have it.
+    pub fn foreign_nvlink(&self, device: &str, link: &str) -> Option<String> {
+        super::compose::foreign_nvlink(self, device, link)
+    }
+
+    /// Whether a system of the device joins several hosts by its inner link.
+    pub fn has_domain(&self, device: &str) -> bool {
+        let mut own = self.systems.iter().filter(|s| s.device == device);
+        own.any(|s| s.domain_devices.is_some_and(|n| n > s.devices_per_host))
+    }
+
     /// Whether the link is a network, which joins hosts.
     pub(super) fn is_network(&self, link: &str) -> bool {
         let link = self.links.get(link);

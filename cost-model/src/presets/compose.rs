@@ -96,7 +96,7 @@ fn links(catalogue: &Catalogue, wanted: impl Fn(&str) -> bool) -> String {
 
 /// The NVLinks that the catalogue's systems give the device, where the link asked for is an
 /// NVLink of another generation; nothing where the link is possible.
-fn foreign_nvlink(catalogue: &Catalogue, device: &str, link: &str) -> Option<String> {
+pub(super) fn foreign_nvlink(catalogue: &Catalogue, device: &str, link: &str) -> Option<String> {
     let generation = |link: &str| {
         link.strip_prefix("nvlink")
             .map(|g| g.split('-').next().unwrap_or(g).to_string())

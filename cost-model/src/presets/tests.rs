@@ -30,6 +30,30 @@ fn numbers(value: &toml::Value, path: &str, found: &mut Vec<String>) {
 }
 
 #[test]
+fn shares_are_more_than_nothing_and_of_rates_that_there_are() {
+    let problem = |change: fn(&mut ir::cluster::Device)| {
+        let mut cluster = load("dgx-a100-80gb", 1).unwrap();
+        change(&mut cluster.device);
+        cluster.problems().join("; ")
+    };
+    assert_eq!(
+        problem(|d| d.memory_efficiency = 0.0),
+        "device.memory_efficiency is 0, expected more than 0, at most 1"
+    );
+    assert_eq!(problem(|d| d.sustained_share = 1.0), "");
+    let held = |d: &mut ir::cluster::Device| {
+        d.sustained_share_of.insert(ir::DType::Bf16, 0.5);
+    };
+    assert_eq!(problem(held), "");
+    assert_eq!(
+        problem(|d| {
+            d.sustained_share_of.insert(ir::DType::F8e4m3, 0.5);
+        }),
+        "device.sustained_share_of.f8e4m3 is a share of no rate: device.peak_flops_per_s has f32, bf16, f16"
+    );
+}
+
+#[test]
 fn every_preset_is_sound_and_every_number_has_a_source() {
     for name in names() {
         let cluster = load(name, 1).unwrap();

@@ -224,6 +224,7 @@ pub(crate) fn degrees(n: u64, pins: &Pins) -> Result<(), PlanError> {
         false => format!("pinned {}, together {made} devices,", words.join(" x ")),
     };
     let way = match would_fit.is_empty() {
+        true if is_whole => format!("pin degrees whose product is {n}"),
         true => format!(
             "degrees that fit have a product out of {}",
             listed(&divisors(n))
@@ -290,7 +291,10 @@ mod tests {
             4,
             &["data=4294967295,tensor=4294967295,pipeline=4294967295"],
         );
-        assert!(huge.contains("is not the 4 devices"), "{huge}");
+        assert!(
+            huge.ends_with("is not the 4 devices of the cluster; pin degrees whose product is 4"),
+            "{huge}"
+        );
     }
 
     #[test]

@@ -1,0 +1,199 @@
+//! The cuts against the exhaustive search: every submesh priced, and every pipeline over it
+//! enumerated, on small models and clusters of random figures.
+
+use super::super::{boundary, saved_values, sequences, submeshes};
+use super::*;
+use crate::inter_op::{InterOpOptions, brute_force};
+use crate::layers::find_layers;
+use crate::pins::Pins;
+use crate::prices::Buckets;
+use ir::cluster::Cluster;
+use ir::testing::Rng;
+use ir::training::{TrainingGraph, training_graph};
+use ir::{Bytes, Graph, Precision, TrainSpec};
+use std::sync::{Mutex, OnceLock};
+
+/// Costs that are the same but for the order in which they are summed.
+const SAME: f64 = 1e-9;
+
+/// What a [`Search`] borrows, with the microbatch size that is looked at.
+struct Case {
+    training: TrainingGraph,
+    train: TrainSpec,
+    cluster: Cluster,
+    pins: Pins,
+    batch: u64,
+    schedule: ScheduleKind,
+}
+
+impl Case {
+    fn random(seed: u64) -> Case {
+        let mut rng = Rng::new(seed);
+        let sequence = rng.pick(&[64, 256]);
+        let forward = gpt2(rng.between(1, 3), 128 * rng.between(1, 6), sequence);
+        let batch = rng.pick(&[1, 2, 4, 8]);
+        let train = TrainSpec {
+            global_batch: batch * rng.pick(&[1, 2, 7, 64]),
+            sequence,
+            precision: Precision::Bf16,
+            ..TrainSpec::default()
+        };
+        Case {
+            training: training_graph(&forward, &train).unwrap(),
+            cluster: cluster(&mut rng),
+            pins: Pins::default(),
+            batch,
+            schedule: rng.pick(&[ScheduleKind::OneFOneB, ScheduleKind::GPipe]),
+            train,
+        }
+    }
+
+    fn m(&self) -> u32 {
+        (self.train.global_batch / self.batch) as u32
+    }
+
+    fn search(&self) -> Search<'_> {
+        let layers = find_layers(&self.training, &|_| String::new());
+        Search {
+            training: &self.training,
+            train: &self.train,
+            cluster: &self.cluster,
+            pins: &self.pins,
+            saved: saved_values(&self.training),
+            buckets: Buckets::new(&self.training),
+            sequences: sequences(&layers, &self.pins).unwrap(),
+            layers,
+            submeshes: submeshes(&self.cluster, &self.pins),
+            boundary: boundary(&self.training.graph),
+            prices: Mutex::new(Vec::new()),
+            kept: OnceLock::new(),
+        }
+    }
+
+    fn solve(&self, search: &Search<'_>, to_beat: f64) -> Solved {
+        search.solve_equal(self.batch, self.m(), self.schedule, 0, to_beat)
+    }
+}
+
+fn gpt2(n_layers: u64, hidden: u64, sequence: u64) -> Graph {
+    let config = serde_json::json!({
+        "model_type": "gpt2", "n_layer": n_layers, "n_head": hidden / 64, "n_embd": hidden,
+        "n_positions": sequence, "vocab_size": 512, "tie_word_embeddings": false,
+    });
+    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes()).unwrap();
+    let options = import::BuildOptions {
+        sequence,
+        dropout: 0.0,
+    };
+    import::model_graph(&config, &options).unwrap()
+}
+
+/// Up to eight devices. In one of three everything but matmuls is free, so that the bounds are
+/// close to what pipelines cost; in some the memory decides.
+fn cluster(rng: &mut Rng) -> Cluster {
+    let mut cluster = cost_model::presets::load("dgx-a100-80gb", 1).unwrap();
+    (cluster.n_hosts, cluster.devices_per_host) =
+        rng.pick(&[(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]);
+    cluster.levels[0].devices = cluster.devices_per_host;
+    cluster.levels[1].devices = cluster.n_devices();
+    let device = &mut cluster.device;
+    if rng.one_in(3) {
+        let half = &mut device.matmul_half_size;
+        (half.m, half.n, half.k) = (0.0, 0.0, 0.0);
+        device.launch_s = 0.0;
+        device.attention_efficiency = 1.0;
+        (
+            device.memory_bandwidth_bytes_per_s,
+            device.vector_flops_per_s,
+        ) = (1e17, 1e20);
+        for level in &mut cluster.levels {
+            (level.latency_s, level.bandwidth_bytes_per_s) = (0.0, 1e17);
+            level.protocols.clear();
+            level.in_switch = None;
+        }
+    }
+    cluster.device.memory_reserved_bytes = Bytes(0);
+    cluster.device.memory_bytes = Bytes(rng.pick(&[1 << 20, 1 << 24, 1 << 26, 1 << 36, 1 << 36]));
+    cluster
+}
+
+/// The cost of the best pipeline over each submesh, each pipeline in turn.
+fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
+    let shapes = search.shapes(case.batch);
+    let devices = search.cluster.n_devices();
+    let kind = match case.schedule {
+        ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
+        _ => inter_op::ScheduleKind::OneFOneB,
+    };
+    let options = InterOpOptions::new(case.m().into(), kind);
+    let best = |(i, &n): (usize, &u32)| {
+        let priced = search.candidates(&shapes, i, case.batch, case.m());
+        let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
+        let (all, n_stages) = (usable.iter().collect::<Vec<_>>(), (devices / n) as usize);
+        let capacity = search.cluster.usable_bytes();
+        let (table, _) = search.tables(&all, &[i], n_stages, vec![1], capacity);
+        let sent = search.transfer_s(i, i, case.batch);
+        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
+        brute_force(&table, &transfer, &options).map(|c| c.total_s)
+    };
+    search.submeshes.iter().enumerate().map(best).collect()
+}
+
+#[test]
+fn nothing_better_is_cut() {
+    let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
+    let (mut n_cut, mut n_found, mut closest) = (0, 0, f64::INFINITY);
+    for seed in 0..if slow { 400 } else { 24 } {
+        let case = Case::random(seed);
+        let search = case.search();
+        let costs = exhaustive(&case, &search);
+        let best = costs
+            .iter()
+            .flatten()
+            .copied()
+            .fold(f64::INFINITY, f64::min);
+
+        // A bound is one, for each submesh by itself.
+        let matmul_s = search.least_matmul_s(case.batch);
+        for (i, cost) in costs.iter().enumerate() {
+            let least = search.least_s(matmul_s, i, case.m(), case.schedule);
+            let cost = cost.unwrap_or(f64::INFINITY);
+            assert!(
+                least <= cost,
+                "seed {seed}: submesh {i} costs {cost}, at least {least}"
+            );
+            closest = f64::min(closest, cost / least - 1.0);
+        }
+
+        let solved = case.solve(&search, f64::INFINITY);
+        assert!(solved.lower <= best * (1.0 + SAME), "seed {seed}");
+        if best.is_infinite() {
+            assert!(
+                solved.found.is_empty() && solved.error.is_some(),
+                "seed {seed}"
+            );
+            continue;
+        }
+        n_found += 1;
+        let [choice] = &solved.found[..] else {
+            panic!("seed {seed}: {} pipelines", solved.found.len());
+        };
+        let found = choice.cost.total_s;
+        assert!(
+            (found / best - 1.0).abs() < SAME,
+            "seed {seed}: {found} s, not {best}"
+        );
+        let n_all: usize = search.shapes(case.batch).len();
+        n_cut += u64::from(solved.candidates < n_all as u64);
+
+        // What costs as much as what is to be beaten is found, what costs more is not.
+        let equal = case.solve(&search, found);
+        assert_eq!(equal.found, solved.found, "seed {seed}");
+        let less = case.solve(&search, found * (1.0 - 1e-6));
+        assert_eq!(less.found, [], "seed {seed}");
+        assert!(less.lower <= best * (1.0 + SAME), "seed {seed}");
+    }
+    // Cuts happen, also where a bound is nearly what the pipeline costs.
+    assert!(n_found > 10 && n_cut > 5, "{n_found} found, {n_cut} cut");
+    assert!(closest < 0.1, "the closest bound is {closest} below");
+}
