@@ -298,9 +298,6 @@ impl Facts {
         for name in facts.generations.keys() {
             facts.software(name)?;
         }
-        for name in facts.recipes.attentions() {
-            facts.attention(name)?;
-        }
         for device in &facts.devices {
             facts.sustained_share(device)?;
             if let Some(x) = device.ampere_attention_share
@@ -311,6 +308,9 @@ impl Facts {
                     device.gpu
                 ));
             }
+        }
+        for name in facts.recipes.attentions() {
+            facts.attention(name)?;
         }
         Ok(facts)
     }

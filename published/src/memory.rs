@@ -98,6 +98,8 @@ struct Process {
     score_bytes: f64,
     mask_bytes: f64,
     in_flight: InFlight,
+    #[serde(default)]
+    keeps_transfers: bool,
     reports: Reported,
     unit_bytes: f64,
     source: String,
@@ -184,6 +186,7 @@ impl MemoryFacts {
             score_bytes: process.score_bytes,
             mask_bytes: process.mask_bytes,
             in_flight: process.in_flight,
+            keeps_transfers: process.keeps_transfers,
             reuse: allocator.reuse,
             slack: allocator.slack.value,
         }))

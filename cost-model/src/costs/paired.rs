@@ -170,13 +170,17 @@ mod tests {
             (5.0, comp),
         ];
         let mut costs = vec![before.map(cost).to_vec()];
+        let mut taking = costs.clone();
         let mut software = crate::testing::software();
-        hide(&role, &software, &mut costs);
+        hide(&role, &software, 0.0, &mut costs);
         assert_eq!(costs[0][0].seconds, 4.0);
         software.paired_axes = vec!["x".into()];
-        hide(&role, &software, &mut costs);
-        let seconds: Vec<f64> = costs[0].iter().map(|c| c.seconds).collect();
+        hide(&role, &software, 0.0, &mut costs);
+        let seconds = |costs: &[InstrCost]| costs.iter().map(|c| c.seconds).collect::<Vec<f64>>();
         // 4 - 3 beside `lhs`, nothing for what both read, 9 - 5 beside `rhs`.
-        assert_eq!(seconds, [1.0, 4.0, 3.0, 4.0, 5.0, 5.0]);
+        assert_eq!(seconds(&costs[0]), [1.0, 4.0, 3.0, 4.0, 5.0, 5.0]);
+        // Of 3 and of 5 seconds a fifth is taken from the matmuls.
+        hide(&role, &software, 0.2, &mut taking);
+        assert_eq!(seconds(&taking[0]), [1.6, 4.0, 3.0, 5.0, 5.0, 5.0]);
     }
 }

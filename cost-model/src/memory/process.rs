@@ -248,7 +248,7 @@ impl<'a> Process<'a> {
         let elements = held.gradient_elements.min(held.parameter_elements);
         let gradients = scaled(elements, self.memory.gradient_bytes);
         let of_a_pass = scaled(elements, self.memory.pass_gradient_bytes);
-        let kept = self.kept();
+        let kept = self.kept() + self.transfers();
         let buffers = self.buffers(&held, kept, gradients);
         MemoryUse {
             parameters: held.at_rest() + copies,
@@ -277,6 +277,43 @@ impl<'a> Process<'a> {
                 most.saturating_sub(beside)
             }
         })
+    }
+
+    /// What the software keeps of transfers between stages beyond the program's places: a buffer
+    /// for whatever each microbatch of a step receives, and what a stage gave the next one, for
+    /// the microbatches in flight.
+    fn transfers(&self) -> Bytes {
+        if !self.memory.keeps_transfers {
+            return Bytes(0);
+        }
+        let places = |b: BufferId| match self.role.buffer(b).class {
+            BufferClass::PerMicrobatch { slots } => u64::from(slots),
+            _ => 0,
+        };
+        let all = (0..self.role.buffers.len()).map(BufferId::new);
+        let in_flight = all.map(places).max().unwrap_or(0);
+        let microbatches = u64::from(self.program.n_microbatches);
+        let mut copies: BTreeMap<BufferId, u64> = BTreeMap::new();
+        for i in self.templates(TemplateKind::Exchange).flatten() {
+            let InstrKind::Exchange { sends, recvs } = &i.kind else {
+                continue;
+            };
+            copies.extend(recvs.iter().map(|r| (r.1, microbatches)));
+            let is_onwards =
+                |x: ir::TransferId| self.program.transfers[x.index()].to > self.role.stage;
+            let given = sends.iter().filter(|s| is_onwards(s.0));
+            copies.extend(given.map(|s| (s.1, in_flight)));
+        }
+        let more = |(b, n): (BufferId, u64)| {
+            let beyond = n.saturating_sub(places(b));
+            self.role.buffer(b).stride().saturating_mul(beyond)
+        };
+        Bytes(
+            copies
+                .into_iter()
+                .map(more)
+                .fold(0, |a: u64, b| a.saturating_add(b)),
+        )
     }
 
     /// What microbatches in flight keep.

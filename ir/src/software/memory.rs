@@ -39,6 +39,11 @@ pub struct ProcessMemory {
     pub mask_bytes: f64,
     /// How many microbatches keep their activations.
     pub in_flight: InFlight,
+    /// Whether a stage of a pipeline has buffers of its own for what every microbatch of a step
+    /// receives, and keeps what it gave the next stage until the backward pass of that
+    /// microbatch.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keeps_transfers: bool,
     /// Which freed bytes serve again.
     pub reuse: Reuse,
     /// Share of activations, temporaries and gradients of one pass that the allocator holds

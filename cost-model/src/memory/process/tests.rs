@@ -19,6 +19,7 @@ const NOTHING: ProcessMemory = ProcessMemory {
     score_bytes: 0.0,
     mask_bytes: 0.0,
     in_flight: InFlight::Schedule,
+    keeps_transfers: false,
     reuse: Reuse::Blocks,
     slack: 0.0,
 };
@@ -55,6 +56,27 @@ fn microbatches_in_flight_follow_the_software() {
     assert_eq!(kept(0, InFlight::More { microbatches: 99 }), 16 * 4 * 256);
     assert_eq!(kept(1, InFlight::Buffered { per_stage: 2 }), 7 * 4 * 256);
     assert_eq!(kept(2, InFlight::Buffered { per_stage: 2 }), 2 * 4 * 256);
+}
+
+#[test]
+fn transfers_may_have_buffers_for_every_microbatch() {
+    let program = pipeline(&[10; 3], &[10; 3], 16, 64, 2);
+    let more = |stage| {
+        let of = |keeps_transfers| {
+            let memory = ProcessMemory {
+                keeps_transfers,
+                ..NOTHING
+            };
+            used(&program, stage, memory).activations.0
+        };
+        of(true) - of(false)
+    };
+    // The first stage has places for four microbatches: it receives gradients, and keeps what it
+    // gives as long as its places say. The second, with three, receives both.
+    assert_eq!(more(0), (16 - 4) * 256);
+    assert_eq!(more(1), 2 * (16 - 3) * 256);
+    // The last receives activations alone.
+    assert_eq!(more(2), (16 - 2) * 256);
 }
 
 #[test]
