@@ -7,6 +7,7 @@ use crate::predict::{Question, fullest, planned, question};
 use crate::row::Row;
 use crate::{Unmodelled, cluster};
 use ir::Bytes;
+use ir::software::Software;
 use planner::Planned;
 use std::collections::BTreeMap;
 
@@ -40,10 +41,30 @@ pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {
         .map(|row| {
             let mut q = question(row, facts)?;
             q.cluster.device.memory_bytes = cluster::memory(row, facts)?;
+            q.cluster.software.iter_mut().for_each(on_free_axes);
             let key = format!("{:?}{:?}{:?}", q.config, q.train, q.cluster);
             known.entry(key).or_insert_with(|| best(&q)).clone()
         })
         .collect()
+}
+
+/// What software does with collectives of data and tensor ranks, said of the axes of free plans
+/// too: x, the outer one, which splits samples first, and y, inside hosts.
+fn on_free_axes(software: &mut Software) {
+    let lists = [
+        &mut software.blocking_axes,
+        &mut software.copied_axes,
+        &mut software.piecewise_axes,
+        &mut software.paired_axes,
+    ];
+    for names in lists {
+        for (pinned, free) in [("data", "x"), ("tensor", "y")] {
+            let has = |name: &str| names.iter().any(|n| n == name);
+            if has(pinned) && !has(free) {
+                names.push(free.into());
+            }
+        }
+    }
 }
 
 fn best(q: &Question) -> Result<Free, Unmodelled> {
@@ -130,4 +151,23 @@ fn shape(planned: &planner::Planned) -> String {
         plan.microbatch,
         plan.schedule
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn software_treats_free_axes_as_pinned_ones() {
+        let names = |all: &[&str]| all.iter().map(|n| n.to_string()).collect::<Vec<_>>();
+        let mut software = Software {
+            blocking_axes: names(&["data"]),
+            piecewise_axes: names(&["tensor", "y"]),
+            ..Software::plain("some")
+        };
+        on_free_axes(&mut software);
+        assert_eq!(software.blocking_axes, ["data", "x"]);
+        assert_eq!(software.piecewise_axes, ["tensor", "y"]);
+        assert!(software.paired_axes.is_empty());
+    }
 }
