@@ -193,3 +193,77 @@ fn refusals_say_what_would_fit() {
         "pinned virtual=3 x pipeline=2 makes 6 stages, the model has 4 layers; pin virtual=2 or less"
     );
 }
+
+/// Without a pin of schedule or stages the search interleaves where that is faster; what it finds
+/// is no slower than any pinned pipeline, its bound holds for those too, and it finds it again.
+fn interleaves(n_devices: u32, degrees: &[&str], counts: &[u32]) {
+    let (forward, train) = deep();
+    let plan = |pins: &[&str]| {
+        let pins = [degrees, pins].concat();
+        planned(&forward, &train, &free_links(n_devices), &pins).unwrap()
+    };
+    let step = |made: &Planned| made.simulation.step_time.0;
+    let free = plan(&[]);
+    let ScheduleKind::Interleaved { virtual_stages } = free.plan.schedule else {
+        panic!(
+            "{:?} on {n_devices}: {:?}",
+            free.plan.schedule, free.stats.alternatives
+        );
+    };
+    assert!(virtual_stages > 1);
+    assert_eq!(
+        free.plan.stages.len(),
+        free.program.roles.len() * virtual_stages as usize
+    );
+    let proof = &free.plan.proof;
+    assert!(
+        proof
+            .space
+            .contains("interleaved stages on each of several equal meshes")
+    );
+    assert!(proof.lower_bound_s.0 <= proof.objective_s.0);
+    let plain = plan(&["schedule=1f1b"]);
+    assert_eq!(plain.plan.schedule, ScheduleKind::OneFOneB);
+    assert!(!plain.plan.proof.space.contains("interleaved"));
+    assert!(
+        step(&free) < 0.98 * step(&plain),
+        "{} against {} on {n_devices}",
+        step(&free),
+        step(&plain)
+    );
+    let n_meshes = format!("pipeline={}", free.program.roles.len());
+    for v in counts {
+        let made = plan(&[&n_meshes, &format!("virtual={v}")]);
+        println!("v={v}: {} against {}", step(&made), step(&free));
+        assert!(step(&free) <= step(&made), "v={v} on {n_devices}");
+        assert!(
+            proof.lower_bound_s.0 <= made.plan.proof.objective_s.0,
+            "v={v} on {n_devices}: {} bounds {}",
+            proof.lower_bound_s.0,
+            made.plan.proof.objective_s.0
+        );
+    }
+    assert_eq!(plan(&[]).plan, free.plan);
+}
+
+#[test]
+fn the_search_interleaves_on_few_devices() {
+    interleaves(4, &["data=1", "tensor=1"], &[2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn the_search_interleaves_on_equal_submeshes() {
+    interleaves(32, &["data=4", "tensor=1"], &[2, 3]);
+}
+
+/// Whoever fixes the order of passes, the stages of a mesh or the number of stages gets that.
+#[test]
+fn pins_keep_the_search_from_interleaving() {
+    let (forward, train) = deep();
+    for pin in ["virtual=1", "schedule=gpipe", "pipeline=4"] {
+        let pins = ["data=1", "tensor=1", pin];
+        let made = planned(&forward, &train, &free_links(4), &pins).unwrap();
+        assert_eq!(made.plan.schedule.virtual_stages(), 1, "{pin}");
+        assert_eq!(made.plan.stages.len(), made.program.roles.len(), "{pin}");
+    }
+}

@@ -2,8 +2,9 @@
 //! level, both schedules, tied and untied embeddings, recomputed activations, and the plan that
 //! the search chooses.
 
+use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
-use ir::plan::ScheduleKind;
+use ir::plan::{Plan, ScheduleKind};
 use ir::program::InstrKind;
 use ir::training::training_graph;
 use tests::{Case, cluster, distance, planned, relative};
@@ -13,8 +14,14 @@ const STEPS: usize = 10;
 
 /// Runs a pinned plan and the single device side by side.
 fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
+    check_on(case, &cluster(n_devices), pins, bit_equal);
+}
+
+/// Runs a plan for some cluster and the single device side by side, and returns the plan.
+fn check_on(case: &Case, cluster: &Cluster, pins: &[&str], bit_equal: bool) -> Plan {
+    let n_devices = cluster.n_devices();
     let name = format!("{} on {n_devices}: {}", case.forward.name, pins.join(" "));
-    let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
+    let made = planned(&case.forward, &case.train, cluster, pins)
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     assert_eq!(
         made.plan.meshes().map(|m| m.n_devices()).sum::<u32>(),
@@ -61,6 +68,7 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], bit_equal: bool) {
         "{name}: parameters differ by {}",
         (difference / norm).sqrt()
     );
+    made.plan
 }
 
 /// What a bucket holds and when it travels is nobody's business but the clock's.
@@ -385,6 +393,31 @@ fn interleaved_stages() {
                 }
             }
         }
+    }
+}
+
+/// Where sending takes no time and computing much, the search interleaves a pipeline by itself,
+/// and what it makes trains like the single device.
+#[test]
+fn interleaved_stages_that_the_search_chooses() {
+    for name in ["gpt2_small_tied", "llama_untied_rope"] {
+        let case = Case::load(name);
+        let mut free_links = cluster(2);
+        free_links.software = None;
+        for level in &mut free_links.levels {
+            (level.latency_s, level.bandwidth_bytes_per_s) = (0.0, 1e18);
+        }
+        let rates = free_links.device.peak_flops_per_s.values_mut();
+        rates.for_each(|rate| *rate *= 1e-5);
+        let plan = check_on(&case, &free_links, &["data=1", "tensor=1"], true);
+        assert_eq!(
+            plan.schedule,
+            ScheduleKind::Interleaved { virtual_stages: 2 },
+            "{name}"
+        );
+        let pins = ["data=1", "tensor=1", "schedule=1f1b"];
+        let plain = check_on(&case, &free_links, &pins, true);
+        assert!(plan.predicted.step_time_s.0 < plain.predicted.step_time_s.0);
     }
 }
 

@@ -1,17 +1,19 @@
 //! Several stages on one mesh: which entry of the stage table each of them takes when they
 //! share its memory.
 //!
-//! The cuts are given (the inter-op DP found them as if every stage had a mesh of its own).
-//! With t_k the time of stage k, R the times that the largest counts, and s_k its time once per
-//! step, a choice costs
+//! The cuts are given (see `search::interleaved`). With t_k the time of stage k, s_k its time
+//! once per step, m microbatches and p meshes, a choice costs
 //!
 //! ```text
-//!   sum_k t_k + R * max_k t_k + max over meshes of (sum of s_k over its stages)
+//!   sum_k t_k + (m - p) max over meshes of (sum of t_k over its stages)
+//!             + (p - 1) max_k t_k + max over meshes of (sum of s_k over its stages)
 //! ```
 //!
-//! and fits when on every mesh the sum of static + in_flight * saved over its stages and the
-//! largest transient are at most the capacity. For each threshold on t the stages of a mesh
-//! are combined one by one, keeping what nothing dominates in time (t + s), bytes and
+//! The first round of p microbatches fills the pipeline with p - 1 stages, and each of the
+//! others takes what the busiest mesh does. With one stage on each mesh that is the objective
+//! of `inter_op`. A choice fits when on every mesh the sum of static + in_flight * saved over its
+//! stages and the largest transient are at most the capacity. For each threshold on t the stages
+//! of a mesh are combined one by one, keeping what nothing dominates in time (t + s), bytes and
 //! transient; thresholds go up until the largest t, with the least that the rest can take, costs
 //! more than the best choice.
 //!
@@ -19,6 +21,32 @@
 //! choice may be better by that difference. Ties go to the earlier entry.
 
 use crate::inter_op::StageEntry;
+
+/// How often the times of stages count beside their sum.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Objective {
+    /// All stages of the busiest mesh together: m - p.
+    busiest: f64,
+    /// The slowest stage: p - 1.
+    slowest: f64,
+}
+
+impl Objective {
+    /// For `n_meshes` meshes and `m` microbatches, a multiple of them.
+    pub(crate) fn new(n_meshes: usize, m: u32) -> Objective {
+        let n_meshes = n_meshes as f64;
+        Objective {
+            busiest: (f64::from(m) - n_meshes).max(0.0),
+            slowest: (n_meshes - 1.0).max(0.0),
+        }
+    }
+
+    /// Seconds of a step: of all stages together, the busiest mesh, the slowest stage and the
+    /// work once per step of the mesh with the most of it.
+    pub(crate) fn total_s(&self, sum_s: f64, busiest_s: f64, max_s: f64, step_s: f64) -> f64 {
+        sum_s + self.busiest * busiest_s + self.slowest * max_s + step_s
+    }
+}
 
 /// A stage with its ways to run.
 pub(crate) struct SharedStage<'a> {
@@ -40,6 +68,8 @@ pub(crate) struct Shared {
     pub max_s: f64,
     /// The largest sum of a mesh.
     pub step_s: f64,
+    /// What it costs.
+    pub total_s: f64,
 }
 
 /// No choice fits this mesh.
@@ -54,7 +84,7 @@ pub(crate) struct TooLarge {
 pub(crate) fn share(
     stages: &[SharedStage<'_>],
     n_meshes: usize,
-    repeats: f64,
+    objective: Objective,
     capacity_bytes: u64,
 ) -> Result<Shared, TooLarge> {
     let meshes: Vec<Vec<&SharedStage<'_>>> = (0..n_meshes)
@@ -86,17 +116,16 @@ pub(crate) fn share(
         .collect();
     let slowest = least_times.iter().copied().fold(0.0, f64::max);
     let least_steps = least(|e| e.step_s);
-    let of_mesh = |i: usize| least_steps.iter().skip(i).step_by(n_meshes).sum::<f64>();
-    let least_s = least_times.iter().sum::<f64>() + (0..n_meshes).map(of_mesh).fold(0.0, f64::max);
+    let most = |of: &[f64]| most_of_a_mesh(of, n_meshes);
+    let (sum_s, busiest_s) = (least_times.iter().sum(), most(&least_times));
+    let step_s = most(&least_steps);
     thresholds.retain(|t| *t >= slowest);
     thresholds.sort_by(f64::total_cmp);
     thresholds.dedup();
-    let mut best: Option<(f64, Shared)> = None;
+    let mut best: Option<Shared> = None;
     for threshold in thresholds {
-        if best
-            .as_ref()
-            .is_some_and(|(b, _)| least_s + repeats * threshold >= *b)
-        {
+        let least_s = objective.total_s(sum_s, busiest_s, threshold, step_s);
+        if best.as_ref().is_some_and(|b| least_s >= b.total_s) {
             break;
         }
         let picks: Option<Vec<Part>> = meshes
@@ -104,17 +133,22 @@ pub(crate) fn share(
             .map(|own| cheapest(own, threshold, capacity_bytes))
             .collect();
         let Some(picks) = picks else { continue };
-        let shared = joined(stages, n_meshes, &picks, capacity_bytes);
-        let total = shared.sum_s + repeats * shared.max_s + shared.step_s;
-        if best.as_ref().is_none_or(|(b, _)| total < *b) {
-            best = Some((total, shared));
+        let shared = joined(stages, n_meshes, &picks, objective, capacity_bytes);
+        if best.as_ref().is_none_or(|b| shared.total_s < b.total_s) {
+            best = Some(shared);
         }
     }
     // The largest threshold leaves every entry, and the least bytes fit.
-    best.map(|(_, shared)| shared).ok_or(TooLarge {
+    best.ok_or(TooLarge {
         mesh: 0,
         needed_bytes: 0,
     })
+}
+
+/// The largest sum that the stages of one mesh have, of values by stage.
+fn most_of_a_mesh(of_stages: &[f64], n_meshes: usize) -> f64 {
+    let of_mesh = |i: usize| of_stages.iter().skip(i).step_by(n_meshes).sum::<f64>();
+    (0..n_meshes).map(of_mesh).fold(0.0, f64::max)
 }
 
 /// Entries for the first stages of a mesh.
@@ -198,15 +232,17 @@ fn joined(
     stages: &[SharedStage<'_>],
     n_meshes: usize,
     picks: &[Part],
+    objective: Objective,
     capacity_bytes: u64,
 ) -> Shared {
-    let mut steps = vec![0.0; n_meshes];
+    let (mut times, mut steps) = (Vec::new(), Vec::new());
     let mut shared = Shared {
         entries: Vec::with_capacity(stages.len()),
         share_bytes: Vec::with_capacity(stages.len()),
         sum_s: 0.0,
         max_s: 0.0,
         step_s: 0.0,
+        total_s: 0.0,
     };
     for (k, stage) in stages.iter().enumerate() {
         let (mesh, chunk) = (k % n_meshes, k / n_meshes);
@@ -215,7 +251,8 @@ fn joined(
         let time = e.time_s() + stage.transfer_s;
         shared.sum_s += time;
         shared.max_s = shared.max_s.max(time);
-        steps[mesh] += e.step_s;
+        times.push(time);
+        steps.push(e.step_s);
         let left = u128::from(capacity_bytes).saturating_sub(pick.bytes + pick.transient);
         let own = lasting(e, stage.in_flight) + left / pick.entries.len() as u128;
         shared.entries.push(pick.entries[chunk]);
@@ -223,7 +260,9 @@ fn joined(
             .share_bytes
             .push(u64::try_from(own).unwrap_or(u64::MAX));
     }
-    shared.step_s = steps.into_iter().fold(0.0, f64::max);
+    shared.step_s = most_of_a_mesh(&steps, n_meshes);
+    let busiest_s = most_of_a_mesh(&times, n_meshes);
+    shared.total_s = objective.total_s(shared.sum_s, busiest_s, shared.max_s, shared.step_s);
     shared
 }
 
@@ -259,23 +298,26 @@ mod tests {
         // Fast and large, or slow and small: 10 + 3 * 2 = 16 against 4 + 3 * 1 = 7 bytes.
         let entries = [entry(2.0, 0.0, 10, 2, 3), entry(3.0, 0.0, 4, 1, 1)];
         let stages: Vec<_> = (0..4).map(|_| stage(&entries, 3)).collect();
-        // Everything fits: 16 + 16 + 3.
-        let all = share(&stages, 2, 10.0, 35).unwrap();
+        let share = |capacity| share(&stages, 2, Objective::new(2, 6), capacity);
+        // Everything fits: 16 + 16 + 3. A mesh takes 5 for each of the 4 microbatches after the
+        // first two, and the second waits for a stage of the first.
+        let all = share(35).unwrap();
         assert_eq!(all.entries, [0, 0, 0, 0]);
         assert_eq!((all.sum_s, all.max_s), (4.0 * 2.5, 2.5));
-        // One byte less: a stage of each mesh is small, and as the slowest counts most, the
-        // others gain only their own time: 16 + 7 + 3 = 26, 9 bytes to share.
-        let one = share(&stages, 2, 10.0, 34).unwrap();
+        assert_eq!(all.total_s, 10.0 + 4.0 * 5.0 + 2.5);
+        // One byte less: a stage of each mesh is small: 16 + 7 + 3 = 26, 9 bytes to share.
+        let one = share(34).unwrap();
         let mut mesh = [one.entries[0], one.entries[2]];
         mesh.sort_unstable();
         assert_eq!(mesh, [0, 1]);
         assert_eq!((one.sum_s, one.max_s), (2.0 * 2.5 + 2.0 * 3.5, 3.5));
+        assert_eq!(one.total_s, 12.0 + 4.0 * 6.0 + 3.5);
         let shares: u64 = one.share_bytes[0] + one.share_bytes[2];
         assert_eq!(shares, 16 + 7 + 2 * ((34 - 26) / 2));
         // 7 + 7 + 1 is the least.
-        assert_eq!(share(&stages, 2, 10.0, 15).unwrap().entries, [1, 1, 1, 1]);
+        assert_eq!(share(15).unwrap().entries, [1, 1, 1, 1]);
         assert_eq!(
-            share(&stages, 2, 10.0, 14),
+            share(14),
             Err(TooLarge {
                 mesh: 0,
                 needed_bytes: 15
@@ -306,7 +348,7 @@ mod tests {
                 })
                 .collect();
             let stages: Vec<_> = tables.iter().map(|t| stage(t, 1 + below(3))).collect();
-            let (repeats, capacity) = (below(6) as f64, 20 + below(60));
+            let (m, capacity) = (p as u32 * (1 + below(4) as u32), 20 + below(60));
             let mut best: Option<f64> = None;
             let n: usize = tables.iter().map(Vec::len).product();
             for mut code in 0..n {
@@ -327,12 +369,16 @@ mod tests {
                 if fits {
                     let time = |e: &&StageEntry| e.time_s() + 0.5;
                     let sum: f64 = pick.iter().map(time).sum();
-                    let total = sum + repeats * pick.iter().map(time).fold(0.0, f64::max);
+                    let largest = pick.iter().map(time).fold(0.0, f64::max);
+                    let own = |i: usize| pick.iter().skip(i).step_by(p).map(time).sum::<f64>();
+                    let busiest = (0..p).map(own).fold(0.0, f64::max);
+                    let (rounds, fill) = (f64::from(m) - p as f64, p as f64 - 1.0);
+                    let total = sum + rounds * busiest + fill * largest;
                     best = Some(best.map_or(total, |b| b.min(total)));
                 }
             }
-            let found = share(&stages, p, repeats, capacity);
-            let total = found.map(|s| s.sum_s + repeats * s.max_s).ok();
+            let found = share(&stages, p, Objective::new(p, m), capacity);
+            let total = found.map(|s| s.total_s).ok();
             match (total, best) {
                 (Some(a), Some(b)) => assert!((a - b).abs() < 1e-9, "{a} against {b}"),
                 (a, b) => assert_eq!(a.is_some(), b.is_some()),

@@ -8,7 +8,6 @@
 use crate::assemble::record_paths;
 use crate::groups::Setting;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
-use crate::interleave::{SharedStage, TooLarge, share};
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::layers::{Layers, find_layers};
 use crate::pins::{self, AxisRole, Pins, check::listed};
@@ -27,11 +26,13 @@ use ir::{
 };
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod chosen;
 mod equal;
+mod even;
+mod interleaved;
 
 /// No dim of a tensor is longer.
 const MAX_LENGTH: u64 = 1 << 40;
@@ -44,6 +45,11 @@ const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 const SIMULATED: usize = 6;
 /// The same where devices share processors, which only the simulator knows.
 const SIMULATED_SHARED: usize = 24;
+/// Pipelines of interleaved stages that are simulated beside them.
+const SIMULATED_INTERLEAVED: usize = 8;
+/// Most of them for one microbatch size, each with another number of stages on a mesh: sends,
+/// of which there are as many more, hide behind computing as only the simulator knows.
+const INTERLEAVED_OF_A_SIZE: usize = 2;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 4;
 /// Times that a plan is made again because its buffers overran the budget.
@@ -89,9 +95,21 @@ struct Solved {
     candidates: u64,
     /// The best pipeline; where devices share processors, of every number of stages.
     found: Vec<PipelineChoice>,
+    /// The best of interleaved stages, best first, where the search chooses among them; with the
+    /// number of stages on each mesh.
+    interleaved: Vec<(u32, PipelineChoice)>,
     error: Option<PlanError>,
     /// No pipeline of this microbatch size costs less, found or not.
     lower: f64,
+}
+
+/// Costs at which pipelines are not among those that are simulated.
+#[derive(Clone, Copy)]
+struct ToBeat {
+    /// One stage on each mesh: what costs more.
+    plain: f64,
+    /// Several, interleaved: what costs as much.
+    interleaved: f64,
 }
 
 /// The best pipeline of a part of the space, or why there is none, and a bound on the part.
@@ -304,7 +322,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The best pipeline of every microbatch size, best first, and a bound on all of them.
+    /// The pipelines to simulate, those without interleaved stages first, each kind best first;
+    /// and a bound on all that there are.
     fn pipelines(
         &self,
         batches: &[u64],
@@ -312,7 +331,7 @@ impl<'a> Search<'a> {
         reserve: u64,
         stats: &mut PlanStats,
     ) -> Result<(Vec<Pipeline>, f64), PlanError> {
-        let mut found = Vec::new();
+        let (mut plain, mut interleaved) = (Vec::new(), Vec::new());
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
         // In parallel; collected in the order of the batches, so the outcome does not depend
@@ -334,37 +353,55 @@ impl<'a> Search<'a> {
                 nearest = Some(nearer(nearest, e));
             }
             bound = bound.min(solved.lower);
-            for choice in solved.found {
-                found.push(Pipeline {
-                    batch,
-                    m: (self.train.global_batch / batch) as u32,
-                    schedule,
-                    choice,
-                });
-            }
+            let m = (self.train.global_batch / batch) as u32;
+            let pipeline = |schedule, choice| Pipeline {
+                batch,
+                m,
+                schedule,
+                choice,
+            };
+            plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
+            let rings = solved.interleaved.into_iter();
+            interleaved.extend(rings.map(|(virtual_stages, choice)| {
+                pipeline(ScheduleKind::Interleaved { virtual_stages }, choice)
+            }));
         }
-        if found.is_empty() {
+        let cost = |p: &Pipeline| p.choice.cost.total_s;
+        for found in [&mut plain, &mut interleaved] {
+            found.sort_by(|a, b| cost(a).total_cmp(&cost(b)).then(a.batch.cmp(&b.batch)));
+        }
+        plain.truncate(match self.cluster.pool.is_some() {
+            true => SIMULATED_SHARED,
+            false => SIMULATED,
+        });
+        let to_beat = plain.first().map_or(f64::INFINITY, cost);
+        interleaved.retain(|p| cost(p) < to_beat);
+        interleaved.truncate(SIMULATED_INTERLEAVED);
+        plain.extend(interleaved);
+        if plain.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
-        found.sort_by(|a, b| {
-            a.choice
-                .cost
-                .total_s
-                .total_cmp(&b.choice.cost.total_s)
-                .then(a.batch.cmp(&b.batch))
-        });
-        Ok((found, bound))
+        Ok((plain, bound))
     }
 
-    /// The cost at which a pipeline is not among those that are simulated.
-    fn to_beat(&self, solved: &[Solved]) -> f64 {
-        if self.cluster.pool.is_some() {
-            return f64::INFINITY;
-        }
+    /// The costs at which pipelines are not among those that are simulated.
+    fn to_beat(&self, solved: &[Solved]) -> ToBeat {
+        let worst = |mut costs: Vec<f64>, of: usize| {
+            costs.sort_by(f64::total_cmp);
+            costs.get(of - 1).copied().unwrap_or(f64::INFINITY)
+        };
         let found = solved.iter().flat_map(|s| &s.found);
-        let mut costs: Vec<f64> = found.map(|c| c.cost.total_s).collect();
-        costs.sort_by(f64::total_cmp);
-        costs.get(SIMULATED - 1).copied().unwrap_or(f64::INFINITY)
+        let plain: Vec<f64> = found.map(|c| c.cost.total_s).collect();
+        let found = solved.iter().flat_map(|s| &s.interleaved);
+        let interleaved = found.map(|(_, c)| c.cost.total_s).collect();
+        let least = plain.iter().copied().fold(f64::INFINITY, f64::min);
+        ToBeat {
+            plain: match self.cluster.pool.is_some() {
+                true => f64::INFINITY,
+                false => worst(plain, SIMULATED),
+            },
+            interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least),
+        }
     }
 
     /// The best pipeline of a microbatch size; where submeshes are equal, only if it costs at
@@ -374,7 +411,7 @@ impl<'a> Search<'a> {
         batch: u64,
         schedule: ScheduleKind,
         reserve: u64,
-        to_beat: f64,
+        to_beat: ToBeat,
     ) -> Solved {
         let m = (self.train.global_batch / batch) as u32;
         if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
@@ -389,6 +426,7 @@ impl<'a> Search<'a> {
         let mut solved = Solved {
             candidates: 0,
             found: Vec::new(),
+            interleaved: Vec::new(),
             error: None,
             lower: f64::INFINITY,
         };
@@ -410,6 +448,9 @@ impl<'a> Search<'a> {
         match found {
             Ok(choice) => solved.found.push(choice),
             Err(e) => solved.error = Some(nearer(solved.error, e)),
+        }
+        for submesh in 0..self.submeshes.len() {
+            self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         // The additive objective does not know that devices share processors, so it ranks
         // numbers of stages badly there: let the simulator see the best of each.
@@ -658,7 +699,7 @@ impl<'a> Search<'a> {
         reserve: u64,
     ) -> Bounded {
         if let ScheduleKind::Interleaved { virtual_stages } = schedule {
-            return self.solve_interleaved(candidates, batch, m, virtual_stages, reserve);
+            return self.solve_pinned_ring(candidates, batch, m, virtual_stages, reserve);
         }
         let stages = self.pins.pipeline.map(|p| p as usize);
         let all: Vec<usize> = (0..self.submeshes.len()).collect();
@@ -677,112 +718,6 @@ impl<'a> Search<'a> {
     /// Whether stages of one pipeline may have submeshes of different sizes.
     fn mixes_submeshes(&self) -> bool {
         self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
-    }
-
-    /// The best pipeline of interleaved stages: of each shape the best cuts, as if every stage
-    /// had a mesh of its own, then the best entries that fit the meshes that there are.
-    fn solve_interleaved(
-        &self,
-        candidates: &[Candidate],
-        batch: u64,
-        m: u32,
-        virtual_stages: u32,
-        reserve: u64,
-    ) -> Bounded {
-        let p = self.pins.pipeline.unwrap_or(1) as usize;
-        let n_stages = p * virtual_stages as usize;
-        let kind = inter_op::ScheduleKind::Interleaved {
-            n_meshes: p,
-            virtual_stages,
-        };
-        let options = InterOpOptions {
-            n_stages: Some(n_stages),
-            ..InterOpOptions::new(u64::from(m), kind)
-        };
-        let sent = self.transfer_s(0, 0, batch);
-        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
-        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
-        let mut bounded = Bounded {
-            found: Err(PlanError::NoTiling {
-                devices: self.cluster.n_devices(),
-                layers: self.layers.kind.len(),
-            }),
-            lower: f64::INFINITY,
-        };
-        for candidate in candidates {
-            let (table, relaxed) = self.tables(&[candidate], &[0], n_stages, vec![1], capacity);
-            let lower = inter_op::plan(&relaxed, &transfer, &options);
-            bounded.lower = bounded
-                .lower
-                .min(lower.map_or(f64::INFINITY, |c| c.lower_bound_s));
-            let found = inter_op::plan(&table, &transfer, &options)
-                .map_err(|e| self.infeasible(e, &[0]))
-                .and_then(|cuts| self.shared(cuts, &table, p, &options, capacity));
-            bounded.found = match (bounded.found, found) {
-                (Ok(a), Ok(b)) if b.cost.total_s < a.cost.total_s => Ok(b),
-                (Ok(a), _) => Ok(a),
-                (Err(_), Ok(b)) => Ok(b),
-                (Err(a), Err(b)) => Err(nearer(Some(a), b)),
-            };
-        }
-        bounded
-    }
-
-    /// The stages of a pipeline with entries that fit together on the meshes that they share.
-    fn shared(
-        &self,
-        mut cuts: PipelineChoice,
-        table: &StageTable,
-        n_meshes: usize,
-        options: &InterOpOptions,
-        capacity: u64,
-    ) -> Result<PipelineChoice, PlanError> {
-        let stages: Vec<SharedStage<'_>> = cuts
-            .stages
-            .iter()
-            .map(|s| SharedStage {
-                entries: table.get(s.layers.clone(), s.submesh),
-                in_flight: s.in_flight,
-                transfer_s: s.transfer_s,
-            })
-            .collect();
-        let repeats = options.schedule.repeats(options.microbatches);
-        let shared = share(&stages, n_meshes, repeats, capacity)
-            .map_err(|e| self.too_large(&e, &cuts, n_meshes, capacity))?;
-        for (k, stage) in cuts.stages.iter_mut().enumerate() {
-            let entry = &stages[k].entries[shared.entries[k]];
-            (stage.entry, stage.tag) = (shared.entries[k], entry.tag);
-            stage.time_s = entry.time_s() + stage.transfer_s;
-            stage.share_bytes = Some(shared.share_bytes[k]);
-        }
-        cuts.cost = inter_op::PipelineCost {
-            sum_s: shared.sum_s,
-            max_s: shared.max_s,
-            step_s: shared.step_s,
-            total_s: shared.sum_s + repeats * shared.max_s + shared.step_s,
-        };
-        Ok(cuts)
-    }
-
-    fn too_large(
-        &self,
-        e: &TooLarge,
-        cuts: &PipelineChoice,
-        n_meshes: usize,
-        capacity: u64,
-    ) -> PlanError {
-        let own = || cuts.stages.iter().skip(e.mesh).step_by(n_meshes);
-        let names = &self.training.graph.layers;
-        let layers =
-            own().map(|s| format!("{} to {}", names[s.layers.start], names[s.layers.end - 1]));
-        PlanError::Memory {
-            n_stages: cuts.stages.len(),
-            layers: layers.collect::<Vec<_>>().join(" and "),
-            devices: self.submeshes[0],
-            in_flight: own().map(|s| s.in_flight).max().unwrap_or(1),
-            needed: u64::try_from(e.needed_bytes).unwrap_or(u64::MAX),
-            capacity,
-        }
     }
 
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
@@ -957,7 +892,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Lowers and simulates the best pipelines; the fastest that fits wins.
+    /// Lowers and simulates pipelines; the fastest that fits wins, the earlier of equals.
     fn simulate_best(
         &self,
         forward: &Graph,
@@ -969,13 +904,12 @@ impl<'a> Search<'a> {
     ) -> Result<Made, PlanError> {
         let mut best: Option<(Box<Plan>, Program, Simulation)> = None;
         let mut overrun = u64::MAX;
-        let simulated = if self.cluster.pool.is_some() {
-            SIMULATED_SHARED
-        } else {
-            SIMULATED
-        };
-        for p in pipelines.iter().take(simulated) {
-            let (mut plan, problems) = self.assemble(forward, p, reserve)?;
+        let asked = reserve;
+        // With the bytes that each of them leaves for placing its buffers.
+        let mut waiting: VecDeque<(Pipeline, u64)> =
+            pipelines.into_iter().map(|p| (p, reserve)).collect();
+        while let Some((p, reserve)) = waiting.pop_front() {
+            let (mut plan, problems) = self.assemble(forward, &p, reserve)?;
             let lower = |e: LowerError| PlanError::Lower(e.to_string());
             let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
             record_paths(&mut plan, &layouts, self.training, &self.buckets).map_err(lower)?;
@@ -991,6 +925,8 @@ impl<'a> Search<'a> {
             let usable = self.cluster.usable_bytes();
             if arena > usable {
                 overrun = overrun.min(arena - usable);
+                let less = || self.interleaved_in_less(&p, reserve, arena - usable);
+                waiting.extend(less().filter(|_| reserve == asked));
                 continue;
             }
             let simulation = simulate(
@@ -1000,8 +936,16 @@ impl<'a> Search<'a> {
             )
             .map_err(|e| PlanError::Lower(e.to_string()))?;
             stats.simulated += 1;
+            let meshes = match p.schedule.virtual_stages() {
+                1 => String::new(),
+                _ => format!(" interleaved on {} meshes", program.roles.len()),
+            };
             stats.alternatives.push((
-                format!("{} stages, microbatch {}", plan.stages.len(), p.batch),
+                format!(
+                    "{} stages{meshes}, microbatch {}",
+                    plan.stages.len(),
+                    p.batch
+                ),
                 simulation.step_time,
             ));
             plan.predicted = simulation.prediction.clone();
@@ -1050,6 +994,12 @@ impl<'a> Search<'a> {
         if let ScheduleKind::Interleaved { virtual_stages } = schedule {
             space += &format!(
                 ", {virtual_stages} stages on each mesh, all meshes of one shape; stages cut as if each had a mesh of its own"
+            );
+        }
+        if self.chooses_interleaving() {
+            space += &format!(
+                ", or {} interleaved stages on each of several equal meshes of one shape",
+                interleaved::counts()
             );
         }
         if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {

@@ -5,7 +5,7 @@
 //! what they cost at least, by their matmuls and the pipeline's bubble alone; one that cannot
 //! beat what was found is not priced. What is found is the same as with all of them.
 
-use super::{Candidate, Search, Shape, Solved, nearer, no_strategy};
+use super::{Candidate, Search, Shape, Solved, ToBeat, nearer, no_strategy};
 use crate::PlanError;
 use crate::inter_op::{self, PipelineChoice};
 use crate::layer_model::ModelError;
@@ -19,31 +19,40 @@ use std::collections::BTreeMap;
 /// another order, layer by layer and stage by stage. Sums of 10^5 terms lose no more than 10^-11.
 const ROUNDING: f64 = 1e-9;
 
+/// Seconds that no pipeline over a submesh can beat, with one stage on each mesh and with
+/// several; infinite where there are none.
+struct Least {
+    plain: f64,
+    interleaved: f64,
+}
+
 impl Search<'_> {
-    /// The best pipeline of equal submeshes, ties to the smaller one, if it costs at most
-    /// `to_beat`.
+    /// The best pipeline of equal submeshes, ties to the smaller one, and the best of interleaved
+    /// stages; each if it costs little enough for `to_beat`.
     pub(super) fn solve_equal(
         &self,
         batch: u64,
         m: u32,
         schedule: ScheduleKind,
         reserve: u64,
-        to_beat: f64,
+        to_beat: ToBeat,
     ) -> Solved {
         let n_layers = self.layers.kind.len();
         let devices = self.cluster.n_devices();
         let shapes = self.shapes(batch);
         let matmul_s = self.least_matmul_s(batch);
-        let mut order: Vec<(f64, usize)> = (0..self.submeshes.len())
+        let mut order: Vec<(Least, usize)> = (0..self.submeshes.len())
             .filter(|&i| (devices / self.submeshes[i]) as usize <= n_layers)
             .map(|i| (self.least_s(matmul_s, i, m, schedule), i))
             .collect();
-        order.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let first = |l: &Least| l.plain.min(l.interleaved);
+        order.sort_by(|a, b| first(&a.0).total_cmp(&first(&b.0)).then(a.1.cmp(&b.1)));
         let stages = self.pins.pipeline.map(|p| p as usize);
         let mut best: Option<(usize, PipelineChoice)> = None;
         let mut solved = Solved {
             candidates: 0,
             found: Vec::new(),
+            interleaved: Vec::new(),
             error: None,
             lower: f64::INFINITY,
         };
@@ -52,9 +61,17 @@ impl Search<'_> {
         let mut without: BTreeMap<usize, ModelError> = BTreeMap::new();
         let mut errors: BTreeMap<usize, PlanError> = BTreeMap::new();
         for (least, submesh) in order {
-            let to_beat = best.as_ref().map_or(to_beat, |b| b.1.cost.total_s);
-            if to_beat < least {
-                solved.lower = solved.lower.min(least);
+            let found = best.as_ref().map(|b| b.1.cost.total_s);
+            let to_beat = ToBeat {
+                plain: found.unwrap_or(to_beat.plain),
+                interleaved: to_beat.interleaved.min(found.unwrap_or(f64::INFINITY)),
+            };
+            let plain = least.plain <= to_beat.plain;
+            if !plain {
+                solved.lower = solved.lower.min(least.plain);
+            }
+            if !plain && to_beat.interleaved <= least.interleaved {
+                solved.lower = solved.lower.min(least.interleaved);
                 continue;
             }
             let mut usable = Vec::new();
@@ -68,29 +85,32 @@ impl Search<'_> {
                 }
             }
             solved.candidates += usable.len() as u64;
-            let one = self.solve_over(
-                &[submesh],
-                &usable,
-                batch,
-                m,
-                schedule,
-                reserve,
-                stages,
-                to_beat,
-            );
-            solved.lower = solved.lower.min(one.lower);
-            match one.found {
-                Ok(choice) => {
-                    let rank = |i: usize, c: &PipelineChoice| (c.cost.total_s, i);
-                    let new = rank(submesh, &choice);
-                    if best.as_ref().is_none_or(|(i, c)| new < rank(*i, c)) {
-                        best = Some((submesh, choice));
+            if plain {
+                let one = self.solve_over(
+                    &[submesh],
+                    &usable,
+                    batch,
+                    m,
+                    schedule,
+                    reserve,
+                    stages,
+                    to_beat.plain,
+                );
+                solved.lower = solved.lower.min(one.lower);
+                match one.found {
+                    Ok(choice) => {
+                        let rank = |i: usize, c: &PipelineChoice| (c.cost.total_s, i);
+                        let new = rank(submesh, &choice);
+                        if best.as_ref().is_none_or(|(i, c)| new < rank(*i, c)) {
+                            best = Some((submesh, choice));
+                        }
+                    }
+                    Err(e) => {
+                        errors.insert(submesh, e);
                     }
                 }
-                Err(e) => {
-                    errors.insert(submesh, e);
-                }
             }
+            self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         if unpriced {
             // A shape that could not be priced might be better than all that were.
@@ -127,14 +147,21 @@ impl Search<'_> {
 
     /// Seconds that no pipeline over a submesh can beat: its stages share the matmuls, the
     /// slowest has no less than the mean, and the schedule repeats that.
-    fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> f64 {
+    fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
         let n = f64::from(self.submeshes[submesh].max(1));
         let n_stages = (f64::from(self.cluster.n_devices()) / n).max(1.0);
         let kind = match schedule {
             ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
             _ => inter_op::ScheduleKind::OneFOneB,
         };
-        matmul_s / n * (1.0 + kind.repeats(u64::from(m)) / n_stages)
+        let sum_s = matmul_s / n;
+        let rings = self.rings(submesh, m).into_iter();
+        Least {
+            plain: sum_s * (1.0 + kind.repeats(u64::from(m)) / n_stages),
+            interleaved: rings
+                .map(|r| r.least_s(sum_s, m))
+                .fold(f64::INFINITY, f64::min),
+        }
     }
 
     /// Seconds of the matmuls of a microbatch on one device at the best rate that it has for

@@ -1,0 +1,418 @@
+//! Pipelines of interleaved stages: as the pins ask for them, or as a choice of the search.
+//!
+//! Meshes are equal and of one shape. For each shape and each number of stages on a mesh the
+//! layers are cut [evenly](super::even), then the entries are `interleave`'s, which knows that
+//! stages share a mesh. Where the number is pinned, cuts of the inter-op DP are tried too, as if
+//! every stage had a mesh of its own: it knows memory, but takes a hundred times as long.
+//!
+//! There are many such rings of meshes for every microbatch size, and most of them lose. One is
+//! solved only if the work alone leaves hope: its stages share S seconds of a microbatch, sending
+//! included, the busiest of p meshes has no less than S / p of them and the largest of p v stages
+//! no less than S / (p v), so by the objective of `interleave` it costs at least
+//!
+//! ```text
+//!   S + (m - p) S / p + (p - 1) S / (p v)
+//! ```
+//!
+//! That is also the bound that a proof has on interleaved stages, solved or not.
+
+use super::even::even_cuts;
+use super::{Bounded, Candidate, INTERLEAVED_OF_A_SIZE, Pipeline, Search, Solved, ToBeat, nearer};
+use crate::PlanError;
+use crate::inter_op::{self, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable};
+use crate::interleave::{Objective, SharedStage, TooLarge, share};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Stages on a mesh that the search chooses among: what divides common numbers of layers, up to
+/// where the part of the pipeline's bubble that is left is worth less than the sending.
+const VIRTUAL: [u32; 9] = [2, 3, 4, 5, 6, 8, 10, 12, 16];
+
+/// [`VIRTUAL`] in words.
+pub(super) fn counts() -> String {
+    let counts: Vec<String> = VIRTUAL.iter().map(u32::to_string).collect();
+    let (last, others) = counts.split_last().expect("there are some");
+    format!("{} or {last}", others.join(", "))
+}
+
+/// Meshes of one submesh, each with several stages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ring {
+    submesh: usize,
+    n_meshes: usize,
+    virtual_stages: u32,
+}
+
+impl Ring {
+    fn n_stages(self) -> usize {
+        self.n_meshes * self.virtual_stages as usize
+    }
+
+    fn schedule(self) -> inter_op::ScheduleKind {
+        inter_op::ScheduleKind::Interleaved {
+            n_meshes: self.n_meshes,
+            virtual_stages: self.virtual_stages,
+        }
+    }
+
+    fn objective(self, m: u32) -> Objective {
+        Objective::new(self.n_meshes, m)
+    }
+
+    /// Seconds that no pipeline can beat whose stages take `sum_s` together.
+    pub(super) fn least_s(self, sum_s: f64, m: u32) -> f64 {
+        let busiest_s = sum_s / self.n_meshes as f64;
+        let largest_s = sum_s / self.n_stages() as f64;
+        self.objective(m).total_s(sum_s, busiest_s, largest_s, 0.0)
+    }
+}
+
+impl Search<'_> {
+    /// Whether interleaved stages are the search's to choose: where neither the schedule nor
+    /// the number of stages is pinned.
+    pub(super) fn chooses_interleaving(&self) -> bool {
+        let pins = self.pins;
+        let order = pins.schedule.is_none() && pins.virtual_stages.is_none();
+        order && pins.pipeline.is_none() && pins.split.is_none()
+    }
+
+    /// The rings of a submesh that the search chooses among for `m` microbatches.
+    pub(super) fn rings(&self, submesh: usize, m: u32) -> Vec<Ring> {
+        let n_meshes = (self.cluster.n_devices() / self.submeshes[submesh].max(1)) as usize;
+        // Microbatches go in groups of one for each mesh.
+        let fits = n_meshes > 1 && (m as usize).is_multiple_of(n_meshes);
+        let ring = |virtual_stages| Ring {
+            submesh,
+            n_meshes,
+            virtual_stages,
+        };
+        if !fits || !self.chooses_interleaving() {
+            return Vec::new();
+        }
+        let all = VIRTUAL.into_iter().map(ring);
+        all.filter(|r| r.n_stages() <= self.layers.kind.len())
+            .collect()
+    }
+
+    /// Looks for interleaved stages on meshes of `submesh` that beat those known, and bounds all
+    /// that there are.
+    #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
+    pub(super) fn interleave(
+        &self,
+        solved: &mut Solved,
+        submesh: usize,
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        reserve: u64,
+        to_beat: ToBeat,
+    ) {
+        let rings = self.rings(submesh, m);
+        if rings.is_empty() {
+            return;
+        }
+        let mut ways: Vec<(f64, &Candidate, Ring)> = Vec::new();
+        for candidate in candidates.iter().filter(|c| c.submesh == submesh) {
+            let Some(sum_s) = self.least_sum_s(candidate) else {
+                continue;
+            };
+            ways.extend(rings.iter().map(|&ring| {
+                let least = ring.least_s(sum_s + self.sent_s(ring, batch), m);
+                solved.lower = solved.lower.min(least);
+                (least, candidate, ring)
+            }));
+        }
+        let rank = |w: &(f64, &Candidate, Ring)| (w.1.shape, w.2.virtual_stages);
+        ways.sort_by(|a, b| a.0.total_cmp(&b.0).then(rank(a).cmp(&rank(b))));
+        let cost = |c: &PipelineChoice| c.cost.total_s;
+        let plain = solved.found.iter().map(cost).fold(f64::INFINITY, f64::min);
+        for (least, candidate, ring) in ways {
+            let known = solved.interleaved.get(INTERLEAVED_OF_A_SIZE - 1);
+            let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
+            let to_beat = to_beat.interleaved.min(plain).min(known);
+            if least >= to_beat {
+                break;
+            }
+            let found = self.solve_ring(ring, candidate, batch, m, reserve);
+            if let Some(choice) = found.ok().filter(|c| cost(c) < to_beat) {
+                let found = &mut solved.interleaved;
+                found.push((ring.virtual_stages, choice));
+                found.sort_by(|a, b| cost(&a.1).total_cmp(&cost(&b.1)));
+                // Of each number of stages the best.
+                let mut counts = BTreeSet::new();
+                found.retain(|(v, _)| counts.insert(*v));
+                found.truncate(INTERLEAVED_OF_A_SIZE);
+            }
+        }
+    }
+
+    /// A pipeline of interleaved stages that the search chose, made again with more bytes
+    /// reserved after its buffers took `overrun` too many; and what is reserved then. Stages that
+    /// share a mesh fill it to the last byte, so placing them overruns more often than that of
+    /// one stage; the others of the search need not make room too.
+    pub(super) fn interleaved_in_less(
+        &self,
+        p: &Pipeline,
+        reserve: u64,
+        overrun: u64,
+    ) -> Option<(Pipeline, u64)> {
+        let virtual_stages = p.schedule.virtual_stages();
+        if virtual_stages == 1 || !self.chooses_interleaving() {
+            return None;
+        }
+        let reserve = reserve.saturating_add(overrun).saturating_add(overrun / 16);
+        let index = (p.choice.stages.first()?.tag >> 16) as usize;
+        let shapes = self.shapes(p.batch);
+        let (submesh, shape) = shapes.get(index)?;
+        let mut rings = self.rings(*submesh, p.m).into_iter();
+        let ring = rings.find(|r| r.virtual_stages == virtual_stages)?;
+        let candidate = self.candidate((index, *submesh), shape, p.batch, p.m);
+        let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
+        let choice = choice.ok()?;
+        Some((Pipeline { choice, ..*p }, reserve))
+    }
+
+    /// The best pipeline of interleaved stages as pinned.
+    pub(super) fn solve_pinned_ring(
+        &self,
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        virtual_stages: u32,
+        reserve: u64,
+    ) -> Bounded {
+        let ring = Ring {
+            submesh: 0,
+            n_meshes: self.pins.pipeline.unwrap_or(1) as usize,
+            virtual_stages,
+        };
+        let mut bounded = Bounded {
+            found: Err(PlanError::NoTiling {
+                devices: self.cluster.n_devices(),
+                layers: self.layers.kind.len(),
+            }),
+            lower: f64::INFINITY,
+        };
+        for candidate in candidates {
+            if let Some(sum_s) = self.least_sum_s(candidate) {
+                let least = ring.least_s(sum_s + self.sent_s(ring, batch), m);
+                bounded.lower = bounded.lower.min(least);
+            }
+            let even = self.solve_ring(ring, candidate, batch, m, reserve);
+            let apart = self.solve_ring_apart(ring, candidate, batch, m, reserve);
+            for found in [even, apart] {
+                bounded.found = match (bounded.found, found) {
+                    (Ok(a), Ok(b)) if b.cost.total_s < a.cost.total_s => Ok(b),
+                    (Ok(a), _) => Ok(a),
+                    (Err(_), Ok(b)) => Ok(b),
+                    (Err(a), Err(b)) => Err(nearer(Some(a), b)),
+                };
+            }
+        }
+        bounded
+    }
+
+    /// The best entries for even cuts of one shape.
+    fn solve_ring(
+        &self,
+        ring: Ring,
+        candidate: &Candidate,
+        batch: u64,
+        m: u32,
+        reserve: u64,
+    ) -> Result<PipelineChoice, PlanError> {
+        let (table, capacity) = self.ring_table(ring, candidate, reserve);
+        let n_layers = table.n_layers();
+        let sent_s = self.transfer_s(ring.submesh, ring.submesh, batch);
+        let transfer_s = |layers: &Range<usize>| match layers.end == n_layers {
+            true => 0.0,
+            false => sent_s,
+        };
+        let time = |layers: Range<usize>| {
+            let sent_s = transfer_s(&layers);
+            let ways = table.get(layers, 0).iter().map(StageEntry::time_s);
+            ways.min_by(f64::total_cmp).map(|t| t + sent_s)
+        };
+        let cuts = even_cuts(n_layers, ring.n_stages(), time).ok_or(PlanError::NoTiling {
+            devices: self.cluster.n_devices(),
+            layers: n_layers,
+        })?;
+        let stages = cuts.into_iter().rev().enumerate().map(|(after, layers)| {
+            StageChoice {
+                transfer_s: transfer_s(&layers),
+                layers,
+                submesh: 0,
+                in_flight: ring.schedule().in_flight(u64::from(m), after),
+                // What follows is for `shared` to choose.
+                entry: 0,
+                tag: 0,
+                time_s: 0.0,
+                share_bytes: None,
+            }
+        });
+        let mut stages: Vec<StageChoice> = stages.collect();
+        stages.reverse();
+        self.shared(stages, &table, ring, m, capacity)
+    }
+
+    /// The best entries for the cuts that are best where every stage has a mesh, and its memory,
+    /// of its own.
+    fn solve_ring_apart(
+        &self,
+        ring: Ring,
+        candidate: &Candidate,
+        batch: u64,
+        m: u32,
+        reserve: u64,
+    ) -> Result<PipelineChoice, PlanError> {
+        let options = InterOpOptions {
+            n_stages: Some(ring.n_stages()),
+            ..InterOpOptions::new(u64::from(m), ring.schedule())
+        };
+        let sent = self.transfer_s(ring.submesh, ring.submesh, batch);
+        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
+        let (table, capacity) = self.ring_table(ring, candidate, reserve);
+        inter_op::plan(&table, &transfer, &options)
+            .map_err(|e| self.infeasible(e, &[ring.submesh]))
+            .and_then(|cuts| self.shared(cuts.stages, &table, ring, m, capacity))
+    }
+
+    /// What ranges of layers cost on a mesh of a ring, and the bytes that one has.
+    fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
+        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let own = [ring.submesh];
+        let (table, _) = self.tables(&[candidate], &own, ring.n_stages(), vec![1], capacity);
+        (table, capacity)
+    }
+
+    /// Stages with entries that fit together on the meshes that they share.
+    fn shared(
+        &self,
+        mut cuts: Vec<StageChoice>,
+        table: &StageTable,
+        ring: Ring,
+        m: u32,
+        capacity: u64,
+    ) -> Result<PipelineChoice, PlanError> {
+        let stages: Vec<SharedStage<'_>> = cuts
+            .iter()
+            .map(|s| SharedStage {
+                entries: table.get(s.layers.clone(), s.submesh),
+                in_flight: s.in_flight,
+                transfer_s: s.transfer_s,
+            })
+            .collect();
+        let shared = share(&stages, ring.n_meshes, ring.objective(m), capacity)
+            .map_err(|e| self.too_large(&e, &cuts, ring, capacity))?;
+        for (k, stage) in cuts.iter_mut().enumerate() {
+            let entry = &stages[k].entries[shared.entries[k]];
+            (stage.entry, stage.tag) = (shared.entries[k], entry.tag);
+            stage.time_s = entry.time_s() + stage.transfer_s;
+            stage.share_bytes = Some(shared.share_bytes[k]);
+        }
+        let cost = inter_op::PipelineCost {
+            sum_s: shared.sum_s,
+            max_s: shared.max_s,
+            step_s: shared.step_s,
+            total_s: shared.total_s,
+        };
+        Ok(PipelineChoice {
+            stages: cuts,
+            cost,
+            // Nothing is known here; `Ring::least_s` bounds rings.
+            lower_bound_s: 0.0,
+            n_thresholds: 0,
+        })
+    }
+
+    fn too_large(
+        &self,
+        e: &TooLarge,
+        cuts: &[StageChoice],
+        ring: Ring,
+        capacity: u64,
+    ) -> PlanError {
+        let own = || cuts.iter().skip(e.mesh).step_by(ring.n_meshes);
+        let names = &self.training.graph.layers;
+        let layers =
+            own().map(|s| format!("{} to {}", names[s.layers.start], names[s.layers.end - 1]));
+        PlanError::Memory {
+            n_stages: cuts.len(),
+            layers: layers.collect::<Vec<_>>().join(" and "),
+            devices: self.submeshes[ring.submesh],
+            in_flight: own().map(|s| s.in_flight).max().unwrap_or(1),
+            needed: u64::try_from(e.needed_bytes).unwrap_or(u64::MAX),
+            capacity,
+        }
+    }
+
+    /// Seconds of a microbatch that no stages of a shape take less than, together and without
+    /// sending: the least over all ways to cut the layers of what no stage can beat. `None` where
+    /// no stages cover them.
+    fn least_sum_s(&self, candidate: &Candidate) -> Option<f64> {
+        let n_layers = self.layers.kind.len();
+        let mut ranges: Vec<(usize, usize, f64)> = Vec::new();
+        for &((start, end), sequence) in &self.sequences.ranges {
+            ranges.extend(candidate.relaxed[sequence].map(|s| (start, end, s)));
+        }
+        // Every range begins where shorter sums are complete.
+        ranges.sort_by_key(|r| (r.0, r.1));
+        let mut least = vec![f64::INFINITY; n_layers + 1];
+        least[0] = 0.0;
+        for (start, end, seconds) in ranges {
+            least[end] = least[end].min(least[start] + seconds);
+        }
+        Some(least[n_layers]).filter(|s| s.is_finite())
+    }
+
+    /// Seconds of sending from each stage of a ring to the next, one microbatch.
+    fn sent_s(&self, ring: Ring, batch: u64) -> f64 {
+        let hops = ring.n_stages().saturating_sub(1);
+        hops as f64 * self.transfer_s(ring.submesh, ring.submesh, batch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bound of a ring against the objective of stages at random, and met by equal ones.
+    #[test]
+    fn no_stages_cost_less_than_their_ring() {
+        let mut state = 1u64;
+        let mut below = |n: u64| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 33) % n
+        };
+        for _ in 0..1000 {
+            let ring = Ring {
+                submesh: 0,
+                n_meshes: 2 + below(4) as usize,
+                virtual_stages: 2 + below(4) as u32,
+            };
+            let p = ring.n_meshes;
+            let m = p as u32 * (1 + below(5) as u32);
+            let cost = |times: &[f64]| {
+                let of_mesh = |i: usize| times.iter().skip(i).step_by(p).sum::<f64>();
+                let busiest = (0..p).map(of_mesh).fold(0.0, f64::max);
+                let largest = times.iter().copied().fold(0.0, f64::max);
+                let (rounds, fill) = (f64::from(m) - p as f64, p as f64 - 1.0);
+                times.iter().sum::<f64>() + rounds * busiest + fill * largest
+            };
+            let n = ring.n_stages();
+            let times: Vec<f64> = (0..n).map(|_| 1.0 + below(3) as f64).collect();
+            let sum_s: f64 = times.iter().sum();
+            let least = ring.least_s(sum_s, m);
+            assert!(least <= cost(&times) + 1e-9, "{ring:?} {times:?}");
+            let equal = vec![sum_s / n as f64; n];
+            assert!((least - cost(&equal)).abs() < 1e-9 * least, "{ring:?}");
+        }
+    }
+
+    #[test]
+    fn counts_in_words() {
+        assert_eq!(counts(), "2, 3, 4, 5, 6, 8, 10, 12 or 16");
+    }
+}
