@@ -450,6 +450,7 @@ mod tests {
                 score_bytes: 0.0,
                 mask_bytes: 0.0,
                 in_flight: InFlight::Buffered { per_stage: 2 },
+                keeps_transfers: false,
                 reuse: Reuse::Blocks,
                 slack: 0.0,
             }),
