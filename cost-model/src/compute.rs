@@ -221,7 +221,9 @@ fn traffic(kind: &OpKind, software: &Software) -> f64 {
         | OpKind::RmsNorm { .. }
         | OpKind::RmsNormGradInput
         | OpKind::RmsNormGradWeight => software.norm_traffic,
-        OpKind::Rotary { .. } if software.rotary_traffic != 1.0 => software.rotary_traffic,
+        OpKind::Rotary { .. } => software
+            .rotary_traffic
+            .unwrap_or(software.elementwise_traffic),
         kind if is_elementwise(kind) => software.elementwise_traffic,
         _ => 1.0,
     }

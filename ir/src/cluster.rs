@@ -415,6 +415,15 @@ impl Cluster {
                 format!("device.matmul_half_size.{key} is {x}, expected 0 to {MAX_FIGURE:e}"),
             );
         }
+        if let Some(s) = &self.software {
+            let (held, all) = (s.collective_multiprocessors, d.multiprocessors);
+            check(
+                all == 0 || held < all,
+                format!(
+                    "software.collective_multiprocessors is {held}, expected fewer than the device's {all}"
+                ),
+            );
+        }
         check(
             (1.0 / MAX_FIGURE..=2.0).contains(&d.attention_efficiency),
             format!(

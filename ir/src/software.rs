@@ -39,9 +39,9 @@ pub struct Software {
     /// where a framework writes them as a chain of operations, each a kernel.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub norm_traffic: f64,
-    /// The same of rotary embeddings, in place of `elementwise_traffic` where it is not 1.
-    #[serde(default = "whole", skip_serializing_if = "is_whole")]
-    pub rotary_traffic: f64,
+    /// The same of rotary embeddings; `elementwise_traffic` where it is absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rotary_traffic: Option<f64>,
     /// Whether an elementwise operation that one other reads, and nothing else of its pass, is
     /// part of that one's kernel: a bias with the activation or the dropout behind it, and
     /// these with the sum of the residual.
@@ -88,7 +88,7 @@ pub struct Software {
     #[serde(default, skip_serializing_if = "is_false")]
     pub single_copies: bool,
     /// Multiprocessors that a collective holds while it runs, and kernels beside it lack, where
-    /// the device says how many it has.
+    /// the device says how many it has: fewer than these, and at most half of them count.
     #[serde(default, skip_serializing_if = "is_none_held")]
     pub collective_multiprocessors: u32,
     /// Names of the mesh axes whose collectives kernels wait for, as if both had one stream;
@@ -277,7 +277,7 @@ impl Software {
             captured: Vec::new(),
             elementwise_traffic: 1.0,
             norm_traffic: 1.0,
-            rotary_traffic: 1.0,
+            rotary_traffic: None,
             fused_elementwise: false,
             loss_bytes_per_logit: 0.0,
             unaligned_matmul_share: 1.0,
@@ -344,7 +344,7 @@ impl Software {
             ("host_s_per_kernel", self.host_s_per_kernel),
             ("elementwise_traffic", self.elementwise_traffic),
             ("norm_traffic", self.norm_traffic),
-            ("rotary_traffic", self.rotary_traffic),
+            ("rotary_traffic", self.rotary_traffic.unwrap_or(1.0)),
             ("loss_bytes_per_logit", self.loss_bytes_per_logit),
         ] {
             check(amount(x), key, x, AMOUNT);

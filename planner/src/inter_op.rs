@@ -15,7 +15,8 @@
 //! microbatch and the pipeline fills with p - 1 of them, so the largest counts
 //! (m - p) v + p - 1 times instead of m - 1 times; in flight is what the schedule says. Here
 //! every stage has a submesh of its own; that several share one, and its memory, is
-//! `interleave`'s business.
+//! `interleave`'s business, which judges plans by what each mesh has to do; the count above only
+//! finds cuts.
 //!
 //! How: for a threshold T, f(T) is the least sum with all t_i below T, found by a dynamic
 //! program from the last stage backwards, so that p - i is the number of stages so far. The

@@ -924,9 +924,11 @@ impl<'a> Search<'a> {
                 .unwrap_or(0);
             let usable = self.cluster.usable_bytes();
             if arena > usable {
-                overrun = overrun.min(arena - usable);
-                let less = || self.interleaved_in_less(&p, reserve, arena - usable);
-                waiting.extend(less().filter(|_| reserve == asked));
+                let over = arena - usable;
+                overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
+                if reserve == asked {
+                    waiting.extend(self.interleaved_in_less(&p, reserve, over));
+                }
                 continue;
             }
             let simulation = simulate(
@@ -992,9 +994,7 @@ impl<'a> Search<'a> {
             self.submeshes
         );
         if let ScheduleKind::Interleaved { virtual_stages } = schedule {
-            space += &format!(
-                ", {virtual_stages} stages on each mesh, all meshes of one shape; stages cut as if each had a mesh of its own"
-            );
+            space += &format!(", {virtual_stages} stages on each mesh, all meshes of one shape");
         }
         if self.chooses_interleaving() {
             space += &format!(

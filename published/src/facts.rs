@@ -206,7 +206,8 @@ pub struct Generation {
 }
 
 /// What NCCL holds for a large collective where nothing else is said: "16 SMs or more" (NVIDIA,
-/// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025).
+/// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025), an assumption for the
+/// releases before.
 fn channels() -> u32 {
     16
 }
@@ -380,7 +381,7 @@ impl Facts {
             host_s_per_kernel: of(Quantity::HostPerKernel)?,
             elementwise_traffic: of(Quantity::ElementwiseTraffic)?,
             norm_traffic: generation.norm_traffic.unwrap_or(1.0),
-            rotary_traffic: generation.rotary_traffic.unwrap_or(1.0),
+            rotary_traffic: generation.rotary_traffic,
             loss_bytes_per_logit: generation.loss_bytes_per_logit,
             unaligned_matmul_share: 1.0,
             grouped_matmul_share: self
@@ -532,6 +533,7 @@ impl Facts {
         for g in self.generations.values_mut() {
             match term {
                 "loss traffic" => g.loss_bytes_per_logit = 0.0,
+                "elementwise traffic" => (g.norm_traffic, g.rotary_traffic) = (None, None),
                 "blocking collectives and transfers" => {
                     g.blocking_axes.clear();
                     g.blocking_transfers = false;

@@ -32,7 +32,8 @@ pub struct Free {
 }
 
 /// The free plan of every row, in their order; rows of one model, batch and cluster share it.
-/// A search takes as long as `compile` does, three times for each such group.
+/// A search takes as long as `compile` does, three times for each such group and again, up to
+/// four times, where a plan does not fit with what its process holds.
 ///
 /// Fails where the row cannot be modelled, or no plan fits the devices' memory.
 pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {

@@ -49,7 +49,8 @@ struct Recipe {
 }
 
 /// Multiprocessors that a collective with registered buffers holds: "6 SMs or fewer", the sums
-/// in the switches (NVIDIA, "Enabling Fast Inference and Resilient Training with NCCL 2.27").
+/// in the switches (NVIDIA, "Enabling Fast Inference and Resilient Training with NCCL 2.27"); that
+/// gathers hold no more is an assumption.
 const REGISTERED: u32 = 6;
 
 /// A text or a list of texts, of which one has to fit.
@@ -169,6 +170,12 @@ impl Recipe {
                 let why = "leave the key out where it is of any";
                 return Err(format!("a recipe {}: a `{key}` is empty; {why}", of()));
             }
+        }
+        if self.releases.is_empty() || self.releases.iter().any(String::is_empty) {
+            return Err(format!(
+                "a recipe {} names no release, or an empty one",
+                of()
+            ));
         }
         let upper = |p: &&String| p.chars().any(char::is_uppercase);
         match self.precision.all().iter().find(upper) {

@@ -4,6 +4,7 @@
 //! it runs, waiting or moving. A kernel beside it has the others. So kernels that run beside
 //! collectives on `s` of `n` multiprocessors do `1 - s/n` of their work in that time.
 //!
+//! So `c` seconds of collectives cost the kernels beside them `c s/n`, where they last longer.
 //! What runs beside what is taken from one play of the template in which nothing outside is
 //! waited for and nothing slows down; reductions of gradients that begin in the last backward
 //! pass but are instructions of the step's end slow nothing down here.
@@ -20,7 +21,7 @@ pub(super) fn share(software: &Software, multiprocessors: u32) -> f64 {
     }
 }
 
-/// Kernels still get on where a collective would take everything.
+/// Kernels still get on where collectives would take everything.
 const MOST: f64 = 0.5;
 
 /// Makes the kernels of a template longer that run beside its collectives, which hold `share`
@@ -50,12 +51,9 @@ pub(super) fn slow_down(template: &Template, share: f64, costs: &mut [InstrCost]
         }
         let over = busy[first..].iter().take_while(|b| b.0 < end);
         let beside: f64 = over.map(|b| b.1.min(end) - b.0.max(start)).sum();
-        // Beside a collective that outlasts it a kernel takes 1/(1 - share) of its time; one
-        // that outlasts the collective does the rest of its work alone.
-        cost.seconds += match beside >= end - start {
-            true => beside * share / (1.0 - share),
-            false => beside * share,
-        };
+        // In `beside` seconds the collectives take this much; what is left of the kernel is done
+        // when they are over.
+        cost.seconds += beside * share;
     }
 }
 
@@ -130,7 +128,7 @@ mod tests {
         ];
         // The collective runs from 1 to 4: all of the second kernel, a second of the third.
         let seconds = slowed(&[&[], &[0], &[], &[], &[]], costs.clone());
-        assert_eq!(seconds, [1.0, 3.0, 2.5, 4.2, 1.0]);
+        assert_eq!(seconds, [1.0, 3.0, 2.4, 4.2, 1.0]);
         // Kernels wait for one in their own queue, and what waits for the end runs alone.
         let mut blocking = costs.clone();
         blocking[1].queue = KERNELS;

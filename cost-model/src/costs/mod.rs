@@ -312,7 +312,9 @@ impl RoleCosts<'_> {
     ///
     /// Of `n` pieces the first has to arrive before the matmul begins, or the last one to leave
     /// after it has ended; the others move while it computes. So of a collective of `c` and its
-    /// matmuls of `m` seconds, `min(c, m) (1 - 1/n)` is hidden.
+    /// matmuls of `m` seconds, `min(c, m) (1 - 1/n)` is hidden. Pieces that are scattered arrive
+    /// side by side, and a kernel adds them up (PyTorch's `_fused_matmul_reduce_scatter`, the ring
+    /// exchange of Transformer Engine).
     fn move_in_pieces(&self, template: &Template, costs: &mut [InstrCost]) {
         let Some(software) = &self.cluster.software else {
             return;
@@ -363,6 +365,12 @@ impl RoleCosts<'_> {
             let n: u64 = axes.iter().map(|a| self.role.mesh.size(*a)).product();
             let hidden = cost.seconds.min(matmuls) * (1.0 - 1.0 / n.max(1) as f64);
             cost.seconds -= hidden;
+            if matches!(kind, CollectiveKind::ReduceScatter(_)) && matmuls > 0.0 {
+                let moved = |i: &CollectiveItem| self.bytes(i.input) + self.bytes(i.output);
+                let bytes: u64 = items.iter().map(moved).sum();
+                // A copy moves its bytes twice.
+                cost.seconds += compute::copy_time(self.cluster, bytes / 2).0;
+            }
         }
     }
 

@@ -97,7 +97,8 @@ fn hide_in(
             }
             CollectiveKind::AllToAll => 0.0,
         };
-        cost.seconds -= cost.seconds.min(beside) * (1.0 - share);
+        // A longer collective hides all of the matmul; a shorter one costs it a share.
+        cost.seconds -= beside.min(cost.seconds * (1.0 - share));
     }
 }
 
@@ -179,8 +180,8 @@ mod tests {
         let seconds = |costs: &[InstrCost]| costs.iter().map(|c| c.seconds).collect::<Vec<f64>>();
         // 4 - 3 beside `lhs`, nothing for what both read, 9 - 5 beside `rhs`.
         assert_eq!(seconds(&costs[0]), [1.0, 4.0, 3.0, 4.0, 5.0, 5.0]);
-        // Of 3 and of 5 seconds a fifth is taken from the matmuls.
-        hide(&role, &software, 0.2, &mut taking);
-        assert_eq!(seconds(&taking[0]), [1.6, 4.0, 3.0, 5.0, 5.0, 5.0]);
+        // In 4 s the matmul of 3 s gets no further than 2.4; in 9 s one of 5 s ends.
+        hide(&role, &software, 0.4, &mut taking);
+        assert_eq!(seconds(&taking[0]), [1.6, 4.0, 3.0, 4.0, 5.0, 5.0]);
     }
 }

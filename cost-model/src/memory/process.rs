@@ -281,7 +281,8 @@ impl<'a> Process<'a> {
 
     /// What the software keeps of transfers between stages beyond the program's places: a buffer
     /// for whatever each microbatch of a step receives, and what a stage gave the next one, for
-    /// the microbatches in flight.
+    /// the microbatches in flight. With several stages on a mesh, what goes on from the last mesh
+    /// to the first counts as going back.
     fn transfers(&self) -> Bytes {
         if !self.memory.keeps_transfers {
             return Bytes(0);
@@ -298,11 +299,14 @@ impl<'a> Process<'a> {
             let InstrKind::Exchange { sends, recvs } = &i.kind else {
                 continue;
             };
-            copies.extend(recvs.iter().map(|r| (r.1, microbatches)));
             let is_onwards =
                 |x: ir::TransferId| self.program.transfers[x.index()].to > self.role.stage;
+            let received = recvs.iter().map(|r| (r.1, microbatches));
             let given = sends.iter().filter(|s| is_onwards(s.0));
-            copies.extend(given.map(|s| (s.1, in_flight)));
+            for (b, n) in received.chain(given.map(|s| (s.1, in_flight))) {
+                let most = copies.entry(b).or_default();
+                *most = n.max(*most);
+            }
         }
         let more = |(b, n): (BufferId, u64)| {
             let beyond = n.saturating_sub(places(b));

@@ -629,6 +629,74 @@ fn gathered_pieces_may_be_copied_into_place() {
 }
 
 #[test]
+fn pieces_of_a_scatter_hide_behind_the_matmul_and_are_added_up() {
+    use ir::collective::CollectiveKind;
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    // 2 x 50^3 FLOPs at 5e11 a second: 500 ns; half of 10,000 B at 1 B/ns: 5000 ns.
+    let scatter = InstrKind::Collective {
+        kind: CollectiveKind::ReduceScatter(ir::ReduceKind::Sum),
+        axes: vec![ir::AxisId(0)],
+        items: vec![CollectiveItem {
+            step: LayoutStep::AllReduce {
+                axes: vec![ir::AxisId(0)],
+            },
+            input: BufferId(2),
+            output: BufferId(3),
+        }],
+    };
+    let matmul = InstrKind::Compute {
+        path: "y".into(),
+        kind: ir::OpKind::DotGeneral {
+            einsum: ir::op::Einsum::parse("mk,kn->mn").unwrap(),
+        },
+        inputs: vec![BufferId(0), BufferId(1)],
+        outputs: vec![BufferId(2)],
+    };
+    let square = |name: &str, rows: u64| buffer(name, BufferClass::Transient, &[rows, 50]);
+    let mut r = role(0, 0, 2);
+    r.buffers = vec![
+        square("x", 50),
+        square("w", 50),
+        square("y", 50),
+        square("part", 25),
+    ];
+    r.templates = vec![Template {
+        kind: TemplateKind::Forward,
+        chunk: 0,
+        instructions: vec![
+            instr(matmul, Stream::Compute, &[]),
+            instr(scatter, Stream::Collective, &[0]),
+        ],
+    }];
+    r.trace = vec![Slot {
+        template: TemplateId(0),
+        microbatch: Some(0),
+    }];
+    let program = Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 1,
+        microbatch: 1,
+    };
+    let time = |piecewise: bool| {
+        let mut cluster = with_software(2, |s| {
+            s.piecewise_axes = if piecewise { vec!["x".into()] } else { vec![] };
+        });
+        // 10,000 B read and 5,000 B written in 150 ns.
+        cluster.device.memory_bandwidth_bytes_per_s = 1e11;
+        play(&program, &cluster, |_| ()).step_time.0 / NS
+    };
+    assert!((time(false) - 5500.0).abs() < 1e-6, "{}", time(false));
+    // One of two pieces of the matmul's 500 ns hides.
+    assert!(
+        (time(true) - 5500.0 + 250.0 - 150.0).abs() < 1e-6,
+        "{}",
+        time(true)
+    );
+}
+
+#[test]
 fn stages_may_send_in_shares() {
     use ir::mesh::Axis;
     // Two stages of two ranks each, both holding all of what is sent: 4000 B at 1 B/ns. In shares
