@@ -6,6 +6,8 @@ use crate::files;
 use cost_model::presets;
 use ir::Graph;
 use ir::cluster::Cluster;
+use ir::mesh::PLANNED_AXES;
+use ir::plan::Plan;
 use ir::training::TrainingGraph;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -80,6 +82,37 @@ pub fn captured_nowhere(
         "`software.captured` names {}, which no op of this model has in its path: no graph launches it. Names are {}",
         nowhere.join(", "),
         names.join(", ")
+    ))
+}
+
+/// The words of a warning about mesh axes that `software` names, where a plan has only those
+/// that the search names itself: nothing that is said of them applies.
+pub fn axes_nowhere(cluster: &Cluster, plan: &Plan) -> Option<String> {
+    let software = cluster.software.as_ref()?;
+    let axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
+    let has: BTreeSet<&str> = axes
+        .filter(|a| a.size > 1)
+        .map(|a| a.name.as_str())
+        .collect();
+    let lists = [
+        &software.blocking_axes,
+        &software.copied_axes,
+        &software.piecewise_axes,
+        &software.paired_axes,
+    ];
+    let named: BTreeSet<&str> = lists.into_iter().flatten().map(String::as_str).collect();
+    let is_searched = |axis: &&str| PLANNED_AXES[..2].contains(axis);
+    if named.is_empty() || has.is_empty() || !has.iter().all(is_searched) {
+        return None;
+    }
+    if named.iter().any(|axis| has.contains(axis)) {
+        return None;
+    }
+    let list = |axes: BTreeSet<&str>| axes.into_iter().collect::<Vec<_>>().join(", ");
+    Some(format!(
+        "`software` speaks of the axes {}, and those of this plan, which the search names, are {}: what it says of axes applies to none; name these, or pin the degrees (`--pin data=2,tensor=4`)",
+        list(named),
+        list(has)
     ))
 }
 

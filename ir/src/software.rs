@@ -341,7 +341,6 @@ impl Software {
         };
         let amount = |x: f64| (0.0..=1e3).contains(&x);
         for (key, x) in [
-            ("host_s_per_kernel", self.host_s_per_kernel),
             ("elementwise_traffic", self.elementwise_traffic),
             ("norm_traffic", self.norm_traffic),
             ("rotary_traffic", self.rotary_traffic.unwrap_or(1.0)),
@@ -349,6 +348,12 @@ impl Software {
         ] {
             check(amount(x), key, x, AMOUNT);
         }
+        check(
+            (0.0..=0.1).contains(&self.host_s_per_kernel),
+            "host_s_per_kernel",
+            self.host_s_per_kernel,
+            "expected 0 to 0.1 (seconds)",
+        );
         for (key, share) in [
             ("unaligned_matmul_share", self.unaligned_matmul_share),
             ("grouped_matmul_share", self.grouped_matmul_share),
@@ -367,8 +372,8 @@ impl Software {
                 rate,
                 backward_share: back,
             } => {
-                let sane = 1e-3..=10.0;
-                let expected = "expected 0.001 to 10";
+                let sane = 1e-3..=2.0;
+                let expected = "expected 0.001 to 2";
                 check(sane.contains(&rate), "attention.fused.rate", rate, expected);
                 let key = "attention.fused.backward_share";
                 check(sane.contains(&back), key, back, expected);

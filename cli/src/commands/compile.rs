@@ -41,6 +41,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     if let Some(words) = cluster::captured_nowhere(&cluster, &forward, &planned.training) {
         crate::say(format_args!("warning: {words}"));
     }
+    if let Some(words) = cluster::axes_nowhere(&cluster, &planned.plan) {
+        crate::say(format_args!("warning: {words}"));
+    }
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;
     }
