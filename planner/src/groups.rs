@@ -354,7 +354,10 @@ fn axis_options(
     );
     let feature = [expert.clone(), of(FactorRole::Feature)].concat();
     // Between tokens and experts either side can be split: the layout changes after or before.
-    let moves = matches!(op.kind, OpKind::Dispatch { .. } | OpKind::Combine);
+    let moves = matches!(
+        op.kind,
+        OpKind::Dispatch { .. } | OpKind::Combine | OpKind::Layout
+    );
     let heavy = matches!(
         op.kind,
         OpKind::DotGeneral { .. }

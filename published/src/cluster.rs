@@ -5,7 +5,7 @@ use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
 use crate::{Unmodelled, precision};
 use cost_model::presets::{self, Catalogue, System};
-use ir::cluster::Cluster;
+use ir::cluster::{Cluster, Device};
 use ir::software::Scaling;
 use ir::{Bytes, DType};
 
@@ -48,6 +48,10 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     cluster.device.multiprocessors = device.multiprocessors;
     cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
     cluster.device.sustained_share_of = facts.sustained_share_of(device);
+    if let Some(reference) = &device.clocks_of {
+        let reference = catalogue.device(reference).map_err(Unmodelled::Cluster)?;
+        limited_by_power(&mut cluster.device, reference);
+    }
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
     software.attention = facts
@@ -136,14 +140,36 @@ fn possible(
     Ok(())
 }
 
+/// Turns shares that hold for `reference`, a device of the same chip with another limit of its
+/// power, into those of `device`.
+///
+/// Where power limits clocks, dynamic power is `C V^2 f` with a voltage in proportion to the
+/// clock, so rates go as the cube root of the limit. No share is above 1, and a type whose best
+/// rate either does not have keeps its share.
+fn limited_by_power(device: &mut Device, reference: &Device) {
+    let (Some(limit), Some(of)) = (device.power_limit_w, reference.power_limit_w) else {
+        return;
+    };
+    let clocks = (limit / of).cbrt();
+    let best = |d: &Device, t: DType| {
+        let of_peak = d.matmul_efficiency.get(&t)?;
+        Some(d.peak_flops_per_s.get(&t)? * of_peak)
+    };
+    let types: Vec<DType> = device.peak_flops_per_s.keys().copied().collect();
+    for t in types {
+        if let (Some(own), Some(theirs)) = (best(device, t), best(reference, t)) {
+            let shares = &mut device.sustained_share_of;
+            let share = shares.get(&t).copied().unwrap_or(device.sustained_share);
+            shares.insert(t, (share * clocks * theirs / own).min(1.0));
+        }
+    }
+}
+
 /// Memory of the row's device, as the catalogue has it.
 pub fn memory(row: &Row, facts: &Facts) -> Result<Bytes, Unmodelled> {
-    let name = &facts.device(row)?.device;
     let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
-    let system = catalogue.systems().iter().find(|s| s.device == *name);
-    let cluster = system.and_then(|s| catalogue.cluster(s).ok());
-    let memory = cluster.map(|c| c.device.memory_bytes);
-    memory.ok_or_else(|| Unmodelled::Cluster(format!("no system has the device {name}")))
+    let device = catalogue.device(&facts.device(row)?.device);
+    device.map(|d| d.memory_bytes).map_err(Unmodelled::Cluster)
 }
 
 fn count(row: &Row, column: &str) -> Result<u32, Unmodelled> {
@@ -154,6 +180,29 @@ fn count(row: &Row, column: &str) -> Result<u32, Unmodelled> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clocks_follow_the_cube_root_of_power() {
+        let catalogue = presets::catalogue().unwrap();
+        let of = |name: &str| catalogue.device(name).unwrap().clone();
+        let (mut small, large) = (of("h100-sxm-96gb-500w"), of("h100-sxm"));
+        (small.sustained_share, small.power_limit_w) = (0.5, Some(700.0 / 8.0));
+        small.sustained_share_of.insert(DType::F8e4m3, 0.8);
+        limited_by_power(&mut small, &large);
+        // An eighth of the power is half of the clock: of the rates, not of the shares, whose
+        // best rates are 671.5 and 794.2 TFLOP/s.
+        let rate = |t| small.peak_flops_per_s[&t] * small.matmul_efficiency[&t];
+        let theirs = |t| large.peak_flops_per_s[&t] * large.matmul_efficiency[&t];
+        for (t, share) in [(DType::Bf16, 0.5), (DType::F8e4m3, 0.8)] {
+            let sustained = rate(t) * small.sustained_share_of[&t];
+            assert!((sustained / theirs(t) - share / 2.0).abs() < 1e-12);
+        }
+        // More power than the best rate was measured with gives no more than that rate.
+        let mut wide = of("h100-sxm");
+        wide.power_limit_w = Some(1e6);
+        limited_by_power(&mut wide, &large);
+        assert_eq!(wide.sustained_share_of[&DType::Bf16], 1.0);
+    }
 
     #[test]
     fn a_device_has_the_links_that_it_is_made_with() {

@@ -45,6 +45,10 @@ pub struct DeviceFact {
     /// where it has newer ones.
     #[serde(default)]
     pub ampere_attention_share: Option<f64>,
+    /// Device of the catalogue, of the same chip, whose clocks in training are known; this one's
+    /// follow from the power limits of both.
+    #[serde(default)]
+    pub clocks_of: Option<String>,
     /// Where this comes from.
     pub source: String,
 }
@@ -122,6 +126,10 @@ pub struct Generation {
     pub split: Split,
     /// Multiple of the vocabulary on every tensor rank that the framework pads to.
     pub vocab_multiple: u64,
+    /// Whether the vocabulary is divided among tensor ranks and what is left over dropped,
+    /// before it is padded.
+    #[serde(default)]
+    pub vocab_rounds_down: bool,
     /// Its attention kernel.
     pub attention: String,
     /// Bytes that the loss moves for each logit.

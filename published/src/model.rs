@@ -69,9 +69,11 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     let heads = heads(row)?;
     let layers = row.required_count("layers")?;
     let tensor = row.count("tp")?.unwrap_or(1);
-    let vocab = row
-        .required_count("vocab")?
-        .next_multiple_of(generation.vocab_multiple * tensor);
+    let vocab = match (row.required_count("vocab")?, generation.vocab_rounds_down) {
+        (v, true) => v - v % tensor,
+        (v, false) => v,
+    };
+    let vocab = vocab.next_multiple_of(generation.vocab_multiple * tensor);
     let sequence = row.required_count("seq_len")?;
     let inner = row.required_count("ffn_hidden")?;
     let head_dim = row.count("head_dim")?.unwrap_or(hidden / heads.max(1));

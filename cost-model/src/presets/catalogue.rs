@@ -194,6 +194,18 @@ impl Catalogue {
         self.devices.keys().copied()
     }
 
+    /// The device of this name; the error lists those that there are.
+    pub fn device(&self, name: &str) -> Result<&Device, String> {
+        Ok(&self.entry(name)?.0)
+    }
+
+    fn entry(&self, name: &str) -> Result<&(Device, BTreeMap<String, String>), String> {
+        self.devices.get(name).ok_or_else(|| {
+            let known: Vec<&str> = self.devices().collect();
+            format!("there is no device `{name}`; devices are {}", known.join(", "))
+        })
+    }
+
     /// Names of the links.
     pub fn links(&self) -> impl Iterator<Item = &str> {
         self.links.keys().map(String::as_str)
@@ -225,14 +237,7 @@ impl Catalogue {
 
     /// The cluster of a system; the error names what the catalogue does not have.
     pub fn cluster(&self, system: &System) -> Result<Cluster, String> {
-        let (device, sources) = self.devices.get(system.device.as_str()).ok_or_else(|| {
-            let known: Vec<&str> = self.devices().collect();
-            let asked = &system.device;
-            format!(
-                "there is no device `{asked}`; devices are {}",
-                known.join(", ")
-            )
-        })?;
+        let (device, sources) = self.entry(&system.device)?;
         let mut sources: BTreeMap<String, String> = sources
             .iter()
             .map(|(k, v)| (format!("device.{k}"), v.clone()))

@@ -6,9 +6,15 @@
 //! One op per value, layer and direction (forward; both backward passes together). It stands
 //! right before the first of its consumers and has their layer; its pass is F or, backward,
 //! BI when one of them is BI (so that BI never waits for a BW op), else BW.
+//!
+//! What is changed for the forward pass is not kept for the backward one, where it is changed
+//! again: Korthikanti et al. 2022, section 4.2.2, gather a layer's input twice, which keeps a
+//! share of it on each rank. Tokens of experts are as many in either layout, so nothing is
+//! saved by sending them twice: they have one op for both directions, on their way to the
+//! experts (for the weights' gradients) and on their way back (for the gates').
 //! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
 
-use crate::{Graph, GraphError, LayerId, OpId, OpKind, Pass, Place, Region, ValueId};
+use crate::{Graph, GraphError, LayerId, Op, OpId, OpKind, Pass, Place, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A rewritten copy of `graph`, and for each of its values the value in the copy.
@@ -46,7 +52,7 @@ pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), Grap
 /// A layout op to insert.
 struct Shared {
     value: ValueId,
-    /// The multiplications that use it, at least two, ascending.
+    /// The ops that use it, at least two, ascending.
     consumers: Vec<OpId>,
     place: Place,
 }
@@ -55,13 +61,17 @@ fn plan(graph: &Graph) -> Vec<Shared> {
     // Key: value, backward, layer. In order of the values, so that paths are stable.
     let mut groups: BTreeMap<(ValueId, bool, Option<LayerId>), BTreeSet<OpId>> = BTreeMap::new();
     for (id, op) in graph.iter() {
-        if matches!(op.kind, OpKind::DotGeneral { .. }) && op.region == Region::Microbatch {
-            for &v in &op.inputs {
-                groups
-                    .entry((v, op.pass != Pass::F, op.layer))
-                    .or_default()
-                    .insert(id);
-            }
+        if op.region != Region::Microbatch {
+            continue;
+        }
+        for &v in uses(op) {
+            let sent = matches!(op.kind, OpKind::Combine | OpKind::GateGrad)
+                || matches!(
+                    graph.op(graph.value(v).producer).kind,
+                    OpKind::Dispatch { .. }
+                );
+            let again = op.pass != Pass::F && !sent;
+            groups.entry((v, again, op.layer)).or_default().insert(id);
         }
     }
     let mut shared = Vec::new();
@@ -95,4 +105,14 @@ fn plan(graph: &Graph) -> Vec<Shared> {
         });
     }
     shared
+}
+
+/// Operands whose layout an op may share with others.
+fn uses(op: &Op) -> &[ValueId] {
+    match op.kind {
+        OpKind::DotGeneral { .. } => &op.inputs,
+        // What experts made of their tokens.
+        OpKind::Combine | OpKind::GateGrad => op.inputs.get(..1).unwrap_or_default(),
+        _ => &[],
+    }
 }
