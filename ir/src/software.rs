@@ -58,6 +58,10 @@ pub struct Software {
     /// tokens are padded, sorted and cast by kernels of their own, expert by expert.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub grouped_matmul_share: f64,
+    /// Whether what is between the matmuls of experts is part of their kernels: the activation,
+    /// its product, the sum of their operand's gradients, and casts of what these make.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub fused_experts: bool,
     /// Whether tokens travel to experts, and back, beside the passes of another microbatch.
     #[serde(default, skip_serializing_if = "is_false")]
     pub overlapped_dispatch: bool,
@@ -282,6 +286,7 @@ impl Software {
             loss_bytes_per_logit: 0.0,
             unaligned_matmul_share: 1.0,
             grouped_matmul_share: 1.0,
+            fused_experts: false,
             overlapped_dispatch: false,
             dispatch_once_per_host: false,
             matmul_dtype: None,

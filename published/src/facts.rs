@@ -396,6 +396,7 @@ impl Facts {
                 .parameters
                 .value(Quantity::GroupedShare, name)
                 .unwrap_or(1.0),
+            fused_experts: false,
             overlapped_dispatch: false,
             dispatch_once_per_host: false,
             narrow_matmul_share: 1.0,

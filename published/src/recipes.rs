@@ -27,6 +27,9 @@ struct Recipe {
     overlapped_dispatch: bool,
     #[serde(default)]
     dispatch_once_per_host: bool,
+    /// Whether what is between the matmuls of experts is part of them.
+    #[serde(default)]
+    fused_experts: bool,
     /// Ops that CUDA graphs launch, as in [`Software::captured`].
     #[serde(default)]
     captured: Vec<String>,
@@ -109,6 +112,7 @@ impl Recipes {
         for r in self.recipe.iter().filter(|r| r.is_of(row)) {
             software.overlapped_dispatch |= r.overlapped_dispatch;
             software.dispatch_once_per_host |= r.dispatch_once_per_host;
+            software.fused_experts |= r.fused_experts;
             software.captured.extend(r.captured.iter().cloned());
             software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
             software.more_cast_reads = software.more_cast_reads.max(r.more_cast_reads);

@@ -12,7 +12,7 @@
 use crate::compute::is_elementwise;
 use ir::BufferId;
 use ir::program::{InstrKind, Template};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// What of an instruction's work a neighbour's kernel does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,6 +54,14 @@ pub(super) fn fused(template: &Template, bytes: impl Fn(BufferId) -> u64) -> Vec
         }
     }
     all
+}
+
+/// Buffers that instructions make which are part of the kernel before: it can write them in
+/// whatever type is asked for.
+pub(super) fn made(template: &Template, fused: &[Fused]) -> HashSet<BufferId> {
+    let parts = template.instructions.iter().zip(fused);
+    let parts = parts.filter(|(_, f)| f.into_previous);
+    parts.flat_map(|(i, _)| i.writes()).collect()
 }
 
 #[cfg(test)]

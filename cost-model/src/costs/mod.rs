@@ -267,13 +267,15 @@ impl RoleCosts<'_> {
             let keeps_casts = self.software().is_some_and(|s| s.kept_casts);
             let mut casts = Casts::new(role, template.kind, narrow_gathers);
             let fused = self.fused(template);
+            let of_other_kernels = fused::made(template, &fused);
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
-                let cast = match keeps_casts {
+                let mut cast = match keeps_casts {
                     true => casts.of(instruction),
                     false => Vec::new(),
                 };
+                cast.retain(|b| !of_other_kernels.contains(b));
                 costs.push(self.cost(template, instruction, fused[i], &cast));
             }
             self.move_in_pieces(template, &mut costs);
@@ -392,6 +394,9 @@ impl RoleCosts<'_> {
                 None => bytes(b),
             };
             accumulated::into_matmuls(template, &mut fused, bytes, sum_bytes);
+        }
+        if software.is_some_and(|s| s.fused_experts) {
+            experts::fuse(template, &mut fused);
         }
         fused
     }
