@@ -3,12 +3,14 @@
 //! * `parallelism`: what each mesh axis does, in the field's terms, read off the strategies.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
+//! * `software`: the software that a prediction is of.
 //! * `strategies`: the strategy of every op.
 
 pub mod collectives;
 pub mod memory;
 pub mod parallelism;
 pub mod plan;
+pub mod software;
 pub mod strategies;
 
 use crate::failure::{Exit, Failure};
