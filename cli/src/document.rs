@@ -43,8 +43,26 @@ fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::E
             "the file ends too early: it was cut off, or is no {what}"
         )),
         serde_json::error::Category::Syntax => failure.help(format!("expected a {what} in JSON")),
-        _ => failure.help(help),
+        _ => failure.help(match other_kind(text, what) {
+            Some(other) => format!("this is a {other}; {}", expected(what)),
+            None => help,
+        }),
     }
+}
+
+/// The kind of document that a text is where it is none of the kind `what`: plans, runs and
+/// clusters are easily given for each other.
+fn other_kind(text: &str, what: &str) -> Option<&'static str> {
+    let kinds = [
+        ("plan", "layer_strategies"),
+        ("run", "plan_hash"),
+        ("cluster", "devices_per_host"),
+    ];
+    let document: serde_json::Value = serde_json::from_str(text).ok()?;
+    let of_kind = kinds
+        .into_iter()
+        .find(|(_, key)| document.get(key).is_some());
+    of_kind.map(|(kind, _)| kind).filter(|kind| *kind != what)
 }
 
 /// What belongs into a document of this kind, and where its form is told.

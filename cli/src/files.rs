@@ -114,8 +114,13 @@ pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option
     all.first().map(|(_, n)| *n)
 }
 
-const CANNOT_WRITE: &str =
-    "check the folder's permissions and the free space, or name another file";
+/// What to do where nothing can be written into a folder.
+fn cannot_write(folder: &Path) -> String {
+    match folder.exists() {
+        true => "check the folder's permissions and the free space, or name another file".into(),
+        false => format!("make the folder {} first", folder.display()),
+    }
+}
 
 /// Why a file cannot be written, without the name of the temporary file that was tried.
 fn reason(e: &std::io::Error) -> String {
@@ -126,12 +131,16 @@ fn reason(e: &std::io::Error) -> String {
 
 /// Writes a file whole or not at all: beside its place first, then renamed into it.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let error = |e: std::io::Error| {
         Failure::new(
             Exit::BadInput,
             format!("{}: cannot write: {}", path.display(), reason(&e)),
         )
-        .help(CANNOT_WRITE)
+        .help(cannot_write(folder))
     };
     if path == Path::new("-") {
         let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
@@ -146,10 +155,6 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
             ),
         ));
     }
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     builder.prefix(".meshwright-");
     // As any new file, less the umask; temporary files are private otherwise.
@@ -200,11 +205,7 @@ pub fn check_writable(path: &Path) -> Result<(), Failure> {
         .map(|_| ())
         .map_err(|e| {
             let what = format!("{}: cannot write: {}", path.display(), reason(&e));
-            let help = match folder.exists() {
-                true => CANNOT_WRITE.to_string(),
-                false => format!("make the folder {} first", folder.display()),
-            };
-            Failure::new(Exit::BadInput, what).help(help)
+            Failure::new(Exit::BadInput, what).help(cannot_write(folder))
         })
 }
 

@@ -435,6 +435,27 @@ fn plans() {
     scalars_replaced(&place, &kind, &[3, 5], 7);
 }
 
+/// Plans, runs and clusters are told from each other where one is given for another.
+#[test]
+fn documents_of_another_kind_are_called_what_they_are() {
+    let place = Place::with_plan();
+    let presets = place.run(&["presets", "--json"]).expect(0).json();
+    place.write("cluster.json", presets[0]["cluster"].to_string().as_bytes());
+    for verb in ["inspect", "check", "simulate"] {
+        let said = ["this is a cluster; expected a plan"];
+        place.refuses(&[verb, "cluster.json"], &[3]).says(&said);
+    }
+    let args = ["compile", "config.json", "--cluster", "plan.json"];
+    let said = ["this is a plan; expected a cluster"];
+    place
+        .refuses(&[&args[..], &["-o", "p.json"]].concat(), &[3])
+        .says(&said);
+    let args = ["compare", "plan.json", "plan.json"];
+    place
+        .refuses(&args, &[3])
+        .says(&["this is a plan; expected a run"]);
+}
+
 #[test]
 fn a_plan_edited_into_nonsense_is_refused_by_every_verb() {
     let place = Place::with_plan();
@@ -490,6 +511,7 @@ fn data() {
         place.refuses(&args, &[3])
     };
     run("none.txt", &[]).says(&["none.txt"]);
+    run("texts.txt", &[]).says(&["texts.txt", "did you mean `text.txt`?"]);
     std::fs::create_dir(place.path("folder")).unwrap();
     run("folder", &[]).says(&["folder", "not a regular file"]);
     place.write("empty.txt", b"");

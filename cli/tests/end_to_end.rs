@@ -776,14 +776,14 @@ fn a_plan_explains_itself() {
             place.run(&["simulate", "plan.json"]).expect(0).out,
         )
     };
-    // Two meshes, two stages on each, eight microbatches of one sample: 1 / 16 and 1 / 8.
+    // Two meshes, two stages on each, eight microbatches of one sample.
     let (said, _) = compile("cpu-default", "pipeline=2 virtual=2 microbatch=1");
     for words in [
-        "Interleaved: the pipeline fills and drains in 1 / (2 x 8) = 6.2%",
-        "in 1 / 8 = 12.5% with one stage on each mesh",
+        "waits for 1 / (2 x 8 + 1) = 5.9% of the step",
+        "with one stage on each mesh, for 1 / (8 + 1) = 11.1%",
         "shared by stages 0+2",
         "shared by stages 1+3",
-        "(0+2 are the stages of one mesh",
+        "(0+2 are stages of one mesh",
         "a microbatch",
         "a step",
         "a rank",

@@ -163,8 +163,8 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     }
     if m.stages.len() != loaded.program.roles.len() {
         return bad(format!(
-            "has {} stages, the plan has {}",
-            m.stages.len(),
+            "has {}, the plan has {}",
+            report::counted(m.stages.len() as u64, "stage"),
             loaded.program.roles.len()
         ));
     }
@@ -216,11 +216,11 @@ fn print_words(
         report::out(&format!("{words}\n"))?;
     }
     report::out(&format!(
-        "{} on {} ranks of {}: {} steps measured\n",
+        "{} on {} of {}: {} measured\n",
         plan.name,
-        measured.n_ranks,
+        report::counted(measured.n_ranks, "rank"),
         plan.cluster.name,
-        measured.steps.len()
+        report::counted(measured.steps.len() as u64, "step")
     ))?;
     let mut rows = vec![
         row("step time", c.step_time_s, &seconds),

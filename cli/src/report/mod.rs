@@ -49,6 +49,14 @@ pub fn out(text: &str) -> Result<(), Failure> {
     }
 }
 
+/// A number of things: `1 step`, `2 steps`.
+pub fn counted(n: impl Into<u64>, thing: &str) -> String {
+    match n.into() {
+        1 => format!("1 {thing}"),
+        n => format!("{n} {thing}s"),
+    }
+}
+
 /// A share in percent.
 pub fn percent(share: f64) -> String {
     format!("{:.1}%", share * 100.0)

@@ -225,21 +225,21 @@ fn heading(plan: &Plan) -> String {
     w
 }
 
-/// What interleaving saves, in one line; nothing for other schedules. Of v equal stages on each of
-/// p meshes, and m microbatches, the passes that fill and drain the pipeline take (p - 1) / (v m)
-/// of the time of all passes (Narayanan et al. 2021, section 2.2).
+/// What interleaving saves, in one line; nothing for other schedules. With v equal stages on each
+/// of p meshes, and m microbatches, a mesh waits for (p - 1) / (v m + p - 1) of the step while the
+/// pipeline fills and drains (Narayanan et al. 2021, section 2.2).
 fn interleaving(plan: &Plan) -> String {
     let (v, m) = (plan.schedule.virtual_stages(), plan.n_microbatches.max(1));
     if v < 2 {
         return String::new();
     }
     let fill = plan.n_meshes().saturating_sub(1) as f64;
-    let of_passes = |parts: f64| percent(fill / parts);
+    let waits = |passes: f64| percent(fill / (passes + fill));
     let (v, m) = (f64::from(v), f64::from(m));
     format!(
-        "Interleaved: the pipeline fills and drains in {fill} / ({v} x {m}) = {} of the time of its passes (equal stages), in {fill} / {m} = {} with one stage on each mesh; for that, {v} times as much is sent\n",
-        of_passes(v * m),
-        of_passes(m)
+        "Interleaved: while the pipeline fills and drains, a mesh of equal stages waits for {fill} / ({v} x {m} + {fill}) = {} of the step; with one stage on each mesh, for {fill} / ({m} + {fill}) = {}. For that, about {v} times as much is sent\n",
+        waits(v * m),
+        waits(m)
     )
 }
 
@@ -400,7 +400,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     let shared = match virtual_stages {
         1 => String::new(),
         v => format!(
-            "\n({} are the stages of one mesh, its figures of both or all together)",
+            "\n({} are stages of one mesh; the figures are of all of them together)",
             stages_of_mesh(0, p.stages.len(), v)
         ),
     };
