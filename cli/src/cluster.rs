@@ -5,7 +5,7 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use cost_model::presets;
 use ir::Graph;
-use ir::cluster::Cluster;
+use ir::cluster::{Cluster, MAX_DEVICES};
 use ir::mesh::PLANNED_AXES;
 use ir::plan::Plan;
 use ir::training::TrainingGraph;
@@ -31,7 +31,14 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
         )
     };
     if let Some(n) = hosts {
-        cluster = presets::with_hosts(cluster, n).map_err(|p| usage("hosts", n, p))?;
+        let of_one = match is_of_cpu_ranks(&cluster) {
+            true => "use --ranks to change the number of ranks of one machine".to_string(),
+            false => format!(
+                "leave --hosts out for the cluster's own {}, or give a number of hosts that together have {MAX_DEVICES} devices or fewer",
+                cluster.n_hosts
+            ),
+        };
+        cluster = presets::with_hosts(cluster, n).map_err(|p| usage("hosts", n, p).help(of_one))?;
     }
     if let Some(n) = ranks {
         if cluster.pool.is_none() {
@@ -43,9 +50,11 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
         if n > MAX_RANKS {
             let what =
                 format!("{MAX_RANKS} at most: a rank is a thread, and one process runs no more");
-            return Err(usage("ranks", n, what));
+            return Err(usage("ranks", n, what).help(format!("give --ranks 1 to {MAX_RANKS}")));
         }
-        cluster = presets::with_ranks(cluster, n).map_err(|p| usage("ranks", n, p))?;
+        cluster = presets::with_ranks(cluster, n).map_err(|p| {
+            usage("ranks", n, p).help("leave --ranks out for the number that the cluster has")
+        })?;
     }
     Ok(cluster)
 }
@@ -116,6 +125,43 @@ pub fn axes_nowhere(cluster: &Cluster, plan: &Plan) -> Option<String> {
     ))
 }
 
+/// The words of a warning about figures that no machine has: most are in another unit than their
+/// key says.
+pub fn other_units(cluster: &Cluster) -> Option<String> {
+    let d = &cluster.device;
+    let peaks = d.peak_flops_per_s.iter();
+    let mut figures: Vec<(String, f64, [f64; 2])> = peaks
+        .map(|(t, x)| {
+            (
+                format!("device.peak_flops_per_s.{}", t.name()),
+                *x,
+                [1e8, 1e18],
+            )
+        })
+        .collect();
+    let bandwidth = d.memory_bandwidth_bytes_per_s;
+    let key = |name: &str| format!("device.{name}");
+    figures.push((key("memory_bandwidth_bytes_per_s"), bandwidth, [1e8, 1e15]));
+    figures.push((key("memory_bytes"), d.memory_bytes.0 as f64, [1e6, 1e15]));
+    figures.push((key("launch_s"), d.launch_s, [0.0, 0.1]));
+    for (i, level) in cluster.levels.iter().enumerate() {
+        let key = |name: &str| format!("levels[{i}].{name}");
+        figures.push((key("latency_s"), level.latency_s, [0.0, 1.0]));
+        let bandwidth = level.bandwidth_bytes_per_s;
+        figures.push((key("bandwidth_bytes_per_s"), bandwidth, [1e5, 1e15]));
+    }
+    let odd = figures
+        .into_iter()
+        .filter(|(_, x, [least, most])| x < least || x > most);
+    let odd: Vec<String> = odd.map(|(key, x, _)| format!("{key} = {x}")).collect();
+    (!odd.is_empty()).then(|| {
+        format!(
+            "the cluster has {}: no machine has such figures; a key ends in its unit, which is seconds, bytes, bytes per second or FLOP/s, not us or GB/s",
+            odd.join(", ")
+        )
+    })
+}
+
 fn read(name: &str) -> Result<Cluster, Failure> {
     let path = Path::new(if name == "cpu" { CALIBRATED } else { name });
     if let Some(cluster) = built_in(name)? {
@@ -141,7 +187,10 @@ fn read(name: &str) -> Result<Cluster, Failure> {
     }
     let known = presets::names();
     let help = match files::closest(name, known.iter().copied()) {
-        Some(near) => format!("did you mean `{near}`? Presets are {}", known.join(", ")),
+        _ if name.contains('*') => {
+            "a composition is DEVICE*COUNT+LINK, or DEVICE*COUNT+LINK+LINK for several hosts, as h100-sxm*8+nvlink4+infiniband-ndr; `meshwright presets` lists devices and links".into()
+        }
+        Some(near) => format!("did you mean `{near}`? `meshwright presets` lists all"),
         None => format!(
             "presets are {}; a file is named with its ending, such as cluster.toml",
             known.join(", ")
@@ -156,8 +205,11 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
         return Ok(None);
     }
     let failure = |message: String| {
-        Failure::new(Exit::BadInput, message)
-            .help("meshwright presets lists the presets, devices and links")
+        let all = "`meshwright presets` lists the presets, devices and links";
+        Failure::new(Exit::BadInput, message).help(match near_part(name) {
+            Some(near) => format!("did you mean `{near}`? {all}"),
+            None => all.into(),
+        })
     };
     let found = presets::find(name).map_err(|e| failure(e.to_string()))?;
     let problems = found.as_ref().map(Cluster::problems).unwrap_or_default();
@@ -169,6 +221,18 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
             problems.join("; ")
         )))
     }
+}
+
+/// The device or link that a composition's first part which is neither is most like.
+fn near_part(name: &str) -> Option<&'static str> {
+    let catalogue = presets::catalogue().ok()?;
+    let known = || catalogue.devices().chain(catalogue.links());
+    let parts = name.split(['+', '*']).map(str::trim);
+    let is_name = |part: &&str| part.parse::<u32>().is_err();
+    let wrong = parts
+        .filter(is_name)
+        .find(|part| known().all(|k| k != *part))?;
+    files::closest(wrong, known())
 }
 
 fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {

@@ -1,6 +1,7 @@
 //! JSON and TOML documents to values, with line, column and key of what is wrong.
 
 use crate::failure::{Exit, Failure};
+use crate::files;
 use serde::de::DeserializeOwned;
 
 /// Parses a JSON document of the kind `what`.
@@ -20,9 +21,12 @@ pub fn json<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
 
 fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::Error) -> Failure {
     let full = e.to_string();
-    let problem = full
-        .rsplit_once(" at line ")
-        .map_or(full.as_str(), |(p, _)| p);
+    let Said { problem, help } = said(
+        full.rsplit_once(" at line ")
+            .map_or(full.as_str(), |(p, _)| p),
+        "",
+        what,
+    );
     let at = if matches!(key, "." | "" | "?") {
         String::new()
     } else {
@@ -39,8 +43,26 @@ fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::E
             "the file ends too early: it was cut off, or is no {what}"
         )),
         serde_json::error::Category::Syntax => failure.help(format!("expected a {what} in JSON")),
-        _ => failure.help(expected(what)),
+        _ => failure.help(match other_kind(text, what) {
+            Some(other) => format!("this is a {other}; {}", expected(what)),
+            None => help,
+        }),
     }
+}
+
+/// The kind of document that a text is where it is none of the kind `what`: plans, runs and
+/// clusters are easily given for each other.
+fn other_kind(text: &str, what: &str) -> Option<&'static str> {
+    let kinds = [
+        ("plan", "layer_strategies"),
+        ("run", "plan_hash"),
+        ("cluster", "devices_per_host"),
+    ];
+    let document: serde_json::Value = serde_json::from_str(text).ok()?;
+    let of_kind = kinds
+        .into_iter()
+        .find(|(_, key)| document.get(key).is_some());
+    of_kind.map(|(kind, _)| kind).filter(|kind| *kind != what)
 }
 
 /// What belongs into a document of this kind, and where its form is told.
@@ -69,12 +91,112 @@ pub fn toml<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
     toml::from_str(text).map_err(|e| {
         let span = e.span().unwrap_or(0..0);
         let (line, column) = line_column(text, span.start);
-        Failure::new(
-            Exit::BadInput,
-            format!("{file}:{line}:{column}: {}", e.message()),
-        )
-        .place(file, text, span.start, span.len(), "here")
-        .help(expected(what))
+        let here = text.get(span.clone()).unwrap_or_default();
+        let Said { problem, help } = said(e.message(), here, what);
+        Failure::new(Exit::BadInput, format!("{file}:{line}:{column}: {problem}"))
+            .place(file, text, span.start, span.len(), "here")
+            .help(help)
+    })
+}
+
+/// A parser's message as users are told it.
+struct Said {
+    problem: String,
+    help: String,
+}
+
+/// Names that a message lists; of more the nearest is named, or the help has them.
+const NAMES_LISTED: usize = 8;
+
+/// The words of a parser's message: a name that is not known with the nearest one that is,
+/// types by what belongs there. `here` is the text at the place, where it is known.
+fn said(message: &str, here: &str, what: &str) -> Said {
+    let help = expected(what);
+    if let Some((kind, name, known)) = unknown_name(message) {
+        let near = files::closest(name, known.iter().copied());
+        let all = listed(&known);
+        let many = known.len() > NAMES_LISTED;
+        let problem = match known.is_empty() || many {
+            true => format!("unknown {kind} `{name}`"),
+            false => format!("unknown {kind} `{name}`, expected {all}"),
+        };
+        let help = match near {
+            Some(near) => format!("did you mean `{near}`? {}", capitalised(&help)),
+            None if many => format!("known are {all}; {help}"),
+            None => help,
+        };
+        return Said { problem, help };
+    }
+    let problem = match message {
+        "invalid type: unit variant, expected struct variant" => {
+            let name = here.trim().trim_matches(['"', '\'']);
+            match name.is_empty() {
+                true => "a name alone, expected a table with its figures".into(),
+                false => {
+                    format!("`{name}` alone, expected it with its figures: {{ {name} = {{ .. }} }}")
+                }
+            }
+        }
+        "wanted exactly 1 element, more than 1 element" => {
+            "several keys, expected one of them".into()
+        }
+        "wanted string or table" => "expected a name or a table".into(),
+        other => plain_type(other),
+    };
+    Said { problem, help }
+}
+
+/// Kind, name and the known ones of a message about a name that is not known.
+fn unknown_name(message: &str) -> Option<(&'static str, &str, Vec<&str>)> {
+    if let Some(rest) = message.strip_prefix("unexpected keys in table: ") {
+        let (names, known) = rest.split_once(", available keys: ")?;
+        let name = names.split(", ").next()?;
+        return Some(("field", name, known.split(", ").collect()));
+    }
+    let kinds = [("unknown field `", "field"), ("unknown variant `", "name")];
+    let found = kinds
+        .into_iter()
+        .find_map(|(start, kind)| Some((kind, message.strip_prefix(start)?)));
+    let (kind, rest) = found?;
+    // A name from a file may hold anything, so its end is the last place where it can be.
+    let ends = ["`, expected ", "`, there are no "];
+    let end = ends.into_iter().find_map(|e| rest.rfind(e))?;
+    let known = rest[end + 1..].split('`').skip(1).step_by(2).collect();
+    Some((kind, &rest[..end], known))
+}
+
+/// The message with the type that a parser expected in words.
+fn plain_type(message: &str) -> String {
+    let types = [
+        ("f64", "a number"),
+        ("u8", "a whole number from 0 to 255"),
+        ("u32", "a whole number from 0 to 4294967295"),
+        ("u64", "a whole number from 0"),
+        ("usize", "a whole number from 0"),
+        ("a boolean", "true or false"),
+    ];
+    let found = types.into_iter().find_map(|(ty, words)| {
+        let before = message.strip_suffix(ty)?;
+        before
+            .ends_with("expected ")
+            .then(|| format!("{before}{words}"))
+    });
+    found.unwrap_or_else(|| message.to_string())
+}
+
+/// `a`, `b` or `c`.
+fn listed(names: &[&str]) -> String {
+    let quoted: Vec<String> = names.iter().map(|n| format!("`{n}`")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+fn capitalised(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map_or(String::new(), |first| {
+        first.to_uppercase().chain(chars).collect()
     })
 }
 
@@ -106,5 +228,63 @@ pub fn find_key(text: &str, path: &str) -> Option<(usize, usize)> {
     match (found.next(), found.next()) {
         (Some(at), None) => Some((at, last.len())),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_not_known_are_told_from_the_parsers_words() {
+        let of = |message: &str| said(message, "", "cluster");
+        let slip = of("unknown field `rat`, expected `rate` or `backward_share`");
+        assert_eq!(
+            slip.problem,
+            "unknown field `rat`, expected `rate` or `backward_share`"
+        );
+        assert!(
+            slip.help
+                .starts_with("did you mean `rate`? Expected a cluster")
+        );
+        // The same, as the TOML parser says it of a variant's fields.
+        let table = of("unexpected keys in table: rat, available keys: rate, backward_share");
+        assert_eq!((table.problem, table.help), (slip.problem, slip.help));
+        let many = "unknown field `atention`, expected one of `a1`, `b2`, `c3`, `d4`, `e5`, `f6`, `g7`, `h8`, `attention`";
+        let said = of(many);
+        assert_eq!(said.problem, "unknown field `atention`");
+        assert!(
+            said.help.starts_with("did you mean `attention`?"),
+            "{}",
+            said.help
+        );
+        let far = of(&many.replace("atention", "x`, y"));
+        assert_eq!(far.problem, "unknown field `x`, y`");
+        assert!(far.help.contains("known are `a1`"), "{}", far.help);
+        let far = of(&many.replace("atention", "zzz"));
+        assert!(far.help.starts_with("known are `a1`, `b2`"), "{}", far.help);
+        let none = of("unknown field `x`, there are no fields");
+        assert_eq!(none.problem, "unknown field `x`");
+    }
+
+    #[test]
+    fn types_are_said_in_words() {
+        let problem = |message: &str, here: &str| said(message, here, "cluster").problem;
+        assert_eq!(
+            problem("invalid type: string \"x\", expected f64", "\"x\""),
+            "invalid type: string \"x\", expected a number"
+        );
+        assert_eq!(
+            problem("invalid value: integer `-1`, expected u32", "-1"),
+            "invalid value: integer `-1`, expected a whole number from 0 to 4294967295"
+        );
+        assert_eq!(
+            problem(
+                "invalid type: unit variant, expected struct variant",
+                "\"fused\""
+            ),
+            "`fused` alone, expected it with its figures: { fused = { .. } }"
+        );
+        assert_eq!(problem("missing field `rate`", ""), "missing field `rate`");
     }
 }

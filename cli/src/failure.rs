@@ -229,8 +229,11 @@ impl From<runtime::RuntimeError> for Failure {
             }
             _ => Exit::RunFailed,
         };
+        if let Data(e) = &e {
+            return with_data_help(Failure::new(exit, e), e);
+        }
         let help = match &e {
-            Data(e) => data_help(e),
+            Data(_) => None,
             Checkpoint { .. } => Some(CHECKPOINTS_ARE),
             OtherCheckpoint { .. } => Some(
                 "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew",
@@ -249,7 +252,19 @@ impl From<runtime::RuntimeError> for Failure {
     }
 }
 
-/// The way out of an error about data.
+/// Adds the way out of an error about data; of a missing file, the name of one that is like it.
+fn with_data_help(failure: Failure, e: &runtime::data::DataError) -> Failure {
+    match e {
+        runtime::data::DataError::Io { path, source, .. }
+            if source.kind() == std::io::ErrorKind::NotFound =>
+        {
+            failure.help(crate::files::missing_help(path))
+        }
+        _ => with(failure, data_help(e)),
+    }
+}
+
+/// What to do about an error of data but for a missing file.
 fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
     use runtime::data::DataError::*;
     match e {
@@ -280,6 +295,6 @@ impl From<runtime::data::DataError> for Failure {
             runtime::data::DataError::BadFraction(_) => Exit::Usage,
             _ => Exit::BadInput,
         };
-        with(Failure::new(exit, &e), data_help(&e))
+        with_data_help(Failure::new(exit, &e), &e)
     }
 }

@@ -69,7 +69,7 @@ fn made_by(what: &str) -> &'static str {
             "expected comma-separated values with a header; docs/published.md lists the columns"
         }
         _ => {
-            "a model is a Hugging Face config.json (gpt2 or llama) or its folder, or a graph in Meshwright's text form (docs/ir.md)"
+            "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)"
         }
     }
 }
@@ -88,30 +88,59 @@ pub fn missing_help(path: &Path) -> String {
         .flatten()
         .map(|e| e.file_name().to_string_lossy().into_owned())
         .collect();
-    match closest(&wanted, names.iter().map(String::as_str)) {
-        Some(name) => format!("did you mean `{}`?", folder.join(name).display()),
+    // Endings alone make no name like another.
+    let stem = |name: &str| {
+        name.rsplit_once('.')
+            .map_or(name, |(stem, _)| stem)
+            .to_string()
+    };
+    let like = |name: &&str| strsim::jaro_winkler(&stem(&wanted), &stem(name)) > LIKE;
+    match closest(&wanted, names.iter().map(String::as_str).filter(like)) {
+        Some(name) => format!("did you mean `{}`?", path.with_file_name(name).display()),
         None => "check the path".into(),
     }
 }
+
+/// Names that are more like each other than this may have been meant (Jaro and Winkler's measure).
+const LIKE: f64 = 0.8;
 
 /// The name most like `wanted`, if any is like it at all; ties go to the first in order.
 pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let mut all: Vec<(f64, &str)> = names
         .map(|n| (strsim::jaro_winkler(wanted, n), n))
-        .filter(|(s, _)| *s > 0.8)
+        .filter(|(s, _)| *s > LIKE)
         .collect();
     all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
     all.first().map(|(_, n)| *n)
 }
 
+/// What to do where nothing can be written into a folder.
+fn cannot_write(folder: &Path) -> String {
+    match folder.exists() {
+        true => "check the folder's permissions and the free space, or name another file".into(),
+        false => format!("make the folder {} first", folder.display()),
+    }
+}
+
+/// Why a file cannot be written, without the name of the temporary file that was tried.
+fn reason(e: &std::io::Error) -> String {
+    let text = e.to_string();
+    let end = text.find(" at path ").unwrap_or(text.len());
+    text[..end].to_string()
+}
+
 /// Writes a file whole or not at all: beside its place first, then renamed into it.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let error = |e: std::io::Error| {
         Failure::new(
             Exit::BadInput,
-            format!("{}: cannot write: {e}", path.display()),
+            format!("{}: cannot write: {}", path.display(), reason(&e)),
         )
-        .help("check the folder's permissions and the free space, or name another file")
+        .help(cannot_write(folder))
     };
     if path == Path::new("-") {
         let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
@@ -126,10 +155,6 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
             ),
         ));
     }
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     builder.prefix(".meshwright-");
     // As any new file, less the umask; temporary files are private otherwise.
@@ -179,11 +204,8 @@ pub fn check_writable(path: &Path) -> Result<(), Failure> {
         .tempfile_in(folder)
         .map(|_| ())
         .map_err(|e| {
-            Failure::new(
-                Exit::BadInput,
-                format!("{}: cannot write: {e}", path.display()),
-            )
-            .help(format!("make the folder {} first", folder.display()))
+            let what = format!("{}: cannot write: {}", path.display(), reason(&e));
+            Failure::new(Exit::BadInput, what).help(cannot_write(folder))
         })
 }
 

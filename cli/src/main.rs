@@ -23,6 +23,7 @@ mod report;
 mod train_spec;
 
 use args::{Cli, Verb};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches};
 use failure::{Exit, Failure};
 use std::io::{IsTerminal, Write};
@@ -40,7 +41,10 @@ fn main() -> ExitCode {
         .and_then(|m| Cli::from_arg_matches(&m))
     {
         Ok(cli) => cli,
-        Err(e) => e.exit(),
+        Err(mut e) => {
+            add_tip(&mut e);
+            e.exit()
+        }
     };
     set_error_style();
     // A panic on the way is reported by the hook; its exit code is ours.
@@ -79,6 +83,38 @@ fn command_line() -> clap::Command {
     verbs.into_iter().fold(Cli::command(), |all, verb| {
         all.mut_subcommand(verb, |verb| verb.mut_args(takes_number))
     })
+}
+
+/// A tip for slips of the command line that clap has no good word for: no cluster, and a flag of
+/// another verb.
+fn add_tip(e: &mut clap::Error) {
+    let given: Vec<String> = match e.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(arg)) => vec![arg.clone()],
+        Some(ContextValue::Strings(args)) => args.clone(),
+        _ => return,
+    };
+    let tip = match e.kind() {
+        ErrorKind::MissingRequiredArgument if given.iter().any(|a| a.starts_with("--cluster")) => {
+            "name a preset, as in `--cluster dgx-h100` (`meshwright presets` lists them), or measure this machine with `meshwright calibrate` and use `--cluster cluster.toml`".to_string()
+        }
+        ErrorKind::UnknownArgument => {
+            let name = given.first().and_then(|a| a.strip_prefix("--"));
+            let name = name.map(|a| a.split('=').next().unwrap_or(a)).unwrap_or_default();
+            let command = Cli::command();
+            let has = |verb: &&clap::Command| verb.get_arguments().any(|a| a.get_long() == Some(name));
+            let verbs = command.get_subcommands().filter(has);
+            let verbs: Vec<String> = verbs.map(|v| format!("`meshwright {}`", v.get_name())).collect();
+            match verbs.is_empty() {
+                true => return,
+                false => format!("--{name} is a flag of {}", verbs.join(" and ")),
+            }
+        }
+        _ => return,
+    };
+    e.insert(
+        ContextKind::Suggested,
+        ContextValue::StyledStrs(vec![tip.into()]),
+    );
 }
 
 fn dispatch(verb: Verb) -> Result<(), Failure> {

@@ -16,9 +16,12 @@ pub enum Model {
     Graph(Box<Graph>),
 }
 
+/// What MODEL takes.
+const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+
 /// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
-    let file = config_path(path);
+    let file = config_path(path)?;
     let text = files::read_text(&file, "model", files::LARGE)?;
     let name = file.display().to_string();
     if text.trim_start().starts_with(['{', '[', '"'])
@@ -27,8 +30,12 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
         return Ok(Model::Config(Box::new(parse_config(&name, &text)?)));
     }
     let graph = ir::text::parse(&text).map_err(|e| {
-        let failure = Failure::new(Exit::BadInput, format!("{name}:{}:{}: {}", e.line, e.column, e.message)).place(&name, &text, e.start, e.len, "here");
-        failure.help(e.help.unwrap_or_else(|| "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe), or a graph in Meshwright's text form (docs/ir.md)".into()))
+        let failure = Failure::new(
+            Exit::BadInput,
+            format!("{name}:{}:{}: {}", e.line, e.column, e.message),
+        )
+        .place(&name, &text, e.start, e.len, "here");
+        failure.help(e.help.unwrap_or_else(|| MODELS_ARE.into()))
     })?;
     let broken = ir::verify::verify(&graph);
     if broken.is_empty() {
@@ -60,17 +67,38 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
 
 /// The configuration at `path`, a file or its folder.
 pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
-    let file = config_path(path);
+    let file = config_path(path)?;
     let text = files::read_text(&file, "model configuration", files::SMALL)?;
     parse_config(&file.display().to_string(), &text)
 }
 
-fn config_path(path: &Path) -> PathBuf {
-    if path.is_dir() {
-        path.join("config.json")
-    } else {
-        path.to_path_buf()
+/// Models that are named where a folder has none itself.
+const MODELS_NAMED: usize = 8;
+
+/// The file that `path` means: itself, or the `config.json` of a folder. A folder without one is
+/// refused with the models in it, if there are any.
+fn config_path(path: &Path) -> Result<PathBuf, Failure> {
+    if !path.is_dir() {
+        return Ok(path.to_path_buf());
     }
+    let config = path.join("config.json");
+    if config.exists() {
+        return Ok(config);
+    }
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let models = entries
+        .map(|e| e.path())
+        .filter(|p| p.join("config.json").is_file());
+    let mut models: Vec<String> = models.map(|p| p.display().to_string()).collect();
+    models.sort();
+    models.truncate(MODELS_NAMED);
+    let what = format!("{}: the folder has no config.json", path.display());
+    Err(
+        Failure::new(Exit::BadInput, what).help(match models.is_empty() {
+            true => MODELS_ARE.to_string(),
+            false => format!("it has folders of models: {}", models.join(", ")),
+        }),
+    )
 }
 
 fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
@@ -80,7 +108,7 @@ fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
             _ => None,
         };
         let help = match &e {
-            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2 or llama; examples are in models/",
+            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2, llama, mixtral or qwen3_moe; examples are in models/",
             ImportError::UnknownField { .. } => "remove the field if it does not change the mathematics of training",
             _ => "examples are in models/",
         };
@@ -151,7 +179,9 @@ impl Model {
 /// A failure that names the flag which sets the option.
 fn option_failure(e: ImportError) -> Failure {
     let help = match &e {
-        ImportError::Option { option, .. } => Some(format!("set --{option}")),
+        ImportError::Option { option, .. } => {
+            Some(format!("set --{option} to another value, or leave it out"))
+        }
         _ => None,
     };
     match help {

@@ -313,15 +313,100 @@ fn clusters() {
     }
 }
 
+/// A `software` section with all that it has to say; `ATTENTION` stands for its attention.
+const SOFTWARE: &str = "\n[software]\nname = \"graphs\"\nattention = ATTENTION\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\n";
+
+/// The CPU cluster with such a section and more keys of it.
+fn with_software(attention: &str, keys: &str) -> String {
+    let text =
+        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
+    format!("{text}{}{keys}\n", SOFTWARE.replace("ATTENTION", attention))
+}
+
+/// Misspelt keys of a section with thirty of them get the nearest, not all.
+#[test]
+fn slips_in_the_software_section_get_a_suggestion() {
+    let place = Place::new();
+    let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+    let said = |attention: &str, keys: &str, words: &[&str]| {
+        place.write("cluster.toml", with_software(attention, keys).as_bytes());
+        let done = place.refuses(&args, &[3]).says(words);
+        assert!(!done.err.contains("Attention"), "{}", done.err);
+        done.err
+    };
+    let fused = "{ fused = { rate = 1.0 } }";
+    let err = said(
+        fused,
+        "overlaped_dispatch = true",
+        &[
+            "unknown field `overlaped_dispatch`",
+            "did you mean `overlapped_dispatch`",
+            "cluster.toml:",
+        ],
+    );
+    assert!(!err.contains("kept_casts"), "all keys are listed: {err}");
+    said(fused, "zzz = 1", &["unknown field `zzz`", "`kept_casts`"]);
+    said("\"fused\"", "", &["`fused` alone", "{ fused = { .. } }"]);
+    said("{ fuse = { rate = 1.0 } }", "", &["did you mean `fused`"]);
+    said("{ fused = { rat = 1.0 } }", "", &["did you mean `rate`"]);
+    said("3", "", &["expected a name or a table"]);
+    let number = "{ fused = { rate = \"1\" } }";
+    said(number, "", &["string \"1\", expected a number"]);
+}
+
+/// What is said of axes that a plan does not have applies to nothing, unseen.
+#[test]
+fn software_that_speaks_of_axes_no_plan_has() {
+    let place = Place::new();
+    let compile = |axes: &str, pin: &str| {
+        let file = with_software("{ fused = { rate = 1.0 } }", axes);
+        place.write("cluster.toml", file.as_bytes());
+        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+        let more = ["--global-batch", "4", "--pin", pin];
+        place.run(&[&args[..], &more[..]].concat()).expect(0).err
+    };
+    // Without pins of degrees the search names its axes x and y.
+    let said = compile("blocking_axes = [\"data\", \"tensor\"]", "pipeline=1");
+    assert!(
+        said.contains("`software` speaks of the axes data, tensor")
+            && said.contains("--pin data=2"),
+        "{said}"
+    );
+    assert_eq!(compile("blocking_axes = [\"x\", \"y\"]", "pipeline=1"), "");
+    assert_eq!(compile("blocking_axes = [\"data\"]", "data=4"), "");
+    // A plan whose axes have names of their own may lack the one that is spoken of.
+    assert_eq!(compile("blocking_axes = [\"tensor\"]", "data=4"), "");
+}
+
+/// Bandwidths in GB/s and times in microseconds make plans that nobody wants.
+#[test]
+fn figures_in_other_units_are_warned_of() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let compile = |from: &str, to: &str| {
+        let edited = text.replacen(from, to, 1);
+        place.write("cluster.toml", edited.as_bytes());
+        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+        place.run(&args).expect(0).err
+    };
+    assert_eq!(compile("", ""), "");
+    let said = compile("launch_s = 0.000004", "launch_s = 4.0");
+    assert!(said.contains("device.launch_s = 4:"), "{said}");
+    let bandwidth = "bandwidth_bytes_per_s = 450000000000.0";
+    let said = compile(bandwidth, "bandwidth_bytes_per_s = 450.0");
+    assert!(
+        said.contains("levels[0].bandwidth_bytes_per_s = 450:"),
+        "{said}"
+    );
+}
+
 /// Graphs that launch nothing of the model are said to, with what there is.
 #[test]
 fn captured_names_that_no_op_has() {
     let place = Place::new();
-    let text =
-        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
-    let software = "\n[software]\nname = \"graphs\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\n";
     let compile = |captured: &str| {
-        let file = format!("{text}{software}captured = {captured}\n");
+        let keys = format!("captured = {captured}");
+        let file = with_software("{ fused = { rate = 1.0 } }", &keys);
         place.write("cluster.toml", file.as_bytes());
         let args = ["--cluster", "cluster.toml", "--global-batch", "4"];
         let all = [&["compile", "config.json", "--pin", "data=4"][..], &args];
@@ -348,6 +433,27 @@ fn plans() {
     };
     broken_ways(&place, &kind);
     scalars_replaced(&place, &kind, &[3, 5], 7);
+}
+
+/// Plans, runs and clusters are told from each other where one is given for another.
+#[test]
+fn documents_of_another_kind_are_called_what_they_are() {
+    let place = Place::with_plan();
+    let presets = place.run(&["presets", "--json"]).expect(0).json();
+    place.write("cluster.json", presets[0]["cluster"].to_string().as_bytes());
+    for verb in ["inspect", "check", "simulate"] {
+        let said = ["this is a cluster; expected a plan"];
+        place.refuses(&[verb, "cluster.json"], &[3]).says(&said);
+    }
+    let args = ["compile", "config.json", "--cluster", "plan.json"];
+    let said = ["this is a plan; expected a cluster"];
+    place
+        .refuses(&[&args[..], &["-o", "p.json"]].concat(), &[3])
+        .says(&said);
+    let args = ["compare", "plan.json", "plan.json"];
+    place
+        .refuses(&args, &[3])
+        .says(&["this is a plan; expected a run"]);
 }
 
 #[test]
@@ -405,6 +511,7 @@ fn data() {
         place.refuses(&args, &[3])
     };
     run("none.txt", &[]).says(&["none.txt"]);
+    run("texts.txt", &[]).says(&["texts.txt", "did you mean `text.txt`?"]);
     std::fs::create_dir(place.path("folder")).unwrap();
     run("folder", &[]).says(&["folder", "not a regular file"]);
     place.write("empty.txt", b"");
@@ -734,16 +841,48 @@ fn tables_of_runs() {
     let with = |name: &str, value: &str| {
         let mut lines = RUNS.lines();
         let (header, row) = (lines.next().unwrap(), lines.next().unwrap());
-        format!("{header},{name}\n{row},{value}\n").replace("micro_batch", "mbs")
+        format!("{header},{name}\n{row},{value}\n").replace("micro_batch", "weather")
     };
-    place.write("rows.csv", with("micro_bacth", "2").as_bytes());
-    place
-        .refuses(&args, &[3])
-        .says(&["`micro_bacth` (`micro_batch`?)", "docs/published.md"]);
-    place.write("rows.csv", with("note", "x").as_bytes());
+    for (name, column) in [
+        ("micro_bacth", "micro_batch"),
+        ("mbs", "micro_batch"),
+        ("note", "notes"),
+        ("vp", "vpp"),
+    ] {
+        place.write("rows.csv", with(name, "2").as_bytes());
+        let said = format!("`{name}` (did you mean `{column}`?)");
+        let said = [said.as_str(), "docs/published.md"];
+        place.refuses(&args, &[3]).says(&said);
+    }
+    // So is another word for a column.
+    let renamed = RUNS.replace("zero_stage", "zero");
+    place.write(
+        "rows.csv",
+        renamed.replace("recompute", "recomputation").as_bytes(),
+    );
+    place.refuses(&args, &[3]).says(&[
+        "`zero` (did you mean `zero_stage`?)",
+        "`recomputation` (did you mean `recompute`?)",
+    ]);
+    place.write("rows.csv", with("seed", "x").as_bytes());
     let done = place.run(&args).expect(0);
-    let said = "warning: rows.csv: columns that are not read: `note` (`notes`?), `mbs`";
+    let said = "note: rows.csv: columns that are not read: `weather`, `seed`";
     assert_eq!(done.err.trim(), said);
+    // What is not known is answered with what is.
+    place.write(
+        "rows.csv",
+        RUNS.replace("A100-80GB-SXM4", "P100").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["the device `P100`; known are", "V100, A100"]);
+    place.write(
+        "rows.csv",
+        RUNS.replace("NVLink3+NVSwitch", "PCIe").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["the interconnect `PCIe`; known are", "NVLink4"]);
     // Columns of published tables are known, though nothing reads them.
     place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
     assert_eq!(place.run(&args).expect(0).err, "");

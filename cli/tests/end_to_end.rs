@@ -126,7 +126,14 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
             compared.out
         );
     }
-    // This cluster was not measured: there is nothing to refine.
+    // This cluster was not measured: there is nothing to refine, and that is said.
+    assert!(
+        compared
+            .out
+            .contains("not measured here. Next: `meshwright calibrate"),
+        "{}",
+        compared.out
+    );
     let args = [
         "compare",
         "plan.json",
@@ -752,6 +759,53 @@ fn a_plan_for_gpus_runs_here_with_a_warning_and_is_not_compared() {
     let json = json.expect(0).json();
     assert!(json["different_devices"].is_null());
     assert!(json["comparison"]["step_time_s"]["ratio"].is_number());
+}
+
+/// What a plan in words explains: why stages are interleaved, which share a mesh, what the gap
+/// and the simulated time are to the objective, and whose software is predicted.
+#[test]
+fn a_plan_explains_itself() {
+    let place = Place::new();
+    let compile = |cluster: &str, pins: &str| {
+        let args = ["compile", "config.json", "--cluster", cluster];
+        let more = ["--global-batch", "8", "--pin", pins];
+        place.run(&[&args[..], &more[..]].concat()).expect(0);
+        let inspected = place.run(&["inspect", "plan.json"]).expect(0).out;
+        (
+            inspected,
+            place.run(&["simulate", "plan.json"]).expect(0).out,
+        )
+    };
+    // Two meshes, two stages on each, eight microbatches of one sample.
+    let (said, _) = compile("cpu-default", "pipeline=2 virtual=2 microbatch=1");
+    for words in [
+        "waits for 1 / (2 x 8 + 1) = 5.9% of the step",
+        "with one stage on each mesh, for 1 / (8 + 1) = 11.1%",
+        "shared by stages 0+2",
+        "shared by stages 1+3",
+        "(0+2 are stages of one mesh",
+        "a microbatch",
+        "a step",
+        "a rank",
+        "  gap: ",
+        "  simulated: ",
+    ] {
+        assert!(said.contains(words), "`{words}` is not in:\n{said}");
+    }
+    let (said, played) = compile("cpu-default", "pipeline=2");
+    for word in ["Interleaved", "shared by", "Software"] {
+        assert!(!said.contains(word), "`{word}` is in:\n{said}");
+    }
+    assert!(!played.contains("Software"), "{played}");
+    let cluster = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let software = "\n[software]\nname = \"a framework\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = true\ncaptured = [\"attn\"]\n";
+    place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
+    let (said, played) = compile("cluster.toml", "data=8");
+    let line = "Software: predicted as executed by a framework: fused attention, gradients reduced beside the backward pass, CUDA graphs launch attn\n";
+    assert!(said.contains(line), "{said}");
+    assert!(played.contains(line), "{played}");
+    let json = place.run(&["inspect", "plan.json", "--json"]).expect(0);
+    assert_eq!(json.json()["software"], "a framework");
 }
 
 /// What a framework's process holds is an estimate: it is said, and the plan is correct.

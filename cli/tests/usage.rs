@@ -42,13 +42,23 @@ fn what_makes_no_sense_is_a_usage_error() {
         place.refuses(&args, &[2])
     };
     place.refuses(&["compilate"], &[2]);
-    place
-        .refuses(&["compile", "config.json"], &[2])
-        .says(&["--cluster"]);
+    place.refuses(&["compile", "config.json"], &[2]).says(&[
+        "--cluster",
+        "meshwright presets",
+        "meshwright calibrate",
+    ]);
+    // A flag of another verb is said to be one.
+    compile(&["--lr", "1"]).says(&["--lr is a flag of `meshwright run`"]);
+    compile(&["--nonsense"]).says(&["unexpected argument '--nonsense'"]);
     compile(&["--pin", "data"]).says(&["pin `data`", "key=value"]);
     compile(&["--pin", "datum=2"]).says(&["unknown key `datum`"]);
-    compile(&["--pin", "zero=4"]).says(&["not a ZeRO level"]);
-    compile(&["--pin", "spec:h.0.x=oops"]).says(&["not a spec"]);
+    compile(&["--pin", "pipelin=2"]).says(&["did you mean `pipeline`?", "virtual=N"]);
+    compile(&["--pin", "tp=2"]).says(&["did you mean `tensor`?"]);
+    compile(&["--pin", "virtual=2"]).says(&["virtual=2", "pipeline=2 or more"]);
+    compile(&["--pin", "virtual=x"]).says(&["not a degree", "needs pipeline"]);
+    let level = compile(&["--pin", "zero=4"]).says(&["not a ZeRO level", "zero=0..3"]);
+    assert!(!level.err.contains("tensor=N"), "{}", level.err);
+    compile(&["--pin", "spec:h.0.x=oops"]).says(&["not a spec", "spec:TENSOR=[axes,...]"]);
     // Pins that do not fit the model or the cluster say what would.
     compile(&["--pin", "spec:h.0.mlp.fc.weight=[_,z]"])
         .says(&["no axis `z`", "its axes are x and y"]);
@@ -79,7 +89,7 @@ fn what_makes_no_sense_is_a_usage_error() {
     compile(&["--optimizer", "sgd", "--beta1", "0.9"]).says(&["--beta1 has no meaning"]);
     compile(&["--precision", "f64"]);
     compile(&["--hosts", "0"]);
-    compile(&["--hosts", "2"]).says(&["--hosts 2", "no link joins"]);
+    compile(&["--hosts", "2"]).says(&["--hosts 2", "no link joins", "--ranks"]);
     compile(&["--ranks", "4000000000"]).says(&["--ranks 4000000000"]);
     compile(&["--ranks", "5000"]).says(&["--ranks 5000", "1024 at most"]);
     compile(&["-o", "-"]).says(&["`-` is no file", "./-"]);
@@ -146,7 +156,33 @@ fn misspelt_names_get_a_suggestion() {
         .says(&["meshwright calibrate"]);
     place
         .refuses(&["compile", "confg.json", "--cluster", "cpu-default"], &[3])
-        .says(&["did you mean", "config.json"]);
+        .says(&["did you mean `config.json`"]);
+    let cluster = |name: &str| {
+        let args = ["compile", "config.json", "--cluster", name];
+        place.refuses(&args, &[3])
+    };
+    cluster("h100-sx*8+nvlink4").says(&["no device `h100-sx`", "did you mean `h100-sxm`?"]);
+    cluster("h100-sxm*8+nvlnk4").says(&["no link `nvlnk4`", "did you mean `nvlink4`?"]);
+    cluster("h100-sxm*8").says(&["DEVICE*COUNT+LINK"]);
+    // An ending alone is no likeness.
+    let far = cluster("config.toml").says(&["did you mean `config.json`?"]);
+    assert!(!far.err.contains("text.txt"), "{}", far.err);
+    place.write("s_ok.toml", b"");
+    let far = cluster("foo.toml").says(&["check the path"]);
+    assert!(!far.err.contains("s_ok"), "{}", far.err);
+}
+
+/// A folder is a model when it has a config.json; else it says which folders in it are.
+#[test]
+fn a_folder_without_a_model_names_those_in_it() {
+    let place = Place::new();
+    std::fs::create_dir_all(place.path("models/small")).unwrap();
+    let args = ["compile", "models", "--cluster", "cpu-default"];
+    place
+        .refuses(&args, &[3])
+        .says(&["models: the folder has no config.json", "config.json (gpt2"]);
+    place.write("models/small/config.json", support::CONFIG.as_bytes());
+    place.refuses(&args, &[3]).says(&["models/small"]);
 }
 
 #[test]

@@ -628,6 +628,11 @@ fn errors_name_place_and_reason() {
             "4:6: op `cast` needs attributes",
         ),
         (
+            "%1, %2 = attention {dropout: 0.0, scale: 1.0, order: zigzag} %0, %0, %0 : f32[4,4], f32[4] @ x F microbatch layer 0",
+            "attention {dropout: 0.0, scale: 1.0, order: zigzag}",
+            "4:10: attributes of `attention`: a name stands alone that needs figures",
+        ),
+        (
             "%1 = layout {a: 1} %0 : f32[4,4] @ x F microbatch layer 0",
             "layout {a: 1}",
             "4:6: op `layout` has no attributes",

@@ -1,6 +1,7 @@
 //! Which columns a table of runs may have: those that a plan is made of, those that say which
 //! run it was, and those that are only known. A column that is none of these is not read, so one
-//! that is nearly the name of one that is read is named: its cells would go missing unseen.
+//! that is nearly the name of one that is read, or another word for it, is refused: its cells
+//! would go missing unseen.
 
 /// Columns without which no row can be modelled.
 pub const REQUIRED_COLUMNS: [&str; 13] = [
@@ -55,13 +56,64 @@ const KNOWN: [&str; 12] = [
     "split",
 ];
 
-/// Columns of a table that are not read though they may have been meant to be.
+/// Other words for columns: flags of frameworks, keys of configurations, our pins.
+const SYNONYMS: [(&str, &str); 45] = [
+    ("gpus", "gpus_total"),
+    ("num_gpus", "gpus_total"),
+    ("world_size", "gpus_total"),
+    ("gpus_per_host", "gpus_per_node"),
+    ("num_layers", "layers"),
+    ("n_layers", "layers"),
+    ("num_hidden_layers", "layers"),
+    ("hidden_size", "hidden"),
+    ("d_model", "hidden"),
+    ("ffn", "ffn_hidden"),
+    ("ffn_hidden_size", "ffn_hidden"),
+    ("intermediate_size", "ffn_hidden"),
+    ("vocab_size", "vocab"),
+    ("sequence", "seq_len"),
+    ("sequence_length", "seq_len"),
+    ("seq_length", "seq_len"),
+    ("gbs", "global_batch"),
+    ("global_batch_size", "global_batch"),
+    ("dtype", "precision"),
+    ("num_heads", "heads"),
+    ("n_heads", "heads"),
+    ("num_attention_heads", "heads"),
+    ("query_groups", "kv_heads"),
+    ("num_query_groups", "kv_heads"),
+    ("num_key_value_heads", "kv_heads"),
+    ("mbs", "micro_batch"),
+    ("micro_batch_size", "micro_batch"),
+    ("tensor", "tp"),
+    ("tensor_parallel", "tp"),
+    ("pipeline", "pp"),
+    ("pipeline_parallel", "pp"),
+    ("vp", "vpp"),
+    ("virtual", "vpp"),
+    ("virtual_pipeline", "vpp"),
+    ("context", "cp"),
+    ("context_parallel", "cp"),
+    ("expert", "ep"),
+    ("expert_parallel", "ep"),
+    ("data_parallel", "dp"),
+    ("sp", "sequence_parallel"),
+    ("zero", "zero_stage"),
+    ("zero_level", "zero_stage"),
+    ("recomputation", "recompute"),
+    ("activation_checkpointing", "recompute"),
+    ("checkpointing", "recompute"),
+];
+
+/// Words that are one slip from a column and mean something else.
+const OTHER_WORDS: [&str; 4] = ["data", "rate", "mode", "nodes"];
+
+/// Columns of a table that are not read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unread {
-    /// Names with a column of plans that each nearly is, and that the table lacks.
+    /// Names with the column that each nearly is, or is another word for, and that the table
+    /// lacks.
     pub misspelt: Vec<(String, &'static str)>,
-    /// The same of columns that only name a row.
-    pub perhaps: Vec<(String, &'static str)>,
     /// All others that are not known.
     pub unknown: Vec<String>,
 }
@@ -70,36 +122,46 @@ pub struct Unread {
 pub fn unread(header: &[String]) -> Unread {
     let mut unread = Unread::default();
     let has = |column: &str| header.iter().any(|h| h == column);
-    let plan = REQUIRED_COLUMNS.iter().chain(&OPTIONAL).copied();
+    let read = REQUIRED_COLUMNS.iter().chain(&OPTIONAL).chain(&NAMING);
     for name in header {
-        let is_known = plan.clone().chain(NAMING).chain(KNOWN).any(|k| k == name);
+        let is_known = read.clone().chain(&KNOWN).any(|k| k == name);
         // Tools that write an index of the rows give it no name.
         if is_known || name.is_empty() || name.starts_with("derived_") {
             continue;
         }
-        let absent = |column: &&str| !has(column) && is_nearly(name, column);
-        if let Some(column) = plan.clone().find(absent) {
-            unread.misspelt.push((name.clone(), column));
-        } else if let Some(column) = NAMING.into_iter().find(absent) {
-            unread.perhaps.push((name.clone(), column));
-        } else {
-            unread.unknown.push(name.clone());
+        let lacks = |column: &&str| !has(column);
+        let nearly = |column: &&str| is_nearly(name, column);
+        let meant = read.clone().copied().filter(lacks).find(nearly);
+        match meant.or_else(|| synonym(name).filter(lacks)) {
+            Some(column) if !OTHER_WORDS.contains(&plain(name).as_str()) => {
+                unread.misspelt.push((name.clone(), column));
+            }
+            _ => unread.unknown.push(name.clone()),
         }
     }
     unread
 }
 
+/// The column that a name is another word for.
+fn synonym(name: &str) -> Option<&'static str> {
+    let name = plain(name);
+    let found = SYNONYMS.iter().find(|(word, _)| *word == name);
+    found.map(|(_, column)| *column)
+}
+
+/// A name without capitals, blanks and hyphens.
+fn plain(name: &str) -> String {
+    let letter = |c: char| match c {
+        ' ' | '-' | '.' => '_',
+        c => c.to_ascii_lowercase(),
+    };
+    name.trim().chars().map(letter).collect()
+}
+
 /// Whether a name is a column's but for capitals, blanks and hyphens, or but for one slip in four
 /// letters and two in nine. Among names of two and three letters everything is one slip away.
 fn is_nearly(name: &str, column: &str) -> bool {
-    let plain: String = name
-        .trim()
-        .chars()
-        .map(|c| match c {
-            ' ' | '-' | '.' => '_',
-            c => c.to_ascii_lowercase(),
-        })
-        .collect();
+    let plain = plain(name);
     let squeezed = |text: &str| text.replace('_', "");
     let slips = match column.len() {
         0..=3 => 0,
@@ -161,20 +223,40 @@ mod tests {
         ] {
             assert_eq!(misspelt(name), column, "{name}");
         }
+        // Other words for a column.
+        for (name, column) in [
+            ("recomputation", "recompute"),
+            ("zero", "zero_stage"),
+            ("vp", "vpp"),
+            ("Global-Batch-Size", "global_batch"),
+            ("note", "notes"),
+            ("soruce", "source"),
+        ] {
+            assert_eq!(misspelt(name), column, "{name}");
+        }
         // Everything is near to two letters; what is far is another column.
-        for name in ["sp", "op", "vp", "batch", "learning_rate", "seed", ""] {
+        for name in ["op", "batch", "learning_rate", "seed", "nodes", "data", ""] {
             assert_eq!(of(name).misspelt, [], "{name}");
         }
-        // A table that has the column may have one like it.
-        assert_eq!(of("micro_batch,micro_batch2").unknown, ["micro_batch2"]);
+        // A table that has the column may have one like it, or another word for it.
+        let both = of("micro_batch,micro_batch2,mbs");
         assert_eq!(
-            of("data,soruce,lr"),
-            Unread {
-                misspelt: Vec::new(),
-                perhaps: vec![("data".into(), "date"), ("soruce".into(), "source")],
-                unknown: vec!["lr".into()],
-            }
+            (both.misspelt, both.unknown),
+            (Vec::new(), vec!["micro_batch2".into(), "mbs".into()])
         );
+    }
+
+    /// A word that is no word for what the table may have, and one that is a column itself, would
+    /// never be said.
+    #[test]
+    fn other_words_are_for_columns_that_are_read() {
+        let read: Vec<&str> = REQUIRED_COLUMNS.into_iter().chain(OPTIONAL).collect();
+        let all: Vec<&str> = read.iter().copied().chain(NAMING).chain(KNOWN).collect();
+        for (word, column) in SYNONYMS {
+            assert!(read.contains(&column), "{column}");
+            assert!(!all.contains(&word), "{word}");
+            assert_eq!(plain(word), word);
+        }
     }
 
     #[test]

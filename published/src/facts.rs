@@ -10,7 +10,7 @@ use crate::row::Row;
 use ir::DType;
 use ir::software::{AttentionKernel, Scaling, Software};
 use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// All data files.
 #[derive(Clone, Debug)]
@@ -580,7 +580,15 @@ impl Facts {
         self.devices
             .iter()
             .find(|d| gpu.starts_with(&d.gpu))
-            .ok_or_else(|| Unmodelled::Feature(format!("the device {gpu}")))
+            .ok_or_else(|| {
+                let all = || self.devices.iter().map(|d| d.gpu.as_str());
+                let is_shortest = |gpu: &&str| !all().any(|g| g != *gpu && gpu.starts_with(g));
+                let known: Vec<&str> = all().filter(is_shortest).collect();
+                Unmodelled::Feature(format!(
+                    "the device `{gpu}`; known are names that begin with {}",
+                    known.join(", ")
+                ))
+            })
     }
 
     /// The links of a row.
@@ -589,7 +597,15 @@ impl Facts {
         self.interconnects
             .iter()
             .find(|i| text.contains(&i.text))
-            .ok_or_else(|| Unmodelled::Feature(format!("the interconnect `{text}`")))
+            .ok_or_else(|| {
+                let short = |i: &&Interconnect| !i.text.contains([' ', ';']);
+                let known = self.interconnects.iter().filter(short);
+                let known: Vec<&str> = known.map(|i| i.text.as_str()).collect();
+                Unmodelled::Feature(format!(
+                    "the interconnect `{text}`; known are texts with {}, or another one of published/data/interconnects.toml",
+                    known.join(", ")
+                ))
+            })
     }
 
     /// The generation of a row's framework, with its name.
@@ -608,11 +624,14 @@ impl Facts {
                 && f.gpus_at_least.is_none_or(|n| gpus >= n)
                 && f.source_contains.as_ref().is_none_or(contains)
         };
-        let fact = self
-            .frameworks
-            .iter()
-            .find(matches)
-            .ok_or_else(|| Unmodelled::Feature(format!("the framework `{name}`")))?;
+        let fact = self.frameworks.iter().find(matches).ok_or_else(|| {
+            let known: BTreeSet<&str> = self.frameworks.iter().map(|f| f.name.as_str()).collect();
+            let known: Vec<&str> = known.into_iter().collect();
+            Unmodelled::Feature(format!(
+                "the framework `{name}`; known are {}",
+                known.join(", ")
+            ))
+        })?;
         Ok((&fact.generation, &self.generations[&fact.generation]))
     }
 }
@@ -670,6 +689,28 @@ mod tests {
                 assert!(known, "`{}`: there is no {name}", p.name);
             }
         }
+    }
+
+    #[test]
+    fn what_is_known_is_said_of_cells_that_are_not() {
+        let facts = Facts::built_in();
+        let text = "gpu,interconnect,framework\nP100,PCIe,Caffe\n";
+        let row = crate::row::rows(&crate::csv::parse(text).unwrap()).remove(0);
+        let said = facts.device(&row).unwrap_err().to_string();
+        assert!(
+            said.starts_with(
+                "not supported: the device `P100`; known are names that begin with V100, A100, H100"
+            ),
+            "{said}"
+        );
+        // What begins with a shorter name need not be listed.
+        assert!(!said.contains("V100-32GB"), "{said}");
+        let said = facts.interconnect(&row).unwrap_err().to_string();
+        assert!(said.contains("`PCIe`; known are texts with"), "{said}");
+        assert!(said.contains(", NVLink4, "), "{said}");
+        let said = facts.generation(&row).unwrap_err().to_string();
+        assert!(said.contains("`Caffe`; known are "), "{said}");
+        assert!(said.contains(", Megatron-LM, "), "{said}");
     }
 
     #[test]

@@ -41,13 +41,14 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         }));
     }
     report::out(&format!(
-        "{name}: correct. {stages} stage{} on {}{ranks} ranks, {instructions} instructions, {buffers} buffers, {} transfers:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
-        if stages == 1 { "" } else { "s" },
+        "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
+        report::counted(stages as u64, "stage"),
         match meshes == stages {
             true => String::new(),
             false => format!("{meshes} meshes of "),
         },
-        program.transfers.len()
+        report::counted(ranks, "rank"),
+        report::counted(program.transfers.len() as u64, "transfer")
     ))?;
     beyond.map_or(Ok(()), |words| report::out(&format!("Note: {words}.")))
 }

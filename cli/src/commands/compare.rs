@@ -51,11 +51,46 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
             "plan_hash": loaded.hash,
             "different_devices": different,
             "comparison": comparison,
+            "next": next(args, &loaded, &comparison),
             "recalibrated": refined,
         }));
     }
     print_words(&loaded, measured, &comparison, different.as_deref())?;
+    if let Some(words) = next(args, &loaded, &comparison) {
+        report::out(&format!("\n{words}"))?;
+    }
     refined.map_or(Ok(()), |r| r.print())
+}
+
+/// A prediction that is off by this share calls for figures of the cluster that are measured
+/// again.
+const FAR_OFF: f64 = 0.2;
+
+/// What makes predictions better, where there is something: a cluster that was not measured, or
+/// one whose prediction is far off.
+fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
+    // Without a ratio the two sides are of different devices, which is said at the top.
+    let off = c.step_time_s.ratio? - 1.0;
+    let cluster = &loaded.plan.cluster;
+    if args.recalibrate.is_some() {
+        return None;
+    }
+    if cluster.measured.is_empty() {
+        return Some(format!(
+            "The figures of {} were not measured here. Next: `meshwright calibrate -o cluster.toml` measures this machine; compile with --cluster cluster.toml.",
+            cluster.name
+        ));
+    }
+    let runs: Vec<String> = args.run.iter().map(|r| r.display().to_string()).collect();
+    (off.abs() > FAR_OFF).then(|| {
+        format!(
+            "The step was predicted {} too {}. Next: `meshwright compare {} {} --recalibrate refined.toml` fits the cluster's figures to the run; `meshwright calibrate` measures again, on a machine that does nothing else.",
+            report::percent(off.abs()),
+            if off > 0.0 { "long" } else { "short" },
+            args.plan.display(),
+            runs.join(" ")
+        )
+    })
 }
 
 /// That the plan and the run are of different devices, in words, and what to do about it.
@@ -128,8 +163,8 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     }
     if m.stages.len() != loaded.program.roles.len() {
         return bad(format!(
-            "has {} stages, the plan has {}",
-            m.stages.len(),
+            "has {}, the plan has {}",
+            report::counted(m.stages.len() as u64, "stage"),
             loaded.program.roles.len()
         ));
     }
@@ -181,11 +216,11 @@ fn print_words(
         report::out(&format!("{words}\n"))?;
     }
     report::out(&format!(
-        "{} on {} ranks of {}: {} steps measured\n",
+        "{} on {} of {}: {} measured\n",
         plan.name,
-        measured.n_ranks,
+        report::counted(measured.n_ranks, "rank"),
         plan.cluster.name,
-        measured.steps.len()
+        report::counted(measured.steps.len() as u64, "step")
     ))?;
     let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
@@ -193,7 +228,7 @@ fn print_words(
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
-    if c.hfu.predicted > c.mfu.predicted {
+    if !report::plan::hfu(c.mfu.predicted, c.hfu.predicted).is_empty() {
         rows.insert(3, row("HFU", c.hfu, &report::percent));
     }
     if different.is_some() {

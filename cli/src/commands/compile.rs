@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 /// Runs the verb.
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(|e| {
-        Failure::new(Exit::Usage, e).help("pins are data=N, expert=N, context=N, context_order=zigzag|natural, tensor=N, pipeline=N, split=5/4/5 (layers of every stage, embedding and output layer included), virtual=N, zero=0..3, microbatch=N (samples over all ranks of a stage), schedule=gpipe|1f1b, recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...] with _ for a whole dim")
+        let help = pin_help(&e.pin);
+        Failure::new(Exit::Usage, e).help(help)
     })?;
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
@@ -22,6 +23,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let inputs = [Path::new(&args.model), Path::new(&args.cluster)];
     files::check_not_input(&args.output, &inputs)?;
     files::check_writable(&args.output)?;
+    if let Some(words) = cluster::other_units(&cluster) {
+        crate::say(format_args!("warning: {words}"));
+    }
     if let Some(words) = report::plan::no_peak(&cluster, spec.precision.compute()) {
         crate::say(format_args!("warning: {words}"));
     }
@@ -53,6 +57,78 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         print_json(args, &planned, searched, &text)
     } else {
         print_words(args, &planned, searched)
+    }
+}
+
+/// Pins by their keys, each with what it takes.
+const PINS: [(&str, &str); 14] = [
+    ("data", "data=N (ranks that split samples)"),
+    ("expert", "expert=N (of those, ranks that split experts)"),
+    ("context", "context=N (ranks that split the sequence)"),
+    ("context_order", "context_order=zigzag|natural"),
+    ("tensor", "tensor=N (ranks that split features)"),
+    ("pipeline", "pipeline=N (meshes in a row)"),
+    (
+        "virtual",
+        "virtual=N (stages on each of pipeline=P meshes, interleaved; needs pipeline)",
+    ),
+    (
+        "split",
+        "split=5/4/5 (layers of every stage, embedding and output layer included)",
+    ),
+    ("zero", "zero=0..3"),
+    (
+        "microbatch",
+        "microbatch=N (samples over all ranks of a stage)",
+    ),
+    ("schedule", "schedule=gpipe|1f1b"),
+    ("recompute", "recompute=none|full|selective"),
+    ("recompute:OP", "'recompute:OP=yes|no'"),
+    (
+        "spec:TENSOR",
+        "'spec:TENSOR=[axes,...]' with _ for a whole dim",
+    ),
+];
+
+/// What frameworks call the degrees.
+const OTHER_NAMES: [(&str, &str); 9] = [
+    ("dp", "data"),
+    ("ep", "expert"),
+    ("cp", "context"),
+    ("tp", "tensor"),
+    ("pp", "pipeline"),
+    ("vpp", "virtual"),
+    ("vp", "virtual"),
+    ("mbs", "microbatch"),
+    ("micro_batch", "microbatch"),
+];
+
+/// The way out of a pin that cannot be read: what its key takes, or the key that was meant and
+/// all of them.
+fn pin_help(pin: &str) -> String {
+    let key = pin.split('=').next().unwrap_or_default().trim();
+    let family = key.split(':').next().unwrap_or_default();
+    let has_family = |k: &str| k.split_once(':').is_some_and(|(f, _)| f == family);
+    let of_key = |(k, _): &&(&str, &str)| match key.contains(':') {
+        true => has_family(k),
+        false => *k == key,
+    };
+    if let Some((_, form)) = PINS.iter().find(of_key) {
+        return format!("give it as {form}, or leave it out: the search finds what is not pinned");
+    }
+    let forms: Vec<&str> = PINS.iter().map(|(_, form)| *form).collect();
+    let all = format!("pins are {}", forms.join(", "));
+    let other = OTHER_NAMES.iter().find(|(name, _)| *name == key);
+    let near = other
+        .map(|(_, k)| *k)
+        .or_else(|| files::closest(key, PINS.iter().map(|(k, _)| *k)));
+    match near {
+        Some(near) => format!(
+            "did you mean `{near}`? {}{}",
+            all[..1].to_uppercase(),
+            &all[1..]
+        ),
+        None => all,
     }
 }
 

@@ -58,6 +58,7 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "plan_hash": hash,
         "train": plan.train,
         "cluster": plan.cluster.name,
+        "software": plan.cluster.software.as_ref().map(|s| &s.name),
         "devices": report::plan::used_devices(plan),
         "schedule": plan.schedule.name(),
         "microbatch": plan.microbatch,

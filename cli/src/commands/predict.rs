@@ -71,20 +71,14 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
 }
 
 /// Refuses a table without a column that is needed, or with one that is nearly the name of a
-/// column that plans are made of and would be left out unseen. Says which others are not read.
+/// column that is read, or another word for it, and would be left out unseen. Says which others
+/// are not read.
 fn check_columns(file: &Path, header: &[String]) -> Result<(), Failure> {
-    let Unread {
-        misspelt,
-        perhaps,
-        unknown,
-    } = unread(header);
+    let Unread { misspelt, unknown } = unread(header);
     let bad = |what: String| Failure::new(Exit::BadInput, format!("{}: {what}", file.display()));
-    let pairs = |names: &[(String, &str)]| -> Vec<String> {
-        let pair = |(name, column): &(String, &str)| format!("`{name}` (`{column}`?)");
-        names.iter().map(pair).collect()
-    };
     if !misspelt.is_empty() {
-        let names = some_of(pairs(&misspelt));
+        let pair = |(name, column): &(String, &str)| format!("`{name}` (did you mean `{column}`?)");
+        let names = some_of(misspelt.iter().map(pair).collect());
         return Err(bad(format!("columns that nothing reads: {names}"))
             .help("correct their names, or take these columns out where they are something else; docs/published.md lists the columns"));
     }
@@ -96,13 +90,12 @@ fn check_columns(file: &Path, header: &[String]) -> Result<(), Failure> {
         return Err(bad(format!("no column {}", missing.join(", ")))
             .help("docs/published.md lists the columns"));
     }
-    let quoted = unknown.into_iter().map(|name| format!("`{name}`"));
-    let ignored: Vec<String> = pairs(&perhaps).into_iter().chain(quoted).collect();
-    if !ignored.is_empty() {
+    if !unknown.is_empty() {
+        let quoted = unknown.into_iter().map(|name| format!("`{name}`"));
         crate::say(format_args!(
-            "warning: {}: columns that are not read: {}",
+            "note: {}: columns that are not read: {}",
             file.display(),
-            some_of(ignored)
+            some_of(quoted.collect())
         ));
     }
     Ok(())

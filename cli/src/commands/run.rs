@@ -503,19 +503,22 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     let rates = Rates::of(loaded);
     let (first, last) = (m.steps.first(), m.steps.last());
     if let (Some(a), Some(b)) = (first, last) {
+        let last = match m.steps.len() {
+            1 => String::new(),
+            _ => format!(" to {:.4} at step {}", b.loss, b.step),
+        };
         report::out(&format!(
-            "{}: {} steps on {} ranks, loss {:.4} at step {} to {:.4} at step {}",
+            "{}: {} on {}, loss {:.4} at step {}{last}",
             m.name,
-            m.steps.len(),
-            m.n_ranks,
+            report::counted(m.steps.len() as u64, "step"),
+            report::counted(m.n_ranks, "rank"),
             a.loss,
             a.step,
-            b.loss,
-            b.step
         ))?;
     }
     for (step, loss) in &m.validation {
-        report::out(&format!("  validation loss after {step} steps: {loss:.4}"))?;
+        let steps = report::counted(*step, "step");
+        report::out(&format!("  validation loss after {steps}: {loss:.4}"))?;
     }
     report::out(&format!(
         "Measured: {} per step (median), {} tokens/s, MFU {}",

@@ -3,12 +3,14 @@
 //! * `parallelism`: what each mesh axis does, in the field's terms, read off the strategies.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
+//! * `software`: the software that a prediction is of.
 //! * `strategies`: the strategy of every op.
 
 pub mod collectives;
 pub mod memory;
 pub mod parallelism;
 pub mod plan;
+pub mod software;
 pub mod strategies;
 
 use crate::failure::{Exit, Failure};
@@ -44,6 +46,14 @@ pub fn out(text: &str) -> Result<(), Failure> {
             format!("cannot write to standard output: {e}"),
         )),
         _ => Ok(()),
+    }
+}
+
+/// A number of things: `1 step`, `2 steps`.
+pub fn counted(n: impl Into<u64>, thing: &str) -> String {
+    match n.into() {
+        1 => format!("1 {thing}"),
+        n => format!("{n} {thing}s"),
     }
 }
 

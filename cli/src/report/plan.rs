@@ -2,11 +2,11 @@
 
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
-use super::{count, percent, table};
+use super::{count, percent, software, table};
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, too_fast};
 use ir::cluster::Cluster;
-use ir::plan::{Plan, Prediction};
+use ir::plan::{Plan, Prediction, StageProof};
 use ir::training::TrainingGraph;
 use ir::{Bytes, DType, Optimizer, Pass, Seconds};
 use serde::Serialize;
@@ -90,21 +90,31 @@ pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
     for (i, stage) in stages(plan, training).iter().enumerate() {
-        let mesh = stage
-            .mesh
-            .iter()
+        let axes = stage.mesh.iter().filter(|(_, size)| *size > 1);
+        let mesh = axes
             .map(|(name, size)| format!("{name} {size}"))
             .collect::<Vec<_>>()
             .join(" x ");
         let _ = writeln!(
             w,
-            "\nStage {i}: ranks {} to {}, mesh {}",
-            stage.ranks[0],
-            stage.ranks[1],
-            if mesh.is_empty() {
-                "of one device"
-            } else {
-                &mesh
+            "\nStage {i}: {}{}{}",
+            match stage.ranks {
+                [first, last] if first == last => format!("rank {first}"),
+                [first, last] => format!("ranks {first} to {last}"),
+            },
+            match mesh.is_empty() {
+                true => String::new(),
+                false => format!(", mesh {mesh}"),
+            },
+            match plan.schedule.virtual_stages() {
+                1 => String::new(),
+                v => {
+                    let mesh = plan.mesh_of(ir::StageId::new(i)).index();
+                    format!(
+                        ", shared by stages {}",
+                        stages_of_mesh(mesh, plan.n_meshes(), v)
+                    )
+                }
             }
         );
         // Runs that do the same differ only in details of single ops.
@@ -205,10 +215,32 @@ fn heading(plan: &Plan) -> String {
         plan.microbatch,
         plural(plan.microbatch, "s"),
     );
+    w += &interleaving(plan);
     if !plan.pins.is_empty() {
         let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
     }
+    if let Some(software) = &c.software {
+        let _ = writeln!(w, "{}", software::words(software));
+    }
     w
+}
+
+/// What interleaving saves, in one line; nothing for other schedules. With v equal stages on each
+/// of p meshes, and m microbatches, a mesh waits for (p - 1) / (v m + p - 1) of the step while the
+/// pipeline fills and drains (Narayanan et al. 2021, section 2.2).
+fn interleaving(plan: &Plan) -> String {
+    let (v, m) = (plan.schedule.virtual_stages(), plan.n_microbatches.max(1));
+    if v < 2 {
+        return String::new();
+    }
+    let fill = plan.n_meshes().saturating_sub(1) as f64;
+    let waits = |passes: f64| percent(fill / (passes + fill));
+    let (v, m) = (f64::from(v), f64::from(m));
+    format!(
+        "Interleaved: while the pipeline fills and drains, a mesh of equal stages waits for {fill} / ({v} x {m} + {fill}) = {} of the step; with one stage on each mesh, for {fill} / ({m} + {fill}) = {}. For that, about {v} times as much is sent\n",
+        waits(v * m),
+        waits(m)
+    )
 }
 
 fn plural(n: u64, ending: &str) -> &str {
@@ -259,9 +291,10 @@ fn checkpoint(p: &Prediction) -> String {
     }
 }
 
-/// HFU behind MFU, where recomputation makes it another number.
+/// HFU behind MFU, where recomputation makes it another number: one that is printed otherwise,
+/// as both are rounded.
 pub fn hfu(mfu: f64, hfu: f64) -> String {
-    if hfu > mfu {
+    if percent(hfu) != percent(mfu) {
         format!(" (HFU {})", percent(hfu))
     } else {
         String::new()
@@ -351,23 +384,71 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     };
     let header = [
         "stage",
-        "forward",
-        "backward",
-        "begin+end",
-        "compute",
-        "collectives",
-        "transfers",
-        "states",
-        "for the step",
-        "activations",
-        "transient",
-        "peak",
+        "forward\na microbatch",
+        "backward\na microbatch",
+        "begin+end\na step",
+        "compute\na step",
+        "collectives\na step",
+        "transfers\na step",
+        "states\na rank",
+        "for the step\na rank",
+        "activations\na rank",
+        "transient\na rank",
+        "peak\na rank",
     ];
-    let note = "(forward and backward of one microbatch; compute, collectives and transfers per step; bytes per rank: parameters and optimizer states, prepared parameters and gradients, saved activations, the rest)";
+    let note = "(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest)";
+    let shared = match virtual_stages {
+        1 => String::new(),
+        v => format!(
+            "\n({} are stages of one mesh; the figures are of all of them together)",
+            stages_of_mesh(0, p.stages.len(), v)
+        ),
+    };
     format!(
-        "{}\n{note}",
+        "{}\n{note}{shared}",
         table(&header, p.stages.iter().enumerate().map(row).collect(), 1)
     )
+}
+
+/// What the gap is of, and how the simulated step differs from the objective, a line each.
+fn gap(plan: &Plan) -> String {
+    let p = &plan.proof;
+    let of_gap = match p.gap > 5e-4 {
+        false => "no pipeline of that space has a smaller objective".to_string(),
+        true => format!(
+            "no pipeline of that space has an objective under the bound, so none beats this one by more than {}; some of it is the bound's, which leaves out work once per step and memory beyond one microbatch",
+            percent(p.gap)
+        ),
+    };
+    let (simulated, objective) = (plan.predicted.step_time_s.0, p.objective_s.0);
+    let off = (simulated - objective) / objective.max(f64::MIN_POSITIVE);
+    let than = match off {
+        o if o.abs() < 5e-4 => "as long as the objective".to_string(),
+        o if o > 0.0 => format!(
+            "{} more than the objective, which adds up the times of stages: ranks also wait for each other and for what they share",
+            percent(o)
+        ),
+        o => format!(
+            "{} less than the objective, which adds up the times of stages: some of that overlaps",
+            percent(-o)
+        ),
+    };
+    format!(
+        "\n  gap: {of_gap}\n  simulated: {}, {than}",
+        plan.predicted.step_time_s
+    )
+}
+
+/// First and last of each run of neighbours that are proved equally.
+fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for (i, stage) in stages.iter().enumerate() {
+        match runs.last_mut() {
+            Some((first, last)) if stages[*first] == *stage => *last = i,
+            _ => runs.push((i, i)),
+        }
+    }
+    runs
 }
 
 fn proof(plan: &Plan) -> String {
@@ -385,10 +466,16 @@ fn proof(plan: &Plan) -> String {
         percent(p.gap),
         p.candidates,
     );
-    for (i, s) in p.stages.iter().enumerate() {
+    w += &gap(plan);
+    for (first, last) in equal_runs(&p.stages) {
+        let s = &p.stages[first];
+        let (stages, each) = match first == last {
+            true => (format!("stage {first}"), ""),
+            false => (format!("stages {first} to {last}"), " each"),
+        };
         let _ = write!(
             w,
-            "\n  stage {i}: {}, {} of at least {}, gap {}",
+            "\n  {stages}: {}, {} of a step{each}, at least {}, gap {}",
             s.method,
             s.objective_s,
             s.lower_bound_s,
@@ -401,6 +488,24 @@ fn proof(plan: &Plan) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hfu_is_said_where_it_is_printed_otherwise() {
+        // Rounding of the quotient alone makes no second figure.
+        assert_eq!(hfu(0.4, 0.4 + 1e-16), "");
+        assert_eq!(hfu(0.4, 0.5), " (HFU 50.0%)");
+    }
+
+    #[test]
+    fn neighbours_that_are_proved_equally_are_one_line() {
+        let stage = |objective_s: f64| StageProof {
+            objective_s: Seconds(objective_s),
+            ..StageProof::default()
+        };
+        let stages = [1.0, 2.0, 2.0, 2.0, 1.0, 1.0].map(stage);
+        assert_eq!(equal_runs(&stages), [(0, 0), (1, 3), (4, 5)]);
+        assert_eq!(equal_runs(&[]), []);
+    }
 
     #[test]
     fn ranks_that_repeat_each_others_work_are_named() {

@@ -119,6 +119,34 @@ impl SequenceOrder {
 mod tests {
     use super::*;
 
+    /// Figures of attention that make no sense are refused in words.
+    #[test]
+    fn attention_has_a_probability_and_chunks_that_fit() {
+        use crate::{DType, Dim, OpKind, Shape, TensorType};
+        let dims = [Dim::Batch, Dim::Fixed(16), Dim::Fixed(2), Dim::Fixed(4)];
+        let x = TensorType::new(DType::F32, Shape(dims.to_vec()));
+        let said = |scale: f64, dropout: f64, ranks: u64| {
+            let order = SequenceOrder::Zigzag { ranks };
+            let kind = OpKind::Attention {
+                scale,
+                dropout,
+                order,
+            };
+            let made = kind.infer(&[x.clone(), x.clone(), x.clone()], None);
+            made.map_or_else(|e| e.to_string(), |_| String::new())
+        };
+        assert_eq!(said(0.5, 0.1, 4), "");
+        assert!(said(0.5, 1.0, 4).ends_with("dropout 1 is outside [0, 1)"));
+        assert!(said(0.5, -0.1, 4).ends_with("dropout -0.1 is outside [0, 1)"));
+        assert!(said(f64::INFINITY, 0.0, 4).ends_with("scale inf is not finite"));
+        for ranks in [0, 3] {
+            let words = said(0.5, 0.0, ranks);
+            let chunks = format!("into the {} chunks of zigzag order", 2 * ranks);
+            assert!(words.contains(&chunks), "{words}");
+            assert!(!words.contains("Zigzag"), "{words}");
+        }
+    }
+
     #[test]
     fn every_rank_has_an_early_and_a_late_chunk() {
         let order = SequenceOrder::Zigzag { ranks: 2 };

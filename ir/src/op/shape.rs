@@ -280,15 +280,26 @@ pub(super) fn infer(
             cx.stored(0, *order)?;
             one(x[0].clone())
         }
-        OpKind::Attention { order, .. } => {
+        OpKind::Attention {
+            scale,
+            dropout,
+            order,
+        } => {
             cx.arity(3)?;
+            cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
             let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
             Ok(vec![x[0].clone(), TensorType::new(DType::F32, Shape(lse))])
         }
-        OpKind::AttentionGrad { order, .. } => {
+        OpKind::AttentionGrad {
+            scale,
+            dropout,
+            order,
+            ..
+        } => {
             cx.arity(6)?;
+            cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
             cx.same(0, 3)?;
@@ -598,7 +609,18 @@ impl Cx<'_> {
     fn stored(&self, i: usize, order: SequenceOrder) -> Result<(), OpError> {
         let len = self.fixed(i, 1)?;
         self.ensure(order.fits(len), || {
-            format!("{} cannot be stored in the order {order:?}", self.x[i])
+            let n = order.n_chunks();
+            format!(
+                "the sequence of {} does not divide into the {n} chunks of zigzag order ({} ranks, expected 1 or more)",
+                self.x[i],
+                n / 2
+            )
+        })
+    }
+    fn attention_figures(&self, scale: f64, dropout: f64) -> Result<(), OpError> {
+        self.ensure(scale.is_finite(), || format!("scale {scale} is not finite"))?;
+        self.ensure((0.0..1.0).contains(&dropout), || {
+            format!("dropout {dropout} is outside [0, 1)")
         })
     }
     fn attention_operands(&self) -> Result<(), OpError> {

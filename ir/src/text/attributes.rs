@@ -28,7 +28,8 @@ pub(super) fn join(name: &str, given: Option<&Value>) -> Result<OpKind, (String,
         Some(v) => Value::Object(Map::from_iter([(name.to_string(), v.clone())])),
         None => Value::String(name.to_string()),
     };
-    let kind: OpKind = serde_json::from_value(tagged).map_err(|e| explain(name, &e.to_string()))?;
+    let kind: OpKind = serde_json::from_value(tagged)
+        .map_err(|e| explain(name, given.is_some(), &e.to_string()))?;
     if let (Some(given), (_, Some(known))) = (given, split(&kind))
         && let Some(key) = unknown_key(given, &known)
     {
@@ -37,7 +38,7 @@ pub(super) fn join(name: &str, given: Option<&Value>) -> Result<OpKind, (String,
     Ok(kind)
 }
 
-fn explain(name: &str, problem: &str) -> (String, Option<String>) {
+fn explain(name: &str, has_attributes: bool, problem: &str) -> (String, Option<String>) {
     if let Some((what, known)) = problem.split_once(", expected one of ")
         && what == format!("unknown variant `{name}`")
     {
@@ -47,6 +48,12 @@ fn explain(name: &str, problem: &str) -> (String, Option<String>) {
         );
     }
     if problem.contains("unit variant, expected struct variant") {
+        if has_attributes {
+            return (
+                format!("attributes of `{name}`: a name stands alone that needs figures"),
+                Some("write its figures behind it, as in order: {zigzag: {ranks: 2}}".into()),
+            );
+        }
         return (
             format!("op `{name}` needs attributes"),
             Some(format!("write {name} {{..}}")),

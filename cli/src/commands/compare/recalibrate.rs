@@ -115,11 +115,11 @@ fn shape(planned: &Planned) -> String {
         })
         .collect();
     format!(
-        "{} stage{} of {}, {} microbatches of {}",
-        meshes.len(),
-        if meshes.len() == 1 { "" } else { "s" },
+        "{} of {}, {} microbatch{} of {}",
+        report::counted(meshes.len() as u64, "stage"),
         meshes.join(" | "),
         plan.n_microbatches,
+        if plan.n_microbatches == 1 { "" } else { "es" },
         plan.microbatch
     )
 }
