@@ -844,9 +844,13 @@ fn the_search_splits_experts() {
         planned(&forward, &train(64, 256), &cluster(8), &["pipeline=1"]).expect("there is a plan");
     let weights = split_of_state(&made, "h.0.moe.up.weight");
     assert!(weights[0] > 1, "experts are split: {weights:?}");
-    let moved = parts(&made, TemplateKind::Forward);
-    let moved = moved.iter().filter(|p| p.kind == CollectiveKind::AllToAll);
-    assert!(moved.count() > 0, "tokens travel");
+    // Tokens travel to the experts of each layer and back, and so do their gradients; what the
+    // forward pass moved is kept, not moved again.
+    for pass in [TemplateKind::Forward, TemplateKind::Backward] {
+        let moved = parts(&made, pass);
+        let moved = moved.iter().filter(|p| p.kind == CollectiveKind::AllToAll);
+        assert_eq!(moved.count(), 2 * 2, "in {pass:?}");
+    }
     let tokens = split(&made, "h.0.attn.out");
     assert!(tokens[0] > 1, "samples are split outside: {tokens:?}");
 }

@@ -153,6 +153,13 @@ pub fn over_strata(strata: &[Stratum], figure: impl Fn(&Stratum) -> Option<f64>)
     mean(&figures)
 }
 
+/// Mean error of peak memory over the strata of which enough rows say it.
+pub fn memory_over_strata(strata: &[Stratum]) -> Option<f64> {
+    let known = strata.iter().filter_map(|s| s.memory);
+    let counted = known.filter(|(n, _)| *n >= COUNTED_ROWS);
+    mean(&counted.map(|(_, error)| error).collect::<Vec<_>>())
+}
+
 /// Error of predicting every row with the median MFU of its stratum: the step time goes with
 /// the inverse of MFU.
 fn no_skill(rows: &[&Scored<'_>]) -> Option<f64> {

@@ -2,7 +2,7 @@
 //! enough to be run through the same predictions.
 
 use crate::report::{percent, push};
-use benchmarks::score::{Scored, mean, median, over_strata, strata};
+use benchmarks::score::{COUNTED_ROWS, Scored, mean, median, memory_over_strata, strata};
 use published::csv::{self, Table};
 use published::{Facts, Predicted, Row, predict, row};
 use std::collections::BTreeMap;
@@ -41,11 +41,14 @@ pub fn text(scored: &[Scored<'_>]) -> String {
         format!("{} ({} rows)", percent(absolute(&errors)), errors.len())
     };
     let tier_a: Vec<Scored<'_>> = scored.iter().filter(|s| s.tier == 'A').cloned().collect();
+    let strata = strata(&tier_a);
+    let all: Vec<f64> = strata.iter().filter_map(|s| Some(s.memory?.1)).collect();
     push(
         &mut out,
         format!(
-            "\nTier A: mean over strata {}; {APART} {}, the rest {}.",
-            percent(over_strata(&strata(&tier_a), |s| s.memory.map(|m| m.1))),
+            "\nTier A: mean over strata with the memory of {COUNTED_ROWS} rows or more {}, over all {}; {APART} {}, the rest {}.",
+            percent(memory_over_strata(&strata)),
+            percent(mean(&all)),
             over(&|s| s.stratum.contains(APART)),
             over(&|s| !s.stratum.contains(APART))
         ),

@@ -2,7 +2,9 @@
 
 use crate::memory;
 use crate::ranking::{Ranked, rankings};
-use crate::score::{COUNTED_ROWS, Scored, Stratum, mean, median, over_strata, strata};
+use crate::score::{
+    COUNTED_ROWS, Scored, Stratum, mean, median, memory_over_strata, over_strata, strata,
+};
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -134,7 +136,7 @@ fn table(out: &mut String, strata: &[Stratum]) {
                 .sum::<usize>(),
             percent(over_strata(strata, |s| Some(s.mape))),
             percent(over_strata(strata, |s| s.no_skill)),
-            percent(over_strata(strata, |s| s.memory.map(|m| m.1)))
+            percent(memory_over_strata(strata))
         ),
     );
 }
