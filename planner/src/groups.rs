@@ -10,7 +10,7 @@
 //!
 //! A choice fixes a strategy for every op of its group, so its time and bytes are sums.
 
-use crate::pins::{AxisRole, Pins, ZeroVariant, zero_variants};
+use crate::pins::{AxisRole, Pins, ZeroLevels, ZeroVariant, zero_variants};
 use crate::prices::Buckets;
 use cost_model::compute;
 use ir::cluster::Cluster;
@@ -64,6 +64,8 @@ pub(crate) struct Choice {
     pub saved_bytes: u64,
     /// Bytes recomputed for backward: they live during the backward of the layer.
     pub recomputed_bytes: u64,
+    /// ZeRO levels that it keeps to.
+    pub levels: ZeroLevels,
 }
 
 /// Seconds by phase: once per microbatch forward, backward, and once per step.
@@ -522,6 +524,7 @@ fn make_choice(
         static_bytes,
         saved_bytes,
         recomputed_bytes,
+        levels: ZeroLevels::ALL,
     })
 }
 
@@ -676,8 +679,11 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
             made.and_then(|strategies| make_choice(s, ops, &rules, strategies))
         {
             choice.static_bytes = layout.static_bytes(s, ops, &choice);
-            if !choices.iter().any(|c| c.strategies == choice.strategies) {
-                choices.push(choice);
+            choice.levels = levels(s, &uses);
+            let mut known = choices.iter_mut();
+            match known.find(|c| c.strategies == choice.strategies) {
+                Some(same) => same.levels = same.levels.or(choice.levels),
+                None => choices.push(choice),
             }
         }
     }
@@ -686,6 +692,19 @@ fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         choices,
         boundary: false,
     }
+}
+
+/// ZeRO levels that leave all of a parameter's uses, by axis; an axis of one rank is idle at any.
+fn levels(s: &Setting<'_>, uses: &[ParamUse]) -> ZeroLevels {
+    let axes = s.mesh.axis_ids().zip(uses);
+    let idle = axes.filter_map(|(a, u)| match u {
+        ParamUse::Idle(variant) if s.mesh.size(a) > 1 => Some((a, *variant)),
+        _ => None,
+    });
+    idle.fold(ZeroLevels::ALL, |levels, (a, variant)| {
+        let role = s.roles[a.index()];
+        levels.and(ZeroLevels::of(variant, role, s.train.precision))
+    })
 }
 
 /// The dim of a parameter that its uses in the forward pass have as experts.

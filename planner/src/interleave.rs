@@ -20,7 +20,7 @@
 //! Least is t + s, mesh by mesh; so where meshes differ in their time once per step another
 //! choice may be better by that difference. Ties go to the earlier entry.
 
-use crate::inter_op::StageEntry;
+use crate::inter_op::{PipelineCost, StageEntry};
 
 /// How often the times of stages count beside their sum.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +45,28 @@ impl Objective {
     /// work once per step of the mesh with the most of it.
     pub(crate) fn total_s(&self, sum_s: f64, busiest_s: f64, max_s: f64, step_s: f64) -> f64 {
         sum_s + self.busiest * busiest_s + self.slowest * max_s + step_s
+    }
+}
+
+/// What stages cost that take these times for one microbatch, sending included, and once per
+/// step, in the order of the pipeline; stage `k` is on mesh `k mod n_meshes`.
+pub(crate) fn cost_of_times(times: &[f64], steps: &[f64], n_meshes: usize, m: u32) -> PipelineCost {
+    let (sum_s, step_s) = (times.iter().sum(), most_of_a_mesh(steps, n_meshes));
+    let max_s = times.iter().copied().fold(0.0, f64::max);
+    let busiest_s = most_of_a_mesh(times, n_meshes);
+    let objective = match times.len() == n_meshes {
+        // There may be fewer microbatches than meshes.
+        true => Objective {
+            busiest: f64::from(m) - 1.0,
+            slowest: 0.0,
+        },
+        false => Objective::new(n_meshes, m),
+    };
+    PipelineCost {
+        sum_s,
+        max_s,
+        step_s,
+        total_s: objective.total_s(sum_s, busiest_s, max_s, step_s),
     }
 }
 

@@ -5,7 +5,6 @@
 //! entries; the inter-op DP finds the best pipeline of each microbatch size. The best few by
 //! the additive objective are lowered and simulated, and the fastest of those that fit wins.
 
-use crate::assemble::record_paths;
 use crate::groups::Setting;
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageEntry, StageTable};
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
@@ -14,25 +13,20 @@ use crate::pins::{self, AxisRole, Pins, check::listed};
 use crate::prices::{Buckets, Prices};
 use crate::stage::{PricedMesh, Sequences};
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
-use cost_model::simulate::{SimulateOptions, Simulation, simulate};
-use cost_model::work::StepWork;
 use ir::cluster::Cluster;
-use ir::plan::{Plan, Proof, ScheduleKind};
-use ir::program::Program;
+use ir::plan::ScheduleKind;
 use ir::training::{Recompute, TrainingGraph, can_recompute, choose, recompute, training_graph};
-use ir::{
-    Axis, DeviceMesh, Dim, Graph, LogicalMesh, OpId, Pass, Rank, Region, Seconds, TrainSpec,
-    ValueId,
-};
-use lowering::{BucketSizes, Layouts, LowerError};
+use ir::{Axis, DeviceMesh, Dim, Graph, LogicalMesh, OpId, Pass, Rank, Region, TrainSpec, ValueId};
+use ranking::{Known, Made};
 use rayon::prelude::*;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod chosen;
 mod equal;
 mod even;
 mod interleaved;
+mod ranking;
 
 /// No dim of a tensor is longer.
 const MAX_LENGTH: u64 = 1 << 40;
@@ -83,11 +77,14 @@ struct Candidate {
 }
 
 /// A pipeline for one microbatch size.
+#[derive(Clone)]
 struct Pipeline {
     batch: u64,
     m: u32,
     schedule: ScheduleKind,
     choice: PipelineChoice,
+    /// The ZeRO level that its parameters keep to, as if it were pinned.
+    level: Option<u8>,
 }
 
 /// What the search made of one microbatch size.
@@ -205,14 +202,12 @@ pub(crate) fn plan(
         (stats.candidates, stats.simulated) = (0, 0);
         stats.alternatives.clear();
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
-        let made = search.simulate_best(
-            forward,
-            pipelines,
+        let known = Known {
             lower_bound,
             schedule,
             reserve,
-            &mut stats,
-        )?;
+        };
+        let made = search.simulate_best(forward, pipelines, &known, &mut stats)?;
         match made {
             Made::Fits(plan, program, simulation) => {
                 found = Some((plan, program, simulation));
@@ -248,12 +243,6 @@ pub(crate) fn plan(
         simulation: *simulation,
         stats,
     })
-}
-
-enum Made {
-    Fits(Box<Plan>, Program, Box<Simulation>),
-    /// The nearest plan's arena exceeds the budget by this many bytes.
-    Overrun(u64),
 }
 
 impl<'a> Search<'a> {
@@ -359,6 +348,7 @@ impl<'a> Search<'a> {
                 m,
                 schedule,
                 choice,
+                level: None,
             };
             plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
             let rings = solved.interleaved.into_iter();
@@ -560,12 +550,7 @@ impl<'a> Search<'a> {
         m: u32,
     ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
-        let base = Weights {
-            m: f64::from(m),
-            step: 1.0,
-            static_price: 0.0,
-            saved_price: 0.0,
-        };
+        let base = Weights::free(m);
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
         let mut weights = vec![base];
@@ -891,137 +876,6 @@ impl<'a> Search<'a> {
             },
         }
     }
-
-    /// Lowers and simulates pipelines; the fastest that fits wins, the earlier of equals.
-    fn simulate_best(
-        &self,
-        forward: &Graph,
-        pipelines: Vec<Pipeline>,
-        lower_bound: f64,
-        schedule: ScheduleKind,
-        reserve: u64,
-        stats: &mut PlanStats,
-    ) -> Result<Made, PlanError> {
-        let mut best: Option<(Box<Plan>, Program, Simulation)> = None;
-        let mut overrun = u64::MAX;
-        let asked = reserve;
-        // With the bytes that each of them leaves for placing its buffers.
-        let mut waiting: VecDeque<(Pipeline, u64)> =
-            pipelines.into_iter().map(|p| (p, reserve)).collect();
-        while let Some((p, reserve)) = waiting.pop_front() {
-            let (mut plan, problems) = self.assemble(forward, &p, reserve)?;
-            let lower = |e: LowerError| PlanError::Lower(e.to_string());
-            let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
-            record_paths(&mut plan, &layouts, self.training, &self.buckets).map_err(lower)?;
-            let program = layouts
-                .lower(&plan, self.training, &BucketSizes::default())
-                .map_err(lower)?;
-            let arena = program
-                .roles
-                .iter()
-                .map(|r| r.arena_bytes)
-                .max()
-                .unwrap_or(0);
-            let usable = self.cluster.usable_bytes();
-            if arena > usable {
-                let over = arena - usable;
-                overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
-                if reserve == asked {
-                    waiting.extend(self.interleaved_in_less(&p, reserve, over));
-                }
-                continue;
-            }
-            let simulation = simulate(
-                &program,
-                self.cluster,
-                &SimulateOptions::new(StepWork::of(self.training, self.train)),
-            )
-            .map_err(|e| PlanError::Lower(e.to_string()))?;
-            stats.simulated += 1;
-            let meshes = match p.schedule.virtual_stages() {
-                1 => String::new(),
-                _ => format!(" interleaved on {} meshes", program.roles.len()),
-            };
-            stats.alternatives.push((
-                format!(
-                    "{} stages{meshes}, microbatch {}",
-                    plan.stages.len(),
-                    p.batch
-                ),
-                simulation.step_time,
-            ));
-            plan.predicted = simulation.prediction.clone();
-            plan.proof = Proof {
-                stages: std::mem::take(&mut plan.proof.stages),
-                ..self.proof(&p.choice, lower_bound, stats.candidates, schedule, reserve)
-            };
-            if best
-                .as_ref()
-                .is_none_or(|(_, _, b)| simulation.step_time.0 < b.step_time.0)
-            {
-                best = Some((Box::new(plan), program, simulation));
-                stats.problems = problems;
-            }
-        }
-        Ok(match best {
-            Some((plan, program, simulation)) => Made::Fits(plan, program, Box::new(simulation)),
-            None => Made::Overrun(overrun),
-        })
-    }
-
-    fn proof(
-        &self,
-        choice: &PipelineChoice,
-        lower_bound: f64,
-        candidates: u64,
-        schedule: ScheduleKind,
-        reserve: u64,
-    ) -> Proof {
-        let objective = choice.cost.total_s;
-        let lower = lower_bound.min(objective).max(0.0);
-        let mixed = self.mixes_submeshes() && schedule.virtual_stages() == 1;
-        let meshes = match self.pins.fixes_mesh() {
-            true => format!(
-                "logical meshes of axes {}",
-                self.pins.axis_names().join(", ")
-            ),
-            false => "one- and two-axis logical meshes".into(),
-        };
-        let mut space = format!(
-            "{} pipelines of contiguous stages over {} submeshes {:?}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
-            schedule.name(),
-            if mixed { "any mix of" } else { "equal" },
-            self.submeshes
-        );
-        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
-            space += &format!(", {virtual_stages} stages on each mesh, all meshes of one shape");
-        }
-        if self.chooses_interleaving() {
-            space += &format!(
-                ", or {} interleaved stages on each of several equal meshes of one shape",
-                interleaved::counts()
-            );
-        }
-        if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
-            space += ", activations recomputed as pinned";
-        }
-        if reserve > 0 {
-            space += &format!(", {reserve} bytes reserved for buffer placement");
-        }
-        Proof {
-            objective_s: Seconds(objective),
-            lower_bound_s: Seconds(lower),
-            gap: if objective > 0.0 {
-                (objective - lower) / objective
-            } else {
-                0.0
-            },
-            space,
-            candidates,
-            stopped: false,
-            stages: Vec::new(),
-        }
-    }
 }
 
 fn no_strategy(e: ModelError) -> PlanError {
@@ -1034,12 +888,7 @@ fn weigh(models: &[LayerModel], weights: Weights) -> Result<Vec<WeightedLayer<'_
 
 /// The `w`-th weights that a candidate with `m` microbatches is priced under.
 fn weight_at(m: u32, w: usize) -> Weights {
-    let base = Weights {
-        m: f64::from(m),
-        step: 1.0,
-        static_price: 0.0,
-        saved_price: 0.0,
-    };
+    let base = Weights::free(m);
     let prices = MEMORY_PRICES[1..].iter().flat_map(|&price| {
         IN_FLIGHT
             .iter()

@@ -84,12 +84,7 @@ impl Scene {
 
 /// Plenty of memory, little, and per-step time left out.
 fn weights() -> [Weights; 4] {
-    let base = Weights {
-        m: 4.0,
-        step: 1.0,
-        static_price: 0.0,
-        saved_price: 0.0,
-    };
+    let base = Weights::free(4);
     [
         base,
         Weights {
@@ -206,6 +201,7 @@ impl Random {
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
                 recomputed_bytes: 0,
+                levels: crate::pins::ZeroLevels::ALL,
             })
             .collect();
         Group {
@@ -234,6 +230,7 @@ impl Random {
                 static_bytes: 0,
                 saved_bytes: 0,
                 recomputed_bytes: 0,
+                levels: crate::pins::ZeroLevels::ALL,
             };
             groups.push(Group {
                 ops: vec![],

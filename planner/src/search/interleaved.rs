@@ -169,7 +169,13 @@ impl Search<'_> {
         let candidate = self.candidate((index, *submesh), shape, p.batch, p.m);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         let choice = choice.ok()?;
-        Some((Pipeline { choice, ..*p }, reserve))
+        Some((
+            Pipeline {
+                choice,
+                ..p.clone()
+            },
+            reserve,
+        ))
     }
 
     /// The best pipeline of interleaved stages as pinned.
