@@ -25,8 +25,12 @@ use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::VecDeque;
 
-/// Of the pipelines that were simulated so many, the fastest, are tried at every ZeRO level.
+/// Of the pipelines that were simulated so many are tried at ZeRO levels: the fastest at all of
+/// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
+/// about a hundredth of the search, so that all of them at all levels would add a quarter.
 const AT_LEVELS: usize = 2;
+/// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
+const AT_ONCE: usize = 4;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
 
@@ -88,30 +92,48 @@ impl Search<'_> {
         // With the bytes that each of them leaves for placing its buffers.
         let mut waiting: VecDeque<(Pipeline, u64)> =
             pipelines.into_iter().map(|p| (p, asked)).collect();
-        while let Some((p, reserve)) = waiting.pop_front() {
-            let made = self.assemble(forward, &p, reserve, &mut ShapeModels::new())?;
-            match self.play(made)? {
-                Outcome::Overrun(over) => {
-                    overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
-                    if reserve == asked {
-                        waiting.extend(self.interleaved_in_less(&p, reserve, over));
+        while !waiting.is_empty() {
+            let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
+            let outcomes = some.par_iter().map(|(p, reserve)| {
+                let made = self.assemble(forward, p, *reserve, &mut ShapeModels::new())?;
+                self.play(made)
+            });
+            let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
+            for ((p, reserve), outcome) in some.into_iter().zip(outcomes) {
+                match outcome {
+                    Outcome::Overrun(over) => {
+                        overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
+                        if reserve == asked {
+                            waiting.extend(self.interleaved_in_less(&p, reserve, over));
+                        }
                     }
-                }
-                Outcome::Fits(played) => {
-                    ranked.push(Ranked {
-                        step_s: played.simulation.step_time.0,
-                        plan: (*played.plan).clone(),
-                        pipeline: p.clone(),
-                        reserve,
-                    });
-                    self.compare(&mut best, played, &p, reserve, known, stats);
+                    Outcome::Fits(played) => {
+                        let (step_s, plan) = (played.simulation.step_time.0, &played.plan);
+                        ranked.push(Ranked {
+                            step_s,
+                            pipeline: p.clone(),
+                            reserve,
+                            plan: (**plan).clone(),
+                        });
+                        self.compare(&mut best, played, &p, reserve, known, stats);
+                    }
                 }
             }
         }
         ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        let mut levels = match self.pins.zero {
+            Some(_) => Vec::new(),
+            None => LEVELS.to_vec(),
+        };
         for r in ranked.iter().take(AT_LEVELS) {
-            for (pipeline, played) in self.at_levels(forward, r)? {
-                self.compare(&mut best, played, &pipeline, r.reserve, known, stats);
+            let mut fastest = None;
+            for (p, played) in self.at_levels(forward, r, &levels)? {
+                if self.compare(&mut best, played, &p, r.reserve, known, stats) {
+                    fastest = p.level;
+                }
+            }
+            if levels.len() > 1 {
+                levels = fastest.into_iter().collect();
             }
         }
         Ok(match best {
@@ -120,19 +142,17 @@ impl Search<'_> {
         })
     }
 
-    /// A pipeline's plan at every ZeRO level, without those that do not fit, have no strategies
-    /// left or are what another is; none where the level is pinned.
+    /// A pipeline at ZeRO levels, without those at which it does not fit, has no strategies left
+    /// or is what it is at another.
     fn at_levels(
         &self,
         forward: &Graph,
         r: &Ranked,
+        levels: &[u8],
     ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
-        if self.pins.zero.is_some() {
-            return Ok(Vec::new());
-        }
         let mut models = ShapeModels::new();
         let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
-        for level in LEVELS {
+        for &level in levels {
             let mut pipeline = Pipeline {
                 level: Some(level),
                 ..r.pipeline.clone()
@@ -198,7 +218,7 @@ impl Search<'_> {
         })))
     }
 
-    /// Counts what was simulated, and keeps it if it is faster than the best.
+    /// Counts what was simulated, and keeps it if it is faster than the best; whether it is.
     fn compare(
         &self,
         best: &mut Option<Box<Played>>,
@@ -207,7 +227,7 @@ impl Search<'_> {
         reserve: u64,
         known: &Known,
         stats: &mut PlanStats,
-    ) {
+    ) -> bool {
         stats.simulated += 1;
         let step_time = new.simulation.step_time;
         let mut what = format!("{} stages", new.plan.stages.len());
@@ -219,10 +239,10 @@ impl Search<'_> {
             what += &format!(", ZeRO level {level}");
         }
         stats.alternatives.push((what, step_time));
-        if best
+        let is_faster = best
             .as_ref()
-            .is_none_or(|b| step_time.0 < b.simulation.step_time.0)
-        {
+            .is_none_or(|b| step_time.0 < b.simulation.step_time.0);
+        if is_faster {
             new.plan.proof = Proof {
                 stages: std::mem::take(&mut new.plan.proof.stages),
                 ..self.proof(p, known, stats.candidates, reserve)
@@ -230,6 +250,7 @@ impl Search<'_> {
             stats.problems = std::mem::take(&mut new.problems);
             *best = Some(new);
         }
+        is_faster
     }
 
     fn proof(&self, p: &Pipeline, known: &Known, candidates: u64, reserve: u64) -> Proof {
