@@ -335,12 +335,8 @@ fn the_search_is_no_slower_than_megatrons_pins() {
 #[test]
 fn the_search_is_no_slower_than_a_pinned_zero_level() {
     let mut n_levels = 0;
-    for (preset, hosts, batch) in [
-        ("dgx-h100", 1, 64),
-        ("dgx-h100", 2, 64),
-        ("dgx-a100-80gb", 2, 32),
-    ] {
-        let forward = gpt2(4, 1024, 512, 8192);
+    for (preset, hosts, batch) in [("dgx-h100", 1, 32), ("dgx-h100", 2, 64)] {
+        let forward = gpt2(2, 1024, 512, 8192);
         let cluster = cost_model::presets::load(preset, hosts).expect("the preset loads");
         let plan = |pins: &[&str]| {
             planned(&forward, &train(batch, 512), &cluster, pins).expect("there is a plan")
@@ -372,7 +368,8 @@ fn large_batches_split_over_samples() {
     let forward = gpt2(2, 1024, 512, 8192);
     for (pins, n_microbatches) in [
         (&["pipeline=1"][..], None),
-        (&["pipeline=1", "microbatch=64"][..], Some(4)),
+        // Free, it may reduce in every microbatch, where that hides behind kernels.
+        (&["pipeline=1", "microbatch=64", "zero=1"][..], Some(4)),
     ] {
         let made = planned(&forward, &train(256, 512), &cluster(8), pins).expect("there is a plan");
         assert_rates(&made);

@@ -439,6 +439,8 @@ impl<'a> Search<'a> {
             Ok(choice) => solved.found.push(choice),
             Err(e) => solved.error = Some(nearer(solved.error, e)),
         }
+        let plain = solved.found.iter().map(|c| c.cost.total_s);
+        let to_beat = plain.fold(to_beat.interleaved, f64::min);
         for submesh in 0..self.submeshes.len() {
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }

@@ -110,6 +110,9 @@ impl Search<'_> {
                     }
                 }
             }
+            // What is no better than the best of plain stages is not looked at.
+            let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
+            let to_beat = to_beat.interleaved.min(plain);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         if unpriced {
