@@ -17,7 +17,8 @@
 //! That is also the bound that a proof has on interleaved stages, solved or not.
 
 use super::even::even_cuts;
-use super::{Bounded, Candidate, INTERLEAVED_OF_A_SIZE, Pipeline, Search, Solved, nearer};
+use super::pipelines::INTERLEAVED_OF_A_SIZE;
+use super::{Bounded, Candidate, Pipeline, Search, Solved, nearer};
 use crate::PlanError;
 use crate::inter_op::{self, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable};
 use crate::interleave::{Objective, SharedStage, TooLarge, share};

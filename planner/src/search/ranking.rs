@@ -10,9 +10,10 @@
 //! What is proved stays about the objective: a pipeline that was made at a level has its
 //! objective as it is, beside the same bound.
 
+use super::batches::MAX_MICROBATCH;
 use super::chosen::{Assembled, ShapeModels};
 use super::interleaved;
-use super::{MAX_MICROBATCH, Pipeline, Search};
+use super::{Pipeline, Search};
 use crate::assemble::record_paths;
 use crate::intra_op::problem::IntraOpProblem;
 use crate::{PlanError, PlanStats};
