@@ -352,6 +352,7 @@ fn joined(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::testing::Rng;
 
     fn entry(time_s: f64, step_s: f64, bytes: u64, saved: u64, transient: u64) -> StageEntry {
         StageEntry {
@@ -411,13 +412,8 @@ mod tests {
     /// Every combination in turn.
     #[test]
     fn as_good_as_every_combination() {
-        let mut state = 1u64;
-        let mut below = |n: u64| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 33) % n
-        };
+        let mut rng = Rng::new(1);
+        let mut below = |n: u64| rng.below(n);
         for _ in 0..300 {
             let (p, v) = (1 + below(2) as usize, 1 + below(3) as usize);
             let tables: Vec<Vec<StageEntry>> = (0..p * v)

@@ -381,17 +381,13 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::testing::Rng;
 
     /// The bound of a ring against the objective of stages at random, and met by equal ones.
     #[test]
     fn no_stages_cost_less_than_their_ring() {
-        let mut state = 1u64;
-        let mut below = |n: u64| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 33) % n
-        };
+        let mut rng = Rng::new(1);
+        let mut below = |n: u64| rng.below(n);
         for _ in 0..1000 {
             let ring = Ring {
                 submesh: 0,

@@ -49,6 +49,19 @@ pub(super) struct Solved {
     pub(super) lower: f64,
 }
 
+impl Solved {
+    /// Before anything was looked at.
+    pub(super) fn nothing() -> Solved {
+        Solved {
+            candidates: 0,
+            found: Vec::new(),
+            interleaved: Vec::new(),
+            error: None,
+            lower: f64::INFINITY,
+        }
+    }
+}
+
 /// Costs at which pipelines are not among those that are simulated.
 #[derive(Clone, Copy)]
 pub(super) struct ToBeat {
@@ -167,13 +180,7 @@ impl Search<'_> {
             .enumerate()
             .map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m))
             .collect();
-        let mut solved = Solved {
-            candidates: 0,
-            found: Vec::new(),
-            interleaved: Vec::new(),
-            error: None,
-            lower: f64::INFINITY,
-        };
+        let mut solved = Solved::nothing();
         let mut usable = Vec::new();
         let mut unpriced = false;
         for c in candidates {
@@ -348,26 +355,13 @@ impl Search<'_> {
 
 /// The error that tells the user more: too little memory before anything else.
 pub(super) fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
+    let needed = |e: &PlanError| match e {
+        PlanError::Memory { needed, .. } => Some(*needed),
+        _ => None,
+    };
     match (old, new) {
-        (
-            Some(PlanError::Memory {
-                needed,
-                capacity,
-                n_stages,
-                layers,
-                devices,
-                in_flight,
-            }),
-            PlanError::Memory { needed: n2, .. },
-        ) if needed <= n2 => PlanError::Memory {
-            needed,
-            capacity,
-            n_stages,
-            layers,
-            devices,
-            in_flight,
-        },
-        (Some(old @ PlanError::Memory { .. }), new) if !matches!(new, PlanError::Memory { .. }) => {
+        // Of two, the one that needs less.
+        (Some(old), new) if needed(&old).is_some_and(|a| needed(&new).is_none_or(|b| a <= b)) => {
             old
         }
         // Where ops are left without a strategy nothing can be tiled: say the cause.

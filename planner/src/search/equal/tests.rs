@@ -29,43 +29,35 @@ struct Case {
 impl Case {
     fn random(seed: u64) -> Case {
         let mut rng = Rng::new(seed);
-        let sequence = rng.pick(&[64, 256]);
-        let forward = gpt2(rng.between(1, 3), 128 * rng.between(1, 6), sequence);
-        let batch = rng.pick(&[1, 2, 4, 8]);
-        let train = TrainSpec {
-            global_batch: batch * rng.pick(&[1, 2, 7, 64]),
-            sequence,
-            precision: Precision::Bf16,
-            ..TrainSpec::default()
-        };
-        Case {
-            training: training_graph(&forward, &train).unwrap(),
-            cluster: cluster(&mut rng),
-            pins: Pins::default(),
-            batch,
-            schedule: rng.pick(&[ScheduleKind::OneFOneB, ScheduleKind::GPipe]),
-            train,
-        }
+        let blocks = rng.between(1, 3);
+        let schedule = rng.pick(&[ScheduleKind::OneFOneB, ScheduleKind::GPipe]);
+        let (batch, m) = (rng.pick(&[1, 2, 4, 8]), rng.pick(&[1, 2, 7, 64]));
+        Case::of(&mut rng, blocks, batch, m, schedule)
     }
 
     /// Deep enough for interleaved stages, with microbatches enough to want them.
     fn deep(seed: u64) -> Case {
         let mut rng = Rng::new(seed);
+        let blocks = rng.between(2, 6);
+        let (batch, m) = (rng.pick(&[1, 2, 4]), rng.pick(&[4, 8]));
+        Case::of(&mut rng, blocks, batch, m, ScheduleKind::OneFOneB)
+    }
+
+    fn of(rng: &mut Rng, blocks: u64, batch: u64, m: u64, schedule: ScheduleKind) -> Case {
         let sequence = rng.pick(&[64, 256]);
-        let forward = gpt2(rng.between(2, 6), 128 * rng.between(1, 6), sequence);
-        let batch = rng.pick(&[1, 2, 4]);
+        let forward = gpt2(blocks, 128 * rng.between(1, 6), sequence);
         let train = TrainSpec {
-            global_batch: batch * rng.pick(&[4, 8]),
+            global_batch: batch * m,
             sequence,
             precision: Precision::Bf16,
             ..TrainSpec::default()
         };
         Case {
             training: training_graph(&forward, &train).unwrap(),
-            cluster: cluster(&mut rng),
+            cluster: cluster(rng),
             pins: Pins::default(),
             batch,
-            schedule: ScheduleKind::OneFOneB,
+            schedule,
             train,
         }
     }
