@@ -20,15 +20,17 @@
 //! through, smallest first. Thresholds go up until the largest t, with the least that the rest
 //! can take, costs more than the best choice.
 //!
-//! Exact, unless a mesh has more than [`MAX_PARTS`] combinations that nothing dominates: of those
-//! t and s are then one number, m t + s. That is what counts where all meshes have the same
-//! stages: each then takes the same, p of them in the sum and one m - p times more. Ties go to
-//! the earlier entry.
+//! Exact where the stages of a mesh have few ways to run together ([`MAX_COMBINATIONS`]).
+//! Where they have more, t and s are one number, m t + s: what they weigh where all meshes have
+//! the same stages. Each then takes the same, and t counts p times in the sum and once in each of
+//! the m - p rounds. Ties go to the earlier entry.
 
 use crate::inter_op::{PipelineCost, StageEntry};
 
-/// Combinations of a mesh's entries that are kept with t and s apart.
-const MAX_PARTS: usize = 64;
+/// Ways of the stages of a mesh to run together, up to which t and s are kept apart. Four numbers
+/// dominate so rarely that with 16 entries for each of six stages, as large models have them under
+/// memory pressure, thousands of combinations would be kept and planning took three times as long.
+const MAX_COMBINATIONS: usize = 64;
 
 /// How often the times of stages count beside their sum.
 #[derive(Clone, Copy, Debug)]
@@ -209,14 +211,6 @@ impl Part {
             entries,
         }
     }
-
-    fn beats(&self, other: &Part) -> bool {
-        self.time_s <= other.time_s && self.step_s <= other.step_s && self.is_no_larger(other)
-    }
-
-    fn is_no_larger(&self, other: &Part) -> bool {
-        self.bytes <= other.bytes && self.transient <= other.transient
-    }
 }
 
 /// Bytes beside transient ones.
@@ -232,7 +226,15 @@ fn frontier(
     microbatches: f64,
 ) -> Vec<Part> {
     let weighed = |p: &Part| microbatches * p.time_s + p.step_s;
-    let cheaper = |a: &Part, b: &Part| weighed(a) <= weighed(b) && a.is_no_larger(b);
+    let ways = stages.iter().map(|s| s.entries.len());
+    let is_few = ways.fold(1, usize::saturating_mul) <= MAX_COMBINATIONS;
+    let beats = |a: &Part, b: &Part| {
+        let costs_no_more = match is_few {
+            true => a.time_s <= b.time_s && a.step_s <= b.step_s,
+            false => weighed(a) <= weighed(b),
+        };
+        costs_no_more && a.bytes <= b.bytes && a.transient <= b.transient
+    };
     let mut parts = vec![Part::default()];
     for stage in stages {
         let mut next: Vec<Part> = Vec::new();
@@ -241,27 +243,15 @@ fn frontier(
                 let new = part.with(stage, i);
                 let fits = new.bytes + new.transient <= capacity;
                 let in_time = e.time_s() + stage.transfer_s <= threshold;
-                if fits && in_time {
-                    insert(&mut next, new, Part::beats);
+                if fits && in_time && !next.iter().any(|old| beats(old, &new)) {
+                    next.retain(|old| !beats(&new, old));
+                    next.push(new);
                 }
             }
-        }
-        if next.len() > MAX_PARTS {
-            let all = std::mem::take(&mut next);
-            all.into_iter()
-                .for_each(|new| insert(&mut next, new, cheaper));
         }
         parts = next;
     }
     parts
-}
-
-/// Adds a part unless one that is there beats it, and drops those that it beats.
-fn insert(parts: &mut Vec<Part>, new: Part, beats: impl Fn(&Part, &Part) -> bool) {
-    if !parts.iter().any(|old| beats(old, &new)) {
-        parts.retain(|old| !beats(&new, old));
-        parts.push(new);
-    }
 }
 
 /// One part of each mesh: those that cost least together, whatever the largest t below the
