@@ -14,22 +14,22 @@
 //! of `inter_op`. A choice fits when on every mesh the sum of static + in_flight * saved over its
 //! stages and the largest transient are at most the capacity.
 //!
-//! How: below a threshold on t the stages of a mesh are combined one by one, keeping what nothing
-//! dominates in t, s, bytes and transient. Under a bound on the mesh's sum of s the least sum of
+//! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on the mesh's sum of s the least sum of
 //! t is best for the rest of the objective, on every mesh by itself; so all bounds are gone
 //! through, smallest first. Thresholds go up until the largest t, with the least that the rest
 //! can take, costs more than the best choice.
 //!
-//! Exact where the stages of a mesh have few ways to run together ([`MAX_COMBINATIONS`]).
-//! Where they have more, t and s are one number, m t + s: what they weigh where all meshes have
-//! the same stages. Each then takes the same, and t counts p times in the sum and once in each of
+//! Exact where the stages of a mesh have few ways to run together ([`MAX_COMBINATIONS`]), which
+//! are all kept. Where they have more, t and s are one number, m t + s, and only what nothing
+//! dominates in that, bytes and transient is kept. It is what they weigh where all meshes have
+//! the same stages: each then takes the same, and t counts p times in the sum and once in each of
 //! the m - p rounds. Ties go to the earlier entry.
 
 use crate::inter_op::{PipelineCost, StageEntry};
 
-/// Ways of the stages of a mesh to run together, up to which t and s are kept apart. Four numbers
-/// dominate so rarely that with 16 entries for each of six stages, as large models have them under
-/// memory pressure, thousands of combinations would be kept and planning took three times as long.
+/// Ways of the stages of a mesh to run together, up to which t and s are kept apart. With 16
+/// entries for each of six stages, as large models have them under memory pressure, so little
+/// dominates in both that planning took three times as long.
 const MAX_COMBINATIONS: usize = 64;
 
 /// How often the times of stages count beside their sum.
@@ -218,38 +218,42 @@ fn lasting(e: &StageEntry, in_flight: u64) -> u128 {
     u128::from(e.static_bytes) + u128::from(in_flight) * u128::from(e.saved_bytes_per_microbatch)
 }
 
-/// What nothing beats of the entries below a threshold, those that fit.
+/// What nothing beats of the entries below a threshold, those that fit; cheapest first.
 fn frontier(
     stages: &[&SharedStage<'_>],
     threshold: f64,
     capacity: u128,
     microbatches: f64,
 ) -> Vec<Part> {
-    let weighed = |p: &Part| microbatches * p.time_s + p.step_s;
     let ways = stages.iter().map(|s| s.entries.len());
     let is_few = ways.fold(1, usize::saturating_mul) <= MAX_COMBINATIONS;
-    let beats = |a: &Part, b: &Part| {
-        let costs_no_more = match is_few {
-            true => a.time_s <= b.time_s && a.step_s <= b.step_s,
-            false => weighed(a) <= weighed(b),
-        };
-        costs_no_more && a.bytes <= b.bytes && a.transient <= b.transient
-    };
     let mut parts = vec![Part::default()];
     for stage in stages {
-        let mut next: Vec<Part> = Vec::new();
+        let mut new: Vec<(f64, Part)> = Vec::new();
         for part in &parts {
             for (i, e) in stage.entries.iter().enumerate() {
-                let new = part.with(stage, i);
-                let fits = new.bytes + new.transient <= capacity;
-                let in_time = e.time_s() + stage.transfer_s <= threshold;
-                if fits && in_time && !next.iter().any(|old| beats(old, &new)) {
-                    next.retain(|old| !beats(&new, old));
-                    next.push(new);
+                let part = part.with(stage, i);
+                let fits = part.bytes + part.transient <= capacity;
+                if fits && e.time_s() + stage.transfer_s <= threshold {
+                    new.push((microbatches * part.time_s + part.step_s, part));
                 }
             }
         }
-        parts = next;
+        let size = |p: &Part| (p.bytes, p.transient);
+        new.sort_by(|a, b| a.0.total_cmp(&b.0).then(size(&a.1).cmp(&size(&b.1))));
+        // Nothing is beaten by what costs more, so it is enough to look at those before. Where t
+        // and s are one number, of those the ones that nothing before them is smaller than.
+        let mut smallest: Vec<(u128, u128)> = Vec::new();
+        new.retain(|(_, p)| {
+            let is_smaller = |s: &(u128, u128)| s.0 <= p.bytes && s.1 <= p.transient;
+            let is_beaten = smallest.iter().any(is_smaller);
+            if !is_beaten {
+                smallest.retain(|s| p.bytes > s.0 || p.transient > s.1);
+                smallest.push(size(p));
+            }
+            is_few || !is_beaten
+        });
+        parts = new.into_iter().map(|(_, part)| part).collect();
     }
     parts
 }
