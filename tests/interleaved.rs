@@ -221,7 +221,11 @@ fn interleaves(n_devices: u32, degrees: &[&str], counts: &[u32]) {
             .space
             .contains("interleaved stages on each of several equal meshes")
     );
-    assert!(proof.lower_bound_s.0 <= proof.objective_s.0);
+    // Sending is free and the blocks are equal, so a pipeline costs hardly more than the bound.
+    println!("gap {}", proof.gap);
+    assert!(proof.gap < 0.1, "{proof:?}");
+    let gap = 1.0 - proof.lower_bound_s.0 / proof.objective_s.0;
+    assert!((proof.gap - gap).abs() < 1e-12, "{proof:?}");
     let plain = plan(&["schedule=1f1b"]);
     assert_eq!(plain.plan.schedule, ScheduleKind::OneFOneB);
     assert!(!plain.plan.proof.space.contains("interleaved"));

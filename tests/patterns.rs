@@ -330,12 +330,46 @@ fn the_search_is_no_slower_than_megatrons_pins() {
     assert!(free <= megatron * 1.001, "{free} against {megatron}");
 }
 
+/// What ZeRO gathers and reduces in the microbatches hides behind kernels, which the additive
+/// objective does not know: a pinned level was predicted up to 7% faster than the free plan.
+#[test]
+fn the_search_is_no_slower_than_a_pinned_zero_level() {
+    let mut n_levels = 0;
+    for (preset, hosts, batch) in [("dgx-h100", 1, 32), ("dgx-h100", 2, 64)] {
+        let forward = gpt2(2, 1024, 512, 8192);
+        let cluster = cost_model::presets::load(preset, hosts).expect("the preset loads");
+        let plan = |pins: &[&str]| {
+            planned(&forward, &train(batch, 512), &cluster, pins).expect("there is a plan")
+        };
+        let step = |made: &Planned| made.simulation.step_time.0;
+        let free = plan(&[]);
+        for level in ["zero=0", "zero=1", "zero=2", "zero=3"] {
+            let pinned = plan(&[level]);
+            assert!(
+                step(&free) <= step(&pinned),
+                "{preset} x {hosts}: {} free, {} with {level}",
+                step(&free),
+                step(&pinned)
+            );
+            // A level is for the simulator to choose: the bound is that of the free search.
+            let proof = &free.plan.proof;
+            assert!(proof.lower_bound_s.0 <= pinned.plan.proof.objective_s.0);
+        }
+        let chosen = free.stats.alternatives.iter();
+        let mut chosen = chosen.filter(|(_, seconds)| seconds.0 == step(&free));
+        n_levels += u32::from(chosen.all(|(what, _)| what.contains("ZeRO level")));
+        assert_eq!(plan(&[]).plan, free.plan);
+    }
+    assert!(n_levels > 0, "no level made a difference");
+}
+
 #[test]
 fn large_batches_split_over_samples() {
     let forward = gpt2(2, 1024, 512, 8192);
     for (pins, n_microbatches) in [
         (&["pipeline=1"][..], None),
-        (&["pipeline=1", "microbatch=64"][..], Some(4)),
+        // Free, it may reduce in every microbatch, where that hides behind kernels.
+        (&["pipeline=1", "microbatch=64", "zero=1"][..], Some(4)),
     ] {
         let made = planned(&forward, &train(256, 512), &cluster(8), pins).expect("there is a plan");
         assert_rates(&made);
@@ -357,12 +391,15 @@ fn large_batches_split_over_samples() {
                     "{layer}.{path}"
                 );
             }
-            assert_eq!(
-                of_layer(&made, TemplateKind::Forward, layer),
-                Vec::<String>::new()
-            );
+            // Samples need nothing of each other; parameters may be split and gathered.
+            let forward = of_layer(&made, TemplateKind::Forward, layer);
+            let gathers = |c: &String| c.starts_with(&format!("all_gather cast.{layer}."));
+            assert!(forward.iter().all(gathers), "{forward:?}");
         }
-        let in_block = |p: &&Part| p.layer.is_some_and(|l| l.starts_with("h."));
+        let in_block = |p: &&Part| {
+            let gathers_parameter = p.gathers() && p.of_parameter();
+            p.layer.is_some_and(|l| l.starts_with("h.")) && !gathers_parameter
+        };
         let backward = parts(&made, TemplateKind::Backward);
         let end = parts(&made, TemplateKind::StepEnd);
         if made.plan.n_microbatches == 1 {

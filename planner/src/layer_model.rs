@@ -104,13 +104,29 @@ pub(crate) struct Weights {
     pub static_price: f64,
     /// Seconds per byte that is saved per microbatch.
     pub saved_price: f64,
+    /// The ZeRO level that choices have to keep to; any, where there is none.
+    pub level: Option<u8>,
 }
 
 impl Weights {
+    /// All of the time of `m` microbatches, memory for nothing.
+    pub(crate) fn free(m: u32) -> Weights {
+        Weights {
+            m: f64::from(m),
+            step: 1.0,
+            static_price: 0.0,
+            saved_price: 0.0,
+            level: None,
+        }
+    }
+
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
     pub(crate) fn cost(&self, c: &Choice) -> Cost {
+        if self.level.is_some_and(|level| !c.levels.has(level)) {
+            return Cost::FORBIDDEN;
+        }
         quanta(
             self.seconds(c.time)
                 + self.static_price * c.static_bytes as f64

@@ -326,6 +326,36 @@ pub(crate) fn zero_variants(
     }
 }
 
+/// ZeRO levels that a choice keeps to: those that, pinned, would leave it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ZeroLevels(u8);
+
+impl ZeroLevels {
+    /// Of what no level restricts.
+    pub(crate) const ALL: ZeroLevels = ZeroLevels(0b1111);
+
+    /// Those that leave a variant on an axis of this role.
+    pub(crate) fn of(variant: ZeroVariant, role: AxisRole, precision: Precision) -> ZeroLevels {
+        let leaves = |level: &u8| zero_variants(Some(*level), role, precision).contains(&variant);
+        ZeroLevels((0..=3).filter(leaves).fold(0, |bits, z| bits | 1 << z))
+    }
+
+    /// Levels of both.
+    pub(crate) fn and(self, other: ZeroLevels) -> ZeroLevels {
+        ZeroLevels(self.0 & other.0)
+    }
+
+    /// Levels of either.
+    pub(crate) fn or(self, other: ZeroLevels) -> ZeroLevels {
+        ZeroLevels(self.0 | other.0)
+    }
+
+    /// Whether a level, 0 to 3, is among them.
+    pub(crate) fn has(self, level: u8) -> bool {
+        level <= 3 && self.0 >> level & 1 == 1
+    }
+}
+
 /// How a parameter's tensors lie over an axis that does not shard the parameter in compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ZeroVariant {

@@ -158,7 +158,9 @@ mod tests {
         };
         let mut fused = vec![Fused::default(); template.instructions.len()];
         fuse(&template, &mut fused);
-        let parts: Vec<usize> = (0..fused.len()).filter(|&i| fused[i].into_previous).collect();
+        let parts: Vec<usize> = (0..fused.len())
+            .filter(|&i| fused[i].into_previous)
+            .collect();
         assert_eq!(parts, [1, 3, 4]);
         // What they make is written in the type of the matmul that reads it.
         let made = crate::costs::fused::made(&template, &fused);

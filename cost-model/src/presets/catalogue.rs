@@ -202,7 +202,10 @@ impl Catalogue {
     fn entry(&self, name: &str) -> Result<&(Device, BTreeMap<String, String>), String> {
         self.devices.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.devices().collect();
-            format!("there is no device `{name}`; devices are {}", known.join(", "))
+            format!(
+                "there is no device `{name}`; devices are {}",
+                known.join(", ")
+            )
         })
     }
 

@@ -84,12 +84,7 @@ impl Scene {
 
 /// Plenty of memory, little, and per-step time left out.
 fn weights() -> [Weights; 4] {
-    let base = Weights {
-        m: 4.0,
-        step: 1.0,
-        static_price: 0.0,
-        saved_price: 0.0,
-    };
+    let base = Weights::free(4);
     [
         base,
         Weights {
@@ -206,6 +201,7 @@ impl Random {
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
                 recomputed_bytes: 0,
+                levels: crate::pins::ZeroLevels::ALL,
             })
             .collect();
         Group {
@@ -234,6 +230,7 @@ impl Random {
                 static_bytes: 0,
                 saved_bytes: 0,
                 recomputed_bytes: 0,
+                levels: crate::pins::ZeroLevels::ALL,
             };
             groups.push(Group {
                 ops: vec![],
@@ -581,4 +578,49 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
             );
         }
     }
+}
+
+/// The choices that keep to a ZeRO level are those that are left where it is pinned.
+#[test]
+fn levels_leave_what_pins_leave() {
+    use AxisRole::{Context, Data, Free, Tensor};
+    let (mut n_left, mut n_gone) = (0, 0);
+    for (axes, roles) in [
+        ([1, 8], [Free, Free]),
+        ([2, 4], [Free, Free]),
+        ([4, 2], [Data, Tensor]),
+        ([4, 2], [Data, Context]),
+    ] {
+        let mut scene = Scene::gpt2(2, 1024, 512, &axes);
+        scene.roles = roles.to_vec();
+        let of_layer = |scene: &Scene, level: Option<u8>| -> Vec<Group> {
+            let pins = Pins {
+                zero: level,
+                ..Pins::default()
+            };
+            let setting = Setting {
+                pins: &pins,
+                ..scene.setting(8)
+            };
+            let all = scene.layers.ops.iter();
+            all.flat_map(|ops| make_groups(&setting, ops)).collect()
+        };
+        let free = of_layer(&scene, None);
+        for level in 0..=3 {
+            for (free, pinned) in free.iter().zip(of_layer(&scene, Some(level))) {
+                assert_eq!(free.ops, pinned.ops);
+                for c in &free.choices {
+                    let mut left = pinned.choices.iter();
+                    let left = left.any(|p| p.strategies == c.strategies);
+                    assert_eq!(
+                        c.levels.has(level),
+                        left,
+                        "{axes:?} {roles:?} {level} {c:?}"
+                    );
+                    (n_left, n_gone) = (n_left + u32::from(left), n_gone + u32::from(!left));
+                }
+            }
+        }
+    }
+    assert!(n_left > 100 && n_gone > 100, "{n_left} left, {n_gone} gone");
 }

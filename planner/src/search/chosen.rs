@@ -8,14 +8,17 @@
 use super::{Pipeline, Search, no_strategy, weigh, weight_at};
 use crate::PlanError;
 use crate::assemble::{ChosenStage, add_stage};
-use crate::inter_op::StageChoice;
+use crate::groups::Phases;
+use crate::inter_op::{PipelineCost, StageChoice};
+use crate::interleave::cost_of_times;
 use crate::intra_op::problem::IntraOpProblem;
 use crate::layer_model::{LayerModel, Weights};
 use crate::refine::{Refined, refine};
 use crate::stage::PricedMesh;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof};
 use ir::{DeviceMesh, Graph, LogicalMesh, Rank};
-use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Everything that the choices of a stage of one shape depend on: weights, kinds of its layers,
@@ -23,19 +26,42 @@ use std::sync::Arc;
 /// tensors.
 type Question = (usize, Vec<usize>, Option<(u64, u64)>);
 
+/// The layer models of shapes of one microbatch size, by their numbers.
+pub(super) type ShapeModels = BTreeMap<usize, Arc<Vec<LayerModel>>>;
+
+/// The plan of a pipeline without its paths.
+pub(super) struct Assembled {
+    pub plan: Plan,
+    /// The intra-op problems that were solved.
+    pub problems: Vec<IntraOpProblem>,
+    /// Times of the stages for one microbatch and once per step, without sending and before
+    /// they were refined.
+    pub times: Vec<Phases>,
+}
+
+/// A stage with its choices.
+#[derive(Clone)]
+struct Solved {
+    refined: Refined,
+    /// Before it was refined.
+    time: Phases,
+}
+
 /// Shape and weights of a stage's entry in the stage table.
 fn tag(stage: &StageChoice) -> (usize, usize) {
     ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize)
 }
 
 impl Search<'_> {
-    /// The plan of a pipeline without its paths, and the intra-op problems that were solved.
+    /// The plan of a pipeline, with `reserve` bytes left for placing its buffers. `models` keeps
+    /// the models of its shapes for other pipelines of the same microbatch size.
     pub(super) fn assemble(
         &self,
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
-    ) -> Result<(Plan, Vec<IntraOpProblem>), PlanError> {
+        models: &mut ShapeModels,
+    ) -> Result<Assembled, PlanError> {
         let mut problems = Vec::new();
         let mut plan = Plan {
             version: PLAN_VERSION,
@@ -56,27 +82,26 @@ impl Search<'_> {
             proof: Proof::default(),
         };
         let shapes = self.shapes(p.batch);
-        let mut models: BTreeMap<usize, Arc<Vec<LayerModel>>> = BTreeMap::new();
-        let mut solved: Vec<Option<Refined>> = vec![None; p.choice.stages.len()];
-        for stage in &p.choice.stages {
-            let (c, _) = tag(stage);
-            if models.contains_key(&c) {
-                continue;
-            }
+        let mut solved: Vec<Option<Solved>> = vec![None; p.choice.stages.len()];
+        let chosen: BTreeSet<usize> = p.choice.stages.iter().map(|s| tag(s).0).collect();
+        for c in chosen {
             let (_, shape) = shapes
                 .get(c)
                 .ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
-            let s = self.setting(shape, p.batch);
-            let of_shape = self.models(&s).map_err(no_strategy)?;
-            self.solve_stages(forward, p, reserve, c, &of_shape, &mut solved)?;
-            models.insert(c, of_shape);
+            if let Entry::Vacant(vacant) = models.entry(c) {
+                let s = self.setting(shape, p.batch);
+                vacant.insert(self.models(&s).map_err(no_strategy)?);
+            }
+            self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)?;
         }
+        let mut times = Vec::with_capacity(p.choice.stages.len());
         let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
         let mut first_rank = 0;
-        for (i, (stage, refined)) in p.choice.stages.iter().zip(solved).enumerate() {
+        for (i, (stage, solved)) in p.choice.stages.iter().zip(solved).enumerate() {
             let (c, _) = tag(stage);
             let (_, shape) = &shapes[c];
-            let refined = refined.expect("the stages of every shape were solved");
+            let Solved { refined, time } = solved.expect("the stages of every shape were solved");
+            times.push(time);
             if i % n_meshes == 0 {
                 first_rank = 0;
             }
@@ -102,7 +127,21 @@ impl Search<'_> {
             plan.proof.stages.push(refined.proof);
             problems.extend(refined.problem);
         }
-        Ok((plan, problems))
+        Ok(Assembled {
+            plan,
+            problems,
+            times,
+        })
+    }
+
+    /// What a pipeline costs whose stages take these times instead of those that it was chosen
+    /// for.
+    pub(super) fn cost(&self, p: &Pipeline, times: &[Phases]) -> PipelineCost {
+        let stages = p.choice.stages.iter().zip(times);
+        let sent = stages.map(|(s, t)| t.forward + t.backward + s.transfer_s);
+        let (sent, steps): (Vec<f64>, Vec<f64>) = sent.zip(times.iter().map(|t| t.step)).unzip();
+        let virtual_stages = p.schedule.virtual_stages() as usize;
+        cost_of_times(&sent, &steps, sent.len() / virtual_stages.max(1), p.m)
     }
 
     /// Solves the stages of shape `shape`, whose layer models are `models`, each different one
@@ -114,28 +153,33 @@ impl Search<'_> {
         reserve: u64,
         shape: usize,
         models: &[LayerModel],
-        solved: &mut [Option<Refined>],
+        solved: &mut [Option<Solved>],
     ) -> Result<(), PlanError> {
         let shapes = self.shapes(p.batch);
         let s = self.setting(&shapes[shape].1, p.batch);
         let base = Weights {
-            m: f64::from(p.m),
-            step: 1.0,
-            static_price: 0.0,
-            saved_price: 0.0,
+            level: p.level,
+            ..Weights::free(p.m)
         };
         let weighted = weigh(models, base).map_err(no_strategy)?;
         let mut priced: BTreeMap<usize, PricedMesh<'_>> = BTreeMap::new();
-        let mut known: BTreeMap<Question, Refined> = BTreeMap::new();
+        let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
         let whole = self.cluster.usable_bytes().saturating_sub(reserve);
         for (stage, solved) in p.choice.stages.iter().zip(solved) {
             let (c, w) = tag(stage);
             if c != shape {
                 continue;
             }
-            let priced = priced
-                .entry(w)
-                .or_insert_with(|| PricedMesh::new(&weighted, weight_at(p.m, w)));
+            let priced = priced.entry(w).or_insert_with(|| {
+                let level = p.level;
+                PricedMesh::new(
+                    &weighted,
+                    Weights {
+                        level,
+                        ..weight_at(p.m, w)
+                    },
+                )
+            });
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
             let path = priced
                 .path(&s, &kinds)
@@ -150,11 +194,10 @@ impl Search<'_> {
                 forward.name, stage.layers.start, stage.layers.end
             );
             if let Some(known) = known.get(&question) {
-                let problem = known.problem.clone();
-                *solved = Some(Refined {
-                    problem: problem.map(|problem| IntraOpProblem { name, ..problem }),
-                    ..known.clone()
-                });
+                let mut same = known.clone();
+                let problem = same.refined.problem;
+                same.refined.problem = problem.map(|problem| IntraOpProblem { name, ..problem });
+                *solved = Some(same);
                 continue;
             }
             let kinds = &question.1;
@@ -174,8 +217,10 @@ impl Search<'_> {
                 budget,
                 is_pressed,
             )?;
-            known.insert(question, refined.clone());
-            *solved = Some(refined);
+            let time = path.cost.time;
+            let new = Solved { refined, time };
+            known.insert(question, new.clone());
+            *solved = Some(new);
         }
         Ok(())
     }

@@ -49,13 +49,7 @@ impl Search<'_> {
         order.sort_by(|a, b| first(&a.0).total_cmp(&first(&b.0)).then(a.1.cmp(&b.1)));
         let stages = self.pins.pipeline.map(|p| p as usize);
         let mut best: Option<(usize, PipelineChoice)> = None;
-        let mut solved = Solved {
-            candidates: 0,
-            found: Vec::new(),
-            interleaved: Vec::new(),
-            error: None,
-            lower: f64::INFINITY,
-        };
+        let mut solved = Solved::nothing();
         let mut unpriced = false;
         // By shape and by submesh, so that what is said does not depend on the order above.
         let mut without: BTreeMap<usize, ModelError> = BTreeMap::new();
@@ -110,6 +104,9 @@ impl Search<'_> {
                     }
                 }
             }
+            // What is no better than the best of plain stages is not looked at.
+            let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
+            let to_beat = to_beat.interleaved.min(plain);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         if unpriced {

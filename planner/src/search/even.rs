@@ -49,6 +49,7 @@ pub(super) fn even_cuts(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::testing::Rng;
 
     /// Sums of squares of all cuts, in turn.
     fn every(n_layers: usize, n_stages: usize, time: &dyn Fn(Range<usize>) -> Option<f64>) -> f64 {
@@ -64,13 +65,8 @@ mod tests {
 
     #[test]
     fn no_cuts_are_more_even() {
-        let mut state = 1u64;
-        let mut below = |n: u64| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 33) % n
-        };
+        let mut rng = Rng::new(1);
+        let mut below = |n: u64| rng.below(n);
         let mut impossible = 0;
         for _ in 0..300 {
             let (n_layers, n_stages) = (1 + below(8) as usize, 1 + below(5) as usize);

@@ -17,7 +17,8 @@
 //! That is also the bound that a proof has on interleaved stages, solved or not.
 
 use super::even::even_cuts;
-use super::{Bounded, Candidate, INTERLEAVED_OF_A_SIZE, Pipeline, Search, Solved, ToBeat, nearer};
+use super::pipelines::INTERLEAVED_OF_A_SIZE;
+use super::{Bounded, Candidate, Pipeline, Search, Solved, nearer};
 use crate::PlanError;
 use crate::inter_op::{self, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable};
 use crate::interleave::{Objective, SharedStage, TooLarge, share};
@@ -94,8 +95,8 @@ impl Search<'_> {
             .collect()
     }
 
-    /// Looks for interleaved stages on meshes of `submesh` that beat those known, and bounds all
-    /// that there are.
+    /// Looks for interleaved stages on meshes of `submesh` that cost less than `to_beat` and those
+    /// known, and bounds all that there are.
     #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
     pub(super) fn interleave(
         &self,
@@ -105,7 +106,7 @@ impl Search<'_> {
         batch: u64,
         m: u32,
         reserve: u64,
-        to_beat: ToBeat,
+        to_beat: f64,
     ) {
         let rings = self.rings(submesh, m);
         if rings.is_empty() {
@@ -125,11 +126,10 @@ impl Search<'_> {
         let rank = |w: &(f64, &Candidate, Ring)| (w.1.shape, w.2.virtual_stages);
         ways.sort_by(|a, b| a.0.total_cmp(&b.0).then(rank(a).cmp(&rank(b))));
         let cost = |c: &PipelineChoice| c.cost.total_s;
-        let plain = solved.found.iter().map(cost).fold(f64::INFINITY, f64::min);
         for (least, candidate, ring) in ways {
             let known = solved.interleaved.get(INTERLEAVED_OF_A_SIZE - 1);
             let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
-            let to_beat = to_beat.interleaved.min(plain).min(known);
+            let to_beat = to_beat.min(known);
             if least >= to_beat {
                 break;
             }
@@ -169,7 +169,13 @@ impl Search<'_> {
         let candidate = self.candidate((index, *submesh), shape, p.batch, p.m);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         let choice = choice.ok()?;
-        Some((Pipeline { choice, ..*p }, reserve))
+        Some((
+            Pipeline {
+                choice,
+                ..p.clone()
+            },
+            reserve,
+        ))
     }
 
     /// The best pipeline of interleaved stages as pinned.
@@ -213,7 +219,7 @@ impl Search<'_> {
     }
 
     /// The best entries for even cuts of one shape.
-    fn solve_ring(
+    pub(super) fn solve_ring(
         &self,
         ring: Ring,
         candidate: &Candidate,
@@ -375,17 +381,13 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::testing::Rng;
 
     /// The bound of a ring against the objective of stages at random, and met by equal ones.
     #[test]
     fn no_stages_cost_less_than_their_ring() {
-        let mut state = 1u64;
-        let mut below = |n: u64| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 33) % n
-        };
+        let mut rng = Rng::new(1);
+        let mut below = |n: u64| rng.below(n);
         for _ in 0..1000 {
             let ring = Ring {
                 submesh: 0,

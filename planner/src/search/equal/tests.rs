@@ -29,21 +29,35 @@ struct Case {
 impl Case {
     fn random(seed: u64) -> Case {
         let mut rng = Rng::new(seed);
+        let blocks = rng.between(1, 3);
+        let schedule = rng.pick(&[ScheduleKind::OneFOneB, ScheduleKind::GPipe]);
+        let (batch, m) = (rng.pick(&[1, 2, 4, 8]), rng.pick(&[1, 2, 7, 64]));
+        Case::of(&mut rng, blocks, batch, m, schedule)
+    }
+
+    /// Deep enough for interleaved stages, with microbatches enough to want them.
+    fn deep(seed: u64) -> Case {
+        let mut rng = Rng::new(seed);
+        let blocks = rng.between(2, 6);
+        let (batch, m) = (rng.pick(&[1, 2, 4]), rng.pick(&[4, 8]));
+        Case::of(&mut rng, blocks, batch, m, ScheduleKind::OneFOneB)
+    }
+
+    fn of(rng: &mut Rng, blocks: u64, batch: u64, m: u64, schedule: ScheduleKind) -> Case {
         let sequence = rng.pick(&[64, 256]);
-        let forward = gpt2(rng.between(1, 3), 128 * rng.between(1, 6), sequence);
-        let batch = rng.pick(&[1, 2, 4, 8]);
+        let forward = gpt2(blocks, 128 * rng.between(1, 6), sequence);
         let train = TrainSpec {
-            global_batch: batch * rng.pick(&[1, 2, 7, 64]),
+            global_batch: batch * m,
             sequence,
             precision: Precision::Bf16,
             ..TrainSpec::default()
         };
         Case {
             training: training_graph(&forward, &train).unwrap(),
-            cluster: cluster(&mut rng),
+            cluster: cluster(rng),
             pins: Pins::default(),
             batch,
-            schedule: rng.pick(&[ScheduleKind::OneFOneB, ScheduleKind::GPipe]),
+            schedule,
             train,
         }
     }
@@ -202,4 +216,75 @@ fn nothing_better_is_cut() {
     // Cuts happen, also where a bound is nearly what the pipeline costs.
     assert!(n_found > 10 && n_cut > 5, "{n_found} found, {n_cut} cut");
     assert!(closest < 0.1, "the closest bound is {closest} below");
+}
+
+/// The least that interleaved stages cost on each submesh, every ring of every shape solved.
+fn exhaustive_rings(case: &Case, search: &Search<'_>) -> Vec<f64> {
+    let shapes = search.shapes(case.batch);
+    let best = |i: usize| {
+        let priced = search.candidates(&shapes, i, case.batch, case.m());
+        let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
+        let costs = usable.iter().flat_map(|c| {
+            let rings = search.rings(i, case.m()).into_iter();
+            rings.filter_map(|r| search.solve_ring(r, c, case.batch, case.m(), 0).ok())
+        });
+        costs.map(|c| c.cost.total_s).fold(f64::INFINITY, f64::min)
+    };
+    (0..search.submeshes.len()).map(best).collect()
+}
+
+/// Submeshes are left out, and rings not solved, by what interleaved stages cost at least; the
+/// best of them is found all the same.
+#[test]
+fn no_better_ring_is_cut() {
+    let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
+    let (mut n_cut, mut n_found, mut closest) = (0, 0, f64::INFINITY);
+    for seed in 0..if slow { 400 } else { 24 } {
+        let case = Case::deep(seed);
+        let search = case.search();
+        let rings = exhaustive_rings(&case, &search);
+        let matmul_s = search.least_matmul_s(case.batch);
+        for (i, &cost) in rings.iter().enumerate() {
+            let least = search.least_s(matmul_s, i, case.m(), case.schedule);
+            assert!(
+                least.interleaved <= cost,
+                "seed {seed}: submesh {i} costs {cost}, at least {}",
+                least.interleaved
+            );
+            closest = f64::min(closest, cost / least.interleaved - 1.0);
+        }
+        let ring = rings.iter().copied().fold(f64::INFINITY, f64::min);
+
+        // Rings alone: nothing else holds them back, and they hold each other back.
+        let solve = |interleaved: f64| {
+            let to_beat = ToBeat {
+                plain: 0.0,
+                interleaved,
+            };
+            search.solve_equal(case.batch, case.m(), case.schedule, 0, to_beat)
+        };
+        let cost = |s: &Solved| s.interleaved.first().map(|(_, c)| c.cost.total_s);
+        let all = solve(f64::INFINITY);
+        assert_eq!(
+            cost(&all),
+            Some(ring).filter(|r| r.is_finite()),
+            "seed {seed}"
+        );
+        assert!(all.lower <= ring, "seed {seed}");
+        if ring.is_infinite() {
+            continue;
+        }
+        n_found += 1;
+        // What costs less than what is to be beaten is found, what costs as much is not.
+        let more = solve(ring.next_up());
+        assert_eq!(cost(&more), Some(ring), "seed {seed}");
+        let none = solve(ring);
+        assert_eq!(none.interleaved, [], "seed {seed}");
+        assert!(none.lower <= ring, "seed {seed}");
+        let half = solve(0.5 * ring);
+        assert!(half.lower <= ring, "seed {seed}");
+        n_cut += u64::from(half.candidates < all.candidates);
+    }
+    assert!(n_found > 6 && n_cut > 2, "{n_found} found, {n_cut} cut");
+    assert!(closest < 0.2, "the closest bound is {closest} below");
 }

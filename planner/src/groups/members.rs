@@ -1,0 +1,123 @@
+//! Which ops of a layer are decided together: members of a parameter, and ops that follow a
+//! forward op.
+
+use ir::training::{StateRole, TrainingGraph, source_path};
+use ir::{Graph, Op, OpId, OpKind, Pass, Region, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Members of each parameter that this layer owns: states, preparation, sum of gradients,
+/// update, and the accumulators that lie in this layer.
+pub(super) fn parameter_members(
+    training: &TrainingGraph,
+    ops: &[OpId],
+) -> BTreeMap<String, Vec<OpId>> {
+    let graph = &training.graph;
+    let here: BTreeSet<OpId> = ops.iter().copied().collect();
+    let owner: BTreeMap<ValueId, &str> = training
+        .states
+        .iter()
+        .filter(|s| s.role != StateRole::Scalar)
+        .map(|s| (s.read, s.param.as_str()))
+        .collect();
+    let mut members: BTreeMap<String, BTreeSet<OpId>> = BTreeMap::new();
+    for &id in ops {
+        let op = graph.op(id);
+        match &op.kind {
+            OpKind::State { .. } => {
+                if let Some(p) = owner.get(&op.outputs[0]) {
+                    members.entry(p.to_string()).or_default().insert(id);
+                }
+            }
+            OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
+                if let Some(p) = owner.get(&op.inputs[0]) {
+                    let set = members.entry(p.to_string()).or_default();
+                    set.insert(id);
+                    gradient_chain(graph, op.inputs[1], &here, set);
+                }
+            }
+            OpKind::SumSquares => {}
+            OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
+                if let Some(p) = parameter_source(graph, op.inputs[0], &owner)
+                    .filter(|_| local_source(graph, op, &here))
+                {
+                    members.entry(p.to_string()).or_default().insert(id);
+                }
+            }
+            _ => {}
+        }
+    }
+    // The norm of a parameter reads the gradient that its update reads.
+    for &id in ops
+        .iter()
+        .filter(|&&id| matches!(graph.op(id).kind, OpKind::SumSquares))
+    {
+        let gradient = graph.op(id).inputs[0];
+        let update = ops.iter().map(|&u| graph.op(u)).find(|u| {
+            matches!(u.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) && u.inputs[1] == gradient
+        });
+        if let Some(p) = update.and_then(|u| owner.get(&u.inputs[0])) {
+            members.entry(p.to_string()).or_default().insert(id);
+        }
+    }
+    members
+        .into_iter()
+        .map(|(p, set)| (p, set.into_iter().collect()))
+        .collect()
+}
+
+fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BTreeSet<OpId>) {
+    let id = graph.value(v).producer;
+    let op = graph.op(id);
+    if here.contains(&id) {
+        match op.kind {
+            OpKind::Accumulate { .. } => {
+                set.insert(id);
+            }
+            OpKind::Binary { .. } if op.region == Region::StepEnd => {
+                set.insert(id);
+                op.inputs
+                    .iter()
+                    .for_each(|&v| gradient_chain(graph, v, here, set));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn parameter_source<'a>(
+    graph: &Graph,
+    v: ValueId,
+    owner: &BTreeMap<ValueId, &'a str>,
+) -> Option<&'a str> {
+    let op = graph.op(graph.value(v).producer);
+    match op.kind {
+        OpKind::State { .. } => owner.get(&v).copied(),
+        OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
+            parameter_source(graph, op.inputs[0], owner)
+        }
+        _ => None,
+    }
+}
+
+fn local_source(graph: &Graph, op: &Op, here: &BTreeSet<OpId>) -> bool {
+    here.contains(&graph.value(op.inputs[0]).producer)
+}
+
+/// The forward op whose group a gradient op or a twin joins; `None` when it stands alone.
+pub(crate) fn forward_of(graph: &Graph, id: &OpId) -> Option<OpId> {
+    let op = graph.op(*id);
+    if op.region != Region::Microbatch || op.pass == Pass::F {
+        return None;
+    }
+    if op.pass == Pass::Recompute {
+        return graph.find(source_path(&op.path));
+    }
+    let path = op.path.strip_prefix("grad.")?;
+    let (forward, what) = path.rsplit_once('.')?;
+    // Sums over uses choose for themselves whether addends stay partial.
+    if what.starts_with("sum") || what.contains("-sum") {
+        return None;
+    }
+    let forward = graph.find(forward)?;
+    (graph.op(forward).layer == op.layer).then_some(forward)
+}

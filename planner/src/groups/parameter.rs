@@ -1,0 +1,275 @@
+//! The group of a parameter: each axis shards one of its dims in compute, or is idle there and
+//! splits what lies between uses by a ZeRO variant.
+
+use super::{Choice, Group, Setting, local_bytes, make_choice, orders, product};
+use crate::pins::{AxisRole, ZeroLevels, ZeroVariant, zero_variants};
+use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
+use ir::training::StateRole;
+use ir::{FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ValueId};
+use std::collections::BTreeSet;
+
+/// What an axis does to a parameter: shards a dim in compute, or stays idle with a ZeRO variant.
+#[derive(Clone, Copy, Debug)]
+enum ParamUse {
+    Shard(usize),
+    Idle(ZeroVariant),
+}
+
+pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
+    let graph = &s.training.graph;
+    let state = ops
+        .iter()
+        .map(|&id| graph.op(id))
+        .find(|op| matches!(op.kind, OpKind::State { .. }))
+        .map(|op| op.outputs[0]);
+    let lens = state
+        .map(|v| graph.ty(v).shape.bind(s.batch))
+        .unwrap_or_default();
+    let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
+    let expert_dim = expert_dim(graph, ops);
+    let per_axis: Vec<Vec<ParamUse>> = s
+        .mesh
+        .axis_ids()
+        .map(|a| {
+            let (n, role) = (s.mesh.size(a), s.roles[a.index()]);
+            if n == 1 {
+                return vec![ParamUse::Idle(ZeroVariant::Whole)];
+            }
+            let mut uses = Vec::new();
+            if role == AxisRole::Expert
+                && let Some(dim) = expert_dim.filter(|&d| lens[d] >= n)
+            {
+                return vec![ParamUse::Shard(dim)];
+            }
+            if !matches!(role, AxisRole::Data | AxisRole::Expert | AxisRole::Context) {
+                uses.extend(
+                    (0..lens.len())
+                        .filter(|&d| lens[d] >= n)
+                        .map(ParamUse::Shard),
+                );
+            }
+            uses.extend(
+                zero_variants(s.pins.zero, role, s.train.precision)
+                    .into_iter()
+                    .map(ParamUse::Idle),
+            );
+            uses
+        })
+        .collect();
+    // Gradients that come from other layers arrive reduced: their sum is then taken in the
+    // optimizer's layout.
+    let foreign = has_foreign_gradient(graph, ops);
+    let mut choices: Vec<Choice> = Vec::new();
+    for (uses, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
+        let experts = |u: &&ParamUse| matches!(u, ParamUse::Shard(d) if expert_dim == Some(*d));
+        let orders = orders(uses.iter().filter(experts).count());
+        orders.iter().map(move |&reverse| (uses.clone(), reverse))
+    }) {
+        let mut layout = ParamLayout::new(s.mesh, &lens, &uses);
+        layout.reverse |= reverse;
+        // Two ZeRO axes in one dim: the inner axis first, so that its fast links reduce what
+        // the outer one then has less of.
+        let several = [AxisRole::Expert, AxisRole::Context];
+        layout.reverse |= expert_dim.is_none() && several.iter().any(|role| s.roles.contains(role));
+        let made = ops
+            .iter()
+            .zip(&rules)
+            .map(|(&id, _)| layout.strategy(s, graph.op(id), foreign))
+            .collect::<Option<Vec<_>>>();
+        if let Some(mut choice) =
+            made.and_then(|strategies| make_choice(s, ops, &rules, strategies))
+        {
+            choice.static_bytes = layout.static_bytes(s, ops, &choice);
+            choice.levels = levels(s, &uses);
+            let mut known = choices.iter_mut();
+            match known.find(|c| c.strategies == choice.strategies) {
+                Some(same) => same.levels = same.levels.or(choice.levels),
+                None => choices.push(choice),
+            }
+        }
+    }
+    Group {
+        ops: ops.to_vec(),
+        choices,
+        boundary: false,
+    }
+}
+
+/// ZeRO levels that leave all of a parameter's uses, by axis; an axis of one rank is idle at any.
+fn levels(s: &Setting<'_>, uses: &[ParamUse]) -> ZeroLevels {
+    let axes = s.mesh.axis_ids().zip(uses);
+    let idle = axes.filter_map(|(a, u)| match u {
+        ParamUse::Idle(variant) if s.mesh.size(a) > 1 => Some((a, *variant)),
+        _ => None,
+    });
+    idle.fold(ZeroLevels::ALL, |levels, (a, variant)| {
+        let role = s.roles[a.index()];
+        levels.and(ZeroLevels::of(variant, role, s.train.precision))
+    })
+}
+
+/// The dim of a parameter that its uses in the forward pass have as experts.
+fn expert_dim(graph: &Graph, ops: &[OpId]) -> Option<usize> {
+    let made: BTreeSet<ValueId> = ops
+        .iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| op.region == Region::StepBegin)
+        .flat_map(|op| op.outputs.iter().copied())
+        .collect();
+    let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
+    graph.ops().iter().filter(forward).find_map(|op| {
+        let operand = op.inputs.iter().position(|v| made.contains(v))?;
+        let rule = graph.rule(op);
+        let is_expert =
+            |d: &ir::op::DimFactor| rule.factors[d.factor.index()].role == FactorRole::Expert;
+        rule.operands[operand].iter().position(is_expert)
+    })
+}
+
+fn has_foreign_gradient(graph: &Graph, ops: &[OpId]) -> bool {
+    ops.iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| op.region == Region::StepEnd && matches!(op.kind, OpKind::Binary { .. }))
+        .any(|op| {
+            op.inputs.iter().any(|&v| {
+                let producer = graph.value(v).producer;
+                matches!(graph.op(producer).kind, OpKind::Accumulate { .. })
+                    && !ops.contains(&producer)
+            })
+        })
+}
+
+/// Specs of a parameter's tensors: at rest, prepared, accumulated gradient, optimizer state.
+struct ParamLayout {
+    rest: Vec<AxisPlace>,
+    prepared: Vec<AxisPlace>,
+    gradient: Vec<AxisPlace>,
+    optimizer: Vec<AxisPlace>,
+    reverse: bool,
+}
+
+/// Where one axis stands in one of a parameter's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AxisPlace {
+    Dim(usize),
+    Idle,
+    Partial,
+}
+
+impl ParamLayout {
+    fn new(mesh: &LogicalMesh, lens: &[u64], uses: &[ParamUse]) -> Self {
+        use AxisPlace::*;
+        let mut l = ParamLayout {
+            rest: vec![],
+            prepared: vec![],
+            gradient: vec![],
+            optimizer: vec![],
+            reverse: false,
+        };
+        let mut sharded: Vec<u64> = vec![1; lens.len()];
+        for (a, u) in uses.iter().enumerate() {
+            if let ParamUse::Shard(d) = u {
+                sharded[*d] *= u64::from(mesh.axes[a].size);
+            }
+        }
+        for (a, u) in uses.iter().enumerate() {
+            let n = u64::from(mesh.axes[a].size);
+            let variant = match u {
+                ParamUse::Shard(d) => {
+                    for list in [
+                        &mut l.rest,
+                        &mut l.prepared,
+                        &mut l.gradient,
+                        &mut l.optimizer,
+                    ] {
+                        list.push(Dim(*d));
+                    }
+                    continue;
+                }
+                ParamUse::Idle(v) => *v,
+            };
+            // A free dim that divides, else any that is long enough, else inside a sharded one.
+            let free = (0..lens.len()).find(|&d| sharded[d] == 1 && lens[d].is_multiple_of(n));
+            let any = || (0..lens.len()).find(|&d| lens[d] / sharded[d] >= n);
+            let dim = free.or_else(any).filter(|_| n > 1);
+            let split = dim.map_or(Idle, Dim);
+            if let Some(d) = dim
+                && !matches!(variant, ZeroVariant::Whole | ZeroVariant::WholeDeferred)
+            {
+                // The ZeRO axis stands inside (minor to) an axis that shards the dim in compute.
+                let outer_inside = uses
+                    .iter()
+                    .enumerate()
+                    .any(|(b, u)| b > a && matches!(u, ParamUse::Shard(e) if *e == d));
+                l.reverse |= outer_inside;
+                sharded[d] *= n;
+            }
+            let (rest, prepared, gradient, optimizer) = match variant {
+                ZeroVariant::Whole => (Idle, Idle, Idle, Idle),
+                ZeroVariant::WholeDeferred => (Idle, Idle, Partial, Idle),
+                ZeroVariant::Optimizer => (Idle, Idle, Idle, split),
+                ZeroVariant::OptimizerDeferred => (Idle, Idle, Partial, split),
+                ZeroVariant::Gradient => (Idle, Idle, split, split),
+                ZeroVariant::Parameter => (split, split, split, split),
+                ZeroVariant::Master => (split, Idle, split, split),
+                ZeroVariant::MasterDeferred => (split, Idle, Partial, split),
+            };
+            l.rest.push(rest);
+            l.prepared.push(prepared);
+            l.gradient.push(gradient);
+            l.optimizer.push(optimizer);
+        }
+        l
+    }
+
+    /// The strategy of a member op; all members' factors are the parameter's dims in order.
+    fn strategy(&self, s: &Setting<'_>, op: &Op, foreign: bool) -> Option<OpStrategy> {
+        let states = &s.training.states;
+        let role = |v: ValueId| states.iter().find(|st| st.read == v).map(|st| st.role);
+        let places = match &op.kind {
+            OpKind::State { .. } => match role(op.outputs[0]) {
+                Some(StateRole::Parameter) => &self.rest,
+                _ => &self.optimizer,
+            },
+            OpKind::Cast { .. } => &self.rest,
+            OpKind::Layout => &self.prepared,
+            OpKind::Accumulate { .. } => &self.gradient,
+            OpKind::Binary { .. } if foreign => &self.optimizer,
+            OpKind::Binary { .. } => &self.gradient,
+            _ => &self.optimizer,
+        };
+        let uses = places
+            .iter()
+            .map(|p| match p {
+                AxisPlace::Dim(d) => AxisUse::Factor(FactorId::new(*d)),
+                AxisPlace::Idle => AxisUse::Replicate,
+                AxisPlace::Partial => AxisUse::Partial(0),
+            })
+            .collect();
+        Some(OpStrategy {
+            uses,
+            reverse: self.reverse,
+        })
+    }
+
+    /// Bytes that live through the step; a prepared copy equal to the parameter is a view.
+    fn static_bytes(&self, s: &Setting<'_>, ops: &[OpId], choice: &Choice) -> u64 {
+        let graph = &s.training.graph;
+        let mut bytes = 0u64;
+        for (&id, a) in ops.iter().zip(&choice.specs) {
+            let op = graph.op(id);
+            let size = local_bytes(s, op.outputs[0], &a.results[0]);
+            let counted = match op.kind {
+                OpKind::State { .. } | OpKind::Accumulate { .. } => true,
+                // A Layout with the spec of its operand is a view of it.
+                OpKind::Layout => self.prepared != self.rest,
+                OpKind::Cast { .. } => true,
+                _ => false,
+            };
+            if counted {
+                bytes = bytes.saturating_add(size);
+            }
+        }
+        bytes
+    }
+}

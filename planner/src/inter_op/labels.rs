@@ -1,0 +1,410 @@
+//! The dynamic program below a threshold: labels for the stages from some layer on, from the last
+//! layer backwards, so that the number of stages behind, and with it what is in flight, is known.
+
+use super::{
+    InterOpOptions, PipelineChoice, PipelineCost, ScheduleKind, StageChoice, StageEntry,
+    StageTable, Transfer,
+};
+use std::collections::BTreeSet;
+
+pub(super) struct Problem<'a> {
+    pub(super) table: &'a StageTable,
+    pub(super) transfer: Transfer<'a>,
+    pub(super) options: InterOpOptions,
+    /// The distinct (submesh, boundary_in) with which a stage can begin.
+    pub(super) heads: Vec<(usize, u16)>,
+    /// The distinct (submesh, boundary_out) with which a stage can end.
+    pub(super) tails: Vec<(usize, u16)>,
+    /// By last layer and tail: the entries.
+    pub(super) ending: Vec<Vec<Vec<Candidate>>>,
+    /// By number of stages behind: microbatches in flight.
+    pub(super) in_flight: Vec<u64>,
+}
+
+impl<'a> Problem<'a> {
+    pub(super) fn new(
+        table: &'a StageTable,
+        transfer: Transfer<'a>,
+        options: InterOpOptions,
+    ) -> Self {
+        let (mut heads, mut tails) = (BTreeSet::new(), BTreeSet::new());
+        let n_submeshes = table.submeshes.len();
+        for (cell, entries) in table.entries.iter().enumerate() {
+            for e in entries {
+                heads.insert((cell % n_submeshes, e.boundary_in));
+                tails.insert((cell % n_submeshes, e.boundary_out));
+            }
+        }
+        let mut problem = Problem {
+            table,
+            transfer,
+            options,
+            heads: heads.into_iter().collect(),
+            tails: tails.into_iter().collect(),
+            ending: Vec::new(),
+            in_flight: (0..=table.n_layers)
+                .map(|after| options.schedule.in_flight(options.microbatches, after))
+                .collect(),
+        };
+        problem.ending = (0..=table.n_layers)
+            .map(|end| problem.candidates(end))
+            .collect();
+        problem
+    }
+
+    fn candidates(&self, end: usize) -> Vec<Vec<Candidate>> {
+        let mut by_tail = vec![Vec::new(); self.tails.len()];
+        for start in 0..end {
+            for submesh in 0..self.table.submeshes.len() {
+                for (index, &entry) in self.table.get(start..end, submesh).iter().enumerate() {
+                    let place = |of: &[(usize, u16)], boundary: u16| {
+                        of.binary_search(&(submesh, boundary))
+                            .expect("every boundary was listed")
+                    };
+                    by_tail[place(&self.tails, entry.boundary_out)].push(Candidate {
+                        start,
+                        index: index as u32,
+                        head: place(&self.heads, entry.boundary_in),
+                        entry,
+                    });
+                }
+            }
+        }
+        by_tail
+    }
+
+    pub(super) fn in_flight(&self, after: usize) -> u64 {
+        self.in_flight[after]
+    }
+
+    /// The number of stages as far as it matters to the stages before.
+    fn counted(&self, n_stages: u32) -> u64 {
+        match (self.options.n_stages, self.options.schedule) {
+            (Some(_), _) => u64::from(n_stages),
+            (None, ScheduleKind::GPipe) => 0,
+            (None, ScheduleKind::OneFOneB) => self.options.microbatches.min(u64::from(n_stages)),
+            (None, ScheduleKind::Interleaved { .. }) => u64::from(n_stages),
+        }
+    }
+
+    /// Whether a label with `a` stages can stand in for one with `b`.
+    pub(super) fn stands_in(&self, a: u32, b: u32) -> bool {
+        if self.options.n_stages.is_some() {
+            a == b
+        } else {
+            self.counted(a) <= self.counted(b)
+        }
+    }
+
+    /// The plan with the least sum + step among those with all t below `threshold`, if that
+    /// is below `cutoff`; and that least value.
+    pub(super) fn best_below(&self, threshold: f64, cutoff: f64) -> Option<(f64, PipelineChoice)> {
+        let rest = self.least_before(threshold);
+        let least = rest.at(self.table.n_layers, self.table.n_devices);
+        if !least.is_finite() {
+            return None;
+        }
+        // Without a plan to beat, most labels can be dropped by guessing how good it will be.
+        for slack in [1.02, 1.2, 2.0, f64::INFINITY] {
+            let guess = if least > 0.0 {
+                least * slack
+            } else {
+                f64::INFINITY
+            };
+            if let Some(found) = self.labels(threshold, guess.min(cutoff), &rest) {
+                return Some(found);
+            }
+            if guess >= cutoff {
+                return None;
+            }
+        }
+        None
+    }
+
+    fn labels(&self, threshold: f64, cutoff: f64, rest: &Least) -> Option<(f64, PipelineChoice)> {
+        let (n_layers, n_devices) = (self.table.n_layers, self.table.n_devices);
+        let n_heads = self.heads.len();
+        let mut states: Vec<Vec<Vec<Label>>> = vec![Vec::new(); n_layers + 1];
+        states[..n_layers].fill(vec![Vec::new(); (n_devices + 1) * n_heads]);
+        for end in (1..=n_layers).rev() {
+            let last_devices = if end == n_layers { 0 } else { n_devices };
+            for used in 0..=last_devices {
+                let slots = used * n_heads..(used + 1) * n_heads;
+                if end < n_layers && states[end][slots].iter().all(Vec::is_empty) {
+                    continue;
+                }
+                for (tail, &(submesh, boundary)) in self.tails.iter().enumerate() {
+                    let candidates = &self.ending[end][tail];
+                    let now = used + self.table.submeshes[submesh];
+                    if now > n_devices || candidates.is_empty() {
+                        continue;
+                    }
+                    let reached = self.reached(&states[end], end, used, submesh, boundary);
+                    for c in candidates {
+                        let own = c.entry.time_s();
+                        let before = rest.at(c.start, n_devices - now);
+                        if own >= threshold || !before.is_finite() {
+                            continue;
+                        }
+                        let slot = now * n_heads + c.head;
+                        for r in &reached {
+                            let label = self.extended(end, c, r, threshold);
+                            if let Some(label) = label
+                                && label.sum + label.step + before < cutoff
+                            {
+                                self.insert(&mut states[c.start][slot], label);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        self.best_whole(&states, cutoff)
+    }
+
+    /// What a stage with this tail finds behind it, sending included; the empty plan at the end.
+    fn reached(
+        &self,
+        slots: &[Vec<Label>],
+        layer: usize,
+        used: usize,
+        submesh: usize,
+        boundary: u16,
+    ) -> Vec<Reached> {
+        if layer == self.table.n_layers {
+            return vec![Reached {
+                sum: 0.0,
+                step: 0.0,
+                max: 0.0,
+                n_stages: 0,
+                transfer: 0.0,
+                place: None,
+            }];
+        }
+        let mut reached: Vec<Reached> = Vec::new();
+        for (head, &(to, boundary_in)) in self.heads.iter().enumerate() {
+            let slot = used * self.heads.len() + head;
+            if slots[slot].is_empty() {
+                continue;
+            }
+            let Some(transfer) = (self.transfer)(submesh, boundary, to, boundary_in) else {
+                continue;
+            };
+            for (index, label) in slots[slot].iter().enumerate() {
+                let new = Reached {
+                    sum: label.sum + transfer,
+                    step: label.step,
+                    max: label.max,
+                    n_stages: label.n_stages,
+                    transfer,
+                    place: Some(Place {
+                        layer: layer as u32,
+                        slot: slot as u32,
+                        index: index as u32,
+                    }),
+                };
+                let beats = |a: &Reached, b: &Reached| {
+                    self.stands_in(a.n_stages, b.n_stages)
+                        && a.sum <= b.sum
+                        && a.step <= b.step
+                        && a.transfer <= b.transfer
+                };
+                if !reached.iter().any(|old| beats(old, &new)) {
+                    reached.retain(|old| !beats(&new, old));
+                    reached.push(new);
+                }
+            }
+        }
+        reached
+    }
+
+    fn extended(&self, end: usize, c: &Candidate, r: &Reached, threshold: f64) -> Option<Label> {
+        let time = c.entry.time_s() + r.transfer;
+        let n_stages = r.n_stages + 1;
+        let too_many = self.options.n_stages.is_some_and(|n| n_stages as usize > n);
+        if time >= threshold || too_many || !c.entry.fits(self.in_flight(r.n_stages as usize)) {
+            return None;
+        }
+        Some(Label {
+            sum: r.sum + c.entry.time_s(),
+            step: r.step.max(c.entry.step_s),
+            max: r.max.max(time),
+            n_stages,
+            end: end as u32,
+            entry: c.index,
+            transfer: r.transfer,
+            next: r.place,
+        })
+    }
+
+    fn insert(&self, labels: &mut Vec<Label>, new: Label) {
+        let beats = |a: &Label, b: &Label| {
+            self.stands_in(a.n_stages, b.n_stages) && a.sum <= b.sum && a.step <= b.step
+        };
+        if labels.iter().any(|old| beats(old, &new)) {
+            return;
+        }
+        labels.retain(|old| !beats(&new, old));
+        labels.push(new);
+    }
+
+    fn best_whole(&self, states: &[Vec<Vec<Label>>], cutoff: f64) -> Option<(f64, PipelineChoice)> {
+        let n_heads = self.heads.len();
+        let n_devices = self.table.n_devices;
+        let from = if self.options.allow_unused {
+            0
+        } else {
+            n_devices
+        };
+        let mut best: Option<(f64, Place)> = None;
+        for (slot, labels) in states[0].iter().enumerate().skip(from * n_heads) {
+            for (index, label) in labels.iter().enumerate() {
+                let right = self
+                    .options
+                    .n_stages
+                    .is_none_or(|n| n == label.n_stages as usize);
+                let value = label.sum + label.step;
+                if right && value < best.map_or(cutoff, |(v, _)| v) {
+                    let place = Place {
+                        layer: 0,
+                        slot: slot as u32,
+                        index: index as u32,
+                    };
+                    best = Some((value, place));
+                }
+            }
+        }
+        let (value, place) = best?;
+        Some((value, self.choice(states, place)))
+    }
+
+    fn choice(&self, states: &[Vec<Vec<Label>>], first: Place) -> PipelineChoice {
+        let mut stages = Vec::new();
+        let (mut sum, mut max, mut step) = (0.0, 0.0f64, 0.0f64);
+        let mut place = Some(first);
+        while let Some(at) = place {
+            let label = &states[at.layer as usize][at.slot as usize][at.index as usize];
+            let submesh = self.heads[at.slot as usize % self.heads.len()].0;
+            let layers = at.layer as usize..label.end as usize;
+            let entry = &self.table.get(layers.clone(), submesh)[label.entry as usize];
+            let time = entry.time_s() + label.transfer;
+            (sum, max, step) = (sum + time, max.max(time), step.max(entry.step_s));
+            stages.push(StageChoice {
+                layers,
+                submesh,
+                entry: label.entry as usize,
+                tag: entry.tag,
+                in_flight: self.in_flight(label.n_stages as usize - 1),
+                transfer_s: label.transfer,
+                time_s: time,
+                share_bytes: None,
+            });
+            place = label.next;
+        }
+        let repeats = self.options.schedule.repeats(self.options.microbatches);
+        let total = sum + repeats * max + step;
+        PipelineChoice {
+            stages,
+            cost: PipelineCost {
+                sum_s: sum,
+                max_s: max,
+                step_s: step,
+                total_s: total,
+            },
+            lower_bound_s: total,
+            n_thresholds: 0,
+        }
+    }
+
+    /// The least sum of the layers before each layer, with each number of devices, if sending
+    /// were free and memory were that of a last stage.
+    fn least_before(&self, threshold: f64) -> Least {
+        let (n_layers, n_devices) = (self.table.n_layers, self.table.n_devices);
+        let mut least = Least {
+            width: n_devices + 1,
+            values: vec![f64::INFINITY; (n_layers + 1) * (n_devices + 1)],
+        };
+        least.values[0] = 0.0;
+        if self.options.allow_unused {
+            least.values[..=n_devices].fill(0.0);
+        }
+        for end in 1..=n_layers {
+            for start in 0..end {
+                for (submesh, &n) in self.table.submeshes.iter().enumerate() {
+                    let usable = self.table.get(start..end, submesh).iter();
+                    let usable =
+                        usable.filter(|e| e.time_s() < threshold && e.fits(self.in_flight(0)));
+                    let own = usable.map(StageEntry::time_s).fold(f64::INFINITY, f64::min);
+                    if own.is_finite() {
+                        least.extend(start, end, n, own);
+                    }
+                }
+            }
+        }
+        least
+    }
+}
+
+/// An entry with what the search asks of it.
+#[derive(Clone, Copy)]
+pub(super) struct Candidate {
+    pub(super) start: usize,
+    pub(super) index: u32,
+    pub(super) head: usize,
+    pub(super) entry: StageEntry,
+}
+
+/// A plan of the stages from some layer on, the way a stage before it sees it.
+#[derive(Clone, Copy, Debug)]
+struct Label {
+    sum: f64,
+    step: f64,
+    max: f64,
+    n_stages: u32,
+    /// Its first stage.
+    end: u32,
+    entry: u32,
+    transfer: f64,
+    /// The label of the stages after that.
+    next: Option<Place>,
+}
+
+/// Where a label is: its first layer, its slot (devices and head), its index there.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    layer: u32,
+    slot: u32,
+    index: u32,
+}
+
+/// A label with the cost of sending to it.
+#[derive(Clone, Copy)]
+struct Reached {
+    sum: f64,
+    step: f64,
+    max: f64,
+    n_stages: u32,
+    transfer: f64,
+    place: Option<Place>,
+}
+
+/// Least sums by (layers before, devices for them).
+struct Least {
+    width: usize,
+    values: Vec<f64>,
+}
+
+impl Least {
+    fn at(&self, layer: usize, devices: usize) -> f64 {
+        self.values[layer * self.width + devices]
+    }
+
+    fn extend(&mut self, start: usize, end: usize, devices: usize, own: f64) {
+        let (before, after) = self.values.split_at_mut(end * self.width);
+        let from = &before[start * self.width..(start + 1) * self.width];
+        let to = &mut after[..self.width];
+        for (old, new) in to.iter_mut().skip(devices).zip(from) {
+            *old = old.min(new + own);
+        }
+    }
+}

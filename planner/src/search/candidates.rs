@@ -1,0 +1,195 @@
+//! A shape of a submesh priced for one microbatch size: what sequences of layers cost on it under
+//! a ladder of memory prices, and times that they cannot beat.
+//!
+//! What was worked out about a mesh's layout changes is kept for the next microbatch size.
+
+use super::{Search, Shape};
+use crate::PlanError;
+use crate::groups::Setting;
+use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
+use crate::prices::Prices;
+use crate::stage::PricedMesh;
+use ir::LogicalMesh;
+use std::sync::{Arc, PoisonError};
+
+/// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
+/// plentiful) to where every byte is worth any communication.
+pub(crate) const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
+/// Microbatches in flight that saved bytes are weighed with; exact counts enter in the DP.
+const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
+
+/// A shape with its models and prices for one microbatch size.
+pub(super) struct Candidate {
+    /// Index into `shapes`.
+    pub(super) shape: usize,
+    pub(super) submesh: usize,
+    /// Per sequence of kinds: distinct stage costs with the index of their weights.
+    pub(super) stages: Vec<Vec<(usize, LayerCost)>>,
+    /// Per sequence: a time of one microbatch that no stage of it can beat.
+    pub(super) relaxed: Vec<Option<f64>>,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn candidate(
+        &self,
+        (index, submesh): (usize, usize),
+        shape: &Shape,
+        batch: u64,
+        m: u32,
+    ) -> Result<Candidate, ModelError> {
+        let s = self.setting(shape, batch);
+        let base = Weights::free(m);
+        let models = self.models(&s)?;
+        let weighted = weigh(&models, base)?;
+        let mut weights = vec![base];
+        for &price in &MEMORY_PRICES[1..] {
+            for &f in IN_FLIGHT.iter().filter(|&&f| f == 1.0 || f <= f64::from(m)) {
+                weights.push(Weights {
+                    static_price: price,
+                    saved_price: price * f,
+                    ..base
+                });
+            }
+        }
+        let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
+        let mut is_memory_plentiful = false;
+        for (w, &weight) in weights.iter().enumerate() {
+            // Where the fastest choices fit by far, memory has no price.
+            let plenty = |(_, cost): &(usize, LayerCost)| self.fits_twice(cost, m);
+            is_memory_plentiful = w == 1 && stages.iter().flatten().all(plenty);
+            if is_memory_plentiful {
+                break;
+            }
+            let paths = PricedMesh::new(&weighted, weight).paths(&s, &self.sequences);
+            for (costs, path) in stages.iter_mut().zip(paths) {
+                let Some(path) = path else { continue };
+                // Many prices lead to the same choice.
+                if !costs.iter().any(|(_, c)| *c == path.cost) {
+                    costs.push((w, path.cost));
+                }
+            }
+        }
+        let prices = if is_memory_plentiful {
+            &MEMORY_PRICES[..1]
+        } else {
+            &MEMORY_PRICES[..]
+        };
+        let relaxed = self.relaxed(&models, base, prices)?;
+        Ok(Candidate {
+            shape: index,
+            submesh,
+            stages,
+            relaxed,
+        })
+    }
+
+    /// Whether a stage of this cost fits with all `m` microbatches in flight, and as much again
+    /// for what placing its buffers may add.
+    fn fits_twice(&self, cost: &LayerCost, m: u32) -> bool {
+        let bytes = cost
+            .saved_bytes
+            .saturating_mul(u64::from(m))
+            .saturating_add(cost.static_bytes)
+            .saturating_add(cost.transient_bytes);
+        let stages_of_a_mesh = u64::from(self.pins.schedule_kind().virtual_stages());
+        bytes.saturating_mul(stages_of_a_mesh) <= self.cluster.usable_bytes() / 2
+    }
+
+    /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
+    /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
+    /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
+    /// most the time of whatever fits the capacity. Where everything fits, no price but zero
+    /// can give more.
+    fn relaxed(
+        &self,
+        models: &[LayerModel],
+        base: Weights,
+        prices: &[f64],
+    ) -> Result<Vec<Option<f64>>, ModelError> {
+        let free = Weights { step: 0.0, ..base };
+        let weighted = weigh(models, free)?;
+        let capacity = self.cluster.usable_bytes() as f64;
+        let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
+        for &price in prices {
+            let priced = Weights {
+                static_price: price,
+                saved_price: price,
+                ..free
+            };
+            let objectives = PricedMesh::new(&weighted, priced).objectives(&self.sequences);
+            for (known, objective) in best.iter_mut().zip(objectives) {
+                let Some(objective) = objective else { continue };
+                // Each of the summed costs is rounded to within half a quantum.
+                let rounding = QUANTUM_S * 100.0 * self.layers.kind.len() as f64;
+                let seconds = (objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
+                *known = Some(known.unwrap_or(0.0).max(seconds));
+            }
+        }
+        Ok(best)
+    }
+
+    /// The models of all kinds of layers. Where the pins leave one mesh and one microbatch size
+    /// they are made once for pricing and for the plan.
+    pub(super) fn models(&self, s: &Setting<'_>) -> Result<Arc<Vec<LayerModel>>, ModelError> {
+        let kept = self.kept.get();
+        if let Some((_, _, known)) = kept.filter(|k| (k.0, &k.1) == (s.batch, s.mesh)) {
+            return Ok(Arc::clone(known));
+        }
+        let mut prices = self.prices_of(s.mesh);
+        let kinds = self.layers.first.iter();
+        let models = kinds.map(|&l| LayerModel::new(s, &self.layers, l, &mut prices));
+        let models = models.collect::<Result<Vec<_>, _>>();
+        self.known_prices().push(prices);
+        let models = Arc::new(models?);
+        if self.pins.fixes_mesh() && self.pins.microbatch.is_some() {
+            let _ = self
+                .kept
+                .set((s.batch, s.mesh.clone(), Arc::clone(&models)));
+        }
+        Ok(models)
+    }
+
+    fn known_prices(&self) -> std::sync::MutexGuard<'_, Vec<Prices<'a>>> {
+        // They are put back whole or not at all, so a panic elsewhere does not spoil them.
+        self.prices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The prices of a mesh that were worked out last, or new ones.
+    fn prices_of(&self, mesh: &LogicalMesh) -> Prices<'a> {
+        let mut known = self.known_prices();
+        match known.iter().position(|p| p.mesh() == mesh) {
+            Some(i) => known.swap_remove(i),
+            None => Prices::new(self.cluster, mesh, &self.buckets),
+        }
+    }
+}
+
+pub(super) fn no_strategy(e: ModelError) -> PlanError {
+    PlanError::Strategies(e.to_string())
+}
+
+pub(super) fn weigh(
+    models: &[LayerModel],
+    weights: Weights,
+) -> Result<Vec<WeightedLayer<'_>>, ModelError> {
+    models.iter().map(|m| m.weighted(weights)).collect()
+}
+
+/// The `w`-th weights that a candidate with `m` microbatches is priced under.
+pub(super) fn weight_at(m: u32, w: usize) -> Weights {
+    let base = Weights::free(m);
+    let prices = MEMORY_PRICES[1..].iter().flat_map(|&price| {
+        IN_FLIGHT
+            .iter()
+            .filter(move |&&f| f == 1.0 || f <= f64::from(m))
+            .map(move |&f| (price, price * f))
+    });
+    std::iter::once((0.0, 0.0))
+        .chain(prices)
+        .nth(w)
+        .map_or(base, |(a, b)| Weights {
+            static_price: a,
+            saved_price: b,
+            ..base
+        })
+}

@@ -1,0 +1,375 @@
+//! The best pipelines by the additive objective: of every microbatch size, and of all.
+//!
+//! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
+//! next. What is found and its bound do not depend on which is ready first.
+
+use super::{Candidate, Search, no_strategy};
+use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice};
+use crate::layer_model::ModelError;
+use crate::{PlanError, PlanStats};
+use ir::plan::ScheduleKind;
+use rayon::prelude::*;
+
+/// Pipelines that are lowered and simulated.
+const SIMULATED: usize = 6;
+/// The same where devices share processors, which only the simulator knows.
+const SIMULATED_SHARED: usize = 24;
+/// Pipelines of interleaved stages that are simulated beside them.
+const SIMULATED_INTERLEAVED: usize = 8;
+/// Most of them for one microbatch size, each with another number of stages on a mesh: sends,
+/// of which there are as many more, hide behind computing as only the simulator knows.
+pub(super) const INTERLEAVED_OF_A_SIZE: usize = 2;
+/// Microbatch sizes that are solved at once, before what they give holds back the next ones.
+const BATCHES_AT_ONCE: usize = 4;
+/// Layers times devices up to which stages may have submeshes of different sizes; above,
+/// all stages of a pipeline have equal submeshes.
+pub(super) const MIXED_SUBMESHES: usize = 512;
+
+/// A pipeline for one microbatch size.
+#[derive(Clone)]
+pub(super) struct Pipeline {
+    pub(super) batch: u64,
+    pub(super) m: u32,
+    pub(super) schedule: ScheduleKind,
+    pub(super) choice: PipelineChoice,
+    /// The ZeRO level that its parameters keep to, as if it were pinned.
+    pub(super) level: Option<u8>,
+}
+
+/// What the search made of one microbatch size.
+pub(super) struct Solved {
+    pub(super) candidates: u64,
+    /// The best pipeline; where devices share processors, of every number of stages.
+    pub(super) found: Vec<PipelineChoice>,
+    /// The best of interleaved stages, best first, where the search chooses among them; with the
+    /// number of stages on each mesh.
+    pub(super) interleaved: Vec<(u32, PipelineChoice)>,
+    pub(super) error: Option<PlanError>,
+    /// No pipeline of this microbatch size costs less, found or not.
+    pub(super) lower: f64,
+}
+
+impl Solved {
+    /// Before anything was looked at.
+    pub(super) fn nothing() -> Solved {
+        Solved {
+            candidates: 0,
+            found: Vec::new(),
+            interleaved: Vec::new(),
+            error: None,
+            lower: f64::INFINITY,
+        }
+    }
+}
+
+/// Costs at which pipelines are not among those that are simulated.
+#[derive(Clone, Copy)]
+pub(super) struct ToBeat {
+    /// One stage on each mesh: what costs more.
+    pub(super) plain: f64,
+    /// Several, interleaved: what costs as much.
+    pub(super) interleaved: f64,
+}
+
+/// The best pipeline of a part of the space, or why there is none, and a bound on the part.
+pub(super) struct Bounded {
+    pub(super) found: Result<PipelineChoice, PlanError>,
+    pub(super) lower: f64,
+}
+
+impl Search<'_> {
+    /// The pipelines to simulate, those without interleaved stages first, each kind best first;
+    /// and a bound on all that there are.
+    pub(super) fn pipelines(
+        &self,
+        batches: &[u64],
+        schedule: ScheduleKind,
+        reserve: u64,
+        stats: &mut PlanStats,
+    ) -> Result<(Vec<Pipeline>, f64), PlanError> {
+        let (mut plain, mut interleaved) = (Vec::new(), Vec::new());
+        let mut bound = f64::INFINITY;
+        let mut nearest: Option<PlanError> = None;
+        // In parallel; collected in the order of the batches, so the outcome does not depend
+        // on which is ready first. A few at a time where those found can hold back the next.
+        let at_once = match self.mixes_submeshes() {
+            true => batches.len(),
+            false => BATCHES_AT_ONCE,
+        };
+        let mut solved: Vec<Solved> = Vec::with_capacity(batches.len());
+        for some in batches.chunks(at_once.max(1)) {
+            let to_beat = self.to_beat(&solved);
+            let more = some.par_iter();
+            let more = more.map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat));
+            solved.extend(more.collect::<Vec<_>>());
+        }
+        for (&batch, solved) in batches.iter().zip(solved) {
+            stats.candidates += solved.candidates;
+            if let Some(e) = solved.error {
+                nearest = Some(nearer(nearest, e));
+            }
+            bound = bound.min(solved.lower);
+            let m = (self.train.global_batch / batch) as u32;
+            let pipeline = |schedule, choice| Pipeline {
+                batch,
+                m,
+                schedule,
+                choice,
+                level: None,
+            };
+            plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
+            let rings = solved.interleaved.into_iter();
+            interleaved.extend(rings.map(|(virtual_stages, choice)| {
+                pipeline(ScheduleKind::Interleaved { virtual_stages }, choice)
+            }));
+        }
+        let cost = |p: &Pipeline| p.choice.cost.total_s;
+        for found in [&mut plain, &mut interleaved] {
+            found.sort_by(|a, b| cost(a).total_cmp(&cost(b)).then(a.batch.cmp(&b.batch)));
+        }
+        plain.truncate(match self.cluster.pool.is_some() {
+            true => SIMULATED_SHARED,
+            false => SIMULATED,
+        });
+        let to_beat = plain.first().map_or(f64::INFINITY, cost);
+        interleaved.retain(|p| cost(p) < to_beat);
+        interleaved.truncate(SIMULATED_INTERLEAVED);
+        plain.extend(interleaved);
+        if plain.is_empty() {
+            return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
+        }
+        Ok((plain, bound))
+    }
+
+    /// The costs at which pipelines are not among those that are simulated.
+    fn to_beat(&self, solved: &[Solved]) -> ToBeat {
+        let worst = |mut costs: Vec<f64>, of: usize| {
+            costs.sort_by(f64::total_cmp);
+            costs.get(of - 1).copied().unwrap_or(f64::INFINITY)
+        };
+        let found = solved.iter().flat_map(|s| &s.found);
+        let plain: Vec<f64> = found.map(|c| c.cost.total_s).collect();
+        let found = solved.iter().flat_map(|s| &s.interleaved);
+        let interleaved = found.map(|(_, c)| c.cost.total_s).collect();
+        let least = plain.iter().copied().fold(f64::INFINITY, f64::min);
+        ToBeat {
+            plain: match self.cluster.pool.is_some() {
+                true => f64::INFINITY,
+                false => worst(plain, SIMULATED),
+            },
+            interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least),
+        }
+    }
+
+    /// The best pipeline of a microbatch size; where submeshes are equal, only if it costs at
+    /// most `to_beat`.
+    fn solve_batch(
+        &self,
+        batch: u64,
+        schedule: ScheduleKind,
+        reserve: u64,
+        to_beat: ToBeat,
+    ) -> Solved {
+        let m = (self.train.global_batch / batch) as u32;
+        if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
+            return self.solve_equal(batch, m, schedule, reserve, to_beat);
+        }
+        let shapes = self.shapes(batch);
+        let candidates: Vec<Result<Candidate, ModelError>> = shapes
+            .par_iter()
+            .enumerate()
+            .map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m))
+            .collect();
+        let mut solved = Solved::nothing();
+        let mut usable = Vec::new();
+        let mut unpriced = false;
+        for c in candidates {
+            match c {
+                Ok(c) => usable.push(c),
+                Err(e) => {
+                    unpriced |= matches!(e, ModelError::TooWide(_));
+                    solved.error = solved.error.or(Some(no_strategy(e)));
+                }
+            }
+        }
+        solved.candidates = usable.len() as u64;
+        let Bounded { found, lower } = self.solve_pipeline(&usable, batch, m, schedule, reserve);
+        // A shape that could not be priced might be better than all that were.
+        solved.lower = if unpriced { 0.0 } else { lower };
+        match found {
+            Ok(choice) => solved.found.push(choice),
+            Err(e) => solved.error = Some(nearer(solved.error, e)),
+        }
+        let plain = solved.found.iter().map(|c| c.cost.total_s);
+        let to_beat = plain.fold(to_beat.interleaved, f64::min);
+        for submesh in 0..self.submeshes.len() {
+            self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
+        }
+        // The additive objective does not know that devices share processors, so it ranks
+        // numbers of stages badly there: let the simulator see the best of each.
+        if self.cluster.pool.is_some() && self.pins.pipeline.is_none() && self.mixes_submeshes() {
+            let all: Vec<usize> = (0..self.submeshes.len()).collect();
+            let most = self
+                .layers
+                .kind
+                .len()
+                .min(self.cluster.n_devices() as usize);
+            for p in 1..=most {
+                let one = self.solve_over(
+                    &all,
+                    &usable,
+                    batch,
+                    m,
+                    schedule,
+                    reserve,
+                    Some(p),
+                    f64::INFINITY,
+                );
+                if let Some(choice) = one.found.ok().filter(|c| !solved.found.contains(c)) {
+                    solved.found.push(choice);
+                }
+            }
+        }
+        solved
+    }
+
+    fn solve_pipeline(
+        &self,
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Bounded {
+        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
+            return self.solve_pinned_ring(candidates, batch, m, virtual_stages, reserve);
+        }
+        let stages = self.pins.pipeline.map(|p| p as usize);
+        let all: Vec<usize> = (0..self.submeshes.len()).collect();
+        self.solve_over(
+            &all,
+            candidates,
+            batch,
+            m,
+            schedule,
+            reserve,
+            stages,
+            f64::INFINITY,
+        )
+    }
+
+    /// Whether stages of one pipeline may have submeshes of different sizes.
+    pub(super) fn mixes_submeshes(&self) -> bool {
+        self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
+    }
+
+    /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
+    /// not found, and no reason given, where it costs more than a finite `to_beat`.
+    #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
+    pub(super) fn solve_over(
+        &self,
+        submeshes: &[usize],
+        candidates: &[Candidate],
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        reserve: u64,
+        n_stages: Option<usize>,
+        to_beat: f64,
+    ) -> Bounded {
+        // Sizes in units of their common divisor keep the table of devices small.
+        let unit = submeshes
+            .iter()
+            .map(|&i| self.submeshes[i])
+            .fold(0, gcd)
+            .max(1);
+        let sizes: Vec<usize> = submeshes
+            .iter()
+            .map(|&i| (self.submeshes[i] / unit) as usize)
+            .collect();
+        let devices = (self.cluster.n_devices() / unit) as usize;
+        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let all: Vec<&Candidate> = candidates.iter().collect();
+        let (table, relaxed) = self.tables(&all, submeshes, devices, sizes, capacity);
+        let transfer = |a: usize, _: u16, b: usize, _: u16| {
+            Some(self.transfer_s(submeshes[a], submeshes[b], batch))
+        };
+        let kind = match schedule {
+            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
+            ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => {
+                inter_op::ScheduleKind::OneFOneB
+            }
+        };
+        let options = InterOpOptions {
+            n_stages,
+            ..InterOpOptions::new(u64::from(m), kind)
+        };
+        // Equal ones are looked at too: ties have an order.
+        let options = InterOpOptions {
+            cutoff_s: to_beat.next_up(),
+            ..options
+        };
+        let lower = match inter_op::plan(&relaxed, &transfer, &options) {
+            Ok(found) => found.lower_bound_s,
+            // Where even the relaxation has no pipeline there is none to bound.
+            Err(_) => to_beat,
+        };
+        let found = match lower < options.cutoff_s || to_beat.is_infinite() {
+            true => inter_op::plan(&table, &transfer, &options),
+            false => Err(NoPlan::NoTiling),
+        };
+        Bounded {
+            found: found.map_err(|e| self.infeasible(e, submeshes)),
+            lower,
+        }
+    }
+
+    pub(super) fn infeasible(&self, why: NoPlan, submeshes: &[usize]) -> PlanError {
+        match why {
+            NoPlan::NoTiling => PlanError::NoTiling {
+                devices: self.cluster.n_devices(),
+                layers: self.layers.kind.len(),
+            },
+            NoPlan::Memory {
+                n_stages,
+                layers,
+                submesh,
+                in_flight,
+                needed_bytes,
+                capacity_bytes,
+            } => PlanError::Memory {
+                n_stages,
+                layers: format!(
+                    "{} to {}",
+                    self.training.graph.layers[layers.start],
+                    self.training.graph.layers[layers.end - 1]
+                ),
+                devices: self.submeshes[submeshes[submesh]],
+                in_flight,
+                needed: u64::try_from(needed_bytes).unwrap_or(u64::MAX),
+                capacity: capacity_bytes,
+            },
+        }
+    }
+}
+
+/// The error that tells the user more: too little memory before anything else.
+pub(super) fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
+    let needed = |e: &PlanError| match e {
+        PlanError::Memory { needed, .. } => Some(*needed),
+        _ => None,
+    };
+    match (old, new) {
+        // Of two, the one that needs less.
+        (Some(old), new) if needed(&old).is_some_and(|a| needed(&new).is_none_or(|b| a <= b)) => {
+            old
+        }
+        // Where ops are left without a strategy nothing can be tiled: say the cause.
+        (Some(old @ PlanError::Strategies(_)), PlanError::NoTiling { .. }) => old,
+        (_, new) => new,
+    }
+}
+
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

@@ -1,0 +1,321 @@
+//! The last choice, by simulation.
+//!
+//! The additive objective knows no overlap: it charges every reduction of a gradient and every
+//! gather of a parameter in full, whenever it runs. The simulator plays the lowered program and
+//! hides them where they can be hidden. So the best pipelines by the objective are simulated,
+//! and the fastest few of them once more under each ZeRO level, as if it were pinned: what is
+//! gathered or reduced in the microbatches instead of once per step costs more by the objective
+//! and often less in the program. The fastest of all that fit is the plan.
+//!
+//! What is proved stays about the objective: a pipeline that was made at a level has its
+//! objective as it is, beside the same bound.
+
+use super::batches::MAX_MICROBATCH;
+use super::chosen::{Assembled, ShapeModels};
+use super::interleaved;
+use super::{Pipeline, Search};
+use crate::assemble::record_paths;
+use crate::intra_op::problem::IntraOpProblem;
+use crate::{PlanError, PlanStats};
+use cost_model::simulate::{SimulateOptions, Simulation, simulate};
+use cost_model::work::StepWork;
+use ir::plan::{Plan, Proof, ScheduleKind, StageProof};
+use ir::program::Program;
+use ir::{Graph, Seconds};
+use lowering::{BucketSizes, Layouts, LowerError};
+use rayon::prelude::*;
+use std::collections::VecDeque;
+
+/// Of the pipelines that were simulated so many are tried at ZeRO levels: the fastest at all of
+/// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
+/// about a hundredth of the search, so that all of them at all levels would add a quarter.
+const AT_LEVELS: usize = 2;
+/// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
+const AT_ONCE: usize = 4;
+/// The levels that can be pinned.
+const LEVELS: [u8; 4] = [0, 1, 2, 3];
+
+/// What became of the pipelines.
+pub(super) enum Made {
+    Fits(Box<Plan>, Program, Box<Simulation>),
+    /// The nearest plan's arena exceeds the budget by this many bytes.
+    Overrun(u64),
+}
+
+/// What is said about all pipelines of a search.
+pub(super) struct Known {
+    /// No pipeline costs less.
+    pub lower_bound: f64,
+    /// The schedule that was asked for.
+    pub schedule: ScheduleKind,
+    /// Bytes that are left for placing buffers.
+    pub reserve: u64,
+}
+
+/// A plan, lowered and simulated.
+struct Played {
+    plan: Box<Plan>,
+    problems: Vec<IntraOpProblem>,
+    program: Program,
+    simulation: Simulation,
+}
+
+/// What came of playing a plan.
+enum Outcome {
+    Fits(Box<Played>),
+    /// Its arena exceeds the budget by so many bytes.
+    Overrun(u64),
+}
+
+/// A pipeline that fits, with the bytes that were left for placing its buffers.
+struct Ranked {
+    step_s: f64,
+    pipeline: Pipeline,
+    reserve: u64,
+    /// Its strategies, and what is proved about the stages.
+    plan: Plan,
+}
+
+impl Search<'_> {
+    /// Lowers and simulates pipelines, and the fastest at every level; the fastest that fits
+    /// wins, the earlier of equals.
+    pub(super) fn simulate_best(
+        &self,
+        forward: &Graph,
+        pipelines: Vec<Pipeline>,
+        known: &Known,
+        stats: &mut PlanStats,
+    ) -> Result<Made, PlanError> {
+        let mut best: Option<Box<Played>> = None;
+        let mut overrun = u64::MAX;
+        let asked = known.reserve;
+        let mut ranked: Vec<Ranked> = Vec::new();
+        // With the bytes that each of them leaves for placing its buffers.
+        let mut waiting: VecDeque<(Pipeline, u64)> =
+            pipelines.into_iter().map(|p| (p, asked)).collect();
+        while !waiting.is_empty() {
+            let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
+            let outcomes = some.par_iter().map(|(p, reserve)| {
+                let made = self.assemble(forward, p, *reserve, &mut ShapeModels::new())?;
+                self.play(made)
+            });
+            let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
+            for ((p, reserve), outcome) in some.into_iter().zip(outcomes) {
+                match outcome {
+                    Outcome::Overrun(over) => {
+                        overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
+                        if reserve == asked {
+                            waiting.extend(self.interleaved_in_less(&p, reserve, over));
+                        }
+                    }
+                    Outcome::Fits(played) => {
+                        let (step_s, plan) = (played.simulation.step_time.0, &played.plan);
+                        ranked.push(Ranked {
+                            step_s,
+                            pipeline: p.clone(),
+                            reserve,
+                            plan: (**plan).clone(),
+                        });
+                        self.compare(&mut best, played, &p, reserve, known, stats);
+                    }
+                }
+            }
+        }
+        ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        let mut levels = match self.pins.zero {
+            Some(_) => Vec::new(),
+            None => LEVELS.to_vec(),
+        };
+        for r in ranked.iter().take(AT_LEVELS) {
+            let mut fastest = None;
+            for (p, played) in self.at_levels(forward, r, &levels)? {
+                if self.compare(&mut best, played, &p, r.reserve, known, stats) {
+                    fastest = p.level;
+                }
+            }
+            if levels.len() > 1 {
+                levels = fastest.into_iter().collect();
+            }
+        }
+        Ok(match best {
+            Some(b) => Made::Fits(b.plan, b.program, Box::new(b.simulation)),
+            None => Made::Overrun(overrun),
+        })
+    }
+
+    /// A pipeline at ZeRO levels, without those at which it does not fit, has no strategies left
+    /// or is what it is at another.
+    fn at_levels(
+        &self,
+        forward: &Graph,
+        r: &Ranked,
+        levels: &[u8],
+    ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
+        let mut models = ShapeModels::new();
+        let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
+        for &level in levels {
+            let mut pipeline = Pipeline {
+                level: Some(level),
+                ..r.pipeline.clone()
+            };
+            let mut made = match self.assemble(forward, &pipeline, r.reserve, &mut models) {
+                Err(PlanError::Strategies(_)) => continue,
+                made => made?,
+            };
+            let decided = |p: &Plan| (p.layer_strategies.clone(), p.stages.clone());
+            let before = different.iter().map(|(_, made)| &made.plan);
+            if before
+                .chain([&r.plan])
+                .any(|p| decided(p) == decided(&made.plan))
+            {
+                continue;
+            }
+            pipeline.choice.cost = self.cost(&pipeline, &made.times);
+            let free = r.plan.proof.stages.iter();
+            for (stage, free) in made.plan.proof.stages.iter_mut().zip(free) {
+                *stage = bounded_by(stage, free);
+            }
+            different.push((pipeline, made));
+        }
+        // In parallel; collected in order.
+        let played = different.into_par_iter().map(|(pipeline, made)| {
+            Ok(match self.play(made)? {
+                Outcome::Fits(played) => Some((pipeline, played)),
+                Outcome::Overrun(_) => None,
+            })
+        });
+        let played = played.collect::<Result<Vec<_>, PlanError>>()?;
+        Ok(played.into_iter().flatten().collect())
+    }
+
+    /// Lowers and simulates a plan.
+    fn play(&self, made: Assembled) -> Result<Outcome, PlanError> {
+        let Assembled {
+            mut plan, problems, ..
+        } = made;
+        let lower = |e: LowerError| PlanError::Lower(e.to_string());
+        let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
+        record_paths(&mut plan, &layouts, self.training, &self.buckets).map_err(lower)?;
+        let program = layouts
+            .lower(&plan, self.training, &BucketSizes::default())
+            .map_err(lower)?;
+        let arena = program.roles.iter().map(|r| r.arena_bytes).max();
+        let (arena, usable) = (arena.unwrap_or(0), self.cluster.usable_bytes());
+        if arena > usable {
+            return Ok(Outcome::Overrun(arena - usable));
+        }
+        let simulation = simulate(
+            &program,
+            self.cluster,
+            &SimulateOptions::new(StepWork::of(self.training, self.train)),
+        )
+        .map_err(|e| PlanError::Lower(e.to_string()))?;
+        plan.predicted = simulation.prediction.clone();
+        Ok(Outcome::Fits(Box::new(Played {
+            plan: Box::new(plan),
+            problems,
+            program,
+            simulation,
+        })))
+    }
+
+    /// Counts what was simulated, and keeps it if it is faster than the best; whether it is.
+    fn compare(
+        &self,
+        best: &mut Option<Box<Played>>,
+        mut new: Box<Played>,
+        p: &Pipeline,
+        reserve: u64,
+        known: &Known,
+        stats: &mut PlanStats,
+    ) -> bool {
+        stats.simulated += 1;
+        let step_time = new.simulation.step_time;
+        let mut what = format!("{} stages", new.plan.stages.len());
+        if p.schedule.virtual_stages() > 1 {
+            what += &format!(" interleaved on {} meshes", new.program.roles.len());
+        }
+        what += &format!(", microbatch {}", p.batch);
+        if let Some(level) = p.level {
+            what += &format!(", ZeRO level {level}");
+        }
+        stats.alternatives.push((what, step_time));
+        let is_faster = best
+            .as_ref()
+            .is_none_or(|b| step_time.0 < b.simulation.step_time.0);
+        if is_faster {
+            new.plan.proof = Proof {
+                stages: std::mem::take(&mut new.plan.proof.stages),
+                ..self.proof(p, known, stats.candidates, reserve)
+            };
+            stats.problems = std::mem::take(&mut new.problems);
+            *best = Some(new);
+        }
+        is_faster
+    }
+
+    fn proof(&self, p: &Pipeline, known: &Known, candidates: u64, reserve: u64) -> Proof {
+        let schedule = known.schedule;
+        let objective = p.choice.cost.total_s;
+        let lower = known.lower_bound.min(objective).max(0.0);
+        let mixed = self.mixes_submeshes() && schedule.virtual_stages() == 1;
+        let meshes = match self.pins.fixes_mesh() {
+            true => format!(
+                "logical meshes of axes {}",
+                self.pins.axis_names().join(", ")
+            ),
+            false => "one- and two-axis logical meshes".into(),
+        };
+        let mut space = format!(
+            "{} pipelines of contiguous stages over {} submeshes {:?}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
+            schedule.name(),
+            if mixed { "any mix of" } else { "equal" },
+            self.submeshes
+        );
+        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
+            space += &format!(", {virtual_stages} stages on each mesh, all meshes of one shape");
+        }
+        if self.chooses_interleaving() {
+            space += &format!(
+                ", or {} interleaved stages on each of several equal meshes of one shape",
+                interleaved::counts()
+            );
+        }
+        if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
+            space += ", activations recomputed as pinned";
+        }
+        if reserve > 0 {
+            space += &format!(", {reserve} bytes reserved for buffer placement");
+        }
+        Proof {
+            objective_s: Seconds(objective),
+            lower_bound_s: Seconds(lower),
+            gap: if objective > 0.0 {
+                (objective - lower) / objective
+            } else {
+                0.0
+            },
+            space,
+            candidates,
+            stopped: false,
+            stages: Vec::new(),
+        }
+    }
+}
+
+/// What is proved about a stage that was made at a level, given what is about the same stage
+/// without one: no choice takes less than that says, whatever the level.
+fn bounded_by(stage: &StageProof, free: &StageProof) -> StageProof {
+    let objective = stage.objective_s.0;
+    let lower = free.lower_bound_s.0.min(objective);
+    StageProof {
+        method: stage.method.clone(),
+        objective_s: stage.objective_s,
+        lower_bound_s: Seconds(lower),
+        gap: if objective > 0.0 {
+            (objective - lower) / objective
+        } else {
+            0.0
+        },
+    }
+}

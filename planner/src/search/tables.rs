@@ -1,0 +1,109 @@
+//! The stage tables of `inter_op`: what ranges of layers cost on submeshes, from the costs of
+//! sequences on priced shapes.
+
+use super::{Candidate, Search};
+use crate::inter_op::{StageEntry, StageTable};
+
+impl Search<'_> {
+    /// What ranges of layers cost on some of the submeshes (indices), which have these sizes in
+    /// a cluster of `devices` of the same unit; and times that they cannot beat.
+    pub(super) fn tables(
+        &self,
+        candidates: &[&Candidate],
+        submeshes: &[usize],
+        devices: usize,
+        sizes: Vec<usize>,
+        capacity: u64,
+    ) -> (StageTable, StageTable) {
+        let n_layers = self.layers.kind.len();
+        let mut table = StageTable::new(n_layers, devices, sizes.clone());
+        let mut relaxed = StageTable::new(n_layers, devices, sizes);
+        let mut best_relaxed = std::collections::BTreeMap::new();
+        let blank = StageEntry {
+            forward_s: 0.0,
+            backward_s: 0.0,
+            step_s: 0.0,
+            static_bytes: 0,
+            saved_bytes_per_microbatch: 0,
+            transient_bytes: 0,
+            capacity_bytes: capacity,
+            boundary_in: 0,
+            boundary_out: 0,
+            tag: 0,
+        };
+        let none = vec![Vec::new(); self.sequences.len()];
+        let mut entries: Vec<Vec<Vec<StageEntry>>> = vec![none; submeshes.len()];
+        for candidate in candidates {
+            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
+                continue;
+            };
+            for (sequence, costs) in candidate.stages.iter().enumerate() {
+                entries[submesh][sequence].extend(costs.iter().map(|(w, cost)| StageEntry {
+                    forward_s: cost.time.forward,
+                    backward_s: cost.time.backward,
+                    step_s: cost.time.step,
+                    static_bytes: cost.static_bytes,
+                    saved_bytes_per_microbatch: cost.saved_bytes,
+                    transient_bytes: cost.transient_bytes,
+                    tag: (candidate.shape as u64) << 16 | *w as u64,
+                    ..blank
+                }));
+            }
+            for &((i, j), sequence) in &self.sequences.ranges {
+                if let Some(seconds) = candidate.relaxed[sequence] {
+                    let known = best_relaxed.entry((i, j, submesh)).or_insert(seconds);
+                    *known = known.min(seconds);
+                }
+            }
+        }
+        for (submesh, mut entries) in entries.into_iter().enumerate() {
+            entries.iter_mut().for_each(useful);
+            for &((i, j), sequence) in &self.sequences.ranges {
+                for entry in &entries[sequence] {
+                    table.push(i..j, submesh, *entry);
+                }
+            }
+        }
+        for ((i, j, submesh), seconds) in best_relaxed {
+            relaxed.push(
+                i..j,
+                submesh,
+                StageEntry {
+                    forward_s: seconds,
+                    capacity_bytes: u64::MAX,
+                    ..blank
+                },
+            );
+        }
+        (table, relaxed)
+    }
+
+    /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
+    pub(super) fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
+        let graph = &self.training.graph;
+        let bytes = self.boundary.map_or(0, |v| graph.ty(v).bytes(batch));
+        let (a, b) = (self.submeshes[from], self.submeshes[to]);
+        let share = bytes / u64::from(a.min(b).max(1));
+        let neighbour = a.min(self.cluster.n_devices().saturating_sub(1));
+        2.0 * cost_model::collectives::send_time(self.cluster, 0, neighbour, share).0
+    }
+}
+
+/// Drops entries that are no use beside another of the same layers on the same submesh: one that
+/// takes less time, or as long and stands before, and is no worse in all else.
+fn useful(entries: &mut Vec<StageEntry>) {
+    let no_worse = |a: &StageEntry, b: &StageEntry| {
+        a.step_s <= b.step_s
+            && a.saved_bytes_per_microbatch <= b.saved_bytes_per_microbatch
+            && a.bytes(0) <= b.bytes(0)
+    };
+    let is_useful = |(i, e): (usize, &StageEntry)| {
+        !entries.iter().enumerate().any(|(k, other)| {
+            let (time, than) = (other.time_s(), e.time_s());
+            (time < than || time == than && k < i) && no_worse(other, e)
+        })
+    };
+    let kept: Vec<bool> = entries.iter().enumerate().map(is_useful).collect();
+    let mut kept = kept.into_iter();
+    entries.retain(|_| kept.next() == Some(true));
+}
