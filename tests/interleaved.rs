@@ -222,7 +222,6 @@ fn interleaves(n_devices: u32, degrees: &[&str], counts: &[u32]) {
             .contains("interleaved stages on each of several equal meshes")
     );
     // Sending is free and the blocks are equal, so a pipeline costs hardly more than the bound.
-    println!("gap {}", proof.gap);
     assert!(proof.gap < 0.1, "{proof:?}");
     let gap = 1.0 - proof.lower_bound_s.0 / proof.objective_s.0;
     assert!((proof.gap - gap).abs() < 1e-12, "{proof:?}");

@@ -232,3 +232,20 @@ fn a_damaged_list_is_refused() {
     let more = with(&|list| list.insert("{}.attn.attend".into()));
     assert!(more.contains("recompute.{}.attn.attend"), "{more}");
 }
+
+/// Pins of a layer's ops name what feeds its experts and leaves them too: of the layer only the
+/// next one's input is kept.
+#[test]
+fn experts_are_recomputed_with_the_rest_of_their_layer() {
+    let case = Case::load("mixtral");
+    let of = |pin: &str| kept(&made(&case, 1, &[pin]).program, "");
+    let tokens = |names: &BTreeSet<String>| {
+        let of_layer = |n: &&String| n.contains("h.0.moe.");
+        names.iter().filter(of_layer).count()
+    };
+    let (names, all) = of("recompute=none");
+    assert!(tokens(&names) > 4, "{names:?}");
+    let (names, some) = of("recompute:h.0.*=yes");
+    assert_eq!(tokens(&names), 0, "{names:?}");
+    assert!(some < all);
+}

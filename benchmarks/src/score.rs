@@ -155,7 +155,8 @@ pub fn over_strata(strata: &[Stratum], figure: impl Fn(&Stratum) -> Option<f64>)
 
 /// Mean error of peak memory over the strata of which enough rows say it.
 pub fn memory_over_strata(strata: &[Stratum]) -> Option<f64> {
-    let known = strata.iter().filter_map(|s| s.memory);
+    let known = strata.iter().filter(|s| !s.is_diagnostic);
+    let known = known.filter_map(|s| s.memory);
     let counted = known.filter(|(n, _)| *n >= COUNTED_ROWS);
     mean(&counted.map(|(_, error)| error).collect::<Vec<_>>())
 }

@@ -73,7 +73,7 @@ pub struct CompileArgs {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
     /// Fix something before the search: data=N, expert=N, context=N, context_order=zigzag|natural, tensor=N, pipeline=N, zero=0..3, microbatch=N,
-    /// split=5/4/4/5, schedule=gpipe|1f1b, virtual=N (interleaved 1F1B, N stages on each mesh; needs pipeline=P, but for virtual=1, which forbids it),
+    /// split=5/4/4/5, schedule=gpipe|1f1b, virtual=N (interleaved 1F1B, N stages on each mesh; needs pipeline=P; virtual=1 forbids interleaving),
     /// recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,

@@ -33,6 +33,10 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
     if let Some(n) = hosts {
         let of_one = match is_of_cpu_ranks(&cluster) {
             true => "use --ranks to change the number of ranks of one machine".to_string(),
+            false if !joins_hosts(&cluster) => {
+                "give it a link between hosts, as in DEVICE*COUNT+LINK+LINK, or leave --hosts out"
+                    .to_string()
+            }
             false => format!(
                 "leave --hosts out for the cluster's own {}, or give a number of hosts that together have {MAX_DEVICES} devices or fewer",
                 cluster.n_hosts
@@ -125,11 +129,19 @@ pub fn axes_nowhere(cluster: &Cluster, plan: &Plan) -> Option<String> {
     ))
 }
 
+/// Whether a link reaches beyond one host.
+fn joins_hosts(cluster: &Cluster) -> bool {
+    let reach = cluster.levels.iter().map(|l| l.devices).max();
+    reach.is_some_and(|n| n > cluster.devices_per_host)
+}
+
 /// The words of a warning about figures that no machine has: most are in another unit than their
 /// key says.
 pub fn other_units(cluster: &Cluster) -> Option<String> {
     let d = &cluster.device;
     let peaks = d.peak_flops_per_s.iter();
+    // Each range is what the slowest and the fastest machine have, and at least a factor of a
+    // thousand more on both sides: kilobytes to terabytes are 1e9 apart.
     let mut figures: Vec<(String, f64, [f64; 2])> = peaks
         .map(|(t, x)| {
             (

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
 /// recomputation).
-pub const PASSES_VERSION: u32 = 1;
+pub const PASSES_VERSION: u32 = 2;
 
 /// A parallel training plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -434,7 +434,9 @@ pub struct Proof {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageProof {
-    /// How: `elimination` (memory does not bind), `integer program`, or `priced elimination`.
+    /// How: `elimination` (memory does not bind), `integer program`, or `priced elimination`;
+    /// ` at ZeRO level N` behind it where the stage was made at a level, of whose choices alone
+    /// the bound is.
     pub method: String,
     /// Time of the stage's ops and layout changes in one step, seconds.
     pub objective_s: Seconds,

@@ -14,9 +14,9 @@
 //! of `inter_op`. A choice fits when on every mesh the sum of static + in_flight * saved over its
 //! stages and the largest transient are at most the capacity.
 //!
-//! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on the mesh's sum of s the least sum of
-//! t is best for the rest of the objective, on every mesh by itself; so all bounds are gone
-//! through, smallest first. Thresholds go up until the largest t, with the least that the rest
+//! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on
+//! the mesh's sum of s the least sum of t is best for the rest of the objective, on every mesh by
+//! itself; so all bounds are gone through, smallest first. Thresholds go up until the largest t, with the least that the rest
 //! can take, costs more than the best choice.
 //!
 //! Exact where the stages of a mesh have few ways to run together ([`MAX_COMBINATIONS`]), which
@@ -119,6 +119,23 @@ pub(crate) fn share(
     objective: Objective,
     capacity_bytes: u64,
 ) -> Result<Shared, TooLarge> {
+    share_among(
+        stages,
+        n_meshes,
+        objective,
+        capacity_bytes,
+        MAX_COMBINATIONS,
+    )
+}
+
+/// [`share`], exact for meshes whose stages have `combinations` ways or fewer to run together.
+fn share_among(
+    stages: &[SharedStage<'_>],
+    n_meshes: usize,
+    objective: Objective,
+    capacity_bytes: u64,
+    combinations: usize,
+) -> Result<Shared, TooLarge> {
     let meshes: Vec<Vec<&SharedStage<'_>>> = (0..n_meshes)
         .map(|i| stages.iter().skip(i).step_by(n_meshes).collect())
         .collect();
@@ -163,7 +180,10 @@ pub(crate) fn share(
         }
         let frontiers: Vec<Vec<Part>> = meshes
             .iter()
-            .map(|own| frontier(own, threshold, capacity_bytes.into(), microbatches))
+            .map(|own| {
+                let capacity = capacity_bytes.into();
+                frontier(own, threshold, capacity, microbatches, combinations)
+            })
             .collect();
         let Some(picks) = cheapest(&frontiers, objective) else {
             continue;
@@ -224,9 +244,10 @@ fn frontier(
     threshold: f64,
     capacity: u128,
     microbatches: f64,
+    combinations: usize,
 ) -> Vec<Part> {
     let ways = stages.iter().map(|s| s.entries.len());
-    let is_few = ways.fold(1, usize::saturating_mul) <= MAX_COMBINATIONS;
+    let is_few = ways.fold(1, usize::saturating_mul) <= combinations;
     let mut parts = vec![Part::default()];
     for stage in stages {
         let mut new: Vec<(f64, Part)> = Vec::new();
@@ -403,19 +424,21 @@ mod tests {
         );
     }
 
-    /// Every combination in turn.
+    /// Every combination in turn. Where not all ways of a mesh are kept, as if it had too many,
+    /// what is chosen is as good if nothing is paid once per step, and no better otherwise.
     #[test]
     fn as_good_as_every_combination() {
         let mut rng = Rng::new(1);
         let mut below = |n: u64| rng.below(n);
         for _ in 0..300 {
             let (p, v) = (1 + below(2) as usize, 1 + below(3) as usize);
+            let steps = 1 + 11 * below(2);
             let tables: Vec<Vec<StageEntry>> = (0..p * v)
                 .map(|_| {
                     (0..1 + below(3))
                         .map(|_| {
                             let time = 1.0 + below(8) as f64;
-                            let step = below(12) as f64;
+                            let step = below(steps) as f64;
                             entry(time, step, below(20), below(5), below(9))
                         })
                         .collect()
@@ -458,6 +481,12 @@ mod tests {
             let total = found.map(|s| s.total_s).ok();
             match (total, best) {
                 (Some(a), Some(b)) => assert!((a - b).abs() < 1e-9, "{a} against {b}"),
+                (a, b) => assert_eq!(a.is_some(), b.is_some()),
+            }
+            let found = share_among(&stages, p, Objective::new(p, m), capacity, 0);
+            match (found.map(|s| s.total_s).ok(), best) {
+                (Some(a), Some(b)) if steps == 1 => assert!((a - b).abs() < 1e-9, "{a}, {b}"),
+                (Some(a), Some(b)) => assert!(a > b - 1e-9, "{a} against {b}"),
                 (a, b) => assert_eq!(a.is_some(), b.is_some()),
             }
         }

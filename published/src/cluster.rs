@@ -143,8 +143,9 @@ fn possible(
 /// Turns shares that hold for `reference`, a device of the same chip with another limit of its
 /// power, into those of `device`.
 ///
-/// Where power limits clocks, dynamic power is `C V^2 f` with a voltage in proportion to the
-/// clock, so rates go as the cube root of the limit. No share is above 1, and a type whose best
+/// Where power limits clocks, dynamic power is `C V^2 f` (Weste & Harris, CMOS VLSI Design,
+/// chapter 5) with a voltage in proportion to the clock (an assumption), so rates go as the cube
+/// root of the limit. No share is above 1, and a type whose best
 /// rate either does not have keeps its share.
 fn limited_by_power(device: &mut Device, reference: &Device) {
     let (Some(limit), Some(of)) = (device.power_limit_w, reference.power_limit_w) else {

@@ -650,6 +650,8 @@ mod tests {
                 "{}",
                 device.device
             );
+            let clocks_of = device.clocks_of.iter();
+            clocks_of.for_each(|d| assert!(catalogue.device(d).is_ok(), "{d}"));
             assert!(!device.source.is_empty());
         }
         let is_link = |name: &str| catalogue.links().any(|l| l == name);

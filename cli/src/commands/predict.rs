@@ -44,8 +44,12 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let reasons = reasons(&rows, &outcomes);
     if predicted == 0 {
         let shown = &reasons[..reasons.len().min(REASONS_SHOWN)];
+        let more = match reasons.len() - shown.len() {
+            0 => String::new(),
+            n => format!("\nand {n} more; predict them apart to see why"),
+        };
         let what = format!(
-            "none of {} runs could be predicted\n{}",
+            "none of {} runs could be predicted\n{}{more}",
             rows.len(),
             shown.join("\n")
         );

@@ -414,9 +414,11 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
 fn gap(plan: &Plan) -> String {
     let p = &plan.proof;
     let of_gap = match p.gap > 5e-4 {
-        false => "no pipeline of that space has a smaller objective".to_string(),
+        false => {
+            "no pipeline of that space has an objective smaller by more than 0.05%".to_string()
+        }
         true => format!(
-            "no pipeline of that space has an objective under the bound, so none beats this one by more than {}; some of it is the bound's, which leaves out work once per step and memory beyond one microbatch",
+            "no pipeline of that space has an objective under the bound, so none has one smaller by more than {}; some of it is the bound's, which leaves out work once per step and memory beyond one microbatch",
             percent(p.gap)
         ),
     };
@@ -429,7 +431,7 @@ fn gap(plan: &Plan) -> String {
             percent(o)
         ),
         o => format!(
-            "{} less than the objective, which adds up the times of stages: some of that overlaps",
+            "{} less than the objective, which adds up the times of stages: some of that overlaps, or is launched by graphs, which it does not know",
             percent(-o)
         ),
     };

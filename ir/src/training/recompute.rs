@@ -112,7 +112,13 @@ pub fn choose(
                 op.layer != loss && op.kind.is_cheap() && op.inputs.iter().all(at_hand)
             }
         };
-        if fixed(op).unwrap_or(by_policy) {
+        // Its path is its first user's; who pins the op that made its operand means it too.
+        let of_operand = || {
+            let shared = op.kind == OpKind::Layout;
+            let made = op.inputs.first().filter(|_| shared)?;
+            fixed(graph.op(graph.value(*made).producer))
+        };
+        if fixed(op).or_else(of_operand).unwrap_or(by_policy) {
             chosen.insert(id);
         }
     }

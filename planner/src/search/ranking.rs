@@ -19,7 +19,7 @@ use crate::intra_op::problem::IntraOpProblem;
 use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
-use ir::plan::{Plan, Proof, ScheduleKind, StageProof};
+use ir::plan::{Plan, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::{Graph, Seconds};
 use lowering::{BucketSizes, Layouts, LowerError};
@@ -171,9 +171,9 @@ impl Search<'_> {
                 continue;
             }
             pipeline.choice.cost = self.cost(&pipeline, &made.times);
-            let free = r.plan.proof.stages.iter();
-            for (stage, free) in made.plan.proof.stages.iter_mut().zip(free) {
-                *stage = bounded_by(stage, free);
+            // A stage's bound is of the choices at its level, within what that leaves for them.
+            for stage in &mut made.plan.proof.stages {
+                stage.method += &format!(" at ZeRO level {level}");
             }
             different.push((pipeline, made));
         }
@@ -300,22 +300,5 @@ impl Search<'_> {
             stopped: false,
             stages: Vec::new(),
         }
-    }
-}
-
-/// What is proved about a stage that was made at a level, given what is about the same stage
-/// without one: no choice takes less than that says, whatever the level.
-fn bounded_by(stage: &StageProof, free: &StageProof) -> StageProof {
-    let objective = stage.objective_s.0;
-    let lower = free.lower_bound_s.0.min(objective);
-    StageProof {
-        method: stage.method.clone(),
-        objective_s: stage.objective_s,
-        lower_bound_s: Seconds(lower),
-        gap: if objective > 0.0 {
-            (objective - lower) / objective
-        } else {
-            0.0
-        },
     }
 }
