@@ -140,8 +140,9 @@ fn joins_hosts(cluster: &Cluster) -> bool {
 pub fn other_units(cluster: &Cluster) -> Option<String> {
     let d = &cluster.device;
     let peaks = d.peak_flops_per_s.iter();
-    // Each range is what the slowest and the fastest machine have, and at least a factor of a
-    // thousand more on both sides: kilobytes to terabytes are 1e9 apart.
+    // Ranges are wider than machines of today by factors of ten and more on both sides (the
+    // fastest peak of a preset is 1.5e16, its fastest memory 8e12), and narrower than a slip
+    // between units: giga for one is 1e9, seconds for microseconds 1e6.
     let mut figures: Vec<(String, f64, [f64; 2])> = peaks
         .map(|(t, x)| {
             (
