@@ -123,6 +123,15 @@ pub struct Software {
     /// because its shards do not lie one after the other in memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copied_axes: Vec<String>,
+    /// Seconds in which the host cuts out and copies the part of one rank in such a gather or
+    /// scatter, where it takes a list with a tensor for every rank (`torch.distributed.all_gather`)
+    /// and the next one is begun when it is done; 0 where it takes one tensor.
+    #[serde(default, skip_serializing_if = "is_no_time")]
+    pub host_s_per_part: f64,
+    /// Whether a parameter that the backward pass gathers to recompute its layer is released
+    /// then, and gathered once more for the gradients.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub gathers_again: bool,
     /// Names of the mesh axes over which what is gathered for a matmul, or scattered from one,
     /// moves piece by piece while the matmul computes the others (Wang et al. 2023; "userbuffers"
     /// of Transformer Engine, asynchronous tensor parallelism of PyTorch).
@@ -216,6 +225,10 @@ fn is_zero(x: &u8) -> bool {
     *x == 0
 }
 
+fn is_no_time(x: &f64) -> bool {
+    *x == 0.0
+}
+
 fn is_none_held(x: &u32) -> bool {
     *x == 0
 }
@@ -304,6 +317,8 @@ impl Software {
             narrow_gathers: false,
             scattered_transfers: false,
             copied_axes: Vec::new(),
+            host_s_per_part: 0.0,
+            gathers_again: false,
             piecewise_axes: Vec::new(),
             paired_axes: Vec::new(),
             recomputes_to_the_end: false,
@@ -353,12 +368,13 @@ impl Software {
         ] {
             check(amount(x), key, x, AMOUNT);
         }
-        check(
-            (0.0..=0.1).contains(&self.host_s_per_kernel),
-            "host_s_per_kernel",
-            self.host_s_per_kernel,
-            "expected 0 to 0.1 (seconds)",
-        );
+        for (key, seconds) in [
+            ("host_s_per_kernel", self.host_s_per_kernel),
+            ("host_s_per_part", self.host_s_per_part),
+        ] {
+            let expected = "expected 0 to 0.1 (seconds)";
+            check((0.0..=0.1).contains(&seconds), key, seconds, expected);
+        }
         for (key, share) in [
             ("unaligned_matmul_share", self.unaligned_matmul_share),
             ("grouped_matmul_share", self.grouped_matmul_share),

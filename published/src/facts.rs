@@ -183,6 +183,12 @@ pub struct Generation {
     /// Axes over whose gathers and scatters a tensor is copied once more.
     #[serde(default)]
     pub copied_axes: Vec<String>,
+    /// Seconds in which the host copies the part of one rank there, where it does so rank by rank.
+    #[serde(default)]
+    pub host_s_per_part: f64,
+    /// Whether parameters are gathered for recomputation and once more for the gradients.
+    #[serde(default)]
+    pub gathers_again: bool,
     /// Axes over which gathers and scatters move piece by piece beside their matmul.
     #[serde(default)]
     pub piecewise_axes: Vec<String>,
@@ -411,6 +417,8 @@ impl Facts {
             kept_casts: generation.kept_casts,
             scattered_transfers: generation.scattered_transfers,
             copied_axes: generation.copied_axes.clone(),
+            host_s_per_part: generation.host_s_per_part,
+            gathers_again: generation.gathers_again,
             piecewise_axes: generation.piecewise_axes.clone(),
             broadcast_updates: generation.broadcast_updates,
             synchronous_launches: generation.synchronous_launches,
@@ -473,7 +481,7 @@ impl Facts {
     }
 
     /// Terms of the model of execution that [`Facts::without`] can leave out.
-    pub const TERMS: [&str; 26] = [
+    pub const TERMS: [&str; 28] = [
         "tiles and waves",
         "sustained clocks",
         "unfused or slower attention",
@@ -489,6 +497,8 @@ impl Facts {
         "casts that are kept",
         "scattered transfers",
         "copies around collectives",
+        "copies rank by rank",
+        "gathers for the gradients again",
         "updates by broadcast",
         "collectives beside matmuls of their op",
         "recomputation to the end",
@@ -552,6 +562,8 @@ impl Facts {
                 "casts that are kept" => g.kept_casts = false,
                 "scattered transfers" => g.scattered_transfers = false,
                 "copies around collectives" => g.copied_axes.clear(),
+                "copies rank by rank" => g.host_s_per_part = 0.0,
+                "gathers for the gradients again" => g.gathers_again = false,
                 "collectives in pieces" => g.piecewise_axes.clear(),
                 "updates by broadcast" => g.broadcast_updates = false,
                 "collectives beside matmuls of their op" => g.paired_axes.clear(),

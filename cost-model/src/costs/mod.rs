@@ -283,6 +283,9 @@ impl RoleCosts<'_> {
                 let plays = role.trace.iter().filter(|s| s.template.index() == t);
                 experts::overlap(role, template, plays.count(), &mut costs);
             }
+            if self.software().is_some_and(|s| s.gathers_again) {
+                repeat::gather_again(role, template, &mut costs);
+            }
             if self.software().is_some_and(|s| s.overlapped_gradients) {
                 sums::beside(template, &mut costs);
             }
@@ -706,7 +709,8 @@ impl RoleCosts<'_> {
         once && kind == CollectiveKind::AllGather && software.is_some_and(|s| s.broadcast_updates)
     }
 
-    /// Seconds of copying what is gathered or scattered into its place.
+    /// Seconds of copying what is gathered or scattered into its place, by the device and, where
+    /// the host does so rank by rank, by the host before it.
     fn copied(&self, kind: CollectiveKind, axes: &[AxisId], items: &[CollectiveItem]) -> f64 {
         let Some(software) = &self.cluster.software else {
             return 0.0;
@@ -719,10 +723,11 @@ impl RoleCosts<'_> {
             return 0.0;
         }
         let whole = |i: &CollectiveItem| self.bytes(i.input).max(self.bytes(i.output));
-        items
+        let ranks: u64 = axes.iter().map(|a| self.role.mesh.size(*a)).product();
+        let copies = items
             .iter()
-            .map(|i| compute::copy_time(self.cluster, whole(i)).0)
-            .sum()
+            .map(|i| compute::copy_time(self.cluster, whole(i)).0);
+        copies.sum::<f64>() + ranks as f64 * software.host_s_per_part
     }
 }
 

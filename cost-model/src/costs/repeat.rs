@@ -5,12 +5,18 @@
 //! Megatron-LM and DeepSpeed, PyTorch's checkpoint before 2.1) also does these, and their
 //! collectives. They are priced as in the forward pass, at the layer's last recomputed kernel.
 //!
+//! Where parameters are sharded, such a framework may also release what it gathered for the
+//! repeated forward, and gather it again for the gradients ([`gather_again`]).
+//!
 //! A layer counts as recomputed where one of its matmuls is: choices that make only norms,
 //! activations or attention again are kernels' own.
 
 use super::InstrCost;
+use ir::collective::CollectiveKind;
 use ir::op::OpKind;
-use ir::program::{InstrKind, Instruction, RoleProgram, TemplateKind};
+use ir::program::{
+    BufferClass, CollectiveItem, InstrKind, Instruction, RoleProgram, Template, TemplateKind,
+};
 use ir::training::source_path;
 use ir::{BufferId, LayerId};
 use std::collections::{HashMap, HashSet};
@@ -63,6 +69,61 @@ pub(super) fn add(role: &RoleProgram, costs: &mut [Vec<InstrCost>], host_s: &mut
                 host_s[b][place] += host;
             }
         }
+    }
+}
+
+/// Prices the gathers of parameters in a backward template twice, as far as what they gather is
+/// read both by a kernel that is recomputed and by one that is not.
+pub(super) fn gather_again(role: &RoleProgram, template: &Template, costs: &mut [InstrCost]) {
+    if template.kind != TemplateKind::Backward {
+        return;
+    }
+    let lasts = |b: BufferId| {
+        let class = role.buffer(b).class;
+        matches!(class, BufferClass::Persistent | BufferClass::Step)
+    };
+    let mut gathered: HashSet<BufferId> = HashSet::new();
+    for item in template.instructions.iter().flat_map(gathers) {
+        if lasts(item.input) || gathered.contains(&item.input) {
+            gathered.insert(item.output);
+        }
+    }
+    // By buffer: read by what is recomputed, by other kernels.
+    let mut read: HashMap<BufferId, (bool, bool)> = HashMap::new();
+    for (instruction, cost) in template.instructions.iter().zip(costs).rev() {
+        if let Some((path, _)) = op(instruction) {
+            let again = source_path(path) != path;
+            for b in instruction.reads() {
+                let by = read.entry(b).or_default();
+                *by = (by.0 || again, by.1 || !again);
+            }
+        }
+        let (mut all, mut twice) = (0.0, 0.0);
+        for item in gathers(instruction) {
+            let after = read.get(&item.output).copied().unwrap_or_default();
+            let by = read.entry(item.input).or_default();
+            *by = (by.0 || after.0, by.1 || after.1);
+            let bytes = role.buffer(item.output).bytes as f64;
+            all += bytes;
+            if after == (true, true) && gathered.contains(&item.output) {
+                twice += bytes;
+            }
+        }
+        if twice > 0.0 {
+            cost.seconds *= 1.0 + twice / all;
+        }
+    }
+}
+
+/// What an instruction gathers; nothing of one of another kind.
+fn gathers(instruction: &Instruction) -> &[CollectiveItem] {
+    match &instruction.kind {
+        InstrKind::Collective {
+            kind: CollectiveKind::AllGather,
+            items,
+            ..
+        } => items,
+        _ => &[],
     }
 }
 
@@ -130,6 +191,63 @@ mod tests {
         let hosts: f64 = host_s[1].iter().sum();
         let seconds = costs[1].iter().map(|c| c.seconds);
         seconds.chain([hosts]).collect()
+    }
+
+    /// Seconds of a gather of a second whose result is read by ops of these paths.
+    fn gathered(class: BufferClass, paths: &[&str]) -> f64 {
+        let mut role = testing::role(0, 0, 2);
+        role.buffers[0].class = class;
+        let gather = InstrKind::Collective {
+            kind: CollectiveKind::AllGather,
+            axes: vec![ir::AxisId(0)],
+            items: vec![CollectiveItem {
+                step: ir::reshard::LayoutStep::AllReduce {
+                    axes: vec![ir::AxisId(0)],
+                },
+                input: BufferId(0),
+                output: BufferId(1),
+            }],
+        };
+        let op = |path: &&str| InstrKind::Compute {
+            path: path.to_string(),
+            kind: OpKind::Unary {
+                f: ir::op::Unary::Relu,
+            },
+            inputs: vec![BufferId(1)],
+            outputs: vec![BufferId(2)],
+        };
+        let kinds = [gather].into_iter().chain(paths.iter().map(op));
+        let template = Template {
+            kind: TemplateKind::Backward,
+            chunk: 0,
+            instructions: kinds
+                .map(|k| testing::instr(k, Stream::Compute, &[]))
+                .collect(),
+        };
+        let cost = InstrCost {
+            seconds: 1.0,
+            class: CostClass::Collective,
+            queue: 0,
+            ahead: false,
+        };
+        let mut costs = vec![cost; template.instructions.len()];
+        gather_again(&role, &template, &mut costs);
+        assert!(costs[1..].iter().all(|c| c.seconds == 1.0));
+        costs[0].seconds
+    }
+
+    #[test]
+    fn parameters_of_recomputed_layers_are_gathered_twice() {
+        let step = |paths: &[&str]| gathered(BufferClass::Step, paths);
+        assert_eq!(step(&["recompute.h.0.y", "grad.h.0.y.lhs"]), 2.0);
+        assert_eq!(step(&["recompute.h.0.y", "recompute.h.0.z"]), 1.0);
+        assert_eq!(step(&["grad.h.0.y.lhs"]), 1.0);
+        // An activation is kept.
+        let stashed = gathered(
+            BufferClass::PerMicrobatch { slots: 1 },
+            &["recompute.h.0.y", "grad.h.0.y.lhs"],
+        );
+        assert_eq!(stashed, 1.0);
     }
 
     #[test]

@@ -626,6 +626,12 @@ fn gathered_pieces_may_be_copied_into_place() {
     // 2 x 4000 B at 1e15 B/s.
     let copied = gathering(|s| s.copied_axes = vec!["x".into()]);
     assert!((copied - 6100.0 - 8e-3).abs() < 1e-3, "{copied}");
+    // Two ranks, each a part of 10 ns.
+    let listed = gathering(|s| {
+        s.copied_axes = vec!["x".into()];
+        s.host_s_per_part = 10e-9;
+    });
+    assert!((listed - copied - 20.0).abs() < 1e-3, "{listed}");
 }
 
 #[test]
