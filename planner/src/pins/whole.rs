@@ -73,3 +73,69 @@ fn follows(kind: &OpKind) -> bool {
             | OpKind::Stack { .. }
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::{Axis, AxisId, DeviceMesh, Rank};
+
+    fn mesh(sizes: [u32; 2]) -> LogicalMesh {
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: sizes.iter().product(),
+        };
+        let axes = sizes.into_iter().zip(["x", "y"]).map(|(size, name)| Axis {
+            name: name.into(),
+            size,
+        });
+        LogicalMesh::new(devices, axes.collect()).expect("sizes multiply to the devices")
+    }
+
+    /// A matrix whose dims are split over these axes.
+    fn spec(dims: [&[usize]; 2]) -> ShardingSpec {
+        let mut spec = ShardingSpec::replicated(2);
+        for (dim, axes) in spec.dims.iter_mut().zip(dims) {
+            dim.axes = axes.iter().map(|&a| AxisId::new(a)).collect();
+        }
+        spec
+    }
+
+    #[test]
+    fn what_a_rank_has_is_not_moved() {
+        use AxisRole::{Data, Expert, Free, Tensor};
+        let both = mesh([2, 4]);
+        let moves = |roles: [AxisRole; 2], from: [&[usize]; 2], to: [&[usize]; 2]| {
+            !levels(&both, &roles, &spec(from), &spec(to)).has(0)
+        };
+        for role in [Free, Tensor] {
+            let roles = [role, role];
+            // Gathered, to another dim, behind another axis.
+            assert!(moves(roles, [&[0], &[]], [&[], &[]]));
+            assert!(moves(roles, [&[0], &[]], [&[], &[0]]));
+            assert!(moves(roles, [&[0], &[]], [&[1, 0], &[]]));
+            assert!(moves(roles, [&[0], &[1]], [&[0], &[]]));
+            // As it lies, and a part of it.
+            assert!(!moves(roles, [&[0], &[1]], [&[0], &[1]]));
+            assert!(!moves(roles, [&[0], &[]], [&[0, 1], &[]]));
+            assert!(!moves(roles, [&[], &[]], [&[0], &[1]]));
+        }
+        // What the pins split, they split.
+        assert!(!moves([Data, Expert], [&[0], &[1]], [&[], &[]]));
+        assert!(moves([Data, Free], [&[0], &[1]], [&[], &[]]));
+        // One rank has it all.
+        let single = mesh([1, 4]);
+        let at = levels(
+            &single,
+            &[Free, Free],
+            &spec([&[0], &[]]),
+            &spec([&[], &[]]),
+        );
+        assert_eq!(at, ZeroLevels::ALL);
+        // ZeRO-3 may move what it likes.
+        let gathers = levels(&both, &[Free, Free], &spec([&[0], &[]]), &spec([&[], &[]]));
+        assert_eq!(
+            [0, 1, 2, 3].map(|z| gathers.has(z)),
+            [false, false, false, true]
+        );
+    }
+}
