@@ -104,7 +104,7 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
         1,
     ))?;
     report::out(
-        "(size: m x n x k of a matmul; of attention its FLOPs in products, its other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel FLOPs x bytes, of a conversion also the elements converted; bytes of a copy or send; of a collective bytes, ranks of a group and ranks at work\n median: seconds of one execution; spread: median absolute deviation, of the median; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, bytes of the others, over the median)\n",
+        "(size: m x n x k of a matmul; of attention its FLOPs in products, its other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel FLOPs x bytes, of a conversion also the elements converted; bytes of a copy, send or write; of a collective bytes, ranks of a group and ranks at work\n median: seconds of one execution; spread: median absolute deviation, of the median; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, bytes of copies, sends and collectives, over the median)\n",
     )?;
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d

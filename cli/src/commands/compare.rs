@@ -105,14 +105,15 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
 /// Fitting the cluster's figures to a run helps where at least this share of what is off is work.
 const OF_WORK: f64 = 0.5;
 
-/// The share of work in what is off, part by part: what figures of the cluster say.
+/// The share of work in what is off, part by part, beside waiting: what figures of the cluster say.
+/// That other steps took longer than those that were timed is neither.
 fn of_work(w: &Waterfall) -> f64 {
     let off = |of: fn(Cause) -> bool| -> f64 {
         let parts = w.parts.iter().filter(|p| of(p.cause));
         parts.map(|p| p.difference_s.abs()).sum()
     };
     let work = off(|c| matches!(c, Cause::Compute | Cause::Collectives | Cause::Transfers));
-    let all = off(|_| true);
+    let all = work + off(|c| c == Cause::Waiting);
     if all > 0.0 { work / all } else { 0.0 }
 }
 
@@ -462,7 +463,8 @@ mod tests {
         let both = [
             (Cause::Compute, 0.5),
             (Cause::Collectives, -0.25),
-            (Cause::Profiling, 0.25),
+            (Cause::Waiting, 0.25),
+            (Cause::Profiling, 7.0),
         ];
         assert_eq!(of(&both), 0.75);
         assert_eq!(of(&[]), 0.0);
