@@ -111,6 +111,26 @@ fn of_layer(made: &Planned, kind: TemplateKind, layer: &str) -> Vec<String> {
         .collect()
 }
 
+/// Parameters that collectives of the microbatches move, whatever moves them.
+fn moved_parameters(made: &Planned) -> Vec<String> {
+    let roles = made.program.roles.iter();
+    let of_role = |role: &RoleProgram| -> Vec<String> {
+        [TemplateKind::Forward, TemplateKind::Backward]
+            .into_iter()
+            .flat_map(|kind| instructions(role, kind).collect::<Vec<_>>())
+            .filter_map(|i| match &i.kind {
+                InstrKind::Collective { items, .. } => Some(items),
+                _ => None,
+            })
+            .flatten()
+            .map(|item| role.buffer(item.input))
+            .filter(|b| matches!(b.class, BufferClass::Persistent | BufferClass::Step))
+            .map(|b| b.name.clone())
+            .collect()
+    };
+    roles.flat_map(of_role).collect()
+}
+
 fn only_role(program: &Program) -> &RoleProgram {
     assert_eq!(program.roles.len(), 1, "one stage");
     &program.roles[0]
@@ -345,6 +365,9 @@ fn the_search_is_no_slower_than_a_pinned_zero_level() {
         let free = plan(&[]);
         for level in ["zero=0", "zero=1", "zero=2", "zero=3"] {
             let pinned = plan(&[level]);
+            if level != "zero=3" {
+                assert_eq!(moved_parameters(&pinned), Vec::<String>::new(), "{level}");
+            }
             assert!(
                 step(&free) <= step(&pinned),
                 "{preset} x {hosts}: {} free, {} with {level}",
@@ -361,6 +384,31 @@ fn the_search_is_no_slower_than_a_pinned_zero_level() {
         assert_eq!(plan(&[]).plan, free.plan);
     }
     assert!(n_levels > 0, "no level made a difference");
+}
+
+/// A parameter that is split over an axis on which no degree is pinned, and gathered wherever it
+/// is used, is ZeRO-3: `zero=1` was given such plans.
+#[test]
+fn below_zero_3_no_microbatch_moves_parameters() {
+    let forward = gpt2(2, 1024, 512, 8192);
+    let plan = |pins: &[&str]| {
+        planned(&forward, &train(256, 512), &cluster(8), pins).expect("there is a plan")
+    };
+    for stages in ["pipeline=1", "pipeline=2"] {
+        for level in ["zero=0", "zero=1", "zero=2"] {
+            let made = plan(&[stages, level, "microbatch=64"]);
+            assert_eq!(
+                moved_parameters(&made),
+                Vec::<String>::new(),
+                "{stages} {level}"
+            );
+            assert_rates(&made);
+        }
+        // Where features are split, an op computes with its part as it lies.
+        let made = plan(&[stages, "zero=0", "tensor=4"]);
+        assert_eq!(moved_parameters(&made), Vec::<String>::new(), "{stages}");
+    }
+    assert!(!moved_parameters(&plan(&["pipeline=1", "zero=3"])).is_empty());
 }
 
 #[test]
@@ -391,10 +439,13 @@ fn large_batches_split_over_samples() {
                     "{layer}.{path}"
                 );
             }
-            // Samples need nothing of each other; parameters may be split and gathered.
+            // Samples need nothing of each other; parameters may be split and gathered, where no
+            // ZeRO level below 3 is pinned.
             let forward = of_layer(&made, TemplateKind::Forward, layer);
             let gathers = |c: &String| c.starts_with(&format!("all_gather cast.{layer}."));
-            assert!(forward.iter().all(gathers), "{forward:?}");
+            let may_gather = n_microbatches.is_none();
+            let expected = |c: &String| may_gather && gathers(c);
+            assert!(forward.iter().all(expected), "{forward:?}");
         }
         let in_block = |p: &&Part| {
             let gathers_parameter = p.gathers() && p.of_parameter();

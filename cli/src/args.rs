@@ -23,7 +23,7 @@ pub enum Verb {
     #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
     Compile(Box<CompileArgs>),
     /// Show a plan: stages, what each axis does, collectives, memory.
-    #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --against other.json\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
     Inspect(InspectArgs),
     /// Prove that a plan and the program lowered from it are correct.
     #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
@@ -190,6 +190,9 @@ pub struct InspectArgs {
     /// Show the strategy of every op too.
     #[arg(long)]
     pub layers: bool,
+    /// Show it beside another plan instead: what both predict, and what differs.
+    #[arg(long, value_name = "OTHER.JSON", conflicts_with = "layers")]
+    pub against: Option<PathBuf>,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

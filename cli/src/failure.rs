@@ -1,6 +1,9 @@
 //! How a command fails: an exit code, what is wrong, the place, and the way out.
 
+use ir::training::Recompute;
+use ir::{Precision, TrainSpec};
 use miette::{LabeledSpan, NamedSource, SourceCode};
+use planner::Pins;
 use std::fmt;
 
 /// Exit codes of the command; documented in `--help` and in `docs/cli.md`.
@@ -174,6 +177,29 @@ impl From<import::ImportError> for Failure {
     }
 }
 
+/// What takes less memory, whatever is trained and pinned.
+const LESS_MEMORY: &str =
+    "use more devices (--hosts), a smaller --global-batch or microbatch, or remove pins";
+
+/// The failure of a search. Of a plan that does not fit it names what would take less memory and
+/// is not asked for yet.
+pub fn unplanned(e: planner::PlanError, train: &TrainSpec, pins: &Pins) -> Failure {
+    use planner::PlanError::{Memory, Overrun};
+    let is_memory = matches!(e, Memory { .. } | Overrun { .. });
+    let failure = Failure::from(e);
+    if !is_memory {
+        return failure;
+    }
+    let mut help = LESS_MEMORY.to_string();
+    if train.precision == Precision::F32 {
+        help += "; compute in --precision bf16";
+    }
+    if pins.recompute != Some(Recompute::Full) {
+        help += "; keep less with --pin recompute=full";
+    }
+    failure.help(help)
+}
+
 impl From<planner::PlanError> for Failure {
     fn from(e: planner::PlanError) -> Self {
         use planner::PlanError::*;
@@ -195,13 +221,8 @@ impl From<planner::PlanError> for Failure {
                 Exit::Infeasible,
                 Some("loosen or remove pins, or change --global-batch"),
             ),
-            Memory { .. } | Overrun { .. } => (
-                Exit::Infeasible,
-                Some(
-                    "use more devices (--hosts), a smaller --global-batch or microbatch, --precision bf16, or remove pins",
-                ),
-            ),
-            Lower(_) => (
+            Memory { .. } | Overrun { .. } => (Exit::Infeasible, Some(LESS_MEMORY)),
+            Lower(_) | Defect(_) => (
                 Exit::Internal,
                 Some("this is a defect of the planner; please report it with the command line"),
             ),

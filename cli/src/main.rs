@@ -95,26 +95,35 @@ fn add_tip(e: &mut clap::Error) {
     };
     let tip = match e.kind() {
         ErrorKind::MissingRequiredArgument if given.iter().any(|a| a.starts_with("--cluster")) => {
-            "name a preset, as in `--cluster dgx-h100` (`meshwright presets` lists them), or measure this machine with `meshwright calibrate` and use `--cluster cluster.toml`".to_string()
+            Some(WHICH_CLUSTER.to_string())
         }
-        ErrorKind::UnknownArgument => {
-            let name = given.first().and_then(|a| a.strip_prefix("--"));
-            let name = name.map(|a| a.split('=').next().unwrap_or(a)).unwrap_or_default();
-            let command = Cli::command();
-            let has = |verb: &&clap::Command| verb.get_arguments().any(|a| a.get_long() == Some(name));
-            let verbs = command.get_subcommands().filter(has);
-            let verbs: Vec<String> = verbs.map(|v| format!("`meshwright {}`", v.get_name())).collect();
-            match verbs.is_empty() {
-                true => return,
-                false => format!("--{name} is a flag of {}", verbs.join(" and ")),
-            }
-        }
-        _ => return,
+        ErrorKind::UnknownArgument => given.first().and_then(|flag| verbs_with(flag)),
+        _ => None,
+    };
+    let Some(tip) = tip else {
+        return;
     };
     e.insert(
         ContextKind::Suggested,
         ContextValue::StyledStrs(vec![tip.into()]),
     );
+}
+
+/// What `--cluster` may be given.
+const WHICH_CLUSTER: &str = "name a preset, as in `--cluster dgx-h100` (`meshwright presets` lists them), or measure this machine with `meshwright calibrate` and use `--cluster cluster.toml`";
+
+/// Which verbs have a flag, where any has.
+fn verbs_with(flag: &str) -> Option<String> {
+    let name = flag.strip_prefix("--")?;
+    let name = name.split('=').next().unwrap_or(name);
+    let command = Cli::command();
+    let has = |verb: &&clap::Command| verb.get_arguments().any(|a| a.get_long() == Some(name));
+    let verbs: Vec<String> = command
+        .get_subcommands()
+        .filter(has)
+        .map(|verb| format!("`meshwright {}`", verb.get_name()))
+        .collect();
+    (!verbs.is_empty()).then(|| format!("--{name} is a flag of {}", verbs.join(" and ")))
 }
 
 fn dispatch(verb: Verb) -> Result<(), Failure> {

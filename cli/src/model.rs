@@ -5,7 +5,7 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use import::{BuildOptions, ImportError, ModelConfig, model_graph};
 use ir::op::{InputKind, OpKind};
-use ir::{Dim, Graph};
+use ir::{Dim, Graph, counted};
 use std::path::{Path, PathBuf};
 
 /// A model before sequence and dropout are known.
@@ -57,8 +57,8 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     Err(Failure::new(
         Exit::BadInput,
         format!(
-            "{name}: the graph breaks {} rules:\n{}",
-            broken.len(),
+            "{name}: the graph breaks {}:\n{}",
+            counted(broken.len() as u64, "rule"),
             list.join("\n")
         ),
     )

@@ -4,9 +4,11 @@ use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use checker::Violation;
-use ir::plan::Plan;
+use ir::counted;
+use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
 use ir::program::Program;
 use ir::training::TrainingGraph;
+use serde::Deserialize;
 use std::path::Path;
 
 /// A plan that passed its check, with what is rebuilt from it.
@@ -30,7 +32,7 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
     let (plan, hash) = read(path)?;
     let violations = checker::check_plan(&plan);
     if !violations.is_empty() {
-        return Err(rejected(&format!("{name}: the plan"), &violations));
+        return Err(refused(&name, &plan, &violations));
     }
     let (training, program) = lower(&plan)?;
     Ok(Loaded {
@@ -44,8 +46,37 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
 /// The plan at `path` and its fingerprint, not yet checked.
 pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
     let text = files::read_text(path, "plan", files::LARGE)?;
-    let plan = document::json(&path.display().to_string(), &text, "plan")?;
+    let name = path.display().to_string();
+    let plan = document::json(&name, &text, "plan").map_err(|failure| {
+        // What is missing or unknown to this version may well be what the other one writes.
+        let versions = serde_json::from_str::<Versions>(&text).ok();
+        match versions.and_then(Versions::of_another) {
+            Some(words) => Failure::new(Exit::BadInput, format!("{failure}\n{words}")).help(AGAIN),
+            None => failure,
+        }
+    })?;
     Ok((plan, files::fingerprint(text.as_bytes())))
+}
+
+/// The way out of a plan of another version.
+const AGAIN: &str = "make the plan again with this version's `meshwright compile`; the model, the cluster and the pins are as they were";
+
+/// What a plan says of the version that made it.
+#[derive(Clone, Copy, Deserialize)]
+struct Versions {
+    version: u32,
+    passes: u32,
+}
+
+impl Versions {
+    /// That another version of Meshwright made the plan, where one did.
+    fn of_another(self) -> Option<String> {
+        let Versions { version, passes } = self;
+        let other = (version, passes) != (PLAN_VERSION, PASSES_VERSION);
+        other.then(|| format!(
+            "the plan was made by another version of Meshwright: its version is {version} and its passes {passes}, this build has {PLAN_VERSION} and {PASSES_VERSION}"
+        ))
+    }
 }
 
 /// Rebuilds a checked plan's training graph and program.
@@ -72,12 +103,24 @@ pub fn check_program(loaded: &Loaded) -> Result<(), Failure> {
 /// Violations that are listed in a message.
 const LISTED: usize = 20;
 
+/// The failure that a plan breaks rules, or was made by another version, whose rules were
+/// others.
+pub fn refused(name: &str, plan: &Plan, violations: &[Violation]) -> Failure {
+    let versions = Versions {
+        version: plan.version,
+        passes: plan.passes,
+    };
+    match versions.of_another() {
+        Some(words) => Failure::new(Exit::CheckFailed, format!("{name}: {words}")).help(AGAIN),
+        None => rejected(&format!("{name}: the plan"), violations),
+    }
+}
+
 /// The failure that `what` breaks rules.
 pub fn rejected(what: &str, violations: &[Violation]) -> Failure {
     let mut message = format!(
-        "{what} breaks {} rule{}:",
-        violations.len(),
-        if violations.len() == 1 { "" } else { "s" }
+        "{what} breaks {}:",
+        counted(violations.len() as u64, "rule")
     );
     for v in violations.iter().take(LISTED) {
         message += &format!("\n  {v}");

@@ -313,14 +313,12 @@ fn clusters() {
     }
 }
 
-/// A `software` section with all that it has to say; `ATTENTION` stands for its attention.
-const SOFTWARE: &str = "\n[software]\nname = \"graphs\"\nattention = ATTENTION\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\n";
-
-/// The CPU cluster with such a section and more keys of it.
+/// The CPU cluster with a `software` section that has this attention and more keys.
 fn with_software(attention: &str, keys: &str) -> String {
     let text =
         std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
-    format!("{text}{}{keys}\n", SOFTWARE.replace("ATTENTION", attention))
+    let keys = format!("attention = {attention}\n{keys}");
+    text + &support::software("graphs", &keys)
 }
 
 /// Misspelt keys of a section with thirty of them get the nearest, not all.
@@ -500,6 +498,108 @@ fn a_plan_edited_into_nonsense_is_refused_by_every_verb() {
             place.refuses(args, &[5]).says(&["bad.json", said]);
         }
     }
+}
+
+/// A plan that another version made was not edited: what is told is to make it again.
+#[test]
+fn a_plan_of_another_version_is_called_so() {
+    let place = Place::with_plan();
+    let valid: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let with = |key: &str, value: u64| {
+        let mut plan = valid.clone();
+        plan[key] = json!(plan[key].as_u64().unwrap() + value);
+        plan
+    };
+    for plan in [with("passes", 1), with("version", 7)] {
+        place.write("bad.json", plan.to_string().as_bytes());
+        for verb in ["check", "inspect", "simulate"] {
+            let said = [
+                "bad.json: the plan was made by another version of Meshwright",
+                "make the plan again",
+            ];
+            let done = place.refuses(&[verb, "bad.json"], &[5]).says(&said);
+            assert!(!done.err.contains("edited"), "{}", done.err);
+        }
+    }
+    // What this version does not know may be what the other one has.
+    let mut plan = with("version", 1);
+    plan["news"] = json!(1);
+    place.write("bad.json", plan.to_string().as_bytes());
+    place.refuses(&["inspect", "bad.json"], &[3]).says(&[
+        "unknown field",
+        "news",
+        "another version of Meshwright",
+    ]);
+    let mut plan = valid.clone();
+    plan["news"] = json!(1);
+    place.write("bad.json", plan.to_string().as_bytes());
+    let done = place.refuses(&["inspect", "bad.json"], &[3]);
+    assert!(!done.err.contains("another version"), "{}", done.err);
+}
+
+/// 300 digits tell nobody anything.
+#[test]
+fn figures_out_of_all_range_are_shown_with_an_exponent() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let edited = text.replacen("launch_s = 0.000004", "launch_s = 1e300", 1);
+    assert_ne!(edited, text);
+    place.write("bad.toml", edited.as_bytes());
+    let args = ["compile", "config.json", "--cluster", "bad.toml"];
+    let said = ["device.launch_s is 1e300, expected 0 to 1e30"];
+    place.refuses(&args, &[3]).says(&said);
+    let args = ["compile", "config.json", "--cluster", "dgx-h100", "--eps"];
+    place
+        .refuses(&[&args[..], &["-1e300"]].concat(), &[2, 3])
+        .says(&["-1e300"]);
+}
+
+/// Names that reports would leave a gap for.
+#[test]
+fn names_in_cluster_files_are_not_empty() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let args = ["compile", "config.json", "--cluster", "bad.toml"];
+    let refuse = |file: &str, said: &str| {
+        place.write("bad.toml", file.as_bytes());
+        place.refuses(&args, &[3]).says(&["bad.toml", said]);
+    };
+    let software = support::software(" ", "");
+    refuse(&format!("{text}{software}"), "software.name is empty");
+    let name = text.lines().find(|l| l.starts_with("name = ")).unwrap();
+    refuse(&text.replacen(name, "name = \"\"", 1), "name is empty");
+}
+
+/// What is advised against a lack of memory is not what is done already.
+#[test]
+fn what_takes_less_memory_is_what_is_not_asked_for_yet() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let of = |key: &str| text.lines().find(|l| l.starts_with(key)).unwrap();
+    let small = text.replacen(of("memory_bytes = "), "memory_bytes = 600000", 1);
+    let reserved = text
+        .lines()
+        .find(|l| l.starts_with("memory_reserved_bytes"));
+    let small = small.replacen(reserved.unwrap_or(" "), "memory_reserved_bytes = 0", 1);
+    place.write("small.toml", small.as_bytes());
+    let said = |more: &[&str]| {
+        let args = ["compile", "config.json", "--cluster", "small.toml"];
+        let batch = ["--global-batch", "4096", "--pin", "microbatch=4096"];
+        place
+            .refuses(&[&args[..], &batch, more].concat(), &[4])
+            .says(&["out of memory", "use more devices"])
+            .err
+    };
+    let plain = said(&[]);
+    assert!(
+        plain.contains("--precision bf16") && plain.contains("recompute=full"),
+        "{plain}"
+    );
+    let both = said(&["--precision", "bf16", "--pin", "recompute=full"]);
+    assert!(
+        !both.contains("--precision bf16") && !both.contains("--pin recompute=full"),
+        "{both}"
+    );
 }
 
 #[test]
@@ -822,7 +922,7 @@ fn tables_of_runs() {
     place.write("rows.csv", RUNS.replace(",full,", ",foo,").as_bytes());
     place
         .refuses(&args, &[4])
-        .says(&["none of 1 runs", "`recompute` is `foo`"]);
+        .says(&["none of 1 run ", "`recompute` is `foo`"]);
     let header = RUNS.lines().next().unwrap();
     place.write("rows.csv", header.as_bytes());
     place.refuses(&args, &[3]).says(&["no rows"]);
@@ -912,7 +1012,8 @@ fn predictions_that_no_gpu_has_memory_for_say_so() {
 fn plans_in_types_that_the_runtime_does_not_have() {
     let place = Place::new();
     let cluster = place.run(&["presets", "gb200-nvl72"]).expect(0).out;
-    let software = "\n[software]\nname = \"nvfp4\"\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nmatmul_dtype = \"f4e2m1\"\nmatmul_scaling = \"block16\"\nblocking_transfers = false\noverlapped_gradients = false\nattention = { fused = { rate = 1.0 } }\n";
+    let types = "matmul_dtype = \"f4e2m1\"\nmatmul_scaling = \"block16\"";
+    let software = support::software("nvfp4", types);
     place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
     let args = [
         "compile",

@@ -792,16 +792,21 @@ fn a_plan_explains_itself() {
     ] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
+    // The columns of memory add up to the peak, and the proof's words are explained.
+    for words in ["beside", "(elimination: "] {
+        assert!(said.contains(words), "`{words}` is not in:\n{said}");
+    }
     let (said, played) = compile("cpu-default", "pipeline=2");
     for word in ["Interleaved", "shared by", "Software"] {
         assert!(!said.contains(word), "`{word}` is in:\n{said}");
     }
     assert!(!played.contains("Software"), "{played}");
     let cluster = place.run(&["presets", "dgx-h100"]).expect(0).out;
-    let software = "\n[software]\nname = \"a framework\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = true\ncaptured = [\"attn\"]\n";
+    let keys = "overlapped_gradients = true\ncaptured = [\"attn\"]\nfused_experts = true";
+    let software = support::software("a framework", keys);
     place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
     let (said, played) = compile("cluster.toml", "data=8");
-    let line = "Software: predicted as executed by a framework: fused attention, gradients reduced beside the backward pass, CUDA graphs launch attn\n";
+    let line = "Software: predicted as executed by a framework: fused attention, gradients reduced beside the backward pass, CUDA graphs launch attn, what is between the matmuls of experts is part of them\n";
     assert!(said.contains(line), "{said}");
     assert!(played.contains(line), "{played}");
     let json = place.run(&["inspect", "plan.json", "--json"]).expect(0);
@@ -813,16 +818,7 @@ fn a_plan_explains_itself() {
 fn a_process_that_holds_more_than_its_device_is_said() {
     let place = Place::new();
     let cluster = place.run(&["presets", "dgx-a100-80gb"]).expect(0).out;
-    let software = r#"
-[software]
-name = "a framework"
-host_s_per_kernel = 0.0
-elementwise_traffic = 1.0
-loss_bytes_per_logit = 0.0
-blocking_transfers = false
-overlapped_gradients = false
-attention = { fused = { rate = 1.0 } }
-
+    let memory = r#"
 [software.memory]
 context_bytes = CONTEXT
 communicator_bytes = 0
@@ -840,7 +836,7 @@ reuse = "blocks"
 slack = 0.0
 "#;
     let said = |context: &str| {
-        let software = software.replace("CONTEXT", context);
+        let software = support::software("a framework", &memory.replace("CONTEXT", context));
         place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
         let batch = ["--global-batch", "8", "--pin", "data=8"];
         let args = ["compile", "config.json", "--cluster", "cluster.toml"];
@@ -853,4 +849,73 @@ slack = 0.0
     // A context of 200 GiB, and one of 1 GiB.
     assert_eq!(said("214748364800"), (true, true));
     assert_eq!(said("1073741824"), (false, false));
+}
+
+/// Two plans side by side: what they predict, what differs, and nothing where they are the same.
+#[test]
+fn a_plan_is_shown_against_another() {
+    let place = Place::new();
+    let compile = |name: &str, more: &[&str]| {
+        let args = ["compile", "config.json", "-o", name, "--cluster"];
+        place.run(&[&args[..], more].concat()).expect(0)
+    };
+    let one = ["cpu-default", "--pin", "data=1,pipeline=1,microbatch=8"];
+    let said = compile("a.json", &[&one[..], &["--ranks", "1"]].concat()).out;
+    // One of a thing is no plural.
+    assert!(
+        said.contains("1 stage, schedule") && said.contains("1 microbatch of 8 samples"),
+        "{said}"
+    );
+    for words in [
+        "1 stages",
+        "1 microbatches",
+        "1 candidates",
+        "1 devices",
+        "1 plans",
+    ] {
+        assert!(
+            !said.contains(&format!(" {words}")),
+            "`{words}` is in:\n{said}"
+        );
+    }
+    compile(
+        "b.json",
+        &["cpu-default", "--pin", "pipeline=2", "--seed", "7"],
+    );
+    let against = |a: &str, b: &str| {
+        let args = ["inspect", a, "--against", b];
+        place.run(&args).expect(0).out
+    };
+    let said = against("a.json", "b.json");
+    for words in [
+        "a.json",
+        "b.json",
+        "step time",
+        "MFU",
+        "peak memory",
+        "collectives",
+        "change",
+        "layers of the stages",
+        "train.seed",
+        "pipeline=2",
+    ] {
+        assert!(said.contains(words), "`{words}` is not in:\n{said}");
+    }
+    let same = against("a.json", "a.json");
+    assert!(same.contains("decide the same."), "{same}");
+    let args = ["inspect", "a.json", "--against", "b.json", "--json"];
+    let json = place.run(&args).expect(0).json();
+    assert_eq!(json["plans"], serde_json::json!(["a.json", "b.json"]));
+    assert_eq!(json["predicted"][0]["what"], "step time");
+    let differences = json["differences"].as_array().unwrap();
+    let of = |what: &str| {
+        let found = differences.iter().find(|d| d["what"] == what);
+        found.map(|d| d["values"].clone())
+    };
+    assert_eq!(of("train.seed"), Some(serde_json::json!(["1337", "7"])));
+    assert_eq!(of("stages"), Some(serde_json::json!(["1", "2"])));
+    assert_eq!(of("model"), None);
+    place.refuses(&["inspect", "a.json", "--against", "none.json"], &[3]);
+    let both = ["inspect", "a.json", "--layers", "--against", "b.json"];
+    place.refuses(&both, &[2]);
 }

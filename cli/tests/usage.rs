@@ -4,7 +4,7 @@
 
 mod support;
 
-use support::Place;
+use support::{Place, repository};
 
 #[test]
 fn every_verb_has_examples_and_exit_codes_in_its_help() {
@@ -237,4 +237,20 @@ fn constraints_that_nothing_meets_are_infeasible() {
             &[4],
         )
         .says(&["out of memory", "more than the"]);
+}
+
+/// The table that the page on published runs shows is one that can be predicted.
+#[test]
+fn the_documents_table_of_runs_is_predicted() {
+    let page = repository().join("docs/published.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let (_, rest) = page.split_once("```csv\n").unwrap();
+    let (table, _) = rest.split_once("```").unwrap();
+    let place = Place::new();
+    place.write("rows.csv", table.as_bytes());
+    let done = place
+        .run(&["predict", "rows.csv", "-o", "predicted.csv"])
+        .expect(0);
+    assert!(done.out.starts_with("1 of 1 run predicted"), "{}", done.out);
+    assert_eq!(done.err, "");
 }

@@ -7,7 +7,7 @@
 
 use crate::software::Software;
 use crate::storage::Storage;
-use crate::{Bytes, DType};
+use crate::{Bytes, DType, Figure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -368,12 +368,20 @@ impl Cluster {
                 self.version
             ),
         );
+        check(
+            !self.name.trim().is_empty(),
+            "name is empty; give the cluster one, plans and reports say it".into(),
+        );
         let devices = u64::from(self.n_hosts) * u64::from(self.devices_per_host);
         check(
             (1..=MAX_DEVICES).contains(&devices),
             format!("n_hosts x devices_per_host is {devices}, expected 1 to {MAX_DEVICES}"),
         );
         let d = &self.device;
+        check(
+            !d.name.trim().is_empty(),
+            "device.name is empty; give the device one, plans and reports say it".into(),
+        );
         check(
             !d.peak_flops_per_s.is_empty(),
             "device.peak_flops_per_s is empty".into(),
@@ -382,7 +390,8 @@ impl Cluster {
             check(
                 positive(x),
                 format!(
-                    "device.kernels.time_factor.{name} is {x}, expected a positive number up to {MAX_FIGURE:e}"
+                    "device.kernels.time_factor.{name} is {x}, expected a positive number up to {MAX_FIGURE:e}",
+                    x = Figure(x)
                 ),
             );
         }
@@ -391,7 +400,8 @@ impl Cluster {
                 positive(x),
                 format!(
                     "device.peak_flops_per_s.{} is {x}, expected a positive number up to {MAX_FIGURE:e}",
-                    t.name()
+                    t.name(),
+                    x = Figure(x)
                 ),
             );
             check(
@@ -402,7 +412,11 @@ impl Cluster {
         for (t, &x) in &d.matmul_efficiency {
             check(
                 share(x),
-                format!("device.matmul_efficiency.{} is {x}, {SHARE}", t.name()),
+                format!(
+                    "device.matmul_efficiency.{} is {x}, {SHARE}",
+                    t.name(),
+                    x = Figure(x)
+                ),
             );
         }
         for (key, x) in [
@@ -412,7 +426,10 @@ impl Cluster {
         ] {
             check(
                 amount(x),
-                format!("device.matmul_half_size.{key} is {x}, expected 0 to {MAX_FIGURE:e}"),
+                format!(
+                    "device.matmul_half_size.{key} is {x}, expected 0 to {MAX_FIGURE:e}",
+                    x = Figure(x)
+                ),
             );
         }
         if let Some(s) = &self.software {
@@ -428,35 +445,35 @@ impl Cluster {
             (1.0 / MAX_FIGURE..=2.0).contains(&d.attention_efficiency),
             format!(
                 "device.attention_efficiency is {}, expected more than 0, at most 2",
-                d.attention_efficiency
+                Figure(d.attention_efficiency)
             ),
         );
         check(
             share(d.memory_efficiency),
             format!(
                 "device.memory_efficiency is {}, {SHARE}",
-                d.memory_efficiency
+                Figure(d.memory_efficiency)
             ),
         );
         check(
             positive(d.vector_flops_per_s),
             format!(
                 "device.vector_flops_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                d.vector_flops_per_s
+                Figure(d.vector_flops_per_s)
             ),
         );
         check(
             positive(d.memory_bandwidth_bytes_per_s),
             format!(
                 "device.memory_bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                d.memory_bandwidth_bytes_per_s
+                Figure(d.memory_bandwidth_bytes_per_s)
             ),
         );
         check(
             amount(d.launch_s),
             format!(
                 "device.launch_s is {}, expected 0 to {MAX_FIGURE:e}",
-                d.launch_s
+                Figure(d.launch_s)
             ),
         );
         for (t, &x) in &d.conversion_s_per_element {
@@ -464,7 +481,8 @@ impl Cluster {
                 amount(x),
                 format!(
                     "device.conversion_s_per_element.{} is {x}, expected 0 to {MAX_FIGURE:e}",
-                    t.name()
+                    t.name(),
+                    x = Figure(x)
                 ),
             );
         }
@@ -476,18 +494,25 @@ impl Cluster {
                 x.is_none_or(positive),
                 format!(
                     "device.{key} is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    x.unwrap_or(0.0)
+                    Figure(x.unwrap_or(0.0))
                 ),
             );
         }
         check(
             share(d.sustained_share),
-            format!("device.sustained_share is {}, {SHARE}", d.sustained_share),
+            format!(
+                "device.sustained_share is {}, {SHARE}",
+                Figure(d.sustained_share)
+            ),
         );
         for (t, &x) in &d.sustained_share_of {
             check(
                 share(x),
-                format!("device.sustained_share_of.{} is {x}, {SHARE}", t.name()),
+                format!(
+                    "device.sustained_share_of.{} is {x}, {SHARE}",
+                    t.name(),
+                    x = Figure(x)
+                ),
             );
             check(
                 d.peak_flops_per_s.contains_key(t),
@@ -554,7 +579,7 @@ impl Cluster {
                 positive(pool.compute_devices),
                 format!(
                     "pool.compute_devices is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    pool.compute_devices
+                    Figure(pool.compute_devices)
                 ),
             );
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
@@ -587,7 +612,10 @@ fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
     let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
     let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
     let mut figure = |key: &str, x: f64, ok: bool, expected: &str| {
-        check(ok, format!("levels[{i}].{key} is {x}, {expected}"));
+        check(
+            ok,
+            format!("levels[{i}].{key} is {x}, {expected}", x = Figure(x)),
+        );
     };
     figure("latency_s", l.latency_s, amount(l.latency_s), &time);
     let x = l.bandwidth_bytes_per_s;

@@ -39,4 +39,4 @@ pub use op::OpKind;
 pub use sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
 pub use tensor::{DType, Dim, Shape, TensorType};
 pub use train_spec::{Optimizer, Precision, TrainFile, TrainSpec};
-pub use units::{Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds};
+pub use units::{Bytes, BytesPerSecond, Figure, Flops, FlopsPerSecond, Seconds, counted};

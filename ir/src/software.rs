@@ -6,9 +6,9 @@
 
 mod memory;
 
-use crate::DType;
 use crate::cluster::SHARE;
 use crate::mesh::PLANNED_AXES;
+use crate::{DType, Figure};
 pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
 
@@ -354,9 +354,12 @@ impl Software {
     /// What is wrong with the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
+        if self.name.trim().is_empty() {
+            problems.push("software.name is empty; name the framework that is predicted".into());
+        }
         let mut check = |ok: bool, key: &str, x: f64, expected: &str| {
             if !ok {
-                problems.push(format!("software.{key} is {x}, {expected}"));
+                problems.push(format!("software.{key} is {x}, {expected}", x = Figure(x)));
             }
         };
         let amount = |x: f64| (0.0..=1e3).contains(&x);

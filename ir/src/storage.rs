@@ -1,5 +1,6 @@
 //! Where checkpoints go: from a device to its host, from hosts to storage.
 
+use crate::Figure;
 use crate::cluster::MAX_FIGURE;
 use serde::{Deserialize, Serialize};
 
@@ -31,7 +32,8 @@ impl Storage {
         let wrong = figures.into_iter().filter_map(|(key, x)| {
             let x = x.filter(|x| !(1.0 / MAX_FIGURE..=MAX_FIGURE).contains(x))?;
             Some(format!(
-                "storage.{key} is {x}, expected a positive number up to {MAX_FIGURE:e}"
+                "storage.{key} is {x}, expected a positive number up to {MAX_FIGURE:e}",
+                x = Figure(x)
             ))
         });
         wrong.collect()

@@ -2,7 +2,7 @@
 
 mod file;
 
-use crate::DType;
+use crate::{DType, Figure};
 pub use file::TrainFile;
 use serde::{Deserialize, Serialize};
 
@@ -123,13 +123,13 @@ impl TrainSpec {
         );
         check(
             (0.0..1.0).contains(&self.dropout),
-            format!("dropout is {}, expected [0, 1)", self.dropout),
+            format!("dropout is {}, expected [0, 1)", Figure(self.dropout)),
         );
         check(
             self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0),
             format!(
                 "clip_norm is {}, expected a positive number",
-                self.clip_norm.unwrap_or_default()
+                Figure(self.clip_norm.unwrap_or_default())
             ),
         );
         match self.optimizer {
@@ -141,19 +141,25 @@ impl TrainSpec {
             } => {
                 check(
                     (0.0..1.0).contains(&beta1),
-                    format!("beta1 is {beta1}, expected [0, 1)"),
+                    format!("beta1 is {beta1}, expected [0, 1)", beta1 = Figure(beta1)),
                 );
                 check(
                     (0.0..1.0).contains(&beta2),
-                    format!("beta2 is {beta2}, expected [0, 1)"),
+                    format!("beta2 is {beta2}, expected [0, 1)", beta2 = Figure(beta2)),
                 );
                 check(
                     eps.is_finite() && eps > 0.0,
-                    format!("eps is {eps}, expected a positive number"),
+                    format!(
+                        "eps is {eps}, expected a positive number",
+                        eps = Figure(eps)
+                    ),
                 );
                 check(
                     positive(weight_decay),
-                    format!("weight_decay is {weight_decay}, expected 0 or more"),
+                    format!(
+                        "weight_decay is {weight_decay}, expected 0 or more",
+                        weight_decay = Figure(weight_decay)
+                    ),
                 );
             }
             Optimizer::Sgd {
@@ -162,11 +168,17 @@ impl TrainSpec {
             } => {
                 check(
                     (0.0..1.0).contains(&momentum),
-                    format!("momentum is {momentum}, expected [0, 1)"),
+                    format!(
+                        "momentum is {momentum}, expected [0, 1)",
+                        momentum = Figure(momentum)
+                    ),
                 );
                 check(
                     positive(weight_decay),
-                    format!("weight_decay is {weight_decay}, expected 0 or more"),
+                    format!(
+                        "weight_decay is {weight_decay}, expected 0 or more",
+                        weight_decay = Figure(weight_decay)
+                    ),
                 );
             }
         }

@@ -93,8 +93,12 @@ impl Seconds {
     }
 }
 
+/// Durations from here on are written with an exponent: a third of a year, and digits that nobody
+/// counts.
+const LONG: f64 = 1e7;
+
 impl std::fmt::Display for Seconds {
-    /// Three significant digits with a fitting prefix: `1.23 ms`.
+    /// Three decimals with a fitting prefix: `1.230 ms`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // What rounds to zero has no sign: sums of nothing may be a negative zero.
         let s = match self.0.abs() < 5e-13 {
@@ -102,6 +106,7 @@ impl std::fmt::Display for Seconds {
             false => self.0,
         };
         let (value, unit) = match s.abs() {
+            a if a >= LONG => return write!(f, "{s:.2e} s"),
             a if a >= 1.0 || a == 0.0 => (s, "s"),
             a if a >= 1e-3 => (s * 1e3, "ms"),
             a if a >= 1e-6 => (s * 1e6, "us"),
@@ -120,5 +125,64 @@ impl std::fmt::Display for Bytes {
             1_048_576..=1_073_741_823 => write!(f, "{:.2} MiB", b / 1_048_576.0),
             _ => write!(f, "{:.2} GiB", b / 1_073_741_824.0),
         }
+    }
+}
+
+/// A figure in a message, as short as it reads back the same: `0.5`, `2`, `1e300` where plain
+/// digits would fill the line.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Figure(pub f64);
+
+impl std::fmt::Display for Figure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let size = self.0.abs();
+        match size == 0.0 || !size.is_finite() || (1e-6..1e15).contains(&size) {
+            true => write!(f, "{}", self.0),
+            false => write!(f, "{:e}", self.0),
+        }
+    }
+}
+
+/// A number of things in words: `1 stage`, `2 stages`, `2 microbatches`.
+pub fn counted(n: impl Into<u64>, thing: &str) -> String {
+    let ending = match thing.ends_with("ch") || thing.ends_with("sh") {
+        true => "es",
+        false => "s",
+    };
+    match n.into() {
+        1 => format!("1 {thing}"),
+        n => format!("{n} {thing}{ending}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_that_would_fill_a_line_have_an_exponent() {
+        let shown = |x: f64| Figure(x).to_string();
+        for (x, said) in [
+            (0.0, "0"),
+            (-2.0, "-2"),
+            (0.25, "0.25"),
+            (3e14, "300000000000000"),
+            (1e300, "1e300"),
+            (-1.5e-9, "-1.5e-9"),
+            (f64::INFINITY, "inf"),
+            (f64::NAN, "NaN"),
+        ] {
+            assert_eq!(shown(x), said);
+        }
+        assert_eq!(Seconds(1e300).to_string(), "1.00e300 s");
+        assert_eq!(Seconds(1234.5).to_string(), "1234.500 s");
+    }
+
+    #[test]
+    fn one_thing_is_no_plural() {
+        assert_eq!(counted(1u32, "stage"), "1 stage");
+        assert_eq!(counted(0u32, "candidate"), "0 candidates");
+        assert_eq!(counted(2u64, "microbatch"), "2 microbatches");
+        assert_eq!(counted(2u64, "mesh"), "2 meshes");
     }
 }

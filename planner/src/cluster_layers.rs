@@ -30,7 +30,7 @@ mod places;
 mod repeats;
 
 use divide::{Weight, divide, most_balanced};
-use ir::{Graph, GraphError, LayerId, OpId, Place};
+use ir::{Graph, GraphError, LayerId, OpId, Place, counted};
 use places::{Piece, pieces};
 pub(crate) use repeats::without_key;
 use repeats::{Run, classes, runs};
@@ -75,7 +75,8 @@ pub struct Layered {
 pub enum ClusterError {
     /// More layers than places allow, or none.
     #[error(
-        "{asked} layers were asked for; the graph can be cut into 1 to {most}, because it has {places} that one activation crosses"
+        "{} asked for; the graph can be cut into {}, because it has {places} that one activation crosses",
+        asked_for(*asked), match most { 0 | 1 => "1".to_string(), most => format!("1 to {most}") }
     )]
     Count {
         /// What was asked for.
@@ -91,7 +92,7 @@ pub enum ClusterError {
     )]
     NotForward,
     /// More layers than the search slices.
-    #[error("{asked} layers were asked for; the search slices at most {most}")]
+    #[error("{} asked for; the search slices at most {most}", asked_for(*asked))]
     TooMany {
         /// What was asked for.
         asked: usize,
@@ -101,6 +102,11 @@ pub enum ClusterError {
     /// The graph with its new layers is no graph: a defect of this pass.
     #[error("the layers that were found do not make a graph: {0}")]
     Rebuild(#[from] GraphError),
+}
+
+fn asked_for(layers: usize) -> String {
+    let were = if layers == 1 { "was" } else { "were" };
+    format!("{} {were}", counted(layers as u64, "layer"))
 }
 
 /// Gives `forward` the layers that `layering` asks for, at most `max_layers`.
@@ -134,11 +140,7 @@ pub fn cluster_layers(
             Some(_) => Err(ClusterError::NotForward),
         };
     };
-    let places = match pieces.len() - 1 {
-        0 => "no place".to_string(),
-        1 => "one place".to_string(),
-        n => format!("{n} places"),
-    };
+    let places = counted(pieces.len() as u64 - 1, "place");
     if asked.is_some_and(|n| n == 0 || n > pieces.len()) {
         return Err(ClusterError::Count {
             asked: asked.unwrap_or_default(),
@@ -153,7 +155,7 @@ pub fn cluster_layers(
     };
     let found = format!(
         "the graph declares {} and has {places} that one activation crosses",
-        counted(forward.layers.len())
+        counted(forward.layers.len() as u64, "layer")
     );
     if asked.is_none() && ends.len() == 1 {
         return Ok(Layered {
@@ -165,17 +167,9 @@ pub fn cluster_layers(
         graph: Some(with_layers(forward, &pieces, &ends)?),
         note: Some(format!(
             "layers: {found}; it was cut into {}",
-            counted(ends.len())
+            counted(ends.len() as u64, "layer")
         )),
     })
-}
-
-fn counted(layers: usize) -> String {
-    match layers {
-        0 => "no layers".into(),
-        1 => "one layer".into(),
-        n => format!("{n} layers"),
-    }
 }
 
 /// Chooses among the places.

@@ -41,6 +41,10 @@ pub(crate) struct Setting<'a> {
     pub saved: &'a [bool],
     /// Which tensors travel together.
     pub buckets: &'a Buckets,
+    /// By value, whether it is made of parameters alone ([`made_of_parameters`]).
+    ///
+    /// [`made_of_parameters`]: crate::pins::whole::made_of_parameters
+    pub of_parameters: &'a [bool],
 }
 
 /// A decision group.

@@ -10,6 +10,7 @@ use crate::groups::{Choice, Group, Phases, Setting, make_groups};
 use crate::intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use crate::intra_op::problem::{Cost, Edge, Table};
 use crate::layers::Layers;
+use crate::pins::{ZeroLevels, whole};
 use crate::prices::Prices;
 use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,7 +46,7 @@ pub(crate) struct LayerModel {
     priced: Vec<PricedLink>,
 }
 
-/// Times of all pairs of choices of a link, by what the choices show it of their specs.
+/// Layout changes of all pairs of choices of a link, by what the choices show it of their specs.
 struct PricedLink {
     a: usize,
     b: usize,
@@ -53,7 +54,22 @@ struct PricedLink {
     faces: (Vec<usize>, Vec<usize>),
     n_faces_b: usize,
     /// `[face of a][face of b]`; `None` where a layout cannot be reached.
-    times: Vec<Option<Phases>>,
+    cells: Vec<Option<LinkCell>>,
+}
+
+/// A link's layout changes under one pair of faces.
+#[derive(Clone, Copy)]
+struct LinkCell {
+    time: Phases,
+    /// ZeRO levels that they keep to.
+    levels: ZeroLevels,
+}
+
+impl PricedLink {
+    /// The layout changes under a choice of `a` and one of `b`.
+    fn cell(&self, a: usize, b: usize) -> Option<LinkCell> {
+        self.cells[self.faces.0[a] * self.n_faces_b + self.faces.1[b]]
+    }
 }
 
 /// A layer model under fixed weights of time, ready for any price on memory.
@@ -123,8 +139,12 @@ impl Weights {
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
+    /// Whether what keeps to `levels` may be chosen.
+    fn allows(&self, levels: ZeroLevels) -> bool {
+        self.level.is_none_or(|level| levels.has(level))
+    }
     pub(crate) fn cost(&self, c: &Choice) -> Cost {
-        if self.level.is_some_and(|level| !c.levels.has(level)) {
+        if !self.allows(c.levels) {
             return Cost::FORBIDDEN;
         }
         quanta(
@@ -237,8 +257,8 @@ impl LayerModel {
             .map(|(_, (group, &c))| weights.cost(group.choices.get(c as usize)?).value());
         let edges = self.priced.iter().map(|p| {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
-            let time = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]]?;
-            quanta(weights.seconds(time)).value()
+            let cell = p.cell(a, b).filter(|cell| weights.allows(cell.levels))?;
+            quanta(weights.seconds(cell.time)).value()
         });
         nodes
             .chain(edges)
@@ -250,10 +270,14 @@ impl LayerModel {
         self.priced
             .iter()
             .map(|p| {
+                let cost = |cell: &LinkCell| match weights.allows(cell.levels) {
+                    true => quanta(weights.seconds(cell.time)),
+                    false => Cost::FORBIDDEN,
+                };
                 let costs: Vec<Cost> = p
-                    .times
+                    .cells
                     .iter()
-                    .map(|t| t.map_or(Cost::FORBIDDEN, |t| quanta(weights.seconds(t))))
+                    .map(|cell| cell.as_ref().map_or(Cost::FORBIDDEN, cost))
                     .collect();
                 let cell = |i: usize, j: usize| costs[p.faces.0[i] * p.n_faces_b + p.faces.1[j]];
                 let table = Table::from_fn(self.sizes[p.a], self.sizes[p.b], cell);
@@ -295,12 +319,12 @@ impl LayerModel {
         cost.transient_bytes = in_step.max(in_microbatch.saturating_add(recomputed));
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
-            let cell = p.times[p.faces.0[a] * p.n_faces_b + p.faces.1[b]];
+            let time = p.cell(a, b).map(|cell| cell.time);
             let forbidden = Phases {
                 forward: f64::INFINITY,
                 ..Phases::default()
             };
-            cost.time = cost.time.plus(cell.unwrap_or(forbidden));
+            cost.time = cost.time.plus(time.unwrap_or(forbidden));
         }
         cost
     }
@@ -457,14 +481,15 @@ fn spec_to<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec 
 }
 
 /// The distinct layout changes of some uses with their prices: a value that several ops of
-/// one phase want in one spec is brought there once, as lowering does.
+/// one phase want in one spec is brought there once, as lowering does. Without price where there
+/// is no way, or a pin of the ZeRO level allows none.
 fn unique_uses<'u>(
     s: &Setting<'_>,
     prices: &mut Prices<'_>,
     uses: &'u [Use],
     groups: &[Group],
     choice: &dyn Fn(usize) -> usize,
-) -> Vec<(&'u Use, Option<f64>)> {
+) -> Vec<(&'u Use, Option<f64>, ZeroLevels)> {
     let graph = &s.training.graph;
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
@@ -485,7 +510,16 @@ fn unique_uses<'u>(
             let ty = graph.ty(u.value);
             let buckets = s.buckets.of(u.value, op.region);
             let lens = ty.shape.bind(s.batch);
-            out.push((u, prices.price(from, to, &lens, ty.dtype, buckets)));
+            let is_parameter = op.region == Region::Microbatch && s.of_parameters[u.value.index()];
+            let levels = match is_parameter {
+                true => whole::levels(s.mesh, s.roles, from, to),
+                false => ZeroLevels::ALL,
+            };
+            let price = match s.pins.zero.is_none_or(|level| levels.has(level)) {
+                true => prices.price(from, to, &lens, ty.dtype, buckets),
+                false => None,
+            };
+            out.push((u, price, levels));
         }
     }
     out
@@ -520,9 +554,14 @@ fn price_inside(
             boundary: group.boundary,
         }];
         let priced = unique_uses(s, prices, &inner, &single, &|_| 0);
-        let mut time = single[0].choices[0].time;
+        let Choice {
+            mut time,
+            mut levels,
+            ..
+        } = single[0].choices[0];
         let mut possible = true;
-        for (u, price) in priced {
+        for (u, price, kept) in priced {
+            levels = levels.and(kept);
             match price {
                 Some(p) => time.add(s.training.graph.op(u.op), p),
                 None => possible = false,
@@ -530,7 +569,7 @@ fn price_inside(
         }
         let [Group { choices, .. }] = single;
         if possible {
-            kept.extend(choices.into_iter().map(|c| Choice { time, ..c }));
+            kept.extend(choices.into_iter().map(|c| Choice { time, levels, ..c }));
         }
     }
     group.choices = kept;
@@ -575,18 +614,22 @@ fn price_between(
         (ids, first)
     };
     let ((ids_a, first_a), (ids_b, first_b)) = (faces(link.a), faces(link.b));
-    let mut times = Vec::with_capacity(first_a.len() * first_b.len());
+    let mut cells = Vec::with_capacity(first_a.len() * first_b.len());
     for &ca in &first_a {
         for &cb in &first_b {
             let at = |g: usize| if g == link.a { ca } else { cb };
-            let mut phases = Some(Phases::default());
-            for (u, price) in unique_uses(s, prices, &link.uses, groups, &at) {
-                phases = phases.zip(price).map(|(mut t, p)| {
-                    t.add(graph.op(u.op), p);
-                    t
+            let mut cell = Some(LinkCell {
+                time: Phases::default(),
+                levels: ZeroLevels::ALL,
+            });
+            for (u, price, levels) in unique_uses(s, prices, &link.uses, groups, &at) {
+                cell = cell.zip(price).map(|(mut cell, p)| {
+                    cell.time.add(graph.op(u.op), p);
+                    cell.levels = cell.levels.and(levels);
+                    cell
                 });
             }
-            times.push(phases);
+            cells.push(cell);
         }
     }
     PricedLink {
@@ -594,7 +637,7 @@ fn price_between(
         b: link.b,
         faces: (ids_a, ids_b),
         n_faces_b: first_b.len(),
-        times,
+        cells,
     }
 }
 

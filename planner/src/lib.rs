@@ -38,7 +38,7 @@ use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::program::Program;
 use ir::training::TrainingGraph;
-use ir::{Bytes, Graph, Seconds, TrainSpec};
+use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
 pub use pins::{PinError, Pins};
 
 /// What the search is asked beside model, training and cluster.
@@ -98,7 +98,7 @@ pub enum PlanError {
     #[error("no strategy: {0}")]
     Strategies(String),
     /// The devices cannot be tiled by stages.
-    #[error("no pipeline tiles {devices} devices with {layers} layers under the pins")]
+    #[error("no pipeline tiles {} with {} under the pins", counted(*devices, "device"), counted(*layers as u64, "layer"))]
     NoTiling {
         /// Devices of the cluster.
         devices: u32,
@@ -107,8 +107,8 @@ pub enum PlanError {
     },
     /// Everything needs more memory than there is.
     #[error(
-        "out of memory: the nearest plan has {n_stages} stages; its stage of layers {layers} on {devices} devices needs {} on each with {in_flight} microbatches in flight, {} more than the {} there are",
-        Bytes(*needed), Bytes(needed.saturating_sub(*capacity)), Bytes(*capacity)
+        "out of memory: the nearest plan has {}; its stage of layers {layers} on {} needs {} on each with {} in flight, {} more than the {} there are",
+        counted(*n_stages as u64, "stage"), counted(*devices, "device"), Bytes(*needed), counted(*in_flight, "microbatch"), Bytes(needed.saturating_sub(*capacity)), Bytes(*capacity)
     )]
     Memory {
         /// Stages of the nearest plan.
@@ -133,6 +133,9 @@ pub enum PlanError {
     /// A plan could not be lowered or simulated: a defect of the planner.
     #[error("the chosen plan cannot be lowered: {0}")]
     Lower(String),
+    /// What was chosen is not among what was priced: a defect of the planner.
+    #[error("the search contradicts itself: {0}")]
+    Defect(String),
 }
 
 /// Plans the training of `forward` (as made by `import`) on `cluster`. Its layers are those

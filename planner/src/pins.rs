@@ -7,6 +7,7 @@
 //! are recomputed in the backward pass (none, unless pinned).
 
 pub(crate) mod check;
+pub(crate) mod whole;
 
 use ir::Precision;
 use ir::plan::ScheduleKind;
@@ -29,7 +30,8 @@ pub struct Pins {
     pub tensor: Option<u32>,
     /// Pipeline degree: number of stages.
     pub pipeline: Option<u32>,
-    /// ZeRO level over the data axis, 0 to 3 (Rajbhandari et al. 2020).
+    /// ZeRO level, 0 to 3 (Rajbhandari et al. 2020): what ranks that hold the same parameter keep
+    /// of it and its states, and below 3 that its uses find it where it lies.
     pub zero: Option<u8>,
     /// Samples per microbatch over the whole stage mesh.
     pub microbatch: Option<u64>,
@@ -333,6 +335,8 @@ pub(crate) struct ZeroLevels(u8);
 impl ZeroLevels {
     /// Of what no level restricts.
     pub(crate) const ALL: ZeroLevels = ZeroLevels(0b1111);
+    /// Of what moves parameters in the microbatches: ZeRO-3.
+    pub(crate) const MOVING: ZeroLevels = ZeroLevels(0b1000);
 
     /// Those that leave a variant on an axis of this role.
     pub(crate) fn of(variant: ZeroVariant, role: AxisRole, precision: Precision) -> ZeroLevels {

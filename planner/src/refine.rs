@@ -58,7 +58,7 @@ pub(crate) fn refine(
     let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
     // A choice that elimination made has a cost; one without is our own mistake, not a price.
     let Some(known) = cost(models, kinds, &choices, weights) else {
-        return Err(PlanError::Strategies(format!(
+        return Err(PlanError::Defect(format!(
             "the choice of {name} is forbidden or malformed"
         )));
     };

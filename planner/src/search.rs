@@ -8,6 +8,7 @@
 use crate::groups::Setting;
 use crate::layer_model::LayerModel;
 use crate::layers::{Layers, find_layers};
+use crate::pins::whole::made_of_parameters;
 use crate::pins::{self, Pins};
 use crate::prices::{Buckets, Prices};
 use crate::stage::Sequences;
@@ -49,6 +50,7 @@ struct Search<'a> {
     sequences: Sequences,
     saved: Vec<bool>,
     buckets: Buckets,
+    of_parameters: Vec<bool>,
     submeshes: Vec<u32>,
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
@@ -106,6 +108,7 @@ pub(crate) fn plan(
         pins,
         saved: saved_values(&training),
         buckets: Buckets::new(&training),
+        of_parameters: made_of_parameters(&training.graph),
         sequences: sequences(&layers, pins)?,
         layers,
         submeshes: submeshes(cluster, pins),
@@ -182,6 +185,7 @@ impl<'a> Search<'a> {
             batch,
             saved: &self.saved,
             buckets: &self.buckets,
+            of_parameters: &self.of_parameters,
         }
     }
 }

@@ -50,7 +50,7 @@ pub enum Decay {
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum ScheduleError {
     /// A learning rate is NaN, infinite or negative.
-    #[error("{name} learning rate is {value}; it must be a finite number, at least 0")]
+    #[error("{name} learning rate is {}; it must be a finite number, at least 0", ir::Figure(*value))]
     NotARate {
         /// `"peak"` or `"min"`.
         name: &'static str,

@@ -6,7 +6,7 @@ mod recompute;
 use crate::report::{Report, Violation};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
 use ir::training::TrainingGraph;
-use ir::{Graph, LogicalMesh};
+use ir::{Figure, Graph, LogicalMesh};
 use std::collections::BTreeSet;
 
 /// Everything that is wrong with a plan; empty when it can be lowered.
@@ -79,7 +79,12 @@ fn figures(plan: &Plan, report: &mut Report) {
     }
     for (key, x) in numbers {
         if !(0.0..=MOST).contains(&x) {
-            report.add(key, "finite", format!("0 to {MOST:e}"), x.to_string());
+            report.add(
+                key,
+                "finite",
+                format!("0 to {MOST:e}"),
+                Figure(x).to_string(),
+            );
         }
     }
 }

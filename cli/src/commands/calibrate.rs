@@ -104,7 +104,7 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
         1,
     ))?;
     report::out(
-        "(sizes: m x n x k of a matmul, bytes of a copy or collective; spread: median absolute deviation; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown)\n",
+        "(size: m x n x k of a matmul; of attention its FLOPs in products, its other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel FLOPs x bytes, of a conversion also the elements converted; bytes of a copy, send or write; of a collective bytes, ranks of a group and ranks at work\n median: seconds of one execution; spread: median absolute deviation, of the median; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, bytes of copies, sends and collectives, over the median)\n",
     )?;
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d
@@ -159,6 +159,9 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
         ]);
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
+    report::out(
+        "(what the cluster file says, fitted to all points; a matmul reaches its rate when it is large; between ranks: of one message; processors: how many the ranks keep busy together, and their memory)",
+    )?;
     report::out(&format!(
         "Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}",
         args.output.display(),

@@ -13,16 +13,15 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     let (plan, _) = plan_file::read(&args.plan)?;
     let violations = checker::check_plan(&plan);
     if !violations.is_empty() {
-        return refuse(args, &format!("{name}: the plan"), &violations);
+        list(args, &violations)?;
+        return Err(plan_file::refused(&name, &plan, &violations));
     }
     let (training, program) = plan_file::lower(&plan)?;
     let violations = checker::check_program(&plan, &training, &program);
     if !violations.is_empty() {
-        return refuse(
-            args,
-            &format!("{name}: the program of the plan"),
-            &violations,
-        );
+        list(args, &violations)?;
+        let what = format!("{name}: the program of the plan");
+        return Err(plan_file::rejected(&what, &violations));
     }
     let instructions: usize = program
         .roles
@@ -42,21 +41,22 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     }
     report::out(&format!(
         "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
-        report::counted(stages as u64, "stage"),
+        ir::counted(stages as u64, "stage"),
         match meshes == stages {
             true => String::new(),
             false => format!("{meshes} meshes of "),
         },
-        report::counted(ranks, "rank"),
-        report::counted(program.transfers.len() as u64, "transfer")
+        ir::counted(ranks, "rank"),
+        ir::counted(program.transfers.len() as u64, "transfer")
     ))?;
     beyond.map_or(Ok(()), |words| report::out(&format!("Note: {words}.")))
 }
 
-fn refuse(args: &CheckArgs, what: &str, violations: &[Violation]) -> Result<(), Failure> {
+/// The violations for machines, where they are asked for.
+fn list(args: &CheckArgs, violations: &[Violation]) -> Result<(), Failure> {
     if args.json {
         let list: Vec<_> = violations.iter().map(|v| json!({ "place": v.place, "rule": v.rule, "expected": v.expected, "actual": v.actual })).collect();
         report::print_json(&json!({ "correct": false, "violations": list }))?;
     }
-    Err(plan_file::rejected(what, violations))
+    Ok(())
 }

@@ -11,10 +11,10 @@ use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, files, report};
 use cost_model::compare::{
-    Compared, Comparison, Part, StageComparison, Waterfall, compare, expected_instructions,
+    Cause, Compared, Comparison, Part, StageComparison, Waterfall, compare, expected_instructions,
 };
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
-use ir::{Bytes, Seconds};
+use ir::{Bytes, Figure, Seconds};
 use serde_json::json;
 use std::path::Path;
 
@@ -83,14 +83,38 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
     }
     let runs: Vec<String> = args.run.iter().map(|r| r.display().to_string()).collect();
     (off.abs() > FAR_OFF).then(|| {
-        format!(
-            "The step was predicted {} too {}. Next: `meshwright compare {} {} --recalibrate refined.toml` fits the cluster's figures to the run; `meshwright calibrate` measures again, on a machine that does nothing else.",
+        let said = format!(
+            "The step was predicted {} too {}.",
             report::percent(off.abs()),
-            if off > 0.0 { "long" } else { "short" },
-            args.plan.display(),
-            runs.join(" ")
-        )
+            if off > 0.0 { "long" } else { "short" }
+        );
+        let again = "`meshwright calibrate` measures the cluster again, on a machine that does nothing else";
+        match c.waterfall.as_ref().map(of_work) {
+            // What was not timed instruction by instruction has nothing to be fitted to.
+            None => format!("{said} Next: `meshwright run {} --profile 2 ..` times instructions, which shows where; {again}.", args.plan.display()),
+            Some(share) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster makes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),
+            Some(_) => format!(
+                "{said} Next: `meshwright compare {} {} --recalibrate refined.toml` fits the cluster's figures to the run; {again}.",
+                args.plan.display(),
+                runs.join(" ")
+            ),
+        }
     })
+}
+
+/// Fitting the cluster's figures to a run helps where at least this share of what is off is work.
+const OF_WORK: f64 = 0.5;
+
+/// The share of work in what is off, part by part, beside waiting: what figures of the cluster say.
+/// That other steps took longer than those that were timed is neither.
+fn of_work(w: &Waterfall) -> f64 {
+    let off = |of: fn(Cause) -> bool| -> f64 {
+        let parts = w.parts.iter().filter(|p| of(p.cause));
+        parts.map(|p| p.difference_s.abs()).sum()
+    };
+    let work = off(|c| matches!(c, Cause::Compute | Cause::Collectives | Cause::Transfers));
+    let all = work + off(|c| c == Cause::Waiting);
+    if all > 0.0 { work / all } else { 0.0 }
 }
 
 /// That the plan and the run are of different devices, in words, and what to do about it.
@@ -164,7 +188,7 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     if m.stages.len() != loaded.program.roles.len() {
         return bad(format!(
             "has {}, the plan has {}",
-            report::counted(m.stages.len() as u64, "stage"),
+            ir::counted(m.stages.len() as u64, "stage"),
             loaded.program.roles.len()
         ));
     }
@@ -200,7 +224,10 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
         .chain(of_instructions)
         .find(|(_, x)| !(0.0..=MOST).contains(x))
     {
-        return bad(format!("{key} is {x}, expected 0 to {MOST:e}"));
+        return bad(format!(
+            "{key} is {x}, expected 0 to {MOST:e}",
+            x = Figure(x)
+        ));
     }
     Ok(m)
 }
@@ -218,9 +245,9 @@ fn print_words(
     report::out(&format!(
         "{} on {} of {}: {} measured\n",
         plan.name,
-        report::counted(measured.n_ranks, "rank"),
+        ir::counted(measured.n_ranks, "rank"),
         plan.cluster.name,
-        report::counted(measured.steps.len() as u64, "step")
+        ir::counted(measured.steps.len() as u64, "step")
     ))?;
     let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
@@ -278,7 +305,7 @@ fn print_words(
         2,
     ))?;
     report::out(
-        "(forward and backward of one microbatch, the others per step; compute, collectives and transfers are work, waiting is for other ranks or for a processor)",
+        "(forward and backward of one microbatch, with their waiting, the others per step; work: what a rank that nobody disturbs takes, waiting: for other ranks or for a processor. `inspect` shows collectives and compute with what ranks that share processors wait in them)",
     )?;
     if different.is_some() {
         return Ok(());
@@ -370,9 +397,9 @@ fn stage_rows(stage: &str, s: &StageComparison) -> Vec<Vec<String>> {
         ("forward", s.forward_s),
         ("backward", s.backward_s),
         ("step begin and end", s.step_s),
-        ("compute", s.compute_s),
-        ("collectives", s.collective_s),
-        ("transfers", s.transfer_s),
+        ("work in compute", s.compute_s),
+        ("work in collectives", s.collective_s),
+        ("work in transfers", s.transfer_s),
         ("waiting", s.waiting_s),
     ];
     let there = times
@@ -407,5 +434,39 @@ fn short_name(what: &str) -> String {
     match what.split_once('+') {
         Some((first, rest)) => format!("{first} and {} more", rest.split('+').count()),
         None => what.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_is_no_work() {
+        let part = |cause, difference_s: f64| Part {
+            cause,
+            stage: None,
+            kind: None,
+            predicted_s: 1.0,
+            measured_s: 1.0 + difference_s,
+            difference_s,
+        };
+        let of = |parts: &[(Cause, f64)]| {
+            let parts = parts.iter().map(|&(cause, d)| part(cause, d)).collect();
+            of_work(&Waterfall {
+                parts,
+                ..Waterfall::default()
+            })
+        };
+        assert_eq!(of(&[(Cause::Compute, 0.1), (Cause::Waiting, 0.9)]), 0.1);
+        // Kernels that are too slow beside collectives that are too fast are work all the same.
+        let both = [
+            (Cause::Compute, 0.5),
+            (Cause::Collectives, -0.25),
+            (Cause::Waiting, 0.25),
+            (Cause::Profiling, 7.0),
+        ];
+        assert_eq!(of(&both), 0.75);
+        assert_eq!(of(&[]), 0.0);
     }
 }

@@ -2,8 +2,9 @@
 
 use super::spinner;
 use crate::args::CompileArgs;
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, unplanned};
 use crate::{cluster, files, model, plan_file, report, train_spec};
+use ir::counted;
 use planner::intra_op::write_problem;
 use planner::{Layering, Pins, PlanOptions, Planned};
 use serde_json::json;
@@ -38,7 +39,10 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let planned = planner::plan(&forward, &spec, &cluster, &options);
     let searched = started.elapsed();
     bar.set_message("proving the plan");
-    let planned = planned.inspect_err(|_| bar.finish_and_clear())?;
+    let planned = planned.map_err(|e| {
+        bar.finish_and_clear();
+        unplanned(e, &spec, &options.pins)
+    })?;
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
@@ -152,7 +156,10 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
             .map_err(|e| Failure::new(Exit::Internal, format!("intra-op problem {i}: {e}")))?;
         files::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
     }
-    crate::say(format_args!("Wrote {n} intra-op problems to {shown}."));
+    crate::say(format_args!(
+        "Wrote {} to {shown}.",
+        counted(n as u64, "intra-op problem")
+    ));
     Ok(())
 }
 
@@ -171,8 +178,8 @@ fn prove(planned: &Planned) -> Result<(), Failure> {
         .map(|v| format!("  {v}"))
         .collect();
     let message = format!(
-        "the checker rejects the plan that was found ({} violations); nothing was written:\n{}",
-        violations.len(),
+        "the checker rejects the plan that was found ({}); nothing was written:\n{}",
+        counted(violations.len() as u64, "violation"),
         list.join("\n")
     );
     Err(Failure::new(Exit::Internal, message)
@@ -193,11 +200,11 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
     report::out(&report::plan::words(&planned.plan, &planned.training))?;
     let s = &planned.stats;
     report::out(&format!(
-        "\nSearched in {:.1} s: {} kinds of layers, {} candidates priced, {} plans simulated.",
+        "\nSearched in {:.1} s: {} of layers, {} priced, {} simulated.",
         searched.as_secs_f64(),
-        s.n_layer_kinds,
-        s.candidates,
-        s.simulated
+        counted(s.n_layer_kinds as u64, "kind"),
+        counted(s.candidates, "candidate"),
+        counted(s.simulated, "plan")
     ))?;
     for note in notes(planned) {
         report::out(&format!("Note: {note}."))?;

@@ -3,12 +3,22 @@
 use crate::args::InspectArgs;
 use crate::failure::Failure;
 use crate::plan_file::{self, Loaded};
+use crate::report::against::Against;
 use crate::report::{self, collectives, strategies};
 use serde_json::json;
 
 /// Runs the verb.
 pub fn run(args: &InspectArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
+    if let Some(other) = &args.against {
+        let against = Against::new(&loaded, &plan_file::load(other)?)?;
+        let names = [&args.plan, other].map(|path| path.display().to_string());
+        if args.json {
+            let value = json!({ "plans": names, "predicted": against.predicted, "differences": against.differences });
+            return report::print_json(&value);
+        }
+        return report::out(&against.words([&names[0], &names[1]]));
+    }
     if args.json {
         print_json(args, &loaded)
     } else {

@@ -49,8 +49,8 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
             n => format!("\nand {n} more; predict them apart to see why"),
         };
         let what = format!(
-            "none of {} runs could be predicted\n{}{more}",
-            rows.len(),
+            "none of {} could be predicted\n{}{more}",
+            ir::counted(rows.len() as u64, "run"),
             shown.join("\n")
         );
         return Err(
@@ -60,8 +60,8 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     }
     files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
     report::out(&format!(
-        "{predicted} of {} runs predicted in {:.1} s. Written to {}.",
-        rows.len(),
+        "{predicted} of {} predicted in {:.1} s. Written to {}.",
+        ir::counted(rows.len() as u64, "run"),
         started.elapsed().as_secs_f64(),
         args.output.display()
     ))?;

@@ -100,8 +100,8 @@ fn whole(args: &RunArgs, m: &Measurement) -> Result<(), Failure> {
     let failure = Failure::new(
         Exit::Interrupted,
         format!(
-            "interrupted after {done} of {} steps; {}",
-            args.steps,
+            "interrupted after {done} of {}; {}",
+            ir::counted(args.steps, "step"),
             written.join(", ")
         ),
     );
@@ -510,14 +510,14 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
         report::out(&format!(
             "{}: {} on {}, loss {:.4} at step {}{last}",
             m.name,
-            report::counted(m.steps.len() as u64, "step"),
-            report::counted(m.n_ranks, "rank"),
+            ir::counted(m.steps.len() as u64, "step"),
+            ir::counted(m.n_ranks, "rank"),
             a.loss,
             a.step,
         ))?;
     }
     for (step, loss) in &m.validation {
-        let steps = report::counted(*step, "step");
+        let steps = ir::counted(*step, "step");
         report::out(&format!("  validation loss after {steps}: {loss:.4}"))?;
     }
     report::out(&format!(

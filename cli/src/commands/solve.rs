@@ -5,6 +5,7 @@ use crate::args::SolveArgs;
 use crate::failure::{Exit, Failure};
 use crate::report;
 use crate::{files, interrupt};
+use ir::Figure;
 use planner::intra_op::presolve::Infeasibility;
 use planner::intra_op::{
     SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution,
@@ -58,7 +59,10 @@ fn options(
     cancel: &Arc<AtomicBool>,
 ) -> Result<SolveOptions, Failure> {
     if !(0.0..1.0).contains(&args.gap) {
-        let what = format!("--gap is {}, expected at least 0 and below 1", args.gap);
+        let what = format!(
+            "--gap is {}, expected at least 0 and below 1",
+            Figure(args.gap)
+        );
         return Err(Failure::new(Exit::Usage, what));
     }
     Ok(SolveOptions {
@@ -152,7 +156,10 @@ fn seconds(s: f64) -> Result<Duration, Failure> {
         Ok(d) if s > 0.0 => Ok(d),
         _ => Err(Failure::new(
             Exit::Usage,
-            format!("--time-limit is {s}, expected a positive number of seconds"),
+            format!(
+                "--time-limit is {s}, expected a positive number of seconds",
+                s = Figure(s)
+            ),
         )),
     }
 }

@@ -1,11 +1,13 @@
 //! Plans and what comes of them, in words and tables.
 //!
 //! * `parallelism`: what each mesh axis does, in the field's terms, read off the strategies.
+//! * `against`: one plan beside another.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
 //! * `software`: the software that a prediction is of.
 //! * `strategies`: the strategy of every op.
 
+pub mod against;
 pub mod collectives;
 pub mod memory;
 pub mod parallelism;
@@ -49,22 +51,18 @@ pub fn out(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// A number of things: `1 step`, `2 steps`.
-pub fn counted(n: impl Into<u64>, thing: &str) -> String {
-    match n.into() {
-        1 => format!("1 {thing}"),
-        n => format!("{n} {thing}s"),
-    }
-}
-
-/// A share in percent.
+/// A share in percent; one that no utilisation or gap is like, with an exponent.
 pub fn percent(share: f64) -> String {
-    format!("{:.1}%", share * 100.0)
+    match share.abs() < 1e6 {
+        true => format!("{:.1}%", share * 100.0),
+        false => format!("{:.1e}%", share * 100.0),
+    }
 }
 
 /// A count with a prefix: `12.3 k`.
 pub fn count(x: f64) -> String {
     match x.abs() {
+        a if a >= 1e18 => format!("{x:.2e} "),
         a if a >= 1e15 => format!("{:.2} P", x / 1e15),
         a if a >= 1e12 => format!("{:.2} T", x / 1e12),
         a if a >= 1e9 => format!("{:.2} G", x / 1e9),

@@ -8,7 +8,7 @@ use cost_model::utilisation::{peak_dtype, too_fast};
 use ir::cluster::Cluster;
 use ir::plan::{Plan, Prediction, StageProof};
 use ir::training::TrainingGraph;
-use ir::{Bytes, DType, Optimizer, Pass, Seconds};
+use ir::{Bytes, DType, Optimizer, Pass, Seconds, counted};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -36,7 +36,10 @@ pub struct RunReport {
     pub recompute: Vec<String>,
     /// The same in words; empty where everything is kept.
     #[serde(skip)]
-    recompute_words: String,
+    pub recompute_words: String,
+    /// Number of the layers.
+    #[serde(skip)]
+    pub n_layers: usize,
 }
 
 /// The stages of a plan.
@@ -50,6 +53,7 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
                 .cloned()
                 .collect(),
             recompute_words: recomputed(plan, training, r),
+            n_layers: r.count as usize,
         };
         StageReport {
             ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
@@ -187,9 +191,9 @@ fn heading(plan: &Plan) -> String {
     };
     let used = used_devices(plan);
     let mut w = format!(
-        "{} on {used} of the {} devices of {} ({})\n",
+        "{} on {used} of the {} of {} ({})\n",
         plan.name,
-        c.n_devices(),
+        counted(c.n_devices(), "device"),
         c.name,
         c.device.name
     );
@@ -202,18 +206,15 @@ fn heading(plan: &Plan) -> String {
     );
     let _ = writeln!(
         w,
-        "Pipeline: {} stage{}{}, schedule {}, {} microbatch{} of {} sample{}",
-        plan.stages.len(),
-        plural(plan.stages.len() as u64, "s"),
+        "Pipeline: {}{}, schedule {}, {} of {}",
+        counted(plan.stages.len() as u64, "stage"),
         match plan.schedule.virtual_stages() {
             1 => String::new(),
             v => format!(", {v} on each of {} meshes", plan.n_meshes()),
         },
         plan.schedule.name(),
-        plan.n_microbatches,
-        plural(u64::from(plan.n_microbatches), "es"),
-        plan.microbatch,
-        plural(plan.microbatch, "s"),
+        counted(plan.n_microbatches, "microbatch"),
+        counted(plan.microbatch, "sample"),
     );
     w += &interleaving(plan);
     if !plan.pins.is_empty() {
@@ -241,10 +242,6 @@ fn interleaving(plan: &Plan) -> String {
         waits(v * m),
         waits(m)
     )
-}
-
-fn plural(n: u64, ending: &str) -> &str {
-    if n == 1 { "" } else { ending }
 }
 
 /// Step time, rates and memory as predicted.
@@ -330,10 +327,10 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
         false => format!("; the device has no {} peak", dtype.name()),
     };
     format!(
-        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {devices} device{} ({source}){instead}",
+        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {} ({source}){instead}",
         count(cluster.peak_flops_per_s(of, devices).unwrap_or(0.0)),
         of.name(),
-        plural(u64::from(devices), "s"),
+        counted(devices, "device"),
     )
 }
 
@@ -366,6 +363,21 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     // Sums of nothing may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
+    // What the peak has beside the program's arena; less than nothing where other software is
+    // predicted to hold less than the program does.
+    let beside = |s: &ir::plan::StagePrediction| {
+        let parts = [
+            s.persistent_bytes,
+            s.step_bytes,
+            s.activation_bytes,
+            s.transient_bytes,
+        ];
+        let arena = parts.iter().fold(0u64, |sum, b| sum.saturating_add(b.0));
+        match s.peak_bytes.0.checked_sub(arena) {
+            Some(more) => bytes(Bytes(more)),
+            None => format!("-{}", Bytes(arena - s.peak_bytes.0)),
+        }
+    };
     let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
         vec![
             stages_of_mesh(i, p.stages.len(), virtual_stages),
@@ -379,6 +391,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
             bytes(s.step_bytes),
             bytes(s.activation_bytes),
             bytes(s.transient_bytes),
+            beside(s),
             bytes(s.peak_bytes),
         ]
     };
@@ -394,9 +407,11 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
         "for the step\na rank",
         "activations\na rank",
         "transient\na rank",
+        "beside\na rank",
         "peak\na rank",
     ];
-    let note = "(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest)";
+    let note = "(compute, collectives, transfers: what a rank spends in them; where ranks share processors, collectives have what their ranks wait there)
+(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest of the program's arena; beside: what the device reserves and the process holds beside the arena; peak: the sum)";
     let shared = match virtual_stages {
         1 => String::new(),
         v => format!(
@@ -462,11 +477,11 @@ fn proof(plan: &Plan) -> String {
         &p.space
     };
     let mut w = format!(
-        "Proof: additive objective {}, lower bound {}, gap {} over {} candidates{state}\n  space: {space}",
+        "Proof: additive objective {}, lower bound {}, gap {} over {}{state}\n  space: {space}",
         p.objective_s,
         p.lower_bound_s,
         percent(p.gap),
-        p.candidates,
+        counted(p.candidates, "candidate"),
     );
     w += &gap(plan);
     for (first, last) in equal_runs(&p.stages) {
@@ -484,8 +499,31 @@ fn proof(plan: &Plan) -> String {
             percent(s.gap)
         );
     }
+    let methods = METHODS.iter().filter(|(method, _)| {
+        let mut of_stages = p.stages.iter();
+        of_stages.any(|s| s.method == *method || s.method.starts_with(&format!("{method} at ")))
+    });
+    for (method, what) in methods {
+        let _ = write!(w, "\n  ({method}: {what})");
+    }
     w
 }
+
+/// What the methods of proving a stage's choice are.
+const METHODS: [(&str, &str); 3] = [
+    (
+        "elimination",
+        "the ops' strategies are decided one after the other, each for all choices of its neighbours; exact, where memory has no price",
+    ),
+    (
+        "priced elimination",
+        "the same with a price on memory that makes the stage fit; the bound is what no choice that fits can be under",
+    ),
+    (
+        "integer program",
+        "all ops of the stage at once within its memory, by branch and bound",
+    ),
+];
 
 #[cfg(test)]
 mod tests {
@@ -527,6 +565,7 @@ mod tests {
                 axes,
                 recompute: Vec::new(),
                 recompute_words: String::new(),
+                n_layers: 1,
             }],
         };
         let said = |a| repeated_work(&[stage(vec![a])]);

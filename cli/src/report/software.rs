@@ -49,6 +49,9 @@ fn behaviours(s: &Software) -> Vec<String> {
     if s.synchronous_launches {
         said.push("the host waits for every kernel".into());
     }
+    if s.fused_experts {
+        said.push("what is between the matmuls of experts is part of them".into());
+    }
     if let Some(dtype) = s.matmul_dtype {
         said.push(format!("matmuls in {}", dtype.name()));
     }
@@ -75,5 +78,7 @@ mod tests {
         );
         s.captured.push("*".into());
         assert!(words(&s).ends_with("CUDA graphs launch all"));
+        s.fused_experts = true;
+        assert!(words(&s).ends_with(", what is between the matmuls of experts is part of them"));
     }
 }

@@ -1,7 +1,7 @@
 //! What the process of a rank holds on its device, as data: what the software keeps instead of
 //! and beside the buffers of a program. The bytes are counted in `cost_model::memory`.
 
-use crate::Bytes;
+use crate::{Bytes, Figure};
 use serde::{Deserialize, Serialize};
 
 /// Memory that a generation of software uses to execute a program.
@@ -103,7 +103,12 @@ impl ProcessMemory {
         let mut problems: Vec<String> = figures
             .into_iter()
             .filter(|&(_, x, most)| !(0.0..=most).contains(&x))
-            .map(|(key, x, most)| format!("software.memory.{key} is {x}, expected 0 to {most}"))
+            .map(|(key, x, most)| {
+                format!(
+                    "software.memory.{key} is {x}, expected 0 to {most}",
+                    x = Figure(x)
+                )
+            })
             .collect();
         let most = Bytes(1 << 40);
         for (key, bytes) in [

@@ -10,6 +10,7 @@
 
 use super::presolve::Undo;
 use super::problem::{Cost, Edge};
+use ir::counted;
 
 /// Memory that a node uses at the compressed times `from..to`, per strategy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,9 +136,13 @@ impl Reduced {
 
     /// The sizes in words.
     pub(super) fn describe(&self) -> String {
-        let (nodes, edges) = (self.nodes.len(), self.edges.len());
-        let (cells, times) = (self.n_cells(), self.times.len());
-        format!("{nodes} nodes, {edges} edges, {cells} cells, {times} times")
+        let sizes = [
+            (self.nodes.len(), "node"),
+            (self.edges.len(), "edge"),
+            (self.n_cells(), "cell"),
+            (self.times.len(), "time"),
+        ];
+        sizes.map(|(n, what)| counted(n as u64, what)).join(", ")
     }
 
     /// Every choice in turn; the best that fits. For tests: exponential.

@@ -16,6 +16,7 @@ struct Scene {
     pins: Pins,
     saved: Vec<bool>,
     buckets: Buckets,
+    of_parameters: Vec<bool>,
     layers: Layers,
 }
 
@@ -58,6 +59,7 @@ impl Scene {
             layers: crate::layers::find_layers(&training, &|_| String::new()),
             saved: vec![true; training.graph.values().len()],
             buckets: Buckets::new(&training),
+            of_parameters: crate::pins::whole::made_of_parameters(&training.graph),
             roles: vec![AxisRole::Free; axes.len()],
             mesh: LogicalMesh::new(devices, axes).unwrap(),
             cluster: cost_model::presets::load("dgx-a100-80gb", 1).unwrap(),
@@ -78,6 +80,7 @@ impl Scene {
             batch,
             saved: &self.saved,
             buckets: &self.buckets,
+            of_parameters: &self.of_parameters,
         }
     }
 }
@@ -201,7 +204,7 @@ impl Random {
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
                 recomputed_bytes: 0,
-                levels: crate::pins::ZeroLevels::ALL,
+                levels: ZeroLevels::ALL,
             })
             .collect();
         Group {
@@ -230,7 +233,7 @@ impl Random {
                 static_bytes: 0,
                 saved_bytes: 0,
                 recomputed_bytes: 0,
-                levels: crate::pins::ZeroLevels::ALL,
+                levels: ZeroLevels::ALL,
             };
             groups.push(Group {
                 ops: vec![],
@@ -243,15 +246,20 @@ impl Random {
         for b in 0..groups.len() {
             for a in 0..b {
                 if self.below(4) > 0 {
-                    let times = (0..sizes[a] * sizes[b])
-                        .map(|_| (self.below(8) > 0).then(|| self.phases()))
+                    let cells = (0..sizes[a] * sizes[b])
+                        .map(|_| {
+                            (self.below(8) > 0).then(|| LinkCell {
+                                time: self.phases(),
+                                levels: ZeroLevels::ALL,
+                            })
+                        })
                         .collect();
                     priced.push(PricedLink {
                         a,
                         b,
                         faces: ((0..sizes[a]).collect(), (0..sizes[b]).collect()),
                         n_faces_b: sizes[b],
-                        times,
+                        cells,
                     });
                 }
             }
@@ -607,8 +615,10 @@ fn levels_leave_what_pins_leave() {
         };
         let free = of_layer(&scene, None);
         for level in 0..=3 {
-            for (free, pinned) in free.iter().zip(of_layer(&scene, Some(level))) {
-                assert_eq!(free.ops, pinned.ops);
+            let pinned = of_layer(&scene, Some(level));
+            let ops = |groups: &[Group]| groups.iter().map(|g| g.ops.clone()).collect::<Vec<_>>();
+            assert_eq!(ops(&free), ops(&pinned));
+            for (free, pinned) in free.iter().zip(&pinned) {
                 for c in &free.choices {
                     let mut left = pinned.choices.iter();
                     let left = left.any(|p| p.strategies == c.strategies);
@@ -623,4 +633,59 @@ fn levels_leave_what_pins_leave() {
         }
     }
     assert!(n_left > 100 && n_gone > 100, "{n_left} left, {n_gone} gone");
+}
+
+/// So do the layout changes between them: a layer costs at a level what it costs where that is
+/// pinned. On axes that parameters may split, levels below 3 then cost more than no level.
+#[test]
+fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
+    use AxisRole::{Context, Data, Free, Tensor};
+    // ZeRO-3's variants without the gathers at uses cost what their other parts leave.
+    let mut n_moved = 0;
+    for (axes, roles) in [
+        ([1, 8], [Free, Free]),
+        ([2, 4], [Free, Free]),
+        ([4, 2], [Data, Tensor]),
+        ([4, 2], [Data, Context]),
+    ] {
+        let mut scene = Scene::gpt2(2, 256, 512, &axes);
+        scene.roles = roles.to_vec();
+        // Memory has a price, so that parameters are split where they may be.
+        let base = weights()[2];
+        let optima = |scene: &Scene, pin: Option<u8>, level: Option<u8>| -> Vec<Option<u64>> {
+            let pins = Pins {
+                zero: pin,
+                ..Pins::default()
+            };
+            let s = Setting {
+                pins: &pins,
+                ..scene.setting(8)
+            };
+            let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
+            let weights = Weights { level, ..base };
+            let kinds = scene.layers.first.iter();
+            kinds
+                .map(|&l| {
+                    let model = LayerModel::new(&s, &scene.layers, l, &mut prices).unwrap();
+                    let weighted = model.weighted(weights).unwrap();
+                    PricedMesh::new(&[weighted], weights).objective(&[0])
+                })
+                .collect()
+        };
+        let free = optima(&scene, None, None);
+        for level in 0..=3 {
+            let at_level = optima(&scene, None, Some(level));
+            assert_eq!(
+                at_level,
+                optima(&scene, Some(level), None),
+                "{axes:?} {roles:?} {level}"
+            );
+            for (free, at_level) in free.iter().zip(&at_level) {
+                let (free, at_level) = (free.unwrap(), at_level.unwrap());
+                assert!(free <= at_level, "{axes:?} {roles:?} {level}");
+                n_moved += u32::from(level < 3 && free < at_level);
+            }
+        }
+    }
+    assert!(n_moved > 0);
 }

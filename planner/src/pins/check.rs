@@ -7,7 +7,7 @@ use crate::PlanError;
 use ir::cluster::Cluster;
 use ir::plan::ScheduleKind;
 use ir::training::TrainingGraph;
-use ir::{OpKind, TrainSpec, ValueId};
+use ir::{OpKind, TrainSpec, ValueId, counted};
 
 /// Refuses tensor pins of tensors, dims or axes that are not there, experts that do not divide,
 /// data or context axes without a sample or token for each rank, and virtual stages of no
@@ -31,8 +31,8 @@ fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
     let Some(v) = pins.virtual_stages.filter(|&v| v > 1) else {
         return match (&pins.split, pins.pipeline) {
             (Some(counts), Some(p)) if counts.len() as u64 != u64::from(p) => err(format!(
-                "pinned split has {} stages, pipeline={p} has {p}; give as many numbers",
-                counts.len()
+                "pinned split has {}, pipeline={p} has {p}; give as many numbers",
+                counted(counts.len() as u64, "stage")
             )),
             _ => Ok(()),
         };
@@ -50,14 +50,15 @@ fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
     let n_stages = u64::from(v) * u64::from(p);
     if n_stages > n_layers as u64 {
         return err(format!(
-            "pinned virtual={v} x pipeline={p} makes {n_stages} stages, the model has {n_layers} layers; pin virtual={} or less",
+            "pinned virtual={v} x pipeline={p} makes {n_stages} stages, the model has {}; pin virtual={} or less",
+            counted(n_layers as u64, "layer"),
             (n_layers as u64 / u64::from(p)).max(1)
         ));
     }
     match &pins.split {
         Some(counts) if counts.len() as u64 != n_stages => err(format!(
-            "pinned split has {} stages, virtual={v} x pipeline={p} makes {n_stages}",
-            counts.len()
+            "pinned split has {}, virtual={v} x pipeline={p} makes {n_stages}",
+            counted(counts.len() as u64, "stage")
         )),
         _ => Ok(()),
     }
@@ -120,7 +121,8 @@ fn tokens(pins: &Pins, sequence: u64) -> Result<(), PlanError> {
     match pins.context.map(u64::from).filter(|c| *c > sequence) {
         None => Ok(()),
         Some(context) => Err(PlanError::Pins(format!(
-            "pinned context={context} splits a sequence of {sequence} tokens; pin context={sequence} or less, or train with a longer --sequence"
+            "pinned context={context} splits a sequence of {}; pin context={sequence} or less, or train with a longer --sequence",
+            counted(sequence, "token")
         ))),
     }
 }
@@ -145,8 +147,8 @@ fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
         let fits = |v: usize| pin.matches(&names[v]) && rank(v) == pin.dims.len();
         if !(0..names.len()).any(fits) {
             return err(format!(
-                "pin {shown} has {} dims, `{}` has {}; write one entry for each, `_` for a dim that stays whole",
-                pin.dims.len(),
+                "pin {shown} has {}, `{}` has {}; write one entry for each, `_` for a dim that stays whole",
+                counted(pin.dims.len() as u64, "dim"),
                 names[first],
                 rank(first)
             ));

@@ -3,6 +3,7 @@
 use super::Search;
 use crate::PlanError;
 use crate::pins::check::listed;
+use ir::counted;
 use ir::plan::ScheduleKind;
 
 /// Largest microbatch that is tried unless one is pinned.
@@ -50,8 +51,8 @@ impl Search<'_> {
             }
             if b / pinned > MAX_MICROBATCHES {
                 return Err(PlanError::Pins(format!(
-                    "pinned microbatch={pinned} makes {} microbatches of the global batch {b}; at most {MAX_MICROBATCHES} are possible",
-                    b / pinned,
+                    "pinned microbatch={pinned} makes {} of the global batch {b}; at most {MAX_MICROBATCHES} are possible",
+                    counted(b / pinned, "microbatch"),
                 )));
             }
             return Ok(vec![pinned]);

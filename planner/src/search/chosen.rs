@@ -53,15 +53,16 @@ fn tag(stage: &StageChoice) -> (usize, usize) {
 }
 
 impl Search<'_> {
-    /// The plan of a pipeline, with `reserve` bytes left for placing its buffers. `models` keeps
-    /// the models of its shapes for other pipelines of the same microbatch size.
+    /// The plan of a pipeline, with `reserve` bytes left for placing its buffers; none where no
+    /// strategies of a stage keep to the pipeline's ZeRO level. `models` keeps the models of its
+    /// shapes for other pipelines of the same microbatch size.
     pub(super) fn assemble(
         &self,
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
         models: &mut ShapeModels,
-    ) -> Result<Assembled, PlanError> {
+    ) -> Result<Option<Assembled>, PlanError> {
         let mut problems = Vec::new();
         let mut plan = Plan {
             version: PLAN_VERSION,
@@ -87,12 +88,14 @@ impl Search<'_> {
         for c in chosen {
             let (_, shape) = shapes
                 .get(c)
-                .ok_or_else(|| PlanError::Strategies("a chosen shape is gone".into()))?;
+                .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
             if let Entry::Vacant(vacant) = models.entry(c) {
                 let s = self.setting(shape, p.batch);
                 vacant.insert(self.models(&s).map_err(no_strategy)?);
             }
-            self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)?;
+            if !self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)? {
+                return Ok(None);
+            }
         }
         let mut times = Vec::with_capacity(p.choice.stages.len());
         let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
@@ -127,11 +130,11 @@ impl Search<'_> {
             plan.proof.stages.push(refined.proof);
             problems.extend(refined.problem);
         }
-        Ok(Assembled {
+        Ok(Some(Assembled {
             plan,
             problems,
             times,
-        })
+        }))
     }
 
     /// What a pipeline costs whose stages take these times instead of those that it was chosen
@@ -145,7 +148,7 @@ impl Search<'_> {
     }
 
     /// Solves the stages of shape `shape`, whose layer models are `models`, each different one
-    /// once.
+    /// once; false where no strategies of one of them keep to the pipeline's ZeRO level.
     fn solve_stages(
         &self,
         forward: &Graph,
@@ -154,7 +157,7 @@ impl Search<'_> {
         shape: usize,
         models: &[LayerModel],
         solved: &mut [Option<Solved>],
-    ) -> Result<(), PlanError> {
+    ) -> Result<bool, PlanError> {
         let shapes = self.shapes(p.batch);
         let s = self.setting(&shapes[shape].1, p.batch);
         let base = Weights {
@@ -181,9 +184,14 @@ impl Search<'_> {
                 )
             });
             let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
-            let path = priced
-                .path(&s, &kinds)
-                .ok_or_else(|| PlanError::Strategies("a chosen stage has no path".into()))?;
+            let path = match (priced.path(&s, &kinds), p.level) {
+                (Some(path), _) => path,
+                (None, Some(_)) => return Ok(false),
+                // It was chosen for the cost of one.
+                (None, None) => {
+                    return Err(PlanError::Defect("a chosen stage has no path".into()));
+                }
+            };
             let budget = stage
                 .share_bytes
                 .unwrap_or(whole.saturating_sub(path.cost.transient_bytes));
@@ -222,6 +230,6 @@ impl Search<'_> {
             known.insert(question, new.clone());
             *solved = Some(new);
         }
-        Ok(())
+        Ok(true)
     }
 }

@@ -21,7 +21,7 @@ use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
 use ir::plan::{Plan, Proof, ScheduleKind};
 use ir::program::Program;
-use ir::{Graph, Seconds};
+use ir::{Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::VecDeque;
@@ -97,7 +97,8 @@ impl Search<'_> {
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
             let outcomes = some.par_iter().map(|(p, reserve)| {
                 let made = self.assemble(forward, p, *reserve, &mut ShapeModels::new())?;
-                self.play(made)
+                let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
+                self.play(made.ok_or_else(defect)?)
             });
             let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
             for ((p, reserve), outcome) in some.into_iter().zip(outcomes) {
@@ -158,9 +159,9 @@ impl Search<'_> {
                 level: Some(level),
                 ..r.pipeline.clone()
             };
-            let mut made = match self.assemble(forward, &pipeline, r.reserve, &mut models) {
-                Err(PlanError::Strategies(_)) => continue,
-                made => made?,
+            let made = self.assemble(forward, &pipeline, r.reserve, &mut models)?;
+            let Some(mut made) = made else {
+                continue;
             };
             let decided = |p: &Plan| (p.layer_strategies.clone(), p.stages.clone());
             let before = different.iter().map(|(_, made)| &made.plan);
@@ -231,9 +232,10 @@ impl Search<'_> {
     ) -> bool {
         stats.simulated += 1;
         let step_time = new.simulation.step_time;
-        let mut what = format!("{} stages", new.plan.stages.len());
+        let mut what = counted(new.plan.stages.len() as u64, "stage");
         if p.schedule.virtual_stages() > 1 {
-            what += &format!(" interleaved on {} meshes", new.program.roles.len());
+            let meshes = counted(new.program.roles.len() as u64, "mesh");
+            what += &format!(" interleaved on {meshes}");
         }
         what += &format!(", microbatch {}", p.batch);
         if let Some(level) = p.level {

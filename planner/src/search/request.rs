@@ -6,7 +6,7 @@ use crate::layers::Layers;
 use crate::pins::Pins;
 use crate::stage::Sequences;
 use ir::training::{TrainingGraph, can_recompute, choose};
-use ir::{Dim, Graph, OpId, Pass, Region, ValueId};
+use ir::{Dim, Graph, OpId, Pass, Region, ValueId, counted};
 use std::collections::BTreeSet;
 
 /// No dim of a tensor is longer.
@@ -55,7 +55,8 @@ pub(super) fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanE
     let n_layers: usize = counts.iter().fold(0, |sum, &n| sum.saturating_add(n));
     if n_layers != there_are {
         return Err(PlanError::Pins(format!(
-            "pinned split has {n_layers} layers; the model has {there_are}, embedding and output layer included"
+            "pinned split has {}; the model has {there_are}, embedding and output layer included",
+            counted(n_layers as u64, "layer")
         )));
     }
     Ok(Sequences::of_split(layers, counts))

@@ -297,7 +297,9 @@ pub fn graph_to_plan(data: &[u8]) -> Depth {
             crate::assert_checked(&made.plan, &made.training, &made.program);
             2
         }
-        Err(planner::PlanError::Lower(defect)) => panic!("{defect}"),
+        Err(planner::PlanError::Lower(defect) | planner::PlanError::Defect(defect)) => {
+            panic!("{defect}")
+        }
         Err(_) => 1,
     }
 }
@@ -342,7 +344,9 @@ fn cluster(cluster: &Cluster) -> Depth {
     }
     match planner::plan(&tiny_forward(), &tiny_train(), cluster, &Default::default()) {
         Ok(made) => crate::assert_checked(&made.plan, &made.training, &made.program),
-        Err(planner::PlanError::Lower(defect)) => panic!("{defect}"),
+        Err(planner::PlanError::Lower(defect) | planner::PlanError::Defect(defect)) => {
+            panic!("{defect}")
+        }
         Err(_) => {}
     }
     3
@@ -385,7 +389,9 @@ pub fn pins(data: &[u8]) -> Depth {
             crate::assert_checked(&made.plan, &made.training, &made.program);
             2
         }
-        Err(planner::PlanError::Lower(defect)) => panic!("{defect}"),
+        Err(planner::PlanError::Lower(defect) | planner::PlanError::Defect(defect)) => {
+            panic!("{defect}")
+        }
         Err(_) => 1,
     }
 }
@@ -510,7 +516,9 @@ pub fn train_spec(data: &[u8]) -> Depth {
             crate::assert_checked(&made.plan, &made.training, &made.program);
             3
         }
-        Err(planner::PlanError::Lower(defect)) => panic!("{defect}"),
+        Err(planner::PlanError::Lower(defect) | planner::PlanError::Defect(defect)) => {
+            panic!("{defect}")
+        }
         Err(_) => 2,
     }
 }

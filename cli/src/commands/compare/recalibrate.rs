@@ -116,7 +116,7 @@ fn shape(planned: &Planned) -> String {
         .collect();
     format!(
         "{} of {}, {} microbatch{} of {}",
-        report::counted(meshes.len() as u64, "stage"),
+        ir::counted(meshes.len() as u64, "stage"),
         meshes.join(" | "),
         plan.n_microbatches,
         if plan.n_microbatches == 1 { "" } else { "es" },

@@ -75,6 +75,7 @@ impl Case {
             pins: &self.pins,
             saved: saved_values(&self.training),
             buckets: Buckets::new(&self.training),
+            of_parameters: crate::pins::whole::made_of_parameters(&self.training.graph),
             sequences: sequences(&layers, &self.pins).unwrap(),
             layers,
             submeshes: submeshes(&self.cluster, &self.pins),

@@ -1,0 +1,348 @@
+//! One plan beside another: what both predict, and what differs in what they are of and what was
+//! decided.
+//!
+//! What they are of (training and cluster) is compared key by key as documents have it, so that
+//! a key is not forgotten when one is added.
+
+use super::parallelism::AxisReport;
+use super::plan::{StageReport, hfu, stages};
+use super::{count, percent, table};
+use crate::failure::{Exit, Failure};
+use crate::files;
+use crate::plan_file::Loaded;
+use ir::plan::{Plan, StagePrediction};
+use ir::{Bytes, Seconds, counted};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Keys of clusters that say where figures come from, and not what they are.
+const NOT_FIGURES: [&str; 2] = ["measured", "sources"];
+/// Keys of training and cluster that are listed; `--json` has them all.
+const LISTED: usize = 20;
+
+/// Two plans side by side.
+#[derive(Clone, Debug, Serialize)]
+pub struct Against {
+    /// What both predict.
+    pub predicted: Vec<Figure>,
+    /// What is not the same.
+    pub differences: Vec<Difference>,
+}
+
+/// A predicted quantity of both plans.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// What it is.
+    pub what: &'static str,
+    /// Of either plan; seconds, bytes, shares or tokens per second.
+    pub values: [f64; 2],
+    #[serde(skip)]
+    kind: Kind,
+}
+
+/// How a quantity is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Seconds,
+    Bytes,
+    Rate,
+    /// Its change is in points.
+    Share,
+}
+
+/// Something that is not the same in both plans.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// What, or the key of training or cluster.
+    pub what: String,
+    /// In either plan.
+    pub values: [String; 2],
+}
+
+impl Against {
+    /// Sets `b` beside `a`.
+    pub fn new(a: &Loaded, b: &Loaded) -> Result<Self, Failure> {
+        let (of_a, of_b) = (facts(a)?, facts(b)?);
+        let keys = of_a.iter().chain(&of_b).map(|(what, _)| what);
+        let mut known: Vec<&String> = Vec::new();
+        for key in keys {
+            if !known.contains(&key) {
+                known.push(key);
+            }
+        }
+        let value = |facts: &[(String, String)], key: &str| {
+            let found = facts.iter().find(|(what, _)| what == key);
+            found.map_or("-".to_string(), |(_, value)| value.clone())
+        };
+        let differences = known.into_iter().filter_map(|what| {
+            let values = [value(&of_a, what), value(&of_b, what)];
+            (values[0] != values[1]).then(|| Difference {
+                what: what.clone(),
+                values,
+            })
+        });
+        Ok(Against {
+            predicted: predicted(&a.plan, &b.plan),
+            differences: differences.collect(),
+        })
+    }
+
+    /// Two tables; `names` are those of the plans.
+    pub fn words(&self, names: [&str; 2]) -> String {
+        let figures = self.predicted.iter().map(Figure::cells).collect();
+        let header = ["predicted", names[0], names[1], "change"];
+        let mut w = table(&header, figures, 1);
+        w += "\n(compute, collectives, transfers, begin and end: of a step, the mean over the meshes; peak memory: of the rank that needs most)\n";
+        if self.differences.is_empty() {
+            return w
+                + "\nThe plans are of the same model, training and cluster, and decide the same.";
+        }
+        let shown = self.differences.iter().take(LISTED);
+        let rows = shown.map(|d| vec![d.what.clone(), d.values[0].clone(), d.values[1].clone()]);
+        w += "\n";
+        w += &table(&["what differs", names[0], names[1]], rows.collect(), 3);
+        let left = self.differences.len().saturating_sub(LISTED);
+        if left > 0 {
+            w += &format!(
+                "\nand {} more; --json has them all",
+                counted(left as u64, "key")
+            );
+        }
+        w
+    }
+}
+
+impl Figure {
+    fn cells(&self) -> Vec<String> {
+        let show = |x: f64| match self.kind {
+            Kind::Seconds => Seconds(x).to_string(),
+            Kind::Bytes => Bytes(x as u64).to_string(),
+            Kind::Rate => count(x),
+            Kind::Share => percent(x),
+        };
+        let [a, b] = self.values;
+        let change = match self.kind {
+            _ if a == b => "same".to_string(),
+            Kind::Share => format!("{:+.1} points", 100.0 * (b - a)),
+            _ if a > 0.0 => match b / a - 1.0 {
+                more if more < 10.0 => format!("{:+.1}%", 100.0 * more),
+                _ => format!("x {:.3e}", b / a),
+            },
+            _ => "-".to_string(),
+        };
+        vec![self.what.to_string(), show(a), show(b), change]
+    }
+}
+
+fn predicted(a: &Plan, b: &Plan) -> Vec<Figure> {
+    let (p, q) = (&a.predicted, &b.predicted);
+    let of = |what, kind, get: &dyn Fn(&Plan) -> f64| Figure {
+        what,
+        kind,
+        values: [get(a), get(b)],
+    };
+    let mean = |get: fn(&StagePrediction) -> Seconds| {
+        move |plan: &Plan| {
+            let stages = &plan.predicted.stages;
+            stages.iter().map(|s| get(s).0).sum::<f64>() / stages.len().max(1) as f64
+        }
+    };
+    let peak = |plan: &Plan| {
+        let peaks = plan.predicted.stages.iter().map(|s| s.peak_bytes.0);
+        peaks.max().unwrap_or(0) as f64
+    };
+    let mut figures = vec![
+        of("step time", Kind::Seconds, &|p| p.predicted.step_time_s.0),
+        of("tokens/s", Kind::Rate, &|p| p.predicted.tokens_per_s),
+        of("MFU", Kind::Share, &|p| p.predicted.mfu),
+    ];
+    if !hfu(p.mfu, p.hfu).is_empty() || !hfu(q.mfu, q.hfu).is_empty() {
+        figures.push(of("HFU", Kind::Share, &|p| p.predicted.hfu));
+    }
+    figures.extend([
+        of("bubble", Kind::Share, &|p| p.predicted.bubble),
+        of("compute", Kind::Seconds, &mean(|s| s.compute_s)),
+        of("collectives", Kind::Seconds, &mean(|s| s.collective_s)),
+        of("transfers", Kind::Seconds, &mean(|s| s.transfer_s)),
+        of("begin and end", Kind::Seconds, &mean(|s| s.step_s)),
+        of("peak memory", Kind::Bytes, &peak),
+    ]);
+    figures
+}
+
+/// What a plan is of and what was decided, in a fixed order.
+fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
+    let plan = &loaded.plan;
+    let stages = stages(plan, &loaded.training);
+    let layers = plan.stages.iter().map(|s| {
+        let counts = s.runs.iter().map(|r| u64::from(r.count));
+        counts.sum::<u64>().to_string()
+    });
+    let decided = [
+        ("model", plan.name.clone()),
+        ("graph", files::fingerprint(plan.graph.as_bytes())),
+        ("pins", plan.pins.join(", ")),
+        ("stages", plan.stages.len().to_string()),
+        ("layers of the stages", layers.collect::<Vec<_>>().join("/")),
+        ("schedule", plan.schedule.name().to_string()),
+        (
+            "stages of a mesh",
+            plan.schedule.virtual_stages().to_string(),
+        ),
+        (
+            "microbatches",
+            format!(
+                "{} x {}",
+                plan.n_microbatches,
+                counted(plan.microbatch, "sample")
+            ),
+        ),
+        ("meshes", by_stage(&stages, mesh)),
+        ("axes", by_stage(&stages, does)),
+        ("recomputed", by_stage(&stages, recomputed)),
+        ("strategies", strategies(plan)?),
+    ];
+    let mut facts: Vec<(String, String)> = Vec::new();
+    facts.extend(decided.map(|(what, value)| (what.to_string(), value)));
+    let mut keys = BTreeMap::new();
+    flatten("train", &json(&plan.train)?, &mut keys);
+    flatten("cluster", &json(&plan.cluster)?, &mut keys);
+    facts.extend(keys);
+    Ok(facts)
+}
+
+fn json(value: &impl Serialize) -> Result<Value, Failure> {
+    let failed = |e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}"));
+    serde_json::to_value(value).map_err(failed)
+}
+
+/// Strategies as a fingerprint: plans that decide the same in all words may differ in single ops.
+fn strategies(plan: &Plan) -> Result<String, Failure> {
+    let runs: Vec<_> = plan.stages.iter().map(|s| &s.runs).collect();
+    let text = json(&(runs, &plan.layer_strategies))?.to_string();
+    Ok(files::fingerprint(text.as_bytes()))
+}
+
+/// The scalars of a document by their paths.
+fn flatten(path: &str, value: &Value, into: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Object(map) => {
+            for (key, value) in map {
+                if !NOT_FIGURES.contains(&key.as_str()) {
+                    flatten(&format!("{path}.{key}"), value, into);
+                }
+            }
+        }
+        Value::Array(list) => {
+            for (i, value) in list.iter().enumerate() {
+                flatten(&format!("{path}[{i}]"), value, into);
+            }
+        }
+        Value::String(text) => {
+            into.insert(path.to_string(), text.clone());
+        }
+        other => {
+            into.insert(path.to_string(), other.to_string());
+        }
+    }
+}
+
+/// Something about each stage, stages with the same in one line.
+fn by_stage(stages: &[StageReport], of: fn(&StageReport) -> String) -> String {
+    let mut runs: Vec<(usize, usize, String)> = Vec::new();
+    for (i, stage) in stages.iter().enumerate() {
+        let said = of(stage);
+        match runs.last_mut() {
+            Some((_, last, same)) if *same == said => *last = i,
+            _ => runs.push((i, i, said)),
+        }
+    }
+    if let [(_, _, all)] = &runs[..] {
+        return all.clone();
+    }
+    let line = |(first, last, said): (usize, usize, String)| match first == last {
+        true => format!("{first}: {said}"),
+        false => format!("{first} to {last}: {said}"),
+    };
+    let lines: Vec<String> = runs.into_iter().map(line).collect();
+    lines.join("\n")
+}
+
+fn mesh(stage: &StageReport) -> String {
+    let axes = stage.mesh.iter().filter(|(_, size)| *size > 1);
+    let axes: Vec<String> = axes.map(|(name, size)| format!("{name} {size}")).collect();
+    match axes.is_empty() {
+        true => "one device".into(),
+        false => axes.join(" x "),
+    }
+}
+
+/// What the axes do in most of the stage's layers: those of its longest run.
+fn does(stage: &StageReport) -> String {
+    let mut known: Vec<(String, usize)> = Vec::new();
+    for run in &stage.layers {
+        let axes = run.axes.iter().filter(|a| a.size > 1);
+        let said: Vec<String> = axes.map(AxisReport::words).collect();
+        let said = match said.is_empty() {
+            true => "no parallelism inside the stage".to_string(),
+            false => said.join("; "),
+        };
+        match known.iter_mut().find(|(same, _)| *same == said) {
+            Some((_, n)) => *n += run.n_layers,
+            None => known.push((said, run.n_layers)),
+        }
+    }
+    // The first of those that are as many.
+    let most = known.iter().rev().max_by_key(|(_, n)| *n);
+    most.map_or(String::new(), |(said, _)| said.clone())
+}
+
+fn recomputed(stage: &StageReport) -> String {
+    let mut said: Vec<&str> = Vec::new();
+    for run in &stage.layers {
+        let words = match run.recompute_words.as_str() {
+            "" => "nothing",
+            words => words,
+        };
+        if !said.contains(&words) {
+            said.push(words);
+        }
+    }
+    said.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_are_compared_key_by_key() {
+        let mut keys = BTreeMap::new();
+        let document = serde_json::json!({
+            "name": "a", "levels": [{ "latency_s": 1e-6 }], "sources": { "name": "here" },
+        });
+        flatten("cluster", &document, &mut keys);
+        let keys: Vec<(&str, &str)> = keys.iter().map(|(k, v)| (&k[..], &v[..])).collect();
+        assert_eq!(
+            keys,
+            [
+                ("cluster.levels[0].latency_s", "1e-6"),
+                ("cluster.name", "a")
+            ]
+        );
+    }
+
+    #[test]
+    fn changes_are_relative_and_those_of_shares_in_points() {
+        let change = |kind, values| {
+            let what = "x";
+            Figure { what, values, kind }.cells().remove(3)
+        };
+        assert_eq!(change(Kind::Seconds, [2.0, 1.5]), "-25.0%");
+        assert_eq!(change(Kind::Seconds, [2.0, 2.0]), "same");
+        assert_eq!(change(Kind::Seconds, [0.0, 2.0]), "-");
+        assert_eq!(change(Kind::Seconds, [1e-9, 2.0]), "x 2.000e9");
+        assert_eq!(change(Kind::Share, [0.4, 0.45]), "+5.0 points");
+    }
+}
