@@ -409,6 +409,20 @@ fn below_zero_3_no_microbatch_moves_parameters() {
         assert_eq!(moved_parameters(&made), Vec::<String>::new(), "{stages}");
     }
     assert!(!moved_parameters(&plan(&["pipeline=1", "zero=3"])).is_empty());
+    // A pinned layout may leave no way.
+    let pins = [
+        "pipeline=1",
+        "microbatch=64",
+        "spec:prepare.h.0.ln_1.weight=[y]",
+    ];
+    assert!(planned(&forward, &train(256, 512), &cluster(8), &pins).is_ok());
+    let pins = [&pins[..], &["zero=1"]].concat();
+    let refused = planned(&forward, &train(256, 512), &cluster(8), &pins);
+    let said = refused
+        .expect_err("it would have to be gathered")
+        .to_string();
+    let named = "the pin zero=1 forbids to gather `prepare.h.0.ln_1.weight` for op `h.0.ln_1";
+    assert!(said.contains(named), "{said}");
 }
 
 #[test]

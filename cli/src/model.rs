@@ -77,7 +77,7 @@ const MODELS_NAMED: usize = 8;
 
 /// The file that `path` means: itself, or the `config.json` of a folder. A folder without one is
 /// refused with the models in it, if there are any.
-fn config_path(path: &Path) -> Result<PathBuf, Failure> {
+pub fn config_path(path: &Path) -> Result<PathBuf, Failure> {
     if !path.is_dir() {
         return Ok(path.to_path_buf());
     }

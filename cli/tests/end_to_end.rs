@@ -792,7 +792,7 @@ fn a_plan_explains_itself() {
     ] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
-    // The columns of memory add up to the peak, and the proof's words are explained.
+    // What the peak has beside the arena has its column, and the proof's words are explained.
     for words in ["beside", "(elimination: "] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }

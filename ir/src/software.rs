@@ -123,9 +123,10 @@ pub struct Software {
     /// because its shards do not lie one after the other in memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copied_axes: Vec<String>,
-    /// Seconds in which the host cuts out and copies the part of one rank in such a gather or
-    /// scatter, where it takes a list with a tensor for every rank (`torch.distributed.all_gather`)
-    /// and the next one is begun when it is done; 0 where it takes one tensor.
+    /// Seconds in which the host cuts out and copies the part of one rank in a gather or scatter
+    /// over one of `copied_axes`, where these take a list with a tensor for every rank
+    /// (`torch.distributed.all_gather`) and each begins when the one before is done: added to every
+    /// such collective, once for each rank; 0 where they take one tensor.
     #[serde(default, skip_serializing_if = "is_no_time")]
     pub host_s_per_part: f64,
     /// Whether a parameter that the backward pass gathers to recompute its layer is released

@@ -161,6 +161,15 @@ pub(crate) enum ModelError {
     /// An op is left without a strategy.
     #[error("op `{0}` has no strategy that the pins allow")]
     NoChoice(String),
+    /// A pinned ZeRO level leaves no way from a parameter to an op that uses it.
+    #[error(
+        "the pin zero={level} forbids to gather `{value}` for op `{op}`, and its layout is pinned so that it would have to be"
+    )]
+    Moved {
+        level: u8,
+        value: String,
+        op: String,
+    },
     /// The layer's groups are too entangled to eliminate.
     #[error(transparent)]
     TooWide(#[from] TooWide),
@@ -207,11 +216,22 @@ impl LayerModel {
                 return Err(ModelError::NoChoice(graph.op(group.ops[0]).path.clone()));
             }
         }
-        let priced = links
-            .iter()
-            .filter(|l| l.a != l.b)
-            .map(|l| price_between(s, prices, l, &groups))
-            .collect();
+        let between = links.iter().filter(|l| l.a != l.b);
+        let priced = between
+            .map(|l| {
+                let priced = price_between(s, prices, l, &groups);
+                match s
+                    .pins
+                    .zero
+                    .filter(|_| priced.cells.iter().all(Option::is_none))
+                {
+                    Some(level) => Err(moved(s, l, level).unwrap_or_else(|| {
+                        ModelError::NoChoice(graph.op(groups[l.b].ops[0]).path.clone())
+                    })),
+                    None => Ok(priced),
+                }
+            })
+            .collect::<Result<_, ModelError>>()?;
         let sizes = groups.iter().map(|g| g.choices.len()).collect();
         Ok(LayerModel {
             groups,
@@ -407,6 +427,20 @@ fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 
         })
         .max()
         .unwrap_or(0)
+}
+
+/// What is wrong with a link that a pinned level leaves no way over: its first parameter.
+fn moved(s: &Setting<'_>, link: &Link, level: u8) -> Option<ModelError> {
+    let graph = &s.training.graph;
+    let parameter = link
+        .uses
+        .iter()
+        .find(|u| s.of_parameters[u.value.index()])?;
+    Some(ModelError::Moved {
+        level,
+        value: graph.value_name(parameter.value),
+        op: graph.op(parameter.op).path.clone(),
+    })
 }
 
 fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {

@@ -40,6 +40,10 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     if different.is_some() {
         without_ratios(&mut comparison);
     }
+    if let Some(path) = &args.recalibrate {
+        let inputs = args.run.iter().chain([&args.plan]).map(|p| p.as_path());
+        files::check_not_input(path, &inputs.collect::<Vec<_>>())?;
+    }
     let refined = match (&args.recalibrate, &different) {
         (Some(_), Some(words)) => return Err(Failure::new(Exit::Usage, words.clone())),
         (Some(path), None) => Some(recalibrate::recalibrate(path, &loaded, &runs)?),
@@ -72,8 +76,10 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
     // Without a ratio the two sides are of different devices, which is said at the top.
     let off = c.step_time_s.ratio? - 1.0;
     let cluster = &loaded.plan.cluster;
+    let share = c.waterfall.as_ref().and_then(of_work);
     if args.recalibrate.is_some() {
-        return None;
+        let waits = off.abs() > FAR_OFF && share.is_some_and(|s| s < OF_WORK);
+        return waits.then(|| "Most of what is off is waiting, which no figure of the cluster makes: what was refined may be of a busy machine.".into());
     }
     if cluster.measured.is_empty() {
         return Some(format!(
@@ -91,9 +97,10 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
         let again = "`meshwright calibrate` measures the cluster again, on a machine that does nothing else";
         match c.waterfall.as_ref().map(of_work) {
             // What was not timed instruction by instruction has nothing to be fitted to.
-            None => format!("{said} Next: `meshwright run {} --profile 2 ..` times instructions, which shows where; {again}.", args.plan.display()),
-            Some(share) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster makes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),
-            Some(_) => format!(
+            None => format!("{said} Next: `meshwright run {} --data FILE --profile 2` times instructions, which shows where; {again}.", args.plan.display()),
+            Some(None) => format!("{said} The steps whose instructions were timed were as predicted, the others were not. Next: run again on a machine that does nothing else; {again}."),
+            Some(Some(share)) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster makes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),
+            Some(Some(_)) => format!(
                 "{said} Next: `meshwright compare {} {} --recalibrate refined.toml` fits the cluster's figures to the run; {again}.",
                 args.plan.display(),
                 runs.join(" ")
@@ -106,15 +113,16 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
 const OF_WORK: f64 = 0.5;
 
 /// The share of work in what is off, part by part, beside waiting: what figures of the cluster say.
-/// That other steps took longer than those that were timed is neither.
-fn of_work(w: &Waterfall) -> f64 {
+/// That other steps took longer than those that were timed is neither; none where it is more than
+/// both.
+fn of_work(w: &Waterfall) -> Option<f64> {
     let off = |of: fn(Cause) -> bool| -> f64 {
         let parts = w.parts.iter().filter(|p| of(p.cause));
         parts.map(|p| p.difference_s.abs()).sum()
     };
     let work = off(|c| matches!(c, Cause::Compute | Cause::Collectives | Cause::Transfers));
     let all = work + off(|c| c == Cause::Waiting);
-    if all > 0.0 { work / all } else { 0.0 }
+    (all > 0.0 && all >= off(|c| c == Cause::Profiling)).then(|| work / all)
 }
 
 /// That the plan and the run are of different devices, in words, and what to do about it.
@@ -458,15 +466,20 @@ mod tests {
                 ..Waterfall::default()
             })
         };
-        assert_eq!(of(&[(Cause::Compute, 0.1), (Cause::Waiting, 0.9)]), 0.1);
+        assert_eq!(
+            of(&[(Cause::Compute, 0.1), (Cause::Waiting, 0.9)]),
+            Some(0.1)
+        );
         // Kernels that are too slow beside collectives that are too fast are work all the same.
         let both = [
             (Cause::Compute, 0.5),
             (Cause::Collectives, -0.25),
             (Cause::Waiting, 0.25),
-            (Cause::Profiling, 7.0),
+            (Cause::Profiling, 0.5),
         ];
-        assert_eq!(of(&both), 0.75);
-        assert_eq!(of(&[]), 0.0);
+        assert_eq!(of(&both), Some(0.75));
+        // Steps that were not timed took longer: neither.
+        assert_eq!(of(&[(Cause::Compute, 0.1), (Cause::Profiling, 7.0)]), None);
+        assert_eq!(of(&[]), None);
     }
 }

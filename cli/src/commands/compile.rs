@@ -21,7 +21,8 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
-    let inputs = [Path::new(&args.model), Path::new(&args.cluster)];
+    let model_file = model::config_path(&args.model)?;
+    let inputs = [model_file.as_path(), Path::new(&args.cluster)];
     files::check_not_input(&args.output, &inputs)?;
     files::check_writable(&args.output)?;
     if let Some(words) = cluster::other_units(&cluster) {
@@ -118,7 +119,11 @@ fn pin_help(pin: &str) -> String {
         false => *k == key,
     };
     if let Some((_, form)) = PINS.iter().find(of_key) {
-        return format!("give it as {form}, or leave it out: the search finds what is not pinned");
+        let without = match family {
+            "recompute" => "nothing is recomputed then",
+            _ => "the search finds what is not pinned",
+        };
+        return format!("give it as {form}, or leave it out: {without}");
     }
     let forms: Vec<&str> = PINS.iter().map(|(_, form)| *form).collect();
     let all = format!("pins are {}", forms.join(", "));

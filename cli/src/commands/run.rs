@@ -196,8 +196,12 @@ impl FinalState {
 
 /// Checks that all that will be written can be.
 fn outputs(args: &RunArgs) -> Result<FinalState, Failure> {
+    let inputs = [Some(&args.plan), Some(&args.data), args.weights.as_ref()];
+    let inputs: Vec<&Path> = inputs.into_iter().flatten().map(|p| p.as_path()).collect();
+    files::check_not_input(&args.output, &inputs)?;
     files::check_writable(&args.output)?;
     if let Some(path) = &args.save {
+        files::check_not_input(path, &inputs)?;
         files::check_writable(path)?;
     }
     if let Some(folder) = &args.checkpoint {

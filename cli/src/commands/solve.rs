@@ -25,6 +25,7 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     let cancel = interrupt::flag("ending with what is known")?;
     let options = options(args, start, &cancel)?;
     if let Some(path) = &args.output {
+        files::check_not_input(path, &[&args.instance])?;
         files::check_writable(path)?;
     }
     let problem = read(&args.instance, &cancel)?;

@@ -14,40 +14,44 @@ use ir::plan::{Plan, StagePrediction};
 use ir::{Bytes, Seconds, counted};
 use serde::Serialize;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys of clusters that say where figures come from, and not what they are.
 const NOT_FIGURES: [&str; 2] = ["measured", "sources"];
-/// Keys of training and cluster that are listed; `--json` has them all.
+/// Differences that are listed; `--json` has them all.
 const LISTED: usize = 20;
 
 /// Two plans side by side.
 #[derive(Clone, Debug, Serialize)]
 pub struct Against {
     /// What both predict.
-    pub predicted: Vec<Figure>,
+    pub predicted: Vec<Quantity>,
     /// What is not the same.
     pub differences: Vec<Difference>,
 }
 
 /// A predicted quantity of both plans.
 #[derive(Clone, Debug, Serialize)]
-pub struct Figure {
+pub struct Quantity {
     /// What it is.
     pub what: &'static str,
-    /// Of either plan; seconds, bytes, shares or tokens per second.
+    /// Of either plan.
     pub values: [f64; 2],
-    #[serde(skip)]
+    /// What the values are in.
+    #[serde(rename = "unit")]
     kind: Kind,
 }
 
-/// How a quantity is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The unit of a quantity, which says how it is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 enum Kind {
     Seconds,
     Bytes,
+    /// Tokens per second.
+    #[serde(rename = "per_second")]
     Rate,
-    /// Its change is in points.
+    /// Of one. Its change is in points.
     Share,
 }
 
@@ -65,17 +69,13 @@ impl Against {
     pub fn new(a: &Loaded, b: &Loaded) -> Result<Self, Failure> {
         let (of_a, of_b) = (facts(a)?, facts(b)?);
         let keys = of_a.iter().chain(&of_b).map(|(what, _)| what);
-        let mut known: Vec<&String> = Vec::new();
-        for key in keys {
-            if !known.contains(&key) {
-                known.push(key);
-            }
-        }
+        let mut seen = BTreeSet::new();
+        let known = keys.filter(|key| seen.insert(*key));
         let value = |facts: &[(String, String)], key: &str| {
             let found = facts.iter().find(|(what, _)| what == key);
             found.map_or("-".to_string(), |(_, value)| value.clone())
         };
-        let differences = known.into_iter().filter_map(|what| {
+        let differences = known.filter_map(|what| {
             let values = [value(&of_a, what), value(&of_b, what)];
             (values[0] != values[1]).then(|| Difference {
                 what: what.clone(),
@@ -90,7 +90,7 @@ impl Against {
 
     /// Two tables; `names` are those of the plans.
     pub fn words(&self, names: [&str; 2]) -> String {
-        let figures = self.predicted.iter().map(Figure::cells).collect();
+        let figures = self.predicted.iter().map(Quantity::cells).collect();
         let header = ["predicted", names[0], names[1], "change"];
         let mut w = table(&header, figures, 1);
         w += "\n(compute, collectives, transfers, begin and end: of a step, the mean over the meshes; peak memory: of the rank that needs most)\n";
@@ -113,7 +113,7 @@ impl Against {
     }
 }
 
-impl Figure {
+impl Quantity {
     fn cells(&self) -> Vec<String> {
         let show = |x: f64| match self.kind {
             Kind::Seconds => Seconds(x).to_string(),
@@ -135,9 +135,9 @@ impl Figure {
     }
 }
 
-fn predicted(a: &Plan, b: &Plan) -> Vec<Figure> {
+fn predicted(a: &Plan, b: &Plan) -> Vec<Quantity> {
     let (p, q) = (&a.predicted, &b.predicted);
-    let of = |what, kind, get: &dyn Fn(&Plan) -> f64| Figure {
+    let of = |what, kind, get: &dyn Fn(&Plan) -> f64| Quantity {
         what,
         kind,
         values: [get(a), get(b)],
@@ -182,7 +182,7 @@ fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     let decided = [
         ("model", plan.name.clone()),
         ("graph", files::fingerprint(plan.graph.as_bytes())),
-        ("pins", plan.pins.join(", ")),
+        ("pins", pins(plan)),
         ("stages", plan.stages.len().to_string()),
         ("layers of the stages", layers.collect::<Vec<_>>().join("/")),
         ("schedule", plan.schedule.name().to_string()),
@@ -210,6 +210,13 @@ fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     flatten("cluster", &json(&plan.cluster)?, &mut keys);
     facts.extend(keys);
     Ok(facts)
+}
+
+fn pins(plan: &Plan) -> String {
+    match plan.pins.is_empty() {
+        true => "none".into(),
+        false => plan.pins.join(", "),
+    }
 }
 
 fn json(value: &impl Serialize) -> Result<Value, Failure> {
@@ -299,17 +306,24 @@ fn does(stage: &StageReport) -> String {
 }
 
 fn recomputed(stage: &StageReport) -> String {
-    let mut said: Vec<&str> = Vec::new();
+    let mut said: Vec<(&str, u64)> = Vec::new();
     for run in &stage.layers {
-        let words = match run.recompute_words.as_str() {
-            "" => "nothing",
-            words => words,
-        };
-        if !said.contains(&words) {
-            said.push(words);
+        let (words, n) = (run.recompute_words.as_str(), run.n_layers as u64);
+        match said.iter_mut().find(|(known, _)| *known == words) {
+            Some((_, known)) => *known += n,
+            None => said.push((words, n)),
         }
     }
-    said.join("; ")
+    // Embedding and output layer have nothing to recompute: kinds are counted, not contrasted.
+    said.retain(|(words, _)| !words.is_empty());
+    let said = said
+        .iter()
+        .map(|(words, n)| format!("{words} in {}", counted(*n, "layer")));
+    let said: Vec<String> = said.collect();
+    match said.is_empty() {
+        true => "nothing".into(),
+        false => said.join("; "),
+    }
 }
 
 #[cfg(test)]
@@ -337,7 +351,7 @@ mod tests {
     fn changes_are_relative_and_those_of_shares_in_points() {
         let change = |kind, values| {
             let what = "x";
-            Figure { what, values, kind }.cells().remove(3)
+            Quantity { what, values, kind }.cells().remove(3)
         };
         assert_eq!(change(Kind::Seconds, [2.0, 1.5]), "-25.0%");
         assert_eq!(change(Kind::Seconds, [2.0, 2.0]), "same");

@@ -34,6 +34,13 @@ fn behaviours(s: &Software) -> Vec<String> {
             over(&s.blocking_axes)
         ));
     }
+    if s.host_s_per_part > 0.0 && !s.copied_axes.is_empty() {
+        let axes = over(&s.copied_axes);
+        said.push(format!("the host copies the part of each rank over {axes}"));
+    }
+    if s.gathers_again {
+        said.push("parameters gathered again after recomputation".into());
+    }
     if !s.piecewise_axes.is_empty() {
         let axes = over(&s.piecewise_axes);
         said.push(format!("collectives over {axes} in pieces beside matmuls"));

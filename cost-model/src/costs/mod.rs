@@ -723,7 +723,14 @@ impl RoleCosts<'_> {
             return 0.0;
         }
         let whole = |i: &CollectiveItem| self.bytes(i.input).max(self.bytes(i.output));
-        let ranks: u64 = axes.iter().map(|a| self.role.mesh.size(*a)).product();
+        let is_listed = matches!(
+            kind,
+            CollectiveKind::AllGather | CollectiveKind::ReduceScatter(_)
+        );
+        let ranks: u64 = match is_listed {
+            true => axes.iter().map(|a| self.role.mesh.size(*a)).product(),
+            false => 0,
+        };
         let copies = items
             .iter()
             .map(|i| compute::copy_time(self.cluster, whole(i)).0);

@@ -33,24 +33,9 @@ pub(super) fn add(role: &RoleProgram, costs: &mut [Vec<InstrCost>], host_s: &mut
             .iter()
             .position(|t| t.kind == TemplateKind::Forward && t.chunk == backward.chunk);
         let Some(f) = forward else { continue };
-        let twins = backward
-            .instructions
-            .iter()
-            .enumerate()
-            .filter_map(|(i, x)| {
-                let (path, kind) = op(x)?;
-                let source = source_path(path);
-                (source != path).then_some((i, source, kind))
-            });
-        let twins: Vec<(usize, &str, &OpKind)> = twins.collect();
-        let again: HashSet<&str> = twins.iter().map(|t| t.1).collect();
-        let matmuls = twins.iter().filter_map(|(i, _, kind)| {
-            let is_matmul = matches!(kind, OpKind::DotGeneral { .. });
-            let layer = backward.instructions[*i].layer.filter(|_| is_matmul)?;
-            Some((layer, *i))
-        });
-        // The last one of each layer counts.
-        let layers: HashMap<LayerId, usize> = matmuls.collect();
+        let instructions = backward.instructions.iter();
+        let again: HashSet<&str> = instructions.filter_map(|x| Some(twin(x)?.0)).collect();
+        let layers = recomputed_layers(backward);
         let mut made: HashMap<BufferId, usize> = HashMap::new();
         for (i, instruction) in role.templates[f].instructions.iter().enumerate() {
             let place = match &instruction.kind {
@@ -72,8 +57,25 @@ pub(super) fn add(role: &RoleProgram, costs: &mut [Vec<InstrCost>], host_s: &mut
     }
 }
 
+/// The path of the forward op that an instruction recomputes, with its kind.
+fn twin(instruction: &Instruction) -> Option<(&str, &OpKind)> {
+    let (path, kind) = op(instruction)?;
+    let source = source_path(path);
+    (source != path).then_some((source, kind))
+}
+
+/// The layers that a backward template recomputes, with the last of their recomputed matmuls.
+fn recomputed_layers(backward: &Template) -> HashMap<LayerId, usize> {
+    let instructions = backward.instructions.iter().enumerate();
+    let matmuls = instructions.filter_map(|(i, x)| match twin(x)?.1 {
+        OpKind::DotGeneral { .. } => Some((x.layer?, i)),
+        _ => None,
+    });
+    matmuls.collect()
+}
+
 /// Prices the gathers of parameters in a backward template twice, as far as what they gather is
-/// read both by a kernel that is recomputed and by one that is not.
+/// read both by a kernel of a recomputed layer that is run again and by one that is not.
 pub(super) fn gather_again(role: &RoleProgram, template: &Template, costs: &mut [InstrCost]) {
     if template.kind != TemplateKind::Backward {
         return;
@@ -88,11 +90,13 @@ pub(super) fn gather_again(role: &RoleProgram, template: &Template, costs: &mut 
             gathered.insert(item.output);
         }
     }
-    // By buffer: read by what is recomputed, by other kernels.
+    let layers = recomputed_layers(template);
+    // By buffer: read by what recomputes a layer, by other kernels.
     let mut read: HashMap<BufferId, (bool, bool)> = HashMap::new();
     for (instruction, cost) in template.instructions.iter().zip(costs).rev() {
-        if let Some((path, _)) = op(instruction) {
-            let again = source_path(path) != path;
+        if op(instruction).is_some() {
+            let is_of_layer = instruction.layer.is_some_and(|l| layers.contains_key(&l));
+            let again = is_of_layer && twin(instruction).is_some();
             for b in instruction.reads() {
                 let by = read.entry(b).or_default();
                 *by = (by.0 || again, by.1 || !again);
@@ -193,36 +197,49 @@ mod tests {
         seconds.chain([hosts]).collect()
     }
 
-    /// Seconds of a gather of a second whose result is read by ops of these paths.
-    fn gathered(class: BufferClass, paths: &[&str]) -> f64 {
+    /// Seconds of gathers of a second each, of `[(of, into), ..]` buffers, where ops of these paths
+    /// read these buffers. The first three buffers are of `class`.
+    fn gathered(class: BufferClass, gathers: &[&[[u32; 2]]], ops: &[(&str, u32)]) -> Vec<f64> {
         let mut role = testing::role(0, 0, 2);
-        role.buffers[0].class = class;
-        let gather = InstrKind::Collective {
+        let class_of = |i| match i < 3 {
+            true => class,
+            false => BufferClass::Transient,
+        };
+        role.buffers = (0..10)
+            .map(|i| testing::buffer("x", class_of(i), &[4]))
+            .collect();
+        let gather = |items: &&[[u32; 2]]| InstrKind::Collective {
             kind: CollectiveKind::AllGather,
             axes: vec![ir::AxisId(0)],
-            items: vec![CollectiveItem {
-                step: ir::reshard::LayoutStep::AllReduce {
-                    axes: vec![ir::AxisId(0)],
-                },
-                input: BufferId(0),
-                output: BufferId(1),
-            }],
+            items: items
+                .iter()
+                .map(|&[input, output]| CollectiveItem {
+                    step: ir::reshard::LayoutStep::AllGather {
+                        dim: 0,
+                        axis: ir::AxisId(0),
+                    },
+                    input: BufferId(input),
+                    output: BufferId(output),
+                })
+                .collect(),
         };
-        let op = |path: &&str| InstrKind::Compute {
+        let op = |&(path, reads): &(&str, u32)| InstrKind::Compute {
             path: path.to_string(),
-            kind: OpKind::Unary {
-                f: ir::op::Unary::Relu,
+            kind: OpKind::DotGeneral {
+                einsum: ir::op::Einsum::parse("mk,kn->mn").unwrap(),
             },
-            inputs: vec![BufferId(1)],
-            outputs: vec![BufferId(2)],
+            inputs: vec![BufferId(reads)],
+            outputs: vec![BufferId(9)],
         };
-        let kinds = [gather].into_iter().chain(paths.iter().map(op));
+        let kinds = gathers.iter().map(gather).chain(ops.iter().map(op));
+        let instruction = |kind| Instruction {
+            layer: Some(LayerId(0)),
+            ..testing::instr(kind, Stream::Compute, &[])
+        };
         let template = Template {
             kind: TemplateKind::Backward,
             chunk: 0,
-            instructions: kinds
-                .map(|k| testing::instr(k, Stream::Compute, &[]))
-                .collect(),
+            instructions: kinds.map(instruction).collect(),
         };
         let cost = InstrCost {
             seconds: 1.0,
@@ -232,22 +249,36 @@ mod tests {
         };
         let mut costs = vec![cost; template.instructions.len()];
         gather_again(&role, &template, &mut costs);
-        assert!(costs[1..].iter().all(|c| c.seconds == 1.0));
-        costs[0].seconds
+        costs.iter().map(|c| c.seconds).collect()
     }
 
     #[test]
     fn parameters_of_recomputed_layers_are_gathered_twice() {
-        let step = |paths: &[&str]| gathered(BufferClass::Step, paths);
-        assert_eq!(step(&["recompute.h.0.y", "grad.h.0.y.lhs"]), 2.0);
-        assert_eq!(step(&["recompute.h.0.y", "recompute.h.0.z"]), 1.0);
-        assert_eq!(step(&["grad.h.0.y.lhs"]), 1.0);
+        let (again, grad) = ("recompute.h.0.y", "grad.h.0.y.lhs");
+        let of = |class, paths: &[(&str, u32)]| gathered(class, &[&[[0, 3]]], paths)[0];
+        let step = |paths: &[(&str, u32)]| of(BufferClass::Step, paths);
+        assert_eq!(step(&[(again, 3), (grad, 3)]), 2.0);
+        assert_eq!(step(&[(again, 3), ("recompute.h.0.z", 3)]), 1.0);
+        assert_eq!(step(&[(grad, 3)]), 1.0);
         // An activation is kept.
-        let stashed = gathered(
-            BufferClass::PerMicrobatch { slots: 1 },
-            &["recompute.h.0.y", "grad.h.0.y.lhs"],
+        let kept = BufferClass::PerMicrobatch { slots: 1 };
+        assert_eq!(of(kept, &[(again, 3), (grad, 3)]), 1.0);
+    }
+
+    #[test]
+    fn of_a_bucket_the_share_that_is_read_twice_counts() {
+        let (again, grad) = ("recompute.h.0.y", "grad.h.0.y.lhs");
+        let bucket: &[[u32; 2]] = &[[0, 3], [1, 4]];
+        let seconds = gathered(
+            BufferClass::Step,
+            &[bucket],
+            &[(again, 3), (grad, 3), (grad, 4)],
         );
-        assert_eq!(stashed, 1.0);
+        assert_eq!(seconds, [1.5, 1.0, 1.0, 1.0]);
+        // Over one axis and then another.
+        let chain: [&[[u32; 2]]; 2] = [&[[0, 3]], &[[3, 4]]];
+        let seconds = gathered(BufferClass::Step, &chain, &[(again, 4), (grad, 4)]);
+        assert_eq!(seconds, [2.0, 2.0, 1.0, 1.0]);
     }
 
     #[test]

@@ -640,7 +640,7 @@ fn levels_leave_what_pins_leave() {
 #[test]
 fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
     use AxisRole::{Context, Data, Free, Tensor};
-    // ZeRO-3's variants without the gathers at uses cost what their other parts leave.
+    // Optima that a level below 3 makes dearer.
     let mut n_moved = 0;
     for (axes, roles) in [
         ([1, 8], [Free, Free]),

@@ -6,8 +6,9 @@
 //! is decided whether the change keeps to a level. What an op computes with as it lies, as the
 //! parts of a tensor-parallel matmul, stays allowed, and so does cutting a part out.
 //!
-//! Invariant: with `Whole` on every axis no layout change moves a parameter, so a level never
-//! leaves an op without a strategy.
+//! Invariant: where no pin says how a parameter's copy lies, one that is whole on every chosen axis
+//! is never moved, and every level leaves such a copy, so a level never leaves an op without a
+//! strategy. A pinned layout may; the error then names the parameter.
 
 use super::{AxisRole, ZeroLevels};
 use ir::{Graph, LogicalMesh, OpKind, Region, ShardingSpec};
@@ -49,9 +50,10 @@ pub(crate) fn levels(
             !is_chosen(a) || (to.axes.get(..=i) == from.axes.get(..=i) && to.unit == from.unit)
         })
     });
-    match stays {
-        true => ZeroLevels::ALL,
-        false => ZeroLevels::MOVING,
+    if stays {
+        ZeroLevels::ALL
+    } else {
+        ZeroLevels::MOVING
     }
 }
 
