@@ -19,6 +19,20 @@ const SAME: [&str; 8] = [
     "precision",
 ];
 
+/// Rows of a group that agree in these too are one plan that was measured again.
+const PLAN: [&str; 10] = [
+    "micro_batch",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "sequence_parallel",
+    "zero_stage",
+    "recompute",
+];
+
 /// Plans of one model on one cluster, ranked.
 #[derive(Clone, Debug)]
 pub struct Ranked {
@@ -28,8 +42,12 @@ pub struct Ranked {
     pub what: String,
     /// Number of plans.
     pub n: usize,
-    /// Kendall's tau over the pairs that differ: 1 for the measured order, 0 for chance.
+    /// Kendall's tau over the pairs that were measured apart: 1 for the measured order, 0 for
+    /// chance and for pairs that are predicted equal.
     pub tau: f64,
+    /// The same over pairs of different plans; none where no such pair was measured apart. What
+    /// one plan's times differ by is noise, or a release, and no order of plans.
+    pub tau_of_plans: Option<f64>,
     /// How much longer than the fastest plan the predicted fastest takes.
     pub regret: f64,
 }
@@ -51,13 +69,23 @@ pub fn rankings(rows: &[Scored<'_>]) -> Vec<Ranked> {
                 same[1], same[2], same[3], same[4], same[5], same[6], same[7]
             ),
             n: rows.len(),
-            tau: tau(&rows),
+            tau: tau(&rows, |_, _| true).unwrap_or(0.0),
+            tau_of_plans: tau(&rows, differ),
             regret: regret(&rows),
         })
         .collect()
 }
 
-fn tau(rows: &[&Scored<'_>]) -> f64 {
+/// Whether two rows of a group describe different plans.
+fn differ(a: &Scored<'_>, b: &Scored<'_>) -> bool {
+    PLAN.iter().any(|c| a.row.text(c) != b.row.text(c))
+}
+
+/// Kendall's tau over the pairs that count and were measured apart, if there are any.
+fn tau(
+    rows: &[&Scored<'_>],
+    counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool,
+) -> Option<f64> {
     let mut signs = Vec::new();
     for (i, a) in rows.iter().enumerate() {
         for b in &rows[i + 1..] {
@@ -66,7 +94,7 @@ fn tau(rows: &[&Scored<'_>]) -> f64 {
             } else {
                 (b, a)
             };
-            if slow.measured_s / fast.measured_s - 1.0 <= TIE {
+            if !counts(slow, fast) || slow.measured_s / fast.measured_s - 1.0 <= TIE {
                 continue;
             }
             signs.push(match slow.predicted_s.total_cmp(&fast.predicted_s) {
@@ -76,7 +104,7 @@ fn tau(rows: &[&Scored<'_>]) -> f64 {
             });
         }
     }
-    mean(&signs).unwrap_or(0.0)
+    mean(&signs)
 }
 
 fn regret(rows: &[&Scored<'_>]) -> f64 {
@@ -87,4 +115,53 @@ fn regret(rows: &[&Scored<'_>]) -> f64 {
     };
     let fastest = by(&|r| r.measured_s);
     by(&|r| r.predicted_s) / fastest - 1.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cost_model::memory::MemoryUse;
+    use published::row::Row;
+
+    /// Two plans, the first of which was measured twice, 10% apart.
+    const ROWS: &str = "row_id,framework,layers,hidden,heads,gpus_total,global_batch,seq_len,precision,tp,pp
+R1,F,2,8,2,8,8,8,fp16,2,1
+R2,F,2,8,2,8,8,8,fp16,2,1
+R3,F,2,8,2,8,8,8,fp16,1,2
+";
+
+    fn scored<'a>(rows: &'a [Row], measured: &[f64], predicted: &[f64]) -> Vec<Scored<'a>> {
+        let times = measured.iter().zip(predicted);
+        rows.iter()
+            .zip(times)
+            .map(|(row, (&measured_s, &predicted_s))| Scored {
+                row,
+                stratum: "A100/some".into(),
+                tier: 'A',
+                measured_s,
+                predicted_s,
+                memory_gb: None,
+                memory: MemoryUse::default(),
+                measured_mfu: None,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_plan_measured_again_has_no_order() {
+        let rows = published::row::rows(&published::csv::parse(ROWS).unwrap());
+        let all = scored(&rows, &[1.0, 1.1, 2.0], &[1.0, 1.0, 3.0]);
+        let all: Vec<&Scored<'_>> = all.iter().collect();
+        assert_eq!(tau(&all, |_, _| true), Some(2.0 / 3.0));
+        assert_eq!(tau(&all, differ), Some(1.0));
+        // Even where something else than the plan tells its runs apart, rightly or wrongly.
+        let wrong = scored(&rows, &[1.0, 1.1, 2.0], &[1.2, 1.1, 1.0]);
+        let wrong: Vec<&Scored<'_>> = wrong.iter().collect();
+        assert_eq!(tau(&wrong, differ), Some(-1.0));
+        assert_eq!(tau(&wrong[..2], differ), None);
+        // 1.5% apart is not compared.
+        let near = scored(&rows[1..], &[1.0, 1.015], &[1.0, 0.5]);
+        let near: Vec<&Scored<'_>> = near.iter().collect();
+        assert_eq!(tau(&near, differ), None);
+    }
 }
