@@ -935,7 +935,7 @@ fn tables_of_runs() {
     assert!(done.out.contains("1 of 2 runs predicted"), "{}", done.out);
     assert!(
         done.out
-            .contains("1 not predicted (R1): not supported: the precision int8")
+            .contains("1 not predicted (R1): not supported: the precision int8; known are fp32")
     );
     // A column that is nearly one that plans are made of is refused, others are named once.
     let with = |name: &str, value: &str| {
@@ -983,6 +983,35 @@ fn tables_of_runs() {
     place
         .refuses(&args, &[4])
         .says(&["the interconnect `PCIe`; known are", "NVLink4"]);
+    // A word that speaks against the board, and hosts that nobody builds.
+    place.write(
+        "rows.csv",
+        RUNS.replace("A100-80GB-SXM4", "A100-PCIE-80GB").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["it says PCIe", "a100-pcie-80gb"]);
+    place.write(
+        "rows.csv",
+        RUNS.replace(",2,8,NVLink3", ",2,64,NVLink3").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["`gpus_per_node` is 64", "8 at most"]);
+    // What is modelled otherwise than a cell says is in `assumed`.
+    let assumed = |from: &str, to: &str| {
+        place.write("rows.csv", RUNS.replace(from, to).as_bytes());
+        place.run(&args).expect(0);
+        let text = String::from_utf8(place.read("out.csv")).unwrap();
+        let table = published::csv::parse(&text).unwrap();
+        let i = table.header.iter().position(|h| h == "assumed").unwrap();
+        table.records[0][i].clone()
+    };
+    assert_eq!(assumed("fp16", "fp16"), "sequence_parallel=no");
+    let volta =
+        "V100-32GB,2,8,NVLink2,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,bf16";
+    let ampere = "A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16";
+    assert_eq!(assumed(ampere, volta), "sequence_parallel=no bf16_rate=f32");
     // Columns of published tables are known, though nothing reads them.
     place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
     assert_eq!(place.run(&args).expect(0).err, "");
