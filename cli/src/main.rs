@@ -2,7 +2,7 @@
 //! other crates; here it meets the user.
 //!
 //! * `args`: the command line.
-//! * `files`, `document`: reading with limits and places, writing whole or not at all.
+//! * `files`, `document`, `places`: reading with limits and places, writing whole or not at all.
 //! * `model`, `cluster`, `train_spec`, `plan_file`: arguments to values.
 //! * `commands`: one module per verb.
 //! * `report`: plans, memory and collectives in words and tables.
@@ -18,6 +18,7 @@ mod failure;
 mod files;
 mod interrupt;
 mod model;
+mod places;
 mod plan_file;
 mod report;
 mod train_spec;

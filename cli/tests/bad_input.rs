@@ -366,14 +366,132 @@ fn software_that_speaks_of_axes_no_plan_has() {
     // Without pins of degrees the search names its axes x and y.
     let said = compile("blocking_axes = [\"data\", \"tensor\"]", "pipeline=1");
     assert!(
-        said.contains("`software` speaks of the axes data, tensor")
+        said.contains("blocking_axes = [data, tensor] (the axes of this plan are x, y")
             && said.contains("--pin data=2"),
         "{said}"
     );
     assert_eq!(compile("blocking_axes = [\"x\", \"y\"]", "pipeline=1"), "");
     assert_eq!(compile("blocking_axes = [\"data\"]", "data=4"), "");
-    // A plan whose axes have names of their own may lack the one that is spoken of.
-    assert_eq!(compile("blocking_axes = [\"tensor\"]", "data=4"), "");
+    // Of a list that says something of this plan, the rest is about others.
+    let two = "blocking_axes = [\"data\", \"tensor\"]";
+    assert_eq!(compile(two, "data=4"), "");
+    // A key that says nothing of it is named, once, with its value.
+    let said = compile(
+        "copied_axes = [\"tensor\"]\nblocking_axes = [\"data\"]",
+        "data=4",
+    );
+    assert_eq!(
+        said.trim(),
+        "warning: of `software`, without effect in this plan: copied_axes = [tensor] (the axes of this plan are data)"
+    );
+}
+
+/// Figures of what neither the model nor the cluster has are named.
+#[test]
+fn software_that_speaks_of_what_there_is_not() {
+    let place = Place::new();
+    let compile = |keys: &str| {
+        let file = with_software("{ fused = { rate = 1.0 } }", keys);
+        place.write("cluster.toml", file.as_bytes());
+        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+        let more = ["--global-batch", "4", "--pin", "data=4"];
+        place.run(&[&args[..], &more[..]].concat()).expect(0).err
+    };
+    let said = compile("grouped_matmul_share = 0.5\nfused_experts = true");
+    let experts = "grouped_matmul_share = 0.5, fused_experts = true (the model has no experts)";
+    assert!(said.contains(experts), "{said}");
+    let said =
+        compile("host_s_per_part = 1e-5\nkept_casts = true\ncollective_multiprocessors = 16");
+    for words in [
+        "host_s_per_part = 0.00001 (there are no copied_axes)",
+        "kept_casts = true (there is no matmul_dtype)",
+        "collective_multiprocessors = 16 (the device does not say its multiprocessors)",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+    assert_eq!(said.matches("warning:").count(), 1, "{said}");
+    assert_eq!(compile("fused_elementwise = true"), "");
+}
+
+/// What is wrong inside a list of a cluster file is named by key, index and line.
+#[test]
+fn places_inside_lists_are_named() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let json = place.run(&["presets", "dgx-h100", "--json"]).expect(0).out;
+    let said = |name: &str, text: &str, from: &str, to: &str, words: &[&str]| {
+        // The last one: of the third protocol of the second level.
+        let at = text.rfind(from).unwrap();
+        let edited = format!("{}{to}{}", &text[..at], &text[at + from.len()..]);
+        place.write(name, edited.as_bytes());
+        let args = ["compile", "config.json", "--cluster", name];
+        let line = text[..at].matches('\n').count() + 1;
+        let done = place.refuses(&args, &[3]).says(words);
+        assert!(
+            done.err.contains(&format!("{name}:{line}:")),
+            "{}",
+            done.err
+        );
+    };
+    let step = "ring_step_s = 0.000042658000000000004";
+    let protocol = "levels[1].protocols[2]";
+    let key = format!("{protocol}.ring_step_s");
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_step_s = \"x\"",
+        &[&format!("`{key}`: invalid type")],
+    );
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_step_s = -1.0",
+        &[&format!("{key} is -1")],
+    );
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_stp_s = 1.0",
+        &[
+            &format!("`{protocol}.ring_stp_s`: unknown field"),
+            "did you mean `ring_step_s`?",
+        ],
+    );
+    let step = "\"ring_step_s\": 0.000042658000000000004";
+    said(
+        "c.json",
+        &json,
+        step,
+        "\"ring_step_s\": -1.0",
+        &[&format!("{key} is -1")],
+    );
+    // An element of a list of words.
+    let axes = "\n[software]\nname = \"x\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\ncopied_axes = [\n  \"data\",\n  \"tensor\",\n]\n";
+    let text = format!("{text}{axes}");
+    said(
+        "c.toml",
+        &text,
+        "\"tensor\"",
+        "\"tensr\"",
+        &["software.copied_axes[1] is `tensr`"],
+    );
+    said(
+        "c.toml",
+        &text,
+        "\"tensor\"",
+        "3",
+        &["`software.copied_axes[1]`: invalid type"],
+    );
+    // A key of a table that is missing is said with the table.
+    let without = text.replacen("name = \"LL\"\n", "", 1);
+    place.write("c.toml", without.as_bytes());
+    let args = ["compile", "config.json", "--cluster", "c.toml"];
+    place
+        .refuses(&args, &[3])
+        .says(&["`levels[0].protocols[0]`: missing field `name`"]);
 }
 
 /// Bandwidths in GB/s and times in microseconds make plans that nobody wants.
@@ -922,7 +1040,9 @@ fn tables_of_runs() {
     place.write("rows.csv", RUNS.replace(",full,", ",foo,").as_bytes());
     place
         .refuses(&args, &[4])
-        .says(&["none of 1 run ", "`recompute` is `foo`"]);
+        .says(&["none of 1 run ", "`recompute` is `foo`"])
+        .says(&["nothing was written to out.csv", "docs/published.md"]);
+    assert!(!place.path("out.csv").exists());
     let header = RUNS.lines().next().unwrap();
     place.write("rows.csv", header.as_bytes());
     place.refuses(&args, &[3]).says(&["no rows"]);

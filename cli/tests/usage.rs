@@ -164,6 +164,17 @@ fn misspelt_names_get_a_suggestion() {
     cluster("h100-sx*8+nvlink4").says(&["no device `h100-sx`", "did you mean `h100-sxm`?"]);
     cluster("h100-sxm*8+nvlnk4").says(&["no link `nvlnk4`", "did you mean `nvlink4`?"]);
     cluster("h100-sxm*8").says(&["DEVICE*COUNT+LINK"]);
+    cluster("DGX-H100").says(&["did you mean `dgx-h100`?"]);
+    cluster("h100").says(&["did you mean one of", "dgx-h100", "h100-pcie"]);
+    // Devices and links are no clusters.
+    let of_device = ["`h100-sxm` is a device", "dgx-h100", "DEVICE*COUNT+LINK"];
+    cluster("h100-sxm").says(&of_device);
+    place
+        .refuses(&["presets", "h100-sxm"], &[3])
+        .says(&of_device);
+    place
+        .refuses(&["presets", "nvlink4"], &[3])
+        .says(&["`nvlink4` is a link"]);
     // An ending alone is no likeness.
     let far = cluster("config.toml").says(&["did you mean `config.json`?"]);
     assert!(!far.err.contains("text.txt"), "{}", far.err);
