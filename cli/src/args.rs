@@ -291,7 +291,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 2)]
     pub profile: u64,
     /// Longest that a rank waits for another one, seconds.
-    #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
     /// Where to write what was measured.
     #[arg(short, long, default_value = "run.json")]
