@@ -41,7 +41,7 @@ pub enum Verb {
     #[command(after_help = format!("Example:\n  meshwright calibrate -o cluster.toml --ranks 4\n\n{EXIT_CODES}"))]
     Calibrate(CalibrateArgs),
     /// Predict published training runs: a table of configurations to step time and memory.
-    #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\nThe columns are those of docs/published.md; a row that cannot be modelled says why.\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\nThe columns are those of docs/published.md; a row that cannot be modelled says why in its `reason`.\nWhere that is every row, their reasons are the error, nothing is written, and the exit code is 4.\n\n{EXIT_CODES}"))]
     Predict(PredictArgs),
     /// Solve an intra-op problem in the form of the IOPDDL benchmark.
     #[command(after_help = format!("Example:\n  meshwright solve instance.json.gz --time-limit 60 -o solution.json\n\nThe last line of the output is a JSON object with status, objective, lower_bound, gap,\nseconds, peak_usage and usage_limit.\n\n{EXIT_CODES}"))]
@@ -291,7 +291,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 2)]
     pub profile: u64,
     /// Longest that a rank waits for another one, seconds.
-    #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
     /// Where to write what was measured.
     #[arg(short, long, default_value = "run.json")]

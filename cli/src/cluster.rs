@@ -3,12 +3,13 @@
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
+use crate::places;
 use cost_model::presets;
-use ir::Graph;
 use ir::cluster::{Cluster, MAX_DEVICES};
 use ir::mesh::PLANNED_AXES;
 use ir::plan::Plan;
 use ir::training::TrainingGraph;
+use ir::{Figure, Graph, OpKind};
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -98,41 +99,116 @@ pub fn captured_nowhere(
     ))
 }
 
-/// The words of a warning about mesh axes that `software` names, where a plan has only those
-/// that the search names itself: nothing that is said of them applies.
-pub fn axes_nowhere(cluster: &Cluster, plan: &Plan) -> Option<String> {
-    let software = cluster.software.as_ref()?;
+/// The words of a warning about keys of `software` that have no effect in a plan: axes that none of
+/// its meshes has, and figures of what neither the model nor the cluster has.
+pub fn without_effect(cluster: &Cluster, plan: &Plan, training: &TrainingGraph) -> Option<String> {
+    let s = cluster.software.as_ref()?;
     let axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
     let has: BTreeSet<&str> = axes
         .filter(|a| a.size > 1)
         .map(|a| a.name.as_str())
         .collect();
+    let is_searched = has.iter().all(|axis| PLANNED_AXES[..2].contains(axis));
+    let mut without: Vec<String> = Vec::new();
     let lists = [
-        &software.blocking_axes,
-        &software.copied_axes,
-        &software.piecewise_axes,
-        &software.paired_axes,
+        ("blocking_axes", &s.blocking_axes),
+        ("copied_axes", &s.copied_axes),
+        ("piecewise_axes", &s.piecewise_axes),
+        ("paired_axes", &s.paired_axes),
     ];
-    let named: BTreeSet<&str> = lists.into_iter().flatten().map(String::as_str).collect();
-    let is_searched = |axis: &&str| PLANNED_AXES[..2].contains(axis);
-    if named.is_empty() || has.is_empty() || !has.iter().all(is_searched) {
-        return None;
+    let applies = |axes: &[String]| axes.iter().any(|a| has.contains(a.as_str()));
+    // Of a list that says something of this plan, the rest is about others.
+    let idle = lists
+        .into_iter()
+        .filter(|(_, axes)| !axes.is_empty() && !applies(axes));
+    let idle: Vec<String> = idle
+        .map(|(key, axes)| format!("{key} = [{}]", axes.join(", ")))
+        .collect();
+    // One device has no axes, and there is nothing to get wrong.
+    if !idle.is_empty() && !has.is_empty() {
+        let has: Vec<&str> = has.into_iter().collect();
+        let way = match is_searched {
+            true => "; name these, or pin the degrees (`--pin data=2,tensor=4`)",
+            false => "",
+        };
+        without.push(format!(
+            "{} (the axes of this plan are {}{way})",
+            idle.join(", "),
+            has.join(", ")
+        ));
     }
-    if named.iter().any(|axis| has.contains(axis)) {
-        return None;
+    if s.host_s_per_part > 0.0 && s.copied_axes.is_empty() {
+        without.push(format!(
+            "host_s_per_part = {} (there are no copied_axes)",
+            Figure(s.host_s_per_part)
+        ));
     }
-    let list = |axes: BTreeSet<&str>| axes.into_iter().collect::<Vec<_>>().join(", ");
-    Some(format!(
-        "`software` speaks of the axes {}, and those of this plan, which the search names, are {}: what it says of axes applies to none; name these, or pin the degrees (`--pin data=2,tensor=4`)",
-        list(named),
-        list(has)
-    ))
+    let of_experts = [
+        (s.grouped_matmul_share != 1.0)
+            .then(|| format!("grouped_matmul_share = {}", Figure(s.grouped_matmul_share))),
+        s.fused_experts.then(|| "fused_experts = true".into()),
+        s.overlapped_dispatch
+            .then(|| "overlapped_dispatch = true".into()),
+        s.dispatch_once_per_host
+            .then(|| "dispatch_once_per_host = true".into()),
+    ];
+    let of_experts: Vec<String> = of_experts.into_iter().flatten().collect();
+    let is_dispatch = |op: &ir::Op| matches!(op.kind, OpKind::Dispatch { .. });
+    if !of_experts.is_empty() && !training.graph.ops().iter().any(is_dispatch) {
+        without.push(format!(
+            "{} (the model has no experts)",
+            of_experts.join(", ")
+        ));
+    }
+    let of_casts = [
+        (s.narrow_matmul_share != 1.0)
+            .then(|| format!("narrow_matmul_share = {}", Figure(s.narrow_matmul_share))),
+        s.narrow_gathers.then(|| "narrow_gathers = true".into()),
+        s.kept_casts.then(|| "kept_casts = true".into()),
+        s.single_copies.then(|| "single_copies = true".into()),
+        (s.more_cast_reads > 0).then(|| format!("more_cast_reads = {}", s.more_cast_reads)),
+    ];
+    let of_casts: Vec<String> = of_casts.into_iter().flatten().collect();
+    if !of_casts.is_empty() && s.matmul_dtype.is_none() {
+        without.push(format!(
+            "{} (there is no matmul_dtype)",
+            of_casts.join(", ")
+        ));
+    }
+    let of_tiles = [
+        (s.unaligned_matmul_share != 1.0).then(|| {
+            format!(
+                "unaligned_matmul_share = {}",
+                Figure(s.unaligned_matmul_share)
+            )
+        }),
+        (s.collective_multiprocessors > 0).then(|| {
+            format!(
+                "collective_multiprocessors = {}",
+                s.collective_multiprocessors
+            )
+        }),
+    ];
+    let of_tiles: Vec<String> = of_tiles.into_iter().flatten().collect();
+    if !of_tiles.is_empty() && cluster.device.multiprocessors == 0 {
+        without.push(format!(
+            "{} (the device does not say its multiprocessors)",
+            of_tiles.join(", ")
+        ));
+    }
+    (!without.is_empty()).then(|| {
+        format!(
+            "of `software`, without effect in this plan: {}",
+            without.join("; ")
+        )
+    })
 }
 
-/// Whether a link reaches beyond one host.
+/// Whether hosts may be joined: a link reaches beyond one, or is there beside the one inside, for
+/// hosts that there is one of so far.
 fn joins_hosts(cluster: &Cluster) -> bool {
     let reach = cluster.levels.iter().map(|l| l.devices).max();
-    reach.is_some_and(|n| n > cluster.devices_per_host)
+    cluster.levels.len() > 1 || reach.is_some_and(|n| n > cluster.devices_per_host)
 }
 
 /// The words of a warning about figures that no machine has: most are in another unit than their
@@ -198,18 +274,52 @@ fn read(name: &str) -> Result<Cluster, Failure> {
         )
         .help("measure this machine first: meshwright calibrate"));
     }
+    let what = format!("there is no cluster `{name}`");
+    Err(Failure::new(Exit::BadInput, what).help(meant(name)))
+}
+
+/// What to do about a name that is no cluster's: the preset that was meant, those with a device of
+/// that name, or all.
+fn meant(name: &str) -> String {
     let known = presets::names();
-    let help = match files::closest(name, known.iter().copied()) {
-        _ if name.contains('*') => {
-            "a composition is DEVICE*COUNT+LINK, or DEVICE*COUNT+LINK+LINK for several hosts, as h100-sxm*8+nvlink4+infiniband-ndr; `meshwright presets` lists devices and links".into()
+    let all = "`meshwright presets` lists all";
+    if name.contains('*') {
+        return "a composition is DEVICE*COUNT+LINK, or DEVICE*COUNT+LINK+LINK for several hosts, as h100-sxm*8+nvlink4+infiniband-ndr; `meshwright presets` lists devices and links".into();
+    }
+    let same = |n: &&str| n.eq_ignore_ascii_case(name);
+    if let Some(preset) = known.iter().copied().find(same) {
+        return format!("did you mean `{preset}`? {all}");
+    }
+    if let Ok(catalogue) = presets::catalogue() {
+        if let Some(device) = catalogue.devices().find(same) {
+            let systems = catalogue.systems().iter();
+            let of_device = systems.filter(|s| s.device == device);
+            let presets: Vec<&str> = of_device.map(|s| s.preset.as_str()).collect();
+            return format!(
+                "`{device}` is a device; presets with it are {}, and a cluster of it is composed as DEVICE*COUNT+LINK; {all}, and links",
+                presets.join(", ")
+            );
         }
-        Some(near) => format!("did you mean `{near}`? `meshwright presets` lists all"),
+        if let Some(link) = catalogue.links().find(same) {
+            return format!(
+                "`{link}` is a link; a cluster with it is composed as DEVICE*COUNT+LINK, or DEVICE*COUNT+LINK+LINK for several hosts; {all}, and devices"
+            );
+        }
+    }
+    // A part of several names: `h100`.
+    let lower = name.to_lowercase();
+    let has_part = |n: &&&str| n.split('-').any(|part| part == lower);
+    let with_part: Vec<&str> = known.iter().filter(has_part).copied().collect();
+    if !with_part.is_empty() {
+        return format!("did you mean one of {}? {all}", with_part.join(", "));
+    }
+    match files::closest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean `{near}`? {all}"),
         None => format!(
             "presets are {}; a file is named with its ending, such as cluster.toml",
             known.join(", ")
         ),
-    };
-    Err(Failure::new(Exit::BadInput, format!("there is no cluster `{name}`")).help(help))
+    }
 }
 
 /// A preset, or a composition of the catalogue's devices and links.
@@ -265,12 +375,15 @@ fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure>
             problems.join("\n  ")
         ),
     };
-    let failure = Failure::new(Exit::BadInput, message).help(
+    let failure = Failure::new(Exit::BadInput, &message).help(
         "`meshwright schema cluster` says what each key means, docs/cost_model.md shows files, and `meshwright presets NAME` prints one",
     );
     let key = first.split(' ').next().unwrap_or_default();
-    Err(match document::find_key(text, key) {
-        Some((at, len)) => failure.place(file, text, at, len, "this key"),
-        None => failure,
-    })
+    let Some((at, len)) = places::find(text, key).or_else(|| document::find_key(text, key)) else {
+        return Err(failure);
+    };
+    let (line, column) = document::line_column(text, at);
+    // The first of several is shown, and its line stands before all of them.
+    let message = format!("{file}:{line}:{column}{}", &message[file.len()..]);
+    Err(failure.saying(message).place(file, text, at, len, "here"))
 }

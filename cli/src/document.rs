@@ -27,11 +27,7 @@ fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::E
         "",
         what,
     );
-    let at = if matches!(key, "." | "" | "?") {
-        String::new()
-    } else {
-        format!("`{key}`: ")
-    };
+    let at = named(key);
     let (line, column) = (e.line(), e.column());
     let failure = Failure::new(
         Exit::BadInput,
@@ -88,15 +84,29 @@ fn offset(text: &str, line: usize, column: usize) -> usize {
 
 /// Parses a TOML document of the kind `what`; fails as [`json`] does.
 pub fn toml<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T, Failure> {
-    toml::from_str(text).map_err(|e| {
+    let failure = |e: &toml::de::Error, key: &str| {
         let span = e.span().unwrap_or(0..0);
         let (line, column) = line_column(text, span.start);
         let here = text.get(span.clone()).unwrap_or_default();
         let Said { problem, help } = said(e.message(), here, what);
-        Failure::new(Exit::BadInput, format!("{file}:{line}:{column}: {problem}"))
-            .place(file, text, span.start, span.len(), "here")
-            .help(help)
-    })
+        let at = named(key);
+        Failure::new(
+            Exit::BadInput,
+            format!("{file}:{line}:{column}: {at}{problem}"),
+        )
+        .place(file, text, span.start, span.len(), "here")
+        .help(help)
+    };
+    let parser = toml::Deserializer::parse(text).map_err(|e| failure(&e, ""))?;
+    serde_path_to_error::deserialize(parser).map_err(|e| failure(e.inner(), &e.path().to_string()))
+}
+
+/// The key path of a problem, to stand before it; nothing where the document is meant.
+fn named(key: &str) -> String {
+    match key {
+        "." | "" | "?" => String::new(),
+        key => format!("`{key}`: "),
+    }
 }
 
 /// A parser's message as users are told it.

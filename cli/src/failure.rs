@@ -67,6 +67,11 @@ impl Failure {
             label: None,
         }))
     }
+    /// Says something else.
+    pub fn saying(mut self, message: impl fmt::Display) -> Self {
+        self.0.message = message.to_string();
+        self
+    }
     /// Adds the way out.
     pub fn help(mut self, help: impl Into<String>) -> Self {
         self.0.help = Some(help.into());

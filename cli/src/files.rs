@@ -104,10 +104,12 @@ pub fn missing_help(path: &Path) -> String {
 /// Names that are more like each other than this may have been meant (Jaro and Winkler's measure).
 const LIKE: f64 = 0.8;
 
-/// The name most like `wanted`, if any is like it at all; ties go to the first in order.
+/// The name most like `wanted` but for capitals, if any is like it at all; ties go to the first in
+/// order.
 pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let wanted = wanted.to_lowercase();
     let mut all: Vec<(f64, &str)> = names
-        .map(|n| (strsim::jaro_winkler(wanted, n), n))
+        .map(|n| (strsim::jaro_winkler(&wanted, &n.to_lowercase()), n))
         .filter(|(s, _)| *s > LIKE)
         .collect();
     all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));

@@ -2,7 +2,7 @@
 //! other crates; here it meets the user.
 //!
 //! * `args`: the command line.
-//! * `files`, `document`: reading with limits and places, writing whole or not at all.
+//! * `files`, `document`, `places`: reading with limits and places, writing whole or not at all.
 //! * `model`, `cluster`, `train_spec`, `plan_file`: arguments to values.
 //! * `commands`: one module per verb.
 //! * `report`: plans, memory and collectives in words and tables.
@@ -18,6 +18,7 @@ mod failure;
 mod files;
 mod interrupt;
 mod model;
+mod places;
 mod plan_file;
 mod report;
 mod train_spec;
@@ -27,6 +28,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches};
 use failure::{Exit, Failure};
 use std::io::{IsTerminal, Write};
+use std::num::IntErrorKind;
 use std::process::ExitCode;
 
 /// A plan is millions of small vectors and maps: with the system's allocator a third of the time of
@@ -43,7 +45,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(mut e) => {
             add_tip(&mut e);
-            e.exit()
+            number_in_words(e).exit()
         }
     };
     set_error_style();
@@ -107,6 +109,45 @@ fn add_tip(e: &mut clap::Error) {
         ContextKind::Suggested,
         ContextValue::StyledStrs(vec![tip.into()]),
     );
+}
+
+/// An error about a number that cannot be read, in words: the parser of whole numbers speaks of
+/// digits found in strings.
+fn number_in_words(e: clap::Error) -> clap::Error {
+    let (Some(ContextValue::String(flag)), Some(ContextValue::String(value))) = (
+        e.get(ContextKind::InvalidArg),
+        e.get(ContextKind::InvalidValue),
+    ) else {
+        return e;
+    };
+    let Some(expected) = std::error::Error::source(&e).and_then(|source| expected(source, value))
+    else {
+        return e;
+    };
+    let what = format!(
+        "invalid value '{value}' for '{flag}': {expected}\n\nFor more information, try '--help'.\n"
+    );
+    clap::Error::raw(ErrorKind::ValueValidation, what)
+}
+
+/// What a flag takes that `value` is not: words for the errors of the standard library's parsers.
+fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<String> {
+    if source.is::<std::num::ParseFloatError>() {
+        return Some("expected a number, as 0.1 or 1e-8".into());
+    }
+    let whole = source.downcast_ref::<std::num::ParseIntError>()?;
+    let digits = value.strip_prefix('-').unwrap_or(value);
+    let is_whole = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+    Some(match (whole.kind(), value.parse::<f64>()) {
+        (IntErrorKind::PosOverflow | IntErrorKind::NegOverflow, _) => {
+            "there is nothing of that size".into()
+        }
+        (_, Ok(_)) if is_whole => "expected a whole number from 0".into(),
+        (_, Ok(x)) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => {
+            format!("expected a whole number in digits alone: {x}")
+        }
+        _ => "expected a whole number in digits alone, as 64".into(),
+    })
 }
 
 /// What `--cluster` may be given.

@@ -148,7 +148,11 @@ impl Model {
         match self {
             Model::Config(c) => {
                 let made = c.with_expert_capacity(factor);
-                made.map(|c| Model::Config(Box::new(c))).map_err(option_failure)
+                // It is the flag that makes no sense, not the model's file.
+                made.map(|c| Model::Config(Box::new(c))).map_err(|e| {
+                    Failure::new(Exit::Usage, format!("--{e}"))
+                        .help("give --expert-capacity another value, or leave it out")
+                })
             }
             Model::Graph(_) => Err(Failure::new(
                 Exit::Usage,

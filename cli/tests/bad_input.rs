@@ -366,14 +366,132 @@ fn software_that_speaks_of_axes_no_plan_has() {
     // Without pins of degrees the search names its axes x and y.
     let said = compile("blocking_axes = [\"data\", \"tensor\"]", "pipeline=1");
     assert!(
-        said.contains("`software` speaks of the axes data, tensor")
+        said.contains("blocking_axes = [data, tensor] (the axes of this plan are x, y")
             && said.contains("--pin data=2"),
         "{said}"
     );
     assert_eq!(compile("blocking_axes = [\"x\", \"y\"]", "pipeline=1"), "");
     assert_eq!(compile("blocking_axes = [\"data\"]", "data=4"), "");
-    // A plan whose axes have names of their own may lack the one that is spoken of.
-    assert_eq!(compile("blocking_axes = [\"tensor\"]", "data=4"), "");
+    // Of a list that says something of this plan, the rest is about others.
+    let two = "blocking_axes = [\"data\", \"tensor\"]";
+    assert_eq!(compile(two, "data=4"), "");
+    // A key that says nothing of it is named, once, with its value.
+    let said = compile(
+        "copied_axes = [\"tensor\"]\nblocking_axes = [\"data\"]",
+        "data=4",
+    );
+    assert_eq!(
+        said.trim(),
+        "warning: of `software`, without effect in this plan: copied_axes = [tensor] (the axes of this plan are data)"
+    );
+}
+
+/// Figures of what neither the model nor the cluster has are named.
+#[test]
+fn software_that_speaks_of_what_there_is_not() {
+    let place = Place::new();
+    let compile = |keys: &str| {
+        let file = with_software("{ fused = { rate = 1.0 } }", keys);
+        place.write("cluster.toml", file.as_bytes());
+        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
+        let more = ["--global-batch", "4", "--pin", "data=4"];
+        place.run(&[&args[..], &more[..]].concat()).expect(0).err
+    };
+    let said = compile("grouped_matmul_share = 0.5\nfused_experts = true");
+    let experts = "grouped_matmul_share = 0.5, fused_experts = true (the model has no experts)";
+    assert!(said.contains(experts), "{said}");
+    let said =
+        compile("host_s_per_part = 1e-5\nkept_casts = true\ncollective_multiprocessors = 16");
+    for words in [
+        "host_s_per_part = 0.00001 (there are no copied_axes)",
+        "kept_casts = true (there is no matmul_dtype)",
+        "collective_multiprocessors = 16 (the device does not say its multiprocessors)",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+    assert_eq!(said.matches("warning:").count(), 1, "{said}");
+    assert_eq!(compile("fused_elementwise = true"), "");
+}
+
+/// What is wrong inside a list of a cluster file is named by key, index and line.
+#[test]
+fn places_inside_lists_are_named() {
+    let place = Place::new();
+    let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let json = place.run(&["presets", "dgx-h100", "--json"]).expect(0).out;
+    let said = |name: &str, text: &str, from: &str, to: &str, words: &[&str]| {
+        // The last one: of the third protocol of the second level.
+        let at = text.rfind(from).unwrap();
+        let edited = format!("{}{to}{}", &text[..at], &text[at + from.len()..]);
+        place.write(name, edited.as_bytes());
+        let args = ["compile", "config.json", "--cluster", name];
+        let line = text[..at].matches('\n').count() + 1;
+        let done = place.refuses(&args, &[3]).says(words);
+        assert!(
+            done.err.contains(&format!("{name}:{line}:")),
+            "{}",
+            done.err
+        );
+    };
+    let step = "ring_step_s = 0.000042658000000000004";
+    let protocol = "levels[1].protocols[2]";
+    let key = format!("{protocol}.ring_step_s");
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_step_s = \"x\"",
+        &[&format!("`{key}`: invalid type")],
+    );
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_step_s = -1.0",
+        &[&format!("{key} is -1")],
+    );
+    said(
+        "c.toml",
+        &text,
+        step,
+        "ring_stp_s = 1.0",
+        &[
+            &format!("`{protocol}.ring_stp_s`: unknown field"),
+            "did you mean `ring_step_s`?",
+        ],
+    );
+    let step = "\"ring_step_s\": 0.000042658000000000004";
+    said(
+        "c.json",
+        &json,
+        step,
+        "\"ring_step_s\": -1.0",
+        &[&format!("{key} is -1")],
+    );
+    // An element of a list of words.
+    let axes = "\n[software]\nname = \"x\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\ncopied_axes = [\n  \"data\",\n  \"tensor\",\n]\n";
+    let text = format!("{text}{axes}");
+    said(
+        "c.toml",
+        &text,
+        "\"tensor\"",
+        "\"tensr\"",
+        &["software.copied_axes[1] is `tensr`"],
+    );
+    said(
+        "c.toml",
+        &text,
+        "\"tensor\"",
+        "3",
+        &["`software.copied_axes[1]`: invalid type"],
+    );
+    // A key of a table that is missing is said with the table.
+    let without = text.replacen("name = \"LL\"\n", "", 1);
+    place.write("c.toml", without.as_bytes());
+    let args = ["compile", "config.json", "--cluster", "c.toml"];
+    place
+        .refuses(&args, &[3])
+        .says(&["`levels[0].protocols[0]`: missing field `name`"]);
 }
 
 /// Bandwidths in GB/s and times in microseconds make plans that nobody wants.
@@ -922,7 +1040,9 @@ fn tables_of_runs() {
     place.write("rows.csv", RUNS.replace(",full,", ",foo,").as_bytes());
     place
         .refuses(&args, &[4])
-        .says(&["none of 1 run ", "`recompute` is `foo`"]);
+        .says(&["none of 1 run ", "`recompute` is `foo`"])
+        .says(&["nothing was written to out.csv", "docs/published.md"]);
+    assert!(!place.path("out.csv").exists());
     let header = RUNS.lines().next().unwrap();
     place.write("rows.csv", header.as_bytes());
     place.refuses(&args, &[3]).says(&["no rows"]);
@@ -935,7 +1055,7 @@ fn tables_of_runs() {
     assert!(done.out.contains("1 of 2 runs predicted"), "{}", done.out);
     assert!(
         done.out
-            .contains("1 not predicted (R1): not supported: the precision int8")
+            .contains("1 not predicted (R1): not supported: the precision int8; known are fp32")
     );
     // A column that is nearly one that plans are made of is refused, others are named once.
     let with = |name: &str, value: &str| {
@@ -983,6 +1103,35 @@ fn tables_of_runs() {
     place
         .refuses(&args, &[4])
         .says(&["the interconnect `PCIe`; known are", "NVLink4"]);
+    // A word that speaks against the board, and hosts that nobody builds.
+    place.write(
+        "rows.csv",
+        RUNS.replace("A100-80GB-SXM4", "A100-PCIE-80GB").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["it says PCIe", "a100-pcie-80gb"]);
+    place.write(
+        "rows.csv",
+        RUNS.replace(",2,8,NVLink3", ",2,64,NVLink3").as_bytes(),
+    );
+    place
+        .refuses(&args, &[4])
+        .says(&["`gpus_per_node` is 64", "8 at most"]);
+    // What is modelled otherwise than a cell says is in `assumed`.
+    let assumed = |from: &str, to: &str| {
+        place.write("rows.csv", RUNS.replace(from, to).as_bytes());
+        place.run(&args).expect(0);
+        let text = String::from_utf8(place.read("out.csv")).unwrap();
+        let table = published::csv::parse(&text).unwrap();
+        let i = table.header.iter().position(|h| h == "assumed").unwrap();
+        table.records[0][i].clone()
+    };
+    assert_eq!(assumed("fp16", "fp16"), "sequence_parallel=no");
+    let volta =
+        "V100-32GB,2,8,NVLink2,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,bf16";
+    let ampere = "A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16";
+    assert_eq!(assumed(ampere, volta), "sequence_parallel=no bf16_rate=f32");
     // Columns of published tables are known, though nothing reads them.
     place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
     assert_eq!(place.run(&args).expect(0).err, "");

@@ -915,6 +915,49 @@ fn a_plan_is_shown_against_another() {
     assert_eq!(of("train.seed"), Some(serde_json::json!(["1337", "7"])));
     assert_eq!(of("stages"), Some(serde_json::json!(["1", "2"])));
     assert_eq!(of("model"), None);
+    assert_eq!((of("graph"), of("strategies")), (None, None));
+    assert_eq!(json["notes"], serde_json::json!([]));
+    // One stage sends nothing, and nothing is no negative number.
+    let transfers = |json: &serde_json::Value, side: usize| {
+        let all = json["predicted"].as_array().unwrap();
+        let found = all.iter().find(|q| q["what"] == "transfers").unwrap();
+        found["values"][side].as_f64().unwrap()
+    };
+    let none = transfers(&json, 0);
+    assert!(none == 0.0 && none.is_sign_positive(), "{none}");
+    assert!(transfers(&json, 1) > 0.0);
+    // Another model of the same name.
+    let wider = support::CONFIG.replace("\"n_embd\": 16", "\"n_embd\": 32");
+    place.write("wide.json", wider.as_bytes());
+    let args = ["compile", "wide.json", "-o", "c.json", "--cluster"];
+    place
+        .run(&[&args[..], &one, &["--ranks", "1"]].concat())
+        .expect(0);
+    let said = against("a.json", "c.json");
+    for words in [
+        "graph",
+        "parameters of",
+        "Both plans are of `gpt2`",
+        "other models of one name",
+    ] {
+        assert!(said.contains(words), "`{words}` is not in:\n{said}");
+    }
+    // Plans that differ in single ops alone name them.
+    let of_ranks = |name: &str, spec: &str| {
+        let pins = ["--pin", "tensor=2 pipeline=1 microbatch=8", "--pin", spec];
+        compile(
+            name,
+            &[&["cpu-default", "--ranks", "2"][..], &pins].concat(),
+        )
+    };
+    of_ranks("d.json", "spec:h.*.mlp.fc.weight=[_,tensor]");
+    of_ranks("e.json", "spec:h.*.mlp.fc.weight=[tensor,_]");
+    let said = against("d.json", "e.json");
+    assert!(!said.contains("fnv1a64"), "{said}");
+    assert!(
+        said.contains("single ops") || said.contains("axes"),
+        "{said}"
+    );
     place.refuses(&["inspect", "a.json", "--against", "none.json"], &[3]);
     let both = ["inspect", "a.json", "--layers", "--against", "b.json"];
     place.refuses(&both, &[2]);

@@ -4,7 +4,7 @@
 
 mod support;
 
-use support::{Place, repository};
+use support::{Place, assert_no_panic, repository};
 
 #[test]
 fn every_verb_has_examples_and_exit_codes_in_its_help() {
@@ -145,6 +145,110 @@ fn what_makes_no_sense_is_a_usage_error() {
     );
 }
 
+/// Every number of the command line, with what people type: an error in words, or a result; never a
+/// panic, and no memory for a number alone.
+#[test]
+fn numbers_that_make_no_sense_are_refused_in_words() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "dgx-h100"];
+    let run = ["run", "plan.json", "--data", "text.txt"];
+    let solve = ["solve", "none.json"];
+    let calibrate = ["calibrate", "-o", "no/such/cluster.toml"];
+    let flags: [(&[&str], &[&str]); 4] = [
+        (
+            &compile,
+            &[
+                "--hosts",
+                "--ranks",
+                "--global-batch",
+                "--sequence",
+                "--expert-capacity",
+                "--layers",
+                "--beta1",
+                "--eps",
+                "--momentum",
+                "--weight-decay",
+                "--clip-norm",
+                "--dropout",
+                "--seed",
+            ],
+        ),
+        (
+            &run,
+            &[
+                "--steps",
+                "--lr",
+                "--warmup",
+                "--min-lr",
+                "--total-steps",
+                "--validate-every",
+                "--validation-fraction",
+                "--validation-batches",
+                "--profile",
+                "--time-out",
+            ],
+        ),
+        (
+            &solve,
+            &[
+                "--time-limit",
+                "--work-limit",
+                "--threads",
+                "--seed",
+                "--gap",
+            ],
+        ),
+        (&calibrate, &["--ranks"]),
+    ];
+    for (verb, flags) in flags {
+        for flag in flags {
+            for value in ["", "nan", "1e8", "-1", "18446744073709551615"] {
+                let given = format!("{flag}={value}");
+                let done = place.run(&[verb, &[given.as_str()][..]].concat());
+                assert_no_panic(&done);
+                assert!(
+                    [0, 2, 3, 4, 6].contains(&done.code),
+                    "{given}: {}",
+                    done.err
+                );
+                for words in ["digit found", "empty string", "invalid float"] {
+                    assert!(!done.err.contains(words), "{given}: {}", done.err);
+                }
+            }
+        }
+    }
+    let said = |value: &str| {
+        let given = format!("--hosts={value}");
+        place.refuses(&[&compile[..], &[given.as_str()]].concat(), &[2])
+    };
+    said("1e8").says(&["expected a whole number in digits alone: 100000000"]);
+    said("nan").says(&["'nan' for '--hosts <HOSTS>': expected a whole number in digits alone"]);
+    said("").says(&["expected a whole number in digits alone"]);
+    said("0").says(&["0 is not in 1"]);
+    // What is too many is not helped by a link, which there is.
+    let many = said("100000000").says(&["--hosts 100000000", "expected 1 to 1048576", "or fewer"]);
+    assert!(!many.err.contains("give it a link"), "{}", many.err);
+    // A clock does not count that far.
+    let given = ["--time-out=18446744073709551615"];
+    place
+        .refuses(&[&run[..], &given].concat(), &[2])
+        .says(&["is not in 1..=1000000000"]);
+    for value in ["1e308", "1e18"] {
+        let given = format!("--time-limit={value}");
+        place
+            .refuses(&[&solve[..], &[given.as_str()]].concat(), &[2])
+            .says(&["expected a positive number of seconds, up to 1e12"]);
+    }
+    let given = ["--expert-capacity=0"];
+    place
+        .refuses(&[&compile[..], &given].concat(), &[2])
+        .says(&["--expert-capacity 0"]);
+    let given = ["--global-batch=-1"];
+    place
+        .refuses(&[&compile[..], &given].concat(), &[2])
+        .says(&["expected a whole number from 0"]);
+}
+
 #[test]
 fn misspelt_names_get_a_suggestion() {
     let place = Place::new();
@@ -164,6 +268,17 @@ fn misspelt_names_get_a_suggestion() {
     cluster("h100-sx*8+nvlink4").says(&["no device `h100-sx`", "did you mean `h100-sxm`?"]);
     cluster("h100-sxm*8+nvlnk4").says(&["no link `nvlnk4`", "did you mean `nvlink4`?"]);
     cluster("h100-sxm*8").says(&["DEVICE*COUNT+LINK"]);
+    cluster("DGX-H100").says(&["did you mean `dgx-h100`?"]);
+    cluster("h100").says(&["did you mean one of", "dgx-h100", "h100-pcie"]);
+    // Devices and links are no clusters.
+    let of_device = ["`h100-sxm` is a device", "dgx-h100", "DEVICE*COUNT+LINK"];
+    cluster("h100-sxm").says(&of_device);
+    place
+        .refuses(&["presets", "h100-sxm"], &[3])
+        .says(&of_device);
+    place
+        .refuses(&["presets", "nvlink4"], &[3])
+        .says(&["`nvlink4` is a link"]);
     // An ending alone is no likeness.
     let far = cluster("config.toml").says(&["did you mean `config.json`?"]);
     assert!(!far.err.contains("text.txt"), "{}", far.err);

@@ -3,7 +3,7 @@
 
 use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
-use crate::{Unmodelled, precision};
+use crate::{Unmodelled, cells, precision};
 use cost_model::presets::{self, Catalogue, System};
 use ir::cluster::{Cluster, Device};
 use ir::software::Scaling;
@@ -27,7 +27,28 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     let (device, links) = (facts.device(row)?, facts.interconnect(row)?);
     let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
     possible(row, catalogue, device, links)?;
-    let domain = links.domain_devices.unwrap_or(per_host).min(total);
+    let hosts = hosts_of(catalogue, device);
+    if count(row, "gpus_per_node")? > hosts.largest {
+        return Err(Unmodelled::Cluster(format!(
+            "`gpus_per_node` is {}, and a host of {} holds {} at most",
+            count(row, "gpus_per_node")?,
+            device.gpu,
+            hosts.largest
+        )));
+    }
+    let cards = cells::cards(row, links, hosts.usual, per_host)?;
+    // A row may call all of a domain, or another part of it, a host.
+    let domain = links.domain_devices.map_or(per_host, |usual| {
+        let is_whole =
+            |n: &u32| n.is_multiple_of(per_host) && (total < *n || total.is_multiple_of(*n));
+        let found = [usual, hosts.largest].into_iter().find(is_whole);
+        found.unwrap_or(if usual.is_multiple_of(per_host) {
+            usual
+        } else {
+            per_host
+        })
+    });
+    let domain = domain.min(total);
     let system = System {
         preset: String::new(),
         name: format!("{} x {}", total / per_host, device.gpu),
@@ -37,7 +58,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         inside: links.inside.clone(),
         domain_devices: Some(domain),
         between: Some(links.between.clone()),
-        cards: links.cards,
+        cards,
         source: links.source.clone(),
     };
     let mut cluster = catalogue.cluster(&system).map_err(Unmodelled::Cluster)?;
@@ -111,6 +132,41 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         None => Ok(cluster),
         Some(problem) => Err(Unmodelled::Cluster(problem.clone())),
     }
+}
+
+/// Devices of hosts.
+struct Hosts {
+    /// In those that the catalogue's systems are made of.
+    usual: u32,
+    /// The most that anybody calls a host: a domain is one, too.
+    largest: u32,
+}
+
+/// The hosts that a device comes in; of a device in no system nothing is known, and any will do.
+fn hosts_of(catalogue: &Catalogue, device: &DeviceFact) -> Hosts {
+    let own = |s: &&System| s.device == device.device;
+    let systems = || catalogue.systems().iter().filter(own);
+    let domain = |s: &System| s.domain_devices.unwrap_or(0).max(s.devices_per_host);
+    let known = systems().map(domain).max().unwrap_or(u32::MAX);
+    Hosts {
+        usual: systems().map(|s| s.devices_per_host).min().unwrap_or(1),
+        largest: known.max(device.largest_host.unwrap_or(0)),
+    }
+}
+
+/// What is assumed of a row's machine, beside or against its cells: a network that they do not
+/// state or state otherwise, words that nothing reads, the rate of a type that the device lacks.
+pub fn assumed(row: &Row, facts: &Facts, cluster: &Cluster) -> Result<Vec<String>, Unmodelled> {
+    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+    let entries = (facts.device(row)?, facts.interconnect(row)?);
+    let mut assumed = cells::assumed(row, entries, catalogue, cluster)?;
+    let peaks = &cluster.device.peak_flops_per_s;
+    let compute = precision::types(row)?.activations.compute();
+    let slowest = peaks.iter().min_by(|a, b| a.1.total_cmp(b.1));
+    if let Some((slowest, _)) = slowest.filter(|_| !peaks.contains_key(&compute)) {
+        assumed.push(format!("{}_rate={}", compute.name(), slowest.name()));
+    }
+    Ok(assumed)
 }
 
 /// Refuses an interconnect that the row's GPU is not made with: NVLink of another generation, or a
@@ -225,5 +281,130 @@ mod tests {
         // eight.
         assert_eq!(of("GB200,64,8,NVLink5 NVL72"), "64");
         assert_eq!(of("V100-16GB,8,8,NVLink2+NVSwitch"), "8");
+    }
+
+    fn row(cells: &str) -> Row {
+        let header = "gpu,gpus_total,gpus_per_node,interconnect,framework,precision";
+        let text = format!("{header}\n{cells}\n");
+        crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0)
+    }
+
+    #[test]
+    fn hosts_hold_what_hosts_of_the_device_hold() {
+        let of = |cells: &str| {
+            let row = row(&format!("{cells},Megatron-LM,bf16"));
+            let made = cluster(&row, &Facts::built_in());
+            made.map_or_else(|e| e.to_string(), |c| format!("{}", c.devices_per_host))
+        };
+        for n in [32, 64] {
+            assert_eq!(
+                of(&format!("A100,64,{n},NVLink3+NVSwitch")),
+                format!("cluster: `gpus_per_node` is {n}, and a host of A100 holds 8 at most")
+            );
+        }
+        // Also where there are fewer GPUs in all.
+        assert!(of("H100-80GB,8,64,NVLink4+NVSwitch").ends_with("holds 8 at most"));
+        assert_eq!(of("V100,32,16,NVLink2+NVSwitch"), "16");
+        assert_eq!(of("V100-32GB (DGX-2),32,16,NVLink2+NVSwitch"), "16");
+        assert_eq!(of("A100-40GB,32,16,NVLink3+NVSwitch"), "16");
+        for n in [4, 8, 32, 64] {
+            assert_eq!(of(&format!("GB200,128,{n},NVLink5 NVL72")), n.to_string());
+        }
+        assert_eq!(of("GB200,144,72,NVLink5 NVL72"), "72");
+    }
+
+    /// Every GPU of a rack has a port, whatever part of it a row calls a host.
+    #[test]
+    fn a_host_that_is_a_rack_has_the_cards_of_one() {
+        let port = |per_node: u32| {
+            let cells = format!("GB200,576,{per_node},NVLink5 NVL72,Megatron-LM,bf16");
+            let made = cluster(&row(&cells), &Facts::built_in()).unwrap();
+            let network = &made.levels[1];
+            network.bandwidth_bytes_per_s / f64::from(network.devices_per_port)
+        };
+        assert_eq!((port(72), port(8)), (port(4), port(4)));
+    }
+
+    #[test]
+    fn network_cards_are_those_that_the_cell_counts() {
+        let port = |interconnect: &str| {
+            let cells = format!("H100-80GB,16,8,{interconnect},Megatron-LM,bf16");
+            let made = cluster(&row(&cells), &Facts::built_in())?;
+            let network = &made.levels[1];
+            let port = network.bandwidth_bytes_per_s / f64::from(network.devices_per_port);
+            Ok::<f64, Unmodelled>(port / 1e9)
+        };
+        assert_eq!(port("NVLink4+NVSwitch; NDR IB"), Ok(50.0));
+        assert_eq!(port("NVLink4+NVSwitch; 8x NDR 400Gb/s"), Ok(50.0));
+        assert_eq!(port("NVLink4+NVSwitch; 4x NDR"), Ok(25.0));
+        assert_eq!(port("NVLink4+NVSwitch; 1x NDR (one port)"), Ok(6.25));
+        let said = port("NVLink4+NVSwitch; 99x NDR").unwrap_err().to_string();
+        assert!(said.contains("expected 1 to 64 network cards"), "{said}");
+    }
+
+    /// Cells of published tables, and such as users wrote.
+    #[test]
+    fn what_a_cell_says_otherwise_is_assumed_aloud() {
+        let of = |gpu: &str, interconnect: &str, precision: &str| {
+            let cells = format!("{gpu},16,8,{interconnect},Megatron-LM,{precision}");
+            let (row, facts) = (row(&cells), Facts::built_in());
+            let made = cluster(&row, &facts).unwrap();
+            assumed(&row, &facts, &made).unwrap().join(" ")
+        };
+        let h100 = |text: &str| of("H100-80GB-SXM5 (GCP A3)", text, "bf16");
+        for silent in [
+            "NVLink4+NVSwitch; 400Gb/s RDMA per GPU",
+            "NVLink4+NVSwitch; 400Gb/s RoCE per GPU",
+            "NVLink4+NVSwitch; 800Gb/s per node",
+            "NVLink4+NVSwitch; 8x NDR 400Gb/s",
+            "NVLink4+NVSwitch; 8x NDR IB 400Gb/s (Eos; fabric from memory)",
+            "NVLink4+NVSwitch; 8x50 GB/s IB",
+            "NVLink4+NVSwitch; EFA 3200Gb/s per node",
+            "NVLink4; NDR",
+        ] {
+            assert_eq!(h100(silent), "", "{silent}");
+        }
+        assert_eq!(h100("NVLink4+NVSwitch; not stated"), "between=roce-400*8");
+        let tcp = "NVLink4+NVSwitch; GPUDirect-TCPX 8x200Gb/s... (A3 High)";
+        assert_eq!(h100(tcp), "between=infiniband-ndr*8");
+        assert_eq!(h100("NVLink4+NVSwitch; 4x HDR"), "between=infiniband-ndr*4");
+        assert_eq!(
+            h100("NVLink4+NVSwitch; NDR 200Gb/s per GPU; oversubscribed"),
+            "between=infiniband-ndr*8 interconnect_not_read=oversubscribed"
+        );
+        let a100 = |text: &str| of("A100-80GB (Ampere)", text, "bf16");
+        for silent in [
+            "NVLink3+NVSwitch; 1600 Gb/s per node RoCE",
+            "NVLink3+NVSwitch; 400Gb/s per node",
+            "NVLink3+NVSwitch; 4x100Gb RoCE per node",
+            "NVLink3+NVSwitch; 800 Gb/s per node inter-node (vTrain config)",
+            "NVLink3+NVSwitch; 8x HDR IB 200Gb/s (Selene)",
+            "NVLink3+NVSwitch; HDR IB",
+            "NVLink; 4x Omni-Path 100Gb/s per node (Jean Zay)",
+        ] {
+            assert_eq!(a100(silent), "", "{silent}");
+        }
+        let roce = "NVLink3+NVSwitch; 8x200Gb/s RoCE (from memory)";
+        assert_eq!(a100(roce), "between=infiniband-hdr*8");
+        let of_gpu = |gpu: &str| of(gpu, "NVLink3+NVSwitch; 8x HDR", "fp16");
+        assert_eq!(of_gpu("A100-40GB (DGX-A100)"), "");
+        assert_eq!(of_gpu("A100-80GB-SXM4-400W"), "");
+        assert_eq!(
+            of_gpu("A100-80GB-SXM4 275W underclocked"),
+            "gpu_not_read=275W+UNDERCLOCKED"
+        );
+        let edr = "NVLink2 (hybrid cube mesh); 100Gb/s IB per node";
+        assert_eq!(of("V100-16GB-SXM2", edr, "fp16"), "");
+        // Volta has no matmuls in bf16.
+        assert_eq!(of("V100-16GB-SXM2", edr, "bf16"), "bf16_rate=f32");
+    }
+
+    /// A network that no rank uses is nothing to assume.
+    #[test]
+    fn one_host_needs_no_network() {
+        let cells = "A100,8,8,NVLink3+NVSwitch; not stated,Megatron-LM,fp16";
+        let (row, facts) = (row(cells), Facts::built_in());
+        let made = cluster(&row, &facts).unwrap();
+        assert_eq!(assumed(&row, &facts, &made), Ok(Vec::new()));
     }
 }

@@ -2,11 +2,12 @@
 //! generation executes. The files in `data/` hold every figure with its source; a figure
 //! belongs to a device, a class of links or a generation, never to a source or a row.
 
-use crate::Unmodelled;
 use crate::memory::MemoryFacts;
 use crate::parameters::{Parameters, Quantity};
 use crate::recipes::Recipes;
 use crate::row::Row;
+use crate::{Unmodelled, cells, names};
+use cost_model::presets;
 use ir::DType;
 use ir::software::{AttentionKernel, Scaling, Software};
 use serde::Deserialize;
@@ -49,6 +50,9 @@ pub struct DeviceFact {
     /// follow from the power limits of both.
     #[serde(default)]
     pub clocks_of: Option<String>,
+    /// Most of them in a host, where the catalogue's systems have fewer.
+    #[serde(default)]
+    pub largest_host: Option<u32>,
     /// Where this comes from.
     pub source: String,
 }
@@ -586,29 +590,63 @@ impl Facts {
         self.generations.contains_key(name)
     }
 
-    /// The device of a row.
+    /// The device of a row: the first entry that its cell begins with, or, where a word of the
+    /// cell speaks against that one, the only entry of the same chip that nothing speaks against.
     pub fn device(&self, row: &Row) -> Result<&DeviceFact, Unmodelled> {
         let gpu = row.required("gpu")?;
-        self.devices
+        let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+        let against = |d: &DeviceFact| {
+            let device = catalogue.device(&d.device).map_err(Unmodelled::Cluster)?;
+            Ok::<_, Unmodelled>(cells::against(gpu, &d.device, device))
+        };
+        let named = self
+            .devices
             .iter()
-            .find(|d| gpu.starts_with(&d.gpu))
-            .ok_or_else(|| {
+            .find(|d| cells::begins_with(gpu, &d.gpu));
+        let contradiction = named.map(against).transpose()?.flatten();
+        if let (Some(found), None) = (named, &contradiction) {
+            return Ok(found);
+        }
+        let chip = |name: &str| name.split(['-', ' ', '_']).next().unwrap_or("").to_string();
+        let of_chip = self.devices.iter().filter(|d| chip(&d.gpu) == chip(gpu));
+        let of_chip: Vec<&DeviceFact> = of_chip.collect();
+        let mut others = Vec::new();
+        for d in &of_chip {
+            if against(d)?.is_none() {
+                others.push(*d);
+            }
+        }
+        if let [only] = others[..] {
+            return Ok(only);
+        }
+        let names = |list: Vec<&str>| list.join(", ");
+        Err(Unmodelled::Feature(match contradiction {
+            Some(words) => {
+                let start = format!("{}-", chip(gpu).to_lowercase());
+                let planned = catalogue.devices().filter(|d| d.starts_with(&start));
+                format!(
+                    "the device `{gpu}`: it says {words}; boards of {} with runs to rest on are {}, and `meshwright compile` plans for {}",
+                    chip(gpu),
+                    names(of_chip.iter().map(|d| d.gpu.as_str()).collect()),
+                    names(planned.collect())
+                )
+            }
+            None => {
                 let all = || self.devices.iter().map(|d| d.gpu.as_str());
                 let is_shortest = |gpu: &&str| !all().any(|g| g != *gpu && gpu.starts_with(g));
-                let known: Vec<&str> = all().filter(is_shortest).collect();
-                Unmodelled::Feature(format!(
+                format!(
                     "the device `{gpu}`; known are names that begin with {}",
-                    known.join(", ")
-                ))
-            })
+                    names(all().filter(is_shortest).collect())
+                )
+            }
+        }))
     }
 
     /// The links of a row.
     pub fn interconnect(&self, row: &Row) -> Result<&Interconnect, Unmodelled> {
         let text = row.required("interconnect")?;
-        self.interconnects
-            .iter()
-            .find(|i| text.contains(&i.text))
+        let found = self.interconnects.iter().find(|i| text.contains(&i.text));
+        let found = found
             .ok_or_else(|| {
                 let short = |i: &&Interconnect| !i.text.contains([' ', ';']);
                 let known = self.interconnects.iter().filter(short);
@@ -617,16 +655,23 @@ impl Facts {
                     "the interconnect `{text}`; known are texts with {}, or another one of published/data/interconnects.toml",
                     known.join(", ")
                 ))
-            })
+            })?;
+        cells::inside(text, found)?;
+        Ok(found)
     }
 
     /// The generation of a row's framework, with its name.
     pub fn generation(&self, row: &Row) -> Result<(&str, &Generation), Unmodelled> {
         let name = row.required("framework")?;
         let (gpu, source, date) = (row.text("gpu"), row.text("source"), row.text("date"));
+        // The entry's name too: boards may be written in more than one order.
+        let board = self.device(row).ok().map(|d| d.gpu.as_str());
         let gpus = row.count("gpus_total")?.unwrap_or(0);
         let matches = |f: &&FrameworkFact| {
-            let begins = |prefix: &String| gpu.is_some_and(|g| g.starts_with(prefix));
+            let begins = |prefix: &String| {
+                let names = [gpu, board];
+                names.iter().flatten().any(|g| g.starts_with(prefix))
+            };
             let contains = |part: &String| source.is_some_and(|s| s.contains(part));
             // Dates begin with the year and the month, so they are ordered as text.
             let after = |from: &String| date.is_some_and(|d| d >= from.as_str());
@@ -638,9 +683,13 @@ impl Facts {
         };
         let fact = self.frameworks.iter().find(matches).ok_or_else(|| {
             let known: BTreeSet<&str> = self.frameworks.iter().map(|f| f.name.as_str()).collect();
-            let known: Vec<&str> = known.into_iter().collect();
+            let mut known: Vec<&str> = known.into_iter().collect();
+            let near = names::closest(name, known.iter().copied());
+            // The nearest first.
+            known.sort_by_key(|k| Some(*k) != near);
             Unmodelled::Feature(format!(
-                "the framework `{name}`; known are {}",
+                "the framework `{name}`{}; known are {}",
+                names::meant(near),
                 known.join(", ")
             ))
         })?;
@@ -725,6 +774,74 @@ mod tests {
         let said = facts.generation(&row).unwrap_err().to_string();
         assert!(said.contains("`Caffe`; known are "), "{said}");
         assert!(said.contains(", Megatron-LM, "), "{said}");
+    }
+
+    #[test]
+    fn boards_are_told_apart_by_all_words_of_a_cell() {
+        let facts = Facts::built_in();
+        let of = |gpu: &str| {
+            let text = format!("gpu\n{gpu}\n");
+            let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
+            facts
+                .device(&row)
+                .map(|d| d.gpu.clone())
+                .map_err(|e| e.to_string())
+        };
+        for (cell, gpu) in [
+            ("A100", "A100"),
+            ("A100-SXM4-80GB", "A100"),
+            ("A100-SXM4-40GB", "A100-40GB"),
+            ("A100 (40 GB)", "A100-40GB"),
+            ("V100-SXM2-32GB", "V100-32GB"),
+            ("H100-SXM5-80GB", "H100-80GB"),
+            ("H100-96GB-HBM2e-500W (Grand Teton)", "H100-96GB-HBM2e"),
+            ("H200-141GB-SXM", "H200"),
+            ("B200-180GB", "B200"),
+            ("GB300-288GB", "GB300"),
+        ] {
+            assert_eq!(of(cell).as_deref(), Ok(gpu), "{cell}");
+        }
+        let said = of("A100-PCIE-80GB").unwrap_err();
+        assert!(
+            said.contains("it says PCIe, and a100-sxm-80gb is no PCIe card")
+                && said.contains("a100-pcie-80gb"),
+            "{said}"
+        );
+        for cell in [
+            "V100-PCIe-16GB",
+            "H100-80GB PCIe",
+            "H100-80GB NVL",
+            "A100-64GB",
+            "GH200-144GB",
+            "A100-40GB MIG 1g.5gb",
+            "A1000",
+            "A100X",
+        ] {
+            assert!(of(cell).is_err(), "{cell}");
+        }
+    }
+
+    #[test]
+    fn names_that_may_have_been_meant_come_first() {
+        let facts = Facts::built_in();
+        let of = |name: &str| {
+            let text = format!("framework\n{name}\n");
+            let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
+            facts.generation(&row).unwrap_err().to_string()
+        };
+        for (name, near) in [
+            ("torchtitan", "torchtitan FSDP2"),
+            ("megatron lm", "Megatron-LM"),
+            ("DeepSpeed", "DeepSpeed ZeRO-3"),
+        ] {
+            let said = of(name);
+            let start = format!(
+                "not supported: the framework `{name}` (did you mean `{near}`?); known are {near}, "
+            );
+            assert!(said.starts_with(&start), "{said}");
+            assert_eq!(said.matches(", ").count(), 18, "{said}");
+        }
+        assert!(of("Caffe").contains("`Caffe`; known are DeepSpeed"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! model. Nothing here knows a formula for time.
 //!
 //! * `csv`, `row`: the table; `columns`: those that it may have; `output`: that of predictions.
+//! * `cells`: what words of `gpu` and `interconnect` say; `names`: what was meant by others.
 //! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
 //!   figures that are fitted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
@@ -16,6 +17,7 @@
 //! A row that cannot be modelled says why ([`Unmodelled`]).
 
 pub mod breakdown;
+mod cells;
 mod choices;
 pub mod cluster;
 pub mod columns;
@@ -25,6 +27,7 @@ mod facts;
 mod free;
 pub mod memory;
 mod model;
+mod names;
 mod output;
 mod parameters;
 mod precision;

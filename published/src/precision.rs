@@ -6,8 +6,8 @@
 //! bits; torchao's float8): embedding, norms, attention, the output layer and the loss stay in
 //! bf16; every other matmul has both operands cast before it, forward and backward.
 
-use crate::Unmodelled;
 use crate::row::Row;
+use crate::{Unmodelled, names};
 use ir::software::Scaling;
 use ir::{DType, Precision};
 
@@ -44,7 +44,7 @@ pub fn types(row: &Row) -> Result<Types, Unmodelled> {
         .split(|c: char| !c.is_alphanumeric())
         .filter(|w| !w.is_empty())
         .collect();
-    let unknown = || Unmodelled::Feature(format!("the precision {text}"));
+    let unknown = || unknown(text, words.first().copied().unwrap_or_default());
     let plain = |activations| Types {
         activations,
         matmul: None,
@@ -68,6 +68,50 @@ pub fn types(row: &Row) -> Result<Types, Unmodelled> {
         }
         _ => return Err(unknown()),
     })
+}
+
+/// Words that a cell begins with.
+const WORDS: [&str; 6] = ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"];
+
+/// What others call these types.
+const OTHER_WORDS: [(&str, &str); 12] = [
+    ("f32", "fp32"),
+    ("float", "fp32"),
+    ("float32", "fp32"),
+    ("f16", "fp16"),
+    ("half", "fp16"),
+    ("float16", "fp16"),
+    ("bfloat16", "bf16"),
+    ("f8", "fp8"),
+    ("float8", "fp8"),
+    ("e4m3", "fp8"),
+    ("f8e4m3", "fp8"),
+    ("f4", "nvfp4"),
+];
+
+/// The answer to a cell that begins with `word`, which is no type, or is `fp8` with a recipe that is
+/// none.
+fn unknown(text: &str, word: &str) -> Unmodelled {
+    if word == "fp8" {
+        let scalings: Vec<&str> = SCALINGS.iter().map(|(word, _)| *word).collect();
+        return Unmodelled::Feature(format!(
+            "the precision {text}; scalings of fp8 are {}, or none where the framework's own is meant",
+            scalings.join(", ")
+        ));
+    }
+    let other = OTHER_WORDS.iter().find(|(other, _)| *other == word);
+    // Whole numbers are no slip: `int8` is like `fp8` in its end only.
+    let is_whole = word.starts_with("int") || word.starts_with("uint");
+    let near = match other {
+        Some((_, known)) => Some(*known),
+        None if is_whole => None,
+        None => names::closest(word, WORDS.into_iter()),
+    };
+    Unmodelled::Feature(format!(
+        "the precision {text}{}; known are {}",
+        names::meant(near),
+        WORDS.join(", ")
+    ))
 }
 
 #[cfg(test)]
@@ -96,10 +140,28 @@ mod tests {
         }
         let four = of("nvfp4").unwrap().matmul;
         assert_eq!(four, Some((DType::F4e2m1, Some(Scaling::Block16))));
-        for cell in ["int8", "fp8 quickly", "bf61"] {
-            let error = of(cell).unwrap_err().to_string();
-            assert_eq!(error, format!("not supported: the precision {cell}"));
+        let said = |cell: &str| of(cell).unwrap_err().to_string();
+        let all = "known are fp32, fp16, bf16, fp8, mxfp8, nvfp4";
+        assert_eq!(
+            said("int8"),
+            format!("not supported: the precision int8; {all}")
+        );
+        for (cell, near) in [
+            ("f16", "fp16"),
+            ("bf61", "bf16"),
+            ("float32", "fp32"),
+            ("mxpf8", "mxfp8"),
+        ] {
+            assert_eq!(
+                said(cell),
+                format!("not supported: the precision {cell} (did you mean `{near}`?); {all}")
+            );
         }
+        let scaling = said("fp8 quickly");
+        assert!(
+            scaling.contains("scalings of fp8 are mx, mxfp8, cs, "),
+            "{scaling}"
+        );
         assert_eq!(
             of("?").unwrap_err().to_string(),
             "`precision` is not stated"

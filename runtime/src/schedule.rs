@@ -61,7 +61,7 @@ pub enum ScheduleError {
     #[error("peak learning rate is 0; nothing would be learned")]
     ZeroPeak,
     /// The rate would rise during the decay.
-    #[error("min learning rate {min} is above the peak {peak}")]
+    #[error("min learning rate {} is above the peak {}", ir::Figure(*min), ir::Figure(*peak))]
     MinAbovePeak {
         /// The minimum given.
         min: f64,

@@ -50,7 +50,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     if let Some(words) = cluster::captured_nowhere(&cluster, &forward, &planned.training) {
         crate::say(format_args!("warning: {words}"));
     }
-    if let Some(words) = cluster::axes_nowhere(&cluster, &planned.plan) {
+    if let Some(words) = cluster::without_effect(&cluster, &planned.plan, &planned.training) {
         crate::say(format_args!("warning: {words}"));
     }
     if let Some(folder) = &args.dump_intra_op {

@@ -14,7 +14,7 @@ pub fn run(args: &InspectArgs) -> Result<(), Failure> {
         let against = Against::new(&loaded, &plan_file::load(other)?)?;
         let names = [&args.plan, other].map(|path| path.display().to_string());
         if args.json {
-            let value = json!({ "plans": names, "predicted": against.predicted, "differences": against.differences });
+            let value = json!({ "plans": names, "predicted": against.predicted, "differences": against.differences, "notes": against.notes });
             return report::print_json(&value);
         }
         return report::out(&against.words([&names[0], &names[1]]));

@@ -53,10 +53,12 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
             ir::counted(rows.len() as u64, "run"),
             shown.join("\n")
         );
-        return Err(
-            Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()))
-                .help("docs/published.md lists the columns and what they may say"),
+        let help = format!(
+            "nothing was written to {}; docs/published.md lists the columns and what they may say, with a table that works",
+            args.output.display()
         );
+        let failure = Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()));
+        return Err(failure.help(help));
     }
     files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
     report::out(&format!(

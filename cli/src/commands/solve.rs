@@ -152,13 +152,17 @@ fn reason(why: &Infeasibility) -> String {
     }
 }
 
+/// The longest time limit in seconds.
+const LONGEST_S: f64 = 1e12;
+
 fn seconds(s: f64) -> Result<Duration, Failure> {
     match Duration::try_from_secs_f64(s) {
-        Ok(d) if s > 0.0 => Ok(d),
+        // Clocks do not count further than some 10^11 years, and a sum with now is one too.
+        Ok(d) if s > 0.0 && s <= LONGEST_S => Ok(d),
         _ => Err(Failure::new(
             Exit::Usage,
             format!(
-                "--time-limit is {s}, expected a positive number of seconds",
+                "--time-limit is {s}, expected a positive number of seconds, up to {LONGEST_S:e}",
                 s = Figure(s)
             ),
         )),

@@ -4,14 +4,13 @@
 //! What they are of (training and cluster) is compared key by key as documents have it, so that
 //! a key is not forgotten when one is added.
 
-use super::parallelism::AxisReport;
+use super::parallelism::{AxisReport, assignments};
 use super::plan::{StageReport, hfu, stages};
-use super::{count, percent, table};
+use super::{count, percent, strategies, table};
 use crate::failure::{Exit, Failure};
-use crate::files;
 use crate::plan_file::Loaded;
-use ir::plan::{Plan, StagePrediction};
-use ir::{Bytes, Seconds, counted};
+use ir::plan::{Plan, StagePrediction, relative_path};
+use ir::{Bytes, OpKind, Pass, Seconds, counted};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,6 +27,8 @@ pub struct Against {
     pub predicted: Vec<Quantity>,
     /// What is not the same.
     pub differences: Vec<Difference>,
+    /// What to know before the figures are compared.
+    pub notes: Vec<String>,
 }
 
 /// A predicted quantity of both plans.
@@ -82,9 +83,47 @@ impl Against {
                 values,
             })
         });
+        let mut differences: Vec<Difference> = differences.collect();
+        let is_same =
+            |differences: &[Difference], what: &str| !differences.iter().any(|d| d.what == what);
+        let mut notes = Vec::new();
+        if a.plan.graph != b.plan.graph {
+            let values = graphs(a, b);
+            differences.insert(
+                0,
+                Difference {
+                    what: "graph".into(),
+                    values,
+                },
+            );
+            if a.plan.name == b.plan.name {
+                let trained = ["train.sequence", "train.dropout"];
+                let why = match trained.iter().all(|key| is_same(&differences, key)) {
+                    true => "they are other models of one name",
+                    false => {
+                        "as other sequences or dropout make them, if not other models of one name"
+                    }
+                };
+                notes.push(format!(
+                    "Both plans are of `{}`, and their graphs differ: {why}.",
+                    a.plan.name
+                ));
+            }
+        }
+        // Where stages or axes differ, all ops do.
+        let above = ["graph", "stages", "layers of the stages", "meshes", "axes"];
+        if above.iter().all(|what| is_same(&differences, what)) {
+            let at = differences.iter().position(|d| d.what.contains('.'));
+            let single = ops(a, b);
+            differences.splice(
+                at.unwrap_or(differences.len())..at.unwrap_or(differences.len()),
+                single,
+            );
+        }
         Ok(Against {
             predicted: predicted(&a.plan, &b.plan),
-            differences: differences.collect(),
+            differences,
+            notes,
         })
     }
 
@@ -94,6 +133,9 @@ impl Against {
         let header = ["predicted", names[0], names[1], "change"];
         let mut w = table(&header, figures, 1);
         w += "\n(compute, collectives, transfers, begin and end: of a step, the mean over the meshes; peak memory: of the rank that needs most)\n";
+        for note in &self.notes {
+            w += &format!("\n{note}\n");
+        }
         if self.differences.is_empty() {
             return w
                 + "\nThe plans are of the same model, training and cluster, and decide the same.";
@@ -140,7 +182,7 @@ fn predicted(a: &Plan, b: &Plan) -> Vec<Quantity> {
     let of = |what, kind, get: &dyn Fn(&Plan) -> f64| Quantity {
         what,
         kind,
-        values: [get(a), get(b)],
+        values: without_noise([get(a), get(b)]),
     };
     let mean = |get: fn(&StagePrediction) -> Seconds| {
         move |plan: &Plan| {
@@ -171,6 +213,150 @@ fn predicted(a: &Plan, b: &Plan) -> Vec<Quantity> {
     figures
 }
 
+/// Sums of the same in another order differ by less, and nothing that is predicted is as small.
+const NOISE: f64 = 1e-12;
+
+/// Two values without what rounding leaves: nothing is 0, and equal sums are equal.
+fn without_noise(values: [f64; 2]) -> [f64; 2] {
+    let [a, b] = values.map(|x| if x.abs() < NOISE { 0.0 } else { x });
+    match (b - a).abs() <= NOISE * a.abs() {
+        true => [a, a],
+        false => [a, b],
+    }
+}
+
+/// The size of both models, and what tells them apart where they are of one size.
+fn graphs(a: &Loaded, b: &Loaded) -> [String; 2] {
+    let size = |loaded: &Loaded| {
+        let Ok(graph) = ir::text::parse(&loaded.plan.graph) else {
+            return "no graph".to_string();
+        };
+        let states = graph
+            .ops()
+            .iter()
+            .filter(|op| matches!(op.kind, OpKind::State { .. }));
+        let bytes = states
+            .flat_map(|op| &op.outputs)
+            .map(|&v| graph.value(v).ty.bytes(1));
+        format!(
+            "{}, {}, parameters of {}",
+            counted(graph.layers.len() as u64, "layer"),
+            counted(graph.ops().len() as u64, "op"),
+            Bytes(bytes.fold(0, u64::saturating_add))
+        )
+    };
+    let sizes = [size(a), size(b)];
+    if sizes[0] != sizes[1] {
+        return sizes;
+    }
+    let [size, _] = sizes;
+    // The first line of the text that is not the same.
+    let lines = |loaded: &Loaded| -> Vec<String> {
+        let lines = loaded.plan.graph.lines();
+        lines.map(|l| l.trim().to_string()).collect()
+    };
+    let (of_a, of_b) = (lines(a), lines(b));
+    let first = of_a.iter().zip(&of_b).find(|(x, y)| x != y);
+    match first {
+        Some((x, y)) => [x, y].map(|line| format!("{size}; {}", shortened(line))),
+        None => [size.clone(), format!("{size}; not the same text")],
+    }
+}
+
+/// Characters of a line of a graph that are shown.
+const LINE_SHOWN: usize = 60;
+
+fn shortened(line: &str) -> String {
+    match line.char_indices().nth(LINE_SHOWN) {
+        Some((end, _)) => format!("{}..", &line[..end]),
+        None => line.to_string(),
+    }
+}
+
+/// Ops that are named in a difference.
+const OPS_NAMED: usize = 3;
+
+/// What is otherwise in single ops of plans that are alike in all else: what axes do in them, then
+/// layout changes on the way to them.
+fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
+    let of = |loaded: &Loaded| {
+        let Loaded { plan, training, .. } = loaded;
+        let mut ops: BTreeMap<(usize, (bool, String)), String> = BTreeMap::new();
+        for stage in &plan.stages {
+            for run in &stage.runs {
+                let first = run.first.index();
+                let name = training.graph.layers.get(first).map_or("", String::as_str);
+                for op in assignments(plan, training, run.strategy as usize, run.first) {
+                    let said = format!(
+                        "{} {}",
+                        strategies::uses(&op, &stage.mesh),
+                        op.specs
+                            .results
+                            .iter()
+                            .map(|r| r.display(&stage.mesh))
+                            .collect::<Vec<_>>()
+                            .join(" ")
+                    );
+                    // The forward pass first: the rest follows from it.
+                    let path = relative_path(&op.op.path, name).replace("{}.", "");
+                    let path = (op.op.pass != Pass::F, path);
+                    for layer in first..first + run.count as usize {
+                        ops.insert((layer, path.clone()), said.clone());
+                    }
+                }
+            }
+        }
+        ops
+    };
+    let (of_a, of_b) = (of(a), of(b));
+    let nothing = "-".to_string();
+    // By op, what it is in the first layer where it differs, and in how many it does.
+    let mut different: BTreeMap<&(bool, String), (u64, [&String; 2])> = BTreeMap::new();
+    let keys: BTreeSet<&(usize, (bool, String))> = of_a.keys().chain(of_b.keys()).collect();
+    for key in keys {
+        let values = [&of_a, &of_b].map(|ops| ops.get(key).unwrap_or(&nothing));
+        if values[0] != values[1] {
+            different.entry(&key.1).or_insert((0, values)).0 += 1;
+        }
+    }
+    if different.is_empty() {
+        return layout_changes(&a.plan, &b.plan).into_iter().collect();
+    }
+    let left = different.len().saturating_sub(OPS_NAMED);
+    let lines = |side: usize| {
+        let shown = different.iter().take(OPS_NAMED);
+        let mut lines: Vec<String> = shown
+            .map(|((_, op), (n, said))| format!("{op} ({}): {}", counted(*n, "layer"), said[side]))
+            .collect();
+        if left > 0 {
+            lines.push(format!("and {} more", counted(left as u64, "op")));
+        }
+        lines.join("\n")
+    };
+    vec![Difference {
+        what: "single ops".into(),
+        values: [lines(0), lines(1)],
+    }]
+}
+
+/// That plans whose ops are the same differ in the way from op to op.
+fn layout_changes(a: &Plan, b: &Plan) -> Option<Difference> {
+    if (&a.layer_strategies, &a.edges, &a.transfers)
+        == (&b.layer_strategies, &b.edges, &b.transfers)
+    {
+        return None;
+    }
+    let count = |plan: &Plan| {
+        let of_layers = plan.layer_strategies.iter().map(|s| s.edges.len());
+        let n = of_layers.sum::<usize>() + plan.edges.len() + plan.transfers.len();
+        counted(n as u64, "layout change")
+    };
+    Some(Difference {
+        what: "on the way to ops".into(),
+        values: [count(a), format!("{}, others", count(b))],
+    })
+}
+
 /// What a plan is of and what was decided, in a fixed order.
 fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     let plan = &loaded.plan;
@@ -181,7 +367,6 @@ fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     });
     let decided = [
         ("model", plan.name.clone()),
-        ("graph", files::fingerprint(plan.graph.as_bytes())),
         ("pins", pins(plan)),
         ("stages", plan.stages.len().to_string()),
         ("layers of the stages", layers.collect::<Vec<_>>().join("/")),
@@ -201,7 +386,6 @@ fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
         ("meshes", by_stage(&stages, mesh)),
         ("axes", by_stage(&stages, does)),
         ("recomputed", by_stage(&stages, recomputed)),
-        ("strategies", strategies(plan)?),
     ];
     let mut facts: Vec<(String, String)> = Vec::new();
     facts.extend(decided.map(|(what, value)| (what.to_string(), value)));
@@ -222,13 +406,6 @@ fn pins(plan: &Plan) -> String {
 fn json(value: &impl Serialize) -> Result<Value, Failure> {
     let failed = |e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}"));
     serde_json::to_value(value).map_err(failed)
-}
-
-/// Strategies as a fingerprint: plans that decide the same in all words may differ in single ops.
-fn strategies(plan: &Plan) -> Result<String, Failure> {
-    let runs: Vec<_> = plan.stages.iter().map(|s| &s.runs).collect();
-    let text = json(&(runs, &plan.layer_strategies))?.to_string();
-    Ok(files::fingerprint(text.as_bytes()))
 }
 
 /// The scalars of a document by their paths.
@@ -345,6 +522,16 @@ mod tests {
                 ("cluster.name", "a")
             ]
         );
+    }
+
+    #[test]
+    fn rounding_is_no_difference() {
+        for zero in [-0.0, 1e-19, -1e-19] {
+            let [a, b] = without_noise([zero, 0.5]);
+            assert!(a == 0.0 && a.is_sign_positive() && b == 0.5);
+        }
+        assert_eq!(without_noise([0.3, 0.1 + 0.2]), [0.3, 0.3]);
+        assert_eq!(without_noise([1.0, 1.0 + 1e-9]), [1.0, 1.0 + 1e-9]);
     }
 
     #[test]

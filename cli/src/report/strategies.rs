@@ -74,7 +74,8 @@ pub fn layer_range(training: &TrainingGraph, first: LayerId, count: u32) -> Stri
     }
 }
 
-fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
+/// What each axis does in an op.
+pub fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
     let one = |(i, u): (usize, &AxisUse)| {
         let axis = mesh.axes.get(i).map_or("?", |x| x.name.as_str());
         match u {

@@ -32,8 +32,14 @@ pub(super) fn kernels(
     };
     let mut efficiency = 1.0;
     for name in ["attention", "attention_grad"] {
-        let Some((products, vector)) = attention(points, cluster, attention_block_rows, name, busy)
-        else {
+        // A calibration has points of several shapes; where they leave something open, the
+        // device's rates stand.
+        let rates = Known {
+            factors: (1.0, 1.0),
+            weight: TIE,
+        };
+        let found = attention(points, cluster, attention_block_rows, name, busy, &rates);
+        let Some((products, vector)) = found else {
             continue;
         };
         if name == "attention" {
@@ -48,8 +54,8 @@ pub(super) fn kernels(
 
 /// Whether a factor was not driven to an end of what is looked for.
 pub(super) fn in_range(factor: f64) -> bool {
-    // The search ends a step short of its bounds.
-    const NEAR: f64 = 1.0 + 1e-6;
+    // The search may end short of its bounds, where little is gained on the way there.
+    const NEAR: f64 = 1.01;
     (NEAR / MAX_FACTOR..MAX_FACTOR / NEAR).contains(&factor)
 }
 
@@ -77,13 +83,52 @@ pub(super) fn vector_factors(
     totals.into_iter().filter_map(factor).collect()
 }
 
-/// Factors of an attention's products, relative to matmuls of their shape, and of the rest.
+/// What is known of an attention's factors before its points are looked at.
+pub(super) struct Known {
+    /// Of the products, relative to matmuls of their shape, and of the rest.
+    pub factors: (f64, f64),
+    /// What a change of a factor's logarithm by 1 costs, over what a point costs that is off by as
+    /// much: 0 where the points alone count.
+    pub weight: f64,
+}
+
+/// A weight that decides nothing but what points leave open.
+const TIE: f64 = 1e-6;
+
+/// Factors of kernels of one machine differ by about this much, as a logarithm.
+const FACTORS_DIFFER: f64 = std::f64::consts::LN_2;
+/// Points of a run are not better than this, whatever their spread, as a logarithm.
+const LEAST_ERROR: f64 = 0.05;
+
+impl Known {
+    /// What was known before `points`, held as firmly as they are uncertain.
+    ///
+    /// Two factors are asked of points that may be of one shape, which says how long both parts
+    /// take together and nothing of either. So the fit is ridge regression (Hoerl & Kennard 1970)
+    /// towards the factors that were known: the variance of the points over that of factors is the
+    /// weight, so what the points determine is theirs, and what they leave open stays. The points'
+    /// error is their relative spread, from 5% to twice.
+    pub fn before(factors: (f64, f64), points: &[&MeasuredPoint]) -> Self {
+        let mut spreads: Vec<f64> = points.iter().map(|p| p.spread_s / p.median_s).collect();
+        spreads.sort_by(f64::total_cmp);
+        let spread = spreads.get(spreads.len() / 2).copied().unwrap_or(0.0);
+        let error = spread.clamp(LEAST_ERROR, FACTORS_DIFFER);
+        Known {
+            factors,
+            weight: (error / FACTORS_DIFFER).powi(2),
+        }
+    }
+}
+
+/// Factors of an attention's products, relative to matmuls of their shape, and of the rest: what
+/// its points determine, and of the rest what is `known`.
 pub(super) fn attention(
     points: &[MeasuredPoint],
     cluster: &Cluster,
     attention_block_rows: u32,
     name: &str,
     busy: &dyn Fn(&MeasuredPoint) -> f64,
+    known: &Known,
 ) -> Option<(f64, f64)> {
     let what = format!("{name} f32");
     let parts: Vec<(f64, f64, f64)> = named(points, &what)
@@ -103,13 +148,16 @@ pub(super) fn attention(
     if parts.is_empty() {
         return None;
     }
+    let before = [known.factors.0.ln(), known.factors.1.ln()];
     let error = |x: &[f64]| {
-        parts
+        let off: f64 = parts
             .iter()
             .map(|(p, v, t)| ((p * x[0].exp() + v * x[1].exp()) / t).ln().powi(2))
-            .sum()
+            .sum();
+        let changed: f64 = x.iter().zip(before).map(|(x, b)| (x - b).powi(2)).sum();
+        off + known.weight * changed
     };
     let bounds = [(-MAX_FACTOR.ln(), MAX_FACTOR.ln()); 2];
-    let best = minimise(vec![0.5, 0.5], &bounds, &error);
+    let best = minimise(before.to_vec(), &bounds, &error);
     Some((best[0].exp(), best[1].exp()))
 }

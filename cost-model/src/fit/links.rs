@@ -49,19 +49,23 @@ pub(super) const KINDS: [CollectiveKind; 3] = [
     CollectiveKind::AllGather,
 ];
 
-/// Figures of a shared memory that lie at an end of what is looked for, by name.
-pub(super) fn at_bound(s: &SharedMemory) -> Vec<&'static str> {
+/// Figures of a shared memory that lie at an end of what is looked for, by name; a rate of
+/// reducing that is `known` was not looked for.
+pub(super) fn at_bound(s: &SharedMemory, known: Option<f64>) -> Vec<&'static str> {
     let figures = [
         ("meeting_s", s.meeting_s, TIMES),
         ("copy_bytes_per_s", s.copy_bytes_per_s, RATES),
         ("reduce_bytes_per_s", s.reduce_bytes_per_s, RATES),
     ];
+    // The search may end short of its bounds, where little is gained on the way there.
+    const NEAR: f64 = 0.01;
     let ends = |x: f64, (low, high): (f64, f64)| {
         let x = x.ln();
-        x < low + 1e-6 || x > high - 1e-6
+        x < low + NEAR || x > high - NEAR
     };
-    let found = figures.into_iter().filter(|(_, x, b)| ends(*x, *b));
-    found.map(|(name, ..)| name).collect()
+    let fitted = &figures[..if known.is_some() { 2 } else { 3 }];
+    let found = fitted.iter().filter(|(_, x, b)| ends(*x, *b));
+    found.map(|(name, ..)| *name).collect()
 }
 
 /// What collectives take, fitted to points of groups that the cluster has. A rate of reducing

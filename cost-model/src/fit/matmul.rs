@@ -6,6 +6,10 @@ use ir::cluster::{HalfSize, MeasuredPoint};
 /// The rate of very large matmuls is at least this share of the best one measured.
 const MIN_SHARE: f64 = 0.25;
 
+/// A figure within this share of an end lies at it: the search may end short of its bounds, where
+/// little is gained on the way there.
+const NEAR: f64 = 0.01;
+
 /// What matmuls of any shape take.
 pub(super) struct Matmul {
     /// The best rate measured.
@@ -16,9 +20,45 @@ pub(super) struct Matmul {
 }
 
 impl Matmul {
-    /// Whether the rate is the lowest that is looked for: the points have no one rate.
-    pub fn at_bound(&self) -> bool {
-        self.rate <= self.best * MIN_SHARE * (1.0 + 1e-6)
+    /// Figures at an end of what is looked for that no machine has: the lowest rate, where the
+    /// points have no one rate, and half sizes beyond all that is measured. The name behind the
+    /// key's and how it lies.
+    pub fn at_bound(&self) -> Vec<&'static str> {
+        let halves = [
+            (self.half.m, "`m` to the largest half size"),
+            (self.half.n, "`n` to the largest half size"),
+            (self.half.k, "`k` to the largest half size"),
+        ];
+        let low = self.rate <= self.best * MIN_SHARE * (1.0 + NEAR);
+        let rate = low.then_some("the rate to the lowest");
+        let large = halves
+            .iter()
+            .filter(|(h, _)| *h >= MAX_HALF_SIZE / (1.0 + NEAR));
+        rate.into_iter()
+            .chain(large.map(|(_, words)| *words))
+            .collect()
+    }
+
+    /// Figures at an end of their range that machines may well have, by the last parts of their
+    /// keys: the best rate measured for all large matmuls, and sizes along which nothing is lost.
+    pub fn at_natural_end(&self) -> Vec<(&'static str, &'static str)> {
+        const NONE_LOST: &str =
+            "0, or next to it: the runs and the calibration lose nothing along this dim";
+        let mut ends = Vec::new();
+        if self.rate >= self.best / (1.0 + 1e-6) {
+            ends.push((
+                "matmul_efficiency.f32",
+                "1: large matmuls reach the best rate that was measured, and no more is looked for",
+            ));
+        }
+        let halves = [
+            (self.half.m, "matmul_half_size.m"),
+            (self.half.n, "matmul_half_size.n"),
+            (self.half.k, "matmul_half_size.k"),
+        ];
+        let none = halves.into_iter().filter(|(h, _)| *h < 0.1);
+        ends.extend(none.map(|(_, key)| (key, NONE_LOST)));
+        ends
     }
     /// Seconds of a point, without the launch.
     pub fn time(&self, p: &MeasuredPoint) -> f64 {

@@ -21,7 +21,7 @@ mod run_points;
 mod sources;
 
 pub use figures::{Change, changes};
-pub use refine::{Kept, Refinement, refine};
+pub use refine::{AtEnd, Kept, Refinement, refine};
 pub use run_points::points_of_run;
 
 use crate::compute::work_time;

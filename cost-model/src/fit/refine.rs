@@ -10,10 +10,14 @@
 //!
 //! Every other figure stays as it is: a run in f32 says nothing about bf16, and instructions of
 //! several parts nothing about launches or the memory's rate. A figure that the fit drives to the
-//! end of its range is not what the run measured either; it stays and is named.
+//! end of its range is not what the run measured either; it stays and is named. Where the end is one
+//! that machines do have (nothing lost along a dim), it is taken, and named too.
+//!
+//! An attention's two factors cannot be told apart by points of one shape: what the points leave
+//! open stays as it was ([`Known`]).
 
 use super::figures::figures;
-use super::kernels::{MAX_FACTOR, attention, in_range, vector_factors};
+use super::kernels::{Known, MAX_FACTOR, attention, in_range, vector_factors};
 use super::links::{self, shared_memory};
 use super::matmul::matmul;
 use super::{Change, FitError, busy_time, changes, check, named};
@@ -31,6 +35,17 @@ pub struct Refinement {
     pub changes: Vec<Change>,
     /// Figures that stayed, and why.
     pub kept: Vec<Kept>,
+    /// Fitted figures that lie at an end of their range all the same.
+    pub at_end: Vec<AtEnd>,
+}
+
+/// A fitted figure at an end of its range.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct AtEnd {
+    /// Key path in the cluster file.
+    pub key: String,
+    /// Which end, and what it means, in words.
+    pub what: String,
 }
 
 /// A figure that a refinement left as it was.
@@ -65,6 +80,7 @@ pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Refinement, F
         new: cluster.clone(),
         fitted: BTreeMap::new(),
         refused: BTreeMap::new(),
+        at_end: Vec::new(),
     };
     work.matmuls(&points)?;
     work.kernels();
@@ -73,6 +89,7 @@ pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Refinement, F
         mut new,
         fitted,
         refused,
+        at_end,
         ..
     } = work;
     let changes = changes(cluster, &new);
@@ -105,6 +122,7 @@ pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Refinement, F
         kept: kept.collect(),
         cluster: new,
         changes,
+        at_end,
     })
 }
 
@@ -116,6 +134,8 @@ struct Work<'a> {
     fitted: BTreeMap<String, String>,
     /// Figures whose fit was refused: why.
     refused: BTreeMap<String, String>,
+    /// Figures that were fitted and lie at an end of their range.
+    at_end: Vec<AtEnd>,
 }
 
 impl Work<'_> {
@@ -149,11 +169,21 @@ impl Work<'_> {
         }
         let launch_s = self.new.device.launch_s;
         let found = matmul(points, &|p| busy_time(p, launch_s))?;
-        if found.at_bound() {
-            let why = "the runs' matmuls and the calibration's have no rate in common: the fit ends at the lowest that it looks for";
-            KEYS.iter().for_each(|key| self.refuse(key, why));
+        let ends = found.at_bound();
+        if !ends.is_empty() {
+            let why = format!(
+                "the runs' matmuls and the calibration's have no figures in common: the fit drives {} that it looks for",
+                ends.join(" and ")
+            );
+            KEYS.iter().for_each(|key| self.refuse(key, why.clone()));
             return Ok(());
         }
+        let natural = found.at_natural_end();
+        self.at_end
+            .extend(natural.into_iter().map(|(key, what)| AtEnd {
+                key: format!("device.{key}"),
+                what: what.into(),
+            }));
         let d = &mut self.new.device;
         d.peak_flops_per_s.insert(DType::F32, found.best);
         d.matmul_efficiency
@@ -174,10 +204,17 @@ impl Work<'_> {
         let block = self.new.device.kernels.as_ref();
         let block = block.map_or(0, |k| k.attention_block_rows);
         for name in ["attention", "attention_grad"] {
-            let fitted = attention(self.runs, &self.new, block, name, &busy);
+            let what = format!("{name} f32");
+            let efficiency = self.new.device.attention_efficiency;
+            let of = |name: &str| {
+                let kernels = self.new.device.kernels.as_ref();
+                kernels.map_or(1.0, |k| k.factor(name))
+            };
+            let points: Vec<&MeasuredPoint> = named(self.runs, &what).collect();
+            let old = (of(products_of(name)) / efficiency, of(name));
+            let known = Known::before(old, &points);
+            let fitted = attention(self.runs, &self.new, block, name, &busy, &known);
             if let Some((products, vector)) = fitted {
-                let what = format!("{name} f32");
-                let efficiency = self.new.device.attention_efficiency;
                 found.push((name.into(), vector, what.clone()));
                 found.push((products_of(name).into(), products * efficiency, what));
             }
@@ -229,7 +266,7 @@ impl Work<'_> {
             .iter()
             .map(|k| format!("levels.{name}.shared_memory.{k}"))
             .collect();
-        let ends = links::at_bound(&found);
+        let ends = links::at_bound(&found, known);
         if !ends.is_empty() {
             let why = format!(
                 "the runs' collectives and the calibration's have no figures in common: the fit drives {} to the end of its range",
@@ -335,6 +372,93 @@ mod tests {
         );
         assert!(!keys(&new).is_empty());
         assert!(!kept(&new, &format!("{of_level}.reduce_bytes_per_s")).refused);
+    }
+
+    /// One point of attention says how long products and the rest take together: they change
+    /// together, by about as much as the point is off, and not at all where it is not.
+    #[test]
+    fn one_point_of_attention_changes_little() {
+        let mut old = fit(&points(4), &machine(4)).unwrap();
+        let name = "attention";
+        let keys = [name, products_of(name)];
+        let kernels = old.device.kernels.get_or_insert_default();
+        kernels.time_factor.insert(name.into(), 1.3);
+        kernels.time_factor.insert(products_of(name).into(), 0.9);
+        let size = [4_000_000, 1_000_000, 400_000, 64, 64, 32];
+        let seconds = |c: &Cluster| {
+            let d = &c.device;
+            let k = d.kernels.as_ref().unwrap();
+            let shape = ir::op::MatmulShape {
+                batch: 1,
+                m: 64,
+                n: 64,
+                k: 32,
+            };
+            let executed = crate::compute::kernels::executed_share(k.attention_block_rows, 64);
+            let rate = crate::compute::matmul_rate(c, DType::F32, shape) * d.attention_efficiency;
+            let products = executed * size[0] as f64 / rate * k.factor(products_of(name));
+            d.launch_s + products + size[1] as f64 / d.vector_flops_per_s * k.factor(name)
+        };
+        let factors = |c: &Cluster| keys.map(|n| c.device.kernels.as_ref().unwrap().factor(n));
+        let refined = |times: f64| {
+            let s = old.device.launch_s + times * (seconds(&old) - old.device.launch_s);
+            refine(&old, &[point("attention f32", &size, s)])
+                .unwrap()
+                .cluster
+        };
+        for (x, y) in factors(&refined(1.0)).iter().zip(factors(&old)) {
+            assert!((x / y - 1.0).abs() < 1e-4, "{x} {y}");
+        }
+        // A point that is 1.5 times off: both move, neither by more than it takes, and the time is
+        // met.
+        let new = refined(1.5);
+        for (x, y) in factors(&new).iter().zip(factors(&old)) {
+            assert!(x / y > 1.0 && x / y < 2.0, "{x} {y}");
+        }
+        let met = (seconds(&new) - new.device.launch_s) / (seconds(&old) - old.device.launch_s);
+        assert!((met / 1.5 - 1.0).abs() < 0.02, "{met}");
+        // Points that scatter move them less.
+        let mut loose = point("attention f32", &size, seconds(&old) * 1.5);
+        loose.spread_s = loose.median_s;
+        let loose = refine(&old, &[loose]).unwrap().cluster;
+        assert!(factors(&loose)[1] < factors(&new)[1]);
+    }
+
+    /// Matmuls that seem to lose nothing along a dim are taken at their word, which is said.
+    #[test]
+    fn figures_at_the_end_of_their_range_are_named() {
+        let old = fit(&points(4), &machine(4)).unwrap();
+        let constant = |p: &MeasuredPoint| {
+            let flops: f64 = p.size.iter().fold(2.0, |f, x| f * *x as f64);
+            point(&p.what, &p.size, old.device.launch_s + flops / 1e12)
+        };
+        let runs: Vec<_> = named(&points(4), "matmul f32").map(constant).collect();
+        let mut bare = old.clone();
+        bare.measured.retain(|p| p.what != "matmul f32");
+        let new = refine(&bare, &runs).unwrap();
+        let ends: Vec<&str> = new.at_end.iter().map(|e| e.key.as_str()).collect();
+        assert_eq!(
+            ends,
+            [
+                "device.matmul_efficiency.f32",
+                "device.matmul_half_size.m",
+                "device.matmul_half_size.n",
+                "device.matmul_half_size.k"
+            ]
+        );
+        // A rate that grows with m without an end is no figure of a machine.
+        let growing = |p: &MeasuredPoint| {
+            let flops: f64 = p.size.iter().fold(2.0, |f, x| f * *x as f64);
+            point(&p.what, &p.size, flops / (1e8 * p.size[0] as f64))
+        };
+        let runs: Vec<_> = named(&points(4), "matmul f32").map(growing).collect();
+        bare.device.launch_s = 0.0;
+        let new = refine(&bare, &runs).unwrap();
+        let kept = kept(&new, "device.matmul_half_size.m");
+        assert!(
+            kept.refused && kept.why.contains("`m` to the largest"),
+            "{kept:?}"
+        );
     }
 
     #[test]

@@ -133,7 +133,7 @@ pub enum DataError {
         tokenizer: PathBuf,
     },
     /// The validation fraction is not a fraction that leaves something to train on.
-    #[error("validation fraction {0}: it must be at least 0 and below 1")]
+    #[error("validation fraction {}: it must be at least 0 and below 1", ir::Figure(*.0))]
     BadFraction(f64),
     /// A count that must not be zero is.
     #[error("{0} is 0")]

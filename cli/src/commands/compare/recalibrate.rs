@@ -6,7 +6,7 @@ use crate::commands::spinner;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use crate::{files, report};
-use cost_model::fit::{Change, Kept, points_of_run, refine};
+use cost_model::fit::{AtEnd, Change, Kept, points_of_run, refine};
 use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::Seconds;
 use ir::measurement::Measurement;
@@ -28,6 +28,8 @@ pub struct Refined {
     changes: Vec<Change>,
     /// Figures that stayed, and why.
     kept: Vec<Kept>,
+    /// Fitted figures that lie at an end of their range.
+    at_end: Vec<AtEnd>,
     /// Step time of this plan on the old cluster, predicted, in seconds.
     before_s: f64,
     /// Step time of this plan on the new cluster, predicted, in seconds.
@@ -91,6 +93,7 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
         points: points.len(),
         changes: refined.changes,
         kept: refined.kept,
+        at_end: refined.at_end,
         before_s: plan.predicted.step_time_s.0,
         this_plan_s,
         best_plan_s,
@@ -152,6 +155,12 @@ impl Refined {
             rows.collect(),
             1,
         ))?;
+        for end in &self.at_end {
+            report::out(&format!(
+                "At an end of its range: {} is {}",
+                end.key, end.what
+            ))?;
+        }
         let (refused, unmeasured): (Vec<_>, Vec<_>) = self.kept.iter().partition(|k| k.refused);
         for kept in refused {
             report::out(&format!(

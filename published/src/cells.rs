@@ -1,0 +1,370 @@
+//! What the words of `gpu` and `interconnect` cells say beside the entry of the data files that
+//! they are found by. A word that contradicts the entry is never dropped: another entry is taken, the
+//! row is refused, or what is modelled instead stands in `assumed`, as do words that nothing reads.
+//!
+//! Remarks in parentheses are read for contradictions, and not listed.
+
+use crate::Unmodelled;
+use crate::facts::{DeviceFact, Interconnect};
+use crate::row::{Row, RowError};
+use cost_model::presets::Catalogue;
+use ir::cluster::{Cluster, Device};
+
+/// Words of a `gpu` cell that change nothing: vendors, architectures, stacks of memory, boards.
+const GPU_WORDS: [&str; 12] = [
+    "NVIDIA",
+    "TESLA",
+    "GPU",
+    "DGX",
+    "HGX",
+    "VOLTA",
+    "AMPERE",
+    "HOPPER",
+    "BLACKWELL",
+    "HBM2",
+    "HBM3",
+    "SXM",
+];
+
+/// What a board is called, over what it holds: 80 GB are 85.9 of 10^9 bytes, and 40,960 MiB less than
+/// 43. Other boards of a chip differ by more.
+const CALLED: std::ops::RangeInclusive<f64> = 0.9..=1.05;
+
+/// Whether a `gpu` cell begins with a device's name, and not with a longer one.
+pub fn begins_with(cell: &str, name: &str) -> bool {
+    let rest = cell.strip_prefix(name);
+    rest.is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
+}
+
+/// What in a `gpu` cell speaks against a device, in words.
+pub fn against(cell: &str, name: &str, device: &Device) -> Option<String> {
+    let is_pcie = name.contains("pcie");
+    let words = words(cell);
+    let has = |word: &str| words.iter().any(|w| w == word);
+    if !is_pcie && (has("PCIE") || has("PCI")) {
+        return Some(format!("PCIe, and {name} is no PCIe card"));
+    }
+    if is_pcie && words.iter().any(|w| w.starts_with("SXM")) {
+        return Some(format!("SXM, and {name} is a PCIe card"));
+    }
+    if has("NVL") {
+        return Some(format!("NVL, a card that {name} is not"));
+    }
+    if has("MIG") {
+        return Some("MIG, and parts of a GPU are not modelled".into());
+    }
+    let holds = device.memory_bytes.0 as f64 / 1e9;
+    let other = memories(&words).find(|gb| !CALLED.contains(&(gb / holds)));
+    other.map(|gb| format!("{gb} GB, and {name} holds {holds:.1} of 10^9 bytes"))
+}
+
+/// The gigabytes that words name: `80GB`, `80 GB`.
+fn memories(words: &[String]) -> impl Iterator<Item = f64> + '_ {
+    let next = words.iter().skip(1).map(Some).chain([None]);
+    words.iter().zip(next).filter_map(|(word, next)| {
+        let unit = |w: &str| ["GB", "GIB", "G"].contains(&w);
+        let number = word.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let is_stated = match &word[number.len()..] {
+            "" => next.is_some_and(|n| unit(n)),
+            rest => unit(rest),
+        };
+        number.parse().ok().filter(|_| is_stated)
+    })
+}
+
+/// The words of a `gpu` cell that nothing reads, outside of remarks.
+fn unread_of_gpu(cell: &str, fact: &DeviceFact, device: &Device) -> Vec<String> {
+    let own = words(&fact.gpu);
+    let all = words(&outside(cell));
+    let power = device.power_limit_w.map(|w| format!("{w}W"));
+    let is_read = |word: &String| {
+        let digits = word.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let is_memory =
+            digits.parse::<u32>().is_ok() && ["GB", "GIB"].contains(&&word[digits.len()..]);
+        own.contains(word)
+            || is_memory
+            || word == "GB"
+            || GPU_WORDS.iter().any(|w| word.starts_with(w))
+            || Some(word) == power.as_ref()
+    };
+    let memory = memories(&all).map(|gb| gb.to_string()).collect::<Vec<_>>();
+    all.iter()
+        .filter(|w| !is_read(w) && !memory.contains(w))
+        .cloned()
+        .collect()
+}
+
+/// Letters and digits in a row, in capitals.
+fn words(cell: &str) -> Vec<String> {
+    let words = cell.split(|c: char| !c.is_alphanumeric());
+    let words = words.filter(|w| !w.is_empty());
+    words.map(str::to_uppercase).collect()
+}
+
+/// A cell without its remarks in parentheses.
+fn outside(cell: &str) -> String {
+    let mut depth = 0_u32;
+    let is_outside = |c: &char| {
+        match c {
+            '(' => depth = depth.saturating_add(1),
+            ')' => {
+                depth = depth.saturating_sub(1);
+                return false;
+            }
+            _ => {}
+        }
+        depth == 0
+    };
+    cell.chars().filter(is_outside).collect()
+}
+
+/// What an `interconnect` cell says of the network, read word by word.
+#[derive(Debug, Default, PartialEq)]
+struct Said {
+    /// Network cards of a host: the `8` of `8x NDR`.
+    cards: Option<u32>,
+    /// Kinds of links between hosts, and generations of them.
+    kinds: Vec<String>,
+    /// A rate in bits per second and what it is of.
+    rate: Option<(f64, Per)>,
+    /// That it is not stated.
+    not_stated: bool,
+    /// Whether NVLink is named, and whether PCIe is.
+    nvlink: bool,
+    pcie: bool,
+    /// All other words.
+    unread: Vec<String>,
+}
+
+/// What a rate is of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Per {
+    Unsaid,
+    Host,
+    Device,
+    Card,
+}
+
+/// Kinds of networks and how the names of such links begin or what they contain.
+const KINDS: [(&str, &[&str]); 19] = [
+    ("ib", &["infiniband"]),
+    ("infiniband", &["infiniband"]),
+    ("fdr", &["fdr"]),
+    ("edr", &["edr"]),
+    ("hdr", &["hdr"]),
+    ("ndr", &["ndr"]),
+    ("xdr", &["xdr"]),
+    ("rdma", &["infiniband", "roce"]),
+    ("roce", &["roce"]),
+    ("rocev2", &["roce"]),
+    ("ethernet", &["ethernet", "roce"]),
+    ("tcp", &["ethernet"]),
+    ("tcpx", &["ethernet"]),
+    ("efa", &["efa"]),
+    ("slingshot", &["slingshot"]),
+    ("omni", &["omni"]),
+    ("omnipath", &["omni"]),
+    ("opa", &["omni"]),
+    ("sharp", &["sharp"]),
+];
+
+/// Words of an `interconnect` cell that change nothing.
+const LINK_WORDS: [&str; 19] = [
+    "nvswitch",
+    "nvl72",
+    "domain",
+    "inter",
+    "node",
+    "nodes",
+    "host",
+    "hosts",
+    "gpu",
+    "path",
+    "hybrid",
+    "cube",
+    "mesh",
+    "network",
+    "fabric",
+    "gpudirect",
+    "a",
+    "and",
+    "with",
+];
+
+fn read(cell: &str) -> Said {
+    let mut said = Said::default();
+    // A slash belongs to a unit, a point to a number.
+    let text = outside(cell)
+        .replace("Gb/s", "gbps")
+        .replace("GB/s", "gbytes");
+    let text = text.replace("Gbps", "gbps").replace("Gbit/s", "gbps");
+    let split = text.split(|c: char| !c.is_alphanumeric() && c != '.');
+    let words: Vec<String> = split
+        .map(|w| w.trim_matches('.').to_lowercase())
+        .filter(|w| !w.is_empty())
+        .collect();
+    let mut i = 0;
+    while let Some(word) = words.get(i) {
+        let next = words.get(i + 1).map_or("", String::as_str);
+        i += 1;
+        let (number, unit) = numbered(word);
+        let of_links = next.starts_with("nvlink");
+        match (number, unit) {
+            (Some(n), "x") if !of_links => said.cards = Some(n as u32),
+            // `8x200gbps`, `8x50` before `GB/s`.
+            (Some(n), rest) if rest.starts_with('x') => {
+                said.cards = Some(n as u32);
+                let (each, unit) = numbered(&rest[1..]);
+                i += usize::from(set_rate(&mut said, each, unit, next));
+            }
+            (Some(_), "" | "gbps" | "gbytes" | "gb") => {
+                i += usize::from(set_rate(&mut said, number, unit, next));
+            }
+            _ if word == "per" => {
+                let per = match next {
+                    "gpu" | "device" => Per::Device,
+                    "card" | "port" | "nic" => Per::Card,
+                    _ => Per::Host,
+                };
+                said.rate = said.rate.map(|(rate, _)| (rate, per));
+                i += usize::from(!next.is_empty());
+            }
+            _ if word == "not" && next == "stated" => {
+                said.not_stated = true;
+                i += 1;
+            }
+            _ if word.starts_with("nvlink") => said.nvlink = true,
+            _ if word.starts_with("pcie") => said.pcie = true,
+            _ if KINDS.iter().any(|(k, _)| k == word) => said.kinds.push(word.clone()),
+            // The cards that are cards of what.
+            _ if [
+                "card", "cards", "nic", "nics", "port", "ports", "rail", "rails",
+            ]
+            .contains(&word.as_str()) => {}
+            _ if LINK_WORDS.contains(&word.as_str()) => {}
+            _ => said.unread.push(word.clone()),
+        }
+    }
+    said
+}
+
+/// The number that a word begins with, and the rest.
+fn numbered(word: &str) -> (Option<f64>, &str) {
+    let end = word.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, rest) = word.split_at(end.unwrap_or(word.len()));
+    (number.parse().ok(), rest)
+}
+
+/// Takes a rate down; whether its unit is the next word.
+fn set_rate(said: &mut Said, number: Option<f64>, unit: &str, next: &str) -> bool {
+    let apart = unit.is_empty();
+    let bits = match if apart { next } else { unit } {
+        "gbps" | "gb" => 1e9,
+        "gbytes" => 8e9,
+        // `4-GPU node` is no rate.
+        _ => return false,
+    };
+    said.rate = number.map(|n| (n * bits, Per::Unsaid));
+    apart
+}
+
+/// Most network cards of a host that are read.
+const MOST_CARDS: u32 = 64;
+
+/// Network cards of a host of `per_host` devices: as the cell says, or the entry's.
+///
+/// Hosts of a domain may be called any part of it: there an entry's cards are those of the hosts
+/// that it is made of, and `per_host` may be several of these.
+pub fn cards(row: &Row, links: &Interconnect, host: u32, per_host: u32) -> Result<u32, Unmodelled> {
+    let text = row.required("interconnect")?;
+    let said = read(text);
+    if links.domain_devices.is_some() && per_host > host {
+        return Ok(links.cards.saturating_mul(per_host) / host.max(1));
+    }
+    match said.cards {
+        None => Ok(links.cards),
+        Some(n) if (1..=MOST_CARDS).contains(&n) => Ok(n),
+        Some(_) => Err(RowError::Malformed {
+            column: "interconnect".into(),
+            value: text.into(),
+            expected: "1 to 64 network cards in a host",
+        }
+        .into()),
+    }
+}
+
+/// Refuses hosts joined by what the entry, which has NVLink, is not.
+pub fn inside(text: &str, links: &Interconnect) -> Result<(), Unmodelled> {
+    let said = read(text);
+    match said.pcie && !said.nvlink {
+        true => Err(Unmodelled::Feature(format!(
+            "the interconnect `{text}`: PCIe inside a host, where `{}` means {}; `meshwright compile` plans for such hosts",
+            links.text, links.inside
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// What is assumed of a row's machine against its cells, or beside them.
+pub fn assumed(
+    row: &Row,
+    (fact, links): (&DeviceFact, &Interconnect),
+    catalogue: &Catalogue,
+    cluster: &Cluster,
+) -> Result<Vec<String>, Unmodelled> {
+    let mut assumed = Vec::new();
+    let device = catalogue
+        .device(&fact.device)
+        .map_err(Unmodelled::Cluster)?;
+    let (gpu, text) = (row.required("gpu")?, row.required("interconnect")?);
+    let list = |what: &str, words: Vec<String>| match words.is_empty() {
+        true => None,
+        false => Some(format!("{what}_not_read={}", words.join("+"))),
+    };
+    assumed.extend(list("gpu", unread_of_gpu(gpu, fact, device)));
+    let said = read(text);
+    if let Some(network) = cluster.levels.get(1)
+        && !is_of(
+            &said,
+            links,
+            network.bandwidth_bytes_per_s,
+            network.devices_per_port,
+            cluster,
+        )
+    {
+        let per_host = f64::from(cluster.devices_per_host);
+        let cards = per_host / f64::from(network.devices_per_port.max(1));
+        let cards = cards.max(f64::from(said.cards.unwrap_or(links.cards)));
+        assumed.push(format!("between={}*{cards}", links.between));
+    }
+    assumed.extend(list("interconnect", said.unread));
+    Ok(assumed)
+}
+
+/// Whether the network that is modelled is the one that was said, as far as anything was.
+fn is_of(said: &Said, links: &Interconnect, port: f64, sharing: u32, cluster: &Cluster) -> bool {
+    if said.not_stated {
+        return false;
+    }
+    let is_kind = |kind: &String| {
+        let known = KINDS.iter().find(|(k, _)| k == kind);
+        known.is_none_or(|(_, names)| names.iter().any(|n| links.between.contains(n)))
+    };
+    if !said.kinds.iter().all(is_kind) {
+        return false;
+    }
+    let Some((rate, per)) = said.rate else {
+        return true;
+    };
+    let per_host = f64::from(cluster.devices_per_host);
+    let all = 8.0 * port * per_host / f64::from(sharing.max(1));
+    let cards = f64::from(said.cards.unwrap_or(links.cards));
+    let stated: &[f64] = match per {
+        Per::Device => &[rate * per_host],
+        Per::Card => &[rate * cards],
+        // `4x100Gb per node` is four hundred.
+        Per::Host => &[rate, rate * cards],
+        Per::Unsaid => &[rate * cards, rate],
+    };
+    stated.iter().any(|s| (s / all - 1.0).abs() < 0.05)
+}
