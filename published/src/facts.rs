@@ -120,6 +120,10 @@ pub struct Generation {
     pub zero_in_pipeline: Option<u8>,
     /// Recomputation where the column is empty: none, selective or full.
     pub recompute: String,
+    /// What a column that says `full` is planned as, where it stands for a flag that says only
+    /// that activations are checkpointed.
+    #[serde(default)]
+    pub checkpointing: Option<String>,
     /// Chunks of layers per device where the column is empty.
     #[serde(rename = "virtual")]
     pub virtual_chunks: u64,
@@ -721,7 +725,10 @@ mod tests {
             assert!(!i.source.is_empty());
         }
         for (name, generation) in &facts.generations {
-            assert!(["none", "selective", "full"].contains(&generation.recompute.as_str()));
+            let says = [Some(&generation.recompute), generation.checkpointing.as_ref()];
+            for recompute in says.into_iter().flatten() {
+                assert!(["none", "selective", "full"].contains(&recompute.as_str()));
+            }
             assert!(generation.zero <= 3 && !generation.source.is_empty());
             let software = facts.software(name).unwrap();
             assert_eq!(software.problems(), Vec::<String>::new());

@@ -58,6 +58,13 @@ pub fn pins(
         None => facts.recipes.recomputed(row),
         Some(_) => Vec::new(),
     };
+    let recompute = match (recompute, &generation.checkpointing) {
+        (Some("full"), Some(meant)) if row.text("recompute") == Some("full") => {
+            assumed.push(format!("recompute={meant}"));
+            Some(meant.as_str())
+        }
+        _ => recompute,
+    };
     let recompute = recompute.unwrap_or_else(|| {
         let ops: String = recomputed.iter().map(|op| format!("+{op}")).collect();
         assumed.push(format!("recompute={}{ops}", generation.recompute));
@@ -437,6 +444,22 @@ mod tests {
         assert!(text.contains("recompute:h.*.norm_1=yes recompute:h.*.norm_2=yes"));
         assert!(text.contains("recompute:h.*.moe.act=yes recompute:h.*.moe.mul=yes"));
         assert!(assumed.contains(&"recompute=none+norm_1+norm_2+moe.act+moe.mul".to_string()));
+    }
+
+    #[test]
+    fn a_flag_that_does_not_say_how_much_is_checkpointed_is_read_as_its_generation_says() {
+        let of = |source: &str, recompute: &str| {
+            pins_of(&format!(
+                "A100,8,Megatron-DeepSpeed,{source},24,1,8,1,1,1,no,0,{recompute},gelu,fp16,64,2048"
+            ))
+            .unwrap()
+        };
+        let single = "vTrain ground truth (single-node)";
+        assert!(of(single, "full").contains(" recompute:h.*.attn.attend=yes "));
+        assert!(of(single, "full").ends_with("| recompute=selective"));
+        assert!(!of(single, "none").contains("recompute"));
+        assert!(of(single, "\"full, block 1\"").contains(" recompute:h.0.*=yes "));
+        assert!(of("vTrain ground truth", "full").contains(" recompute=full "));
     }
 
     #[test]
