@@ -368,7 +368,7 @@ impl WeightedLayer<'_> {
                     .collect()
             })
             .collect();
-        let is_small = self.eliminator.cells() <= KEPT_CELLS;
+        let is_small = self.eliminator.kept_cells() <= KEPT_CELLS;
         PricedLayer {
             matrix,
             found: is_small.then_some(found),
