@@ -12,9 +12,10 @@ const EXACT: u64 = 1 << 53;
 const LANES: usize = 8;
 
 /// A cost in the inner loops.
-pub(super) trait Cell: Copy + 'static {
+pub(super) trait Cell: Copy + PartialOrd + 'static {
     /// The cost of what must not be picked; adding to it leaves it as it is.
     const FORBIDDEN: Self;
+    const ZERO: Self;
     /// Sums below this are exact.
     const EXACT_BELOW: u64;
     fn new(cost: u64) -> Self;
@@ -26,6 +27,7 @@ pub(super) trait Cell: Copy + 'static {
 
 impl Cell for u64 {
     const FORBIDDEN: u64 = INFINITE;
+    const ZERO: u64 = 0;
     const EXACT_BELOW: u64 = u64::MAX;
     fn new(cost: u64) -> u64 {
         cost.min(INFINITE)
@@ -43,6 +45,7 @@ impl Cell for u64 {
 
 impl Cell for f64 {
     const FORBIDDEN: f64 = f64::INFINITY;
+    const ZERO: f64 = 0.0;
     const EXACT_BELOW: u64 = EXACT;
     fn new(cost: u64) -> f64 {
         if cost < INFINITE {
@@ -87,6 +90,7 @@ pub(super) fn least<C: Cell>(row: &[C]) -> C {
 }
 
 /// The least sum of two rows of one length.
+#[inline]
 pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
     let (ys, rest_y) = b.as_chunks::<LANES>();
@@ -100,6 +104,7 @@ pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
 }
 
 /// The least sum of three rows of one length.
+#[inline]
 pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
     let (ys, rest_y) = b.as_chunks::<LANES>();
@@ -114,6 +119,7 @@ pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
     ended(lanes, rest.map(|((x, y), z)| x.plus(*y).plus(*z)))
 }
 
+#[inline]
 fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
     let half = |i: usize| lanes[i].least(lanes[i + LANES / 2]);
     let quarter = |i: usize| half(i).least(half(i + LANES / 4));
@@ -122,6 +128,15 @@ fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
 
 /// The largest cost of a table that is not forbidden.
 pub(super) fn largest<C: Cell>(table: &[C]) -> u64 {
-    let costs = table.iter().map(|c| c.cost());
-    costs.filter(|c| *c < INFINITE).max().unwrap_or(0)
+    let allowed = |c: C| if c < C::FORBIDDEN { c } else { C::ZERO };
+    let most = |a: C, b: C| if a < b { b } else { a };
+    let (chunks, rest) = table.as_chunks::<LANES>();
+    let mut lanes = [C::ZERO; LANES];
+    for x in chunks {
+        for l in 0..LANES {
+            lanes[l] = most(lanes[l], allowed(x[l]));
+        }
+    }
+    let all = lanes.into_iter().chain(rest.iter().map(|c| allowed(*c)));
+    all.fold(C::ZERO, most).cost()
 }
