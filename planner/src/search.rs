@@ -129,23 +129,13 @@ pub(crate) fn plan(
         // Only the last attempt counts.
         (stats.candidates, stats.simulated) = (0, 0);
         stats.alternatives.clear();
-        let h1 = std::time::Instant::now();
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
         let known = Known {
             lower_bound,
             schedule,
             reserve,
         };
-        let h2 = h1.elapsed().as_secs_f64();
-        let n = pipelines.len();
         let made = search.simulate_best(forward, pipelines, &known, &mut stats)?;
-        eprintln!(
-            "H1 reserve {reserve} batches {} candidates {} pipelines {n} in {h2:.2} s, simulated {} in {:.2} s",
-            batches.len(),
-            stats.candidates,
-            stats.simulated,
-            h1.elapsed().as_secs_f64() - h2
-        );
         match made {
             Made::Fits(plan, program, simulation) => {
                 found = Some((plan, program, simulation));

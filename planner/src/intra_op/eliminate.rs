@@ -715,3 +715,6 @@ fn greedy_order(
     }
     Ok((order, cells))
 }
+
+#[cfg(test)]
+mod tests;
