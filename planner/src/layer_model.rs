@@ -13,6 +13,7 @@ use crate::layers::Layers;
 use crate::pins::{ZeroLevels, whole};
 use crate::prices::Prices;
 use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -75,7 +76,7 @@ impl PricedLink {
 /// A layer model under fixed weights of time, ready for any price on memory.
 pub(crate) struct WeightedLayer<'m> {
     pub model: &'m LayerModel,
-    eliminator: Eliminator,
+    pub eliminator: Cow<'m, Eliminator>,
 }
 
 /// All layout changes between two groups.
@@ -259,7 +260,7 @@ impl LayerModel {
         let eliminator = Eliminator::new(&self.sizes, &self.edges(weights), &keep, MAX_CELLS)?;
         Ok(WeightedLayer {
             model: self,
-            eliminator,
+            eliminator: Cow::Owned(eliminator),
         })
     }
 
@@ -368,7 +369,7 @@ impl WeightedLayer<'_> {
                     .collect()
             })
             .collect();
-        let is_small = self.eliminator.cells() <= KEPT_CELLS;
+        let is_small = self.eliminator.kept_cells() <= KEPT_CELLS;
         PricedLayer {
             matrix,
             found: is_small.then_some(found),

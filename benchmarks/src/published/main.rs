@@ -41,6 +41,16 @@ fn main() -> Result<(), String> {
         print!("{}", explain::text(&rows, &names, &facts));
         return Ok(());
     }
+    if let Some(names) = free_rows() {
+        let named: Vec<&str> = names.split(',').collect();
+        let rows: Vec<row::Row> = rows
+            .into_iter()
+            .filter(|r| named.contains(&r.id()))
+            .collect();
+        let outcomes = predict(&rows, &facts);
+        print!("{}", free::text(&score::scored(&rows, &outcomes), &facts));
+        return Ok(());
+    }
     let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);
@@ -68,6 +78,12 @@ fn main() -> Result<(), String> {
         .collect();
     write(&folder.join("published.md"), &report)?;
     write(&folder.join("published.svg"), &figure::svg(&shown))
+}
+
+/// The rows that `--free` names, if it does: `--free ROW,ROW` prints nothing else.
+fn free_rows() -> Option<String> {
+    let next = std::env::args().skip_while(|a| a != "--free").nth(1);
+    next.filter(|names| !names.starts_with("--"))
 }
 
 /// Errors without each term of the model of execution, in-sample and without fitting again.

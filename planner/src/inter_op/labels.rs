@@ -140,19 +140,30 @@ impl<'a> Problem<'a> {
                         continue;
                     }
                     let reached = self.reached(&states[end], end, used, submesh, boundary);
+                    let Some(best) = self.best_parts(&reached) else {
+                        continue;
+                    };
                     for c in candidates {
                         let own = c.entry.time_s();
                         let before = rest.at(c.start, n_devices - now);
                         if own >= threshold || !before.is_finite() {
                             continue;
                         }
+                        // No label of this entry is better than the best of all parts; rounding
+                        // keeps the order.
+                        let step = best.step.max(c.entry.step_s);
+                        if best.sum + own + step + before >= cutoff || !c.entry.fits(best.in_flight)
+                        {
+                            continue;
+                        }
                         let slot = now * n_heads + c.head;
+                        let mut beater = 0;
                         for r in &reached {
                             let label = self.extended(end, c, r, threshold);
                             if let Some(label) = label
                                 && label.sum + label.step + before < cutoff
                             {
-                                self.insert(&mut states[c.start][slot], label);
+                                self.insert(&mut states[c.start][slot], label, &mut beater);
                             }
                         }
                     }
@@ -182,6 +193,8 @@ impl<'a> Problem<'a> {
             }];
         }
         let mut reached: Vec<Reached> = Vec::new();
+        let of_heads = &slots[used * self.heads.len()..][..self.heads.len()];
+        let is_only = of_heads.iter().filter(|labels| !labels.is_empty()).count() == 1;
         for (head, &(to, boundary_in)) in self.heads.iter().enumerate() {
             let slot = used * self.heads.len() + head;
             if slots[slot].is_empty() {
@@ -209,7 +222,10 @@ impl<'a> Problem<'a> {
                         && a.step <= b.step
                         && a.transfer <= b.transfer
                 };
-                if !reached.iter().any(|old| beats(old, &new)) {
+                // Those of one slot were compared when they were put there.
+                if is_only {
+                    reached.push(new);
+                } else if !reached.iter().any(|old| beats(old, &new)) {
                     reached.retain(|old| !beats(&new, old));
                     reached.push(new);
                 }
@@ -237,11 +253,31 @@ impl<'a> Problem<'a> {
         })
     }
 
-    fn insert(&self, labels: &mut Vec<Label>, new: Label) {
+    /// The best of what is reached, each part by itself; none of nothing.
+    fn best_parts(&self, reached: &[Reached]) -> Option<Parts> {
+        let parts = |r: &Reached| Parts {
+            sum: r.sum,
+            step: r.step,
+            in_flight: self.in_flight(r.n_stages as usize),
+        };
+        reached.iter().map(parts).reduce(|a, b| Parts {
+            sum: a.sum.min(b.sum),
+            step: a.step.min(b.step),
+            in_flight: a.in_flight.min(b.in_flight),
+        })
+    }
+
+    /// Adds a label unless one stands in for it. `beater` is where the last was that did, which
+    /// is often the next one's too.
+    fn insert(&self, labels: &mut Vec<Label>, new: Label, beater: &mut usize) {
         let beats = |a: &Label, b: &Label| {
             self.stands_in(a.n_stages, b.n_stages) && a.sum <= b.sum && a.step <= b.step
         };
-        if labels.iter().any(|old| beats(old, &new)) {
+        if labels.get(*beater).is_some_and(|old| beats(old, &new)) {
+            return;
+        }
+        if let Some(at) = labels.iter().position(|old| beats(old, &new)) {
+            *beater = at;
             return;
         }
         labels.retain(|old| !beats(&new, old));
@@ -386,6 +422,13 @@ struct Reached {
     n_stages: u32,
     transfer: f64,
     place: Option<Place>,
+}
+
+/// The least of what a stage may find behind it.
+struct Parts {
+    sum: f64,
+    step: f64,
+    in_flight: u64,
 }
 
 /// Least sums by (layers before, devices for them).

@@ -6,11 +6,18 @@
 //! table over the kept nodes (a layer's cost between its two boundary specs, whose min-plus
 //! powers price a stack of equal layers), with the best choice of all other nodes for each.
 //!
+//! Strategies of a node that no table of an elimination tells apart (equal layouts, as a
+//! neighbour sees them) have one row in its message.
+//!
 //! Invariants: exact in integers; ties go to the lowest index; the order depends only on
 //! sizes and edges, so one [`Eliminator`] serves many prices. Message scopes are laid out
 //! with the node that is eliminated next innermost, so that inner loops run along memory.
 //! Method: bucket elimination, Dechter 1999; greedy order by the least message.
 
+mod classes;
+mod kernel;
+
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::sync::Arc;
@@ -18,9 +25,12 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::problem::{Cost, Edge, Table};
+use classes::Classes;
+use kernel::{Cell, INFINITE};
 
-/// Forbidden in the inner loops: sums of two stay in 64 bits.
-const INFINITE: u64 = 1 << 61;
+/// Sums of an elimination above which strategies with equal rows are looked for; below, the
+/// search for them takes longer than it saves.
+const WORTH_CLASSES: u64 = 20_000;
 
 /// Elimination would need tables beyond the caller's bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -40,33 +50,68 @@ pub struct Eliminator {
     buckets: Vec<Bucket>,
     /// Factors over kept nodes alone.
     rest: Vec<Factor>,
-    tables: Vec<Arc<[u64]>>,
+    tables: Tables,
     cells: u64,
+}
+
+/// The tables of edges.
+#[derive(Clone, Debug, Default)]
+struct Tables {
+    costs: Vec<Arc<[u64]>>,
+    /// The same in floating point.
+    floats: Vec<Arc<[f64]>>,
+    /// The largest cost of each that is not forbidden.
+    largest: Vec<u64>,
 }
 
 /// One elimination: all factors that contain `var`, minimised over it.
 #[derive(Clone, Debug)]
 struct Bucket {
     var: u32,
-    /// The nodes that the message is about, the next to be eliminated last.
-    scope: Vec<u32>,
+    /// What the message is about, the node to be eliminated next last.
+    scope: Vec<Dim>,
+    /// Strategies of `var` that the factors about the last of the scope tell apart.
+    fold: Classes,
     factors: Vec<Factor>,
+}
+
+/// A node in the scope of a table, which has a row for each of its classes.
+#[derive(Clone, Debug)]
+struct Dim {
+    node: u32,
+    classes: Classes,
 }
 
 /// A table over some of a bucket's scope, and over `var` innermost.
 #[derive(Clone, Debug)]
 struct Factor {
     source: Source,
-    /// Step in the factor's table per step of each scope node; 0 where it does not matter.
-    strides: Vec<usize>,
+    /// Per scope node, the row of each of its classes (rows of several nodes add up); nothing
+    /// where it does not matter.
+    rows: Vec<Vec<usize>>,
+    /// Cells of a row.
+    width: usize,
+    /// Where in a row the cost of each strategy of `var` stands.
+    along: Vec<u32>,
+    /// Where in a row the cells stand that are added up, unless it is the whole row in order.
+    spread: Option<Vec<u32>>,
+    /// Whether it is about the last of the scope.
+    moves: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Source {
-    /// Index into `tables`.
+    /// Index into the tables.
     Edge(usize),
     /// The message of an earlier bucket.
     Message(usize),
+}
+
+/// The messages of all buckets.
+#[derive(Clone, Debug)]
+enum Messages {
+    Floats(Vec<Vec<f64>>),
+    Integers(Vec<Vec<u64>>),
 }
 
 /// What elimination found for one set of node costs.
@@ -74,7 +119,7 @@ enum Source {
 pub struct Eliminated<'a> {
     eliminator: &'a Eliminator,
     costs: Vec<Vec<u64>>,
-    messages: Vec<Vec<u64>>,
+    messages: Messages,
     table: Vec<Cost>,
 }
 
@@ -120,15 +165,17 @@ impl Eliminator {
             );
         }
         let (order, cells) = greedy_order(sizes, edges, keep, max_cells)?;
-        Ok(Eliminator::along(sizes, edges, keep, &order, cells))
+        let order = (&order[..], cells);
+        Ok(Eliminator::along(sizes, edges, keep, order, WORTH_CLASSES))
     }
 
+    /// Along an order, with classes of strategies where an elimination has `worth_classes` sums.
     fn along(
         sizes: &[usize],
         edges: &[Edge],
         keep: &[u32],
-        order: &[Elimination],
-        cells: u64,
+        (order, cells): (&[Elimination], u64),
+        worth_classes: u64,
     ) -> Eliminator {
         // When each node is eliminated; kept nodes after all others, the first kept one last,
         // so that it is outermost in the final table.
@@ -144,36 +191,28 @@ impl Eliminator {
             keep: keep.to_vec(),
             buckets: Vec::with_capacity(order.len()),
             rest: Vec::new(),
-            tables: Vec::new(),
+            tables: Tables::default(),
             cells,
         };
         // Factors wait at the position of the first node to go.
-        let mut waiting: BTreeMap<usize, Vec<(Source, Vec<u32>)>> = BTreeMap::new();
+        let mut waiting: BTreeMap<usize, Vec<Waiting>> = BTreeMap::new();
         made.place_edges(edges, &position, &mut waiting);
         for (i, (v, neighbours)) in order.iter().enumerate() {
             let mut scope = neighbours.clone();
             scope.sort_by_key(|u| Reverse(position[*u as usize]));
-            let factors = waiting.remove(&i).unwrap_or_default();
-            let factors = factors
-                .iter()
-                .map(|(source, of)| made.factor(*source, of, &scope));
-            let bucket = Bucket {
-                var: *v,
-                factors: factors.collect(),
-                scope: scope.clone(),
-            };
-            made.buckets.push(bucket);
+            let sums = scope.iter().chain([v]).map(|u| sizes[*u as usize] as u64);
+            let classes = sums.fold(1, u64::saturating_mul) >= worth_classes;
+            let bucket = made.bucket(*v, &scope, waiting.remove(&i).unwrap_or_default(), classes);
             if let Some(next) = scope.last() {
                 let at = position[*next as usize];
-                let message = (Source::Message(i), scope);
+                let message = (Source::Message(i), bucket.scope.clone());
                 waiting.entry(at).or_default().push(message);
             }
+            made.buckets.push(bucket);
         }
-        let rest: Vec<(Source, Vec<u32>)> = waiting.into_values().flatten().collect();
-        made.rest = rest
-            .iter()
-            .map(|(source, of)| made.factor(*source, of, keep))
-            .collect();
+        let whole: Vec<Dim> = keep.iter().map(|v| made.apart(*v)).collect();
+        let rest = waiting.into_values().flatten();
+        made.rest = rest.map(|(source, of)| over(source, &of, &whole)).collect();
         made
     }
 
@@ -181,7 +220,7 @@ impl Eliminator {
         &mut self,
         edges: &[Edge],
         position: &[usize],
-        waiting: &mut BTreeMap<usize, Vec<(Source, Vec<u32>)>>,
+        waiting: &mut BTreeMap<usize, Vec<Waiting>>,
     ) {
         let mut known: HashMap<(usize, bool), usize> = HashMap::new();
         for e in edges {
@@ -191,8 +230,7 @@ impl Eliminator {
             let id = match known.get(&key) {
                 Some(&id) if !loops => id,
                 _ => {
-                    self.tables.push(oriented(&e.table, at_a < at_b, loops));
-                    let id = self.tables.len() - 1;
+                    let id = self.tables.push(oriented(&e.table, at_a < at_b, loops));
                     if !loops {
                         known.insert(key, id);
                     }
@@ -200,31 +238,117 @@ impl Eliminator {
                 }
             };
             let of = match (loops, at_a < at_b) {
-                (true, _) => vec![e.a],
-                (_, true) => vec![e.b, e.a],
-                _ => vec![e.a, e.b],
+                (true, _) => vec![self.apart(e.a)],
+                (_, true) => vec![self.apart(e.b), self.apart(e.a)],
+                _ => vec![self.apart(e.a), self.apart(e.b)],
             };
             let entry = waiting.entry(at_a.min(at_b)).or_default();
             entry.push((Source::Edge(id), of));
         }
     }
 
-    /// A factor over the nodes `of` (outermost first), seen from a bucket with this scope.
-    fn factor(&self, source: Source, of: &[u32], scope: &[u32]) -> Factor {
-        let stride = |u: &u32| match of.iter().position(|w| w == u) {
-            Some(i) => of[i + 1..]
-                .iter()
-                .map(|w| self.sizes[*w as usize])
-                .product(),
-            None => 0,
+    /// A node with all of its strategies told apart.
+    fn apart(&self, node: u32) -> Dim {
+        let classes = Classes::apart(self.sizes[node as usize]);
+        Dim { node, classes }
+    }
+
+    /// The elimination of `var`, which is the last that each of the factors is about.
+    fn bucket(&mut self, var: u32, scope: &[u32], factors: Vec<Waiting>, classes: bool) -> Bucket {
+        let n = self.sizes[var as usize];
+        // What each factor tells apart of the nodes that it is about.
+        let told: Vec<Vec<Dim>> = factors
+            .iter()
+            .map(|(source, of)| match (source, &of[..]) {
+                (Source::Edge(id), [other, _]) if classes => {
+                    let table = &self.tables.costs[*id];
+                    let (rows, columns) =
+                        (Classes::of_rows(table, n), Classes::of_columns(table, n));
+                    let dims = [(other.node, rows), (var, columns)];
+                    dims.map(|(node, classes)| Dim { node, classes }).into()
+                }
+                _ => of.clone(),
+            })
+            .collect();
+        let joint = |node: u32, told: &mut dyn Iterator<Item = &Vec<Dim>>| {
+            let of_node = |of: &'_ Vec<Dim>| of.iter().position(|d| d.node == node);
+            let parts: Vec<&Classes> = told
+                .filter_map(|of| of_node(of).map(|i| &of[i].classes))
+                .collect();
+            Classes::joint(&parts, self.sizes[node as usize])
         };
-        let strides = scope.iter().map(stride).collect();
-        Factor { source, strides }
+        let scope: Vec<Dim> = scope
+            .iter()
+            .map(|&node| Dim {
+                node,
+                classes: match classes {
+                    true => joint(node, &mut told.iter()),
+                    false => Classes::apart(self.sizes[node as usize]),
+                },
+            })
+            .collect();
+        let last = scope.last().map(|d| d.node);
+        let moves = |of: &Vec<Dim>| of.iter().any(|d| Some(d.node) == last);
+        let fold = match classes {
+            true => joint(var, &mut told.iter().filter(|of| moves(of))),
+            false => Classes::apart(n),
+        };
+        let factors = factors
+            .into_iter()
+            .map(|(source, of)| {
+                let moves = moves(&of);
+                let (along, of) = of.split_last().expect("a factor is about its variable");
+                let mut factor = over(source, of, &scope);
+                factor.moves = moves;
+                factor.along = along.classes.of.clone();
+                factor.width = along.classes.len();
+                let wanted = match moves {
+                    true => fold
+                        .first
+                        .iter()
+                        .map(|s| along.classes.of[*s as usize])
+                        .collect(),
+                    false => factor.along.clone(),
+                };
+                let in_order = wanted.iter().copied().eq(0..factor.width as u32);
+                if in_order {
+                    return factor;
+                }
+                match source {
+                    // Once for all, as edges stay.
+                    Source::Edge(id) => {
+                        let narrow = spread(&self.tables.costs[id], factor.width, &wanted);
+                        factor.source = Source::Edge(self.tables.push(narrow.into()));
+                        factor.width = fold.len();
+                        factor.along = fold.of.clone();
+                    }
+                    Source::Message(_) => factor.spread = Some(wanted),
+                }
+                factor
+            })
+            .collect();
+        Bucket {
+            var,
+            scope,
+            fold,
+            factors,
+        }
+    }
+
+    /// Cells of all messages together, were all strategies told apart.
+    pub fn cells(&self) -> u64 {
+        self.cells
     }
 
     /// Cells of all messages together.
-    pub fn cells(&self) -> u64 {
-        self.cells
+    pub fn kept_cells(&self) -> u64 {
+        let cells = |b: &Bucket| {
+            b.scope
+                .iter()
+                .map(|d| d.classes.len() as u64)
+                .product::<u64>()
+        };
+        self.buckets.iter().map(cells).sum()
     }
 
     /// Eliminates under these node costs, whose sums with the edge costs must stay below 2^61.
@@ -242,11 +366,13 @@ impl Eliminator {
             .iter()
             .map(|row| row.iter().map(raw).collect())
             .collect();
-        let mut messages: Vec<Vec<u64>> = Vec::with_capacity(self.buckets.len());
-        for bucket in &self.buckets {
-            let message = self.message(bucket, &costs, &messages);
-            messages.push(message);
-        }
+        let messages = match self.messages(&costs, &self.tables.floats) {
+            Some(messages) => Messages::Floats(messages),
+            None => Messages::Integers(
+                self.messages(&costs, &self.tables.costs)
+                    .expect("integers are exact"),
+            ),
+        };
         let mut found = Eliminated {
             eliminator: self,
             costs,
@@ -257,61 +383,135 @@ impl Eliminator {
         found
     }
 
-    fn source<'b>(&'b self, source: Source, messages: &'b [Vec<u64>]) -> &'b [u64] {
-        match source {
-            Source::Edge(id) => &self.tables[id],
-            Source::Message(i) => &messages[i],
+    /// The messages of all buckets; `None` where sums may be too large to be exact.
+    fn messages<C: Cell>(&self, costs: &[Vec<u64>], tables: &[Arc<[C]>]) -> Option<Vec<Vec<C>>> {
+        let mut messages: Vec<Vec<C>> = Vec::with_capacity(self.buckets.len());
+        let mut largest: Vec<u64> = Vec::with_capacity(self.buckets.len());
+        for bucket in &self.buckets {
+            let unary = &costs[bucket.var as usize];
+            let of_factor = |f: &Factor| match f.source {
+                Source::Edge(id) => self.tables.largest[id],
+                Source::Message(i) => largest[i],
+            };
+            let most = bucket.factors.iter().map(of_factor);
+            if most.fold(kernel::largest(unary), u64::saturating_add) >= C::EXACT_BELOW {
+                return None;
+            }
+            let unary: Vec<C> = unary.iter().map(|c| C::new(*c)).collect();
+            let sources: Vec<Cow<'_, [C]>> = bucket
+                .factors
+                .iter()
+                .map(|f| {
+                    let table = match f.source {
+                        Source::Edge(id) => &tables[id],
+                        Source::Message(i) => &messages[i][..],
+                    };
+                    match &f.spread {
+                        Some(wanted) => Cow::Owned(spread(table, f.width, wanted)),
+                        None => Cow::Borrowed(table),
+                    }
+                })
+                .collect();
+            let message = bucket.message(&unary, &sources);
+            largest.push(kernel::largest(&message));
+            messages.push(message);
         }
+        Some(messages)
     }
+}
 
-    fn message(&self, bucket: &Bucket, costs: &[Vec<u64>], messages: &[Vec<u64>]) -> Vec<u64> {
-        let unary = &costs[bucket.var as usize];
-        let tables: Vec<&[u64]> = bucket
-            .factors
-            .iter()
-            .map(|f| self.source(f.source, messages))
-            .collect();
-        let Some((inner, outer)) = bucket.scope.split_last() else {
-            let mut sum = unary.clone();
-            tables.iter().for_each(|t| add_into(&mut sum, t));
-            return vec![sum.iter().copied().min().unwrap_or(INFINITE)];
+impl Tables {
+    fn push(&mut self, costs: Arc<[u64]>) -> usize {
+        self.floats
+            .push(costs.iter().map(|c| f64::new(*c)).collect());
+        self.largest.push(kernel::largest(&costs));
+        self.costs.push(costs);
+        self.costs.len() - 1
+    }
+}
+
+impl Bucket {
+    /// The least cost of `var` beside the classes of the scope. A factor's table has rows of
+    /// what is added up: of the classes of `fold` where it moves, of all strategies else.
+    fn message<C: Cell>(&self, unary: &[C], tables: &[Cow<'_, [C]>]) -> Vec<C> {
+        let (n, n_folded) = (unary.len(), self.fold.len());
+        let Some((inner, outer)) = self.scope.split_last() else {
+            let mut sum = unary.to_vec();
+            tables.iter().for_each(|t| kernel::add(&mut sum, t));
+            return vec![kernel::least(&sum)];
         };
-        let n_inner = self.sizes[*inner as usize];
-        let sizes: Vec<usize> = outer.iter().map(|u| self.sizes[*u as usize]).collect();
+        let sizes: Vec<usize> = outer.iter().map(|d| d.classes.len()).collect();
         let n_outer: usize = sizes.iter().product();
+        let n_inner = inner.classes.len();
         let mut message = Vec::with_capacity(n_outer * n_inner);
         // Factors that do not see the innermost scope node are summed once per outer choice.
         let (moving, still): (Vec<usize>, Vec<usize>) =
-            (0..tables.len()).partition(|&f| bucket.factors[f].strides[outer.len()] > 0);
-        let mut counter = Counter::new(&sizes, &bucket.factors);
-        let (mut base, mut sum) = (unary.clone(), unary.clone());
-        let n = unary.len();
+            (0..tables.len()).partition(|&f| self.factors[f].moves);
+        let mut counter = Counter::new(&sizes, &self.factors);
+        let (mut base, mut sum) = (unary.to_vec(), unary.to_vec());
+        let mut folded = vec![C::FORBIDDEN; n_folded];
+        let inner_rows = |f: usize| &self.factors[f].rows[outer.len()][..];
         for _ in 0..n_outer {
             base.copy_from_slice(unary);
             for &f in &still {
-                add_into(&mut base, &tables[f][counter.offsets[f]..]);
+                kernel::add(&mut base, &tables[f][counter.rows[f] * n..][..n]);
             }
-            for i in 0..n_inner {
-                let at = |f: usize| &tables[f][counter.offsets[f] + i * n..][..n];
-                message.push(match moving[..] {
-                    [f] => base
-                        .iter()
-                        .zip(at(f))
-                        .map(|(x, y)| x + y)
-                        .min()
-                        .unwrap_or(INFINITE)
-                        .min(INFINITE),
-                    _ => {
-                        sum.copy_from_slice(&base);
-                        moving.iter().for_each(|&f| add_into(&mut sum, at(f)));
-                        sum.iter().copied().min().unwrap_or(INFINITE)
-                    }
-                });
+            if n_folded == n {
+                folded.copy_from_slice(&base);
+            } else {
+                folded.fill(C::FORBIDDEN);
+                for (cost, class) in base.iter().zip(&self.fold.of) {
+                    let least = &mut folded[*class as usize];
+                    *least = least.least(*cost);
+                }
             }
+            let at = |f: usize, i: usize| {
+                &tables[f][(counter.rows[f] + inner_rows(f)[i]) * n_folded..][..n_folded]
+            };
+            message.extend((0..n_inner).map(|i| match moving[..] {
+                [a] => kernel::least_sum(&folded, at(a, i)),
+                [a, b] => kernel::least_sum_of_three(&folded, at(a, i), at(b, i)),
+                _ => {
+                    let sum = &mut sum[..n_folded];
+                    sum.copy_from_slice(&folded);
+                    moving.iter().for_each(|&f| kernel::add(sum, at(f, i)));
+                    kernel::least(sum)
+                }
+            }));
             counter.step();
         }
         message
     }
+}
+
+/// A factor that waits for its bucket, and what it is about, outermost first.
+type Waiting = (Source, Vec<Dim>);
+
+/// A table about the nodes `of` (outermost first), seen from a scope: rows alone.
+fn over(source: Source, of: &[Dim], scope: &[Dim]) -> Factor {
+    let rows = |d: &Dim| match of.iter().position(|w| w.node == d.node) {
+        Some(i) => {
+            let stride: usize = of[i + 1..].iter().map(|w| w.classes.len()).product();
+            let class = |s: &u32| of[i].classes.of[*s as usize] as usize;
+            d.classes.first.iter().map(|s| stride * class(s)).collect()
+        }
+        None => Vec::new(),
+    };
+    Factor {
+        source,
+        rows: scope.iter().map(rows).collect(),
+        width: 1,
+        along: Vec::new(),
+        spread: None,
+        moves: false,
+    }
+}
+
+/// The cells at `wanted` of each row.
+fn spread<C: Cell>(table: &[C], width: usize, wanted: &[u32]) -> Vec<C> {
+    let rows = table.chunks_exact(width.max(1));
+    rows.flat_map(|row| wanted.iter().map(|i| row[*i as usize]))
+        .collect()
 }
 
 impl Eliminated<'_> {
@@ -355,11 +555,14 @@ impl Eliminated<'_> {
         for bucket in e.buckets.iter().rev() {
             let mut sum = self.costs[bucket.var as usize].clone();
             for f in &bucket.factors {
-                let steps = f.strides.iter().zip(&bucket.scope);
-                let at: usize = steps
-                    .map(|(stride, u)| stride * choice[*u as usize] as usize)
+                let steps = f.rows.iter().zip(&bucket.scope);
+                let row: usize = steps
+                    .filter(|(rows, _)| !rows.is_empty())
+                    .map(|(rows, d)| rows[d.classes.of[choice[d.node as usize] as usize] as usize])
                     .sum();
-                add_into(&mut sum, &e.source(f.source, &self.messages)[at..]);
+                for (x, at) in sum.iter_mut().zip(&f.along) {
+                    *x = x.plus(self.cell(f, row * f.width + *at as usize));
+                }
             }
             let best = (0..sum.len()).min_by_key(|&s| (sum[s], s)).unwrap_or(0);
             choice[bucket.var as usize] = best as u32;
@@ -367,31 +570,40 @@ impl Eliminated<'_> {
         choice
     }
 
+    fn cell(&self, f: &Factor, at: usize) -> u64 {
+        match (f.source, &self.messages) {
+            (Source::Edge(id), _) => self.eliminator.tables.costs[id][at],
+            (Source::Message(i), Messages::Floats(messages)) => messages[i][at].cost(),
+            (Source::Message(i), Messages::Integers(messages)) => messages[i][at],
+        }
+    }
+
     fn final_table(&self) -> Vec<Cost> {
         let e = self.eliminator;
         let sizes: Vec<usize> = e.keep.iter().map(|v| e.sizes[*v as usize]).collect();
         // Messages about nothing: components without kept nodes.
-        let mut constant = 0;
-        for (bucket, message) in e.buckets.iter().zip(&self.messages) {
-            if bucket.scope.is_empty() {
-                constant = (constant + message[0]).min(INFINITE);
-            }
-        }
-        let tables: Vec<&[u64]> = e
-            .rest
+        let mut constant: u64 = 0;
+        for (i, _) in e
+            .buckets
             .iter()
-            .map(|f| e.source(f.source, &self.messages))
-            .collect();
+            .enumerate()
+            .filter(|(_, b)| b.scope.is_empty())
+        {
+            constant = constant.plus(match &self.messages {
+                Messages::Floats(messages) => messages[i][0].cost(),
+                Messages::Integers(messages) => messages[i][0],
+            });
+        }
         let mut counter = Counter::new(&sizes, &e.rest);
         let n_cells: usize = sizes.iter().product();
         let mut table = Vec::with_capacity(n_cells);
         for _ in 0..n_cells {
             let mut sum = constant;
             for (v, &s) in e.keep.iter().zip(&counter.digits) {
-                sum = (sum + self.costs[*v as usize][s]).min(INFINITE);
+                sum = sum.plus(self.costs[*v as usize][s]);
             }
-            for (t, &at) in tables.iter().zip(&counter.offsets) {
-                sum = (sum + t[at]).min(INFINITE);
+            for (f, &at) in e.rest.iter().zip(&counter.rows) {
+                sum = sum.plus(self.cell(f, at));
             }
             table.push(if sum >= INFINITE {
                 Cost::FORBIDDEN
@@ -404,12 +616,12 @@ impl Eliminated<'_> {
     }
 }
 
-/// Counts through the choices of a scope, with the place of each in several tables.
+/// Counts through the classes of a scope, with the row of each in several tables.
 struct Counter<'a> {
     sizes: &'a [usize],
     factors: &'a [Factor],
     digits: Vec<usize>,
-    offsets: Vec<usize>,
+    rows: Vec<usize>,
 }
 
 impl<'a> Counter<'a> {
@@ -418,30 +630,24 @@ impl<'a> Counter<'a> {
             sizes,
             factors,
             digits: vec![0; sizes.len()],
-            offsets: vec![0; factors.len()],
+            rows: vec![0; factors.len()],
         }
     }
 
     fn step(&mut self) {
         for d in (0..self.sizes.len()).rev() {
-            self.digits[d] += 1;
-            if self.digits[d] < self.sizes[d] {
-                for (offset, f) in self.offsets.iter_mut().zip(self.factors) {
-                    *offset += f.strides[d];
+            let before = self.digits[d];
+            let goes_on = before + 1 < self.sizes[d];
+            self.digits[d] = if goes_on { before + 1 } else { 0 };
+            for (row, f) in self.rows.iter_mut().zip(self.factors) {
+                if let Some(old) = f.rows[d].get(before) {
+                    *row = *row + f.rows[d][self.digits[d]] - old;
                 }
+            }
+            if goes_on {
                 return;
             }
-            self.digits[d] = 0;
-            for (offset, f) in self.offsets.iter_mut().zip(self.factors) {
-                *offset -= f.strides[d] * (self.sizes[d] - 1);
-            }
         }
-    }
-}
-
-fn add_into(sum: &mut [u64], table: &[u64]) {
-    for (x, y) in sum.iter_mut().zip(table) {
-        *x = x.wrapping_add(*y).min(INFINITE);
     }
 }
 
@@ -509,3 +715,6 @@ fn greedy_order(
     }
     Ok((order, cells))
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,11 +6,13 @@
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
+use crate::intra_op::eliminate::Eliminator;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::prices::Prices;
 use crate::stage::PricedMesh;
 use ir::LogicalMesh;
-use std::sync::{Arc, PoisonError};
+use std::borrow::Cow;
+use std::sync::{Arc, OnceLock, PoisonError};
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
 /// plentiful) to where every byte is worth any communication.
@@ -18,18 +20,36 @@ pub(crate) const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7
 /// Microbatches in flight that saved bytes are weighed with; exact counts enter in the DP.
 const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
 
-/// A shape with its models and prices for one microbatch size.
+/// Per sequence of kinds: distinct stage costs with the index of their weights.
+pub(super) type Stages = Vec<Vec<(usize, LayerCost)>>;
+
+/// A shape with its prices for one microbatch size.
 pub(super) struct Candidate {
     /// Index into `shapes`.
     pub(super) shape: usize,
     pub(super) submesh: usize,
-    /// Per sequence of kinds: distinct stage costs with the index of their weights.
-    pub(super) stages: Vec<Vec<(usize, LayerCost)>>,
     /// Per sequence: a time of one microbatch that no stage of it can beat.
     pub(super) relaxed: Vec<Option<f64>>,
+    /// What stages cost where memory has no price.
+    free: Stages,
+    /// What it takes to price them where it has one, if anything is left to price.
+    unpriced: Option<Unpriced>,
+    /// What they cost under all prices, once asked for.
+    stages: OnceLock<Stages>,
+}
+
+/// A shape with its models for one microbatch size.
+struct Unpriced {
+    shape: Shape,
+    batch: u64,
+    m: u32,
+    models: Arc<Vec<LayerModel>>,
+    eliminators: Vec<Eliminator>,
 }
 
 impl<'a> Search<'a> {
+    /// A shape priced for `m` microbatches of `batch` samples. What its stages cost under prices
+    /// on memory is worked out when somebody asks: most shapes lose by their bound alone.
     pub(super) fn candidate(
         &self,
         (index, submesh): (usize, usize),
@@ -41,46 +61,85 @@ impl<'a> Search<'a> {
         let base = Weights::free(m);
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
-        let mut weights = vec![base];
-        for &price in &MEMORY_PRICES[1..] {
-            for &f in IN_FLIGHT.iter().filter(|&&f| f == 1.0 || f <= f64::from(m)) {
-                weights.push(Weights {
-                    static_price: price,
-                    saved_price: price * f,
-                    ..base
-                });
-            }
-        }
-        let mut stages: Vec<Vec<(usize, LayerCost)>> = vec![Vec::new(); self.sequences.len()];
-        let mut is_memory_plentiful = false;
-        for (w, &weight) in weights.iter().enumerate() {
-            // Where the fastest choices fit by far, memory has no price.
-            let plenty = |(_, cost): &(usize, LayerCost)| self.fits_twice(cost, m);
-            is_memory_plentiful = w == 1 && stages.iter().flatten().all(plenty);
-            if is_memory_plentiful {
-                break;
-            }
-            let paths = PricedMesh::new(&weighted, weight).paths(&s, &self.sequences);
-            for (costs, path) in stages.iter_mut().zip(paths) {
-                let Some(path) = path else { continue };
-                // Many prices lead to the same choice.
-                if !costs.iter().any(|(_, c)| *c == path.cost) {
-                    costs.push((w, path.cost));
-                }
-            }
-        }
+        let mut free: Stages = vec![Vec::new(); self.sequences.len()];
+        self.price(&s, &weighted, (0, base), &mut free);
+        // Where the fastest choices fit by far, memory has no price.
+        let mut costs = free.iter().flatten();
+        let is_memory_plentiful = costs.all(|(_, cost)| self.fits_twice(cost, m));
         let prices = if is_memory_plentiful {
             &MEMORY_PRICES[..1]
         } else {
             &MEMORY_PRICES[..]
         };
         let relaxed = self.relaxed(&models, base, prices)?;
+        let eliminators = weighted
+            .into_iter()
+            .map(|w| w.eliminator.into_owned())
+            .collect();
+        let unpriced = (!is_memory_plentiful).then_some(Unpriced {
+            shape: shape.clone(),
+            batch,
+            m,
+            models,
+            eliminators,
+        });
         Ok(Candidate {
             shape: index,
             submesh,
-            stages,
             relaxed,
+            free,
+            unpriced,
+            stages: OnceLock::new(),
         })
+    }
+
+    /// What the stages of a candidate cost.
+    pub(super) fn stages<'c>(&self, candidate: &'c Candidate) -> &'c Stages {
+        match &candidate.unpriced {
+            None => candidate.stages.get().unwrap_or(&candidate.free),
+            Some(rest) => candidate
+                .stages
+                .get_or_init(|| self.priced(rest, candidate.free.clone())),
+        }
+    }
+
+    /// A candidate whose stages have all their costs, and that keeps no models.
+    pub(super) fn whole(&self, mut candidate: Candidate) -> Candidate {
+        self.stages(&candidate);
+        candidate.unpriced = None;
+        candidate
+    }
+
+    fn priced(&self, rest: &Unpriced, mut stages: Stages) -> Stages {
+        let s = self.setting(&rest.shape, rest.batch);
+        let models = rest.models.iter().zip(&rest.eliminators);
+        let weighted = models.map(|(model, eliminator)| WeightedLayer {
+            model,
+            eliminator: Cow::Borrowed(eliminator),
+        });
+        let weighted: Vec<WeightedLayer<'_>> = weighted.collect();
+        for (w, weights) in ladder(rest.m).enumerate().skip(1) {
+            self.price(&s, &weighted, (w, weights), &mut stages);
+        }
+        stages
+    }
+
+    /// Adds the stages under some weights.
+    fn price(
+        &self,
+        s: &Setting<'_>,
+        weighted: &[WeightedLayer<'_>],
+        (w, weights): (usize, Weights),
+        stages: &mut Stages,
+    ) {
+        let paths = PricedMesh::new(weighted, weights).paths(s, &self.sequences);
+        for (costs, path) in stages.iter_mut().zip(paths) {
+            let Some(path) = path else { continue };
+            // Many prices lead to the same choice.
+            if !costs.iter().any(|(_, c)| *c == path.cost) {
+                costs.push((w, path.cost));
+            }
+        }
     }
 
     /// Whether a stage of this cost fits with all `m` microbatches in flight, and as much again
@@ -175,21 +234,23 @@ pub(super) fn weigh(
     models.iter().map(|m| m.weighted(weights)).collect()
 }
 
-/// The `w`-th weights that a candidate with `m` microbatches is priced under.
-pub(super) fn weight_at(m: u32, w: usize) -> Weights {
-    let base = Weights::free(m);
-    let prices = MEMORY_PRICES[1..].iter().flat_map(|&price| {
-        IN_FLIGHT
-            .iter()
+/// All weights that a candidate with `m` microbatches is priced under.
+fn ladder(m: u32) -> impl Iterator<Item = Weights> {
+    let prices = MEMORY_PRICES[1..].iter().flat_map(move |&price| {
+        let in_flight = IN_FLIGHT.iter();
+        in_flight
             .filter(move |&&f| f == 1.0 || f <= f64::from(m))
             .map(move |&f| (price, price * f))
     });
-    std::iter::once((0.0, 0.0))
-        .chain(prices)
-        .nth(w)
-        .map_or(base, |(a, b)| Weights {
-            static_price: a,
-            saved_price: b,
-            ..base
-        })
+    let prices = std::iter::once((0.0, 0.0)).chain(prices);
+    prices.map(move |(static_price, saved_price)| Weights {
+        static_price,
+        saved_price,
+        ..Weights::free(m)
+    })
+}
+
+/// The `w`-th weights that a candidate with `m` microbatches is priced under.
+pub(super) fn weight_at(m: u32, w: usize) -> Weights {
+    ladder(m).nth(w).unwrap_or(Weights::free(m))
 }

@@ -287,7 +287,7 @@ impl Search<'_> {
     fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let own = [ring.submesh];
-        let (table, _) = self.tables(&[candidate], &own, ring.n_stages(), vec![1], capacity);
+        let table = self.table(&[candidate], &own, ring.n_stages(), vec![1], capacity);
         (table, capacity)
     }
 

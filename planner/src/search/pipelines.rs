@@ -178,7 +178,10 @@ impl Search<'_> {
         let candidates: Vec<Result<Candidate, ModelError>> = shapes
             .par_iter()
             .enumerate()
-            .map(|(i, (submesh, shape))| self.candidate((i, *submesh), shape, batch, m))
+            .map(|(i, (submesh, shape))| {
+                let candidate = self.candidate((i, *submesh), shape, batch, m)?;
+                Ok(self.whole(candidate))
+            })
             .collect();
         let mut solved = Solved::nothing();
         let mut usable = Vec::new();
@@ -290,7 +293,7 @@ impl Search<'_> {
         let devices = (self.cluster.n_devices() / unit) as usize;
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let all: Vec<&Candidate> = candidates.iter().collect();
-        let (table, relaxed) = self.tables(&all, submeshes, devices, sizes, capacity);
+        let relaxed = self.relaxed_table(&all, submeshes, devices, sizes.clone());
         let transfer = |a: usize, _: u16, b: usize, _: u16| {
             Some(self.transfer_s(submeshes[a], submeshes[b], batch))
         };
@@ -315,7 +318,10 @@ impl Search<'_> {
             Err(_) => to_beat,
         };
         let found = match lower < options.cutoff_s || to_beat.is_infinite() {
-            true => inter_op::plan(&table, &transfer, &options),
+            true => {
+                let table = self.table(&all, submeshes, devices, sizes, capacity);
+                inter_op::plan(&table, &transfer, &options)
+            }
             false => Err(NoPlan::NoTiling),
         };
         Bounded {

@@ -3,41 +3,44 @@
 
 use super::{Candidate, Search};
 use crate::inter_op::{StageEntry, StageTable};
+use rayon::prelude::*;
+
+/// An entry that takes nothing.
+const BLANK: StageEntry = StageEntry {
+    forward_s: 0.0,
+    backward_s: 0.0,
+    step_s: 0.0,
+    static_bytes: 0,
+    saved_bytes_per_microbatch: 0,
+    transient_bytes: 0,
+    capacity_bytes: 0,
+    boundary_in: 0,
+    boundary_out: 0,
+    tag: 0,
+};
 
 impl Search<'_> {
     /// What ranges of layers cost on some of the submeshes (indices), which have these sizes in
-    /// a cluster of `devices` of the same unit; and times that they cannot beat.
-    pub(super) fn tables(
+    /// a cluster of `devices` of the same unit.
+    pub(super) fn table(
         &self,
         candidates: &[&Candidate],
         submeshes: &[usize],
         devices: usize,
         sizes: Vec<usize>,
         capacity: u64,
-    ) -> (StageTable, StageTable) {
-        let n_layers = self.layers.kind.len();
-        let mut table = StageTable::new(n_layers, devices, sizes.clone());
-        let mut relaxed = StageTable::new(n_layers, devices, sizes);
-        let mut best_relaxed = std::collections::BTreeMap::new();
-        let blank = StageEntry {
-            forward_s: 0.0,
-            backward_s: 0.0,
-            step_s: 0.0,
-            static_bytes: 0,
-            saved_bytes_per_microbatch: 0,
-            transient_bytes: 0,
-            capacity_bytes: capacity,
-            boundary_in: 0,
-            boundary_out: 0,
-            tag: 0,
-        };
+    ) -> StageTable {
+        let mut table = StageTable::new(self.layers.kind.len(), devices, sizes);
         let none = vec![Vec::new(); self.sequences.len()];
         let mut entries: Vec<Vec<Vec<StageEntry>>> = vec![none; submeshes.len()];
+        candidates.par_iter().for_each(|candidate| {
+            self.stages(candidate);
+        });
         for candidate in candidates {
             let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
                 continue;
             };
-            for (sequence, costs) in candidate.stages.iter().enumerate() {
+            for (sequence, costs) in self.stages(candidate).iter().enumerate() {
                 entries[submesh][sequence].extend(costs.iter().map(|(w, cost)| StageEntry {
                     forward_s: cost.time.forward,
                     backward_s: cost.time.backward,
@@ -45,15 +48,10 @@ impl Search<'_> {
                     static_bytes: cost.static_bytes,
                     saved_bytes_per_microbatch: cost.saved_bytes,
                     transient_bytes: cost.transient_bytes,
+                    capacity_bytes: capacity,
                     tag: (candidate.shape as u64) << 16 | *w as u64,
-                    ..blank
+                    ..BLANK
                 }));
-            }
-            for &((i, j), sequence) in &self.sequences.ranges {
-                if let Some(seconds) = candidate.relaxed[sequence] {
-                    let known = best_relaxed.entry((i, j, submesh)).or_insert(seconds);
-                    *known = known.min(seconds);
-                }
             }
         }
         for (submesh, mut entries) in entries.into_iter().enumerate() {
@@ -64,18 +62,39 @@ impl Search<'_> {
                 }
             }
         }
-        for ((i, j, submesh), seconds) in best_relaxed {
-            relaxed.push(
-                i..j,
-                submesh,
-                StageEntry {
-                    forward_s: seconds,
-                    capacity_bytes: u64::MAX,
-                    ..blank
-                },
-            );
+        table
+    }
+
+    /// Times that ranges of layers cannot beat there.
+    pub(super) fn relaxed_table(
+        &self,
+        candidates: &[&Candidate],
+        submeshes: &[usize],
+        devices: usize,
+        sizes: Vec<usize>,
+    ) -> StageTable {
+        let mut table = StageTable::new(self.layers.kind.len(), devices, sizes);
+        let mut best = std::collections::BTreeMap::new();
+        for candidate in candidates {
+            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
+                continue;
+            };
+            for &((i, j), sequence) in &self.sequences.ranges {
+                if let Some(seconds) = candidate.relaxed[sequence] {
+                    let known = best.entry((i, j, submesh)).or_insert(seconds);
+                    *known = known.min(seconds);
+                }
+            }
         }
-        (table, relaxed)
+        for ((i, j, submesh), seconds) in best {
+            let entry = StageEntry {
+                forward_s: seconds,
+                capacity_bytes: u64::MAX,
+                ..BLANK
+            };
+            table.push(i..j, submesh, entry);
+        }
+        table
     }
 
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.

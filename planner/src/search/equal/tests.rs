@@ -151,7 +151,7 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         let (all, n_stages) = (usable.iter().collect::<Vec<_>>(), (devices / n) as usize);
         let capacity = search.cluster.usable_bytes();
-        let (table, _) = search.tables(&all, &[i], n_stages, vec![1], capacity);
+        let table = search.table(&all, &[i], n_stages, vec![1], capacity);
         let sent = search.transfer_s(i, i, case.batch);
         let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
         brute_force(&table, &transfer, &options).map(|c| c.total_s)

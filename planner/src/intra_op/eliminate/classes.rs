@@ -1,0 +1,68 @@
+//! Strategies of a node that tables tell apart.
+//!
+//! Two strategies with equal rows in every table that an elimination looks at cost the same
+//! beside everything, so one of them is enough.
+
+use rustc_hash::FxHashMap;
+use std::hash::Hash;
+
+/// A partition of a node's strategies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Classes {
+    /// Per strategy its class; classes are numbered by their first strategies.
+    pub of: Vec<u32>,
+    /// Per class its first strategy.
+    pub first: Vec<u32>,
+}
+
+impl Classes {
+    /// Each of `n` strategies for itself.
+    pub fn apart(n: usize) -> Classes {
+        let all: Vec<u32> = (0..n as u32).collect();
+        Classes {
+            of: all.clone(),
+            first: all,
+        }
+    }
+
+    /// Strategies with equal keys together.
+    fn by<K: Hash + Eq>(keys: impl Iterator<Item = K>) -> Classes {
+        let mut known = FxHashMap::default();
+        let (mut of, mut first) = (Vec::new(), Vec::new());
+        for (strategy, key) in keys.enumerate() {
+            let class = *known.entry(key).or_insert_with(|| {
+                first.push(strategy as u32);
+                first.len() as u32 - 1
+            });
+            of.push(class);
+        }
+        Classes { of, first }
+    }
+
+    /// The rows of a table, equal ones together.
+    pub fn of_rows(table: &[u64], n_cols: usize) -> Classes {
+        Classes::by(table.chunks_exact(n_cols.max(1)))
+    }
+
+    /// The columns of a table, equal ones together.
+    pub fn of_columns(table: &[u64], n_cols: usize) -> Classes {
+        let column = |j: usize| table.iter().skip(j).step_by(n_cols.max(1)).copied();
+        Classes::by((0..n_cols).map(|j| column(j).collect::<Vec<u64>>()))
+    }
+
+    /// Strategies that no part tells apart together.
+    pub fn joint(parts: &[&Classes], n: usize) -> Classes {
+        match parts {
+            [one] => (*one).clone(),
+            _ => {
+                let key = |s: usize| parts.iter().map(|p| p.of[s]).collect::<Vec<u32>>();
+                Classes::by((0..n).map(key))
+            }
+        }
+    }
+
+    /// Number of classes.
+    pub fn len(&self) -> usize {
+        self.first.len()
+    }
+}

@@ -1,0 +1,142 @@
+//! The inner loops: rows of costs are added, and the least sum is taken.
+//!
+//! Costs are integers. Below 2^53 they are held as `f64`, which is as exact and for which every
+//! x86-64 processor has vector instructions to take the lesser of two; 64-bit integers have none
+//! before AVX-512. Above, they are `u64`.
+
+/// Forbidden among integers: sums of two stay in 64 bits.
+pub(super) const INFINITE: u64 = 1 << 61;
+/// Sums of integers below this are exact in `f64`.
+const EXACT: u64 = 1 << 53;
+/// Cells that are summed side by side.
+const LANES: usize = 8;
+
+/// A cost in the inner loops.
+pub(super) trait Cell: Copy + PartialOrd + 'static {
+    /// The cost of what must not be picked; adding to it leaves it as it is.
+    const FORBIDDEN: Self;
+    const ZERO: Self;
+    /// Sums below this are exact.
+    const EXACT_BELOW: u64;
+    fn new(cost: u64) -> Self;
+    /// The cost, at most [`INFINITE`], which is forbidden.
+    fn cost(self) -> u64;
+    fn plus(self, other: Self) -> Self;
+    fn least(self, other: Self) -> Self;
+}
+
+impl Cell for u64 {
+    const FORBIDDEN: u64 = INFINITE;
+    const ZERO: u64 = 0;
+    const EXACT_BELOW: u64 = u64::MAX;
+    fn new(cost: u64) -> u64 {
+        cost.min(INFINITE)
+    }
+    fn cost(self) -> u64 {
+        self
+    }
+    fn plus(self, other: u64) -> u64 {
+        self.wrapping_add(other).min(INFINITE)
+    }
+    fn least(self, other: u64) -> u64 {
+        self.min(other)
+    }
+}
+
+impl Cell for f64 {
+    const FORBIDDEN: f64 = f64::INFINITY;
+    const ZERO: f64 = 0.0;
+    const EXACT_BELOW: u64 = EXACT;
+    fn new(cost: u64) -> f64 {
+        if cost < INFINITE {
+            cost as f64
+        } else {
+            f64::INFINITY
+        }
+    }
+    fn cost(self) -> u64 {
+        if self < f64::INFINITY {
+            self as u64
+        } else {
+            INFINITE
+        }
+    }
+    fn plus(self, other: f64) -> f64 {
+        self + other
+    }
+    /// Not `f64::min`, which takes care of what is no number and is no single instruction.
+    fn least(self, other: f64) -> f64 {
+        if other < self { other } else { self }
+    }
+}
+
+/// Adds a row.
+pub(super) fn add<C: Cell>(sum: &mut [C], row: &[C]) {
+    for (x, y) in sum.iter_mut().zip(row) {
+        *x = x.plus(*y);
+    }
+}
+
+/// The least of a row.
+pub(super) fn least<C: Cell>(row: &[C]) -> C {
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [C::FORBIDDEN; LANES];
+    for x in chunks {
+        for l in 0..LANES {
+            lanes[l] = lanes[l].least(x[l]);
+        }
+    }
+    ended(lanes, rest.iter().copied())
+}
+
+/// The least sum of two rows of one length.
+#[inline]
+pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
+    let (xs, rest_x) = a.as_chunks::<LANES>();
+    let (ys, rest_y) = b.as_chunks::<LANES>();
+    let mut lanes = [C::FORBIDDEN; LANES];
+    for (x, y) in xs.iter().zip(ys) {
+        for l in 0..LANES {
+            lanes[l] = lanes[l].least(x[l].plus(y[l]));
+        }
+    }
+    ended(lanes, rest_x.iter().zip(rest_y).map(|(x, y)| x.plus(*y)))
+}
+
+/// The least sum of three rows of one length.
+#[inline]
+pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
+    let (xs, rest_x) = a.as_chunks::<LANES>();
+    let (ys, rest_y) = b.as_chunks::<LANES>();
+    let (zs, rest_z) = c.as_chunks::<LANES>();
+    let mut lanes = [C::FORBIDDEN; LANES];
+    for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
+        for l in 0..LANES {
+            lanes[l] = lanes[l].least(x[l].plus(y[l]).plus(z[l]));
+        }
+    }
+    let rest = rest_x.iter().zip(rest_y).zip(rest_z);
+    ended(lanes, rest.map(|((x, y), z)| x.plus(*y).plus(*z)))
+}
+
+#[inline]
+fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
+    let half = |i: usize| lanes[i].least(lanes[i + LANES / 2]);
+    let quarter = |i: usize| half(i).least(half(i + LANES / 4));
+    rest.fold(quarter(0).least(quarter(1)), C::least)
+}
+
+/// The largest cost of a table that is not forbidden.
+pub(super) fn largest<C: Cell>(table: &[C]) -> u64 {
+    let allowed = |c: C| if c < C::FORBIDDEN { c } else { C::ZERO };
+    let most = |a: C, b: C| if a < b { b } else { a };
+    let (chunks, rest) = table.as_chunks::<LANES>();
+    let mut lanes = [C::ZERO; LANES];
+    for x in chunks {
+        for l in 0..LANES {
+            lanes[l] = most(lanes[l], allowed(x[l]));
+        }
+    }
+    let all = lanes.into_iter().chain(rest.iter().map(|c| allowed(*c)));
+    all.fold(C::ZERO, most).cost()
+}
