@@ -151,7 +151,7 @@ impl Model {
                 // It is the flag that makes no sense, not the model's file.
                 made.map(|c| Model::Config(Box::new(c))).map_err(|e| {
                     Failure::new(Exit::Usage, format!("--{e}"))
-                        .help("give --expert-capacity another value, or leave it out")
+                        .help("leave --expert-capacity out, or give experts 1 or a little more")
                 })
             }
             Model::Graph(_) => Err(Failure::new(

@@ -124,10 +124,12 @@ fn over(bytes: &[u8], at: usize) -> Option<usize> {
                 }
             }
             b'{' | b'[' => depth += 1,
-            b'}' | b']' if depth == 0 => return (i > at).then_some(i),
+            b'}' | b']' | b',' | b':' if depth == 0 => {
+                let blanks = bytes[at..i].iter().rev();
+                let blanks = blanks.take_while(|b| b.is_ascii_whitespace()).count();
+                return (i - blanks > at).then_some(i - blanks);
+            }
             b'}' | b']' => depth -= 1,
-            b',' if depth == 0 => return (i > at).then_some(i),
-            b':' if depth == 0 => return (i > at).then_some(i),
             _ => {}
         }
         i += 1;

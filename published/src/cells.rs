@@ -41,7 +41,7 @@ pub fn against(cell: &str, name: &str, device: &Device) -> Option<String> {
     let is_pcie = name.contains("pcie");
     let words = words(cell);
     let has = |word: &str| words.iter().any(|w| w == word);
-    if !is_pcie && (has("PCIE") || has("PCI")) {
+    if !is_pcie && words.iter().any(|w| w.starts_with("PCI")) {
         return Some(format!("PCIe, and {name} is no PCIe card"));
     }
     if is_pcie && words.iter().any(|w| w.starts_with("SXM")) {
@@ -80,10 +80,10 @@ fn unread_of_gpu(cell: &str, fact: &DeviceFact, device: &Device) -> Vec<String> 
     let is_read = |word: &String| {
         let digits = word.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let is_memory =
-            digits.parse::<u32>().is_ok() && ["GB", "GIB"].contains(&&word[digits.len()..]);
+            digits.parse::<u32>().is_ok() && ["GB", "GIB", "G"].contains(&&word[digits.len()..]);
         own.contains(word)
             || is_memory
-            || word == "GB"
+            || ["GB", "GIB"].contains(&word.as_str())
             || GPU_WORDS.iter().any(|w| word.starts_with(w))
             || Some(word) == power.as_ref()
     };
@@ -168,6 +168,11 @@ const KINDS: [(&str, &[&str]); 19] = [
     ("sharp", &["sharp"]),
 ];
 
+/// What network cards are called.
+const CARDS: [&str; 8] = [
+    "card", "cards", "nic", "nics", "port", "ports", "rail", "rails",
+];
+
 /// Words of an `interconnect` cell that change nothing.
 const LINK_WORDS: [&str; 19] = [
     "nvswitch",
@@ -191,34 +196,71 @@ const LINK_WORDS: [&str; 19] = [
     "with",
 ];
 
+/// Units as they are written, and what they are read as. A slash belongs to a unit; bits are
+/// told from bytes by their small letter.
+const UNITS: [(&str, &str); 9] = [
+    ("GBytes/s", "gbytes"),
+    ("GB/s", "gbytes"),
+    ("GBps", "gbytes"),
+    ("Gb/s", "gbps"),
+    ("gb/s", "gbps"),
+    ("Gbit/s", "gbps"),
+    ("Gbps", "gbps"),
+    ("GbE", "gbps ethernet"),
+    ("Gb", "gbps"),
+];
+
 fn read(cell: &str) -> Said {
     let mut said = Said::default();
-    // A slash belongs to a unit, a point to a number.
-    let text = outside(cell)
-        .replace("Gb/s", "gbps")
-        .replace("GB/s", "gbytes");
-    let text = text.replace("Gbps", "gbps").replace("Gbit/s", "gbps");
+    outside(cell)
+        .split([';', ','])
+        .for_each(|part| read_part(part, &mut said));
+    said
+}
+
+/// The words of a part of a cell: counts stand alone (`8x`), as does what they count.
+fn words_of(part: &str) -> Vec<String> {
+    let known = |text: String, (written, read): (&str, &str)| text.replace(written, read);
+    let text = UNITS.into_iter().fold(part.to_string(), known);
+    // A point belongs to a number.
     let split = text.split(|c: char| !c.is_alphanumeric() && c != '.');
-    let words: Vec<String> = split
+    split
         .map(|w| w.trim_matches('.').to_lowercase())
         .filter(|w| !w.is_empty())
-        .collect();
+        .flat_map(|word| match numbered(&word) {
+            (Some(_), rest) if rest.len() > 1 && rest.starts_with('x') => {
+                let (count, what) = word.split_at(word.len() - rest.len() + 1);
+                vec![count.to_string(), what.to_string()]
+            }
+            _ => vec![word],
+        })
+        .collect()
+}
+
+fn read_part(part: &str, said: &mut Said) {
+    let words = words_of(part);
     let mut i = 0;
+    // What a number before any network is of.
+    let mut is_of_nvlink = false;
     while let Some(word) = words.get(i) {
         let next = words.get(i + 1).map_or("", String::as_str);
         i += 1;
         let (number, unit) = numbered(word);
-        let of_links = next.starts_with("nvlink");
         match (number, unit) {
-            (Some(n), "x") if !of_links => said.cards = Some(n as u32),
-            // `8x200gbps`, `8x50` before `GB/s`.
-            (Some(n), rest) if rest.starts_with('x') => {
-                said.cards = Some(n as u32);
-                let (each, unit) = numbered(&rest[1..]);
-                i += usize::from(set_rate(&mut said, each, unit, next));
+            // Of links inside the host there are as many as the device has.
+            (Some(_), "x") if next.starts_with("nvlink") => {}
+            (Some(n), "x") => {
+                said.cards.get_or_insert(n as u32);
+                is_of_nvlink = false;
             }
-            (Some(_), "" | "gbps" | "gbytes" | "gb") => {
-                i += usize::from(set_rate(&mut said, number, unit, next));
+            (Some(_), "" | "gbps" | "gbytes") => {
+                let mut unused = Said::default();
+                let of = if is_of_nvlink {
+                    &mut unused
+                } else {
+                    &mut *said
+                };
+                i += usize::from(set_rate(of, number, unit, next));
             }
             _ if word == "per" => {
                 let per = match next {
@@ -233,19 +275,20 @@ fn read(cell: &str) -> Said {
                 said.not_stated = true;
                 i += 1;
             }
-            _ if word.starts_with("nvlink") => said.nvlink = true,
+            _ if word.starts_with("nvlink") => {
+                said.nvlink = true;
+                is_of_nvlink = true;
+            }
             _ if word.starts_with("pcie") => said.pcie = true,
-            _ if KINDS.iter().any(|(k, _)| k == word) => said.kinds.push(word.clone()),
+            _ if KINDS.iter().any(|(k, _)| k == word) => {
+                said.kinds.push(word.clone());
+                is_of_nvlink = false;
+            }
             // The cards that are cards of what.
-            _ if [
-                "card", "cards", "nic", "nics", "port", "ports", "rail", "rails",
-            ]
-            .contains(&word.as_str()) => {}
-            _ if LINK_WORDS.contains(&word.as_str()) => {}
+            _ if CARDS.contains(&word.as_str()) || LINK_WORDS.contains(&word.as_str()) => {}
             _ => said.unread.push(word.clone()),
         }
     }
-    said
 }
 
 /// The number that a word begins with, and the rest.
@@ -259,7 +302,7 @@ fn numbered(word: &str) -> (Option<f64>, &str) {
 fn set_rate(said: &mut Said, number: Option<f64>, unit: &str, next: &str) -> bool {
     let apart = unit.is_empty();
     let bits = match if apart { next } else { unit } {
-        "gbps" | "gb" => 1e9,
+        "gbps" => 1e9,
         "gbytes" => 8e9,
         // `4-GPU node` is no rate.
         _ => return false,
@@ -367,4 +410,38 @@ fn is_of(said: &Said, links: &Interconnect, port: f64, sharing: u32, cluster: &C
         Per::Unsaid => &[rate * cards, rate],
     };
     stated.iter().any(|s| (s / all - 1.0).abs() < 0.05)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_and_rates_are_of_what_they_stand_beside() {
+        let said = |cell: &str| {
+            let s = read(cell);
+            let rate = s.rate.map(|(rate, _)| rate / 1e9);
+            (s.cards, rate, s.kinds.join("+"), s.unread.join("+"))
+        };
+        let is = |cards, rate, kinds: &str, unread: &str| {
+            (cards, rate, kinds.to_string(), unread.to_string())
+        };
+        assert_eq!(
+            said("NVLink3+NVSwitch; 8x HDR IB 200Gb/s"),
+            is(Some(8), Some(200.0), "hdr+ib", "")
+        );
+        // Links of a device are no cards, and their rate is not the network's.
+        for cell in ["18x NVLink4+NVSwitch; NDR", "18xNVLink4 900GB/s; NDR"] {
+            assert_eq!(said(cell), is(None, None, "ndr", ""));
+            assert!(read(cell).nvlink);
+        }
+        assert_eq!(said("NVLink4; 8x NDR; 2x HDR storage").0, Some(8));
+        // Nothing is lost of a word with its count, bits are no bytes.
+        assert_eq!(said("4xHDR"), is(Some(4), None, "hdr", ""));
+        assert_eq!(said("8x100GbE"), is(Some(8), Some(100.0), "ethernet", ""));
+        assert_eq!(said("8x50 GBps"), is(Some(8), Some(400.0), "", ""));
+        assert_eq!(said("8x400gb/s"), is(Some(8), Some(400.0), "", ""));
+        assert_eq!(said("8x50GB").3, "50gb");
+        assert_eq!(said("NVLink4 + 8x wires"), is(Some(8), None, "", "wires"));
+    }
 }

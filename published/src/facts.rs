@@ -623,6 +623,10 @@ impl Facts {
         if let [only] = others[..] {
             return Ok(only);
         }
+        let contradiction = match (contradiction, of_chip.first()) {
+            (None, Some(d)) => against(d)?,
+            (found, _) => found,
+        };
         let names = |list: Vec<&str>| list.join(", ");
         Err(Unmodelled::Feature(match contradiction {
             Some(words) => {
@@ -725,7 +729,10 @@ mod tests {
             assert!(!i.source.is_empty());
         }
         for (name, generation) in &facts.generations {
-            let says = [Some(&generation.recompute), generation.checkpointing.as_ref()];
+            let says = [
+                Some(&generation.recompute),
+                generation.checkpointing.as_ref(),
+            ];
             for recompute in says.into_iter().flatten() {
                 assert!(["none", "selective", "full"].contains(&recompute.as_str()));
             }

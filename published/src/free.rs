@@ -19,6 +19,8 @@ const ATTEMPTS: usize = 4;
 /// Of the memory that a search should get by proportion: part of what processes hold, states,
 /// does not shrink with it, and three attempts at 80 GiB came no nearer than 80.2.
 const MARGIN: f64 = 0.98;
+/// Of the memory that a plan should at least use: below, a search that may use more is tried too.
+const USED: f64 = 0.8;
 
 /// The fastest plan of a search without a row's pins.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,20 +33,23 @@ pub struct Free {
     pub plan: String,
 }
 
-/// The free plan of every row, in their order; rows of one model, batch and cluster share it.
-/// A search takes as long as `compile` does, three times for each such group and again, up to
-/// four times, where a plan does not fit with what its process holds.
+/// The free plan of every row, in their order; rows of one model, batch and cluster, whose own
+/// plans hold about as much beside their arenas, share it. A search takes as long as `compile`
+/// does, and there is one for each of three choices of what is recomputed, up to four where a
+/// plan does not fit with what its process holds or leaves much.
 ///
 /// Fails where the row cannot be modelled, or no plan fits the devices' memory.
 pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {
     let mut known: BTreeMap<String, Result<Free, Unmodelled>> = BTreeMap::new();
     rows.iter()
         .map(|row| {
-            let mut q = question(row, facts)?;
+            let own = question(row, facts)?;
+            let mut q = own.clone();
             q.cluster.device.memory_bytes = cluster::memory(row, facts)?;
             q.cluster.software.iter_mut().for_each(on_free_axes);
-            let key = format!("{:?}{:?}{:?}", q.config, q.train, q.cluster);
-            known.entry(key).or_insert_with(|| best(&q)).clone()
+            let share = arena_share(&own);
+            let key = format!("{:?}{:?}{:?}{share}", q.config, q.train, q.cluster);
+            known.entry(key).or_insert_with(|| best(&q, share)).clone()
         })
         .collect()
 }
@@ -68,14 +73,15 @@ fn on_free_axes(software: &mut Software) {
     }
 }
 
-fn best(q: &Question) -> Result<Free, Unmodelled> {
+/// The fastest of what searches find whose arenas get a share of the memory first.
+fn best(q: &Question, share: f64) -> Result<Free, Unmodelled> {
     let mut found: Result<Free, Unmodelled> = Err(Unmodelled::Plan("no plan was tried".into()));
     for (recompute, pin) in recomputed(q) {
         let asked = Question {
             pins: vec![pin.to_string()],
             ..q.clone()
         };
-        match (fitting(asked), &found) {
+        match (fitting(asked, share), &found) {
             (Ok(p), best) => {
                 let s = &p.simulation.prediction;
                 let free = Free {
@@ -113,28 +119,64 @@ fn recomputed(q: &Question) -> [Recomputed; 3] {
     ]
 }
 
-/// A plan whose processes fit the device. A search fits the program's arena alone; where the
-/// processes hold more than there is, the next search gets as much less in proportion: what they
-/// hold beside it grows with what is in it.
-fn fitting(mut asked: Question) -> Result<Planned, Unmodelled> {
-    let mut needed = Bytes(0);
+/// The part of what a process holds that the program's arena is, in the row's own plan: what of
+/// the device's memory a first search should get, in tenths, so that plans which need about the
+/// same share a search. All of it where that plan cannot be made.
+fn arena_share(own: &Question) -> f64 {
+    let share = planned(own).map(|p| {
+        let stages = p.simulation.prediction.stages.iter();
+        let arena = stages.map(|s| s.peak_bytes.0).max().unwrap_or(0) as f64;
+        arena / fullest(&p.program, &own.cluster).total().0.max(1) as f64
+    });
+    share.map_or(1.0, |share| (10.0 * share).round().clamp(1.0, 10.0) / 10.0)
+}
+
+/// The fastest plan found whose processes fit the device. A search fits the program's arena alone,
+/// and gets a share of the memory for it. Where the processes then hold more than there is, or
+/// leave much of it, the next search gets as much less or more in proportion: what they hold
+/// beside the arena grows with what is in it.
+fn fitting(mut asked: Question, share: f64) -> Result<Planned, Unmodelled> {
+    let all = asked.memory.0 as f64;
+    let reserved = asked.cluster.device.memory_reserved_bytes;
+    let mut limit = (all * share).max(reserved.0 as f64 + 1.0);
+    let (mut found, mut needed): (Option<Planned>, Option<Bytes>) = (None, None);
     for _ in 0..ATTEMPTS {
-        let p = planned(&asked)?;
-        needed = fullest(&p.program, &asked.cluster).total();
-        if needed <= asked.memory {
-            return Ok(p);
-        }
-        let device = &mut asked.cluster.device;
-        let share = asked.memory.0 as f64 / needed.0 as f64 * MARGIN;
-        device.memory_bytes = Bytes((device.memory_bytes.0 as f64 * share) as u64);
-        if device.memory_bytes <= device.memory_reserved_bytes {
+        asked.cluster.device.memory_bytes = Bytes(limit as u64);
+        if asked.cluster.device.memory_bytes <= reserved {
             break;
         }
+        let p = match (planned(&asked), &found) {
+            (Ok(p), _) => p,
+            // No plan fits the first share: an arena of all the memory is the most that there is.
+            (Err(_), None) if needed.is_none() && limit < all => {
+                limit = all;
+                continue;
+            }
+            (Err(e), None) if needed.is_none() => return Err(e),
+            (Err(_), _) => break,
+        };
+        let holds = fullest(&p.program, &asked.cluster).total();
+        let used = holds.0 as f64 / all;
+        if used <= 1.0 {
+            let time = |p: &Planned| p.simulation.prediction.step_time_s.0;
+            let is_faster = found.as_ref().is_none_or(|best| time(&p) < time(best));
+            found = if is_faster { Some(p) } else { found };
+            if used >= USED || limit >= all {
+                break;
+            }
+        } else if found.is_some() {
+            break;
+        }
+        needed = Some(holds);
+        limit = (limit / used * MARGIN).min(all);
     }
-    Err(Unmodelled::Plan(format!(
-        "out of memory: the processes of the nearest plan hold {needed}, the devices {}",
-        asked.memory
-    )))
+    found.ok_or_else(|| {
+        let needed = needed.map_or("more".into(), |bytes| bytes.to_string());
+        Unmodelled::Plan(format!(
+            "out of memory: the processes of the nearest plan hold {needed}, the devices {}",
+            asked.memory
+        ))
+    })
 }
 
 /// Stages, their mesh (the first one's, where they differ), microbatch and schedule in words.

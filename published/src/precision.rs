@@ -73,6 +73,11 @@ pub fn types(row: &Row) -> Result<Types, Unmodelled> {
 /// Words that a cell begins with.
 const WORDS: [&str; 6] = ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"];
 
+/// Types that there are, and that are not supported.
+const NOT_SUPPORTED: [&str; 8] = [
+    "fp64", "f64", "double", "tf32", "fp6", "mxfp4", "mxfp6", "nf4",
+];
+
 /// What others call these types.
 const OTHER_WORDS: [(&str, &str); 12] = [
     ("f32", "fp32"),
@@ -100,11 +105,12 @@ fn unknown(text: &str, word: &str) -> Unmodelled {
         ));
     }
     let other = OTHER_WORDS.iter().find(|(other, _)| *other == word);
-    // Whole numbers are no slip: `int8` is like `fp8` in its end only.
-    let is_whole = word.starts_with("int") || word.starts_with("uint");
+    // Other types are no slip: `int8` is like `fp8` in its end only.
+    let is_type =
+        word.starts_with("int") || word.starts_with("uint") || NOT_SUPPORTED.contains(&word);
     let near = match other {
         Some((_, known)) => Some(*known),
-        None if is_whole => None,
+        None if is_type => None,
         None => names::closest(word, WORDS.into_iter()),
     };
     Unmodelled::Feature(format!(
@@ -142,10 +148,12 @@ mod tests {
         assert_eq!(four, Some((DType::F4e2m1, Some(Scaling::Block16))));
         let said = |cell: &str| of(cell).unwrap_err().to_string();
         let all = "known are fp32, fp16, bf16, fp8, mxfp8, nvfp4";
-        assert_eq!(
-            said("int8"),
-            format!("not supported: the precision int8; {all}")
-        );
+        for cell in ["int8", "tf32", "fp64", "mxfp4"] {
+            assert_eq!(
+                said(cell),
+                format!("not supported: the precision {cell}; {all}")
+            );
+        }
         for (cell, near) in [
             ("f16", "fp16"),
             ("bf61", "bf16"),

@@ -6,10 +6,14 @@ use published::{Facts, Row, free};
 /// Layers and hidden size of the class.
 const CLASS: (&str, &str) = ("96", "12288");
 
+/// Whether a row is of the class.
+pub fn is_of_class(row: &Row) -> bool {
+    (row.text("layers"), row.text("hidden")) == (Some(CLASS.0), Some(CLASS.1))
+}
+
 /// A table: a row's measured and predicted step time, and the free plan's.
 pub fn text(scored: &[Scored<'_>], facts: &Facts) -> String {
-    let of_class = |r: &Row| (r.text("layers"), r.text("hidden")) == (Some(CLASS.0), Some(CLASS.1));
-    let scored: Vec<&Scored<'_>> = scored.iter().filter(|s| of_class(s.row)).collect();
+    let scored: Vec<&Scored<'_>> = scored.iter().filter(|s| is_of_class(s.row)).collect();
     let rows: Vec<Row> = scored.iter().map(|s| s.row.clone()).collect();
     let mut out = String::from(
         "\n## The free plan beside the pinned ones\n\nRows of 96 layers and hidden size 12288: predicted as they ran, and the plan that a search with no pin but the kind of recomputation finds for the same model, cluster and batch within the device's memory.\n\n| row | source | GPUs | measured, s | predicted, s | error | free plan, s | free over pinned | its memory, GB | free plan |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---|\n",

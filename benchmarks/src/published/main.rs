@@ -43,10 +43,19 @@ fn main() -> Result<(), String> {
     }
     if let Some(names) = free_rows() {
         let named: Vec<&str> = names.split(',').collect();
+        if let Some(name) = named.iter().find(|n| !rows.iter().any(|r| r.id() == **n)) {
+            return Err(format!("--free: there is no row `{name}`"));
+        }
         let rows: Vec<row::Row> = rows
             .into_iter()
             .filter(|r| named.contains(&r.id()))
             .collect();
+        if let Some(other) = rows.iter().find(|r| !free::is_of_class(r)) {
+            return Err(format!(
+                "--free: {} is not of the GPT-3 175B class, 96 layers of hidden size 12288",
+                other.id()
+            ));
+        }
         let outcomes = predict(&rows, &facts);
         print!("{}", free::text(&score::scored(&rows, &outcomes), &facts));
         return Ok(());

@@ -82,10 +82,7 @@ fn differ(a: &Scored<'_>, b: &Scored<'_>) -> bool {
 }
 
 /// Kendall's tau over the pairs that count and were measured apart, if there are any.
-fn tau(
-    rows: &[&Scored<'_>],
-    counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool,
-) -> Option<f64> {
+fn tau(rows: &[&Scored<'_>], counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool) -> Option<f64> {
     let mut signs = Vec::new();
     for (i, a) in rows.iter().enumerate() {
         for b in &rows[i + 1..] {
@@ -124,7 +121,8 @@ mod tests {
     use published::row::Row;
 
     /// Two plans, the first of which was measured twice, 10% apart.
-    const ROWS: &str = "row_id,framework,layers,hidden,heads,gpus_total,global_batch,seq_len,precision,tp,pp
+    const ROWS: &str =
+        "row_id,framework,layers,hidden,heads,gpus_total,global_batch,seq_len,precision,tp,pp
 R1,F,2,8,2,8,8,8,fp16,2,1
 R2,F,2,8,2,8,8,8,fp16,2,1
 R3,F,2,8,2,8,8,8,fp16,1,2

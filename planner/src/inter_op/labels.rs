@@ -222,7 +222,8 @@ impl<'a> Problem<'a> {
                         && a.step <= b.step
                         && a.transfer <= b.transfer
                 };
-                // Those of one slot were compared when they were put there.
+                // Those of one slot were compared when they were put there, before a transfer's
+                // rounding could make two sums equal: both then stay, the first one first.
                 if is_only {
                     reached.push(new);
                 } else if !reached.iter().any(|old| beats(old, &new)) {

@@ -394,7 +394,8 @@ impl Eliminator {
                 Source::Message(i) => largest[i],
             };
             let most = bucket.factors.iter().map(of_factor);
-            if most.fold(kernel::largest(unary), u64::saturating_add) >= C::EXACT_BELOW {
+            let most = most.fold(kernel::largest(unary), u64::saturating_add);
+            if C::EXACT_BELOW.is_some_and(|bound| most >= bound) {
                 return None;
             }
             let unary: Vec<C> = unary.iter().map(|c| C::new(*c)).collect();

@@ -16,8 +16,8 @@ pub(super) trait Cell: Copy + PartialOrd + 'static {
     /// The cost of what must not be picked; adding to it leaves it as it is.
     const FORBIDDEN: Self;
     const ZERO: Self;
-    /// Sums below this are exact.
-    const EXACT_BELOW: u64;
+    /// Sums below this are exact; all are where it is absent.
+    const EXACT_BELOW: Option<u64>;
     fn new(cost: u64) -> Self;
     /// The cost, at most [`INFINITE`], which is forbidden.
     fn cost(self) -> u64;
@@ -28,7 +28,8 @@ pub(super) trait Cell: Copy + PartialOrd + 'static {
 impl Cell for u64 {
     const FORBIDDEN: u64 = INFINITE;
     const ZERO: u64 = 0;
-    const EXACT_BELOW: u64 = u64::MAX;
+    /// Each sum of two ends at [`INFINITE`].
+    const EXACT_BELOW: Option<u64> = None;
     fn new(cost: u64) -> u64 {
         cost.min(INFINITE)
     }
@@ -46,7 +47,7 @@ impl Cell for u64 {
 impl Cell for f64 {
     const FORBIDDEN: f64 = f64::INFINITY;
     const ZERO: f64 = 0.0;
-    const EXACT_BELOW: u64 = EXACT;
+    const EXACT_BELOW: Option<u64> = Some(EXACT);
     fn new(cost: u64) -> f64 {
         if cost < INFINITE {
             cost as f64

@@ -70,3 +70,49 @@ fn classes_and_floats_change_nothing() {
     assert!(narrower > 100, "{narrower}");
     assert!((100..180).contains(&in_floats), "{in_floats}");
 }
+
+/// Two nodes of one strategy: `own` at the first, `shared` on the edge.
+fn pair(own: u64, shared: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
+    let table = Table::from_fn(1, 1, |_, _| Cost::finite(shared));
+    let edge = Edge {
+        a: 0,
+        b: 1,
+        table: Arc::new(table),
+    };
+    (
+        vec![vec![Cost::finite(own)], vec![Cost::finite(0)]],
+        vec![edge],
+    )
+}
+
+#[test]
+fn floats_are_used_only_where_sums_are_exact() {
+    const LAST: u64 = (1 << 53) - 1;
+    for (own, shared, in_floats) in [(LAST - 1, 1, true), (LAST, 1, false), (LAST + 1, 1, false)] {
+        let (costs, edges) = pair(own, shared);
+        let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+        let found = eliminator.run(&costs);
+        assert_eq!(
+            matches!(found.messages, Messages::Floats(_)),
+            in_floats,
+            "{own}"
+        );
+        // 2^53 + 1 is no float.
+        assert_eq!(found.table(), [Cost::finite(own + shared)]);
+    }
+}
+
+#[test]
+fn sums_beyond_all_integers_are_forbidden() {
+    let n = 17;
+    let costs = vec![vec![Cost::finite(0); 2]; n];
+    let table = Arc::new(Table::from_fn(2, 2, |_, _| Cost::finite(1 << 60)));
+    let edge = |b| Edge {
+        a: 0,
+        b,
+        table: table.clone(),
+    };
+    let edges: Vec<Edge> = (1..n as u32).map(edge).collect();
+    let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+    assert_eq!(eliminator.run(&costs).table(), [Cost::FORBIDDEN]);
+}
