@@ -73,34 +73,39 @@ fn on_free_axes(software: &mut Software) {
     }
 }
 
-/// The fastest of what searches find whose arenas get a share of the memory first.
+/// The fastest of what searches find whose arenas get a share of the memory first: one search for
+/// each choice, at the same time.
 fn best(q: &Question, share: f64) -> Result<Free, Unmodelled> {
-    let mut found: Result<Free, Unmodelled> = Err(Unmodelled::Plan("no plan was tried".into()));
-    for (recompute, pin) in recomputed(q) {
+    let search = |(recompute, pin): Recomputed| -> Result<Free, Unmodelled> {
         let asked = Question {
             pins: vec![pin.to_string()],
             ..q.clone()
         };
-        match (fitting(asked, share), &found) {
-            (Ok(p), best) => {
-                let s = &p.simulation.prediction;
-                let free = Free {
-                    step_time_s: s.step_time_s.0,
-                    peak_memory_bytes: s.stages.iter().map(|s| s.peak_bytes.0).max().unwrap_or(0),
-                    plan: format!("{}, recompute {recompute}", shape(&p)),
-                };
-                let faster = best
-                    .as_ref()
-                    .map_or(true, |b| free.step_time_s < b.step_time_s);
-                if faster {
-                    found = Ok(free);
-                }
-            }
-            (Err(e), Err(_)) => found = Err(e),
-            (Err(_), Ok(_)) => {}
-        }
-    }
-    found
+        let p = fitting(asked, share)?;
+        let s = &p.simulation.prediction;
+        Ok(Free {
+            step_time_s: s.step_time_s.0,
+            peak_memory_bytes: s.stages.iter().map(|s| s.peak_bytes.0).max().unwrap_or(0),
+            plan: format!("{}, recompute {recompute}", shape(&p)),
+        })
+    };
+    let found: Vec<_> = std::thread::scope(|scope| {
+        let searches = recomputed(q).map(|choice| scope.spawn(move || search(choice)));
+        searches
+            .map(|s| {
+                s.join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .into()
+    });
+    let (plans, errors): (Vec<_>, Vec<_>) = found.into_iter().partition(Result::is_ok);
+    let plans = plans.into_iter().flatten();
+    let fastest = plans.reduce(|best, p| match p.step_time_s < best.step_time_s {
+        true => p,
+        false => best,
+    });
+    let error = errors.into_iter().filter_map(Result::err).next_back();
+    fastest.ok_or_else(|| error.unwrap_or(Unmodelled::Plan("no plan was tried".into())))
 }
 
 /// The choices. Selective is what the row's software saves most memory by: the scores of attention

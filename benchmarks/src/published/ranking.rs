@@ -48,6 +48,10 @@ pub struct Ranked {
     /// The same over pairs of different plans; none where no such pair was measured apart. What
     /// one plan's times differ by is noise, or a release, and no order of plans.
     pub tau_of_plans: Option<f64>,
+    /// No order of plans has a higher tau over all pairs: the pairs of every two plans count as
+    /// most of them were measured, those of one plan as chance. Predictions that know more than a
+    /// plan's columns, as the release that ran it, may.
+    pub best_tau_of_columns: f64,
     /// How much longer than the fastest plan the predicted fastest takes.
     pub regret: f64,
 }
@@ -71,37 +75,68 @@ pub fn rankings(rows: &[Scored<'_>]) -> Vec<Ranked> {
             n: rows.len(),
             tau: tau(&rows, |_, _| true).unwrap_or(0.0),
             tau_of_plans: tau(&rows, differ),
+            best_tau_of_columns: best_tau_of_columns(&rows),
             regret: regret(&rows),
         })
         .collect()
 }
 
+/// What a row says of its plan.
+fn plan<'a>(row: &Scored<'a>) -> [&'a str; PLAN.len()] {
+    PLAN.map(|c| row.row.text(c).unwrap_or(""))
+}
+
 /// Whether two rows of a group describe different plans.
 fn differ(a: &Scored<'_>, b: &Scored<'_>) -> bool {
-    PLAN.iter().any(|c| a.row.text(c) != b.row.text(c))
+    plan(a) != plan(b)
+}
+
+/// Pairs that were measured apart: the faster one first.
+fn pairs<'a, 'b>(
+    rows: &'b [&'b Scored<'a>],
+) -> impl Iterator<Item = (&'b Scored<'a>, &'b Scored<'a>)> {
+    let all = rows.iter().enumerate();
+    all.flat_map(|(i, a)| rows[i + 1..].iter().map(move |b| (*a, *b)))
+        .map(|(a, b)| {
+            if a.measured_s > b.measured_s {
+                (b, a)
+            } else {
+                (a, b)
+            }
+        })
+        .filter(|(fast, slow)| slow.measured_s / fast.measured_s - 1.0 > TIE)
 }
 
 /// Kendall's tau over the pairs that count and were measured apart, if there are any.
 fn tau(rows: &[&Scored<'_>], counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool) -> Option<f64> {
-    let mut signs = Vec::new();
-    for (i, a) in rows.iter().enumerate() {
-        for b in &rows[i + 1..] {
-            let (slow, fast) = if a.measured_s > b.measured_s {
-                (a, b)
-            } else {
-                (b, a)
-            };
-            if !counts(slow, fast) || slow.measured_s / fast.measured_s - 1.0 <= TIE {
-                continue;
-            }
-            signs.push(match slow.predicted_s.total_cmp(&fast.predicted_s) {
+    let counted = pairs(rows).filter(|(fast, slow)| counts(fast, slow));
+    let signs: Vec<f64> = counted
+        .map(
+            |(fast, slow)| match slow.predicted_s.total_cmp(&fast.predicted_s) {
                 std::cmp::Ordering::Greater => 1.0,
                 std::cmp::Ordering::Equal => 0.0,
                 std::cmp::Ordering::Less => -1.0,
-            });
+            },
+        )
+        .collect();
+    mean(&signs)
+}
+
+/// A bound on tau over all pairs for predictions that are a function of a plan's columns; reached
+/// where no three plans beat each other in a circle.
+fn best_tau_of_columns(rows: &[&Scored<'_>]) -> f64 {
+    let (mut n_pairs, mut ahead) = (0, BTreeMap::<_, i32>::new());
+    for (fast, slow) in pairs(rows) {
+        n_pairs += 1;
+        let (fast, slow) = (plan(fast), plan(slow));
+        match fast.cmp(&slow) {
+            std::cmp::Ordering::Less => *ahead.entry((fast, slow)).or_default() += 1,
+            std::cmp::Ordering::Greater => *ahead.entry((slow, fast)).or_default() -= 1,
+            std::cmp::Ordering::Equal => {}
         }
     }
-    mean(&signs)
+    let right: u32 = ahead.values().map(|n| n.unsigned_abs()).sum();
+    f64::from(right) / f64::from(n_pairs.max(1))
 }
 
 fn regret(rows: &[&Scored<'_>]) -> f64 {
@@ -152,11 +187,17 @@ R3,F,2,8,2,8,8,8,fp16,1,2
         let all: Vec<&Scored<'_>> = all.iter().collect();
         assert_eq!(tau(&all, |_, _| true), Some(2.0 / 3.0));
         assert_eq!(tau(&all, differ), Some(1.0));
+        assert_eq!(best_tau_of_columns(&all), 2.0 / 3.0);
         // Even where something else than the plan tells its runs apart, rightly or wrongly.
         let wrong = scored(&rows, &[1.0, 1.1, 2.0], &[1.2, 1.1, 1.0]);
         let wrong: Vec<&Scored<'_>> = wrong.iter().collect();
         assert_eq!(tau(&wrong, differ), Some(-1.0));
         assert_eq!(tau(&wrong[..2], differ), None);
+        // A third plan between the two runs of the first cannot be right about both.
+        let between = scored(&rows, &[1.0, 3.0, 2.0], &[1.0, 1.0, 2.0]);
+        let between: Vec<&Scored<'_>> = between.iter().collect();
+        assert_eq!(best_tau_of_columns(&between), 0.0);
+        assert_eq!(tau(&between, |_, _| true), Some(0.0));
         // 1.5% apart is not compared.
         let near = scored(&rows[1..], &[1.0, 1.015], &[1.0, 0.5]);
         let near: Vec<&Scored<'_>> = near.iter().collect();
