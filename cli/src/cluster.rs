@@ -251,12 +251,17 @@ pub fn other_units(cluster: &Cluster) -> Option<String> {
     })
 }
 
+/// The file that the cluster called `name` is read from, unless it is built in.
+pub fn file(name: &str) -> &Path {
+    Path::new(if name == "cpu" { CALIBRATED } else { name })
+}
+
 fn read(name: &str) -> Result<Cluster, Failure> {
-    let path = Path::new(if name == "cpu" { CALIBRATED } else { name });
+    let path = file(name);
     if let Some(cluster) = built_in(name)? {
         return Ok(cluster);
     }
-    if path.exists() || name.contains(['/', '.']) {
+    if path.exists() || (name.contains(['/', '.']) && !name.contains('*')) {
         let file = path.display().to_string();
         let text = files::read_text(path, "cluster", files::SMALL)?;
         let is_json =

@@ -1,10 +1,9 @@
-//! Files in and out: whole texts with a limit on their size, and results that appear under
-//! their names only when they are complete.
+//! Files that are read: whole texts with a limit on their size, and names like those that are
+//! missing.
 
 use crate::failure::{Exit, Failure};
-use crate::interrupt;
 use std::fs::File;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 
 /// Largest config, cluster or training file, bytes.
@@ -114,101 +113,6 @@ pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option
         .collect();
     all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
     all.first().map(|(_, n)| *n)
-}
-
-/// What to do where nothing can be written into a folder.
-fn cannot_write(folder: &Path) -> String {
-    match folder.exists() {
-        true => "check the folder's permissions and the free space, or name another file".into(),
-        false => format!("make the folder {} first", folder.display()),
-    }
-}
-
-/// Why a file cannot be written, without the name of the temporary file that was tried.
-fn reason(e: &std::io::Error) -> String {
-    let text = e.to_string();
-    let end = text.find(" at path ").unwrap_or(text.len());
-    text[..end].to_string()
-}
-
-/// Writes a file whole or not at all: beside its place first, then renamed into it.
-pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let error = |e: std::io::Error| {
-        Failure::new(
-            Exit::BadInput,
-            format!("{}: cannot write: {}", path.display(), reason(&e)),
-        )
-        .help(cannot_write(folder))
-    };
-    if path == Path::new("-") {
-        let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
-        return Err(Failure::new(Exit::Usage, what).help("name a file; for one called `-`, ./-"));
-    }
-    if path.is_dir() {
-        return Err(Failure::new(
-            Exit::BadInput,
-            format!(
-                "{}: is a folder, expected the name of a file to write",
-                path.display()
-            ),
-        ));
-    }
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".meshwright-");
-    // As any new file, less the umask; temporary files are private otherwise.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder).map_err(error)?;
-    interrupt::is_temporary(file.path());
-    file.write_all(bytes)
-        .and_then(|()| file.as_file().sync_all())
-        .map_err(error)?;
-    file.persist(path).map(|_| ()).map_err(|e| error(e.error))
-}
-
-/// Fails where `output` is one of the files that are read, which it would replace.
-pub fn check_not_input(output: &Path, inputs: &[&Path]) -> Result<(), Failure> {
-    let place = |path: &Path| path.canonicalize().ok();
-    let Some(written) = place(output) else {
-        return Ok(());
-    };
-    match inputs.iter().find(|i| place(i).as_ref() == Some(&written)) {
-        None => Ok(()),
-        Some(_) => Err(Failure::new(
-            Exit::Usage,
-            format!("{}: is read, and would be replaced", output.display()),
-        )
-        .help("name another file to write")),
-    }
-}
-
-/// Fails early when `path` cannot be written, so that a long run does not end in nothing.
-pub fn check_writable(path: &Path) -> Result<(), Failure> {
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    if path.is_dir() {
-        return Err(Failure::new(
-            Exit::BadInput,
-            format!(
-                "{}: is a folder, expected the name of a file to write",
-                path.display()
-            ),
-        ));
-    }
-    tempfile::Builder::new()
-        .prefix(".meshwright-")
-        .tempfile_in(folder)
-        .map(|_| ())
-        .map_err(|e| {
-            let what = format!("{}: cannot write: {}", path.display(), reason(&e));
-            Failure::new(Exit::BadInput, what).help(cannot_write(folder))
-        })
 }
 
 /// A fingerprint of a document's bytes: FNV-1a, 64 bits. Tells documents apart; no protection

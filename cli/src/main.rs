@@ -18,6 +18,7 @@ mod failure;
 mod files;
 mod interrupt;
 mod model;
+mod outputs;
 mod places;
 mod plan_file;
 mod report;

@@ -55,6 +55,12 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
             None => failure,
         }
     })?;
+    // Another version may have other pins; that it made the plan is said where it is checked.
+    if Versions::of(&plan).of_another().is_none() {
+        planner::Pins::parse(&plan.pins).map_err(|e| {
+            Failure::new(Exit::CheckFailed, format!("{name}: pins: {e}")).help(UNDO)
+        })?;
+    }
     Ok((plan, files::fingerprint(text.as_bytes())))
 }
 
@@ -69,6 +75,13 @@ struct Versions {
 }
 
 impl Versions {
+    fn of(plan: &Plan) -> Versions {
+        Versions {
+            version: plan.version,
+            passes: plan.passes,
+        }
+    }
+
     /// That another version of Meshwright made the plan, where one did.
     fn of_another(self) -> Option<String> {
         let Versions { version, passes } = self;
@@ -100,17 +113,16 @@ pub fn check_program(loaded: &Loaded) -> Result<(), Failure> {
     }
 }
 
+/// The way out of a plan that was edited.
+const UNDO: &str = "undo what was edited by hand, or make the plan again with `meshwright compile`";
+
 /// Violations that are listed in a message.
 const LISTED: usize = 20;
 
 /// The failure that a plan breaks rules, or was made by another version, whose rules were
 /// others.
 pub fn refused(name: &str, plan: &Plan, violations: &[Violation]) -> Failure {
-    let versions = Versions {
-        version: plan.version,
-        passes: plan.passes,
-    };
-    match versions.of_another() {
+    match Versions::of(plan).of_another() {
         Some(words) => Failure::new(Exit::CheckFailed, format!("{name}: {words}")).help(AGAIN),
         None => rejected(&format!("{name}: the plan"), violations),
     }
@@ -128,8 +140,7 @@ pub fn rejected(what: &str, violations: &[Violation]) -> Failure {
     if violations.len() > LISTED {
         message += &format!("\n  and {} more", violations.len() - LISTED);
     }
-    Failure::new(Exit::CheckFailed, message)
-        .help("undo what was edited by hand, or make the plan again with `meshwright compile`")
+    Failure::new(Exit::CheckFailed, message).help(UNDO)
 }
 
 /// The plan as a document.

@@ -1185,3 +1185,56 @@ fn plans_in_types_that_the_runtime_does_not_have() {
         )
         .says(&["the runtime has no f4e2m1 matmuls"]);
 }
+
+/// Figures that other figures of the plan contradict, and pins that are none.
+#[test]
+fn plans_whose_figures_disagree_are_refused() {
+    let place = Place::with_plan();
+    place.run(&["check", "plan.json"]).expect(0);
+    let plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    for (pointer, value, key) in [
+        ("/predicted/mfu", json!(50), "predicted.mfu"),
+        ("/predicted/bubble", json!(7), "predicted.bubble"),
+        (
+            "/predicted/tokens_per_s",
+            json!(1),
+            "predicted.tokens_per_s",
+        ),
+        (
+            "/predicted/stages/1/peak_bytes",
+            json!(1),
+            "predicted.stages[1].persistent_bytes",
+        ),
+        ("/proof/lower_bound_s", json!(10), "proof.lower_bound_s"),
+        ("/proof/gap", json!(0.5), "proof.gap"),
+        ("/pins", json!(["dta=4"]), "dta=4"),
+    ] {
+        let mut edited = plan.clone();
+        *edited.pointer_mut(pointer).unwrap() = value;
+        place.write("edited.json", edited.to_string().as_bytes());
+        for verb in ["check", "inspect"] {
+            place.run(&[verb, "edited.json"]).expect(5).says(&[key]);
+        }
+    }
+}
+
+/// Links that join some devices of a host with some of another.
+#[test]
+fn levels_that_cut_through_hosts_are_refused() {
+    let place = Place::new();
+    let printed = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    let edited = printed.replacen("devices_per_host = 8", "devices_per_host = 6", 1);
+    assert_ne!(printed, edited);
+    place.write("cut.toml", edited.as_bytes());
+    place
+        .run(&[
+            "compile",
+            "config.json",
+            "--cluster",
+            "cut.toml",
+            "--hosts",
+            "4",
+        ])
+        .expect(3)
+        .says(&["levels[0].devices is 8, which cuts through hosts of 6"]);
+}

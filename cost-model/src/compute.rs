@@ -203,11 +203,14 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
 }
 
 /// Bytes of casting an operand: read once, its copies written in the narrow type, what its
-/// scales take, and what the software reads again.
+/// scales take, and what the software reads again. A norm that writes the kept copies itself has
+/// the values at hand.
 fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, software: &Software) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
     let source = operand.0.bytes() as f64;
-    let read = source * (1.0 + f64::from(software.more_cast_reads));
+    let is_at_hand = software.kept_casts && software.fuses_casts();
+    let reads = f64::from(u8::from(!is_at_hand)) + f64::from(software.more_cast_reads);
+    let read = source * reads;
     let scales = software.matmul_scaling.extra_bytes(source);
     elements * (read + copies * narrow.bits() as f64 / 8.0 + scales)
 }

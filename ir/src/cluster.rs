@@ -543,6 +543,15 @@ impl Cluster {
                     l.devices
                 ),
             );
+            let (joined, host) = (l.devices.max(1), self.devices_per_host.max(1));
+            check(
+                u64::from(joined) >= devices
+                    || joined.is_multiple_of(host)
+                    || host.is_multiple_of(joined),
+                format!(
+                    "levels[{i}].devices is {joined}, which cuts through hosts of {host}: expected a multiple of devices_per_host, or a divisor of it"
+                ),
+            );
             below = l.devices.max(1);
             link_figures(i, l, &mut check);
         }

@@ -8,7 +8,7 @@ use crate::Unmodelled;
 use crate::facts::{DeviceFact, Interconnect};
 use crate::row::{Row, RowError};
 use cost_model::presets::Catalogue;
-use ir::cluster::{Cluster, Device};
+use ir::cluster::{Cluster, Device, Level};
 
 /// Words of a `gpu` cell that change nothing: vendors, architectures, stacks of memory, boards.
 const GPU_WORDS: [&str; 12] = [
@@ -123,6 +123,8 @@ fn outside(cell: &str) -> String {
 struct Said {
     /// Network cards of a host: the `8` of `8x NDR`.
     cards: Option<u32>,
+    /// Whether a count is none: `-8x` or `4.5x`.
+    miscounted: bool,
     /// Kinds of links between hosts, and generations of them.
     kinds: Vec<String>,
     /// A rate in bits per second and what it is of.
@@ -238,6 +240,7 @@ fn words_of(part: &str) -> Vec<String> {
 }
 
 fn read_part(part: &str, said: &mut Said) {
+    said.miscounted |= part.trim_start().starts_with('-');
     let words = words_of(part);
     let mut i = 0;
     // What a number before any network is of.
@@ -251,6 +254,7 @@ fn read_part(part: &str, said: &mut Said) {
             (Some(_), "x") if next.starts_with("nvlink") => {}
             (Some(n), "x") => {
                 said.cards.get_or_insert(n as u32);
+                said.miscounted |= n.fract() != 0.0;
                 is_of_nvlink = false;
             }
             (Some(_), "" | "gbps" | "gbytes") => {
@@ -298,6 +302,15 @@ fn numbered(word: &str) -> (Option<f64>, &str) {
     (number.parse().ok(), rest)
 }
 
+/// A text in small letters, without the spaces around `+` and `;`.
+pub fn normal(text: &str) -> String {
+    let joined = |text: String, sign: &str| {
+        let parts: Vec<&str> = text.split(sign).map(str::trim).collect();
+        parts.join(sign)
+    };
+    ["+", ";"].into_iter().fold(text.to_lowercase(), joined)
+}
+
 /// Takes a rate down; whether its unit is the next word.
 fn set_rate(said: &mut Said, number: Option<f64>, unit: &str, next: &str) -> bool {
     let apart = unit.is_empty();
@@ -325,9 +338,9 @@ pub fn cards(row: &Row, links: &Interconnect, host: u32, per_host: u32) -> Resul
         return Ok(links.cards.saturating_mul(per_host) / host.max(1));
     }
     match said.cards {
-        None => Ok(links.cards),
-        Some(n) if (1..=MOST_CARDS).contains(&n) => Ok(n),
-        Some(_) => Err(RowError::Malformed {
+        None if !said.miscounted => Ok(links.cards),
+        Some(n) if !said.miscounted && (1..=MOST_CARDS).contains(&n) => Ok(n),
+        _ => Err(RowError::Malformed {
             column: "interconnect".into(),
             value: text.into(),
             expected: "1 to 64 network cards in a host",
@@ -366,50 +379,65 @@ pub fn assumed(
     };
     assumed.extend(list("gpu", unread_of_gpu(gpu, fact, device)));
     let said = read(text);
-    if let Some(network) = cluster.levels.get(1)
-        && !is_of(
-            &said,
-            links,
-            network.bandwidth_bytes_per_s,
-            network.devices_per_port,
-            cluster,
-        )
-    {
+    if let Some(network) = cluster.levels.get(1) {
         let per_host = f64::from(cluster.devices_per_host);
         let cards = per_host / f64::from(network.devices_per_port.max(1));
         let cards = cards.max(f64::from(said.cards.unwrap_or(links.cards)));
-        assumed.push(format!("between={}*{cards}", links.between));
+        let key = format!("levels.{}.bandwidth_bytes_per_s", network.name);
+        let is_scaled = cluster.sources.get(&key).is_some_and(|s| s == CELLS_RATE);
+        if is_scaled {
+            let card = host_bits(cluster) / cards / 1e9;
+            assumed.push(format!("between={}*{cards}@{card}Gb/s", links.between));
+        } else if said.not_stated || !is_of_kinds(&said, links) {
+            assumed.push(format!("between={}*{cards}", links.between));
+        }
     }
     assumed.extend(list("interconnect", said.unread));
     Ok(assumed)
 }
 
-/// Whether the network that is modelled is the one that was said, as far as anything was.
-fn is_of(said: &Said, links: &Interconnect, port: f64, sharing: u32, cluster: &Cluster) -> bool {
-    if said.not_stated {
-        return false;
-    }
-    let is_kind = |kind: &String| {
+/// Whether the network that is modelled is of the kinds that were said, as far as any were.
+fn is_of_kinds(said: &Said, links: &Interconnect) -> bool {
+    said.kinds.iter().all(|kind| {
         let known = KINDS.iter().find(|(k, _)| k == kind);
         known.is_none_or(|(_, names)| names.iter().any(|n| links.between.contains(n)))
-    };
-    if !said.kinds.iter().all(is_kind) {
-        return false;
-    }
-    let Some((rate, per)) = said.rate else {
-        return true;
-    };
+    })
+}
+
+/// Bits per second of all network cards of a host.
+fn host_bits(cluster: &Cluster) -> f64 {
     let per_host = f64::from(cluster.devices_per_host);
-    let all = 8.0 * port * per_host / f64::from(sharing.max(1));
-    let cards = f64::from(said.cards.unwrap_or(links.cards));
+    let of = |l: &Level| 8.0 * l.bandwidth_bytes_per_s / f64::from(l.devices_per_port.max(1));
+    cluster.levels.get(1).map_or(0.0, of) * per_host
+}
+
+/// Where the rate of a network comes from that an entry does not have.
+const CELLS_RATE: &str = "the `interconnect` cell's rate";
+
+/// Gives the network between hosts the rate that the cell states, where the entry has another one:
+/// of what could be meant (a card's of a host's `cards`, a host's), what is nearest to the entry.
+pub fn set_stated_rate(text: &str, cards: u32, cluster: &mut Cluster) {
+    let said = read(text);
+    let own = host_bits(cluster);
+    let per_host = f64::from(cluster.devices_per_host);
+    let (Some((rate, per)), Some(network)) = (said.rate, cluster.levels.get_mut(1)) else {
+        return;
+    };
+    let cards = f64::from(cards);
     let stated: &[f64] = match per {
         Per::Device => &[rate * per_host],
         Per::Card => &[rate * cards],
         // `4x100Gb per node` is four hundred.
-        Per::Host => &[rate, rate * cards],
-        Per::Unsaid => &[rate * cards, rate],
+        Per::Host | Per::Unsaid => &[rate * cards, rate],
     };
-    stated.iter().any(|s| (s / all - 1.0).abs() < 0.05)
+    let off = |s: &&f64| (*s / own).ln().abs();
+    let nearest = stated.iter().min_by(|a, b| off(a).total_cmp(&off(b)));
+    let share = nearest.map_or(1.0, |s| s / own);
+    if (share - 1.0).abs() >= 0.05 && share.is_finite() && share > 0.0 {
+        network.bandwidth_bytes_per_s *= share;
+        let key = format!("levels.{}.bandwidth_bytes_per_s", network.name);
+        cluster.sources.insert(key, CELLS_RATE.into());
+    }
 }
 
 #[cfg(test)]
@@ -442,6 +470,11 @@ mod tests {
         assert_eq!(said("8x50 GBps"), is(Some(8), Some(400.0), "", ""));
         assert_eq!(said("8x400gb/s"), is(Some(8), Some(400.0), "", ""));
         assert_eq!(said("8x50GB").3, "50gb");
+        for wrong in ["NVLink4+NVSwitch; -8x NDR", "4.5x NDR"] {
+            assert!(read(wrong).miscounted, "{wrong}");
+        }
+        assert!(!read("NVLink4; inter-node 8x NDR").miscounted);
+        assert_eq!(normal("NVLink4 + NVSwitch ; NDR"), "nvlink4+nvswitch;ndr");
         assert_eq!(said("NVLink4 + 8x wires"), is(Some(8), None, "", "wires"));
     }
 }

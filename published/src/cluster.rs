@@ -65,6 +65,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     if domain == total {
         cluster.levels.truncate(1);
     }
+    cells::set_stated_rate(row.required("interconnect")?, cards, &mut cluster);
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     cluster.device.multiprocessors = device.multiprocessors;
     cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
@@ -95,7 +96,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         software.sum_dtype = Some(DType::F16);
     }
     if let Some((dtype, scaling)) = types.matmul {
-        let scaling = scaling.unwrap_or(generation.fp8_scaling);
+        let scaling = scaling_of(row, device, scaling.unwrap_or(generation.fp8_scaling))?;
         if generation.whole_gathers_of.contains(&dtype) {
             software.piecewise_axes.retain(|axis| axis != "tensor");
         }
@@ -131,6 +132,22 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     match cluster.problems().first() {
         None => Ok(cluster),
         Some(problem) => Err(Unmodelled::Cluster(problem.clone())),
+    }
+}
+
+/// The scaling that a device has matmuls for: blocks of 32 are Blackwell's; tables whose columns
+/// say `fp8-mx/blockwise` mean blocks of 128 on Hopper.
+fn scaling_of(row: &Row, device: &DeviceFact, scaling: Scaling) -> Result<Scaling, Unmodelled> {
+    if scaling != Scaling::Block32 || device.any_layout {
+        return Ok(scaling);
+    }
+    let text = row.required("precision")?;
+    match text.to_lowercase().contains("blockwise") {
+        true => Ok(Scaling::Block128),
+        false => Err(Unmodelled::Feature(format!(
+            "{text} on {}, which has no matmuls with a scale for 32 elements; `fp8-sc` has one for 128",
+            device.gpu
+        ))),
     }
 }
 
@@ -337,9 +354,15 @@ mod tests {
         assert_eq!(port("NVLink4+NVSwitch; NDR IB"), Ok(50.0));
         assert_eq!(port("NVLink4+NVSwitch; 8x NDR 400Gb/s"), Ok(50.0));
         assert_eq!(port("NVLink4+NVSwitch; 4x NDR"), Ok(25.0));
+        assert_eq!(port("NVLink4+NVSwitch; 8x 25Gb/s Ethernet"), Ok(3.125));
+        assert_eq!(port("NVLink4 + NVSwitch; 400Gb/s RoCE per GPU"), Ok(50.0));
+        assert_eq!(port("NVLink4"), Ok(50.0));
         assert_eq!(port("NVLink4+NVSwitch; 1x NDR (one port)"), Ok(6.25));
-        let said = port("NVLink4+NVSwitch; 99x NDR").unwrap_err().to_string();
-        assert!(said.contains("expected 1 to 64 network cards"), "{said}");
+        for wrong in ["99x NDR", "-8x NDR", "4.5x NDR"] {
+            let said = port(&format!("NVLink4+NVSwitch; {wrong}")).unwrap_err();
+            let said = said.to_string();
+            assert!(said.contains("expected 1 to 64 network cards"), "{said}");
+        }
     }
 
     /// Cells of published tables, and such as users wrote.
@@ -366,11 +389,17 @@ mod tests {
         }
         assert_eq!(h100("NVLink4+NVSwitch; not stated"), "between=roce-400*8");
         let tcp = "NVLink4+NVSwitch; GPUDirect-TCPX 8x200Gb/s... (A3 High)";
-        assert_eq!(h100(tcp), "between=infiniband-ndr*8");
+        assert_eq!(h100(tcp), "between=infiniband-ndr*8@200Gb/s");
+        let slow = "NVLink4+NVSwitch; 8x 25Gb/s Ethernet";
+        assert_eq!(h100(slow), "between=infiniband-ndr*8@25Gb/s");
+        assert_eq!(
+            h100("NVLink4 + NVSwitch; EFA 1600 Gbps"),
+            "between=efa-100*32@50Gb/s"
+        );
         assert_eq!(h100("NVLink4+NVSwitch; 4x HDR"), "between=infiniband-ndr*4");
         assert_eq!(
             h100("NVLink4+NVSwitch; NDR 200Gb/s per GPU; oversubscribed"),
-            "between=infiniband-ndr*8 interconnect_not_read=oversubscribed"
+            "between=infiniband-ndr*8@200Gb/s interconnect_not_read=oversubscribed"
         );
         let a100 = |text: &str| of("A100-80GB (Ampere)", text, "bf16");
         for silent in [
@@ -397,6 +426,24 @@ mod tests {
         assert_eq!(of("V100-16GB-SXM2", edr, "fp16"), "");
         // Volta has no matmuls in bf16.
         assert_eq!(of("V100-16GB-SXM2", edr, "bf16"), "bf16_rate=f32");
+    }
+
+    #[test]
+    fn hopper_has_no_blocks_of_thirty_two() {
+        let of = |gpu: &str, precision: &str| {
+            let cells =
+                format!("{gpu},8,8,NVLink4+NVSwitch,Megatron-Bridge/Megatron-Core,{precision}");
+            cluster(&row(&cells), &Facts::built_in()).map(|c| c.software.unwrap().matmul_scaling)
+        };
+        let refused = of("H100-80GB", "mxfp8").unwrap_err().to_string();
+        assert!(
+            refused.contains("mxfp8 on H100-80GB, which has no"),
+            "{refused}"
+        );
+        assert_eq!(of("H100-80GB", "fp8-mx/blockwise"), Ok(Scaling::Block128));
+        let cells = "B200,8,8,NVLink5+NVSwitch,Megatron-Bridge/Megatron-Core,mxfp8";
+        let blackwell = cluster(&row(cells), &Facts::built_in()).unwrap();
+        assert_eq!(blackwell.software.unwrap().matmul_scaling, Scaling::Block32);
     }
 
     /// A network that no rank uses is nothing to assume.

@@ -653,7 +653,9 @@ impl Facts {
     /// The links of a row.
     pub fn interconnect(&self, row: &Row) -> Result<&Interconnect, Unmodelled> {
         let text = row.required("interconnect")?;
-        let found = self.interconnects.iter().find(|i| text.contains(&i.text));
+        let cell = cells::normal(text);
+        let mut known = self.interconnects.iter();
+        let found = known.find(|i| cell.contains(&cells::normal(&i.text)));
         let found = found
             .ok_or_else(|| {
                 let short = |i: &&Interconnect| !i.text.contains([' ', ';']);

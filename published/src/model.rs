@@ -18,7 +18,11 @@ pub fn heads(row: &Row) -> Result<u64, RowError> {
     let hidden = row.required_count("hidden")?;
     match hidden.is_multiple_of(width) {
         true => Ok(hidden / width),
-        false => Err(not_stated()),
+        false => Err(RowError::Malformed {
+            column: "head_dim".into(),
+            value: width.to_string(),
+            expected: "a divisor of `hidden`, or `heads` beside it",
+        }),
     }
 }
 
@@ -208,6 +212,10 @@ mod tests {
         assert_eq!(heads_of("14400,64,"), "64");
         assert_eq!(heads_of("14400,?,150"), "96");
         assert_eq!(heads_of("14400,,"), "`heads` is not stated");
-        assert_eq!(heads_of("14400,,149"), "`heads` is not stated");
+        let said = heads_of("14400,,149");
+        assert!(
+            said.starts_with("`head_dim` is `149`, expected a divisor"),
+            "{said}"
+        );
     }
 }

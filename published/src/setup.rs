@@ -89,8 +89,10 @@ pub fn pins(
         // Where the chunks are equal.
         let equal = row.required_count("seq_len")?.is_multiple_of(2 * context);
         // Routing looks at all tokens of a sample in their order.
-        if generation.balanced_context && equal && experts.is_none() {
-            pins.push("context_order=zigzag".into());
+        match generation.balanced_context && experts.is_none() {
+            true if equal => pins.push("context_order=zigzag".into()),
+            true => assumed.push("context_order=natural".into()),
+            false => {}
         }
     }
     let attention = facts
@@ -109,8 +111,13 @@ pub fn pins(
     }
     if pipeline > 1 {
         let layers = row.required_count("layers")?;
-        pins.push(split_pin(generation.split, layers, pipeline * chunks)?);
+        let (pin, even) = split_pin(generation.split, layers, pipeline * chunks)?;
+        if !even {
+            assumed.push("stages=uneven".into());
+        }
+        pins.push(pin);
     }
+    assumed.extend(uneven(row, tensor, is_parallel)?);
     let among_samples = match expert {
         1 => 1,
         _ => experts_among_samples(expert, tensor, data)?,
@@ -242,8 +249,22 @@ fn recomputed_op(op: &str) -> String {
     format!("recompute:h.*.{op}=yes")
 }
 
-/// How many layers every stage has, embedding and output layer included.
-fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelled> {
+/// What tensor ranks do not share evenly: frameworks refuse or copy it.
+fn uneven(row: &Row, tensor: u64, is_parallel: bool) -> Result<Vec<String>, RowError> {
+    let sequence = is_parallel.then_some("seq_len");
+    let mut found = Vec::new();
+    for column in ["heads", "kv_heads"].into_iter().chain(sequence) {
+        let n = row.count(column)?;
+        if n.is_some_and(|n| !n.is_multiple_of(tensor)) {
+            found.push(format!("{column}=uneven"));
+        }
+    }
+    Ok(found)
+}
+
+/// How many layers every stage has, embedding and output layer included; whether stages have
+/// equally many, with or without these two.
+fn split_pin(split: Split, layers: u64, stages: u64) -> Result<(String, bool), Unmodelled> {
     let all = layers + 2;
     if stages > all {
         let why = format!("{stages} stages of {layers} layers");
@@ -264,7 +285,8 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<String, Unmodelle
             .collect(),
     };
     let text: Vec<String> = counts.iter().map(u64::to_string).collect();
-    Ok(format!("split={}", text.join("/")))
+    let is_even = layers.is_multiple_of(stages) || all.is_multiple_of(stages);
+    Ok((format!("split={}", text.join("/")), is_even))
 }
 
 /// Values between the matmuls of a layer: whole on every tensor rank, or with sequence
@@ -464,6 +486,28 @@ mod tests {
     }
 
     #[test]
+    fn what_ranks_and_stages_do_not_share_evenly_is_said() {
+        // Three virtual stages of 32 layers on four meshes.
+        let of = |vpp: u64| {
+            let cells =
+                format!("A100,8,Megatron-LM,,32,2,4,{vpp},1,1,yes,0,none,gelu,fp16,64,2047");
+            pins_of(&cells).unwrap()
+        };
+        assert!(of(2).ends_with("| seq_len=uneven"), "{}", of(2));
+        assert!(
+            of(3).ends_with("| stages=uneven seq_len=uneven"),
+            "{}",
+            of(3)
+        );
+        let table = crate::csv::parse("heads,kv_heads,seq_len\n6,2,2048\n").unwrap();
+        let rows = crate::row::rows(&table);
+        assert_eq!(
+            uneven(&rows[0], 4, true).unwrap(),
+            ["heads=uneven", "kv_heads=uneven"]
+        );
+    }
+
+    #[test]
     fn experts_lie_over_tensor_ranks_first() {
         let text =
             pins_of("A100,64,Megatron-LM,,4,1,1,1,64,1,no,1,none,moe128top8,bf16,64,2048,16");
@@ -591,7 +635,9 @@ mod tests {
 
     #[test]
     fn stages_divide_layers_as_the_framework_does() {
-        let split = |how, layers, stages| split_pin(how, layers, stages).unwrap();
+        let split = |how, layers, stages| split_pin(how, layers, stages).unwrap().0;
+        let is_even = |layers, stages| split_pin(Split::Balanced, layers, stages).unwrap().1;
+        assert!(is_even(32, 4) && is_even(126, 64) && !is_even(32, 12));
         assert_eq!(split(Split::Layers, 8, 4), "split=3/2/2/3");
         assert_eq!(
             split(Split::Balanced, 106, 12),

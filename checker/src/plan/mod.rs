@@ -77,6 +77,7 @@ fn figures(plan: &Plan, report: &mut Report) {
             numbers.push((format!("predicted.stages[{i}].{key}"), x.0));
         }
     }
+    let mut are_numbers = true;
     for (key, x) in numbers {
         if !(0.0..=MOST).contains(&x) {
             report.add(
@@ -85,7 +86,69 @@ fn figures(plan: &Plan, report: &mut Report) {
                 format!("0 to {MOST:e}"),
                 Figure(x).to_string(),
             );
+            are_numbers = false;
         }
+    }
+    if are_numbers {
+        agreement(plan, report);
+    }
+}
+
+/// Figures that other figures of the plan contradict by more than this share were edited.
+const ROUNDING: f64 = 1e-6;
+
+/// Predicted figures against each other.
+fn agreement(plan: &Plan, report: &mut Report) {
+    let (p, proof) = (&plan.predicted, &plan.proof);
+    let mut most = |key: String, x: f64, bound: f64, what: &str| {
+        if x > bound * (1.0 + ROUNDING) {
+            let expected = format!("{} at most, {what}", Figure(bound));
+            report.add(key, "agreement", expected, Figure(x).to_string());
+        }
+    };
+    most(
+        "predicted.bubble".into(),
+        p.bubble,
+        1.0,
+        "a share of the step",
+    );
+    most("predicted.mfu".into(), p.mfu, p.hfu, "predicted.hfu");
+    let (objective, bound) = (proof.objective_s.0, proof.lower_bound_s.0);
+    most(
+        "proof.lower_bound_s".into(),
+        bound,
+        objective,
+        "proof.objective_s",
+    );
+    for (i, s) in p.stages.iter().enumerate() {
+        let (lives, peak) = (s.persistent_bytes.0 as f64, s.peak_bytes.0 as f64);
+        let key = format!("predicted.stages[{i}].persistent_bytes");
+        most(key, lives, peak, "peak_bytes of the stage");
+    }
+    let tokens = plan.train.global_batch as f64 * plan.train.sequence as f64;
+    let mut equal = |key: &str, x: f64, expected: f64, what: &str| {
+        if (x - expected).abs() > ROUNDING * expected.abs().max(ROUNDING) {
+            let expected = format!("{}, {what}", Figure(expected));
+            report.add(key, "agreement", expected, Figure(x).to_string());
+        }
+    };
+    if p.step_time_s.0 > 0.0 {
+        let what = "the batch's tokens over predicted.step_time_s";
+        equal(
+            "predicted.tokens_per_s",
+            p.tokens_per_s,
+            tokens / p.step_time_s.0,
+            what,
+        );
+    }
+    if objective > 0.0 {
+        let gap = ((objective - bound) / objective).max(0.0);
+        equal(
+            "proof.gap",
+            proof.gap,
+            gap,
+            "(objective - lower bound) / objective",
+        );
     }
 }
 

@@ -3,7 +3,7 @@
 use super::spinner;
 use crate::args::CalibrateArgs;
 use crate::failure::{Exit, Failure};
-use crate::{files, report};
+use crate::{outputs, report};
 use cost_model::fit::{Machine, fit};
 use cost_model::presets;
 use ir::cluster::{Cluster, MeasuredPoint};
@@ -16,7 +16,7 @@ const SECONDS: (f64, f64) = (5.0, 20.0);
 
 /// Runs the verb.
 pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
-    files::check_writable(&args.output)?;
+    outputs::check(&[&args.output], &[])?;
     let machine = machine(args.ranks)?;
     let options = CalibrateOptions {
         n_ranks: args.ranks,
@@ -38,7 +38,7 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
     };
     let cluster = fit(&points, &machine).map_err(|e| failed(&e))?;
     let text = document(&args.output, cluster.n_devices(), &cluster).map_err(|e| failed(&e))?;
-    files::write_atomic(&args.output, text.as_bytes())?;
+    outputs::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
         return report::print_json(&cluster);
     }

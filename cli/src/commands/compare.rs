@@ -9,7 +9,7 @@ use crate::args::CompareArgs;
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{cluster, files, report};
+use crate::{cluster, files, outputs, report};
 use cost_model::compare::{
     Cause, Compared, Comparison, Part, StageComparison, Waterfall, compare, expected_instructions,
 };
@@ -42,7 +42,7 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     }
     if let Some(path) = &args.recalibrate {
         let inputs = args.run.iter().chain([&args.plan]).map(|p| p.as_path());
-        files::check_not_input(path, &inputs.collect::<Vec<_>>())?;
+        outputs::check(&[path], &inputs.collect::<Vec<_>>())?;
     }
     let refined = match (&args.recalibrate, &different) {
         (Some(_), Some(words)) => return Err(Failure::new(Exit::Usage, words.clone())),

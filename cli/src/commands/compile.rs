@@ -3,7 +3,7 @@
 use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure, unplanned};
-use crate::{cluster, files, model, plan_file, report, train_spec};
+use crate::{cluster, files, model, outputs, plan_file, report, train_spec};
 use ir::counted;
 use planner::intra_op::write_problem;
 use planner::{Layering, Pins, PlanOptions, Planned};
@@ -22,9 +22,9 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
     let model_file = model::config_path(&args.model)?;
-    let inputs = [model_file.as_path(), Path::new(&args.cluster)];
-    files::check_not_input(&args.output, &inputs)?;
-    files::check_writable(&args.output)?;
+    let mut inputs = vec![model_file.as_path(), cluster::file(&args.cluster)];
+    inputs.extend(args.train.file.as_deref());
+    outputs::check(&[&args.output], &inputs)?;
     if let Some(words) = cluster::other_units(&cluster) {
         crate::say(format_args!("warning: {words}"));
     }
@@ -57,7 +57,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         dump_problems(folder, &planned)?;
     }
     let text = plan_file::to_text(&planned.plan)?;
-    files::write_atomic(&args.output, text.as_bytes())?;
+    outputs::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
         print_json(args, &planned, searched, &text)
     } else {
@@ -159,7 +159,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
         let mut bytes = Vec::new();
         write_problem(problem, &mut bytes)
             .map_err(|e| Failure::new(Exit::Internal, format!("intra-op problem {i}: {e}")))?;
-        files::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
+        outputs::write_atomic(&folder.join(format!("problem-{i}.json")), &bytes)?;
     }
     crate::say(format_args!(
         "Wrote {} to {shown}.",

@@ -3,7 +3,7 @@
 use super::spinner;
 use crate::args::PredictArgs;
 use crate::failure::{Exit, Failure};
-use crate::{files, report};
+use crate::{files, outputs, report};
 use published::columns::{REQUIRED_COLUMNS, Unread, unread};
 use published::{Facts, Outcome, Row, csv, output, predict, row};
 use std::collections::BTreeMap;
@@ -24,8 +24,7 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         )
     })?;
     check_columns(&args.rows, &table.header)?;
-    files::check_not_input(&args.output, &[&args.rows])?;
-    files::check_writable(&args.output)?;
+    outputs::check(&[&args.output], &[&args.rows])?;
     let started = Instant::now();
     let bar = spinner("predicting");
     let rows = row::rows(&table);
@@ -60,7 +59,7 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         let failure = Failure::new(Exit::Infeasible, format!("{}: {what}", args.rows.display()));
         return Err(failure.help(help));
     }
-    files::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
+    outputs::write_atomic(&args.output, output(&rows, &outcomes).as_bytes())?;
     report::out(&format!(
         "{predicted} of {} predicted in {:.1} s. Written to {}.",
         ir::counted(rows.len() as u64, "run"),

@@ -3,7 +3,7 @@
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{cluster, files, interrupt, model, report};
+use crate::{cluster, files, interrupt, model, outputs, report};
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use import::{ModelConfig, Weights};
@@ -38,7 +38,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         _ => None,
     };
     let dataset = dataset(args, &loaded.training)?;
-    let state = outputs(args)?;
+    let state = final_state(args)?;
     computes_in_types(&loaded)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
@@ -66,7 +66,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         )
     })?;
     text.push('\n');
-    files::write_atomic(&args.output, text.as_bytes())?;
+    outputs::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
         print_json(args, &loaded, &measurement)?;
     } else {
@@ -194,16 +194,28 @@ impl FinalState {
     }
 }
 
-/// Checks that all that will be written can be.
-fn outputs(args: &RunArgs) -> Result<FinalState, Failure> {
-    let inputs = [Some(&args.plan), Some(&args.data), args.weights.as_ref()];
-    let inputs: Vec<&Path> = inputs.into_iter().flatten().map(|p| p.as_path()).collect();
-    files::check_not_input(&args.output, &inputs)?;
-    files::check_writable(&args.output)?;
-    if let Some(path) = &args.save {
-        files::check_not_input(path, &inputs)?;
-        files::check_writable(path)?;
-    }
+/// What a run reads, apart from the training state that it goes on from.
+fn inputs(args: &RunArgs) -> Vec<PathBuf> {
+    let beside = |w: &PathBuf| match w.is_dir() {
+        true => vec![w.clone()],
+        // An index names the files of its folder.
+        false if w.extension().is_some_and(|e| e == "json") => {
+            let folder = w.parent().filter(|p| !p.as_os_str().is_empty());
+            vec![folder.unwrap_or(Path::new(".")).to_path_buf()]
+        }
+        false => vec![w.clone(), w.with_file_name("config.json")],
+    };
+    let named = [Some(&args.plan), Some(&args.data)];
+    let named = named
+        .into_iter()
+        .chain([args.config.as_ref(), args.tokenizer.as_ref()]);
+    let mut all: Vec<PathBuf> = named.flatten().cloned().collect();
+    all.extend(args.weights.as_ref().map(beside).into_iter().flatten());
+    all
+}
+
+/// Checks that all that will be written can be, and says where the training state goes.
+fn final_state(args: &RunArgs) -> Result<FinalState, Failure> {
     if let Some(folder) = &args.checkpoint {
         std::fs::create_dir_all(folder).map_err(|e| {
             Failure::new(
@@ -211,11 +223,27 @@ fn outputs(args: &RunArgs) -> Result<FinalState, Failure> {
                 format!("{}: cannot make the folder: {e}", folder.display()),
             )
         })?;
-        let path = folder.join(STATE);
-        files::check_writable(&path)?;
-        return Ok(FinalState::Kept(path));
     }
-    let Some(path) = &args.save else {
+    let (saved, state) = (
+        args.save.as_deref(),
+        args.checkpoint.as_ref().map(|folder| folder.join(STATE)),
+    );
+    let read = inputs(args);
+    let mut read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
+    // A run may go on from the training state that it replaces, but replaces it by nothing else.
+    outputs::check_regular(
+        &state.iter().map(PathBuf::as_path).collect::<Vec<_>>(),
+        &read,
+    )?;
+    read.extend(args.resume.as_deref());
+    outputs::check_regular(&saved.into_iter().collect::<Vec<_>>(), &read)?;
+    outputs::check(&[&args.output], &read)?;
+    let all = [Some(args.output.as_path()), saved, state.as_deref()];
+    outputs::check(&all.into_iter().flatten().collect::<Vec<_>>(), &[])?;
+    if let Some(state) = state {
+        return Ok(FinalState::Kept(outputs::target(&state)));
+    }
+    let Some(path) = saved else {
         return Ok(FinalState::None);
     };
     let folder = path
@@ -480,7 +508,7 @@ fn export(path: &Path, config: &ModelConfig, state: Option<PathBuf>) -> Result<(
             .map(|t| t.values.clone())
             .ok_or_else(|| format!("the plan has no parameter `{name}`; is --config the model's?"))
     };
-    Ok(import::export(path, config, supply)?)
+    Ok(import::export(outputs::target(path), config, supply)?)
 }
 
 fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {

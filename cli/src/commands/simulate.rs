@@ -2,7 +2,7 @@
 
 use crate::args::SimulateArgs;
 use crate::failure::{Exit, Failure};
-use crate::files;
+use crate::outputs;
 use crate::plan_file;
 use crate::report;
 use cost_model::simulate::{SimulateOptions, TimelineDetail, simulate};
@@ -15,7 +15,7 @@ const MAX_EVENTS: usize = 500_000;
 /// Runs the verb.
 pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     if let Some(path) = &args.trace {
-        files::check_not_input(path, &[&args.plan])?;
+        outputs::check(&[path], &[&args.plan])?;
     }
     let loaded = plan_file::load(&args.plan)?;
     let plan = &loaded.plan;
@@ -35,7 +35,7 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     })?;
     let events = played.timeline.as_deref().unwrap_or_default();
     if let Some(path) = &args.trace {
-        files::write_atomic(path, trace::chrome_trace(events, MAX_EVENTS).as_bytes())?;
+        outputs::write_atomic(path, trace::chrome_trace(events, MAX_EVENTS).as_bytes())?;
     }
     if args.json {
         return report::print_json(

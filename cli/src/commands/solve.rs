@@ -4,7 +4,7 @@ use super::spinner;
 use crate::args::SolveArgs;
 use crate::failure::{Exit, Failure};
 use crate::report;
-use crate::{files, interrupt};
+use crate::{files, interrupt, outputs};
 use ir::Figure;
 use planner::intra_op::presolve::Infeasibility;
 use planner::intra_op::{
@@ -25,8 +25,7 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     let cancel = interrupt::flag("ending with what is known")?;
     let options = options(args, start, &cancel)?;
     if let Some(path) = &args.output {
-        files::check_not_input(path, &[&args.instance])?;
-        files::check_writable(path)?;
+        outputs::check(&[path], &[&args.instance])?;
     }
     let problem = read(&args.instance, &cancel)?;
     report::out(&format!(
@@ -45,7 +44,7 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     if let (Some(path), Some(choice)) = (&args.output, &result.choice) {
         let mut text = Vec::new();
         write_solution(choice, &mut text).map_err(|e| Failure::new(Exit::Internal, e))?;
-        files::write_atomic(path, &text)?;
+        outputs::write_atomic(path, &text)?;
     }
     for t in result.trace.iter().filter(|t| !t.note.is_empty()) {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;

@@ -5,7 +5,7 @@ use crate::commands::calibrate::document;
 use crate::commands::spinner;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
-use crate::{files, report};
+use crate::{outputs, report};
 use cost_model::fit::{AtEnd, Change, Kept, points_of_run, refine};
 use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::Seconds;
@@ -44,7 +44,6 @@ pub struct Refined {
 
 /// Refines the cluster of `loaded` by `runs` and writes it to `path`.
 pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result<Refined, Failure> {
-    files::check_writable(path)?;
     let plan = &loaded.plan;
     let points: Vec<_> = runs
         .iter()
@@ -86,7 +85,7 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
             format!("the cluster cannot be written: {e}"),
         )
     })?;
-    files::write_atomic(path, text.as_bytes())?;
+    outputs::write_atomic(path, text.as_bytes())?;
     let (this_plan_s, best_plan_s) = (played.step_time.0, best.plan.predicted.step_time_s.0);
     Ok(Refined {
         cluster: path.to_path_buf(),

@@ -1,0 +1,164 @@
+//! Files that are written: each appears under its name when it is complete, none replaces what the
+//! command reads, and what is wrong with a name is said before any work.
+
+use crate::failure::{Exit, Failure};
+use crate::interrupt;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// What a model's or a checkpoint's folder is read for, by the ends of its names.
+const READ_IN_FOLDERS: [&str; 4] = [
+    ".safetensors",
+    ".safetensors.index.json",
+    "config.json",
+    "tokenizer.json",
+];
+
+/// Fails where a file cannot be written, is one of `inputs` (or would be read in one of them, if
+/// that is a folder), or is named for two outputs. To be called before any work is done.
+pub fn check(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
+    for (i, output) in outputs.iter().enumerate() {
+        check_writable(output)?;
+        let place = target(output);
+        let shown = output.display();
+        let usage =
+            |what: String| Err(Failure::new(Exit::Usage, what).help("name another file to write"));
+        if is_special(output) {
+            continue;
+        }
+        if inputs.iter().any(|input| reads(input, &place)) {
+            return usage(format!("{shown}: is read, and would be replaced"));
+        }
+        if outputs[..i].iter().any(|o| target(o) == place) {
+            return usage(format!("{shown}: is named for two files to write"));
+        }
+    }
+    Ok(())
+}
+
+/// As [`check`], for files that are put together piece by piece and renamed: devices and pipes
+/// cannot be.
+pub fn check_regular(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
+    check(outputs, inputs)?;
+    match outputs.iter().find(|o| is_special(o)) {
+        None => Ok(()),
+        Some(o) => Err(Failure::new(
+            Exit::Usage,
+            format!(
+                "{}: is a device or a pipe, expected the name of a file to write",
+                o.display()
+            ),
+        )
+        .help("name another file to write")),
+    }
+}
+
+/// Writes a file whole or not at all: beside its place first, then renamed into it. A link stays,
+/// and what it leads to is replaced; devices and pipes are written to.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    check_name(path)?;
+    let target = target(path);
+    let folder = folder(&target);
+    let error = |e: std::io::Error| cannot_write(path, folder, &e);
+    if is_special(path) {
+        let mut file = std::fs::OpenOptions::new()
+            .write(true)
+            .open(path)
+            .map_err(error)?;
+        return file
+            .write_all(bytes)
+            .and_then(|()| file.flush())
+            .map_err(error);
+    }
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".meshwright-");
+    // As any new file, less the umask; temporary files are private otherwise.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder).map_err(error)?;
+    interrupt::is_temporary(file.path());
+    file.write_all(bytes)
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(error)?;
+    file.persist(&target)
+        .map(|_| ())
+        .map_err(|e| error(e.error))
+}
+
+/// Fails when `path` cannot be written.
+fn check_writable(path: &Path) -> Result<(), Failure> {
+    check_name(path)?;
+    if is_special(path) {
+        return Ok(());
+    }
+    let target = target(path);
+    let folder = folder(&target);
+    tempfile::Builder::new()
+        .prefix(".meshwright-")
+        .tempfile_in(folder)
+        .map(|_| ())
+        .map_err(|e| cannot_write(path, folder, &e))
+}
+
+/// Refuses `-` and folders.
+fn check_name(path: &Path) -> Result<(), Failure> {
+    if path == Path::new("-") {
+        let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
+        return Err(Failure::new(Exit::Usage, what).help("name a file; for one called `-`, ./-"));
+    }
+    if path.is_dir() {
+        let what = format!(
+            "{}: is a folder, expected the name of a file to write",
+            path.display()
+        );
+        return Err(Failure::new(Exit::BadInput, what));
+    }
+    Ok(())
+}
+
+/// Whether a path is no file that can be replaced: a device, a pipe, or an open file of this
+/// process.
+fn is_special(path: &Path) -> bool {
+    let of_system = ["/dev", "/proc"].iter().any(|d| path.starts_with(d));
+    of_system || std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
+}
+
+/// Where a path leads, links followed. A file that is not there yet lies in its folder.
+pub fn target(path: &Path) -> PathBuf {
+    let of_folder = || {
+        let folder = folder(path).canonicalize().ok()?;
+        Some(folder.join(path.file_name()?))
+    };
+    let there = path.canonicalize().ok();
+    there.or_else(of_folder).unwrap_or(path.to_path_buf())
+}
+
+/// Whether the file at `place` is read where `input` is.
+fn reads(input: &Path, place: &Path) -> bool {
+    let input = target(input);
+    if input == place {
+        return true;
+    }
+    let name = place.file_name().unwrap_or_default().to_string_lossy();
+    let is_read = READ_IN_FOLDERS.iter().any(|end| name.ends_with(end));
+    input.is_dir() && place.parent() == Some(&input) && is_read && place.exists()
+}
+
+/// The folder of a file.
+fn folder(path: &Path) -> &Path {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
+/// Why a file cannot be written, without the name of the temporary file that was tried, and what
+/// to do.
+fn cannot_write(path: &Path, folder: &Path, e: &std::io::Error) -> Failure {
+    let text = e.to_string();
+    let reason = text.find(" at path ").map_or(&text[..], |end| &text[..end]);
+    let help = match folder.exists() {
+        true => "check the folder's permissions and the free space, or name another file".into(),
+        false => format!("make the folder {} first", folder.display()),
+    };
+    let what = format!("{}: cannot write: {reason}", path.display());
+    Failure::new(Exit::BadInput, what).help(help)
+}

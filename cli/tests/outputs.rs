@@ -1,0 +1,146 @@
+//! What is written, and what is never replaced.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::io::Read;
+use support::Place;
+
+/// `compile` of the model at hand, with `more` words.
+fn compile(place: &Place, more: &[&str]) -> support::Done {
+    let words = ["compile", "config.json", "--global-batch", "4"];
+    place.run(&[&words, more].concat())
+}
+
+const ON_CPU: [&str; 4] = ["--cluster", "cpu-default", "--pin", "data=2"];
+
+/// Nothing in the folder changes, and the command says why.
+fn refused(place: &Place, args: &[&str], words: &[&str]) {
+    let contents = |place: &Place| -> Vec<(String, Vec<u8>)> {
+        let files = place.names().into_iter();
+        let files = files.filter(|n| place.path(n).is_file());
+        files.map(|n| (n.clone(), place.read(&n))).collect()
+    };
+    let before = contents(place);
+    place.run(args).expect(2).says(words);
+    assert!(contents(place) == before, "{args:?} changed a file");
+}
+
+#[test]
+fn links_stay_and_lead_to_what_is_written() {
+    let place = Place::new();
+    place.write("old.json", b"old");
+    std::os::unix::fs::symlink(place.path("old.json"), place.path("link.json")).unwrap();
+    compile(&place, &[&ON_CPU[..], &["-o", "link.json"]].concat()).expect(0);
+    assert!(place.path("link.json").is_symlink());
+    assert!(place.read("old.json").starts_with(b"{"));
+    place.run(&["check", "old.json"]).expect(0);
+}
+
+#[test]
+fn pipes_are_written_to() {
+    let place = Place::new();
+    let pipe = place.path("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    let reader = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || {
+            let mut text = String::new();
+            std::fs::File::open(pipe)
+                .unwrap()
+                .read_to_string(&mut text)
+                .unwrap();
+            text
+        }
+    });
+    compile(&place, &[&ON_CPU[..], &["-o", "pipe"]].concat()).expect(0);
+    assert!(!pipe.is_file(), "the pipe was replaced");
+    place.write("plan.json", reader.join().unwrap().as_bytes());
+    place.run(&["check", "plan.json"]).expect(0);
+}
+
+#[test]
+fn what_compile_reads_is_not_replaced() {
+    let place = Place::new();
+    place.write("t.toml", b"global_batch = 4\n");
+    let replaced = ["is read, and would be replaced"];
+    let words = ["compile", "config.json", "--train", "t.toml"];
+    let train = [&words, &ON_CPU[..], &["-o", "t.toml"]].concat();
+    refused(&place, &train, &replaced);
+    // The cluster `cpu` is read from cluster.toml.
+    let printed = place.run(&["presets", "cpu-default"]).expect(0);
+    place.write("cluster.toml", printed.out.as_bytes());
+    let words = ["compile", "config.json", "--global-batch", "4"];
+    let cpu = [&words[..], &["--cluster", "cpu", "-o", "cluster.toml"]].concat();
+    refused(&place, &cpu, &replaced);
+}
+
+#[test]
+fn dashes_are_refused_before_any_work() {
+    let place = Place::with_plan();
+    let run = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
+    let no_file = ["`-` is no file to write"];
+    refused(&place, &[&run[..], &["-o", "-"]].concat(), &no_file);
+    let saved = ["--config", "config.json", "--save", "-"];
+    refused(&place, &[&run[..], &saved].concat(), &no_file);
+    refused(&place, &["calibrate", "--quick", "-o", "-"], &no_file);
+}
+
+#[test]
+fn what_a_run_reads_and_writes_is_not_replaced() {
+    let place = Place::with_plan();
+    let config = ["--config", "config.json"];
+    fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+        let run = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
+        [&run[..], more].concat()
+    }
+    let made = ["--save", "w.safetensors", "--checkpoint", "ck"];
+    let made = [&config[..], &made].concat();
+    place.run(&with(&made)).expect(0);
+    let model = place.path("model");
+    std::fs::create_dir(&model).unwrap();
+    std::fs::copy(place.path("config.json"), model.join("config.json")).unwrap();
+    std::fs::copy(place.path("w.safetensors"), model.join("model.safetensors")).unwrap();
+    let weights = std::fs::read(model.join("model.safetensors")).unwrap();
+    let state = std::fs::read(place.path("ck/state.safetensors")).unwrap();
+
+    let read = ["is read, and would be replaced"];
+    let twice = ["is named for two files to write"];
+    let of_model = ["--weights", "model"];
+    for output in ["model/model.safetensors", "model/config.json"] {
+        let words = [&of_model[..], &["-o", output]].concat();
+        refused(&place, &with(&words), &read);
+    }
+    for save in ["model/model.safetensors", "config.json"] {
+        let words = [&of_model[..], &config, &["--save", save]].concat();
+        refused(&place, &with(&words), &read);
+    }
+    let beside = [
+        "--weights",
+        "model/model.safetensors",
+        "-o",
+        "model/config.json",
+    ];
+    refused(&place, &with(&beside), &read);
+    let resumed = ["--resume", "ck", "--schedule", "constant"];
+    for output in [
+        ["-o", "ck/state.safetensors"],
+        ["--save", "ck/state.safetensors"],
+    ] {
+        let words = [&resumed[..], &config, &output].concat();
+        refused(&place, &with(&words), &read);
+    }
+    let both = [&config[..], &["--save", "out.bin", "-o", "./out.bin"]].concat();
+    refused(&place, &with(&both), &twice);
+    let both = ["--checkpoint", "ck", "-o", "ck/state.safetensors"];
+    refused(&place, &with(&both), &twice);
+    assert!(std::fs::read(model.join("model.safetensors")).unwrap() == weights);
+    assert!(std::fs::read(place.path("ck/state.safetensors")).unwrap() == state);
+
+    // A run may replace the training state that it goes on from.
+    let on = [&resumed[..], &["--checkpoint", "ck"]].concat();
+    place.run(&with(&on)).expect(0);
+    assert!(std::fs::read(place.path("ck/state.safetensors")).unwrap() != state);
+}
