@@ -1154,6 +1154,19 @@ fn predictions_that_no_gpu_has_memory_for_say_so() {
         table.records[0][i].as_str()
     };
     assert_eq!((cell("device_mem_gb"), cell("fits")), ("85.899", "no"));
+    // A network that is not the one that was named.
+    let hosts = RUNS
+        .replace(
+            ",2,8,NVLink3+NVSwitch,",
+            ",16,8,NVLink3+NVSwitch; 8x 25Gb/s Ethernet,",
+        )
+        .replace(",1024,8,2,2,1,1,1,0,", ",1024,16,2,2,1,8,1,0,");
+    place.write("rows.csv", hosts.as_bytes());
+    let done = place
+        .run(&["predict", "rows.csv", "-o", "out.csv"])
+        .expect(0);
+    let said = "1 predicted with a network that `interconnect` does not name (R1): `assumed`";
+    assert!(done.out.contains(said), "{}", done.out);
 }
 
 /// Matmuls in types that CPU ranks do not have are planned and proved, not run.

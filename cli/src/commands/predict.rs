@@ -5,7 +5,7 @@ use crate::args::PredictArgs;
 use crate::failure::{Exit, Failure};
 use crate::{files, outputs, report};
 use published::columns::{REQUIRED_COLUMNS, Unread, unread};
-use published::{Facts, Outcome, Row, csv, output, predict, row};
+use published::{Facts, Outcome, Predicted, Row, csv, output, predict, row};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
@@ -66,8 +66,10 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
         started.elapsed().as_secs_f64(),
         args.output.display()
     ))?;
-    if let Some(line) = too_large(&rows, &outcomes) {
-        report::out(&line)?;
+    for remark in REMARKS {
+        if let Some(line) = remarked(&rows, &outcomes, &remark) {
+            report::out(&line)?;
+        }
     }
     for reason in reasons {
         report::out(&reason)?;
@@ -127,18 +129,36 @@ fn reasons(rows: &[Row], outcomes: &[Outcome]) -> Vec<String> {
         .collect()
 }
 
-/// The line about predictions that their GPUs have no memory for.
-fn too_large(rows: &[Row], outcomes: &[Outcome]) -> Option<String> {
-    let is_too_large = |o: &Outcome| o.as_ref().is_ok_and(|p| !p.fits());
+/// What is said of predictions, of which, and where to see more.
+type Remark = (&'static str, fn(&Predicted) -> bool, &'static str);
+
+/// What a reader should know of predictions before they are used.
+const REMARKS: [Remark; 3] = [
+    (
+        "predicted with more memory than the GPU has",
+        |p| !p.fits(),
+        "`fits` is no",
+    ),
+    (
+        "predicted with a network that `interconnect` does not name",
+        |p| p.assumed.iter().any(|a| a.starts_with("between=")),
+        "`assumed` has it as `between`",
+    ),
+    (
+        "predicted with parts that do not come out even",
+        |p| p.assumed.iter().any(|a| a.ends_with("=uneven")),
+        "`assumed` names them; Megatron refuses most of such plans",
+    ),
+];
+
+/// The line of a remark, where it holds of a prediction.
+fn remarked(rows: &[Row], outcomes: &[Outcome], (what, is, see): &Remark) -> Option<String> {
     let names: Vec<String> = (0..rows.len())
-        .filter(|&i| is_too_large(&outcomes[i]))
+        .filter(|&i| outcomes[i].as_ref().is_ok_and(is))
         .map(|i| name_of(rows, i))
         .collect();
     let n = names.len();
-    (n > 0).then(|| {
-        let of = some_of(names);
-        format!("  {n} predicted with more memory than the GPU has ({of}): `fits` is no")
-    })
+    (n > 0).then(|| format!("  {n} {what} ({}): {see}", some_of(names)))
 }
 
 /// A row's identifier, or its place among the rows.
