@@ -251,16 +251,17 @@ pub fn other_units(cluster: &Cluster) -> Option<String> {
     })
 }
 
-/// The file that the cluster called `name` is read from, unless it is built in.
-pub fn file(name: &str) -> &Path {
-    Path::new(if name == "cpu" { CALIBRATED } else { name })
+/// The file that the cluster called `name` is read from, where it is not built in.
+pub fn file(name: &str) -> Option<&Path> {
+    let is_built_in = built_in(name).is_ok_and(|found| found.is_some());
+    (!is_built_in).then(|| Path::new(if name == "cpu" { CALIBRATED } else { name }))
 }
 
 fn read(name: &str) -> Result<Cluster, Failure> {
-    let path = file(name);
     if let Some(cluster) = built_in(name)? {
         return Ok(cluster);
     }
+    let path = file(name).unwrap_or(Path::new(name));
     if path.exists() || (name.contains(['/', '.']) && !name.contains('*')) {
         let file = path.display().to_string();
         let text = files::read_text(path, "cluster", files::SMALL)?;

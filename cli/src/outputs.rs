@@ -100,48 +100,67 @@ fn check_writable(path: &Path) -> Result<(), Failure> {
         .map_err(|e| cannot_write(path, folder, &e))
 }
 
-/// Refuses `-` and folders.
+/// What standard output is called.
+const STANDARD_OUTPUT: [&str; 4] = ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"];
+
+/// Refuses names of standard output and of folders, and links that lead nowhere.
 fn check_name(path: &Path) -> Result<(), Failure> {
-    if path == Path::new("-") {
-        let what = "`-` is no file to write: documents appear under their names when they are complete, standard output is for words and --json";
+    if let Some(name) = STANDARD_OUTPUT.iter().find(|n| path == Path::new(n)) {
+        let what = format!(
+            "`{name}` is no file to write: documents appear under their names when they are complete, standard output is for words and --json"
+        );
         return Err(Failure::new(Exit::Usage, what).help("name a file; for one called `-`, ./-"));
     }
-    if path.is_dir() {
+    let ends_as_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
+    if path.is_dir() || ends_as_folder {
         let what = format!(
             "{}: is a folder, expected the name of a file to write",
             path.display()
         );
         return Err(Failure::new(Exit::BadInput, what));
     }
+    if target(path).is_symlink() {
+        let what = format!("{}: is a link that leads nowhere", path.display());
+        return Err(Failure::new(Exit::BadInput, what).help("name another file to write"));
+    }
     Ok(())
 }
 
-/// Whether a path is no file that can be replaced: a device, a pipe, or an open file of this
-/// process.
+/// Whether a path leads to what can be written and not replaced: a device, a pipe, a socket.
 fn is_special(path: &Path) -> bool {
-    let of_system = ["/dev", "/proc"].iter().any(|d| path.starts_with(d));
-    of_system || std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
+    std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
 }
 
-/// Where a path leads, links followed. A file that is not there yet lies in its folder.
+/// Links that are followed to what is not there yet.
+const MOST_LINKS: usize = 40;
+
+/// Where a path leads, links followed, also to what is not there yet. A name that cannot be
+/// followed is itself.
 pub fn target(path: &Path) -> PathBuf {
-    let of_folder = || {
-        let folder = folder(path).canonicalize().ok()?;
-        Some(folder.join(path.file_name()?))
-    };
-    let there = path.canonicalize().ok();
-    there.or_else(of_folder).unwrap_or(path.to_path_buf())
+    let mut at = path.to_path_buf();
+    for _ in 0..MOST_LINKS {
+        if let Ok(there) = at.canonicalize() {
+            return there;
+        }
+        match std::fs::read_link(&at) {
+            Ok(next) => at = folder(&at).join(next),
+            Err(_) => break,
+        }
+    }
+    let in_folder = |at: &Path| Some(folder(at).canonicalize().ok()?.join(at.file_name()?));
+    in_folder(&at).unwrap_or(path.to_path_buf())
 }
 
-/// Whether the file at `place` is read where `input` is.
+/// Whether the file at `place` is read where `input` is: of a folder, all that a model or a
+/// training state is read from, which may be links.
 fn reads(input: &Path, place: &Path) -> bool {
-    let input = target(input);
-    if input == place {
-        return true;
-    }
-    let name = place.file_name().unwrap_or_default().to_string_lossy();
-    let is_read = READ_IN_FOLDERS.iter().any(|end| name.ends_with(end));
-    input.is_dir() && place.parent() == Some(&input) && is_read && place.exists()
+    let is_read = |file: &Path| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        READ_IN_FOLDERS.iter().any(|end| name.ends_with(end))
+    };
+    let entries = std::fs::read_dir(input).into_iter().flatten().flatten();
+    let mut files = entries.map(|e| e.path()).filter(|file| is_read(file));
+    target(input) == place || files.any(|file| target(&file) == place)
 }
 
 /// The folder of a file.

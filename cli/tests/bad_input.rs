@@ -1220,6 +1220,12 @@ fn plans_whose_figures_disagree_are_refused() {
         ),
         ("/proof/lower_bound_s", json!(10), "proof.lower_bound_s"),
         ("/proof/gap", json!(0.5), "proof.gap"),
+        ("/proof/stages/0/gap", json!(0.5), "proof.stages[0].gap"),
+        (
+            "/proof/stages/1/lower_bound_s",
+            json!(5),
+            "proof.stages[1].lower_bound_s",
+        ),
         ("/pins", json!(["dta=4"]), "dta=4"),
     ] {
         let mut edited = plan.clone();
@@ -1239,15 +1245,17 @@ fn levels_that_cut_through_hosts_are_refused() {
     let edited = printed.replacen("devices_per_host = 8", "devices_per_host = 6", 1);
     assert_ne!(printed, edited);
     place.write("cut.toml", edited.as_bytes());
-    place
-        .run(&[
-            "compile",
-            "config.json",
-            "--cluster",
-            "cut.toml",
-            "--hosts",
-            "4",
-        ])
-        .expect(3)
-        .says(&["levels[0].devices is 8, which cuts through hosts of 6"]);
+    let words = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cut.toml",
+        "--hosts",
+        "4",
+    ];
+    let said = ["levels[0].devices is 8, which cuts through hosts of 6"];
+    place.run(&words).expect(2).says(&said);
+    let edited = edited.replacen("n_hosts = 1", "n_hosts = 4", 1);
+    place.write("cut.toml", edited.as_bytes());
+    place.run(&words[..4]).expect(3).says(&said);
 }

@@ -1,10 +1,12 @@
 //! What is written, and what is never replaced.
 
 #![allow(clippy::unwrap_used)]
+#![cfg(unix)] // Links and pipes.
 
 mod support;
 
 use std::io::Read;
+use std::os::unix::fs::symlink;
 use support::Place;
 
 /// `compile` of the model at hand, with `more` words.
@@ -31,11 +33,27 @@ fn refused(place: &Place, args: &[&str], words: &[&str]) {
 fn links_stay_and_lead_to_what_is_written() {
     let place = Place::new();
     place.write("old.json", b"old");
-    std::os::unix::fs::symlink(place.path("old.json"), place.path("link.json")).unwrap();
+    symlink(place.path("old.json"), place.path("link.json")).unwrap();
     compile(&place, &[&ON_CPU[..], &["-o", "link.json"]].concat()).expect(0);
     assert!(place.path("link.json").is_symlink());
     assert!(place.read("old.json").starts_with(b"{"));
     place.run(&["check", "old.json"]).expect(0);
+    // What a link leads to need not be there yet, but its folder.
+    symlink("new.json", place.path("dangling.json")).unwrap();
+    compile(&place, &[&ON_CPU[..], &["-o", "dangling.json"]].concat()).expect(0);
+    assert!(place.path("dangling.json").is_symlink());
+    place.run(&["check", "new.json"]).expect(0);
+    symlink("no/folder.json", place.path("lost.json")).unwrap();
+    symlink("loop.json", place.path("loop.json")).unwrap();
+    for name in ["lost.json", "loop.json"] {
+        compile(&place, &[&ON_CPU[..], &["-o", name]].concat())
+            .expect(3)
+            .says(&["is a link that leads nowhere"]);
+        assert!(place.path(name).is_symlink());
+    }
+    compile(&place, &[&ON_CPU[..], &["-o", "folder/"]].concat())
+        .expect(3)
+        .says(&["is a folder, expected"]);
 }
 
 #[test]
@@ -80,12 +98,26 @@ fn what_compile_reads_is_not_replaced() {
 #[test]
 fn dashes_are_refused_before_any_work() {
     let place = Place::with_plan();
-    let run = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
-    let no_file = ["`-` is no file to write"];
-    refused(&place, &[&run[..], &["-o", "-"]].concat(), &no_file);
+    // So many steps would not end.
+    let run = [
+        "run",
+        "plan.json",
+        "--data",
+        "text.txt",
+        "--steps",
+        "1000000000",
+    ];
     let saved = ["--config", "config.json", "--save", "-"];
-    refused(&place, &[&run[..], &saved].concat(), &no_file);
-    refused(&place, &["calibrate", "--quick", "-o", "-"], &no_file);
+    refused(
+        &place,
+        &[&run[..], &saved].concat(),
+        &["`-` is no file to write"],
+    );
+    for name in ["-", "/dev/stdout", "/dev/fd/1"] {
+        let no_file = format!("`{name}` is no file to write");
+        refused(&place, &[&run[..], &["-o", name]].concat(), &[&no_file]);
+        refused(&place, &["calibrate", "-o", name], &[&no_file]);
+    }
 }
 
 #[test]
@@ -136,6 +168,19 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     refused(&place, &with(&both), &twice);
     let both = ["--checkpoint", "ck", "-o", "ck/state.safetensors"];
     refused(&place, &with(&both), &twice);
+    // Folders of links, as Hugging Face's cache has them.
+    let links = place.path("links");
+    std::fs::create_dir(&links).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        symlink(model.join(name), links.join(name)).unwrap();
+    }
+    let of_links = ["--weights", "links", "--config", "config.json"];
+    for output in ["links/model.safetensors", "model/model.safetensors"] {
+        for flag in ["-o", "--save"] {
+            let words = [&of_links[..], &[flag, output]].concat();
+            refused(&place, &with(&words), &read);
+        }
+    }
     assert!(std::fs::read(model.join("model.safetensors")).unwrap() == weights);
     assert!(std::fs::read(place.path("ck/state.safetensors")).unwrap() == state);
 

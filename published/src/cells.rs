@@ -213,11 +213,67 @@ const UNITS: [(&str, &str); 9] = [
 ];
 
 fn read(cell: &str) -> Said {
-    let mut said = Said::default();
-    outside(cell)
-        .split([';', ','])
-        .for_each(|part| read_part(part, &mut said));
+    let text = without_commas(&outside(cell));
+    let mut said = Said {
+        miscounted: is_miscounted(&text),
+        ..Said::default()
+    };
+    let mut behind_nvlink = false;
+    for part in text.split([';', ',']) {
+        // `NVLink4; 900 GB/s; 8x NDR`.
+        if !(behind_nvlink && is_rate_in_bytes(part)) {
+            read_part(part, &mut said);
+        }
+        behind_nvlink = part.to_lowercase().contains("nvlink");
+    }
     said
+}
+
+/// A text without the commas that part thousands.
+fn without_commas(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let is_digit = |i: Option<usize>| {
+        let c = i.and_then(|i| chars.get(i));
+        c.is_some_and(char::is_ascii_digit)
+    };
+    let parts_thousands = |i: usize| {
+        let three = (1..=3).all(|n| is_digit(Some(i + n)));
+        is_digit(i.checked_sub(1)) && three && !is_digit(Some(i + 4))
+    };
+    let kept = chars.iter().enumerate();
+    let kept = kept.filter(|(i, c)| **c != ',' || !parts_thousands(*i));
+    kept.map(|(_, c)| *c).collect()
+}
+
+/// Whether a text has counts that are none: below zero, broken, ranges, or of each other (`-8x`,
+/// `4.5x`, `4-8x`, `2x8x`).
+fn is_miscounted(text: &str) -> bool {
+    let chars: Vec<char> = text.to_lowercase().chars().collect();
+    let is_number = |c: &char| c.is_ascii_digit() || *c == '.';
+    let end_of = |from: usize| (from..chars.len()).find(|&i| !is_number(&chars[i]));
+    (0..chars.len()).any(|i| {
+        let is_first = i == 0 || !(chars[i - 1].is_alphanumeric() || chars[i - 1] == '.');
+        let begins = chars[i].is_ascii_digit() && is_first;
+        let Some(end) = end_of(i).filter(|&end| begins && chars[end] == 'x') else {
+            return false;
+        };
+        let is_dash = |c: &char| ['-', '\u{2212}', '\u{2013}'].contains(c);
+        let before = |n: usize| i.checked_sub(n).and_then(|at| chars.get(at));
+        let is_signed =
+            before(1).is_some_and(is_dash) && before(2).is_none_or(|c| !c.is_alphabetic());
+        let is_product = chars.get(end + 1).is_some_and(char::is_ascii_digit)
+            && end_of(end + 1).is_some_and(|next| chars[next] == 'x');
+        is_signed || is_product || chars[i..end].contains(&'.')
+    })
+}
+
+/// Whether a part is nothing but a rate in bytes, which is said of NVLink.
+fn is_rate_in_bytes(part: &str) -> bool {
+    match words_of(part).as_slice() {
+        [word] => matches!(numbered(word), (Some(_), "gbytes")),
+        [number, unit] => matches!(numbered(number), (Some(_), "")) && unit == "gbytes",
+        _ => false,
+    }
 }
 
 /// The words of a part of a cell: counts stand alone (`8x`), as does what they count.
@@ -240,11 +296,12 @@ fn words_of(part: &str) -> Vec<String> {
 }
 
 fn read_part(part: &str, said: &mut Said) {
-    said.miscounted |= part.trim_start().starts_with('-');
     let words = words_of(part);
     let mut i = 0;
-    // What a number before any network is of.
-    let mut is_of_nvlink = false;
+    // Whether a number before any network is of a link inside the host.
+    let mut is_inside = false;
+    // Whether the last rate is the one that counts, the first.
+    let mut is_taken = false;
     while let Some(word) = words.get(i) {
         let next = words.get(i + 1).map_or("", String::as_str);
         i += 1;
@@ -254,17 +311,23 @@ fn read_part(part: &str, said: &mut Said) {
             (Some(_), "x") if next.starts_with("nvlink") => {}
             (Some(n), "x") => {
                 said.cards.get_or_insert(n as u32);
-                said.miscounted |= n.fract() != 0.0;
-                is_of_nvlink = false;
+                is_inside = false;
             }
             (Some(_), "" | "gbps" | "gbytes") => {
-                let mut unused = Said::default();
-                let of = if is_of_nvlink {
-                    &mut unused
-                } else {
-                    &mut *said
+                let Some((rate, is_apart)) = rate(number, unit, next) else {
+                    continue;
                 };
-                i += usize::from(set_rate(of, number, unit, next));
+                i += usize::from(is_apart);
+                is_taken = false;
+                match &said.rate {
+                    _ if is_inside => {}
+                    None => {
+                        said.rate = Some((rate, Per::Unsaid));
+                        is_taken = true;
+                    }
+                    Some((first, _)) if *first == rate => {}
+                    Some(_) => said.unread.push(format!("{}gbps", rate / 1e9)),
+                }
             }
             _ if word == "per" => {
                 let per = match next {
@@ -272,7 +335,9 @@ fn read_part(part: &str, said: &mut Said) {
                     "card" | "port" | "nic" => Per::Card,
                     _ => Per::Host,
                 };
-                said.rate = said.rate.map(|(rate, _)| (rate, per));
+                if is_taken {
+                    said.rate = said.rate.map(|(rate, _)| (rate, per));
+                }
                 i += usize::from(!next.is_empty());
             }
             _ if word == "not" && next == "stated" => {
@@ -281,12 +346,15 @@ fn read_part(part: &str, said: &mut Said) {
             }
             _ if word.starts_with("nvlink") => {
                 said.nvlink = true;
-                is_of_nvlink = true;
+                is_inside = true;
             }
-            _ if word.starts_with("pcie") => said.pcie = true,
+            _ if word.starts_with("pcie") => {
+                said.pcie = true;
+                is_inside = true;
+            }
             _ if KINDS.iter().any(|(k, _)| k == word) => {
                 said.kinds.push(word.clone());
-                is_of_nvlink = false;
+                is_inside = false;
             }
             // The cards that are cards of what.
             _ if CARDS.contains(&word.as_str()) || LINK_WORDS.contains(&word.as_str()) => {}
@@ -311,17 +379,16 @@ pub fn normal(text: &str) -> String {
     ["+", ";"].into_iter().fold(text.to_lowercase(), joined)
 }
 
-/// Takes a rate down; whether its unit is the next word.
-fn set_rate(said: &mut Said, number: Option<f64>, unit: &str, next: &str) -> bool {
-    let apart = unit.is_empty();
-    let bits = match if apart { next } else { unit } {
+/// A rate in bits per second, and whether its unit is the next word.
+fn rate(number: Option<f64>, unit: &str, next: &str) -> Option<(f64, bool)> {
+    let is_apart = unit.is_empty();
+    let bits = match if is_apart { next } else { unit } {
         "gbps" => 1e9,
         "gbytes" => 8e9,
         // `4-GPU node` is no rate.
-        _ => return false,
+        _ => return None,
     };
-    said.rate = number.map(|n| (n * bits, Per::Unsaid));
-    apart
+    number.map(|n| (n * bits, is_apart))
 }
 
 /// Most network cards of a host that are read.
@@ -334,19 +401,19 @@ const MOST_CARDS: u32 = 64;
 pub fn cards(row: &Row, links: &Interconnect, host: u32, per_host: u32) -> Result<u32, Unmodelled> {
     let text = row.required("interconnect")?;
     let said = read(text);
-    if links.domain_devices.is_some() && per_host > host {
-        return Ok(links.cards.saturating_mul(per_host) / host.max(1));
-    }
-    match said.cards {
-        None if !said.miscounted => Ok(links.cards),
-        Some(n) if !said.miscounted && (1..=MOST_CARDS).contains(&n) => Ok(n),
-        _ => Err(RowError::Malformed {
+    let is_none = said.miscounted || said.cards.is_some_and(|n| !(1..=MOST_CARDS).contains(&n));
+    if is_none {
+        return Err(RowError::Malformed {
             column: "interconnect".into(),
             value: text.into(),
             expected: "1 to 64 network cards in a host",
         }
-        .into()),
+        .into());
     }
+    Ok(match links.domain_devices.is_some() && per_host > host {
+        true => links.cards.saturating_mul(per_host) / host.max(1),
+        false => said.cards.unwrap_or(links.cards),
+    })
 }
 
 /// Refuses hosts joined by what the entry, which has NVLink, is not.
@@ -383,10 +450,9 @@ pub fn assumed(
         let per_host = f64::from(cluster.devices_per_host);
         let cards = per_host / f64::from(network.devices_per_port.max(1));
         let cards = cards.max(f64::from(said.cards.unwrap_or(links.cards)));
-        let key = format!("levels.{}.bandwidth_bytes_per_s", network.name);
-        let is_scaled = cluster.sources.get(&key).is_some_and(|s| s == CELLS_RATE);
-        if is_scaled {
-            let card = host_bits(cluster) / cards / 1e9;
+        let source = cluster.sources.get(&rate_key(network));
+        if source.is_some_and(|s| s == CELLS_RATE) {
+            let card = (host_bits(cluster) / cards / 1e6).round() / 1e3;
             assumed.push(format!("between={}*{cards}@{card}Gb/s", links.between));
         } else if said.not_stated || !is_of_kinds(&said, links) {
             assumed.push(format!("between={}*{cards}", links.between));
@@ -414,31 +480,45 @@ fn host_bits(cluster: &Cluster) -> f64 {
 /// Where the rate of a network comes from that an entry does not have.
 const CELLS_RATE: &str = "the `interconnect` cell's rate";
 
-/// Gives the network between hosts the rate that the cell states, where the entry has another one:
-/// of what could be meant (a card's of a host's `cards`, a host's), what is nearest to the entry.
-pub fn set_stated_rate(text: &str, cards: u32, cluster: &mut Cluster) {
+/// The key of a network's rate among a cluster's sources.
+fn rate_key(network: &Level) -> String {
+    format!("levels.{}.bandwidth_bytes_per_s", network.name)
+}
+
+/// Gives the network between hosts the rate that the cell states, where the entry has another one.
+/// A rate that is of nothing is taken for a card's (of the `cards` of a host) or a host's, whichever
+/// is nearer to the entry. `usual` devices make a host where a row calls several of them one.
+pub fn set_stated_rate(text: &str, cards: u32, usual: u32, cluster: &mut Cluster) {
     let said = read(text);
     let own = host_bits(cluster);
     let per_host = f64::from(cluster.devices_per_host);
+    let hosts = (per_host / f64::from(usual.max(1))).max(1.0);
     let (Some((rate, per)), Some(network)) = (said.rate, cluster.levels.get_mut(1)) else {
         return;
     };
-    let cards = f64::from(cards);
-    let stated: &[f64] = match per {
-        Per::Device => &[rate * per_host],
-        Per::Card => &[rate * cards],
+    let counted = said.cards.map_or(1.0, f64::from);
+    let stated = match per {
+        Per::Device => [rate * per_host; 2],
+        Per::Card => [rate * f64::from(cards); 2],
         // `4x100Gb per node` is four hundred.
-        Per::Host | Per::Unsaid => &[rate * cards, rate],
+        Per::Host => [rate * counted * hosts, rate * hosts],
+        Per::Unsaid => [rate * f64::from(cards), rate * hosts],
     };
-    let off = |s: &&f64| (*s / own).ln().abs();
-    let nearest = stated.iter().min_by(|a, b| off(a).total_cmp(&off(b)));
-    let share = nearest.map_or(1.0, |s| s / own);
-    if (share - 1.0).abs() >= 0.05 && share.is_finite() && share > 0.0 {
+    let off = |s: &f64| (s / own).ln().abs();
+    let nearest = match off(&stated[0]) <= off(&stated[1]) {
+        true => stated[0],
+        false => stated[1],
+    };
+    let share = nearest / own;
+    if share.is_finite() && share > 0.0 && (share - 1.0).abs() >= SAME_RATE {
         network.bandwidth_bytes_per_s *= share;
-        let key = format!("levels.{}.bandwidth_bytes_per_s", network.name);
+        let key = rate_key(network);
         cluster.sources.insert(key, CELLS_RATE.into());
     }
 }
+
+/// Rates that differ by less are one: names of links are rounded.
+const SAME_RATE: f64 = 0.05;
 
 #[cfg(test)]
 mod tests {
@@ -470,10 +550,42 @@ mod tests {
         assert_eq!(said("8x50 GBps"), is(Some(8), Some(400.0), "", ""));
         assert_eq!(said("8x400gb/s"), is(Some(8), Some(400.0), "", ""));
         assert_eq!(said("8x50GB").3, "50gb");
-        for wrong in ["NVLink4+NVSwitch; -8x NDR", "4.5x NDR"] {
-            assert!(read(wrong).miscounted, "{wrong}");
+        // Thousands, the first of two rates, and rates that are of links inside the host.
+        assert_eq!(said("EFA 3,200 Gbps").1, Some(3200.0));
+        assert_eq!(
+            said("8x NDR 400Gb/s; 25Gb/s Ethernet management"),
+            is(Some(8), Some(400.0), "ndr+ethernet", "25gbps+management")
+        );
+        for cell in [
+            "NVLink4+NVSwitch; 900 GB/s; 8x NDR",
+            "PCIe Gen5 64GB/s; 8x NDR",
+        ] {
+            assert_eq!(said(cell).1, None, "{cell}");
         }
-        assert!(!read("NVLink4; inter-node 8x NDR").miscounted);
+        let per = read("NDR 400Gb/s per GPU; 800Gb/s per node").rate;
+        assert_eq!(per, Some((400e9, Per::Device)));
+        let wrong = [
+            "-8x NDR",
+            "inter-node -8x NDR",
+            "\u{2212}8x",
+            "4-8x",
+            "2x8x",
+            "4.5x NDR",
+        ];
+        for wrong in wrong {
+            let cell = format!("NVLink4+NVSwitch; {wrong}");
+            assert!(read(&cell).miscounted, "{wrong}");
+        }
+        let right = [
+            "-",
+            "- not stated",
+            "inter-8x NDR",
+            "NDR (-8x)",
+            "PCIe4.0x16; 8x200Gb/s",
+        ];
+        for right in right {
+            assert!(!read(right).miscounted, "{right}");
+        }
         assert_eq!(normal("NVLink4 + NVSwitch ; NDR"), "nvlink4+nvswitch;ndr");
         assert_eq!(said("NVLink4 + 8x wires"), is(Some(8), None, "", "wires"));
     }

@@ -65,7 +65,12 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     if domain == total {
         cluster.levels.truncate(1);
     }
-    cells::set_stated_rate(row.required("interconnect")?, cards, &mut cluster);
+    cells::set_stated_rate(
+        row.required("interconnect")?,
+        cards,
+        hosts.usual,
+        &mut cluster,
+    );
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     cluster.device.multiprocessors = device.multiprocessors;
     cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
@@ -340,6 +345,14 @@ mod tests {
             network.bandwidth_bytes_per_s / f64::from(network.devices_per_port)
         };
         assert_eq!((port(72), port(8)), (port(4), port(4)));
+        // Also of a rate that the cell states of a host.
+        let port = |per_node: u32| {
+            let cells = "NVLink5 NVL72 domain; NDR 800Gb/s per node,Megatron-LM,bf16";
+            let row = row(&format!("GB200,576,{per_node},{cells}"));
+            let network = &cluster(&row, &Facts::built_in()).unwrap().levels[1];
+            network.bandwidth_bytes_per_s / f64::from(network.devices_per_port)
+        };
+        assert_eq!((port(4), port(8)), (25e9, 25e9));
     }
 
     #[test]
@@ -390,6 +403,14 @@ mod tests {
         assert_eq!(h100("NVLink4+NVSwitch; not stated"), "between=roce-400*8");
         let tcp = "NVLink4+NVSwitch; GPUDirect-TCPX 8x200Gb/s... (A3 High)";
         assert_eq!(h100(tcp), "between=infiniband-ndr*8@200Gb/s");
+        assert_eq!(
+            h100("NVLink4+NVSwitch; NDR 400Gb/s per node"),
+            "between=infiniband-ndr*8@50Gb/s"
+        );
+        assert_eq!(
+            h100("NVLink4+NVSwitch; 56Gb/s per card"),
+            "between=infiniband-ndr*8@56Gb/s"
+        );
         let slow = "NVLink4+NVSwitch; 8x 25Gb/s Ethernet";
         assert_eq!(h100(slow), "between=infiniband-ndr*8@25Gb/s");
         assert_eq!(

@@ -38,8 +38,8 @@ pub struct DeviceFact {
     pub device: String,
     /// Multiprocessors of the device.
     pub multiprocessors: u32,
-    /// Whether its 8-bit matmuls take operands in any layout, so that one copy with one scale
-    /// serves forward and backward.
+    /// Whether its tensor cores are Blackwell's: 8-bit matmuls take operands in any layout, so
+    /// that one copy with one scale serves forward and backward, and scales of 32 elements.
     #[serde(default)]
     pub any_layout: bool,
     /// Rate of attention kernels written for Ampere's instructions over the device's best,

@@ -251,10 +251,17 @@ fn recomputed_op(op: &str) -> String {
 
 /// What tensor ranks do not share evenly: frameworks refuse or copy it.
 fn uneven(row: &Row, tensor: u64, is_parallel: bool) -> Result<Vec<String>, RowError> {
-    let sequence = is_parallel.then_some("seq_len");
+    let sequence = match is_parallel {
+        true => row.count("seq_len")?,
+        false => None,
+    };
+    let counts = [
+        ("heads", model::heads(row).ok()),
+        ("kv_heads", row.count("kv_heads")?),
+        ("seq_len", sequence),
+    ];
     let mut found = Vec::new();
-    for column in ["heads", "kv_heads"].into_iter().chain(sequence) {
-        let n = row.count(column)?;
+    for (column, n) in counts {
         if n.is_some_and(|n| !n.is_multiple_of(tensor)) {
             found.push(format!("{column}=uneven"));
         }
@@ -285,7 +292,8 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<(String, bool), U
             .collect(),
     };
     let text: Vec<String> = counts.iter().map(u64::to_string).collect();
-    let is_even = layers.is_multiple_of(stages) || all.is_multiple_of(stages);
+    let balanced = matches!(split, Split::Balanced) && all.is_multiple_of(stages);
+    let is_even = layers.is_multiple_of(stages) || balanced;
     Ok((format!("split={}", text.join("/")), is_even))
 }
 
@@ -636,8 +644,9 @@ mod tests {
     #[test]
     fn stages_divide_layers_as_the_framework_does() {
         let split = |how, layers, stages| split_pin(how, layers, stages).unwrap().0;
-        let is_even = |layers, stages| split_pin(Split::Balanced, layers, stages).unwrap().1;
-        assert!(is_even(32, 4) && is_even(126, 64) && !is_even(32, 12));
+        let is_even = |how, layers, stages| split_pin(how, layers, stages).unwrap().1;
+        assert!(is_even(Split::Balanced, 126, 64) && !is_even(Split::Layers, 126, 64));
+        assert!(is_even(Split::Layers, 32, 4) && !is_even(Split::Balanced, 32, 12));
         assert_eq!(split(Split::Layers, 8, 4), "split=3/2/2/3");
         assert_eq!(
             split(Split::Balanced, 106, 12),

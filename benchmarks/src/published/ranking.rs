@@ -48,9 +48,9 @@ pub struct Ranked {
     /// The same over pairs of different plans; none where no such pair was measured apart. What
     /// one plan's times differ by is noise, or a release, and no order of plans.
     pub tau_of_plans: Option<f64>,
-    /// No order of plans has a higher tau over all pairs: the pairs of every two plans count as
-    /// most of them were measured, those of one plan as chance. Predictions that know more than a
-    /// plan's columns, as the release that ran it, may.
+    /// The highest that tau over all pairs can be for predictions that know a plan's columns alone:
+    /// the pairs of every two plans count as most of them were measured, those of one plan as
+    /// chance.
     pub best_tau_of_columns: f64,
     /// How much longer than the fastest plan the predicted fastest takes.
     pub regret: f64,

@@ -61,10 +61,12 @@ fn figures(plan: &Plan, report: &mut Report) {
         ("predicted.mfu".into(), p.mfu),
         ("predicted.hfu".into(), p.hfu),
         ("predicted.bubble".into(), p.bubble),
-        ("proof.objective_s".into(), plan.proof.objective_s.0),
-        ("proof.lower_bound_s".into(), plan.proof.lower_bound_s.0),
-        ("proof.gap".into(), plan.proof.gap),
     ];
+    for (key, figures) in proofs(plan) {
+        let names = ["objective_s", "lower_bound_s", "gap"];
+        let named = names.iter().zip(figures);
+        numbers.extend(named.map(|(name, x)| (format!("{key}.{name}"), x)));
+    }
     for (i, s) in p.stages.iter().enumerate() {
         for (key, x) in [
             ("forward_s", s.forward_s),
@@ -94,62 +96,66 @@ fn figures(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// Figures that other figures of the plan contradict by more than this share were edited.
-const ROUNDING: f64 = 1e-6;
+/// Figures that differ by a smaller share agree: a plan may have been written again with five
+/// digits.
+const ROUNDING: f64 = 1e-4;
 
-/// Predicted figures against each other.
+/// Notes a figure that is larger than another one, called `what`, allows.
+fn at_most(report: &mut Report, key: String, x: f64, bound: f64, what: &str) {
+    if x > bound * (1.0 + ROUNDING) {
+        let expected = format!("{} at most, {what}", Figure(bound));
+        report.add(key, "agreement", expected, Figure(x).to_string());
+    }
+}
+
+/// Notes a figure that is not the one that follows from others, `what`.
+fn equals(report: &mut Report, key: String, x: f64, expected: f64, what: &str) {
+    if (x - expected).abs() > ROUNDING * expected.abs().max(ROUNDING) {
+        let expected = format!("{}, {what}", Figure(expected));
+        report.add(key, "agreement", expected, Figure(x).to_string());
+    }
+}
+
+/// `x / y`, and nothing of nothing.
+fn ratio(x: f64, y: f64) -> f64 {
+    if y > 0.0 { x / y } else { 0.0 }
+}
+
+/// Predicted figures, and those of proofs, against each other.
 fn agreement(plan: &Plan, report: &mut Report) {
-    let (p, proof) = (&plan.predicted, &plan.proof);
-    let mut most = |key: String, x: f64, bound: f64, what: &str| {
-        if x > bound * (1.0 + ROUNDING) {
-            let expected = format!("{} at most, {what}", Figure(bound));
-            report.add(key, "agreement", expected, Figure(x).to_string());
-        }
-    };
-    most(
-        "predicted.bubble".into(),
-        p.bubble,
-        1.0,
-        "a share of the step",
-    );
-    most("predicted.mfu".into(), p.mfu, p.hfu, "predicted.hfu");
-    let (objective, bound) = (proof.objective_s.0, proof.lower_bound_s.0);
-    most(
-        "proof.lower_bound_s".into(),
-        bound,
-        objective,
-        "proof.objective_s",
-    );
+    let p = &plan.predicted;
+    let key = |of: &str| format!("predicted.{of}");
+    at_most(report, key("bubble"), p.bubble, 1.0, "a share of the step");
+    at_most(report, key("mfu"), p.mfu, p.hfu, "predicted.hfu");
+    let tokens = plan.train.global_batch as f64 * plan.train.sequence as f64;
+    let per_s = ratio(tokens, p.step_time_s.0);
+    let what = "the batch's tokens over predicted.step_time_s";
+    equals(report, key("tokens_per_s"), p.tokens_per_s, per_s, what);
     for (i, s) in p.stages.iter().enumerate() {
         let (lives, peak) = (s.persistent_bytes.0 as f64, s.peak_bytes.0 as f64);
-        let key = format!("predicted.stages[{i}].persistent_bytes");
-        most(key, lives, peak, "peak_bytes of the stage");
+        let key = key(&format!("stages[{i}].persistent_bytes"));
+        at_most(report, key, lives, peak, "peak_bytes of the stage");
     }
-    let tokens = plan.train.global_batch as f64 * plan.train.sequence as f64;
-    let mut equal = |key: &str, x: f64, expected: f64, what: &str| {
-        if (x - expected).abs() > ROUNDING * expected.abs().max(ROUNDING) {
-            let expected = format!("{}, {what}", Figure(expected));
-            report.add(key, "agreement", expected, Figure(x).to_string());
-        }
-    };
-    if p.step_time_s.0 > 0.0 {
-        let what = "the batch's tokens over predicted.step_time_s";
-        equal(
-            "predicted.tokens_per_s",
-            p.tokens_per_s,
-            tokens / p.step_time_s.0,
-            what,
-        );
+    for (key, [objective, bound, gap]) in proofs(plan) {
+        let of = |what: &str| format!("{key}.{what}");
+        at_most(report, of("lower_bound_s"), bound, objective, "objective_s");
+        let open = ratio(objective - bound, objective).max(0.0);
+        let what = "(objective_s - lower_bound_s) / objective_s";
+        equals(report, of("gap"), gap, open, what);
     }
-    if objective > 0.0 {
-        let gap = ((objective - bound) / objective).max(0.0);
-        equal(
-            "proof.gap",
-            proof.gap,
-            gap,
-            "(objective - lower bound) / objective",
-        );
-    }
+}
+
+/// The proofs of a plan by their keys: objective, lower bound, gap.
+fn proofs(plan: &Plan) -> Vec<(String, [f64; 3])> {
+    let p = &plan.proof;
+    let all = [p.objective_s.0, p.lower_bound_s.0, p.gap];
+    let mut found = vec![("proof".to_string(), all)];
+    let stages = p.stages.iter().enumerate();
+    found.extend(stages.map(|(i, s)| {
+        let of_stage = [s.objective_s.0, s.lower_bound_s.0, s.gap];
+        (format!("proof.stages[{i}]"), of_stage)
+    }));
+    found
 }
 
 fn batch(plan: &Plan, report: &mut Report) {

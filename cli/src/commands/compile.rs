@@ -22,7 +22,8 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
     let model_file = model::config_path(&args.model)?;
-    let mut inputs = vec![model_file.as_path(), cluster::file(&args.cluster)];
+    let mut inputs = vec![model_file.as_path()];
+    inputs.extend(cluster::file(&args.cluster));
     inputs.extend(args.train.file.as_deref());
     outputs::check(&[&args.output], &inputs)?;
     if let Some(words) = cluster::other_units(&cluster) {

@@ -216,6 +216,15 @@ fn inputs(args: &RunArgs) -> Vec<PathBuf> {
 
 /// Checks that all that will be written can be, and says where the training state goes.
 fn final_state(args: &RunArgs) -> Result<FinalState, Failure> {
+    let read = inputs(args);
+    let read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
+    // A run may go on from the training state that it replaces, but replaces it by nothing else.
+    let resumed: Vec<&Path> = read.iter().copied().chain(args.resume.as_deref()).collect();
+    let saved = args.save.as_deref();
+    let mut written: Vec<&Path> = saved.into_iter().collect();
+    outputs::check_regular(&written, &resumed)?;
+    written.push(&args.output);
+    outputs::check(&written, &resumed)?;
     if let Some(folder) = &args.checkpoint {
         std::fs::create_dir_all(folder).map_err(|e| {
             Failure::new(
@@ -224,22 +233,12 @@ fn final_state(args: &RunArgs) -> Result<FinalState, Failure> {
             )
         })?;
     }
-    let (saved, state) = (
-        args.save.as_deref(),
-        args.checkpoint.as_ref().map(|folder| folder.join(STATE)),
-    );
-    let read = inputs(args);
-    let mut read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
-    // A run may go on from the training state that it replaces, but replaces it by nothing else.
-    outputs::check_regular(
-        &state.iter().map(PathBuf::as_path).collect::<Vec<_>>(),
-        &read,
-    )?;
-    read.extend(args.resume.as_deref());
-    outputs::check_regular(&saved.into_iter().collect::<Vec<_>>(), &read)?;
-    outputs::check(&[&args.output], &read)?;
-    let all = [Some(args.output.as_path()), saved, state.as_deref()];
-    outputs::check(&all.into_iter().flatten().collect::<Vec<_>>(), &[])?;
+    let state = args.checkpoint.as_ref().map(|folder| folder.join(STATE));
+    if let Some(state) = &state {
+        outputs::check_regular(&[state], &read)?;
+        written.push(state);
+        outputs::check(&written, &[])?;
+    }
     if let Some(state) = state {
         return Ok(FinalState::Kept(outputs::target(&state)));
     }
