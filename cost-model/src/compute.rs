@@ -203,15 +203,11 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
 }
 
 /// Bytes of casting an operand: read once, its copies written in the narrow type, what its
-/// scales take, and what the software reads again. A norm that writes the kept copies itself has
-/// the values at hand; so it is taken to be for attention's output and gradients, an
-/// approximation.
+/// scales take, and what the software reads again.
 fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, software: &Software) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
     let source = operand.0.bytes() as f64;
-    let is_at_hand = software.kept_casts && software.fuses_casts();
-    let reads = f64::from(u8::from(!is_at_hand)) + f64::from(software.more_cast_reads);
-    let read = source * reads;
+    let read = source * (1.0 + f64::from(software.more_cast_reads));
     let scales = software.matmul_scaling.extra_bytes(source);
     elements * (read + copies * narrow.bits() as f64 / 8.0 + scales)
 }
@@ -441,16 +437,6 @@ mod tests {
             bytes(DType::F8e4m3, Scaling::Block32),
             2.0 + 1.0 + 1.0 / 32.0
         );
-        // Kept copies: a norm that knows the scale writes them itself, and reads nothing.
-        let kept = |scaling| {
-            let software = Software {
-                kept_casts: true,
-                ..software(scaling, 0)
-            };
-            cast_bytes(&operand, COPIES, DType::F8e4m3, &software) / 32_000.0
-        };
-        assert_eq!(kept(Scaling::Delayed), 2.0);
-        assert_eq!(kept(Scaling::Tensor), 2.0 + 2.0 + 2.0);
         let four = 2.0 + 2.0 + 0.5 + 1.0 / 16.0;
         assert!((bytes(DType::F4e2m1, Scaling::Block16) - four).abs() < 1e-12);
         // Both copies made by kernels of their own.
