@@ -3,7 +3,7 @@
 
 use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
-use crate::{Unmodelled, cells, precision};
+use crate::{Unmodelled, cells, network, precision};
 use cost_model::presets::{self, Catalogue, System};
 use ir::cluster::{Cluster, Device};
 use ir::software::Scaling;
@@ -36,7 +36,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
             hosts.largest
         )));
     }
-    let cards = cells::cards(row, links, hosts.usual, per_host)?;
+    let cards = network::cards(row, links, hosts.usual, per_host)?;
     // A row may call all of a domain, or another part of it, a host.
     let domain = links.domain_devices.map_or(per_host, |usual| {
         let is_whole =
@@ -65,7 +65,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
     if domain == total {
         cluster.levels.truncate(1);
     }
-    cells::set_stated_rate(
+    network::set_stated_rate(
         row.required("interconnect")?,
         cards,
         hosts.usual,

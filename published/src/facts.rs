@@ -6,7 +6,7 @@ use crate::memory::MemoryFacts;
 use crate::parameters::{Parameters, Quantity};
 use crate::recipes::Recipes;
 use crate::row::Row;
-use crate::{Unmodelled, cells, names};
+use crate::{Unmodelled, cells, names, network};
 use cost_model::presets;
 use ir::DType;
 use ir::software::{AttentionKernel, Scaling, Software};
@@ -653,9 +653,9 @@ impl Facts {
     /// The links of a row.
     pub fn interconnect(&self, row: &Row) -> Result<&Interconnect, Unmodelled> {
         let text = row.required("interconnect")?;
-        let cell = cells::normal(text);
+        let cell = network::normal(text);
         let mut known = self.interconnects.iter();
-        let found = known.find(|i| cell.contains(&cells::normal(&i.text)));
+        let found = known.find(|i| cell.contains(&network::normal(&i.text)));
         let found = found
             .ok_or_else(|| {
                 let short = |i: &&Interconnect| !i.text.contains([' ', ';']);
@@ -666,7 +666,7 @@ impl Facts {
                     known.join(", ")
                 ))
             })?;
-        cells::inside(text, found)?;
+        network::inside(text, found)?;
         Ok(found)
     }
 

@@ -3,7 +3,8 @@
 //! model. Nothing here knows a formula for time.
 //!
 //! * `csv`, `row`: the table; `columns`: those that it may have; `output`: that of predictions.
-//! * `cells`: what words of `gpu` and `interconnect` say; `names`: what was meant by others.
+//! * `cells` and `network`: what words of `gpu` and `interconnect` say; `names`: what was meant by
+//!   others.
 //! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
 //!   figures that are fitted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
@@ -28,6 +29,7 @@ mod free;
 pub mod memory;
 mod model;
 mod names;
+mod network;
 mod output;
 mod parameters;
 mod precision;
