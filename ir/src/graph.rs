@@ -9,8 +9,10 @@
 
 use crate::op::{OpError, OpKind};
 use crate::{LayerId, OpId, TensorType, ValueId};
-use rustc_hash::FxHashMap;
+use hashbrown::HashTable;
+use rustc_hash::FxBuildHasher;
 use serde::{Deserialize, Serialize};
+use std::hash::BuildHasher;
 
 /// What an op is for; schedules and reports speak of passes.
 #[derive(
@@ -94,6 +96,30 @@ pub struct Value {
     pub result: u32,
 }
 
+/// The ops by their paths, which stand in the ops alone.
+#[derive(Clone, Debug, Default)]
+struct Paths(HashTable<OpId>);
+
+impl Paths {
+    /// Enters an op, the last one of the graph.
+    fn insert(&mut self, id: OpId, ops: &[Op]) {
+        let hash = |id: &OpId| FxBuildHasher.hash_one(&ops[id.index()].path);
+        self.0.insert_unique(hash(&id), id, hash);
+    }
+    fn find(&self, path: &str, ops: &[Op]) -> Option<OpId> {
+        let is_it = |id: &OpId| ops[id.index()].path == path;
+        let hash = FxBuildHasher.hash_one(path);
+        self.0.find(hash, is_it).copied()
+    }
+}
+
+/// They follow from the ops: graphs of equal ops are equal.
+impl PartialEq for Paths {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
 /// A graph; see the module header for its invariants.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
@@ -101,8 +127,7 @@ pub struct Graph {
     pub name: String,
     ops: Vec<Op>,
     values: Vec<Value>,
-    /// Looked up only, so their order does not matter.
-    paths: FxHashMap<String, OpId>,
+    paths: Paths,
     /// Names of the layers, by `LayerId`: their common scope.
     pub layers: Vec<String>,
     /// Results of the graph (the loss of a forward graph).
@@ -241,7 +266,7 @@ impl Graph {
                 "is empty or has characters other than letters, digits and `._:-`",
             ));
         }
-        if self.paths.contains_key(&path) {
+        if self.find(&path).is_some() {
             return Err(path_error("is taken"));
         }
         let mut types = Vec::with_capacity(inputs.len());
@@ -280,7 +305,7 @@ impl Graph {
         op: &Op,
         inputs: Vec<ValueId>,
     ) -> Result<Vec<ValueId>, GraphError> {
-        if self.paths.contains_key(&op.path) {
+        if self.find(&op.path).is_some() {
             return Err(GraphError::Path {
                 path: op.path.clone(),
                 problem: "is taken",
@@ -327,7 +352,6 @@ impl Graph {
                 ValueId::new(self.values.len() - 1)
             })
             .collect();
-        self.paths.insert(path.clone(), producer);
         self.ops.push(Op {
             kind,
             inputs,
@@ -337,6 +361,7 @@ impl Graph {
             region,
             layer,
         });
+        self.paths.insert(producer, &self.ops);
         outputs
     }
 
@@ -369,7 +394,7 @@ impl Graph {
     }
     /// The op with this path.
     pub fn find(&self, path: &str) -> Option<OpId> {
-        self.paths.get(path).copied()
+        self.paths.find(path, &self.ops)
     }
     /// Name of a value: its op's path, with `:i` behind for results after the first.
     pub fn value_name(&self, id: ValueId) -> String {

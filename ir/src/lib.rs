@@ -36,7 +36,7 @@ pub use id::{
 };
 pub use mesh::{Axis, DeviceMesh, LogicalMesh};
 pub use op::OpKind;
-pub use sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
+pub use sharding::{Axes, DimSharding, Dims, LocalRange, ReduceKind, ShardingSpec};
 pub use tensor::{DType, Dim, Shape, TensorType};
 pub use train_spec::{Optimizer, Precision, TrainFile, TrainSpec};
 pub use units::{Bytes, BytesPerSecond, Figure, Flops, FlopsPerSecond, Seconds, counted};

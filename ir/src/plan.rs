@@ -322,18 +322,21 @@ pub fn transfer_key(value: &str, to: StageId) -> String {
 /// `grad.{}.attn`. Only whole dotted components match; the first match is replaced. A layer
 /// without a name leaves the path as it is.
 pub fn relative_path(path: &str, layer: &str) -> String {
-    let Some(first) = layer.chars().next() else {
+    if layer.is_empty() {
         return path.to_string();
-    };
-    let mut from = 0;
-    while let Some(at) = path[from..].find(layer).map(|i| i + from) {
-        let end = at + layer.len();
-        let starts = at == 0 || path.as_bytes()[at - 1] == b'.';
-        let ends = end == path.len() || matches!(path.as_bytes()[end], b'.' | b'#' | b':' | b'@');
-        if starts && ends {
-            return format!("{}{{}}{}", &path[..at], &path[end..]);
+    }
+    let starts = std::iter::once(0).chain(path.match_indices('.').map(|(dot, _)| dot + 1));
+    for at in starts {
+        let Some(behind) = path[at..].strip_prefix(layer) else {
+            continue;
+        };
+        if behind.is_empty() || behind.starts_with(['.', '#', ':', '@']) {
+            let mut relative = String::with_capacity(path.len() + 2);
+            relative.push_str(&path[..at]);
+            relative.push_str("{}");
+            relative.push_str(behind);
+            return relative;
         }
-        from = at + first.len_utf8();
     }
     path.to_string()
 }

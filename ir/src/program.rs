@@ -35,6 +35,7 @@ use crate::{
     TransferId,
 };
 use serde::{Deserialize, Serialize};
+use smallvec::{SmallVec, smallvec};
 
 /// The whole program of a plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -264,9 +265,13 @@ pub struct Instruction {
     pub layer: Option<LayerId>,
 }
 
+/// Buffers of an instruction. Few have more than four, and every pass over a program asks for
+/// those of every instruction.
+pub type BufferIds = SmallVec<[BufferId; 4]>;
+
 impl Instruction {
     /// Buffers read, in operand order.
-    pub fn reads(&self) -> Vec<BufferId> {
+    pub fn reads(&self) -> BufferIds {
         match &self.kind {
             InstrKind::Compute {
                 kind,
@@ -274,29 +279,29 @@ impl Instruction {
                 outputs,
                 ..
             } => {
-                let mut reads = inputs.clone();
+                let mut reads = BufferIds::from_slice(inputs);
                 if matches!(kind, OpKind::Accumulate { .. }) {
-                    reads.extend(outputs);
+                    reads.extend_from_slice(outputs);
                 }
                 reads
             }
             InstrKind::Collective { items, .. } => items.iter().map(|i| i.input).collect(),
-            InstrKind::Slice { input, .. } | InstrKind::Copy { input, .. } => vec![*input],
+            InstrKind::Slice { input, .. } | InstrKind::Copy { input, .. } => smallvec![*input],
             InstrKind::Exchange { sends, .. } => sends.iter().map(|s| s.1).collect(),
             InstrKind::WorldSum { inputs, .. } => inputs.iter().map(|i| i.1).collect(),
-            InstrKind::Load { .. } | InstrKind::Fill { .. } => vec![],
+            InstrKind::Load { .. } | InstrKind::Fill { .. } => BufferIds::new(),
         }
     }
     /// Buffers written, in result order.
-    pub fn writes(&self) -> Vec<BufferId> {
+    pub fn writes(&self) -> BufferIds {
         match &self.kind {
-            InstrKind::Compute { outputs, .. } => outputs.clone(),
+            InstrKind::Compute { outputs, .. } => BufferIds::from_slice(outputs),
             InstrKind::Collective { items, .. } => items.iter().map(|i| i.output).collect(),
             InstrKind::Slice { output, .. }
             | InstrKind::Copy { output, .. }
             | InstrKind::WorldSum { output, .. }
             | InstrKind::Load { output, .. }
-            | InstrKind::Fill { output, .. } => vec![*output],
+            | InstrKind::Fill { output, .. } => smallvec![*output],
             InstrKind::Exchange { recvs, .. } => recvs.iter().map(|r| r.1).collect(),
         }
     }

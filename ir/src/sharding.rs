@@ -13,7 +13,15 @@
 
 use crate::{AxisId, LogicalMesh};
 use serde::{Deserialize, Serialize};
+use smallvec::{SmallVec, smallvec};
 use std::collections::BTreeMap;
+
+/// Axes of one dim, major first. Specs are copied for every value, use and buffer of a plan, so
+/// as many axes as meshes usually have lie in the spec itself.
+pub type Axes = SmallVec<[AxisId; 4]>;
+
+/// Shardings of a tensor's dims, in order.
+pub type Dims = SmallVec<[DimSharding; 3]>;
 
 /// How partial values over an axis combine.
 #[derive(
@@ -47,7 +55,7 @@ pub enum ReduceKind {
 )]
 pub struct DimSharding {
     /// Axes that shard the dim, major first; empty when the dim is whole.
-    pub axes: Vec<AxisId>,
+    pub axes: Axes,
     /// Shards are multiples of this many elements; 1 when the dim is whole.
     pub unit: u64,
 }
@@ -56,12 +64,13 @@ impl DimSharding {
     /// A dim that is not sharded.
     pub fn whole() -> Self {
         DimSharding {
-            axes: Vec::new(),
+            axes: Axes::new(),
             unit: 1,
         }
     }
     /// A dim sharded by `axes` in units of `unit`; whole when `axes` is empty.
-    pub fn by(axes: Vec<AxisId>, unit: u64) -> Self {
+    pub fn by(axes: impl Into<Axes>, unit: u64) -> Self {
+        let axes = axes.into();
         if axes.is_empty() {
             Self::whole()
         } else {
@@ -80,7 +89,7 @@ impl DimSharding {
 )]
 pub struct ShardingSpec {
     /// One entry per tensor dim.
-    pub dims: Vec<DimSharding>,
+    pub dims: Dims,
     /// Axes over which the values await a reduction.
     pub partial: BTreeMap<AxisId, ReduceKind>,
 }
@@ -100,7 +109,7 @@ impl ShardingSpec {
     /// Every rank holds the whole tensor of `rank` dims.
     pub fn replicated(rank: usize) -> Self {
         ShardingSpec {
-            dims: vec![DimSharding::whole(); rank],
+            dims: smallvec![DimSharding::whole(); rank],
             partial: BTreeMap::new(),
         }
     }
@@ -178,41 +187,27 @@ impl ShardingSpec {
     /// Text form: dims in brackets with the names of their axes, then the partial axes:
     /// `[x, _, y+z] partial(w: sum)`.
     pub fn display(&self, mesh: &LogicalMesh) -> String {
-        let name = |a: AxisId| {
-            mesh.axes
-                .get(a.index())
-                .map_or("?", |a| a.name.as_str())
-                .to_string()
-        };
-        let dims: Vec<String> = self
-            .dims
-            .iter()
-            .map(|d| match d.axes.is_empty() {
-                true => "_".to_string(),
-                false => {
-                    let axes = d
-                        .axes
-                        .iter()
-                        .map(|&a| name(a))
-                        .collect::<Vec<_>>()
-                        .join("+");
-                    if d.unit == 1 {
-                        axes
-                    } else {
-                        format!("{axes}/{}", d.unit)
-                    }
-                }
-            })
-            .collect();
-        let mut out = format!("[{}]", dims.join(", "));
-        if !self.partial.is_empty() {
-            let partial: Vec<String> = self
-                .partial
-                .iter()
-                .map(|(&a, k)| format!("{}: {}", name(a), reduce_name(*k)))
-                .collect();
-            out += &format!(" partial({})", partial.join(", "));
+        let name = |a: AxisId| mesh.axes.get(a.index()).map_or("?", |a| a.name.as_str());
+        let mut out = String::from("[");
+        for (i, d) in self.dims.iter().enumerate() {
+            out += if i == 0 { "" } else { ", " };
+            out += if d.is_whole() { "_" } else { "" };
+            for (k, &axis) in d.axes.iter().enumerate() {
+                out += if k == 0 { "" } else { "+" };
+                out += name(axis);
+            }
+            if !d.is_whole() && d.unit != 1 {
+                out += &format!("/{}", d.unit);
+            }
         }
+        out += "]";
+        for (i, (&axis, kind)) in self.partial.iter().enumerate() {
+            out += if i == 0 { " partial(" } else { ", " };
+            out += name(axis);
+            out += ": ";
+            out += reduce_name(*kind);
+        }
+        out += if self.partial.is_empty() { "" } else { ")" };
         out
     }
 }

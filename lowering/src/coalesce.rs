@@ -14,7 +14,8 @@ use buckets::Places;
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, TemplateKind};
 use ir::{AxisId, BufferId, DType, LogicalMesh, Region};
-use std::collections::{BTreeMap, BTreeSet};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeSet;
 
 pub(crate) fn coalesce(role: &mut RoleDraft, sizes: &BucketSizes) {
     let places = Places::new(role);
@@ -68,7 +69,7 @@ impl Buffers<'_> {
     }
     /// Operand bytes on one rank.
     fn bytes(&self, i: &Instruction) -> u64 {
-        self.sum(i.reads())
+        self.sum(&i.reads())
     }
     /// Bytes at which a bucket of microbatches over these axes is full.
     fn full(&self, axes: &[AxisId]) -> u64 {
@@ -77,28 +78,30 @@ impl Buffers<'_> {
     }
     /// The larger of operand and result bytes on one rank.
     fn message(&self, i: &Instruction) -> u64 {
-        self.sum(i.reads()).max(self.sum(i.writes()))
+        self.sum(&i.reads()).max(self.sum(&i.writes()))
     }
-    fn sum(&self, buffers: Vec<BufferId>) -> u64 {
-        let bytes = |b: BufferId| {
+    fn sum(&self, buffers: &[BufferId]) -> u64 {
+        let bytes = |b: &BufferId| {
             let b = &self.all[b.index()];
             b.spec
                 .local_elements(&b.lens, self.mesh)
                 .saturating_mul(b.dtype.bytes())
         };
         buffers
-            .into_iter()
+            .iter()
             .fold(0, |sum, b| sum.saturating_add(bytes(b)))
     }
 }
 
 fn can_merge(a: &Instruction, b: &Instruction, buffers: Buffers) -> bool {
-    let same = buffers.sort(a).is_some_and(|s| Some(s) == buffers.sort(b));
-    let touched: Vec<BufferId> = a.reads().into_iter().chain(a.writes()).collect();
-    let (a_writes, mut b_touched) = (a.writes(), b.reads().into_iter().chain(b.writes()));
-    let independent = b_touched.all(|x| !a_writes.contains(&x))
-        && b.writes().iter().all(|x| !touched.contains(x));
-    same && independent && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= buffers.sizes.step
+    if buffers.sort(a).is_none_or(|s| Some(s) != buffers.sort(b)) {
+        return false;
+    }
+    let (a_reads, a_writes) = (a.reads(), a.writes());
+    let (b_reads, b_writes) = (b.reads(), b.writes());
+    let waits = b_reads.iter().any(|x| a_writes.contains(x))
+        || (b_writes.iter()).any(|x| a_reads.contains(x) || a_writes.contains(x));
+    !waits && buffers.bytes(a).saturating_add(buffers.bytes(b)) <= buffers.sizes.step
 }
 
 /// Makes one collective of two; it serves a layer only if both serve it.
@@ -169,14 +172,14 @@ fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -
 
 /// For each instruction the later ones that must stay behind it: they read what it writes,
 /// or write what it reads or writes.
-fn successors(instructions: &[Instruction]) -> Vec<BTreeSet<usize>> {
-    let mut successors = vec![BTreeSet::new(); instructions.len()];
-    let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
-    let mut readers: BTreeMap<BufferId, Vec<usize>> = BTreeMap::new();
+fn successors(instructions: &[Instruction]) -> Vec<Vec<usize>> {
+    let mut successors = vec![Vec::new(); instructions.len()];
+    let mut writer: FxHashMap<BufferId, usize> = FxHashMap::default();
+    let mut readers: FxHashMap<BufferId, Vec<usize>> = FxHashMap::default();
     for (i, instruction) in instructions.iter().enumerate() {
         for b in instruction.reads() {
             if let Some(&w) = writer.get(&b) {
-                successors[w].insert(i);
+                successors[w].push(i);
             }
             readers.entry(b).or_default().push(i);
         }
@@ -187,10 +190,12 @@ fn successors(instructions: &[Instruction]) -> Vec<BTreeSet<usize>> {
                 .into_iter()
                 .chain(writer.insert(b, i));
             for p in before.filter(|&p| p != i) {
-                successors[p].insert(i);
+                successors[p].push(i);
             }
         }
     }
+    // Ascending as they came; those that wait for two buffers stand twice, side by side.
+    successors.iter_mut().for_each(Vec::dedup);
     successors
 }
 

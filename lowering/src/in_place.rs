@@ -8,7 +8,7 @@
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use ir::BufferId;
 use ir::collective::CollectiveKind;
-use ir::program::{InstrKind, TemplateKind};
+use ir::program::{BufferIds, InstrKind, TemplateKind};
 
 pub(crate) fn merge_all_reduces(role: &mut RoleDraft) {
     let facts = facts(role);
@@ -75,7 +75,7 @@ fn facts(role: &RoleDraft) -> Vec<Facts> {
         for instruction in &template.instructions {
             let mut reads = match &instruction.kind {
                 // An accumulation's reading of its own buffer is part of making it.
-                InstrKind::Compute { inputs, .. } => inputs.clone(),
+                InstrKind::Compute { inputs, .. } => BufferIds::from_slice(inputs),
                 _ => instruction.reads(),
             };
             reads.sort_unstable();

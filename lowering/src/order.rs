@@ -25,6 +25,7 @@ use crate::resolve::Resolved;
 use crate::schedule::{ChunkPass, ComputeSlot, SlotPass, schedule};
 use ir::StageId;
 use ir::plan::ScheduleKind;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The values that a pass of one mesh sends to another mesh; one exchange per microbatch.
@@ -89,10 +90,24 @@ pub fn total_order(
     let mut next = vec![0usize; schedules.len()];
     // Exchanges whose values are made, with the time of that; arrivals.
     let mut made: BTreeMap<(usize, u32), u64> = BTreeMap::new();
-    let mut arrived: BTreeMap<(usize, u32), u64> = BTreeMap::new();
-    let needs = needs(flows);
+    let mut arrived: FxHashMap<(usize, u32), u64> = FxHashMap::default();
+    let needs = by_pass(flows, |f| {
+        f.used_by.iter().map(|&pass| (f.to.index(), pass))
+    });
+    let makes = by_pass(flows, |f| [(f.from.index(), f.made_by)]);
+    // When each mesh's next slot can start, if its values have arrived; brought up to date for
+    // the meshes that an event concerns.
+    let mut ready: Vec<Option<u64>> = vec![None; schedules.len()];
+    let mut changed: Vec<usize> = (0..schedules.len()).collect();
     let mut order = Vec::new();
     loop {
+        for s in changed.drain(..) {
+            ready[s] = schedules[s].get(next[s]).and_then(|slot| {
+                let mut arrivals = needed(flows, &needs, s, *slot)
+                    .map(|(i, _)| arrived.get(&(i, slot.microbatch)));
+                arrivals.try_fold(clock[s], |start, at| Some(start.max(*at?)))
+            });
+        }
         let exchange = made
             .iter()
             .map(|(&(flow, m), &at)| {
@@ -104,14 +119,8 @@ pub fn total_order(
                 (start, flow, m)
             })
             .min();
-        let ready = |s: usize| {
-            let slot = schedules[s].get(next[s])?;
-            let mut arrivals =
-                needed(flows, &needs, s, *slot).map(|(i, _)| arrived.get(&(i, slot.microbatch)));
-            arrivals.try_fold(clock[s], |start, at| Some(start.max(*at?)))
-        };
-        let compute = (0..schedules.len())
-            .filter_map(|s| Some((ready(s)?, s)))
+        let compute = (ready.iter().enumerate())
+            .filter_map(|(s, &start)| Some((start?, s)))
             .min();
         match (exchange, compute) {
             (Some((start, flow, m)), c) if c.is_none_or(|c| start <= c.0) => {
@@ -122,6 +131,7 @@ pub fn total_order(
                         clock[side.index()] = start + EXCHANGE_TIME;
                     }
                 }
+                changed.extend([flows[flow].from.index(), flows[flow].to.index()]);
                 order.push(Event::Exchange(flow, m));
             }
             (_, Some((start, s))) => {
@@ -133,10 +143,9 @@ pub fn total_order(
                     } else {
                         BACKWARD_TIME
                     };
-                for (i, f) in flows.iter().enumerate() {
-                    if f.from.index() == s && f.made_by == slot.of {
-                        made.insert((i, slot.microbatch), clock[s]);
-                    }
+                changed.push(s);
+                for &i in makes.get(&(s, slot.of)).into_iter().flatten() {
+                    made.insert((i, slot.microbatch), clock[s]);
                 }
                 order.push(Event::Compute(StageId::new(s), slot));
             }
@@ -172,23 +181,27 @@ pub(crate) fn microbatch_events(r: &Resolved, draft: &Draft) -> Result<Vec<Event
     total_order(&schedules, &draft.flows, Travel::of(plan.schedule))
 }
 
-/// By mesh and pass: the flows (their indices) that it uses.
-type Needs = BTreeMap<(usize, ChunkPass), Vec<usize>>;
+/// By mesh and pass: flows (their indices), ascending.
+type ByPass = FxHashMap<(usize, ChunkPass), Vec<usize>>;
 
-fn needs(flows: &[Flow]) -> Needs {
-    let mut needs = Needs::new();
+/// The flows that each pass of a mesh has to do with, as `of` says.
+fn by_pass<'a, P>(flows: &'a [Flow], of: impl Fn(&'a Flow) -> P) -> ByPass
+where
+    P: IntoIterator<Item = (usize, ChunkPass)>,
+{
+    let mut found = ByPass::default();
     for (i, f) in flows.iter().enumerate() {
-        for &pass in &f.used_by {
-            needs.entry((f.to.index(), pass)).or_default().push(i);
+        for pass in of(f) {
+            found.entry(pass).or_default().push(i);
         }
     }
-    needs
+    found
 }
 
 /// The flows that a slot needs.
 fn needed<'a>(
     flows: &'a [Flow],
-    needs: &'a Needs,
+    needs: &'a ByPass,
     mesh: usize,
     slot: ComputeSlot,
 ) -> impl Iterator<Item = (usize, &'a Flow)> {

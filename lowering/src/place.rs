@@ -14,6 +14,7 @@ use crate::error::LowerError;
 use crate::hazards::set_dependencies;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, TemplateKind};
 use ir::{BufferId, StageId, TemplateId};
+use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes beyond which an arena is an error; leaves room for sums.
@@ -28,9 +29,9 @@ pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
 }
 
 /// Gives every buffer its class and drops those that nothing touches.
-fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
+fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
     // Ascending, as templates are gone through in order.
-    let mut touched_by: Vec<Vec<TemplateId>> = vec![Vec::new(); role.buffers.len()];
+    let mut touched_by: Vec<SmallVec<[TemplateId; 4]>> = vec![SmallVec::new(); role.buffers.len()];
     for (t, template) in role.templates.iter().enumerate() {
         for b in template
             .instructions
@@ -49,13 +50,14 @@ fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
         .chain(role.flows.values())
         .copied()
         .collect();
+    let drafted = std::mem::take(&mut role.buffers);
     let mut slots = SlotCounts {
         role: &role,
         by_templates: BTreeMap::new(),
     };
-    let mut renumbered = vec![None; role.buffers.len()];
-    let mut buffers = Vec::new();
-    for (i, (b, by)) in role.buffers.iter().zip(&touched_by).enumerate() {
+    let mut renumbered = vec![None; drafted.len()];
+    let mut buffers = Vec::with_capacity(drafted.len());
+    for (i, (b, by)) in drafted.into_iter().zip(&touched_by).enumerate() {
         let class = match b.lifetime {
             Lifetime::Persistent => BufferClass::Persistent,
             Lifetime::Accumulator | Lifetime::Kept => BufferClass::Step,
@@ -74,16 +76,16 @@ fn classify(role: RoleDraft) -> Result<RoleProgram, LowerError> {
             .saturating_mul(b.dtype.bytes());
         if bytes > MAX_BYTES {
             return Err(LowerError::TooLarge {
-                name: b.name.clone(),
+                name: b.name,
                 stage: role.stage,
             });
         }
         renumbered[i] = Some(BufferId::new(buffers.len()));
         buffers.push(Buffer {
-            name: b.name.clone(),
+            name: b.name,
             dtype: b.dtype,
-            lens: b.lens.clone(),
-            spec: b.spec.clone(),
+            lens: b.lens,
+            spec: b.spec,
             class,
             offset: 0,
             bytes,

@@ -226,11 +226,12 @@ impl<'a> Resolved<'a> {
         op.layer.map(|l| self.layers[l.index()].mesh)
     }
     /// The meshes that run an op.
-    pub fn stages_of(&self, op: &Op) -> Vec<StageId> {
-        match self.stage(op) {
-            Some(stage) => vec![stage],
-            None => self.stages().collect(),
-        }
+    pub fn stages_of(&self, op: &Op) -> impl Iterator<Item = StageId> + use<> {
+        let of = match self.stage(op) {
+            Some(stage) => stage.index()..stage.index() + 1,
+            None => 0..self.plan.n_meshes(),
+        };
+        of.map(StageId::new)
     }
     pub fn producer(&self, v: ValueId) -> &'a Op {
         self.graph().op(self.graph().value(v).producer)

@@ -10,7 +10,8 @@ use ir::plan::{edge_key, transfer_key, write_key};
 use ir::program::TemplateKind;
 use ir::reshard::{CrossPath, LayoutStep};
 use ir::{DType, LayerId, LogicalMesh, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
-use std::collections::{BTreeMap, HashMap};
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
 
 /// A layout change within a mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,7 +125,7 @@ pub(crate) struct Uses {
     starts: Vec<usize>,
     /// By use, the first one that shares its changed tensor.
     first: Vec<usize>,
-    cross_of: BTreeMap<(ValueId, StageId), usize>,
+    cross_of: FxHashMap<(ValueId, StageId), usize>,
 }
 
 impl Uses {
@@ -135,7 +136,7 @@ impl Uses {
             all,
             cross: Vec::new(),
             starts,
-            cross_of: BTreeMap::new(),
+            cross_of: FxHashMap::default(),
         };
         for u in &uses.all {
             let Some(from) = r.home(u.value).filter(|&home| home != u.stage) else {
@@ -279,7 +280,8 @@ fn cross_edge(r: &Resolved, u: &Use, from: StageId) -> CrossEdge {
 
 /// By use, the first one of the same value in the same spec, on its mesh and in its template.
 fn first_uses(all: &[Use]) -> Vec<usize> {
-    let mut known: HashMap<(StageId, Phase, ValueId), Vec<usize>> = HashMap::new();
+    type Firsts = SmallVec<[usize; 2]>;
+    let mut known: FxHashMap<(StageId, Phase, ValueId), Firsts> = FxHashMap::default();
     let first = |(i, u): (usize, &Use)| {
         let firsts = known.entry((u.stage, u.phase, u.value)).or_default();
         let equal = firsts.iter().find(|&&f| all[f].wanted == u.wanted);

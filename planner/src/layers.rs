@@ -10,10 +10,11 @@
 
 use crate::cluster_layers::without_key;
 use crate::groups::forward_of;
+use crate::pins::TensorPin;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{LayerId, Op, OpId, Region, ValueId};
-use std::collections::BTreeMap;
-use std::fmt::Write;
+use ir::{LayerId, Op, OpId, OpKind, Pass, Region, TensorType, ValueId};
+use rustc_hash::FxHashMap;
+use std::borrow::Cow;
 
 /// The layers of a training graph by kind.
 #[derive(Clone, Debug)]
@@ -36,9 +37,11 @@ impl Layers {
     }
 }
 
-/// Finds the kinds. `mark` adds text to the signature of a value by its name (pins that fix a
-/// tensor).
-pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> Layers {
+/// Finds the kinds. `pin` gives the pin that fixes a value, where there is one.
+pub fn find_layers<'a>(
+    training: &'a TrainingGraph,
+    pin: &'a dyn Fn(ValueId) -> Option<&'a TensorPin>,
+) -> Layers {
     let graph = &training.graph;
     let n = graph.layers.len();
     let mut ops = vec![Vec::new(); n];
@@ -47,107 +50,115 @@ pub fn find_layers(training: &TrainingGraph, mark: &dyn Fn(&str) -> String) -> L
             ops[layer.index()].push(id);
         }
     }
+    let states = training.states.iter();
     let reader = Reader {
         training,
-        states: training
-            .states
-            .iter()
-            .map(|s| (s.read, (s.role, s.write)))
-            .collect(),
-        mark,
+        states: states.map(|s| (s.read, (s.role, s.write))).collect(),
+        pin,
     };
-    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+    let mut kinds: Vec<Vec<Sign>> = Vec::new();
     let mut kind = Vec::with_capacity(n);
     let mut first = Vec::new();
     for (layer, members) in ops.iter().enumerate() {
         let following = ops.get(layer + 1).map_or(&[][..], Vec::as_slice);
         let signature = reader.signature(LayerId::new(layer), members, following);
-        let next = kinds.len();
-        let k = *kinds.entry(signature).or_insert(next);
-        if k == first.len() {
+        let known = kinds.iter().position(|k| *k == signature);
+        kind.push(known.unwrap_or_else(|| {
+            kinds.push(signature);
             first.push(LayerId::new(layer));
-        }
-        kind.push(k);
+            kinds.len() - 1
+        }));
     }
     Layers { ops, kind, first }
 }
 
-/// Writes signatures.
+/// What layers of one kind have in common, sign by sign.
+#[derive(Debug, PartialEq)]
+enum Sign<'a> {
+    /// An op begins, and whether it is at a layer's entrance.
+    Op(Cow<'a, OpKind>, Pass, Region, bool),
+    /// It is a gradient of another.
+    GradientOf(Origin),
+    /// It reads a state, whose next value is this result of that op.
+    State(StateRole, Origin, u32),
+    /// An operand: a result of an op.
+    Reads(Origin, u32, &'a TensorType),
+    /// A result.
+    Makes(&'a TensorType, Option<&'a TensorPin>),
+    /// A result of the next layer's entrance.
+    Next(&'a TensorType),
+    /// The pin of such a result, or of its gradient.
+    NextPin(Option<&'a TensorPin>),
+}
+
+/// Where an op stands, seen from a layer.
+#[derive(Debug, PartialEq)]
+enum Origin {
+    /// At this position of the layer.
+    Here(usize),
+    /// In the neighbour before (false) or behind.
+    Beside(bool),
+    /// It is this very op.
+    Op(OpId),
+}
+
+/// Reads signatures.
 struct Reader<'a> {
     training: &'a TrainingGraph,
     /// By the value that a state has during the step: its role and its next value.
-    states: BTreeMap<ValueId, (StateRole, ValueId)>,
-    mark: &'a dyn Fn(&str) -> String,
+    states: FxHashMap<ValueId, (StateRole, ValueId)>,
+    pin: &'a dyn Fn(ValueId) -> Option<&'a TensorPin>,
 }
 
-impl Reader<'_> {
-    fn signature(&self, layer: LayerId, ops: &[OpId], next: &[OpId]) -> String {
+impl<'a> Reader<'a> {
+    fn signature(&self, layer: LayerId, ops: &[OpId], next: &[OpId]) -> Vec<Sign<'a>> {
         let graph = &self.training.graph;
-        let mut out = String::new();
+        let mut signs = Vec::with_capacity(4 * ops.len());
         for &id in ops {
             let op = graph.op(id);
-            let _ = write!(
-                out,
-                "{:?}|{:?}|{:?}|",
-                without_key(&op.kind),
-                op.pass,
-                op.region,
-            );
-            if is_boundary(op) {
-                out.push_str("boundary|");
-            }
+            let kind = without_key(&op.kind);
+            signs.push(Sign::Op(kind, op.pass, op.region, is_boundary(op)));
             if let Some(forward) = forward_of(graph, &id) {
-                let _ = write!(out, "of {}|", self.origin(layer, ops, forward));
+                signs.push(Sign::GradientOf(self.origin(layer, ops, forward)));
             }
             if let Some((role, write)) = op.outputs.first().and_then(|v| self.states.get(v)) {
                 let write = graph.value(*write);
                 let writer = self.origin(layer, ops, write.producer);
-                let _ = write!(out, "{role:?} from {writer}:{}|", write.result);
+                signs.push(Sign::State(*role, writer, write.result));
             }
             for &v in &op.inputs {
                 let value = graph.value(v);
                 let origin = self.origin(layer, ops, value.producer);
-                let _ = write!(out, "<{origin}:{}:{}", value.result, value.ty);
+                signs.push(Sign::Reads(origin, value.result, &value.ty));
             }
-            for &v in &op.outputs {
-                let _ = write!(out, ">{}{}", graph.ty(v), self.mark(v));
-            }
-            out.push('\n');
+            let makes = |&v| Sign::Makes(graph.ty(v), (self.pin)(v));
+            signs.extend(op.outputs.iter().map(makes));
         }
         // A layer's model ends in the layouts of the next boundary: their types and pins count.
         for &id in next {
             let op = graph.op(id);
             if op.path.starts_with(ir::boundary::BOUNDARY) {
-                for &v in &op.outputs {
-                    let _ = write!(out, "next>{}", graph.ty(v));
-                }
+                signs.extend(op.outputs.iter().map(|&v| Sign::Next(graph.ty(v))));
             }
             if is_boundary(op) {
-                out.extend(op.outputs.iter().map(|&v| self.mark(v)));
+                signs.extend(op.outputs.iter().map(|&v| Sign::NextPin((self.pin)(v))));
             }
         }
-        out
+        signs
     }
 
-    fn mark(&self, v: ValueId) -> String {
-        (self.mark)(&self.training.graph.value_name(v))
-    }
-
-    /// Where an op stands, seen from a layer. What comes from a neighbour is known by the
-    /// distance alone when it is an activation or a gradient; anything else, such as a tied
-    /// table, is the same only where it is the same op.
-    fn origin(&self, layer: LayerId, ops: &[OpId], id: OpId) -> String {
+    /// What comes from a neighbour is known by the distance alone when it is an activation or a
+    /// gradient; anything else, such as a tied table, is the same only where it is the same op.
+    fn origin(&self, layer: LayerId, ops: &[OpId], id: OpId) -> Origin {
         let op = self.training.graph.op(id);
         let flows = op.region == Region::Microbatch && !op.kind.is_source();
         match op.layer {
             Some(l) if l == layer => match ops.binary_search(&id) {
-                Ok(position) => position.to_string(),
-                Err(_) => format!("@{}", op.path),
+                Ok(position) => Origin::Here(position),
+                Err(_) => Origin::Op(id),
             },
-            Some(l) if l.0.abs_diff(layer.0) == 1 && flows => {
-                format!("{:+}", i64::from(l.0) - i64::from(layer.0))
-            }
-            _ => format!("@{}", op.path),
+            Some(l) if l.0.abs_diff(layer.0) == 1 && flows => Origin::Beside(l > layer),
+            _ => Origin::Op(id),
         }
     }
 }

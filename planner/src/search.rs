@@ -91,16 +91,17 @@ pub(crate) fn plan(
         false => recompute(&kept, &chosen).map_err(input)?,
     };
     pins::check::check(pins, &training, cluster, train)?;
-    let layers = find_layers(&training, &|path| match pins.tensor(path) {
-        Some(pin) => format!("{pin:?}"),
-        None => String::new(),
-    });
-    if layers.kind.len() > MAX_LAYERS {
+    let n_layers = training.graph.layers.len();
+    if n_layers > MAX_LAYERS {
         return Err(PlanError::Input(format!(
-            "{} layers; the search slices at most {MAX_LAYERS}",
-            layers.kind.len()
+            "{n_layers} layers; the search slices at most {MAX_LAYERS}"
         )));
     }
+    let pin = |v| match pins.tensors.is_empty() {
+        true => None,
+        false => pins.tensor(&training.graph.value_name(v)),
+    };
+    let layers = find_layers(&training, &pin);
     let search = Search {
         training: &training,
         train,

@@ -247,7 +247,7 @@ mod tests {
             unit: 1,
         };
         ShardingSpec {
-            dims: vec![dim(&[0]), dim(second)],
+            dims: [dim(&[0]), dim(second)].into_iter().collect(),
             partial: Default::default(),
         }
     }

@@ -7,7 +7,9 @@
 //! additions per slot. Times are integer picoseconds, so this is exact, not close.
 
 use crate::costs::{InstrCost, QUEUES};
-use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, Template, TemplateKind};
+use ir::program::{
+    BufferClass, BufferIds, InstrKind, Instruction, RoleProgram, Template, TemplateKind,
+};
 use std::collections::BTreeMap;
 
 /// Picoseconds: a step of 200 days still fits. Sums saturate there, as figures of a cluster may
@@ -83,7 +85,7 @@ pub(super) struct Touch {
 }
 
 pub(super) fn touches(instruction: &Instruction, exchanged: &Exchanged) -> Vec<Touch> {
-    let of = |buffers: Vec<ir::BufferId>, writes| {
+    let of = |buffers: BufferIds, writes| {
         buffers.into_iter().filter_map(move |b| {
             Some(Touch {
                 copies: exchanged.copies(b)?,

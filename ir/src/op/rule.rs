@@ -9,7 +9,7 @@
 //! * `Replicate`: every operand and result is replicated.
 
 use super::{Binary, OpKind, Unary};
-use crate::sharding::{DimSharding, ReduceKind, ShardingSpec};
+use crate::sharding::{Axes, DimSharding, Dims, ReduceKind, ShardingSpec};
 use crate::{AxisId, Dim, FactorId, TensorType};
 use serde::{Deserialize, Serialize};
 
@@ -208,9 +208,9 @@ impl ShardingRule {
             .map(FactorId::new)
     }
 
-    fn dim_specs(&self, dims: &[DimFactor], strategy: &OpStrategy) -> Vec<DimSharding> {
+    fn dim_specs(&self, dims: &[DimFactor], strategy: &OpStrategy) -> Dims {
         let axes_of = |f: FactorId| {
-            let mut axes: Vec<AxisId> = (0..strategy.uses.len())
+            let mut axes: Axes = (0..strategy.uses.len())
                 .filter(|&a| strategy.uses[a] == AxisUse::Factor(f))
                 .map(AxisId::new)
                 .collect();

@@ -20,7 +20,6 @@
 
 use super::{Buffers, Sort, append, can_merge, list_schedule, successors};
 use crate::draft::{Lifetime, RoleDraft};
-use ir::BufferId;
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::program::{InstrKind, Instruction, TemplateKind};
@@ -28,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Which buffers of a role microbatches write, and which outlive one of their templates.
 pub(super) struct Places {
-    written: BTreeSet<BufferId>,
+    written: Vec<bool>,
     outlives: Vec<bool>,
 }
 
@@ -40,7 +39,7 @@ impl Places {
             .iter()
             .map(|b| b.lifetime != Lifetime::ByUse)
             .collect();
-        let mut written = BTreeSet::new();
+        let mut written = vec![false; role.buffers.len()];
         for (t, template) in role.templates.iter().enumerate() {
             let once = matches!(
                 template.kind,
@@ -52,7 +51,7 @@ impl Places {
                     outlives[b.index()] |= *first[b.index()].get_or_insert(t) != t;
                 }
                 if !once {
-                    written.extend(writes);
+                    writes.iter().for_each(|b| written[b.index()] = true);
                 }
             }
         }
@@ -78,7 +77,7 @@ impl Places {
         let InstrKind::Collective { kind, .. } = &i.kind else {
             return false;
         };
-        *kind == CollectiveKind::AllGather && i.reads().iter().all(|b| !self.written.contains(b))
+        *kind == CollectiveKind::AllGather && i.reads().iter().all(|b| !self.written[b.index()])
     }
 }
 

@@ -21,7 +21,7 @@ use crate::uses::{UseBy, Uses};
 use exchanges::Crossing;
 use ir::program::{InstrKind, TemplateKind, Transfer};
 use ir::{BufferId, Op, OpKind, Pass, ShardingSpec, StageId, ValueId};
-use std::collections::BTreeMap;
+use rustc_hash::FxHashMap;
 
 /// Emits all templates but does not order the microbatches.
 pub(crate) fn emit(r: &Resolved, uses: &Uses) -> Result<Draft, LowerError> {
@@ -70,7 +70,7 @@ struct Emitter<'r, 'a> {
     roles: Vec<RoleDraft>,
     transfers: Vec<Transfer>,
     /// Where values stand, by mesh.
-    places: BTreeMap<(ValueId, StageId), Located>,
+    places: FxHashMap<(ValueId, StageId), Located>,
     /// Values that go to other meshes, in the order of `uses.cross`.
     crossings: Vec<Crossing>,
     /// Data and constants made in the present phase.
@@ -94,7 +94,7 @@ impl<'r, 'a> Emitter<'r, 'a> {
             uses,
             roles,
             transfers: Vec::new(),
-            places: BTreeMap::new(),
+            places: FxHashMap::default(),
             crossings,
             sources: Vec::new(),
             phase: Phase::step(TemplateKind::StepBegin),

@@ -12,7 +12,7 @@ mod one_f_one_b;
 use ir::plan::ScheduleKind;
 
 /// What a compute slot computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SlotPass {
     /// Forward.
     Forward,
@@ -21,7 +21,7 @@ pub enum SlotPass {
 }
 
 /// A pass of one of a mesh's stages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkPass {
     /// The pass.
     pub pass: SlotPass,

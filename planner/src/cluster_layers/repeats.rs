@@ -6,6 +6,7 @@
 
 use super::places::Piece;
 use ir::{Graph, OpId, OpKind, ValueId};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::ops::Range;
@@ -84,9 +85,11 @@ fn signature(graph: &Graph, piece: &Piece, before: Option<ValueId>, shared: &[bo
 }
 
 /// The kind with its random key, a path, left out.
-pub(crate) fn without_key(kind: &OpKind) -> OpKind {
-    let mut kind = kind.clone();
-    if let OpKind::Dropout { key, .. } | OpKind::AttentionGrad { key, .. } = &mut kind {
+pub(crate) fn without_key(kind: &OpKind) -> Cow<'_, OpKind> {
+    let mut kind = Cow::Borrowed(kind);
+    if let OpKind::Dropout { .. } | OpKind::AttentionGrad { .. } = &*kind
+        && let OpKind::Dropout { key, .. } | OpKind::AttentionGrad { key, .. } = kind.to_mut()
+    {
         key.clear();
     }
     kind

@@ -56,7 +56,7 @@ impl Scene {
             })
             .collect();
         Scene {
-            layers: crate::layers::find_layers(&training, &|_| String::new()),
+            layers: crate::layers::find_layers(&training, &|_| None),
             saved: vec![true; training.graph.values().len()],
             buckets: Buckets::new(&training),
             of_parameters: crate::pins::whole::made_of_parameters(&training.graph),

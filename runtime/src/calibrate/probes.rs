@@ -9,7 +9,7 @@ use ir::program::{
 };
 use ir::reshard::LayoutStep;
 use ir::{
-    AxisId, BufferId, DType, DimSharding, LogicalMesh, OpKind, Pass, Rank, ReduceKind,
+    AxisId, BufferId, DType, DimSharding, Dims, LogicalMesh, OpKind, Pass, Rank, ReduceKind,
     ShardingSpec, StageId, TemplateId,
 };
 
@@ -465,7 +465,7 @@ impl ProgramOfProbes {
             let lens = [(bytes / 4).next_multiple_of(u64::from(self.group))];
             let whole = ShardingSpec::replicated(1);
             let split = ShardingSpec {
-                dims: vec![DimSharding::by(vec![GROUP], 1)],
+                dims: Dims::from_iter([DimSharding::by([GROUP].as_slice(), 1)]),
                 ..whole.clone()
             };
             let partial = ShardingSpec {

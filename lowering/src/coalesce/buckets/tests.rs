@@ -4,8 +4,8 @@ use crate::draft::DraftBuffer;
 use ir::program::{CollectiveItem, Stream, Template};
 use ir::reshard::LayoutStep;
 use ir::{
-    Axis, AxisId, DType, DeviceMesh, LayerId, LogicalMesh, Pass, Rank, ReduceKind, Region,
-    ShardingSpec, StageId,
+    Axis, AxisId, BufferId, DType, DeviceMesh, LayerId, LogicalMesh, Pass, Rank, ReduceKind,
+    Region, ShardingSpec, StageId,
 };
 
 /// Elements of f32 tensors of 1, 10 and 25 MiB.

@@ -67,7 +67,7 @@ impl Case {
     }
 
     fn search(&self) -> Search<'_> {
-        let layers = find_layers(&self.training, &|_| String::new());
+        let layers = find_layers(&self.training, &|_| None);
         Search {
             training: &self.training,
             train: &self.train,
