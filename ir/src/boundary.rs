@@ -16,8 +16,7 @@ pub const BOUNDARY: &str = "boundary";
 /// A copy of the forward graph with a `Layout` op wherever a microbatch value (not an
 /// `Input`) is used by a layer other than its producer's. Value ids change, paths do not.
 pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
-    let mut out = Graph::new(forward.name.clone());
-    out.layers = forward.layers.clone();
+    let mut out = forward.without_ops();
     let mut map: Vec<ValueId> = Vec::with_capacity(forward.values().len());
     let mut entered = BTreeMap::new();
     for op in forward.ops() {

@@ -208,6 +208,19 @@ impl Graph {
             ..Graph::default()
         }
     }
+    /// A graph of the same name and layers without ops, with room for those of this one and
+    /// some more.
+    pub(crate) fn without_ops(&self) -> Graph {
+        let more = |n: usize| n + n / 4;
+        Graph {
+            name: self.name.clone(),
+            ops: Vec::with_capacity(more(self.ops.len())),
+            values: Vec::with_capacity(more(self.values.len())),
+            paths: Paths(HashTable::with_capacity(more(self.ops.len()))),
+            layers: self.layers.clone(),
+            outputs: Vec::new(),
+        }
+    }
     /// Declares the next layer.
     pub fn add_layer(&mut self, name: impl Into<String>) -> LayerId {
         self.layers.push(name.into());

@@ -26,8 +26,7 @@ pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), Grap
         first.entry(s.consumers[0]).or_default().push(i);
         through.extend(s.consumers.iter().map(|&c| ((c, s.value), i)));
     }
-    let mut out = Graph::new(graph.name.clone());
-    out.layers = graph.layers.clone();
+    let mut out = graph.without_ops();
     let mut moved: Vec<ValueId> = Vec::with_capacity(graph.values().len());
     let mut layouts: BTreeMap<usize, ValueId> = BTreeMap::new();
     for (id, op) in graph.iter() {

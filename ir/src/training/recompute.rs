@@ -184,11 +184,10 @@ pub fn recompute(
     }
     let mut copy = Copied {
         from: graph,
-        out: Graph::new(graph.name.clone()),
+        out: graph.without_ops(),
         moved: Vec::with_capacity(graph.values().len()),
         twin: BTreeMap::new(),
     };
-    copy.out.layers = graph.layers.clone();
     for (id, op) in graph.iter() {
         for &source in before.get(&id).into_iter().flatten() {
             copy.twin(graph.op(source))?;

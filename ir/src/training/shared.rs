@@ -22,8 +22,7 @@ pub(super) fn share_parameters(training: TrainingGraph) -> Result<TrainingGraph,
     if wanted.is_empty() {
         return Ok(training);
     }
-    let mut out = Graph::new(graph.name.clone());
-    out.layers = graph.layers.clone();
+    let mut out = graph.without_ops();
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.values().len());
     let mut shared: BTreeMap<(LayerId, ValueId), ValueId> = BTreeMap::new();
     let mut begun = true;
