@@ -88,7 +88,7 @@ enum Sign<'a> {
     /// A result of the next layer's entrance.
     Next(&'a TensorType),
     /// The pin of such a result, or of its gradient.
-    NextPin(Option<&'a TensorPin>),
+    NextPin(&'a TensorPin),
 }
 
 /// Where an op stands, seen from a layer.
@@ -141,7 +141,8 @@ impl<'a> Reader<'a> {
                 signs.extend(op.outputs.iter().map(|&v| Sign::Next(graph.ty(v))));
             }
             if is_boundary(op) {
-                signs.extend(op.outputs.iter().map(|&v| Sign::NextPin((self.pin)(v))));
+                let pins = op.outputs.iter().filter_map(|&v| (self.pin)(v));
+                signs.extend(pins.map(Sign::NextPin));
             }
         }
         signs
