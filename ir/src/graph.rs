@@ -209,7 +209,7 @@ impl Graph {
         }
     }
     /// A graph of the same name and layers without ops, with room for those of this one and
-    /// some more.
+    /// a quarter more: about what layout changes and recomputation add.
     pub(crate) fn without_ops(&self) -> Graph {
         let more = |n: usize| n + n / 4;
         Graph {
@@ -450,5 +450,44 @@ impl Graph {
                 .collect()
         };
         op.kind.work(&concrete(&op.inputs), &concrete(&op.outputs))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(graph: &mut Graph, path: &str) -> Result<Vec<ValueId>, GraphError> {
+        let place = Place {
+            path: path.to_string(),
+            pass: Pass::F,
+            region: Region::Microbatch,
+            layer: None,
+        };
+        graph.add(OpKind::Constant { value: 1.0 }, &[], place)
+    }
+
+    #[test]
+    fn ops_are_found_by_path_in_copies_that_go_on_apart() {
+        let mut one = Graph::new("m");
+        // More than one growth of the table.
+        let paths: Vec<String> = (0..100).map(|i| format!("op.{i}")).collect();
+        for path in &paths {
+            add(&mut one, path).expect("a new path");
+        }
+        let mut other = one.clone();
+        add(&mut one, "a").expect("a new path");
+        add(&mut other, "b").expect("a new path");
+        for (i, path) in paths.iter().enumerate() {
+            assert_eq!(one.find(path), Some(OpId::new(i)));
+            assert_eq!(other.find(path), Some(OpId::new(i)));
+        }
+        let found = |g: &Graph| (g.find("a").is_some(), g.find("b").is_some());
+        assert_eq!((found(&one), found(&other)), ((true, false), (false, true)));
+        assert!(matches!(
+            add(&mut one, "op.7"),
+            Err(GraphError::Path { .. })
+        ));
+        assert_ne!(one, other);
     }
 }

@@ -462,6 +462,10 @@ mod tests {
             ("head#0", "head", "{}#0"),
             ("äh.ä.x", "ä", "äh.{}.x"),
             ("head.param_1", "", "head.param_1"),
+            ("a.a.a.b", "a.a", "{}.a.b"),
+            ("xa.a.a.b", "a.a", "xa.{}.b"),
+            ("h.3", "h.3", "{}"),
+            (".h.3.", "h.3", ".{}."),
         ] {
             assert_eq!(relative_path(path, layer), relative);
             assert_eq!(absolute_path(relative, layer), path);

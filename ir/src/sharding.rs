@@ -20,7 +20,8 @@ use std::collections::BTreeMap;
 /// as many axes as meshes usually have lie in the spec itself.
 pub type Axes = SmallVec<[AxisId; 4]>;
 
-/// Shardings of a tensor's dims, in order.
+/// Shardings of a tensor's dims, in order. Three are those of activations (samples, positions,
+/// features); the rare tensors of more dims lie beside.
 pub type Dims = SmallVec<[DimSharding; 3]>;
 
 /// How partial values over an axis combine.
@@ -269,4 +270,29 @@ fn valid_units(units: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]
             .min(block);
     }
     extent
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Specs with more dims and axes than lie in them are written and read like all others.
+    #[test]
+    fn large_specs_survive_json() {
+        let axes = |ids: std::ops::Range<u32>| ids.map(AxisId).collect::<Axes>();
+        let spec = ShardingSpec {
+            dims: [axes(0..6), axes(6..6), axes(6..7), axes(7..7), axes(7..12)]
+                .map(|axes| DimSharding::by(axes, 2))
+                .into_iter()
+                .collect(),
+            partial: [(AxisId(12), ReduceKind::Max)].into(),
+        };
+        let text = serde_json::to_string(&spec).expect("specs are written");
+        assert!(
+            text.starts_with(r#"{"dims":[{"axes":[0,1,2,3,4,5],"unit":2},{"axes":[],"unit":1}"#),
+            "{text}"
+        );
+        let read: ShardingSpec = serde_json::from_str(&text).expect("specs are read");
+        assert_eq!(read, spec);
+    }
 }

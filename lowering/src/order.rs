@@ -75,7 +75,7 @@ const BACKWARD_TIME: u64 = 2 * FORWARD_TIME;
 /// serially, and of two equal candidates the one that waited for it should come later.
 const EXCHANGE_TIME: u64 = 1;
 
-/// The total order; `schedules` holds one list per mesh.
+/// The total order; `schedules` holds one list per mesh, and flows are between those meshes.
 ///
 /// Candidates are the exchanges whose values are made and the next slot of each mesh whose
 /// values have arrived. The one that can start first is next; at equal times exchanges come

@@ -30,7 +30,7 @@ pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
 
 /// Gives every buffer its class and drops those that nothing touches.
 fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
-    // Ascending, as templates are gone through in order.
+    // Ascending, as templates are gone through in order; one to four but for shared parameters.
     let mut touched_by: Vec<SmallVec<[TemplateId; 4]>> = vec![SmallVec::new(); role.buffers.len()];
     for (t, template) in role.templates.iter().enumerate() {
         for b in template

@@ -280,6 +280,7 @@ fn cross_edge(r: &Resolved, u: &Use, from: StageId) -> CrossEdge {
 
 /// By use, the first one of the same value in the same spec, on its mesh and in its template.
 fn first_uses(all: &[Use]) -> Vec<usize> {
+    // A value is seldom wanted in more than two specs.
     type Firsts = SmallVec<[usize; 2]>;
     let mut known: FxHashMap<(StageId, Phase, ValueId), Firsts> = FxHashMap::default();
     let first = |(i, u): (usize, &Use)| {

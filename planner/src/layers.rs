@@ -6,7 +6,8 @@
 //! same op elsewhere), the same relation between gradient and forward ops and between states
 //! and their updates, and boundaries behind them that have equal types and pins. Paths do not
 //! count, so layers are found equal whatever their author called their ops; a choice made for
-//! one layer is read for another by position ([`Layers::counterpart`]).
+//! one layer is read for another by position ([`Layers::counterpart`]). Attributes are compared as
+//! numbers, so zeros of either sign are equal.
 
 use crate::cluster_layers::without_key;
 use crate::groups::forward_of;
@@ -75,7 +76,7 @@ pub fn find_layers<'a>(
 /// What layers of one kind have in common, sign by sign.
 #[derive(Debug, PartialEq)]
 enum Sign<'a> {
-    /// An op begins, and whether it is at a layer's entrance.
+    /// An op begins, and whether it is at a layer's entrance or brings the gradient back to it.
     Op(Cow<'a, OpKind>, Pass, Region, bool),
     /// It is a gradient of another.
     GradientOf(Origin),

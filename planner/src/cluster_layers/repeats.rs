@@ -86,13 +86,13 @@ fn signature(graph: &Graph, piece: &Piece, before: Option<ValueId>, shared: &[bo
 
 /// The kind with its random key, a path, left out.
 pub(crate) fn without_key(kind: &OpKind) -> Cow<'_, OpKind> {
-    let mut kind = Cow::Borrowed(kind);
-    if let OpKind::Dropout { .. } | OpKind::AttentionGrad { .. } = &*kind
-        && let OpKind::Dropout { key, .. } | OpKind::AttentionGrad { key, .. } = kind.to_mut()
+    let mut own = Cow::Borrowed(kind);
+    if matches!(kind, OpKind::Dropout { .. } | OpKind::AttentionGrad { .. })
+        && let OpKind::Dropout { key, .. } | OpKind::AttentionGrad { key, .. } = own.to_mut()
     {
         key.clear();
     }
-    kind
+    own
 }
 
 /// The runs worth a layer per copy, first to last: the one that holds the most FLOPs, then
