@@ -147,6 +147,17 @@ fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
     found
 }
 
+/// The buffers whose bytes others use too: transients, and microbatch buffers that lie where a
+/// transient does.
+pub(crate) fn shared_bytes(role: &RoleProgram) -> BTreeSet<BufferId> {
+    let transients: Vec<BufferId> = (0..role.buffers.len())
+        .map(BufferId::new)
+        .filter(|&b| role.buffer(b).class == BufferClass::Transient)
+        .collect();
+    let lost = lost_to_transients(role, &transients);
+    transients.into_iter().chain(lost).collect()
+}
+
 /// Microbatch buffers that share bytes with some of these transients.
 pub(crate) fn lost_to_transients(role: &RoleProgram, transients: &[BufferId]) -> Vec<BufferId> {
     let lasting = spans(

@@ -6,9 +6,12 @@ use crate::plan::mesh_problem;
 use crate::ranges::{MAX_LEN, local_elements};
 use crate::report::{Report, buffer_place, instr_place, role_place, slot_place, template_name};
 use ir::plan::Plan;
-use ir::program::{BufferClass, InstrKind, Program, RoleProgram, TemplateKind};
+use ir::program::{
+    BufferClass, Event, InstrKind, MAX_STREAMS, Program, RoleProgram, Stream, TemplateKind,
+};
 use ir::reshard::LayoutStep;
 use ir::{AxisId, InstrId, LogicalMesh, ShardingSpec, TemplateId};
+use std::collections::BTreeSet;
 
 /// Most copies of buffers of one role that are tracked.
 const MAX_COPIES: u64 = 1 << 26;
@@ -21,6 +24,7 @@ pub(crate) fn check(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &
     let stages = stages_of_layers(plan, facts.graph.layers.len());
     for (i, role) in program.roles.iter().enumerate() {
         buffers(program, i, role, report);
+        streams(i, role, report);
         named_buffers(facts, i, role, report);
         chunks(
             &stages,
@@ -225,6 +229,18 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
     }
 }
 
+fn streams(i: usize, role: &RoleProgram, report: &mut Report) {
+    let distinct: BTreeSet<&Stream> = role.streams.iter().collect();
+    if distinct.len() != role.streams.len() || role.streams.len() > MAX_STREAMS {
+        report.add(
+            role_place(i),
+            "streams",
+            format!("at most {MAX_STREAMS} streams, each once"),
+            format!("{} of {} differ", distinct.len(), role.streams.len()),
+        );
+    }
+}
+
 fn named_buffers(facts: &Facts<'_>, i: usize, role: &RoleProgram, report: &mut Report) {
     let states = role.states.iter().map(|s| (s.path.as_str(), s.buffer));
     let results = [("loss", role.loss), ("grad_norm", role.grad_norm)]
@@ -275,6 +291,24 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
     for d in instr.deps.iter().filter(|d| **d >= j) {
         bad("deps", format!("instructions before {j}"), d.to_string());
     }
+    for event in &instr.events {
+        let known = match event {
+            Event::Drained(stream) => stream.index() < role.streams.len(),
+            Event::Done {
+                template,
+                instruction,
+                ..
+            } => (role.templates.get(template.index()))
+                .is_some_and(|t| instruction.index() < t.instructions.len()),
+        };
+        if !known {
+            bad(
+                "events",
+                "a stream or an instruction of the role".into(),
+                format!("{event:?}"),
+            );
+        }
+    }
     let n_axes = role.mesh.axes.len();
     let mut axes: Vec<AxisId> = Vec::new();
     match &instr.kind {
@@ -316,12 +350,19 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
             format!("in a template of kind {}", template_name(template.kind)),
         );
     }
-    let stream_is_transfer = instr.stream == ir::program::Stream::Transfer;
-    if exchanges != stream_is_transfer {
+    // Kernels may run on any stream but that of transfers; what meets others keeps its order.
+    let stream = role.streams.get(instr.stream.index());
+    let own = Stream::of(&instr.kind);
+    let fits = match own {
+        Stream::Kernels => stream.is_some_and(|s| *s != Stream::Transfers),
+        _ => stream == Some(&own),
+    };
+    if !fits {
+        let name = |s: &Stream| s.name(&role.mesh);
         bad(
             "stream",
-            "exchanges on the transfer stream, and nothing else there".into(),
-            format!("{:?}", instr.stream),
+            format!("the stream of {}", name(&own)),
+            stream.map_or("none".into(), name),
         );
     }
 }

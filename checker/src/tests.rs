@@ -12,7 +12,8 @@ use ir::program::{
 use ir::training::{TrainingGraph, training_graph};
 use ir::{
     BufferId, Bytes, DType, DeviceMesh, Graph, InstrId, LogicalMesh, Op, OpKind, Pass, Place, Rank,
-    ReduceKind, Region, Shape, ShardingSpec, StageId, TemplateId, TensorType, TrainSpec, ValueId,
+    ReduceKind, Region, Shape, ShardingSpec, StageId, StreamId, TemplateId, TensorType, TrainSpec,
+    ValueId,
 };
 use std::collections::BTreeMap;
 
@@ -194,10 +195,17 @@ impl Naive<'_> {
         b
     }
     fn push(&mut self, template: usize, kind: InstrKind) {
+        let instructions = &self.role.templates[template].instructions;
         let instr = Instruction {
+            stream: StreamId(u32::from(matches!(kind, InstrKind::WorldSum { .. }))),
             kind,
-            stream: Stream::Compute,
-            deps: vec![],
+            deps: instructions
+                .len()
+                .checked_sub(1)
+                .map(InstrId::new)
+                .into_iter()
+                .collect(),
+            events: vec![],
             pass: Pass::F,
             layer: None,
         };
@@ -292,6 +300,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
     let role = RoleProgram {
         stage: StageId(0),
         mesh: plan.stages[0].mesh.clone(),
+        streams: vec![Stream::Kernels, Stream::World],
         buffers: vec![],
         templates: vec![
             template(TemplateKind::StepBegin),
@@ -514,8 +523,9 @@ fn streams_need_deps() {
         after(1, |role| {
             let (t, i) = find(role, "total");
             let instr = &mut role.templates[t].instructions[i];
-            instr.stream = Stream::Collective;
+            instr.stream = StreamId::new(role.streams.len());
             instr.deps = deps.iter().map(|&d| InstrId(d)).collect();
+            role.streams.push(Stream::Communicator { axes: vec![] });
         })
     };
     // It reads what its predecessor writes, and its successor reads what it writes.
@@ -570,8 +580,9 @@ fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
         role.templates = kinds
             .map(|kind| Instruction {
                 kind,
-                stream: Stream::Transfer,
+                stream: StreamId(0),
                 deps: vec![],
+                events: vec![],
                 pass: Pass::F,
                 layer: None,
             })

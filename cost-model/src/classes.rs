@@ -108,9 +108,10 @@ fn groups(mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<Vec<u32>> {
 mod tests {
     use super::*;
     use crate::testing::role;
+    use ir::StreamId;
     use ir::collective::CollectiveKind;
     use ir::mesh::{Axis, DeviceMesh};
-    use ir::program::{Instruction, Stream, Template, TemplateKind};
+    use ir::program::{Instruction, Template, TemplateKind};
     use ir::{Pass, sharding::ReduceKind};
 
     /// Hosts of four.
@@ -138,8 +139,9 @@ mod tests {
                 axes: vec![AxisId(a)],
                 items: Vec::new(),
             },
-            stream: Stream::Collective,
+            stream: StreamId(0),
             deps: Vec::new(),
+            events: Vec::new(),
             pass: Pass::F,
             layer: None,
         };

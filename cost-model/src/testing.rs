@@ -9,8 +9,8 @@ use ir::program::{
 };
 use ir::software::Software;
 use ir::{
-    BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, TemplateId,
-    TransferId,
+    BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, StreamId,
+    TemplateId, TransferId,
 };
 
 /// A cluster whose times are easy to write down: vector work at `1e9` FLOP/s (memory never
@@ -62,6 +62,11 @@ pub(crate) fn role(stage: u32, first: u32, n: u32) -> RoleProgram {
     RoleProgram {
         stage: StageId(stage),
         mesh: mesh(first, n),
+        streams: vec![
+            Stream::Kernels,
+            Stream::Communicator { axes: Vec::new() },
+            Stream::Transfers,
+        ],
         buffers: Vec::new(),
         templates: Vec::new(),
         trace: Vec::new(),
@@ -72,11 +77,17 @@ pub(crate) fn role(stage: u32, first: u32, n: u32) -> RoleProgram {
     }
 }
 
-pub(crate) fn instr(kind: InstrKind, stream: Stream, deps: &[u32]) -> Instruction {
+/// The streams of a test's role: kernels, collectives, transfers.
+pub(crate) const KERNELS: StreamId = StreamId(0);
+pub(crate) const COLLECTIVES: StreamId = StreamId(1);
+pub(crate) const TRANSFERS: StreamId = StreamId(2);
+
+pub(crate) fn instr(kind: InstrKind, stream: StreamId, deps: &[u32]) -> Instruction {
     Instruction {
         kind,
         stream,
         deps: deps.iter().map(|&d| InstrId(d)).collect(),
+        events: Vec::new(),
         pass: Pass::F,
         layer: None,
     }
@@ -191,11 +202,11 @@ fn pipeline_role(
         kind,
         chunk: 0,
         instructions: vec![
-            instr(relu("own", own, own), Stream::Compute, &[]),
-            instr(copy(from, main), Stream::Compute, &[]),
-            instr(relu("main", main, main), Stream::Compute, &[]),
-            instr(copy(main, to), Stream::Compute, &[]),
-            instr(fill(own), Stream::Collective, &[0]),
+            instr(relu("own", own, own), KERNELS, &[]),
+            instr(copy(from, main), KERNELS, &[]),
+            instr(relu("main", main, main), KERNELS, &[]),
+            instr(copy(main, to), KERNELS, &[]),
+            instr(fill(own), COLLECTIVES, &[0]),
         ],
     };
     let exchange = |sends: Vec<(u32, u32)>, recvs: Vec<(u32, u32)>| {
@@ -212,7 +223,7 @@ fn pipeline_role(
                     sends: ids(sends),
                     recvs: ids(recvs),
                 },
-                Stream::Transfer,
+                TRANSFERS,
                 &[],
             )],
         }
@@ -242,6 +253,7 @@ fn pipeline_role(
         ),
     ];
     r.trace = one_f_one_b(s, p, m);
+    lowering::set_events(&mut r);
     r
 }
 

@@ -52,6 +52,10 @@ typed_id!(
     Rank, "rank"
 );
 typed_id!(
+    /// A stream of a role's ranks.
+    StreamId, "stream"
+);
+typed_id!(
     /// An axis of a logical mesh; axis 0 is the outermost (slowest links).
     AxisId, "axis"
 );

@@ -31,8 +31,8 @@ pub mod zigzag;
 
 pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
 pub use id::{
-    AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, TemplateId, TransferId,
-    ValueId,
+    AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, StreamId, TemplateId,
+    TransferId, ValueId,
 };
 pub use mesh::{Axis, DeviceMesh, LogicalMesh};
 pub use op::OpKind;

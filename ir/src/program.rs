@@ -9,12 +9,10 @@
 //! instructions) for a microbatch. Semantics that bind every reader:
 //!
 //! 1. *Serial order.* Playing the trace slot by slot, each template in list order, is valid.
-//! 2. *Streams.* Instructions of one stream run in that order. Within a template an
-//!    instruction waits for its `deps`. A template other than an exchange starts when the
-//!    previous non-exchange template of the trace is complete on all streams. Exchange
-//!    templates run on the transfer stream and wait only for the instructions that wrote the
-//!    buffers they send, or last used the buffers they receive into; a later instruction
-//!    that uses a received buffer, or overwrites a sent one, waits for the exchange.
+//! 2. *Streams and events.* Instructions of one stream run one after the other in that order.
+//!    Beyond that an instruction waits for its `deps`, which are in its own slot, and its
+//!    `events`, which are in earlier slots, and for nothing else: slots overlap wherever
+//!    neither says otherwise. A step begins when the step before is complete on all streams.
 //! 3. *Rendezvous.* A collective completes when all members of its group have started it; an
 //!    exchange's send completes when the receiver has started the matching receive. The sends
 //!    and receives of one exchange proceed together.
@@ -31,8 +29,8 @@ use crate::op::OpKind;
 use crate::reshard::LayoutStep;
 use crate::training::StateRole;
 use crate::{
-    BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId,
-    TransferId,
+    AxisId, BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId,
+    TemplateId, TransferId,
 };
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
@@ -142,28 +140,81 @@ impl Buffer {
     }
 }
 
-/// Streams of a rank; FIFO each.
+/// Most streams of a role: a communicator for every set of axes of a large mesh, and more.
+pub const MAX_STREAMS: usize = 128;
+
+/// A queue of every rank of a role: its instructions run one after the other. A role has one
+/// of each kind at most, and as many communicators as groups.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    schemars::JsonSchema,
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Stream {
     /// Kernels and local copies.
-    Compute,
-    /// Collectives within the stage, and the world's.
-    Collective,
+    Kernels,
+    /// Collectives of one communicator: the groups over these axes.
+    Communicator {
+        /// The axes, as the collectives name them.
+        axes: Vec<AxisId>,
+    },
+    /// Sums over all ranks of the plan.
+    World,
     /// Stage-to-stage exchanges.
-    Transfer,
+    Transfers,
+}
+
+impl Stream {
+    /// The stream that an instruction belongs on.
+    pub fn of(kind: &InstrKind) -> Stream {
+        match kind {
+            InstrKind::Collective { axes, .. } => Stream::Communicator { axes: axes.clone() },
+            InstrKind::WorldSum { .. } => Stream::World,
+            InstrKind::Exchange { .. } => Stream::Transfers,
+            InstrKind::Compute { .. }
+            | InstrKind::Slice { .. }
+            | InstrKind::Load { .. }
+            | InstrKind::Fill { .. }
+            | InstrKind::Copy { .. } => Stream::Kernels,
+        }
+    }
+    /// Name in reports and timelines; `kernels`, `collectives over x+y`.
+    pub fn name(&self, mesh: &LogicalMesh) -> String {
+        match self {
+            Stream::Kernels => "kernels".into(),
+            Stream::Communicator { axes } => {
+                let name = |a: &AxisId| mesh.axes.get(a.index()).map_or("?", |a| a.name.as_str());
+                let names: Vec<&str> = axes.iter().map(name).collect();
+                format!("collectives over {}", names.join("+"))
+            }
+            Stream::World => "world".into(),
+            Stream::Transfers => "transfers".into(),
+        }
+    }
+}
+
+/// Something in earlier slots of the trace that an instruction waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Event {
+    /// All that earlier slots have put on a stream.
+    Drained(StreamId),
+    /// One instruction of an earlier slot; nothing where there is no such slot.
+    Done {
+        /// The template that the slot plays.
+        template: TemplateId,
+        /// The instruction.
+        instruction: InstrId,
+        /// Which of the slots that play it.
+        which: Which,
+    },
+}
+
+/// One of the earlier slots that play a template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Which {
+    /// The latest.
+    Latest,
+    /// That of the microbatch so many before this slot's; 0 is the same microbatch.
+    Back(u32),
 }
 
 /// One buffer's part in a collective.
@@ -197,7 +248,7 @@ pub enum InstrKind {
         /// What it does.
         kind: CollectiveKind,
         /// Axes of the group.
-        axes: Vec<crate::AxisId>,
+        axes: Vec<AxisId>,
         /// The buffers.
         items: Vec<CollectiveItem>,
     },
@@ -254,10 +305,12 @@ pub enum InstrKind {
 pub struct Instruction {
     /// What it does.
     pub kind: InstrKind,
-    /// Where it runs.
-    pub stream: Stream,
-    /// Earlier instructions of the same template that it waits for.
+    /// Where it runs: the place of its stream among the role's.
+    pub stream: StreamId,
+    /// Earlier instructions of the same slot that it waits for.
     pub deps: Vec<InstrId>,
+    /// What it waits for in earlier slots.
+    pub events: Vec<Event>,
     /// Pass of the op it serves; of an exchange, the pass that makes what it moves. All parts
     /// of an exchange in microbatches serve the forward pass, or none does.
     pub pass: Pass,
@@ -375,6 +428,8 @@ pub struct RoleProgram {
     pub stage: StageId,
     /// Its mesh.
     pub mesh: LogicalMesh,
+    /// Its streams, each once; instructions name them by place.
+    pub streams: Vec<Stream>,
     /// Its buffers.
     pub buffers: Vec<Buffer>,
     /// Its templates.
@@ -395,6 +450,10 @@ impl RoleProgram {
     /// One buffer.
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.index()]
+    }
+    /// One stream.
+    pub fn stream(&self, id: StreamId) -> &Stream {
+        &self.streams[id.index()]
     }
     /// One template.
     pub fn template(&self, id: TemplateId) -> &Template {

@@ -203,9 +203,9 @@ fn successors(instructions: &[Instruction]) -> Vec<Vec<usize>> {
 mod tests {
     use super::*;
     use crate::draft::Lifetime;
-    use ir::program::{CollectiveItem, Stream};
+    use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
-    use ir::{Axis, DeviceMesh, Pass, Rank, ReduceKind, ShardingSpec};
+    use ir::{Axis, DeviceMesh, Pass, Rank, ReduceKind, ShardingSpec, StreamId};
 
     fn mesh() -> LogicalMesh {
         let devices = DeviceMesh {
@@ -236,8 +236,9 @@ mod tests {
     fn instruction(kind: InstrKind) -> Instruction {
         Instruction {
             kind,
-            stream: Stream::Compute,
+            stream: StreamId(0),
             deps: vec![],
+            events: vec![],
             pass: Pass::F,
             layer: None,
         }

@@ -7,7 +7,9 @@ use ir::program::{
     InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
 };
 use ir::reshard::LayoutStep;
-use ir::{BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, TemplateId};
+use ir::{
+    BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId, TemplateId,
+};
 use std::collections::BTreeMap;
 
 /// A program while it is made.
@@ -49,6 +51,7 @@ pub(crate) struct Serves {
 pub(crate) struct RoleDraft {
     pub stage: StageId,
     pub mesh: LogicalMesh,
+    pub streams: Vec<Stream>,
     pub buffers: Vec<DraftBuffer>,
     pub templates: Vec<Template>,
     pub trace: Vec<Slot>,
@@ -72,6 +75,7 @@ impl RoleDraft {
         RoleDraft {
             stage,
             mesh,
+            streams: vec![Stream::Kernels],
             buffers: Vec::new(),
             templates: Vec::new(),
             trace: Vec::new(),
@@ -94,14 +98,26 @@ impl RoleDraft {
 
     /// Appends an instruction to the template that is being made.
     pub fn push(&mut self, kind: InstrKind, serves: Serves) {
-        let stream = stream_of(&kind);
-        self.current.push(Instruction {
+        let instruction = self.instruction(kind, serves);
+        self.current.push(instruction);
+    }
+
+    /// An instruction on its stream, which the role declares if it has not yet.
+    fn instruction(&mut self, kind: InstrKind, serves: Serves) -> Instruction {
+        let stream = Stream::of(&kind);
+        let known = self.streams.iter().position(|s| *s == stream);
+        let at = known.unwrap_or_else(|| {
+            self.streams.push(stream);
+            self.streams.len() - 1
+        });
+        Instruction {
             kind,
-            stream,
+            stream: StreamId::new(at),
             deps: Vec::new(),
+            events: Vec::new(),
             pass: serves.pass,
             layer: serves.layer,
-        });
+        }
     }
 
     /// Ends a template of a step phase; an empty one vanishes.
@@ -137,13 +153,7 @@ impl RoleDraft {
 
     /// Adds a template of one exchange.
     pub fn add_exchange(&mut self, kind: InstrKind, serves: Serves) -> TemplateId {
-        let instruction = Instruction {
-            kind,
-            stream: Stream::Transfer,
-            deps: Vec::new(),
-            pass: serves.pass,
-            layer: serves.layer,
-        };
+        let instruction = self.instruction(kind, serves);
         self.templates.push(Template {
             kind: TemplateKind::Exchange,
             chunk: 0,
@@ -181,18 +191,6 @@ impl RoleDraft {
             .chain(middle)
             .chain(self.end.iter().copied())
             .collect();
-    }
-}
-
-fn stream_of(kind: &InstrKind) -> Stream {
-    match kind {
-        InstrKind::Collective { .. } | InstrKind::WorldSum { .. } => Stream::Collective,
-        InstrKind::Exchange { .. } => Stream::Transfer,
-        InstrKind::Compute { .. }
-        | InstrKind::Slice { .. }
-        | InstrKind::Load { .. }
-        | InstrKind::Fill { .. }
-        | InstrKind::Copy { .. } => Stream::Compute,
     }
 }
 

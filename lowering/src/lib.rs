@@ -12,7 +12,7 @@
 //!   │ in_place   all-reduces that need no second buffer
 //!   │ coalesce   collectives that can share a launch
 //!   │ place      lifetime and arena offset of every buffer
-//!   │ hazards    dependencies between streams
+//!   │ waits      what instructions wait for, in their slot and in earlier ones
 //!   ▼
 //! Program
 //! ```
@@ -30,13 +30,14 @@
 //!   partial.
 //! * `deps` name instructions of *other* streams only, and only the last of each that matters:
 //!   earlier ones are implied by stream order.
+//! * Slots follow each other on all streams but that of transfers: the first instruction of a
+//!   slot on a stream waits for all that earlier slots put on the others.
 
 mod bucket;
 mod coalesce;
 mod draft;
 mod emit;
 mod error;
-mod hazards;
 mod in_place;
 mod layouts;
 mod memory;
@@ -45,12 +46,14 @@ mod place;
 mod resolve;
 pub mod schedule;
 mod uses;
+mod waits;
 
 pub use bucket::BucketSizes;
 pub use error::LowerError;
 pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};
 pub use uses::{CrossEdge, Edge};
+pub use waits::set_events;
 
 use ir::plan::Plan;
 use ir::program::Program;

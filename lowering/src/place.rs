@@ -11,7 +11,7 @@
 
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
-use crate::hazards::set_dependencies;
+use crate::waits::set_waits;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, TemplateKind};
 use ir::{BufferId, StageId, TemplateId};
 use smallvec::SmallVec;
@@ -24,7 +24,7 @@ pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
     let base = place_fixed(&mut program)?;
     program.arena_bytes = place_transient(&mut program, base)?;
-    set_dependencies(&mut program.templates, &program.buffers);
+    set_waits(&mut program);
     Ok(program)
 }
 
@@ -95,6 +95,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let RoleDraft {
         stage,
         mesh,
+        streams,
         mut templates,
         trace,
         mut states,
@@ -109,6 +110,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
     Ok(RoleProgram {
         stage,
         mesh,
+        streams,
         buffers,
         templates,
         trace,

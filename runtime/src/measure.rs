@@ -175,14 +175,14 @@ impl Profile {
 
     fn stage(&self, role: &ir::program::RoleProgram, peak_bytes: u64) -> StageMeasurement {
         let per_step = f64::from(self.n_steps * self.n_ranks).max(1.0);
-        let on_stream = |stream: Stream| {
+        let on_streams = |wanted: fn(&Stream) -> bool| {
             let timed = role
                 .templates
                 .iter()
                 .zip(&self.instructions)
                 .flat_map(|(t, times)| t.instructions.iter().zip(times));
             timed
-                .filter(|(i, _)| i.stream == stream)
+                .filter(|(i, _)| wanted(role.stream(i.stream)))
                 .map(|(_, t)| t.wall_s)
                 .sum::<f64>()
                 / per_step
@@ -206,9 +206,9 @@ impl Profile {
                 .sum()
         };
         StageMeasurement {
-            compute_s: on_stream(Stream::Compute),
-            collective_s: on_stream(Stream::Collective),
-            transfer_s: on_stream(Stream::Transfer),
+            compute_s: on_streams(|s| *s == Stream::Kernels),
+            collective_s: on_streams(|s| matches!(s, Stream::Communicator { .. } | Stream::World)),
+            transfer_s: on_streams(|s| *s == Stream::Transfers),
             forward_s: mean(TemplateKind::Forward),
             backward_s: mean(TemplateKind::Backward),
             step_s: of_kind(&[TemplateKind::StepBegin, TemplateKind::StepEnd]).0 / per_step,

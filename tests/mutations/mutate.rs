@@ -3,9 +3,9 @@
 use super::plans::Random;
 use ir::collective::CollectiveKind;
 use ir::op::{InputKind, OpKind, Unary};
-use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, Stream, Template};
+use ir::program::{BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Which};
 use ir::reshard::LayoutStep;
-use ir::{AxisId, BufferId, DType, InstrId, ReduceKind, StageId, TemplateId, TransferId};
+use ir::{AxisId, BufferId, DType, InstrId, ReduceKind, StageId, StreamId, TemplateId, TransferId};
 
 pub type Mutation = fn(&mut Program, &mut Random) -> bool;
 
@@ -27,6 +27,8 @@ pub const CLASSES: &[(&str, Mutation)] = &[
     ("wrong collective item", collective_item),
     ("drop collective item", drop_item),
     ("drop dep", drop_dep),
+    ("drop event", drop_event),
+    ("wrong event", wrong_event),
     ("wrong stream", stream),
     ("shift offset", shift_offset),
     ("shrink slots", shrink_slots),
@@ -205,15 +207,27 @@ fn wrong_output(p: &mut Program, r: &mut Random) -> bool {
     wrong_buffer(p, r, write_slots)
 }
 
-/// Renumbers the deps of a template; those that `f` maps to nothing go.
-fn renumber(t: &mut Template, f: &dyn Fn(usize) -> Option<usize>) {
-    for i in &mut t.instructions {
-        i.deps = i
-            .deps
-            .iter()
-            .filter_map(|d| f(d.index()))
-            .map(InstrId::new)
-            .collect();
+/// Renumbers what waits for instructions of a template; those that `f` maps to nothing go.
+fn renumber(role: &mut RoleProgram, t: usize, f: &dyn Fn(usize) -> Option<usize>) {
+    let new = |i: InstrId| f(i.index()).map(InstrId::new);
+    for i in &mut role.templates[t].instructions {
+        i.deps = i.deps.iter().filter_map(|d| new(*d)).collect();
+    }
+    for i in role.templates.iter_mut().flat_map(|t| &mut t.instructions) {
+        i.events.retain_mut(|event| match event {
+            Event::Done {
+                template,
+                instruction,
+                ..
+            } if template.index() == t => match new(*instruction) {
+                Some(now) => {
+                    *instruction = now;
+                    true
+                }
+                None => false,
+            },
+            _ => true,
+        });
     }
 }
 
@@ -223,15 +237,17 @@ fn drop_instruction(p: &mut Program, r: &mut Random) -> bool {
         return false;
     };
     let template = &mut role.templates[t];
-    // Whoever waited for it waits for what it waited for.
-    let inherited = template.instructions[j].deps.clone();
-    for i in &mut template.instructions {
-        if i.deps.contains(&InstrId::new(j)) {
-            i.deps.extend(&inherited);
+    // Whoever waited for it waits for what it waited for, as does the next one on its stream.
+    let gone = template.instructions.remove(j);
+    let on_stream = |i: &Instruction| i.stream == gone.stream;
+    let next = template.instructions[j..].iter().position(on_stream);
+    for (k, i) in template.instructions.iter_mut().enumerate() {
+        if i.deps.contains(&InstrId::new(j)) || next == k.checked_sub(j) && k >= j {
+            i.deps.extend(&gone.deps);
+            i.events.extend(&gone.events);
         }
     }
-    template.instructions.remove(j);
-    renumber(template, &|d| {
+    renumber(role, t, &|d| {
         (d != j).then_some(if d > j { d - 1 } else { d })
     });
     true
@@ -242,8 +258,8 @@ fn duplicate_instruction(p: &mut Program, r: &mut Random) -> bool {
     let Some((t, j)) = find(role, r, &|_| true) else {
         return false;
     };
+    renumber(role, t, &|d| Some(if d > j { d + 1 } else { d }));
     let template = &mut role.templates[t];
-    renumber(template, &|d| Some(if d > j { d + 1 } else { d }));
     let mut copy = template.instructions[j].clone();
     copy.deps.push(InstrId::new(j));
     template.instructions.insert(j + 1, copy);
@@ -265,7 +281,7 @@ fn swap_instructions(p: &mut Program, r: &mut Random) -> bool {
         return false;
     }
     template.instructions.swap(j, j + 1);
-    renumber(template, &|d| {
+    renumber(role, t, &|d| {
         Some(if d == j {
             j + 1
         } else if d == j + 1 {
@@ -553,15 +569,41 @@ fn stream(p: &mut Program, r: &mut Random) -> bool {
     let Some((t, j)) = find(role, r, &|_| true) else {
         return false;
     };
+    let all: Vec<StreamId> = (0..role.streams.len()).map(StreamId::new).collect();
     let instr = &mut role.templates[t].instructions[j];
-    let Some(new) = other(
-        r,
-        &[Stream::Compute, Stream::Collective, Stream::Transfer],
-        &instr.stream,
-    ) else {
+    let Some(new) = other(r, &all, &instr.stream) else {
         return false;
     };
     instr.stream = new;
+    true
+}
+
+fn drop_event(p: &mut Program, r: &mut Random) -> bool {
+    let role = role(p, r);
+    let Some((t, j)) = find(role, r, &|i| !i.events.is_empty()) else {
+        return false;
+    };
+    let events = &mut role.templates[t].instructions[j].events;
+    let at = r.below(events.len());
+    events.remove(at);
+    true
+}
+
+fn wrong_event(p: &mut Program, r: &mut Random) -> bool {
+    let role = role(p, r);
+    let is_done = |e: &Event| matches!(e, Event::Done { .. });
+    let Some((t, j)) = find(role, r, &|i| i.events.iter().any(is_done)) else {
+        return false;
+    };
+    let events = &mut role.templates[t].instructions[j].events;
+    for event in events.iter_mut().filter(|e| is_done(e)) {
+        if let Event::Done { which, .. } = event {
+            *which = match *which {
+                Which::Latest => Which::Back(0),
+                Which::Back(n) => Which::Back(n + 1),
+            };
+        }
+    }
     true
 }
 

@@ -9,10 +9,11 @@
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::program::{
-    ARENA_ALIGN, BufferClass, InstrKind, Instruction, Program, RoleProgram, Template, TemplateKind,
+    ARENA_ALIGN, BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Slot, Template,
+    TemplateKind, Which,
 };
 use ir::reshard::LayoutStep;
-use ir::{BufferId, InstrId, ShardingSpec, TransferId};
+use ir::{BufferId, InstrId, ShardingSpec, StreamId, TransferId};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{Hash, Hasher};
@@ -21,7 +22,7 @@ use std::hash::{Hash, Hasher};
 pub fn fingerprint(program: &Program) -> Result<u64, String> {
     for role in &program.roles {
         memory(role)?;
-        role.templates.iter().try_for_each(|t| races(role, t))?;
+        races(role)?;
     }
     let mut play = Play {
         program,
@@ -95,41 +96,93 @@ fn memory(role: &RoleProgram) -> Result<(), String> {
     Ok(())
 }
 
-fn races(role: &RoleProgram, t: &Template) -> Result<(), String> {
-    let mut before: Vec<BTreeSet<usize>> = Vec::new();
-    let mut last = BTreeMap::new();
-    for (i, instr) in t.instructions.iter().enumerate() {
-        let mut all = BTreeSet::new();
-        for d in instr
-            .deps
-            .iter()
-            .copied()
-            .map(InstrId::index)
-            .chain(last.insert(instr.stream, i))
-        {
-            all.extend(before.get(d).ok_or("a dep on a later instruction")?);
-            all.insert(d);
+/// Every two instructions of the trace that touch the same bytes, one writing, are ordered.
+/// The order is found the long way: for every instruction of every slot, all that come before.
+fn races(role: &RoleProgram) -> Result<(), String> {
+    let mut nodes: Vec<(usize, InstrId)> = Vec::new();
+    // By instruction of the trace, a bit for each that comes before it.
+    let mut before: Vec<Vec<u64>> = Vec::new();
+    let mut at: BTreeMap<(usize, InstrId), usize> = BTreeMap::new();
+    let mut last: BTreeMap<StreamId, usize> = BTreeMap::new();
+    for (k, slot) in role.trace.iter().enumerate() {
+        let drained = last.clone();
+        for (i, instr) in role.template(slot.template).instructions.iter().enumerate() {
+            let mut direct: Vec<usize> = Vec::new();
+            for d in &instr.deps {
+                direct.push(*at.get(&(k, *d)).ok_or("a dep on a later instruction")?);
+            }
+            for event in &instr.events {
+                match event {
+                    Event::Drained(stream) => direct.extend(drained.get(stream)),
+                    Event::Done {
+                        template,
+                        instruction,
+                        which,
+                    } => {
+                        let plays = |s: &Slot| match which {
+                            _ if s.template != *template => false,
+                            Which::Latest => true,
+                            Which::Back(n) => match (slot.microbatch, s.microbatch) {
+                                (Some(m), Some(e)) => m.checked_sub(*n) == Some(e),
+                                _ => false,
+                            },
+                        };
+                        let slot = role.trace[..k].iter().rposition(plays);
+                        direct.extend(slot.and_then(|s| at.get(&(s, *instruction))));
+                    }
+                }
+            }
+            let node = nodes.len();
+            direct.extend(last.insert(instr.stream, node));
+            let mut all = vec![0u64; node / 64 + 1];
+            for d in direct {
+                all.iter_mut()
+                    .zip(&before[d])
+                    .for_each(|(all, of)| *all |= of);
+                all[d / 64] |= 1 << (d % 64);
+            }
+            nodes.push((k, InstrId::new(i)));
+            at.insert((k, InstrId::new(i)), node);
+            before.push(all);
         }
-        before.push(all);
-        for j in 0..i {
-            if conflict(role, &t.instructions[j], instr) && !before[i].contains(&j) {
-                return Err(format!("{j} and {i} race"));
+    }
+    let of = |n: usize| {
+        let (k, i) = nodes[n];
+        let slot = role.trace[k];
+        (
+            &role.template(slot.template).instructions[i.index()],
+            slot.microbatch,
+        )
+    };
+    for (second, known) in before.iter().enumerate() {
+        for first in (0..second).filter(|n| known[n / 64] >> (n % 64) & 1 == 0) {
+            if conflict(role, of(first), of(second)) {
+                let (a, b) = (nodes[first], nodes[second]);
+                return Err(format!(
+                    "{} of slot {} and {} of slot {} race",
+                    a.1, a.0, b.1, b.0
+                ));
             }
         }
     }
     Ok(())
 }
 
-fn conflict(role: &RoleProgram, a: &Instruction, b: &Instruction) -> bool {
-    let span = |b: &BufferId| {
-        (
-            role.buffer(*b).offset,
-            role.buffer(*b).offset + role.buffer(*b).stride() * u64::from(role.buffer(*b).slots()),
-        )
+fn conflict(
+    role: &RoleProgram,
+    a: (&Instruction, Option<u32>),
+    b: (&Instruction, Option<u32>),
+) -> bool {
+    let span = |b: BufferId, m: Option<u32>| {
+        let from = role.buffer(b).offset_for(m);
+        (from, from + role.buffer(b).bytes)
     };
-    let meet =
-        |x: &BufferId, y: &BufferId| x == y || (span(x).0 < span(y).1 && span(y).0 < span(x).1);
-    let any = |xs: &[BufferId], ys: &[BufferId]| xs.iter().any(|x| ys.iter().any(|y| meet(x, y)));
+    let meet = |x: BufferId, y: BufferId| {
+        let (x, y) = (span(x, a.1), span(y, b.1));
+        x.0 < y.1 && y.0 < x.1
+    };
+    let any = |xs: &[BufferId], ys: &[BufferId]| xs.iter().any(|&x| ys.iter().any(|&y| meet(x, y)));
+    let (a, b) = (a.0, b.0);
     any(&a.writes(), &b.reads()) || any(&a.reads(), &b.writes()) || any(&a.writes(), &b.writes())
 }
 

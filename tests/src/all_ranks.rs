@@ -9,9 +9,9 @@
 
 use cost_model::costs::{Wire, costs_of_rank, together, wires};
 use ir::cluster::Cluster;
-use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
+use ir::program::{Event, InstrKind, Instruction, Program, RoleProgram, Slot, TemplateKind, Which};
 use ir::reshard::{Placement, tiles_to};
-use ir::{BufferId, LogicalMesh, Rank, TransferId};
+use ir::{InstrId, LogicalMesh, Rank, StreamId, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What playing all ranks gives.
@@ -123,9 +123,7 @@ struct Part {
 
 /// A template in the middle.
 struct Partial {
-    begin: Pico,
     ends: Vec<Pico>,
-    stream_ends: BTreeMap<usize, Pico>,
     /// Whether the instruction at the end of `ends` has said that it is ready.
     said: bool,
 }
@@ -136,23 +134,23 @@ struct Player<'a> {
     rank: Rank,
     peers: &'a Peers,
     wires: &'a [Wire],
-    /// By template and instruction: duration and queue.
-    durations: Vec<Vec<(Pico, usize)>>,
+    /// By template and instruction.
+    durations: Vec<Vec<Pico>>,
     slot: usize,
     partial: Option<Partial>,
     n_world_sums: usize,
-    now: Pico,
+    /// By stream but that of transfers, the end of its last instruction; those of earlier slots
+    /// in `before`.
+    stream_ends: BTreeMap<StreamId, Pico>,
+    before: BTreeMap<StreamId, Pico>,
     latest: Pico,
     touched: u64,
     exchanges: Vec<Exchange>,
     /// Next instruction of the exchange template at `slot`.
     next_exchange: usize,
     numbers: BTreeMap<(TransferId, usize), u32>,
-    /// By copy of a buffer: ends of the last write and the last touch, and the last exchanges
-    /// that received into it and sent from it.
-    write: BTreeMap<(BufferId, u32), Pico>,
-    touch: BTreeMap<(BufferId, u32), Pico>,
-    pending: BTreeMap<(BufferId, u32), [Option<usize>; 2]>,
+    /// By slot and instruction: its end, or the exchange that it was.
+    done: BTreeMap<(usize, InstrId), Result<Pico, usize>>,
     /// Things done; grows as long as the rank gets on.
     n_steps: usize,
 }
@@ -176,20 +174,19 @@ impl<'a> Player<'a> {
             wires,
             durations: costs
                 .iter()
-                .map(|t| t.iter().map(|c| (pico(c.seconds), c.queue)).collect())
+                .map(|t| t.iter().map(|c| pico(c.seconds)).collect())
                 .collect(),
             slot: 0,
             partial: None,
             n_world_sums: 0,
-            now: 0,
+            stream_ends: BTreeMap::new(),
+            before: BTreeMap::new(),
             latest: 0,
             touched: 0,
             exchanges: Vec::new(),
             next_exchange: 0,
             numbers: BTreeMap::new(),
-            write: BTreeMap::new(),
-            touch: BTreeMap::new(),
-            pending: BTreeMap::new(),
+            done: BTreeMap::new(),
             n_steps: 0,
         }
     }
@@ -209,13 +206,15 @@ impl<'a> Player<'a> {
             } else {
                 self.play_template(slot.template.index(), microbatch, board)?;
             }
+            self.before.clone_from(&self.stream_ends);
             self.slot += 1;
             self.n_steps += 1;
         }
         for e in 0..self.exchanges.len() {
             self.latest = self.latest.max(self.end_of(e, board)?);
         }
-        self.latest = self.latest.max(self.now);
+        let ends = self.stream_ends.values().copied();
+        self.latest = ends.fold(self.latest, Pico::max);
         Some(())
     }
 
@@ -227,11 +226,8 @@ impl<'a> Player<'a> {
     ) -> Option<()> {
         let role = self.role;
         let instructions = &role.templates[t].instructions;
-        let begin = self.now;
         let mut partial = self.partial.take().unwrap_or(Partial {
-            begin,
             ends: Vec::new(),
-            stream_ends: BTreeMap::new(),
             said: false,
         });
         while let Some(instruction) = instructions.get(partial.ends.len()) {
@@ -240,13 +236,13 @@ impl<'a> Player<'a> {
                 self.partial = Some(partial);
                 return None;
             };
-            let queue = self.durations[t][partial.ends.len()].1;
-            partial.stream_ends.insert(queue, end);
+            self.stream_ends.insert(instruction.stream, end);
+            let id = InstrId::new(partial.ends.len());
+            self.done.insert((self.slot, id), Ok(end));
             partial.ends.push(end);
             partial.said = false;
             self.n_steps += 1;
         }
-        self.now = partial.ends.into_iter().max().unwrap_or(partial.begin);
         Some(())
     }
 
@@ -260,17 +256,12 @@ impl<'a> Player<'a> {
         board: &mut Board,
     ) -> Option<Pico> {
         let i = partial.ends.len();
-        let (duration, queue) = self.durations[t][i];
-        let free = *partial.stream_ends.get(&queue).unwrap_or(&partial.begin);
+        let duration = self.durations[t][i];
+        let free = self.stream_ends.get(&instruction.stream).copied();
         let deps = instruction.deps.iter().map(|d| partial.ends[d.index()]);
-        let mut start = deps.fold(free, Pico::max);
-        for (buffer, writes) in touches(instruction) {
-            let copy = self.copy(buffer, microbatch);
-            let [received, sent] = *self.pending.get(&copy).unwrap_or(&[None, None]);
-            for e in [received, sent.filter(|_| writes)].into_iter().flatten() {
-                start = start.max(self.end_of(e, board)?);
-            }
-        }
+        let mut start = deps.fold(free.unwrap_or(0), Pico::max);
+        start = start.max(self.earlier(instruction, microbatch, board)?);
+        self.touch(instruction, microbatch);
         start = match &instruction.kind {
             InstrKind::Collective { axes, .. } => {
                 let group = self.role.mesh.group(self.rank, axes)?;
@@ -287,17 +278,48 @@ impl<'a> Player<'a> {
             }
             _ => start,
         };
-        let end = start + duration;
-        for (buffer, writes) in touches(instruction) {
-            let copy = self.copy(buffer, microbatch);
-            let last = self.touch.entry(copy).or_default();
-            *last = (*last).max(end);
-            if writes {
-                let last = self.write.entry(copy).or_default();
-                *last = (*last).max(end);
-            }
+        Some(start + duration)
+    }
+
+    /// When what an instruction waits for in earlier slots is over.
+    fn earlier(
+        &self,
+        instruction: &Instruction,
+        microbatch: Option<u32>,
+        board: &Board,
+    ) -> Option<Pico> {
+        let mut time = 0;
+        for event in &instruction.events {
+            let end = match event {
+                Event::Drained(stream) => self.before.get(stream).copied().unwrap_or(0),
+                Event::Done {
+                    template,
+                    instruction,
+                    which,
+                } => {
+                    let before = &self.role.trace[..self.slot];
+                    let wanted = |s: &&Slot| match which {
+                        Which::Latest => true,
+                        Which::Back(n) => {
+                            let m = microbatch.and_then(|m| m.checked_sub(*n));
+                            m.is_some() && s.microbatch == m
+                        }
+                    };
+                    let plays = before.iter().enumerate();
+                    let slot = plays
+                        .filter(|(_, s)| s.template == *template && wanted(s))
+                        .map(|(i, _)| i)
+                        .next_back();
+                    match slot.map(|slot| self.done[&(slot, *instruction)]) {
+                        None => 0,
+                        Some(Ok(end)) => end,
+                        Some(Err(exchange)) => self.end_of(exchange, board)?,
+                    }
+                }
+            };
+            time = time.max(end);
         }
-        Some(end)
+        Some(time)
     }
 
     fn start_exchange(
@@ -314,17 +336,10 @@ impl<'a> Player<'a> {
             0 => 0,
             n => self.end_of(n - 1, board)?,
         };
-        let id = self.exchanges.len();
-        for (_, buffer) in sends {
-            let copy = self.copy(*buffer, microbatch);
-            start = start.max(self.write.get(&copy).copied().unwrap_or(0));
-            self.pending.entry(copy).or_default()[1] = Some(id);
-        }
-        for (_, buffer) in recvs {
-            let copy = self.copy(*buffer, microbatch);
-            start = start.max(self.touch.get(&copy).copied().unwrap_or(0));
-            self.pending.entry(copy).or_default()[0] = Some(id);
-        }
+        start = start.max(self.earlier(instruction, microbatch, board)?);
+        self.touch(instruction, microbatch);
+        let id = InstrId::new(self.next_exchange);
+        self.done.insert((self.slot, id), Err(self.exchanges.len()));
         let mut parts: BTreeMap<_, Vec<(TransferId, u32)>> = BTreeMap::new();
         for (side, (transfer, _)) in sends
             .iter()
@@ -374,16 +389,13 @@ impl<'a> Player<'a> {
         Some(end)
     }
 
-    /// The copy of a buffer that a microbatch uses; notes that the rank touches its bytes.
-    fn copy(&mut self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, u32) {
-        let lies = self.role.buffer(buffer);
-        let last = lies.offset_for(microbatch).max(lies.offset) + lies.bytes;
-        self.touched = self.touched.max(last);
-        let slots = match lies.class {
-            BufferClass::PerMicrobatch { slots } => slots.max(1),
-            _ => 1,
-        };
-        (buffer, microbatch.map_or(0, |m| m % slots))
+    /// Notes that the rank touches the bytes of an instruction's buffers.
+    fn touch(&mut self, instruction: &Instruction, microbatch: Option<u32>) {
+        for buffer in instruction.reads().into_iter().chain(instruction.writes()) {
+            let lies = self.role.buffer(buffer);
+            let last = lies.offset_for(microbatch).max(lies.offset) + lies.bytes;
+            self.touched = self.touched.max(last);
+        }
     }
 }
 
@@ -394,10 +406,4 @@ fn meet(met: &mut (usize, Pico), time: Pico, of: usize, said: &mut bool) -> Opti
         *said = true;
     }
     (met.0 == of).then_some(met.1)
-}
-
-fn touches(instruction: &Instruction) -> Vec<(BufferId, bool)> {
-    let reads = instruction.reads().into_iter().map(|b| (b, false));
-    let writes = instruction.writes().into_iter().map(|b| (b, true));
-    reads.chain(writes).collect()
 }

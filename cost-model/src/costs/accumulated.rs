@@ -64,7 +64,7 @@ mod tests {
     use crate::testing::{instr, relu};
     use ir::DType;
     use ir::op::Einsum;
-    use ir::program::{InstrKind, Stream, TemplateKind};
+    use ir::program::{InstrKind, TemplateKind};
 
     fn compute(path: &str, kind: OpKind, inputs: &[u32], output: u32) -> InstrKind {
         InstrKind::Compute {
@@ -82,7 +82,9 @@ mod tests {
         let sum = OpKind::Accumulate { dtype: DType::F32 };
         let sum = compute("sum", sum, &[4, added], 4);
         let all = [vec![dot], between, vec![sum]].concat();
-        let instructions = all.into_iter().map(|k| instr(k, Stream::Compute, &[]));
+        let instructions = all
+            .into_iter()
+            .map(|k| instr(k, crate::testing::KERNELS, &[]));
         let template = Template {
             kind: TemplateKind::Backward,
             chunk: 0,

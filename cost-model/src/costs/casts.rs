@@ -95,7 +95,7 @@ mod tests {
     use super::*;
     use crate::testing::{buffer, instr, role};
     use ir::op::Einsum;
-    use ir::program::{Buffer, CollectiveItem, Stream};
+    use ir::program::{Buffer, CollectiveItem};
     use ir::reshard::LayoutStep;
 
     #[test]
@@ -125,7 +125,7 @@ mod tests {
                 inputs: ids(inputs),
                 outputs: ids(&[output]),
             };
-            instr(kind, Stream::Compute, &[])
+            instr(kind, crate::testing::KERNELS, &[])
         };
         let gather = instr(
             InstrKind::Collective {
@@ -137,7 +137,7 @@ mod tests {
                     output: BufferId(2),
                 }],
             },
-            Stream::Collective,
+            crate::testing::COLLECTIVES,
             &[],
         );
         let mut forward = Casts::new(&role, TemplateKind::Forward, true);
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(backward.of(&gather), []);
         assert_eq!(backward.of(&dot(&[2, 3], 2)), []);
         let relu = crate::testing::relu("relu", 4, 3);
-        backward.of(&instr(relu, Stream::Compute, &[]));
+        backward.of(&instr(relu, crate::testing::KERNELS, &[]));
         assert_eq!(backward.of(&dot(&[2, 3], 2)), [BufferId(3)]);
     }
 }

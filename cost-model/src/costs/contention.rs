@@ -60,7 +60,8 @@ pub(super) fn slow_down(template: &Template, share: f64, costs: &mut [InstrCost]
 /// When every instruction of a template begins and ends, in seconds after the template did.
 fn spans(template: &Template, costs: &[InstrCost]) -> Vec<(f64, f64)> {
     let mut spans: Vec<(f64, f64)> = Vec::with_capacity(costs.len());
-    let mut queues = [0.0f64; super::QUEUES];
+    let n_queues = costs.iter().map(|c| c.queue + 1).max().unwrap_or(0);
+    let mut queues = vec![0.0f64; n_queues];
     for (instruction, cost) in template.instructions.iter().zip(costs) {
         let queue = &mut queues[cost.queue];
         let waited = instruction.deps.iter().filter(|_| !cost.ahead);
@@ -90,11 +91,11 @@ mod tests {
     use super::*;
     use crate::costs::REDUCTIONS;
     use crate::testing::{instr, relu};
-    use ir::program::{Stream, TemplateKind};
+    use ir::program::TemplateKind;
 
     /// A template of instructions that each wait for those named.
     fn waiting(deps: &[&[u32]]) -> Template {
-        let one = |deps: &&[u32]| instr(relu("y", 0, 1), Stream::Compute, deps);
+        let one = |deps: &&[u32]| instr(relu("y", 0, 1), crate::testing::KERNELS, deps);
         Template {
             kind: TemplateKind::Backward,
             chunk: 0,

@@ -124,7 +124,6 @@ mod tests {
     use super::*;
     use crate::testing::{instr, relu, role};
     use ir::AxisId;
-    use ir::program::Stream;
 
     #[test]
     fn what_is_between_matmuls_of_experts_is_part_of_them() {
@@ -137,10 +136,10 @@ mod tests {
                 inputs: reads.map(BufferId).to_vec(),
                 outputs: vec![BufferId(output)],
             };
-            instr(kind, Stream::Compute, &[])
+            instr(kind, crate::testing::KERNELS, &[])
         };
         let (experts, dense) = ("ech,ehf->ecf", "sh,hf->sf");
-        let relu = |x, y| instr(relu("op", x, y), Stream::Compute, &[]);
+        let relu = |x, y| instr(relu("op", x, y), crate::testing::KERNELS, &[]);
         let template = Template {
             kind: TemplateKind::Forward,
             chunk: 0,
@@ -179,8 +178,8 @@ mod tests {
             kind: TemplateKind::Forward,
             chunk: 0,
             instructions: vec![
-                instr(all_to_all, Stream::Collective, &[]),
-                instr(relu("relu", 0, 0), Stream::Compute, &[]),
+                instr(all_to_all, crate::testing::COLLECTIVES, &[]),
+                instr(relu("relu", 0, 0), crate::testing::KERNELS, &[]),
             ],
         };
         let left = |moving: f64, kernels: f64, plays: usize| {

@@ -68,7 +68,7 @@ pub(super) fn made(template: &Template, fused: &[Fused]) -> HashSet<BufferId> {
 mod tests {
     use super::*;
     use crate::testing::{instr, relu};
-    use ir::program::{Stream, TemplateKind};
+    use ir::program::TemplateKind;
 
     #[test]
     fn what_one_other_reads_stays_on_the_chip() {
@@ -78,7 +78,7 @@ mod tests {
                 chunk: 0,
                 instructions: reads
                     .iter()
-                    .map(|&(x, y)| instr(relu("op", x, y), Stream::Compute, &[]))
+                    .map(|&(x, y)| instr(relu("op", x, y), crate::testing::KERNELS, &[]))
                     .collect(),
             };
             let all = fused(&template, |b| 100 + u64::from(b.0));

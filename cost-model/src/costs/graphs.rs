@@ -61,13 +61,12 @@ mod tests {
     use super::*;
     use crate::costs::CostClass;
     use crate::testing::{instr, relu};
-    use ir::program::Stream;
 
     /// Device and host microseconds of `attn.a`, `attn.b`, a view of `attn`, `mlp.c` and
     /// `attn.d`, the kernels 10 us each, at 4 us a launch and 3 us of the host.
     fn launched(captured: &[&str], kind: TemplateKind) -> (Vec<f64>, Vec<f64>) {
         let paths = ["attn.a", "attn.b", "attn.view", "grad.h.0.mlp.c", "attn.d"];
-        let op = |path: &&str| instr(relu(path, 0, 0), Stream::Compute, &[]);
+        let op = |path: &&str| instr(relu(path, 0, 0), crate::testing::KERNELS, &[]);
         let template = Template {
             kind,
             chunk: 0,

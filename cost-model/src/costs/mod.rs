@@ -31,8 +31,8 @@ use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
 use ir::program::{
-    BufferClass, CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, Template,
-    TemplateKind,
+    BufferClass, CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram,
+    Template, TemplateKind,
 };
 use ir::sharding::ReduceKind;
 use ir::software::Software;
@@ -57,20 +57,22 @@ pub struct InstrCost {
     pub seconds: f64,
     /// What it counts as.
     pub class: CostClass,
-    /// The queue that it stands in, below [`QUEUES`].
+    /// The queue that it stands in: its stream's, unless the software has others.
     pub queue: usize,
     /// Whether it starts as early as its queue allows: the gather of a parameter that the
     /// software prefetches. What the program makes it wait for is memory alone.
     pub ahead: bool,
 }
 
-/// First-in-first-out queues of a device: kernels, collectives, transfers, collectives over the
-/// second axis where the software has a queue for every axis, and prefetched parameters.
-pub const QUEUES: usize = 5;
-/// The queue of kernels.
+/// The queue of kernels. Where software says what stands in which, the others are collectives,
+/// transfers, collectives over the second axis, and prefetched parameters.
 const KERNELS: usize = 0;
 /// The queue of collectives that nothing else is said of: reductions of gradients among them.
 pub(crate) const REDUCTIONS: usize = 1;
+/// The queue of transfers.
+pub(crate) const TRANSFERS: usize = 2;
+/// The queue of collectives over any axis but the first.
+const OTHER_AXES: usize = 3;
 /// The queue of prefetched parameters.
 const PREFETCHES: usize = 4;
 
@@ -437,6 +439,27 @@ impl RoleCosts<'_> {
         if let Some(d) = instruction.deps.iter().find(|d| d.index() >= index) {
             return Err(format!("waits for {d}, which does not come before it"));
         }
+        let n_streams = self.role.streams.len();
+        if n_streams > MAX_STREAMS || instruction.stream.index() >= n_streams {
+            return Err(format!(
+                "stands on {} of {n_streams} streams, of which there may be {MAX_STREAMS}",
+                instruction.stream
+            ));
+        }
+        for event in &instruction.events {
+            let exists = match event {
+                Event::Drained(stream) => stream.index() < n_streams,
+                Event::Done {
+                    template,
+                    instruction,
+                    ..
+                } => (self.role.templates.get(template.index()))
+                    .is_some_and(|t| instruction.index() < t.instructions.len()),
+            };
+            if !exists {
+                return Err(format!("waits for {event:?}, which does not exist"));
+            }
+        }
         if matches!(instruction.kind, InstrKind::Exchange { .. })
             != (kind == TemplateKind::Exchange)
         {
@@ -568,24 +591,23 @@ impl RoleCosts<'_> {
     /// where they are not reduced beside it; frameworks have a communicator and a queue for
     /// every axis.
     fn queue(&self, instruction: &Instruction) -> usize {
-        let own = match instruction.stream {
-            Stream::Compute => KERNELS,
-            Stream::Collective => REDUCTIONS,
-            Stream::Transfer => 2,
+        let Some(software) = &self.cluster.software else {
+            return instruction.stream.index();
         };
-        let (InstrKind::Collective { kind, axes, .. }, Some(software)) =
-            (&instruction.kind, &self.cluster.software)
-        else {
-            return own;
+        let (kind, axes) = match &instruction.kind {
+            InstrKind::Collective { kind, axes, .. } => (kind, axes),
+            InstrKind::WorldSum { .. } => return REDUCTIONS,
+            InstrKind::Exchange { .. } => return TRANSFERS,
+            _ => return KERNELS,
         };
         let reduces = !matches!(kind, CollectiveKind::AllGather | CollectiveKind::AllToAll);
         let waited_for = reduces && instruction.pass == Pass::BW && !software.overlapped_gradients;
         if waited_for || axes.iter().any(|a| self.blocks(*a)) {
             KERNELS
         } else if axes.first().is_some_and(|a| a.index() > 0) {
-            3
+            OTHER_AXES
         } else {
-            own
+            REDUCTIONS
         }
     }
 

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::testing;
     use ir::collective::CollectiveKind;
-    use ir::program::{CollectiveItem, Instruction, Stream};
+    use ir::program::{CollectiveItem, Instruction};
     use ir::sharding::ReduceKind;
 
     fn dot(path: &str, reads: u32, makes: u32) -> Instruction {
@@ -118,7 +118,7 @@ mod tests {
             inputs: vec![BufferId(reads)],
             outputs: vec![BufferId(makes)],
         };
-        testing::instr(kind, Stream::Compute, &[])
+        testing::instr(kind, crate::testing::KERNELS, &[])
     }
 
     fn collective(kind: CollectiveKind, input: u32, output: u32) -> Instruction {
@@ -135,7 +135,7 @@ mod tests {
             axes: vec![ir::AxisId(0)],
             items: vec![item],
         };
-        testing::instr(kind, Stream::Collective, &[])
+        testing::instr(kind, crate::testing::COLLECTIVES, &[])
     }
 
     #[test]

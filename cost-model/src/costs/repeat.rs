@@ -143,7 +143,7 @@ mod tests {
     use super::*;
     use crate::costs::CostClass;
     use crate::testing;
-    use ir::program::{Stream, Template};
+    use ir::program::Template;
 
     /// A layer of `a`, a matmul, and what follows; `again` are the twins in its backward.
     fn added(again: &[&str]) -> Vec<f64> {
@@ -164,7 +164,7 @@ mod tests {
             };
             Instruction {
                 layer: Some(LayerId(0)),
-                ..testing::instr(kind, Stream::Compute, &[])
+                ..testing::instr(kind, crate::testing::KERNELS, &[])
             }
         };
         let template = |kind, paths: Vec<String>| Template {
@@ -234,7 +234,7 @@ mod tests {
         let kinds = gathers.iter().map(gather).chain(ops.iter().map(op));
         let instruction = |kind| Instruction {
             layer: Some(LayerId(0)),
-            ..testing::instr(kind, Stream::Compute, &[])
+            ..testing::instr(kind, crate::testing::KERNELS, &[])
         };
         let template = Template {
             kind: TemplateKind::Backward,

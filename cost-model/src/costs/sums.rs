@@ -48,7 +48,7 @@ mod tests {
     use crate::testing::instr;
     use ir::DType;
     use ir::ReduceKind;
-    use ir::program::{CollectiveItem, Stream, TemplateKind};
+    use ir::program::{CollectiveItem, TemplateKind};
     use ir::reshard::LayoutStep;
 
     const BESIDE: usize = KERNELS + 1;
@@ -74,8 +74,8 @@ mod tests {
             kind: TemplateKind::Backward,
             chunk: 0,
             instructions: vec![
-                instr(reduction, Stream::Collective, &[]),
-                instr(sum, Stream::Compute, &[]),
+                instr(reduction, crate::testing::COLLECTIVES, &[]),
+                instr(sum, crate::testing::KERNELS, &[]),
             ],
         };
         let cost = |queue| InstrCost {

@@ -1,16 +1,15 @@
 //! Templates as max-plus maps.
 //!
-//! Inside a template only durations, dependencies and stream order count; from outside come
-//! the template's start and, for instructions that touch buffers which are sent or received,
-//! the end of an exchange. Every end inside is therefore `max over inputs of (input + longest
-//! path from it)`, with paths that are the same for every microbatch: played once, then a few
-//! additions per slot. Times are integer picoseconds, so this is exact, not close.
+//! Inside a template only durations, dependencies and queue order count; from outside come the
+//! ends of the queues in earlier slots, and the ends of single instructions that something
+//! waits for. Every end inside is therefore `max over inputs of (input + longest path from
+//! it)`, with paths that are the same for every microbatch: played once, then a few additions
+//! per slot. Times are integer picoseconds, so this is exact, not close.
 
-use crate::costs::{InstrCost, QUEUES};
-use ir::program::{
-    BufferClass, BufferIds, InstrKind, Instruction, RoleProgram, Template, TemplateKind,
-};
-use std::collections::BTreeMap;
+use crate::costs::InstrCost;
+use ir::program::{Event, InstrKind, RoleProgram, Stream, Template};
+use ir::{InstrId, TemplateId};
+use std::collections::BTreeSet;
 
 /// Picoseconds: a step of 200 days still fits. Sums saturate there, as figures of a cluster may
 /// be absurd.
@@ -24,170 +23,144 @@ pub(super) fn seconds(time: Pico) -> f64 {
     time as f64 * 1e-12
 }
 
-/// The buffers of a role that take part in exchanges, with a number for each copy.
-pub(super) struct Exchanged {
-    /// First copy and number of copies, by buffer; `None` for buffers that stay in the stage.
-    by_buffer: Vec<Option<(u32, u32)>>,
-    /// Copies in all.
-    pub n_copies: usize,
+/// A set of queues, a bit each.
+pub(super) type QueueSet = u128;
+
+/// The queues of a role, in which instructions stand first in, first out.
+pub(super) struct Queues {
+    /// How many there are, at most [`ir::program::MAX_STREAMS`].
+    pub n: usize,
+    /// By stream, the queues that its instructions stand in: one, unless the software has others.
+    of_stream: Vec<QueueSet>,
 }
 
-impl Exchanged {
-    pub(super) fn new(role: &RoleProgram) -> Self {
-        let mut by_buffer = vec![None; role.buffers.len()];
-        let mut n_copies = 0u32;
-        let exchanges = role
-            .templates
-            .iter()
-            .filter(|t| t.kind == TemplateKind::Exchange)
-            .flat_map(|t| &t.instructions);
-        for buffer in exchanges.flat_map(|i| [i.reads(), i.writes()].concat()) {
-            if by_buffer[buffer.index()].is_none() {
-                let slots = match role.buffer(buffer).class {
-                    BufferClass::PerMicrobatch { slots } => slots.max(1),
-                    _ => 1,
-                };
-                by_buffer[buffer.index()] = Some((n_copies, slots));
-                n_copies += slots;
+impl Queues {
+    pub(super) fn new(role: &RoleProgram, costs: &[Vec<InstrCost>]) -> Self {
+        let mut of_stream = vec![0; role.streams.len()];
+        let mut n = 0;
+        for (template, costs) in role.templates.iter().zip(costs) {
+            for (instruction, cost) in template.instructions.iter().zip(costs) {
+                n = n.max(cost.queue + 1);
+                of_stream[instruction.stream.index()] |= 1 << cost.queue;
             }
         }
-        Exchanged {
-            by_buffer,
-            n_copies: n_copies as usize,
+        Queues { n, of_stream }
+    }
+
+    /// The queue of transfers.
+    pub(super) fn of_transfers(&self, role: &RoleProgram) -> QueueSet {
+        let streams = role.streams.iter().zip(&self.of_stream);
+        let transfers = streams.filter(|(s, _)| **s == Stream::Transfers);
+        transfers.fold(0, |all, (_, queues)| all | queues)
+    }
+
+    /// By instruction, the queues that are drained before it begins: those that it waits for, or
+    /// what it waits for in its slot, or the one before it on its stream.
+    fn drained(&self, template: &Template) -> Vec<QueueSet> {
+        let mut drained: Vec<QueueSet> = Vec::with_capacity(template.instructions.len());
+        let mut of_stream = vec![0; self.of_stream.len()];
+        for instruction in &template.instructions {
+            let own = &mut of_stream[instruction.stream.index()];
+            for event in &instruction.events {
+                if let Event::Drained(stream) = event {
+                    *own |= self.of_stream[stream.index()];
+                }
+            }
+            *own |= (instruction.deps.iter()).fold(0, |all, d| all | drained[d.index()]);
+            drained.push(*own);
         }
-    }
-    /// The reference to a buffer, if it is exchanged.
-    pub(super) fn copies(&self, buffer: ir::BufferId) -> Option<Copies> {
-        self.by_buffer[buffer.index()].map(|(first, slots)| Copies { first, slots })
+        drained
     }
 }
 
-/// The copies of an exchanged buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Copies {
-    first: u32,
-    slots: u32,
-}
-
-impl Copies {
-    /// The copy that a microbatch uses.
-    pub(super) fn of(self, microbatch: Option<u32>) -> usize {
-        (self.first + microbatch.map_or(0, |m| m % self.slots)) as usize
-    }
-}
-
-/// A touch of an exchanged buffer: every touch waits for a pending receive into it, a write
-/// also for a pending send from it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Touch {
-    pub copies: Copies,
-    pub writes: bool,
-}
-
-pub(super) fn touches(instruction: &Instruction, exchanged: &Exchanged) -> Vec<Touch> {
-    let of = |buffers: BufferIds, writes| {
-        buffers.into_iter().filter_map(move |b| {
-            Some(Touch {
-                copies: exchanged.copies(b)?,
-                writes,
-            })
-        })
-    };
-    let mut all: Vec<Touch> = of(instruction.reads(), false)
-        .chain(of(instruction.writes(), true))
-        .collect();
-    all.sort_unstable();
-    all.dedup();
-    all
+/// What a template's instructions wait for from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Input {
+    /// The end of some queues in earlier slots.
+    Queues(QueueSet),
+    /// An instruction of an earlier slot.
+    Event(Event),
 }
 
 /// A template as a max-plus map.
 pub(super) struct Folded {
-    /// Touches whose exchange is an input; input 0 is the template's start and has none.
-    pub inputs: Vec<Vec<Touch>>,
-    /// From each input to the template's end; `None` where nothing depends on the input.
+    /// What it depends on.
+    pub inputs: Vec<Input>,
+    /// From each input to the last end; `None` where nothing depends on it.
     pub end: Vec<Option<Pico>>,
-    /// From each input to the last end of an instruction that touches the copies.
-    pub outputs: Vec<Output>,
+    /// By queue that the template uses: from each input to the end of the last instruction there.
+    pub queues: Vec<(usize, Vec<Option<Pico>>)>,
+    /// From each input to the ends of the instructions that later slots wait for.
+    pub awaited: Vec<(InstrId, Vec<Option<Pico>>)>,
     /// Whether it holds a world sum, which it cannot be folded over.
     pub has_world_sum: bool,
-}
-
-/// Ends of the instructions that touch a buffer.
-pub(super) struct Output {
-    pub copies: Copies,
-    /// From each input to the last write; `None` throughout where it is only read.
-    pub write: Vec<Option<Pico>>,
-    /// From each input to the last touch.
-    pub touch: Vec<Option<Pico>>,
+    /// By instruction, the queues that are drained before it begins.
+    pub drained: Vec<QueueSet>,
 }
 
 impl Folded {
-    /// Folds a template whose instructions take `durations`.
+    /// Folds a template whose instructions take `durations`; later slots wait for `awaited`.
     pub(super) fn new(
         template: &Template,
         durations: &[Pico],
-        exchanged: &Exchanged,
         costs: &[InstrCost],
+        queues: &Queues,
+        awaited: &BTreeSet<InstrId>,
     ) -> Self {
-        let touched: Vec<Vec<Touch>> = template
-            .instructions
-            .iter()
-            .map(|i| touches(i, exchanged))
-            .collect();
-        let mut inputs: Vec<(Option<usize>, Vec<Touch>)> = vec![(None, Vec::new())];
-        let mut waited: [Vec<Touch>; QUEUES] = Default::default();
-        for (i, cost) in costs.iter().enumerate().take(template.instructions.len()) {
-            // What the stream has waited for it need not wait for again.
-            let seen = &mut waited[cost.queue];
-            let new: Vec<Touch> = touched[i]
-                .iter()
-                .copied()
-                .filter(|t| !seen.contains(t))
-                .collect();
-            if !new.is_empty() {
-                seen.extend(&new);
-                inputs.push((Some(i), new));
+        let drained = queues.drained(template);
+        let used: BTreeSet<usize> = costs.iter().map(|c| c.queue).collect();
+        // Queues that every instruction finds drained are one input, whatever stands in them.
+        let together = drained.iter().fold(QueueSet::MAX, |all, d| all & d) & mask(0..queues.n);
+        let known = used.iter().fold(together, |all, q| all | 1 << q);
+        let known = drained.iter().fold(known, |all, d| all | d);
+        let alone = (0..queues.n)
+            .map(|q| 1 << q)
+            .filter(|q| q & known & !together != 0);
+        let sets = std::iter::once(together).filter(|q| *q != 0).chain(alone);
+        let mut inputs: Vec<Input> = sets.map(Input::Queues).collect();
+        for event in template.instructions.iter().flat_map(|i| &i.events) {
+            if matches!(event, Event::Done { .. }) && !inputs.contains(&Input::Event(*event)) {
+                inputs.push(Input::Event(*event));
             }
         }
-        let mut outputs: BTreeMap<Copies, Output> = BTreeMap::new();
-        let mut end = Vec::with_capacity(inputs.len());
-        for (k, (at, _)) in inputs.iter().enumerate() {
-            let ends = longest_paths(template, durations, *at, costs);
-            end.push(ends.iter().copied().max().flatten());
-            for (e, touch) in ends
-                .iter()
-                .zip(&touched)
-                .flat_map(|(e, ts)| ts.iter().map(move |t| (*e, t)))
-            {
-                let none = || vec![None; inputs.len()];
-                let output = outputs.entry(touch.copies).or_insert_with(|| Output {
-                    copies: touch.copies,
-                    write: none(),
-                    touch: none(),
-                });
-                output.touch[k] = output.touch[k].max(e);
-                if touch.writes {
-                    output.write[k] = output.write[k].max(e);
-                }
-            }
-        }
-        // An empty template ends when it starts.
-        end[0] = end[0].or(Some(0));
-        Folded {
-            inputs: inputs.into_iter().map(|i| i.1).collect(),
-            end,
-            outputs: outputs.into_values().collect(),
+        let mut folded = Folded {
+            end: Vec::with_capacity(inputs.len()),
+            queues: used.into_iter().map(|q| (q, Vec::new())).collect(),
+            awaited: awaited.iter().map(|&i| (i, Vec::new())).collect(),
             has_world_sum: template
                 .instructions
                 .iter()
                 .any(|i| matches!(i.kind, InstrKind::WorldSum { .. })),
+            drained,
+            inputs,
+        };
+        for input in &folded.inputs {
+            let (ends, queue_ends) = longest_paths(
+                template,
+                durations,
+                *input,
+                costs,
+                queues.n,
+                &folded.drained,
+            );
+            folded.end.push(ends.iter().copied().max().flatten());
+            for (queue, paths) in &mut folded.queues {
+                paths.push(queue_ends[*queue]);
+            }
+            for (i, paths) in &mut folded.awaited {
+                paths.push(ends.get(i.index()).copied().flatten());
+            }
         }
+        folded
     }
     /// Duration when nothing outside is waited for.
     pub(super) fn undisturbed(&self) -> Pico {
-        self.end[0].unwrap_or(0)
+        self.end.iter().copied().max().flatten().unwrap_or(0)
     }
+}
+
+fn mask(queues: std::ops::Range<usize>) -> QueueSet {
+    queues.fold(0, |all, q| all | 1 << q)
 }
 
 /// The latest of `inputs[k] + paths[k]`.
@@ -199,28 +172,55 @@ pub(super) fn latest(inputs: &[Pico], paths: &[Option<Pico>]) -> Option<Pico> {
         .max()
 }
 
-/// Ends of all instructions when instruction `from` may start at 0 (all of them, for `None`)
-/// and nothing else is waited for; `None` for those that do not depend on it.
+/// Ends of all instructions, and of the queues, when an input comes at 0 and nothing else is
+/// waited for; `None` for those that do not depend on it.
 fn longest_paths(
     template: &Template,
     durations: &[Pico],
-    from: Option<usize>,
+    input: Input,
     costs: &[InstrCost],
-) -> Vec<Option<Pico>> {
+    n_queues: usize,
+    drained: &[QueueSet],
+) -> (Vec<Option<Pico>>, Vec<Option<Pico>>) {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
-    let mut stream_ends = [None; QUEUES];
+    let begun = |q: usize| match input {
+        Input::Queues(set) if set >> q & 1 == 1 => Some(0),
+        _ => None,
+    };
+    let mut queue_ends: Vec<Option<Pico>> = (0..n_queues).map(begun).collect();
     for (i, instruction) in template.instructions.iter().enumerate() {
-        let own = from.is_none_or(|f| f == i).then_some(0);
-        let stream = &mut stream_ends[costs[i].queue];
+        let own = match input {
+            Input::Queues(set) => drained[i] & set != 0,
+            Input::Event(e) => instruction.events.contains(&e),
+        };
+        let queue = &mut queue_ends[costs[i].queue];
         let start = instruction
             .deps
             .iter()
             .filter(|_| !costs[i].ahead)
             .map(|d| ends[d.index()])
-            .fold(own.max(*stream), Option::max);
+            .fold(own.then_some(0).max(*queue), Option::max);
         let end = start.map(|s| s.saturating_add(durations[i]));
-        *stream = end.or(*stream);
+        *queue = end.or(*queue);
         ends.push(end);
     }
-    ends
+    (ends, queue_ends)
+}
+
+/// By template, the instructions that later slots wait for.
+pub(super) fn awaited(role: &RoleProgram) -> Vec<BTreeSet<InstrId>> {
+    let mut found = vec![BTreeSet::new(); role.templates.len()];
+    let all = role.templates.iter().flat_map(|t| &t.instructions);
+    for event in all.flat_map(|i| &i.events) {
+        if let Event::Done {
+            template: TemplateId(t),
+            instruction,
+            ..
+        } = event
+            && let Some(of) = found.get_mut(*t as usize)
+        {
+            of.insert(*instruction);
+        }
+    }
+    found
 }

@@ -77,8 +77,8 @@ impl SimulateOptions {
 pub struct TimelineEvent {
     /// Stage.
     pub stage: StageId,
-    /// Stream; templates stand on the compute stream, exchanges on the transfer stream.
-    pub stream: Stream,
+    /// Name of its stream; templates stand on that of kernels, exchanges on that of transfers.
+    pub stream: String,
     /// Template index in the role.
     pub template: u32,
     /// Instruction index; `None` for a whole template.
@@ -407,15 +407,15 @@ impl<'a> Timeline<'a> {
         let slot = this.trace[slot];
         let template = this.template(slot.template);
         let (name, stream) = match instruction.map(|i| &template.instructions[i]) {
-            Some(i) => (instruction_name(this, &i.kind), i.stream),
+            Some(i) => (instruction_name(this, &i.kind), this.stream(i.stream)),
             None if template.kind == TemplateKind::Exchange => {
-                (template_name(template.kind).into(), Stream::Transfer)
+                (template_name(template.kind).into(), &Stream::Transfers)
             }
-            None => (pass_name(self.program, this, template), Stream::Compute),
+            None => (pass_name(self.program, this, template), &Stream::Kernels),
         };
         self.events.push(TimelineEvent {
             stage: this.stage,
-            stream,
+            stream: stream.name(&this.mesh),
             template: slot.template.0,
             instruction: instruction.map(|i| i as u32),
             microbatch: slot.microbatch,

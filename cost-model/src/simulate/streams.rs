@@ -6,12 +6,12 @@
 //! partner has not published yet, or a world sum that not all roles have reached. When no role
 //! can go on, the program deadlocks.
 
-use super::fold::{Exchanged, Folded, Pico, Touch, latest, pico, seconds, touches};
+use super::fold::{Folded, Input, Pico, QueueSet, Queues, awaited, latest, pico, seconds};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, QUEUES, REDUCTIONS, Waits, together};
-use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, TemplateKind};
-use ir::{BufferId, TransferId};
+use crate::costs::{Costs, REDUCTIONS, Waits, together};
+use ir::program::{Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which};
+use ir::{BufferId, InstrId, TemplateId, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::rc::Rc;
@@ -96,11 +96,38 @@ struct Instance {
 /// A template that is being played instruction by instruction.
 struct Partial {
     ends: Vec<Pico>,
-    stream_ends: [Pico; QUEUES],
+    queue_ends: Vec<Pico>,
     /// The world sum that has been reached and not passed.
     reached: Option<(usize, Pico)>,
     /// Ends of the instructions that began before the template did.
     early: BTreeMap<usize, Pico>,
+}
+
+/// The end of something that others wait for: known, or that of an exchange.
+#[derive(Clone, Copy)]
+enum End {
+    At(Pico),
+    Of(usize),
+}
+
+/// The ends of an instruction that later slots wait for.
+#[derive(Default)]
+struct Ends {
+    latest: Option<End>,
+    by_microbatch: Vec<Option<End>>,
+}
+
+impl Ends {
+    fn note(&mut self, microbatch: Option<u32>, end: End) {
+        self.latest = Some(end);
+        if let Some(m) = microbatch {
+            let m = m as usize;
+            if self.by_microbatch.len() <= m {
+                self.by_microbatch.resize(m + 1, None);
+            }
+            self.by_microbatch[m] = Some(end);
+        }
+    }
 }
 
 struct Player<'a> {
@@ -113,7 +140,6 @@ struct Player<'a> {
     ahead: Vec<Vec<bool>>,
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
-    exchanged: Exchanged,
     waits: Waits,
     /// Slots of the last backward of every stage, where gradients are reduced early.
     last_backward: BTreeSet<usize>,
@@ -127,6 +153,12 @@ struct Player<'a> {
     partial: Option<Partial>,
     /// End of the last template.
     now: Pico,
+    /// End of every queue in the slots before, but for that of transfers.
+    queue_ends: Vec<Pico>,
+    /// The queue of transfers.
+    transfers: QueueSet,
+    /// Ends of what later slots wait for.
+    awaited: BTreeMap<(TemplateId, InstrId), Ends>,
     instances: Vec<Instance>,
     /// The exchanges since the last template, and those before it: posted together where the
     /// software does so.
@@ -136,10 +168,6 @@ struct Player<'a> {
     numbers: Vec<u32>,
     counts: Vec<[u32; 2]>,
     n_world_sums: usize,
-    last_write: Vec<Pico>,
-    last_touch: Vec<Pico>,
-    received_by: Vec<Option<u32>>,
-    sent_by: Vec<Option<u32>>,
     inputs: Vec<Pico>,
     play: RolePlay,
 }
@@ -151,15 +179,12 @@ impl<'a> Player<'a> {
             .iter()
             .map(|t| t.iter().map(|c| pico(c.seconds)).collect())
             .collect();
-        let exchanged = Exchanged::new(role);
-        let folded = Rc::new(
-            role.templates
-                .iter()
-                .zip(&durations)
-                .zip(&costs.instructions[index])
-                .map(|((t, d), c)| Folded::new(t, d, &exchanged, c))
-                .collect(),
-        );
+        let queues = Queues::new(role, &costs.instructions[index]);
+        let awaited = awaited(role);
+        let folded = (role.templates.iter().zip(&durations))
+            .zip(costs.instructions[index].iter().zip(&awaited))
+            .map(|((t, d), (c, a))| Folded::new(t, d, c, &queues, a));
+        let folded = Rc::new(folded.collect());
         let n = role.templates.len();
         Player {
             role,
@@ -180,6 +205,14 @@ impl<'a> Player<'a> {
             next_exchange: 0,
             partial: None,
             now: 0,
+            queue_ends: vec![0; queues.n],
+            transfers: queues.of_transfers(role),
+            awaited: (awaited.iter().enumerate())
+                .flat_map(|(t, of)| {
+                    of.iter()
+                        .map(move |&i| ((TemplateId::new(t), i), Ends::default()))
+                })
+                .collect(),
             instances: Vec::new(),
             posted: 0..0,
             before: 0..0,
@@ -187,12 +220,7 @@ impl<'a> Player<'a> {
             numbers: Vec::new(),
             counts: vec![[0; 2]; program.transfers.len()],
             n_world_sums: 0,
-            last_write: vec![0; exchanged.n_copies],
-            last_touch: vec![0; exchanged.n_copies],
-            received_by: vec![None; exchanged.n_copies],
-            sent_by: vec![None; exchanged.n_copies],
             inputs: Vec::new(),
-            exchanged,
             waits: costs.waits,
             last_backward: last_backwards(role)
                 .filter(|_| costs.waits.early_gradients)
@@ -263,6 +291,8 @@ impl<'a> Player<'a> {
         } else {
             if self.waits.for_transfers {
                 self.now = self.now.max(self.end_of_all(self.latest(), shared)?);
+                let ends = self.queue_ends.iter_mut();
+                ends.for_each(|end| *end = self.now.max(*end));
             }
             let start = self.now;
             let reduces_early = self.last_backward.contains(&self.next)
@@ -309,24 +339,88 @@ impl<'a> Player<'a> {
         let folded = &templates[t];
         let mut inputs = std::mem::take(&mut self.inputs);
         inputs.clear();
-        inputs.push(self.now);
-        let ready = folded.inputs[1..].iter().all(|touches| {
-            self.ready(touches, microbatch, shared)
-                .map(|time| inputs.push(time))
-                .is_some()
+        let ready = folded.inputs.iter().all(|input| {
+            let time = match *input {
+                Input::Queues(set) => self.drained(set, shared),
+                Input::Event(event) => self.event(event, microbatch, shared),
+            };
+            time.map(|time| inputs.push(time)).is_some()
         });
         if ready {
-            for output in &folded.outputs {
-                let copy = output.copies.of(microbatch);
-                self.last_write[copy] =
-                    self.last_write[copy].max(latest(&inputs, &output.write).unwrap_or(0));
-                self.last_touch[copy] =
-                    self.last_touch[copy].max(latest(&inputs, &output.touch).unwrap_or(0));
+            for (queue, paths) in &folded.queues {
+                let end = latest(&inputs, paths).unwrap_or(0);
+                self.queue_ends[*queue] = self.queue_ends[*queue].max(end);
+                self.now = self.now.max(end);
             }
-            self.now = latest(&inputs, &folded.end).unwrap_or(self.now);
+            for (i, paths) in &folded.awaited {
+                let end = latest(&inputs, paths).unwrap_or(0);
+                self.note_end(t, *i, microbatch, End::At(end));
+            }
         }
         self.inputs = inputs;
         ready.then_some(())
+    }
+
+    /// When some queues are over.
+    fn drained(&mut self, set: QueueSet, shared: &Shared<'_>) -> Option<Pico> {
+        let transfers = match set & self.transfers {
+            0 => 0,
+            _ => self.end_of_all(self.latest(), shared)?,
+        };
+        let of_set = |(q, end): (usize, &Pico)| (set >> q & 1 == 1).then_some(*end);
+        let ends = self.queue_ends.iter().enumerate().filter_map(of_set);
+        Some(ends.fold(transfers, Pico::max))
+    }
+
+    fn note_end(&mut self, t: usize, i: InstrId, microbatch: Option<u32>, end: End) {
+        if let Some(ends) = self.awaited.get_mut(&(TemplateId::new(t), i)) {
+            ends.note(microbatch, end);
+        }
+    }
+
+    /// When an event of a slot for `microbatch` is over; 0 where there is no slot to wait for.
+    fn event(
+        &mut self,
+        event: Event,
+        microbatch: Option<u32>,
+        shared: &Shared<'_>,
+    ) -> Option<Pico> {
+        let Event::Done {
+            template,
+            instruction,
+            which,
+        } = event
+        else {
+            return Some(0);
+        };
+        let ends = self.awaited.get(&(template, instruction));
+        let end = ends.and_then(|ends| match which {
+            Which::Latest => ends.latest,
+            Which::Back(n) => {
+                let m = microbatch?.checked_sub(n)? as usize;
+                *ends.by_microbatch.get(m)?
+            }
+        });
+        match end {
+            None => Some(0),
+            Some(End::At(time)) => Some(time),
+            Some(End::Of(exchange)) => self.resolve(exchange, shared),
+        }
+    }
+
+    /// When all that an instruction waits for in earlier slots is over.
+    fn events(
+        &mut self,
+        (t, i): (usize, usize),
+        microbatch: Option<u32>,
+        shared: &Shared<'_>,
+    ) -> Option<Pico> {
+        let mut time = self.drained(self.folded[t].drained[i], shared)?;
+        let role = self.role;
+        for event in &role.templates[t].instructions[i].events {
+            time = time.max(self.event(*event, microbatch, shared)?);
+        }
+        Some(time)
     }
 
     fn play_instructions(
@@ -335,10 +429,9 @@ impl<'a> Player<'a> {
         microbatch: Option<u32>,
         shared: &mut Shared<'_>,
     ) -> Option<()> {
-        let begin = self.now;
         let mut partial = self.partial.take().unwrap_or_else(|| Partial {
             ends: Vec::new(),
-            stream_ends: [begin; QUEUES],
+            queue_ends: self.queue_ends.clone(),
             reached: None,
             early: self.early_ends(t),
         });
@@ -346,9 +439,8 @@ impl<'a> Player<'a> {
         let instructions = &role.templates[t].instructions;
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
-            let touched = touches(instruction, &self.exchanged);
-            let stream = self.queues[t][i];
-            let Some(outside) = self.ready(&touched, microbatch, shared) else {
+            let queue = self.queues[t][i];
+            let Some(outside) = self.events((t, i), microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;
             };
@@ -359,7 +451,7 @@ impl<'a> Player<'a> {
                 .map(|d| partial.ends[d.index()])
                 .max()
                 .unwrap_or(0);
-            let own = outside.max(deps).max(partial.stream_ends[stream]);
+            let own = outside.max(deps).max(partial.queue_ends[queue]);
             let start = if matches!(instruction.kind, InstrKind::WorldSum { .. }) {
                 let number = *partial
                     .reached
@@ -382,18 +474,13 @@ impl<'a> Player<'a> {
             shared
                 .timeline
                 .add(self.index, self.next, Some(i), seconds(start), seconds(end));
-            partial.stream_ends[stream] = partial.stream_ends[stream].max(end);
+            partial.queue_ends[queue] = partial.queue_ends[queue].max(end);
             partial.ends.push(end);
-            self.note_write(instruction, stream, end);
-            for touch in touched {
-                let copy = touch.copies.of(microbatch);
-                self.last_touch[copy] = self.last_touch[copy].max(end);
-                if touch.writes {
-                    self.last_write[copy] = self.last_write[copy].max(end);
-                }
-            }
+            self.note_write(instruction, queue, end);
+            self.note_end(t, InstrId::new(i), microbatch, End::At(end));
         }
-        self.now = partial.ends.iter().copied().max().unwrap_or(begin);
+        self.now = partial.ends.iter().copied().fold(self.now, Pico::max);
+        self.queue_ends = partial.queue_ends;
         Some(())
     }
 
@@ -404,7 +491,7 @@ impl<'a> Player<'a> {
         if !self.last_backward.contains(&self.next) {
             return;
         }
-        if instruction.stream == Stream::Collective && queue == REDUCTIONS {
+        if matches!(instruction.kind, InstrKind::Collective { .. }) && queue == REDUCTIONS {
             self.collectives_end = self.collectives_end.max(end);
         }
         for buffer in instruction.writes() {
@@ -455,24 +542,6 @@ impl<'a> Player<'a> {
         (number, time)
     }
 
-    /// When the exchanges that a touch waits for are over.
-    fn ready(
-        &mut self,
-        touches: &[Touch],
-        microbatch: Option<u32>,
-        shared: &Shared<'_>,
-    ) -> Option<Pico> {
-        let mut time = 0;
-        for touch in touches {
-            let copy = touch.copies.of(microbatch);
-            let sent = self.sent_by[copy].filter(|_| touch.writes);
-            for exchange in [self.received_by[copy], sent].into_iter().flatten() {
-                time = time.max(self.resolve(exchange as usize, shared)?);
-            }
-        }
-        Some(time)
-    }
-
     /// End of an exchange, remembered.
     fn resolve(&mut self, exchange: usize, shared: &Shared<'_>) -> Option<Pico> {
         if self.ends[exchange].is_none() {
@@ -510,22 +579,9 @@ impl<'a> Player<'a> {
                 true => self.end_of_all(self.before.clone(), shared)?,
                 false => self.end_of_all(self.latest(), shared)?,
             };
-            let InstrKind::Exchange { sends, recvs } = &self.role.templates[t].instructions[i].kind
-            else {
-                return None;
-            };
-            let id = Some(self.instances.len() as u32);
-            let mut start = before;
-            for copies in sends.iter().filter_map(|s| self.exchanged.copies(s.1)) {
-                let copy = copies.of(microbatch);
-                start = start.max(self.last_write[copy]);
-                self.sent_by[copy] = id;
-            }
-            for copies in recvs.iter().filter_map(|r| self.exchanged.copies(r.1)) {
-                let copy = copies.of(microbatch);
-                start = start.max(self.last_touch[copy]);
-                self.received_by[copy] = id;
-            }
+            let outside = self.events((t, i), microbatch, shared)?;
+            let start = before.max(outside);
+            let id = self.instances.len();
             let first_number = self.numbers.len();
             for (side, transfer) in self.parts[&(t, i)]
                 .iter()
@@ -543,6 +599,7 @@ impl<'a> Player<'a> {
                 first_number,
             });
             self.ends.push(None);
+            self.note_end(t, InstrId::new(i), microbatch, End::Of(id));
             self.posted.end = self.instances.len();
             self.next_exchange += 1;
         }

@@ -1,6 +1,8 @@
 use super::*;
 use crate::pipeline::{StageTime, latency};
-use crate::testing::{buffer, cluster, instr, pipeline, relu, role, strict_pipeline};
+use crate::testing::{
+    COLLECTIVES, KERNELS, buffer, cluster, instr, pipeline, relu, role, strict_pipeline,
+};
 use ir::program::{BufferClass, Slot, Template};
 use ir::{BufferId, DType, Flops, TemplateId};
 
@@ -44,6 +46,7 @@ fn one_template(instructions: Vec<ir::program::Instruction>, sizes: &[u64]) -> P
         };
         2
     ];
+    lowering::set_events(&mut r);
     Program {
         roles: vec![r],
         transfers: vec![],
@@ -57,11 +60,11 @@ fn streams_overlap_and_dependencies_wait() {
     // Compute: a (100) b (30). Collective stream: c (70, after a), d (20). Then e (10) after d.
     let program = one_template(
         vec![
-            instr(relu("a", 0, 0), Stream::Compute, &[]),
-            instr(relu("c", 1, 1), Stream::Collective, &[0]),
-            instr(relu("b", 2, 2), Stream::Compute, &[]),
-            instr(relu("d", 3, 3), Stream::Collective, &[]),
-            instr(relu("e", 4, 4), Stream::Compute, &[3]),
+            instr(relu("a", 0, 0), KERNELS, &[]),
+            instr(relu("c", 1, 1), COLLECTIVES, &[0]),
+            instr(relu("b", 2, 2), KERNELS, &[]),
+            instr(relu("d", 3, 3), COLLECTIVES, &[]),
+            instr(relu("e", 4, 4), KERNELS, &[3]),
         ],
         &[100, 70, 30, 20, 10],
     );
@@ -215,6 +218,7 @@ fn a_send_waits_for_its_buffer_and_the_next_write_for_the_send() {
                 *slots = 1;
             }
         }
+        lowering::set_events(r);
     }
     let single = play(&program, &cluster(2), |_| ()).step_time.0;
     // 4 MB take 4 ms, work takes microseconds: six crossings one after the other at least.
@@ -261,7 +265,7 @@ fn with_pool(n: u32, compute_devices: f64) -> Cluster {
 
 #[test]
 fn ranks_that_share_processors_slow_down() {
-    let mut program = one_template(vec![instr(relu("a", 0, 0), Stream::Compute, &[])], &[1000]);
+    let mut program = one_template(vec![instr(relu("a", 0, 0), KERNELS, &[])], &[1000]);
     program.roles[0].mesh = crate::testing::mesh(0, 4);
     let time = |compute| play(&program, &with_pool(4, compute), |_| ()).step_time.0;
     // Two microbatches of 1000 ns on four ranks.
@@ -297,7 +301,7 @@ fn what_shared_processors_cost_is_waited_for_in_collectives() {
 fn only_working_ranks_share() {
     // Two independent roles of one rank on 1.5 processors: 1000 ns and 400 ns of work. Both run
     // at 3/4: the short one ends at 400 / 0.75; then the long one, 600 left, runs at full speed.
-    let mut program = one_template(vec![instr(relu("a", 0, 0), Stream::Compute, &[])], &[1000]);
+    let mut program = one_template(vec![instr(relu("a", 0, 0), KERNELS, &[])], &[1000]);
     let mut short = program.roles[0].clone();
     short.stage = StageId(1);
     short.mesh = crate::testing::mesh(1, 1);
@@ -331,16 +335,16 @@ fn only_working_ranks_share() {
 fn a_world_sum_waits_for_all() {
     let mut program = one_template(
         vec![
-            instr(relu("a", 0, 0), Stream::Compute, &[]),
+            instr(relu("a", 0, 0), KERNELS, &[]),
             instr(
                 InstrKind::WorldSum {
                     inputs: vec![],
                     output: BufferId(1),
                 },
-                Stream::Collective,
+                COLLECTIVES,
                 &[0],
             ),
-            instr(relu("b", 2, 2), Stream::Compute, &[1]),
+            instr(relu("b", 2, 2), KERNELS, &[1]),
         ],
         &[1000, 250, 100],
     );
@@ -376,7 +380,7 @@ fn a_world_sum_waits_for_all() {
 
 #[test]
 fn malformed_programs_are_refused() {
-    let good = || one_template(vec![instr(relu("a", 0, 0), Stream::Compute, &[])], &[10]);
+    let good = || one_template(vec![instr(relu("a", 0, 0), KERNELS, &[])], &[10]);
     let refused = |change: &dyn Fn(&mut Program)| {
         let mut p = good();
         change(&mut p);
@@ -509,16 +513,16 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
             kind: TemplateKind::Backward,
             chunk: 0,
             instructions: vec![
-                instr(relu("w0", 2, 0), Stream::Compute, &[]),
-                instr(relu("w1", 3, 1), Stream::Compute, &[]),
+                instr(relu("w0", 2, 0), KERNELS, &[]),
+                instr(relu("w1", 3, 1), KERNELS, &[]),
             ],
         },
         Template {
             kind: TemplateKind::StepEnd,
             chunk: 0,
             instructions: vec![
-                instr(reduce(1), Stream::Collective, &[]),
-                instr(reduce(0), Stream::Collective, &[]),
+                instr(reduce(1), COLLECTIVES, &[]),
+                instr(reduce(0), COLLECTIVES, &[]),
             ],
         },
     ];
@@ -527,6 +531,7 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
         microbatch,
     };
     r.trace = vec![slot(0, Some(0)), slot(0, Some(1)), slot(1, None)];
+    lowering::set_events(&mut r);
     let program = Program {
         roles: vec![r],
         transfers: vec![],
@@ -582,9 +587,9 @@ fn gathering(changed: impl Fn(&mut ir::software::Software)) -> f64 {
         kind: TemplateKind::Backward,
         chunk: 0,
         instructions: vec![
-            instr(relu("x", 2, 2), Stream::Compute, &[]),
-            instr(gather, Stream::Collective, &[0]),
-            instr(relu("y", 3, 3), Stream::Compute, &[1]),
+            instr(relu("x", 2, 2), KERNELS, &[]),
+            instr(gather, COLLECTIVES, &[0]),
+            instr(relu("y", 3, 3), KERNELS, &[1]),
         ],
     }];
     r.trace = vec![Slot {
@@ -671,8 +676,8 @@ fn pieces_of_a_scatter_hide_behind_the_matmul_and_are_added_up() {
         kind: TemplateKind::Forward,
         chunk: 0,
         instructions: vec![
-            instr(matmul, Stream::Compute, &[]),
-            instr(scatter, Stream::Collective, &[0]),
+            instr(matmul, KERNELS, &[]),
+            instr(scatter, COLLECTIVES, &[0]),
         ],
     }];
     r.trace = vec![Slot {
@@ -741,7 +746,7 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
                 output: BufferId(1),
             }],
         },
-        Stream::Collective,
+        COLLECTIVES,
         &[0],
     );
     reduce.pass = ir::Pass::BW;
@@ -756,9 +761,9 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
         kind: TemplateKind::Backward,
         chunk: 0,
         instructions: vec![
-            instr(relu("g0", 0, 1), Stream::Compute, &[]),
+            instr(relu("g0", 0, 1), KERNELS, &[]),
             reduce,
-            instr(relu("g1", 2, 3), Stream::Compute, &[]),
+            instr(relu("g1", 2, 3), KERNELS, &[]),
         ],
     }];
     r.trace = vec![Slot {

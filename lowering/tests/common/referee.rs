@@ -7,7 +7,7 @@
 
 use ir::op::OpStrategy;
 use ir::plan::{Plan, relative_path};
-use ir::program::{InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Slot, Template};
 use ir::training::TrainingGraph;
 use ir::{BufferId, InstrId, Op, OpId, OpKind, Region, ShardingSpec, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -556,7 +556,7 @@ fn static_checks(role: &RoleProgram) {
     for template in &role.templates {
         let n = template.instructions.len();
         let mut before: Vec<BTreeSet<usize>> = Vec::with_capacity(n);
-        let mut last: BTreeMap<Stream, usize> = BTreeMap::new();
+        let mut last: BTreeMap<ir::StreamId, usize> = BTreeMap::new();
         for (i, instruction) in template.instructions.iter().enumerate() {
             let direct = instruction
                 .deps

@@ -10,7 +10,7 @@ use ir::program::{
 use ir::reshard::LayoutStep;
 use ir::{
     AxisId, BufferId, DType, DimSharding, Dims, LogicalMesh, OpKind, Pass, Rank, ReduceKind,
-    ShardingSpec, StageId, TemplateId,
+    ShardingSpec, StageId, StreamId, TemplateId,
 };
 
 /// A measured instruction.
@@ -59,6 +59,7 @@ impl ProgramOfProbes {
         let role = RoleProgram {
             stage: StageId(0),
             mesh: LogicalMesh { devices, axes },
+            streams: vec![Stream::Kernels],
             buffers: Vec::new(),
             templates: vec![Template {
                 kind: TemplateKind::Forward,
@@ -108,8 +109,9 @@ impl ProgramOfProbes {
         let instructions = &mut self.role.templates[0].instructions;
         instructions.push(Instruction {
             kind,
-            stream: Stream::Compute,
+            stream: StreamId(0),
             deps: vec![],
+            events: vec![],
             pass: Pass::F,
             layer: None,
         });

@@ -3,10 +3,13 @@
 use super::probes::{Place, Probe};
 use ir::mesh::{Axis, DeviceMesh};
 use ir::program::{
-    ARENA_ALIGN, Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, Stream,
-    Template, TemplateKind, Transfer,
+    ARENA_ALIGN, Buffer, BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Slot,
+    Stream, Template, TemplateKind, Transfer, Which,
 };
-use ir::{BufferId, DType, LogicalMesh, Pass, Rank, ShardingSpec, StageId, TemplateId, TransferId};
+use ir::{
+    BufferId, DType, InstrId, LogicalMesh, Pass, Rank, ShardingSpec, StageId, StreamId, TemplateId,
+    TransferId,
+};
 
 /// Ranks 0 and 1 as stages, and what to measure in their program. Both sides of a transfer
 /// count: the mean of what sender and receiver take.
@@ -59,10 +62,17 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
         offset += bytes.next_multiple_of(ARENA_ALIGN);
         BufferId::new(buffers.len() - 1)
     };
-    let instruction = |kind, stream| Instruction {
+    let streams = vec![Stream::Kernels, Stream::Transfers];
+    let instruction = |kind, events| Instruction {
+        stream: StreamId::new(
+            streams
+                .iter()
+                .position(|s| *s == Stream::of(&kind))
+                .unwrap_or(0),
+        ),
         kind,
-        stream,
         deps: vec![],
+        events,
         pass: Pass::F,
         layer: None,
     };
@@ -72,7 +82,7 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
         instructions: vec![instruction],
     };
     let loss = buffer(vec![]);
-    let fill = |output| instruction(InstrKind::Fill { value: 0.5, output }, Stream::Compute);
+    let fill = |output| instruction(InstrKind::Fill { value: 0.5, output }, vec![]);
     let mut templates = vec![template(TemplateKind::Forward, fill(loss))];
     for (i, bytes) in sizes.iter().enumerate() {
         let b = buffer(vec![bytes / 4]);
@@ -85,7 +95,12 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
             recvs: received,
         };
         templates.push(template(TemplateKind::Forward, fill(b)));
-        let exchange = instruction(exchange, Stream::Transfer);
+        let filled = Event::Done {
+            template: TemplateId::new(templates.len() - 1),
+            instruction: InstrId(0),
+            which: Which::Latest,
+        };
+        let exchange = instruction(exchange, vec![filled]);
         templates.push(template(TemplateKind::Exchange, exchange));
     }
     let trace = (0..templates.len()).map(|t| Slot {
@@ -105,6 +120,7 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
             }],
         },
         trace: trace.collect(),
+        streams,
         buffers,
         templates,
         arena_bytes: offset,

@@ -9,7 +9,7 @@ use ir::testing::Rng;
 use ir::training::TrainingGraph;
 use ir::{
     AxisId, BufferId, DType, InstrId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId,
-    TemplateId, TransferId, ValueId,
+    StreamId, TemplateId, TransferId, ValueId,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,6 +53,7 @@ pub(crate) fn lower(
 ) -> Program {
     let stage = |mesh: &LogicalMesh| Stage {
         mesh: mesh.clone(),
+        streams: vec![Stream::Kernels],
         buffers: Vec::new(),
         end: 0,
         placed: BTreeMap::new(),
@@ -102,9 +103,10 @@ pub(crate) fn lower(
             trace.extend((0..n_microbatches).flat_map(|m| templates.map(|t| slot(t, Some(m)))));
         }
         trace.extend([END_BEFORE, END_EXCHANGE, END].map(|t| slot(t, None)));
-        roles.push(RoleProgram {
+        let mut role = RoleProgram {
             stage: StageId::new(s),
             mesh: stage.mesh,
+            streams: stage.streams,
             buffers: stage.buffers,
             templates: stage.templates.into(),
             trace,
@@ -112,7 +114,9 @@ pub(crate) fn lower(
             states: stage.states,
             loss: (s == loss_stage).then_some(loss),
             grad_norm: stage.placed.get(&training.grad_norm).copied(),
-        });
+        };
+        lowering::set_events(&mut role);
+        roles.push(role);
     }
     Program {
         roles,
@@ -135,6 +139,7 @@ type Moves = Vec<(TransferId, BufferId)>;
 
 struct Stage {
     mesh: LogicalMesh,
+    streams: Vec<Stream>,
     buffers: Vec<Buffer>,
     end: u64,
     placed: BTreeMap<ValueId, BufferId>,
@@ -499,11 +504,12 @@ impl Stage {
     }
 
     fn push(&mut self, template: usize, kind: InstrKind) {
-        let stream = match kind {
-            InstrKind::Collective { .. } | InstrKind::WorldSum { .. } => Stream::Collective,
-            InstrKind::Exchange { .. } => Stream::Transfer,
-            _ => Stream::Compute,
-        };
+        let stream = Stream::of(&kind);
+        let known = self.streams.iter().position(|s| *s == stream);
+        let stream = StreamId::new(known.unwrap_or_else(|| {
+            self.streams.push(stream);
+            self.streams.len() - 1
+        }));
         let instructions = &mut self.templates[template].instructions;
         let deps = instructions
             .len()
@@ -516,6 +522,7 @@ impl Stage {
             kind,
             stream,
             deps,
+            events: vec![],
             pass: if backward { Pass::BI } else { Pass::F },
             layer: None,
         });

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::testing::{buffer, cluster, instr, pipeline, role};
-use ir::program::{StateBuffer, Stream, Template};
+use ir::program::{StateBuffer, Template};
 use ir::software::Software;
 use ir::{DType, LayerId, TemplateId};
 
@@ -131,7 +131,7 @@ fn training_role() -> Program {
             inputs: inputs.iter().map(|&i| BufferId(i)).collect(),
             outputs: vec![BufferId(output)],
         };
-        instr(kind, Stream::Compute, &[])
+        instr(kind, crate::testing::KERNELS, &[])
     };
     let attention = OpKind::Attention {
         scale: 1.0,
@@ -260,7 +260,7 @@ fn stages_of_a_mesh(again: [&[OpKind]; 2]) -> Program {
                 inputs: vec![id(first)],
                 outputs: vec![id(first + 1)],
             };
-            let mut i = instr(kind, Stream::Compute, &[]);
+            let mut i = instr(kind, crate::testing::KERNELS, &[]);
             (i.pass, i.layer) = (pass, Some(LayerId::new(chunk)));
             i
         };

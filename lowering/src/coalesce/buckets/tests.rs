@@ -1,7 +1,8 @@
 use super::*;
 use crate::bucket::BucketSizes;
 use crate::draft::DraftBuffer;
-use ir::program::{CollectiveItem, Stream, Template};
+use ir::StreamId;
+use ir::program::{CollectiveItem, Template};
 use ir::reshard::LayoutStep;
 use ir::{
     Axis, AxisId, BufferId, DType, DeviceMesh, LayerId, LogicalMesh, Pass, Rank, ReduceKind,
@@ -135,8 +136,9 @@ impl Backward {
 fn instruction(kind: InstrKind) -> Instruction {
     Instruction {
         kind,
-        stream: Stream::Compute,
+        stream: StreamId(0),
         deps: vec![],
+        events: vec![],
         pass: Pass::BW,
         layer: Some(LayerId(0)),
     }

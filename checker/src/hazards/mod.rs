@@ -1,33 +1,30 @@
-//! Streams: within a template, any two instructions of which one writes what the other reads
-//! or writes are ordered by streams and deps, and in list order.
+//! Streams: any two instructions of which one writes what the other reads or writes are
+//! ordered by streams, deps and events, in the order of the trace.
 //!
-//! Streams are FIFO, so what an instruction waits for is one position per stream: everything
-//! up to it is complete. Two accesses conflict when their buffers are the same or share
-//! bytes. It suffices to compare with the last write of a buffer and the reads since, one per
-//! stream, because earlier ones are ordered before those.
+//! **In a slot** (`races`). Streams are FIFO, so what an instruction waits for is one position
+//! per stream: everything up to it is complete. Two accesses conflict when their buffers are the
+//! same or share bytes. It suffices to compare with the last write of a buffer and the reads
+//! since, one per stream, because earlier ones are ordered before those.
+//!
+//! **Between slots** (`slots`). The same over the whole trace, with what a template's
+//! instructions know of earlier slots found once per template.
+
+mod slots;
 
 use crate::memory::overlapping;
 use crate::report::{Report, instr_place};
 use ir::collective::CollectiveKind;
-use ir::program::{InstrKind, Instruction, Program, RoleProgram, Stream, Template};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Template};
 use ir::{BufferId, InstrId, TemplateId};
+use smallvec::{SmallVec, smallvec};
 use std::collections::{BTreeMap, BTreeSet};
 
-const N_STREAMS: usize = 3;
-
-fn index(s: Stream) -> usize {
-    match s {
-        Stream::Compute => 0,
-        Stream::Collective => 1,
-        Stream::Transfer => 2,
-    }
-}
-
-/// Per stream, how many of its instructions are complete.
-type Clock = [u32; N_STREAMS];
+/// Per stream, how many instructions of a slot's template are complete: one past the last.
+type Clock = SmallVec<[u32; 6]>;
 
 pub(crate) fn check(program: &Program, report: &mut Report) {
     for (i, role) in program.roles.iter().enumerate() {
+        let mut clocks = Vec::with_capacity(role.templates.len());
         for (t, template) in role.templates.iter().enumerate() {
             let neighbours = neighbours(role, template);
             for (j, a, b) in self_overlaps(role, template, &neighbours) {
@@ -40,25 +37,59 @@ pub(crate) fn check(program: &Program, report: &mut Report) {
                     format!("bytes of {} too", name(b)),
                 );
             }
-            for (first, second, b) in races(template, &neighbours) {
-                let what = |j: InstrId| instr_place(program, i, TemplateId::new(t), j);
-                let expected = format!("an order between it and {}", what(first));
-                let actual = format!(
-                    "none, though both use the bytes of buffer {} ({})",
-                    b.0,
-                    role.buffer(b).name
-                );
-                report.add(what(second), "hazard", expected, actual);
+            clocks.push(complete(role.streams.len(), template));
+            for (first, second, b) in races(role, template, &clocks[t], &neighbours) {
+                let first = instr_place(program, i, TemplateId::new(t), first);
+                unordered(program, i, (TemplateId::new(t), second), &first, b, report);
             }
         }
+        slots::check(program, i, &clocks, report);
     }
 }
 
+/// Reports that nothing orders an instruction behind `first`.
+fn unordered(
+    program: &Program,
+    role: usize,
+    (template, instr): (TemplateId, InstrId),
+    first: &str,
+    b: BufferId,
+    report: &mut Report,
+) {
+    let name = &program.roles[role].buffer(b).name;
+    report.add(
+        instr_place(program, role, template, instr),
+        "hazard",
+        format!("an order between it and {first}"),
+        format!("none, though both use the bytes of buffer {} ({name})", b.0),
+    );
+}
+
+/// By instruction of a template, what of its slot is complete when it ends, itself included.
+fn complete(n_streams: usize, template: &Template) -> Vec<Clock> {
+    let mut clocks: Vec<Clock> = Vec::with_capacity(template.instructions.len());
+    let mut previous: Vec<Option<usize>> = vec![None; n_streams];
+    for (j, instr) in template.instructions.iter().enumerate() {
+        let stream = instr.stream.index();
+        let mut clock: Clock = smallvec![0; n_streams];
+        for i in (instr.deps.iter().map(|d| d.index())).chain(previous[stream]) {
+            for (c, &known) in clock.iter_mut().zip(&clocks[i]) {
+                *c = (*c).max(known);
+            }
+        }
+        clock[stream] = InstrId::new(j).0 + 1;
+        previous[stream] = Some(j);
+        clocks.push(clock);
+    }
+    clocks
+}
+
 /// Last accesses of one buffer.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct Last {
     write: Option<usize>,
-    reads: [Option<usize>; N_STREAMS],
+    /// By stream.
+    reads: SmallVec<[Option<usize>; 6]>,
 }
 
 /// Buffers that share bytes, among those a template touches.
@@ -137,29 +168,21 @@ fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: 
         && a.slots() == b.slots()
 }
 
-fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId, BufferId)> {
-    let n = template.instructions.len();
+fn races(
+    role: &RoleProgram,
+    template: &Template,
+    clocks: &[Clock],
+    neighbours: &Neighbours,
+) -> Vec<(InstrId, InstrId, BufferId)> {
+    let none = Last {
+        write: None,
+        reads: smallvec![None; role.streams.len()],
+    };
     let mut last: BTreeMap<BufferId, Last> = BTreeMap::new();
-    let mut clocks: Vec<Clock> = Vec::with_capacity(n);
-    let mut positions: Vec<(usize, u32)> = Vec::with_capacity(n);
-    let mut previous: [Option<usize>; N_STREAMS] = [None; N_STREAMS];
     let mut found = Vec::new();
     for (j, instr) in template.instructions.iter().enumerate() {
-        let stream = index(instr.stream);
-        let mut clock: Clock = [0; N_STREAMS];
-        for i in instr.deps.iter().map(|d| d.index()).chain(previous[stream]) {
-            for (c, &known) in clock.iter_mut().zip(&clocks[i]) {
-                *c = (*c).max(known);
-            }
-            let (s, at) = positions[i];
-            clock[s] = clock[s].max(at);
-        }
-        let at = previous[stream].map_or(0, |p| positions[p].1) + 1;
-        clocks.push(clock);
-        positions.push((stream, at));
-        previous[stream] = Some(j);
-
-        let ordered = |i: usize| clock[positions[i].0] >= positions[i].1;
+        let stream = |i: usize| template.instructions[i].stream.index();
+        let ordered = |i: usize| clocks[j][stream(i)] as usize > i;
         let (reads, writes) = (instr.reads(), instr.writes());
         let mut conflicts = |b: BufferId, with_reads: bool| {
             for other in std::iter::once(&b).chain(neighbours.get(&b).into_iter().flatten()) {
@@ -178,14 +201,15 @@ fn races(template: &Template, neighbours: &Neighbours) -> Vec<(InstrId, InstrId,
         reads.iter().for_each(|&b| conflicts(b, false));
         writes.iter().for_each(|&b| conflicts(b, true));
         for b in reads {
-            last.entry(b).or_default().reads[stream] = Some(j);
+            last.entry(b).or_insert_with(|| none.clone()).reads[stream(j)] = Some(j);
         }
         for b in writes {
+            let write = Some(j);
             last.insert(
                 b,
                 Last {
-                    write: Some(j),
-                    reads: [None; N_STREAMS],
+                    write,
+                    ..none.clone()
                 },
             );
         }
