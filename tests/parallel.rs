@@ -5,8 +5,9 @@
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::plan::{Plan, ScheduleKind};
-use ir::program::InstrKind;
+use ir::program::{InstrKind, Program};
 use ir::training::training_graph;
+use runtime::execute::Session;
 use tests::{Case, cluster, distance, planned, relative};
 
 /// Steps of each comparison.
@@ -32,6 +33,7 @@ fn check_on(case: &Case, cluster: &Cluster, pins: &[&str], bit_equal: bool) -> P
     let kept = training_graph(&case.forward, &case.train).expect("the training graph builds");
     let mut single = case.single(&kept, made.plan.microbatch);
     let mut session = case.session(&made.program);
+    let mut in_orders = orders(case, &made.program);
     for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
         let one = single.step(batch, case.lr).expect("the single device runs");
         let many = session
@@ -44,6 +46,16 @@ fn check_on(case: &Case, cluster: &Cluster, pins: &[&str], bit_equal: bool) -> P
                 "{name} step {step}"
             );
         }
+        for ordered in &mut in_orders {
+            let again = ordered
+                .step(batch, case.lr, false)
+                .unwrap_or_else(|e| panic!("{name}, streams as queues: {e}"));
+            assert_eq!(
+                (again.loss, again.grad_norm),
+                (many.loss, many.grad_norm),
+                "{name} step {step}, streams as queues"
+            );
+        }
         assert!(
             relative(many.loss, one.loss) < 1e-5,
             "{name} step {step}: loss {} against {}",
@@ -54,8 +66,16 @@ fn check_on(case: &Case, cluster: &Cluster, pins: &[&str], bit_equal: bool) -> P
     session
         .replicas_agree()
         .unwrap_or_else(|e| panic!("{name}: {e}"));
+    let params = session.params().expect("the parameters are gathered");
+    for ordered in &mut in_orders {
+        let again = ordered.params().expect("the parameters are gathered");
+        assert!(
+            again == params,
+            "{name}: other parameters, streams as queues"
+        );
+    }
     let (mut difference, mut norm) = (0.0, 0.0);
-    for (path, tensor) in session.params().expect("the parameters are gathered") {
+    for (path, tensor) in params {
         let (d, n) = distance(&tensor.values, &single.states()[&path]);
         if bit_equal {
             assert_eq!(d, 0.0, "{name}: `{path}` is not bit-equal");
@@ -69,6 +89,16 @@ fn check_on(case: &Case, cluster: &Cluster, pins: &[&str], bit_equal: bool) -> P
         (difference / norm).sqrt()
     );
     made.plan
+}
+
+/// Sessions whose every step plays the streams in another random order: with the steps of a
+/// comparison twenty orders of each plan where slow tests run, else ten.
+fn orders(case: &Case, program: &Program) -> Vec<Session> {
+    let slow = std::env::var_os("RUN_SLOW_TESTS").is_some();
+    let seeds = 0..if slow { 2 } else { 1 };
+    seeds
+        .map(|seed| case.session_in_orders(program, seed))
+        .collect()
 }
 
 /// What a bucket holds and when it travels is nobody's business but the clock's.

@@ -335,6 +335,7 @@ impl Problem {
         let options = SessionOptions {
             watchdog: Duration::from_secs(60),
             threads_per_rank: Some(1),
+            orders: None,
         };
         let mut session = Session::new(program, &self.train, options, |r: StateRequest<'_>| {
             initial(r.path, r.lens)

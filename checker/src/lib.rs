@@ -40,10 +40,11 @@
 //!
 //! **Streams and deadlock.** Playing the trace serially under rendezvous is simulated
 //! exactly (`rendezvous`). Every wait of the stream semantics is for something earlier in
-//! the same role's list, given that deps point backwards; so what cannot hang serially cannot
-//! hang with streams. And what the streams may reorder inside a template has no conflicting
-//! accesses (`hazards`), by buffer and by byte; between templates only exchanges overlap
-//! others, which order themselves by buffer, so their bytes must be nobody else's (`memory`).
+//! the same role's list, given that deps and events point backwards; so what cannot hang
+//! serially cannot hang with streams, as every communicator has a stream of its own and so the
+//! same order on all its members. And what the streams may reorder has no conflicting accesses,
+//! by buffer and by byte, inside a slot and between slots (`hazards`). What exchanges touch is
+//! ordered by buffer, so its bytes must be nobody else's (`memory`).
 //!
 //! **Not proved:** that kernels compute what their op says, that a sharding rule is sound
 //! (both are the runtime's differential tests), that predictions are right, or that the plan

@@ -195,13 +195,14 @@ impl Naive<'_> {
         b
     }
     fn push(&mut self, template: usize, kind: InstrKind) {
-        let instructions = &self.role.templates[template].instructions;
+        let is_sum = |k: &InstrKind| matches!(k, InstrKind::WorldSum { .. });
+        let before = self.role.templates[template].instructions.last();
+        let meets = is_sum(&kind) || before.is_some_and(|i| is_sum(&i.kind));
+        let n = self.role.templates[template].instructions.len();
         let instr = Instruction {
-            stream: StreamId(u32::from(matches!(kind, InstrKind::WorldSum { .. }))),
+            stream: StreamId(u32::from(is_sum(&kind))),
             kind,
-            deps: instructions
-                .len()
-                .checked_sub(1)
+            deps: (n.checked_sub(1).filter(|_| meets))
                 .map(InstrId::new)
                 .into_iter()
                 .collect(),

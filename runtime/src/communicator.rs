@@ -7,11 +7,15 @@
 //! a numbered channel; sending completes when the receiver has taken it, as with NCCL, so that
 //! a program that would deadlock there does here too.
 //!
+//! A rank comes to a meeting without waiting ([`Endpoint::come`], [`Endpoint::send`]) and then
+//! waits for it, or asks whether it is over while it does something else.
+//!
 //! Only those are woken who can go on: the members of a gathering when the last one has come,
 //! the receiver of a delivery when it is there, its sender when it has been taken. Waking a
 //! thread to find that it must wait on costs as much as a small message.
 //!
-//! Meetings of one group, or on one channel, are matched by how many came before. When a rank
+//! Meetings of one communicator (a group and a number), or on one channel, are matched by how
+//! many came before. When a rank
 //! fails it aborts the world, and every waiting rank returns an error; a rank that waits longer
 //! than the watchdog allows says for whom.
 
@@ -36,6 +40,34 @@ pub struct Channel {
     pub to: Rank,
 }
 
+/// An ordered group, and a number that tells it from others of the same ranks.
+type Communicator = (Vec<Rank>, u32);
+
+/// A meeting that a rank has come to.
+#[derive(Debug)]
+pub struct Meeting(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    /// A group of one.
+    Alone(Contribution),
+    Gather((Communicator, u64)),
+    Exchange {
+        sent: Vec<(Channel, u64)>,
+        received: Vec<((Channel, u64), Option<Bytes>)>,
+    },
+}
+
+/// What a meeting gave: every member's contribution, in group order, or what arrived, in the
+/// order of the receives.
+#[derive(Debug)]
+pub enum Arrived {
+    /// Of a gathering.
+    Gathered(Vec<Contribution>),
+    /// Of an exchange.
+    Exchanged(Vec<Bytes>),
+}
+
 /// The ranks of one process.
 #[derive(Debug)]
 pub struct World {
@@ -48,7 +80,7 @@ pub struct World {
 
 #[derive(Debug, Default)]
 struct Table {
-    gatherings: BTreeMap<(Vec<Rank>, u64), Gathering>,
+    gatherings: BTreeMap<(Communicator, u64), Gathering>,
     deliveries: BTreeMap<(Channel, u64), Bytes>,
     failed: Option<(Rank, String)>,
 }
@@ -101,43 +133,74 @@ impl World {
         // No code that holds the lock leaves the table half-changed, so a poisoned one is whole.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    /// Waits until `ready` gives something. `missing` names the ranks waited for.
-    fn wait<T>(
-        &self,
-        rank: Rank,
-        what: &dyn Fn() -> String,
-        mut ready: impl FnMut(&mut Table) -> Option<T>,
-        missing: impl Fn(&Table) -> Vec<Rank>,
-    ) -> Result<T, RuntimeError> {
-        let deadline = Instant::now() + self.timeout;
-        let mut table = self.lock();
-        loop {
-            // What has arrived is taken even after a failure elsewhere; only waiting ends.
-            if let Some(done) = ready(&mut table) {
-                return Ok(done);
+    /// What a meeting gave, once it is over. Wakes those who can go on because of it.
+    fn take(&self, table: &mut Table, meeting: &mut Kind) -> Option<Arrived> {
+        match meeting {
+            Kind::Alone(contribution) => {
+                Some(Arrived::Gathered(vec![std::mem::take(contribution)]))
             }
-            if let Some((by, reason)) = &table.failed {
-                return Err(RuntimeError::Aborted {
-                    rank,
-                    by: *by,
-                    reason: reason.clone(),
-                });
+            Kind::Gather(key) => {
+                let gathering = table.gatherings.get_mut(key)?;
+                let all: Option<Vec<Contribution>> =
+                    gathering.contributions.iter().cloned().collect();
+                let all = all?;
+                gathering.n_left += 1;
+                if gathering.n_left == all.len() {
+                    table.gatherings.remove(key);
+                }
+                Some(Arrived::Gathered(all))
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let waiting_for = missing(&table);
-                return Err(RuntimeError::Watchdog {
-                    rank,
-                    what: what(),
-                    waiting_for,
-                    seconds: self.timeout.as_secs(),
-                });
+            Kind::Exchange { sent, received } => {
+                for (key, block) in received.iter_mut().filter(|r| r.1.is_none()) {
+                    *block = table.deliveries.remove(key);
+                    if block.is_some() {
+                        self.wake(key.0.from);
+                    }
+                }
+                let over = received.iter().all(|r| r.1.is_some())
+                    && !sent.iter().any(|key| table.deliveries.contains_key(key));
+                over.then(|| {
+                    let blocks = received.iter_mut().filter_map(|r| r.1.take());
+                    Arrived::Exchanged(blocks.collect())
+                })
             }
-            table = self
-                .changed(rank)
-                .wait_timeout(table, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+        }
+    }
+
+    /// Fails when a rank has failed.
+    fn check(&self, table: &Table, rank: Rank) -> Result<(), RuntimeError> {
+        match &table.failed {
+            None => Ok(()),
+            Some((by, reason)) => Err(RuntimeError::Aborted {
+                rank,
+                by: *by,
+                reason: reason.clone(),
+            }),
+        }
+    }
+}
+
+/// The ranks that a meeting still waits for.
+fn missing(table: &Table, meeting: &Kind) -> Vec<Rank> {
+    match meeting {
+        Kind::Alone(_) => Vec::new(),
+        Kind::Gather(key) => {
+            let gathering = table.gatherings.get(key);
+            let came = |i: usize| gathering.is_some_and(|g| g.contributions[i].is_some());
+            let members = key.0.0.iter().enumerate();
+            members
+                .filter(|(i, _)| !came(*i))
+                .map(|(_, r)| *r)
+                .collect()
+        }
+        Kind::Exchange { sent, received } => {
+            let outstanding = received.iter().filter(|r| r.1.is_none());
+            let first = outstanding.map(|r| r.0.0.from).next();
+            let untaken = sent.iter().filter(|k| table.deliveries.contains_key(k));
+            match first {
+                Some(from) => vec![from],
+                None => untaken.map(|k| k.0.to).collect(),
+            }
         }
     }
 }
@@ -147,7 +210,7 @@ impl World {
 pub struct Endpoint {
     world: Arc<World>,
     rank: Rank,
-    gathered: BTreeMap<Vec<Rank>, u64>,
+    gathered: BTreeMap<Communicator, u64>,
     sent: BTreeMap<Channel, u64>,
     received: BTreeMap<Channel, u64>,
 }
@@ -161,114 +224,132 @@ impl Endpoint {
     pub fn world(&self) -> &Arc<World> {
         &self.world
     }
-    /// Brings `contribution` to the next meeting of `group` and takes away every member's, in
-    /// group order. `what` names the meeting in a watchdog's message.
+    /// Brings `contribution` to the next meeting of `group`'s communicator `number`, which gives
+    /// every member's, in group order.
     ///
-    /// Fails when the rank is not in the group, the world is aborted, or the watchdog barks.
-    pub fn gather(
+    /// Fails when the rank is not in the group.
+    pub fn come(
         &mut self,
         group: &[Rank],
+        number: u32,
         contribution: Contribution,
-        what: &dyn Fn() -> String,
-    ) -> Result<Vec<Contribution>, RuntimeError> {
+    ) -> Result<Meeting, RuntimeError> {
         let Some(place) = group.iter().position(|&r| r == self.rank) else {
             return Err(RuntimeError::Program(format!(
-                "{} is not in the group {group:?} of {}",
-                self.rank,
-                what()
+                "{} is not in the group {group:?}",
+                self.rank
             )));
         };
         if group.len() == 1 {
-            return Ok(vec![contribution]);
+            return Ok(Meeting(Kind::Alone(contribution)));
         }
-        let counter = self.gathered.entry(group.to_vec()).or_insert(0);
-        let key = (group.to_vec(), *counter);
+        let communicator = (group.to_vec(), number);
+        let counter = self.gathered.entry(communicator.clone()).or_insert(0);
+        let key = (communicator, *counter);
         *counter += 1;
         let complete = {
             let mut table = self.world.lock();
-            let meeting = table
+            let gathering = table
                 .gatherings
                 .entry(key.clone())
                 .or_insert_with(|| Gathering {
                     contributions: vec![None; group.len()],
                     n_left: 0,
                 });
-            meeting.contributions[place] = Some(contribution);
-            meeting.contributions.iter().all(Option::is_some)
+            gathering.contributions[place] = Some(contribution);
+            gathering.contributions.iter().all(Option::is_some)
         };
         if complete {
             let others = group.iter().filter(|&&r| r != self.rank);
             others.for_each(|&r| self.world.wake(r));
         }
-        let ready = |table: &mut Table| {
-            let meeting = table.gatherings.get_mut(&key)?;
-            let all: Vec<Contribution> = meeting
-                .contributions
-                .iter()
-                .cloned()
-                .collect::<Option<_>>()?;
-            meeting.n_left += 1;
-            if meeting.n_left == all.len() {
-                table.gatherings.remove(&key);
-            }
-            Some(all)
-        };
-        let missing = |table: &Table| {
-            let meeting = table.gatherings.get(&key);
-            let came = |i: usize| meeting.is_some_and(|m| m.contributions[i].is_some());
-            group
-                .iter()
-                .enumerate()
-                .filter(|(i, _)| !came(*i))
-                .map(|(_, r)| *r)
-                .collect()
-        };
-        self.world.wait(self.rank, what, ready, missing)
+        Ok(Meeting(Kind::Gather(key)))
     }
-    /// Sends and receives together: returns what arrived, in the order of `receives`, when
-    /// everything has arrived and everything sent has been taken.
-    ///
-    /// Fails when the world is aborted or the watchdog barks.
-    pub fn exchange(
-        &mut self,
-        sends: Vec<(Channel, Bytes)>,
-        receives: &[Channel],
-        what: &dyn Fn() -> String,
-    ) -> Result<Vec<Bytes>, RuntimeError> {
-        let mut keys = Vec::with_capacity(sends.len());
+
+    /// Sends, and expects to receive; it is over when everything expected has arrived and
+    /// everything sent has been taken.
+    pub fn send(&mut self, sends: Vec<(Channel, Bytes)>, receives: &[Channel]) -> Meeting {
+        let mut sent = Vec::with_capacity(sends.len());
         {
             let mut table = self.world.lock();
             for (channel, bytes) in sends {
                 let key = (channel, next(&mut self.sent, channel));
                 table.deliveries.insert(key, bytes);
-                keys.push(key);
+                sent.push(key);
             }
         }
-        keys.iter().for_each(|k| self.world.wake(k.0.to));
-        let mut arrived = Vec::with_capacity(receives.len());
-        for &channel in receives {
-            let key = (channel, next(&mut self.received, channel));
-            arrived.push(self.world.wait(
-                self.rank,
-                what,
-                |t| t.deliveries.remove(&key),
-                |_| vec![channel.from],
-            )?);
-            self.world.wake(channel.from);
+        sent.iter().for_each(|k| self.world.wake(k.0.to));
+        let mut expect = |&channel: &Channel| ((channel, next(&mut self.received, channel)), None);
+        let received = receives.iter().map(&mut expect).collect();
+        Meeting(Kind::Exchange { sent, received })
+    }
+
+    /// What a meeting gave, if it is over; asked again after that, nothing.
+    ///
+    /// Fails when the world is aborted.
+    pub fn poll(&self, meeting: &mut Meeting) -> Result<Option<Arrived>, RuntimeError> {
+        let mut table = self.world.lock();
+        match self.world.take(&mut table, &mut meeting.0) {
+            Some(arrived) => Ok(Some(arrived)),
+            None => self.world.check(&table, self.rank).map(|()| None),
         }
-        let untaken = |table: &Table| -> Vec<Rank> {
-            keys.iter()
-                .filter(|k| table.deliveries.contains_key(k))
-                .map(|k| k.0.to)
-                .collect()
-        };
-        self.world.wait(
-            self.rank,
+    }
+
+    /// Waits until one of these meetings may be over, at most for `patience`.
+    pub fn rest(&self, patience: Duration) {
+        let table = self.world.lock();
+        // Whatever woke the rank, it looks again.
+        drop(self.world.changed(self.rank).wait_timeout(table, patience));
+    }
+
+    /// Waits for a meeting. `what` names it in a watchdog's message.
+    ///
+    /// Fails when the world is aborted, or the watchdog barks.
+    pub fn wait(
+        &self,
+        mut meeting: Meeting,
+        what: &dyn Fn() -> String,
+    ) -> Result<Arrived, RuntimeError> {
+        let world = &self.world;
+        let deadline = Instant::now() + world.timeout;
+        let mut table = world.lock();
+        loop {
+            // What has arrived is taken even after a failure elsewhere; only waiting ends.
+            if let Some(arrived) = world.take(&mut table, &mut meeting.0) {
+                return Ok(arrived);
+            }
+            world.check(&table, self.rank)?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let waiting_for = missing(&table, &meeting.0);
+                return Err(self.overdue(what(), waiting_for));
+            }
+            table = world
+                .changed(self.rank)
+                .wait_timeout(table, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// What the watchdog says of a meeting that has not come about in time.
+    pub fn late(&self, meeting: &Meeting, what: String) -> RuntimeError {
+        let waiting_for = missing(&self.world.lock(), &meeting.0);
+        self.overdue(what, waiting_for)
+    }
+
+    fn overdue(&self, what: String, waiting_for: Vec<Rank>) -> RuntimeError {
+        RuntimeError::Watchdog {
+            rank: self.rank,
             what,
-            |t| untaken(t).is_empty().then_some(()),
-            untaken,
-        )?;
-        Ok(arrived)
+            waiting_for,
+            seconds: self.world.timeout.as_secs(),
+        }
+    }
+
+    /// Longest that a rank waits for another one.
+    pub fn timeout(&self) -> Duration {
+        self.world.timeout
     }
 }
 
@@ -296,6 +377,30 @@ mod tests {
         })
     }
 
+    fn gather(
+        e: &mut Endpoint,
+        group: &[Rank],
+        mine: Contribution,
+    ) -> Result<Vec<Contribution>, RuntimeError> {
+        let meeting = e.come(group, 0, mine)?;
+        match e.wait(meeting, &what)? {
+            Arrived::Gathered(all) => Ok(all),
+            Arrived::Exchanged(_) => panic!("a gathering gives contributions"),
+        }
+    }
+
+    fn exchange(
+        mut e: Endpoint,
+        sends: Vec<(Channel, Bytes)>,
+        receives: &[Channel],
+    ) -> Result<Vec<Bytes>, RuntimeError> {
+        let meeting = e.send(sends, receives);
+        match e.wait(meeting, &what)? {
+            Arrived::Exchanged(blocks) => Ok(blocks),
+            Arrived::Gathered(_) => panic!("an exchange gives blocks"),
+        }
+    }
+
     fn what() -> String {
         "a test".into()
     }
@@ -312,9 +417,8 @@ mod tests {
             };
             let mut seen = Vec::new();
             for round in 0..50u8 {
-                let all = e
-                    .gather(&group, Arc::new(Bytes::copy_of(&[me as u8, round])), &what)
-                    .unwrap();
+                let mine = Arc::new(Bytes::copy_of(&[me as u8, round]));
+                let all = gather(&mut e, &group, mine).unwrap();
                 seen.push(all.iter().map(|c| c.to_vec()).collect::<Vec<_>>());
             }
             seen
@@ -331,7 +435,7 @@ mod tests {
     #[test]
     fn opposite_sends_of_one_exchange_meet() {
         let world = World::new(2, PATIENCE);
-        let got = on_ranks(&world, |mut e| {
+        let got = on_ranks(&world, |e| {
             let (me, other) = (e.rank(), Rank(1 - e.rank().0));
             let out = Channel {
                 transfer: me.0,
@@ -343,9 +447,7 @@ mod tests {
                 from: other,
                 to: me,
             };
-            e.exchange(vec![(out, Bytes::copy_of(&[me.0 as u8]))], &[back], &what)
-                .unwrap()[0]
-                .to_vec()
+            exchange(e, vec![(out, Bytes::copy_of(&[me.0 as u8]))], &[back]).unwrap()[0].to_vec()
         });
         assert_eq!(got, [vec![1], vec![0]]);
     }
@@ -358,10 +460,8 @@ mod tests {
             from: Rank(0),
             to: Rank(1),
         };
-        let error = world
-            .endpoint(Rank(0))
-            .exchange(vec![(channel, Bytes::zeroed(1))], &[], &what)
-            .unwrap_err();
+        let sends = vec![(channel, Bytes::zeroed(1))];
+        let error = exchange(world.endpoint(Rank(0)), sends, &[]).unwrap_err();
         assert!(
             matches!(&error, RuntimeError::Watchdog { rank: Rank(0), waiting_for, .. } if *waiting_for == [Rank(1)]),
             "{error}"
@@ -373,7 +473,7 @@ mod tests {
         let world = World::new(3, Duration::from_millis(50));
         let group = [Rank(0), Rank(1), Rank(2)];
         let errors = on_ranks(&world, |mut e| {
-            (e.rank().0 != 1).then(|| e.gather(&group, Arc::default(), &what).unwrap_err())
+            (e.rank().0 != 1).then(|| gather(&mut e, &group, Arc::default()).unwrap_err())
         });
         let error = errors[0].as_ref().unwrap();
         assert!(
@@ -393,7 +493,7 @@ mod tests {
                 e.world().abort(Rank(2), "out of luck");
                 None
             }
-            _ => Some(e.gather(&group, Arc::default(), &what).unwrap_err()),
+            _ => Some(gather(&mut e, &group, Arc::default()).unwrap_err()),
         });
         assert!(started.elapsed() < PATIENCE);
         for error in errors.into_iter().flatten() {
@@ -402,5 +502,36 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn communicators_of_one_group_meet_in_any_order() {
+        let world = World::new(2, PATIENCE);
+        let group = [Rank(0), Rank(1)];
+        let seen = on_ranks(&world, |mut e| {
+            let me = e.rank().0;
+            let mut come = |number: u32| {
+                let mine = Arc::new(Bytes::copy_of(&[number as u8]));
+                e.come(&group, number, mine).unwrap()
+            };
+            // Rank 1 comes to the second communicator first, and waits for neither.
+            let numbers = if me == 0 { [7, 8] } else { [8, 7] };
+            let mut meetings = numbers.map(|n| (n as u8, Some(come(n))));
+            let mut seen = [0u8; 2];
+            while meetings.iter().any(|m| m.1.is_some()) {
+                for (number, meeting) in &mut meetings {
+                    let Some(open) = meeting else { continue };
+                    if let Some(Arrived::Gathered(all)) = e.poll(open).unwrap() {
+                        assert!(all.iter().all(|c| c[..] == [*number]));
+                        seen[usize::from(*number) - 7] += 1;
+                        *meeting = None;
+                    }
+                }
+                e.rest(Duration::from_millis(1));
+            }
+            seen
+        });
+        assert_eq!(seen, [[1, 1]; 2]);
+        assert!(world.lock().gatherings.is_empty());
     }
 }

@@ -132,8 +132,21 @@ impl Case {
 
     /// Ranks that play a program with the case's weights.
     pub fn session(&self, program: &Program) -> Session {
+        self.session_with(program, SessionOptions::default())
+    }
+
+    /// The same whose every step plays the streams in another order, drawn from `seed`.
+    pub fn session_in_orders(&self, program: &Program, seed: u64) -> Session {
+        let options = SessionOptions {
+            orders: Some(seed),
+            ..SessionOptions::default()
+        };
+        self.session_with(program, options)
+    }
+
+    fn session_with(&self, program: &Program, options: SessionOptions) -> Session {
         let mut initial = self.initial();
-        Session::new(program, &self.train, SessionOptions::default(), |request| {
+        Session::new(program, &self.train, options, |request| {
             initial(request.path, request.lens.iter().product::<u64>() as usize)
         })
         .expect("the ranks start")

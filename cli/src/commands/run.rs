@@ -406,6 +406,7 @@ fn train_all(
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
             threads_per_rank: None,
+            orders: None,
         },
     };
     let drawn = runtime::init::from_graph(&loaded.training, plan.train.seed);

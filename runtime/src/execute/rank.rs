@@ -1,6 +1,7 @@
 //! One rank: its arena, and the instructions of its role carried out in list order.
 
 mod communicate;
+mod queues;
 
 use super::kernel::{Context, Operand, Output, in_place, kernel};
 use super::load::load_tokens;
@@ -10,11 +11,12 @@ use crate::arena::{Arena, Bytes, Spare};
 use crate::clock::Moment;
 use crate::communicator::Endpoint;
 use crate::error::RuntimeError;
-use communicate::Tiles;
+use communicate::{Tiles, Waiting};
 use ir::op::InputKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram};
 use ir::training::StateRole;
-use ir::{BufferId, Rank};
+use ir::{BufferId, Rank, TemplateId};
+use queues::Orders;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -92,6 +94,8 @@ pub(crate) struct RankState {
     incoming: Tiles,
     threads: usize,
     peak_scratch: u64,
+    /// Where streams are queues: in which order they go on.
+    orders: Option<Orders>,
 }
 
 impl RankState {
@@ -102,6 +106,7 @@ impl RankState {
         role: usize,
         endpoint: Endpoint,
         threads: usize,
+        orders: Option<u64>,
     ) -> Result<Self, RuntimeError> {
         let scripts = Scripts::new(&program, role)?;
         let (rank, this) = (endpoint.rank(), &program.roles[role]);
@@ -147,6 +152,7 @@ impl RankState {
             incoming,
             threads,
             peak_scratch: 0,
+            orders: orders.map(|seed| Orders::new(seed, rank)),
             program,
         })
     }
@@ -183,6 +189,13 @@ impl RankState {
             self.scripts.validation()
         };
         let mut timings = play.profile.then(|| self.no_timings());
+        if let (Some(orders), true) = (&mut self.orders, play.training) {
+            let mut orders = std::mem::take(orders);
+            let played = self.play_queues(play, &mut orders);
+            self.orders = Some(orders);
+            played?;
+            return Ok(self.played(start, scale, timings));
+        }
         for slot in script.iter() {
             let began = timings.is_some().then(Moment::now);
             self.play_slot(slot, play, timings.as_mut())?;
@@ -190,6 +203,11 @@ impl RankState {
                 self.add(&mut t.templates[slot.template.index()], began);
             }
         }
+        Ok(self.played(start, scale, timings))
+    }
+
+    /// What the rank saw in a step that is over.
+    fn played(&self, start: Instant, scale: f64, timings: Option<RankTimings>) -> Played {
         let scalar = |b: BufferId| {
             self.arena
                 .read(self.range(b, None))
@@ -203,14 +221,14 @@ impl RankState {
             .and_then(scalar)
             .map(|norm| f64::from(norm) / scale);
         let peak_bytes = self.arena.len() as u64 + self.peak_scratch;
-        Ok(Played {
+        Played {
             start,
             end: Instant::now(),
             loss,
             grad_norm,
             timings,
             peak_bytes,
-        })
+        }
     }
 
     /// The factor by which this step's gradients are too large.
@@ -248,18 +266,8 @@ impl RankState {
         for &i in &slot.instructions {
             let instruction = &role.template(slot.template).instructions[i];
             let began = timings.is_some().then(Moment::now);
-            self.execute(instruction, slot, play)
-                .map_err(|source| RuntimeError::Instruction {
-                    rank: self.rank,
-                    stage: role.stage,
-                    instruction: format!(
-                        "{:?} template {}, instruction {i}, {}",
-                        role.template(slot.template).kind,
-                        slot.template.0,
-                        what(role, instruction)
-                    ),
-                    source: Box::new(source),
-                })?;
+            self.execute(instruction, slot.microbatch, play)
+                .map_err(|source| self.failed(slot.template, i, source))?;
             if let (Some(t), Some(began)) = (timings.as_deref_mut(), began) {
                 self.add(&mut t.instructions[slot.template.index()][i], began);
             }
@@ -267,13 +275,28 @@ impl RankState {
         Ok(())
     }
 
+    /// An error with the instruction that it befell.
+    fn failed(&self, template: TemplateId, i: usize, source: RuntimeError) -> RuntimeError {
+        let role = self.this();
+        let of = role.template(template);
+        let what = what(role, &of.instructions[i]);
+        RuntimeError::Instruction {
+            rank: self.rank,
+            stage: role.stage,
+            instruction: format!(
+                "{:?} template {}, instruction {i}, {what}",
+                of.kind, template.0
+            ),
+            source: Box::new(source),
+        }
+    }
+
     fn execute(
         &mut self,
         instruction: &Instruction,
-        slot: &ScriptSlot,
+        microbatch: Option<u32>,
         play: &Play,
     ) -> Result<(), RuntimeError> {
-        let microbatch = slot.microbatch;
         match &instruction.kind {
             InstrKind::Compute {
                 path,
@@ -292,16 +315,21 @@ impl RankState {
                 };
                 self.compute(path, kind, inputs, outputs, microbatch, &cx)
             }
-            InstrKind::Collective { kind, axes, items } => {
-                self.collective(*kind, axes, items, microbatch)
+            InstrKind::Collective { .. }
+            | InstrKind::Exchange { .. }
+            | InstrKind::WorldSum { .. } => {
+                let mut waiting = self.begin_meeting(instruction, microbatch)?;
+                while let Some(Waiting { meeting, then }) = waiting {
+                    let arrived = self.endpoint.wait(meeting, &|| self.label(instruction))?;
+                    waiting = self.after_meeting(instruction, microbatch, then, arrived)?;
+                }
+                Ok(())
             }
             InstrKind::Slice {
                 step,
                 input,
                 output,
             } => self.slice(step, *input, *output, microbatch),
-            InstrKind::Exchange { sends, recvs } => self.exchange(sends, recvs, microbatch),
-            InstrKind::WorldSum { inputs, output } => self.world_sum(inputs, *output, microbatch),
             InstrKind::Load { kind, output } => self.load(*kind, *output, microbatch, &play.batch),
             InstrKind::Fill { value, output } => {
                 self.fill(*value as f32, *output, microbatch);

@@ -6,7 +6,7 @@ use super::rank::{Play, Played, RankState, RankTimings};
 use crate::arena::Bytes;
 use crate::communicator::World;
 use crate::error::RuntimeError;
-use ir::program::{Program, StateBuffer};
+use ir::program::{Event, Program, StateBuffer};
 use ir::training::StateRole;
 use ir::{BufferId, DType, Rank, TrainSpec};
 use std::collections::BTreeMap;
@@ -23,6 +23,9 @@ pub struct SessionOptions {
     pub watchdog: Duration,
     /// Threads per rank for large kernels; `None`: the machine's, shared evenly.
     pub threads_per_rank: Option<usize>,
+    /// Plays training steps with every stream a queue of its own, in orders drawn from this
+    /// seed: any that the program's waits allow. For tests; `None`: in list order.
+    pub orders: Option<u64>,
 }
 
 impl Default for SessionOptions {
@@ -31,6 +34,7 @@ impl Default for SessionOptions {
         SessionOptions {
             watchdog: Duration::from_secs(300),
             threads_per_rank: None,
+            orders: None,
         }
     }
 }
@@ -129,8 +133,14 @@ impl Session {
         let mut workers = Vec::with_capacity(n_ranks as usize);
         for (role, this) in program.roles.iter().enumerate() {
             for rank in this.mesh.ranks() {
-                let state =
-                    RankState::new(Arc::clone(&program), role, world.endpoint(rank), threads)?;
+                let endpoint = world.endpoint(rank);
+                let state = RankState::new(
+                    Arc::clone(&program),
+                    role,
+                    endpoint,
+                    threads,
+                    options.orders,
+                )?;
                 workers.push(start(state, Arc::clone(&world), rank, role));
             }
         }
@@ -523,6 +533,22 @@ fn check(program: &Program, spec: &TrainSpec) -> Result<(), RuntimeError> {
     let ids_hold = program.roles.iter().all(|r| {
         let n_buffers = r.buffers.len();
         let in_range = |b: &BufferId| b.index() < n_buffers;
+        let waits_hold = r.templates.iter().all(|t| {
+            t.instructions.iter().enumerate().all(|(i, instruction)| {
+                let known = |e: &Event| match e {
+                    Event::Drained(stream) => stream.index() < r.streams.len(),
+                    Event::Done {
+                        template,
+                        instruction,
+                        ..
+                    } => (r.templates.get(template.index()))
+                        .is_some_and(|t| instruction.index() < t.instructions.len()),
+                };
+                instruction.stream.index() < r.streams.len()
+                    && instruction.deps.iter().all(|d| d.index() < i)
+                    && instruction.events.iter().all(known)
+            })
+        });
         let instructions = r.templates.iter().flat_map(|t| &t.instructions);
         let buffers = instructions
             .flat_map(|i| i.reads().into_iter().chain(i.writes()))
@@ -532,12 +558,14 @@ fn check(program: &Program, spec: &TrainSpec) -> Result<(), RuntimeError> {
         r.trace
             .iter()
             .all(|s| s.template.index() < r.templates.len())
+            && waits_hold
             && buffers.into_iter().all(|b| in_range(&b))
     });
     match ids_hold {
         true => Ok(()),
         false => Err(RuntimeError::Program(
-            "a trace or instruction names a template or buffer that does not exist".into(),
+            "a trace or instruction names a template, buffer, stream or instruction that does not exist"
+                .into(),
         )),
     }
 }

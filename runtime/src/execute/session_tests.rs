@@ -157,6 +157,7 @@ impl Case {
         let options = SessionOptions {
             watchdog: Duration::from_secs(60),
             threads_per_rank: Some(1),
+            orders: None,
         };
         Session::new(&program, &self.spec, options, |r: StateRequest<'_>| {
             Ok(self.initial(r.path, r.role, r.lens))
@@ -368,6 +369,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
     let options = SessionOptions {
         watchdog,
         threads_per_rank: Some(1),
+        orders: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

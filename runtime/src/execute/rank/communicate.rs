@@ -2,12 +2,12 @@
 
 use super::RankState;
 use crate::arena::Bytes;
-use crate::communicator::{Channel, Contribution};
+use crate::communicator::{Arrived, Channel, Contribution, Meeting};
 use crate::error::RuntimeError;
 use crate::execute::collective;
 use crate::execute::local::Local;
 use ir::collective::CollectiveKind;
-use ir::program::{CollectiveItem, Program, Transfer};
+use ir::program::{CollectiveItem, InstrKind, Instruction, Program, Transfer};
 use ir::reshard::{LayoutStep, Placement, Tile, tiles_from, tiles_to};
 use ir::{AxisId, BufferId, DType, Rank, TransferId};
 use std::collections::BTreeMap;
@@ -17,17 +17,154 @@ use std::sync::Arc;
 /// All-reduces of at least this many bytes are done in two phases: every member reduces one
 /// part, then the parts are shared. The bits are the same; the work is divided.
 const TWO_PHASE_BYTES: usize = 1 << 16;
+/// The number of the world's communicator, which is no stream's of any role.
+const WORLD: u32 = u32::MAX;
+
+/// A meeting that an instruction waits for.
+pub(super) struct Waiting {
+    pub meeting: Meeting,
+    pub then: Then,
+}
+
+/// What follows when a meeting is over.
+pub(super) enum Then {
+    /// Results of a collective from all members' operands.
+    Combine,
+    /// Results of an all-reduce in two phases from all members' parts.
+    Paste,
+    /// What an exchange received goes to its place.
+    Receive {
+        /// Bytes that it sends.
+        sent_bytes: usize,
+    },
+    /// The world's terms are added.
+    AddUp,
+}
 
 impl RankState {
-    pub(super) fn collective(
+    /// Begins an instruction if it meets others; its operands are read now.
+    pub(super) fn begin_meeting(
         &mut self,
-        kind: CollectiveKind,
+        instruction: &Instruction,
+        microbatch: Option<u32>,
+    ) -> Result<Option<Waiting>, RuntimeError> {
+        let (meeting, then) = match &instruction.kind {
+            InstrKind::Collective { axes, items, .. } => {
+                let meeting = self.come(instruction.stream.0, axes, items, microbatch)?;
+                (meeting, Then::Combine)
+            }
+            InstrKind::Exchange { sends, recvs } => {
+                let (meeting, sent_bytes) = self.send(sends, recvs, microbatch);
+                (meeting, Then::Receive { sent_bytes })
+            }
+            InstrKind::WorldSum { inputs, output } => (
+                self.come_to_world(inputs, *output, microbatch)?,
+                Then::AddUp,
+            ),
+            _ => return Ok(None),
+        };
+        Ok(Some(Waiting { meeting, then }))
+    }
+
+    /// Goes on with an instruction whose meeting is over; its results are written now, unless
+    /// it meets once more.
+    pub(super) fn after_meeting(
+        &mut self,
+        instruction: &Instruction,
+        microbatch: Option<u32>,
+        then: Then,
+        arrived: Arrived,
+    ) -> Result<Option<Waiting>, RuntimeError> {
+        let members = match arrived {
+            Arrived::Gathered(members) => members,
+            Arrived::Exchanged(blocks) => {
+                if let (InstrKind::Exchange { recvs, .. }, Then::Receive { sent_bytes }) =
+                    (&instruction.kind, then)
+                {
+                    self.receive(recvs, blocks, sent_bytes, microbatch);
+                }
+                return Ok(None);
+            }
+        };
+        match (&instruction.kind, then) {
+            (InstrKind::Collective { items, .. }, Then::Paste) => {
+                self.paste_parts(items, &members, microbatch);
+                self.note_scratch(items);
+                Ok(None)
+            }
+            (InstrKind::Collective { kind, axes, items }, _) => {
+                let group = self.this().mesh.group(self.rank, axes).unwrap_or_default();
+                let me = group.iter().position(|&r| r == self.rank).unwrap_or(0);
+                let sizes = items.iter().map(|i| self.range(i.input, microbatch).len());
+                let places = places(sizes);
+                let n_bytes: usize = places.iter().map(Range::len).sum();
+                if let CollectiveKind::AllReduce(reduce) = kind
+                    && n_bytes >= TWO_PHASE_BYTES
+                    && group.len() > 1
+                {
+                    let mine = self.reduce_part(*reduce, items, (&members, &places), me);
+                    drop(members);
+                    let mine = self.spare.lend(mine);
+                    let meeting = self.endpoint.come(&group, instruction.stream.0, mine)?;
+                    return Ok(Some(Waiting {
+                        meeting,
+                        then: Then::Paste,
+                    }));
+                }
+                for (item, place) in items.iter().zip(&places) {
+                    let range = self.range(item.output, microbatch);
+                    let (input, output) = (
+                        &self.locals[item.input.index()],
+                        &self.locals[item.output.index()],
+                    );
+                    let out = self.arena.write(range);
+                    let operands: Vec<&[u8]> = members.iter().map(|m| &m[place.clone()]).collect();
+                    collective::result(*kind, &item.step, me, input, &operands, output, out);
+                }
+                self.note_scratch(items);
+                Ok(None)
+            }
+            (InstrKind::WorldSum { output, .. }, _) => {
+                let parts: Vec<&[u8]> = members.iter().map(|m| &m[..]).collect();
+                let range = self.range(*output, microbatch);
+                let out = self.arena.write(range);
+                collective::combine(ir::ReduceKind::Sum, DType::F32, &parts, out);
+                Ok(None)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// What an instruction is called when others wait for it.
+    pub(super) fn label(&self, instruction: &Instruction) -> String {
+        let names = |list: &[(TransferId, BufferId)]| {
+            list.iter()
+                .map(|(t, _)| self.program.transfers[t.index()].value.clone())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        match &instruction.kind {
+            InstrKind::Collective { kind, axes, .. } => {
+                format!("{} over {}", kind.name(), axis_names(axes))
+            }
+            InstrKind::Exchange { sends, recvs } => format!(
+                "an exchange that sends [{}] and receives [{}]",
+                names(sends),
+                names(recvs)
+            ),
+            _ => "a sum over the world".into(),
+        }
+    }
+
+    /// Brings the operands of a collective to its group.
+    fn come(
+        &mut self,
+        number: u32,
         axes: &[AxisId],
         items: &[CollectiveItem],
         microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
+    ) -> Result<Meeting, RuntimeError> {
         let group = self.this().mesh.group(self.rank, axes).unwrap_or_default();
-        let me = group.iter().position(|&r| r == self.rank).unwrap_or(0);
         let sources: Vec<Range<usize>> = items
             .iter()
             .map(|i| self.range(i.input, microbatch))
@@ -38,34 +175,15 @@ impl RankState {
         for (source, place) in sources.iter().zip(&places) {
             mine[place.clone()].copy_from_slice(self.arena.read(source.clone()));
         }
-        let n_bytes: usize = sources.iter().map(Range::len).sum();
-        let label = || format!("{} over {}", kind.name(), axis_names(axes));
         let mine = self.spare.lend(mine);
-        let members = self.endpoint.gather(&group, mine, &label)?;
-        match kind {
-            CollectiveKind::AllReduce(reduce) if n_bytes >= TWO_PHASE_BYTES && group.len() > 1 => {
-                let mine = self.reduce_part(reduce, items, (&members, &places), me);
-                drop(members);
-                let mine = self.spare.lend(mine);
-                let parts = self.endpoint.gather(&group, mine, &label)?;
-                self.paste_parts(items, &parts, microbatch);
-            }
-            _ => {
-                for (item, place) in items.iter().zip(&places) {
-                    let range = self.range(item.output, microbatch);
-                    let (input, output) = (
-                        &self.locals[item.input.index()],
-                        &self.locals[item.output.index()],
-                    );
-                    let out = self.arena.write(range);
-                    let operands: Vec<&[u8]> = members.iter().map(|m| &m[place.clone()]).collect();
-                    collective::result(kind, &item.step, me, input, &operands, output, out);
-                }
-            }
-        }
+        self.endpoint.come(&group, number, mine)
+    }
+
+    /// Notes what a collective took beside the arena.
+    fn note_scratch(&mut self, items: &[CollectiveItem]) {
+        let n_bytes: usize = items.iter().map(|i| self.local(i.input).bytes()).sum();
         let scratch = self.spare.bytes().max(2 * n_bytes) as u64;
         self.peak_scratch = self.peak_scratch.max(scratch);
-        Ok(())
     }
 
     /// This member's part of a two-phase all-reduce: its chunk of every item.
@@ -150,12 +268,13 @@ impl RankState {
         Ok(())
     }
 
-    pub(super) fn exchange(
+    /// Sends the blocks of an exchange, and says what it expects.
+    fn send(
         &mut self,
         sends: &[(TransferId, BufferId)],
         recvs: &[(TransferId, BufferId)],
         microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
+    ) -> (Meeting, usize) {
         let mut outgoing = Vec::new();
         for &(transfer, buffer) in sends {
             let local = &self.locals[buffer.index()];
@@ -180,57 +299,49 @@ impl RankState {
                 ));
             }
         }
-        let expected: Vec<(BufferId, &Tile)> = recvs
-            .iter()
-            .flat_map(|(t, b)| {
-                self.incoming
-                    .get(t)
-                    .into_iter()
-                    .flatten()
-                    .map(|tile| (*b, tile))
-            })
-            .collect();
-        let transfer_of: Vec<TransferId> = recvs
-            .iter()
-            .flat_map(|(t, _)| self.incoming.get(t).into_iter().flatten().map(|_| *t))
-            .collect();
-        let channels: Vec<Channel> = expected
-            .iter()
-            .zip(&transfer_of)
-            .map(|((_, tile), t)| Channel {
-                transfer: t.0,
-                from: tile.from,
-                to: self.rank,
-            })
-            .collect();
-        let n_bytes: usize = outgoing.iter().map(|o| o.1.len()).sum();
-        let names = |list: &[(TransferId, BufferId)]| {
-            list.iter()
-                .map(|(t, _)| self.program.transfers[t.index()].value.clone())
-                .collect::<Vec<_>>()
-                .join(", ")
+        let channel = |(t, tile): (TransferId, &Tile)| Channel {
+            transfer: t.0,
+            from: tile.from,
+            to: self.rank,
         };
-        let label = format!(
-            "an exchange that sends [{}] and receives [{}]",
-            names(sends),
-            names(recvs)
-        );
-        let arrived = self
-            .endpoint
-            .exchange(outgoing, &channels, &|| label.clone())?;
-        let received: Vec<Range<usize>> =
-            recvs.iter().map(|r| self.range(r.1, microbatch)).collect();
-        received
-            .into_iter()
-            .for_each(|r| self.arena.write(r).fill(0));
-        let places: Vec<Range<usize>> = expected
-            .iter()
-            .map(|(b, _)| self.range(*b, microbatch))
+        let expected = self.expected(recvs);
+        let channels: Vec<Channel> = expected.map(|(t, _, tile)| channel((t, tile))).collect();
+        let n_bytes: usize = outgoing.iter().map(|o| o.1.len()).sum();
+        (self.endpoint.send(outgoing, &channels), n_bytes)
+    }
+
+    /// The blocks that an exchange receives, with where they go.
+    fn expected<'a>(
+        &'a self,
+        recvs: &'a [(TransferId, BufferId)],
+    ) -> impl Iterator<Item = (TransferId, BufferId, &'a Tile)> {
+        recvs.iter().flat_map(|&(t, b)| {
+            let tiles = self.incoming.get(&t).into_iter().flatten();
+            tiles.map(move |tile| (t, b, tile))
+        })
+    }
+
+    /// Puts what an exchange received in its place.
+    fn receive(
+        &mut self,
+        recvs: &[(TransferId, BufferId)],
+        arrived: Vec<Bytes>,
+        sent_bytes: usize,
+        microbatch: Option<u32>,
+    ) {
+        for (_, buffer) in recvs {
+            let range = self.range(*buffer, microbatch);
+            self.arena.write(range).fill(0);
+        }
+        let expected: Vec<(BufferId, Tile)> = self
+            .expected(recvs)
+            .map(|(_, b, tile)| (b, tile.clone()))
             .collect();
-        for (((buffer, tile), place), block) in expected.into_iter().zip(places).zip(&arrived) {
+        for ((buffer, tile), block) in expected.iter().zip(&arrived) {
+            let range = self.range(*buffer, microbatch);
             let local = &self.locals[buffer.index()];
             let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
-            let out = self.arena.write(place);
+            let out = self.arena.write(range);
             collective::copy_block(
                 local.dtype,
                 (block, &len, &vec![0; len.len()]),
@@ -240,17 +351,17 @@ impl RankState {
         }
         let n_arrived: usize = arrived.iter().map(|b| b.len()).sum();
         arrived.into_iter().for_each(|block| self.spare.give(block));
-        let scratch = self.spare.bytes().max(n_bytes + n_arrived) as u64;
+        let scratch = self.spare.bytes().max(sent_bytes + n_arrived) as u64;
         self.peak_scratch = self.peak_scratch.max(scratch);
-        Ok(())
     }
 
-    pub(super) fn world_sum(
+    /// Brings a rank's terms to the sum over the world.
+    fn come_to_world(
         &mut self,
         inputs: &[(u32, BufferId)],
         output: BufferId,
         microbatch: Option<u32>,
-    ) -> Result<(), RuntimeError> {
+    ) -> Result<Meeting, RuntimeError> {
         let n = self.local(output).elements();
         let mut mine = vec![0.0f32; n];
         if self.coords.iter().all(|&c| c == 0) {
@@ -262,20 +373,8 @@ impl RankState {
                 *slot = bytemuck::cast_slice(value).first().copied().unwrap_or(0.0);
             }
         }
-        let members = self
-            .endpoint
-            .gather(&self.world, Arc::new(Bytes::of_f32(&mine)), &|| {
-                "a sum over the world".into()
-            })?;
-        let parts: Vec<&[u8]> = members.iter().map(|m| &m[..]).collect();
-        let range = self.range(output, microbatch);
-        collective::combine(
-            ir::ReduceKind::Sum,
-            DType::F32,
-            &parts,
-            self.arena.write(range),
-        );
-        Ok(())
+        let mine = Arc::new(Bytes::of_f32(&mine));
+        self.endpoint.come(&self.world, WORLD, mine)
     }
 }
 
