@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 
 /// Longest rest of a rank between two looks at its meetings.
 const REST: Duration = Duration::from_millis(2);
-/// Turns for which streams keep their order of preference, at most.
-const LONGEST_SPELL: u64 = 24;
+/// Powers of two among which the number of turns is drawn for which streams keep their order of
+/// preference: some get ahead of others by whole slots, some alternate.
+const SPELLS: u64 = 12;
 /// One turn in so many of a stream is skipped, as if it were delayed.
-const DELAYED: u64 = 5;
+const DELAYED: u64 = 16;
 
 /// A source of orders: a seeded generator (SplitMix64, Steele, Lea & Flood 2014).
 #[derive(Debug, Default)]
@@ -153,7 +154,7 @@ impl RankState {
         loop {
             if spell == 0 {
                 orders.shuffle(&mut preferred);
-                spell = 1 + orders.below(LONGEST_SPELL);
+                spell = 1u64 << orders.below(SPELLS);
             }
             spell -= 1;
             let mut turn = None;
