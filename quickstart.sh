@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job from a clone to a comparison of prediction and measurement, in one command:
-# installs what is missing, builds, measures this machine, compiles GPT-2 to a plan for four
+# installs what is missing, builds, measures this machine, compiles GPT-2 to a plan for two
 # CPU ranks, proves it, trains by it, and compares. Leaves everything in quickstart-out/.
 #
 #   ./quickstart.sh          a GPT-2 of 0.8 million parameters: a minute after the build
@@ -39,9 +39,8 @@ fi
 
 step() { printf '\n' >&2; say "\$ meshwright $*"; "$mw" "$@"; }
 
-step calibrate --ranks 4 --quick -o "$out/cluster.toml"
-step compile "$model" --cluster "$out/cluster.toml" --ranks 4 "${shape[@]}" -o "$out/plan.json"
-step inspect "$out/plan.json"
+step calibrate --ranks 2 --quick -o "$out/cluster.toml"
+step compile "$model" --cluster "$out/cluster.toml" --ranks 2 "${shape[@]}" -o "$out/plan.json"
 step check "$out/plan.json"
 step run "$out/plan.json" "${data[@]}" --steps "$steps" --lr 1e-3 --warmup 5 --schedule cosine --min-lr 1e-4 -o "$out/run.json"
 step compare "$out/plan.json" "$out/run.json"
@@ -51,7 +50,7 @@ cat <<NEXT
 Left in $out/: cluster.toml (this machine as measured), plan.json, run.json.
 Next:
   $mw simulate $out/plan.json --trace $out/trace.json     # open it at https://ui.perfetto.dev
-  $mw inspect $out/plan.json --layers                     # the strategy of every op
-  $mw compile $model --cluster $out/cluster.toml --ranks 4 ${shape[*]} --pin pipeline=2 --pin data=2 -o $out/pinned.json
+  $mw inspect $out/plan.json                              # times, memory, communication, proof
+  $mw compile $model --cluster $out/cluster.toml --ranks 2 ${shape[*]} --pin pipeline=2 -o $out/pinned.json
   $mw compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16 -o $out/175b.json
 NEXT

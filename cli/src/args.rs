@@ -94,6 +94,9 @@ pub struct CompileArgs {
     /// What is trained.
     #[command(flatten)]
     pub train: TrainArgs,
+    /// Print all that there is to say.
+    #[arg(short, long, conflicts_with = "json")]
+    pub verbose: bool,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
@@ -313,6 +316,9 @@ pub struct CompareArgs {
     /// included, and write the new cluster here.
     #[arg(long, value_name = "CLUSTER")]
     pub recalibrate: Option<PathBuf>,
+    /// Print all that there is to say.
+    #[arg(short, long, conflicts_with = "json")]
+    pub verbose: bool,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
@@ -330,6 +336,9 @@ pub struct CalibrateArgs {
     /// Fewer sizes and repetitions.
     #[arg(long)]
     pub quick: bool,
+    /// Print all that there is to say.
+    #[arg(short, long, conflicts_with = "json")]
+    pub verbose: bool,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

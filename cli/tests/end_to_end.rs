@@ -46,6 +46,7 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
             "4",
             "--pin",
             "pipeline=2 data=2 zero=1",
+            "--verbose",
         ])
         .expect(0);
     for words in [
@@ -108,7 +109,18 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
         (losses[0] - 256f64.ln()).abs() < 0.1 && losses[2] < losses[0],
         "{losses:?}"
     );
-    let compared = place.run(&["compare", "plan.json", "run.json"]).expect(0);
+    let brief = place.run(&["compare", "plan.json", "run.json"]).expect(0);
+    assert!(
+        brief.out.contains("in seconds of the step"),
+        "{}",
+        brief.out
+    );
+    for line in brief.out.lines() {
+        assert!(line.chars().count() <= 100, "{line}");
+    }
+    let compared = place.run(&["compare", "plan.json", "run.json", "-v"]);
+    let compared = compared.expect(0);
+    assert!(compared.out.len() > brief.out.len());
     for words in [
         "step time",
         "tokens/s",
@@ -686,7 +698,7 @@ fn within_a_gap_is_feasible_with_exit_code_0() {
 fn this_machine_is_measured_and_planned_for() {
     let place = Place::new();
     let done = place
-        .run(&["calibrate", "--quick", "--ranks", "2"])
+        .run(&["calibrate", "--quick", "--ranks", "2", "--verbose"])
         .expect(0);
     for words in [
         "matmul f32",

@@ -76,6 +76,14 @@ fn machine(n_ranks: u32) -> Result<Machine, Failure> {
 }
 
 fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
+    if args.verbose {
+        print_points(cluster)?;
+    }
+    print_fitted(args, cluster)
+}
+
+/// The points that were measured, those of one size together.
+fn print_points(cluster: &Cluster) -> Result<(), Failure> {
     // Points of one size are the forms of a matmul, or probes of the same thing.
     let same = |a: &MeasuredPoint, b: &MeasuredPoint| a.what == b.what && a.size == b.size;
     let rows = cluster.measured.chunk_by(same).map(|points| {
@@ -105,7 +113,11 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     ))?;
     report::out(
         "(size: m x n x k of a matmul; of attention its FLOPs in products, its other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel FLOPs x bytes, of a conversion also the elements converted; bytes of a copy, send or write; of a collective bytes, ranks of a group and ranks at work\n median: seconds of one execution; spread: median absolute deviation, of the median; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, bytes of copies, sends and collectives, over the median)\n",
-    )?;
+    )
+}
+
+/// What the cluster file says.
+fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d
         .peak_flops_per_s
@@ -159,9 +171,9 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
         ]);
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
-    report::out(
+    report::out(&report::wrapped(
         "(what the cluster file says, fitted to all points; a matmul reaches its rate when it is large; between ranks: of one message; processors: how many the ranks keep busy together, and their memory)",
-    )?;
+    ))?;
     report::out(&format!(
         "Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}",
         args.output.display(),

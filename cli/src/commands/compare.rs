@@ -59,9 +59,10 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
             "recalibrated": refined,
         }));
     }
-    print_words(&loaded, measured, &comparison, different.as_deref())?;
+    let different = different.as_deref();
+    print_words(&loaded, measured, &comparison, different, args.verbose)?;
     if let Some(words) = next(args, &loaded, &comparison) {
-        report::out(&format!("\n{words}"))?;
+        report::out(&report::wrapped(&format!("\n{words}")))?;
     }
     refined.map_or(Ok(()), |r| r.print())
 }
@@ -245,6 +246,7 @@ fn print_words(
     measured: &Measurement,
     c: &Comparison,
     different: Option<&str>,
+    verbose: bool,
 ) -> Result<(), Failure> {
     let plan = &loaded.plan;
     if let Some(words) = different {
@@ -275,6 +277,12 @@ fn print_words(
         rows,
         1,
     ))?;
+    if !verbose && different.is_none() {
+        return match &c.waterfall {
+            Some(w) => print_causes(w, c.stages.len(), plan.schedule.virtual_stages()),
+            None => Ok(()),
+        };
+    }
     report::out(&report::plan::mfu_convention(
         &plan.cluster,
         plan.train.precision.compute(),
@@ -349,29 +357,22 @@ fn print_words(
     ))
 }
 
-/// The way from the predicted to the measured step time.
-fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
+/// The way from the predicted to the measured step time, by cause.
+fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
     report::out(&format!(
-        "\nFrom {} predicted to {} measured, in seconds of the step (work over the {:.2} processors that work together)",
+        "\nFrom {} predicted to {} measured, in seconds of the step\n(work over the {:.2} processors that work together)",
         seconds(w.predicted_s),
         seconds(w.measured_s),
         w.processors
     ))?;
-    let times = |predicted: f64, measured: f64| {
-        [
-            seconds(predicted),
-            seconds(measured),
-            signed(measured - predicted),
-        ]
-    };
-    let cells = |p: &Part| times(p.predicted_s, p.measured_s).to_vec();
     let mut rows: Vec<Vec<String>> = w
         .parts
         .iter()
         .map(|p| {
             let of_mesh = |s| report::plan::stages_of_mesh(s as usize, meshes, virtual_stages);
             let stage = p.stage.map_or("all".into(), of_mesh);
-            [vec![p.cause.name().to_string(), stage], cells(p)].concat()
+            let times = times(p.predicted_s, p.measured_s).to_vec();
+            [vec![p.cause.name().to_string(), stage], times].concat()
         })
         .collect();
     let step = times(w.predicted_s, w.measured_s).to_vec();
@@ -380,16 +381,28 @@ fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<
         &["cause", "stage", "predicted", "measured", "difference"],
         rows,
         2,
-    ))?;
+    ))
+}
+
+/// The same way, by cause and by kind of instruction.
+fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
+    print_causes(w, meshes, virtual_stages)?;
     let rows = w.kinds.iter().filter(|p| p.kind.is_some()).map(|p| {
         let kind = p.kind.clone().unwrap_or_default();
-        [vec![kind, p.cause.name().to_string()], cells(p)].concat()
+        let times = times(p.predicted_s, p.measured_s).to_vec();
+        [vec![kind, p.cause.name().to_string()], times].concat()
     });
     report::out(&report::table(
         &["kind", "cause", "predicted", "measured", "difference"],
         rows.collect(),
         2,
     ))
+}
+
+/// A predicted and a measured time, and their difference.
+fn times(predicted: f64, measured: f64) -> [String; 3] {
+    let difference = signed(measured - predicted);
+    [seconds(predicted), seconds(measured), difference]
 }
 
 /// Seconds with their sign.

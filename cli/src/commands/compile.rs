@@ -203,7 +203,11 @@ fn notes(planned: &Planned) -> Vec<String> {
 }
 
 fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Result<(), Failure> {
-    report::out(&report::plan::words(&planned.plan, &planned.training))?;
+    let words = match args.verbose {
+        true => report::plan::words(&planned.plan, &planned.training),
+        false => report::plan::brief(&planned.plan, &planned.training),
+    };
+    report::out(&words)?;
     let s = &planned.stats;
     report::out(&format!(
         "\nSearched in {:.1} s: {} of layers, {} priced, {} simulated.",
@@ -213,16 +217,16 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
         counted(s.simulated, "plan")
     ))?;
     for note in notes(planned) {
-        report::out(&format!("Note: {note}."))?;
+        report::out(&report::wrapped(&format!("Note: {note}.")))?;
     }
     let mut alternatives = s.alternatives.clone();
     alternatives.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
-    for (what, seconds) in alternatives.iter().take(5) {
+    for (what, seconds) in alternatives.iter().take(if args.verbose { 5 } else { 3 }) {
         report::out(&format!("  {seconds}  {what}"))?;
     }
     report::out(&format!(
-        "The checker accepts the plan and its program. Written to {}.",
-        args.output.display()
+        "The checker accepts the plan and its program. Written to {path}.\nmeshwright inspect {path} shows times, memory, communication and the proof.",
+        path = args.output.display()
     ))
 }
 

@@ -560,7 +560,7 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     ))?;
     let cluster = &loaded.plan.cluster;
     let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&match cluster::is_of_cpu_ranks(cluster) {
+    report::out(&report::wrapped(&match cluster::is_of_cpu_ranks(cluster) {
         true => format!(
             "  {}",
             report::plan::mfu_convention(cluster, loaded.plan.train.precision.compute(), devices)
@@ -569,7 +569,7 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
             "  Executed by {}; the plan is for {}, whose peak says nothing about this run.",
             m.executed_on, cluster.name
         ),
-    })?;
+    }))?;
     let seconds = m.step_time_s.0;
     let mistake = report::plan::mistake(&loaded.plan, &loaded.training, seconds, "measured");
     if let Some(words) = mistake.filter(|_| cluster::is_of_cpu_ranks(cluster)) {

@@ -32,6 +32,35 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> St
     table.to_string()
 }
 
+/// Widest line of prose, in columns.
+const WIDTH: usize = 100;
+
+/// Prose with lines of at most [`WIDTH`] columns, broken between words; what goes on stands two
+/// columns further in.
+pub fn wrapped(text: &str) -> String {
+    let mut out = String::new();
+    for line in text.lines() {
+        let margin = line.len() - line.trim_start().len();
+        let mut column = 0;
+        for word in line.split(' ') {
+            let width = word.chars().count();
+            if column > margin && column + 1 + width > WIDTH {
+                out.push('\n');
+                out.extend(std::iter::repeat_n(' ', margin + 2));
+                column = margin + 2;
+            } else if column > 0 || word.is_empty() {
+                out.push(' ');
+                column += 1;
+            }
+            out.push_str(word);
+            column += width;
+        }
+        out.push('\n');
+    }
+    out.truncate(out.trim_end().len());
+    out
+}
+
 /// Prints a value as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(value)

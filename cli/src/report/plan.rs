@@ -2,7 +2,7 @@
 
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
-use super::{count, percent, software, table};
+use super::{count, percent, software, table, wrapped};
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, too_fast};
 use ir::cluster::Cluster;
@@ -90,8 +90,37 @@ pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
     said
 }
 
+/// The plan on one screen: what runs where, and what it is predicted to take.
+pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
+    let mut w = described(plan, training);
+    let _ = writeln!(w, "\n{}", predicted_line(&plan.predicted));
+    if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
+        let _ = writeln!(w, "{found}");
+    }
+    let memory = plan.predicted.stages.iter().map(|s| s.peak_bytes.0).max();
+    let _ = writeln!(
+        w,
+        "Memory: at most {} on a rank",
+        Bytes(memory.unwrap_or(0))
+    );
+    w += proof(plan).lines().next().unwrap_or_default();
+    wrapped(&w)
+}
+
 /// The whole plan in words.
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
+    let mut w = described(plan, training);
+    w.push('\n');
+    w += &predicted(plan, &plan.predicted);
+    if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
+        let _ = writeln!(w, "{found}");
+    }
+    w += &proof(plan);
+    w
+}
+
+/// What runs where.
+fn described(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
     for (i, stage) in stages(plan, training).iter().enumerate() {
         let axes = stage.mesh.iter().filter(|(_, size)| *size > 1);
@@ -143,12 +172,6 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
             let _ = writeln!(w, "  {layers}: {}", does.join("; "));
         }
     }
-    w.push('\n');
-    w += &predicted(plan, &plan.predicted);
-    if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
-        let _ = writeln!(w, "{found}");
-    }
-    w += &proof(plan);
     w
 }
 
@@ -244,18 +267,21 @@ fn interleaving(plan: &Plan) -> String {
     )
 }
 
-/// Step time, rates and memory as predicted.
-pub fn predicted(plan: &Plan, p: &Prediction) -> String {
-    let mut w = String::new();
-    let _ = writeln!(
-        w,
+fn predicted_line(p: &Prediction) -> String {
+    format!(
         "Predicted: {} per step, {} tokens/s, MFU {}{}, bubble {}",
         p.step_time_s,
         count(p.tokens_per_s),
         percent(p.mfu),
         hfu(p.mfu, p.hfu),
         percent(p.bubble)
-    );
+    )
+}
+
+/// Step time, rates and memory as predicted.
+pub fn predicted(plan: &Plan, p: &Prediction) -> String {
+    let mut w = predicted_line(p);
+    w.push('\n');
     let _ = writeln!(
         w,
         "  {}",
