@@ -15,14 +15,15 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Which of our crates a crate may use: the table of the design.
-const MAY_USE: [(&str, &[&str]); 11] = [
+const MAY_USE: [(&str, &[&str]); 12] = [
     ("ir", &[]),
+    ("intra-op", &[]),
     ("import", &["ir"]),
     ("cost-model", &["ir"]),
     ("lowering", &["ir"]),
     ("checker", &["ir"]),
     ("runtime", &["ir"]),
-    ("planner", &["ir", "cost-model", "lowering"]),
+    ("planner", &["ir", "cost-model", "intra-op", "lowering"]),
     ("published", &["ir", "import", "cost-model", "planner"]),
     (
         "cli",
@@ -30,6 +31,7 @@ const MAY_USE: [(&str, &[&str]); 11] = [
             "ir",
             "import",
             "cost-model",
+            "intra-op",
             "lowering",
             "checker",
             "runtime",
@@ -43,6 +45,7 @@ const MAY_USE: [(&str, &[&str]); 11] = [
             "ir",
             "import",
             "cost-model",
+            "intra-op",
             "lowering",
             "checker",
             "runtime",
@@ -55,6 +58,7 @@ const MAY_USE: [(&str, &[&str]); 11] = [
             "ir",
             "import",
             "cost-model",
+            "intra-op",
             "lowering",
             "checker",
             "runtime",

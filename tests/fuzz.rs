@@ -123,5 +123,6 @@ parsers!(
     iopddl,
     measurement,
     checkpoint,
+    manifest,
     train_spec,
 );

@@ -4,8 +4,11 @@
 
 use ir::cluster::Cluster;
 use ir::plan::{Plan, ScheduleKind};
+use ir::program::Program;
 use ir::{Graph, Precision, TrainSpec};
 use planner::{PlanError, Planned};
+use runtime::execute::{Session, SessionOptions};
+use std::sync::Arc;
 use tests::{Case, cluster, planned};
 
 /// A GPT-2 of 24 equal blocks whose embedding and output layer weigh nothing beside them.
@@ -137,11 +140,16 @@ fn validation_and_checkpoints() {
         let losses = [&mut one, &mut many].map(|s| s.step(batch, case.lr, false).unwrap());
         assert_eq!(losses[0].loss, losses[1].loss);
     }
-    let states = many.export_states().unwrap();
-    let mut fresh = case.session(&plain.program);
-    fresh.import_states(&states).unwrap();
-    let mut back = case.session(&interleaved.program);
-    back.import_states(&one.export_states().unwrap()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let moved = |from: &mut Session, to: &Program| {
+        runtime::checkpoint::save(folder.path(), from, "", "").unwrap();
+        let found = runtime::checkpoint::find(folder.path()).unwrap();
+        let checkpoint = Arc::new(found.checkpoint);
+        Session::resume(to, &case.train, SessionOptions::default(), &checkpoint).unwrap()
+    };
+    let mut fresh = moved(&mut many, &plain.program);
+    let mut back = moved(&mut one, &interleaved.program);
+    assert_eq!(back.export_states().unwrap(), one.export_states().unwrap());
     let batch = &case.batches[3];
     let loss = one.validate(batch).unwrap();
     assert_eq!(fresh.validate(batch).unwrap(), loss);

@@ -194,12 +194,13 @@ fn table() -> Vec<Row> {
         row(OpKind::CrossEntropy, "f32[B,3,7] f32[B,3] i32[B,3]", "f32[B,3]", (3, 0), Vector, Of(&[0])),
         row(OpKind::CrossEntropyGrad, "f32[B,3,7] f32[B,3] i32[B,3] f32[B,3]", "f32[B,3,7]", (3, 1), Vector, Later),
         row(OpKind::EmbeddingGrad { vocab: 7 }, "i32[B,3] f32[B,3,4]", "f32[7,4]", (4, 1), Vector, Later),
-        row(OpKind::Dropout { p: 0.25, key: "h.0.drop".into() }, "f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0])),
+        row(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }, "f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0])),
         row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
         // Two products of 3 x 3 scores of 4 elements, for 2 samples and 2 heads.
         row(attention(), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // In zigzag order: four tokens for two ranks.
+        row(zigzag(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }), "f32[B,4,3]", "f32[B,4,3]", (3, 1), Vector, Of(&[0])),
         row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
         row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
@@ -233,13 +234,17 @@ fn attention() -> OpKind {
     OpKind::Attention {
         scale: 0.5,
         dropout: 0.0,
+        key: String::new(),
         order: SequenceOrder::Natural,
     }
 }
 
 /// The same op on a sequence that is stored for two ranks.
 fn zigzag(mut kind: OpKind) -> OpKind {
-    if let OpKind::Attention { order, .. } | OpKind::Rotary { order, .. } = &mut kind {
+    if let OpKind::Attention { order, .. }
+    | OpKind::Rotary { order, .. }
+    | OpKind::Dropout { order, .. } = &mut kind
+    {
         *order = SequenceOrder::Zigzag { ranks: 2 };
     }
     kind
@@ -288,8 +293,10 @@ fn optimizer() -> Vec<Row> {
         row(OpKind::SumSquares, "f32[3,4]", "f32[]", (2, 0), Vector, Later),
         row(OpKind::GlobalNorm, "f32[] f32[] f32[]", "f32[]", (0, 0), Bytes, Later),
         row(OpKind::ClipCoefficient { max_norm: Some(1.0) }, "f32[] f32[]", "f32[]", (0, 0), Bytes, Later),
-        row(OpKind::UpdateLossScale { growth_interval: 2000 }, "f32[] f32[] f32[]", "f32[] f32[]", (0, 0), Bytes, Later),
-        row(adam, "f32[3,4] f32[3,4] f32[3,4] f32[3,4] f32[]", "f32[3,4] f32[3,4] f32[3,4]", (2, 0), Vector, Later),
+        row(OpKind::UpdateLossScale { growth_interval: 2000 }, "f32[] f32[] f32[] f32[]", "f32[] f32[] f32[]", (0, 0), Bytes, Later),
+        row(adam.clone(), "f32[3,4] f32[3,4] f32[3,4] f32[3,4] f32[]", "f32[3,4] f32[3,4] f32[3,4]", (2, 0), Vector, Later),
+        // With the number of updates.
+        row(adam, "f32[3,4] f32[3,4] f32[3,4] f32[3,4] f32[] f32[]", "f32[3,4] f32[3,4] f32[3,4]", (2, 0), Vector, Later),
         row(OpKind::Sgd { momentum: 0.9, weight_decay: 0.0 }, "f32[3,4] f32[3,4] f32[3,4] f32[]", "f32[3,4] f32[3,4]", (2, 0), Vector, Later),
     ]
 }

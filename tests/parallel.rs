@@ -150,13 +150,13 @@ fn degrees(product: u32) -> Vec<(u32, u32, u32)> {
         .collect()
 }
 
-fn check_all(case: &str, product: u32, schedule: ScheduleKind) {
-    let case = Case::load(case);
+fn check_all(name: &str, product: u32, schedule: ScheduleKind) {
+    let case = Case::load(name);
     let n_layers = case.forward.layers.len() as u32;
     for (d, t, p) in degrees(product) {
-        if p > n_layers {
-            continue;
-        }
+        // A stage has a layer at least.
+        let deep = (p > n_layers).then(|| Case::with_layers(name, p));
+        let case = deep.as_ref().unwrap_or(&case);
         for zero in 0..=3u8 {
             // Without a data axis a ZeRO level does nothing.
             if d == 1 && zero > 0 {
@@ -172,7 +172,7 @@ fn check_all(case: &str, product: u32, schedule: ScheduleKind) {
                 format!("schedule={}", schedule.name()),
             ];
             let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
-            check(&case, d * t * p, &pins, d == 1 && t == 1);
+            check(case, d * t * p, &pins, d == 1 && t == 1);
         }
     }
 }
@@ -278,6 +278,38 @@ fn zero_levels_of_a_longer_table_of_positions() {
 fn context_parallel_in_zigzag_order() {
     check_context("gpt2_small_tied", "zigzag", &[(1, 2, 1, 1), (2, 4, 1, 1)]);
     check_context("llama_untied_rope", "zigzag", &[(1, 2, 2, 1), (1, 4, 1, 2)]);
+}
+
+/// With dropout too: elements are named by position, whatever the order that sequences are
+/// stored in, and in recomputation.
+#[test]
+fn dropout_in_zigzag_order_draws_the_masks_of_the_natural_order() {
+    let mut case = Case::load("gpt2_small_tied");
+    case.train.dropout = 0.2;
+    let options = import::BuildOptions {
+        sequence: case.train.sequence,
+        dropout: case.train.dropout,
+    };
+    case.forward = import::model_graph(&case.config, &options).expect("the model builds");
+    for (n, pins) in [
+        (2, "data=1 context=2 context_order=natural"),
+        (2, "data=1 context=2 context_order=zigzag"),
+        (4, "data=1 context=4 context_order=zigzag recompute=full"),
+        (
+            4,
+            "data=2 context=2 context_order=zigzag zero=3 recompute:*dropout=yes",
+        ),
+        (
+            4,
+            "data=1 context=2 context_order=zigzag tensor=2 pipeline=1",
+        ),
+        (
+            4,
+            "data=1 context=2 context_order=zigzag pipeline=2 microbatch=2",
+        ),
+    ] {
+        check(&case, n, &[pins], false);
+    }
 }
 
 /// Sequence parallelism inside what the context axis splits off.
@@ -423,6 +455,29 @@ fn interleaved_stages() {
                 }
             }
         }
+    }
+}
+
+/// Eight meshes with two stages each, and four with two, on models deep enough: as many
+/// microbatches as interleaving wants, and more.
+#[test]
+fn interleaved_stages_of_long_pipelines() {
+    for (name, p, microbatch) in [
+        ("gpt2_small_tied", 8, 1),
+        ("llama_untied_rope", 4, 2),
+        ("gpt2_untied_gelu", 4, 1),
+    ] {
+        let case = Case::with_layers(name, 2 * p);
+        let pins = [
+            "data=1".to_string(),
+            "tensor=1".to_string(),
+            format!("pipeline={p}"),
+            "virtual=2".to_string(),
+            format!("microbatch={microbatch}"),
+        ];
+        let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+        let plan = check_on(&case, &cluster(p), &pins, true);
+        assert_eq!(plan.stages.len(), 2 * p as usize);
     }
 }
 

@@ -134,6 +134,17 @@ impl Equal {
                 }
             };
             let off = g.deviation(e, floor);
+            if std::env::var("PRINT_NOISE").is_ok() {
+                let noisy = noise.get_or_insert_with(|| (0..NOISY).map(&noisy).collect());
+                let noise = noisy
+                    .iter()
+                    .map(|n| n[k].deviation(e, floor))
+                    .fold(0.0, f64::max);
+                eprintln!(
+                    "NOISE {} {off:.3e} {noise:.3e}",
+                    &what[..12.min(what.len())]
+                );
+            }
             if off <= tolerance {
                 continue;
             }
@@ -483,6 +494,20 @@ fn moving_data_changes_no_bit() {
     cases(40_000, 30, 1000, |seed| {
         Problem::new(seed, GENERAL, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
+}
+
+#[test]
+fn zz_half() {
+    for seed in 50_000..50_040 {
+        for (p, st) in [(Precision::Bf16, Style::Any), (Precision::F16, Style::Zero)] {
+            eprintln!("CASE {seed} {p:?}");
+            let near = Equal::Within {
+                tolerance: 0.01,
+                floor: 0.5,
+            };
+            Problem::new(seed, GENERAL, p).holds(st, near);
+        }
+    }
 }
 
 #[test]

@@ -67,6 +67,8 @@ fn run(model: &str, preset: &str, hosts: &str, batch: &str, rest: &[String]) -> 
     let started = Instant::now();
     let violations = checker::check_plan(&free.plan).len()
         + checker::check_program(&free.plan, &free.training, &free.program).len();
+    let [made, useful] = free.stats.choices;
+    println!("choices of the layers that were modelled: {made}, of use {useful}");
     println!(
         "checked in {:.1} s: {violations} violations; plan {} bytes",
         started.elapsed().as_secs_f64(),

@@ -126,16 +126,7 @@ impl<'a> Facts<'a> {
     }
     /// The value with this name.
     pub(crate) fn find(&self, name: &str) -> Option<ValueId> {
-        if let Some(op) = self.graph.find(name) {
-            return self.graph.op(op).outputs.first().copied();
-        }
-        let (path, result) = name.rsplit_once(':')?;
-        let op = self.graph.find(path)?;
-        self.graph
-            .op(op)
-            .outputs
-            .get(result.parse::<usize>().ok()?)
-            .copied()
+        self.graph.find_value(name)
     }
     pub(crate) fn name(&self, v: ValueId) -> String {
         self.graph.value_name(v)

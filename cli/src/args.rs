@@ -1,7 +1,15 @@
 //! The command line.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use intra_op::IlpBackend;
 use std::path::PathBuf;
+use std::sync::LazyLock;
+
+/// What `--version` says: which build this is, so also what solves its integer programs.
+static VERSION: LazyLock<String> = LazyLock::new(|| {
+    let solver = IlpBackend::default().name();
+    format!("{} (integer programs: {solver})", env!("CARGO_PKG_VERSION"))
+});
 
 /// Exit codes, shown at the end of every help text.
 const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible; 5 check failed; 6 run failed; 70 internal error.";
@@ -9,7 +17,7 @@ const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible
 /// Compiles the training of a model to a parallel plan, proves it, runs it, and compares
 /// what was predicted with what was measured.
 #[derive(Debug, Parser)]
-#[command(name = "meshwright", version, after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile models/tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
+#[command(name = "meshwright", version = VERSION.as_str(), after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile models/tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]

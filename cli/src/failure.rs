@@ -145,7 +145,11 @@ impl miette::Diagnostic for Failure {
 /// What `--weights` takes.
 pub const WEIGHTS_ARE: &str = "weights are a .safetensors file, an index model.safetensors.index.json, or a folder with model.safetensors or that index";
 /// What `--resume` takes.
-pub const CHECKPOINTS_ARE: &str = "a checkpoint is the folder that `meshwright run --checkpoint FOLDER` wrote, or the state.safetensors in it";
+pub const CHECKPOINTS_ARE: &str = "--resume takes the folder that `meshwright run --checkpoint FOLDER` wrote to, or one of the checkpoints in it";
+/// The way out of a checkpoint of something else.
+const OTHER_CHECKPOINT: &str = "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew";
+/// The way out of a run that diverged.
+pub const DIVERGED: &str = "lower --lr, add --warmup, or clip gradients";
 const DATA_ARE: &str = "data is a .bin file of tokens (nanoGPT, llm.c) or UTF-8 text; text is read as bytes, or through --tokenizer";
 const DEFECT: &str = "if `meshwright check` accepts the plan this is a defect of meshwright; please report it with the command line";
 
@@ -160,6 +164,11 @@ fn with(failure: Failure, help: Option<&str>) -> Failure {
 impl From<import::ImportError> for Failure {
     fn from(e: import::ImportError) -> Self {
         use import::ImportError::*;
+        if let Supply { source, .. } = &e
+            && let Some(runtime::RuntimeError::NotFinite { .. }) = source.downcast_ref()
+        {
+            return Failure::new(Exit::RunFailed, &e).help(DIVERGED);
+        }
         let help = match &e {
             Io { .. } => Some("check the path, its permissions and the free space"),
             Format { .. } => Some(WEIGHTS_ARE),
@@ -250,9 +259,12 @@ impl From<runtime::RuntimeError> for Failure {
     fn from(e: runtime::RuntimeError) -> Self {
         use runtime::RuntimeError::*;
         let exit = match &e {
-            Data(_) | Checkpoint { .. } | OtherCheckpoint { .. } | State { .. } | Batch(_) => {
-                Exit::BadInput
-            }
+            Data(_)
+            | Checkpoint { .. }
+            | OtherCheckpoint { .. }
+            | OtherModel { .. }
+            | State { .. }
+            | Batch(_) => Exit::BadInput,
             _ => Exit::RunFailed,
         };
         if let Data(e) = &e {
@@ -261,9 +273,8 @@ impl From<runtime::RuntimeError> for Failure {
         let help = match &e {
             Data(_) => None,
             Checkpoint { .. } => Some(CHECKPOINTS_ARE),
-            OtherCheckpoint { .. } => Some(
-                "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew",
-            ),
+            OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
+            NotFinite { .. } => Some(DIVERGED),
             State { .. } => Some(
                 "the weights do not fit the plan's model: compile the plan from their config.json",
             ),
@@ -272,6 +283,9 @@ impl From<runtime::RuntimeError> for Failure {
             ),
             Kernel { .. } | Instruction { .. } | Panic { .. } | Program(_) => Some(DEFECT),
             Batch(_) => Some(DATA_ARE),
+            Diverged { .. } => Some(
+                "lower --lr, add --warmup, or clip gradients; checkpoints that were there are as they were",
+            ),
             Aborted { .. } | Ended(_) => None,
         };
         with(Failure::new(exit, &e), help)

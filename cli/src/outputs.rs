@@ -2,12 +2,13 @@
 //! command reads, and what is wrong with a name is said before any work.
 
 use crate::failure::{Exit, Failure};
-use crate::interrupt;
+use runtime::files::{Unfinished, parent, sweep};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// What a model's or a checkpoint's folder is read for, by the ends of its names.
-const READ_IN_FOLDERS: [&str; 4] = [
+const READ_IN_FOLDERS: [&str; 5] = [
+    "manifest.json",
     ".safetensors",
     ".safetensors.index.json",
     "config.json",
@@ -53,49 +54,60 @@ pub fn check_regular(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure>
     }
 }
 
+/// Makes a folder where there is none, and fails when nothing can be written into it. What dead
+/// writers left in it goes.
+pub fn check_folder(folder: &Path) -> Result<(), Failure> {
+    let error = |what: &str, e: std::io::Error| {
+        let what = format!("{}: cannot {what}: {e}", folder.display());
+        Failure::new(Exit::BadInput, what)
+    };
+    std::fs::create_dir_all(folder).map_err(|e| error("make the folder", e))?;
+    sweep(folder);
+    match Unfinished::folder(folder) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(error("write into the folder", e)),
+    }
+}
+
 /// Writes a file whole or not at all: beside its place first, then renamed into it. A link stays,
 /// and what it leads to is replaced; devices and pipes are written to.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    check_name(path)?;
-    let target = target(path);
-    let folder = folder(&target);
-    let error = |e: std::io::Error| cannot_write(path, folder, &e);
-    if is_special(path) {
-        let mut file = std::fs::OpenOptions::new()
-            .write(true)
-            .open(path)
-            .map_err(error)?;
-        return file
-            .write_all(bytes)
-            .and_then(|()| file.flush())
-            .map_err(error);
-    }
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".meshwright-");
-    // As any new file, less the umask; temporary files are private otherwise.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder).map_err(error)?;
-    interrupt::is_temporary(file.path());
-    file.write_all(bytes)
-        .and_then(|()| file.as_file().sync_all())
-        .map_err(error)?;
-    file.persist(&target)
-        .map(|_| ())
-        .map_err(|e| error(e.error))
+    write_with(path, |out| {
+        out.write_all(bytes)
+            .map_err(|e| cannot_write(path, parent(&target(path)), &e))
+    })
 }
 
-/// Fails when `path` cannot be written.
+/// As [`write_atomic`], by `write`.
+pub fn write_with(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    check_name(path)?;
+    let target = target(path);
+    let folder = parent(&target);
+    let error = |e: std::io::Error| cannot_write(path, folder, &e);
+    if is_special(path) {
+        let opened = std::fs::OpenOptions::new().write(true).open(path);
+        let mut file = opened.map_err(error)?;
+        write(&mut file)?;
+        return file.flush().map_err(error);
+    }
+    let mut file = Unfinished::file(folder).map_err(error)?;
+    write(&mut file)?;
+    file.finish(&target).map_err(error)
+}
+
+/// Fails when `path` cannot be written. What dead writers left beside it goes.
 fn check_writable(path: &Path) -> Result<(), Failure> {
     check_name(path)?;
     if is_special(path) {
         return Ok(());
     }
     let target = target(path);
-    let folder = folder(&target);
-    tempfile::Builder::new()
-        .prefix(".meshwright-")
-        .tempfile_in(folder)
+    let folder = parent(&target);
+    sweep(folder);
+    Unfinished::file(folder)
         .map(|_| ())
         .map_err(|e| cannot_write(path, folder, &e))
 }
@@ -143,11 +155,11 @@ pub fn target(path: &Path) -> PathBuf {
             return there;
         }
         match std::fs::read_link(&at) {
-            Ok(next) => at = folder(&at).join(next),
+            Ok(next) => at = parent(&at).join(next),
             Err(_) => break,
         }
     }
-    let in_folder = |at: &Path| Some(folder(at).canonicalize().ok()?.join(at.file_name()?));
+    let in_folder = |at: &Path| Some(parent(at).canonicalize().ok()?.join(at.file_name()?));
     in_folder(&at).unwrap_or(path.to_path_buf())
 }
 
@@ -163,21 +175,12 @@ fn reads(input: &Path, place: &Path) -> bool {
     target(input) == place || files.any(|file| target(&file) == place)
 }
 
-/// The folder of a file.
-fn folder(path: &Path) -> &Path {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
-    folder.unwrap_or(Path::new("."))
-}
-
-/// Why a file cannot be written, without the name of the temporary file that was tried, and what
-/// to do.
+/// Why a file cannot be written, and what to do.
 fn cannot_write(path: &Path, folder: &Path, e: &std::io::Error) -> Failure {
-    let text = e.to_string();
-    let reason = text.find(" at path ").map_or(&text[..], |end| &text[..end]);
     let help = match folder.exists() {
         true => "check the folder's permissions and the free space, or name another file".into(),
         false => format!("make the folder {} first", folder.display()),
     };
-    let what = format!("{}: cannot write: {reason}", path.display());
+    let what = format!("{}: cannot write: {e}", path.display());
     Failure::new(Exit::BadInput, what).help(help)
 }

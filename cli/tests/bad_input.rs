@@ -833,7 +833,7 @@ fn weights() {
     // The state of another form is no checkpoint, and a missing one says so.
     run(&["--resume", "good.safetensors"]).says(&["good.safetensors"]);
     run(&["--resume", "none"]).says(&["--resume none: there is no", "run --checkpoint"]);
-    run(&["--resume", "folder"]).says(&["has no state.safetensors", "run --checkpoint"]);
+    run(&["--resume", "folder"]).says(&["the folder has no checkpoint", "run --checkpoint"]);
 }
 
 #[test]
@@ -846,17 +846,24 @@ fn checkpoints_of_other_models() {
         .run(&with(&["--resume", "state", "--schedule", "constant"]))
         .expect(0);
     let says = [
-        "state/state.safetensors",
-        "a checkpoint of another model or optimizer",
+        "state/0001-step-1: a checkpoint of another model: ",
         "leave --resume out",
     ];
     for (from, to, said) in [
-        ("\"n_embd\": 16", "\"n_embd\": 32", "the plan's is"),
-        ("\"n_layer\": 2", "\"n_layer\": 3", "it has no state `h.2"),
+        (
+            "\"n_embd\": 16",
+            "\"n_embd\": 32",
+            "[256,16] there, [256,32] in the plan (vocab_size, n_embd of",
+        ),
+        (
+            "\"n_layer\": 2",
+            "\"n_layer\": 3",
+            "op of `h.2.ln_1.weight` is none there, state in the plan (n_layer of",
+        ),
         (
             "\"n_layer\": 2",
             "\"n_layer\": 1",
-            "the plan has no state `",
+            "op of `h.1.ln_1.weight` is state there, none in the plan (n_layer of",
         ),
     ] {
         place.write("other.json", support::CONFIG.replace(from, to).as_bytes());
@@ -871,6 +878,14 @@ fn checkpoints_of_other_models() {
             .says(&says)
             .says(&[said]);
     }
+    // The same model under another optimizer has other states.
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let sgd = ["--optimizer", "sgd", "--global-batch", "4"];
+    place.run(&[&compile[..], &sgd[..]].concat()).expect(0);
+    let resumed = with(&["--resume", "state", "--schedule", "constant"]);
+    place.refuses(&resumed, &[3]).says(&[
+        "state/0001-step-1: a checkpoint of another model or optimizer: the plan has no state `",
+    ]);
 }
 
 #[test]

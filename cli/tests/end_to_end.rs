@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::path::PathBuf;
 use support::{Done, Place, repository};
 
 fn train(place: &Place, more: &[&str]) -> Done {
@@ -240,8 +241,41 @@ fn a_step_without_a_gradient_norm_can_be_compared() {
     train(&place, &[]).expect(0);
     let mut run: serde_json::Value = serde_json::from_slice(&place.read("run.json")).unwrap();
     run["steps"][1]["grad_norm"] = serde_json::Value::Null;
+    run["steps"][2]["loss"] = serde_json::Value::Null;
     place.write("run.json", run.to_string().as_bytes());
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
+}
+
+/// Nothing after a loss that is no number means anything: the run ends where it is, and what was
+/// written before stays.
+#[test]
+fn a_run_that_diverges_stops_and_keeps_what_was_good() {
+    let place = Place::with_plan();
+    train(&place, &["--checkpoint", "state"]).expect(0);
+    let state = place.path("state/0001-step-3");
+    let written = || -> Vec<(PathBuf, Vec<u8>)> {
+        let entries = std::fs::read_dir(&state).unwrap();
+        let mut files: Vec<PathBuf> = entries.map(|e| e.unwrap().path()).collect();
+        files.push(place.path("run.json"));
+        files.sort();
+        let read = |path: PathBuf| (path.clone(), std::fs::read(path).unwrap());
+        files.into_iter().map(read).collect()
+    };
+    let good = written();
+    let args = "run plan.json --data text.txt --steps 3 --schedule constant --lr 1e30 \
+                --resume state --checkpoint state";
+    let done = place
+        .run(&args.split_whitespace().collect::<Vec<_>>())
+        .expect(6);
+    for words in ["of step ", ": training diverged", "lower --lr"] {
+        assert!(
+            done.err.contains(words),
+            "`{words}` is not in:\n{}",
+            done.err
+        );
+    }
+    assert!(written() == good);
+    assert_eq!(std::fs::read_dir(place.path("state")).unwrap().count(), 1);
 }
 
 #[test]
@@ -523,7 +557,7 @@ fn small_problems_are_solved() {
 
 /// A grid of `n x n` nodes under memory pressure; a large one is not proved at once.
 fn hard_problem(n: u32) -> Vec<u8> {
-    use planner::intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
+    use intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
     let mut state = 1u64;
     let mut random = |below: u64| {
         state = state

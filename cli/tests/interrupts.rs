@@ -93,7 +93,10 @@ fn a_second_interrupt_ends_a_run_at_once() {
         assert!(begun.elapsed() < Duration::from_secs(20));
         assert_eq!(output.status.code(), Some(130), "{}", said(&output));
         assert!(!place.exists("run.json"));
-        assert!(!place.exists("state/state.safetensors"));
+        if place.exists("state") {
+            let kept = std::fs::read_dir(place.path("state")).unwrap().count();
+            assert_eq!(kept, 0);
+        }
         // Nothing is left of what was there for a while: `state` is the folder asked for.
         let mut after = place.names();
         after.retain(|name| name != "state");

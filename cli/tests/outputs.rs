@@ -136,7 +136,11 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     std::fs::copy(place.path("config.json"), model.join("config.json")).unwrap();
     std::fs::copy(place.path("w.safetensors"), model.join("model.safetensors")).unwrap();
     let weights = std::fs::read(model.join("model.safetensors")).unwrap();
-    let state = std::fs::read(place.path("ck/state.safetensors")).unwrap();
+    let ours = [
+        "ck/0001-step-1/manifest.json",
+        "ck/0001-step-1/rank-0.safetensors",
+    ];
+    let state = ours.map(|name| place.read(name));
 
     let read = ["is read, and would be replaced"];
     let twice = ["is named for two files to write"];
@@ -157,16 +161,13 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     ];
     refused(&place, &with(&beside), &read);
     let resumed = ["--resume", "ck", "--schedule", "constant"];
-    for output in [
-        ["-o", "ck/state.safetensors"],
-        ["--save", "ck/state.safetensors"],
-    ] {
-        let words = [&resumed[..], &config, &output].concat();
-        refused(&place, &with(&words), &read);
+    for (flag, name) in [("-o", ours[0]), ("-o", ours[1]), ("--save", ours[1])] {
+        for more in [&resumed[..], &["--checkpoint", "ck"]] {
+            let words = [more, &config, &[flag, name]].concat();
+            refused(&place, &with(&words), &read);
+        }
     }
     let both = [&config[..], &["--save", "out.bin", "-o", "./out.bin"]].concat();
-    refused(&place, &with(&both), &twice);
-    let both = ["--checkpoint", "ck", "-o", "ck/state.safetensors"];
     refused(&place, &with(&both), &twice);
     // Folders of links, as Hugging Face's cache has them.
     let links = place.path("links");
@@ -182,10 +183,15 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
         }
     }
     assert!(std::fs::read(model.join("model.safetensors")).unwrap() == weights);
-    assert!(std::fs::read(place.path("ck/state.safetensors")).unwrap() == state);
+    assert!(ours.map(|name| place.read(name)) == state);
 
-    // A run may replace the training state that it goes on from.
+    // A run writes beside the training state that it goes on from; two of them stay.
     let on = [&resumed[..], &["--checkpoint", "ck"]].concat();
     place.run(&with(&on)).expect(0);
-    assert!(std::fs::read(place.path("ck/state.safetensors")).unwrap() != state);
+    assert!(ours.map(|name| place.read(name)) == state);
+    place.run(&with(&on)).expect(0);
+    let mut kept: Vec<_> = std::fs::read_dir(place.path("ck")).unwrap().collect();
+    kept.sort_by_key(|e| e.as_ref().unwrap().file_name());
+    let kept: Vec<_> = kept.into_iter().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(kept, ["0002-step-2", "0003-step-3"]);
 }

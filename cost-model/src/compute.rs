@@ -361,6 +361,7 @@ mod tests {
             &OpKind::Attention {
                 scale: 1.0,
                 dropout: 0.0,
+                key: String::new(),
                 order: Default::default(),
             },
             &[q.clone(), q.clone(), q.clone()],
@@ -385,6 +386,7 @@ mod tests {
             &OpKind::Attention {
                 scale: 1.0,
                 dropout: 0.0,
+                key: String::new(),
                 order: Default::default(),
             },
             &[q.clone(), k.clone(), k],

@@ -16,11 +16,13 @@
 pub mod build;
 pub mod config;
 mod error;
+mod likeness;
 pub mod params;
 pub mod weights;
 
 pub use build::{BuildOptions, model_graph};
 pub use config::{DEFAULT_EXPERT_CAPACITY, ModelConfig};
 pub use error::ImportError;
+pub use likeness::config_field;
 pub use params::Param;
 pub use weights::{HfTensor, Weights, export, map_param_to_hf, to_hf};

@@ -203,7 +203,7 @@ fn dropout_stands_where_the_models_have_it() {
     let drops = |name: &str, p: f64| {
         let config = ModelConfig::load(&models().join(name)).unwrap();
         let g = graph(&config, 16, p);
-        let ops = g.ops().iter().filter(|op| matches!(&op.kind, OpKind::Dropout { p: q, key } if *q == p && *key == op.path)).count();
+        let ops = g.ops().iter().filter(|op| matches!(&op.kind, OpKind::Dropout { p: q, key, .. } if *q == p && *key == op.path)).count();
         let attention = g
             .ops()
             .iter()

@@ -4,17 +4,16 @@
 //! So the layout of a boundary tensor is one decision, its gradient has one too (the gradient
 //! of a `Layout` is a `Layout`), and a stage cut between two layers cuts exactly the edges
 //! into these ops. Paths: `boundary.<layer>.<i>`, `i` counting the values that enter the layer
-//! in order of first use, so that equal layers have equal relative paths.
+//! in order of first use, so that equal layers have equal relative paths. What they are says
+//! their origin, [`Origin::Boundary`].
 
 use crate::graph::Place;
-use crate::{Graph, GraphError, OpKind, Region, ValueId};
+use crate::{Graph, GraphError, Op, OpKind, Origin, Region, ValueId};
 use std::collections::BTreeMap;
 
-/// Prefix of the paths of boundary ops.
-pub const BOUNDARY: &str = "boundary";
-
 /// A copy of the forward graph with a `Layout` op wherever a microbatch value (not an
-/// `Input`) is used by a layer other than its producer's. Value ids change, paths do not.
+/// `Input`) is used by a layer other than its producer's. Value ids change, paths do not; every
+/// other op is the model's, whatever `forward` says of it.
 pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
     let mut out = forward.without_ops();
     let mut map: Vec<ValueId> = Vec::with_capacity(forward.values().len());
@@ -35,9 +34,10 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                         None => {
                             let name = forward.layers.get(layer.index()).map_or("", String::as_str);
                             let i = entered.keys().filter(|(_, l)| *l == layer).count();
-                            let path = format!("{BOUNDARY}.{name}.{i}");
+                            let place = Place::forward(format!("boundary.{name}.{i}"), layer);
+                            let (kind, origin) = (OpKind::Layout, Origin::Boundary);
                             let inside =
-                                out.add1(OpKind::Layout, &[mapped], Place::forward(path, layer))?;
+                                out.add_made1(&[forward], kind, &[mapped], place, origin)?;
                             entered.insert((v, layer), inside);
                             inside
                         }
@@ -47,8 +47,19 @@ pub fn mark_boundaries(forward: &Graph) -> Result<Graph, GraphError> {
                 _ => inputs.push(mapped),
             }
         }
-        map.extend(out.copy(forward, op, inputs)?);
+        out.copy(forward, op, inputs, &mut map)?;
+        out.mark_last(Origin::Forward);
     }
     out.outputs = forward.outputs.iter().map(|v| map[v.index()]).collect();
     Ok(out)
+}
+
+/// Whether an op is at a layer's entrance, or brings the gradient back to it.
+pub fn is_boundary(graph: &Graph, op: &Op) -> bool {
+    match op.origin {
+        Origin::Gradient { of, .. } | Origin::Sum { of, .. } => {
+            graph.op(of).origin == Origin::Boundary
+        }
+        origin => origin == Origin::Boundary,
+    }
 }

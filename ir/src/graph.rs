@@ -5,10 +5,13 @@
 //! * result types are what `OpKind::infer` gives;
 //! * op paths are unique and name the op for pins, plans, random keys and messages. A path
 //!   is a scope (`h.3.attn`) and a leaf (`qkv`), dot-separated; the ops of other passes carry
-//!   their forward op's path behind a prefix (`grad.`, `update.`, ...).
+//!   their forward op's path behind a prefix (`grad.`, `update.`, ...), for readers alone: what
+//!   an op is says its [`Origin`];
+//! * names of values are unique too: where `h.split` has three results, no op has the path
+//!   `h.split:1` or `h.split:2`.
 
-use crate::op::{OpError, OpKind};
-use crate::{LayerId, OpId, TensorType, ValueId};
+use crate::op::{Init, OpError, OpKind};
+use crate::{LayerId, OpId, Origin, TensorType, ValueId};
 use hashbrown::HashTable;
 use rustc_hash::FxBuildHasher;
 use serde::{Deserialize, Serialize};
@@ -75,8 +78,10 @@ pub struct Op {
     pub inputs: Vec<ValueId>,
     /// Results.
     pub outputs: Vec<ValueId>,
-    /// Unique dotted path.
+    /// Unique dotted path: a label.
     pub path: String,
+    /// What it is.
+    pub origin: Origin,
     /// What it is for.
     pub pass: Pass,
     /// How often it runs.
@@ -175,7 +180,7 @@ pub enum GraphError {
     Differentiate(String),
 }
 
-/// Where an op stands: everything but its kind and operands.
+/// Where an op stands: everything but its kind, operands and origin.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// Unique dotted path.
@@ -260,56 +265,116 @@ impl Graph {
         place: Place,
         declared: Option<TensorType>,
     ) -> Result<Vec<ValueId>, GraphError> {
-        let Place {
-            path,
-            pass,
-            region,
-            layer,
-        } = place;
-        let path_error = |problem| GraphError::Path {
-            path: path.clone(),
-            problem,
-        };
-        if path.is_empty()
-            || !path
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "._:-".contains(c))
-        {
-            return Err(path_error(
-                "is empty or has characters other than letters, digits and `._:-`",
-            ));
+        let results = self.results_of(&kind, inputs, &place.path, declared.as_ref())?;
+        if !self.is_free(&place.path, results.len()) {
+            return Err(self.taken(place.path));
         }
-        if self.find(&path).is_some() {
-            return Err(path_error("is taken"));
+        Ok(self.push(kind, inputs.to_vec(), place, Origin::Forward, results))
+    }
+
+    /// Adds an op that a pass makes. Where its path is a name here or in a graph whose ops are
+    /// `to_come`, it gets the first of `-2`, `-3`, .. behind it that makes it free.
+    pub(crate) fn add_made(
+        &mut self,
+        to_come: &[&Graph],
+        kind: OpKind,
+        inputs: &[ValueId],
+        place: Place,
+        origin: Origin,
+    ) -> Result<Vec<ValueId>, GraphError> {
+        let results = self.results_of(&kind, inputs, &place.path, None)?;
+        let place = self.with_free_path(to_come, place, results.len());
+        Ok(self.push(kind, inputs.to_vec(), place, origin, results))
+    }
+    /// As [`Graph::add_made`], an op with one result, which it returns.
+    pub(crate) fn add_made1(
+        &mut self,
+        to_come: &[&Graph],
+        kind: OpKind,
+        inputs: &[ValueId],
+        place: Place,
+        origin: Origin,
+    ) -> Result<ValueId, GraphError> {
+        Ok(self.add_made(to_come, kind, inputs, place, origin)?[0])
+    }
+    /// As [`Graph::add_made`], a state of a declared type.
+    pub(crate) fn add_made_state(
+        &mut self,
+        to_come: &[&Graph],
+        init: Init,
+        ty: TensorType,
+        place: Place,
+    ) -> Result<ValueId, GraphError> {
+        let decay = false;
+        let kind = OpKind::State { init, decay };
+        let results = self.results_of(&kind, &[], &place.path, Some(&ty))?;
+        let place = self.with_free_path(to_come, place, results.len());
+        Ok(self.push(kind, Vec::new(), place, Origin::State, results)[0])
+    }
+    /// Says what the last op is.
+    pub(crate) fn mark_last(&mut self, origin: Origin) {
+        if let Some(op) = self.ops.last_mut() {
+            op.origin = origin;
+        }
+    }
+
+    /// Types of the results of an op that is to be added, whose path is checked.
+    fn results_of(
+        &self,
+        kind: &OpKind,
+        inputs: &[ValueId],
+        path: &str,
+        declared: Option<&TensorType>,
+    ) -> Result<Vec<TensorType>, GraphError> {
+        let is_good = |c: char| c.is_ascii_alphanumeric() || "._:-".contains(c);
+        if path.is_empty() || !path.chars().all(is_good) {
+            return Err(GraphError::Path {
+                path: path.to_string(),
+                problem: "is empty or has characters other than letters, digits and `._:-`",
+            });
         }
         let mut types = Vec::with_capacity(inputs.len());
         for &v in inputs {
-            let value = self
-                .values
-                .get(v.index())
-                .ok_or_else(|| GraphError::NoSuchValue {
-                    path: path.clone(),
-                    operand: v,
-                })?;
+            let value = self.values.get(v.index());
+            let value = value.ok_or_else(|| GraphError::NoSuchValue {
+                path: path.to_string(),
+                operand: v,
+            })?;
             types.push(value.ty.clone());
         }
-        let results = kind
-            .infer(&types, declared.as_ref())
+        kind.infer(&types, declared)
             .map_err(|source| GraphError::Type {
-                path: path.clone(),
+                path: path.to_string(),
                 source,
-            })?;
-        let place = Place {
-            path,
-            pass,
-            region,
-            layer,
+            })
+    }
+
+    fn taken(&self, path: String) -> GraphError {
+        let problem = match self.find(&path) {
+            Some(_) => "is taken",
+            None => "and another op's would give two results one name",
         };
-        Ok(self.push(kind, inputs.to_vec(), place, results))
+        GraphError::Path { path, problem }
+    }
+    /// Whether an op of this path and number of results has names of its own.
+    fn is_free(&self, path: &str, n_results: usize) -> bool {
+        let result_is_free = |r| self.find(&format!("{path}:{r}")).is_none();
+        self.find_value(path).is_none() && (1..n_results).all(result_is_free)
+    }
+    fn with_free_path(&self, to_come: &[&Graph], mut place: Place, n_results: usize) -> Place {
+        let taken = |path: &str| {
+            let mut graphs = to_come.iter().copied().chain([self]);
+            graphs.any(|g| !g.is_free(path, n_results))
+        };
+        if taken(&place.path) {
+            let mut others = (2u64..).map(|i| format!("{}-{i}", place.path));
+            place.path = others.find(|p| !taken(p)).unwrap_or_default();
+        }
+        place
     }
 
     /// Adds an op of another graph, which was checked there, with operands of the types that it
-    /// has there.
+    /// has there. `moved` has the values here of those of the ops before it, and gets its own.
     ///
     /// Fails when the path is taken or an operand does not exist.
     pub(crate) fn copy(
@@ -317,12 +382,10 @@ impl Graph {
         from: &Graph,
         op: &Op,
         inputs: Vec<ValueId>,
-    ) -> Result<Vec<ValueId>, GraphError> {
+        moved: &mut Vec<ValueId>,
+    ) -> Result<(), GraphError> {
         if self.find(&op.path).is_some() {
-            return Err(GraphError::Path {
-                path: op.path.clone(),
-                problem: "is taken",
-            });
+            return Err(self.taken(op.path.clone()));
         }
         if let Some(&operand) = inputs.iter().find(|v| v.index() >= self.values.len()) {
             return Err(GraphError::NoSuchValue {
@@ -336,7 +399,24 @@ impl Graph {
             region: op.region,
             layer: op.layer,
         };
-        Ok(self.push(op.kind.clone(), inputs, place, from.result_types(op)))
+        let here = |id: OpId| {
+            let v = from
+                .op(id)
+                .outputs
+                .first()
+                .and_then(|v| moved.get(v.index()));
+            v.map_or(id, |&v| self.value(v).producer)
+        };
+        let origin = op.origin.moved(here);
+        let results = self.push(
+            op.kind.clone(),
+            inputs,
+            place,
+            origin,
+            from.result_types(op),
+        );
+        moved.extend(results);
+        Ok(())
     }
 
     fn push(
@@ -344,6 +424,7 @@ impl Graph {
         kind: OpKind,
         inputs: Vec<ValueId>,
         place: Place,
+        origin: Origin,
         results: Vec<TensorType>,
     ) -> Vec<ValueId> {
         let Place {
@@ -370,6 +451,7 @@ impl Graph {
             inputs,
             outputs: outputs.clone(),
             path,
+            origin,
             pass,
             region,
             layer,
@@ -418,6 +500,15 @@ impl Graph {
         } else {
             format!("{path}:{}", v.result)
         }
+    }
+    /// The value with this name.
+    pub fn find_value(&self, name: &str) -> Option<ValueId> {
+        if let Some(op) = self.find(name) {
+            return self.op(op).outputs.first().copied();
+        }
+        let (path, result) = name.rsplit_once(':')?;
+        let result: usize = result.parse().ok().filter(|&r| r > 0)?;
+        self.op(self.find(path)?).outputs.get(result).copied()
     }
     /// For every value, the ops that use it, ascending (an op that uses it twice stands twice).
     pub fn consumers(&self) -> Vec<Vec<OpId>> {

@@ -44,10 +44,13 @@ pub struct Measurement {
 pub struct StepMeasurement {
     /// Step number, from 0.
     pub step: u64,
-    /// Loss of the step's batch before the update.
+    /// Loss of the step's batch before the update; no number (`null` in JSON) where it
+    /// overflowed, as in some steps that f16's loss scaling skips.
+    #[serde(deserialize_with = "null_is_nan")]
+    #[schemars(with = "Option<f64>")]
     pub loss: f64,
-    /// Global gradient norm before clipping; no number (`null` in JSON) where it overflowed, as
-    /// in the steps that f16's loss scaling skips.
+    /// Global gradient norm before clipping; no number where it overflowed, as in all steps
+    /// that f16's loss scaling skips.
     #[serde(deserialize_with = "null_is_nan")]
     #[schemars(with = "Option<f64>")]
     pub grad_norm: f64,

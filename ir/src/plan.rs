@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
 /// recomputation).
-pub const PASSES_VERSION: u32 = 2;
+pub const PASSES_VERSION: u32 = 3;
 
 /// A parallel training plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -416,8 +416,9 @@ pub struct StagePrediction {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Proof {
-    /// Objective of the pipeline that the DP chose: latency from stage times, seconds. Refining
-    /// its stages (see `stages`) comes after and is not in this figure.
+    /// Objective of the pipeline that the DP chose: latency from stage times, seconds; where ranks
+    /// share processors no less than those need for the work of all ranks. Refining its stages
+    /// (see `stages`) comes after and is not in this figure.
     pub objective_s: Seconds,
     /// No plan of the searched space has a smaller objective than this.
     pub lower_bound_s: Seconds,

@@ -17,7 +17,7 @@
 
 use crate::collective::CollectiveKind;
 use crate::mesh::LogicalMesh;
-use crate::sharding::{DimSharding, ReduceKind, ShardingSpec};
+use crate::sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
 use crate::{AxisId, Rank};
 use serde::{Deserialize, Serialize};
 
@@ -293,12 +293,10 @@ pub struct Tile {
 }
 
 /// The blocks that the rank at `to_coords` receives so that it holds its shard of a tensor
-/// of lengths `lens`; together they cover its valid range exactly once.
+/// of lengths `lens`; together they cover its valid range exactly once. Senders ascend.
 ///
-/// Among the `k` senders that hold the same shard, the receiver of replica `r` of `R` and of
-/// shard `s` takes replica `(r + s R) mod k`: equal layouts on equal meshes pair up, and a
-/// tensor that all senders hold comes to receivers of different pieces from different senders.
-/// Where sender and receiver are the same rank the block is a local copy.
+/// Where sender and receiver are the same rank the block is a local copy. Time in proportion to
+/// the blocks, not to the senders.
 pub fn tiles_to(
     lens: &[u64],
     from: Placement<'_>,
@@ -306,41 +304,98 @@ pub fn tiles_to(
     to_coords: &[u32],
 ) -> Vec<Tile> {
     let want = to.spec.local_ranges(lens, to.mesh, to_coords);
+    let replica = source_replica(from, to, to_coords);
+    tiles_of(lens, from, &want, replica, to.mesh.rank_at(to_coords))
+}
+
+/// Which of the senders that hold the same shard the receiver at `to_coords` takes its blocks
+/// from: the receiver of replica `r` of `R` and of shard `s` takes replica `(r + s R) mod k` of
+/// `k`. Equal layouts on equal meshes pair up, and a tensor that all senders hold comes to
+/// receivers of different pieces from different senders.
+pub fn source_replica(from: Placement<'_>, to: Placement<'_>, to_coords: &[u32]) -> u64 {
+    let replica = index_over(to, to_coords, |a| to.spec.replicates(a));
+    let shard = index_over(to, to_coords, |a| !to.spec.replicates(a));
+    (replica + shard * n_replicas(to)) % n_replicas(from)
+}
+
+/// The blocks of `want` that senders of one replica hold: nothing else of a receiver matters.
+fn tiles_of(
+    lens: &[u64],
+    from: Placement<'_>,
+    want: &[LocalRange],
+    replica: u64,
+    receiver: Rank,
+) -> Vec<Tile> {
     if want.iter().any(|r| r.valid == 0) {
         return Vec::new();
     }
-    let receiver = to.mesh.rank_at(to_coords);
-    let receiver_index = replica_index(to, to_coords) + shard_index(to, to_coords) * n_replicas(to);
-    let replica = receiver_index % n_replicas(from);
-    let mut tiles = Vec::new();
-    for rank in from.mesh.ranks() {
-        let Some(coords) = from.mesh.coords(rank) else {
-            continue;
-        };
-        if replica_index(from, &coords) != replica {
-            continue;
-        }
-        let have = from.spec.local_ranges(lens, from.mesh, &coords);
-        let overlap: Option<Vec<(u64, u64)>> = want
-            .iter()
-            .zip(&have)
-            .map(|(w, h)| {
-                let start = w.start.max(h.start);
-                let end = (w.start + w.valid).min(h.start + h.valid);
-                (start < end).then(|| (start, end - start))
-            })
-            .collect();
-        if let Some(overlap) = overlap {
-            let (start, len) = overlap.into_iter().unzip();
-            tiles.push(Tile {
-                from: rank,
-                to: receiver,
-                start,
-                len,
-            });
+    // One block so far, from the sender with coordinate 0 along all axes that split a dim.
+    let mut coords = vec![0; from.mesh.axes.len()];
+    let mut rest = replica;
+    for axis in from.mesh.axis_ids().collect::<Vec<_>>().into_iter().rev() {
+        if from.spec.replicates(axis) {
+            coords[axis.index()] = (rest % from.mesh.size(axis)) as u32;
+            rest /= from.mesh.size(axis);
         }
     }
+    let mut blocks = vec![(coords, Vec::new(), Vec::new())];
+    for ((&len, dim), want) in lens.iter().zip(&from.spec.dims).zip(want) {
+        let shards = shards_within(len, dim, from.mesh, want);
+        let cut = |(coords, starts, lens): &(Vec<u32>, Vec<u64>, Vec<u64>)| {
+            let one = |(at, start, len): &(Vec<u32>, u64, u64)| {
+                let mut coords = coords.clone();
+                for (axis, &c) in dim.axes.iter().zip(at) {
+                    coords[axis.index()] = c;
+                }
+                let with = |all: &[u64], new: &u64| [all, &[*new]].concat();
+                (coords, with(starts, start), with(lens, len))
+            };
+            shards.iter().map(one).collect::<Vec<_>>()
+        };
+        blocks = blocks.iter().flat_map(cut).collect();
+    }
+    let tile = |(coords, start, len): (Vec<u32>, _, _)| Tile {
+        from: from.mesh.rank_at(&coords),
+        to: receiver,
+        start,
+        len,
+    };
+    let mut tiles: Vec<Tile> = blocks.into_iter().map(tile).collect();
+    tiles.sort_unstable_by_key(|t| t.from);
     tiles
+}
+
+/// The shards of a dim that meet `want`: their coordinates along the dim's axes, and the start
+/// and length of what they have in common.
+fn shards_within(
+    len: u64,
+    dim: &DimSharding,
+    mesh: &LogicalMesh,
+    want: &LocalRange,
+) -> Vec<(Vec<u32>, u64, u64)> {
+    let (unit, end) = (dim.unit.max(1), want.start + want.valid);
+    let mut block = len.div_ceil(unit);
+    // Coordinates so far, first unit and units, as in `sharding::local_range`.
+    let mut shards = vec![(Vec::new(), 0, block)];
+    for &axis in &dim.axes {
+        let n = mesh.size(axis).max(1);
+        block = block.div_ceil(n);
+        let split = |(at, first, extent): (Vec<u32>, u64, u64)| {
+            let place = |element: u64| (element / unit).saturating_sub(first) / block;
+            let last = place(end - 1).min(n - 1).min((extent - 1) / block);
+            (place(want.start)..=last).map(move |c| {
+                let at = [&at[..], &[c as u32]].concat();
+                (at, first + c * block, (extent - c * block).min(block))
+            })
+        };
+        shards = shards.into_iter().flat_map(split).collect();
+    }
+    let common = |(at, first, extent): (Vec<u32>, u64, u64)| {
+        let start = (first * unit).max(want.start);
+        let end = ((first + extent) * unit).min(len).min(end);
+        (start < end).then(|| (at, start, end - start))
+    };
+    shards.into_iter().filter_map(common).collect()
 }
 
 /// The blocks that `sender` sends, receivers in mesh order.
@@ -351,16 +406,6 @@ pub fn tiles_from(lens: &[u64], from: Placement<'_>, to: Placement<'_>, sender: 
         .flat_map(|coords| tiles_to(lens, from, to, &coords))
         .filter(|t| t.from == sender)
         .collect()
-}
-
-/// Index of a rank among those that hold the same shard.
-fn replica_index(p: Placement<'_>, coords: &[u32]) -> u64 {
-    index_over(p, coords, |a| p.spec.replicates(a))
-}
-
-/// Index of a rank's shard, in the order of the mesh's axes.
-fn shard_index(p: Placement<'_>, coords: &[u32]) -> u64 {
-    index_over(p, coords, |a| !p.spec.replicates(a))
 }
 
 fn index_over(p: Placement<'_>, coords: &[u32], counts: impl Fn(AxisId) -> bool) -> u64 {

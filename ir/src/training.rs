@@ -14,8 +14,13 @@
 //!   `clip_coefficient` (layer `None`), `update.<param>`.
 //!
 //! With f16 the world scalars `loss_scale` (stored relative to 2^16, so that it starts at
-//! one) and `loss_scale.good_steps` are states too; `loss_scale.value` is the scale itself,
-//! the seed of the gradients, and `update_loss_scale` with `loss_scale.next` writes it.
+//! one), `loss_scale.good_steps` and `loss_scale.updates` are states too; `loss_scale.value` is
+//! the scale itself, the seed of the gradients, and `update_loss_scale` with `loss_scale.next`
+//! writes it. AdamW corrects its bias by `loss_scale.updates`, the steps that an overflow did
+//! not skip, as with `torch.amp.GradScaler`.
+//!
+//! These paths are labels, with `-2` or more behind them where the model has an op of that path.
+//! What an op is says its [`Origin`](crate::Origin).
 //!
 //! Ops stand in the order of their regions. [`problems`] checks these invariants.
 //!
@@ -30,10 +35,22 @@ mod shared;
 
 pub use build::build;
 pub use problems::problems;
-pub use recompute::{Recompute, can_recompute, choose, recompute, source_path, source_value};
+pub use recompute::{Recompute, can_recompute, choose, recompute, source_value};
 
 use crate::{Graph, GraphError, TrainSpec, ValueId};
 use serde::{Deserialize, Serialize};
+
+/// The state whose value times [`LOSS_SCALE_UNIT`] is f16's dynamic loss scale.
+pub const LOSS_SCALE: &str = "loss_scale";
+/// The loss scale's initial value, and the unit in which its state is stored. As in
+/// `torch.amp.GradScaler`.
+pub const LOSS_SCALE_UNIT: f64 = 65536.0;
+/// The loss scale below which none goes: gradients that overflow without any scale will overflow
+/// with every other one. As in Megatron-LM and DeepSpeed.
+pub const LOWEST_LOSS_SCALE: f64 = 1.0;
+/// The state that counts f16's updates, which are fewer than its steps. Exact up to 2^24, long
+/// after which bias corrections are one.
+pub const UPDATES: &str = "loss_scale.updates";
 
 /// What a persistent tensor is.
 #[derive(
@@ -57,7 +74,7 @@ pub enum StateRole {
     Moment1,
     /// AdamW's second moment.
     Moment2,
-    /// A world scalar: loss scale or its count of good steps.
+    /// A world scalar: loss scale, its count of good steps or that of updates.
     Scalar,
 }
 

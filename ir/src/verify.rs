@@ -13,8 +13,9 @@
 //!   is read at `StepBegin`, `Input` in `Microbatch`;
 //! * `log_sum_exp`: the `lse` operand of a cross entropy (and of its gradient) is the
 //!   `LogSumExp` of its `logits` operand, up to layout changes;
-//! * `dropout_key`: a forward dropout's key is its own path (so keys are unique), any other
-//!   op's key the path of a forward op with dropout;
+//! * `dropout_key`: a forward dropout's key is its own path (so keys are unique; attention may
+//!   leave it out), any other op's key the path of a forward op with dropout;
+//! * `origin`: an op was made for an op before it, a twin for one that it has the kind of;
 //! * `finite`: every number in attributes is finite;
 //! * `world`: ops without a layer are in the Update pass;
 //! * `batch`: a value has at most one batch dim, and outside of gradients it is first (the
@@ -23,7 +24,7 @@
 //! Ops that nothing uses are not violations; [`dead_ops`] lists them.
 
 use crate::graph::{Op, Value};
-use crate::{Dim, Graph, OpId, OpKind, Pass, Region, TensorType, ValueId};
+use crate::{Dim, Graph, OpId, OpKind, Origin, Pass, Region, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -46,6 +47,8 @@ pub enum Rule {
     LogSumExp,
     /// Dropout keys name forward ops.
     DropoutKey,
+    /// Ops were made for earlier ops, twins for ops of their kind.
+    Origin,
     /// Attributes are finite.
     Finite,
     /// World ops are updates.
@@ -66,6 +69,7 @@ impl Rule {
             Rule::Region => "region",
             Rule::LogSumExp => "log_sum_exp",
             Rule::DropoutKey => "dropout_key",
+            Rule::Origin => "origin",
             Rule::Finite => "finite",
             Rule::World => "world",
             Rule::Batch => "batch",
@@ -152,6 +156,7 @@ fn check(parts: &Parts) -> Vec<Violation> {
         cx.region(op);
         cx.log_sum_exp(op);
         cx.dropout_key(op);
+        cx.origin(i, op);
         cx.finite(op);
         cx.batch(op);
     }
@@ -400,21 +405,46 @@ impl<'a> Cx<'a> {
         v
     }
     fn repeated(&self, v: ValueId) -> ValueId {
-        let Some(op) = self.producer(v).filter(|op| op.pass == Pass::Recompute) else {
+        let twin = self.producer(v).map(|op| (op.origin, &op.outputs));
+        let Some((Origin::Twin { of }, results)) = twin else {
             return v;
         };
-        let source = crate::training::source_path(&op.path);
-        let result = op.outputs.iter().position(|&o| o == v).unwrap_or(0);
-        let source = self.parts.ops.iter().find(|op| op.path == source);
+        let result = results.iter().position(|&o| o == v).unwrap_or(0);
+        let source = self.parts.ops.get(of.index());
         source
             .and_then(|s| s.outputs.get(result).copied())
             .filter(|&s| s < v)
             .unwrap_or(v)
     }
+    fn origin(&mut self, i: usize, op: &Op) {
+        let Some(of) = op.origin.of() else {
+            return;
+        };
+        let source = self.parts.ops[..i].get(of.index());
+        let is_twin = matches!(op.origin, Origin::Twin { .. });
+        match source {
+            Some(source) if !is_twin || source.kind == op.kind => {}
+            Some(source) => {
+                let (expected, actual) = (format!("{:?}", source.kind), format!("{:?}", op.kind));
+                self.report(op, Rule::Origin, expected, actual);
+            }
+            None => self.report(
+                op,
+                Rule::Origin,
+                format!("one of {i} ops before"),
+                of.to_string(),
+            ),
+        }
+    }
     fn dropout_key(&mut self, op: &Op) {
         let key = match &op.kind {
             OpKind::Dropout { key, .. } => key,
             OpKind::AttentionGrad { key, dropout, .. } if *dropout > 0.0 => key,
+            OpKind::Attention { key, dropout, .. }
+                if !key.is_empty() && (*dropout > 0.0 || op.pass == Pass::F) =>
+            {
+                key
+            }
             _ => return,
         };
         if op.pass == Pass::F {

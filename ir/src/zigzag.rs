@@ -3,7 +3,7 @@
 //!
 //! The rewritten graph computes the same loss: tokens and labels are put in the other order at
 //! the entrance, tables of positions before they are added, and the ops that ask where a token
-//! stands (attention, rotary embeddings) are told. Every other op treats all positions alike,
+//! stands (attention, rotary embeddings, masks of dropout) are told. Every other op treats all positions alike,
 //! or the graph is refused. Nothing is moved back: the loss is a sum over the tokens.
 
 use crate::graph::Place;
@@ -81,7 +81,9 @@ impl Pass {
         }
         let mut kind = op.kind.clone();
         match &mut kind {
-            OpKind::Attention { order, .. } | OpKind::Rotary { order, .. } => *order = self.order,
+            OpKind::Attention { order, .. }
+            | OpKind::Rotary { order, .. }
+            | OpKind::Dropout { order, .. } => *order = self.order,
             OpKind::Binary { .. } if is_table(&operands) => {
                 inputs[1] = self.reorder(inputs[1], operands[1], 0, op)?;
             }
@@ -161,13 +163,15 @@ fn is_table(operands: &[&TensorType]) -> bool {
 fn treats_alike(kind: &OpKind, operands: &[&TensorType]) -> bool {
     let batched = operands.iter().filter(|t| has_batch(t)).count();
     if batched == 0 {
-        return true;
+        // A table of positions for every sample is no longer found where it is added.
+        let per_sample = |leading: &[Dim]| leading == [Dim::Batch];
+        let table = operands.iter().any(|t| !t.shape.0.is_empty());
+        return !(table && matches!(kind, OpKind::Broadcast { leading } if per_sample(leading)));
     }
     match kind {
         OpKind::Layout
         | OpKind::Cast { .. }
         | OpKind::Unary { .. }
-        | OpKind::Dropout { .. }
         | OpKind::Embedding
         | OpKind::LayerNorm { .. }
         | OpKind::RmsNorm { .. }

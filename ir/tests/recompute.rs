@@ -4,10 +4,9 @@
 
 use ir::testing::{GraphOptions, random_graph, sequence_of};
 use ir::training::{
-    Recompute, TrainingGraph, can_recompute, choose, problems, recompute, source_path,
-    training_graph,
+    Recompute, TrainingGraph, can_recompute, choose, problems, recompute, training_graph,
 };
-use ir::{Graph, Op, OpId, OpKind, Pass, TrainSpec};
+use ir::{Graph, Op, OpId, OpKind, Origin, Pass, TrainSpec};
 use std::collections::BTreeSet;
 
 /// Norm, two matmuls with an activation function between them, and a residual; then dropout,
@@ -135,8 +134,14 @@ fn full_keeps_the_inputs_of_layers_alone() {
     assert_eq!(operands(&made, "recompute.mlp.act"), ["recompute.mlp.up"]);
     assert_eq!(operands(&made, "grad.mlp.act.x")[0], "recompute.mlp.up");
     // Dropout and attention draw what their sources drew.
-    let attention = made.graph.find("recompute.attn.attend").unwrap();
-    assert_eq!(source_path(&made.graph.op(attention).path), "attn.attend");
+    let attention = |path: &str| made.graph.find(path).unwrap();
+    let (of, twin) = (attention("attn.attend"), attention("recompute.attn.attend"));
+    let (source, twin) = (made.graph.op(of), made.graph.op(twin));
+    assert_eq!(
+        (twin.origin, &twin.kind),
+        (Origin::Twin { of }, &source.kind)
+    );
+    assert!(matches!(&twin.kind, OpKind::Attention { key, .. } if key == "attn.attend"));
     // Everything else is as it was.
     let others = |t: &TrainingGraph| -> Vec<String> {
         let ops = t.graph.ops().iter();

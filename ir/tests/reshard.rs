@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used)] // A test may stop where it likes.
 
 use ir::mesh::{Axis, DeviceMesh};
-use ir::reshard::{Placement, cross_paths, tiles_from, tiles_to};
+use ir::reshard::{Placement, Tile, cross_paths, source_replica, tiles_from, tiles_to};
 use ir::sharding::{DimSharding, ShardingSpec};
+use ir::testing::Rng;
 use ir::{AxisId, LogicalMesh, Rank};
 use std::collections::BTreeMap;
 
@@ -84,6 +85,105 @@ fn pieces_of_what_all_hold_come_from_different_senders() {
         spec: &pieces,
     };
     assert_eq!(sent(&lens, from, to), vec![128, 128]);
+}
+
+/// The blocks are those that the definition names: what each sender of the replica holds of what
+/// the receiver wants.
+#[test]
+fn blocks_are_what_sender_and_receiver_have_in_common() {
+    let mut rng = Rng::new(7);
+    let mut n_blocks = 0;
+    for _ in 0..3000 {
+        let meshes: Vec<LogicalMesh> = [0, 100]
+            .map(|first| {
+                let sizes: Vec<u32> = (0..rng.between(0, 3))
+                    .map(|_| rng.pick(&[1, 2, 3, 4]))
+                    .collect();
+                let axis = |(i, &size): (usize, &u32)| Axis {
+                    name: format!("a{i}"),
+                    size,
+                };
+                let devices = DeviceMesh {
+                    first_rank: Rank(first),
+                    n_devices: sizes.iter().product(),
+                };
+                LogicalMesh::new(devices, sizes.iter().enumerate().map(axis).collect()).unwrap()
+            })
+            .into();
+        let lens: Vec<u64> = (0..rng.between(0, 3)).map(|_| rng.between(1, 30)).collect();
+        let mut random_spec = |mesh: &LogicalMesh| {
+            let mut dims: Vec<Vec<AxisId>> = vec![vec![]; lens.len()];
+            let mut axes: Vec<AxisId> = mesh.axis_ids().collect();
+            rng.shuffle(&mut axes);
+            for axis in axes {
+                if !lens.is_empty() && !rng.one_in(3) {
+                    dims[rng.below(lens.len() as u64) as usize].push(axis);
+                }
+            }
+            ShardingSpec {
+                dims: dims
+                    .into_iter()
+                    .map(|axes| DimSharding::by(axes, rng.between(1, 4)))
+                    .collect(),
+                partial: BTreeMap::new(),
+            }
+        };
+        let (a, b) = (random_spec(&meshes[0]), random_spec(&meshes[1]));
+        let from = Placement {
+            mesh: &meshes[0],
+            spec: &a,
+        };
+        let to = Placement {
+            mesh: &meshes[1],
+            spec: &b,
+        };
+        for rank in to.mesh.ranks() {
+            let coords = to.mesh.coords(rank).unwrap();
+            let want = b.local_ranges(&lens, to.mesh, &coords);
+            let replica = source_replica(from, to, &coords);
+            let mut n_same = BTreeMap::new();
+            let mut expected = Vec::new();
+            for sender in from.mesh.ranks() {
+                let have = a.local_ranges(&lens, from.mesh, &from.mesh.coords(sender).unwrap());
+                // Replicas of a shard are numbered in mesh order.
+                let shard: Vec<u32> = from
+                    .mesh
+                    .axis_ids()
+                    .filter(|&x| !a.replicates(x))
+                    .map(|x| from.mesh.coords(sender).unwrap()[x.index()])
+                    .collect();
+                let n = n_same.entry(shard).or_insert(0u64);
+                *n += 1;
+                let common: Option<Vec<(u64, u64)>> = want
+                    .iter()
+                    .zip(&have)
+                    .map(|(w, h)| {
+                        let start = w.start.max(h.start);
+                        let end = (w.start + w.valid).min(h.start + h.valid);
+                        (start < end).then(|| (start, end - start))
+                    })
+                    .collect();
+                if let Some((start, len)) = common
+                    .filter(|_| *n - 1 == replica)
+                    .map(|c| c.into_iter().unzip())
+                {
+                    expected.push(Tile {
+                        from: sender,
+                        to: rank,
+                        start,
+                        len,
+                    });
+                }
+            }
+            n_blocks += expected.len();
+            assert_eq!(
+                tiles_to(&lens, from, to, &coords),
+                expected,
+                "{lens:?} {from:?} {to:?}"
+            );
+        }
+    }
+    assert!(n_blocks > 10_000, "{n_blocks}");
 }
 
 #[test]

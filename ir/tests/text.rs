@@ -6,7 +6,8 @@ use ir::testing::{GraphOptions, Rng, random_graph, sequence_of};
 use ir::text::{ParseError, parse, print};
 use ir::verify::{dead_ops, verify};
 use ir::{
-    DType, Dim, Graph, LayerId, OpKind, Pass, Place, Region, Shape, TensorType, TrainSpec, ValueId,
+    DType, Dim, Graph, LayerId, OpId, OpKind, Origin, Pass, Place, Region, Shape, TensorType,
+    TrainSpec, ValueId,
 };
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -191,6 +192,7 @@ fn stack(n: usize, states_first: bool) -> Graph {
                 OpKind::Dropout {
                     p: 0.1,
                     key: key.clone(),
+                    order: Default::default(),
                 },
                 &[y],
                 Place::forward(key, l),
@@ -237,8 +239,64 @@ fn training_graphs_are_sound_and_round_trip() {
         };
         let training = ir::training::training_graph(&forward, &spec).unwrap();
         assert_eq!(verify(&training.graph), vec![], "seed {seed}");
-        round_trip(&training.graph);
+        let text = round_trip(&training.graph);
+        if options.equal_layers {
+            // Of states, casts and the passes: the layers' origins are equal too.
+            assert!(text.matches("repeat 3").count() >= 2, "{text}");
+        }
     }
+}
+
+#[test]
+fn origins_stand_behind_the_region() {
+    let text = r#"graph "g" {
+  layers "l.1", "l.2"
+  %0 = state {decay: false, init: ones} : f32[2] @ w Update step_begin layer 0
+  %1 = layout %0 : f32[2] @ p Update step_begin prepared of %0 layer 0
+  %2 = layout %1 : f32[2] @ s Update step_begin shared of %0 layer 1
+  repeat 2 as "l.{i}" from 1 (%prev0 = %2 then %3) {
+    %3 = layout %prev0 : f32[2] @ l.{i}.a F microbatch boundary
+    %4, %5 = unstack {dim: 0} %3 : f32[], f32[] @ l.{i}.b F microbatch
+    %6, %7 = unstack {dim: 0} %3 : f32[], f32[] @ l.{i}.c Recompute microbatch twin of %4
+    %8 = binary {f: add} %6, %7 : f32[] @ l.{i}.d BI microbatch sum 1 of %4
+    %9 = unary {f: neg} %8 : f32[] @ l.{i}.e BW microbatch gradient 0 of %3
+  }
+}
+"#;
+    let graph = parse(text).unwrap();
+    assert_eq!(print(&graph), text);
+    let origins: Vec<Origin> = graph.ops().iter().map(|op| op.origin).collect();
+    let of = |i| OpId::new(i);
+    let in_layer = |first: usize| {
+        [
+            Origin::Boundary,
+            Origin::Forward,
+            Origin::Twin { of: of(first + 1) },
+            Origin::Sum {
+                of: of(first + 1),
+                result: 1,
+            },
+            Origin::Gradient {
+                of: of(first),
+                operand: 0,
+            },
+        ]
+    };
+    assert_eq!(origins[..3], {
+        let of = of(0);
+        [
+            Origin::Forward,
+            Origin::Prepared { of },
+            Origin::Shared { of },
+        ]
+    });
+    assert_eq!(origins[3..], [in_layer(3), in_layer(8)].concat());
+    // Any result stands for its op; the first is written.
+    let other = text.replace("sum 1 of %4", "sum 1 of %5");
+    assert_eq!(print(&parse(&other).unwrap()), text);
+    // A text without layers may have origins too.
+    let bare = r#"graph "g" { %0 = constant {value: 1} : f32[] @ a F microbatch loss }"#;
+    assert_eq!(parse(bare).unwrap().ops()[0].origin, Origin::Loss);
 }
 
 /// Every op kind of forward graphs occurs, and in the linear family only what keeps integers.
@@ -340,7 +398,10 @@ fn unequal_layers_are_written_flat() {
         let mut g = Graph::new("chain");
         let start = g.add_layer("start");
         let layers: Vec<LayerId> = (0..6).map(|i| g.add_layer(format!("h.{i}"))).collect();
-        let mut x = state(&mut g, "x".into(), &[4], start);
+        let x = state(&mut g, "x".into(), &[4], start);
+        let leading = vec![Dim::Batch];
+        let place = Place::forward("samples", start);
+        let mut x = g.add1(OpKind::Broadcast { leading }, &[x], place).unwrap();
         for (i, &l) in layers.iter().enumerate() {
             let (kind, path) = odd(i);
             x = g.add1(kind, &[x], Place::forward(path, l)).unwrap();
@@ -365,7 +426,8 @@ fn unequal_layers_are_written_flat() {
     assert!(!chain(&|i| (scale(2.5), format!("xh.{i}.op"))).contains("repeat"));
     assert!(!chain(&|i| (scale(2.5), format!("h.{i}0.op"))).contains("repeat"));
     // A key with the layer's name twice, a key with a hole, and one that is the same in all.
-    let key = |key: String| OpKind::Dropout { p: 0.5, key };
+    let order = ir::op::SequenceOrder::Natural;
+    let key = |key: String| OpKind::Dropout { p: 0.5, key, order };
     assert!(chain(&|i| (key(format!("h.{i}.a.h.{i}")), path(i))).contains("\"h.{i}.a.h.{i}\""));
     assert!(!chain(&|i| (key("a{i}".into()), path(i))).contains("repeat"));
     assert!(chain(&|i| (key("h.0.a".into()), path(i))).contains("key: \"h.0.a\""));
@@ -611,6 +673,26 @@ fn errors_name_place_and_reason() {
             "%1 = layout %0 : f32[4,4] @ x F never layer 0",
             "never",
             "4:33: `never` is not the region",
+        ),
+        (
+            "%1 = layout %0 : f32[4,4] @ x F microbatch twin layer 0",
+            "layer",
+            "4:49: expected `of`, found `layer`",
+        ),
+        (
+            "%1 = layout %0 : f32[4,4] @ x F microbatch twin of %1 layer 0",
+            "%1",
+            "4:52: value %1 is not defined before its use",
+        ),
+        (
+            "%1 = layout %0 : f32[4,4] @ x BW microbatch gradient of %0 layer 0",
+            "of",
+            "4:54: expected the number of the operand or result, found `of`",
+        ),
+        (
+            "%1 = layout %0 : f32[4,4] @ x BW microbatch sum 4294967296 of %0 layer 0",
+            "sum 4294967296",
+            "4:45: no op has an operand or result 4294967296",
         ),
         (
             "%1 = layout %0 : f32[4,4] @ x F microbatch layer 3",

@@ -6,8 +6,8 @@ use ir::op::{Binary, Einsum, Init, InputKind, RopeScaling, Unary};
 use ir::sharding::ReduceKind;
 use ir::training::{StateRole, TrainingGraph, build, problems};
 use ir::{
-    DType, Dim, Graph, GraphError, LayerId, Op, OpKind, Optimizer, Pass, Place, Precision, Region,
-    Shape, TensorType, TrainSpec, ValueId,
+    DType, Dim, Graph, GraphError, LayerId, Op, OpKind, Optimizer, Origin, Pass, Place, Precision,
+    Region, Shape, TensorType, TrainSpec, ValueId,
 };
 
 const S: u64 = 8;
@@ -438,8 +438,20 @@ fn f16_scales_the_loss() {
     );
     assert_eq!(
         operands(&t, "update_loss_scale"),
-        ["loss_scale.value", "loss_scale.good_steps", "global_norm"]
+        [
+            "loss_scale.value",
+            "loss_scale.good_steps",
+            "loss_scale.updates",
+            "global_norm"
+        ]
     );
+    assert_eq!(
+        operands(&t, "update.wa")[4..],
+        ["clip_coefficient", "loss_scale.updates"]
+    );
+    // Without loss scaling every step is an update.
+    let bf16 = trained(&tied_mlp(), &spec(Precision::Bf16));
+    assert_eq!(operands(&bf16, "update.wa")[4..], ["clip_coefficient"]);
     let scalars: Vec<(String, String)> = t
         .states
         .iter()
@@ -449,6 +461,7 @@ fn f16_scales_the_loss() {
     let expected = [
         ("loss_scale", "loss_scale.next"),
         ("loss_scale.good_steps", "update_loss_scale:1"),
+        ("loss_scale.updates", "update_loss_scale:2"),
     ];
     assert_eq!(
         scalars,
@@ -458,6 +471,7 @@ fn f16_scales_the_loss() {
         [
             "loss_scale",
             "loss_scale.value",
+            "loss_scale.updates",
             "update_loss_scale",
             "loss_scale.next"
         ]
@@ -756,6 +770,7 @@ fn gradients_of_attention_rotary_and_dropout() {
             OpKind::Attention {
                 scale: 0.5,
                 dropout: 0.1,
+                key: String::new(),
                 order: Default::default(),
             },
             &[q, k, k],
@@ -765,6 +780,7 @@ fn gradients_of_attention_rotary_and_dropout() {
             OpKind::Dropout {
                 p: 0.1,
                 key: "t.dropout".into(),
+                order: Default::default(),
             },
             &[o],
         )
@@ -798,6 +814,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
         OpKind::Attention {
             scale: 0.5,
             dropout: 0.1,
+            key: String::new(),
             order: Default::default(),
         },
         &[q, k, k],
@@ -807,6 +824,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
         OpKind::Dropout {
             p: 0.1,
             key: "drop".into(),
+            order: Default::default(),
         },
         &[o],
     );
@@ -956,12 +974,41 @@ fn wrong_losses_and_inputs_are_named() {
         panic!("accepted")
     };
     assert!(why.contains("tokens") && why.contains("16"), "{why}");
+}
+
+#[test]
+fn names_of_the_models_ops_stay_and_others_give_way() {
     let mut taken = Forward::new();
     let x = taken.embed();
     let y = taken.op("loss", OpKind::Layout, &[x]);
-    assert!(
-        matches!(build(&taken.ending_in_sum(y), &spec(Precision::F32)), Err(GraphError::Path { path, .. }) if path == "loss")
-    );
+    let z = taken.op("loss-2", OpKind::Layout, &[y]);
+    let t = trained(&taken.ending_in_sum(z), &spec(Precision::F32));
+    let named = |path: &str| (&op(&t, path).kind, op(&t, path).origin);
+    assert_eq!(named("loss"), (&OpKind::Layout, Origin::Forward));
+    assert_eq!(named("loss-2"), (&OpKind::Layout, Origin::Forward));
+    assert_eq!(named("loss-3").1, Origin::Loss);
+    assert_eq!(operands(&t, "accumulate.loss"), ["loss-3"]);
+}
+
+#[test]
+fn values_have_names_of_their_own() {
+    let split = OpKind::Unstack { dim: 1 };
+    let both = |first: &str, second: &str| {
+        let mut g = Forward::new();
+        let x = g.embed();
+        let place = |path: &str| Place::forward(path, LayerId(0));
+        g.g.add(split.clone(), &[x], place(first)).unwrap();
+        g.g.add(split.clone(), &[x], place(second)).map(|_| ())
+    };
+    for (first, second) in [("x", "x:1"), ("x:1", "x"), ("x", "x:7")] {
+        let said = both(first, second).unwrap_err().to_string();
+        let expected =
+            format!("op path `{second}` and another op's would give two results one name");
+        assert_eq!(said, expected);
+    }
+    for (first, second) in [("x", "x:0"), ("x", "x:8"), ("x:a", "x"), ("x:1", "x:1:0")] {
+        both(first, second).unwrap();
+    }
 }
 
 #[test]

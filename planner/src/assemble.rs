@@ -9,8 +9,8 @@ use cost_model::collectives;
 use ir::cluster::Cluster;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
 use ir::reshard::{self, CrossPath, LayoutStep, Placement};
-use ir::training::{TrainingGraph, source_path};
-use ir::{LayerId, LogicalMesh, Pass, ShardingSpec};
+use ir::training::TrainingGraph;
+use ir::{LayerId, LogicalMesh, Origin, ShardingSpec};
 use lowering::{CrossEdge, Layouts, LowerError};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -73,21 +73,22 @@ fn layer_strategy(
     let name = &graph.layers[layer];
     let mut strategy = LayerStrategy::default();
     for (group, &c) in model.groups.iter().zip(choice).take(model.n_own) {
-        for (&id, op) in group.ops.iter().zip(&group.choices[c as usize].strategies) {
+        for (&id, part) in group.ops.iter().zip(&group.choices[c as usize].ops) {
             let own = layers
                 .counterpart(id, layer)
                 .expect("the groups of a model are of the first layer of its kind");
-            strategy
-                .ops
-                .insert(relative_path(&graph.op(own).path, name), op.clone());
+            strategy.ops.insert(
+                relative_path(&graph.op(own).path, name),
+                part.strategy.clone(),
+            );
         }
     }
-    let twins = layers.ops[layer]
-        .iter()
-        .map(|&id| graph.op(id))
-        .filter(|op| op.pass == Pass::Recompute);
-    strategy.recompute = twins
-        .map(|op| relative_path(source_path(&op.path), name))
+    let sources = layers.ops[layer].iter().filter_map(|&id| {
+        let origin = graph.op(id).origin;
+        origin.of().filter(|&of| origin == Origin::Twin { of })
+    });
+    strategy.recompute = sources
+        .map(|id| relative_path(&graph.op(id).path, name))
         .collect();
     strategy
 }

@@ -21,7 +21,9 @@ use ir::{DType, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, Train
 pub(crate) use members::forward_of;
 use members::parameter_members;
 use parameter::parameter_group;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 mod forward;
 mod members;
@@ -62,9 +64,7 @@ pub(crate) struct Group {
 #[derive(Clone, Debug)]
 pub(crate) struct Choice {
     /// Per op of the group.
-    pub strategies: Vec<OpStrategy>,
-    /// Specs that the strategies imply.
-    pub specs: Vec<Assignment>,
+    pub ops: Vec<Arc<Part>>,
     /// Seconds of one forward, one backward, and per step.
     pub time: Phases,
     /// Bytes that live for the whole step.
@@ -75,6 +75,20 @@ pub(crate) struct Choice {
     pub recomputed_bytes: u64,
     /// ZeRO levels that it keeps to.
     pub levels: ZeroLevels,
+}
+
+/// An op under one of its strategies. Choices that agree on it share it: axes multiply the choices
+/// of a group, but not what each of its ops can do.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub strategy: OpStrategy,
+    /// Specs that the strategy implies.
+    pub specs: Assignment,
+    seconds: f64,
+    /// Of the first result.
+    bytes: u64,
+    /// Of the results that later passes use.
+    kept_bytes: u64,
 }
 
 /// Seconds by phase: once per microbatch forward, backward, and once per step.
@@ -107,10 +121,10 @@ pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
     let graph = &s.training.graph;
     let params = parameter_members(s.training, ops);
     let mut groups: Vec<Group> = params
-        .values()
+        .iter()
         .map(|members| parameter_group(s, members))
         .collect();
-    let taken: BTreeSet<OpId> = params.values().flatten().copied().collect();
+    let taken: BTreeSet<OpId> = params.iter().flatten().copied().collect();
     let mut by_forward: BTreeMap<OpId, Vec<OpId>> = BTreeMap::new();
     for &id in ops.iter().filter(|id| !taken.contains(id)) {
         let head = forward_of(graph, &id).unwrap_or(id);
@@ -130,55 +144,89 @@ fn orders(n_axes: usize) -> &'static [bool] {
     if n_axes > 1 { &[false, true] } else { &[false] }
 }
 
-fn make_choice(
-    s: &Setting<'_>,
-    ops: &[OpId],
-    rules: &[ShardingRule],
-    strategies: Vec<OpStrategy>,
-) -> Option<Choice> {
-    let graph = &s.training.graph;
-    let mut specs = Vec::with_capacity(ops.len());
-    let mut time = Phases::default();
-    let (mut saved_bytes, mut recomputed_bytes) = (0u64, 0u64);
-    for ((&id, rule), strategy) in ops.iter().zip(rules).zip(&strategies) {
-        let op = graph.op(id);
-        let assignment = rule.assign(strategy).ok()?;
-        if !pins_hold(s, op, &assignment) {
-            return None;
+/// Makes the choices of a group, working out once what each of its ops does.
+struct Maker<'a> {
+    s: &'a Setting<'a>,
+    ops: &'a [OpId],
+    rules: &'a [ShardingRule],
+    /// By op: its strategies so far, with `None` for what rule or pins do not allow.
+    parts: Vec<FxHashMap<OpStrategy, Option<Arc<Part>>>>,
+}
+
+impl<'a> Maker<'a> {
+    fn new(s: &'a Setting<'a>, ops: &'a [OpId], rules: &'a [ShardingRule]) -> Self {
+        let parts = vec![FxHashMap::default(); ops.len()];
+        Maker {
+            s,
+            ops,
+            rules,
+            parts,
         }
-        time.add(op, op_seconds(s, op, &assignment));
-        let kept = match op.pass {
-            Pass::F if op.region == Region::Microbatch => Some(&mut saved_bytes),
-            Pass::Recompute => Some(&mut recomputed_bytes),
-            _ => None,
-        };
-        if let Some(bytes) = kept.filter(|_| !op.kind.is_source()) {
-            for (v, spec) in op.outputs.iter().zip(&assignment.results) {
-                if s.saved[v.index()] {
-                    *bytes = bytes.saturating_add(local_bytes(s, *v, spec));
-                }
-            }
-        }
-        specs.push(assignment);
     }
-    let static_bytes = ops
-        .iter()
-        .zip(&specs)
-        .filter(|(id, _)| {
-            matches!(graph.op(**id).kind, OpKind::Accumulate { .. })
-                || graph.op(**id).region == Region::StepBegin
-        })
-        .map(|(id, a)| local_bytes(s, graph.op(*id).outputs[0], &a.results[0]))
-        .fold(0, u64::saturating_add);
-    Some(Choice {
-        strategies,
-        specs,
-        time,
-        static_bytes,
-        saved_bytes,
-        recomputed_bytes,
-        levels: ZeroLevels::ALL,
-    })
+
+    /// The choice of these strategies, if rules and pins allow it.
+    fn choice(&mut self, strategies: Vec<OpStrategy>) -> Option<Choice> {
+        let graph = &self.s.training.graph;
+        let mut choice = Choice {
+            ops: Vec::with_capacity(strategies.len()),
+            time: Phases::default(),
+            static_bytes: 0,
+            saved_bytes: 0,
+            recomputed_bytes: 0,
+            levels: ZeroLevels::ALL,
+        };
+        for (k, strategy) in strategies.into_iter().enumerate() {
+            let part = self.part(k, strategy)?;
+            let op = graph.op(self.ops[k]);
+            choice.time.add(op, part.seconds);
+            let kept = match op.pass {
+                Pass::F if op.region == Region::Microbatch => Some(&mut choice.saved_bytes),
+                Pass::Recompute => Some(&mut choice.recomputed_bytes),
+                _ => None,
+            };
+            if let Some(bytes) = kept.filter(|_| !op.kind.is_source()) {
+                *bytes = bytes.saturating_add(part.kept_bytes);
+            }
+            let is_sum = matches!(op.kind, OpKind::Accumulate { .. });
+            if is_sum || op.region == Region::StepBegin {
+                choice.static_bytes = choice.static_bytes.saturating_add(part.bytes);
+            }
+            choice.ops.push(part);
+        }
+        Some(choice)
+    }
+
+    fn part(&mut self, k: usize, strategy: OpStrategy) -> Option<Arc<Part>> {
+        if let Some(known) = self.parts[k].get(&strategy) {
+            return known.clone();
+        }
+        let (s, op) = (self.s, self.s.training.graph.op(self.ops[k]));
+        let specs = self.rules[k].assign(&strategy).ok();
+        let specs = specs.filter(|specs| pins_hold(s, op, specs));
+        let part = specs.map(|specs| {
+            let results = op.outputs.iter().zip(&specs.results);
+            let bytes: Vec<u64> = results.map(|(v, spec)| local_bytes(s, *v, spec)).collect();
+            let saved = op.outputs.iter().map(|v| s.saved[v.index()]);
+            let kept = saved.zip(&bytes).filter(|(saved, _)| *saved);
+            Arc::new(Part {
+                strategy: strategy.clone(),
+                seconds: op_seconds(s, op, &specs),
+                bytes: bytes.first().copied().unwrap_or(0),
+                kept_bytes: kept.map(|(_, b)| *b).fold(0, u64::saturating_add),
+                specs,
+            })
+        });
+        self.parts[k].insert(strategy, part.clone());
+        part
+    }
+}
+
+impl Choice {
+    /// Whether it is the same as another choice of its group: ops share their parts.
+    fn does_as(&self, other: &Choice) -> bool {
+        let mut ops = self.ops.iter().zip(&other.ops);
+        ops.all(|(a, b)| Arc::ptr_eq(a, b))
+    }
 }
 
 /// Seconds of an op on one rank under an assignment.

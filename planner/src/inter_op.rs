@@ -33,12 +33,14 @@ use labels::Problem;
 use std::ops::Range;
 pub use table::{StageEntry, StageTable};
 use thresholds::search_thresholds;
+pub use work::least_work;
 
 mod exhaustive;
 mod labels;
 mod shortfall;
 mod table;
 mod thresholds;
+mod work;
 
 /// Which schedule runs the pipeline: it decides how many microbatches are in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,15 +7,18 @@
 //! price on memory, gives the matrix; min-plus products of matrices are stages (`stage`).
 
 use crate::groups::{Choice, Group, Phases, Setting, make_groups};
-use crate::intra_op::eliminate::{Eliminated, Eliminator, TooWide};
-use crate::intra_op::problem::{Cost, Edge, Table};
 use crate::layers::Layers;
 use crate::pins::{ZeroLevels, whole};
 use crate::prices::Prices;
+use dominance::{drop_among_equal_faces, drop_by_links};
+use intra_op::eliminate::{Eliminated, Eliminator, TooWide};
+use intra_op::problem::{Cost, Edge, Table};
 use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+
+mod dominance;
 
 /// Cost quantum: seconds per unit of the integer costs that solvers see.
 pub(crate) const QUANTUM_S: f64 = 1e-10;
@@ -43,6 +46,7 @@ pub(crate) struct LayerModel {
     pub entry: Option<usize>,
     /// The group of the next layer's boundary.
     pub exit: Option<usize>,
+    n_made: usize,
     sizes: Vec<usize>,
     priced: Vec<PricedLink>,
 }
@@ -84,6 +88,17 @@ struct Link {
     a: usize,
     b: usize,
     uses: Vec<Use>,
+}
+
+impl Link {
+    /// What a choice of group `g` shows of its specs to the other one.
+    fn face<'c>(&self, g: usize, choice: &'c Choice) -> Vec<&'c ShardingSpec> {
+        let shown = |u: &Use| match u.from == g {
+            true => u.made(choice),
+            false => u.wanted(choice),
+        };
+        self.uses.iter().map(shown).collect()
+    }
 }
 
 /// One use of a value of another group.
@@ -197,7 +212,7 @@ impl LayerModel {
             let entering: Vec<OpId> = next
                 .iter()
                 .copied()
-                .filter(|&id| is_boundary(graph, id))
+                .filter(|&id| ir::boundary::is_boundary(graph, graph.op(id)))
                 .collect();
             let mut boundary: Vec<Group> = make_groups(s, &entering)
                 .into_iter()
@@ -211,14 +226,20 @@ impl LayerModel {
         }
         let exit = (groups.len() > n_own).then_some(n_own);
         let links = find_links(s, &groups);
+        let is_level_pinned = s.pins.zero.is_some();
+        let mut n_made = 0;
         for (i, group) in groups.iter_mut().enumerate() {
             price_inside(s, prices, &links, i, group);
             if group.choices.is_empty() {
                 return Err(ModelError::NoChoice(graph.op(group.ops[0]).path.clone()));
             }
+            n_made += group.choices.len();
+            if !group.boundary {
+                drop_among_equal_faces(group, i, &links, is_level_pinned);
+            }
         }
         let between = links.iter().filter(|l| l.a != l.b);
-        let priced = between
+        let mut priced = between
             .map(|l| {
                 let priced = price_between(s, prices, l, &groups);
                 match s
@@ -232,16 +253,23 @@ impl LayerModel {
                     None => Ok(priced),
                 }
             })
-            .collect::<Result<_, ModelError>>()?;
+            .collect::<Result<Vec<_>, ModelError>>()?;
+        drop_by_links(&mut groups, &mut priced, is_level_pinned);
         let sizes = groups.iter().map(|g| g.choices.len()).collect();
         Ok(LayerModel {
             groups,
             n_own,
             entry,
             exit,
+            n_made,
             sizes,
             priced,
         })
+    }
+
+    /// Number of choices of all groups: those that its axes make, and those that are of use.
+    pub(crate) fn n_choices(&self) -> [usize; 2] {
+        [self.n_made, self.sizes.iter().sum()]
     }
 
     /// Number of costs that are summed to the cost of a choice.
@@ -410,10 +438,10 @@ fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 
     group
         .ops
         .iter()
-        .zip(&c.specs)
+        .zip(&c.ops)
         .filter(|(id, _)| graph.op(**id).region == region)
-        .map(|(&id, a)| {
-            let op = graph.op(id);
+        .map(|(&id, part)| {
+            let (op, a) = (graph.op(id), &part.specs);
             let results = op
                 .outputs
                 .iter()
@@ -503,15 +531,19 @@ fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
         .collect()
 }
 
-fn spec_from<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec {
-    &groups[u.from].choices[choice].specs[u.producer.0].results[u.producer.1]
-}
+impl Use {
+    /// The spec in which a choice of the producer's group makes the value.
+    fn made<'c>(&self, from: &'c Choice) -> &'c ShardingSpec {
+        &from.ops[self.producer.0].specs.results[self.producer.1]
+    }
 
-fn spec_to<'g>(u: &Use, groups: &'g [Group], choice: usize) -> &'g ShardingSpec {
-    let a = &groups[u.to].choices[choice].specs[u.consumer.0];
-    match u.consumer.1 {
-        Some(operand) => &a.operands[operand],
-        None => &a.results[0],
+    /// The spec in which a choice of the consumer's group wants it.
+    fn wanted<'c>(&self, to: &'c Choice) -> &'c ShardingSpec {
+        let specs = &to.ops[self.consumer.0].specs;
+        match self.consumer.1 {
+            Some(operand) => &specs.operands[operand],
+            None => &specs.results[0],
+        }
     }
 }
 
@@ -522,17 +554,13 @@ fn unique_uses<'u>(
     s: &Setting<'_>,
     prices: &mut Prices<'_>,
     uses: &'u [Use],
-    groups: &[Group],
-    choice: &dyn Fn(usize) -> usize,
+    choice: &dyn Fn(usize) -> &'u Choice,
 ) -> Vec<(&'u Use, Option<f64>, ZeroLevels)> {
     let graph = &s.training.graph;
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
     for u in uses {
-        let (from, to) = (
-            spec_from(u, groups, choice(u.from)),
-            spec_to(u, groups, choice(u.to)),
-        );
+        let (from, to) = (u.made(choice(u.from)), u.wanted(choice(u.to)));
         if from == to {
             continue;
         }
@@ -571,49 +599,18 @@ fn price_inside(
     let Some(link) = links.iter().find(|l| l.a == index && l.b == index) else {
         return;
     };
-    let mut kept = Vec::with_capacity(group.choices.len());
-    // `unique_uses` looks groups up by index; inside one group every index means this group.
-    let inner: Vec<Use> = link
-        .uses
-        .iter()
-        .map(|u| Use {
-            from: 0,
-            to: 0,
-            ..*u
-        })
-        .collect();
-    for choice in std::mem::take(&mut group.choices) {
-        let single = [Group {
-            ops: group.ops.clone(),
-            choices: vec![choice],
-            boundary: group.boundary,
-        }];
-        let priced = unique_uses(s, prices, &inner, &single, &|_| 0);
-        let Choice {
-            mut time,
-            mut levels,
-            ..
-        } = single[0].choices[0];
-        let mut possible = true;
-        for (u, price, kept) in priced {
+    group.choices.retain_mut(|choice| {
+        let (mut time, mut levels, mut possible) = (choice.time, choice.levels, true);
+        for (u, price, kept) in unique_uses(s, prices, &link.uses, &|_| &*choice) {
             levels = levels.and(kept);
             match price {
                 Some(p) => time.add(s.training.graph.op(u.op), p),
                 None => possible = false,
             }
         }
-        let [Group { choices, .. }] = single;
-        if possible {
-            kept.extend(choices.into_iter().map(|c| Choice { time, levels, ..c }));
-        }
-    }
-    group.choices = kept;
-}
-
-fn is_boundary(graph: &ir::Graph, id: OpId) -> bool {
-    let path = &graph.op(id).path;
-    let path = path.strip_prefix("grad.").unwrap_or(path);
-    path.starts_with(ir::boundary::BOUNDARY)
+        (choice.time, choice.levels) = (time, levels);
+        possible
+    });
 }
 
 fn price_between(
@@ -624,18 +621,7 @@ fn price_between(
 ) -> PricedLink {
     let graph = &s.training.graph;
     // Choices that show this link the same specs cost the same: price each pair of faces once.
-    let face = |g: usize, c: usize| -> Vec<&ShardingSpec> {
-        link.uses
-            .iter()
-            .map(|u| {
-                if u.from == g {
-                    spec_from(u, groups, c)
-                } else {
-                    spec_to(u, groups, c)
-                }
-            })
-            .collect()
-    };
+    let face = |g: usize, c: usize| link.face(g, &groups[g].choices[c]);
     let faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
         let mut known = BTreeMap::new();
         let mut first = Vec::new();
@@ -652,12 +638,13 @@ fn price_between(
     let mut cells = Vec::with_capacity(first_a.len() * first_b.len());
     for &ca in &first_a {
         for &cb in &first_b {
+            let (ca, cb) = (&groups[link.a].choices[ca], &groups[link.b].choices[cb]);
             let at = |g: usize| if g == link.a { ca } else { cb };
             let mut cell = Some(LinkCell {
                 time: Phases::default(),
                 levels: ZeroLevels::ALL,
             });
-            for (u, price, levels) in unique_uses(s, prices, &link.uses, groups, &at) {
+            for (u, price, levels) in unique_uses(s, prices, &link.uses, &at) {
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(graph.op(u.op), p);
                     cell.levels = cell.levels.and(levels);

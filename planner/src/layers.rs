@@ -12,8 +12,9 @@
 use crate::cluster_layers::without_key;
 use crate::groups::forward_of;
 use crate::pins::TensorPin;
+use ir::boundary::is_boundary;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{LayerId, Op, OpId, OpKind, Pass, Region, TensorType, ValueId};
+use ir::{LayerId, OpId, OpKind, Pass, Region, TensorType, ValueId};
 use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 
@@ -118,7 +119,7 @@ impl<'a> Reader<'a> {
         for &id in ops {
             let op = graph.op(id);
             let kind = without_key(&op.kind);
-            signs.push(Sign::Op(kind, op.pass, op.region, is_boundary(op)));
+            signs.push(Sign::Op(kind, op.pass, op.region, is_boundary(graph, op)));
             if let Some(forward) = forward_of(graph, &id) {
                 signs.push(Sign::GradientOf(self.origin(layer, ops, forward)));
             }
@@ -138,10 +139,10 @@ impl<'a> Reader<'a> {
         // A layer's model ends in the layouts of the next boundary: their types and pins count.
         for &id in next {
             let op = graph.op(id);
-            if op.path.starts_with(ir::boundary::BOUNDARY) {
+            if op.origin == ir::Origin::Boundary {
                 signs.extend(op.outputs.iter().map(|&v| Sign::Next(graph.ty(v))));
             }
-            if is_boundary(op) {
+            if is_boundary(graph, op) {
                 let pins = op.outputs.iter().filter_map(|&v| (self.pin)(v));
                 signs.extend(pins.map(Sign::NextPin));
             }
@@ -163,10 +164,4 @@ impl<'a> Reader<'a> {
             _ => Origin::Op(id),
         }
     }
-}
-
-/// Whether an op is at a layer's entrance, or brings the gradient back to it.
-fn is_boundary(op: &Op) -> bool {
-    let path = op.path.strip_prefix("grad.").unwrap_or(&op.path);
-    path.starts_with(ir::boundary::BOUNDARY)
 }

@@ -16,14 +16,12 @@
 //! * `inter_op`: the DP over stages; a pure function of the stage table.
 //! * `interleave`: stages that share a mesh, and its memory.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
-//! * `intra_op`: the intra-op problem as a plain value with its solvers; public.
 
 mod assemble;
 mod cluster_layers;
 mod groups;
 pub mod inter_op;
 mod interleave;
-pub mod intra_op;
 mod layer_model;
 pub mod layers;
 pub mod pins;
@@ -74,6 +72,9 @@ pub struct PlanStats {
     pub candidates: u64,
     /// Pipelines that were lowered and simulated.
     pub simulated: u64,
+    /// Choices of the decision groups of all layers that were modelled: those that the axes make,
+    /// and those of them that are of use.
+    pub choices: [u64; 2],
     /// What the user should know about the request, in sentences.
     pub notes: Vec<String>,
     /// The intra-op problems of the plan's stages that were solved as integer programs.

@@ -12,11 +12,11 @@
 //! that is too large for the solver, or that it does not finish, has a proof as well.
 
 use crate::PlanError;
-use crate::intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
-use crate::intra_op::{SolveOptions, solve};
 use crate::layer_model::{LayerModel, QUANTUM_S, WeightedLayer, Weights};
 use crate::search::MEMORY_PRICES;
 use crate::stage::PricedMesh;
+use intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
+use intra_op::{SolveOptions, solve};
 use ir::Seconds;
 use ir::plan::StageProof;
 

@@ -22,6 +22,7 @@ use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
 use ranking::{Known, Made};
 use request::{boundary, in_zigzag_order, odd_length, recomputed, saved_values, sequences};
 use shapes::{Shape, submeshes};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 mod batches;
@@ -34,6 +35,7 @@ mod pipelines;
 mod ranking;
 mod request;
 mod shapes;
+mod shared;
 mod tables;
 
 /// Times that a plan is made again because its buffers overran the budget.
@@ -59,6 +61,8 @@ struct Search<'a> {
     prices: Mutex<Vec<Prices<'a>>>,
     /// Microbatch size and mesh of the models that are kept, see [`Search::models`].
     kept: OnceLock<(u64, LogicalMesh, Arc<Vec<LayerModel>>)>,
+    /// See [`PlanStats::choices`].
+    choices: [AtomicU64; 2],
 }
 
 /// Plans `forward` for `cluster`; see the crate header.
@@ -116,6 +120,7 @@ pub(crate) fn plan(
         boundary: boundary(&training.graph),
         prices: Mutex::new(Vec::new()),
         kept: OnceLock::new(),
+        choices: Default::default(),
     };
     let batches = search.batches()?;
     let schedule = pins.schedule_kind();
@@ -149,6 +154,7 @@ pub(crate) fn plan(
             }
         }
     }
+    stats.choices = search.choices.each_ref().map(|n| n.load(Ordering::Relaxed));
     drop(search);
     let (plan, program, simulation) = found.ok_or(PlanError::Overrun { bytes: reserve })?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
 use planner::inter_op::{
-    InterOpOptions, NoPlan, ScheduleKind, StageEntry, StageTable, brute_force, cost_of, plan,
+    InterOpOptions, NoPlan, ScheduleKind, StageEntry, StageTable, brute_force, cost_of, least_work,
+    plan,
 };
 
 /// SplitMix64 (Steele, Lea & Flood 2014).
@@ -70,6 +71,39 @@ fn random_table(random: &mut Random) -> StageTable {
         }
     }
     table
+}
+
+/// The least devices times seconds over all ways to tile layers and devices from `start` on.
+fn least_work_by_enumeration(table: &StageTable, start: usize, devices: usize) -> f64 {
+    if start == table.n_layers() {
+        return if devices == 0 { 0.0 } else { f64::INFINITY };
+    }
+    let mut least = f64::INFINITY;
+    for end in start + 1..=table.n_layers() {
+        for (submesh, &n) in table.submeshes().iter().enumerate() {
+            for e in table.get(start..end, submesh) {
+                if n <= devices {
+                    let rest = least_work_by_enumeration(table, end, devices - n);
+                    least = least.min(n as f64 * (e.forward_s + e.backward_s) + rest);
+                }
+            }
+        }
+    }
+    least
+}
+
+#[test]
+fn the_least_work_equals_brute_force_on_random_tables() {
+    let mut random = Random(11);
+    let mut n_tiled = 0;
+    for case in 0..1500 {
+        let table = random_table(&mut random);
+        let expected = least_work_by_enumeration(&table, 0, table.n_devices());
+        let found = least_work(&table);
+        assert_eq!(found.unwrap_or(f64::INFINITY), expected, "case {case}");
+        n_tiled += usize::from(found.is_some());
+    }
+    assert!((200..1400).contains(&n_tiled), "{n_tiled}");
 }
 
 #[test]

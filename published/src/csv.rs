@@ -23,43 +23,56 @@ pub struct CsvError {
     pub problem: String,
 }
 
-/// Reads a table. Fails on a column that is named twice, on a record with more or fewer fields than the header, and on a quote
-/// that is not closed.
+/// Reads a table. Fails on a column that is named twice, on a record with more or fewer fields than
+/// the header, and on a quote that is not closed.
 pub fn parse(text: &str) -> Result<Table, CsvError> {
-    let mut rows = records(text)?.into_iter();
-    let Some((_, header)) = rows.next() else {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let mut reader = ::csv::ReaderBuilder::new()
+        .has_headers(false)
+        .flexible(true)
+        .from_reader(text.as_bytes());
+    let mut records = Vec::new();
+    for record in reader.records() {
+        let record = record.map_err(|e| CsvError {
+            line: e.position().map_or(1, |p| line_at(text, p.byte())),
+            problem: e.to_string(),
+        })?;
+        let line = record.position().map_or(1, |p| line_at(text, p.byte()));
+        records.push((line, record.iter().map(str::to_string).collect::<Vec<_>>()));
+    }
+    // Such a field goes on to the end of the text, so it is in the last record.
+    if text.matches('"').count() % 2 == 1 {
+        return Err(CsvError {
+            line: records.last().map_or(1, |r| r.0),
+            problem: "a quote is not closed".into(),
+        });
+    }
+    let mut records = records.into_iter();
+    let (_, header) = records.next().ok_or_else(|| CsvError {
+        line: 1,
+        problem: "the file is empty; its first line names the columns".into(),
+    })?;
+    let mut named = BTreeSet::new();
+    let mut again = header.iter().filter(|n| !n.is_empty() && !named.insert(*n));
+    if let Some(name) = again.next() {
         return Err(CsvError {
             line: 1,
-            problem: "the file is empty; its first line names the columns".into(),
+            problem: format!("the column `{name}` is named twice"),
         });
-    };
-    let mut named = BTreeSet::new();
-    for name in &header {
-        if !name.is_empty() && !named.insert(name) {
-            return Err(CsvError {
-                line: 1,
-                problem: format!("the column `{name}` is named twice"),
-            });
-        }
     }
-    let mut table = Table {
-        header,
-        records: Vec::new(),
+    let whole = |(line, record): (usize, Vec<String>)| match record.len() == header.len() {
+        true => Ok(record),
+        false => Err(CsvError {
+            line,
+            problem: format!(
+                "{} fields, but the header has {}",
+                record.len(),
+                header.len()
+            ),
+        }),
     };
-    for (line, record) in rows {
-        if record.len() != table.header.len() {
-            return Err(CsvError {
-                line,
-                problem: format!(
-                    "{} fields, but the header has {}",
-                    record.len(),
-                    table.header.len()
-                ),
-            });
-        }
-        table.records.push(record);
-    }
-    Ok(table)
+    let records = records.map(whole).collect::<Result<_, _>>()?;
+    Ok(Table { header, records })
 }
 
 /// A field as it is written: quoted where it has to be.
@@ -71,57 +84,13 @@ pub fn quoted(field: &str) -> String {
     }
 }
 
-/// Records with the lines on which they begin; blank lines are none.
-fn records(text: &str) -> Result<Vec<(usize, Vec<String>)>, CsvError> {
-    let mut all = Vec::new();
-    let (mut record, mut field) = (Vec::new(), String::new());
-    let (mut line, mut first_line) = (1, 1);
-    let mut in_quotes = false;
-    let mut chars = text
-        .strip_prefix('\u{feff}')
-        .unwrap_or(text)
-        .chars()
-        .peekable();
-    while let Some(c) = chars.next() {
-        if c == '\n' {
-            line += 1;
-        }
-        match c {
-            '"' if in_quotes && chars.peek() == Some(&'"') => {
-                chars.next();
-                field.push('"');
-            }
-            '"' => in_quotes = !in_quotes,
-            ',' if !in_quotes => record.push(std::mem::take(&mut field)),
-            '\r' if !in_quotes && chars.peek() == Some(&'\n') => {}
-            '\n' if !in_quotes => {
-                end_record(&mut all, first_line, &mut record, &mut field);
-                first_line = line;
-            }
-            _ => field.push(c),
-        }
-    }
-    if in_quotes {
-        return Err(CsvError {
-            line: first_line,
-            problem: "a quote is not closed".into(),
-        });
-    }
-    end_record(&mut all, first_line, &mut record, &mut field);
-    Ok(all)
-}
-
-fn end_record(
-    all: &mut Vec<(usize, Vec<String>)>,
-    line: usize,
-    record: &mut Vec<String>,
-    field: &mut String,
-) {
-    if record.is_empty() && field.is_empty() {
-        return;
-    }
-    record.push(std::mem::take(field));
-    all.push((line, std::mem::take(record)));
+/// The line, from 1, of what follows the line ends at a byte.
+fn line_at(text: &str, byte: u64) -> usize {
+    let bytes = text.as_bytes();
+    let ends = |b: &&u8| matches!(**b, b'\n' | b'\r');
+    let start = (byte as usize).min(bytes.len());
+    let start = start + bytes[start..].iter().take_while(ends).count();
+    1 + bytes[..start].iter().filter(|b| **b == b'\n').count()
 }
 
 #[cfg(test)]
@@ -146,7 +115,12 @@ mod tests {
             error("a,b\n1,2\n3\n"),
             "line 3: 1 fields, but the header has 2"
         );
+        assert_eq!(
+            error("a,b\r\n\r\n\r\n\"x\r\ny\",2\r\n\r\n3\r\n"),
+            "line 7: 1 fields, but the header has 2"
+        );
         assert_eq!(error("a\n\"x\n"), "line 2: a quote is not closed");
+        assert_eq!(error("a,b,a\n"), "line 1: the column `a` is named twice");
         assert!(error("").starts_with("line 1: the file is empty"));
     }
 }

@@ -1,6 +1,7 @@
 //! What can go wrong in a run, with the rank, stage and instruction where it did.
 
 use crate::data::DataError;
+use ir::likeness::Difference;
 use ir::{Rank, StageId};
 use std::path::PathBuf;
 
@@ -75,6 +76,18 @@ pub enum RuntimeError {
     /// The program or training graph is not one that this runtime can execute.
     #[error("program: {0}")]
     Program(String),
+    /// A loss or a gradient norm is no number, and no smaller loss scale can help.
+    #[error("the {figure} of step {step} is {value}{}: training diverged", of_scale(*loss_scale))]
+    Diverged {
+        /// The step.
+        step: u64,
+        /// What is no number.
+        figure: &'static str,
+        /// NaN or an infinity.
+        value: f64,
+        /// The loss scale of the step, with f16.
+        loss_scale: Option<f64>,
+    },
     /// Data cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -85,6 +98,25 @@ pub enum RuntimeError {
         path: PathBuf,
         /// The first state that differs.
         problem: String,
+    },
+    /// A checkpoint is of a model that has the same states and computes something else.
+    #[error(
+        "{}: a checkpoint of another model: {difference} is {} there, {} in the plan",
+        path.display(), difference.first, difference.second
+    )]
+    OtherModel {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Where the checkpoint's model differs from the plan's.
+        difference: Difference,
+    },
+    /// A state that was to be written is no number: training diverged.
+    #[error("state `{path}` has {value}: training diverged, and this is no state to go on from")]
+    NotFinite {
+        /// Its path.
+        path: String,
+        /// NaN or an infinity.
+        value: f32,
     },
     /// A checkpoint cannot be read or written.
     #[error("{}: {problem}", path.display())]
@@ -105,6 +137,10 @@ impl RuntimeError {
             _ => false,
         }
     }
+}
+
+fn of_scale(scale: Option<f64>) -> String {
+    scale.map_or(String::new(), |s| format!(" at a loss scale of {s}"))
 }
 
 fn list(ranks: &[Rank]) -> String {

@@ -9,6 +9,7 @@ pub mod cpu;
 pub mod data;
 mod error;
 pub mod execute;
+pub mod files;
 pub mod init;
 pub mod measure;
 pub mod reference;

@@ -8,11 +8,11 @@ mod noise;
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
 use crate::execute::{
-    Context, LOSS_SCALE_UNIT, Local, Operand, Output, StateTensor, States, check_batch, in_place,
-    kernel, load_tokens, narrow,
+    Context, Local, Operand, Output, StateTensor, States, check_batch, in_place, kernel,
+    load_tokens, narrow,
 };
 use crate::rng::Key;
-use ir::training::{StateRole, TrainingGraph};
+use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph};
 use ir::{Graph, Op, OpKind, Region, TensorType, TrainSpec, ValueId};
 use std::collections::BTreeMap;
 
@@ -108,7 +108,7 @@ impl Reference {
         let loss = scalar(&values, self.training.loss);
         let scale = self
             .states
-            .get("loss_scale")
+            .get(LOSS_SCALE)
             .map_or(1.0, |s| f64::from(s[0]) * LOSS_SCALE_UNIT);
         let grad_norm = scalar(&values, self.training.grad_norm) / scale;
         self.gradients.clear();

@@ -1,5 +1,6 @@
 //! The training loop of a run.
 
+use crate::checkpoint::Checkpoint;
 use crate::data::{Dataset, Order, Split};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
@@ -8,12 +9,8 @@ use crate::schedule::LrSchedule;
 use ir::TrainSpec;
 use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
-use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// States of this name and below belong to the precision, not to the model.
-const LOSS_SCALE: &str = "loss_scale";
 
 /// What to run, and on what.
 #[derive(Clone, Debug)]
@@ -40,11 +37,9 @@ pub struct TrainOptions<'a> {
     /// How many steps, the last ones, are profiled.
     pub profile_steps: u64,
     /// Checkpoint to start from.
-    pub resume: Option<PathBuf>,
-    /// Where to write the final state.
-    pub save: Option<PathBuf>,
+    pub resume: Option<Arc<Checkpoint>>,
     /// Once true, no further step begins: the run ends as if it had been asked for the steps
-    /// done by then. Before the first step is done, nothing is saved.
+    /// done by then.
     pub stop: Option<&'a AtomicBool>,
     /// Watchdog and threads.
     pub session: SessionOptions,
@@ -64,48 +59,30 @@ pub enum Progress {
     },
 }
 
+/// A run that ended.
+pub struct Trained {
+    /// What was measured.
+    pub measurement: Measurement,
+    /// The ranks with the final states.
+    pub session: Session,
+}
+
 /// Trains as the options say; `initial` gives initial values when nothing is resumed (see
 /// [`Session::new`]).
 ///
 /// What step `n` sees depends on the data file, the spec's seed and `n` alone, so a resumed
-/// run goes on as if it had never stopped.
+/// run goes on as if it had never stopped. Ends with an error, and writes nothing, where a loss
+/// or a gradient norm is no number; steps that f16's loss scaling skips are no reason.
 pub fn train(
     options: &TrainOptions<'_>,
     initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
     mut on_progress: impl FnMut(Progress),
-) -> Result<Measurement, RuntimeError> {
+) -> Result<Trained, RuntimeError> {
     let data = Batches::new(options)?;
+    let (program, spec) = (options.program, options.spec);
     let mut session = match &options.resume {
-        None => Session::new(options.program, options.spec, options.session, initial)?,
-        Some(path) => {
-            let (states, step) = crate::checkpoint::load(path)?;
-            let other = |problem: String| RuntimeError::OtherCheckpoint {
-                path: path.clone(),
-                problem,
-            };
-            let mut asked = BTreeSet::new();
-            let stored = |r: StateRequest<'_>| {
-                asked.insert(r.path.to_string());
-                match states.get(r.path) {
-                    Some(tensor) if tensor.lens == r.lens => Ok(tensor.values.clone()),
-                    Some(tensor) => Err(other(format!(
-                        "state `{}` is {:?}, the plan's is {:?}",
-                        r.path, tensor.lens, r.lens
-                    ))),
-                    None => Err(other(format!("it has no state `{}`", r.path))),
-                }
-            };
-            let mut session = Session::new(options.program, options.spec, options.session, stored)?;
-            // Loss scaling has states of its own; what was trained with it may go on without.
-            let extra = states
-                .keys()
-                .find(|k| !asked.contains(*k) && !k.starts_with(LOSS_SCALE));
-            if let Some(extra) = extra {
-                return Err(other(format!("the plan has no state `{extra}`")));
-            }
-            session.set_step_number(step);
-            session
-        }
+        None => Session::new(program, spec, options.session, initial)?,
+        Some(checkpoint) => Session::resume(program, spec, options.session, checkpoint)?,
     };
     let mut recorder = Recorder::new(
         options.program,
@@ -118,6 +95,14 @@ pub fn train(
                     on_progress: &mut dyn FnMut(Progress)|
      -> Result<(), RuntimeError> {
         let (step, loss) = (session.step_number(), data.validation_loss(session)?);
+        if !loss.is_finite() {
+            return Err(RuntimeError::Diverged {
+                step,
+                figure: "validation loss",
+                value: loss,
+                loss_scale: None,
+            });
+        }
         recorder.validation(step, loss);
         on_progress(Progress::Validation { step, loss });
         Ok(())
@@ -126,7 +111,6 @@ pub fn train(
     if options.validate_every.is_some() && !stopped() {
         validate(&mut session, &mut recorder, &mut on_progress)?;
     }
-    let mut done = 0;
     for i in 0..options.steps {
         if stopped() {
             break;
@@ -135,9 +119,9 @@ pub fn train(
         let lr = options.schedule.lr_at(step);
         let profile = options.steps - i <= options.profile_steps;
         let result = session.step(&data.train(step)?, lr, profile)?;
+        result.check(step)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
-        done += 1;
         let due = options
             .validate_every
             .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
@@ -145,12 +129,10 @@ pub fn train(
             validate(&mut session, &mut recorder, &mut on_progress)?;
         }
     }
-    let nothing_done = done == 0 && options.steps > 0;
-    if let Some(path) = options.save.as_ref().filter(|_| !nothing_done) {
-        let states = session.export_states()?;
-        crate::checkpoint::save(path, &states, session.step_number())?;
-    }
-    Ok(recorder.finish(options.program))
+    Ok(Trained {
+        measurement: recorder.finish(options.program),
+        session,
+    })
 }
 
 /// The batches of a run.
@@ -229,12 +211,15 @@ impl<'a> Batches<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::find;
     use crate::data::DataOptions;
     use crate::execute::naive::lower;
     use crate::schedule::Decay;
     use ir::testing::{GraphOptions, random_graph, sequence_of};
-    use ir::training::{TrainingGraph, training_graph};
+    use ir::training::{LOSS_SCALE, TrainingGraph, UPDATES, training_graph};
     use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Rank};
+    use safetensors::tensor::TensorView;
+    use std::path::Path;
 
     fn meshes() -> Vec<LogicalMesh> {
         let mesh = |first, sizes: [u32; 1]| {
@@ -293,8 +278,9 @@ mod tests {
         let dataset = Dataset::open(&data, &options).unwrap();
         let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
         let program = lower(&training, &meshes(), 2, 2, 1);
-        let save = dir.path().join("state.safetensors");
-        let run = |program: &Program, steps, resume, save| {
+        let save = dir.path().join("state");
+        std::fs::create_dir(&save).unwrap();
+        let run = |program: &Program, steps, resume: Option<&Path>, save: Option<&Path>| {
             let options = TrainOptions {
                 program,
                 spec: &spec,
@@ -306,18 +292,21 @@ mod tests {
                 validate_every: Some(10),
                 validation_batches: 2,
                 profile_steps: 2,
-                resume,
-                save,
+                resume: resume.map(newest),
                 stop: None,
                 session: SessionOptions::default(),
             };
             let mut n_progress = 0;
-            let measured = train(
+            let trained = train(
                 &options,
                 crate::init::from_graph(&training, spec.seed),
                 |_| n_progress += 1,
-            )
-            .unwrap();
+            );
+            let mut trained = trained.unwrap();
+            if let Some(folder) = save {
+                crate::checkpoint::save(folder, &mut trained.session, "0", "").unwrap();
+            }
+            let measured = trained.measurement;
             assert_eq!(n_progress, measured.steps.len() + measured.validation.len());
             measured
         };
@@ -335,8 +324,8 @@ mod tests {
             "{:?}",
             whole.validation
         );
-        run(&program, 25, None, Some(save.clone()));
-        let rest = run(&program, 15, Some(save.clone()), None);
+        run(&program, 25, None, Some(&save));
+        let rest = run(&program, 15, Some(&save), None);
         for (a, b) in whole.steps[25..].iter().zip(&rest.steps) {
             assert_eq!(
                 (a.step, a.loss.to_bits(), a.grad_norm.to_bits()),
@@ -346,10 +335,186 @@ mod tests {
         let other_plan = run(
             &lower(&training, &meshes()[..1], 1, 4, 2),
             1,
-            Some(save),
+            Some(&save),
             None,
         );
         assert!((other_plan.steps[0].loss - rest.steps[0].loss).abs() < 1e-5);
+    }
+
+    fn options<'a>(
+        program: &'a Program,
+        spec: &'a TrainSpec,
+        dataset: &'a Dataset,
+        schedule: &'a LrSchedule,
+        steps: u64,
+    ) -> TrainOptions<'a> {
+        TrainOptions {
+            program,
+            spec,
+            name: "test",
+            plan_hash: "0",
+            dataset,
+            schedule,
+            steps,
+            validate_every: None,
+            validation_batches: 0,
+            profile_steps: 0,
+            resume: None,
+            stop: None,
+            session: SessionOptions::default(),
+        }
+    }
+
+    /// Tokens, and no validation.
+    fn data(folder: &Path, vocab: u32, tokens: impl Iterator<Item = u32>) -> Dataset {
+        let path = folder.join("data.bin");
+        let bytes: Vec<u8> = tokens.flat_map(|t| (t as u16).to_le_bytes()).collect();
+        std::fs::write(&path, bytes).unwrap();
+        let options = DataOptions {
+            format: None,
+            tokenizer: None,
+            vocab,
+            validation_fraction: 0.0,
+        };
+        Dataset::open(&path, &options).unwrap()
+    }
+
+    /// The newest checkpoint of a folder, or a file.
+    fn newest(path: &Path) -> Arc<Checkpoint> {
+        Arc::new(find(path).unwrap().checkpoint)
+    }
+
+    /// A token that occurs once and whose row of the table is beyond f16: the step that meets it
+    /// is skipped, and the run goes on. So it does from a checkpoint, and from one that does not
+    /// count updates.
+    #[test]
+    fn one_overflow_of_the_forward_pass_does_not_fail_a_run() {
+        // A graph whose table is used for nothing else, as a row of logits is in every step.
+        let reads_alone = |g: &ir::Graph| {
+            let table = g.ops().iter().find(|op| op.kind == OpKind::Embedding);
+            let table = table.unwrap().inputs[0];
+            g.ops()
+                .iter()
+                .filter(|op| op.inputs.contains(&table))
+                .count()
+                == 1
+        };
+        let graphs = (0..).map(|seed| random_graph(seed, &GraphOptions::default()));
+        let graph = graphs.into_iter().find(reads_alone).unwrap();
+        let spec = TrainSpec {
+            global_batch: 4,
+            sequence: sequence_of(&graph).unwrap(),
+            precision: ir::Precision::F16,
+            ..TrainSpec::default()
+        };
+        let training = training_graph(&graph, &spec).unwrap();
+        let lookup = graph.ops().iter().find(|op| op.kind == OpKind::Embedding);
+        let table = lookup.unwrap().inputs[0];
+        let lens = graph.ty(table).shape.bind(1);
+        let (table, rows, width) = (graph.value_name(table), lens[0] as u32, lens[1] as usize);
+
+        let dir = tempfile::tempdir().unwrap();
+        let (steps, meets) = (6, 37);
+        let n_tokens = steps * spec.global_batch * spec.sequence + 1;
+        let token = |i| match i == meets {
+            true => rows - 1,
+            false => (i * i % u64::from(rows - 1)) as u32,
+        };
+        let dataset = data(dir.path(), rows, (0..n_tokens).map(token));
+        let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let run = |steps, resume: Option<&Path>, save: Option<&Path>| {
+            let options = TrainOptions {
+                resume: resume.map(newest),
+                ..options(&program, &spec, &dataset, &schedule, steps)
+            };
+            let drawn = crate::init::from_graph(&training, spec.seed);
+            let initial = |r: StateRequest<'_>| {
+                let mut values = drawn(r)?;
+                if r.path == table {
+                    values[(rows as usize - 1) * width..].fill(1e6);
+                }
+                Ok(values)
+            };
+            let mut trained = train(&options, initial, |_| ()).unwrap();
+            if let Some(folder) = save {
+                crate::checkpoint::save(folder, &mut trained.session, "0", "").unwrap();
+            }
+            let states = trained.session.export_states().unwrap();
+            (trained.measurement.steps, states)
+        };
+        let state = |name: &str| dir.path().join(name);
+        let (whole, states) = run(steps, None, None);
+        let overflowed: Vec<u64> = whole
+            .iter()
+            .filter(|s| !s.loss.is_finite() && !s.grad_norm.is_finite())
+            .map(|s| s.step)
+            .collect();
+        assert_eq!(overflowed.len(), 1, "{whole:?}");
+        let good = whole
+            .iter()
+            .filter(|s| s.loss.is_finite() && s.grad_norm.is_finite());
+        assert_eq!(good.count() as u64, steps - 1);
+        assert_eq!(states[UPDATES].values, [(steps - 1) as f32]);
+        assert_eq!(states[LOSS_SCALE].values, [0.5]);
+
+        let half = overflowed[0] + 1;
+        assert!(half < steps, "the last step of all");
+        std::fs::create_dir(state("half")).unwrap();
+        let (_, mut states) = run(half, None, Some(&state("half")));
+        let (rest, _) = run(steps - half, Some(&state("half")), None);
+        let bits = |s: &StepMeasurement| (s.step, s.loss.to_bits(), s.grad_norm.to_bits());
+        let expected = whole[half as usize..].iter().map(bits);
+        assert_eq!(
+            rest.iter().map(bits).collect::<Vec<_>>(),
+            expected.collect::<Vec<_>>()
+        );
+
+        // The one file of a build that counted every step as an update.
+        states.remove(UPDATES).unwrap();
+        let old = state("old.safetensors");
+        let tensors = states.iter().map(|(path, t)| {
+            let lens = t.lens.iter().map(|&n| n as usize).collect();
+            let bytes = bytemuck::cast_slice(&t.values);
+            let view = TensorView::new(safetensors::Dtype::F32, lens, bytes);
+            (path, view.unwrap())
+        });
+        let metadata = [("step".to_string(), half.to_string())].into();
+        safetensors::serialize_to_file(tensors, Some(metadata), &old).unwrap();
+        let (_, states) = run(1, Some(&old), None);
+        assert_eq!(states[UPDATES].values, [(half + 1) as f32]);
+    }
+
+    /// Without loss scaling nothing can be hoped for.
+    #[test]
+    fn what_is_no_number_stops_the_run() {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let dataset = data(dir.path(), vocab, (0..2000).map(|i| i * i % 7 % vocab));
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let state = dir.path().join("state");
+        std::fs::create_dir(&state).unwrap();
+        let run = |lr: f64, steps, resume| {
+            let schedule = LrSchedule::new(lr, lr, 0, 40, Decay::Constant).unwrap();
+            let options = TrainOptions {
+                resume,
+                ..options(&program, &spec, &dataset, &schedule, steps)
+            };
+            let mut n_done = 0;
+            let initial = crate::init::from_graph(&training, spec.seed);
+            let result = train(&options, initial, |_| n_done += 1);
+            (n_done, result)
+        };
+        let (_, trained) = run(0.01, 2, None);
+        let mut session = trained.unwrap().session;
+        crate::checkpoint::save(&state, &mut session, "0", "").unwrap();
+        let (n_done, result) = run(1e30, 9, Some(newest(&state)));
+        let Err(RuntimeError::Diverged { step, value, .. }) = result else {
+            panic!("the run went on")
+        };
+        // Every step before was whole.
+        assert_eq!(step, 2 + n_done);
+        assert!(n_done < 3 && !value.is_finite());
     }
 
     #[test]
@@ -382,7 +547,6 @@ mod tests {
             validation_batches: 0,
             profile_steps: 2,
             resume: None,
-            save: None,
             stop: None,
             session: SessionOptions::default(),
         };
@@ -391,7 +555,8 @@ mod tests {
             crate::init::from_graph(&training, spec.seed),
             |_| (),
         )
-        .unwrap();
+        .unwrap()
+        .measurement;
         assert_eq!(
             (m.n_ranks, m.stages.len(), m.plan_hash.as_str()),
             (3, 2, "f00d")

@@ -33,6 +33,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 sys.dont_write_bytecode = True
+import half_reference  # noqa: E402
 import ops_reference  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -111,6 +112,9 @@ CASES = {
     "qwen3_moe": (17, qwen3_moe),
 }
 SHARDED = "llama_tied"
+# Cases in half precision too, and the one with overflows.
+HALF = ("gpt2_small_tied", "llama_untied_rope", "mixtral")
+OVERFLOW = "llama_untied_rope"
 
 
 def main():
@@ -188,6 +192,14 @@ def write_case(folder, name, seed, config):
         "sensitivity": sensitivity(config, weights, batches, wide["losses"]),
     }
     write_json(folder / "reference.json", reference)
+
+    if name in HALF:
+        trainer = half_reference.Trainer(
+            lambda dtype: build(config, dtype), lambda named: make_optimizer(named, HYPER), HYPER["clip_norm"],
+            weights, batches)
+        write_json(folder / "half.json", half_reference.make_half(trainer, skip))
+        if name == OVERFLOW:
+            write_json(folder / "overflow.json", half_reference.make_overflow(trainer, skip))
 
 
 def as_stored(config, tensors):
@@ -463,7 +475,11 @@ def versions():
 
 
 def check(made):
-    """Compares with the committed files: weights, configurations and tokens exactly, the rest to 1e-5."""
+    """Compares with the committed files: weights, configurations and tokens exactly, the rest to 1e-5.
+
+    In half precision another order of additions changes what is rounded to: deviations are compared
+    as the test compares them, within a half and one and a half times.
+    """
     same = True
     for path in sorted(p for p in made.rglob("*") if p.is_file()):
         committed = HERE / path.relative_to(made)
@@ -474,11 +490,25 @@ def check(made):
         elif path.name in ("grads.safetensors", "final.safetensors", "reference.json", "ops.json"):
             off = max_dev_in(numbers(path), numbers(committed))
             fine, verdict = off <= 1e-5, f"off by {off:.1e}"
+        elif path.name in ("half.json", "overflow.json"):
+            ratios = [a / b for a, b in zip(deviations(path), deviations(committed), strict=True)]
+            fine, verdict = all(0.5 < r < 1.5 for r in ratios), f"times {min(ratios):.2f} to {max(ratios):.2f}"
         else:
             fine, verdict = False, "differs"
         same &= fine
         print(f"{'ok  ' if fine else 'FAIL'} {path.relative_to(made)}: {verdict}")
     return same
+
+
+def deviations(path):
+    """All figures of half.json or overflow.json, in order."""
+
+    def leaves(value):
+        return [value] if isinstance(value, float) else [leaf for key in sorted(value) for leaf in leaves(value[key])]
+
+    value = json.loads(path.read_text())
+    parts = [value] if "figures" in value else [value["bf16"], value["f16"]]
+    return [leaf for part in parts for leaf in leaves(part["figures"])]
 
 
 def numbers(path):

@@ -8,13 +8,13 @@ pub mod plans;
 use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::program::Program;
-use ir::training::TrainingGraph;
+use ir::training::{LOSS_SCALE, TrainingGraph};
 use ir::{Bytes, Graph, Optimizer, TensorType, TrainSpec};
 use runtime::RuntimeError;
 use runtime::execute::{Session, SessionOptions};
 use runtime::reference::Reference;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// A case of `reference/`: a model with weights, batches and what PyTorch made of them.
@@ -33,6 +33,8 @@ pub struct Case {
     pub batches: Vec<Vec<Vec<u32>>>,
     /// What PyTorch found.
     pub reference: Value,
+    /// The configuration of the weights in the folder.
+    stored: import::ModelConfig,
 }
 
 /// Names of the reference cases.
@@ -90,6 +92,7 @@ impl Case {
             serde_json::from_value(json("batches.json")["tokens"].clone()).expect("tokens");
         Case {
             folder,
+            stored: config.clone(),
             config,
             forward,
             train,
@@ -99,17 +102,52 @@ impl Case {
         }
     }
 
-    /// The initial value of a state: the case's weights, zero moments.
+    /// The case with more blocks, so that its graph has `n_layers` layers; they begin with the
+    /// weights of the case's own blocks, in turn. PyTorch has not trained it.
+    pub fn with_layers(name: &str, n_layers: u32) -> Case {
+        let mut case = Case::load(name);
+        let text = std::fs::read(case.folder.join("config.json")).expect("config.json");
+        let mut config: Value = serde_json::from_slice(&text).expect("config.json");
+        // All but the embedding and the head are blocks.
+        let (n_blocks, layers) = (n_layers - 2, ["n_layer", "num_hidden_layers"]);
+        let key = layers.into_iter().find(|key| config.get(key).is_some());
+        config[key.expect("a number of layers")] = n_blocks.into();
+        let text = config.to_string();
+        case.config = import::ModelConfig::parse("config.json", text.as_bytes())
+            .expect("the deeper config is valid");
+        let options = import::BuildOptions {
+            sequence: case.train.sequence,
+            dropout: case.train.dropout,
+        };
+        case.forward = import::model_graph(&case.config, &options).expect("the model builds");
+        assert_eq!(case.forward.layers.len(), n_layers as usize);
+        case
+    }
+
+    /// The initial value of a state: the case's weights, zero moments, a loss scale at its unit.
     pub fn initial(&self) -> impl FnMut(&str, usize) -> Result<Vec<f32>, RuntimeError> + use<> {
-        let weights = import::Weights::open(&self.folder, &self.config).expect("the weights open");
-        let params: BTreeMap<String, ()> = self
-            .config
-            .params()
-            .into_iter()
-            .map(|p| (p.path, ()))
-            .collect();
-        move |path, elements| match params.contains_key(path) {
-            true => Ok(weights.param(path).expect("the weight exists")),
+        let weights = import::Weights::open(&self.folder, &self.stored).expect("the weights open");
+        let params: BTreeSet<String> = self.config.params().into_iter().map(|p| p.path).collect();
+        let block = |path: &str| {
+            path.strip_prefix("h.")?
+                .split('.')
+                .next()?
+                .parse::<usize>()
+                .ok()
+        };
+        let stored = self.stored.params();
+        let n_blocks = stored
+            .iter()
+            .filter_map(|p| block(&p.path))
+            .max()
+            .map_or(1, |last| last + 1);
+        let stored = move |path: &str| match block(path).filter(|i| *i >= n_blocks) {
+            Some(i) => path.replacen(&format!("h.{i}."), &format!("h.{}.", i % n_blocks), 1),
+            None => path.into(),
+        };
+        move |path, elements| match params.contains(path) {
+            true => Ok(weights.param(&stored(path)).expect("the weight exists")),
+            false if path == LOSS_SCALE => Ok(vec![1.0]),
             false => Ok(vec![0.0; elements]),
         }
     }

@@ -25,15 +25,13 @@ pub struct Row {
     pub busbw_gb_per_s: Option<f64>,
 }
 
-/// The rows of a table; the error names the line.
+/// The rows of a table; the error names the place.
 pub fn rows(text: &str) -> Result<Vec<Row>, String> {
-    let mut lines = text.lines().enumerate();
-    let header = lines.next().map(|(_, l)| fields(l)).unwrap_or_default();
+    let table = published::csv::parse(text).map_err(|e| e.to_string())?;
     let column = |name: &str| {
-        header
-            .iter()
-            .position(|h| h == name)
-            .ok_or_else(|| format!("there is no column `{name}`"))
+        let mut columns = table.header.iter();
+        let at = columns.position(|h| h == name);
+        at.ok_or_else(|| format!("there is no column `{name}`"))
     };
     let names = [
         "source",
@@ -48,17 +46,16 @@ pub fn rows(text: &str) -> Result<Vec<Row>, String> {
         "busbw_GBps",
     ];
     let at: Vec<usize> = names.into_iter().map(column).collect::<Result<_, _>>()?;
-    lines
-        .filter(|(_, l)| !l.trim().is_empty())
-        .map(|(i, line)| {
-            let cells = fields(line);
-            let cell = |k: usize| cells.get(at[k]).map_or("", String::as_str).to_string();
+    let records = table.records.iter().enumerate();
+    records
+        .map(|(i, cells)| {
+            let cell = |k: usize| cells[at[k]].clone();
             let number = |k: usize| match cell(k).as_str() {
                 "" | "multi" => Ok(None),
                 text => text
                     .parse::<f64>()
                     .map(Some)
-                    .map_err(|_| format!("line {}: {} is `{text}`", i + 1, names[k])),
+                    .map_err(|_| format!("record {}: {} is `{text}`", i + 1, names[k])),
             };
             Ok(Row {
                 source: cell(0),
@@ -74,17 +71,4 @@ pub fn rows(text: &str) -> Result<Vec<Row>, String> {
             })
         })
         .collect()
-}
-
-/// Fields of a line of comma-separated values; quotes may enclose commas.
-fn fields(line: &str) -> Vec<String> {
-    let (mut all, mut quoted) = (vec![String::new()], false);
-    for c in line.chars() {
-        match (c, quoted) {
-            ('"', _) => quoted = !quoted,
-            (',', false) => all.push(String::new()),
-            (c, _) => all.last_mut().expect("there is a field").push(c),
-        }
-    }
-    all
 }

@@ -93,6 +93,6 @@ fn a_quoted_comma_stays_in_its_field() {
     assert!(
         rows(&text.replace("43.83", "soon"))
             .unwrap_err()
-            .contains("line 2")
+            .contains("record 1: time_us is `soon`")
     );
 }

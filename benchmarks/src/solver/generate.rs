@@ -5,7 +5,7 @@
 //! mirror image (saved for backward).
 
 use clap::Args;
-use planner::intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
+use intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::PathBuf;
@@ -153,7 +153,7 @@ fn least_peak(nodes: &[Node]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::{GenerateArgs, problem};
-    use planner::intra_op::{SolveOptions, SolveStatus, solve};
+    use intra_op::{SolveOptions, SolveStatus, solve};
 
     #[test]
     fn what_is_generated_has_the_size_and_can_be_solved() {

@@ -1,7 +1,7 @@
 //! One solve in a process of its own, and what it measured.
 
 use clap::Args;
-use planner::intra_op::{IlpBackend, SolveOptions, SolveStatus, read_problem, solve};
+use intra_op::{IlpBackend, SolveOptions, SolveStatus, read_problem, solve};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::path::{Path, PathBuf};

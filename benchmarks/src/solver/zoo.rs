@@ -5,8 +5,8 @@
 //! stages that were solved whole are written.
 
 use clap::Args;
+use intra_op::write_problem;
 use ir::{Bytes, Precision, TrainSpec};
-use planner::intra_op::write_problem;
 use planner::{Pins, PlanOptions, Planned};
 use std::path::{Path, PathBuf};
 

@@ -1,20 +1,18 @@
 //! Recomputation: does each twin repeat its forward op, and does the backward pass read twins
 //! where the plan says that results are not kept?
 //!
-//! Derived from the training graph's ops alone. A twin repeats its source when it has the
-//! source's kind and attributes (random keys among them) in the same layer, and each of its
-//! operands is the source's operand or that operand's twin. By induction over the order of ops
-//! it then has the source's bits.
+//! Derived from the training graph's ops alone. What runs again in the backward pass has to be
+//! the twin of an op of the forward pass, by its origin. It repeats that op when it has its kind
+//! and attributes (random keys among them) in the same layer, and each of its operands is the
+//! source's operand or that operand's twin. By induction over the order of ops it then has the
+//! source's bits.
 
 use super::Home;
 use crate::report::Report;
 use ir::plan::{Plan, absolute_path};
 use ir::training::TrainingGraph;
-use ir::{Graph, LayerId, Op, Pass, Region, ValueId};
+use ir::{Graph, LayerId, Op, OpId, Origin, Pass, Region, ValueId};
 use std::collections::BTreeSet;
-
-/// How a twin's path begins.
-const PREFIX: &str = "recompute.";
 
 pub(super) fn check(plan: &Plan, training: &TrainingGraph, layers: &[Home], report: &mut Report) {
     let graph = &training.graph;
@@ -28,13 +26,15 @@ pub(super) fn check(plan: &Plan, training: &TrainingGraph, layers: &[Home], repo
     }
 }
 
-fn source<'a>(graph: &'a Graph, twin: &Op) -> Option<&'a Op> {
-    let path = twin.path.strip_prefix(PREFIX)?;
-    graph.find(path).map(|id| graph.op(id))
+fn source(twin: &Op) -> Option<OpId> {
+    twin.origin
+        .of()
+        .filter(|&of| twin.origin == Origin::Twin { of })
 }
 
 fn twin_problem(graph: &Graph, twin: &Op) -> Option<(String, String)> {
-    let Some(source) = source(graph, twin).filter(|s| s.pass == Pass::F) else {
+    let of = source(twin).map(|id| graph.op(id));
+    let Some(source) = of.filter(|s| s.pass == Pass::F) else {
         return Some(("the twin of a forward op".into(), "of none".into()));
     };
     let (a, b) = ((&twin.kind, twin.layer), (&source.kind, source.layer));
@@ -56,11 +56,8 @@ fn twin_problem(graph: &Graph, twin: &Op) -> Option<(String, String)> {
 fn repeats(graph: &Graph, got: ValueId, wanted: ValueId) -> bool {
     let (a, b) = (graph.value(got), graph.value(wanted));
     let twin = graph.op(a.producer);
-    let of_twin = || {
-        twin.pass == Pass::Recompute
-            && a.result == b.result
-            && source(graph, twin).is_some_and(|s| s.path == graph.op(b.producer).path)
-    };
+    let of_twin =
+        || twin.pass == Pass::Recompute && a.result == b.result && source(twin) == Some(b.producer);
     got == wanted || of_twin()
 }
 
@@ -116,28 +113,29 @@ mod tests {
 
     #[test]
     fn twins_repeat_their_sources_or_are_found() {
-        let fine = "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0
-  %rc = binary {f: mul} %ra, %b : f32[] @ recompute.l.c Recompute microbatch layer 0";
+        let fine =
+            "  %ra = unary {f: relu} %x : f32[] @ again.a Recompute microbatch twin of %a layer 0
+  %rc = binary {f: mul} %ra, %b : f32[] @ again.c Recompute microbatch twin of %c layer 0";
         assert_eq!(problems(fine), Vec::<String>::new());
         for (wrong, expected) in [
             (
-                "  %ra = unary {f: silu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0",
+                "  %ra = unary {f: silu} %x : f32[] @ recompute.l.a Recompute microbatch twin of %a layer 0",
                 "expected Unary { f: Relu } of Some(layer0), as `l.a`, found Unary { f: Silu } of Some(layer0) in Microbatch",
             ),
             (
-                "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 1",
+                "  %ra = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch twin of %a layer 1",
                 "expected Unary { f: Relu } of Some(layer0), as `l.a`, found Unary { f: Relu } of Some(layer1) in Microbatch",
             ),
             (
-                "  %rb = unary {f: silu} %x : f32[] @ recompute.l.b Recompute microbatch layer 0",
+                "  %rb = unary {f: silu} %x : f32[] @ recompute.l.b Recompute microbatch twin of %b layer 0",
                 "expected `l.a` or its twin, found `x`",
             ),
             (
-                "  %rc = binary {f: mul} %b, %b : f32[] @ recompute.l.c Recompute microbatch layer 0",
+                "  %rc = binary {f: mul} %b, %b : f32[] @ recompute.l.c Recompute microbatch twin of %c layer 0",
                 "expected `l.a` or its twin, found `l.b`",
             ),
             (
-                "  %rd = unary {f: relu} %x : f32[] @ recompute.l.d Recompute microbatch layer 0",
+                "  %rd = unary {f: relu} %x : f32[] @ recompute.l.a Recompute microbatch layer 0",
                 "expected the twin of a forward op, found of none",
             ),
         ] {

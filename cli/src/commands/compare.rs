@@ -11,7 +11,7 @@ use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, files, outputs, report};
 use cost_model::compare::{
-    Cause, Compared, Comparison, Part, StageComparison, Waterfall, compare, expected_instructions,
+    Cause, Compared, Comparison, StageComparison, Waterfall, compare, expected_instructions,
 };
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
 use ir::{Bytes, Figure, Seconds};
@@ -461,6 +461,7 @@ fn short_name(what: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cost_model::compare::Part;
 
     #[test]
     fn waiting_is_no_work() {

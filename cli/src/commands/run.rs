@@ -1,7 +1,7 @@
 //! `run`: training by a plan on CPU ranks of this machine.
 
 use crate::args::{DecayArg, RunArgs};
-use crate::failure::{Exit, Failure};
+use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, files, interrupt, model, outputs, report};
 use cost_model::StepWork;
@@ -13,16 +13,15 @@ use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind};
 use runtime::RuntimeError;
+use runtime::checkpoint::{Checkpoint, Found};
 use runtime::data::{DataOptions, Dataset};
-use runtime::execute::{SessionOptions, StateRequest};
+use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::schedule::{Decay, LrSchedule};
-use runtime::train::{Progress, TrainOptions, train};
+use runtime::train::{Progress, TrainOptions, Trained, train};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
-
-/// Name of the training state in a checkpoint folder.
-const STATE: &str = "state.safetensors";
 
 /// Runs the verb.
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
@@ -31,69 +30,94 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
-    let resume = args.resume.as_deref().map(checkpoint).transpose()?;
+    let resume = args.resume.as_deref().map(|p| checkpoint(p, &loaded));
+    let resume = resume.transpose()?;
     let config = config(args)?;
+    if let Some((config, path)) = &config {
+        same_model(config, path, &loaded)?;
+    }
     let weights = match (&args.weights, &config) {
-        (Some(path), Some(config)) => Some(Weights::open(path, config)?),
+        (Some(path), Some((config, _))) => Some(Weights::open(path, config)?),
         _ => None,
     };
     let dataset = dataset(args, &loaded.training)?;
-    let state = final_state(args)?;
+    check_outputs(args, resume.as_deref())?;
     computes_in_types(&loaded)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(&loaded);
-    let measurement = train_all(
-        args,
-        &loaded,
-        &dataset,
-        &schedule,
-        weights.as_ref(),
-        (resume, state.path()),
-    )?;
-    finite(&measurement)?;
+    let Trained {
+        measurement,
+        mut session,
+    } = train_all(args, &loaded, &dataset, &schedule, weights.as_ref(), resume)?;
     if measurement.steps.is_empty() {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
     }
-    if let (Some(path), Some(config)) = (&args.save, &config) {
-        export(path, config, state.path())?;
+    // What can be written is, whatever else cannot.
+    let (mut written, mut failed) = (Vec::new(), Vec::new());
+    let mut attempt = |what: String, done: Result<(), Failure>| match done {
+        Ok(()) => written.push(what),
+        Err(failure) => failed.push(failure),
+    };
+    if let Some(folder) = &args.checkpoint {
+        let graph = &loaded.plan.graph;
+        let saved = runtime::checkpoint::save(folder, &mut session, &loaded.hash, graph);
+        let what = format!("{} has the training state", folder.display());
+        attempt(what, saved.map(|_| ()).map_err(Failure::from));
     }
-    let mut text = serde_json::to_string_pretty(&measurement).map_err(|e| {
-        Failure::new(
-            Exit::Internal,
-            format!("the measurement cannot be written: {e}"),
-        )
-    })?;
-    text.push('\n');
-    outputs::write_atomic(&args.output, text.as_bytes())?;
+    if let (Some(path), Some((config, _))) = (&args.save, &config) {
+        let what = format!("{} has the weights", path.display());
+        attempt(what, export(path, config, &mut session));
+    }
+    let what = format!("{} measures the steps", args.output.display());
+    attempt(what, write_measurement(&args.output, &measurement));
+    if !failed.is_empty() {
+        return Err(not_all(failed, &written));
+    }
     if args.json {
         print_json(args, &loaded, &measurement)?;
     } else {
         print_words(args, &loaded, &measurement)?;
     }
-    whole(args, &measurement)
+    whole(args, &measurement, &written)
+}
+
+fn write_measurement(path: &Path, measurement: &Measurement) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(measurement).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("the measurement cannot be written: {e}"),
+        )
+    })?;
+    outputs::write_atomic(path, (text + "\n").as_bytes())
+}
+
+/// Says all that could not be written, and what could.
+fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
+    let mut words: Vec<String> = failed.iter().map(Failure::to_string).collect();
+    if !written.is_empty() {
+        words.push(format!("all else was written: {}", written.join(", ")));
+    }
+    let first = failed.into_iter().next();
+    let internal = || Failure::new(Exit::Internal, "nothing failed");
+    first.unwrap_or_else(internal).saying(words.join("\n"))
 }
 
 /// Says that a run ended before its last step, what of it there is, and how it can go on.
-fn whole(args: &RunArgs, m: &Measurement) -> Result<(), Failure> {
+fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Failure> {
     let done = m.steps.len() as u64;
     if done == args.steps {
         return Ok(());
     }
-    let mut written = vec![format!("{} measures them", args.output.display())];
-    let mut help = None;
-    if let Some(path) = &args.save {
-        written.push(format!("{} has the weights", path.display()));
-    }
-    if let Some(folder) = &args.checkpoint {
-        written.push(format!("{} the training state", folder.display()));
-        help = Some(format!(
+    let mut written = written.to_vec();
+    let help = args.checkpoint.as_ref().map(|folder| {
+        format!(
             "to go on, the same command with --resume {} --steps {}, and --total-steps if the learning rate decays",
             folder.display(),
             args.steps - done
-        ));
-    }
+        )
+    });
     if m.instructions.is_empty() && args.profile > 0 {
         written.push("no step was timed by instruction, as the last ones are".into());
     }
@@ -155,43 +179,82 @@ fn check_weights(path: &Path) -> Result<(), Failure> {
     })
 }
 
-/// The file of the training state that `--resume` names.
-fn checkpoint(path: &Path) -> Result<PathBuf, Failure> {
-    let bad = |problem: &str, near: String| {
-        let shown = path.display();
-        Failure::new(Exit::BadInput, format!("--resume {shown}: {problem}"))
-            .help(format!("{near}{}", crate::failure::CHECKPOINTS_ARE))
-    };
-    let file = match path.is_dir() {
-        true => path.join(STATE),
-        false => path.to_path_buf(),
-    };
+/// The newest checkpoint where `--resume` says that is whole, if it is of the plan's model. What
+/// the run will not do as one that had never stopped is said on standard error.
+fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> {
     if !path.exists() {
-        let near = format!("{}; ", files::missing_help(path));
-        return Err(bad("there is no such folder or file", near));
+        let what = format!(
+            "--resume {}: there is no such folder or file",
+            path.display()
+        );
+        let help = format!("{}; {CHECKPOINTS_ARE}", files::missing_help(path));
+        return Err(Failure::new(Exit::BadInput, what).help(help));
     }
-    match file.exists() {
-        true => Ok(file),
-        false => Err(bad(&format!("the folder has no {STATE}"), String::new())),
+    let Found {
+        checkpoint,
+        passed_over,
+    } = runtime::checkpoint::find(path)?;
+    let shown = checkpoint.path().display();
+    for damaged in passed_over {
+        crate::say(format_args!("warning: passed over {damaged}"));
     }
-}
-
-/// Where the final training state goes: nowhere, a checkpoint, or a file that is gone after
-/// the weights are exported from it.
-enum FinalState {
-    None,
-    Kept(PathBuf),
-    Temporary(tempfile::TempDir),
-}
-
-impl FinalState {
-    fn path(&self) -> Option<PathBuf> {
-        match self {
-            FinalState::None => None,
-            FinalState::Kept(path) => Some(path.clone()),
-            FinalState::Temporary(folder) => Some(folder.path().join(STATE)),
+    checkpoint.check_model(&loaded.plan.graph).map_err(|e| {
+        let field = match &e {
+            RuntimeError::OtherModel { difference, .. } => {
+                import::config_field(&loaded.training.graph.name, difference)
+            }
+            _ => None,
+        };
+        let failure = Failure::from(e);
+        match field {
+            Some(field) => {
+                let words = format!("{failure} ({field} of a config.json)");
+                failure.saying(words)
+            }
+            None => failure,
         }
+    })?;
+    let train = &loaded.plan.train;
+    match checkpoint.origin() {
+        None => crate::say(format_args!(
+            "warning: {shown} is of an earlier build: without hashes, so that damage is not noticed, and without the model's name. Checkpoints that are written now have both."
+        )),
+        Some(o)
+            if (o.seed, o.global_batch, o.sequence)
+                != (train.seed, train.global_batch, train.sequence) =>
+        {
+            crate::say(format_args!(
+                "warning: {shown} was trained with seed {}, global batch {} and sequence {}, the plan has {}, {} and {}: the data go on in another order.",
+                o.seed, o.global_batch, o.sequence, train.seed, train.global_batch, train.sequence
+            ))
+        }
+        Some(_) => {}
     }
+    Ok(Arc::new(checkpoint))
+}
+
+/// Refuses a configuration, read from `path`, of another model than the plan's.
+fn same_model(config: &ModelConfig, path: &Path, loaded: &Loaded) -> Result<(), Failure> {
+    let broken = |e: ir::text::ParseError| Failure::new(Exit::CheckFailed, e);
+    let graph = ir::text::parse(&loaded.plan.graph).map_err(broken)?;
+    let Some(d) = config.difference(&graph, loaded.plan.train.sequence)? else {
+        return Ok(());
+    };
+    let what = match import::config_field(config.model_type(), &d) {
+        Some(field) if field == d.attribute => format!("`{field}`"),
+        Some(field) => format!("`{field}` ({d})"),
+        None => d.to_string(),
+    };
+    Err(Failure::new(
+        Exit::BadInput,
+        format!(
+            "{}: {what} is {} here, {} in the plan",
+            path.display(),
+            d.first,
+            d.second
+        ),
+    )
+    .help("weights are read and saved as those of the plan's model: name its config.json with --config, or compile the plan from this one"))
 }
 
 /// What a run reads, apart from the training state that it goes on from.
@@ -214,52 +277,23 @@ fn inputs(args: &RunArgs) -> Vec<PathBuf> {
     all
 }
 
-/// Checks that all that will be written can be, and says where the training state goes.
-fn final_state(args: &RunArgs) -> Result<FinalState, Failure> {
-    let read = inputs(args);
+/// Checks that all that will be written can be, and replaces nothing that is read and no part of
+/// a checkpoint.
+fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Failure> {
+    let mut read = inputs(args);
+    let folders = args.resume.iter().chain(&args.checkpoint);
+    let kept = folders.flat_map(|folder| runtime::checkpoint::numbered(folder));
+    read.extend(kept.map(|(_, path)| path));
+    read.extend(resume.map(|c| c.path().to_path_buf()));
     let read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
-    // A run may go on from the training state that it replaces, but replaces it by nothing else.
-    let resumed: Vec<&Path> = read.iter().copied().chain(args.resume.as_deref()).collect();
-    let saved = args.save.as_deref();
-    let mut written: Vec<&Path> = saved.into_iter().collect();
-    outputs::check_regular(&written, &resumed)?;
+    let mut written: Vec<&Path> = args.save.as_deref().into_iter().collect();
+    outputs::check_regular(&written, &read)?;
     written.push(&args.output);
-    outputs::check(&written, &resumed)?;
-    if let Some(folder) = &args.checkpoint {
-        std::fs::create_dir_all(folder).map_err(|e| {
-            Failure::new(
-                Exit::BadInput,
-                format!("{}: cannot make the folder: {e}", folder.display()),
-            )
-        })?;
+    outputs::check(&written, &read)?;
+    match &args.checkpoint {
+        Some(folder) => outputs::check_folder(folder),
+        None => Ok(()),
     }
-    let state = args.checkpoint.as_ref().map(|folder| folder.join(STATE));
-    if let Some(state) = &state {
-        outputs::check_regular(&[state], &read)?;
-        written.push(state);
-        outputs::check(&written, &[])?;
-    }
-    if let Some(state) = state {
-        return Ok(FinalState::Kept(outputs::target(&state)));
-    }
-    let Some(path) = saved else {
-        return Ok(FinalState::None);
-    };
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let temporary = tempfile::Builder::new()
-        .prefix(".meshwright-")
-        .tempdir_in(folder)
-        .map_err(|e| {
-            Failure::new(
-                Exit::BadInput,
-                format!("{}: cannot write: {e}", path.display()),
-            )
-        })?;
-    interrupt::is_temporary(temporary.path());
-    Ok(FinalState::Temporary(temporary))
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
@@ -284,8 +318,8 @@ fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
     })
 }
 
-/// The model's configuration, where weights are read or written.
-fn config(args: &RunArgs) -> Result<Option<ModelConfig>, Failure> {
+/// The model's configuration and its file, where weights are read or written.
+fn config(args: &RunArgs) -> Result<Option<(ModelConfig, PathBuf)>, Failure> {
     let beside = |w: &PathBuf| {
         if w.is_dir() {
             w.join("config.json")
@@ -298,13 +332,13 @@ fn config(args: &RunArgs) -> Result<Option<ModelConfig>, Failure> {
         .clone()
         .or_else(|| args.weights.as_ref().map(beside));
     match path {
-        Some(path) => Ok(Some(model::load_config(&path).map_err(|f| {
-            if args.config.is_none() {
-                f.help("the weights are there, but how they are stored is in the model's config.json, which is looked for beside them: name it with --config")
-            } else {
-                f
-            }
-        })?)),
+        Some(path) => {
+            let config = model::load_config(&path).map_err(|f| match args.config {
+                None => f.help("the weights are there, but how they are stored is in the model's config.json, which is looked for beside them: name it with --config"),
+                Some(_) => f,
+            })?;
+            Ok(Some((config, path)))
+        }
         None if args.save.is_some() => Err(Failure::new(
             Exit::Usage,
             "--save writes Hugging Face's form, which needs --config, the model's config.json",
@@ -385,8 +419,8 @@ fn train_all(
     dataset: &Dataset,
     schedule: &LrSchedule,
     weights: Option<&Weights>,
-    (resume, save): (Option<PathBuf>, Option<PathBuf>),
-) -> Result<Measurement, Failure> {
+    resume: Option<Arc<Checkpoint>>,
+) -> Result<Trained, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
     let options = TrainOptions {
@@ -401,7 +435,6 @@ fn train_all(
         validation_batches: args.validation_batches,
         profile_steps: args.profile,
         resume,
-        save,
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
@@ -480,35 +513,22 @@ impl Rates {
     }
 }
 
-/// A loss that is no number is an error of the run: nothing after it means anything.
-fn finite(m: &Measurement) -> Result<(), Failure> {
-    let bad = m.steps.iter().find(|s| !s.loss.is_finite());
-    match bad {
-        Some(s) => Err(Failure::new(
-            Exit::RunFailed,
-            format!(
-                "the loss of step {} is {}: training diverged; no measurement was written",
-                s.step, s.loss
-            ),
-        )
-        .help("lower --lr, add --warmup, or clip gradients")),
-        None => Ok(()),
-    }
-}
-
-/// Writes the parameters of a training state as Hugging Face weights.
-fn export(path: &Path, config: &ModelConfig, state: Option<PathBuf>) -> Result<(), Failure> {
-    let Some(state) = state else {
-        return Err(Failure::new(Exit::Internal, "no training state to export"));
+/// Writes the parameters as Hugging Face weights.
+fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<(), Failure> {
+    let supply = |name: &str| match session.state(name)? {
+        Some(tensor) => match tensor.values.iter().find(|v| !v.is_finite()) {
+            None => Ok(tensor.values),
+            Some(&value) => Err(RuntimeError::NotFinite {
+                path: name.into(),
+                value,
+            }),
+        },
+        None => Err(RuntimeError::State {
+            path: name.into(),
+            problem: "the plan has none".into(),
+        }),
     };
-    let (states, _) = runtime::checkpoint::load(&state)?;
-    let supply = |name: &str| {
-        states
-            .get(name)
-            .map(|t| t.values.clone())
-            .ok_or_else(|| format!("the plan has no parameter `{name}`; is --config the model's?"))
-    };
-    Ok(import::export(outputs::target(path), config, supply)?)
+    outputs::write_with(path, |out| Ok(import::export(path, out, config, supply)?))
 }
 
 fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {

@@ -5,11 +5,9 @@ use crate::args::SolveArgs;
 use crate::failure::{Exit, Failure};
 use crate::report;
 use crate::{files, interrupt, outputs};
+use intra_op::presolve::Infeasibility;
+use intra_op::{SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution};
 use ir::Figure;
-use planner::intra_op::presolve::Infeasibility;
-use planner::intra_op::{
-    SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution,
-};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, Read};
@@ -49,7 +47,8 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
     for t in result.trace.iter().filter(|t| !t.note.is_empty()) {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;
     }
-    report::out(&line(&result, problem.usage_limit).to_string())?;
+    let line = line(&result, problem.usage_limit, options.backend.name());
+    report::out(&line.to_string())?;
     verdict(args, &result, cancel.load(Ordering::Relaxed))
 }
 
@@ -78,7 +77,7 @@ fn options(
 }
 
 /// The result as one JSON object.
-fn line(result: &SolveResult, usage_limit: Option<u64>) -> Value {
+fn line(result: &SolveResult, usage_limit: Option<u64>, solver: &str) -> Value {
     let status = match &result.status {
         SolveStatus::Optimal => "optimal",
         SolveStatus::Feasible { .. } => "feasible",
@@ -112,6 +111,7 @@ fn line(result: &SolveResult, usage_limit: Option<u64>) -> Value {
         "peak_usage": result.peak_usage.map(number),
         "usage_limit": usage_limit,
         "infeasible": infeasible,
+        "integer_programs": solver,
         "trace": trace,
     })
 }
@@ -183,7 +183,7 @@ impl Read for Interruptible<'_> {
     }
 }
 
-fn read(path: &Path, cancel: &AtomicBool) -> Result<planner::intra_op::IntraOpProblem, Failure> {
+fn read(path: &Path, cancel: &AtomicBool) -> Result<intra_op::IntraOpProblem, Failure> {
     let name = path.display();
     let bad = |e: &dyn std::fmt::Display| Failure::new(Exit::BadInput, format!("{name}: {e}"));
     const INSTANCES_ARE: &str =

@@ -9,7 +9,7 @@
 use ir::op::{Assignment, AxisUse, FactorRole};
 use ir::plan::{Plan, relative_path};
 use ir::training::{StateRole, TrainingGraph};
-use ir::{AxisId, LayerId, Op, OpKind, Pass, Region, ShardingSpec};
+use ir::{AxisId, LayerId, Op, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -193,24 +193,22 @@ impl Layer<'_> {
     /// Level and bytes of every parameter; no level where its uses shard it over `axis`.
     fn zero_levels(&self, axis: AxisId) -> Vec<(Option<u8>, u64)> {
         let graph = &self.training.graph;
-        let by_path: BTreeMap<&str, &Assigned<'_>> =
-            self.ops.iter().map(|a| (a.op.path.as_str(), a)).collect();
-        let result = |path: &str| by_path.get(path).and_then(|a| a.specs.results.first());
+        let first = |a: &Assigned<'_>| a.op.outputs.first().copied();
+        let making: BTreeMap<Option<ValueId>, &Assigned<'_>> =
+            self.ops.iter().map(|a| (first(a), a)).collect();
+        // Of several ops of one origin the last: of a parameter's copies what its uses read.
+        let by_origin: BTreeMap<Origin, &Assigned<'_>> =
+            self.ops.iter().map(|a| (a.op.origin, a)).collect();
+        let spec_of = |v| making.get(&Some(v)).and_then(|a| a.specs.results.first());
         let splits = |spec: Option<&ShardingSpec>| spec.is_some_and(|s| s.dim_of(axis).is_some());
-        let parameters =
-            self.training.states.iter().filter(|s| {
-                s.role == StateRole::Parameter && by_path.contains_key(s.path.as_str())
-            });
+        let states = || self.training.states.iter();
+        let parameters = states()
+            .filter(|s| s.role == StateRole::Parameter && making.contains_key(&Some(s.read)));
         let mut levels = Vec::new();
         for state in parameters {
-            let prepared = format!("prepare.{}", state.path);
-            let made: Option<&Assigned<'_>> = by_path
-                .get(prepared.as_str())
-                .or_else(|| by_path.get(state.path.as_str()))
-                .copied();
-            let Some(value) = made.and_then(|a| a.op.outputs.first().copied()) else {
-                continue;
-            };
+            let of = graph.value(state.read).producer;
+            let prepared = by_origin.get(&Origin::Prepared { of });
+            let value = prepared.and_then(|a| first(a)).unwrap_or(state.read);
             let uses = || {
                 self.ops
                     .iter()
@@ -223,15 +221,20 @@ impl Layer<'_> {
                             .map(move |(k, _)| (a, k))
                     })
             };
-            let accumulated =
-                uses().any(|(a, k)| splits(result(&format!("accumulate.{}.{k}", a.op.path))));
+            let accumulated = uses().any(|(a, k)| {
+                let of = first(a).map(|v| graph.value(v).producer);
+                let operand = k as u32;
+                let sum = of.map(|of| Origin::Accumulator { of, operand });
+                let sum = sum.and_then(|origin| by_origin.get(&origin));
+                splits(sum.and_then(|a| a.specs.results.first()))
+            });
+            let mut moments =
+                states().filter(|s| s.role == StateRole::Moment1 && s.param == state.param);
             let level = match () {
                 () if uses().any(|(a, k)| splits(a.specs.operands.get(k))) => None,
-                () if splits(made.and_then(|a| a.specs.results.first())) => Some(3),
+                () if splits(spec_of(value)) => Some(3),
                 () if accumulated => Some(2),
-                () if splits(result(&format!("moment1.{}", state.path)))
-                    || splits(result(&state.path)) =>
-                {
+                () if moments.any(|s| splits(spec_of(s.read))) || splits(spec_of(state.read)) => {
                     Some(1)
                 }
                 () => Some(0),

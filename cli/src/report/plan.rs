@@ -509,6 +509,9 @@ fn proof(plan: &Plan) -> String {
         percent(p.gap),
         counted(p.candidates, "candidate"),
     );
+    if plan.cluster.pool.is_some() {
+        w += "\n  objective: the times of stages added up, or what the processors that ranks share need for the work of all, if that is longer";
+    }
     w += &gap(plan);
     for (first, last) in equal_runs(&p.stages) {
         let s = &p.stages[first];

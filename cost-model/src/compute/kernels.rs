@@ -90,6 +90,7 @@ mod tests {
         let kind = OpKind::Attention {
             scale: 1.0,
             dropout: 0.0,
+            key: String::new(),
             order: Default::default(),
         };
         let t = op_time(&c, &kind, &[q.clone(), q.clone(), q.clone()], &[q, lse]).0;

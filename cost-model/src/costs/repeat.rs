@@ -17,8 +17,7 @@ use ir::op::OpKind;
 use ir::program::{
     BufferClass, CollectiveItem, InstrKind, Instruction, RoleProgram, Template, TemplateKind,
 };
-use ir::training::source_path;
-use ir::{BufferId, LayerId};
+use ir::{BufferId, LayerId, Pass};
 use std::collections::{HashMap, HashSet};
 
 /// Adds what is run in vain to `costs` and to `host_s`, the times in which the host issues it,
@@ -59,9 +58,9 @@ pub(super) fn add(role: &RoleProgram, costs: &mut [Vec<InstrCost>], host_s: &mut
 
 /// The path of the forward op that an instruction recomputes, with its kind.
 fn twin(instruction: &Instruction) -> Option<(&str, &OpKind)> {
-    let (path, kind) = op(instruction)?;
-    let source = source_path(path);
-    (source != path).then_some((source, kind))
+    let (path, kind) = op(instruction).filter(|_| instruction.pass == Pass::Recompute)?;
+    // A program says no more of a twin than its label.
+    Some((path.strip_prefix("recompute.").unwrap_or(path), kind))
 }
 
 /// The layers that a backward template recomputes, with the last of their recomputed matmuls.
@@ -145,6 +144,14 @@ mod tests {
     use crate::testing;
     use ir::program::Template;
 
+    /// The pass of the op of a path, as training calls it.
+    fn pass(path: &str) -> Pass {
+        match path.starts_with("recompute.") {
+            true => Pass::Recompute,
+            false => Pass::BI,
+        }
+    }
+
     /// A layer of `a`, a matmul, and what follows; `again` are the twins in its backward.
     fn added(again: &[&str]) -> Vec<f64> {
         let mut role = testing::role(0, 0, 1);
@@ -164,6 +171,7 @@ mod tests {
             };
             Instruction {
                 layer: Some(LayerId(0)),
+                pass: pass(path),
                 ..testing::instr(kind, crate::testing::KERNELS, &[])
             }
         };
@@ -232,7 +240,11 @@ mod tests {
             outputs: vec![BufferId(9)],
         };
         let kinds = gathers.iter().map(gather).chain(ops.iter().map(op));
-        let instruction = |kind| Instruction {
+        let instruction = |kind: InstrKind| Instruction {
+            pass: match &kind {
+                InstrKind::Compute { path, .. } => pass(path),
+                _ => Pass::BI,
+            },
             layer: Some(LayerId(0)),
             ..testing::instr(kind, crate::testing::KERNELS, &[])
         };

@@ -12,7 +12,7 @@ use ir::program::{
     Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind,
 };
 use ir::software::{InFlight, ProcessMemory, Reuse};
-use ir::training::{StateRole, source_path};
+use ir::training::StateRole;
 use ir::{BufferId, Bytes, OpKind, Pass};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -462,17 +462,19 @@ impl<'a> Process<'a> {
                     intervals.entry(b).or_insert((at, at)).1 = at;
                 }
             }
-            let InstrKind::Compute { path, kind, .. } = &i.kind else {
+            let InstrKind::Compute { kind, .. } = &i.kind else {
                 continue;
             };
-            if i.pass == Pass::Recompute {
-                begun.insert(source_path(path), at);
-            }
+            // What a gradient and the twin that it needs have in common.
             let key = match kind {
-                OpKind::AttentionGrad { key, .. } | OpKind::Dropout { key, .. } => key.as_str(),
+                OpKind::Attention { key, .. }
+                | OpKind::AttentionGrad { key, .. }
+                | OpKind::Dropout { key, .. } => key.as_str(),
                 _ => continue,
             };
-            if i.pass != Pass::Recompute && again.has(i) {
+            if i.pass == Pass::Recompute {
+                begun.insert(key, at);
+            } else if again.has(i) {
                 let from = begun.get(key).copied();
                 // Its kernels: its parameters may be gathered before.
                 let computes = |j: &Instruction| matches!(j.kind, InstrKind::Compute { .. });

@@ -69,6 +69,7 @@ fn attention(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<Val
     let attend = OpKind::Attention {
         scale,
         dropout: b.options.dropout,
+        key: String::new(),
         order: ir::op::SequenceOrder::Natural,
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &qkv)?;

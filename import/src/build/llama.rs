@@ -129,6 +129,7 @@ fn attention(
     let attend = OpKind::Attention {
         scale: (c.head_dim as f64).sqrt().recip(),
         dropout: b.options.dropout,
+        key: String::new(),
         order: ir::op::SequenceOrder::Natural,
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;

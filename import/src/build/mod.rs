@@ -168,6 +168,7 @@ impl Builder {
                 OpKind::Dropout {
                     p,
                     key: path.into(),
+                    order: ir::op::SequenceOrder::Natural,
                 },
                 &[x],
             ),

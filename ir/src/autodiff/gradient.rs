@@ -5,7 +5,9 @@
 
 use crate::op::{Binary, Einsum, Unary};
 use crate::sharding::ReduceKind;
-use crate::{Dim, Graph, GraphError, Op, OpKind, Pass, Place, Region, Shape, ValueId};
+use crate::{
+    Dim, Graph, GraphError, Op, OpId, OpKind, Origin, Pass, Place, Region, Shape, ValueId,
+};
 
 /// Operands whose gradients come out of the same ops; operands without gradient (ids,
 /// labels, the log-sum-exp of a cross entropy) are in no group.
@@ -21,9 +23,12 @@ pub(super) fn groups(op: &Op) -> Vec<Vec<usize>> {
 /// One forward op whose gradient is being written, and for which pass.
 pub(super) struct Arm<'a> {
     graph: &'a mut Graph,
+    id: OpId,
     op: &'a Op,
     results: &'a [Option<ValueId>],
     pass: Pass,
+    /// The first operand of the group whose gradients are being written.
+    operand: u32,
 }
 
 type Gradients = Vec<(usize, ValueId)>;
@@ -32,15 +37,18 @@ impl<'a> Arm<'a> {
     /// `results` are the gradients of the op's results, where there are any.
     pub(super) fn new(
         graph: &'a mut Graph,
+        id: OpId,
         op: &'a Op,
         results: &'a [Option<ValueId>],
         pass: Pass,
     ) -> Self {
         Arm {
             graph,
+            id,
             op,
             results,
             pass,
+            operand: 0,
         }
     }
 
@@ -51,6 +59,7 @@ impl<'a> Arm<'a> {
         let x = |i: usize| op.inputs[i];
         let y = |i: usize| op.outputs[i];
         let i = group[0];
+        self.operand = i as u32;
         if let OpKind::Unstack { dim } = op.kind {
             return Ok(vec![(0, self.unstack(dim)?)]);
         }
@@ -155,6 +164,7 @@ impl<'a> Arm<'a> {
                 scale,
                 dropout,
                 order,
+                ..
             } => {
                 let kind = OpKind::AttentionGrad {
                     scale: *scale,
@@ -425,7 +435,11 @@ impl<'a> Arm<'a> {
             region: Region::Microbatch,
             layer: self.op.layer,
         };
-        self.graph.add(kind, inputs, place)
+        let origin = Origin::Gradient {
+            of: self.id,
+            operand: self.operand,
+        };
+        self.graph.add_made(&[], kind, inputs, place, origin)
     }
 }
 

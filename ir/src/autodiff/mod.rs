@@ -17,13 +17,13 @@
 //!
 //! Paths: `grad.<forward path>.<what>`, `what` being one word without dots (`x`, `lhs`,
 //! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_sum`, ...; sums
-//! over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). As each path has exactly
-//! one such word more than its forward path, gradient paths are unique when those are.
+//! over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). Which op's gradient an op
+//! computes, and for which operand, is its origin.
 
 mod gradient;
 
 use crate::op::Binary;
-use crate::{Graph, GraphError, Op, OpId, OpKind, Pass, Place, Region, ValueId};
+use crate::{Graph, GraphError, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
 use gradient::{Arm, groups};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -136,7 +136,7 @@ impl Engine<'_> {
         groups.sort_by_key(|group| self.pass(&op, group));
         for group in groups {
             let pass = self.pass(&op, &group);
-            let gradients = Arm::new(self.graph, &op, &results, pass).gradients(&group)?;
+            let gradients = Arm::new(self.graph, id, &op, &results, pass).gradients(&group)?;
             for (operand, gradient) in gradients {
                 if self.reaches.leaf[op.inputs[operand].index()] {
                     self.deliver(id, &op, operand, gradient, on_use)?;
@@ -203,15 +203,16 @@ impl Engine<'_> {
     ) -> Result<ValueId, GraphError> {
         let n = self.n_sums.entry(value).or_insert(0);
         *n += 1;
-        let what = match self.graph.value(value).result {
+        let (of, result) = (
+            self.graph.value(value).producer,
+            self.graph.value(value).result,
+        );
+        let what = match result {
             0 => format!("sum{n}"),
             r => format!("r{r}-sum{n}"),
         };
         let place = Place {
-            path: format!(
-                "grad.{}.{what}",
-                self.graph.op(self.graph.value(value).producer).path
-            ),
+            path: format!("grad.{}.{what}", self.graph.op(of).path),
             pass: if self.reaches.input[value.index()] {
                 Pass::BI
             } else {
@@ -220,10 +221,12 @@ impl Engine<'_> {
             region: Region::Microbatch,
             layer: consumer.layer,
         };
-        self.graph.add1(
+        self.graph.add_made1(
+            &[],
             OpKind::Binary { f: Binary::Add },
             &[so_far, gradient],
             place,
+            Origin::Sum { of, result },
         )
     }
 }

@@ -287,6 +287,10 @@ pub enum OpKind {
         scale: f64,
         /// Dropout probability on the attention weights.
         dropout: f64,
+        /// Path of the forward op: the key of its dropout mask. Empty in a model, where it is
+        /// the op's own.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        key: String,
         /// How the sequence is stored.
         #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
         order: SequenceOrder,
@@ -303,13 +307,16 @@ pub enum OpKind {
         #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
         order: SequenceOrder,
     },
-    /// Counter-based dropout: `(x) -> x * mask / (1 - p)`. It is its own gradient: the
-    /// backward op carries the same `key`.
+    /// Counter-based dropout of activations `x[B, ..]`: `(x) -> x * mask / (1 - p)`. It is its
+    /// own gradient: the backward op carries the same `key`.
     Dropout {
         /// Probability of zeroing.
         p: f64,
         /// Path of the forward op: the key of the mask.
         key: String,
+        /// How dim 1 is stored: masks are named by position.
+        #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
+        order: SequenceOrder,
     },
     /// `log(sum(exp(x)))` over the last dim: `(x[.., V]) -> f32[..]`. A split `V` gives
     /// log-sum-exp partials. Not differentiated: see `CrossEntropy`.
@@ -379,14 +386,17 @@ pub enum OpKind {
         /// Largest norm; none clips nothing.
         max_norm: Option<f64>,
     },
-    /// Dynamic loss scale: `(scale f32[], good_steps f32[], norm f32[]) -> (scale', good_steps')`.
-    /// Halves on a non-finite norm, doubles after `growth_interval` good steps.
+    /// Dynamic loss scale: `(scale f32[], good_steps f32[], updates f32[], norm f32[]) -> (scale',
+    /// good_steps', updates')`. Halves on a non-finite norm, down to
+    /// [`training::LOWEST_LOSS_SCALE`](crate::training::LOWEST_LOSS_SCALE), and doubles after
+    /// `growth_interval` good steps. Steps with a finite norm count as updates.
     UpdateLossScale {
         /// Good steps before the scale doubles.
         growth_interval: u64,
     },
     /// AdamW (Loshchilov & Hutter 2019) as in `torch.optim.AdamW`: `(p, g, m, v, coef f32[])
-    /// -> (p', m', v')`. The learning rate and the step count come from the run.
+    /// -> (p', m', v')`. The learning rate comes from the run, and so does the number of updates
+    /// done, unless a sixth operand `updates f32[]` has it: some steps may update nothing.
     AdamW {
         /// Decay of the first moment.
         beta1: f64,

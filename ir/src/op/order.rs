@@ -130,6 +130,7 @@ mod tests {
             let kind = OpKind::Attention {
                 scale,
                 dropout,
+                key: String::new(),
                 order,
             };
             let made = kind.infer(&[x.clone(), x.clone(), x.clone()], None);

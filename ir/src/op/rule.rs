@@ -612,10 +612,10 @@ pub(super) fn rule(kind: &OpKind, x: &[TensorType], y: &[TensorType]) -> Shardin
         }
         OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
             let f = b.free(&dims(&x[0]));
-            for _ in 0..x.len() - 1 {
-                b.operand(&f);
+            // Parameter, gradient and moments; then scalars.
+            for i in 0..x.len() {
+                b.operand(if i <= y.len() { &f } else { &[] });
             }
-            b.operand(&[]);
             for _ in y {
                 b.result(&f);
             }

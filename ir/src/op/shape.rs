@@ -284,6 +284,7 @@ pub(super) fn infer(
             scale,
             dropout,
             order,
+            ..
         } => {
             cx.arity(3)?;
             cx.attention_figures(*scale, *dropout)?;
@@ -307,17 +308,20 @@ pub(super) fn infer(
             cx.stat(0, 4)?;
             Ok(vec![x[0].clone(), x[1].clone(), x[2].clone()])
         }
-        OpKind::Dropout { p, .. } => {
+        OpKind::Dropout { p, order, .. } => {
             cx.arity(1)?;
             cx.float(0)?;
             cx.ensure((0.0..1.0).contains(p), || {
                 format!("probability {p} is outside [0, 1)")
             })?;
-            // The mask's elements are named by the sample, which is dim 0.
-            cx.ensure(
-                !x[0].shape.0.iter().skip(1).any(|d| *d == Dim::Batch),
-                || format!("the batch of {} is not its first dim", x[0]),
-            )?;
+            // The mask's elements are named by the sample, which is dim 0. What has no samples
+            // would have a mask for each microbatch.
+            cx.ensure(x[0].shape.0.first() == Some(&Dim::Batch), || {
+                format!("the batch of {} is not its first dim", x[0])
+            })?;
+            if !order.is_natural() {
+                cx.stored(0, *order)?;
+            }
             one(x[0].clone())
         }
         OpKind::LogSumExp => {
@@ -422,12 +426,12 @@ pub(super) fn infer(
             one(x[0].clone())
         }
         OpKind::UpdateLossScale { .. } => {
-            cx.arity(3)?;
+            cx.arity(4)?;
             cx.scalars(0)?;
-            Ok(vec![x[0].clone(), x[0].clone()])
+            Ok(vec![x[0].clone(), x[0].clone(), x[0].clone()])
         }
         OpKind::AdamW { .. } => {
-            cx.arity(5)?;
+            cx.arity(x.len().clamp(5, 6))?;
             for i in 1..4 {
                 cx.ensure(x[i].shape == x[0].shape, || {
                     format!("operand {i} is {}, the parameter {}", x[i], x[0])

@@ -36,6 +36,7 @@ impl Builder {
         let kind = OpKind::Dropout {
             p: 0.25,
             key: path.clone(),
+            order: Default::default(),
         };
         let place = crate::Place::forward(path, self.layer);
         self.graph
@@ -177,6 +178,7 @@ impl Builder {
             OpKind::Attention {
                 scale,
                 dropout,
+                key: String::new(),
                 order,
             },
             &[q, k, v],

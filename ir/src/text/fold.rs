@@ -118,7 +118,16 @@ pub(super) struct Run {
 pub(super) struct Line {
     pub(super) path: String,
     pub(super) attributes: Option<Value>,
+    /// The operands, then the reference of the origin.
     pub(super) operands: Vec<Operand>,
+}
+
+/// The values that the text of an op names: its operands, and where its origin says that it was
+/// made for an op, that op's first result.
+pub(super) fn references<'g>(graph: &'g Graph, op: &'g Op) -> impl Iterator<Item = ValueId> + 'g {
+    let of = op.origin.of().filter(|of| of.index() < graph.ops().len());
+    let of = of.and_then(|of| graph.op(of).outputs.first());
+    op.inputs.iter().chain(of).copied()
 }
 
 /// A part of the text.
@@ -246,7 +255,7 @@ impl<'a> Fit<'a> {
         let name = names.name(0)?;
         let ops = first
             .iter()
-            .map(|op| OpFit::new(op, &name, &names.template()))
+            .map(|op| OpFit::new(graph, op, &name, &names.template()))
             .collect::<Option<_>>()?;
         Some(Fit {
             graph,
@@ -288,6 +297,7 @@ impl<'a> Fit<'a> {
         let types = |op: &'a Op| op.outputs.iter().map(|&v| self.graph.ty(v));
         let same = first.pass == op.pass
             && first.region == op.region
+            && first.origin.name() == op.origin.name()
             && fit.path.replace(HOLE, number) == op.path
             && first.inputs.len() == op.inputs.len()
             && types(first).eq(types(op));
@@ -297,7 +307,7 @@ impl<'a> Fit<'a> {
         let mut next = fit.clone();
         next.literal = fit.literal && first.kind == op.kind;
         next.template = next.template.filter(|t| fills_to(t, &op.kind, number));
-        for (o, v) in next.operands.iter_mut().zip(&op.inputs) {
+        for (o, v) in next.operands.iter_mut().zip(references(self.graph, op)) {
             *o = o.narrow(i64::from(v.0), k, self.base, self.width)?;
         }
         (next.literal || next.template.is_some()).then_some(next)
@@ -336,7 +346,7 @@ fn fills_to(template: &Value, kind: &OpKind, number: &str) -> bool {
 }
 
 impl OpFit {
-    fn new(op: &Op, name: &str, template: &str) -> Option<Self> {
+    fn new(graph: &Graph, op: &Op, name: &str, template: &str) -> Option<Self> {
         let path = with_hole(&op.path, name, template)?;
         let (_, given) = attributes::split(&op.kind);
         if given
@@ -350,7 +360,7 @@ impl OpFit {
             let fill = |s: &str| with_hole(s, name, template).unwrap_or_else(|| s.to_string());
             named.then(|| attributes::map_strings(&a, &fill))
         });
-        let operand = |v: &ValueId| OperandFit {
+        let operand = |v: ValueId| OperandFit {
             first: i64::from(v.0),
             stride: None,
             carried: None,
@@ -359,7 +369,7 @@ impl OpFit {
             path,
             template,
             literal: true,
-            operands: op.inputs.iter().map(operand).collect(),
+            operands: references(graph, op).map(operand).collect(),
         })
     }
 }

@@ -19,6 +19,8 @@
 //! the layer (`world` for none). `//` starts a comment. Attributes are what serde makes of
 //! the `OpKind`, so that a new op needs nothing here; `<B,8,4>` is a list of dims. Values
 //! are numbered in the order of definition; a hand-written text may name them (`%x`).
+//! Behind the region of an op that is not the model's stands its [`Origin`]: `boundary`,
+//! `twin of %3`, `gradient 1 of %3`; `%3` is the first result of the op that it was made for.
 //!
 //! **A text without `layers`** may leave `layer n` out: its ops, those of `repeat` bodies too,
 //! then belong to one layer called `all`. The planner cuts such a graph into layers.
@@ -49,7 +51,7 @@ mod scan;
 pub use parse::parse;
 pub use print::print;
 
-use crate::{Graph, Pass, Region};
+use crate::{Graph, OpId, Origin, Pass, Region};
 
 /// Most ops of a parsed graph, repeats expanded.
 pub const MAX_OPS: usize = 1 << 20;
@@ -107,6 +109,12 @@ const REGIONS: [(Region, &str); 3] = [
     (Region::Microbatch, "microbatch"),
     (Region::StepEnd, "step_end"),
 ];
+
+/// The origins as text names them, each with whether it has a number and an op.
+fn origins() -> impl Iterator<Item = (&'static str, bool, bool)> {
+    let all = Origin::all(OpId(0), 0).into_iter();
+    all.map(|o| (o.name().0, o.name().1.is_some(), o.of().is_some()))
+}
 
 /// The place of the number in a name or path inside a `repeat`.
 const HOLE: &str = "{i}";

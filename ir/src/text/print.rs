@@ -2,7 +2,7 @@
 
 use super::fold::{Item, Line, Numbered, Operand, Run};
 use super::{PASSES, REGIONS, attributes, fold};
-use crate::{Graph, LayerId, Op, ValueId};
+use crate::{Graph, LayerId, Op, Origin, ValueId};
 use std::fmt::Write;
 
 /// From this many on, layer names that differ in a number are written as one.
@@ -58,7 +58,7 @@ fn print_layers(names: &[String], out: &mut String) {
 
 fn print_op(graph: &Graph, op: &Op, out: &mut String) {
     let (_, given) = attributes::split(&op.kind);
-    let operands = op.inputs.iter().copied().map(Operand::Plain).collect();
+    let operands = fold::references(graph, op).map(Operand::Plain).collect();
     let line = Line {
         path: op.path.clone(),
         attributes: given,
@@ -103,13 +103,10 @@ fn print_line(graph: &Graph, op: &Op, line: &Line, out: &mut String) {
         out.push(' ');
         attributes::write(given, out);
     }
-    for (i, operand) in line.operands.iter().enumerate() {
+    let (operands, of) = line.operands.split_at(op.inputs.len());
+    for (i, operand) in operands.iter().enumerate() {
         out.push_str(if i == 0 { " " } else { ", " });
-        let _ = match operand {
-            Operand::Plain(v) => write!(out, "{v}"),
-            Operand::Strided(v, stride) => write!(out, "{v}[{stride:+}]"),
-            Operand::Carried(i) => write!(out, "%prev{i}"),
-        };
+        print_operand(operand, out);
     }
     let types: Vec<String> = op
         .outputs
@@ -130,6 +127,23 @@ fn print_line(graph: &Graph, op: &Op, line: &Line, out: &mut String) {
         types.join(", "),
         line.path
     );
+    if op.origin != Origin::Forward {
+        let (name, number) = op.origin.name();
+        let _ = write!(out, " {name}");
+        let _ = number.map(|n| write!(out, " {n}"));
+    }
+    for operand in of {
+        out.push_str(" of ");
+        print_operand(operand, out);
+    }
+}
+
+fn print_operand(operand: &Operand, out: &mut String) {
+    let _ = match operand {
+        Operand::Plain(v) => write!(out, "{v}"),
+        Operand::Strided(v, stride) => write!(out, "{v}[{stride:+}]"),
+        Operand::Carried(i) => write!(out, "%prev{i}"),
+    };
 }
 
 fn values(ids: &[ValueId]) -> String {

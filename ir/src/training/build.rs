@@ -1,18 +1,14 @@
 //! Builds the training graph of a forward graph; `training` names the parts.
 
 use super::layouts::share_layouts;
-use super::{State, StateRole, TrainingGraph};
+use super::{LOSS_SCALE, LOSS_SCALE_UNIT, State, StateRole, TrainingGraph, UPDATES};
 use crate::autodiff::{LeafUse, differentiate};
 use crate::op::{Binary, Init, Unary};
 use crate::{
-    DType, Graph, GraphError, LayerId, Op, OpId, OpKind, Optimizer, Pass, Place, Precision, Region,
-    Shape, TensorType, TrainSpec, ValueId,
+    DType, Graph, GraphError, LayerId, Op, OpId, OpKind, Optimizer, Origin, Pass, Place, Precision,
+    Region, Shape, TensorType, TrainSpec, ValueId,
 };
 use std::collections::BTreeSet;
-
-/// The loss scale's initial value, and the unit in which its state is stored. As in
-/// `torch.amp.GradScaler`.
-const INITIAL_LOSS_SCALE: f64 = 65536.0;
 
 /// Steps without overflow before the loss scale doubles. As in `torch.amp.GradScaler`.
 const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
@@ -21,9 +17,9 @@ const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
 ///
 /// `forward` is all f32; its one output is an f32 scalar, the loss summed over the tokens of
 /// a microbatch. Parameters are its `State` ops, used directly as operands. Fails when the
-/// loss cannot be differentiated, when a parameter does not affect it, when an input's
-/// sequence length is not the spec's, or when a path of `forward` is one that the training
-/// graph needs (`loss`, `grad.*`, ...).
+/// loss cannot be differentiated, when a parameter does not affect it, or when an input's
+/// sequence length is not the spec's. Paths of `forward` stay; an op that is added gets another
+/// than its own where that is one of them.
 pub fn build(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
     let mut b = Builder::new(forward, spec);
     b.parameters()?;
@@ -60,11 +56,11 @@ struct Loss {
     accumulated: ValueId,
 }
 
-/// The dynamic loss scale of f16.
+/// The dynamic loss scale of f16: the scale, the good steps since it changed, the updates done.
 struct LossScale {
-    states: [ValueId; 2],
+    states: [ValueId; 3],
     value: ValueId,
-    next: [ValueId; 2],
+    next: [ValueId; 3],
 }
 
 struct Builder<'a> {
@@ -110,16 +106,19 @@ impl<'a> Builder<'a> {
             let read = self
                 .graph
                 .add_source(op.kind.clone(), ty, at(op.path.clone()))?;
+            let origin = Origin::Prepared {
+                of: self.graph.value(read).producer,
+            };
             // The cast comes first, so that a gather in StepBegin moves the compute dtype.
             let source = match self.spec.precision.compute() {
                 DType::F32 => read,
                 dtype => {
                     let place = at(format!("cast.{}", op.path));
-                    self.graph.add1(OpKind::Cast { dtype }, &[read], place)?
+                    self.make(OpKind::Cast { dtype }, &[read], place, origin)?
                 }
             };
             let place = at(format!("prepare.{}", op.path));
-            let prepared = self.graph.add1(OpKind::Layout, &[source], place)?;
+            let prepared = self.make(OpKind::Layout, &[source], place, origin)?;
             self.mapped[op.outputs[0].index()] = Some(prepared);
             self.params.push(Param {
                 path: op.path.clone(),
@@ -149,14 +148,11 @@ impl<'a> Builder<'a> {
                     region: Region::StepBegin,
                     layer: param.layer,
                 };
-                param.moments.push(self.graph.add_source(
-                    OpKind::State {
-                        init: Init::Zeros,
-                        decay: false,
-                    },
-                    ty,
-                    place,
-                )?);
+                let forward = [self.forward];
+                let moment = self
+                    .graph
+                    .add_made_state(&forward, Init::Zeros, ty, place)?;
+                param.moments.push(moment);
             }
         }
         Ok(())
@@ -166,35 +162,38 @@ impl<'a> Builder<'a> {
         if self.spec.precision != Precision::F16 {
             return Ok(());
         }
-        let scalar = || TensorType::new(DType::F32, Shape::default());
         let begin = |path: &str| world(path, Region::StepBegin);
-        let relative = self.graph.add_source(
-            OpKind::State {
-                init: Init::Ones,
-                decay: false,
-            },
-            scalar(),
-            begin("loss_scale"),
-        )?;
-        let good_steps = self.graph.add_source(
-            OpKind::State {
-                init: Init::Zeros,
-                decay: false,
-            },
-            scalar(),
-            begin("loss_scale.good_steps"),
-        )?;
-        let value = self.graph.add1(
-            scale(INITIAL_LOSS_SCALE),
-            &[relative],
-            begin("loss_scale.value"),
-        )?;
+        let mut state = |init, path: &str| {
+            let forward = [self.forward];
+            let scalar = TensorType::new(DType::F32, Shape::default());
+            self.graph
+                .add_made_state(&forward, init, scalar, begin(path))
+        };
+        let relative = state(Init::Ones, LOSS_SCALE)?;
+        let good_steps = state(Init::Zeros, "loss_scale.good_steps")?;
+        let updates = state(Init::Zeros, UPDATES)?;
+        let place = begin("loss_scale.value");
+        let value = self.make(scale(LOSS_SCALE_UNIT), &[relative], place, Origin::Update)?;
+        let states = [relative, good_steps, updates];
         self.scale = Some(LossScale {
-            states: [relative, good_steps],
+            states,
             value,
-            next: [relative, good_steps],
+            next: states,
         });
         Ok(())
+    }
+
+    /// Adds an op, whose path may be one of the model's.
+    fn make(
+        &mut self,
+        kind: OpKind,
+        operands: &[ValueId],
+        place: Place,
+        origin: Origin,
+    ) -> Result<ValueId, GraphError> {
+        let forward = [self.forward];
+        self.graph
+            .add_made1(&forward, kind, operands, place, origin)
     }
 
     /// Copies all ops but the parameters; activations come out in the compute dtype because
@@ -219,9 +218,16 @@ impl<'a> Builder<'a> {
                 }
                 _ => {
                     let operands = self.operands(op, &flexible)?;
-                    self.graph.add(op.kind.clone(), &operands, place)?
+                    let mut kind = op.kind.clone();
+                    if let OpKind::Attention { key, .. } = &mut kind {
+                        key.clone_from(&op.path);
+                    }
+                    self.graph.add(kind, &operands, place)?
                 }
             };
+            if op.origin == Origin::Boundary {
+                self.graph.mark_last(Origin::Boundary);
+            }
             for (&from, to) in op.outputs.iter().zip(results) {
                 self.mapped[from.index()] = Some(to);
             }
@@ -269,9 +275,7 @@ impl<'a> Builder<'a> {
                     region: Region::Microbatch,
                     layer: op.layer,
                 };
-                *v = self
-                    .graph
-                    .add1(OpKind::Cast { dtype: common }, &[*v], place)?;
+                *v = self.make(OpKind::Cast { dtype: common }, &[*v], place, Origin::Cast)?;
             }
         }
         Ok(operands)
@@ -302,16 +306,16 @@ impl<'a> Builder<'a> {
             )));
         }
         if ty.dtype != DType::F32 {
-            sum = self
-                .graph
-                .add1(OpKind::Cast { dtype: DType::F32 }, &[sum], at("loss.cast"))?;
+            let kind = OpKind::Cast { dtype: DType::F32 };
+            sum = self.make(kind, &[sum], at("loss.cast"), Origin::Cast)?;
         }
         let n_tokens = self.spec.global_batch as f64 * self.spec.sequence as f64;
-        let scaled = self.graph.add1(scale(1.0 / n_tokens), &[sum], at("loss"))?;
-        let accumulated = self.graph.add1(
+        let scaled = self.make(scale(1.0 / n_tokens), &[sum], at("loss"), Origin::Loss)?;
+        let accumulated = self.make(
             OpKind::Accumulate { dtype: DType::F32 },
             &[scaled],
             at("accumulate.loss"),
+            Origin::Loss,
         )?;
         Ok(Loss {
             scaled,
@@ -331,8 +335,7 @@ impl<'a> Builder<'a> {
                     region: Region::Microbatch,
                     layer,
                 };
-                self.graph
-                    .add1(OpKind::Constant { value: 1.0 }, &[], place)?
+                self.make(OpKind::Constant { value: 1.0 }, &[], place, Origin::Loss)?
             }
         };
         let leaves: BTreeSet<ValueId> = self.params.iter().map(|p| p.prepared).collect();
@@ -356,8 +359,12 @@ impl<'a> Builder<'a> {
                     region: Region::Microbatch,
                     layer: op.layer,
                 };
-                let accumulated =
-                    graph.add1(OpKind::Accumulate { dtype: DType::F32 }, &[gradient], place)?;
+                let kind = OpKind::Accumulate { dtype: DType::F32 };
+                let origin = Origin::Accumulator {
+                    of: consumer,
+                    operand: operand as u32,
+                };
+                let accumulated = graph.add_made1(&[], kind, &[gradient], place, origin)?;
                 uses.push((leaf, (consumer, operand), accumulated));
                 Ok(())
             },
@@ -390,10 +397,16 @@ impl<'a> Builder<'a> {
                     true => format!("grad_sum.{}", param.path),
                     false => format!("grad_sum.{}.{}", param.path, i + 1),
                 };
-                total = self.graph.add1(
+                let origin = Origin::Sum {
+                    of: self.graph.value(param.read).producer,
+                    result: 0,
+                };
+                total = self.graph.add_made1(
+                    &[],
                     OpKind::Binary { f: Binary::Add },
                     &[total, next],
                     step_end(path, param.layer),
+                    origin,
                 )?;
             }
             gradients.push(total);
@@ -404,44 +417,34 @@ impl<'a> Builder<'a> {
     /// The global norm, which it returns, and what follows from it: the coefficient of the
     /// gradients and the next loss scale.
     fn clip(&mut self, gradients: &[ValueId]) -> Result<ValueId, GraphError> {
+        let graph = &mut self.graph;
+        let mut add = |kind, operands: &[ValueId], place| {
+            graph.add_made(&[], kind, operands, place, Origin::Update)
+        };
         let end = |path: &str| world(path, Region::StepEnd);
         let mut squares = Vec::with_capacity(gradients.len());
         for (param, &gradient) in self.params.iter().zip(gradients) {
             let place = step_end(format!("sum_squares.{}", param.path), param.layer);
-            squares.push(self.graph.add1(OpKind::SumSquares, &[gradient], place)?);
+            squares.extend(add(OpKind::SumSquares, &[gradient], place)?);
         }
-        let norm = self
-            .graph
-            .add1(OpKind::GlobalNorm, &squares, end("global_norm"))?;
+        let norm = add(OpKind::GlobalNorm, &squares, end("global_norm"))?[0];
         let loss_scale = match &self.scale {
             Some(scale) => scale.value,
-            None => self
-                .graph
-                .add1(OpKind::Constant { value: 1.0 }, &[], end("loss_scale.one"))?,
+            None => add(OpKind::Constant { value: 1.0 }, &[], end("loss_scale.one"))?[0],
         };
         let kind = OpKind::ClipCoefficient {
             max_norm: self.spec.clip_norm,
         };
-        self.coefficient = Some(self.graph.add1(
-            kind,
-            &[norm, loss_scale],
-            end("clip_coefficient"),
-        )?);
+        self.coefficient = Some(add(kind, &[norm, loss_scale], end("clip_coefficient"))?[0]);
         if let Some(s) = &mut self.scale {
             let kind = OpKind::UpdateLossScale {
                 growth_interval: LOSS_SCALE_GROWTH_INTERVAL,
             };
-            let next = self.graph.add(
-                kind,
-                &[s.value, s.states[1], norm],
-                end("update_loss_scale"),
-            )?;
-            let relative = self.graph.add1(
-                scale(1.0 / INITIAL_LOSS_SCALE),
-                &[next[0]],
-                end("loss_scale.next"),
-            )?;
-            s.next = [relative, next[1]];
+            let operands = [s.value, s.states[1], s.states[2], norm];
+            let next = add(kind, &operands, end("update_loss_scale"))?;
+            let kind = scale(1.0 / LOSS_SCALE_UNIT);
+            let relative = add(kind, &next[..1], end("loss_scale.next"))?[0];
+            s.next = [relative, next[1], next[2]];
         }
         Ok(norm)
     }
@@ -470,12 +473,15 @@ impl<'a> Builder<'a> {
                     weight_decay: decay(weight_decay),
                 },
             };
-            let operands = [&[param.read, gradient], &param.moments[..], &[coefficient]].concat();
-            param.next = self.graph.add(
-                kind,
-                &operands,
-                step_end(format!("update.{}", param.path), param.layer),
-            )?;
+            let mut operands =
+                [&[param.read, gradient], &param.moments[..], &[coefficient]].concat();
+            // Steps that an overflow skips do not advance the bias correction.
+            if let (Some(s), OpKind::AdamW { .. }) = (&self.scale, &kind) {
+                operands.push(s.states[2]);
+            }
+            let place = step_end(format!("update.{}", param.path), param.layer);
+            let graph = &mut self.graph;
+            param.next = graph.add_made(&[], kind, &operands, place, Origin::Update)?;
         }
         Ok(())
     }

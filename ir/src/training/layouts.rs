@@ -14,7 +14,7 @@
 //! experts (for the weights' gradients) and on their way back (for the gates').
 //! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
 
-use crate::{Graph, GraphError, LayerId, Op, OpId, OpKind, Pass, Place, Region, ValueId};
+use crate::{Graph, GraphError, LayerId, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A rewritten copy of `graph`, and for each of its values the value in the copy.
@@ -32,10 +32,10 @@ pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), Grap
     for (id, op) in graph.iter() {
         for &i in first.get(&id).into_iter().flatten() {
             let s = &shared[i];
-            layouts.insert(
-                i,
-                out.add1(OpKind::Layout, &[moved[s.value.index()]], s.place.clone())?,
-            );
+            let (kind, of) = (OpKind::Layout, [moved[s.value.index()]]);
+            let place = s.place.clone();
+            let changed = out.add_made1(&[graph], kind, &of, place, Origin::Layout)?;
+            layouts.insert(i, changed);
         }
         let operand = |&v: &ValueId| {
             through
@@ -43,7 +43,7 @@ pub(super) fn share_layouts(graph: &Graph) -> Result<(Graph, Vec<ValueId>), Grap
                 .map_or(moved[v.index()], |i| layouts[i])
         };
         let inputs: Vec<ValueId> = op.inputs.iter().map(operand).collect();
-        moved.extend(out.copy(graph, op, inputs)?);
+        out.copy(graph, op, inputs, &mut moved)?;
     }
     Ok((out, moved))
 }

@@ -10,7 +10,7 @@
 //!
 //! Invariants:
 //! * a twin has its source's kind and attributes, random keys included, so it has the same
-//!   bits ([`source_path`] is the key of ops whose key is their path);
+//!   bits; which op it repeats says its origin;
 //! * a layer's boundary, data and constants, parameters and accumulators are never
 //!   recomputed, so twins read nothing of another layer;
 //! * only gradient ops of the op's own layer read a twin.
@@ -18,18 +18,9 @@
 //! [`choose`] has the two usual choices, as presets of such a set of ops.
 
 use super::{State, TrainingGraph};
-use crate::boundary::BOUNDARY;
-use crate::{Graph, GraphError, Op, OpId, OpKind, Pass, Place, Region, ValueId};
+use crate::{Graph, GraphError, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// Prefix of the paths of twins.
-const PREFIX: &str = "recompute.";
-
-/// The path of the op that a twin repeats; any other path is its own.
-pub fn source_path(path: &str) -> &str {
-    path.strip_prefix(PREFIX).unwrap_or(path)
-}
 
 /// Named choices of recomputed ops.
 #[derive(
@@ -80,7 +71,7 @@ pub fn can_recompute(op: &Op) -> bool {
         && op.region == Region::Microbatch
         && !op.kind.is_source()
         && !matches!(op.kind, OpKind::Accumulate { .. } | OpKind::Constant { .. })
-        && !op.path.starts_with(BOUNDARY)
+        && op.origin != Origin::Boundary
 }
 
 /// The ops that a named choice recomputes, as far as some gradient needs them. `fixed` has
@@ -190,7 +181,7 @@ pub fn recompute(
     };
     for (id, op) in graph.iter() {
         for &source in before.get(&id).into_iter().flatten() {
-            copy.twin(graph.op(source))?;
+            copy.twin(source)?;
         }
         copy.op(op)?;
     }
@@ -232,36 +223,40 @@ impl Copied<'_> {
 
     fn op(&mut self, op: &Op) -> Result<(), GraphError> {
         let operands = self.operands(op, is_gradient(op));
-        let results = self.out.copy(self.from, op, operands)?;
-        self.moved.extend(results);
-        Ok(())
+        self.out.copy(self.from, op, operands, &mut self.moved)
     }
 
-    fn twin(&mut self, source: &Op) -> Result<(), GraphError> {
+    fn twin(&mut self, source: OpId) -> Result<(), GraphError> {
+        let source = self.from.op(source);
         let place = Place {
-            path: format!("{PREFIX}{}", source.path),
+            path: format!("recompute.{}", source.path),
             pass: Pass::Recompute,
             region: Region::Microbatch,
             layer: source.layer,
         };
         let operands = self.operands(source, true);
-        let results = self.out.add(source.kind.clone(), &operands, place)?;
+        let of = self.moved[source.outputs[0].index()];
+        let origin = Origin::Twin {
+            of: self.out.value(of).producer,
+        };
+        let kind = source.kind.clone();
+        let results = self
+            .out
+            .add_made(&[self.from], kind, &operands, place, origin)?;
         self.twin
             .extend(source.outputs.iter().copied().zip(results));
         Ok(())
     }
 }
 
-/// The value that a twin's result repeats; any other value is its own. Also its own where
-/// the source does not exist, which only a damaged graph does.
+/// The value that a twin's result repeats; any other value is its own.
 pub fn source_value(graph: &Graph, v: ValueId) -> ValueId {
     let value = graph.value(v);
-    let op = graph.op(value.producer);
-    if op.pass != Pass::Recompute {
-        return v;
+    match graph.op(value.producer).origin {
+        Origin::Twin { of } => {
+            let results = &graph.op(of).outputs;
+            results.get(value.result as usize).copied().unwrap_or(v)
+        }
+        _ => v,
     }
-    graph
-        .find(source_path(&op.path))
-        .and_then(|id| graph.op(id).outputs.get(value.result as usize).copied())
-        .unwrap_or(v)
 }

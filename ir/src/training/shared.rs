@@ -7,7 +7,7 @@
 
 use super::{State, TrainingGraph};
 use crate::graph::Place;
-use crate::{Graph, GraphError, LayerId, Op, OpKind, Pass, Region, ValueId};
+use crate::{Graph, GraphError, LayerId, Op, OpKind, Origin, Pass, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Inserts the `shared.*` ops. Value ids change, paths do not.
@@ -30,14 +30,19 @@ pub(super) fn share_parameters(training: TrainingGraph) -> Result<TrainingGraph,
         if begun && op.region != Region::StepBegin {
             begun = false;
             for &(layer, v) in &wanted {
-                let path = shared_path(graph, layer, v);
+                let producer = graph.value(v).producer;
+                let of = graph.op(producer).origin.of().unwrap_or(producer);
+                let name = graph.layers.get(layer.index()).map_or("", String::as_str);
                 let place = Place {
-                    path,
+                    path: format!("shared.{name}.{}", graph.op(of).path),
                     pass: Pass::Update,
                     region: Region::StepBegin,
                     layer: Some(layer),
                 };
-                let inside = out.add1(OpKind::Layout, &[map[v.index()]], place)?;
+                let here = |v: ValueId| map[v.index()];
+                let of = out.value(here(graph.op(of).outputs[0])).producer;
+                let (kind, origin) = (OpKind::Layout, Origin::Shared { of });
+                let inside = out.add_made1(&[graph], kind, &[here(v)], place, origin)?;
                 shared.insert((layer, v), inside);
             }
         }
@@ -51,7 +56,7 @@ pub(super) fn share_parameters(training: TrainingGraph) -> Result<TrainingGraph,
                 },
             )
             .collect();
-        map.extend(out.copy(graph, op, inputs)?);
+        out.copy(graph, op, inputs, &mut map)?;
     }
     out.outputs = graph.outputs.iter().map(|v| map[v.index()]).collect();
     let moved = |s: &State| State {
@@ -73,13 +78,4 @@ fn foreign(graph: &Graph, op: &Op, v: ValueId) -> Option<(LayerId, ValueId)> {
     let here = op.layer?;
     let there = producer.layer?;
     (producer.region == Region::StepBegin && here != there).then_some((here, v))
-}
-
-fn shared_path(graph: &Graph, layer: LayerId, v: ValueId) -> String {
-    let name = graph.value_name(v);
-    let param = name.strip_prefix("prepare.").unwrap_or(&name);
-    format!(
-        "shared.{}.{param}",
-        graph.layers.get(layer.index()).map_or("", String::as_str)
-    )
 }

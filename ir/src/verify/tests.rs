@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::testing::{GraphOptions, random_graph};
-use crate::{DType, LayerId, Place, Shape, TensorType};
+use crate::{DType, Dim, LayerId, Place, Shape, TensorType};
 
 /// The rules that a general random graph breaks after `change`.
 fn broken(change: impl FnOnce(&mut Vec<Op>, &mut Vec<Value>)) -> Vec<(String, Rule)> {
@@ -235,10 +235,16 @@ fn log_sum_exp_of_other_logits() {
 fn dropout_keys() {
     let mut graph = random_graph(3, &GraphOptions::default());
     let layer = LayerId::new(graph.layers.len() - 1);
-    let loss = graph.outputs[0];
+    let has_samples = |v: &ValueId| {
+        let ty = graph.ty(*v);
+        ty.dtype.is_float() && ty.shape.0.first() == Some(&Dim::Batch)
+    };
+    let mut results = graph.ops().iter().flat_map(|op| op.outputs.clone());
+    let x = results.find(has_samples).unwrap();
     let drop = |key: &str| OpKind::Dropout {
         p: 0.5,
         key: key.into(),
+        order: Default::default(),
     };
     let at = |path: &str, pass| Place {
         path: path.into(),
@@ -246,14 +252,10 @@ fn dropout_keys() {
         region: Region::Microbatch,
         layer: Some(layer),
     };
-    graph.add1(drop("a"), &[loss], at("a", Pass::F)).unwrap();
-    graph.add1(drop("a"), &[loss], at("b", Pass::F)).unwrap();
-    graph
-        .add1(drop("a"), &[loss], at("grad.a", Pass::BI))
-        .unwrap();
-    graph
-        .add1(drop("c"), &[loss], at("grad.c", Pass::BI))
-        .unwrap();
+    graph.add1(drop("a"), &[x], at("a", Pass::F)).unwrap();
+    graph.add1(drop("a"), &[x], at("b", Pass::F)).unwrap();
+    graph.add1(drop("a"), &[x], at("grad.a", Pass::BI)).unwrap();
+    graph.add1(drop("c"), &[x], at("grad.c", Pass::BI)).unwrap();
     let found: Vec<_> = verify(&graph)
         .into_iter()
         .map(|v| (v.path, v.rule))

@@ -124,12 +124,11 @@ impl Emitter<'_, '_> {
         Ok(())
     }
 
-    /// Writes parameter and moments in place: `(p, g, moments.., coef) -> (p', moments'..)`.
+    /// Writes parameter and moments in place: `(p, g, moments.., scalars..) -> (p', moments'..)`.
     fn update(&mut self, id: OpId, op: &Op, stage: StageId) -> Result<(), LowerError> {
-        let last = op.inputs.len() - 1;
         let (mut inputs, mut outputs) = (Vec::new(), Vec::new());
-        for i in 0..=last {
-            if i == 1 || i == last {
+        for i in 0..op.inputs.len() {
+            if i == 1 || i > op.outputs.len() {
                 inputs.push(self.operand(id, op, i, stage)?.buffer);
                 continue;
             }

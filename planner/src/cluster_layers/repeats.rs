@@ -68,7 +68,7 @@ fn signature(graph: &Graph, piece: &Piece, before: Option<ValueId>, shared: &[bo
             let _ = match local.get(&producer) {
                 Some(k) => write!(out, "<{k}:{}", value.result),
                 None if Some(v) == before => write!(out, "<before:{}", value.ty),
-                None => write!(out, "<@{}:{}", graph.op(producer).path, value.result),
+                None => write!(out, "<@{producer}:{}", value.result),
             };
         }
         for &v in &op.outputs {
@@ -87,8 +87,14 @@ fn signature(graph: &Graph, piece: &Piece, before: Option<ValueId>, shared: &[bo
 /// The kind with its random key, a path, left out.
 pub(crate) fn without_key(kind: &OpKind) -> Cow<'_, OpKind> {
     let mut own = Cow::Borrowed(kind);
-    if matches!(kind, OpKind::Dropout { .. } | OpKind::AttentionGrad { .. })
-        && let OpKind::Dropout { key, .. } | OpKind::AttentionGrad { key, .. } = own.to_mut()
+    let has_key = matches!(
+        kind,
+        OpKind::Dropout { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. }
+    );
+    if has_key
+        && let OpKind::Dropout { key, .. }
+        | OpKind::Attention { key, .. }
+        | OpKind::AttentionGrad { key, .. } = own.to_mut()
     {
         key.clear();
     }

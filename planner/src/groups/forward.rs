@@ -1,7 +1,7 @@
 //! The group of a forward op: what each axis may do in it, and what the gradient ops and the twin
 //! then do.
 
-use super::{Group, Setting, make_choice, orders, product};
+use super::{Group, Maker, Setting, orders, product};
 use crate::pins::AxisRole;
 use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
 use ir::training::source_value;
@@ -17,7 +17,7 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
         .zip(&rules)
         .map(|(&id, rule)| factor_map(graph, ops[0], &rules[0], id, rule))
         .collect();
-    let boundary = head.path.starts_with(ir::boundary::BOUNDARY);
+    let boundary = head.origin == ir::Origin::Boundary;
     let per_axis: Vec<Vec<AxisUse>> = s
         .mesh
         .axis_ids()
@@ -34,6 +34,7 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
         .collect();
     let addends = addend_options(s, &ops, &rules);
     let mut choices = Vec::new();
+    let mut maker = Maker::new(s, &ops, &rules);
     let is_expert = |f: &FactorId| rules[0].factors[f.index()].role == FactorRole::Expert;
     for (uses, addends, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
         let experts = |u: &&AxisUse| matches!(u, AxisUse::Factor(f) if is_expert(f));
@@ -65,11 +66,9 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
             .collect();
         let mut strategies = strategies;
         strategies[0] = OpStrategy { uses, reverse };
-        if let Some(choice) = make_choice(s, &ops, &rules, strategies) {
-            choices.push(choice);
-        }
+        choices.extend(maker.choice(strategies));
     }
-    choices.dedup_by(|a, b| a.strategies == b.strategies);
+    choices.dedup_by(|a, b| a.does_as(b));
     Group {
         ops,
         choices,

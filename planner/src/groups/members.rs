@@ -1,36 +1,34 @@
 //! Which ops of a layer are decided together: members of a parameter, and ops that follow a
 //! forward op.
 
-use ir::training::{StateRole, TrainingGraph, source_path};
-use ir::{Graph, Op, OpId, OpKind, Pass, Region, ValueId};
+use ir::training::{StateRole, TrainingGraph};
+use ir::{Graph, Op, OpId, OpKind, Origin, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Members of each parameter that this layer owns: states, preparation, sum of gradients,
-/// update, and the accumulators that lie in this layer.
-pub(super) fn parameter_members(
-    training: &TrainingGraph,
-    ops: &[OpId],
-) -> BTreeMap<String, Vec<OpId>> {
+/// Members of each parameter that this layer owns, in the order of the parameters: states,
+/// preparation, sum of gradients, update, and the accumulators that lie in this layer.
+pub(super) fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> Vec<Vec<OpId>> {
     let graph = &training.graph;
     let here: BTreeSet<OpId> = ops.iter().copied().collect();
-    let owner: BTreeMap<ValueId, &str> = training
-        .states
-        .iter()
-        .filter(|s| s.role != StateRole::Scalar)
-        .map(|s| (s.read, s.param.as_str()))
+    let states = || training.states.iter();
+    let parameters = states().filter(|s| s.role == StateRole::Parameter);
+    let by_path: BTreeMap<&str, ValueId> = parameters.map(|s| (s.path.as_str(), s.read)).collect();
+    // By the value of a state, that of its parameter.
+    let owner: BTreeMap<ValueId, ValueId> = states()
+        .filter_map(|s| Some((s.read, *by_path.get(s.param.as_str())?)))
         .collect();
-    let mut members: BTreeMap<String, BTreeSet<OpId>> = BTreeMap::new();
+    let mut members: BTreeMap<ValueId, BTreeSet<OpId>> = BTreeMap::new();
     for &id in ops {
         let op = graph.op(id);
         match &op.kind {
             OpKind::State { .. } => {
                 if let Some(p) = owner.get(&op.outputs[0]) {
-                    members.entry(p.to_string()).or_default().insert(id);
+                    members.entry(*p).or_default().insert(id);
                 }
             }
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
                 if let Some(p) = owner.get(&op.inputs[0]) {
-                    let set = members.entry(p.to_string()).or_default();
+                    let set = members.entry(*p).or_default();
                     set.insert(id);
                     gradient_chain(graph, op.inputs[1], &here, set);
                 }
@@ -40,7 +38,7 @@ pub(super) fn parameter_members(
                 if let Some(p) = parameter_source(graph, op.inputs[0], &owner)
                     .filter(|_| local_source(graph, op, &here))
                 {
-                    members.entry(p.to_string()).or_default().insert(id);
+                    members.entry(p).or_default().insert(id);
                 }
             }
             _ => {}
@@ -56,12 +54,12 @@ pub(super) fn parameter_members(
             matches!(u.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) && u.inputs[1] == gradient
         });
         if let Some(p) = update.and_then(|u| owner.get(&u.inputs[0])) {
-            members.entry(p.to_string()).or_default().insert(id);
+            members.entry(*p).or_default().insert(id);
         }
     }
     members
-        .into_iter()
-        .map(|(p, set)| (p, set.into_iter().collect()))
+        .into_values()
+        .map(|set| set.into_iter().collect())
         .collect()
 }
 
@@ -84,11 +82,11 @@ fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BT
     }
 }
 
-fn parameter_source<'a>(
+fn parameter_source(
     graph: &Graph,
     v: ValueId,
-    owner: &BTreeMap<ValueId, &'a str>,
-) -> Option<&'a str> {
+    owner: &BTreeMap<ValueId, ValueId>,
+) -> Option<ValueId> {
     let op = graph.op(graph.value(v).producer);
     match op.kind {
         OpKind::State { .. } => owner.get(&v).copied(),
@@ -106,18 +104,10 @@ fn local_source(graph: &Graph, op: &Op, here: &BTreeSet<OpId>) -> bool {
 /// The forward op whose group a gradient op or a twin joins; `None` when it stands alone.
 pub(crate) fn forward_of(graph: &Graph, id: &OpId) -> Option<OpId> {
     let op = graph.op(*id);
-    if op.region != Region::Microbatch || op.pass == Pass::F {
-        return None;
+    match op.origin {
+        Origin::Twin { of } => Some(of),
+        // Sums over uses choose for themselves whether addends stay partial.
+        Origin::Gradient { of, .. } => (graph.op(of).layer == op.layer).then_some(of),
+        _ => None,
     }
-    if op.pass == Pass::Recompute {
-        return graph.find(source_path(&op.path));
-    }
-    let path = op.path.strip_prefix("grad.")?;
-    let (forward, what) = path.rsplit_once('.')?;
-    // Sums over uses choose for themselves whether addends stay partial.
-    if what.starts_with("sum") || what.contains("-sum") {
-        return None;
-    }
-    let forward = graph.find(forward)?;
-    (graph.op(forward).layer == op.layer).then_some(forward)
 }

@@ -1,12 +1,15 @@
 //! The group of a parameter: each axis shards one of its dims in compute, or is idle there and
 //! splits what lies between uses by a ZeRO variant.
 
-use super::{Choice, Group, Setting, local_bytes, make_choice, orders, product};
+use super::{Choice, Group, Maker, Part, Setting, orders, product};
 use crate::pins::{AxisRole, ZeroLevels, ZeroVariant, zero_variants};
 use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
 use ir::training::StateRole;
 use ir::{FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ValueId};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
 
 /// What an axis does to a parameter: shards a dim in compute, or stays idle with a ZeRO variant.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +63,8 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     // optimizer's layout.
     let foreign = has_foreign_gradient(graph, ops);
     let mut choices: Vec<Choice> = Vec::new();
+    let mut maker = Maker::new(s, ops, &rules);
+    let mut known: FxHashMap<Vec<*const Part>, usize> = FxHashMap::default();
     for (uses, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
         let experts = |u: &&ParamUse| matches!(u, ParamUse::Shard(d) if expert_dim == Some(*d));
         let orders = orders(uses.iter().filter(experts).count());
@@ -71,20 +76,23 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         // the outer one then has less of.
         let several = [AxisRole::Expert, AxisRole::Context];
         layout.reverse |= expert_dim.is_none() && several.iter().any(|role| s.roles.contains(role));
-        let made = ops
+        let strategies = ops
             .iter()
-            .zip(&rules)
-            .map(|(&id, _)| layout.strategy(s, graph.op(id), foreign))
-            .collect::<Option<Vec<_>>>();
-        if let Some(mut choice) =
-            made.and_then(|strategies| make_choice(s, ops, &rules, strategies))
-        {
-            choice.static_bytes = layout.static_bytes(s, ops, &choice);
-            choice.levels = levels(s, &uses);
-            let mut known = choices.iter_mut();
-            match known.find(|c| c.strategies == choice.strategies) {
-                Some(same) => same.levels = same.levels.or(choice.levels),
-                None => choices.push(choice),
+            .map(|&id| layout.strategy(s, graph.op(id), foreign));
+        let Some(mut choice) = maker.choice(strategies.collect()) else {
+            continue;
+        };
+        choice.levels = levels(s, &uses);
+        let key = choice.ops.iter().map(Arc::as_ptr).collect();
+        match known.entry(key) {
+            Entry::Occupied(same) => {
+                let same = &mut choices[*same.get()];
+                same.levels = same.levels.or(choice.levels);
+            }
+            Entry::Vacant(new) => {
+                new.insert(choices.len());
+                choice.static_bytes = layout.static_bytes(s, ops, &choice);
+                choices.push(choice);
             }
         }
     }
@@ -223,7 +231,7 @@ impl ParamLayout {
     }
 
     /// The strategy of a member op; all members' factors are the parameter's dims in order.
-    fn strategy(&self, s: &Setting<'_>, op: &Op, foreign: bool) -> Option<OpStrategy> {
+    fn strategy(&self, s: &Setting<'_>, op: &Op, foreign: bool) -> OpStrategy {
         let states = &s.training.states;
         let role = |v: ValueId| states.iter().find(|st| st.read == v).map(|st| st.role);
         let places = match &op.kind {
@@ -246,20 +254,18 @@ impl ParamLayout {
                 AxisPlace::Partial => AxisUse::Partial(0),
             })
             .collect();
-        Some(OpStrategy {
+        OpStrategy {
             uses,
             reverse: self.reverse,
-        })
+        }
     }
 
     /// Bytes that live through the step; a prepared copy equal to the parameter is a view.
     fn static_bytes(&self, s: &Setting<'_>, ops: &[OpId], choice: &Choice) -> u64 {
         let graph = &s.training.graph;
         let mut bytes = 0u64;
-        for (&id, a) in ops.iter().zip(&choice.specs) {
-            let op = graph.op(id);
-            let size = local_bytes(s, op.outputs[0], &a.results[0]);
-            let counted = match op.kind {
+        for (&id, part) in ops.iter().zip(&choice.ops) {
+            let counted = match graph.op(id).kind {
                 OpKind::State { .. } | OpKind::Accumulate { .. } => true,
                 // A Layout with the spec of its operand is a view of it.
                 OpKind::Layout => self.prepared != self.rest,
@@ -267,7 +273,7 @@ impl ParamLayout {
                 _ => false,
             };
             if counted {
-                bytes = bytes.saturating_add(size);
+                bytes = bytes.saturating_add(part.bytes);
             }
         }
         bytes

@@ -198,8 +198,7 @@ impl Random {
     fn group(&mut self, n_choices: usize, boundary: bool) -> Group {
         let choices = (0..n_choices)
             .map(|_| Choice {
-                strategies: vec![],
-                specs: vec![],
+                ops: vec![],
                 time: self.phases(),
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
@@ -227,8 +226,7 @@ impl Random {
         let n_own = groups.len();
         if exit {
             let free = Choice {
-                strategies: vec![],
-                specs: vec![],
+                ops: vec![],
                 time: Phases::default(),
                 static_bytes: 0,
                 saved_bytes: 0,
@@ -269,6 +267,7 @@ impl Random {
             n_own,
             entry,
             exit: exit.then_some(n_own),
+            n_made: sizes.iter().sum(),
             sizes,
             priced,
         }
@@ -439,7 +438,7 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
             let found = g
                 .choices
                 .iter()
-                .position(|c| c.specs[0].results[0].display(&scene.mesh) == wanted);
+                .position(|c| c.ops[0].specs.results[0].display(&scene.mesh) == wanted);
             found.unwrap_or_else(|| panic!("`{}` can be {wanted}", head.path)) as u32
         })
         .collect();
@@ -532,8 +531,8 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
 
 #[test]
 fn what_fits_costs_no_less_than_the_bound_at_prices() {
-    use crate::intra_op::{SolveOptions, solve};
     use crate::refine::{lagrangian, stage_problem};
+    use intra_op::{SolveOptions, solve};
     let scene = Scene::gpt2(2, 256, 64, &[1, 4]);
     let s = scene.setting(4);
     let (layers, [base, ..]) = (&scene.layers, weights());
@@ -618,10 +617,12 @@ fn levels_leave_what_pins_leave() {
             let pinned = of_layer(&scene, Some(level));
             let ops = |groups: &[Group]| groups.iter().map(|g| g.ops.clone()).collect::<Vec<_>>();
             assert_eq!(ops(&free), ops(&pinned));
+            let strategies =
+                |c: &Choice| c.ops.iter().map(|p| p.strategy.clone()).collect::<Vec<_>>();
             for (free, pinned) in free.iter().zip(&pinned) {
                 for c in &free.choices {
                     let mut left = pinned.choices.iter();
-                    let left = left.any(|p| p.strategies == c.strategies);
+                    let left = left.any(|p| strategies(p) == strategies(c));
                     assert_eq!(
                         c.levels.has(level),
                         left,

@@ -6,12 +6,13 @@
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
-use crate::intra_op::eliminate::Eliminator;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::prices::Prices;
 use crate::stage::PricedMesh;
+use intra_op::eliminate::Eliminator;
 use ir::LogicalMesh;
 use std::borrow::Cow;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, PoisonError};
 
 /// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
@@ -200,6 +201,11 @@ impl<'a> Search<'a> {
         let models = models.collect::<Result<Vec<_>, _>>();
         self.known_prices().push(prices);
         let models = Arc::new(models?);
+        for model in models.iter() {
+            for (sum, n) in self.choices.iter().zip(model.n_choices()) {
+                sum.fetch_add(n as u64, Ordering::Relaxed);
+            }
+        }
         if self.pins.fixes_mesh() && self.pins.microbatch.is_some() {
             let _ = self
                 .kept

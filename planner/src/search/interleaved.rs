@@ -118,8 +118,10 @@ impl Search<'_> {
                 continue;
             };
             ways.extend(rings.iter().map(|&ring| {
-                let least = ring.least_s(sum_s + self.sent_s(ring, batch), m);
-                solved.lower = solved.lower.min(least);
+                let sum_s = sum_s + self.sent_s(ring, batch);
+                let least = ring.least_s(sum_s, m);
+                let work = self.least_ring_work_s(self.submeshes[submesh], sum_s, m);
+                solved.lower = solved.lower.min(least.max(work));
                 (least, candidate, ring)
             }));
         }
@@ -201,7 +203,9 @@ impl Search<'_> {
         };
         for candidate in candidates {
             if let Some(sum_s) = self.least_sum_s(candidate) {
-                let least = ring.least_s(sum_s + self.sent_s(ring, batch), m);
+                let sum_s = sum_s + self.sent_s(ring, batch);
+                let work = self.least_ring_work_s(self.submeshes[ring.submesh], sum_s, m);
+                let least = ring.least_s(sum_s, m).max(work);
                 bounded.lower = bounded.lower.min(least);
             }
             let even = self.solve_ring(ring, candidate, batch, m, reserve);

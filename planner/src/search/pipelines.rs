@@ -326,7 +326,7 @@ impl Search<'_> {
         };
         Bounded {
             found: found.map_err(|e| self.infeasible(e, submeshes)),
-            lower,
+            lower: lower.max(self.least_work_s(&relaxed, unit, m)),
         }
     }
 

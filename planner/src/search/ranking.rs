@@ -15,10 +15,11 @@ use super::chosen::{Assembled, ShapeModels};
 use super::interleaved;
 use super::{Pipeline, Search};
 use crate::assemble::record_paths;
-use crate::intra_op::problem::IntraOpProblem;
+use crate::groups::Phases;
 use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
+use intra_op::problem::IntraOpProblem;
 use ir::plan::{Plan, Proof, ScheduleKind};
 use ir::program::Program;
 use ir::{Graph, Seconds, counted};
@@ -58,6 +59,8 @@ struct Played {
     problems: Vec<IntraOpProblem>,
     program: Program,
     simulation: Simulation,
+    /// Seconds of each stage, as for [`Assembled`].
+    times: Vec<Phases>,
 }
 
 /// What came of playing a plan.
@@ -192,7 +195,9 @@ impl Search<'_> {
     /// Lowers and simulates a plan.
     fn play(&self, made: Assembled) -> Result<Outcome, PlanError> {
         let Assembled {
-            mut plan, problems, ..
+            mut plan,
+            problems,
+            times,
         } = made;
         let lower = |e: LowerError| PlanError::Lower(e.to_string());
         let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
@@ -217,6 +222,7 @@ impl Search<'_> {
             problems,
             program,
             simulation,
+            times,
         })))
     }
 
@@ -246,9 +252,11 @@ impl Search<'_> {
             .as_ref()
             .is_none_or(|b| step_time.0 < b.simulation.step_time.0);
         if is_faster {
+            let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
+            let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
             new.plan.proof = Proof {
                 stages: std::mem::take(&mut new.plan.proof.stages),
-                ..self.proof(p, known, stats.candidates, reserve)
+                ..self.proof(p, work_s, known, stats.candidates, reserve)
             };
             stats.problems = std::mem::take(&mut new.problems);
             *best = Some(new);
@@ -256,9 +264,16 @@ impl Search<'_> {
         is_faster
     }
 
-    fn proof(&self, p: &Pipeline, known: &Known, candidates: u64, reserve: u64) -> Proof {
+    fn proof(
+        &self,
+        p: &Pipeline,
+        work_s: f64,
+        known: &Known,
+        candidates: u64,
+        reserve: u64,
+    ) -> Proof {
         let schedule = known.schedule;
-        let objective = p.choice.cost.total_s;
+        let objective = p.choice.cost.total_s.max(work_s);
         let lower = known.lower_bound.min(objective).max(0.0);
         let mixed = self.mixes_submeshes() && schedule.virtual_stages() == 1;
         let meshes = match self.pins.fixes_mesh() {

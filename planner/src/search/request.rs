@@ -64,7 +64,7 @@ pub(super) fn sequences(layers: &Layers, pins: &Pins) -> Result<Sequences, PlanE
 
 pub(super) fn boundary(graph: &Graph) -> Option<ValueId> {
     let mut ops = graph.ops().iter();
-    let op = ops.find(|op| op.path.starts_with(ir::boundary::BOUNDARY))?;
+    let op = ops.find(|op| op.origin == ir::Origin::Boundary)?;
     op.outputs.first().copied()
 }
 

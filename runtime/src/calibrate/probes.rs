@@ -305,6 +305,7 @@ impl ProgramOfProbes {
             OpKind::Attention {
                 scale,
                 dropout: 0.0,
+                key: String::new(),
                 order: ir::op::SequenceOrder::Natural,
             },
             &[q, q, q],

@@ -228,6 +228,36 @@ pub fn copy_region<T: Copy>(
     dst_start: &[usize],
     extent: &[usize],
 ) {
+    assert_eq!(
+        src.len(),
+        src_dims.iter().product::<usize>(),
+        "source has shape {src_dims:?}"
+    );
+    assert_eq!(
+        dst.len(),
+        dst_dims.iter().product::<usize>(),
+        "target has shape {dst_dims:?}"
+    );
+    for_each_block_run(
+        [src_dims, src_start],
+        [dst_dims, dst_start],
+        extent,
+        |from, to, run| dst[to..][..run].copy_from_slice(&src[from..][..run]),
+    );
+}
+
+/// Calls `f(offset in one tensor, offset in the other, length)` for every run of elements of a
+/// block that are neighbours in both tensors, in ascending order. Each is given by its dims and
+/// where the block of `extent` elements per dim starts.
+///
+/// # Panics
+/// If the numbers of dims differ, or the block reaches beyond either tensor.
+pub fn for_each_block_run(
+    [src_dims, src_start]: [&[usize]; 2],
+    [dst_dims, dst_start]: [&[usize]; 2],
+    extent: &[usize],
+    mut f: impl FnMut(usize, usize, usize),
+) {
     let rank = extent.len();
     let ranks = [src_dims, src_start, dst_dims, dst_start].map(<[usize]>::len);
     assert_eq!(ranks, [rank; 4], "shapes, starts and extent have one rank");
@@ -246,25 +276,12 @@ pub fn copy_region<T: Copy>(
         within(dst_start, dst_dims),
         "{extent:?} at {dst_start:?} lies in {dst_dims:?}"
     );
-    assert_eq!(
-        src.len(),
-        src_dims.iter().product::<usize>(),
-        "source has shape {src_dims:?}"
-    );
-    assert_eq!(
-        dst.len(),
-        dst_dims.iter().product::<usize>(),
-        "target has shape {dst_dims:?}"
-    );
     if extent.contains(&0) {
         return;
     }
     let (src_strides, dst_strides) = (strides(src_dims), strides(dst_dims));
     let dot = |a: &[usize], b: &[usize]| a.iter().zip(b).map(|(a, b)| a * b).sum::<usize>();
-    let (src, dst) = (
-        &src[dot(src_start, &src_strides)..],
-        &mut dst[dot(dst_start, &dst_strides)..],
-    );
+    let (src_first, dst_first) = (dot(src_start, &src_strides), dot(dst_start, &dst_strides));
     // Trailing dims that are whole in both tensors, and the one before them, form one run.
     let whole = |d: &usize| extent[*d] == src_dims[*d] && extent[*d] == dst_dims[*d];
     let n_whole = (0..rank).rev().take_while(whole).count();
@@ -277,9 +294,7 @@ pub fn copy_region<T: Copy>(
             to: dst_strides[d],
         })
         .collect();
-    for_each_offset(&axes, |from, to| {
-        dst[to..][..run].copy_from_slice(&src[from..][..run])
-    });
+    for_each_offset(&axes, |from, to| f(src_first + from, dst_first + to, run));
 }
 
 /// Sets every element of `x[dims]` whose index along some dim `d` is `valid[d]` or more to the

@@ -31,4 +31,4 @@ mod summation;
 #[cfg(test)]
 mod differences;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

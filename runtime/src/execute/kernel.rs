@@ -160,6 +160,8 @@ impl Call<'_> {
             OpKind::Stack { .. } | OpKind::GlobalNorm => self.inputs.len(),
             // Gates are a third operand that may be left out.
             OpKind::Dispatch { .. } | OpKind::Combine => self.inputs.len().clamp(2, 3),
+            // And so is the number of updates a sixth.
+            OpKind::AdamW { .. } => self.inputs.len().clamp(5, 6),
             op => n_operands(op),
         };
         let n_results = match self.op {
@@ -302,13 +304,13 @@ fn n_operands(op: &OpKind) -> usize {
         | OpKind::Attention { .. }
         | OpKind::CrossEntropy
         | OpKind::RouteGrad { .. }
-        | OpKind::GateGrad
-        | OpKind::UpdateLossScale { .. } => 3,
+        | OpKind::GateGrad => 3,
         OpKind::LayerNormGradWeight
+        | OpKind::UpdateLossScale { .. }
         | OpKind::RmsNormGradInput
         | OpKind::CrossEntropyGrad
         | OpKind::Sgd { .. } => 4,
-        OpKind::LayerNormGradInput | OpKind::AdamW { .. } => 5,
+        OpKind::LayerNormGradInput => 5,
         OpKind::AttentionGrad { .. } => 6,
         _ => 1,
     }
@@ -316,12 +318,14 @@ fn n_operands(op: &OpKind) -> usize {
 
 fn n_results(op: &OpKind) -> usize {
     match op {
-        OpKind::LayerNorm { .. } | OpKind::AttentionGrad { .. } | OpKind::AdamW { .. } => 3,
+        OpKind::LayerNorm { .. }
+        | OpKind::AttentionGrad { .. }
+        | OpKind::UpdateLossScale { .. }
+        | OpKind::AdamW { .. } => 3,
         OpKind::LayerNormGradWeight
         | OpKind::RmsNorm { .. }
         | OpKind::Attention { .. }
         | OpKind::Route { .. }
-        | OpKind::UpdateLossScale { .. }
         | OpKind::Sgd { .. } => 2,
         _ => 1,
     }

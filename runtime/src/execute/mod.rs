@@ -14,6 +14,8 @@
 //! seed, states and data give the same bits.
 
 pub mod collective;
+#[cfg(test)]
+mod dropout_tests;
 mod kernel;
 mod load;
 mod local;
@@ -33,5 +35,5 @@ pub use rank::{RankTimings, Timing};
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
 pub(crate) use load::load_tokens;
-pub(crate) use rank::{LOSS_SCALE_UNIT, what};
+pub(crate) use rank::what;
 pub(crate) use session::check_batch;

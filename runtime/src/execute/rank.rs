@@ -13,19 +13,14 @@ use crate::communicator::Endpoint;
 use crate::error::RuntimeError;
 use communicate::{Tiles, Waiting};
 use ir::op::InputKind;
-use ir::program::{InstrKind, Instruction, Program, RoleProgram};
-use ir::training::StateRole;
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
+use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole};
 use ir::{BufferId, Rank, TemplateId};
 use queues::Orders;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// The state whose value times [`LOSS_SCALE_UNIT`] is the dynamic loss scale (`ir::training`).
-pub(crate) const LOSS_SCALE: &str = "loss_scale";
-/// The unit in which the loss scale is stored (`ir::training`).
-pub(crate) const LOSS_SCALE_UNIT: f64 = 65536.0;
 
 /// What to play.
 #[derive(Clone, Debug)]
@@ -73,6 +68,7 @@ pub(crate) struct Played {
     pub end: Instant,
     pub loss: Option<f32>,
     pub grad_norm: Option<f64>,
+    pub loss_scale: Option<f64>,
     pub timings: Option<RankTimings>,
     pub peak_bytes: u64,
 }
@@ -169,14 +165,22 @@ impl RankState {
         &self.locals[buffer.index()]
     }
 
-    /// The bytes of a buffer that has one copy.
-    pub fn read(&self, buffer: BufferId) -> Bytes {
-        Bytes::copy_of(self.arena.read(self.range(buffer, None)))
+    /// This rank's part of a state, and its buffer.
+    pub fn shard(&self, state: BufferId) -> (&Local, &[u8]) {
+        (self.local(state), self.arena.read(self.range(state, None)))
     }
-    /// Sets an f32 buffer from the full tensor.
-    pub fn write(&mut self, buffer: BufferId, full: &[f32]) {
-        let (range, local) = (self.range(buffer, None), &self.locals[buffer.index()]);
-        local.cut(full, bytemuck::cast_slice_mut(self.arena.write(range)));
+    /// As [`RankState::shard`], to be written.
+    pub fn shard_mut(&mut self, state: BufferId) -> (&Local, &mut [u8]) {
+        let range = self.range(state, None);
+        (&self.locals[state.index()], self.arena.write(range))
+    }
+    /// The states of its role.
+    pub fn states(&self) -> Vec<StateBuffer> {
+        self.this().states.clone()
+    }
+    /// Its place among the ranks.
+    pub fn rank(&self) -> Rank {
+        self.rank
     }
 
     /// Plays one step, or a validation.
@@ -207,7 +211,7 @@ impl RankState {
     }
 
     /// What the rank saw in a step that is over.
-    fn played(&self, start: Instant, scale: f64, timings: Option<RankTimings>) -> Played {
+    fn played(&self, start: Instant, scale: Option<f64>, timings: Option<RankTimings>) -> Played {
         let scalar = |b: BufferId| {
             self.arena
                 .read(self.range(b, None))
@@ -219,27 +223,29 @@ impl RankState {
             .this()
             .grad_norm
             .and_then(scalar)
-            .map(|norm| f64::from(norm) / scale);
+            .map(|norm| f64::from(norm) / scale.unwrap_or(1.0));
         let peak_bytes = self.arena.len() as u64 + self.peak_scratch;
         Played {
             start,
             end: Instant::now(),
             loss,
             grad_norm,
+            loss_scale: scale,
             timings,
             peak_bytes,
         }
     }
 
-    /// The factor by which this step's gradients are too large.
-    fn loss_scale(&self) -> f64 {
+    /// The factor by which this step's gradients are too large, with f16.
+    fn loss_scale(&self) -> Option<f64> {
         let state = self
             .this()
             .states
             .iter()
             .find(|s| s.role == StateRole::Scalar && s.path == LOSS_SCALE);
-        state.map_or(1.0, |s| {
-            f64::from(self.read(s.buffer).f32s()[0]) * LOSS_SCALE_UNIT
+        state.map(|s| {
+            let (_, value) = self.shard(s.buffer);
+            f64::from(bytemuck::cast_slice::<u8, f32>(value)[0]) * LOSS_SCALE_UNIT
         })
     }
 

@@ -4,13 +4,15 @@
 use super::local::Local;
 use super::rank::{Play, Played, RankState, RankTimings};
 use crate::arena::Bytes;
+use crate::checkpoint::{Checkpoint, Shard, shares, write_shard};
 use crate::communicator::World;
 use crate::error::RuntimeError;
 use ir::program::{Event, Program, StateBuffer};
-use ir::training::StateRole;
+use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, DType, Rank, TrainSpec};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -46,12 +48,35 @@ pub struct StepResult {
     pub loss: f64,
     /// Norm of the gradient before clipping, loss scale taken out.
     pub grad_norm: f64,
+    /// The loss scale of the step, with f16.
+    pub loss_scale: Option<f64>,
     /// Wall time from the first rank's start to the last rank's end.
     pub seconds: f64,
     /// Per rank, when profiled.
     pub timings: Vec<RankTimings>,
     /// Peak bytes per rank so far: arena and the largest scratch space of an instruction.
     pub peak_bytes: Vec<u64>,
+}
+
+impl StepResult {
+    /// An error where training cannot go on: a figure is no number. Not so in a step that
+    /// updated nothing, if a smaller loss scale may keep the next ones from overflowing.
+    pub(crate) fn check(&self, step: u64) -> Result<(), RuntimeError> {
+        let may_fall = self.loss_scale.is_some_and(|s| s > LOWEST_LOSS_SCALE);
+        if may_fall && !self.grad_norm.is_finite() {
+            return Ok(());
+        }
+        let figures = [("loss", self.loss), ("gradient norm", self.grad_norm)];
+        match figures.into_iter().find(|(_, value)| !value.is_finite()) {
+            None => Ok(()),
+            Some((figure, value)) => Err(RuntimeError::Diverged {
+                step,
+                figure,
+                value,
+                loss_scale: self.loss_scale,
+            }),
+        }
+    }
 }
 
 /// A full tensor of the training state.
@@ -81,11 +106,15 @@ enum Command {
     Play(Play),
     Read(BufferId),
     Write(BufferId, Arc<Vec<f32>>),
+    Save(Arc<Path>, Vec<StateBuffer>),
+    Load(Arc<Checkpoint>),
 }
 
 enum Reply {
     Played(Box<Played>),
     Bytes(Bytes),
+    /// A rank that cannot write a file can still go on.
+    Shard(Result<Shard, RuntimeError>),
     Done,
 }
 
@@ -121,6 +150,70 @@ impl Session {
         options: SessionOptions,
         mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
     ) -> Result<Self, RuntimeError> {
+        let mut session = Self::start(program, spec, options)?;
+        for (path, places) in session.state_places() {
+            let (role, state) = &places[0];
+            let buffer = session.program.roles[*role].buffer(state.buffer);
+            let values = initial(StateRequest {
+                path: &path,
+                role: state.role,
+                lens: &buffer.lens,
+            })?;
+            session.set_state(&path, &places, values)?;
+        }
+        Ok(session)
+    }
+
+    /// Starts the ranks and goes on from a checkpoint, of which each rank reads its part.
+    ///
+    /// Fails as [`Session::new`] does, and when the checkpoint has not the states of the program.
+    pub fn resume(
+        program: &Program,
+        spec: &TrainSpec,
+        options: SessionOptions,
+        checkpoint: &Arc<Checkpoint>,
+    ) -> Result<Self, RuntimeError> {
+        let mut session = Self::start(program, spec, options)?;
+        let places = session.state_places();
+        let other = |problem: String| RuntimeError::OtherCheckpoint {
+            path: checkpoint.path().to_path_buf(),
+            problem,
+        };
+        for (path, places) in &places {
+            let (role, state) = &places[0];
+            let lens = &session.program.roles[*role].buffer(state.buffer).lens;
+            match checkpoint.lens(path) {
+                Some(stored) if stored == lens => {}
+                Some(stored) => {
+                    return Err(other(format!(
+                        "state `{path}` is {stored:?}, the plan's is {lens:?}"
+                    )));
+                }
+                None if path == UPDATES => {}
+                None => return Err(other(format!("it has no state `{path}`"))),
+            }
+        }
+        // Loss scaling has states of its own; what was trained with it may go on without.
+        let is_extra = |path: &&str| !places.contains_key(*path) && !path.starts_with(LOSS_SCALE);
+        if let Some(extra) = checkpoint.states().map(|s| s.0).find(is_extra) {
+            return Err(other(format!("the plan has no state `{extra}`")));
+        }
+        let all: Vec<usize> = (0..session.workers.len()).collect();
+        session.ask(&all, |_| Command::Load(Arc::clone(checkpoint)))?;
+        session.step = checkpoint.step();
+        // Written by a build that counted every step as an update.
+        if let (Some(places), None) = (places.get(UPDATES), checkpoint.lens(UPDATES)) {
+            session.set_state(UPDATES, places, vec![checkpoint.step() as f32])?;
+        }
+        Ok(session)
+    }
+
+    /// The ranks, with states of zeros.
+    fn start(
+        program: &Program,
+        spec: &TrainSpec,
+        options: SessionOptions,
+    ) -> Result<Self, RuntimeError> {
         check(program, spec)?;
         let program = Arc::new(program.clone());
         let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
@@ -144,24 +237,13 @@ impl Session {
                 workers.push(start(state, Arc::clone(&world), rank, role));
             }
         }
-        let mut session = Session {
+        Ok(Session {
             program,
             spec: spec.clone(),
             workers,
             step: 0,
             ended: None,
-        };
-        for (path, places) in session.state_places() {
-            let (role, state) = &places[0];
-            let buffer = session.program.roles[*role].buffer(state.buffer);
-            let values = initial(StateRequest {
-                path: &path,
-                role: state.role,
-                lens: &buffer.lens,
-            })?;
-            session.set_state(&path, &places, values)?;
-        }
-        Ok(session)
+        })
     }
 
     /// Number of ranks.
@@ -172,11 +254,15 @@ impl Session {
     pub fn program(&self) -> &Program {
         &self.program
     }
+    /// What is trained.
+    pub fn spec(&self) -> &TrainSpec {
+        &self.spec
+    }
     /// Training steps done; the next one's number.
     pub fn step_number(&self) -> u64 {
         self.step
     }
-    /// Sets the number of the next step: the count of updates that the states have seen.
+    /// Sets the number of the next step.
     pub fn set_step_number(&mut self, step: u64) {
         self.step = step;
     }
@@ -244,6 +330,7 @@ impl Session {
         Ok(StepResult {
             loss: f64::from(loss),
             grad_norm,
+            loss_scale: played.iter().find_map(|p| p.loss_scale),
             seconds,
             timings,
             peak_bytes,
@@ -258,14 +345,36 @@ impl Session {
     pub fn export_states(&mut self) -> Result<States, RuntimeError> {
         self.states_where(|_| true)
     }
+    /// One state as a full tensor; none if there is no state of this path.
+    pub fn state(&mut self, path: &str) -> Result<Option<StateTensor>, RuntimeError> {
+        match self.state_places().get(path) {
+            Some(places) => self.gather_state(places).map(Some),
+            None => Ok(None),
+        }
+    }
+    /// Has every rank write [its share](shares) of the states to a file in `folder`.
+    ///
+    /// Fails when a rank cannot; the session can still go on.
+    pub(crate) fn write_shards(&mut self, folder: &Path) -> Result<Vec<Shard>, RuntimeError> {
+        let (shares, folder): (_, Arc<Path>) = (shares(&self.program), folder.into());
+        let share = |w: &Worker| shares.get(&w.rank).cloned().unwrap_or_default();
+        let shares: Vec<Vec<StateBuffer>> = self.workers.iter().map(share).collect();
+        let writers: Vec<usize> = (0..shares.len())
+            .filter(|&w| !shares[w].is_empty())
+            .collect();
+        let command = |w: usize| Command::Save(Arc::clone(&folder), shares[w].clone());
+        let replies = self.ask(&writers, command)?;
+        let shards = replies.into_iter().filter_map(|reply| match reply {
+            Reply::Shard(shard) => Some(shard),
+            _ => None,
+        });
+        shards.collect()
+    }
     /// Replaces the states, each of which `states` must have, in full.
+    #[cfg(test)]
     pub fn import_states(&mut self, states: &States) -> Result<(), RuntimeError> {
         for (path, places) in self.state_places() {
-            let tensor = states.get(&path).ok_or_else(|| RuntimeError::State {
-                path: path.clone(),
-                problem: "is missing".into(),
-            })?;
-            self.set_state(&path, &places, tensor.values.clone())?;
+            self.set_state(&path, &places, states[&path].values.clone())?;
         }
         Ok(())
     }
@@ -482,9 +591,26 @@ fn start(mut state: RankState, world: Arc<World>, rank: Rank, role: usize) -> Wo
 fn obey(state: &mut RankState, command: Command) -> Result<Reply, RuntimeError> {
     match command {
         Command::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
-        Command::Read(buffer) => Ok(Reply::Bytes(state.read(buffer))),
+        Command::Read(buffer) => Ok(Reply::Bytes(Bytes::copy_of(state.shard(buffer).1))),
         Command::Write(buffer, full) => {
-            state.write(buffer, &full);
+            let (part, bytes) = state.shard_mut(buffer);
+            part.cut(&full, bytemuck::cast_slice_mut(bytes));
+            Ok(Reply::Done)
+        }
+        Command::Save(folder, states) => {
+            let part = |s: &StateBuffer| state.shard(s.buffer);
+            let parts = states
+                .iter()
+                .map(|s| (s.path.as_str(), part(s).0, part(s).1));
+            let parts: Vec<_> = parts.collect();
+            Ok(Reply::Shard(write_shard(&folder, state.rank(), &parts)))
+        }
+        Command::Load(checkpoint) => {
+            let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
+            for s in state.states().into_iter().filter(stored) {
+                let (part, bytes) = state.shard_mut(s.buffer);
+                checkpoint.read(&s.path, part, bytes)?;
+            }
             Ok(Reply::Done)
         }
     }

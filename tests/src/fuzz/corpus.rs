@@ -6,7 +6,10 @@ use crate::plans::{Random, Recomputed, SEQUENCE, Setup, mlp, random_plan};
 use ir::testing::{GraphOptions, random_graph};
 use ir::training::Recompute;
 use ir::{Graph, TrainSpec};
-use runtime::execute::{StateTensor, States};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::json;
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::path::Path;
 
@@ -61,8 +64,7 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn tiny_weights() -> Vec<u8> {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("model.safetensors");
+    let mut written = Vec::new();
     let config = ModelConfig::parse("config.json", TINY_CONFIG.as_bytes())
         .expect("the tiny config is valid");
     let elements: std::collections::BTreeMap<String, u64> = config
@@ -70,11 +72,11 @@ pub(super) fn tiny_weights() -> Vec<u8> {
         .into_iter()
         .map(|p| (p.path.clone(), p.elements()))
         .collect();
-    import::export(&path, &config, |p| {
+    import::export("model.safetensors", &mut written, &config, |p| {
         Ok::<_, Infallible>(vec![0.5; elements[p] as usize])
     })
     .expect("weights can be written");
-    std::fs::read(path).expect("they were written")
+    written
 }
 
 pub(super) fn weights() -> Vec<Vec<u8>> {
@@ -313,19 +315,44 @@ pub(super) fn measurements() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn checkpoints() -> Vec<Vec<u8>> {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("state.safetensors");
-    let tensor = |lens: &[u64]| StateTensor {
-        lens: lens.to_vec(),
-        values: vec![0.25; lens.iter().product::<u64>() as usize],
+    let values = |n: usize| [0.25f32.to_le_bytes()].repeat(n).concat();
+    let (table, scalar) = (values(8), values(1));
+    let view = |shape: &[usize], data| {
+        TensorView::new(Dtype::F32, shape.to_vec(), data).expect("as many values as that")
     };
-    let states = States::from([
-        ("embed.table".into(), tensor(&[4, 2])),
-        ("loss_scale".into(), tensor(&[])),
-        ("moment1.embed.table".into(), tensor(&[4, 2])),
-    ]);
-    runtime::checkpoint::save(&path, &states, 17).expect("a checkpoint can be written");
-    vec![std::fs::read(path).expect("it was written")]
+    let states = [
+        ("embed.table", view(&[4, 2], &table)),
+        ("loss_scale", view(&[], &scalar)),
+        ("moment1.embed.table", view(&[4, 2], &table)),
+    ];
+    let step = HashMap::from([("step".to_string(), "17".to_string())]);
+    vec![safetensors::serialize(states, Some(step)).expect("a file can be written")]
+}
+
+/// Name of the one file of the checkpoint that the manifests are of.
+pub(super) const RANK_FILE: &str = "rank-0.safetensors";
+
+pub(super) fn manifests() -> Vec<Vec<u8>> {
+    let file = checkpoints().remove(0);
+    let part = |start: [u64; 2], shape: [u64; 2]| json!({ "file": RANK_FILE, "start": start, "shape": shape });
+    let table = json!({ "shape": [4, 2], "parts": [part([0, 0], [4, 2])] });
+    let manifest = json!({
+        "version": 1,
+        "origin": {
+            "plan_hash": "fnv1a64:0", "model": "", "step": 17, "seed": 1, "next_sample": 68,
+            "global_batch": 4, "sequence": 8,
+        },
+        "files": {
+            RANK_FILE: { "bytes": file.len(), "blake3": blake3::hash(&file).to_string() },
+        },
+        "states": {
+            "embed.table": table,
+            "loss_scale": { "shape": [], "parts": [{ "file": RANK_FILE, "start": [], "shape": [] }] },
+            "moment1.embed.table": table,
+        },
+        "blake3": "",
+    });
+    vec![manifest.to_string().into_bytes()]
 }
 
 pub(super) fn train_files() -> Vec<Vec<u8>> {

@@ -16,16 +16,17 @@ pub use mutate::Shape;
 use crate::plans::mlp;
 use cost_model::simulate::SimulateOptions;
 use import::{BuildOptions, ModelConfig, Weights};
+use intra_op::{SolveOptions, read_problem, read_solution, solve};
 use ir::cluster::Cluster;
 use ir::measurement::Measurement;
 use ir::op::{InputKind, OpKind};
 use ir::plan::Plan;
 use ir::training::training_graph;
-use ir::{Dim, Graph, TrainSpec};
+use ir::{DType, Dim, Graph, TrainSpec};
 use planner::Pins;
-use planner::intra_op::{SolveOptions, read_problem, read_solution, solve};
 use runtime::data::{DataOptions, Dataset, Split};
-use std::path::PathBuf;
+use runtime::execute::Local;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How far an input got: 0 when its parser refused it, one more for each stage passed.
@@ -48,7 +49,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
     Target {
         name: "config",
         run: config,
@@ -153,6 +154,13 @@ pub const TARGETS: [Target; 16] = [
         corpus: corpus::checkpoints,
         full: 1,
         shape: Shape::Safetensors,
+    },
+    Target {
+        name: "manifest",
+        run: manifest,
+        corpus: corpus::manifests,
+        full: 1,
+        shape: Shape::Json,
     },
     Target {
         name: "train_spec",
@@ -474,10 +482,32 @@ pub fn measurement(data: &[u8]) -> Depth {
     1
 }
 
-/// A checkpoint of a training state.
+/// All states of what `--resume` would go on from.
+fn states(path: &Path) -> Depth {
+    let Ok(found) = runtime::checkpoint::find(path) else {
+        return 0;
+    };
+    let read = |(name, lens): (&str, &[u64])| {
+        let whole = Local::whole(DType::F32, lens);
+        let mut bytes = vec![0; whole.bytes()];
+        found.checkpoint.read(name, &whole, &mut bytes).is_ok()
+    };
+    usize::from(found.checkpoint.states().all(read))
+}
+
+/// A training state in one file, as earlier builds wrote them.
 pub fn checkpoint(data: &[u8]) -> Depth {
-    with_file("state.safetensors", data, |path| {
-        runtime::checkpoint::load(&path).map_or(0, |_| 1)
+    with_file("state.safetensors", data, |path| states(&path))
+}
+
+/// The manifest of a checkpoint whose one file is good; with the hash that it has to have, so that
+/// all else is looked at too.
+pub fn manifest(data: &[u8]) -> Depth {
+    let stamped = runtime::checkpoint::restamped(data);
+    with_file("manifest.json", &stamped.unwrap_or(data.to_vec()), |path| {
+        let file = &corpus::checkpoints()[0];
+        std::fs::write(path.with_file_name(corpus::RANK_FILE), file).expect("a temporary file");
+        states(&path)
     })
 }
 

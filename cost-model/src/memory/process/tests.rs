@@ -136,6 +136,7 @@ fn training_role() -> Program {
     let attention = OpKind::Attention {
         scale: 1.0,
         dropout: 0.0,
+        key: "attend".into(),
         order: Default::default(),
     };
     let gradient = OpKind::AttentionGrad {
@@ -265,7 +266,11 @@ fn stages_of_a_mesh(again: [&[OpKind]; 2]) -> Program {
             i
         };
         let key = "drop".to_string();
-        let drops = OpKind::Dropout { p: 0.1, key };
+        let drops = OpKind::Dropout {
+            p: 0.1,
+            key,
+            order: Default::default(),
+        };
         let mut backward: Vec<Instruction> = again
             .iter()
             .map(|kind| compute(kind.clone(), Pass::Recompute))

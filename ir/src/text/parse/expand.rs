@@ -3,7 +3,7 @@
 use super::Parser;
 use super::statement::{Kind, Operand, Statement};
 use crate::text::{HOLE, MAX_OPS, ParseError, attributes};
-use crate::{LayerId, OpKind, Place, ValueId};
+use crate::{LayerId, OpId, OpKind, Origin, Place, ValueId};
 use std::ops::Range;
 
 /// Expanded text that every op stands for besides its own line.
@@ -66,6 +66,16 @@ impl Parser<'_> {
         for (operand, span) in &statement.operands {
             inputs.push(self.defined(copy.value(*operand), span, &place)?);
         }
+        let written = &statement.origin;
+        let of = match &written.of {
+            Some((operand, span)) => {
+                let v = self.defined(copy.value(*operand), span, &place)?;
+                self.graph.value(v).producer
+            }
+            None => OpId(0),
+        };
+        let mut origins = Origin::all(of, written.number.unwrap_or(0)).into_iter();
+        let origin = origins.find(|o| o.name().0 == written.name);
         let kind = match &statement.kind {
             Kind::Plain(kind) => kind.clone(),
             Kind::Template(v) => {
@@ -99,6 +109,7 @@ impl Parser<'_> {
             let message = format!("the results are {inferred}, the text says {declared}{place}");
             return Err(self.s.error(statement.types_span.clone(), message));
         }
+        self.graph.mark_last(origin.unwrap_or_default());
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Body, Parser, Spanned};
 use crate::text::scan::Scanner;
-use crate::text::{HOLE, MAX_RANK, PASSES, ParseError, REGIONS, attributes};
+use crate::text::{HOLE, MAX_RANK, PASSES, ParseError, REGIONS, attributes, origins};
 use crate::{DType, OpKind, Pass, Region, Shape, TensorType};
 use serde_json::Value;
 use std::ops::Range;
@@ -27,6 +27,14 @@ pub(super) struct Statement {
     pub(super) path: String,
     pub(super) pass: Pass,
     pub(super) region: Region,
+    pub(super) origin: Origin,
+}
+
+/// An origin as written.
+pub(super) struct Origin {
+    pub(super) name: &'static str,
+    pub(super) number: Option<u32>,
+    pub(super) of: Option<Spanned<Operand>>,
 }
 
 pub(super) enum Kind {
@@ -67,6 +75,7 @@ impl Parser<'_> {
         let path = self.s.path(body.repeat)?.to_string();
         let pass = self.choice("the pass", &PASSES)?;
         let region = self.choice("the region", &REGIONS)?;
+        let origin = self.origin(body)?;
         let span = start..self.s.token_end();
         Ok(Statement {
             span,
@@ -78,7 +87,39 @@ impl Parser<'_> {
             path,
             pass,
             region,
+            origin,
         })
+    }
+
+    /// The origin, if one is written.
+    fn origin(&mut self, body: &Body) -> Result<Origin, ParseError> {
+        let word = self.s.peek_word();
+        let known = origins().find(|(name, ..)| *name == word);
+        let Some((name, has_number, has_op)) = known else {
+            return Ok(Origin {
+                name: "forward",
+                number: None,
+                of: None,
+            });
+        };
+        let start = self.s.token_start();
+        self.s.expect_word(name)?;
+        let mut number = None;
+        if has_number {
+            let n = self.s.number("the number of the operand or result")?;
+            let too_large = |_| {
+                let span = start..self.s.token_end();
+                self.s
+                    .error(span, format!("no op has an operand or result {n}"))
+            };
+            number = Some(u32::try_from(n).map_err(too_large)?);
+        }
+        let mut of = None;
+        if has_op {
+            self.s.expect_word("of")?;
+            of = Some(self.operand(body)?);
+        }
+        Ok(Origin { name, number, of })
     }
 
     /// Results up to the `=`; they take the next numbers.

@@ -82,6 +82,7 @@ impl Case {
             boundary: boundary(&self.training.graph),
             prices: Mutex::new(Vec::new()),
             kept: OnceLock::new(),
+            choices: Default::default(),
         }
     }
 

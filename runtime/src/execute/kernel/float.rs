@@ -111,12 +111,14 @@ impl Call<'_> {
             OpKind::Attention {
                 scale,
                 dropout,
+                key,
                 order,
             } => {
                 let attend = Attend {
                     scale: *scale,
                     dropout: *dropout,
-                    key: ir::training::source_path(self.path),
+                    // A model's op that nothing trains has no key.
+                    key: if key.is_empty() { self.path } else { key },
                     order: *order,
                 };
                 self.attend(attend, outs);
@@ -139,7 +141,7 @@ impl Call<'_> {
             | OpKind::Dispatch { .. }
             | OpKind::Combine
             | OpKind::GateGrad => self.experts(outs, locals)?,
-            OpKind::Dropout { p, key } => self.dropout(*p, key, outs[0]),
+            OpKind::Dropout { p, key, order } => self.dropout(*p, key, *order, outs[0]),
             OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
             OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,
             OpKind::GlobalNorm => {
@@ -209,13 +211,15 @@ impl Call<'_> {
                     f32::NAN
                 };
             }
-            (OpKind::UpdateLossScale { growth_interval }, [scale, good_steps]) => {
-                let (old, good, norm) = (scalar(0)?, scalar(1)?, scalar(2)?);
+            (OpKind::UpdateLossScale { growth_interval }, [scale, good_steps, updates]) => {
+                let (old, good, norm) = (scalar(0)?, scalar(1)?, scalar(3)?);
+                let lowest = ir::training::LOWEST_LOSS_SCALE as f32;
                 (scale[0], good_steps[0]) = match norm.is_finite() {
-                    false => (old * 0.5, 0.0),
+                    false => ((old * 0.5).max(lowest), 0.0),
                     true if f64::from(good) + 1.0 >= *growth_interval as f64 => (old * 2.0, 0.0),
                     true => (old, good + 1.0),
                 };
+                updates[0] = scalar(2)? + f32::from(norm.is_finite());
             }
             (
                 &OpKind::AdamW {
@@ -226,15 +230,18 @@ impl Call<'_> {
                 },
                 [p, m, v],
             ) => {
-                let (step, coefficient) = (self.cx.step + 1, scalar(4)?);
+                let done = match self.inputs.get(5) {
+                    Some(_) => scalar(5)? as u64,
+                    None => self.cx.step,
+                };
                 let step = optimizer::AdamWStep {
                     lr: self.cx.lr,
                     beta1,
                     beta2,
                     eps,
                     weight_decay,
-                    step,
-                    coefficient,
+                    step: done + 1,
+                    coefficient: scalar(4)?,
                 };
                 optimizer::adamw(p, &self.x(1), m, v, step);
             }
@@ -287,14 +294,17 @@ impl Call<'_> {
     }
 
     /// Mask bits belong to the element of the whole tensor, whose dim 0 is the sample's index
-    /// in the global batch.
-    fn dropout(&self, p: f64, key: &str, out: &mut [f32]) {
+    /// in the global batch and whose dim 1 is by position, whatever the order it is stored in.
+    fn dropout(&self, p: f64, key: &str, order: SequenceOrder, out: &mut [f32]) {
         let (local, x) = (self.local(0), self.x(0));
         if !self.cx.training || p == 0.0 {
             return out.copy_from_slice(&x);
         }
         let key = Key::new(self.cx.seed, self.cx.step, key);
-        let name = ElementName::new(local, self.cx.first_sample);
+        let mut name = ElementName::new(local, self.cx.first_sample);
+        if !order.is_natural() {
+            name.indices[1] = self.positions(order);
+        }
         elementwise::dropout(&x, p, |i| name.of(i), |i| rng::uniform(key, i), out);
     }
 
@@ -311,35 +321,30 @@ impl Call<'_> {
 
 /// Names elements of a shard by their row-major index in the whole tensor of the step.
 struct ElementName {
-    dims: Vec<u64>,
-    /// Global start, dim 0 counted from the global batch's first sample.
-    start: Vec<u64>,
-    strides: Vec<u64>,
+    /// For each dim, the global indices of the shard's; those of dim 0 count from the global
+    /// batch's first sample.
+    indices: Vec<Vec<usize>>,
+    lens: Vec<u64>,
 }
 
 impl ElementName {
     fn new(local: &Local, first_sample: u64) -> Self {
-        let mut start: Vec<u64> = local.ranges.iter().map(|r| r.start).collect();
-        if let Some(samples) = start.first_mut() {
-            *samples += first_sample;
-        }
-        let mut strides = vec![1; local.lens.len()];
-        for d in (1..strides.len()).rev() {
-            strides[d - 1] = strides[d] * local.lens[d];
-        }
+        let first = |d: usize| if d == 0 { first_sample } else { 0 };
+        let indices = local.ranges.iter().enumerate().map(|(d, r)| {
+            let start = (first(d) + r.start) as usize;
+            (start..start + r.padded as usize).collect()
+        });
         ElementName {
-            dims: local.ranges.iter().map(|r| r.padded).collect(),
-            start,
-            strides,
+            indices: indices.collect(),
+            lens: local.lens.clone(),
         }
     }
     fn of(&self, i: usize) -> u64 {
-        let mut rest = i as u64;
-        let mut name = 0;
-        for d in (0..self.dims.len()).rev() {
-            let index = rest % self.dims[d];
-            rest /= self.dims[d];
-            name += (self.start[d] + index) * self.strides[d];
+        let (mut rest, mut name, mut stride) = (i, 0, 1);
+        for (indices, len) in self.indices.iter().zip(&self.lens).rev() {
+            name += indices[rest % indices.len()] as u64 * stride;
+            rest /= indices.len();
+            stride *= len;
         }
         name
     }

@@ -1,0 +1,117 @@
+use super::*;
+use crate::improve::Random;
+
+/// A problem with few different rows: strategies show their neighbours one of three faces.
+fn random(rng: &mut Random, largest: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
+    let n = 3 + rng.below(4);
+    let cost = |rng: &mut Random| match rng.below(8) {
+        0 => Cost::FORBIDDEN,
+        _ => Cost::finite(rng.next() % largest),
+    };
+    let sizes: Vec<usize> = (0..n).map(|_| 1 + rng.below(12)).collect();
+    let costs = sizes
+        .iter()
+        .map(|&size| (0..size).map(|_| cost(rng)).collect())
+        .collect();
+    let mut edges = Vec::new();
+    for a in 0..n {
+        for b in a + 1..n {
+            if rng.below(3) > 0 {
+                let faces: Vec<Cost> = (0..9).map(|_| cost(rng)).collect();
+                let mut face =
+                    |size: usize| -> Vec<usize> { (0..size).map(|_| rng.below(3)).collect() };
+                let (of_a, of_b) = (face(sizes[a]), face(sizes[b]));
+                let cell = |i: usize, j: usize| faces[3 * of_a[i] + of_b[j]];
+                let table = Table::from_fn(sizes[a], sizes[b], cell);
+                edges.push(Edge {
+                    a: a as u32,
+                    b: b as u32,
+                    table: Arc::new(table),
+                });
+            }
+        }
+    }
+    (costs, edges)
+}
+
+/// With and without classes of strategies, among floats and integers: one table, one choice.
+#[test]
+fn classes_and_floats_change_nothing() {
+    let mut rng = Random(1);
+    let (mut narrower, mut in_floats) = (0, 0);
+    for round in 0..200 {
+        // Every other time beyond what floats hold.
+        let largest = if round % 2 == 0 { 9 } else { 1 << 56 };
+        let (costs, edges) = random(&mut rng, largest);
+        let sizes: Vec<usize> = costs.iter().map(Vec::len).collect();
+        let keep: Vec<u32> = vec![1, 0];
+        let (order, cells) = greedy_order(&sizes, &edges, &keep, u64::MAX).unwrap();
+        let along = |worth| Eliminator::along(&sizes, &edges, &keep, (&order, cells), worth);
+        let (apart, classes) = (along(u64::MAX), along(0));
+        narrower += usize::from(classes.kept_cells() < apart.kept_cells());
+        let (a, b) = (apart.run(&costs), classes.run(&costs));
+        let floats = matches!(b.messages, Messages::Floats(_));
+        assert!(floats || largest > 9);
+        in_floats += usize::from(floats);
+        let mut integers = a.clone();
+        let messages = apart.messages(&a.costs, &apart.tables.costs);
+        integers.messages = Messages::Integers(messages.unwrap());
+        integers.table = integers.final_table();
+        for other in [&b, &integers] {
+            assert_eq!(a.table(), other.table());
+            for i in 0..sizes[1] as u32 {
+                for j in 0..sizes[0] as u32 {
+                    assert_eq!(a.decode(&[i, j]), other.decode(&[i, j]));
+                }
+            }
+        }
+    }
+    assert!(narrower > 100, "{narrower}");
+    assert!((100..180).contains(&in_floats), "{in_floats}");
+}
+
+/// Two nodes of one strategy: `own` at the first, `shared` on the edge.
+fn pair(own: u64, shared: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
+    let table = Table::from_fn(1, 1, |_, _| Cost::finite(shared));
+    let edge = Edge {
+        a: 0,
+        b: 1,
+        table: Arc::new(table),
+    };
+    (
+        vec![vec![Cost::finite(own)], vec![Cost::finite(0)]],
+        vec![edge],
+    )
+}
+
+#[test]
+fn floats_are_used_only_where_sums_are_exact() {
+    const LAST: u64 = (1 << 53) - 1;
+    for (own, shared, in_floats) in [(LAST - 1, 1, true), (LAST, 1, false), (LAST + 1, 1, false)] {
+        let (costs, edges) = pair(own, shared);
+        let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+        let found = eliminator.run(&costs);
+        assert_eq!(
+            matches!(found.messages, Messages::Floats(_)),
+            in_floats,
+            "{own}"
+        );
+        // 2^53 + 1 is no float.
+        assert_eq!(found.table(), [Cost::finite(own + shared)]);
+    }
+}
+
+#[test]
+fn sums_beyond_all_integers_are_forbidden() {
+    let n = 17;
+    let costs = vec![vec![Cost::finite(0); 2]; n];
+    let table = Arc::new(Table::from_fn(2, 2, |_, _| Cost::finite(1 << 60)));
+    let edge = |b| Edge {
+        a: 0,
+        b,
+        table: table.clone(),
+    };
+    let edges: Vec<Edge> = (1..n as u32).map(edge).collect();
+    let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+    assert_eq!(eliminator.run(&costs).table(), [Cost::FORBIDDEN]);
+}

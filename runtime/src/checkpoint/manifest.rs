@@ -1,0 +1,215 @@
+//! The manifest of a checkpoint: what it is of, where its states lie, and hashes of all files,
+//! its own text included.
+
+use super::problem;
+use super::shard::Shard;
+use crate::error::RuntimeError;
+use crate::execute::Session;
+use crate::files::Unfinished;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+/// Name of the file.
+pub(super) const NAME: &str = "manifest.json";
+/// The one version that is read.
+const VERSION: u32 = 1;
+/// Longest manifest that is read, bytes: 10,000 parts on 100 ranks take 100 MB.
+const LONGEST: u64 = 1 << 30;
+
+/// What a checkpoint is of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// Fingerprint of the plan that it was trained by.
+    pub plan_hash: String,
+    /// The model: its forward graph in text form.
+    pub model: String,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Seed of the order of the data and of all randomness.
+    pub seed: u64,
+    /// Where in that order the next step begins: steps times the global batch.
+    pub next_sample: u64,
+    /// Samples of a step.
+    pub global_batch: u64,
+    /// Tokens of a sample.
+    pub sequence: u64,
+}
+
+impl Origin {
+    pub(super) fn of(session: &Session, plan: &str, model: &str) -> Self {
+        let (step, spec) = (session.step_number(), session.spec());
+        Origin {
+            plan_hash: plan.into(),
+            model: model.into(),
+            step,
+            seed: spec.seed,
+            next_sample: step.saturating_mul(spec.global_batch),
+            global_batch: spec.global_batch,
+            sequence: spec.sequence,
+        }
+    }
+}
+
+/// The document.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Manifest {
+    version: u32,
+    pub origin: Origin,
+    /// Files beside it, by name.
+    pub files: BTreeMap<String, Facts>,
+    pub states: BTreeMap<String, State>,
+    /// Hash of the document in compact form with nothing here.
+    blake3: String,
+}
+
+/// What a file has to be.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Facts {
+    bytes: u64,
+    blake3: String,
+}
+
+/// A state: its global shape, and its parts, which do not overlap.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct State {
+    pub shape: Vec<u64>,
+    pub parts: Vec<Part>,
+}
+
+/// The tensor of the state's path in a file: which indices it has, per dim.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Part {
+    pub file: String,
+    pub start: Vec<u64>,
+    pub shape: Vec<u64>,
+}
+
+impl Manifest {
+    pub fn new(origin: Origin, shards: Vec<Shard>) -> Self {
+        let mut manifest = Manifest {
+            version: VERSION,
+            origin,
+            files: BTreeMap::new(),
+            states: BTreeMap::new(),
+            blake3: String::new(),
+        };
+        for Shard {
+            file,
+            bytes,
+            blake3,
+            parts,
+        } in shards
+        {
+            for p in parts {
+                let state = manifest.states.entry(p.path).or_default();
+                state.shape = p.lens;
+                state.parts.push(Part {
+                    file: file.clone(),
+                    start: p.start,
+                    shape: p.shape,
+                });
+            }
+            manifest.files.insert(file, Facts { bytes, blake3 });
+        }
+        manifest.stamped()
+    }
+
+    fn hash(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        let bare = Manifest {
+            blake3: String::new(),
+            ..self.clone()
+        };
+        // A hasher takes all that is written, and maps have names for keys.
+        let _ = serde_json::to_writer(&mut hasher, &bare);
+        hasher.finalize().to_string()
+    }
+
+    /// Writes it into a checkpoint's folder, through to the disk.
+    pub fn write(&self, folder: &Path) -> io::Result<()> {
+        let mut file = Unfinished::file(folder)?;
+        let text = serde_json::to_string_pretty(self).map_err(io::Error::other)?;
+        file.write_all(text.as_bytes())?;
+        file.write_all(b"\n")?;
+        file.finish(&folder.join(NAME))
+    }
+
+    /// The same with the hash that its text has to have.
+    fn stamped(mut self) -> Self {
+        self.blake3 = self.hash();
+        self
+    }
+
+    /// Reads it from a checkpoint's folder. Fails when it is not as it was written.
+    pub fn read(folder: &Path) -> Result<Self, RuntimeError> {
+        let path = folder.join(NAME);
+        let error = |what: String| problem(&path, what);
+        let unread = |e: io::Error| error(format!("cannot read: {e}"));
+        let mut bytes = Vec::new();
+        let file = File::open(&path).map_err(unread)?;
+        file.take(LONGEST).read_to_end(&mut bytes).map_err(unread)?;
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let damaged = |e| error(format!("damaged, or no manifest of a checkpoint: {e}"));
+        let Version { version } = serde_json::from_slice(&bytes).map_err(damaged)?;
+        if version != VERSION {
+            return Err(error(format!(
+                "its version is {version}, this build reads {VERSION}"
+            )));
+        }
+        let manifest: Manifest = serde_json::from_slice(&bytes).map_err(damaged)?;
+        match manifest.hash() == manifest.blake3 {
+            true => Ok(manifest),
+            false => Err(error("damaged: its text has another hash".into())),
+        }
+    }
+}
+
+/// A manifest's text with the hash that it has to have, for tests of what stands behind the hash.
+#[doc(hidden)]
+pub fn restamped(text: &[u8]) -> Option<Vec<u8>> {
+    let manifest: Manifest = serde_json::from_slice(text).ok()?;
+    serde_json::to_vec(&manifest.stamped()).ok()
+}
+
+/// Whether files are what they have to be, with each read once.
+pub(super) fn verify(folder: &Path, files: &BTreeMap<String, Facts>) -> Result<(), RuntimeError> {
+    let wrong = files.par_iter().find_map_first(|(name, facts)| {
+        let path = folder.join(name);
+        if Path::new(name).file_name() != Some(name.as_ref()) {
+            return Some(problem(&path, "is not the name of a file beside it".into()));
+        }
+        let wrong = match hash(&path, facts.bytes) {
+            Ok(hash) if hash == facts.blake3 => return None,
+            Ok(_) => "damaged: it has another hash than the manifest says".into(),
+            Err(e) => format!("cannot read: {e}"),
+        };
+        Some(problem(&path, wrong))
+    });
+    wrong.map_or(Ok(()), Err)
+}
+
+/// The hash of a file of so many bytes.
+fn hash(path: &Path, bytes: u64) -> io::Result<String> {
+    let file = File::open(path)?;
+    let found = file.metadata()?.len();
+    if found != bytes {
+        return Err(io::Error::other(format!(
+            "it has {found} bytes, the manifest says {bytes}"
+        )));
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(file)?;
+    Ok(hasher.finalize().to_string())
+}

@@ -1,0 +1,292 @@
+//! One file of a checkpoint: safetensors, in f32, of the parts that a rank writes.
+//!
+//! Writing goes from the rank's arena to the file, reading from the file to the arena, run by
+//! run of neighbouring elements: there is no copy of a part in between.
+
+use super::manifest::Part;
+use super::problem;
+use crate::cpu::layout;
+use crate::error::RuntimeError;
+use crate::execute::Local;
+use ir::Rank;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+/// Longest header of the format's own library.
+const LONGEST_HEADER: u64 = 100_000_000;
+/// Bytes read at once where runs are shorter. Longer runs are read by themselves.
+const AT_ONCE: usize = 1 << 16;
+
+/// A file that a rank wrote.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    /// Its name.
+    pub file: String,
+    pub bytes: u64,
+    pub blake3: String,
+    /// What is in it.
+    pub parts: Vec<Written>,
+}
+
+/// A part of a state in a file.
+#[derive(Debug)]
+pub(crate) struct Written {
+    pub path: String,
+    /// Global lengths.
+    pub lens: Vec<u64>,
+    pub start: Vec<u64>,
+    pub shape: Vec<u64>,
+}
+
+/// Writes a rank's parts, given by path, to its file in `folder`, through to the disk. A part is
+/// what its buffer has without padding.
+///
+/// Fails when the file cannot be written, and at the first element that is not finite: what it
+/// stands in is no state to go on from.
+pub(crate) fn write(
+    folder: &Path,
+    rank: Rank,
+    parts: &[(&str, &Local, &[u8])],
+) -> Result<Shard, RuntimeError> {
+    let name = format!("rank-{}.safetensors", rank.0);
+    let path = folder.join(&name);
+    let error = |e: io::Error| problem(&path, format!("cannot write: {e}"));
+    let mut out = Hashing {
+        file: BufWriter::with_capacity(1 << 20, File::create_new(&path).map_err(error)?),
+        hasher: blake3::Hasher::new(),
+        bytes: 0,
+    };
+    out.write_all(&header(parts).map_err(error)?)
+        .map_err(error)?;
+    for (path, local, buffer) in parts {
+        let mut written = Ok(());
+        let values: &[f32] = bytemuck::cast_slice(buffer);
+        let (dims, valid, none) = (local.dims(), local.valid(), vec![0; local.lens.len()]);
+        layout::for_each_block_run([&dims, &none], [&valid, &none], &valid, |from, _, n| {
+            let run = &values[from..from + n];
+            if written.is_ok() {
+                written = match run.iter().find(|v| !v.is_finite()) {
+                    None => out.write_all(bytemuck::cast_slice(run)).map_err(error),
+                    Some(value) => Err(RuntimeError::NotFinite {
+                        path: path.to_string(),
+                        value: *value,
+                    }),
+                };
+            }
+        });
+        written?;
+    }
+    let file = out.file.into_inner().map_err(|e| error(e.into_error()))?;
+    file.sync_all().map_err(error)?;
+    let as_u64 = |n: Vec<usize>| n.into_iter().map(|n| n as u64).collect();
+    let written = |(path, local, _): &(&str, &Local, _)| Written {
+        path: path.to_string(),
+        lens: local.lens.clone(),
+        start: as_u64(local.start()),
+        shape: as_u64(local.valid()),
+    };
+    Ok(Shard {
+        file: name,
+        bytes: out.bytes,
+        blake3: out.hasher.finalize().to_string(),
+        parts: parts.iter().map(written).collect(),
+    })
+}
+
+/// Length and JSON of a safetensors header, padded with spaces to 8 bytes.
+fn header(parts: &[(&str, &Local, &[u8])]) -> io::Result<Vec<u8>> {
+    let (mut tensors, mut at) = (Vec::with_capacity(parts.len()), 0);
+    for (path, local, _) in parts {
+        let shape = local.valid();
+        let end = at + 4 * shape.iter().product::<usize>();
+        let info = TensorInfo {
+            dtype: Dtype::F32,
+            shape,
+            data_offsets: (at, end),
+        };
+        tensors.push((path.to_string(), info));
+        at = end;
+    }
+    let metadata = Metadata::new(None, tensors).map_err(io::Error::other)?;
+    let mut text = serde_json::to_vec(&metadata)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
+}
+
+/// A file whose hash is taken as it is written.
+struct Hashing {
+    file: BufWriter<File>,
+    hasher: blake3::Hasher,
+    bytes: u64,
+}
+
+impl Write for Hashing {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.file.write(bytes)?;
+        self.hasher.update(&bytes[..n]);
+        self.bytes += n as u64;
+        Ok(n)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// The header of a file.
+pub(super) struct Header {
+    path: PathBuf,
+    /// Where data begin.
+    data: u64,
+    metadata: Metadata,
+    /// Steps done, in the single files of earlier builds.
+    pub step: Option<u64>,
+}
+
+impl Header {
+    /// Fails when the file is no safetensors file of its own length.
+    pub fn read(path: &Path) -> Result<Self, RuntimeError> {
+        let error = |what: String| problem(path, what);
+        let unread = |e: io::Error| error(format!("cannot read: {e}"));
+        let no = |what: String| error(format!("no checkpoint, or a damaged one: {what}"));
+        let mut file = File::open(path).map_err(unread)?;
+        let bytes = file.metadata().map_err(unread)?.len();
+        let mut length = [0; 8];
+        file.read_exact(&mut length)
+            .map_err(|_| no(format!("it has {bytes} bytes")))?;
+        let length = u64::from_le_bytes(length);
+        if length > LONGEST_HEADER || length > bytes - 8 {
+            return Err(no(format!("its header would have {length} bytes")));
+        }
+        let mut text = vec![0; length as usize];
+        file.read_exact(&mut text).map_err(unread)?;
+        let metadata: Metadata = serde_json::from_slice(&text).map_err(|e| no(e.to_string()))?;
+        let data = 8 + length;
+        if metadata.data_len() as u64 != bytes - data {
+            return Err(no(format!(
+                "its tensors have {} bytes, the file {}",
+                metadata.data_len(),
+                bytes - data
+            )));
+        }
+        let step = metadata.metadata().as_ref().and_then(|m| m.get("step"));
+        Ok(Header {
+            path: path.to_path_buf(),
+            data,
+            step: step.and_then(|s| s.parse().ok()),
+            metadata,
+        })
+    }
+
+    /// Where in the file the tensor of this name and shape begins.
+    pub fn find(&self, name: &str, shape: &[u64]) -> Result<u64, RuntimeError> {
+        let is_same = |t: &&TensorInfo| t.shape.iter().map(|&n| n as u64).eq(shape.iter().copied());
+        let found = self.metadata.info(name).filter(is_same);
+        match found.filter(|t| t.dtype == Dtype::F32) {
+            Some(t) => Ok(self.data + t.data_offsets.0 as u64),
+            None => Err(problem(
+                &self.path,
+                format!("it has no f32 tensor `{name}` of {shape:?}"),
+            )),
+        }
+    }
+
+    /// Name, shape and place of every tensor.
+    pub fn tensors(&self) -> Result<Vec<(String, Vec<u64>, u64)>, RuntimeError> {
+        let of = |name: String| {
+            let info = self.metadata.info(&name);
+            let shape = info.map_or(Vec::new(), |i| i.shape.iter().map(|&n| n as u64).collect());
+            let at = self.find(&name, &shape)?;
+            Ok((name, shape, at))
+        };
+        self.metadata.offset_keys().into_iter().map(of).collect()
+    }
+}
+
+/// A part of a state, in a file.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub file: PathBuf,
+    /// Byte of its first element.
+    at: u64,
+    start: Vec<usize>,
+    shape: Vec<usize>,
+}
+
+impl Piece {
+    /// Fails when the part reaches beyond the state's lengths.
+    pub fn new(file: PathBuf, at: u64, lens: &[u64], part: &Part) -> Result<Self, String> {
+        let ends = part.start.iter().zip(&part.shape);
+        let mut ends = ends.map(|(start, n)| start.checked_add(*n)).zip(lens);
+        let dims = [part.start.len(), part.shape.len()];
+        if dims != [lens.len(); 2] || !ends.all(|(end, len)| end.is_some_and(|e| e <= *len)) {
+            let Part { start, shape, .. } = part;
+            return Err(format!("{shape:?} at {start:?} is no part of {lens:?}"));
+        }
+        let as_usize = |n: &[u64]| n.iter().map(|&n| n as usize).collect();
+        Ok(Piece {
+            file,
+            at,
+            start: as_usize(&part.start),
+            shape: as_usize(&part.shape),
+        })
+    }
+
+    /// All of a state.
+    pub fn whole(file: PathBuf, at: u64, lens: &[u64]) -> Self {
+        Piece {
+            file,
+            at,
+            start: vec![0; lens.len()],
+            shape: lens.iter().map(|&n| n as usize).collect(),
+        }
+    }
+
+    /// Reads what it has of `part` into the part's buffer.
+    pub fn read(&self, part: &Local, out: &mut [u8]) -> io::Result<()> {
+        let (start, valid) = (part.start(), part.valid());
+        let dims = 0..start.len();
+        let first: Vec<usize> = dims.clone().map(|d| start[d].max(self.start[d])).collect();
+        let end = |d: usize| (start[d] + valid[d]).min(self.start[d] + self.shape[d]);
+        let extent: Vec<usize> = dims.map(|d| end(d).saturating_sub(first[d])).collect();
+        if extent.contains(&0) {
+            return Ok(());
+        }
+        let within = |start: &[usize]| first.iter().zip(start).map(|(a, b)| a - b).collect();
+        let (here, there): (Vec<usize>, Vec<usize>) = (within(&self.start), within(&start));
+        let mut file = BufReader::with_capacity(AT_ONCE, File::open(&self.file)?);
+        file.seek(io::SeekFrom::Start(self.at))?;
+        let (mut at, mut read) = (0, Ok(()));
+        let (from, to): ([&[usize]; 2], [&[usize]; 2]) =
+            ([&self.shape, &here], [&part.dims(), &there]);
+        layout::for_each_block_run(from, to, &extent, |from, to, n| {
+            let out = &mut out[4 * to..4 * (to + n)];
+            if read.is_ok() {
+                read = file
+                    .seek_relative(4 * (from as i64 - at as i64))
+                    .and_then(|()| file.read_exact(out));
+            }
+            at = from + n;
+        });
+        read
+    }
+}
+
+/// Fails unless the pieces have as many elements as a state of these lengths.
+pub(super) fn check_cover(lens: &[u64], pieces: &[Piece]) -> Result<(), String> {
+    let whole = product(lens.iter().copied());
+    let mut parts = pieces
+        .iter()
+        .map(|p| product(p.shape.iter().map(|&n| n as u64)));
+    let sum = parts.try_fold(0u64, |sum, part| sum.checked_add(part?));
+    match whole.is_some() && sum == whole {
+        true => Ok(()),
+        false => Err(format!("its parts do not make {lens:?}")),
+    }
+}
+
+fn product(mut n: impl Iterator<Item = u64>) -> Option<u64> {
+    n.try_fold(1u64, |all, n| all.checked_mul(n))
+}
