@@ -113,6 +113,7 @@ parsers!(
     weights_index,
     graph,
     graph_to_plan,
+    program,
     plan,
     cluster_toml,
     cluster_json,

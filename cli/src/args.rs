@@ -36,6 +36,9 @@ pub enum Verb {
     /// Prove that a plan and the program lowered from it are correct.
     #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
     Check(CheckArgs),
+    /// Print the program of a plan, whole or as one rank sees it.
+    #[command(after_help = format!("Examples:\n  meshwright lower plan.json\n  meshwright lower plan.json --rank 3 -o rank3.txt\n\n{EXIT_CODES}"))]
+    Lower(LowerArgs),
     /// Play a plan on its cluster's description.
     #[command(after_help = format!("Example:\n  meshwright simulate plan.json --trace trace.json    (open the trace at https://ui.perfetto.dev)\n\n{EXIT_CODES}"))]
     Simulate(SimulateArgs),
@@ -217,6 +220,20 @@ pub struct CheckArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `lower`.
+#[derive(Debug, Args)]
+pub struct LowerArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Print what this rank does, with its shapes, the global indices that it holds, and the
+    /// ranks that it talks to.
+    #[arg(long)]
+    pub rank: Option<u32>,
+    /// Where to write the program [default: standard output].
+    #[arg(short, long)]
+    pub output: Option<PathBuf>,
 }
 
 /// Arguments of `simulate`.

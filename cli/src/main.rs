@@ -172,6 +172,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Compile(a) => commands::compile::run(&a),
         Verb::Inspect(a) => commands::inspect::run(&a),
         Verb::Check(a) => commands::check::run(&a),
+        Verb::Lower(a) => commands::lower::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),
         Verb::Run(a) => commands::run::run(&a),
         Verb::Compare(a) => commands::compare::run(&a),

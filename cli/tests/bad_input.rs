@@ -610,12 +610,39 @@ fn a_plan_edited_into_nonsense_is_refused_by_every_verb() {
             &["check", "bad.json"][..],
             &["inspect", "bad.json"],
             &["simulate", "bad.json", "--trace", "trace.json"],
+            &["lower", "bad.json", "-o", "program.txt"],
             &["run", "bad.json", "--data", "text.txt"],
             &["compare", "bad.json", "bad.json"],
         ] {
             place.refuses(args, &[5]).says(&["bad.json", said]);
         }
     }
+}
+
+#[test]
+fn a_rank_that_no_mesh_has_is_refused() {
+    let place = Place::with_plan();
+    let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let stages = plan["stages"].as_array().unwrap().iter();
+    let devices = |s: &Value| s["mesh"]["devices"]["n_devices"].as_u64().unwrap();
+    let n: u64 = stages.map(devices).sum();
+    for rank in [n, 4_000_000_000] {
+        let args = [
+            "lower",
+            "plan.json",
+            "--rank",
+            &rank.to_string(),
+            "-o",
+            "p.txt",
+        ];
+        let said = [
+            &format!("plan.json: there is no rank {rank}: the plan has {n} ranks")[..],
+            &format!("name a rank from 0 to {}", n - 1),
+        ];
+        place.refuses(&args, &[2]).says(&said);
+    }
+    let args = ["lower", "plan.json", "-o", "plan.json"];
+    place.refuses(&args, &[2]).says(&["plan.json: is read"]);
 }
 
 /// A plan that another version made was not edited: what is told is to make it again.

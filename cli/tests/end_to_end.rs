@@ -88,6 +88,20 @@ fn a_model_is_compiled_checked_played_trained_and_compared() {
             inspected.out
         );
     }
+    let lowered = place.run(&["lower", "plan.json"]).expect(0).out;
+    let program = ir::text::program::parse(&lowered).unwrap();
+    assert_eq!(ir::text::program::print(&program), lowered);
+    place
+        .run(&["lower", "plan.json", "-o", "program.txt"])
+        .expect(0);
+    assert_eq!(place.read("program.txt"), lowered.as_bytes());
+    let rank = place
+        .run(&["lower", "plan.json", "--rank", "1"])
+        .expect(0)
+        .out;
+    for words in ["rank1 of stage", " holds [", " local f32["] {
+        assert!(rank.contains(words), "`{words}` is not in:\n{rank}");
+    }
     place
         .run(&["simulate", "plan.json", "--trace", "trace.json"])
         .expect(0);

@@ -13,6 +13,7 @@ fn every_verb_has_examples_and_exit_codes_in_its_help() {
         "compile",
         "inspect",
         "check",
+        "lower",
         "simulate",
         "run",
         "compare",

@@ -691,8 +691,8 @@ fn errors_name_place_and_reason() {
         ),
         (
             "%1 = layout %0 : f32[4,4] @ x BW microbatch sum 4294967296 of %0 layer 0",
-            "sum 4294967296",
-            "4:45: no op has an operand or result 4294967296",
+            "4294967296",
+            "4:49: the number is too large",
         ),
         (
             "%1 = layout %0 : f32[4,4] @ x F microbatch layer 3",

@@ -231,7 +231,8 @@ pub fn planned(
     Ok(made)
 }
 
-/// Asserts that the checker proves plan and program.
+/// Asserts that the checker proves plan and program, and that the program's text form has all of
+/// it.
 pub fn assert_checked(plan: &Plan, training: &TrainingGraph, program: &Program) {
     let mut violations: Vec<String> = checker::check_plan(plan)
         .iter()
@@ -248,6 +249,9 @@ pub fn assert_checked(plan: &Plan, training: &TrainingGraph, program: &Program) 
         "the checker rejects the plan:\n{}",
         violations.join("\n")
     );
+    let text = ir::text::program::print(program);
+    let parsed = ir::text::program::parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+    assert!(parsed == *program, "read as another program:\n{text}");
 }
 
 /// Relative distance of two numbers.

@@ -5,6 +5,7 @@ pub mod check;
 pub mod compare;
 pub mod compile;
 pub mod inspect;
+pub mod lower;
 pub mod predict;
 pub mod presets;
 pub mod run;

@@ -62,6 +62,10 @@ pub(super) struct Limits {
     pub iterations: Option<u64>,
     /// In the model's cost units.
     pub absolute_gap: f64,
+    #[cfg_attr(
+        not(feature = "highs"),
+        allow(dead_code, reason = "microlp draws nothing")
+    )]
     pub seed: u64,
     /// Forget that columns are integer.
     pub relax: bool,

@@ -1,4 +1,4 @@
-//! Text form of a graph, printed and parsed without loss.
+//! Text form of a graph, printed and parsed without loss; [`program`] has that of programs.
 //!
 //! ```text
 //! graph "tiny" {
@@ -46,6 +46,8 @@ mod attributes;
 mod fold;
 mod parse;
 mod print;
+pub mod program;
+mod repeat;
 mod scan;
 
 pub use parse::parse;
@@ -118,3 +120,11 @@ fn origins() -> impl Iterator<Item = (&'static str, bool, bool)> {
 
 /// The place of the number in a name or path inside a `repeat`.
 const HOLE: &str = "{i}";
+
+/// The word of a value.
+fn word_of<T: PartialEq>(value: T, known: &[(T, &'static str)]) -> &'static str {
+    known
+        .iter()
+        .find(|(v, _)| *v == value)
+        .map_or("", |(_, word)| word)
+}

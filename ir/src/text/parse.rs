@@ -96,7 +96,7 @@ impl Parser<'_> {
             let start = self.s.token_start();
             let name = self.s.string()?;
             if self.s.eat_word("from") {
-                let from = self.s.number("the first number")?;
+                let from: u64 = self.s.number("the first number")?;
                 self.s.expect_word("to")?;
                 let to = self.s.number("the last number")?;
                 let span = start..self.s.token_end();
@@ -198,7 +198,7 @@ impl Parser<'_> {
                 .s
                 .error_here("expected `layer` and its number, or `world`".into()));
         }
-        let n = self.s.number("the number of a layer")?;
+        let n: u64 = self.s.number("the number of a layer")?;
         let count = self.graph.layers.len();
         match usize::try_from(n).ok().filter(|&n| n < count) {
             Some(n) => Ok(LayerId::new(n)),
@@ -212,11 +212,11 @@ impl Parser<'_> {
     fn repeat(&mut self) -> Result<(), ParseError> {
         let start = self.s.token_start();
         self.s.expect_word("repeat")?;
-        let n = self.s.number("the number of copies")?;
+        let n: u64 = self.s.number("the number of copies")?;
         self.s.expect_word("as")?;
         let template = self.s.string()?;
         self.s.expect_word("from")?;
-        let from = self.s.number("the first number")?;
+        let from: u64 = self.s.number("the first number")?;
         let down = self.s.eat_word("down");
         let header = start..self.s.token_end();
         if !template.contains(HOLE) {

@@ -1,7 +1,7 @@
 //! Printing.
 
 use super::fold::{Item, Line, Numbered, Operand, Run};
-use super::{PASSES, REGIONS, attributes, fold};
+use super::{PASSES, REGIONS, attributes, fold, word_of};
 use crate::{Graph, LayerId, Op, Origin, ValueId};
 use std::fmt::Write;
 
@@ -113,14 +113,7 @@ fn print_line(graph: &Graph, op: &Op, line: &Line, out: &mut String) {
         .iter()
         .map(|&v| graph.ty(v).to_string())
         .collect();
-    let pass = PASSES
-        .iter()
-        .find(|(p, _)| *p == op.pass)
-        .map_or("", |(_, name)| name);
-    let region = REGIONS
-        .iter()
-        .find(|(r, _)| *r == op.region)
-        .map_or("", |(_, name)| name);
+    let (pass, region) = (word_of(op.pass, &PASSES), word_of(op.region, &REGIONS));
     let _ = write!(
         out,
         " : {} @ {} {pass} {region}",

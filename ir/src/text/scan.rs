@@ -2,9 +2,10 @@
 //! `:` and `-`), so the parser asks for the token that it expects.
 
 use super::{HOLE, ParseError};
-use crate::Dim;
+use crate::{DType, Dim};
 use serde_json::{Number, Value};
 use std::ops::Range;
+use std::str::FromStr;
 
 /// A position in the text; always at a character boundary.
 pub(super) struct Scanner<'a> {
@@ -115,7 +116,7 @@ impl<'a> Scanner<'a> {
         Ok(word)
     }
     /// A number without sign.
-    pub(super) fn number(&mut self, what: &str) -> Result<u64, ParseError> {
+    pub(super) fn number<T: FromStr>(&mut self, what: &str) -> Result<T, ParseError> {
         let start = self.token_start();
         let digits = self.take_while(|c| c.is_ascii_digit());
         if digits.is_empty() {
@@ -140,6 +141,28 @@ impl<'a> Scanner<'a> {
             return Ok(Dim::Batch);
         }
         Ok(Dim::Fixed(self.number("a dim: `B` or a length")?))
+    }
+    /// An element type.
+    pub(super) fn dtype(&mut self) -> Result<DType, ParseError> {
+        self.choice("an element type", &DType::ALL.map(|d| (d, d.name())))
+    }
+    /// One of the words that are known; `what` names it in the error.
+    pub(super) fn choice<T: Copy>(
+        &mut self,
+        what: &str,
+        known: &[(T, &str)],
+    ) -> Result<T, ParseError> {
+        let start = self.token_start();
+        let word = self.word(what)?;
+        match known.iter().find(|(_, name)| *name == word) {
+            Some((value, _)) => Ok(*value),
+            None => {
+                let names: Vec<&str> = known.iter().map(|(_, name)| *name).collect();
+                let mut error = self.error(start..self.end, format!("`{word}` is not {what}"));
+                error.help = Some(format!("{what} is one of {}", names.join(", ")));
+                Err(error)
+            }
+        }
     }
     /// A string in quotes with the escapes of JSON.
     pub(super) fn string(&mut self) -> Result<String, ParseError> {
@@ -227,7 +250,7 @@ impl<'a> Scanner<'a> {
         let end = start + word.max(rest.next().map_or(0, char::len_utf8));
         self.error(start..end, message)
     }
-    fn expected(&mut self, what: &str) -> ParseError {
+    pub(super) fn expected(&mut self, what: &str) -> ParseError {
         let mut error = self.error_here(String::new());
         let found = &self.text[error.start..error.start + error.len];
         error.message = match found.is_empty() {

@@ -16,6 +16,8 @@
 //! wrote them. Linear in the size of the graph.
 
 use ir::{Graph, Op, OpId, Region, ValueId};
+use petgraph::graph::{DiGraph, NodeIndex};
+use petgraph::visit::DfsPostOrder;
 use std::collections::BTreeSet;
 
 /// What stands between two neighbouring places.
@@ -94,31 +96,21 @@ fn order(graph: &Graph, flops: &[u64], loss: OpId) -> Vec<OpId> {
         let own = flops[id.index()].saturating_add(1);
         longest.push(own.saturating_add(before.unwrap_or(0)));
     }
-    let sorted = |id: OpId| {
-        let mut producers: Vec<OpId> = computed(graph, graph.op(id)).collect();
-        // Stable: of equally long paths the first operand's. Taken from the back.
+    let mut uses = DiGraph::<(), ()>::with_capacity(longest.len(), 2 * longest.len());
+    for _ in &longest {
+        uses.add_node(());
+    }
+    for (id, op) in graph.iter() {
+        let mut producers: Vec<OpId> = computed(graph, op).collect();
+        // Stable: of equally long paths the first operand's. Edges are followed as they are added.
         producers.sort_by_key(|p| std::cmp::Reverse(longest[p.index()]));
-        producers.reverse();
-        producers
-    };
-    let mut order = Vec::new();
-    let mut entered = vec![false; graph.ops().len()];
-    entered[loss.index()] = true;
-    let mut open = vec![(loss, sorted(loss))];
-    while let Some((id, waiting)) = open.last_mut() {
-        match waiting.pop() {
-            Some(next) if !entered[next.index()] => {
-                entered[next.index()] = true;
-                open.push((next, sorted(next)));
-            }
-            Some(_) => {}
-            None => {
-                order.push(*id);
-                open.pop();
-            }
+        for p in producers {
+            uses.add_edge(NodeIndex::new(id.index()), NodeIndex::new(p.index()), ());
         }
     }
-    order
+    let mut order = DfsPostOrder::new(&uses, NodeIndex::new(loss.index()));
+    let next = || Some(OpId::new(order.next(&uses)?.index()));
+    std::iter::from_fn(next).collect()
 }
 
 /// Positions in `order` behind which exactly one activation crosses, with that activation.

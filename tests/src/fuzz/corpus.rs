@@ -148,7 +148,24 @@ fn searched_plan() -> Plan {
     made.expect("the tiny model is planned").plan
 }
 
+pub(super) fn programs() -> Vec<Vec<u8>> {
+    let program = |plan: &Plan| {
+        let forward = ir::text::parse(&plan.graph).expect("a plan holds its graph");
+        let training = plan
+            .training_graph(&forward)
+            .expect("a plan can be trained");
+        let program = lowering::lower_training(plan, &training).expect("a plan has a program");
+        ir::text::program::print(&program).into_bytes()
+    };
+    small_plans().iter().map(program).collect()
+}
+
 pub(super) fn plans() -> Vec<Vec<u8>> {
+    let bytes = |plan: &Plan| serde_json::to_vec(plan).expect("a plan can be written");
+    small_plans().iter().map(bytes).collect()
+}
+
+fn small_plans() -> [Plan; 5] {
     let setup = |stages: &[(u32, &[u32])], precision| Setup {
         stages: stages.iter().map(|(n, axes)| (*n, axes.to_vec())).collect(),
         microbatch: 2,
@@ -161,7 +178,7 @@ pub(super) fn plans() -> Vec<Vec<u8>> {
         ..Setup::default()
     };
     let random = |s: &Setup| random_plan(&mlp(1), s, &mut Random(7)).0;
-    let all = [
+    [
         searched_plan(),
         random(&setup(&[(3, &[2])], ir::Precision::F32)),
         random(&setup(&[(1, &[1]), (2, &[2])], ir::Precision::Bf16)),
@@ -170,10 +187,7 @@ pub(super) fn plans() -> Vec<Vec<u8>> {
             recompute: Recomputed::Named(Recompute::Full),
             ..setup(&[(3, &[2])], ir::Precision::F32)
         }),
-    ];
-    all.iter()
-        .map(|p| serde_json::to_vec(p).expect("a plan can be written"))
-        .collect()
+    ]
 }
 
 fn small_clusters() -> Vec<ir::cluster::Cluster> {

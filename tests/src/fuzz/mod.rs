@@ -49,7 +49,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     Target {
         name: "config",
         run: config,
@@ -83,6 +83,13 @@ pub const TARGETS: [Target; 17] = [
         run: graph_to_plan,
         corpus: corpus::small_graphs,
         full: 2,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "program",
+        run: program,
+        corpus: corpus::programs,
+        full: 1,
         shape: Shape::Text,
     },
     Target {
@@ -310,6 +317,24 @@ pub fn graph_to_plan(data: &[u8]) -> Depth {
         }
         Err(_) => 1,
     }
+}
+
+/// A program in text form: read, printed, and read again.
+pub fn program(data: &[u8]) -> Depth {
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
+    let Ok(program) = ir::text::program::parse(text) else {
+        return 0;
+    };
+    let printed = ir::text::program::print(&program);
+    let again = ir::text::program::parse(&printed).unwrap_or_else(|e| panic!("{e}\n{printed}"));
+    assert!(again == program, "read as another program:\n{printed}");
+    let first = program.roles.first().map(|r| r.mesh.devices.first_rank);
+    if let Some(rank) = first.filter(|_| program.roles[0].mesh.n_devices() <= 64) {
+        let _ = ir::text::program::print_rank(&program, rank);
+    }
+    1
 }
 
 /// A plan: read, checked, lowered, and its program checked.

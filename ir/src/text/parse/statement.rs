@@ -3,7 +3,7 @@
 use super::{Body, Parser, Spanned};
 use crate::text::scan::Scanner;
 use crate::text::{HOLE, MAX_RANK, PASSES, ParseError, REGIONS, attributes, origins};
-use crate::{DType, OpKind, Pass, Region, Shape, TensorType};
+use crate::{OpKind, Pass, Region, Shape, TensorType};
 use serde_json::Value;
 use std::ops::Range;
 
@@ -73,8 +73,8 @@ impl Parser<'_> {
         }
         self.s.expect("@")?;
         let path = self.s.path(body.repeat)?.to_string();
-        let pass = self.choice("the pass", &PASSES)?;
-        let region = self.choice("the region", &REGIONS)?;
+        let pass = self.s.choice("the pass", &PASSES)?;
+        let region = self.s.choice("the region", &REGIONS)?;
         let origin = self.origin(body)?;
         let span = start..self.s.token_end();
         Ok(Statement {
@@ -102,18 +102,14 @@ impl Parser<'_> {
                 of: None,
             });
         };
-        let start = self.s.token_start();
         self.s.expect_word(name)?;
-        let mut number = None;
-        if has_number {
-            let n = self.s.number("the number of the operand or result")?;
-            let too_large = |_| {
-                let span = start..self.s.token_end();
+        let number = match has_number {
+            true => Some(
                 self.s
-                    .error(span, format!("no op has an operand or result {n}"))
-            };
-            number = Some(u32::try_from(n).map_err(too_large)?);
-        }
+                    .number::<u32>("the number of the operand or result")?,
+            ),
+            false => None,
+        };
         let mut of = None;
         if has_op {
             self.s.expect_word("of")?;
@@ -228,7 +224,7 @@ impl Parser<'_> {
         if !negative {
             self.s.expect("+")?;
         }
-        let n = self.s.number("the distance from copy to copy")?;
+        let n: u64 = self.s.number("the distance from copy to copy")?;
         self.s.expect("]")?;
         match u32::try_from(n) {
             Ok(n) if negative => Ok(-i64::from(n)),
@@ -248,7 +244,7 @@ impl Parser<'_> {
         }
         let reference = match self.s.touching() {
             Some(c) if c.is_ascii_digit() => {
-                let n = self.s.number("the number of a value")?;
+                let n: u64 = self.s.number("the number of a value")?;
                 match u32::try_from(n) {
                     Ok(n) => Reference::Number(i64::from(n)),
                     Err(_) => {
@@ -294,18 +290,7 @@ impl Parser<'_> {
 
     fn tensor_type(&mut self) -> Result<TensorType, ParseError> {
         let start = self.s.token_start();
-        let word = self.s.word("a type, such as `f32[B,8]`")?;
-        let Some(dtype) = DType::ALL.into_iter().find(|d| d.name() == word) else {
-            let mut error = self.s.error(
-                start..self.s.token_end(),
-                format!("`{word}` is not an element type"),
-            );
-            error.help = Some(format!(
-                "the element types are {}",
-                DType::ALL.map(DType::name).join(", ")
-            ));
-            return Err(error);
-        };
+        let dtype = self.s.dtype()?;
         self.s.expect("[")?;
         let dims = self.s.list("]", Scanner::dim)?;
         if dims.len() > MAX_RANK {
@@ -315,21 +300,5 @@ impl Parser<'_> {
             ));
         }
         Ok(TensorType::new(dtype, Shape(dims)))
-    }
-
-    fn choice<T: Copy>(&mut self, what: &str, known: &[(T, &str)]) -> Result<T, ParseError> {
-        let start = self.s.token_start();
-        let word = self.s.word(what)?;
-        match known.iter().find(|(_, name)| *name == word) {
-            Some((value, _)) => Ok(*value),
-            None => {
-                let names: Vec<&str> = known.iter().map(|(_, name)| *name).collect();
-                let mut error = self
-                    .s
-                    .error(start..self.s.token_end(), format!("`{word}` is not {what}"));
-                error.help = Some(format!("{what} is one of {}", names.join(", ")));
-                Err(error)
-            }
-        }
     }
 }

@@ -1,0 +1,102 @@
+//! Text form of a program, printed and parsed without loss, and as one rank sees it.
+//!
+//! ```text
+//! program {
+//!   microbatches 4 of 2 samples
+//!   mesh stage0 rank0: data 2, tensor 2
+//!   mesh stage1 rank4: data 2, tensor 2
+//!   transfer x0 h.1.out f32[2,8,16] stage0 [data, _, _] to stage1 [data, _, _]
+//!   role stage0 {
+//!     arena 6144 bytes
+//!     streams kernels, collectives over tensor, transfers
+//!     buffers {
+//!       buf0 h.0.up f32[6,16] [_, tensor] persistent @0 192 bytes
+//!       buf1 h.0.fc f32[2,8,16] [data, _, tensor] microbatch*2 @256 256 bytes
+//!     }
+//!     template F1 {
+//!       i4 dot_general {einsum: "bsh,hf->bsf"} buf7, buf0 -> buf1 @ h.0.fc [kernels F layer1 after i3]
+//!       i5 all_reduce sum over tensor: buf2 -> buf2 [collectives over tensor F layer1 after i4]
+//!     }
+//!     template x3 {
+//!       i0 exchange send x0 buf1 [transfers F after i4 of F1:m]
+//!     }
+//!     trace {
+//!       begin0
+//!       repeat 4 {
+//!         F1:{0+1} x3:{0+1}
+//!       }
+//!     }
+//!     state h.0.up parameter of h.0.up in buf0
+//!   }
+//! }
+//! ```
+//!
+//! *Names* are those that the checker's messages have: `buf3`, `i7` (instruction 7 of its
+//! template), `x0` (transfer), `layer2`, `stage1`, `rank5`; templates are `begin`, `F`, `B`,
+//! `x` or `end` and their number. Numbers count from 0 in the order of the text.
+//!
+//! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
+//! (`microbatch*2`: two copies), offset in the arena, and the bytes of one copy.
+//!
+//! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
+//! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have
+//! attributes as in the text of graphs. An item of a collective says in parentheses what of its
+//! layout step the collective does not say; `local_slice` is the step without communication.
+//!
+//! *Waits* stand behind `after`: `i3` is an instruction of the same slot; `all kernels` is what
+//! earlier slots have put on a stream; `i4 of F1` is an instruction of the latest slot that plays
+//! template `F1`, `i4 of F1:m` of the one for the same microbatch, and `i4 of F1:m-2` of the one
+//! for the microbatch two before.
+//!
+//! *The trace* has a pass and the exchanges behind it in each line; `F1:0` plays template `F1` for
+//! microbatch 0.
+//!
+//! Rows of lines that differ in numbers, as those of equal layers, are written once
+//! ([`repeat`](super::repeat)). Invariants, for programs whose specs are well-formed, whose
+//! axes' names are words, whose numbers are finite, whose ids exist, whose streams are each there
+//! once, and whose collectives have the kind and axes of their items:
+//! * `parse(&print(p)) == p`, and `print(&parse(t)) == t` for every `t` that `print` made;
+//! * `parse` does not panic, and takes time and memory in proportion to the text, repeats
+//!   expanded, which are bounded.
+
+mod instruction;
+mod parse;
+mod print;
+
+pub use parse::parse;
+pub use print::{print, print_rank};
+
+use crate::op::InputKind;
+use crate::program::TemplateKind;
+use crate::sharding::{ReduceKind, reduce_name};
+use crate::training::StateRole;
+use std::fmt::Display;
+
+const TEMPLATES: [(TemplateKind, &str); 5] = [
+    (TemplateKind::StepBegin, "begin"),
+    (TemplateKind::Forward, "F"),
+    (TemplateKind::Backward, "B"),
+    (TemplateKind::Exchange, "x"),
+    (TemplateKind::StepEnd, "end"),
+];
+
+const STATES: [(StateRole, &str); 4] = [
+    (StateRole::Parameter, "parameter"),
+    (StateRole::Moment1, "moment1"),
+    (StateRole::Moment2, "moment2"),
+    (StateRole::Scalar, "scalar"),
+];
+
+const INPUTS: [(InputKind, &str); 2] =
+    [(InputKind::Tokens, "tokens"), (InputKind::Labels, "labels")];
+
+fn reductions() -> [(ReduceKind, &'static str); 4] {
+    use ReduceKind::{LogSumExp, Max, Min, Sum};
+    [Sum, Max, Min, LogSumExp].map(|kind| (kind, reduce_name(kind)))
+}
+
+/// Items with commas between them.
+fn list<T: Display>(items: impl IntoIterator<Item = T>) -> String {
+    let items: Vec<String> = items.into_iter().map(|i| i.to_string()).collect();
+    items.join(", ")
+}
