@@ -2,7 +2,8 @@
 //!
 //! One thread plays all streams of its rank. Again and again it takes, in a random order that
 //! favours one stream for a while and then another, the first instruction of a stream whose
-//! waits are over, and carries it out. What meets other ranks is begun and left; its stream
+//! waits are over, and carries it out. In half of these whiles one stream is held back until no
+//! other can go on: what should have waited for it and does not comes first then. What meets other ranks is begun and left; its stream
 //! goes on when the meeting is over. So of two instructions that nothing orders, either may
 //! come first, and a step that gives the same under many orders has the waits it needs. What
 //! the program lets overlap does overlap here, and nothing else.
@@ -22,6 +23,8 @@ const REST: Duration = Duration::from_millis(2);
 const SPELLS: u64 = 12;
 /// One turn in so many of a stream is skipped, as if it were delayed.
 const DELAYED: u64 = 16;
+/// How long a stream is held back while another one's meeting may still come about.
+const HELD: Duration = Duration::from_millis(4);
 
 /// A source of orders: a seeded generator (SplitMix64, Steele, Lea & Flood 2014).
 #[derive(Debug, Default)]
@@ -151,10 +154,12 @@ impl RankState {
         let mut open: Vec<Option<Waiting>> = role.streams.iter().map(|_| None).collect();
         let mut preferred: Vec<usize> = (0..open.len()).collect();
         let (mut spell, mut progress) = (0, Instant::now());
+        let mut held = None;
         loop {
             if spell == 0 {
                 orders.shuffle(&mut preferred);
                 spell = 1u64 << orders.below(SPELLS);
+                held = preferred.last().copied().filter(|_| orders.below(2) == 0);
             }
             spell -= 1;
             let mut turn = None;
@@ -162,6 +167,10 @@ impl RankState {
                 let Some((slot, i)) = queues.head(stream) else {
                     continue;
                 };
+                let others_meet = (0..open.len()).any(|s| s != stream && open[s].is_some());
+                if held == Some(stream) && others_meet && progress.elapsed() < HELD {
+                    continue;
+                }
                 let may = open[stream].is_some() || queues.is_ready((slot, i));
                 if !may || orders.below(DELAYED) == 0 {
                     continue;
