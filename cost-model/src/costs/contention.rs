@@ -64,7 +64,7 @@ fn spans(template: &Template, costs: &[InstrCost]) -> Vec<(f64, f64)> {
     let mut queues = vec![0.0f64; n_queues];
     for (instruction, cost) in template.instructions.iter().zip(costs) {
         let queue = &mut queues[cost.queue];
-        let waited = instruction.deps.iter().filter(|_| !cost.ahead);
+        let waited = cost.waits(instruction);
         let start = waited.fold(*queue, |t, d| t.max(spans[d.index()].1));
         let end = start + cost.seconds;
         *queue = end;
@@ -108,7 +108,7 @@ mod tests {
             seconds,
             class,
             queue,
-            ahead: false,
+            unheeded: 0,
         }
     }
 

@@ -187,7 +187,7 @@ mod tests {
                 seconds,
                 class,
                 queue: 0,
-                ahead: false,
+                unheeded: 0,
             };
             let mut costs = [
                 cost(moving, CostClass::Collective),

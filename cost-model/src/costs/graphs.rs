@@ -82,7 +82,7 @@ mod tests {
             seconds: if h > 0.0 { 10e-6 } else { 0.0 },
             class: CostClass::Compute,
             queue: KERNELS,
-            ahead: false,
+            unheeded: 0,
         };
         let mut costs: Vec<InstrCost> = host_s.iter().map(cost).collect();
         launch(&template, &software, 4e-6, &mut costs, &mut host_s);

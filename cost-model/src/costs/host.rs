@@ -44,7 +44,7 @@ mod tests {
             seconds,
             class: CostClass::Compute,
             queue: KERNELS,
-            ahead: false,
+            unheeded: 0,
         };
         let mut costs: Vec<InstrCost> = device.iter().map(cost).collect();
         wait(&mut costs, &vec![host; device.len()], synchronous);

@@ -36,7 +36,7 @@ use ir::program::{
 };
 use ir::sharding::ReduceKind;
 use ir::software::Software;
-use ir::{AxisId, BufferId, DType, LogicalMesh, Pass, Rank, TransferId};
+use ir::{AxisId, BufferId, DType, InstrId, LogicalMesh, Pass, Rank, TransferId};
 use std::collections::HashMap;
 
 /// What an instruction's time counts as.
@@ -59,9 +59,19 @@ pub struct InstrCost {
     pub class: CostClass,
     /// The queue that it stands in: its stream's, unless the software has others.
     pub queue: usize,
-    /// Whether it starts as early as its queue allows: the gather of a parameter that the
-    /// software prefetches. What the program makes it wait for is memory alone.
-    pub ahead: bool,
+    /// The waits in its own slot that do not count, by their places: all for the gather of a
+    /// parameter that the software prefetches, and those for the bytes that another collective
+    /// had where the software has an allocator of its own. They are for memory alone.
+    pub unheeded: u64,
+}
+
+impl InstrCost {
+    /// What an instruction waits for in its own slot.
+    pub(crate) fn waits(self, instruction: &Instruction) -> impl Iterator<Item = InstrId> {
+        let counts = move |at: usize| self.unheeded.checked_shr(at as u32).unwrap_or(0) & 1 == 0;
+        let deps = instruction.deps.iter().enumerate();
+        deps.filter(move |(at, _)| counts(*at)).map(|(_, d)| *d)
+    }
 }
 
 /// The queue of kernels. Where software says what stands in which, the others are collectives,
@@ -542,8 +552,27 @@ impl RoleCosts<'_> {
             } else {
                 self.queue(instruction)
             },
-            ahead,
+            unheeded: match ahead {
+                true => u64::MAX,
+                false => self.for_memory(template, instruction),
+            },
         }
+    }
+
+    /// The waits of a collective for others whose results it does not read, where the software
+    /// places values as it runs.
+    fn for_memory(&self, template: &Template, instruction: &Instruction) -> u64 {
+        let collective = |i: &Instruction| matches!(i.kind, InstrKind::Collective { .. });
+        if self.cluster.software.is_none() || !collective(instruction) {
+            return 0;
+        }
+        let reads = instruction.reads();
+        let apart = |d: &InstrId| {
+            let other = &template.instructions[d.index()];
+            collective(other) && !other.writes().iter().any(|b| reads.contains(b))
+        };
+        let deps = instruction.deps.iter().take(64).enumerate();
+        deps.fold(0, |all, (at, d)| all | u64::from(apart(d)) << at)
     }
 
     /// Whether an instruction gathers a parameter that nothing in its template makes.

@@ -159,7 +159,7 @@ mod tests {
             seconds,
             class,
             queue: 0,
-            ahead: false,
+            unheeded: 0,
         };
         let (comm, comp) = (CostClass::Collective, CostClass::Compute);
         let before = [

@@ -194,7 +194,7 @@ mod tests {
             seconds,
             class: CostClass::Compute,
             queue: 0,
-            ahead: false,
+            unheeded: 0,
         };
         let forward = [1.0, 10.0, 20.0, 2.0].map(cost).to_vec();
         let mut costs = vec![forward, vec![cost(0.0); again.len()]];
@@ -257,7 +257,7 @@ mod tests {
             seconds: 1.0,
             class: CostClass::Collective,
             queue: 0,
-            ahead: false,
+            unheeded: 0,
         };
         let mut costs = vec![cost; template.instructions.len()];
         gather_again(&role, &template, &mut costs);

@@ -82,7 +82,7 @@ mod tests {
             seconds: 1.0,
             class: CostClass::Compute,
             queue,
-            ahead: false,
+            unheeded: 0,
         };
         let mut costs = vec![cost(queue), cost(KERNELS)];
         beside(&template, &mut costs);

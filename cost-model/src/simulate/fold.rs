@@ -194,10 +194,8 @@ fn longest_paths(
             Input::Event(e) => instruction.events.contains(&e),
         };
         let queue = &mut queue_ends[costs[i].queue];
-        let start = instruction
-            .deps
-            .iter()
-            .filter(|_| !costs[i].ahead)
+        let start = costs[i]
+            .waits(instruction)
             .map(|d| ends[d.index()])
             .fold(own.then_some(0).max(*queue), Option::max);
         let end = start.map(|s| s.saturating_add(durations[i]));

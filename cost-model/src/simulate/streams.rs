@@ -9,7 +9,7 @@
 use super::fold::{Folded, Input, Pico, QueueSet, Queues, awaited, latest, pico, seconds};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, REDUCTIONS, Waits, together};
+use crate::costs::{Costs, InstrCost, REDUCTIONS, Waits, together};
 use ir::program::{Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which};
 use ir::{BufferId, InstrId, TemplateId, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -134,10 +134,8 @@ struct Player<'a> {
     role: &'a RoleProgram,
     index: usize,
     durations: Vec<Vec<Pico>>,
-    /// By template and instruction: the queue that it stands in.
-    queues: Vec<Vec<usize>>,
-    /// By template and instruction: whether it goes ahead of what it waits for.
-    ahead: Vec<Vec<bool>>,
+    /// By template and instruction.
+    costs: &'a [Vec<InstrCost>],
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
     waits: Waits,
@@ -173,7 +171,7 @@ struct Player<'a> {
 }
 
 impl<'a> Player<'a> {
-    fn new(program: &'a Program, costs: &Costs, index: usize, unfold: bool) -> Self {
+    fn new(program: &'a Program, costs: &'a Costs, index: usize, unfold: bool) -> Self {
         let role = &program.roles[index];
         let durations: Vec<Vec<Pico>> = costs.instructions[index]
             .iter()
@@ -190,14 +188,7 @@ impl<'a> Player<'a> {
             role,
             index,
             durations,
-            queues: costs.instructions[index]
-                .iter()
-                .map(|t| t.iter().map(|c| c.queue).collect())
-                .collect(),
-            ahead: costs.instructions[index]
-                .iter()
-                .map(|t| t.iter().map(|c| c.ahead).collect())
-                .collect(),
+            costs: &costs.instructions[index],
             folded,
             parts: parts(program, costs, role),
             unfold,
@@ -439,15 +430,13 @@ impl<'a> Player<'a> {
         let instructions = &role.templates[t].instructions;
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
-            let queue = self.queues[t][i];
+            let queue = self.costs[t][i].queue;
             let Some(outside) = self.events((t, i), microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;
             };
-            let deps = instruction
-                .deps
-                .iter()
-                .filter(|_| !self.ahead[t][i])
+            let deps = self.costs[t][i]
+                .waits(instruction)
                 .map(|d| partial.ends[d.index()])
                 .max()
                 .unwrap_or(0);

@@ -284,7 +284,7 @@ fn what_shared_processors_cost_is_waited_for_in_collectives() {
         class,
         seconds,
         queue: 0,
-        ahead: false,
+        unheeded: 0,
     };
     let costs = [
         cost(CostClass::Compute, 3.0),
@@ -624,6 +624,71 @@ fn parameters_may_be_gathered_ahead() {
         s.blocking_axes = vec!["x".into()];
     });
     at(waiting, 6100.0);
+}
+
+/// A prefetched gather of 4000 B (2000 ns) and a sum of 4000 B (4000 ns) of `read`, which the
+/// program makes wait for the gather.
+fn summing_beside_a_gather(read: u32) -> f64 {
+    use ir::collective::CollectiveKind;
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    let collective = |kind, input, output| InstrKind::Collective {
+        kind,
+        axes: vec![ir::AxisId(0)],
+        items: vec![CollectiveItem {
+            step: LayoutStep::AllReduce {
+                axes: vec![ir::AxisId(0)],
+            },
+            input: BufferId(input),
+            output: BufferId(output),
+        }],
+    };
+    let sum = CollectiveKind::AllReduce(ir::ReduceKind::Sum);
+    let mut r = role(0, 0, 2);
+    r.buffers = vec![
+        buffer("p", BufferClass::Step, &[500]),
+        buffer("w", BufferClass::Transient, &[1000]),
+        buffer("x", BufferClass::Transient, &[1000]),
+        buffer("y", BufferClass::Transient, &[1000]),
+    ];
+    r.templates = vec![Template {
+        kind: TemplateKind::Backward,
+        chunk: 0,
+        instructions: vec![
+            instr(
+                collective(CollectiveKind::AllGather, 0, 1),
+                COLLECTIVES,
+                &[],
+            ),
+            instr(collective(sum, read, 3), COLLECTIVES, &[0]),
+        ],
+    }];
+    r.trace = vec![Slot {
+        template: TemplateId(0),
+        microbatch: Some(0),
+    }];
+    let program = Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 1,
+        microbatch: 1,
+    };
+    let time = |fold| {
+        let cluster = with_software(2, |s| {
+            s.prefetched_parameters = true;
+            s.overlapped_gradients = true;
+        });
+        play(&program, &cluster, |o| o.fold = fold).step_time.0 / NS
+    };
+    assert!((time(true) - time(false)).abs() < 1e-6);
+    time(true)
+}
+
+#[test]
+fn software_that_places_values_as_it_runs_waits_for_values_alone() {
+    let (apart, reading) = (summing_beside_a_gather(2), summing_beside_a_gather(1));
+    assert!((apart - 4000.0).abs() < 1e-6, "{apart}");
+    assert!((reading - 6000.0).abs() < 1e-6, "{reading}");
 }
 
 #[test]
