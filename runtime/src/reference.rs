@@ -8,8 +8,7 @@ mod noise;
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
 use crate::execute::{
-    Context, Local, Operand, Output, StateTensor, States, check_batch, in_place, kernel,
-    load_tokens, narrow,
+    Context, Local, Operand, Output, StateTensor, States, check_batch, kernel, load_tokens, narrow,
 };
 use crate::rng::Key;
 use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph};
@@ -367,7 +366,7 @@ impl Machine<'_> {
             if let OpKind::Accumulate { .. } = op.kind {
                 return self.values[op.outputs[result].index()].take();
             }
-            let (operand, _) = in_place(&op.kind).iter().find(|p| p.1 == result)?;
+            let (operand, _) = op.kind.in_place().iter().find(|p| p.1 == result)?;
             self.values[op.inputs[*operand].index()].clone()
         };
         let mut old = old;

@@ -2,7 +2,7 @@
 //!
 //! The ops are visited last to first. When an op is visited, every consumer of its results
 //! has been visited, so the gradients of its results are complete; its gradient rule
-//! (`gradient`, one arm per op kind) gives the gradients of its operands.
+//! (in its family's file under `op`) gives the gradients of its operands.
 //!
 //! Invariants:
 //! * A gradient has exactly the type of its value.
@@ -20,11 +20,11 @@
 //! over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). Which op's gradient an op
 //! computes, and for which operand, is its origin.
 
-mod gradient;
+pub(crate) mod gradient;
 
 use crate::op::Binary;
 use crate::{Graph, GraphError, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
-use gradient::{Arm, groups};
+use gradient::Arm;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The gradient of one use of a leaf.
@@ -127,7 +127,7 @@ impl Engine<'_> {
         if results.iter().all(Option::is_none) {
             return Ok(());
         }
-        let mut groups = groups(&op);
+        let mut groups = (op.kind.family().groups)(&op);
         groups.retain(|group| {
             group
                 .iter()

@@ -1,21 +1,33 @@
-//! The ops: one enum, and for each op its shape rule (`shape`), sharding rule (`rule`),
-//! work (`work`), and gradient (`crate::autodiff`).
+//! The ops: one enum, and a file for each family of them with shape rule, sharding rule, work
+//! and gradient.
 //!
-//! To add an op: a variant here with its attributes, then one arm in each of those four
-//! places, a kernel in `runtime`, and a row in the table test of `tests/`, which fails until
-//! all are present.
+//! To add an op: a variant here with its attributes, name, numbers of operands and results and
+//! family; its arms in the family's file; a kernel in `runtime`; and a row in the table test of
+//! `tests/`, which fails until all are present.
 //!
 //! Conventions: dims are outermost first; activations are `[batch, sequence, ...]`;
 //! attention heads are their own dims (`heads = kv_heads x groups`), so that sharding heads
 //! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
 
+mod attention;
 mod einsum;
+mod elementwise;
+mod embedding;
+mod experts;
+mod family;
+mod loss;
+mod matmul;
+mod movement;
+mod norm;
 mod order;
 mod rule;
 mod shape;
+mod source;
+mod update;
 mod work;
 
 pub use einsum::Einsum;
+pub(crate) use family::Family;
 pub use order::{Run, SequenceOrder};
 pub use rule::{
     Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError,
@@ -25,6 +37,7 @@ pub use work::{MatmulShape, Work};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, TensorType};
 use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
 
 /// How a parameter is initialised when no weights are given. Values depend on the seed, the
 /// parameter's name and the element's global index only, never on the layout.
@@ -504,6 +517,108 @@ impl OpKind {
         }
     }
 
+    /// Which file knows of it.
+    pub(crate) fn family(&self) -> &'static Family {
+        match self {
+            OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. } => {
+                &source::FAMILY
+            }
+            OpKind::Layout
+            | OpKind::Cast { .. }
+            | OpKind::Unary { .. }
+            | OpKind::Binary { .. }
+            | OpKind::Dropout { .. }
+            | OpKind::Accumulate { .. } => &elementwise::FAMILY,
+            OpKind::Broadcast { .. }
+            | OpKind::Reduce { .. }
+            | OpKind::Reshape { .. }
+            | OpKind::Transpose { .. }
+            | OpKind::Slice { .. }
+            | OpKind::Pad { .. }
+            | OpKind::Unstack { .. }
+            | OpKind::Stack { .. } => &movement::FAMILY,
+            OpKind::DotGeneral { .. } => &matmul::FAMILY,
+            OpKind::Embedding | OpKind::EmbeddingGrad { .. } => &embedding::FAMILY,
+            OpKind::LayerNorm { .. }
+            | OpKind::LayerNormGradInput
+            | OpKind::LayerNormGradWeight
+            | OpKind::RmsNorm { .. }
+            | OpKind::RmsNormGradInput
+            | OpKind::RmsNormGradWeight => &norm::FAMILY,
+            OpKind::Rotary { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
+                &attention::FAMILY
+            }
+            OpKind::LogSumExp | OpKind::CrossEntropy | OpKind::CrossEntropyGrad => &loss::FAMILY,
+            OpKind::Route { .. }
+            | OpKind::RouteGrad { .. }
+            | OpKind::Dispatch { .. }
+            | OpKind::Combine
+            | OpKind::GateGrad => &experts::FAMILY,
+            OpKind::SumSquares
+            | OpKind::GlobalNorm
+            | OpKind::ClipCoefficient { .. }
+            | OpKind::UpdateLossScale { .. }
+            | OpKind::AdamW { .. }
+            | OpKind::Sgd { .. } => &update::FAMILY,
+        }
+    }
+
+    /// How many operands it takes; `usize::MAX` stands for any number.
+    pub fn arity(&self) -> RangeInclusive<usize> {
+        match self {
+            OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. } => 0..=0,
+            OpKind::Stack { .. } | OpKind::GlobalNorm => 1..=usize::MAX,
+            OpKind::Binary { .. }
+            | OpKind::DotGeneral { .. }
+            | OpKind::Embedding
+            | OpKind::EmbeddingGrad { .. }
+            | OpKind::RmsNorm { .. }
+            | OpKind::ClipCoefficient { .. } => 2..=2,
+            // Gates may be left out.
+            OpKind::Dispatch { .. } | OpKind::Combine => 2..=3,
+            OpKind::LayerNorm { .. }
+            | OpKind::RmsNormGradWeight
+            | OpKind::Attention { .. }
+            | OpKind::CrossEntropy
+            | OpKind::RouteGrad { .. }
+            | OpKind::GateGrad => 3..=3,
+            OpKind::LayerNormGradWeight
+            | OpKind::RmsNormGradInput
+            | OpKind::CrossEntropyGrad
+            | OpKind::UpdateLossScale { .. }
+            | OpKind::Sgd { .. } => 4..=4,
+            OpKind::LayerNormGradInput => 5..=5,
+            // The number of updates may be left out.
+            OpKind::AdamW { .. } => 5..=6,
+            OpKind::AttentionGrad { .. } => 6..=6,
+            _ => 1..=1,
+        }
+    }
+    /// How many results it has; none where operands decide.
+    pub fn n_results(&self) -> Option<usize> {
+        match self {
+            OpKind::Unstack { .. } => None,
+            OpKind::LayerNorm { .. }
+            | OpKind::AttentionGrad { .. }
+            | OpKind::UpdateLossScale { .. }
+            | OpKind::AdamW { .. } => Some(3),
+            OpKind::LayerNormGradWeight
+            | OpKind::RmsNorm { .. }
+            | OpKind::Attention { .. }
+            | OpKind::Route { .. }
+            | OpKind::Sgd { .. } => Some(2),
+            _ => Some(1),
+        }
+    }
+    /// Results that are written over an operand's old value: pairs (operand, result).
+    pub fn in_place(&self) -> &'static [(usize, usize)] {
+        match self {
+            OpKind::AdamW { .. } => &[(0, 0), (2, 1), (3, 2)],
+            OpKind::Sgd { .. } => &[(0, 0), (2, 1)],
+            _ => &[],
+        }
+    }
+
     /// Result types for the given operand types. `state_ty` is the declared type of `Input`
     /// and `State`, which nothing else determines.
     pub fn infer(
@@ -511,16 +626,28 @@ impl OpKind {
         operands: &[TensorType],
         declared: Option<&TensorType>,
     ) -> Result<Vec<TensorType>, OpError> {
-        shape::infer(self, operands, declared)
+        let operands = shape::Operands {
+            kind: self,
+            x: operands,
+            declared,
+        };
+        operands.check_arity()?;
+        (self.family().infer)(&operands)
     }
     /// The sharding rule for operands and results of these types.
     pub fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> ShardingRule {
-        rule::rule(self, operands, results)
+        let mut builder = rule::Builder::new();
+        (self.family().rule)(&mut builder, self, operands, results);
+        builder.finish()
     }
     /// Floating-point work and bytes moved for operands and results of these concrete
     /// lengths: pass local (padded) shapes for one rank's share.
     pub fn work(&self, operands: &[(DType, Vec<u64>)], results: &[(DType, Vec<u64>)]) -> Work {
-        work::work(self, operands, results)
+        (self.family().work)(&work::Lengths {
+            kind: self,
+            x: operands,
+            y: results,
+        })
     }
     /// True for ops that only rename or view their operand when no layout changes.
     pub fn is_view(&self) -> bool {

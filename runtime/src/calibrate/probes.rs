@@ -142,7 +142,7 @@ impl ProgramOfProbes {
             .iter()
             .map(|(d, lens)| self.operand(*d, lens))
             .collect();
-        let over = crate::execute::in_place(&kind);
+        let over = kind.in_place();
         let result = |this: &mut Self, i: usize| match over.iter().find(|p| p.1 == i) {
             Some(p) => inputs[p.0],
             None => this.buffer(

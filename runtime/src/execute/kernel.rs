@@ -51,68 +51,11 @@ pub struct Output<'a> {
     pub data: &'a mut [u8],
 }
 
-/// True when the op has a kernel. Sources have none: their values are given.
-pub fn supports(op: &OpKind) -> bool {
-    match op {
-        OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. } => false,
-        OpKind::Layout
-        | OpKind::Cast { .. }
-        | OpKind::Unary { .. }
-        | OpKind::Binary { .. }
-        | OpKind::Broadcast { .. }
-        | OpKind::Reduce { .. }
-        | OpKind::Reshape { .. }
-        | OpKind::Transpose { .. }
-        | OpKind::Slice { .. }
-        | OpKind::Pad { .. }
-        | OpKind::Unstack { .. }
-        | OpKind::Stack { .. }
-        | OpKind::DotGeneral { .. }
-        | OpKind::Embedding
-        | OpKind::EmbeddingGrad { .. }
-        | OpKind::LayerNorm { .. }
-        | OpKind::LayerNormGradInput
-        | OpKind::LayerNormGradWeight
-        | OpKind::RmsNorm { .. }
-        | OpKind::RmsNormGradInput
-        | OpKind::RmsNormGradWeight
-        | OpKind::Rotary { .. }
-        | OpKind::Attention { .. }
-        | OpKind::AttentionGrad { .. }
-        | OpKind::Dropout { .. }
-        | OpKind::LogSumExp
-        | OpKind::CrossEntropy
-        | OpKind::CrossEntropyGrad
-        | OpKind::Route { .. }
-        | OpKind::RouteGrad { .. }
-        | OpKind::Dispatch { .. }
-        | OpKind::Combine
-        | OpKind::GateGrad
-        | OpKind::Accumulate { .. }
-        | OpKind::SumSquares
-        | OpKind::GlobalNorm
-        | OpKind::ClipCoefficient { .. }
-        | OpKind::UpdateLossScale { .. }
-        | OpKind::AdamW { .. }
-        | OpKind::Sgd { .. } => true,
-    }
-}
-
-/// Results that are written over an operand's old value: pairs (operand, result). The
-/// operand's value stands in the result's buffer when [`kernel`] is called, and the operand
-/// itself is not read.
-pub fn in_place(op: &OpKind) -> &'static [(usize, usize)] {
-    match op {
-        OpKind::AdamW { .. } => &[(0, 0), (2, 1), (3, 2)],
-        OpKind::Sgd { .. } => &[(0, 0), (2, 1)],
-        _ => &[],
-    }
-}
-
 /// Runs one op. `path` is the op's path, for messages and as key of forward attention's mask
 /// (recomputed attention has its source's).
 ///
-/// `Accumulate` adds to what its result's buffer holds; for updates see [`in_place`].
+/// `Accumulate` adds to what its result's buffer holds; updates find the old value where the new one
+/// goes (`OpKind::in_place`).
 /// `GlobalNorm` takes scalars, or one vector of them. Returns the bytes of scratch memory that
 /// conversions took. Fails when numbers of operands or element types are not the op's;
 /// shapes that do not fit panic, as they do in the kernels.
@@ -156,25 +99,15 @@ impl Call<'_> {
     }
 
     fn check(&self, outputs: &[Output<'_>]) -> Result<(), RuntimeError> {
-        let n_operands = match self.op {
-            OpKind::Stack { .. } | OpKind::GlobalNorm => self.inputs.len(),
-            // Gates are a third operand that may be left out.
-            OpKind::Dispatch { .. } | OpKind::Combine => self.inputs.len().clamp(2, 3),
-            // And so is the number of updates a sixth.
-            OpKind::AdamW { .. } => self.inputs.len().clamp(5, 6),
-            op => n_operands(op),
-        };
-        let n_results = match self.op {
-            OpKind::Unstack { .. } => outputs.len(),
-            op => n_results(op),
-        };
-        if (self.inputs.len(), outputs.len()) != (n_operands, n_results) || outputs.is_empty() {
-            let (n, m) = (self.inputs.len(), outputs.len());
+        let (n, m) = (self.inputs.len(), outputs.len());
+        let n_results = self.op.n_results().unwrap_or(m);
+        if !self.op.arity().contains(&n) || m != n_results || m == 0 {
             return Err(self.error(format!(
-                "{n} operands and {m} results, expected {n_operands} and {n_results}"
+                "{n} operands and {m} results; it takes {:?} and has {n_results}",
+                self.op.arity()
             )));
         }
-        let unread = |i: usize| in_place(self.op).iter().any(|&(operand, _)| operand == i);
+        let unread = |i: usize| self.op.in_place().iter().any(|&(operand, _)| operand == i);
         let operands = self
             .inputs
             .iter()
@@ -252,7 +185,7 @@ impl Call<'_> {
     /// Everything else, in f32. Returns the bytes of conversions.
     fn compute(&self, outputs: &mut [Output<'_>]) -> Result<u64, RuntimeError> {
         let reads_result =
-            matches!(self.op, OpKind::Accumulate { .. }) || !in_place(self.op).is_empty();
+            matches!(self.op, OpKind::Accumulate { .. }) || !self.op.in_place().is_empty();
         let mut scratch = 0;
         let mut temporaries: Vec<Option<Vec<f32>>> = Vec::with_capacity(outputs.len());
         for out in outputs.iter() {
@@ -288,45 +221,5 @@ impl Call<'_> {
             }
         }
         Ok(scratch)
-    }
-}
-
-fn n_operands(op: &OpKind) -> usize {
-    match op {
-        OpKind::Binary { .. }
-        | OpKind::DotGeneral { .. }
-        | OpKind::Embedding
-        | OpKind::EmbeddingGrad { .. }
-        | OpKind::RmsNorm { .. }
-        | OpKind::ClipCoefficient { .. } => 2,
-        OpKind::LayerNorm { .. }
-        | OpKind::RmsNormGradWeight
-        | OpKind::Attention { .. }
-        | OpKind::CrossEntropy
-        | OpKind::RouteGrad { .. }
-        | OpKind::GateGrad => 3,
-        OpKind::LayerNormGradWeight
-        | OpKind::UpdateLossScale { .. }
-        | OpKind::RmsNormGradInput
-        | OpKind::CrossEntropyGrad
-        | OpKind::Sgd { .. } => 4,
-        OpKind::LayerNormGradInput => 5,
-        OpKind::AttentionGrad { .. } => 6,
-        _ => 1,
-    }
-}
-
-fn n_results(op: &OpKind) -> usize {
-    match op {
-        OpKind::LayerNorm { .. }
-        | OpKind::AttentionGrad { .. }
-        | OpKind::UpdateLossScale { .. }
-        | OpKind::AdamW { .. } => 3,
-        OpKind::LayerNormGradWeight
-        | OpKind::RmsNorm { .. }
-        | OpKind::Attention { .. }
-        | OpKind::Route { .. }
-        | OpKind::Sgd { .. } => 2,
-        _ => 1,
     }
 }

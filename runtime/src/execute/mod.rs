@@ -29,7 +29,7 @@ mod session;
 #[cfg(test)]
 mod session_tests;
 
-pub use kernel::{Context, Operand, Output, in_place, kernel, supports};
+pub use kernel::{Context, Operand, Output, kernel};
 pub use local::{Local, is_computed, narrow, widen};
 pub use rank::{RankTimings, Timing};
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};

@@ -201,7 +201,9 @@ impl Lowering<'_> {
             let (name, ty) = (graph.value_name(v), graph.ty(v));
             let lens = ty.shape.bind(self.microbatch);
             // An update goes over the state itself where the state's layout is the update's.
-            let old = super::in_place(&op.kind)
+            let old = op
+                .kind
+                .in_place()
                 .iter()
                 .find(|p| p.1 == i)
                 .map(|p| inputs[p.0]);

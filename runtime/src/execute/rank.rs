@@ -3,7 +3,7 @@
 mod communicate;
 mod queues;
 
-use super::kernel::{Context, Operand, Output, in_place, kernel};
+use super::kernel::{Context, Operand, Output, kernel};
 use super::load::load_tokens;
 use super::local::Local;
 use super::script::{ScriptSlot, Scripts};
@@ -374,7 +374,7 @@ impl RankState {
         let mut reads = Vec::with_capacity(inputs.len());
         for (i, &b) in inputs.iter().enumerate() {
             let range = self.range(b, microbatch);
-            if let Some(&(_, o)) = in_place(op).iter().find(|p| p.0 == i) {
+            if let Some(&(_, o)) = op.in_place().iter().find(|p| p.0 == i) {
                 // The old value goes where the new one will be; often it is there already.
                 if let Some(to) = writes
                     .get(o)

@@ -1,0 +1,205 @@
+//! Causal attention and the rotation of its queries and keys.
+
+use super::family::*;
+
+pub(super) static FAMILY: Family = Family {
+    infer,
+    rule,
+    work,
+    gradient,
+    groups: |op| match op.kind {
+        OpKind::Attention { .. } => together(op),
+        _ => singly(op),
+    },
+};
+
+fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
+    let x = cx.x;
+    match cx.kind {
+        OpKind::Rotary { theta, order, .. } => {
+            cx.float(0)?;
+            cx.ensure(x[0].shape.rank() >= 3, || {
+                format!("{} has no [batch, sequence, .., head_dim]", x[0])
+            })?;
+            let d = cx.fixed(0, x[0].shape.rank() - 1)?;
+            cx.ensure(d % 2 == 0, || format!("head dim {d} is odd"))?;
+            cx.ensure(theta.is_finite() && *theta > 0.0, || {
+                format!("theta {theta} is not positive")
+            })?;
+            cx.stored(0, *order)?;
+            one(x[0].clone())
+        }
+        OpKind::Attention {
+            scale,
+            dropout,
+            order,
+            ..
+        } => {
+            cx.attention_figures(*scale, *dropout)?;
+            cx.attention_operands()?;
+            cx.stored(1, *order)?;
+            let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
+            Ok(vec![x[0].clone(), TensorType::new(DType::F32, Shape(lse))])
+        }
+        OpKind::AttentionGrad {
+            scale,
+            dropout,
+            order,
+            ..
+        } => {
+            cx.attention_figures(*scale, *dropout)?;
+            cx.attention_operands()?;
+            cx.stored(1, *order)?;
+            cx.same(0, 3)?;
+            cx.same(0, 5)?;
+            cx.stat(0, 4)?;
+            Ok(vec![x[0].clone(), x[1].clone(), x[2].clone()])
+        }
+        _ => cx.stranger(),
+    }
+}
+
+fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
+    match kind {
+        OpKind::Rotary { .. } => {
+            let (all, _, _) = rows_and_last(b, &x[0], false);
+            b.operand(&all).result(&all).linear(&[&[0]]);
+        }
+        OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
+            // q: B S K (G) D; k, v: B T K D. A split S leaves every key in place; a split S
+            // or G makes the gradients of k and v partial.
+            let q = dims(&x[0]);
+            let bsz = b.factor(q[0], true);
+            let s = b.factor(q[1], true);
+            let heads = b.free(&q[2..q.len() - 1]);
+            let d = b.whole(q[q.len() - 1]);
+            let t = b.whole(x[1].shape.0[1]);
+            let qf = [vec![bsz, s], heads.clone(), vec![d]].concat();
+            let kf = [bsz, t, heads[0], d];
+            let lse = &qf[..qf.len() - 1];
+            b.operand(&qf).operand(&kf).operand(&kf);
+            if matches!(kind, OpKind::Attention { .. }) {
+                b.result(&qf).result(lse);
+            } else {
+                b.operand(&qf).operand(lse).operand(&qf);
+                b.result(&qf).result(&kf).result(&kf).linear(&[&[5]]);
+            }
+        }
+        _ => {}
+    }
+}
+
+fn work(op: &Lengths<'_>) -> Work {
+    let x = op.x;
+    match op.kind {
+        OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
+            // Two products of S x T x D per head forward; backward adds dV, dP, dQ, dK.
+            let products = if matches!(op.kind, OpKind::Attention { .. }) {
+                2.0
+            } else {
+                4.0
+            };
+            let (q, t) = (&x[0].1, x[1].1[1]);
+            let d = q[q.len() - 1];
+            let heads: u64 = q[2..q.len() - 1].iter().product();
+            let shape = MatmulShape {
+                batch: q[0].saturating_mul(heads),
+                m: q[1],
+                n: t,
+                k: d,
+            };
+            let flops = 2.0 * products * shape.batch as f64 * shape.m as f64 * t as f64 * d as f64;
+            // Of T keys the last S queries see T - S/2 each; no other S queries see more. A rank
+            // of a zigzag order has early and late ones, and sees half.
+            let causal_share = match (op.kind, t) {
+                (_, 0) => 0.0,
+                (OpKind::Attention { order, .. } | OpKind::AttentionGrad { order, .. }, t)
+                    if order.is_natural() =>
+                {
+                    1.0 - 0.5 * q[1].min(t) as f64 / t as f64
+                }
+                _ => 0.5,
+            };
+            let scores = shape.batch as f64 * shape.m as f64 * t as f64;
+            Work {
+                attention_flops: flops,
+                causal_share,
+                vector_flops: 4.0 * scores,
+                bytes: op.all_bytes(),
+                matmul: Some(shape),
+                ..Work::default()
+            }
+        }
+        OpKind::Rotary { .. } => op.vector(6.0, &x[0]),
+        _ => Work::default(),
+    }
+}
+
+fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
+    let dy = arm.only_gradient()?;
+    let gradient = match &arm.op.kind {
+        // A rotation's transpose is its inverse.
+        OpKind::Rotary {
+            theta,
+            scaling,
+            inverse,
+            order,
+        } => {
+            let kind = OpKind::Rotary {
+                theta: *theta,
+                scaling: *scaling,
+                inverse: !inverse,
+                order: *order,
+            };
+            arm.emit("x", kind, &[dy])?
+        }
+        // The scores are computed again from q, k and lse.
+        OpKind::Attention {
+            scale,
+            dropout,
+            order,
+            ..
+        } => {
+            let kind = OpKind::AttentionGrad {
+                scale: *scale,
+                dropout: *dropout,
+                key: arm.op.path.clone(),
+                order: *order,
+            };
+            let d = arm.emit_all(
+                "qkv",
+                kind,
+                &[arm.x(0), arm.x(1), arm.x(2), arm.y(0), arm.y(1), dy],
+            )?;
+            return Ok(d.into_iter().enumerate().collect());
+        }
+        _ => return not_forward(arm),
+    };
+    Ok(vec![(i, gradient)])
+}
+
+impl Operands<'_> {
+    fn attention_figures(&self, scale: f64, dropout: f64) -> Result<(), OpError> {
+        self.ensure(scale.is_finite(), || format!("scale {scale} is not finite"))?;
+        self.ensure((0.0..1.0).contains(&dropout), || {
+            format!("dropout {dropout} is outside [0, 1)")
+        })
+    }
+    fn attention_operands(&self) -> Result<(), OpError> {
+        self.float(0)?;
+        self.same(1, 2)?;
+        self.rank(1, 4)?;
+        let (q, k) = (&self.x[0].shape.0, &self.x[1].shape.0);
+        let ok = (q.len() == 4 || q.len() == 5)
+            && q[0] == Dim::Batch
+            && q[..3] == k[..3]
+            && q.last() == k.last()
+            && self.x[0].dtype == self.x[1].dtype;
+        self.ensure(ok, || {
+            format!(
+                "q {} and k {} do not match [B,S,kv,(groups,)D]",
+                self.x[0], self.x[1]
+            )
+        })
+    }
+}

@@ -1,0 +1,214 @@
+//! Ops that treat every element alike: conversions, functions, dropout, sums over microbatches.
+
+use super::family::*;
+
+pub(super) static FAMILY: Family = Family {
+    infer,
+    rule,
+    work,
+    gradient,
+    groups: singly,
+};
+
+fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
+    let x = cx.x;
+    match cx.kind {
+        OpKind::Layout => one(x[0].clone()),
+        OpKind::Cast { dtype } => {
+            cx.float(0)?;
+            cx.ensure(dtype.is_float(), || "casts to an integer".into())?;
+            one(TensorType::new(*dtype, x[0].shape.clone()))
+        }
+        OpKind::Unary { f } => {
+            cx.float(0)?;
+            if let Unary::Scale { by } = f {
+                cx.ensure(by.is_finite(), || format!("factor {by} is not finite"))?;
+            }
+            one(x[0].clone())
+        }
+        OpKind::Binary { f } => {
+            cx.float(0)?;
+            cx.ensure(x[0].dtype == x[1].dtype, || {
+                format!("dtypes differ: {} and {}", x[0], x[1])
+            })?;
+            let (a, b) = (&x[0].shape.0, &x[1].shape.0);
+            let broadcasts = matches!(f, Binary::Add | Binary::Sub | Binary::Mul);
+            let aligned = b.len() <= a.len() && a[a.len() - b.len()..] == b[..];
+            cx.ensure(aligned && (broadcasts || a.len() == b.len()), || {
+                format!("shapes do not align: {} and {}", x[0], x[1])
+            })?;
+            one(x[0].clone())
+        }
+        OpKind::Dropout { p, order, .. } => {
+            cx.float(0)?;
+            cx.ensure((0.0..1.0).contains(p), || {
+                format!("probability {p} is outside [0, 1)")
+            })?;
+            // The mask's elements are named by the sample, which is dim 0. What has no samples
+            // would have a mask for each microbatch.
+            cx.ensure(x[0].shape.0.first() == Some(&Dim::Batch), || {
+                format!("the batch of {} is not its first dim", x[0])
+            })?;
+            if !order.is_natural() {
+                cx.stored(0, *order)?;
+            }
+            one(x[0].clone())
+        }
+        OpKind::Accumulate { dtype } => {
+            cx.float(0)?;
+            cx.ensure(!x[0].shape.has_batch(), || {
+                format!("{} has a batch dim", x[0])
+            })?;
+            one(TensorType::new(*dtype, x[0].shape.clone()))
+        }
+        _ => cx.stranger(),
+    }
+}
+
+fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
+    match kind {
+        OpKind::Layout | OpKind::Accumulate { .. } | OpKind::Dropout { .. } => {
+            let f = b.free(&dims(&x[0]));
+            b.operand(&f).result(&f).linear(&[&[0]]);
+        }
+        OpKind::Cast { .. } => {
+            let f = b.free(&dims(&x[0]));
+            b.operand(&f).result(&f);
+        }
+        OpKind::Unary { f: fun } => {
+            let f = b.free(&dims(&x[0]));
+            b.operand(&f).result(&f);
+            if matches!(fun, Unary::Neg | Unary::Scale { .. }) {
+                b.linear(&[&[0]]);
+            }
+        }
+        OpKind::Binary { f: fun } => {
+            let f = b.free(&dims(&x[0]));
+            let tail = &f[f.len() - x[1].shape.rank()..];
+            b.operand(&f).operand(tail).result(&f);
+            match fun {
+                Binary::Add | Binary::Sub => b.linear(&[&[0, 1]]),
+                Binary::Mul => b.linear(&[&[0], &[1]]),
+                _ => b.linear(&[&[1]]),
+            };
+        }
+        _ => {}
+    }
+}
+
+fn work(op: &Lengths<'_>) -> Work {
+    let (x, y) = (op.x, op.y);
+    match op.kind {
+        OpKind::Unary {
+            f: Unary::Neg | Unary::Scale { .. } | Unary::Relu | Unary::Square,
+        } => op.vector(1.0, &x[0]),
+        // An exponential or the like counts 40: measured on a CPU, where it costs as much as five
+        // layer normalisations; on GPUs such ops are bound by memory.
+        OpKind::Unary { .. } => op.vector(40.0, &x[0]),
+        OpKind::Binary {
+            f: Binary::GeluErfGrad | Binary::GeluTanhGrad | Binary::SiluGrad,
+        } => op.vector(48.0, &x[0]),
+        OpKind::Binary { .. } | OpKind::Cast { .. } | OpKind::Accumulate { .. } => {
+            let mut w = op.vector(1.0, &x[0]);
+            if matches!(op.kind, OpKind::Accumulate { .. }) {
+                w.bytes = w.bytes.saturating_add(bytes_of(&y[0]));
+            }
+            w
+        }
+        OpKind::Dropout { .. } => op.vector(6.0, &x[0]),
+        _ => Work::default(),
+    }
+}
+
+fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
+    let dy = arm.only_gradient()?;
+    let gradient = match &arm.op.kind {
+        // dx = dy, as one value of its own: the gradient's layout is a decision too
+        // (above all at layer boundaries).
+        OpKind::Layout => arm.emit("x", OpKind::Layout, &[dy])?,
+        // The rounding is taken as the identity; dx has x's dtype.
+        OpKind::Cast { .. } => {
+            let dtype = arm.graph.ty(arm.x(0)).dtype;
+            arm.emit("x", OpKind::Cast { dtype }, &[dy])?
+        }
+        OpKind::Unary { f } => unary_gradient(arm, *f, dy)?,
+        OpKind::Binary { f } => binary_gradient(arm, *f, i, dy)?,
+        // Linear with a fixed mask: the same op with the same key.
+        OpKind::Dropout { .. } => arm.emit("x", arm.op.kind.clone(), &[dy])?,
+        _ => return not_forward(arm),
+    };
+    Ok(vec![(i, gradient)])
+}
+
+/// `dx = f'(x) * dy`.
+fn unary_gradient(arm: &mut Arm<'_>, f: Unary, dy: ValueId) -> Result<ValueId, GraphError> {
+    let (x, y) = (arm.op.inputs[0], arm.op.outputs[0]);
+    match f {
+        Unary::Neg | Unary::Scale { .. } => arm.emit("x", OpKind::Unary { f }, &[dy]),
+        Unary::GeluErf => arm.emit("x", binary(Binary::GeluErfGrad), &[x, dy]),
+        Unary::GeluTanh => arm.emit("x", binary(Binary::GeluTanhGrad), &[x, dy]),
+        Unary::Silu => arm.emit("x", binary(Binary::SiluGrad), &[x, dy]),
+        Unary::Relu => arm.emit("x", binary(Binary::ReluGrad), &[x, dy]),
+        Unary::Exp => arm.emit("x", binary(Binary::Mul), &[dy, y]),
+        // tanh' = 1 - tanh^2, so dx = dy - dy * y^2.
+        Unary::Tanh => {
+            let square = arm.emit("x_square", OpKind::Unary { f: Unary::Square }, &[y])?;
+            let product = arm.emit("x_mul", binary(Binary::Mul), &[dy, square])?;
+            arm.emit("x", binary(Binary::Sub), &[dy, product])
+        }
+        Unary::Square => {
+            let twice = arm.emit(
+                "x_twice",
+                OpKind::Unary {
+                    f: Unary::Scale { by: 2.0 },
+                },
+                &[x],
+            )?;
+            arm.emit("x", binary(Binary::Mul), &[dy, twice])
+        }
+    }
+}
+
+/// Add: `da = dy`, `db = dy`; Sub: `db = -dy`; Mul: `da = dy * b`, `db = dy * a`; `db`
+/// summed over the dims that `b` was broadcast over.
+fn binary_gradient(
+    arm: &mut Arm<'_>,
+    f: Binary,
+    operand: usize,
+    dy: ValueId,
+) -> Result<ValueId, GraphError> {
+    let (a, b) = (arm.op.inputs[0], arm.op.inputs[1]);
+    let n_leading = arm.shape(a).rank() - arm.shape(b).rank();
+    match (f, operand) {
+        (Binary::Add | Binary::Sub, 0) => Ok(dy),
+        (Binary::Mul, 0) => arm.emit("lhs", binary(Binary::Mul), &[dy, b]),
+        (Binary::Add, _) => sum_leading(arm, "rhs", n_leading, dy),
+        (Binary::Sub, _) => {
+            let summed = sum_leading(arm, "rhs_sum", n_leading, dy)?;
+            arm.emit("rhs", OpKind::Unary { f: Unary::Neg }, &[summed])
+        }
+        (Binary::Mul, _) => {
+            let product = arm.emit(
+                if n_leading == 0 { "rhs" } else { "rhs_mul" },
+                binary(Binary::Mul),
+                &[dy, a],
+            )?;
+            sum_leading(arm, "rhs", n_leading, product)
+        }
+        (Binary::GeluErfGrad | Binary::GeluTanhGrad | Binary::SiluGrad | Binary::ReluGrad, _) => {
+            arm.undefined("second derivatives are not defined")
+        }
+    }
+}
+
+fn sum_leading(
+    arm: &mut Arm<'_>,
+    what: &str,
+    n_leading: usize,
+    x: ValueId,
+) -> Result<ValueId, GraphError> {
+    match n_leading {
+        0 => Ok(x),
+        n => arm.emit(what, sum((0..n).collect()), &[x]),
+    }
+}

@@ -1,0 +1,45 @@
+//! Ops without operands: data, states and constants.
+
+use super::family::*;
+
+pub(super) static FAMILY: Family = Family {
+    infer,
+    rule,
+    work: |_| Work::default(),
+    gradient: no_gradient,
+    groups: singly,
+};
+
+fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
+    match cx.kind {
+        OpKind::Input { .. } => {
+            let t = cx
+                .declared
+                .ok_or_else(|| cx.err("needs a declared type".into()))?;
+            cx.ensure(
+                t.dtype == DType::I32 && t.shape.rank() == 2 && t.shape.0[0] == Dim::Batch,
+                || format!("type is {t}, expected i32[B, sequence]"),
+            )?;
+            one(t.clone())
+        }
+        OpKind::State { .. } => {
+            let t = cx
+                .declared
+                .ok_or_else(|| cx.err("needs a declared type".into()))?;
+            cx.ensure(t.dtype.is_float() && !t.shape.has_batch(), || {
+                format!("type is {t}, expected floats without a batch dim")
+            })?;
+            one(t.clone())
+        }
+        OpKind::Constant { value } => {
+            cx.ensure(value.is_finite(), || format!("value {value} is not finite"))?;
+            one(TensorType::new(DType::F32, Shape::default()))
+        }
+        _ => cx.stranger(),
+    }
+}
+
+fn rule(b: &mut Builder, _: &OpKind, _: &[TensorType], y: &[TensorType]) {
+    let f = b.free(&dims(&y[0]));
+    b.result(&f);
+}
