@@ -68,7 +68,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ),
 ];
 
-/// What is made by building and running, and is not of the repository.
+/// Folders that building and running make, which are not of the repository.
 const NOT_OURS: [&str; 6] = [
     "target",
     ".git",
@@ -252,7 +252,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// What is wrong with a command line that a reader may type.
+/// The problem of a command line that a reader may type.
 fn problem(line: &str) -> Option<String> {
     let words = words(line);
     // `meshwright compile` alone is the name of a verb, and VERB in capitals a placeholder.

@@ -172,6 +172,7 @@ goldens! {
     expert: mixtral(), F32, 2, ["expert=2", "data=2", "pipeline=1"];
     pipeline_1f1b: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=1f1b"];
     pipeline_gpipe: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=gpipe"];
+    pipeline_zb_h1: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=zb_h1"];
     pipeline_interleaved: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "virtual=2"];
     tied_embeddings: gpt2(true), F32, 2, ["pipeline=2", "microbatch=2"];
     recomputation: mlp(1), F32, 1, ["recompute=full", "microbatch=2"];

@@ -25,7 +25,7 @@ use tests::{Case, cluster, distance, planned};
 /// in f32, which is more exact than PyTorch.
 const BAND: (f64, f64) = (0.3, 1.5);
 
-/// Of the losses of single steps, both runs' deviations, each of the size that its mean square
+/// The deviations of both runs in the losses of single steps, each of the size that its mean square
 /// says: four times that is exceeded once in ten thousand steps.
 const STEP: f64 = 4.0 * std::f64::consts::SQRT_2;
 

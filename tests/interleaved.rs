@@ -1,13 +1,16 @@
-//! Interleaved 1F1B: what the plan says, what the simulator predicts of it, and what else than
-//! training steps it goes through.
+//! Interleaved 1F1B and ZB-H1: what the plan says, what the simulator predicts of it, and what
+//! else than training steps it goes through.
 #![allow(clippy::unwrap_used)]
 
+use cost_model::simulate::{SimulateOptions, TimelineDetail, TimelineEvent, simulate};
+use cost_model::work::StepWork;
 use ir::cluster::Cluster;
 use ir::plan::{Plan, ScheduleKind};
-use ir::program::Program;
+use ir::program::{BufferClass, Program, TemplateKind};
 use ir::{Graph, Precision, TrainSpec};
 use planner::{PlanError, Planned};
 use runtime::execute::{Session, SessionOptions};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use tests::{Case, cluster, planned};
 
@@ -39,8 +42,14 @@ fn free_links(n: u32) -> Cluster {
     cluster
 }
 
-/// A pipeline of single devices; `blocks` blocks in every stage.
+/// A pipeline of single devices, as many blocks in every stage.
 fn pipeline(n_meshes: u32, virtual_stages: u32, microbatches: u64) -> Planned {
+    let pin = format!("virtual={virtual_stages}");
+    scheduled(&pin, n_meshes, virtual_stages, microbatches)
+}
+
+/// The same with a schedule.
+fn scheduled(pin: &str, n_meshes: u32, virtual_stages: u32, microbatches: u64) -> Planned {
     let (forward, train) = deep();
     let n_stages = (n_meshes * virtual_stages) as usize;
     let mut split = vec![24 / n_stages; n_stages];
@@ -51,7 +60,7 @@ fn pipeline(n_meshes: u32, virtual_stages: u32, microbatches: u64) -> Planned {
         "data=1".to_string(),
         "tensor=1".to_string(),
         format!("pipeline={n_meshes}"),
-        format!("virtual={virtual_stages}"),
+        pin.to_string(),
         format!("microbatch={}", 64 / microbatches),
         format!("split={}", split.join("/")),
     ];
@@ -86,6 +95,77 @@ fn the_bubble_is_as_many_times_smaller_as_a_mesh_has_stages() {
                 "p={p} v={v} m={m}: waits for {found} passes, expected {expected}"
             );
         }
+    }
+}
+
+/// Qi et al. 2023, table 2: ZB-H1 waits for `p - 1` times forward and input gradient less weight
+/// gradient, where 1F1B waits for their sum; what is kept from forward to input gradient takes as
+/// much memory, and the first stage keeps nothing else more than once.
+#[test]
+fn weight_gradients_are_played_where_stages_would_wait() {
+    for (p, m) in [(2u32, 8u64), (4, 8), (4, 16)] {
+        let [plain, apart] = ["1f1b", "zb_h1"].map(|s| {
+            let made = scheduled(&format!("schedule={s}"), p, 1, m);
+            assert_eq!(made.plan.schedule.name(), s);
+            made
+        });
+        let role = apart.program.roles.get(1).unwrap();
+        let work = StepWork::of(&apart.training, &apart.plan.train);
+        let options = SimulateOptions {
+            timeline: TimelineDetail::Templates,
+            ..SimulateOptions::new(work)
+        };
+        let played = simulate(&apart.program, &apart.plan.cluster, &options).unwrap();
+        let events = played.timeline.unwrap();
+        let seconds = |kind: TemplateKind| {
+            let of = |e: &&TimelineEvent| {
+                e.stage == role.stage && role.templates[e.template as usize].kind == kind
+            };
+            let all: Vec<f64> = events.iter().filter(of).map(|e| e.duration_s).collect();
+            assert_eq!(all.len(), m as usize);
+            all.iter().copied().fold(f64::INFINITY, f64::min)
+        };
+        let forward = seconds(TemplateKind::Forward);
+        let input = seconds(TemplateKind::InputGradient);
+        let weight = seconds(TemplateKind::WeightGradient);
+        let fill = f64::from(p - 1);
+        let passes = forward + input + weight;
+        for (made, expected) in [
+            (&plain, fill),
+            (&apart, fill * (forward + input - weight) / passes),
+        ] {
+            let found = waiting(made);
+            println!("p={p} m={m}: waits for {found:.3}, expected {expected:.3}");
+            // The first and the last mesh have a little more to do in every microbatch.
+            assert!((found - expected).abs() < 0.004 * m as f64 + 0.02 * expected);
+        }
+        assert!(apart.plan.predicted.step_time_s.0 < plain.plan.predicted.step_time_s.0);
+
+        // Bytes of what the first stage keeps, apart from what meshes exchange.
+        let kept = |made: &Planned, of: fn(&BTreeSet<TemplateKind>) -> bool| -> u64 {
+            let role = &made.program.roles[0];
+            let buffers = role.buffers.iter().enumerate().filter(|(i, b)| {
+                let id = ir::BufferId::new(*i);
+                let uses = |t: &&ir::program::Template| {
+                    let mut all = t.instructions.iter();
+                    all.any(|i| i.reads().contains(&id) || i.writes().contains(&id))
+                };
+                let templates = role.templates.iter().filter(uses);
+                let kinds: BTreeSet<_> = templates.map(|t| t.kind).collect();
+                matches!(b.class, BufferClass::PerMicrobatch { .. })
+                    && !kinds.contains(&TemplateKind::Exchange)
+                    && of(&kinds)
+            });
+            buffers
+                .map(|(_, b)| u64::from(b.slots()) * b.stride())
+                .sum()
+        };
+        let forward = |kinds: &BTreeSet<_>| kinds.contains(&TemplateKind::Forward);
+        assert_eq!(kept(&apart, forward), kept(&plain, forward));
+        let gradients = kept(&apart, |kinds| !kinds.contains(&TemplateKind::Forward));
+        assert!(gradients > 0);
+        let all = |made: &Planned| made.plan.predicted.stages[0].activation_bytes.0;
+        assert!(all(&apart) <= all(&plain) + gradients);
     }
 }
 
@@ -124,21 +204,25 @@ fn the_document_says_all() {
     assert_eq!(read.proof.stages.len(), 4);
 }
 
-/// Validation plays what goes forward, around the ring of meshes too; states of interleaved
-/// stages load under any other plan.
+/// Validation plays what goes forward, around the ring of meshes too, whatever the slots of what
+/// goes backward; states load under any other plan.
 #[test]
 fn validation_and_checkpoints() {
     let case = Case::load("gpt2_small_tied");
     let plan = |pins: &[&str]| planned(&case.forward, &case.train, &cluster(2), pins).unwrap();
     let pins = ["data=1", "tensor=1", "pipeline=2", "microbatch=2"];
     let (plain, interleaved) = (plan(&pins), plan(&[&pins[..], &["virtual=2"]].concat()));
+    let apart = plan(&[&pins[..], &["schedule=zb_h1"]].concat());
     let mut one = case.session(&plain.program);
     let mut many = case.session(&interleaved.program);
+    let mut zero = case.session(&apart.program);
     for batch in &case.batches[..3] {
-        let losses = [&mut one, &mut many].map(|s| s.validate(batch).unwrap());
-        assert_eq!(losses[0], losses[1]);
-        let losses = [&mut one, &mut many].map(|s| s.step(batch, case.lr, false).unwrap());
-        assert_eq!(losses[0].loss, losses[1].loss);
+        let all = [&mut one, &mut many, &mut zero];
+        let losses = all.map(|s| s.validate(batch).unwrap());
+        assert_eq!(losses, [losses[0]; 3]);
+        let all = [&mut one, &mut many, &mut zero];
+        let losses = all.map(|s| s.step(batch, case.lr, false).unwrap().loss);
+        assert_eq!(losses, [losses[0]; 3]);
     }
     let folder = tempfile::tempdir().unwrap();
     let moved = |from: &mut Session, to: &Program| {
@@ -184,7 +268,7 @@ fn memory_is_shared_by_the_stages_of_a_mesh() {
     }
 }
 
-/// What cannot be interleaved is refused with what would fit.
+/// Stages that cannot be interleaved are refused with numbers that would fit.
 #[test]
 fn refusals_say_what_would_fit() {
     let case = Case::load("gpt2_small_tied");

@@ -15,7 +15,7 @@ mod oracle;
 
 use ir::collective::CollectiveKind;
 use ir::plan::{Plan, ScheduleKind};
-use ir::program::{CollectiveItem, InstrKind, Instruction, Program, TemplateKind};
+use ir::program::{CollectiveItem, InstrKind, Instruction, Program};
 use ir::training::Recompute;
 use ir::training::TrainingGraph;
 use ir::{Graph, InstrId, Precision, TrainSpec};
@@ -61,7 +61,7 @@ fn case_of(
             Some(_) => [2, 4][random.below(2)],
         },
         schedule: interleaved
-            .unwrap_or([ScheduleKind::GPipe, ScheduleKind::OneFOneB][random.below(2)]),
+            .unwrap_or_else(|| ScheduleKind::NAMED[random.below(ScheduleKind::NAMED.len())]),
         train: TrainSpec {
             sequence: SEQUENCE,
             precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],
@@ -209,7 +209,7 @@ fn mixtures_of_experts() -> Vec<Case> {
         .collect()
 }
 
-/// What the planner makes of pins, every schedule among it.
+/// The plans of pins, every schedule among them.
 fn pipelines_with_zero_3() -> Vec<Case> {
     let pins = [
         "pipeline=2 data=2 zero=3 microbatch=4",
@@ -362,7 +362,7 @@ fn buckets(program: &Program) -> Vec<At> {
     let mut found = Vec::new();
     for (r, role) in program.roles.iter().enumerate() {
         for (t, template) in role.templates.iter().enumerate() {
-            let backward = template.kind == TemplateKind::Backward;
+            let backward = template.kind.is_backward();
             for (i, instruction) in template.instructions.iter().enumerate() {
                 let InstrKind::Collective { kind, items, .. } = &instruction.kind else {
                     continue;
@@ -380,7 +380,7 @@ fn buckets(program: &Program) -> Vec<At> {
     found
 }
 
-/// What a bucket may not do: leave a member out, mix up where members go, or travel before its
+/// The faults of a bucket: to leave a member out, mix up where members go, or travel before its
 /// last member is made. (That ranks disagree about its members cannot be said: the ranks of a
 /// group execute one list.)
 #[test]

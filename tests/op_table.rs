@@ -27,7 +27,7 @@ use std::collections::BTreeSet;
 /// Samples for which work and kernels are tried.
 const BATCH: u64 = 2;
 
-/// What arithmetic an op does.
+/// The arithmetic of an op.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Work {
     /// None, and nothing is moved: sources and views.
@@ -700,7 +700,7 @@ fn kernels() {
             .iter()
             .map(|l| Bytes::of_f32(&vec![f32::NAN; l.elements()]))
             .collect();
-        // What an op updates in place starts as its operand; an accumulator starts as zero.
+        // A result that is updated in place starts as its operand; an accumulator starts as zero.
         for &(from, to) in r.kind.in_place() {
             out[to] = data[from].clone();
         }

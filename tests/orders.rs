@@ -95,7 +95,7 @@ fn is_caught(
     })
 }
 
-/// Of every sort of wait some are left out, one at a time: the referee refuses the program, and
+/// Some waits of every sort are left out, one at a time: the referee refuses the program, and
 /// in some order it gives something else.
 #[test]
 fn a_wait_that_is_left_out_is_caught_twice() {
@@ -105,6 +105,13 @@ fn a_wait_that_is_left_out_is_caught_twice() {
     for pins in [
         &["data=2", "tensor=2", "pipeline=1", "zero=3", "microbatch=2"][..],
         &["data=1", "tensor=2", "pipeline=2", "microbatch=1"],
+        &[
+            "data=2",
+            "tensor=1",
+            "pipeline=2",
+            "microbatch=2",
+            "schedule=zb_h1",
+        ],
     ] {
         let made = planned(&case.forward, &case.train, &cluster(4), pins)
             .unwrap_or_else(|e| panic!("{pins:?}: {e}"));

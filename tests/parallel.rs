@@ -1,5 +1,5 @@
 //! Parallel equals single: every degree of data, tensor and pipeline parallelism, every ZeRO
-//! level, both schedules, tied and untied embeddings, recomputed activations, and the plan that
+//! level, all schedules, tied and untied embeddings, recomputed activations, and the plan that
 //! the search chooses.
 
 use ir::cluster::Cluster;
@@ -101,7 +101,7 @@ fn orders(case: &Case, program: &Program) -> Vec<Session> {
         .collect()
 }
 
-/// What a bucket holds and when it travels is nobody's business but the clock's.
+/// The content and the time of a bucket are nobody's business but the clock's.
 #[test]
 fn buckets_change_no_bit() {
     let case = Case::load("gpt2_small_tied");
@@ -203,6 +203,9 @@ matrix! {
     llama_tied_8_1f1b: "llama_tied", 8, OneFOneB;
     llama_untied_4_1f1b: "llama_untied_rope", 4, OneFOneB;
     llama_untied_8_gpipe: "llama_untied_rope", 8, GPipe;
+    gpt2_tied_4_zb_h1: "gpt2_small_tied", 4, ZbH1;
+    gpt2_untied_8_zb_h1: "gpt2_untied_gelu", 8, ZbH1;
+    llama_untied_4_zb_h1: "llama_untied_rope", 4, ZbH1;
 }
 
 /// Context parallelism beside data, tensor and pipeline parallelism, with every ZeRO level and
@@ -453,6 +456,30 @@ fn interleaved_stages() {
                     let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
                     check(&case, 2 * d * t, &pins, d == 1 && t == 1);
                 }
+            }
+        }
+    }
+}
+
+/// ZB-H1 with recomputation: what is recomputed is made before input gradients and kept for
+/// weight gradients.
+#[test]
+fn recomputed_for_input_and_weight_gradients() {
+    for name in ["gpt2_small_tied", "llama_untied_rope"] {
+        let case = Case::load(name);
+        for (d, zero) in [(1, 0), (2, 1), (2, 3)] {
+            for recompute in ["full", "selective"] {
+                let pins = [
+                    format!("data={d}"),
+                    "tensor=1".to_string(),
+                    "pipeline=2".to_string(),
+                    format!("zero={zero}"),
+                    format!("microbatch={}", case.train.global_batch / 4),
+                    "schedule=zb_h1".to_string(),
+                    format!("recompute={recompute}"),
+                ];
+                let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+                check(&case, 2 * d, &pins, d == 1);
             }
         }
     }

@@ -350,7 +350,7 @@ fn the_search_is_no_slower_than_megatrons_pins() {
     assert!(free <= megatron * 1.001, "{free} against {megatron}");
 }
 
-/// What ZeRO gathers and reduces in the microbatches hides behind kernels, which the additive
+/// The collectives of ZeRO in the microbatches hide behind kernels, which the additive
 /// objective does not know: a pinned level was predicted up to 7% faster than the free plan.
 #[test]
 fn the_search_is_no_slower_than_a_pinned_zero_level() {
@@ -651,7 +651,7 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
         )
     };
     let plenty = 80 << 30;
-    // What each level needs, by the pins.
+    // The memory of each level, by the pins.
     let footprint: Vec<u64> = (0..4)
         .map(|level| {
             let made = plan(plenty, &[&format!("zero={level}")]).expect("there is memory");

@@ -1,4 +1,4 @@
-//! What recomputation does to memory, time and FLOPs, and that nothing else changes; parity
+//! The effect of recomputation on memory, time and FLOPs, and on nothing else; parity
 //! with the single device is in `parallel.rs` and `properties.rs`.
 
 use ir::plan::Plan;
@@ -16,7 +16,8 @@ fn made(case: &Case, n_devices: u32, pins: &[&str]) -> Planned {
         .unwrap_or_else(|e| panic!("{pins:?}: {e}"))
 }
 
-/// What a layer keeps per microbatch: names of its buffers without the layer's, and bytes.
+/// The buffers that a layer keeps per microbatch: names of its buffers without the layer's, and
+/// bytes.
 fn kept(program: &Program, layer: &str) -> (BTreeSet<String>, u64) {
     let mut names = BTreeSet::new();
     let mut bytes = 0;

@@ -74,7 +74,7 @@ fn world(seed: u64, aligned: bool) -> (Program, StepWork) {
         microbatch,
         n_microbatches,
         schedule: match n_virtual {
-            1 => rng.pick(&[ScheduleKind::GPipe, ScheduleKind::OneFOneB]),
+            1 => rng.pick(ScheduleKind::NAMED),
             n => ScheduleKind::Interleaved {
                 virtual_stages: n as u32,
             },

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// Rows that a stratum needs to count in the mean over strata.
 pub const COUNTED_ROWS: usize = 4;
-/// What marks the rows that are shown apart: they are linear in the number of microbatches to
+/// The mark of the rows that are shown apart: they are linear in the number of microbatches to
 /// 1e-5 and look composed from a few constants of one layer rather than measured one by one.
 const DIAGNOSTIC: &str = "(single-node)";
 
@@ -29,7 +29,7 @@ pub struct Scored<'a> {
     pub predicted_s: f64,
     /// Measured and predicted gigabytes, where measured.
     pub memory_gb: Option<(f64, f64)>,
-    /// What makes the predicted peak.
+    /// The parts of the predicted peak.
     pub memory: MemoryUse,
     /// Measured MFU against the peak of bf16.
     pub measured_mfu: Option<f64>,

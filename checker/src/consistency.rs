@@ -11,7 +11,7 @@ use ir::{AxisId, FactorId, ReduceKind, ShardingSpec};
 /// Combinations of uses that are tried; axes are ambiguous only where it makes no difference.
 const MAX_COMBINATIONS: usize = 256;
 
-/// What an axis does to one tensor.
+/// The role of an axis for one tensor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum On {
     Nothing,

@@ -1,4 +1,4 @@
-//! What the training graph says, in the form in which the other modules ask.
+//! The facts of the training graph, in the form in which the other modules ask.
 
 use crate::report::Report;
 use ir::op::InputKind;

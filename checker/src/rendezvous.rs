@@ -9,7 +9,7 @@
 use crate::facts::Facts;
 use crate::report::{Report, slot_place};
 use ir::TransferId;
-use ir::program::{InstrKind, Program, TemplateKind};
+use ir::program::{InstrKind, Program};
 use std::collections::BTreeMap;
 
 /// A tensor on its way: the transfer, for a microbatch.
@@ -47,10 +47,7 @@ fn events(program: &Program, i: usize) -> Vec<Event> {
     let mut n_sums = 0;
     for (slot, s) in role.trace.iter().enumerate() {
         let template = role.template(s.template);
-        if !matches!(
-            template.kind,
-            TemplateKind::Exchange | TemplateKind::StepEnd | TemplateKind::StepBegin
-        ) {
+        if template.kind.pass().is_some() {
             // World sums in passes are reported by the walk; nothing else can wait there.
             continue;
         }

@@ -1,6 +1,6 @@
-//! What the referee says: every violation with its place, what was expected and what is there.
+//! The report of the referee: every violation with its place, what was expected and what is there.
 
-use ir::program::{InstrKind, Program, TemplateKind};
+use ir::program::{InstrKind, Program};
 use ir::{InstrId, TemplateId};
 use std::collections::BTreeSet;
 
@@ -12,9 +12,9 @@ pub struct Violation {
     pub place: String,
     /// Name of the rule.
     pub rule: &'static str,
-    /// What the rule asks for here.
+    /// The value that the rule asks for here.
     pub expected: String,
-    /// What is there.
+    /// The value that is there.
     pub actual: String,
 }
 
@@ -90,7 +90,7 @@ pub(crate) fn instr_place(
     format!(
         "stage {role} template {} ({}) instruction {} ({what})",
         template.0,
-        template_name(t.kind),
+        t.kind.name(),
         instr.0
     )
 }
@@ -107,20 +107,10 @@ pub(crate) fn slot_place(program: &Program, role: usize, slot: usize) -> String 
     let name = r
         .templates
         .get(s.template.index())
-        .map_or("?", |t| template_name(t.kind));
+        .map_or("?", |t| t.kind.name());
     match s.microbatch {
         Some(m) => format!("stage {role} slot {slot} ({name} of microbatch {m})"),
         None => format!("stage {role} slot {slot} ({name})"),
-    }
-}
-
-pub(crate) fn template_name(kind: TemplateKind) -> &'static str {
-    match kind {
-        TemplateKind::StepBegin => "step_begin",
-        TemplateKind::Forward => "forward",
-        TemplateKind::Backward => "backward",
-        TemplateKind::Exchange => "exchange",
-        TemplateKind::StepEnd => "step_end",
     }
 }
 

@@ -4,13 +4,14 @@
 use crate::facts::Facts;
 use crate::plan::mesh_problem;
 use crate::ranges::{MAX_LEN, local_elements};
-use crate::report::{Report, buffer_place, instr_place, role_place, slot_place, template_name};
+use crate::report::{Report, buffer_place, instr_place, role_place, slot_place};
 use ir::plan::Plan;
 use ir::program::{
     BufferClass, Event, InstrKind, MAX_STREAMS, Program, RoleProgram, Stream, TemplateKind,
 };
 use ir::reshard::LayoutStep;
-use ir::{AxisId, InstrId, LogicalMesh, ShardingSpec, TemplateId};
+use ir::schedule::Schedule;
+use ir::{AxisId, InstrId, LogicalMesh, Region, ShardingSpec, TemplateId};
 use std::collections::BTreeSet;
 
 /// Most copies of buffers of one role that are tracked.
@@ -22,18 +23,12 @@ pub(crate) fn check(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &
         return;
     }
     let stages = stages_of_layers(plan, facts.graph.layers.len());
+    let schedule = plan.schedule.schedule();
     for (i, role) in program.roles.iter().enumerate() {
         buffers(program, i, role, report);
         streams(i, role, report);
         named_buffers(facts, i, role, report);
-        chunks(
-            &stages,
-            facts,
-            program,
-            i,
-            plan.schedule.virtual_stages(),
-            report,
-        );
+        passes(&stages, facts, program, i, &*schedule, report);
         for (t, template) in role.templates.iter().enumerate() {
             for j in 0..template.instructions.len() {
                 instruction(program, i, TemplateId::new(t), InstrId::new(j), report);
@@ -123,21 +118,19 @@ fn stages_of_layers(plan: &Plan, n_layers: usize) -> Vec<usize> {
     all.take(n_layers).collect()
 }
 
-/// Passes say of which of the role's stages they are, and play ops of its layers.
-fn chunks(
+/// Passes are the schedule's; they say of which of the role's stages they are, and play ops of
+/// its layers in that pass.
+fn passes(
     stages: &[usize],
     facts: &Facts<'_>,
     program: &Program,
     i: usize,
-    virtual_stages: u32,
+    schedule: &dyn Schedule,
     report: &mut Report,
 ) {
     for (t, template) in program.roles[i].templates.iter().enumerate() {
-        let pass = matches!(
-            template.kind,
-            TemplateKind::Forward | TemplateKind::Backward
-        );
-        let most = if pass { virtual_stages } else { 1 };
+        let pass = template.kind.pass();
+        let most = pass.map_or(1, |_| schedule.virtual_stages());
         if template.chunk >= most {
             report.add(
                 format!("{} template {t}", role_place(i)),
@@ -147,27 +140,34 @@ fn chunks(
             );
             continue;
         }
+        let Some(pass) = pass else { continue };
         let own = template.chunk as usize * program.roles.len() + i;
-        for (j, instr) in template.instructions.iter().enumerate().filter(|_| pass) {
+        for (j, instr) in template.instructions.iter().enumerate() {
             let InstrKind::Compute { path, .. } = &instr.kind else {
                 continue;
             };
-            let op = facts.graph.find(path).map(|id| facts.graph.op(id));
-            let layer = op.and_then(|op| op.layer);
-            let stage = layer.and_then(|l| stages.get(l.index()));
+            let Some(op) = facts.graph.find(path).map(|id| facts.graph.op(id)) else {
+                continue;
+            };
+            let mut bad = |rule, expected: String, actual: String| {
+                let place = instr_place(program, i, TemplateId::new(t), InstrId::new(j));
+                report.add(place, rule, expected, actual);
+            };
+            let stage = op.layer.and_then(|l| stages.get(l.index()));
             if let Some(&stage) = stage.filter(|s| **s != own) {
-                report.add(
-                    instr_place(program, i, TemplateId::new(t), InstrId::new(j)),
-                    "chunk",
-                    format!("ops of stage {own}"),
-                    format!("`{path}` of stage {stage}"),
-                );
+                let actual = format!("`{path}` of stage {stage}");
+                bad("chunk", format!("ops of stage {own}"), actual);
+            }
+            let slot = schedule.slot_of(op.pass);
+            if slot != pass && op.region == Region::Microbatch {
+                let expected = format!("in {}", TemplateKind::from(slot).name());
+                bad("pass", expected, format!("in {}", template.kind.name()));
             }
         }
     }
 }
 
-/// What is wrong with a spec of a tensor of these lengths.
+/// The problem of a spec for a tensor of these lengths.
 fn spec_problem(spec: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh) -> Option<String> {
     if spec.dims.len() != lens.len() {
         return Some(format!("a spec of {} dims", spec.dims.len()));
@@ -347,7 +347,7 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
         bad(
             "template",
             "exchanges in exchange templates, and nothing else there".into(),
-            format!("in a template of kind {}", template_name(template.kind)),
+            format!("in a template of kind {}", template.kind.name()),
         );
     }
     // Kernels may run on any stream but that of transfers; what meets others keeps its order.
@@ -380,8 +380,8 @@ fn trace(program: &Program, i: usize, role: &RoleProgram, report: &mut Report) {
         };
         let fits = match template.kind {
             TemplateKind::StepBegin | TemplateKind::StepEnd => slot.microbatch.is_none(),
-            TemplateKind::Forward | TemplateKind::Backward => slot.microbatch.is_some(),
             TemplateKind::Exchange => true,
+            _ => slot.microbatch.is_some(),
         };
         if !fits || slot.microbatch.is_some_and(|m| m >= program.n_microbatches) {
             let expected = format!(

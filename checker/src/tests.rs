@@ -215,7 +215,8 @@ impl Naive<'_> {
     fn op(&mut self, op: &Op) {
         let template = match op.region {
             Region::StepBegin => 0,
-            Region::Microbatch => 1,
+            Region::Microbatch if op.pass == Pass::F => 1,
+            Region::Microbatch => 3,
             Region::StepEnd => 2,
         };
         let inputs: Vec<BufferId> = op.inputs.iter().map(|v| self.at[v]).collect();
@@ -297,7 +298,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
         template: TemplateId(template),
         microbatch,
     };
-    let middle = (0..plan.n_microbatches).map(|m| slot(1, Some(m)));
+    let middle = (0..plan.n_microbatches).flat_map(|m| [1, 3].map(|t| slot(t, Some(m))));
     let role = RoleProgram {
         stage: StageId(0),
         mesh: plan.stages[0].mesh.clone(),
@@ -307,6 +308,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
             template(TemplateKind::StepBegin),
             template(TemplateKind::Forward),
             template(TemplateKind::StepEnd),
+            template(TemplateKind::Backward),
         ],
         trace: std::iter::once(slot(0, None))
             .chain(middle)
@@ -341,7 +343,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
     }
 }
 
-/// What the referee says about the tiny program after a change.
+/// The report on the tiny program after a change.
 fn after(m: u32, change: impl Fn(&mut RoleProgram)) -> Vec<Violation> {
     let (plan, training) = plan(m);
     let mut program = program(&plan, &training);
@@ -381,39 +383,20 @@ fn the_naive_program_is_proved() {
 
 #[test]
 fn a_reused_template_is_not_a_skipped_one() {
-    refused(
-        "coverage",
-        &after(100, |role| role.trace[50].microbatch = Some(3)),
-    );
-    refused(
-        "accumulate",
-        &after(100, |role| role.trace[50].microbatch = Some(3)),
-    );
-    refused(
-        "result",
-        &after(100, |role| {
-            role.trace.remove(50);
-        }),
-    );
+    let twice = |role: &mut RoleProgram| {
+        role.trace[49..51]
+            .iter_mut()
+            .for_each(|slot| slot.microbatch = Some(3));
+    };
+    refused("coverage", &after(100, twice));
+    refused("accumulate", &after(100, twice));
+    refused("result", &after(100, |role| drop(role.trace.drain(49..51))));
 }
 
 #[test]
 fn another_microbatchs_value_is_refused() {
-    // The gradient half of microbatch 0 plays after the forward half of microbatch 1.
-    let found = after(2, |role| {
-        let grad = role.templates[1].instructions.split_off(2);
-        role.templates.push(Template {
-            kind: TemplateKind::Backward,
-            chunk: 0,
-            instructions: grad,
-        });
-        let slot = |template, m| Slot {
-            template: TemplateId(template),
-            microbatch: Some(m),
-        };
-        role.trace
-            .splice(1..3, [slot(1, 0), slot(1, 1), slot(3, 0), slot(3, 1)]);
-    });
+    // The backward of microbatch 0 plays after the forward of microbatch 1.
+    let found = after(2, |role| role.trace.swap(2, 3));
     refused("operand", &found);
     assert!(
         found
@@ -486,7 +469,7 @@ fn accumulators_start_at_zero_and_hold_everything() {
 
 #[test]
 fn states_are_updated_once_and_in_place() {
-    refused("coverage", &after(2, |role| role.trace.push(role.trace[3])));
+    refused("coverage", &after(2, |role| role.trace.push(role.trace[5])));
     refused(
         "state",
         &after(2, |role| {
@@ -628,4 +611,19 @@ fn messages_have_one_sender_and_one_receiver() {
         "rendezvous",
         &meeting([&[(&[0], &[]), (&[0], &[])], &[(&[], &[0])]]),
     );
+}
+
+/// Validation plays what goes forward alone: a gradient there would be run in it.
+#[test]
+fn ops_are_played_in_the_passes_of_the_schedule() {
+    let moved = after(1, |role| {
+        let (t, i) = find(role, "grad.loss.x");
+        let gradient = role.templates[t].instructions.remove(i);
+        role.templates[1].instructions.push(gradient);
+    });
+    refused("pass", &moved);
+    let renamed = after(1, |role| {
+        role.templates[3].kind = TemplateKind::WeightGradient;
+    });
+    refused("pass", &renamed);
 }

@@ -110,7 +110,7 @@ fn wrong(
     found
 }
 
-/// What the rank at `coords` holds along each dim.
+/// The range that the rank at `coords` holds along each dim.
 fn ranges(x: &Transfer, spec: &ShardingSpec, mesh: &LogicalMesh, coords: &[u32]) -> Spans {
     let dims = x.lens.iter().zip(&spec.dims);
     dims.map(|(&n, d)| held(n, d, mesh, coords)).collect()
@@ -217,8 +217,8 @@ mod tests {
         tiles_to(&x.lens, senders, receivers, coords)
     }
 
-    /// What may be wrong with the blocks of a shard: a length, a start, a sender, a missing block,
-    /// one twice.
+    /// The possible mistakes in the blocks of a shard: a length, a start, a sender, a missing
+    /// block, one twice.
     const MISTAKES: [fn(&mut Vec<Tile>, &LogicalMesh); 5] = [
         |tiles, _| tiles[0].len[0] += 1,
         |tiles, _| tiles[0].start[0] += 1,

@@ -5,7 +5,7 @@ use intra_op::IlpBackend;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-/// What `--version` says: which build this is, so also what solves its integer programs.
+/// The text of `--version`: the build, and the library that solves its integer programs.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let solver = IlpBackend::default().name();
     format!("{} (integer programs: {solver})", env!("CARGO_PKG_VERSION"))
@@ -19,7 +19,7 @@ const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible
 #[derive(Debug, Parser)]
 #[command(name = "meshwright", version = VERSION.as_str(), after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile models/tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
 pub struct Cli {
-    /// What to do.
+    /// The verb.
     #[command(subcommand)]
     pub verb: Verb,
 }
@@ -83,9 +83,11 @@ pub struct CompileArgs {
     /// Number of ranks on a machine whose ranks share processors.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
-    /// Fix something before the search: data=N, expert=N, context=N, context_order=zigzag|natural, tensor=N, pipeline=N, zero=0..3, microbatch=N,
-    /// split=5/4/4/5, schedule=gpipe|1f1b, virtual=N (interleaved 1F1B, N stages on each mesh; needs pipeline=P; virtual=1 forbids interleaving),
-    /// recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be repeated.
+    /// Fix something before the search: data=N, expert=N, context=N, context_order=zigzag|natural,
+    /// tensor=N, pipeline=N, zero=0..3, microbatch=N, split=5/4/4/5, schedule=NAME (1f1b, gpipe,
+    /// ...), virtual=N (interleaved 1F1B, N stages on each mesh; needs pipeline=P; virtual=1
+    /// forbids interleaving), recompute=none|full|selective, recompute:OP=yes|no,
+    /// spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
     /// Slots of an expert over the tokens that it gets on average, in models with mixtures of
@@ -99,10 +101,11 @@ pub struct CompileArgs {
     #[arg(long, value_name = "declared|auto|N")]
     pub layers: Option<LayersArg>,
     /// Write the intra-op problems of the plan's stages that were solved as integer programs
-    /// (those under memory pressure) to this folder, as `solve` reads them; says so if there are none.
+    /// (those under memory pressure) to this folder, as `solve` reads them; says so if there are
+    /// none.
     #[arg(long, value_name = "DIR")]
     pub dump_intra_op: Option<PathBuf>,
-    /// What is trained.
+    /// The training spec.
     #[command(flatten)]
     pub train: TrainArgs,
     /// Print all that there is to say.
@@ -131,7 +134,7 @@ impl std::str::FromStr for LayersArg {
     }
 }
 
-/// What is trained: a file, flags, or both; flags win.
+/// The training spec: a file, flags, or both; flags win.
 #[derive(Debug, Default, Args)]
 pub struct TrainArgs {
     /// TOML file with any of the keys global_batch, sequence, precision, dropout, seed,
@@ -334,7 +337,7 @@ pub struct RunArgs {
 pub struct CompareArgs {
     /// The plan.
     pub plan: PathBuf,
-    /// What its run measured. More runs of the plan count for --recalibrate only.
+    /// Measurement of its run. More runs of the plan count for --recalibrate only.
     #[arg(required = true, num_args = 1..)]
     pub run: Vec<PathBuf>,
     /// Refine the plan's cluster by what the runs measured, say what changes, the best plan
@@ -410,11 +413,11 @@ pub struct SolveArgs {
 /// Documents with a schema.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Document {
-    /// What `compile` writes.
+    /// A plan, which `compile` writes.
     Plan,
-    /// What `run` writes.
+    /// A measurement, which `run` writes.
     Run,
-    /// What `calibrate` writes and `compile --cluster` reads.
+    /// A cluster, which `calibrate` writes and `compile --cluster` reads.
     Cluster,
 }
 

@@ -16,7 +16,7 @@ use std::path::Path;
 /// Ranks, each a thread, that one process runs at most.
 pub const MAX_RANKS: u32 = 1024;
 
-/// What `calibrate` writes and the cluster `cpu` means.
+/// The file that `calibrate` writes and that the cluster `cpu` means.
 const CALIBRATED: &str = "cluster.toml";
 
 /// The cluster called `name`, with other numbers of hosts or ranks where asked for.
@@ -70,7 +70,7 @@ pub fn is_of_cpu_ranks(cluster: &Cluster) -> bool {
     cluster.pool.is_some()
 }
 
-/// What to do for a plan whose predictions apply to runs on this machine.
+/// The advice for a plan whose predictions apply to runs on this machine.
 pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measure this machine with `meshwright calibrate -o cluster.toml`, compile the model with `--cluster cluster.toml`, and run that plan";
 
 /// The words of a warning about ops that `software.captured` names and the model does not have:
@@ -117,7 +117,7 @@ pub fn without_effect(cluster: &Cluster, plan: &Plan, training: &TrainingGraph) 
         ("paired_axes", &s.paired_axes),
     ];
     let applies = |axes: &[String]| axes.iter().any(|a| has.contains(a.as_str()));
-    // Of a list that says something of this plan, the rest is about others.
+    // A list that says something of this plan speaks of other plans with its rest.
     let idle = lists
         .into_iter()
         .filter(|(_, axes)| !axes.is_empty() && !applies(axes));
@@ -284,7 +284,7 @@ fn read(name: &str) -> Result<Cluster, Failure> {
     Err(Failure::new(Exit::BadInput, what).help(meant(name)))
 }
 
-/// What to do about a name that is no cluster's: the preset that was meant, those with a device of
+/// The advice for a name that is no cluster's: the preset that was meant, those with a device of
 /// that name, or all.
 fn meant(name: &str) -> String {
     let known = presets::names();

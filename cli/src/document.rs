@@ -61,7 +61,7 @@ fn other_kind(text: &str, what: &str) -> Option<&'static str> {
     of_kind.map(|(kind, _)| kind).filter(|kind| *kind != what)
 }
 
-/// What belongs into a document of this kind, and where its form is told.
+/// The content of a document of this kind, and where its form is told.
 fn expected(what: &str) -> String {
     match what {
         "plan" | "run" | "cluster" => {

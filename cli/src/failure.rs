@@ -142,9 +142,9 @@ impl miette::Diagnostic for Failure {
     }
 }
 
-/// What `--weights` takes.
+/// The accepted values of `--weights`.
 pub const WEIGHTS_ARE: &str = "weights are a .safetensors file, an index model.safetensors.index.json, or a folder with model.safetensors or that index";
-/// What `--resume` takes.
+/// The accepted values of `--resume`.
 pub const CHECKPOINTS_ARE: &str = "--resume takes the folder that `meshwright run --checkpoint FOLDER` wrote to, or one of the checkpoints in it";
 /// The way out of a checkpoint of something else.
 const OTHER_CHECKPOINT: &str = "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew";
@@ -191,7 +191,7 @@ impl From<import::ImportError> for Failure {
     }
 }
 
-/// What takes less memory, whatever is trained and pinned.
+/// The advice for less memory, whatever is trained and pinned.
 const LESS_MEMORY: &str =
     "use more devices (--hosts), a smaller --global-batch or microbatch, or remove pins";
 
@@ -304,7 +304,7 @@ fn with_data_help(failure: Failure, e: &runtime::data::DataError) -> Failure {
     }
 }
 
-/// What to do about an error of data but for a missing file.
+/// The advice for an error of data but for a missing file.
 fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
     use runtime::data::DataError::*;
     match e {

@@ -73,7 +73,7 @@ fn made_by(what: &str) -> &'static str {
     }
 }
 
-/// What to do about a missing file: a name that is close, or where we looked.
+/// The advice for a missing file: a name that is close, or where we looked.
 pub fn missing_help(path: &Path) -> String {
     let folder = path
         .parent()

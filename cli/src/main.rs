@@ -131,7 +131,8 @@ fn number_in_words(e: clap::Error) -> clap::Error {
     clap::Error::raw(ErrorKind::ValueValidation, what)
 }
 
-/// What a flag takes that `value` is not: words for the errors of the standard library's parsers.
+/// The value that a flag takes and `value` is not: words for the errors of the standard library's
+/// parsers.
 fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<String> {
     if source.is::<std::num::ParseFloatError>() {
         return Some("expected a number, as 0.1 or 1e-8".into());
@@ -150,7 +151,7 @@ fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<S
     })
 }
 
-/// What `--cluster` may be given.
+/// The accepted values of `--cluster`.
 const WHICH_CLUSTER: &str = "name a preset, as in `--cluster dgx-h100` (`meshwright presets` lists them), or measure this machine with `meshwright calibrate` and use `--cluster cluster.toml`";
 
 /// Which verbs have a flag, where any has.

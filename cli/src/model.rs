@@ -16,7 +16,7 @@ pub enum Model {
     Graph(Box<Graph>),
 }
 
-/// What MODEL takes.
+/// The accepted values of MODEL.
 const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
 /// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.

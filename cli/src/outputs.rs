@@ -6,7 +6,7 @@ use runtime::files::{Unfinished, parent, sweep};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// What a model's or a checkpoint's folder is read for, by the ends of its names.
+/// The files that a model's or a checkpoint's folder is read for, by the ends of their names.
 const READ_IN_FOLDERS: [&str; 5] = [
     "manifest.json",
     ".safetensors",
@@ -112,7 +112,7 @@ fn check_writable(path: &Path) -> Result<(), Failure> {
         .map_err(|e| cannot_write(path, folder, &e))
 }
 
-/// What standard output is called.
+/// The names of standard output.
 const STANDARD_OUTPUT: [&str; 4] = ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"];
 
 /// Refuses names of standard output and of folders, and links that lead nowhere.

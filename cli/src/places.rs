@@ -183,7 +183,7 @@ mod tests {
         for path in ["b", "levels[2].x", "levels.x", "a.b", "levels[0].n.x"] {
             assert_eq!(find(json, path), None, "{path}");
         }
-        // What is no document has no places, and ends.
+        // A text that is no document has no places, and ends.
         for text in [
             "{",
             "{\"a\"",

@@ -48,7 +48,8 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
     let text = files::read_text(path, "plan", files::LARGE)?;
     let name = path.display().to_string();
     let plan = document::json(&name, &text, "plan").map_err(|failure| {
-        // What is missing or unknown to this version may well be what the other one writes.
+        // A key that is missing or unknown to this version may well be one that the other one
+        // writes.
         let versions = serde_json::from_str::<Versions>(&text).ok();
         match versions.and_then(Versions::of_another) {
             Some(words) => Failure::new(Exit::BadInput, format!("{failure}\n{words}")).help(AGAIN),
@@ -67,7 +68,7 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
 /// The way out of a plan of another version.
 const AGAIN: &str = "make the plan again with this version's `meshwright compile`; the model, the cluster and the pins are as they were";
 
-/// What a plan says of the version that made it.
+/// The version that made a plan, as the plan says.
 #[derive(Clone, Copy, Deserialize)]
 struct Versions {
     version: u32,

@@ -1,4 +1,4 @@
-//! What is trained: defaults, then the file of `--train`, then flags.
+//! The training spec: defaults, then the file of `--train`, then flags.
 
 use crate::args::{OptimizerArg, PrecisionArg, TrainArgs};
 use crate::document;

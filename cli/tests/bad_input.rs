@@ -352,7 +352,7 @@ fn slips_in_the_software_section_get_a_suggestion() {
     said(number, "", &["string \"1\", expected a number"]);
 }
 
-/// What is said of axes that a plan does not have applies to nothing, unseen.
+/// A statement on axes that a plan does not have applies to nothing, unseen.
 #[test]
 fn software_that_speaks_of_axes_no_plan_has() {
     let place = Place::new();
@@ -372,7 +372,7 @@ fn software_that_speaks_of_axes_no_plan_has() {
     );
     assert_eq!(compile("blocking_axes = [\"x\", \"y\"]", "pipeline=1"), "");
     assert_eq!(compile("blocking_axes = [\"data\"]", "data=4"), "");
-    // Of a list that says something of this plan, the rest is about others.
+    // A list that says something of this plan speaks of other plans with its rest.
     let two = "blocking_axes = [\"data\", \"tensor\"]";
     assert_eq!(compile(two, "data=4"), "");
     // A key that says nothing of it is named, once, with its value.
@@ -413,7 +413,7 @@ fn software_that_speaks_of_what_there_is_not() {
     assert_eq!(compile("fused_elementwise = true"), "");
 }
 
-/// What is wrong inside a list of a cluster file is named by key, index and line.
+/// A mistake inside a list of a cluster file is named by key, index and line.
 #[test]
 fn places_inside_lists_are_named() {
     let place = Place::new();
@@ -666,7 +666,7 @@ fn a_plan_of_another_version_is_called_so() {
             assert!(!done.err.contains("edited"), "{}", done.err);
         }
     }
-    // What this version does not know may be what the other one has.
+    // A key that this version does not know may be one of the other one.
     let mut plan = with("version", 1);
     plan["news"] = json!(1);
     place.write("bad.json", plan.to_string().as_bytes());
@@ -715,7 +715,7 @@ fn names_in_cluster_files_are_not_empty() {
     refuse(&text.replacen(name, "name = \"\"", 1), "name is empty");
 }
 
-/// What is advised against a lack of memory is not what is done already.
+/// The advice against a lack of memory is not what is done already.
 #[test]
 fn what_takes_less_memory_is_what_is_not_asked_for_yet() {
     let place = Place::new();
@@ -1130,7 +1130,7 @@ fn tables_of_runs() {
     let done = place.run(&args).expect(0);
     let said = "note: rows.csv: columns that are not read: `weather`, `seed`";
     assert_eq!(done.err.trim(), said);
-    // What is not known is answered with what is.
+    // An unknown name is answered with the known ones.
     place.write(
         "rows.csv",
         RUNS.replace("A100-80GB-SXM4", "P100").as_bytes(),
@@ -1160,7 +1160,7 @@ fn tables_of_runs() {
     place
         .refuses(&args, &[4])
         .says(&["`gpus_per_node` is 64", "8 at most"]);
-    // What is modelled otherwise than a cell says is in `assumed`.
+    // A model that differs from its cell is in `assumed`.
     let assumed = |from: &str, to: &str| {
         place.write("rows.csv", RUNS.replace(from, to).as_bytes());
         place.run(&args).expect(0);

@@ -1,4 +1,4 @@
-//! What happens to files: nothing that fails replaces what was good, what is damaged or of another
+//! The safety of files: nothing that fails replaces what was good, what is damaged or of another
 //! model is refused, and what dead writers left goes.
 
 #![allow(clippy::unwrap_used)]

@@ -523,7 +523,8 @@ fn the_schemas_in_the_documents_are_current() {
 #[test]
 fn small_problems_are_solved() {
     let place = Place::new();
-    // Two nodes with two strategies each; 1 + 2 + the edge's 0 fits 10 bytes, 0 + 0 + 5 does not pay.
+    // Two nodes with two strategies each; 1 + 2 + the edge's 0 fits 10 bytes, 0 + 0 + 5 does not
+    // pay.
     place.write(
         "problem.json",
         br#"{"problem":{"name":"two","nodes":{"intervals":[[0,1],[0,1]],"costs":[[1,0],[2,0]],"usages":[[5,5],[5,5]]},"edges":{"nodes":[[0,1]],"costs":[[0,9,9,5]]},"usage_limit":10}}"#,
@@ -821,8 +822,8 @@ fn a_plan_for_gpus_runs_here_with_a_warning_and_is_not_compared() {
     assert!(json["comparison"]["step_time_s"]["ratio"].is_number());
 }
 
-/// What a plan in words explains: why stages are interleaved, which share a mesh, what the gap
-/// and the simulated time are to the objective, and whose software is predicted.
+/// The explanations of a plan in words: why stages are interleaved, which share a mesh, what the
+/// gap and the simulated time are to the objective, and whose software is predicted.
 #[test]
 fn a_plan_explains_itself() {
     let place = Place::new();
@@ -852,7 +853,7 @@ fn a_plan_explains_itself() {
     ] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
-    // What the peak has beside the arena has its column, and the proof's words are explained.
+    // The part of the peak beside the arena has its column, and the proof's words are explained.
     for words in ["beside", "(elimination: "] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
@@ -873,7 +874,7 @@ fn a_plan_explains_itself() {
     assert_eq!(json.json()["software"], "a framework");
 }
 
-/// What a framework's process holds is an estimate: it is said, and the plan is correct.
+/// The memory of a framework's process is an estimate: it is said, and the plan is correct.
 #[test]
 fn a_process_that_holds_more_than_its_device_is_said() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! What is written, and what is never replaced.
+//! The outputs that are written, and the files that are never replaced.
 
 #![allow(clippy::unwrap_used)]
 #![cfg(unix)] // Links and pipes.
@@ -38,7 +38,7 @@ fn links_stay_and_lead_to_what_is_written() {
     assert!(place.path("link.json").is_symlink());
     assert!(place.read("old.json").starts_with(b"{"));
     place.run(&["check", "old.json"]).expect(0);
-    // What a link leads to need not be there yet, but its folder.
+    // The target of a link need not be there yet, but its folder.
     symlink("new.json", place.path("dangling.json")).unwrap();
     compile(&place, &[&ON_CPU[..], &["-o", "dangling.json"]].concat()).expect(0);
     assert!(place.path("dangling.json").is_symlink());

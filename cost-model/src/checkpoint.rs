@@ -1,4 +1,4 @@
-//! What a checkpoint of the training state takes.
+//! The time of a checkpoint of the training state.
 //!
 //! Every state is kept once: ranks that hold the same part share the work of keeping it. Steps
 //! wait while devices copy their share to the memory of their hosts; hosts then write while the

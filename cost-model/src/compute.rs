@@ -1,12 +1,13 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
 //! `time = launch + max(flops / rate, bytes / bandwidth)`. What the host needs to issue the op's
-//! kernels is a time of its own, since it runs ahead of the device (see `costs`). The rate of a matmul is `peak * best * sustained` times what its
-//! shape leaves of it (see [`matmul_rate`]), where `best` is the best measured rate over the
-//! peak, so no prediction exceeds a rate that somebody measured. Fused attention runs at a
-//! share of the matmul rate and executes half of the full score products, because of the
-//! causal mask, or more where a rank holds the last part of the queries; unfused attention is two batched matmuls with passes over the scores between
-//! them (see `attention`).
+//! kernels is a time of its own, since it runs ahead of the device (see `costs`). The rate of a
+//! matmul is `peak * best * sustained` times what its shape leaves of it (see [`matmul_rate`]),
+//! where `best` is the best measured rate over the peak, so no prediction exceeds a rate that
+//! somebody measured. Fused attention runs at a share of the matmul rate and executes half of the
+//! full score products, because of the causal mask, or more where a rank holds the last part of the
+//! queries; unfused attention is two batched matmuls with passes over the scores between them (see
+//! `attention`).
 //!
 //! Where a device computes in f32 only (CPU ranks), operands and results of other float types
 //! are converted before and after: a time per element of them is added. Where its kernels were
@@ -51,7 +52,7 @@ pub fn host_time(cluster: &Cluster, kind: &OpKind) -> Seconds {
     Seconds(software.map_or(0.0, |s| s.host_s_per_kernel * kernels(kind, s)))
 }
 
-/// What ops around one do of its work.
+/// The work of an op that ops around it do.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Around<'a> {
     /// Bytes of its operands and results that stay on the chip, because their other side is
@@ -59,11 +60,11 @@ pub struct Around<'a> {
     pub unmoved_bytes: u64,
     /// Bytes that its kernel moves beside them.
     pub more_bytes: u64,
-    /// What a matmul in a narrower type casts.
+    /// The casts of a matmul in a narrower type.
     pub casts: Casts<'a>,
 }
 
-/// What a matmul in a narrower type casts before it.
+/// The casts that a matmul in a narrower type makes before it.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Casts<'a> {
     /// Its own operands, as if no other matmul read them: one copy of each.

@@ -34,7 +34,7 @@ pub enum SimError {
         template: usize,
         /// Instruction index.
         instruction: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A transfer's buffer on one of its sides does not fit, or a side is not a role.
@@ -44,7 +44,7 @@ pub enum SimError {
         transfer: TransferId,
         /// The buffer, if it is known.
         buffer: Option<BufferId>,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// No role can go on.

@@ -13,7 +13,6 @@ pub mod costs;
 mod error;
 pub mod fit;
 pub mod memory;
-pub mod pipeline;
 pub mod presets;
 pub mod simulate;
 pub mod trace;

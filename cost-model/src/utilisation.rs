@@ -1,4 +1,4 @@
-//! What MFU and HFU are relative to, and how high they can be.
+//! The peak that MFU and HFU are relative to, and their highest possible values.
 //!
 //! A type that a device has no peak for (bf16 on V100) is computed at the slowest rate that it
 //! has, so that rate's peak is what utilisation is relative to.
@@ -44,7 +44,7 @@ pub struct TooFast {
 }
 
 impl TooFast {
-    /// What is wrong, in words; `what` says whose step it is: `predicted`, `measured`.
+    /// The mistake in words; `what` says whose step it is: `predicted`, `measured`.
     pub fn words(&self, what: &str) -> String {
         format!(
             "mistake: the {what} step executes at least {:.3e} FLOP/s, above the {:.3e} of the best matmuls that were measured on these devices; its utilisation cannot be right",

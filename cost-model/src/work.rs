@@ -1,18 +1,18 @@
-//! What a training step computes: the numerators of MFU, which no plan changes, and of HFU,
+//! The work of a training step: the numerators of MFU, which no plan changes, and of HFU,
 //! which counts what a plan recomputes.
 
 use ir::op::Work;
 use ir::training::TrainingGraph;
 use ir::{DType, Flops, Pass, Region, TrainSpec};
 
-/// What one step of training does, for rates.
+/// The work of one step of training, for rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepWork {
     /// Model FLOPs, see [`model_flops`].
     pub model_flops: Flops,
     /// Hardware FLOPs, see [`hardware_flops`].
     pub hardware_flops: Flops,
-    /// Those of them that are attention's, counted in full.
+    /// Attention's part of them, counted in full.
     pub hardware_attention_flops: Flops,
     /// Tokens of the global batch.
     pub tokens: u64,

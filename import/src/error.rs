@@ -1,4 +1,4 @@
-//! What can be wrong with a model file, with the evidence.
+//! The errors of model files, with the evidence.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ pub enum ImportError {
         line: usize,
         /// Column of the problem, from 1.
         column: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A field has a wrong type, a value out of range, or one that is not supported.
@@ -37,7 +37,7 @@ pub enum ImportError {
         column: usize,
         /// The field; `outer.inner` when nested.
         field: String,
-        /// What it is and what is accepted.
+        /// Its value, and the accepted ones.
         problem: String,
     },
     /// A field that is not known, so may change the mathematics.
@@ -63,7 +63,7 @@ pub enum ImportError {
         file: String,
         /// The field.
         field: String,
-        /// What it should be.
+        /// The expected value.
         expected: String,
     },
     /// Two fields contradict each other.
@@ -85,7 +85,7 @@ pub enum ImportError {
         option: &'static str,
         /// Its value.
         value: String,
-        /// What is accepted.
+        /// The problem, and the accepted values.
         problem: String,
     },
     /// The graph breaks a rule of the IR.
@@ -96,7 +96,7 @@ pub enum ImportError {
     Format {
         /// The file.
         file: PathBuf,
-        /// What is wrong, with the tensor's name where one is at fault.
+        /// The problem, with the tensor's name where one is at fault.
         problem: String,
     },
     /// Tensors that the model needs are not in the files.

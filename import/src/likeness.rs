@@ -4,8 +4,8 @@ use crate::{BuildOptions, ImportError, ModelConfig, model_graph};
 use ir::Graph;
 use ir::likeness::{Difference, difference};
 
-/// What stands in a graph and which field of a `config.json` says it: the end of an op's path, the
-/// attribute, the field of GPT-2, the field of Llama and its relatives.
+/// The attributes of a graph with the fields of `config.json` that say them: the end of an op's
+/// path, the attribute, the field of GPT-2, the field of Llama and its relatives.
 const FIELDS: [(&str, &str, &str, &str); 16] = [
     ("", "eps", "layer_norm_epsilon", "rms_norm_eps"),
     ("", "theta", "", "rope_theta"),

@@ -78,7 +78,7 @@ impl Block {
         }
         let mut frontier = vec![root];
         while self.nodes.len() < size && !frontier.is_empty() {
-            // Of a few, the one with most edges inside: loops close.
+            // The one of a few with most edges inside: loops close.
             let inside = |k: &usize| {
                 let ends = graph.ends(frontier[*k]).iter();
                 ends.filter(|e| self.place[e.other as usize] != OUT).count()
@@ -95,7 +95,7 @@ impl Block {
         }
     }
 
-    /// What each node may take beside what is held, and its cost.
+    /// The strategies that each node may take beside what is held, and their costs.
     fn hold(&mut self, graph: &Graph<'_>, choice: &[u32]) {
         self.domains.clear();
         self.costs.clear();
@@ -145,7 +145,7 @@ impl Block {
         }
     }
 
-    /// What each strategy of the `i`th node costs with the best partner at every edge.
+    /// The cost of each strategy of the `i`th node with the best partner at every edge.
     fn scores(&mut self, graph: &Graph<'_>, i: usize) -> Vec<u64> {
         let mut scores = self.costs[i].clone();
         for end in graph.ends(self.nodes[i]) {

@@ -69,11 +69,11 @@ pub(super) struct Dual<'r> {
     pub costs: Vec<Vec<i64>>,
     /// Scaled node costs with prices.
     pub priced: Vec<Vec<i64>>,
-    /// What each edge gives its first (rows) and second end.
+    /// The messages of each edge to its first (rows) and second end.
     pub messages: Vec<[Vec<i64>; 2]>,
     /// Scaled cost per byte at each time, with [`PRICE_BITS`] fractional bits.
     prices: Vec<u64>,
-    /// What the budgets are worth at these prices, scaled, rounded up.
+    /// The worth of the budgets at these prices, scaled, rounded up.
     budget: u128,
     /// Where the first ascent began, in cost units, if there was one.
     temperature: Option<f64>,
@@ -140,7 +140,7 @@ impl<'r> Dual<'r> {
         dual
     }
 
-    /// What [`Self::warm`] needs once this problem has been made smaller.
+    /// The state that [`Self::warm`] needs once this problem has been made smaller.
     pub fn warm_start(&self) -> WarmStart {
         WarmStart::new(self.reduced, self.prices(), self.temperature, |e| {
             let unit = (1u64 << self.shift) as f64;
@@ -284,7 +284,7 @@ impl<'r> Dual<'r> {
 
     /// Node costs with prices, without the extra bits, rounded down.
     pub fn priced_units(&self) -> Vec<Vec<Cost>> {
-        // What is forbidden is so without prices: they are capped, and never forbid.
+        // Strategies are forbidden without prices: they are capped, and never forbid.
         let unit = |(&x, &unpriced): (&i64, &i64)| {
             let cost = Cost::finite((x >> self.shift) as u64);
             if unpriced >= INFINITE {
@@ -298,7 +298,7 @@ impl<'r> Dual<'r> {
             .collect()
     }
 
-    /// What the budgets are worth at these prices, without the extra bits, rounded up.
+    /// The worth of the budgets at these prices, without the extra bits, rounded up.
     pub fn budget_units(&self) -> u64 {
         u64::try_from(self.budget.div_ceil(1 << self.shift)).unwrap_or(u64::MAX)
     }

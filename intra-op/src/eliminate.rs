@@ -68,7 +68,7 @@ struct Tables {
 #[derive(Clone, Debug)]
 struct Bucket {
     var: u32,
-    /// What the message is about, the node to be eliminated next last.
+    /// The nodes of the message, the one to be eliminated next last.
     scope: Vec<Dim>,
     /// Strategies of `var` that the factors about the last of the scope tell apart.
     fold: Classes,
@@ -114,7 +114,7 @@ enum Messages {
     Integers(Vec<Vec<u64>>),
 }
 
-/// What elimination found for one set of node costs.
+/// The result of elimination for one set of node costs.
 #[derive(Clone, Debug)]
 pub struct Eliminated<'a> {
     eliminator: &'a Eliminator,
@@ -256,7 +256,7 @@ impl Eliminator {
     /// The elimination of `var`, which is the last that each of the factors is about.
     fn bucket(&mut self, var: u32, scope: &[u32], factors: Vec<Waiting>, classes: bool) -> Bucket {
         let n = self.sizes[var as usize];
-        // What each factor tells apart of the nodes that it is about.
+        // The dims that each factor tells apart.
         let told: Vec<Vec<Dim>> = factors
             .iter()
             .map(|(source, of)| match (source, &of[..]) {

@@ -15,7 +15,7 @@ use super::profile::Profile;
 /// A choice that fits, with its cost and its memory.
 pub(super) struct State {
     pub choice: Vec<u32>,
-    /// What is decided included.
+    /// The cost, decided parts included.
     pub cost: i64,
     profile: Profile,
 }
@@ -39,10 +39,10 @@ impl State {
     }
 }
 
-/// What to take of a proposal.
+/// The rule by which parts of a proposal are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// What lowers the cost, or leaves it as it is.
+    /// Parts that lower the cost, or leave it as it is.
     Pays,
     /// As much as fits.
     Fits,
@@ -88,7 +88,8 @@ impl Exchange {
         self.find_groups(graph, until, (&state.choice, proposed), nodes);
         for g in 0..self.groups.len() {
             let group = &self.groups[g];
-            // What costs more even with its memory valued is no part of what the proposal gains.
+            // A group that costs more even with its memory valued adds nothing to the proposal's
+            // gain.
             let helps = group.cost <= 0 || group.priced <= 0.0;
             if !group.forbidden && (helps || rule == Rule::Fits) {
                 self.flip(g, &mut state.profile);

@@ -170,7 +170,7 @@ pub struct Edge {
 /// Which strategy for each node, at the least total cost within the memory budget.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct IntraOpProblem {
-    /// What it was made from; for people.
+    /// Its origin, for people.
     pub name: String,
     /// The decisions.
     pub nodes: Vec<Node>,
@@ -180,7 +180,7 @@ pub struct IntraOpProblem {
     pub usage_limit: Option<u64>,
 }
 
-/// What a choice costs and uses.
+/// The cost and memory of a choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Evaluation {
     /// Total cost; `None` when a forbidden strategy or pair was picked.
@@ -238,7 +238,7 @@ impl IntraOpProblem {
     }
 }
 
-/// What `choice` (one strategy index per node) costs and uses, exactly.
+/// The exact cost and memory of `choice` (one strategy index per node).
 ///
 /// # Errors
 /// [`IntraOpError::Choice`] when the choice has the wrong length or names a strategy that

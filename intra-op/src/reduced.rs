@@ -1,4 +1,4 @@
-//! What is left of an intra-op problem after presolve, and the way back.
+//! The rest of an intra-op problem after presolve, and the way back.
 //!
 //! A reduced node may stand for many original nodes, so it may use memory over several
 //! intervals; budgets differ per time point because what is already decided was subtracted.

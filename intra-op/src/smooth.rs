@@ -111,7 +111,7 @@ impl<'r> Smooth<'r> {
         self.stop_moving();
     }
 
-    /// What edge `e` gives its second end.
+    /// The message of edge `e` to its second end.
     pub fn message_to_cols(&self, e: usize) -> &[f32] {
         let EdgeLayout {
             sizes, messages, ..
@@ -217,8 +217,8 @@ impl<'r> Smooth<'r> {
         total
     }
 
-    /// What each chain through `v` gets of its cost above its soft minimum; returns what these
-    /// minima are together.
+    /// Shares out the cost of `v` above its soft minimum among the chains through it; returns what
+    /// these minima are together.
     fn share(&mut self, v: usize, temperature: f32) -> f64 {
         let sum = &mut self.scratch.sum;
         sum.clear();

@@ -25,7 +25,7 @@ const MAX_SWEEPS: usize = 8;
 /// Passes go on as long as they rule out one part in this many of what is left.
 const WORTH_IT: usize = 200;
 
-/// What is left of a problem: strategies per node, ascending, and edges with more forbidden.
+/// The rest of a problem: strategies per node, ascending, and edges with more forbidden.
 pub(super) struct Tightened {
     pub keep: Vec<Vec<u32>>,
     pub edges: Vec<Edge>,
@@ -104,7 +104,7 @@ impl Narrow<'_> {
         true
     }
 
-    /// What each strategy of `v` has above the least, messages included.
+    /// The cost of each strategy of `v` above the least, messages included.
     fn above(&self, v: usize, above: &mut Vec<i64>) {
         self.dual.gather(v, above);
         let least = above.iter().copied().min().unwrap_or(0);

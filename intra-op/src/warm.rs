@@ -79,7 +79,7 @@ impl WarmStart {
         let kept = self.edges.get(&ends)?;
         let [rows, cols] = [edge.a, edge.b].map(|v| self.places(reduced, v));
         let (rows, cols) = (rows?, cols?);
-        // What was moved: table before - table now = by_row + by_col.
+        // The costs that were moved: table before - table now = by_row + by_col.
         let difference = |i: usize, j: usize| {
             let before = kept.table.get(rows[i], cols[j]).value()?;
             let now = edge.table.get(i, j).value()?;

@@ -167,7 +167,7 @@ fn said_otherwise(problem: &IntraOpProblem, random: &mut Random) -> IntraOpProbl
         let rows = if e.a == 0 { 2 * n } else { e.table.n_rows() };
         let cols = if e.b == 0 { 2 * n } else { e.table.n_cols() };
         let (a, b) = (e.table.n_rows(), e.table.n_cols());
-        // What a loop costs off its diagonal is never paid.
+        // The costs of a loop off its diagonal are never paid.
         let table = Table::from_fn(rows, cols, |i, j| e.table.get(i % a, j % b));
         e.table = Arc::new(table);
     }

@@ -202,7 +202,7 @@ fn fresh_starts_help_and_repeat() {
             (found.choice, starts(&again)),
             (again.choice, (made, helped))
         );
-        // What a start brings is taken over only where it pays.
+        // The choice of a start is taken over only where it pays.
         let before = solve(&problem, &options(1)).unwrap();
         assert!(found.objective <= before.objective);
     }

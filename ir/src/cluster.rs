@@ -18,7 +18,7 @@ pub const MAX_DEVICES: u64 = 1 << 20;
 /// Largest figure in a cluster; the smallest that may not be zero is its inverse. Whatever is
 /// computed from figures in this range is finite.
 pub const MAX_FIGURE: f64 = 1e30;
-/// What a share may be, for messages.
+/// The range of a share, for messages.
 pub(crate) const SHARE: &str = "expected more than 0, at most 1";
 
 /// A homogeneous cluster.
@@ -86,7 +86,7 @@ pub struct Device {
     /// here are computed with as they are.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub conversion_s_per_element: BTreeMap<DType, f64>,
-    /// What is known of single kernels; absent where the figures above are all there is.
+    /// Figures of single kernels; absent where the figures above are all there is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernels: Option<Kernels>,
     /// Multiprocessors, over which the tiles of a matmul are spread; 0 where its rate follows
@@ -187,7 +187,7 @@ pub struct Level {
     /// Reduction inside the switch, where it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_switch: Option<InSwitch>,
-    /// Of the level inside hosts: what trees over hosts move at most; absent where ports decide.
+    /// The most that trees over hosts move, on the level inside hosts; absent where ports decide.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tree_channel: Option<TreeChannel>,
     /// Where ranks are threads of one process: what meeting and copying cost. Collectives are
@@ -302,7 +302,7 @@ pub struct Pool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MeasuredPoint {
-    /// What was measured: `matmul f32`, `copy`, `all_reduce`, ...
+    /// The measured thing: `matmul f32`, `copy`, `all_reduce`, ...
     pub what: String,
     /// Sizes: m, n, k of a matmul; bytes; ranks.
     pub size: Vec<u64>,
@@ -350,7 +350,7 @@ impl Cluster {
             .iter()
             .find(|l| l.devices > 0 && a / l.devices == b / l.devices)
     }
-    /// What is wrong with the figures, key by key; empty when the cluster can be planned for.
+    /// Lists the problems of the figures, key by key; empty when the cluster can be planned for.
     pub fn problems(&self) -> Vec<String> {
         let mut p = Vec::new();
         let mut check = |ok: bool, text: String| {
@@ -613,7 +613,7 @@ fn types(rates: &BTreeMap<DType, f64>) -> String {
     names.join(", ")
 }
 
-/// What is wrong with the figures of level `i`.
+/// Checks the figures of level `i`.
 fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
     let rate = format!("expected a positive number up to {MAX_FIGURE:e}");
     let time = format!("expected 0 to {MAX_FIGURE:e}");

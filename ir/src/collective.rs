@@ -12,7 +12,7 @@
 use crate::sharding::ReduceKind;
 use serde::{Deserialize, Serialize};
 
-/// What a collective does, without its group and buffers.
+/// The kind of a collective, without its group and buffers.
 #[derive(
     Clone,
     Copy,

@@ -17,7 +17,7 @@ use rustc_hash::FxBuildHasher;
 use serde::{Deserialize, Serialize};
 use std::hash::BuildHasher;
 
-/// What an op is for; schedules and reports speak of passes.
+/// The purpose of an op; schedules and reports speak of passes.
 #[derive(
     Clone,
     Copy,
@@ -80,9 +80,9 @@ pub struct Op {
     pub outputs: Vec<ValueId>,
     /// Unique dotted path: a label.
     pub path: String,
-    /// What it is.
+    /// Its kind.
     pub origin: Origin,
-    /// What it is for.
+    /// Its purpose.
     pub pass: Pass,
     /// How often it runs.
     pub region: Region,
@@ -164,7 +164,7 @@ pub enum GraphError {
     Path {
         /// The path.
         path: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: &'static str,
     },
     /// The results of an op cannot be recomputed.
@@ -185,7 +185,7 @@ pub enum GraphError {
 pub struct Place {
     /// Unique dotted path.
     pub path: String,
-    /// What it is for.
+    /// Its purpose.
     pub pass: Pass,
     /// How often it runs.
     pub region: Region,

@@ -18,6 +18,7 @@ mod origin;
 pub mod plan;
 pub mod program;
 pub mod reshard;
+pub mod schedule;
 pub mod sharding;
 pub mod software;
 pub mod storage;

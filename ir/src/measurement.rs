@@ -1,4 +1,4 @@
-//! What a run measured: the document `run.json`.
+//! The measurements of a run: the document `run.json`.
 
 use crate::{Bytes, Seconds};
 use serde::{Deserialize, Serialize};
@@ -16,8 +16,8 @@ pub struct Measurement {
     pub name: String,
     /// Backend: `cpu-threads`.
     pub backend: String,
-    /// What executed it, in words: `4 threads on 2 CPU processors`. Empty in documents of
-    /// builds that did not say.
+    /// The processors and threads that executed it, in words: `4 threads on 2 CPU processors`.
+    /// Empty in documents of builds that did not say.
     #[serde(default)]
     pub executed_on: String,
     /// Fingerprint of the plan document that was run.
@@ -98,7 +98,7 @@ pub struct InstructionMeasurement {
     pub count: u32,
     /// Mean seconds of one execution, over ranks and executions.
     pub mean_s: f64,
-    /// Of these, seconds on a processor: the rest waited, for other ranks or for a processor.
+    /// Seconds on a processor among these: the rest waited, for other ranks or for a processor.
     /// Absent in documents of builds that did not measure it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_s: Option<f64>,

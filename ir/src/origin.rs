@@ -1,4 +1,4 @@
-//! What an op is. An op's path is a label, for users, reports and random keys; that an op is a
+//! The origins of ops. An op's path is a label, for users, reports and random keys; that an op is a
 //! layer's entrance, or which op's gradient it computes, is its origin and is read from nowhere
 //! else. So an author may call an op `grad.x` or `boundary.h.1.0`.
 //!
@@ -8,7 +8,7 @@
 
 use crate::OpId;
 
-/// What an op is, and which op it was made for.
+/// The origin of an op: its role, and the op that it was made for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Origin {
     /// An op of the model, as its author wrote it.

@@ -8,6 +8,8 @@
 //! one [`LayerStrategy`]. Its keys are op paths in which the layer's name is written `{}`
 //! (`grad.{}.attn.qkv.lhs`).
 
+pub use crate::schedule::ScheduleKind;
+
 use crate::cluster::Cluster;
 use crate::op::OpStrategy;
 use crate::reshard::{CrossPath, LayoutStep};
@@ -34,7 +36,7 @@ pub struct Plan {
     pub name: String,
     /// The forward graph in text form.
     pub graph: String,
-    /// What is trained.
+    /// The training spec.
     pub train: TrainSpec,
     /// The cluster.
     pub cluster: Cluster,
@@ -54,11 +56,11 @@ pub struct Plan {
     pub transfers: BTreeMap<String, CrossPath>,
     /// Layout changes that differ from their layer strategy's, by absolute edge key.
     pub edges: BTreeMap<String, Vec<LayoutStep>>,
-    /// What was fixed by the user.
+    /// Decisions that the user fixed.
     pub pins: Vec<String>,
-    /// What the simulator predicts.
+    /// Predictions of the simulator.
     pub predicted: Prediction,
-    /// What was proved.
+    /// Proofs of its quality.
     pub proof: Proof,
 }
 
@@ -83,33 +85,19 @@ impl Plan {
         (stage.index() / self.n_meshes().max(1)) as u32
     }
 
-    /// What keeps the stages from being interleaved as the schedule says; nothing for other
-    /// schedules.
-    pub fn interleaving_problem(&self) -> Option<String> {
-        let ScheduleKind::Interleaved { virtual_stages: v } = self.schedule else {
-            return None;
-        };
-        let n = self.stages.len();
-        if v < 2 || n == 0 || !n.is_multiple_of(v as usize) {
-            return Some(format!(
-                "{n} stages, {v} of them on every mesh: interleaving needs 2 or more, as many on each mesh"
-            ));
-        }
-        let p = self.n_meshes();
-        if !(self.n_microbatches as usize).is_multiple_of(p) {
-            return Some(format!(
-                "{} microbatches on {p} meshes: interleaved stages need a multiple of {p}",
-                self.n_microbatches
-            ));
-        }
-        (p..n)
-            .find(|&i| self.stages[i].mesh != self.stages[i % p].mesh)
-            .map(|i| {
-                format!(
-                    "stage {i} on another mesh than stage {}, with which it is interleaved",
-                    i % p
-                )
-            })
+    /// Why the stages and microbatches cannot be scheduled as the plan says: the schedule's own
+    /// reason, or stages on another mesh than those that they should share one with.
+    pub fn schedule_problem(&self) -> Option<String> {
+        let (n, p) = (self.stages.len(), self.n_meshes());
+        let schedule = self.schedule.schedule();
+        schedule.problem(n, self.n_microbatches).or_else(|| {
+            let mut shared = p..n;
+            let i = shared.find(|&i| self.stages[i].mesh != self.stages[i % p].mesh)?;
+            let with = i % p;
+            Some(format!(
+                "stage {i} on another mesh than stage {with}, with which it is interleaved"
+            ))
+        })
     }
 
     /// The training graph of the plan: that of `forward` (the plan's graph) as it is trained,
@@ -149,109 +137,6 @@ impl Plan {
         }
         Ok(chosen)
     }
-}
-
-/// Order of forward and backward passes in a stage.
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    schemars::JsonSchema,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum ScheduleKind {
-    /// All forwards, then all backwards (Huang et al. 2019).
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// One forward, one backward (PipeDream-Flush, Narayanan et al. 2021).
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-    /// 1F1B with several stages on every mesh, whose passes alternate (Narayanan et al. 2021,
-    /// section 2.2). Stage `i` of a plan on `p` meshes runs on mesh `i mod p`; the microbatches
-    /// go in groups of `p`, so their number is a multiple of `p`.
-    #[serde(rename = "interleaved_1f1b")]
-    Interleaved {
-        /// Stages of every mesh, 2 or more.
-        virtual_stages: u32,
-    },
-}
-
-impl ScheduleKind {
-    /// Stages that share a mesh: 1 unless they are interleaved.
-    pub fn virtual_stages(self) -> u32 {
-        match self {
-            ScheduleKind::GPipe | ScheduleKind::OneFOneB => 1,
-            ScheduleKind::Interleaved { virtual_stages } => virtual_stages,
-        }
-    }
-
-    /// Forwards that mesh `mesh` of `n_meshes` plays before its first backward but one: `m` for
-    /// GPipe, `n_meshes - 1 - mesh` for 1F1B, with `v > 1` virtual stages
-    /// `2 (n_meshes - 1 - mesh) + (v - 1) n_meshes`; at most all there are.
-    pub fn warmup(self, mesh: usize, n_meshes: usize, m: u32) -> u64 {
-        let after = n_meshes.saturating_sub(mesh + 1) as u64;
-        let v = u64::from(self.virtual_stages());
-        let before = match self {
-            ScheduleKind::GPipe => u64::MAX,
-            ScheduleKind::Interleaved { virtual_stages } if virtual_stages > 1 => {
-                2 * after + (v - 1).saturating_mul(n_meshes as u64)
-            }
-            ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => after,
-        };
-        before.min(v.saturating_mul(u64::from(m)))
-    }
-
-    /// Microbatches whose activations stage `stage` of `n_stages` holds at once: `m` for
-    /// GPipe, `min(m, n_stages - stage)` for 1F1B, and of interleaved stages what their order
-    /// of passes makes of it.
-    pub fn in_flight(self, stage: usize, n_stages: usize, m: u32) -> u32 {
-        match self {
-            ScheduleKind::GPipe => m,
-            ScheduleKind::OneFOneB => m.min(n_stages.saturating_sub(stage).max(1) as u32),
-            ScheduleKind::Interleaved { virtual_stages } => {
-                let v = u64::from(virtual_stages.max(1));
-                let n_meshes = (n_stages as u64 / v).max(1);
-                let (chunk, mesh) = (stage as u64 / n_meshes, stage as u64 % n_meshes);
-                let warmup = self.warmup(mesh as usize, n_meshes as usize, m);
-                interleaved_in_flight(chunk, v, n_meshes, warmup, u64::from(m))
-            }
-        }
-    }
-
-    /// Name in text forms.
-    pub fn name(self) -> &'static str {
-        match self {
-            ScheduleKind::GPipe => "gpipe",
-            ScheduleKind::OneFOneB => "1f1b",
-            ScheduleKind::Interleaved { .. } => "interleaved_1f1b",
-        }
-    }
-}
-
-/// Most microbatches of chunk `chunk` of `v` that have gone forward and not back, when a mesh
-/// of `p` plays `warmup` forwards and then forwards and backwards in turn. Forwards come in
-/// rounds of `p` microbatches of every chunk in ascending order, backwards in descending
-/// order; so from round to round the difference repeats, and one round shows the most.
-fn interleaved_in_flight(chunk: u64, v: u64, p: u64, warmup: u64, m: u64) -> u32 {
-    let round = p.saturating_mul(v);
-    // Of the first `slots` forwards of a mesh, those of the `nth` chunk of a round.
-    let of_chunk = |nth: u64, slots: u64| {
-        let here = (slots % round).saturating_sub(nth * p).min(p);
-        (slots / round * p + here).min(m)
-    };
-    let steady = m.saturating_mul(v).saturating_sub(warmup).min(round);
-    let most = (0..steady)
-        .map(|done| of_chunk(chunk, warmup + done + 1) - of_chunk(v - 1 - chunk, done))
-        .max();
-    let all = most.unwrap_or(m).min(m);
-    u32::try_from(all).unwrap_or(u32::MAX)
 }
 
 /// One stage.
@@ -346,7 +231,7 @@ pub fn absolute_path(relative: &str, layer: &str) -> String {
     relative.replacen("{}", layer, 1)
 }
 
-/// What the simulator predicts for one training step.
+/// The simulator's prediction of one training step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Prediction {
@@ -369,7 +254,7 @@ pub struct Prediction {
     pub checkpoint: Option<CheckpointPrediction>,
 }
 
-/// What is predicted of one checkpoint.
+/// The prediction of one checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointPrediction {
@@ -384,7 +269,7 @@ pub struct CheckpointPrediction {
     pub write_s: Option<Seconds>,
 }
 
-/// What the simulator predicts for the stages of one mesh.
+/// The simulator's prediction for the stages of one mesh.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StagePrediction {
@@ -412,7 +297,7 @@ pub struct StagePrediction {
     pub peak_bytes: Bytes,
 }
 
-/// What was proved about the plan, for the additive objective of ILP and DP.
+/// The proof of the plan's quality, for the additive objective of ILP and DP.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Proof {
@@ -424,7 +309,7 @@ pub struct Proof {
     pub lower_bound_s: Seconds,
     /// `(objective - lower_bound) / objective`.
     pub gap: f64,
-    /// What space the bound speaks of, in words.
+    /// The space of plans that the bound speaks of, in words.
     pub space: String,
     /// Candidates that were searched.
     pub candidates: u64,
@@ -434,7 +319,7 @@ pub struct Proof {
     pub stages: Vec<StageProof>,
 }
 
-/// What was proved about one stage's intra-op choice.
+/// The proof of one stage's intra-op choice.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageProof {

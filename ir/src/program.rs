@@ -27,6 +27,7 @@ use crate::collective::CollectiveKind;
 use crate::op::InputKind;
 use crate::op::OpKind;
 use crate::reshard::LayoutStep;
+use crate::schedule::PassKind;
 use crate::training::StateRole;
 use crate::{
     AxisId, BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId,
@@ -228,7 +229,7 @@ pub struct CollectiveItem {
     pub output: BufferId,
 }
 
-/// What an instruction does.
+/// The operation of an instruction.
 #[derive(Clone, Debug, PartialEq)]
 pub enum InstrKind {
     /// One op on local shards. Updates write their operands' buffers in place; `Accumulate`
@@ -245,7 +246,7 @@ pub enum InstrKind {
     },
     /// A collective over mesh axes on one or more buffers (coalesced).
     Collective {
-        /// What it does.
+        /// Its operation.
         kind: CollectiveKind,
         /// Axes of the group.
         axes: Vec<AxisId>,
@@ -303,13 +304,13 @@ pub enum InstrKind {
 /// An instruction of a template.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instruction {
-    /// What it does.
+    /// Its operation.
     pub kind: InstrKind,
     /// Where it runs: the place of its stream among the role's.
     pub stream: StreamId,
     /// Earlier instructions of the same slot that it waits for.
     pub deps: Vec<InstrId>,
-    /// What it waits for in earlier slots.
+    /// Events of earlier slots that it waits for.
     pub events: Vec<Event>,
     /// Pass of the op it serves; of an exchange, the pass that makes what it moves. All parts
     /// of an exchange in microbatches serve the forward pass, or none does.
@@ -360,7 +361,7 @@ impl Instruction {
     }
 }
 
-/// What a template is for.
+/// The purpose of a template.
 #[derive(
     Clone,
     Copy,
@@ -380,6 +381,12 @@ pub enum TemplateKind {
     StepBegin,
     /// Forward of a microbatch.
     Forward,
+    /// Recomputation of activations for a microbatch's gradients.
+    Recompute,
+    /// Input gradients of a microbatch, and what is recomputed unless that has its own template.
+    InputGradient,
+    /// Weight gradients of a microbatch.
+    WeightGradient,
     /// Input and weight gradients of a microbatch together, and what is recomputed for them.
     Backward,
     /// A stage-to-stage exchange.
@@ -388,12 +395,48 @@ pub enum TemplateKind {
     StepEnd,
 }
 
+impl TemplateKind {
+    /// The pass that a template of a microbatch computes; `None` for other templates.
+    pub fn pass(self) -> Option<PassKind> {
+        PassKind::ALL.into_iter().find(|&p| self == p.into())
+    }
+    /// Whether a microbatch computes gradients, or what they need, in it.
+    pub fn is_backward(self) -> bool {
+        self.pass().is_some_and(|p| p != PassKind::Forward)
+    }
+    /// Name in text forms, timelines and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            TemplateKind::StepBegin => "step_begin",
+            TemplateKind::Forward => "forward",
+            TemplateKind::Recompute => "recompute",
+            TemplateKind::InputGradient => "input_gradient",
+            TemplateKind::WeightGradient => "weight_gradient",
+            TemplateKind::Backward => "backward",
+            TemplateKind::Exchange => "exchange",
+            TemplateKind::StepEnd => "step_end",
+        }
+    }
+}
+
+impl From<PassKind> for TemplateKind {
+    fn from(pass: PassKind) -> Self {
+        match pass {
+            PassKind::Forward => TemplateKind::Forward,
+            PassKind::Recompute => TemplateKind::Recompute,
+            PassKind::InputGradient => TemplateKind::InputGradient,
+            PassKind::WeightGradient => TemplateKind::WeightGradient,
+            PassKind::Backward => TemplateKind::Backward,
+        }
+    }
+}
+
 /// A straight list of instructions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Template {
-    /// What it is for.
+    /// Its purpose.
     pub kind: TemplateKind,
-    /// Of which of the role's stages the pass is, from 0; 0 for everything but passes.
+    /// Number of the role's stage whose pass it is, from 0; 0 for everything but passes.
     pub chunk: u32,
     /// The instructions.
     pub instructions: Vec<Instruction>,
@@ -402,7 +445,7 @@ pub struct Template {
 /// One slot of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
-    /// What is played.
+    /// The template.
     pub template: TemplateId,
     /// For which microbatch; `None` in `StepBegin`, `StepEnd` and their exchanges.
     pub microbatch: Option<u32>,
@@ -415,7 +458,7 @@ pub struct StateBuffer {
     pub path: String,
     /// Path of the parameter it belongs to.
     pub param: String,
-    /// What it is.
+    /// Its kind.
     pub role: StateRole,
     /// Where it lies.
     pub buffer: BufferId,
@@ -434,7 +477,7 @@ pub struct RoleProgram {
     pub buffers: Vec<Buffer>,
     /// Its templates.
     pub templates: Vec<Template>,
-    /// What is played, one step of training.
+    /// The slots of one step of training, in serial order.
     pub trace: Vec<Slot>,
     /// Bytes of the arena on every rank: the end of the last buffer.
     pub arena_bytes: u64,

@@ -140,7 +140,7 @@ impl ShardingSpec {
             n.saturating_mul(padded_len(len, d, mesh))
         })
     }
-    /// What the rank at `coords` holds along each dim.
+    /// The range that the rank at `coords` holds along each dim.
     pub fn local_ranges(
         &self,
         lens: &[u64],

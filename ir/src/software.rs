@@ -12,7 +12,7 @@ use crate::{DType, Figure};
 pub use memory::{InFlight, ProcessMemory, Reuse};
 use serde::{Deserialize, Serialize};
 
-/// What a framework's generation does when it executes.
+/// The behaviour of one generation of a framework.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Software {
@@ -27,9 +27,9 @@ pub struct Software {
     /// (`CUDA_LAUNCH_BLOCKING=1`).
     #[serde(default, skip_serializing_if = "is_false")]
     pub synchronous_launches: bool,
-    /// What of the forward and backward passes CUDA graphs launch: names in the paths of ops, as
-    /// `attn` of `h.0.attn.q`, or `*` for all of both passes, collectives too. The host issues
-    /// a run of captured kernels at once, and they follow each other faster.
+    /// The part of the forward and backward passes that CUDA graphs launch: names in the paths of
+    /// ops, as `attn` of `h.0.attn.q`, or `*` for all of both passes, collectives too. The host
+    /// issues a run of captured kernels at once, and they follow each other faster.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub captured: Vec<String>,
     /// Bytes that elementwise operations move, over what one kernel for each would: below 1
@@ -58,7 +58,7 @@ pub struct Software {
     /// tokens are padded, sorted and cast by kernels of their own, expert by expert.
     #[serde(default = "whole", skip_serializing_if = "is_whole")]
     pub grouped_matmul_share: f64,
-    /// Whether what is between the matmuls of experts is part of their kernels: the activation,
+    /// Whether the ops between the matmuls of experts are part of their kernels: the activation,
     /// its product, the sum of their operand's gradients, and casts of what these make.
     #[serde(default, skip_serializing_if = "is_false")]
     pub fused_experts: bool,
@@ -112,7 +112,7 @@ pub struct Software {
     /// of gradients.
     #[serde(default, skip_serializing_if = "is_false")]
     pub prefetched_parameters: bool,
-    /// Whether what is gathered for a matmul travels in `matmul_dtype`.
+    /// Whether operands that are gathered for a matmul travel in `matmul_dtype`.
     #[serde(default, skip_serializing_if = "is_false")]
     pub narrow_gathers: bool,
     /// Whether ranks that hold the same part of what a stage sends on each send a share of it,
@@ -162,7 +162,7 @@ pub struct Software {
     /// writes, where nothing is between the two.
     #[serde(default, skip_serializing_if = "is_false")]
     pub fused_gradient_sums: bool,
-    /// What the process of a rank holds; where it is absent, the arena of the program and what
+    /// The memory of a rank's process; where it is absent, the arena of the program and what
     /// the device reserves (`memory_reserved_bytes`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ProcessMemory>,
@@ -242,7 +242,7 @@ fn is_whole(x: &f64) -> bool {
     *x == 1.0
 }
 
-/// What a figure may be that is no share, for messages.
+/// The range of a figure that is no share, for messages.
 const AMOUNT: &str = "expected 0 to 1000";
 
 /// Names of ops that graphs launch, at most: an op's path is held against each.
@@ -352,7 +352,7 @@ impl Software {
         self.captured.iter().any(|c| c == "*")
     }
 
-    /// What is wrong with the figures; empty when they make sense.
+    /// Lists the problems of the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         if self.name.trim().is_empty() {

@@ -19,7 +19,7 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// What is wrong with the figures, key by key.
+    /// Lists the problems of the figures, key by key.
     pub fn problems(&self) -> Vec<String> {
         let figures = [
             (

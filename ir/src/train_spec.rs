@@ -1,4 +1,4 @@
-//! What is trained: everything that changes the mathematics of a step, and nothing else.
+//! The training spec: everything that changes the mathematics of a step, and nothing else.
 
 mod file;
 
@@ -68,8 +68,8 @@ impl Default for Optimizer {
     }
 }
 
-/// What is trained. Defaults: global batch 8, precision f32, AdamW (0.9, 0.95, 1e-8, 0.1),
-/// clipping at 1.0, dropout 0, seed 1337.
+/// The mathematics of a training. Defaults: global batch 8, precision f32, AdamW (0.9, 0.95, 1e-8,
+/// 0.1), clipping at 1.0, dropout 0, seed 1337.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TrainSpec {
@@ -104,7 +104,7 @@ impl Default for TrainSpec {
 }
 
 impl TrainSpec {
-    /// What is out of range, field by field; empty when the spec can be trained.
+    /// Lists the values out of range, field by field; empty when the spec can be trained.
     pub fn problems(&self) -> Vec<String> {
         let mut p = Vec::new();
         let mut check = |ok: bool, text: String| {

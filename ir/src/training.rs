@@ -52,7 +52,7 @@ pub const LOWEST_LOSS_SCALE: f64 = 1.0;
 /// after which bias corrections are one.
 pub const UPDATES: &str = "loss_scale.updates";
 
-/// What a persistent tensor is.
+/// The role of a persistent tensor.
 #[derive(
     Clone,
     Copy,
@@ -83,7 +83,7 @@ pub enum StateRole {
 pub struct State {
     /// Path of its `State` op. Moments are `moment1.<param>`, `moment2.<param>`.
     pub path: String,
-    /// What it is.
+    /// Its kind.
     pub role: StateRole,
     /// Path of the parameter it belongs to (its own for a parameter, empty for scalars).
     pub param: String,

@@ -100,7 +100,7 @@ const LONG: f64 = 1e7;
 impl std::fmt::Display for Seconds {
     /// Three decimals with a fitting prefix: `1.230 ms`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // What rounds to zero has no sign: sums of nothing may be a negative zero.
+        // A value that rounds to zero has no sign: sums of nothing may be a negative zero.
         let s = match self.0.abs() < 5e-13 {
             true => 0.0,
             false => self.0,

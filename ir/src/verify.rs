@@ -91,9 +91,9 @@ pub struct Violation {
     pub path: String,
     /// The invariant.
     pub rule: Rule,
-    /// What the invariant asks for here.
+    /// The value that the invariant asks for here.
     pub expected: String,
-    /// What is there.
+    /// The value that is there.
     pub actual: String,
 }
 

@@ -150,7 +150,7 @@ fn waits_name_streams_and_instructions_of_other_slots() {
 fn equal_layers_are_folded() {
     let lines = |n: usize| {
         let text = GOOD.replace("repeat 4 {", &format!("repeat {n} {{"));
-        // What comes after has other numbers then.
+        // The buffers after it have other numbers then.
         let text = text.replace("buf5 \"a", &format!("buf{} \"a", n + 1));
         let text = text.replace("buf6 h.0", &format!("buf{} h.0", n + 2));
         print(&parse(&text).expect("a program of many layers"))
@@ -327,7 +327,7 @@ fn errors_name_place_and_reason() {
     assert!(cut.message.contains("the end of the text"), "{cut}");
 }
 
-/// What a text stands for is bounded, however few its bytes are.
+/// The program that a text stands for is bounded, however few its bytes are.
 #[test]
 fn no_text_takes_more_than_its_share() {
     let many = GOOD.replace("repeat 4 {", "repeat 1000000000000 {");

@@ -106,7 +106,7 @@ fn check_place(text: &str, e: &ParseError) {
     assert!(!e.message.is_empty());
 }
 
-/// What the text of the error points at, and the error.
+/// Returns the text that the error points at, and the error.
 fn failure(text: &str) -> (String, String) {
     let e = parse(text).unwrap_err();
     check_place(text, &e);
@@ -241,7 +241,7 @@ fn training_graphs_are_sound_and_round_trip() {
         assert_eq!(verify(&training.graph), vec![], "seed {seed}");
         let text = round_trip(&training.graph);
         if options.equal_layers {
-            // Of states, casts and the passes: the layers' origins are equal too.
+            // States, casts and passes repeat: the layers' origins are equal too.
             assert!(text.matches("repeat 3").count() >= 2, "{text}");
         }
     }

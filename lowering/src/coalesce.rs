@@ -30,10 +30,8 @@ pub(crate) fn coalesce(role: &mut RoleDraft, sizes: &BucketSizes) {
             TemplateKind::StepBegin | TemplateKind::StepEnd => {
                 list_schedule(instructions, buffers, sizes.step)
             }
-            TemplateKind::Forward | TemplateKind::Backward => {
-                buckets::fill(instructions, buffers, &places)
-            }
             TemplateKind::Exchange => instructions,
+            _ => buckets::fill(instructions, buffers, &places),
         };
     }
 }
@@ -45,7 +43,7 @@ struct Buffers<'a> {
     sizes: &'a BucketSizes,
 }
 
-/// What collectives must share to become one.
+/// The attributes that collectives must share to become one.
 #[derive(Clone, PartialEq, Eq)]
 struct Sort {
     kind: CollectiveKind,

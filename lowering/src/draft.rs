@@ -2,11 +2,11 @@
 //! classes and places.
 
 use crate::order::{Event, Flow};
-use crate::schedule::{ChunkPass, SlotPass};
 use ir::program::{
     InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
 };
 use ir::reshard::LayoutStep;
+use ir::schedule::ChunkPass;
 use ir::{
     BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId, TemplateId,
 };
@@ -20,7 +20,7 @@ pub(crate) struct Draft {
     pub flows: Vec<Flow>,
 }
 
-/// What is known of a buffer's lifetime before its uses are counted.
+/// The lifetime of a buffer before its uses are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lifetime {
     /// Follows from the templates that touch it.
@@ -133,11 +133,7 @@ impl RoleDraft {
 
     /// Ends a microbatch template, empty or not.
     pub fn close_pass(&mut self, of: ChunkPass) {
-        let kind = match of.pass {
-            SlotPass::Forward => TemplateKind::Forward,
-            SlotPass::Backward => TemplateKind::Backward,
-        };
-        let template = self.close(kind, of.chunk);
+        let template = self.close(of.pass.into(), of.chunk);
         self.passes.insert(of, template);
     }
 

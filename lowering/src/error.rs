@@ -17,9 +17,9 @@ pub enum LowerError {
     Version {
         /// Which version.
         what: &'static str,
-        /// What the plan says.
+        /// The number in the plan.
         found: u32,
-        /// What this build reads.
+        /// The number that this build reads.
         expected: u32,
     },
     /// Microbatches do not make up the global batch, or there are none or too many.
@@ -29,13 +29,15 @@ pub enum LowerError {
         n_microbatches: u32,
         /// Samples in each.
         microbatch: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// Stages are not interleaved as their schedule says.
-    #[error("the schedule interleaves stages: {problem}")]
-    Interleaving {
-        /// What is wrong.
+    /// Stages or microbatches that the schedule cannot order.
+    #[error("the schedule is {name}: {problem}")]
+    Schedule {
+        /// Its name.
+        name: &'static str,
+        /// The problem.
         problem: String,
     },
     /// The runs of the stages are not all layers in order, once each.
@@ -43,7 +45,7 @@ pub enum LowerError {
     Layers {
         /// The stage.
         stage: StageId,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The axes of a stage's mesh do not multiply to its devices.
@@ -133,7 +135,7 @@ pub enum LowerError {
     /// caller, not of the plan.
     #[error("these layouts were made of a plan with other {what}")]
     OtherLayouts {
-        /// What differs.
+        /// The name of the difference.
         what: &'static str,
     },
     /// A buffer or the arena does not fit 64 bits.

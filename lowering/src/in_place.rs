@@ -63,9 +63,8 @@ enum Phase {
 fn phase(kind: TemplateKind) -> Option<Phase> {
     match kind {
         TemplateKind::StepBegin => Some(Phase::Begin),
-        TemplateKind::Forward | TemplateKind::Backward => Some(Phase::Microbatch),
         TemplateKind::StepEnd => Some(Phase::End),
-        TemplateKind::Exchange => None,
+        _ => kind.pass().map(|_| Phase::Microbatch),
     }
 }
 

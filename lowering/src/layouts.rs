@@ -1,5 +1,5 @@
-//! What a plan's layouts decide, worked out once for all that is asked of a plan while it is
-//! completed: transfers, then edges, then the program.
+//! The consequences of a plan's layouts, worked out once for all that is asked of a plan while it
+//! is completed: transfers, then edges, then the program.
 //!
 //! Contract: methods are given the plan and the training graph that the layouts were made of.
 //! The plan may have other paths by now ([`Plan::transfers`], [`Plan::edges`], and the edges of
@@ -30,14 +30,14 @@ pub struct Layouts {
     made_of: MadeOf,
 }
 
-/// What layouts follow from, beside the ops of the graph.
+/// The inputs that layouts follow from, beside the ops of the graph.
 #[derive(PartialEq)]
 struct MadeOf {
     stages: Vec<StagePlan>,
     schedule: ScheduleKind,
     microbatch: u64,
     n_microbatches: u32,
-    /// Of each layer strategy what is not a path.
+    /// The parts of each layer strategy that are no paths.
     strategies: Vec<(BTreeMap<String, OpStrategy>, BTreeSet<String>)>,
     n_ops: usize,
     n_values: usize,

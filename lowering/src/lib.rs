@@ -44,7 +44,6 @@ mod memory;
 pub mod order;
 mod place;
 mod resolve;
-pub mod schedule;
 mod uses;
 mod waits;
 

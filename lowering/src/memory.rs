@@ -1,4 +1,4 @@
-//! What the arena of a role is made of.
+//! The composition of a role's arena.
 
 use ir::Bytes;
 use ir::program::{BufferClass, RoleProgram};

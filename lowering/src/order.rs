@@ -5,12 +5,10 @@
 //! nothing) plays whatever can start first and appends it to one global list. The trace of a
 //! role is the projection of that list to the events in which it takes part.
 //!
-//! **When values travel** ([`Travel`]). With a stage for every mesh an exchange takes place
-//! between slots of both sides, so that roles that play serially do not wait in it; roles whose
-//! streams overlap lose nothing by that, because neighbours come to the ends of their slots at
-//! the same times. Interleaved stages do not: there a value would travel slots too late, and
-//! on eight meshes of four stages the pipeline would wait more than twice as long. So it
-//! travels as soon as it is made.
+//! **When values travel** ([`Travel`]) the schedule says. Between slots of both sides, roles that
+//! play serially do not wait in an exchange; roles whose streams overlap lose nothing by that
+//! where neighbours come to the ends of their slots at the same times. Where they do not, values
+//! travel as soon as they are made.
 //!
 //! **No deadlock.** An exchange enters the list after the slot that makes its values, a slot
 //! after the exchanges that bring its values. So whatever a role waits for (an earlier event
@@ -22,9 +20,8 @@
 use crate::draft::Draft;
 use crate::error::LowerError;
 use crate::resolve::Resolved;
-use crate::schedule::{ChunkPass, ComputeSlot, SlotPass, schedule};
 use ir::StageId;
-use ir::plan::ScheduleKind;
+use ir::schedule::{ChunkPass, Slot, Travel};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,32 +42,12 @@ pub struct Flow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A mesh computes a pass of a microbatch.
-    Compute(StageId, ComputeSlot),
+    Compute(StageId, Slot),
     /// A flow (by its index) carries a microbatch.
     Exchange(usize, u32),
 }
 
-/// When an exchange takes place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Travel {
-    /// When its values are made and both sides are between slots.
-    BetweenSlots,
-    /// When its values are made; the receiver's slot goes on meanwhile.
-    AtOnce,
-}
-
-impl Travel {
-    /// What suits a schedule.
-    pub fn of(kind: ScheduleKind) -> Travel {
-        match kind {
-            ScheduleKind::GPipe | ScheduleKind::OneFOneB => Travel::BetweenSlots,
-            ScheduleKind::Interleaved { .. } => Travel::AtOnce,
-        }
-    }
-}
-
 const FORWARD_TIME: u64 = 1000;
-const BACKWARD_TIME: u64 = 2 * FORWARD_TIME;
 /// Small against a pass, not zero: an exchange takes both sides' attention when roles play
 /// serially, and of two equal candidates the one that waited for it should come later.
 const EXCHANGE_TIME: u64 = 1;
@@ -82,7 +59,7 @@ const EXCHANGE_TIME: u64 = 1;
 /// before slots, then the lower mesh (of an exchange: the lower flow, then microbatch).
 /// Fails when slots remain and none can start: a mesh needs what comes after it.
 pub fn total_order(
-    schedules: &[Vec<ComputeSlot>],
+    schedules: &[Vec<Slot>],
     flows: &[Flow],
     travel: Travel,
 ) -> Result<Vec<Event>, LowerError> {
@@ -137,12 +114,7 @@ pub fn total_order(
             (_, Some((start, s))) => {
                 let slot = schedules[s][next[s]];
                 next[s] += 1;
-                clock[s] = start
-                    + if slot.of.pass == SlotPass::Forward {
-                        FORWARD_TIME
-                    } else {
-                        BACKWARD_TIME
-                    };
+                clock[s] = start + slot.of.pass.forwards() * FORWARD_TIME;
                 changed.push(s);
                 for &i in makes.get(&(s, slot.of)).into_iter().flatten() {
                     made.insert((i, slot.microbatch), clock[s]);
@@ -174,11 +146,10 @@ pub fn total_order(
 
 /// The total order of a draft's microbatches.
 pub(crate) fn microbatch_events(r: &Resolved, draft: &Draft) -> Result<Vec<Event>, LowerError> {
-    let (n, plan) = (draft.roles.len(), r.plan);
-    let schedules: Vec<_> = (0..n)
-        .map(|s| schedule(plan.schedule, s, n, plan.n_microbatches))
-        .collect();
-    total_order(&schedules, &draft.flows, Travel::of(plan.schedule))
+    let (n, schedule) = (draft.roles.len(), r.schedule);
+    let slots = |mesh| schedule.slots(mesh, n, r.plan.n_microbatches);
+    let schedules: Vec<_> = (0..n).map(slots).collect();
+    total_order(&schedules, &draft.flows, schedule.travel())
 }
 
 /// By mesh and pass: flows (their indices), ascending.
@@ -203,7 +174,7 @@ fn needed<'a>(
     flows: &'a [Flow],
     needs: &'a ByPass,
     mesh: usize,
-    slot: ComputeSlot,
+    slot: Slot,
 ) -> impl Iterator<Item = (usize, &'a Flow)> {
     let own = needs.get(&(mesh, slot.of)).map_or(&[][..], Vec::as_slice);
     own.iter().map(|&i| (i, &flows[i]))
@@ -212,12 +183,15 @@ fn needed<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::schedule;
+    use ir::Pass;
+    use ir::plan::ScheduleKind;
+    use ir::schedule::PassKind;
 
     /// Activations to the next stage, gradients to the one before; stage `s` is chunk
     /// `s / n_meshes` of mesh `s % n_meshes`.
     fn chain(kind: ScheduleKind, n_meshes: usize) -> Vec<Flow> {
         let n_stages = n_meshes * kind.virtual_stages() as usize;
+        let gradient = kind.schedule().slot_of(Pass::BI);
         let of = |stage: usize, pass| ChunkPass {
             pass,
             chunk: (stage / n_meshes) as u32,
@@ -229,31 +203,27 @@ mod tests {
             used_by: BTreeSet::from([of(to, pass)]),
         };
         (1..n_stages)
-            .flat_map(|s| {
-                [
-                    flow(s - 1, s, SlotPass::Forward),
-                    flow(s, s - 1, SlotPass::Backward),
-                ]
-            })
+            .flat_map(|s| [flow(s - 1, s, PassKind::Forward), flow(s, s - 1, gradient)])
             .filter(|f| f.from != f.to)
             .collect()
     }
 
+    fn slots(kind: ScheduleKind, n_meshes: usize, m: u32) -> Vec<Vec<Slot>> {
+        let schedule = kind.schedule();
+        let of = |mesh| schedule.slots(mesh, n_meshes, m);
+        (0..n_meshes).map(of).collect()
+    }
+
     fn order(kind: ScheduleKind, n_meshes: usize, m: u32) -> Vec<Event> {
-        let schedules: Vec<_> = (0..n_meshes)
-            .map(|s| schedule(kind, s, n_meshes, m))
-            .collect();
-        total_order(&schedules, &chain(kind, n_meshes), Travel::of(kind))
+        let (slots, flows) = (slots(kind, n_meshes, m), chain(kind, n_meshes));
+        total_order(&slots, &flows, kind.schedule().travel())
             .expect("a chain of stages has an order")
     }
 
     /// Each role's projection: `F0 send-F0`, the chunk before the pass from chunk 1 on.
     fn trace(events: &[Event], flows: &[Flow], mesh: usize) -> String {
         let pass = |of: ChunkPass| {
-            let pass = match of.pass {
-                SlotPass::Forward => "F",
-                SlotPass::Backward => "B",
-            };
+            let pass = of.pass.letter();
             match of.chunk {
                 0 => pass.to_string(),
                 c => format!("{c}{pass}"),
@@ -319,12 +289,13 @@ mod tests {
 
     #[test]
     fn every_event_stands_once() {
-        for kind in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+        for &kind in ScheduleKind::NAMED {
+            let n_passes = kind.schedule().passes().len();
             for (p, m) in [(1, 1), (1, 4), (2, 1), (3, 2), (4, 8), (8, 3), (5, 20)] {
                 let events = order(kind, p, m);
                 assert_eq!(
                     events.len(),
-                    2 * m as usize * p + 2 * m as usize * (p - 1),
+                    n_passes * m as usize * p + 2 * m as usize * (p - 1),
                     "{kind:?} p={p} m={m}"
                 );
             }
@@ -372,10 +343,7 @@ mod tests {
                         .filter(|(_, f)| f.to == mesh && f.used_by.contains(&slot.of));
                     let arrivals = needed.map(|(i, _)| moved[&(i, slot.microbatch)]);
                     let start = arrivals.fold(compute[mesh.index()], u64::max);
-                    let time = match slot.of.pass {
-                        SlotPass::Forward => 1,
-                        SlotPass::Backward => 2,
-                    };
+                    let time = slot.of.pass.forwards();
                     compute[mesh.index()] = start + time;
                     made.insert((mesh, slot.of, slot.microbatch), start + time);
                 }
@@ -406,10 +374,21 @@ mod tests {
         }
     }
 
+    /// Qi et al. 2023, table 2: ZB-H1 waits for `p - 1` times forward and input gradient less
+    /// weight gradient, which is one forward where all take as long.
+    #[test]
+    fn apart_from_their_weights_gradients_wait_for_a_third() {
+        for (p, m) in [(2, 2), (2, 8), (3, 3), (4, 8), (4, 5), (8, 8), (8, 32)] {
+            let (fill, work) = (p as u64 - 1, 3 * u64::from(m));
+            assert_eq!(played(ScheduleKind::OneFOneB, p, m), work + 3 * fill);
+            assert_eq!(played(ScheduleKind::ZbH1, p, m), work + fill, "{p} {m}");
+        }
+    }
+
     #[test]
     fn a_value_from_the_future_is_an_error() {
         let kind = ScheduleKind::GPipe;
-        let schedules: Vec<_> = (0..2).map(|s| schedule(kind, s, 2, 2)).collect();
+        let schedules = slots(kind, 2, 2);
         let mut flows = chain(kind, 2);
         let forward = flows[0].made_by;
         flows.push(Flow {

@@ -9,14 +9,12 @@
 //! an op belongs to, its *chunk*, decides only in which template it is played.
 
 use crate::error::LowerError;
-use crate::schedule::{ChunkPass, SlotPass};
 use ir::op::{Assignment, OpStrategy};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, relative_path};
 use ir::program::TemplateKind;
+use ir::schedule::{ChunkPass, Schedule};
 use ir::training::TrainingGraph;
-use ir::{
-    Graph, LayerId, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId,
-};
+use ir::{Graph, LayerId, LogicalMesh, Op, OpId, OpKind, Region, ShardingSpec, StageId, ValueId};
 
 /// Compute slots of all stages in one step; a limit so that a damaged plan is an error.
 const MAX_SLOTS: u64 = 1 << 24;
@@ -26,15 +24,17 @@ const MAX_SLOTS: u64 = 1 << 24;
 pub(crate) struct Resolved<'a> {
     pub plan: &'a Plan,
     pub training: &'a TrainingGraph,
+    pub schedule: &'a dyn Schedule,
     /// By layer.
     layers: &'a [Home],
     /// By op.
     assignments: &'a [Assignment],
 }
 
-/// What joining a plan with its training graph finds. It follows from the plan's stages and
-/// strategies; recorded paths do not matter.
+/// The places of ops and values that a plan gives its training graph. They follow from the plan's
+/// stages and strategies; recorded paths do not matter.
 pub(crate) struct Homes {
+    schedule: Box<dyn Schedule>,
     layers: Vec<Home>,
     assignments: Vec<Assignment>,
 }
@@ -50,7 +50,7 @@ struct Home {
     strategy: u32,
 }
 
-/// What one template is for: a phase of the step, in microbatches of one chunk.
+/// The phase of a step that one template plays, in microbatches of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Phase {
     pub kind: TemplateKind,
@@ -64,17 +64,20 @@ impl Phase {
     }
     /// The pass of a microbatch; `None` in the step phases.
     pub fn pass(self) -> Option<ChunkPass> {
-        let pass = match self.kind {
-            TemplateKind::Forward => SlotPass::Forward,
-            TemplateKind::Backward => SlotPass::Backward,
-            TemplateKind::StepBegin | TemplateKind::StepEnd | TemplateKind::Exchange => {
-                return None;
-            }
-        };
-        Some(ChunkPass {
+        let of = |pass| ChunkPass {
             pass,
             chunk: self.chunk,
-        })
+        };
+        self.kind.pass().map(of)
+    }
+}
+
+impl From<ChunkPass> for Phase {
+    fn from(of: ChunkPass) -> Self {
+        Phase {
+            kind: of.pass.into(),
+            chunk: of.chunk,
+        }
     }
 }
 
@@ -96,9 +99,13 @@ pub(crate) fn check_versions(plan: &Plan) -> Result<(), LowerError> {
 
 /// Joins a plan with its training graph, checking that it covers the graph.
 pub(crate) fn resolve(plan: &Plan, training: &TrainingGraph) -> Result<Homes, LowerError> {
-    check_microbatches(plan)?;
-    if let Some(problem) = plan.interleaving_problem() {
-        return Err(LowerError::Interleaving { problem });
+    let schedule = plan.schedule.schedule();
+    check_microbatches(plan, schedule.passes().len())?;
+    if let Some(problem) = plan.schedule_problem() {
+        return Err(LowerError::Schedule {
+            name: schedule.name(),
+            problem,
+        });
     }
     for (i, stage) in plan.stages.iter().enumerate() {
         if LogicalMesh::new(stage.mesh.devices, stage.mesh.axes.clone()).is_none() {
@@ -112,24 +119,26 @@ pub(crate) fn resolve(plan: &Plan, training: &TrainingGraph) -> Result<Homes, Lo
     let r = Resolved {
         plan,
         training,
+        schedule: &*schedule,
         layers: &layers,
         assignments: &[],
     };
     let ops = training.graph.ops().iter();
     let assignments = ops.map(|op| r.assign(op)).collect::<Result<_, _>>()?;
     Ok(Homes {
+        schedule,
         layers,
         assignments,
     })
 }
 
-fn check_microbatches(plan: &Plan) -> Result<(), LowerError> {
+fn check_microbatches(plan: &Plan, n_passes: usize) -> Result<(), LowerError> {
     let (n, size, batch) = (
         plan.n_microbatches,
         plan.microbatch,
         plan.train.global_batch,
     );
-    let slots = u64::from(n).saturating_mul(2 * plan.stages.len() as u64);
+    let slots = u64::from(n).saturating_mul((n_passes * plan.stages.len()) as u64);
     let problem = match size.checked_mul(u64::from(n)) {
         _ if n == 0 || size == 0 => "both must be at least 1".to_string(),
         _ if slots > MAX_SLOTS => {
@@ -200,6 +209,7 @@ impl Homes {
         Resolved {
             plan,
             training,
+            schedule: &*self.schedule,
             layers: &self.layers,
             assignments: &self.assignments,
         }
@@ -216,7 +226,7 @@ impl<'a> Resolved<'a> {
     }
     /// Stages of every mesh.
     pub fn n_chunks(&self) -> u32 {
-        self.plan.schedule.virtual_stages()
+        self.schedule.virtual_stages()
     }
     pub fn mesh(&self, stage: StageId) -> &'a LogicalMesh {
         &self.plan.stages[stage.index()].mesh
@@ -262,11 +272,10 @@ impl<'a> Resolved<'a> {
     }
     /// The template that an op belongs to.
     pub fn phase(&self, op: &Op) -> Phase {
-        let kind = match (op.region, op.pass) {
-            (Region::StepBegin, _) => return Phase::step(TemplateKind::StepBegin),
-            (Region::StepEnd, _) => return Phase::step(TemplateKind::StepEnd),
-            (Region::Microbatch, Pass::F) => TemplateKind::Forward,
-            (Region::Microbatch, _) => TemplateKind::Backward,
+        let kind = match op.region {
+            Region::StepBegin => return Phase::step(TemplateKind::StepBegin),
+            Region::StepEnd => return Phase::step(TemplateKind::StepEnd),
+            Region::Microbatch => self.schedule.slot_of(op.pass).into(),
         };
         // The ops of a microbatch have layers.
         let chunk = op.layer.map_or(0, |l| self.layers[l.index()].chunk);

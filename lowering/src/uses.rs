@@ -68,7 +68,7 @@ pub struct CrossEdge {
 pub(crate) enum UseBy {
     /// An operand of an op.
     Operand(OpId, usize),
-    /// What a state (its index) keeps.
+    /// The new value of a state, by its index.
     Write(usize),
 }
 

@@ -1,4 +1,4 @@
-//! What instructions wait for.
+//! The waits of instructions.
 //!
 //! **In their own slot** (`deps`): the last write of what an instruction reads, and the last
 //! write of and the reads since from what it writes; buffers count as one where their bytes
@@ -52,14 +52,14 @@ pub fn set_events(role: &mut RoleProgram) {
     meet_exchanges(role);
 }
 
-/// What a buffer's next access may have to wait for.
+/// The accesses that a buffer's next access may have to wait for.
 #[derive(Clone)]
 struct Access {
     written: Clock,
     read: Clock,
 }
 
-/// What the buffers of a role were last accessed by, in the template at hand.
+/// The last accesses to the buffers of a role, in the template at hand.
 struct Accesses<'b> {
     buffers: &'b [Buffer],
     n_streams: usize,
@@ -210,7 +210,7 @@ fn follow_slots(role: &mut RoleProgram) {
     for template in role.templates.iter_mut().filter(|t| !is_exchange(t.kind)) {
         let mut begun = vec![false; used.len()];
         for instruction in &mut template.instructions {
-            // What waits in its slot waits for what the other waited for.
+            // An instruction that waits in its slot inherits the waits of the other.
             let own = instruction.stream;
             if !begun[own.index()] && instruction.deps.is_empty() {
                 let others = streams.iter().filter(|s| **s != own);
@@ -285,7 +285,7 @@ fn meet_exchanges(role: &mut RoleProgram) {
     all.for_each(|i| i.events.sort_unstable());
 }
 
-/// Whether what `a` waits for, and when, leaves nothing for `b` to wait for.
+/// Whether the wait `a` makes the wait `b` useless.
 fn implies(
     role: &RoleProgram,
     known: &[Vec<Clock>],

@@ -7,12 +7,14 @@ use common::model::mlp;
 use common::plans::{Recipe, Setup, plan};
 use common::{referee, show};
 use ir::plan::ScheduleKind;
-use ir::program::{BufferClass, Program, TemplateKind};
+use ir::program::{BufferClass, Program, RoleProgram, Template, TemplateKind};
 use ir::reshard::{Placement, cross_paths};
-use ir::{LayerId, Precision};
+use ir::schedule::PassKind;
+use ir::{BufferId, LayerId, Precision};
 use lowering::{
     BucketSizes, Layouts, LowerError, cross_edges, edges, lower, lower_training, memory_report,
 };
+use std::collections::BTreeSet;
 
 fn lowered(tied: bool, setup: &Setup) -> Program {
     let n_blocks = setup.layers.iter().sum::<u32>() as usize - 2;
@@ -42,7 +44,7 @@ fn every_recipe_plays_on_every_pipeline() {
         for layers in [&[4][..], &[2, 2], &[1, 2, 1], &[1, 1, 1, 1]] {
             for tied in [false, true] {
                 for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-                    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+                    for &schedule in ScheduleKind::NAMED {
                         for n_microbatches in [1, 2, 5] {
                             let base = Setup::new(recipe, 2, layers);
                             lowered(
@@ -64,7 +66,7 @@ fn every_recipe_plays_on_every_pipeline() {
 
 #[test]
 fn long_pipelines_play_without_deadlock() {
-    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+    for &schedule in ScheduleKind::NAMED {
         for p in [1usize, 2, 3, 5, 8] {
             for m in [1, 2, 3, 7, 16] {
                 let mut layers = vec![1; p];
@@ -115,7 +117,7 @@ fn every_recipe_plays_interleaved() {
     }
 }
 
-/// What forward saves in each chunk has as many copies as the schedule promises.
+/// Values that forward saves in each chunk have as many copies as the schedule promises.
 #[test]
 fn interleaved_stages_hold_what_their_schedule_says() {
     let schedule = ScheduleKind::Interleaved { virtual_stages: 2 };
@@ -132,7 +134,7 @@ fn interleaved_stages_hold_what_their_schedule_says() {
             // Layers are embed, h.0 (stage 0), then a block on every stage.
             let block: usize = b.name[2..b.name.len() - 3].parse().unwrap();
             assert_eq!(block % 3, i);
-            let slots = schedule.in_flight(block, layers.len(), 9);
+            let slots = schedule.schedule().activations(block, layers.len(), 9);
             assert_eq!(b.class, BufferClass::PerMicrobatch { slots }, "{}", b.name);
             seen += 1;
         }
@@ -158,40 +160,54 @@ fn microbatches_that_do_not_fill_the_rounds_are_refused() {
     plan.n_microbatches = setup.n_microbatches;
     assert_eq!(
         lower_training(&plan, &training).unwrap_err().to_string(),
-        "the schedule interleaves stages: 3 microbatches on 2 meshes: interleaved stages need a multiple of 2"
+        "the schedule is interleaved_1f1b: 3 microbatches on 2 meshes: interleaved stages need a multiple of 2"
     );
 }
 
-/// Copies of what forward saves for backward: `min(m, p - i)` for 1F1B, `m` for GPipe.
+/// A value that one pass makes and another is the last to use has as many copies as the schedule
+/// says that microbatches are between them: `m` for GPipe, `min(m, p - i)` for 1F1B.
 #[test]
-fn saved_activations_have_as_many_copies_as_microbatches_in_flight() {
-    for schedule in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
+fn saved_values_have_as_many_copies_as_microbatches_in_flight() {
+    for &kind in ScheduleKind::NAMED {
+        let schedule = kind.schedule();
         for m in [1, 2, 3, 8] {
             let program = lowered(
                 false,
                 &Setup {
-                    schedule,
+                    schedule: kind,
                     n_microbatches: m,
                     ..Setup::new(Recipe::Data, 2, &[2, 1, 1, 1, 1])
                 },
             );
-            for (i, role) in program.roles.iter().enumerate().take(4) {
-                // Inputs of the activation function: made in the forward, read in the backward.
-                let saved = role
-                    .buffers
-                    .iter()
-                    .find(|b| b.name.ends_with(".fc"))
-                    .unwrap();
-                assert_eq!(
-                    saved.class,
-                    BufferClass::PerMicrobatch {
-                        slots: schedule.in_flight(i, 5, m)
-                    },
-                    "{schedule:?} m={m} stage {i}"
-                );
+            let mut seen = BTreeSet::new();
+            for (i, role) in program.roles.iter().enumerate() {
+                for (b, buffer) in role.buffers.iter().enumerate() {
+                    let (BufferClass::PerMicrobatch { slots }, Some((from, to))) =
+                        (buffer.class, between(role, BufferId::new(b)))
+                    else {
+                        continue;
+                    };
+                    let expected = schedule.in_flight(from, to, i, 5, m);
+                    let name = &buffer.name;
+                    assert_eq!(slots, expected, "{kind:?} m={m} stage {i} {name}");
+                    seen.insert((from, to));
+                }
             }
+            let n = schedule.passes().len();
+            assert_eq!(seen.len(), n * (n - 1) / 2, "{kind:?}: {seen:?}");
         }
     }
+}
+
+/// The first and the last pass that touch a buffer; `None` of one that exchanges touch too.
+fn between(role: &RoleProgram, b: BufferId) -> Option<(PassKind, PassKind)> {
+    let touches = |t: &&Template| {
+        let mut all = t.instructions.iter();
+        all.any(|i| i.reads().contains(&b) || i.writes().contains(&b))
+    };
+    let passes = role.templates.iter().filter(touches).map(|t| t.kind.pass());
+    let passes: BTreeSet<PassKind> = passes.collect::<Option<_>>()?;
+    Some((*passes.first()?, *passes.last()?))
 }
 
 #[test]

@@ -54,9 +54,9 @@ pub enum Layering {
     IfNeeded,
     /// The declared ones.
     Declared,
-    /// Those that clustering finds, of a number that suits the graph.
+    /// Layers that clustering finds, of a number that suits the graph.
     Auto,
-    /// Those that clustering finds, this many.
+    /// Layers that clustering finds, this many.
     Exactly(usize),
 }
 
@@ -65,7 +65,7 @@ pub enum Layering {
 pub struct Layered {
     /// The graph; `None` where its own layers are kept.
     pub graph: Option<Graph>,
-    /// What was done, as a sentence without its period; `None` where nothing was asked or
+    /// The cut that was made, as a sentence without its period; `None` where nothing was asked or
     /// needed.
     pub note: Option<String>,
 }
@@ -79,9 +79,9 @@ pub enum ClusterError {
         asked_for(*asked), match most { 0 | 1 => "1".to_string(), most => format!("1 to {most}") }
     )]
     Count {
-        /// What was asked for.
+        /// The number asked for.
         asked: usize,
-        /// What is possible.
+        /// The largest possible number.
         most: usize,
         /// The number of places, in words.
         places: String,
@@ -94,7 +94,7 @@ pub enum ClusterError {
     /// More layers than the search slices.
     #[error("{} asked for; the search slices at most {most}", asked_for(*asked))]
     TooMany {
-        /// What was asked for.
+        /// The number asked for.
         asked: usize,
         /// The limit.
         most: usize,

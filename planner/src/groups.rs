@@ -85,9 +85,9 @@ pub(crate) struct Part {
     /// Specs that the strategy implies.
     pub specs: Assignment,
     seconds: f64,
-    /// Of the first result.
+    /// Bytes of the first result.
     bytes: u64,
-    /// Of the results that later passes use.
+    /// Bytes of the results that later passes use.
     kept_bytes: u64,
 }
 

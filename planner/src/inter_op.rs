@@ -8,20 +8,21 @@
 //! ```
 //!
 //! (Alpa, Zheng et al. 2022, equation 2, with the step term added) such that every stage fits:
-//! static + in_flight * saved + transient <= capacity, where stage i of p keeps m microbatches
-//! in flight under GPipe and min(m, p - i) under 1F1B.
+//! static + in_flight * saved + transient <= capacity. How many microbatches a stage keeps in
+//! flight the schedule says, and how often the largest t counts
+//! ([`Latency`](ir::schedule::Latency)).
 //!
 //! With v > 1 stages on each of p meshes, interleaved, a mesh starts v stages for every
 //! microbatch and the pipeline fills with p - 1 of them, so the largest counts
-//! (m - p) v + p - 1 times instead of m - 1 times; in flight is what the schedule says. Here
-//! every stage has a submesh of its own; that several share one, and its memory, is
-//! `interleave`'s business, which judges plans by what each mesh has to do; the count above only
-//! finds cuts.
+//! (m - p) v + p - 1 times instead of m - 1 times. Here every stage has a submesh of its own; that
+//! several share one, and its memory, is `interleave`'s business, which judges plans by what each
+//! mesh has to do; the count above only finds cuts.
 //!
 //! How: for a threshold T, f(T) is the least sum with all t_i below T, found by a dynamic
 //! program from the last stage backwards, so that p - i is the number of stages so far. The
 //! thresholds are searched by branch and bound: nothing with max t in (low, high) is better
-//! than f(high) + (m - 1) * low.
+//! than f(high) + (m - 1) * low. Under schedules where the stages before one matter to what it
+//! has in flight, all that once for each number of stages.
 //!
 //! Invariants: exact for this objective up to the requested gap; ties go to the earlier
 //! candidate, in the order of layers, submeshes and entries, so results are deterministic.
@@ -29,6 +30,7 @@
 //! that cannot beat the best plan even if the rest were free of transfers and memory too.
 
 pub use exhaustive::{brute_force, cost_of};
+use ir::plan::ScheduleKind;
 use labels::Problem;
 use std::ops::Range;
 pub use table::{StageEntry, StageTable};
@@ -42,63 +44,12 @@ mod table;
 mod thresholds;
 mod work;
 
-/// Which schedule runs the pipeline: it decides how many microbatches are in flight.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScheduleKind {
-    /// All forward, then all backward: m in flight everywhere.
-    GPipe,
-    /// One forward, one backward: min(m, p - i) in flight at stage i of p.
-    OneFOneB,
-    /// 1F1B with several stages on every mesh. The number of stages has to be fixed.
-    Interleaved {
-        /// Meshes; the number of microbatches is a multiple of it.
-        n_meshes: usize,
-        /// Stages of each.
-        virtual_stages: u32,
-    },
-}
-
-impl ScheduleKind {
-    /// Microbatches in flight at a stage that `after` stages follow.
-    pub fn in_flight(self, microbatches: u64, after: usize) -> u64 {
-        match self {
-            ScheduleKind::GPipe => microbatches,
-            ScheduleKind::OneFOneB => microbatches.min(after as u64 + 1),
-            ScheduleKind::Interleaved {
-                n_meshes,
-                virtual_stages,
-            } => {
-                let n_stages = n_meshes * virtual_stages as usize;
-                let stage = n_stages.saturating_sub(after + 1);
-                let kind = ir::plan::ScheduleKind::Interleaved { virtual_stages };
-                let m = u32::try_from(microbatches).unwrap_or(u32::MAX);
-                u64::from(kind.in_flight(stage, n_stages, m))
-            }
-        }
-    }
-
-    /// How often the largest t counts beside the sum over all stages.
-    pub fn repeats(self, microbatches: u64) -> f64 {
-        match self {
-            ScheduleKind::GPipe | ScheduleKind::OneFOneB => microbatches.saturating_sub(1) as f64,
-            ScheduleKind::Interleaved {
-                n_meshes,
-                virtual_stages,
-            } => {
-                let p = n_meshes.max(1) as u64;
-                let rounds = microbatches.saturating_sub(p) as f64;
-                rounds * f64::from(virtual_stages) + (p - 1) as f64
-            }
-        }
-    }
-}
-
-/// What to search for.
+/// Options of the search.
 #[derive(Clone, Copy, Debug)]
 pub struct InterOpOptions {
     /// Microbatches per step, at least 1.
     pub microbatches: u64,
-    /// The schedule.
+    /// The schedule; one with several stages on a mesh needs `n_stages`.
     pub schedule: ScheduleKind,
     /// Plans may leave devices unused.
     pub allow_unused: bool,
@@ -122,6 +73,30 @@ impl InterOpOptions {
             relative_gap: 0.0,
             cutoff_s: f64::INFINITY,
         }
+    }
+
+    /// Microbatches in flight at stage `stage` of `n_stages`.
+    pub fn in_flight(&self, stage: usize, n_stages: usize) -> u64 {
+        let schedule = self.schedule.schedule();
+        schedule.activations(stage, n_stages, self.m()).into()
+    }
+
+    /// How often the largest t counts beside the sum over all stages.
+    pub fn repeats(&self) -> f64 {
+        let schedule = self.schedule.schedule();
+        let v = schedule.virtual_stages().max(1);
+        let n_meshes = self.n_stages.unwrap_or(1) / v as usize;
+        let latency = schedule.latency(n_meshes.max(1), self.m());
+        latency.busiest * f64::from(v) + latency.slowest
+    }
+
+    fn m(&self) -> u32 {
+        u32::try_from(self.microbatches).unwrap_or(u32::MAX)
+    }
+
+    /// Whether stages before one matter to what it has in flight, of up to `n` stages.
+    fn counts_before(&self, n: usize) -> bool {
+        (1..n).any(|stage| self.in_flight(stage, n) != self.in_flight(0, n - stage))
     }
 }
 
@@ -169,7 +144,7 @@ pub struct PipelineCost {
 pub struct PipelineChoice {
     /// First stage first.
     pub stages: Vec<StageChoice>,
-    /// What it costs.
+    /// Its cost.
     pub cost: PipelineCost,
     /// No plan costs less than this for the additive objective; equals the cost when exact.
     pub lower_bound_s: f64,
@@ -199,6 +174,20 @@ pub enum NoPlan {
     },
 }
 
+impl NoPlan {
+    /// Bytes that a device of the nearest plan lacks.
+    fn missing_bytes(&self) -> u128 {
+        match self {
+            NoPlan::NoTiling => u128::MAX,
+            NoPlan::Memory {
+                needed_bytes,
+                capacity_bytes,
+                ..
+            } => needed_bytes.saturating_sub(u128::from(*capacity_bytes)),
+        }
+    }
+}
+
 /// Finds the best plan for `table`.
 ///
 /// # Errors
@@ -215,9 +204,49 @@ pub fn plan(
         options.microbatches > 0,
         "a step has at least one microbatch"
     );
+    let most = table.n_layers.min(table.n_devices);
+    if options.n_stages.is_none() && options.counts_before(most) {
+        return best_of_counts(table, transfer, options, most);
+    }
     let problem = Problem::new(table, transfer, *options);
     search_thresholds(&problem).ok_or_else(|| match options.cutoff_s.is_finite() {
         true => NoPlan::NoTiling,
         false => problem.why_not(),
+    })
+}
+
+/// The best plan of up to `most` stages, each number by itself; the fewer of equals.
+fn best_of_counts(
+    table: &StageTable,
+    transfer: Transfer<'_>,
+    options: &InterOpOptions,
+    most: usize,
+) -> Result<PipelineChoice, NoPlan> {
+    let mut best: Result<PipelineChoice, NoPlan> = Err(NoPlan::NoTiling);
+    let (mut lower_bound_s, mut n_thresholds) = (f64::INFINITY, 0);
+    for n in 1..=most {
+        let options = InterOpOptions {
+            n_stages: Some(n),
+            ..*options
+        };
+        match (plan(table, transfer, &options), &best) {
+            (Ok(new), known) => {
+                lower_bound_s = lower_bound_s.min(new.lower_bound_s);
+                n_thresholds += new.n_thresholds;
+                let known = known.as_ref().map_or(f64::INFINITY, |b| b.cost.total_s);
+                if new.cost.total_s < known {
+                    best = Ok(new);
+                }
+            }
+            (Err(new), Err(known)) if new.missing_bytes() < known.missing_bytes() => {
+                best = Err(new);
+            }
+            _ => {}
+        }
+    }
+    best.map(|b| PipelineChoice {
+        lower_bound_s,
+        n_thresholds,
+        ..b
     })
 }

@@ -9,15 +9,14 @@
 //!             + (p - 1) max_k t_k + max over meshes of (sum of s_k over its stages)
 //! ```
 //!
-//! The first round of p microbatches fills the pipeline with p - 1 stages, and each of the
-//! others takes what the busiest mesh does. With one stage on each mesh that is the objective
-//! of `inter_op`. A choice fits when on every mesh the sum of static + in_flight * saved over its
-//! stages and the largest transient are at most the capacity.
+//! with the [`Latency`] of interleaved 1F1B, which gives the two factors; the other schedules'
+//! latencies give theirs. A choice fits when on every mesh the sum of static + in_flight * saved
+//! over its stages and the largest transient are at most the capacity.
 //!
 //! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on
 //! the mesh's sum of s the least sum of t is best for the rest of the objective, on every mesh by
-//! itself; so all bounds are gone through, smallest first. Thresholds go up until the largest t, with the least that the rest
-//! can take, costs more than the best choice.
+//! itself; so all bounds are gone through, smallest first. Thresholds go up until the largest t,
+//! with the least that the rest can take, costs more than the best choice.
 //!
 //! Exact where the stages of a mesh have few ways to run together ([`MAX_COMBINATIONS`]), which
 //! are all kept. Where they have more, t and s are one number, m t + s, and only what nothing
@@ -26,57 +25,29 @@
 //! the m - p rounds. Ties go to the earlier entry.
 
 use crate::inter_op::{PipelineCost, StageEntry};
+use ir::schedule::Latency;
 
 /// Ways of the stages of a mesh to run together, up to which t and s are kept apart. With 16
 /// entries for each of six stages, as large models have them under memory pressure, so little
 /// dominates in both that planning took three times as long.
 const MAX_COMBINATIONS: usize = 64;
 
-/// How often the times of stages count beside their sum.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Objective {
-    /// All stages of the busiest mesh together: m - p.
-    busiest: f64,
-    /// The slowest stage: p - 1.
-    slowest: f64,
-}
-
-impl Objective {
-    /// For `n_meshes` meshes and `m` microbatches, a multiple of them.
-    pub(crate) fn new(n_meshes: usize, m: u32) -> Objective {
-        let n_meshes = n_meshes as f64;
-        Objective {
-            busiest: (f64::from(m) - n_meshes).max(0.0),
-            slowest: (n_meshes - 1.0).max(0.0),
-        }
-    }
-
-    /// Seconds of a step: of all stages together, the busiest mesh, the slowest stage and the
-    /// work once per step of the mesh with the most of it.
-    pub(crate) fn total_s(&self, sum_s: f64, busiest_s: f64, max_s: f64, step_s: f64) -> f64 {
-        sum_s + self.busiest * busiest_s + self.slowest * max_s + step_s
-    }
-}
-
-/// What stages cost that take these times for one microbatch, sending included, and once per
+/// The cost of stages that take these times for one microbatch, sending included, and once per
 /// step, in the order of the pipeline; stage `k` is on mesh `k mod n_meshes`.
-pub(crate) fn cost_of_times(times: &[f64], steps: &[f64], n_meshes: usize, m: u32) -> PipelineCost {
+pub(crate) fn cost_of_times(
+    times: &[f64],
+    steps: &[f64],
+    n_meshes: usize,
+    latency: Latency,
+) -> PipelineCost {
     let (sum_s, step_s) = (times.iter().sum(), most_of_a_mesh(steps, n_meshes));
     let max_s = times.iter().copied().fold(0.0, f64::max);
     let busiest_s = most_of_a_mesh(times, n_meshes);
-    let objective = match times.len() == n_meshes {
-        // There may be fewer microbatches than meshes.
-        true => Objective {
-            busiest: f64::from(m) - 1.0,
-            slowest: 0.0,
-        },
-        false => Objective::new(n_meshes, m),
-    };
     PipelineCost {
         sum_s,
         max_s,
         step_s,
-        total_s: objective.total_s(sum_s, busiest_s, max_s, step_s),
+        total_s: latency.total_s(sum_s, busiest_s, max_s, step_s),
     }
 }
 
@@ -88,7 +59,7 @@ pub(crate) struct SharedStage<'a> {
     pub transfer_s: f64,
 }
 
-/// What was chosen.
+/// The choice.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Shared {
     /// By stage: the index of its entry.
@@ -100,7 +71,7 @@ pub(crate) struct Shared {
     pub max_s: f64,
     /// The largest sum of a mesh.
     pub step_s: f64,
-    /// What it costs.
+    /// Its cost.
     pub total_s: f64,
 }
 
@@ -116,23 +87,17 @@ pub(crate) struct TooLarge {
 pub(crate) fn share(
     stages: &[SharedStage<'_>],
     n_meshes: usize,
-    objective: Objective,
+    latency: Latency,
     capacity_bytes: u64,
 ) -> Result<Shared, TooLarge> {
-    share_among(
-        stages,
-        n_meshes,
-        objective,
-        capacity_bytes,
-        MAX_COMBINATIONS,
-    )
+    share_among(stages, n_meshes, latency, capacity_bytes, MAX_COMBINATIONS)
 }
 
 /// [`share`], exact for meshes whose stages have `combinations` ways or fewer to run together.
 fn share_among(
     stages: &[SharedStage<'_>],
     n_meshes: usize,
-    objective: Objective,
+    latency: Latency,
     capacity_bytes: u64,
     combinations: usize,
 ) -> Result<Shared, TooLarge> {
@@ -171,10 +136,10 @@ fn share_among(
     thresholds.retain(|t| *t >= slowest);
     thresholds.sort_by(f64::total_cmp);
     thresholds.dedup();
-    let microbatches = objective.busiest + n_meshes as f64;
+    let microbatches = latency.busiest + n_meshes as f64;
     let mut best: Option<Shared> = None;
     for threshold in thresholds {
-        let least_s = objective.total_s(sum_s, busiest_s, threshold, step_s);
+        let least_s = latency.total_s(sum_s, busiest_s, threshold, step_s);
         if best.as_ref().is_some_and(|b| least_s >= b.total_s) {
             break;
         }
@@ -185,10 +150,10 @@ fn share_among(
                 frontier(own, threshold, capacity, microbatches, combinations)
             })
             .collect();
-        let Some(picks) = cheapest(&frontiers, objective) else {
+        let Some(picks) = cheapest(&frontiers, latency) else {
             continue;
         };
-        let shared = joined(stages, n_meshes, &picks, objective, capacity_bytes);
+        let shared = joined(stages, n_meshes, &picks, latency, capacity_bytes);
         if best.as_ref().is_none_or(|b| shared.total_s < b.total_s) {
             best = Some(shared);
         }
@@ -238,7 +203,7 @@ fn lasting(e: &StageEntry, in_flight: u64) -> u128 {
     u128::from(e.static_bytes) + u128::from(in_flight) * u128::from(e.saved_bytes_per_microbatch)
 }
 
-/// What nothing beats of the entries below a threshold, those that fit; cheapest first.
+/// The entries below a threshold that fit and that nothing beats; cheapest first.
 fn frontier(
     stages: &[&SharedStage<'_>],
     threshold: f64,
@@ -281,7 +246,7 @@ fn frontier(
 
 /// One part of each mesh: those that cost least together, whatever the largest t below the
 /// threshold is. `None` where a mesh has none.
-fn cheapest(meshes: &[Vec<Part>], objective: Objective) -> Option<Vec<Part>> {
+fn cheapest(meshes: &[Vec<Part>], latency: Latency) -> Option<Vec<Part>> {
     let mut by_step: Vec<(f64, usize, usize)> = Vec::new();
     for (mesh, parts) in meshes.iter().enumerate() {
         by_step.extend(parts.iter().enumerate().map(|(i, p)| (p.step_s, mesh, i)));
@@ -300,7 +265,7 @@ fn cheapest(meshes: &[Vec<Part>], objective: Objective) -> Option<Vec<Part>> {
         };
         let times = || all.iter().copied().enumerate().map(time);
         let (sum_s, busiest_s) = (times().sum(), times().fold(0.0, f64::max));
-        let total_s = objective.total_s(sum_s, busiest_s, 0.0, step_s);
+        let total_s = latency.total_s(sum_s, busiest_s, 0.0, step_s);
         if best.as_ref().is_none_or(|(least, _)| total_s < *least) {
             best = Some((total_s, all));
         }
@@ -330,7 +295,7 @@ fn joined(
     stages: &[SharedStage<'_>],
     n_meshes: usize,
     picks: &[Part],
-    objective: Objective,
+    latency: Latency,
     capacity_bytes: u64,
 ) -> Shared {
     let (mut times, mut steps) = (Vec::new(), Vec::new());
@@ -360,14 +325,20 @@ fn joined(
     }
     shared.step_s = most_of_a_mesh(&steps, n_meshes);
     let busiest_s = most_of_a_mesh(&times, n_meshes);
-    shared.total_s = objective.total_s(shared.sum_s, busiest_s, shared.max_s, shared.step_s);
+    shared.total_s = latency.total_s(shared.sum_s, busiest_s, shared.max_s, shared.step_s);
     shared
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::plan::ScheduleKind;
     use ir::testing::Rng;
+
+    fn latency(n_meshes: usize, m: u32) -> Latency {
+        let kind = ScheduleKind::Interleaved { virtual_stages: 2 };
+        kind.schedule().latency(n_meshes, m)
+    }
 
     fn entry(time_s: f64, step_s: f64, bytes: u64, saved: u64, transient: u64) -> StageEntry {
         StageEntry {
@@ -397,7 +368,7 @@ mod tests {
         // Fast and large, or slow and small: 10 + 3 * 2 = 16 against 4 + 3 * 1 = 7 bytes.
         let entries = [entry(2.0, 0.0, 10, 2, 3), entry(3.0, 0.0, 4, 1, 1)];
         let stages: Vec<_> = (0..4).map(|_| stage(&entries, 3)).collect();
-        let share = |capacity| share(&stages, 2, Objective::new(2, 6), capacity);
+        let share = |capacity| share(&stages, 2, latency(2, 6), capacity);
         // Everything fits: 16 + 16 + 3. A mesh takes 5 for each of the 4 microbatches after the
         // first two, and the second waits for a stage of the first.
         let all = share(35).unwrap();
@@ -477,13 +448,13 @@ mod tests {
                     best = Some(best.map_or(total, |b| b.min(total)));
                 }
             }
-            let found = share(&stages, p, Objective::new(p, m), capacity);
+            let found = share(&stages, p, latency(p, m), capacity);
             let total = found.map(|s| s.total_s).ok();
             match (total, best) {
                 (Some(a), Some(b)) => assert!((a - b).abs() < 1e-9, "{a} against {b}"),
                 (a, b) => assert_eq!(a.is_some(), b.is_some()),
             }
-            let found = share_among(&stages, p, Objective::new(p, m), capacity, 0);
+            let found = share_among(&stages, p, latency(p, m), capacity, 0);
             match (found.map(|s| s.total_s).ok(), best) {
                 (Some(a), Some(b)) if steps == 1 => assert!((a - b).abs() < 1e-9, "{a}, {b}"),
                 (Some(a), Some(b)) => assert!(a > b - 1e-9, "{a} against {b}"),
@@ -498,7 +469,7 @@ mod tests {
     fn what_is_paid_once_counts_once() {
         let entries = [entry(2.0, 0.0, 0, 0, 0), entry(1.9, 0.8, 0, 0, 0)];
         let stages: Vec<_> = (0..2).map(|_| stage(&entries, 1)).collect();
-        let share = |m| share(&stages, 1, Objective::new(1, m), 1).unwrap();
+        let share = |m| share(&stages, 1, latency(1, m), 1).unwrap();
         assert_eq!(share(9).entries, [1, 1]);
         assert!((share(9).total_s - (9.0 * 2.0 * 2.4 + 1.6)).abs() < 1e-9);
         assert_eq!(share(1).entries, [0, 0]);
@@ -516,7 +487,7 @@ mod tests {
             .collect();
         let stages: Vec<_> = (0..12).map(|_| stage(&entries, 1)).collect();
         let (p, m) = (2, 8);
-        let found = share(&stages, p, Objective::new(p, m), 1).unwrap();
+        let found = share(&stages, p, latency(p, m), 1).unwrap();
         let alike = |e: &StageEntry| {
             let t = e.time_s() + 0.5;
             12.0 * t + f64::from(m - 2) * 6.0 * t + t + 6.0 * e.step_s

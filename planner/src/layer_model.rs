@@ -91,7 +91,7 @@ struct Link {
 }
 
 impl Link {
-    /// What a choice of group `g` shows of its specs to the other one.
+    /// The specs of a choice of group `g` that the other group sees.
     fn face<'c>(&self, g: usize, choice: &'c Choice) -> Vec<&'c ShardingSpec> {
         let shown = |u: &Use| match u.from == g {
             true => u.made(choice),
@@ -116,12 +116,12 @@ struct Use {
     value: ValueId,
 }
 
-/// What a layer costs under a price on memory, for each pair of boundary layouts.
+/// The cost of a layer under a price on memory, for each pair of boundary layouts.
 pub(crate) struct PricedLayer<'m> {
     /// `[entry][exit]`, quanta; a side without boundary has one row or column.
     pub matrix: Vec<Vec<Option<u64>>>,
     node_costs: Vec<Vec<Cost>>,
-    /// Of what it was read off, unless that is large.
+    /// The elimination that it was read off, unless that is large.
     found: Option<Eliminated<'m>>,
 }
 
@@ -155,7 +155,7 @@ impl Weights {
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
-    /// Whether what keeps to `levels` may be chosen.
+    /// Whether choices that keep to `levels` are allowed.
     fn allows(&self, levels: ZeroLevels) -> bool {
         self.level.is_none_or(|level| levels.has(level))
     }
@@ -351,7 +351,7 @@ impl LayerModel {
     /// Times and bytes of a decoded choice.
     pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
         let mut cost = LayerCost::default();
-        // What is recomputed lives in the backward pass, beside its ops alone.
+        // Recomputed values live in the backward pass, beside its ops alone.
         let (mut in_step, mut in_microbatch, mut recomputed) = (0, 0, 0u64);
         for (i, (group, &c)) in self.groups.iter().zip(choice).enumerate() {
             let c = &group.choices[c as usize];
@@ -427,7 +427,7 @@ pub(crate) struct LayerCost {
     pub time: Phases,
     pub static_bytes: u64,
     pub saved_bytes: u64,
-    /// What an op needs for a moment, and what the layer's backward recomputes.
+    /// Bytes that an op needs for a moment, and those that the layer's backward recomputes.
     pub transient_bytes: u64,
 }
 
@@ -458,7 +458,7 @@ fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 
         .unwrap_or(0)
 }
 
-/// What is wrong with a link that a pinned level leaves no way over: its first parameter.
+/// The error of a link that a pinned level leaves no way over: its first parameter.
 fn moved(s: &Setting<'_>, link: &Link, level: u8) -> Option<ModelError> {
     let graph = &s.training.graph;
     let parameter = link

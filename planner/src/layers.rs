@@ -74,7 +74,7 @@ pub fn find_layers<'a>(
     Layers { ops, kind, first }
 }
 
-/// What layers of one kind have in common, sign by sign.
+/// The signs that layers of one kind have in common.
 #[derive(Debug, PartialEq)]
 enum Sign<'a> {
     /// An op begins, and whether it is at a layer's entrance or brings the gradient back to it.
@@ -150,7 +150,7 @@ impl<'a> Reader<'a> {
         signs
     }
 
-    /// What comes from a neighbour is known by the distance alone when it is an activation or a
+    /// A value from a neighbour is known by the distance alone when it is an activation or a
     /// gradient; anything else, such as a tied table, is the same only where it is the same op.
     fn origin(&self, layer: LayerId, ops: &[OpId], id: OpId) -> Origin {
         let op = self.training.graph.op(id);

@@ -39,10 +39,10 @@ use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
 pub use pins::{PinError, Pins};
 
-/// What the search is asked beside model, training and cluster.
+/// Options of the search beside model, training and cluster.
 #[derive(Clone, Debug, Default)]
 pub struct PlanOptions {
-    /// What is fixed.
+    /// Decisions that are fixed.
     pub pins: Pins,
     /// Where layers come from.
     pub layering: Layering,
@@ -75,11 +75,11 @@ pub struct PlanStats {
     /// Choices of the decision groups of all layers that were modelled: those that the axes make,
     /// and those of them that are of use.
     pub choices: [u64; 2],
-    /// What the user should know about the request, in sentences.
+    /// Remarks on the request for the user, in sentences.
     pub notes: Vec<String>,
     /// The intra-op problems of the plan's stages that were solved as integer programs.
     pub problems: Vec<intra_op::problem::IntraOpProblem>,
-    /// What was simulated, in words, with the predicted step time.
+    /// Simulated alternatives, in words, with their predicted step times.
     pub alternatives: Vec<(String, Seconds)>,
 }
 
@@ -134,7 +134,7 @@ pub enum PlanError {
     /// A plan could not be lowered or simulated: a defect of the planner.
     #[error("the chosen plan cannot be lowered: {0}")]
     Lower(String),
-    /// What was chosen is not among what was priced: a defect of the planner.
+    /// The choice is not among the priced ones: a defect of the planner.
     #[error("the search contradicts itself: {0}")]
     Defect(String),
 }

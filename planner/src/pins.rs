@@ -2,8 +2,8 @@
 //!
 //! A degree pin fixes the logical mesh (`data`, `tensor` axes, and between them, where they are
 //! pinned, `expert`, a part of the ranks that split samples, and `context`) and restricts which
-//! factors an axis may shard; `zero` restricts how parameters and optimizer states lie over axes that
-//! do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
+//! factors an axis may shard; `zero` restricts how parameters and optimizer states lie over axes
+//! that do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
 //! are recomputed in the backward pass (none, unless pinned).
 
 pub(crate) mod check;
@@ -14,7 +14,7 @@ use ir::plan::ScheduleKind;
 use ir::training::Recompute;
 use std::collections::BTreeMap;
 
-/// What is fixed; everything else is searched.
+/// The decisions that are fixed; everything else is searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pins {
     /// Data-parallel degree: ranks that split the samples of a microbatch.
@@ -37,7 +37,7 @@ pub struct Pins {
     pub microbatch: Option<u64>,
     /// Number of layers of every stage, first stage first.
     pub split: Option<Vec<usize>>,
-    /// Order of passes: GPipe or 1F1B.
+    /// Order of passes, one of [`ScheduleKind::NAMED`].
     pub schedule: Option<ScheduleKind>,
     /// Stages of every mesh, interleaved where there are several (Narayanan et al. 2021).
     pub virtual_stages: Option<u32>,
@@ -92,7 +92,7 @@ impl TensorPin {
     }
 }
 
-/// What one mesh axis may do.
+/// The role of one mesh axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AxisRole {
     /// Anything: the search decides.
@@ -113,17 +113,16 @@ pub enum AxisRole {
 pub struct PinError {
     /// The pin as given.
     pub pin: String,
-    /// What is wrong, and what is accepted.
+    /// The problem, and the accepted values.
     pub problem: String,
 }
 
 impl Pins {
-    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `tensor=4`, `pipeline=2`, `zero=1`,
-    /// `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`, `virtual=2`,
-    /// `recompute=full`,
-    /// `recompute:h.*.mlp.act=yes`, `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may
-    /// hold several, separated by spaces or, outside brackets, commas. The same key with two
-    /// values is refused.
+    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `tensor=4`, `pipeline=2`,
+    /// `zero=1`, `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`,
+    /// `virtual=2`, `recompute=full`, `recompute:h.*.mlp.act=yes`,
+    /// `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold several, separated by
+    /// spaces or, outside brackets, commas. The same key with two values is refused.
     pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
         let mut pins = Pins::default();
         let mut given: BTreeMap<String, String> = BTreeMap::new();
@@ -185,15 +184,16 @@ impl Pins {
                     }
                 }
             }
-            "schedule" => match value {
-                "gpipe" => self.schedule = Some(ScheduleKind::GPipe),
-                "1f1b" => self.schedule = Some(ScheduleKind::OneFOneB),
-                _ => {
-                    return Err(err(format!(
-                        "`{value}` is not a schedule; gpipe and 1f1b are, and virtual=N interleaves N stages on each mesh"
-                    )));
-                }
-            },
+            "schedule" => {
+                let named = ScheduleKind::named(value);
+                self.schedule = Some(named.ok_or_else(|| {
+                    let names = ScheduleKind::NAMED.iter().map(|s| s.name());
+                    err(format!(
+                        "`{value}` is not a schedule; {} are, and virtual=N interleaves N stages on each mesh",
+                        names.collect::<Vec<_>>().join(", ")
+                    ))
+                })?);
+            }
             "recompute" => {
                 let all = [Recompute::None, Recompute::Full, Recompute::Selective];
                 let named = all.into_iter().find(|r| r.name() == value);
@@ -254,12 +254,10 @@ impl Pins {
 
     /// The order of passes that is planned for.
     pub fn schedule_kind(&self) -> ScheduleKind {
-        match self.virtual_stages {
-            Some(virtual_stages) if virtual_stages > 1 => {
-                ScheduleKind::Interleaved { virtual_stages }
-            }
-            _ => self.schedule.unwrap_or(ScheduleKind::OneFOneB),
-        }
+        let plain = self.schedule.unwrap_or_default();
+        let several = self.virtual_stages.filter(|&v| v > 1);
+        let interleaved = several.and_then(|v| plain.schedule().interleaved(v));
+        interleaved.unwrap_or(plain)
     }
 
     /// Names of the axes of every stage's mesh, major first.
@@ -333,12 +331,12 @@ pub(crate) fn zero_variants(
 pub(crate) struct ZeroLevels(u8);
 
 impl ZeroLevels {
-    /// Of what no level restricts.
+    /// All levels: nothing is restricted.
     pub(crate) const ALL: ZeroLevels = ZeroLevels(0b1111);
-    /// Of what moves parameters in the microbatches: ZeRO-3.
+    /// The level that moves parameters in the microbatches: ZeRO-3.
     pub(crate) const MOVING: ZeroLevels = ZeroLevels(0b1000);
 
-    /// Those that leave a variant on an axis of this role.
+    /// The levels that leave a variant on an axis of this role.
     pub(crate) fn of(variant: ZeroVariant, role: AxisRole, precision: Precision) -> ZeroLevels {
         let leaves = |level: &u8| zero_variants(Some(*level), role, precision).contains(&variant);
         ZeroLevels((0..=3).filter(leaves).fold(0, |bits, z| bits | 1 << z))

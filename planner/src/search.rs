@@ -56,7 +56,7 @@ struct Search<'a> {
     submeshes: Vec<u32>,
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
-    /// What was worked out about layout changes on meshes that nobody prices at the moment; most
+    /// Prices of layout changes on meshes that nobody prices at the moment; most
     /// of it holds for every microbatch size.
     prices: Mutex<Vec<Prices<'a>>>,
     /// Microbatch size and mesh of the models that are kept, see [`Search::models`].

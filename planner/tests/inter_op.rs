@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
+use ir::plan::ScheduleKind;
 use planner::inter_op::{
-    InterOpOptions, NoPlan, ScheduleKind, StageEntry, StageTable, brute_force, cost_of, least_work,
-    plan,
+    InterOpOptions, NoPlan, StageEntry, StageTable, brute_force, cost_of, least_work, plan,
 };
 
 /// SplitMix64 (Steele, Lea & Flood 2014).
@@ -118,17 +118,15 @@ fn equals_brute_force_on_random_tables() {
         let transfer = |from: usize, out: u16, to: usize, into: u16| {
             times[(from * 2 + out as usize) * 6 + to * 2 + into as usize]
         };
-        let mut options = InterOpOptions::new(1 + random.below(9), ScheduleKind::OneFOneB);
-        if random.below(3) == 0 {
-            options.schedule = ScheduleKind::GPipe;
-        }
+        let named = ScheduleKind::NAMED;
+        let schedule = named[random.below(named.len() as u64) as usize];
+        let mut options = InterOpOptions::new(1 + random.below(9), schedule);
         options.allow_unused = random.below(3) == 0;
         options.n_stages = (random.below(4) == 0).then(|| 1 + random.below(3) as usize);
         if let Some(n) = options.n_stages.filter(|_| random.below(2) == 0) {
             let n_meshes = if random.below(2) == 0 { 1 } else { n };
             options.microbatches = n_meshes as u64 * (1 + random.below(4));
             options.schedule = ScheduleKind::Interleaved {
-                n_meshes,
                 virtual_stages: (n / n_meshes) as u32,
             };
         }
@@ -166,15 +164,19 @@ fn equals_brute_force_on_random_tables() {
 #[test]
 fn interleaved_stages_count_the_largest_as_often_as_a_mesh_starts_one() {
     for m in [4u64, 8, 12] {
-        let plain = ScheduleKind::OneFOneB.repeats(m);
-        let kind = |virtual_stages| ScheduleKind::Interleaved {
-            n_meshes: 4,
-            virtual_stages,
+        let plain = InterOpOptions::new(m, ScheduleKind::OneFOneB).repeats();
+        let repeats = |virtual_stages| {
+            let schedule = ScheduleKind::Interleaved { virtual_stages };
+            let options = InterOpOptions {
+                n_stages: Some(4 * virtual_stages as usize),
+                ..InterOpOptions::new(m, schedule)
+            };
+            options.repeats()
         };
-        assert_eq!(kind(1).repeats(m), plain);
+        assert_eq!(repeats(1), plain);
         for v in [2, 3] {
             let stages = 4.0 * f64::from(v);
-            assert_eq!(stages + kind(v).repeats(m), m as f64 * f64::from(v) + 3.0);
+            assert_eq!(stages + repeats(v), m as f64 * f64::from(v) + 3.0);
         }
     }
 }

@@ -19,7 +19,7 @@ pub struct Table {
 pub struct CsvError {
     /// Line on which the record begins, from 1.
     pub line: usize,
-    /// What is wrong there.
+    /// The problem there.
     pub problem: String,
 }
 

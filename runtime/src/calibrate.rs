@@ -38,7 +38,7 @@ use probes::{Place, Probe, ProgramOfProbes};
 use std::time::Instant;
 use transfers::transfers;
 
-/// What to measure and for how long.
+/// The measurements to make, and for how long.
 #[derive(Clone, Copy, Debug)]
 pub struct CalibrateOptions {
     /// Ranks that will share the machine.
@@ -65,7 +65,7 @@ const REPETITIONS: (u32, u32) = (3, 31);
 /// Share of the time for kernels.
 const KERNELS_SHARE: f64 = 0.6;
 
-/// What is read of an instruction.
+/// The clock that is read for an instruction.
 #[derive(Clone, Copy, PartialEq)]
 enum Clock {
     /// Time on the clock.

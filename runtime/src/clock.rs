@@ -13,7 +13,7 @@ pub struct Moment {
     processor: Option<Duration>,
 }
 
-/// What passed between two moments of a thread, in seconds.
+/// The time between two moments of a thread, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Elapsed {
     /// On the clock.
@@ -30,7 +30,7 @@ impl Moment {
             processor: processor_time(),
         }
     }
-    /// What has passed since, on the same thread.
+    /// The time since, on the same thread.
     pub fn elapsed(&self) -> Elapsed {
         let wall_s = self.wall.elapsed().as_secs_f64();
         let busy = self.processor.zip(processor_time());

@@ -26,13 +26,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
+/// The contribution of a member to a gathering: one block, of all buffers of a coalesced
+/// collective.
 pub type Contribution = Arc<Bytes>;
 
 /// A way from a sender to a receiver for one kind of message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Channel {
-    /// What is sent: the index of the transfer.
+    /// Index of the transfer that is sent.
     pub transfer: u32,
     /// Sender.
     pub from: Rank,
@@ -58,13 +59,13 @@ enum Kind {
     },
 }
 
-/// What a meeting gave: every member's contribution, in group order, or what arrived, in the
+/// The result of a meeting: every member's contribution, in group order, or what arrived, in the
 /// order of the receives.
 #[derive(Debug)]
 pub enum Arrived {
-    /// Of a gathering.
+    /// The contributions to a gathering.
     Gathered(Vec<Contribution>),
-    /// Of an exchange.
+    /// The blocks of an exchange.
     Exchanged(Vec<Bytes>),
 }
 
@@ -133,7 +134,7 @@ impl World {
         // No code that holds the lock leaves the table half-changed, so a poisoned one is whole.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    /// What a meeting gave, once it is over. Wakes those who can go on because of it.
+    /// Takes the result of a meeting, once it is over. Wakes those who can go on because of it.
     fn take(&self, table: &mut Table, meeting: &mut Kind) -> Option<Arrived> {
         match meeting {
             Kind::Alone(contribution) => {
@@ -284,7 +285,7 @@ impl Endpoint {
         Meeting(Kind::Exchange { sent, received })
     }
 
-    /// What a meeting gave, if it is over; asked again after that, nothing.
+    /// The result of a meeting, if it is over; nothing if asked again after that.
     ///
     /// Fails when the world is aborted.
     pub fn poll(&self, meeting: &mut Meeting) -> Result<Option<Arrived>, RuntimeError> {
@@ -314,7 +315,8 @@ impl Endpoint {
         let deadline = Instant::now() + world.timeout;
         let mut table = world.lock();
         loop {
-            // What has arrived is taken even after a failure elsewhere; only waiting ends.
+            // A message that has arrived is taken even after a failure elsewhere; only waiting
+            // ends.
             if let Some(arrived) = world.take(&mut table, &mut meeting.0) {
                 return Ok(arrived);
             }
@@ -332,7 +334,7 @@ impl Endpoint {
         }
     }
 
-    /// What the watchdog says of a meeting that has not come about in time.
+    /// The watchdog's error for a meeting that has not come about in time.
     pub fn late(&self, meeting: &Meeting, what: String) -> RuntimeError {
         let waiting_for = missing(&self.world.lock(), &meeting.0);
         self.overdue(what, waiting_for)

@@ -1,4 +1,4 @@
-//! What can go wrong in a run, with the rank, stage and instruction where it did.
+//! The errors of a run, with the rank, stage and instruction where they occurred.
 
 use crate::data::DataError;
 use ir::likeness::Difference;
@@ -13,7 +13,7 @@ pub enum RuntimeError {
     Kernel {
         /// Path or name of the op.
         op: String,
-        /// What does not fit.
+        /// The part that does not fit.
         problem: String,
     },
     /// An instruction failed on a rank.
@@ -70,7 +70,7 @@ pub enum RuntimeError {
     State {
         /// Its path.
         path: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The program or training graph is not one that this runtime can execute.
@@ -81,7 +81,7 @@ pub enum RuntimeError {
     Diverged {
         /// The step.
         step: u64,
-        /// What is no number.
+        /// The name of the figure that is no number.
         figure: &'static str,
         /// NaN or an infinity.
         value: f64,

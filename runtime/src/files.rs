@@ -19,7 +19,7 @@ use std::time::Duration;
 /// How names begin that belong to us; behind it stand the writer's process and a number.
 const PREFIX: &str = ".meshwright-tmp-";
 
-/// What this process is writing.
+/// The files that this process is writing.
 static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 /// A file or folder that is being written.

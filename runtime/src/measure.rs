@@ -197,11 +197,12 @@ impl Profile {
                 (seconds + t.wall_s, n + t.n)
             })
         };
-        // A pass of a microbatch goes through every chunk of the role, a template each.
-        let mean = |kind: TemplateKind| -> f64 {
+        // A pass of a microbatch goes through every chunk of the role, a template each; what goes
+        // backward may have several.
+        let mean = |of: fn(TemplateKind) -> bool| -> f64 {
             let timed = role.templates.iter().zip(&self.templates);
             timed
-                .filter(|(t, total)| t.kind == kind && total.n > 0)
+                .filter(|(t, total)| of(t.kind) && total.n > 0)
                 .map(|(_, total)| total.wall_s / total.n as f64)
                 .sum()
         };
@@ -209,8 +210,8 @@ impl Profile {
             compute_s: on_streams(|s| *s == Stream::Kernels),
             collective_s: on_streams(|s| matches!(s, Stream::Communicator { .. } | Stream::World)),
             transfer_s: on_streams(|s| *s == Stream::Transfers),
-            forward_s: mean(TemplateKind::Forward),
-            backward_s: mean(TemplateKind::Backward),
+            forward_s: mean(|k| k == TemplateKind::Forward),
+            backward_s: mean(TemplateKind::is_backward),
             step_s: of_kind(&[TemplateKind::StepBegin, TemplateKind::StepEnd]).0 / per_step,
             peak_bytes: Bytes(peak_bytes),
         }

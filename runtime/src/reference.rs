@@ -29,7 +29,7 @@ pub struct Reference {
     noise: Option<u64>,
 }
 
-/// What a step of the reference gave.
+/// The results of a step of the reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReferenceStep {
     /// Mean loss over the tokens of the batch, before the update.

@@ -31,7 +31,7 @@ const ULP_F32: f32 = 1.0 / (1 << 24) as f32;
 /// 2^-53: a `f64` holds 53 bits of a uniform number.
 const ULP_F64: f64 = 1.0 / (1u64 << 53) as f64;
 
-/// What is drawn from a stream; mixed into the counter, so that the two streams differ.
+/// The kind of value drawn from a stream; mixed into the counter, so that the two streams differ.
 #[derive(Clone, Copy)]
 #[repr(u64)]
 enum Kind {

@@ -54,7 +54,7 @@ pub enum ScheduleError {
     NotARate {
         /// `"peak"` or `"min"`.
         name: &'static str,
-        /// What was given.
+        /// The value given.
         value: f64,
     },
     /// Nothing would be learned.

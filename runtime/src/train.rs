@@ -12,12 +12,12 @@ use ir::program::Program;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What to run, and on what.
+/// The plan to run, and the data to run it on.
 #[derive(Clone, Debug)]
 pub struct TrainOptions<'a> {
     /// The lowered plan.
     pub program: &'a Program,
-    /// What is trained.
+    /// The training spec.
     pub spec: &'a TrainSpec,
     /// Name of the model, for the measurement.
     pub name: &'a str,
@@ -45,7 +45,7 @@ pub struct TrainOptions<'a> {
     pub session: SessionOptions,
 }
 
-/// What `train` reports while it runs.
+/// The reports of `train` while it runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Progress {
     /// A training step is done.
@@ -61,7 +61,7 @@ pub enum Progress {
 
 /// A run that ended.
 pub struct Trained {
-    /// What was measured.
+    /// The measurement.
     pub measurement: Measurement,
     /// The ranks with the final states.
     pub session: Session,

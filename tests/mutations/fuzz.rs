@@ -168,7 +168,7 @@ fn absurd_programs_are_answered() {
     }
 }
 
-/// What is wrong with how stages are interleaved, each alone.
+/// The mistakes in how stages are interleaved, each alone.
 #[test]
 fn stages_that_cannot_be_interleaved_are_refused() {
     let mut random = Random(6);

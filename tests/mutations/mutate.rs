@@ -880,8 +880,13 @@ fn world_drop(p: &mut Program, r: &mut Random) -> bool {
 fn drop_slot(p: &mut Program, r: &mut Random) -> bool {
     let role = role(p, r);
     let at = r.below(role.trace.len());
+    // A stage without weights has nothing to do in the slots of their gradients.
+    let empty = role
+        .template(role.trace[at].template)
+        .instructions
+        .is_empty();
     role.trace.remove(at);
-    true
+    !empty
 }
 
 fn duplicate_slot(p: &mut Program, r: &mut Random) -> bool {

@@ -14,7 +14,7 @@ use ir::reshard::{Placement, tiles_to};
 use ir::{InstrId, LogicalMesh, Rank, StreamId, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What playing all ranks gives.
+/// The result of playing all ranks.
 pub struct AllRanks {
     /// End of the last rank, seconds.
     pub step_s: f64,
@@ -95,7 +95,7 @@ impl Peers {
     }
 }
 
-/// What ranks have said to each other.
+/// The messages of ranks to each other.
 #[derive(Default)]
 struct Board {
     n_ranks: usize,
@@ -114,7 +114,7 @@ struct Exchange {
     parts: Vec<Part>,
 }
 
-/// What of an exchange goes to, or comes from, one stage: transfers with their numbers.
+/// The part of an exchange that goes to, or comes from, one stage: transfers with their numbers.
 struct Part {
     side: usize,
     transfers: Vec<(TransferId, u32)>,

@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: reference cases, small clusters, and one way to plan, check
+//! The helpers of the end-to-end tests: reference cases, small clusters, and one way to plan, check
 //! and run a case on in-process ranks.
 
 pub mod all_ranks;
@@ -25,13 +25,13 @@ pub struct Case {
     pub config: import::ModelConfig,
     /// The forward graph.
     pub forward: Graph,
-    /// What is trained.
+    /// The training spec.
     pub train: TrainSpec,
     /// Learning rate.
     pub lr: f64,
     /// Batches of samples of `sequence + 1` tokens, one per step.
     pub batches: Vec<Vec<Vec<u32>>>,
-    /// What PyTorch found.
+    /// The results of PyTorch.
     pub reference: Value,
     /// The configuration of the weights in the folder.
     stored: import::ModelConfig,

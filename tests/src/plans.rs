@@ -175,7 +175,7 @@ fn input(g: &mut Graph, layer: LayerId, path: &str, kind: InputKind) -> ValueId 
         .unwrap()
 }
 
-/// What is not random in a plan.
+/// The parts of a plan that are not random.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setup {
     /// Number of layers and sizes of the mesh axes of each stage; of interleaved stages the
@@ -187,15 +187,15 @@ pub struct Setup {
     pub n_microbatches: u32,
     /// Order of passes.
     pub schedule: ScheduleKind,
-    /// What is trained; the global batch follows from the microbatches.
+    /// The training spec; the global batch follows from the microbatches.
     pub train: TrainSpec,
-    /// What strategies are drawn from.
+    /// The source of strategies.
     pub style: Style,
-    /// What is recomputed.
+    /// The recomputation.
     pub recompute: Recomputed,
 }
 
-/// What a random plan recomputes.
+/// The recomputation of a random plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recomputed {
     /// A named choice.
@@ -218,7 +218,7 @@ impl Default for Setup {
     }
 }
 
-/// What strategies are drawn from.
+/// The source of strategies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// Whatever the rules allow.
@@ -502,7 +502,7 @@ fn strategy(
     (strategy, a)
 }
 
-/// What ZeRO does along an axis: samples where there are any, the first dim otherwise.
+/// The use of an axis by ZeRO: samples where there are any, the first dim otherwise.
 fn zero_use(rule: &ShardingRule) -> AxisUse {
     let role = |f: &FactorId| rule.factors[f.index()].role;
     let samples = rule.shardable().find(|f| role(f) == FactorRole::Batch);

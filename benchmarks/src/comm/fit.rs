@@ -19,12 +19,13 @@ pub struct Parameter {
     pub width: f64,
 }
 
-/// What a row's error weighs linearly from: 2%.
+/// The error from which a row weighs linearly: 2%.
 const ROBUST: f64 = 0.02;
 /// Weight of the prior of one parameter against the error of one row.
 const PRIOR_WEIGHT: f64 = 0.02;
 
-/// What is fitted. Everything else in `clusters/links.toml` is a fact with a source.
+/// The parameters that are fitted. Everything else in `clusters/links.toml` is a fact with a
+/// source.
 pub fn parameters() -> Vec<Parameter> {
     let p = |table, key, bounds, prior, width| Parameter {
         name: (table, key),
@@ -71,8 +72,8 @@ pub(super) fn figure<'a>(fitted: &'a mut Fitted, p: &Parameter) -> Result<&'a mu
         .ok_or_else(|| format!("clusters/links.toml has no fitted.{}.{key}", p.name.0))
 }
 
-/// What is minimised: the mean over cases of `sqrt(e^2 + 0.02^2) - 0.02`, `e` the logarithm of
-/// predicted over measured, plus the priors.
+/// The objective of the fit: the mean over cases of `sqrt(e^2 + 0.02^2) - 0.02`, `e` the logarithm
+/// of predicted over measured, plus the priors.
 pub fn loss(catalogue: &Catalogue, fitted: &Fitted, cases: &[&Case]) -> Result<f64, String> {
     let predicted = predict(catalogue, fitted, cases)?;
     let errors = predicted.iter().zip(cases).map(|(p, c)| {

@@ -26,7 +26,7 @@ use std::collections::btree_map::Entry;
 /// Largest message of a benchmark whose source only says "peak".
 pub const LARGE_BYTES: u64 = 16 << 30;
 
-/// What a row measured.
+/// The measured quantity of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// A collective.
@@ -44,7 +44,7 @@ pub struct Case {
     pub table: String,
     /// A preset or composition, and its hosts.
     pub system: (&'static str, u32),
-    /// What was measured.
+    /// The measurement.
     pub what: What,
     /// Ranks of the group.
     pub ranks: u32,

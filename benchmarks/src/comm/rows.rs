@@ -11,7 +11,7 @@ pub struct Row {
     pub nodes: Option<u32>,
     /// Ranks.
     pub gpus: Option<u32>,
-    /// What was done.
+    /// The collective that was run.
     pub collective: String,
     /// Algorithm that the source names; may be empty.
     pub algo: String,

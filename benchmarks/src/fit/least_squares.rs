@@ -17,13 +17,13 @@ const MAX_STEPS: usize = 12;
 /// A step that improves by less than this share is the last.
 const TOLERANCE: f64 = 2e-4;
 
-/// What is fitted.
+/// The parameters that are fitted.
 pub struct Bounds {
     /// Logarithms of the defaults.
     pub default: Vec<f64>,
-    /// Of the lower bounds.
+    /// Multipliers of the lower bounds.
     pub low: Vec<f64>,
-    /// Of the upper bounds.
+    /// Multipliers of the upper bounds.
     pub high: Vec<f64>,
 }
 

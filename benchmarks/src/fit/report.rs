@@ -17,7 +17,7 @@ pub struct Errors {
     pub by_source: Vec<f64>,
 }
 
-/// What every parameter rests on: rows of tier A whose step it changes, and their sources.
+/// The support of every parameter: rows of tier A whose step it changes, and their sources.
 pub fn support(problem: &Problem, slopes: &[Vec<f64>]) -> Vec<String> {
     slopes
         .iter()

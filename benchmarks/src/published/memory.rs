@@ -148,7 +148,7 @@ fn family(point: &Point) -> &'static str {
     }
 }
 
-/// What of a prediction a point measures, in gigabytes.
+/// The quantity of a prediction that a point measures, in gigabytes.
 fn quantity_of(point: &Point, p: &Predicted) -> f64 {
     let m = &p.memory;
     let bytes = match point.quantity.as_str() {

@@ -38,7 +38,7 @@ const PLAN: [&str; 10] = [
 pub struct Ranked {
     /// Stratum.
     pub stratum: String,
-    /// What the plans share.
+    /// The settings that the plans share.
     pub what: String,
     /// Number of plans.
     pub n: usize,
@@ -81,7 +81,7 @@ pub fn rankings(rows: &[Scored<'_>]) -> Vec<Ranked> {
         .collect()
 }
 
-/// What a row says of its plan.
+/// The columns of a row that describe its plan.
 fn plan<'a>(row: &Scored<'a>) -> [&'a str; PLAN.len()] {
     PLAN.map(|c| row.row.text(c).unwrap_or(""))
 }

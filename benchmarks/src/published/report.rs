@@ -70,7 +70,7 @@ pub fn errors(scored: &[Scored<'_>]) -> String {
     out
 }
 
-/// What every term is worth: MAPE by stratum with all terms and without each.
+/// The worth of every term: MAPE by stratum with all terms and without each.
 pub fn ablation(full: &[Stratum], without: &[(&str, Vec<Stratum>)]) -> String {
     let mut out = String::from("\n## What each term is worth\n\n");
     push(&mut out, "Step time MAPE over tier A with all terms, and without one at a time, the other figures unchanged.\n".into());

@@ -1,13 +1,13 @@
-//! What other programs take of the processors, as Linux counts it.
+//! The processor time of other programs, as Linux counts it.
 
 /// Ticks of processors up to now. Zero where the system does not say.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Busy {
-    /// Of all programs.
+    /// Ticks of all programs.
     all: u64,
-    /// Of this one.
+    /// Ticks of this one.
     own: u64,
-    /// Of all, and idle.
+    /// Ticks of all, and idle ones.
     total: u64,
 }
 

@@ -9,7 +9,7 @@ const LEFT: f64 = 70.0;
 const BOTTOM: f64 = 40.0;
 const TOP: f64 = 30.0;
 const RIGHT: f64 = 15.0;
-/// What is farther from the best cost than this part of it is drawn at the edge.
+/// A cost farther from the best than this part of it is drawn at the edge.
 const MOST_AWAY: f64 = 0.3;
 
 /// The trace of a solve as SVG: time to the right, distance from the best cost upwards.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// What can be switched off: reductions of presolve, then phases.
+/// The parts that can be switched off: reductions of presolve, then phases.
 pub const SWITCHES: [&str; 12] = [
     "propagate",
     "minima",
@@ -24,7 +24,7 @@ pub const SWITCHES: [&str; 12] = [
     "ilp",
 ];
 
-/// What a solve may spend.
+/// The effort that a solve may spend.
 #[derive(Args, Clone)]
 pub struct Limits {
     /// Wall-clock limit in seconds, reading included.

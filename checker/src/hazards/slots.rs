@@ -99,15 +99,15 @@ struct Span {
 struct LastUse {
     buffer: BufferId,
     write: Option<InstrId>,
-    /// Those behind the write.
+    /// The reads behind the write.
     reads: Vec<InstrId>,
 }
 
-/// What a template means to other slots.
+/// The summary of a template for other slots.
 struct Profile {
     template: TemplateId,
-    /// What its instructions know of earlier slots, each once; a stream of their own is drained
-    /// when they begin.
+    /// The events of earlier slots that its instructions know, each once; a stream of their own is
+    /// drained when they begin.
     sources: Vec<Event>,
     /// By group, its sources.
     groups: Vec<Vec<usize>>,
@@ -262,7 +262,7 @@ struct Play<'a> {
     copies: Vec<Last>,
     /// By stream, what is complete when its last instruction is.
     drained: Vec<Clock>,
-    /// What is complete when an instruction is that others wait for: the latest, and by
+    /// The clocks at the end of instructions that others wait for: the latest, and by
     /// microbatch.
     done: BTreeMap<(TemplateId, InstrId), (Clock, BTreeMap<u32, Clock>)>,
     /// By template, the latest slot that plays it.
@@ -308,7 +308,7 @@ impl<'a> Play<'a> {
         profile.groups.iter().map(of).collect()
     }
 
-    /// What is complete after an event; nothing where it has no slot to wait for.
+    /// The clock after an event; nothing where it has no slot to wait for.
     fn complete(&self, event: Event, microbatch: Option<u32>) -> Option<&Clock> {
         match event {
             Event::Drained(stream) => self.drained.get(stream.index()),

@@ -12,9 +12,9 @@ use std::collections::BTreeSet;
 /// Everything that is wrong with a plan; empty when it can be lowered.
 ///
 /// Checks versions, figures, batch sizes, the graph, that stages cover layers and meshes the
-/// cluster without overlap (interleaved stages share theirs as their schedule says), that recomputed ops repeat their sources, that every op has a
-/// strategy its rule allows, and that every recorded layout change leads from the spec before
-/// it to the spec after it. Never panics.
+/// cluster without overlap (interleaved stages share theirs as their schedule says), that
+/// recomputed ops repeat their sources, that every op has a strategy its rule allows, and that
+/// every recorded layout change leads from the spec before it to the spec after it. Never panics.
 pub fn check_plan(plan: &Plan) -> Vec<Violation> {
     let mut report = Report::default();
     versions(plan, &mut report);
@@ -171,7 +171,7 @@ fn batch(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// What is wrong with one mesh in a cluster of `n_devices`.
+/// The problem of one mesh in a cluster of `n_devices`.
 pub(crate) fn mesh_problem(mesh: &LogicalMesh, n_devices: u32) -> Option<(String, String)> {
     if LogicalMesh::new(mesh.devices, mesh.axes.clone()).is_none() {
         let sizes: Vec<u32> = mesh.axes.iter().map(|a| a.size).collect();
@@ -205,13 +205,9 @@ fn meshes(plan: &Plan, report: &mut Report) -> bool {
         report.add("stages", "stages", "at least one stage", "none");
         good = false;
     }
-    if let Some(problem) = plan.interleaving_problem() {
-        report.add(
-            "schedule",
-            "interleaving",
-            "stages that can be interleaved",
-            problem,
-        );
+    if let Some(problem) = plan.schedule_problem() {
+        let expected = "stages and microbatches that the schedule can order";
+        report.add("schedule", "schedule", expected, problem);
         return false;
     }
     let n_meshes = plan.n_meshes();

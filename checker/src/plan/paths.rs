@@ -11,13 +11,15 @@ use ir::op::Assignment;
 use ir::plan::{LayerStrategy, Plan, edge_key, relative_path, transfer_key, write_key};
 use ir::program::TemplateKind;
 use ir::reshard::{LayoutStep, apply_all};
+use ir::schedule::Schedule;
 use ir::training::TrainingGraph;
-use ir::{Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
+use ir::{Graph, LayerId, LogicalMesh, Op, OpKind, Region, ShardingSpec, StageId, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) fn check(plan: &Plan, training: &TrainingGraph, layers: Vec<Home>, report: &mut Report) {
     let cx = Cx {
         plan,
+        schedule: plan.schedule.schedule(),
         training,
         graph: &training.graph,
         layers,
@@ -28,6 +30,7 @@ pub(super) fn check(plan: &Plan, training: &TrainingGraph, layers: Vec<Home>, re
 
 struct Cx<'a> {
     plan: &'a Plan,
+    schedule: Box<dyn Schedule>,
     training: &'a TrainingGraph,
     graph: &'a Graph,
     layers: Vec<Home>,
@@ -135,7 +138,8 @@ impl Cx<'_> {
         for (id, op) in self.graph.iter() {
             for (k, &v) in op.inputs.iter().enumerate() {
                 let key = edge_key(&op.path, k);
-                // What comes together in a world sum, or is made where it is used, has no way.
+                // Values that come together in a world sum, or are made where they are used, have
+                // no path.
                 if matches!(op.kind, OpKind::GlobalNorm)
                     || made_at_use(self.graph.op(self.graph.value(v).producer))
                 {
@@ -220,7 +224,7 @@ impl Cx<'_> {
                 let Some(arrived) = self.transfer(v, s, t, &from, known, report) else {
                     return;
                 };
-                // What a layer does with a value of its own stage says nothing about one
+                // The layer's use of a value of its own stage says nothing about one
                 // that arrives as wanted.
                 if arrived == to {
                     return;
@@ -234,13 +238,10 @@ impl Cx<'_> {
         };
         // Uses of one value in one spec, stage and kind of template share the changed tensor;
         // the first may speak for all.
-        let template = template_of(consumer);
-        let chunk = match template {
-            TemplateKind::Forward | TemplateKind::Backward => {
-                here.map_or(0, |(h, _)| h.stage / self.plan.n_meshes().max(1))
-            }
-            _ => 0,
-        };
+        let template = self.template_of(consumer);
+        let chunk = template.pass().map_or(0, |_| {
+            here.map_or(0, |(h, _)| h.stage / self.plan.n_meshes().max(1))
+        });
         let group = (stage, (template, chunk), v, to.clone());
         let steps = match (recorded, known.groups.get(&group)) {
             (Some(own), _) => own.clone(),
@@ -249,6 +250,16 @@ impl Cx<'_> {
         };
         self.leads(&key, &steps, stage, &from, &to, report);
         known.groups.entry(group).or_insert(steps);
+    }
+
+    /// The kind of template that an op runs in.
+    fn template_of(&self, op: &Op) -> TemplateKind {
+        match op.region {
+            Region::StepBegin if matches!(op.kind, OpKind::State { .. }) => TemplateKind::StepEnd,
+            Region::StepBegin => TemplateKind::StepBegin,
+            Region::StepEnd => TemplateKind::StepEnd,
+            Region::Microbatch => self.schedule.slot_of(op.pass).into(),
+        }
     }
 
     fn note(&self, consumer: &Op, key: String, known: &mut Known) {
@@ -410,17 +421,6 @@ impl Cx<'_> {
 /// True for data and constants, which every template makes in the spec that it wants.
 fn made_at_use(op: &Op) -> bool {
     matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. })
-}
-
-/// The kind of template that an op runs in.
-fn template_of(op: &Op) -> TemplateKind {
-    match (op.region, op.pass) {
-        (Region::StepBegin, _) if matches!(op.kind, OpKind::State { .. }) => TemplateKind::StepEnd,
-        (Region::StepBegin, _) => TemplateKind::StepBegin,
-        (Region::StepEnd, _) => TemplateKind::StepEnd,
-        (Region::Microbatch, Pass::F) => TemplateKind::Forward,
-        (Region::Microbatch, _) => TemplateKind::Backward,
-    }
 }
 
 /// Uses that share a changed tensor: mesh, template (its kind, and of which of the mesh's stages

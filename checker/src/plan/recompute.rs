@@ -89,7 +89,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    /// What is wrong with the twins of a layer `a -> b -> c` that ends in these lines.
+    /// The problems of the twins of a layer `a -> b -> c` that ends in these lines.
     fn problems(twins: &str) -> Vec<String> {
         let text = format!(
             r#"graph "test" {{

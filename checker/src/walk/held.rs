@@ -3,7 +3,7 @@
 use crate::facts::Facts;
 use ir::ValueId;
 
-/// What one copy of a buffer holds, seen from the microbatch that is played.
+/// The content of one copy of a buffer, seen from the microbatch that is played.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) enum Held {
     /// Nothing that may be read.

@@ -12,7 +12,7 @@ use ir::{BufferId, TemplateId, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
-/// What of a template does not depend on what is held.
+/// The parts of a template that do not depend on the content of buffers.
 pub(super) struct Shape {
     /// Lasting buffers that it touches, ascending.
     pub(super) externals: Vec<BufferId>,
@@ -199,7 +199,7 @@ impl Trace<'_> {
         cells[copy] = cell;
     }
 
-    /// What the copy for `microbatch` holds, seen from it.
+    /// The content of the copy for `microbatch`, seen from it.
     fn entry(&self, b: BufferId, microbatch: Option<u32>) -> Held {
         let cell = self.cells[b.index()]
             .get(self.copy(b, microbatch))

@@ -58,7 +58,7 @@ pub fn document(path: &Path, ranks: u32, cluster: &Cluster) -> Result<String, St
     ))
 }
 
-/// What is known of the machine without measuring.
+/// The facts of the machine that need no measuring.
 fn machine(n_ranks: u32) -> Result<Machine, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
     let memory = super::free_memory().ok_or_else(|| {
@@ -116,7 +116,7 @@ fn print_points(cluster: &Cluster) -> Result<(), Failure> {
     )
 }
 
-/// What the cluster file says.
+/// Prints the content of the cluster file.
 fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d

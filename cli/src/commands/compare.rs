@@ -71,7 +71,7 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
 /// again.
 const FAR_OFF: f64 = 0.2;
 
-/// What makes predictions better, where there is something: a cluster that was not measured, or
+/// The advice for better predictions, where there is one: a cluster that was not measured, or
 /// one whose prediction is far off.
 fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
     // Without a ratio the two sides are of different devices, which is said at the top.
@@ -97,7 +97,7 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
         );
         let again = "`meshwright calibrate` measures the cluster again, on a machine that does nothing else";
         match c.waterfall.as_ref().map(of_work) {
-            // What was not timed instruction by instruction has nothing to be fitted to.
+            // A run that was not timed instruction by instruction gives nothing to fit to.
             None => format!("{said} Next: `meshwright run {} --data FILE --profile 2` times instructions, which shows where; {again}.", args.plan.display()),
             Some(None) => format!("{said} The steps whose instructions were timed were as predicted, the others were not. Next: run again on a machine that does nothing else; {again}."),
             Some(Some(share)) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster makes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),

@@ -87,7 +87,7 @@ const PINS: [(&str, &str); 14] = [
         "microbatch",
         "microbatch=N (samples over all ranks of a stage)",
     ),
-    ("schedule", "schedule=gpipe|1f1b"),
+    ("schedule", "schedule=NAME (1f1b, gpipe, ...)"),
     ("recompute", "recompute=none|full|selective"),
     ("recompute:OP", "'recompute:OP=yes|no'"),
     (
@@ -96,7 +96,7 @@ const PINS: [(&str, &str); 14] = [
     ),
 ];
 
-/// What frameworks call the degrees.
+/// The names that frameworks have for the degrees.
 const OTHER_NAMES: [(&str, &str); 9] = [
     ("dp", "data"),
     ("ep", "expert"),
@@ -192,7 +192,7 @@ fn prove(planned: &Planned) -> Result<(), Failure> {
         .help("this is a defect of meshwright; please report it with the command line"))
 }
 
-/// What the user may want to know of a plan that is correct all the same.
+/// Remarks for the user on a plan that is correct all the same.
 fn notes(planned: &Planned) -> Vec<String> {
     let plan = &planned.plan;
     let stages = report::plan::stages(plan, &planned.training);

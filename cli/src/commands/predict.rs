@@ -129,10 +129,10 @@ fn reasons(rows: &[Row], outcomes: &[Outcome]) -> Vec<String> {
         .collect()
 }
 
-/// What is said of predictions, of which, and where to see more.
+/// A remark on predictions, those that it is about, and where to see more.
 type Remark = (&'static str, fn(&Predicted) -> bool, &'static str);
 
-/// What a reader should know of predictions before they are used.
+/// Remarks to read before predictions are used.
 const REMARKS: [Remark; 3] = [
     (
         "predicted with more memory than the GPU has",

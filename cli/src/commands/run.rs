@@ -54,7 +54,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
     }
-    // What can be written is, whatever else cannot.
+    // Every output that can be written is, whatever else cannot.
     let (mut written, mut failed) = (Vec::new(), Vec::new());
     let mut attempt = |what: String, done: Result<(), Failure>| match done {
         Ok(()) => written.push(what),
@@ -257,7 +257,7 @@ fn same_model(config: &ModelConfig, path: &Path, loaded: &Loaded) -> Result<(), 
     .help("weights are read and saved as those of the plan's model: name its config.json with --config, or compile the plan from this one"))
 }
 
-/// What a run reads, apart from the training state that it goes on from.
+/// The files that a run reads, apart from the training state that it goes on from.
 fn inputs(args: &RunArgs) -> Vec<PathBuf> {
     let beside = |w: &PathBuf| match w.is_dir() {
         true => vec![w.clone()],
@@ -475,7 +475,7 @@ fn train_all(
     Ok(result?)
 }
 
-/// What a step does, to turn its time into rates.
+/// The work of a step, to turn its time into rates.
 struct Rates {
     tokens: f64,
     model_flops: f64,

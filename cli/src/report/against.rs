@@ -23,22 +23,22 @@ const LISTED: usize = 20;
 /// Two plans side by side.
 #[derive(Clone, Debug, Serialize)]
 pub struct Against {
-    /// What both predict.
+    /// The predictions of both.
     pub predicted: Vec<Quantity>,
-    /// What is not the same.
+    /// The differences.
     pub differences: Vec<Difference>,
-    /// What to know before the figures are compared.
+    /// Remarks to read before the figures are compared.
     pub notes: Vec<String>,
 }
 
 /// A predicted quantity of both plans.
 #[derive(Clone, Debug, Serialize)]
 pub struct Quantity {
-    /// What it is.
+    /// Its kind.
     pub what: &'static str,
-    /// Of either plan.
+    /// The values of the two plans.
     pub values: [f64; 2],
-    /// What the values are in.
+    /// The unit of the values.
     #[serde(rename = "unit")]
     kind: Kind,
 }
@@ -52,14 +52,14 @@ enum Kind {
     /// Tokens per second.
     #[serde(rename = "per_second")]
     Rate,
-    /// Of one. Its change is in points.
+    /// A share of one. Its change is in points.
     Share,
 }
 
 /// Something that is not the same in both plans.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// What, or the key of training or cluster.
+    /// The name of the difference, or the key of training or cluster.
     pub what: String,
     /// In either plan.
     pub values: [String; 2],
@@ -276,7 +276,7 @@ fn shortened(line: &str) -> String {
 /// Ops that are named in a difference.
 const OPS_NAMED: usize = 3;
 
-/// What is otherwise in single ops of plans that are alike in all else: what axes do in them, then
+/// The differences in single ops of plans that are alike in all else: roles of axes, then
 /// layout changes on the way to them.
 fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     let of = |loaded: &Loaded| {
@@ -357,7 +357,7 @@ fn layout_changes(a: &Plan, b: &Plan) -> Option<Difference> {
     })
 }
 
-/// What a plan is of and what was decided, in a fixed order.
+/// The subject and the decisions of a plan, in a fixed order.
 fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     let plan = &loaded.plan;
     let stages = stages(plan, &loaded.training);
@@ -462,7 +462,7 @@ fn mesh(stage: &StageReport) -> String {
     }
 }
 
-/// What the axes do in most of the stage's layers: those of its longest run.
+/// The roles of the axes in most of the stage's layers: those of its longest run.
 fn does(stage: &StageReport) -> String {
     let mut known: Vec<(String, usize)> = Vec::new();
     for run in &stage.layers {

@@ -1,4 +1,4 @@
-//! What a program communicates in one step: collectives and transfers by stage, with bytes.
+//! The communication of a program in one step: collectives and transfers by stage, with bytes.
 
 use ir::program::{InstrKind, Program, RoleProgram, TemplateKind};
 use ir::{Bytes, LogicalMesh};
@@ -122,6 +122,9 @@ fn part_name(kind: TemplateKind) -> &'static str {
     match kind {
         TemplateKind::StepBegin => "step begin",
         TemplateKind::Forward => "forward",
+        TemplateKind::Recompute => "recompute",
+        TemplateKind::InputGradient => "input gradient",
+        TemplateKind::WeightGradient => "weight gradient",
         TemplateKind::Backward => "backward",
         TemplateKind::Exchange => "between stages",
         TemplateKind::StepEnd => "step end",

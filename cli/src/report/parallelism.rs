@@ -1,10 +1,11 @@
-//! What each axis of a stage's mesh does for a layer, in the field's terms.
+//! The role of each axis of a stage's mesh for a layer, in the field's terms.
 //!
 //! Nothing of this is recorded in a plan: it is read off the ops' strategies. An axis that
 //! shards the samples of the heavy ops is data parallel, their features tensor parallel, the
-//! experts of a mixture expert parallel, the sequence inside attention context parallel, the sequence between the matmuls of a
-//! tensor-parallel axis sequence parallel. The ZeRO level of an axis (Rajbhandari et al. 2020)
-//! says which tensors of a parameter lie split over it although its uses want it whole.
+//! experts of a mixture expert parallel, the sequence inside attention context parallel, the
+//! sequence between the matmuls of a tensor-parallel axis sequence parallel. The ZeRO level of an
+//! axis (Rajbhandari et al. 2020) says which tensors of a parameter lie split over it although its
+//! uses want it whole.
 
 use ir::op::{Assignment, AxisUse, FactorRole};
 use ir::plan::{Plan, relative_path};
@@ -13,7 +14,7 @@ use ir::{AxisId, LayerId, Op, OpKind, Origin, Pass, Region, ShardingSpec, ValueI
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What one axis does for one layer.
+/// The role of one axis for one layer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AxisReport {
     /// Name of the axis.
@@ -47,7 +48,7 @@ impl AxisReport {
     }
 }
 
-/// What the axes of the stage's mesh do for `layer`; `strategy` indexes the plan's.
+/// The roles of the stage's mesh axes for `layer`; `strategy` indexes the plan's.
 pub fn axes(
     plan: &Plan,
     training: &TrainingGraph,
@@ -196,7 +197,8 @@ impl Layer<'_> {
         let first = |a: &Assigned<'_>| a.op.outputs.first().copied();
         let making: BTreeMap<Option<ValueId>, &Assigned<'_>> =
             self.ops.iter().map(|a| (first(a), a)).collect();
-        // Of several ops of one origin the last: of a parameter's copies what its uses read.
+        // The last of several ops of one origin: among a parameter's copies the one that its uses
+        // read.
         let by_origin: BTreeMap<Origin, &Assigned<'_>> =
             self.ops.iter().map(|a| (a.op.origin, a)).collect();
         let spec_of = |v| making.get(&Some(v)).and_then(|a| a.specs.results.first());

@@ -30,7 +30,7 @@ pub struct StageReport {
 pub struct RunReport {
     /// Names of the layers.
     pub layers: String,
-    /// What the axes do for them.
+    /// The roles of the axes for them.
     pub axes: Vec<AxisReport>,
     /// Forward ops whose results are recomputed, relative to the layer.
     pub recompute: Vec<String>,
@@ -119,7 +119,7 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     w
 }
 
-/// What runs where.
+/// The description of the plan: model, devices, stages.
 fn described(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
     for (i, stage) in stages(plan, training).iter().enumerate() {
@@ -175,7 +175,7 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
     w
 }
 
-/// What a run of layers recomputes, in words: everything when its boundary alone is kept for
+/// The recomputation of a run of layers, in words: everything when its boundary alone is kept for
 /// the backward pass, else the ops by name.
 fn recomputed(plan: &Plan, training: &TrainingGraph, run: &ir::plan::LayerRun) -> String {
     let listed = &plan.layer_strategies[run.strategy as usize].recompute;
@@ -249,15 +249,14 @@ fn heading(plan: &Plan) -> String {
     w
 }
 
-/// What interleaving saves, in one line; nothing for other schedules. With v equal stages on each
-/// of p meshes, and m microbatches, a mesh waits for (p - 1) / (v m + p - 1) of the step while the
-/// pipeline fills and drains (Narayanan et al. 2021, section 2.2).
+/// The savings of interleaving, in one line; nothing where a mesh has one stage.
 fn interleaving(plan: &Plan) -> String {
     let (v, m) = (plan.schedule.virtual_stages(), plan.n_microbatches.max(1));
     if v < 2 {
         return String::new();
     }
-    let fill = plan.n_meshes().saturating_sub(1) as f64;
+    let schedule = plan.schedule.schedule();
+    let fill = schedule.waits(plan.n_meshes(), m);
     let waits = |passes: f64| percent(fill / (passes + fill));
     let (v, m) = (f64::from(v), f64::from(m));
     format!(
@@ -297,7 +296,7 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     w
 }
 
-/// What a checkpoint takes, in one line.
+/// The time of a checkpoint, in one line.
 fn checkpoint(p: &Prediction) -> String {
     let Some(c) = p.checkpoint else {
         return String::new();
@@ -336,7 +335,7 @@ pub fn stages_of_mesh(mesh: usize, n_meshes: usize, virtual_stages: u32) -> Stri
     stages.collect::<Vec<_>>().join("+")
 }
 
-/// What MFU means here, with the peak and its source.
+/// The convention of MFU here, with the peak and its source.
 pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     let Some(of) = peak_dtype(cluster, dtype) else {
         return format!("MFU: the cluster has no {} peak", dtype.name());
@@ -360,7 +359,7 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     )
 }
 
-/// What is wrong with a step time, if anything: that the devices' best matmuls are slower.
+/// The mistake in a step time, if there is one: that the devices' best matmuls are slower.
 pub fn mistake(plan: &Plan, training: &TrainingGraph, step_s: f64, what: &str) -> Option<String> {
     let work = StepWork::of(training, &plan.train);
     too_fast(&plan.cluster, &work, used_devices(plan), step_s).map(|found| found.words(what))
@@ -389,7 +388,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     // Sums of nothing may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
-    // What the peak has beside the program's arena; less than nothing where other software is
+    // The part of the peak beside the program's arena; less than nothing where other software is
     // predicted to hold less than the program does.
     let beside = |s: &ir::plan::StagePrediction| {
         let parts = [
@@ -451,7 +450,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     )
 }
 
-/// What the gap is of, and how the simulated step differs from the objective, a line each.
+/// The parts of the gap, and how the simulated step differs from the objective, a line each.
 fn gap(plan: &Plan) -> String {
     let p = &plan.proof;
     let of_gap = match p.gap > 5e-4 {
@@ -538,7 +537,7 @@ fn proof(plan: &Plan) -> String {
     w
 }
 
-/// What the methods of proving a stage's choice are.
+/// The methods of proving a stage's choice.
 const METHODS: [(&str, &str); 3] = [
     (
         "elimination",

@@ -12,7 +12,7 @@ pub fn words(software: &Software) -> String {
     )
 }
 
-/// What it does, the same behaviours always in the same order.
+/// Its behaviours, always in the same order.
 fn behaviours(s: &Software) -> Vec<String> {
     let mut said = vec![
         match s.attention {

@@ -16,7 +16,7 @@ pub struct OpReport {
     pub op: String,
     /// Pass.
     pub pass: String,
-    /// What each axis does in it.
+    /// The role of each axis in it.
     pub uses: String,
     /// Specs of its results.
     pub results: String,
@@ -74,7 +74,7 @@ pub fn layer_range(training: &TrainingGraph, first: LayerId, count: u32) -> Stri
     }
 }
 
-/// What each axis does in an op.
+/// The role of each axis in an op.
 pub fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
     let one = |(i, u): (usize, &AxisUse)| {
         let axis = mesh.axes.get(i).map_or("?", |x| x.name.as_str());

@@ -37,7 +37,7 @@ pub fn software(name: &str, keys: &str) -> String {
     format!("\n[software]\nname = \"{name}\"\n{plain}{keys}\n")
 }
 
-/// What a command did.
+/// The result of a command.
 pub struct Done {
     pub code: i32,
     pub out: String,

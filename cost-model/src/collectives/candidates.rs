@@ -154,12 +154,12 @@ impl Tier<'_> {
         self.level.bandwidth_bytes_per_s.min(wires) / self.sharing
     }
 
-    /// What large collectives reach of it.
+    /// The rate that large collectives reach.
     fn rate(&self) -> f64 {
         self.port() * self.level.efficiency
     }
 
-    /// What a large all-to-all reaches of it.
+    /// The rate that a large all-to-all reaches.
     fn pairs_rate(&self) -> f64 {
         let level = self.level;
         self.port() * level.all_to_all_efficiency.unwrap_or(level.efficiency)

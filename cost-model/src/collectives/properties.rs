@@ -1,4 +1,4 @@
-//! What holds for every cluster: time never falls with size, an all-reduce never takes less
+//! Properties of every cluster: time never falls with size, an all-reduce never takes less
 //! than a reduce-scatter or all-gather of the same tensor, and every price is finite.
 
 use super::*;

@@ -151,7 +151,7 @@ fn half_sizes_halve_the_bandwidth() {
     let mut c = cluster(1);
     c.levels[0].half_bytes = 1e6;
     let m = mesh(0, &[2]);
-    // Of 1 MB half is sent, at half of 100 GB/s.
+    // Half of 1 MB is sent, at half of 100 GB/s.
     assert!(close(
         time(&c, &m, &[0], CollectiveKind::AllGather, 1_000_000),
         1e-6 + 0.5e6 / (50.0 * GB)
@@ -424,7 +424,7 @@ fn tokens_cross_to_a_host_once() {
     let bytes = 134_217_728;
     let group = Group::new(&c, &two, &[AxisId(0), AxisId(1)]);
     let plain = group.time(CollectiveKind::AllToAll, bytes).0;
-    // Of eight copies four cross to the other host, or the token crosses once. The starts
+    // Four of eight copies cross to the other host, or the token crosses once. The starts
     // are the same.
     let once = group.dispatch_time(bytes, 8).0;
     assert!(plain / once > 3.1 && plain / once < 4.0, "{}", plain / once);

@@ -20,7 +20,7 @@ use ir::{DType, Flops, InstrId, StageId, TemplateId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a program's instructions are expected to take, and on how many processors.
+/// The expected times of a program's instructions, and the number of processors.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Expected {
     /// Processors that work at the same time.
@@ -46,7 +46,7 @@ pub struct ExpectedInstruction {
     pub name: String,
     /// Name of the op, or of what else is done.
     pub kind: String,
-    /// What it counts as.
+    /// Its class.
     pub class: CostClass,
     /// Executions in a step, by each rank.
     pub count: u64,
@@ -433,7 +433,7 @@ mod tests {
         );
     }
 
-    /// What stages, causes and kinds are said to contribute is all there is.
+    /// The contributions of stages, causes and kinds add up to the whole.
     #[test]
     fn the_parts_add_up_to_the_difference() {
         let program = pipeline(&[3000, 5000], &[6000, 7000], 4, 1000, 2);

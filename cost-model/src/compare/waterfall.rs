@@ -32,7 +32,7 @@ pub enum Cause {
     /// Processors without work: ranks wait for each other, in the pipeline's bubble too; less
     /// what streams overlap.
     Waiting,
-    /// What profiled steps took less than the others (more, where it is negative).
+    /// Time by which profiled steps were shorter than the others (longer, where it is negative).
     Profiling,
 }
 

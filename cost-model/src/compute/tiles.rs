@@ -1,4 +1,5 @@
-//! What a matmul's shape leaves of the device's rate: tiles, waves, and the fill along `k`.
+//! The share of the device's rate that a matmul's shape leaves: tiles, waves, and the fill along
+//! `k`.
 //!
 //! A library cuts the `m x n` result into tiles, one for each multiprocessor at a time. What is
 //! lost: padding of the last tiles, processors that idle in the last wave, and the start of the

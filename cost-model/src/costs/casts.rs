@@ -17,7 +17,7 @@ use std::collections::{HashMap, HashSet};
 /// gradient, along another dim.
 pub const COPIES: f64 = 2.0;
 
-/// What of one template has been made and cast so far.
+/// The values of one template that have been made and cast so far.
 pub(super) struct Casts<'a> {
     role: &'a RoleProgram,
     kind: TemplateKind,

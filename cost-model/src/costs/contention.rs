@@ -13,7 +13,7 @@ use super::{CostClass, InstrCost, KERNELS};
 use ir::program::Template;
 use ir::software::Software;
 
-/// What collectives take of a device's multiprocessors, 0 to 1; 0 where it is not known.
+/// The share of a device's multiprocessors that collectives take, 0 to 1; 0 where it is not known.
 pub(super) fn share(software: &Software, multiprocessors: u32) -> f64 {
     match multiprocessors {
         0 => 0.0,

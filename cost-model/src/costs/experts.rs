@@ -7,7 +7,7 @@ use crate::compute::is_elementwise;
 use ir::BufferId;
 use ir::collective::CollectiveKind;
 use ir::op::{Einsum, OpKind};
-use ir::program::{InstrKind, Instruction, RoleProgram, Template, TemplateKind};
+use ir::program::{InstrKind, Instruction, RoleProgram, Template};
 use std::collections::{HashMap, HashSet};
 
 /// Experts of a token in a role's layers; none where it has no routers.
@@ -32,8 +32,7 @@ pub(super) fn overlap(
     plays: usize,
     costs: &mut [InstrCost],
 ) {
-    let passes = [TemplateKind::Forward, TemplateKind::Backward];
-    if !passes.contains(&template.kind) || plays < 2 {
+    if template.kind.pass().is_none() || plays < 2 {
         return;
     }
     let is_dispatch = |i: &Instruction| match &i.kind {
@@ -124,6 +123,7 @@ mod tests {
     use super::*;
     use crate::testing::{instr, relu, role};
     use ir::AxisId;
+    use ir::program::TemplateKind;
 
     #[test]
     fn what_is_between_matmuls_of_experts_is_part_of_them() {
@@ -161,7 +161,7 @@ mod tests {
             .filter(|&i| fused[i].into_previous)
             .collect();
         assert_eq!(parts, [1, 3, 4]);
-        // What they make is written in the type of the matmul that reads it.
+        // Their result is written in the type of the matmul that reads it.
         let made = crate::costs::fused::made(&template, &fused);
         assert_eq!(made, [11, 3, 4].map(BufferId).into());
     }

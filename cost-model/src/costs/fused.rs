@@ -14,7 +14,7 @@ use ir::BufferId;
 use ir::program::{InstrKind, Template};
 use std::collections::{HashMap, HashSet};
 
-/// What of an instruction's work a neighbour's kernel does.
+/// The part of an instruction's work that a neighbour's kernel does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Fused {
     /// Bytes of operands and results that are not moved.

@@ -9,7 +9,7 @@
 //! ```
 
 use super::{InstrCost, KERNELS};
-use ir::program::{InstrKind, Template, TemplateKind};
+use ir::program::{InstrKind, Template};
 use ir::software::Software;
 
 /// Seconds from a short kernel of a graph to the next. 80 of them take 70 us as a graph, and
@@ -26,8 +26,7 @@ pub(super) fn launch(
     costs: &mut [InstrCost],
     host_s: &mut [f64],
 ) {
-    let passes = [TemplateKind::Forward, TemplateKind::Backward];
-    if software.captured.is_empty() || !passes.contains(&template.kind) {
+    if software.captured.is_empty() || template.kind.pass().is_none() {
         return;
     }
     let saved = (launch_s - KERNEL_IN_GRAPH_S).max(0.0);
@@ -39,7 +38,8 @@ pub(super) fn launch(
             InstrKind::Collective { .. } => software.captures_all(),
             _ => continue,
         };
-        // What the host does not issue (views, kernels that are part of others) has no launch.
+        // Instructions that the host does not issue (views, kernels that are part of others) has no
+        // launch.
         let is_compute = matches!(instruction.kind, InstrKind::Compute { .. });
         let is_kernel = is_compute && host_s[i] > 0.0 && costs[i].queue == KERNELS;
         if captured && is_kernel {
@@ -61,6 +61,7 @@ mod tests {
     use super::*;
     use crate::costs::CostClass;
     use crate::testing::{instr, relu};
+    use ir::program::TemplateKind;
 
     /// Device and host microseconds of `attn.a`, `attn.b`, a view of `attn`, `mlp.c` and
     /// `attn.d`, the kernels 10 us each, at 4 us a launch and 3 us of the host.

@@ -39,7 +39,7 @@ use ir::software::Software;
 use ir::{AxisId, BufferId, DType, InstrId, LogicalMesh, Pass, Rank, TransferId};
 use std::collections::HashMap;
 
-/// What an instruction's time counts as.
+/// The class of an instruction's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CostClass {
     /// Kernels and local copies.
@@ -55,7 +55,7 @@ pub enum CostClass {
 pub struct InstrCost {
     /// Seconds, undisturbed; of an exchange, from the moment both sides have started.
     pub seconds: f64,
-    /// What it counts as.
+    /// Its class.
     pub class: CostClass,
     /// The queue that it stands in: its stream's, unless the software has others.
     pub queue: usize,
@@ -66,7 +66,7 @@ pub struct InstrCost {
 }
 
 impl InstrCost {
-    /// What an instruction waits for in its own slot.
+    /// The instructions of its own slot that one waits for.
     pub(crate) fn waits(self, instruction: &Instruction) -> impl Iterator<Item = InstrId> {
         let counts = move |at: usize| self.unheeded.checked_shr(at as u32).unwrap_or(0) & 1 == 0;
         let deps = instruction.deps.iter().enumerate();
@@ -93,11 +93,11 @@ pub struct Costs {
     pub instructions: Vec<Vec<Vec<InstrCost>>>,
     /// By transfer.
     pub wires: Vec<Wire>,
-    /// What waits for what beyond the program.
+    /// Waits beyond those of the program.
     pub waits: Waits,
 }
 
-/// What the software adds to the program's own waits, or leaves out; by default nothing.
+/// Waits that the software adds to the program's own, or leaves out; by default none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
     /// A rank waits for its transfers before its next template.
@@ -336,14 +336,13 @@ impl RoleCosts<'_> {
         let Some(software) = &self.cluster.software else {
             return;
         };
-        let passes = [TemplateKind::Forward, TemplateKind::Backward];
-        if software.piecewise_axes.is_empty() || !passes.contains(&template.kind) {
+        if software.piecewise_axes.is_empty() || template.kind.pass().is_none() {
             return;
         }
         let mut reads: HashMap<BufferId, f64> = HashMap::new();
         let mut writes: HashMap<BufferId, f64> = HashMap::new();
         for (instruction, cost) in template.instructions.iter().zip(costs.iter()) {
-            // Of the attention on a part of the keys as of a matmul (Liu et al. 2023).
+            // Attention on a part of the keys hides it as a matmul does (Liu et al. 2023).
             let InstrKind::Compute {
                 kind:
                     OpKind::DotGeneral { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. },
@@ -391,7 +390,7 @@ impl RoleCosts<'_> {
         }
     }
 
-    /// What of each instruction of a template is part of another one's kernel.
+    /// The part of each instruction of a template that another one's kernel does.
     fn fused(&self, template: &Template) -> Vec<Fused> {
         let elements = |b: BufferId| {
             let lens = &self.shapes[b.index()].1;
@@ -590,10 +589,7 @@ impl RoleCosts<'_> {
             let class = self.role.buffer(i.input).class;
             matches!(class, BufferClass::Persistent | BufferClass::Step)
         };
-        let every_microbatch = matches!(
-            template.kind,
-            TemplateKind::Forward | TemplateKind::Backward
-        );
+        let every_microbatch = template.kind.pass().is_some();
         let made = || {
             let reads = instruction.reads();
             let before = instruction.deps.iter();

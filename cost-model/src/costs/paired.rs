@@ -12,7 +12,7 @@
 
 use super::{CostClass, InstrCost};
 use ir::op::OpKind;
-use ir::program::{InstrKind, RoleProgram, Template, TemplateKind};
+use ir::program::{InstrKind, RoleProgram, Template};
 use ir::software::Software;
 use ir::{BufferId, collective::CollectiveKind};
 use std::collections::HashMap;
@@ -34,7 +34,7 @@ pub(super) fn hide(
         return;
     }
     for (template, costs) in role.templates.iter().zip(costs) {
-        if template.kind == TemplateKind::Backward {
+        if template.kind.is_backward() {
             hide_in(role, software, share, template, costs);
         }
     }
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::testing;
     use ir::collective::CollectiveKind;
-    use ir::program::{CollectiveItem, Instruction};
+    use ir::program::{CollectiveItem, Instruction, TemplateKind};
     use ir::sharding::ReduceKind;
 
     fn dot(path: &str, reads: u32, makes: u32) -> Instruction {

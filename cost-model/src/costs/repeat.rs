@@ -24,7 +24,7 @@ use std::collections::{HashMap, HashSet};
 /// both by template and instruction.
 pub(super) fn add(role: &RoleProgram, costs: &mut [Vec<InstrCost>], host_s: &mut [Vec<f64>]) {
     for (b, backward) in role.templates.iter().enumerate() {
-        if backward.kind != TemplateKind::Backward {
+        if !backward.kind.is_backward() {
             continue;
         }
         let forward = role
@@ -76,7 +76,7 @@ fn recomputed_layers(backward: &Template) -> HashMap<LayerId, usize> {
 /// Prices the gathers of parameters in a backward template twice, as far as what they gather is
 /// read both by a kernel of a recomputed layer that is run again and by one that is not.
 pub(super) fn gather_again(role: &RoleProgram, template: &Template, costs: &mut [InstrCost]) {
-    if template.kind != TemplateKind::Backward {
+    if !template.kind.is_backward() {
         return;
     }
     let lasts = |b: BufferId| {
@@ -118,7 +118,7 @@ pub(super) fn gather_again(role: &RoleProgram, template: &Template, costs: &mut 
     }
 }
 
-/// What an instruction gathers; nothing of one of another kind.
+/// The items that an instruction gathers; none for another kind.
 fn gathers(instruction: &Instruction) -> &[CollectiveItem] {
     match &instruction.kind {
         InstrKind::Collective {

@@ -72,7 +72,7 @@ type Question<'a> = (
     i64,
 );
 
-/// What a wire's time depends on: shapes, and where the meshes stand to the links.
+/// The key of a wire's time: shapes, and where the meshes stand to the links.
 fn question<'a>(
     cluster: &Cluster,
     t: &'a Transfer,

@@ -1,4 +1,4 @@
-//! What every kernel takes over what the device's rates say.
+//! The ratio of every kernel's time to that of the device's rates.
 //!
 //! One rate for all arithmetic outside matrix products, and one for memory, are off by up to
 //! twice for single kernels: each has its own mix of instructions and passes. Of every kernel
@@ -59,7 +59,7 @@ pub(super) fn in_range(factor: f64) -> bool {
     (NEAR / MAX_FACTOR..MAX_FACTOR / NEAR).contains(&factor)
 }
 
-/// Of each kernel outside matrix products: its time over what the rates give, unbounded.
+/// The time of each kernel outside matrix products over that of the rates, unbounded.
 pub(super) fn vector_factors(
     points: &[MeasuredPoint],
     cluster: &Cluster,
@@ -83,11 +83,11 @@ pub(super) fn vector_factors(
     totals.into_iter().filter_map(factor).collect()
 }
 
-/// What is known of an attention's factors before its points are looked at.
+/// The prior knowledge of an attention's factors.
 pub(super) struct Known {
-    /// Of the products, relative to matmuls of their shape, and of the rest.
+    /// Factors of the products, relative to matmuls of their shape, and of the rest.
     pub factors: (f64, f64),
-    /// What a change of a factor's logarithm by 1 costs, over what a point costs that is off by as
+    /// The cost of a change of a factor's logarithm by 1, over that of a point that is off by as
     /// much: 0 where the points alone count.
     pub weight: f64,
 }
@@ -101,7 +101,7 @@ const FACTORS_DIFFER: f64 = std::f64::consts::LN_2;
 const LEAST_ERROR: f64 = 0.05;
 
 impl Known {
-    /// What was known before `points`, held as firmly as they are uncertain.
+    /// The factors known before `points`, held as firmly as they are uncertain.
     ///
     /// Two factors are asked of points that may be of one shape, which says how long both parts
     /// take together and nothing of either. So the fit is ridge regression (Hoerl & Kennard 1970)

@@ -1,4 +1,4 @@
-//! What collectives and transfers of ranks that are threads take.
+//! The times of collectives and transfers of ranks that are threads.
 //!
 //! Their points are a rank's own work: ranks that share processors were slowed down while they
 //! were measured, and the simulator slows them down again.
@@ -68,7 +68,7 @@ pub(super) fn at_bound(s: &SharedMemory, known: Option<f64>) -> Vec<&'static str
     found.map(|(name, ..)| *name).collect()
 }
 
-/// What collectives take, fitted to points of groups that the cluster has. A rate of reducing
+/// The times of collectives, fitted to points of groups that the cluster has. A rate of reducing
 /// that is `known` is not fitted.
 pub(super) fn shared_memory(
     points: &[MeasuredPoint],

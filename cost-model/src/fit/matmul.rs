@@ -10,7 +10,7 @@ const MIN_SHARE: f64 = 0.25;
 /// little is gained on the way there.
 const NEAR: f64 = 0.01;
 
-/// What matmuls of any shape take.
+/// The time of matmuls of any shape.
 pub(super) struct Matmul {
     /// The best rate measured.
     pub best: f64,

@@ -36,7 +36,7 @@ use minimise::minimise;
 use sources::sources;
 use std::collections::BTreeMap;
 
-/// What is known of the machine without measuring.
+/// The facts of the machine that need no measuring.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Machine {
     /// Processors.
@@ -55,7 +55,7 @@ pub enum FitError {
     /// A kind of points is missing.
     #[error("the calibration has no usable points of `{what}`")]
     Missing {
-        /// What the points are called.
+        /// The name of the points.
         what: String,
     },
     /// A point has too few sizes, or a time that is not positive.
@@ -63,9 +63,9 @@ pub enum FitError {
     Point {
         /// Its place in the list.
         index: usize,
-        /// What it is called.
+        /// Its name.
         what: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The fitted figures do not make sense together.

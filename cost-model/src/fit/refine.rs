@@ -10,8 +10,8 @@
 //!
 //! Every other figure stays as it is: a run in f32 says nothing about bf16, and instructions of
 //! several parts nothing about launches or the memory's rate. A figure that the fit drives to the
-//! end of its range is not what the run measured either; it stays and is named. Where the end is one
-//! that machines do have (nothing lost along a dim), it is taken, and named too.
+//! end of its range is not what the run measured either; it stays and is named. Where the end is
+//! one that machines do have (nothing lost along a dim), it is taken, and named too.
 //!
 //! An attention's two factors cannot be told apart by points of one shape: what the points leave
 //! open stays as it was ([`Known`]).
@@ -221,7 +221,7 @@ impl Work<'_> {
         }
         for (name, factor, what) in found {
             let key = format!("device.kernels.time_factor.{name}");
-            // Of attention, the range is that of what the fit looks for, before the efficiency.
+            // The range of attention's factors is that of the fit, before the efficiency.
             let searched = match name.ends_with(" products") {
                 true => factor / self.new.device.attention_efficiency,
                 false => factor,
@@ -243,7 +243,7 @@ impl Work<'_> {
         }
     }
 
-    /// What collectives of ranks that share a memory take.
+    /// Refines the times of collectives of ranks that share a memory.
     fn links(&mut self, points: &[MeasuredPoint]) -> Result<(), FitError> {
         let Some(level) = self.new.levels.first() else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What a run measured of single instructions, as points of a calibration.
+//! The times of single instructions in a run, as points of a calibration.
 
 use super::median;
 use ir::cluster::MeasuredPoint;
@@ -8,7 +8,7 @@ use ir::program::{InstrKind, Instruction, Program, RoleProgram};
 use ir::{BufferId, DType, OpKind};
 use std::collections::BTreeMap;
 
-/// What a run says about kernels and collectives: points of equal size together. Instructions
+/// The points of a run about kernels and collectives: those of equal size together. Instructions
 /// whose processor time was not measured, and those in 16-bit types, say nothing.
 pub fn points_of_run(program: &Program, measured: &Measurement) -> Vec<MeasuredPoint> {
     let mut by_size: BTreeMap<(String, Vec<u64>), (Vec<f64>, u32)> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! What a cluster file says each fitted figure rests on.
+//! The sources of fitted figures in a cluster file.
 
 use super::HALVES;
 use ir::DType;

@@ -1,4 +1,4 @@
-//! What the process of a rank holds on its device, by cause.
+//! The memory of a rank's process on its device, by cause.
 //!
 //! Meshwright's own runtime holds the arena of the program and what the device reserves. Other
 //! software keeps other things for the same program ([`ProcessMemory`]): gradients in another
@@ -25,11 +25,11 @@ pub struct MemoryUse {
     pub gradients: Bytes,
     /// Optimizer states, and the parameters that they update where kernels read copies.
     pub optimizer: Bytes,
-    /// What microbatches keep for their backward passes.
+    /// Activations that microbatches keep for their backward passes.
     pub activations: Bytes,
     /// Temporaries: what a pass makes and frees, logits, buckets of collectives.
     pub buffers: Bytes,
-    /// What the allocator holds beside them.
+    /// Memory that the allocator holds beside them.
     pub slack: Bytes,
     /// Context of the driver and buffers of communicators, or what the device reserves.
     pub context: Bytes,
@@ -48,7 +48,7 @@ impl MemoryUse {
     }
 }
 
-/// What a rank of `role` holds. Without [`ProcessMemory`] the sum is the arena, what the device
+/// The memory of a rank of `role`. Without [`ProcessMemory`] the sum is the arena, what the device
 /// reserves and, where ranks are threads, the copies that the runtime makes.
 pub fn memory_use(program: &Program, role: &RoleProgram, cluster: &Cluster) -> MemoryUse {
     let software = cluster.software.as_ref();
@@ -89,7 +89,7 @@ struct Held {
     copies: Bytes,
     /// One copy of each parameter.
     distinct_copies: Bytes,
-    /// Of those, the ones that are gathered again at their uses.
+    /// The part of those that is gathered again at its uses.
     sharded_copies: Bytes,
     /// Accumulators.
     gradients: Bytes,
@@ -128,7 +128,7 @@ impl Held {
             .copied()
             .collect();
         let read: BTreeSet<BufferId> = in_passes(role).flat_map(Instruction::reads).collect();
-        // Of every parameter the largest copy: a tied table is read in two layouts.
+        // The largest copy of every parameter: a tied table is read in two layouts.
         let mut largest: BTreeMap<&str, (u64, u64, bool)> = BTreeMap::new();
         for (i, b) in role.buffers.iter().enumerate() {
             let id = BufferId::new(i);
@@ -190,7 +190,7 @@ fn is_accumulate(kind: &OpKind) -> bool {
 fn in_passes(role: &RoleProgram) -> impl Iterator<Item = &Instruction> {
     role.templates
         .iter()
-        .filter(|t| matches!(t.kind, TemplateKind::Forward | TemplateKind::Backward))
+        .filter(|t| t.kind.pass().is_some())
         .flat_map(|t| &t.instructions)
 }
 
@@ -279,7 +279,7 @@ impl<'a> Process<'a> {
         })
     }
 
-    /// What the software keeps of transfers between stages beyond the program's places: a buffer
+    /// Memory of transfers between stages beyond the program's places: a buffer
     /// for whatever each microbatch of a step receives, and what a stage gave the next one, for
     /// the microbatches in flight. With several stages on a mesh, what goes on from the last mesh
     /// to the first counts as going back.
@@ -320,7 +320,7 @@ impl<'a> Process<'a> {
         )
     }
 
-    /// What microbatches in flight keep.
+    /// Activations that microbatches in flight keep.
     ///
     /// The program has places for the most microbatches of each stage, and stages that share a
     /// mesh do not have their most at the same time: an allocator holds the most of their sum
@@ -344,7 +344,9 @@ impl<'a> Process<'a> {
             let bytes = of_a_microbatch.get(&t.chunk).copied().unwrap_or(0);
             match t.kind {
                 TemplateKind::Forward => now += bytes,
-                TemplateKind::Backward => now = now.saturating_sub(bytes),
+                TemplateKind::Backward | TemplateKind::WeightGradient => {
+                    now = now.saturating_sub(bytes)
+                }
                 _ => {}
             }
             most = most.max(now);
@@ -356,9 +358,7 @@ impl<'a> Process<'a> {
     /// stage of the mesh.
     fn kept_by_stage(&self) -> BTreeMap<u32, Vec<(u64, u32)>> {
         let mut stage_of: BTreeMap<BufferId, u32> = BTreeMap::new();
-        let is_pass = |t: &&ir::program::Template| {
-            matches!(t.kind, TemplateKind::Forward | TemplateKind::Backward)
-        };
+        let is_pass = |t: &&ir::program::Template| t.kind.pass().is_some();
         for t in self.role.templates.iter().filter(is_pass) {
             for b in t.instructions.iter().flat_map(|i| {
                 let mut used = i.reads();
@@ -379,9 +379,9 @@ impl<'a> Process<'a> {
                 _ => {}
             }
         }
-        // What the program makes again from a counter, or never makes, and others keep.
+        // Values that others keep and the program makes again from a counter, or never makes.
         let backward = self.role.templates.iter();
-        for t in backward.filter(|t| t.kind == TemplateKind::Backward) {
+        for t in backward.filter(|t| t.kind.is_backward()) {
             let of_stage = kept.entry(t.chunk).or_default();
             let slots = of_stage.iter().map(|k| k.1).max().unwrap_or(1);
             let again = Again::of(&t.instructions);
@@ -445,9 +445,10 @@ impl<'a> Process<'a> {
 
     /// The most bytes that a pass holds between its beginning and its end, logits aside.
     fn temporaries(&self) -> Bytes {
-        let forward = self.templates(TemplateKind::Forward);
-        let passes = forward.chain(self.templates(TemplateKind::Backward));
-        Bytes(passes.map(|t| self.live(t)).max().unwrap_or(0))
+        let passes = self.role.templates.iter();
+        let passes = passes.filter(|t| t.kind.pass().is_some());
+        let live = passes.map(|t| self.live(&t.instructions));
+        Bytes(live.max().unwrap_or(0))
     }
 
     fn live(&self, instructions: &[Instruction]) -> u64 {
@@ -465,7 +466,7 @@ impl<'a> Process<'a> {
             let InstrKind::Compute { kind, .. } = &i.kind else {
                 continue;
             };
-            // What a gradient and the twin that it needs have in common.
+            // The key that a gradient and the twin that it needs have in common.
             let key = match kind {
                 OpKind::Attention { key, .. }
                 | OpKind::AttentionGrad { key, .. }
@@ -520,7 +521,7 @@ impl<'a> Process<'a> {
         scaled(held.largest_gradient, self.memory.largest_gradient_bytes)
     }
 
-    /// What only the end of the step needs.
+    /// Memory that only the end of the step needs.
     fn update(&self, held: &Held) -> Bytes {
         let mesh = &self.role.mesh;
         let reduced = mesh.axes.iter().any(|a| a.name == "data" && a.size > 1);
@@ -541,7 +542,7 @@ impl<'a> Process<'a> {
     }
 }
 
-/// What a backward pass computes again, by layer.
+/// Recomputation of a backward pass, by layer.
 struct Again {
     /// Layers whose products are: all that they keep is their input.
     whole: BTreeSet<Option<ir::LayerId>>,

@@ -41,7 +41,7 @@ const SYSTEMS: &str = include_str!("../../../clusters/systems.toml");
 /// Devices, links and systems.
 #[derive(Clone, Debug)]
 pub struct Catalogue {
-    /// What was fitted to measurements of links.
+    /// Figures fitted to measurements of links.
     pub fitted: Fitted,
     devices: BTreeMap<&'static str, (Device, BTreeMap<String, String>)>,
     protocols: BTreeMap<String, Ways>,
@@ -131,7 +131,7 @@ struct LinksFile {
 pub struct System {
     /// Name of the preset.
     pub preset: String,
-    /// What people call it.
+    /// Its common name.
     pub name: String,
     /// Hosts unless asked for otherwise.
     pub n_hosts: u32,

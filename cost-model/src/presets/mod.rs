@@ -31,7 +31,7 @@ pub enum PresetError {
     Malformed {
         /// The name asked for.
         name: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The cluster cannot have that many hosts or ranks.

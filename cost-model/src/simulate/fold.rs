@@ -73,7 +73,7 @@ impl Queues {
     }
 }
 
-/// What a template's instructions wait for from outside.
+/// An event outside a template that its instructions wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Input {
     /// The end of some queues in earlier slots.
@@ -84,7 +84,7 @@ pub(super) enum Input {
 
 /// A template as a max-plus map.
 pub(super) struct Folded {
-    /// What it depends on.
+    /// The events that it depends on.
     pub inputs: Vec<Input>,
     /// From each input to the last end; `None` where nothing depends on it.
     pub end: Vec<Option<Pico>>,

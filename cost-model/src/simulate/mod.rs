@@ -1,9 +1,9 @@
 //! The simulator: plays role programs under the semantics of `ir::program`.
 //!
-//! One rank stands for all of its role ([`crate::classes`] says when that is exact). Two ways of executing:
-//! [`Execution::Streams`] overlaps the streams of a device (see [`streams`]);
-//! [`Execution::Serial`] carries out every instruction in list order on one thread, as CPU
-//! ranks do, and lets ranks that share processors slow each other down (see [`serial`]).
+//! One rank stands for all of its role ([`crate::classes`] says when that is exact). Two ways of
+//! executing: [`Execution::Streams`] overlaps the streams of a device (see [`streams`]);
+//! [`Execution::Serial`] carries out every instruction in list order on one thread, as CPU ranks
+//! do, and lets ranks that share processors slow each other down (see [`serial`]).
 //!
 //! Both are exact for the durations they are given ([`crate::costs`]): nothing is sampled, and
 //! playing whole templates at once gives the result of playing every instruction.
@@ -31,7 +31,7 @@ pub enum Execution {
     Serial,
 }
 
-/// What the timeline holds.
+/// The content of the timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TimelineDetail {
     /// No timeline.
@@ -46,11 +46,11 @@ pub enum TimelineDetail {
 /// How to simulate.
 #[derive(Clone, Debug)]
 pub struct SimulateOptions {
-    /// What the step computes, for tokens per second, MFU and HFU.
+    /// The work of the step, for tokens per second, MFU and HFU.
     pub work: StepWork,
     /// How ranks execute; by default `Serial` where devices share processors, else `Streams`.
     pub execution: Option<Execution>,
-    /// What the timeline holds.
+    /// The content of the timeline.
     pub timeline: TimelineDetail,
     /// Events after which the timeline ends; the simulation goes on.
     pub max_events: usize,
@@ -98,7 +98,7 @@ pub struct TimelineEvent {
 pub struct Simulation {
     /// From the start of the first role to the end of the last.
     pub step_time: Seconds,
-    /// What is recorded in plans and reports.
+    /// The prediction that plans and reports record.
     pub prediction: Prediction,
     /// By role and template: elapsed time over undisturbed time; above 1 where ranks share
     /// processors.
@@ -109,7 +109,7 @@ pub struct Simulation {
     pub timeline: Option<Vec<TimelineEvent>>,
 }
 
-/// What an engine says about one role.
+/// The times of one role from an engine.
 #[derive(Clone, Debug, Default)]
 struct RolePlay {
     /// By template: how often it was played.
@@ -227,11 +227,11 @@ fn stage_prediction(
     slowdown: &[f64],
 ) -> StagePrediction {
     let this = &program.roles[role];
-    let elapsed = |kinds: &[TemplateKind]| -> f64 {
+    let elapsed = |of: fn(TemplateKind) -> bool| -> f64 {
         this.templates
             .iter()
             .zip(&play.elapsed_s)
-            .filter(|(t, _)| kinds.contains(&t.kind))
+            .filter(|(t, _)| of(t.kind))
             .map(|(_, e)| e)
             .sum()
     };
@@ -255,9 +255,11 @@ fn stage_prediction(
     let m = f64::from(program.n_microbatches.max(1));
     let memory = memory_of(this);
     StagePrediction {
-        forward_s: Seconds(elapsed(&[TemplateKind::Forward]) / m),
-        backward_s: Seconds(elapsed(&[TemplateKind::Backward]) / m),
-        step_s: Seconds(elapsed(&[TemplateKind::StepBegin, TemplateKind::StepEnd])),
+        forward_s: Seconds(elapsed(|k| k == TemplateKind::Forward) / m),
+        backward_s: Seconds(elapsed(TemplateKind::is_backward) / m),
+        step_s: Seconds(elapsed(|k| {
+            matches!(k, TemplateKind::StepBegin | TemplateKind::StepEnd)
+        })),
         compute_s: spent(CostClass::Compute),
         collective_s: spent(CostClass::Collective),
         transfer_s: spent(CostClass::Transfer),
@@ -329,7 +331,7 @@ pub fn instruction_name(role: &RoleProgram, kind: &InstrKind) -> String {
     }
 }
 
-/// What an instruction does: the op's name, or one word.
+/// The kind of an instruction: the op's name, or one word.
 pub fn instruction_kind(kind: &InstrKind) -> &'static str {
     match kind {
         InstrKind::Compute { kind, .. } => kind.name(),
@@ -343,25 +345,10 @@ pub fn instruction_kind(kind: &InstrKind) -> &'static str {
     }
 }
 
-/// Name of a template in timelines.
-pub fn template_name(kind: TemplateKind) -> &'static str {
-    match kind {
-        TemplateKind::StepBegin => "step_begin",
-        TemplateKind::Forward => "forward",
-        TemplateKind::Backward => "backward",
-        TemplateKind::Exchange => "exchange",
-        TemplateKind::StepEnd => "step_end",
-    }
-}
-
 /// Name of a template that is no exchange; of several stages' passes also which stage's.
 fn pass_name(program: &Program, role: &RoleProgram, template: &Template) -> String {
-    let name = template_name(template.kind);
-    let pass = matches!(
-        template.kind,
-        TemplateKind::Forward | TemplateKind::Backward
-    );
-    if !pass || role.n_chunks() == 1 {
+    let name = template.kind.name();
+    if template.kind.pass().is_none() || role.n_chunks() == 1 {
         return name.into();
     }
     let stage = role.stage.index() + template.chunk as usize * program.roles.len();
@@ -409,7 +396,7 @@ impl<'a> Timeline<'a> {
         let (name, stream) = match instruction.map(|i| &template.instructions[i]) {
             Some(i) => (instruction_name(this, &i.kind), this.stream(i.stream)),
             None if template.kind == TemplateKind::Exchange => {
-                (template_name(template.kind).into(), &Stream::Transfers)
+                (template.kind.name().into(), &Stream::Transfers)
             }
             None => (pass_name(self.program, this, template), &Stream::Kernels),
         };

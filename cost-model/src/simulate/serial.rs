@@ -338,8 +338,8 @@ impl<'a> Player<'a> {
     }
 }
 
-/// What is played at once in every template: runs of instructions that meet nobody, or single
-/// instructions.
+/// The segments of every template that are played at once: runs of instructions that meet nobody,
+/// or single instructions.
 fn segments(
     role: &RoleProgram,
     costs: &[Vec<crate::costs::InstrCost>],

@@ -63,7 +63,7 @@ pub(super) fn play(
     })
 }
 
-/// What roles tell each other.
+/// The state that roles share.
 struct Shared<'a> {
     /// By transfer: starts of its sends and of its receives, in order.
     starts: Vec<[Vec<Pico>; 2]>,
@@ -299,7 +299,7 @@ impl<'a> Player<'a> {
                 self.before = self.posted.clone();
                 self.posted = self.instances.len()..self.instances.len();
             }
-            // What waits for an exchange mostly does so in its first instruction.
+            // A slot that waits for an exchange mostly does so in its first instruction.
             let shown = start.max(self.now.saturating_sub(self.folded[t].undisturbed()));
             shared.timeline.add(
                 self.index,
@@ -652,7 +652,7 @@ impl<'a> Player<'a> {
 /// The slot of the last backward of each of a role's stages.
 fn last_backwards(role: &RoleProgram) -> impl Iterator<Item = usize> {
     let passes = role.templates.iter().enumerate();
-    let backwards = passes.filter(|(_, t)| t.kind == TemplateKind::Backward);
+    let backwards = passes.filter(|(_, t)| t.kind.is_backward());
     backwards.filter_map(|(t, _)| role.trace.iter().rposition(|s| s.template.index() == t))
 }
 

@@ -1,8 +1,8 @@
 use super::*;
-use crate::pipeline::{StageTime, latency};
 use crate::testing::{
     COLLECTIVES, KERNELS, buffer, cluster, instr, pipeline, relu, role, strict_pipeline,
 };
+use ir::plan::ScheduleKind;
 use ir::program::{BufferClass, Slot, Template};
 use ir::{BufferId, DType, Flops, TemplateId};
 
@@ -88,13 +88,16 @@ fn streams_overlap_and_dependencies_wait() {
 }
 
 /// Copies of the test pipeline take no time to speak of: 4 B at 1e15 B/s.
-fn stage_times(forward: &[u64], backward: &[u64]) -> Vec<StageTime> {
-    let stage = |(&f, &b): (&u64, &u64)| StageTime {
-        forward: Seconds(f as f64 * NS),
-        backward: Seconds(b as f64 * NS),
-        step: Seconds(0.0),
-    };
+fn stage_times(forward: &[u64], backward: &[u64]) -> Vec<f64> {
+    let stage = |(&f, &b): (&u64, &u64)| (f + b) as f64 * NS;
     forward.iter().zip(backward).map(stage).collect()
+}
+
+/// The planner's objective for stages of these times.
+fn latency(times: &[f64], m: u32) -> f64 {
+    let slowest = times.iter().copied().fold(0.0, f64::max);
+    let latency = ScheduleKind::OneFOneB.schedule().latency(times.len(), m);
+    latency.total_s(times.iter().sum(), slowest, slowest, 0.0)
 }
 
 #[test]
@@ -103,7 +106,7 @@ fn equal_stages_take_the_closed_form_time() {
         let (f, b) = (vec![3_000_000; p], vec![6_000_000; p]);
         let program = strict_pipeline(&f, &b, m);
         let simulated = play(&program, &cluster(p as u32), |_| ()).step_time.0;
-        let formula = latency(&stage_times(&f, &b), m).0;
+        let formula = latency(&stage_times(&f, &b), m);
         assert!(
             (simulated / formula - 1.0).abs() < 1e-4,
             "{p} stages, {m} microbatches: {simulated} against {formula}"
@@ -132,8 +135,8 @@ fn the_closed_form_bounds_uneven_stages() {
             .step_time
             .0;
             let times = stage_times(&f, &b);
-            let formula = latency(&times, m).0;
-            let each = times.iter().map(|t| (t.forward + t.backward).0);
+            let formula = latency(&times, m);
+            let each = times.iter().copied();
             let bound = each
                 .clone()
                 .sum::<f64>()
@@ -618,7 +621,7 @@ fn parameters_may_be_gathered_ahead() {
         gathering(|s| s.prefetched_parameters = true),
         4000.0 + 100.0,
     );
-    // What kernels wait for is not ahead of them.
+    // A gather that kernels wait for is not ahead of them.
     let waiting = gathering(|s| {
         s.prefetched_parameters = true;
         s.blocking_axes = vec!["x".into()];

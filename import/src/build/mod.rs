@@ -18,7 +18,7 @@ use ir::sharding::ReduceKind;
 use ir::{DType, Graph, LayerId, Pass, Place, Region, Shape, TensorType, ValueId};
 use std::collections::BTreeMap;
 
-/// What the graph depends on besides the model.
+/// Options that the graph depends on besides the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BuildOptions {
     /// Tokens per sample.

@@ -69,7 +69,7 @@ pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError>
                 })
                 .collect())
         }
-        // What is located is one or the other.
+        // A located path is one or the other.
         _ => open_index(path),
     }
 }

@@ -21,7 +21,7 @@ const STOPPED: Answer = Answer::Stopped {
     bound: None,
 };
 
-/// What `solve` answers, unless `stop` or the time limit comes first; `solve` is given a flag that
+/// The answer of `solve`, unless `stop` or the time limit comes first; `solve` is given a flag that
 /// is set when it is left behind, and answers `None` when the library refuses the model.
 pub(super) fn aside(
     name: &str,

@@ -9,7 +9,7 @@
 //! The unit is one row in one iteration of the simplex method, as an iteration's cost grows
 //! with the rows.
 
-/// What a unit of a work limit is worth: about a quarter of a second (on grids, relaxations of
+/// The worth of a unit of a work limit: about a quarter of a second (on grids, relaxations of
 /// 1,200 to 4,400 rows went through 20 to 60 million row-iterations per second of one core of
 /// the 2-core x86 machine).
 const PER_WORK: u64 = 10_000_000;
@@ -23,7 +23,7 @@ const ROOT: u64 = 300;
 pub(in super::super) struct Effort(u64);
 
 impl Effort {
-    /// What a work limit allows one integer program.
+    /// The effort that a work limit allows one integer program.
     pub fn of_work(limit: u64) -> Effort {
         Effort(limit.saturating_mul(PER_WORK))
     }

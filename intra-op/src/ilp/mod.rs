@@ -71,14 +71,14 @@ pub(super) struct Limits {
     pub relax: bool,
 }
 
-/// What a backend found.
+/// The answer of a backend.
 #[derive(Clone, Debug)]
 pub(super) enum Answer {
     /// Solved within the gap.
     Optimal {
         columns: Vec<f64>,
         bound: f64,
-        /// Of the simplex method.
+        /// Iterations of the simplex method.
         iterations: u64,
     },
     /// Stopped before; what there is.
@@ -93,7 +93,7 @@ pub(super) enum Answer {
 /// The function is asked now and then whether to give up at once.
 pub(super) type Backend = fn(Model, Option<Vec<f64>>, Limits, &dyn Fn() -> bool) -> Answer;
 
-/// What the integer program says about a reduced problem. Costs include what is decided.
+/// The result of the integer program for a reduced problem. Costs include what is decided.
 #[derive(Clone, Debug, Default)]
 pub(super) struct IlpOutcome {
     /// The best choice found that fits, better than the start if one was given.
@@ -108,12 +108,12 @@ pub(super) struct IlpOutcome {
     pub n_rows: usize,
 }
 
-/// What to spend on it.
+/// The effort to spend on it.
 #[derive(Clone)]
 pub(super) struct IlpOptions<'a> {
     /// Branch-and-bound nodes per call of the backend.
     pub nodes: Option<u64>,
-    /// What all calls together may take, without a clock.
+    /// The effort that all calls together may take, without a clock.
     pub effort: Option<Effort>,
     pub relative_gap: f64,
     pub seed: u64,
@@ -287,7 +287,7 @@ impl Program<'_> {
     fn limits(&self, options: &IlpOptions<'_>, time_left: &dyn Fn() -> Option<Duration>) -> Limits {
         // Costs are integers: less than one unit apart is equal.
         let objective = self.reduced.offset as f64 / self.cost_unit;
-        // What a bound may lose to floating point, twice.
+        // The most that a bound loses to floating point, twice.
         let gap = (options.relative_gap - 2.0 * FLOAT_LOSS).max(0.0);
         Limits {
             time: time_left(),

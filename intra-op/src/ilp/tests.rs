@@ -9,7 +9,7 @@ use super::*;
 thread_local! {
     /// Every call's limits, with the rows of its model.
     static CALLS: RefCell<Vec<(usize, Limits)>> = const { RefCell::new(Vec::new()) };
-    /// What a fake relaxation takes.
+    /// The effort of a fake relaxation.
     static TAKES: Cell<u64> = const { Cell::new(0) };
 }
 

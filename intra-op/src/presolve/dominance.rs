@@ -71,13 +71,13 @@ impl Side {
         Side { table, cheapest }
     }
 
-    /// What changing `s` to `t` costs at least where `s` is cheapest; `None` if forbidden.
+    /// The least cost of changing `s` to `t` where `s` is cheapest; `None` if forbidden.
     fn at_cheapest(&self, t: usize, s: usize) -> Option<i64> {
         let j = self.cheapest[s] as usize;
         change(self.table.get(t, j), self.table.get(s, j))
     }
 
-    /// What changing `s` to `t` costs at most, or `None` as soon as it is more than `limit` or
+    /// The most that changing `s` to `t` costs, or `None` as soon as it is more than `limit` or
     /// forbidden.
     fn most(&self, t: usize, s: usize, limit: i64) -> Option<i64> {
         let mut most = i64::MIN;

@@ -25,7 +25,7 @@ impl Work {
         Ok(())
     }
 
-    /// What is left of the budgets beside these levels.
+    /// The rest of the budgets beside these levels.
     pub fn slack(&self, levels: &[u64]) -> Result<Vec<u64>, Infeasibility> {
         let over = |t: &usize| levels[*t].saturating_sub(self.limits[*t]);
         let worst = (0..levels.len()).max_by_key(|t| (over(t), std::cmp::Reverse(*t)));

@@ -110,7 +110,7 @@ pub enum Infeasibility {
     Searched,
 }
 
-/// What presolve made of a problem.
+/// The result of presolve.
 #[derive(Clone, Debug)]
 pub enum Presolved {
     /// A smaller problem, possibly without any node left.
@@ -119,7 +119,7 @@ pub enum Presolved {
     Infeasible(Infeasibility),
 }
 
-/// What one reduction took away, over all rounds.
+/// The effect of one reduction, over all rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effect {
     /// The reduction.

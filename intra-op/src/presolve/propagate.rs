@@ -46,7 +46,7 @@ impl Reduction for Propagate {
                 work.keep(v as u32, &kept.collect::<Vec<u32>>());
             }
         }
-        // What was dropped here has been followed.
+        // The consequences of drops made here have been followed.
         self.seen = work.clock;
         Ok(())
     }

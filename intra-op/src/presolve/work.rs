@@ -42,7 +42,7 @@ pub(super) struct Work {
     pub clock: u64,
 }
 
-/// What changes whenever a reduction has changed something.
+/// The size, which changes whenever a reduction has changed something.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size {
     pub nodes: usize,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// What is kept of the time limit for ending what is begun, checking and writing the result:
-/// this part of it, but at most so long.
+/// The part of the time limit that is kept for ending what is begun, checking and writing the
+/// result: this part of it, but at most so long.
 const RESERVE: f64 = 0.04;
 const MOST_RESERVE: Duration = Duration::from_millis(1200);
 
@@ -61,7 +61,7 @@ impl Clock {
         self.cancelled() || self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// Whether what has not ended must be left behind.
+    /// Whether unfinished work must be left behind.
     pub fn past(&self) -> bool {
         self.last.is_some_and(|last| Instant::now() >= last)
     }

@@ -1,4 +1,4 @@
-//! What is known so far, shared by all threads: the best choice, the bound, and the trace.
+//! The state of knowledge, shared by all threads: the best choice, the bound, and the trace.
 //!
 //! Invariants: `best` fits the original problem and costs what is said; no choice costs less
 //! than `bound`. Both only improve. Nothing here decides how the search goes on unless a clock

@@ -77,7 +77,7 @@ impl Default for IlpBackend {
     }
 }
 
-/// What to spend, and on what.
+/// The effort of a solve, and where it goes.
 #[derive(Clone, Debug)]
 pub struct SolveOptions {
     /// Wall-clock limit. A result that was cut short by it may differ between machines.
@@ -142,7 +142,7 @@ impl Default for SolveOptions {
             seed: 0,
             gap: 0.0,
             work_limit: None,
-            // Of the public instances, what is proved is proved from 2,000 to 42,000 columns, in
+            // The public instances that are proved have 2,000 to 42,000 columns, proved in
             // up to 20 s.
             max_ilp_columns: 100_000,
             integer_program_first: false,
@@ -153,7 +153,7 @@ impl Default for SolveOptions {
     }
 }
 
-/// What is proved about a result.
+/// The proof of a result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SolveStatus {
     /// No choice is better.
@@ -183,14 +183,14 @@ pub struct TraceEntry {
     pub objective: Option<u128>,
     /// The best bound so far.
     pub lower_bound: Option<u128>,
-    /// What the phase did, in words.
+    /// A note on the phase, in words.
     pub note: String,
 }
 
 /// A choice with its proof, or why there is none.
 #[derive(Clone, Debug)]
 pub struct SolveResult {
-    /// What is proved.
+    /// The proof.
     pub status: SolveStatus,
     /// One strategy per node.
     pub choice: Option<Vec<u32>>,
@@ -204,7 +204,7 @@ pub struct SolveResult {
     pub seconds: f64,
     /// The most bytes in use at any time under the choice.
     pub peak_usage: Option<u128>,
-    /// What happened, in order.
+    /// The events, in order.
     pub trace: Vec<TraceEntry>,
 }
 

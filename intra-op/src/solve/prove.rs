@@ -1,4 +1,4 @@
-//! What raises the bound: prices and messages, exact elimination, the integer program.
+//! The ways to raise the bound: prices and messages, exact elimination, the integer program.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ const MAX_MESSAGE_CELLS: u64 = 1 << 22;
 /// Factors on the prices that elimination is run with.
 const EXACT_STEPS: usize = 8;
 
-/// What a round brought.
+/// The result of a round.
 #[derive(Default)]
 pub(super) struct Proof<'r> {
     /// The prices and messages to go on with, if they are better.
@@ -191,7 +191,7 @@ impl Solver {
             backend,
             // Its own time limit comes first; this is for when it overruns.
             stop: &|| self.clock.cancelled() || self.clock.past(),
-            // What was ruled out before costs as much as the best choice.
+            // Choices ruled out before cost as much as the best choice.
             on_bound: &|bound| self.live.raise(bound.min(most)),
         };
         let known = best.and_then(|(_, choice)| reduced.project(choice));

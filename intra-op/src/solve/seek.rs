@@ -1,4 +1,4 @@
-//! What makes choices better: dives, then search by forests; where that gets stuck, fresh
+//! The ways to better choices: dives, then search by forests; where that gets stuck, fresh
 //! starts, and parts as integer programs.
 
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ const PART_TIME: Duration = Duration::from_secs(2);
 /// Whether it is time to end.
 pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// What a searcher may spend in a round.
+/// The effort that a searcher may spend in a round.
 pub(super) struct Turn<'a> {
     /// A first search, in proportion to the problem: for a choice that is fresh from the dives.
     pub first: bool,
@@ -207,7 +207,7 @@ impl<'r> Round<'_, 'r> {
         finder.best.as_ref().map(|(_, choice)| choice.clone())
     }
 
-    /// Whether what was found meets the bound as it was known before the round.
+    /// Whether the best choice meets the bound as it was known before the round.
     fn is_closed(&self, finder: &Finder<'_>) -> bool {
         let cost = finder.cost(self.best);
         cost.is_some_and(|cost| cost <= self.bound)

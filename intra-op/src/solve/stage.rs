@@ -47,7 +47,7 @@ const SEARCH_TIME: f64 = 0.15;
 /// Rounds of search between two turns of the prices.
 const SEARCHES_PER_PRICES: u64 = 4;
 
-/// What the first task of a round does.
+/// The first task of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Job {
     Prices,
@@ -65,7 +65,7 @@ struct Begin {
     n_before: usize,
 }
 
-/// What is known between rounds.
+/// The state between rounds.
 struct State {
     best: Option<Found>,
     bound: u64,
@@ -271,7 +271,7 @@ impl Solver {
                 state.best = Some(found);
             }
         }
-        // What was ruled out before costs at least the best choice, which bounds it as well.
+        // Choices ruled out before cost at least the best choice, which bounds them as well.
         let most = state.best.as_ref().map_or(u64::MAX, |(cost, _)| *cost);
         self.raise(state, proof.bound.min(most));
         let mut known = self.live.known();
@@ -343,7 +343,7 @@ impl Solver {
     }
 }
 
-/// What the tasks of a round share.
+/// The state that the tasks of a round share.
 pub(super) struct Round<'a, 'r> {
     pub solver: &'a Solver,
     pub reduced: &'r Reduced,

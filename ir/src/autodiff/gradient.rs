@@ -1,4 +1,4 @@
-//! What the gradient rules of ops are written with; each stands in its family's file.
+//! The vocabulary of gradient rules; each rule stands in its family's file.
 //!
 //! Notation there: `dy` is the gradient of result 0 `y`, `dx` that of the operand `x`. Sums
 //! over broadcast dims are `Reduce`.

@@ -16,8 +16,8 @@
 //!   on its own as soon as it is known, because uses may lie on different stages.
 //!
 //! Paths: `grad.<forward path>.<what>`, `what` being one word without dots (`x`, `lhs`,
-//! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_sum`, ...; sums
-//! over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). Which op's gradient an op
+//! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_sum`, ...;
+//! sums over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). Which op's gradient an op
 //! computes, and for which operand, is its origin.
 
 pub(crate) mod gradient;
@@ -40,7 +40,7 @@ pub struct LeafUse {
     pub gradient: ValueId,
 }
 
-/// What the caller does with the gradient of a use, by adding ops to the graph.
+/// A callback that takes the gradient of a use and may add ops to the graph.
 pub type OnUse<'a> = dyn FnMut(&mut Graph, LeafUse) -> Result<(), GraphError> + 'a;
 
 /// Appends the ops that compute the gradient of `output` for every use of every leaf.

@@ -109,8 +109,8 @@ fn work(op: &Lengths<'_>) -> Work {
                 k: d,
             };
             let flops = 2.0 * products * shape.batch as f64 * shape.m as f64 * t as f64 * d as f64;
-            // Of T keys the last S queries see T - S/2 each; no other S queries see more. A rank
-            // of a zigzag order has early and late ones, and sees half.
+            // The last S queries see T - S/2 of the T keys each; no other S queries see more. A
+            // rank of a zigzag order has early and late ones, and sees half.
             let causal_share = match (op.kind, t) {
                 (_, 0) => 0.0,
                 (OpKind::Attention { order, .. } | OpKind::AttentionGrad { order, .. }, t)

@@ -82,7 +82,7 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], y: &[TensorType]) {
             b.operand(&f).operand(&k).operand(&k).result(&f);
             b.linear(&[&[2]]);
         }
-        // Of split tokens each part fills its own slots, so the parts of the result add up;
+        // Each part of split tokens fills its own slots, so the parts of the result add up;
         // split experts pick their tokens.
         OpKind::Dispatch { .. } => {
             let e = b.expert_factors(&y[0], &x[1]);

@@ -8,8 +8,8 @@ pub(super) use crate::autodiff::gradient::{Arm, Gradients};
 pub(super) use crate::sharding::ReduceKind;
 pub(super) use crate::{DType, Dim, FactorId, GraphError, Op, Shape, TensorType, ValueId};
 
-/// What a family's file defines. All of it is asked for ops of the family alone, with as many
-/// operands as they take.
+/// The functions that a family's file defines. They are called for ops of the family alone, with as
+/// many operands as they take.
 pub(crate) struct Family {
     /// Types of the results, or which rule the operands break.
     pub(super) infer: fn(&Operands<'_>) -> Result<Vec<TensorType>, OpError>,

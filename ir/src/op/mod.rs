@@ -55,7 +55,7 @@ pub enum Init {
     },
 }
 
-/// What a per-rank or per-microbatch input holds.
+/// The content of a per-rank or per-microbatch input.
 #[derive(
     Clone,
     Copy,
@@ -435,7 +435,7 @@ pub enum OpKind {
 pub struct OpError {
     /// Name of the op.
     pub op: &'static str,
-    /// What is wrong, with the shapes.
+    /// The broken rule, with the shapes.
     pub problem: String,
 }
 

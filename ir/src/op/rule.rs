@@ -60,7 +60,7 @@ pub struct ShardingRule {
     pub linear: Vec<Vec<usize>>,
 }
 
-/// What one mesh axis does in an op.
+/// The role of one mesh axis in an op.
 #[derive(
     Clone,
     Copy,

@@ -1,4 +1,4 @@
-//! What shape and dtype rules are made of. Every rule that operands can break is an `OpError`,
+//! Conditions that shape and dtype rules are made of. Each that operands break is an `OpError`,
 //! so a graph that was built is well-typed.
 
 use super::{OpError, OpKind, SequenceOrder};

@@ -1,4 +1,4 @@
-//! What the process of a rank holds on its device, as data: what the software keeps instead of
+//! The memory of a rank's process on its device, as data: what the software keeps instead of
 //! and beside the buffers of a program. The bytes are counted in `cost_model::memory`.
 
 use crate::{Bytes, Figure};
@@ -26,7 +26,7 @@ pub struct ProcessMemory {
     /// A gradient beside the one that it is added to or cast from, per element of the largest
     /// parameter.
     pub largest_gradient_bytes: f64,
-    /// What only the update needs, per element of the optimizer's states.
+    /// Bytes that only the update needs, per element of the optimizer's states.
     pub update_bytes: f64,
     /// Buckets of collectives over gradients and parameters; no more than the parameters.
     pub bucket_bytes: Bytes,
@@ -88,7 +88,7 @@ pub enum InFlight {
 const MOST_IN_FLIGHT: u32 = 1024;
 
 impl ProcessMemory {
-    /// What is wrong with the figures; empty when they make sense.
+    /// Lists the problems of the figures; empty when they make sense.
     pub fn problems(&self) -> Vec<String> {
         let figures = [
             ("gradient_bytes", self.gradient_bytes, 16.0),

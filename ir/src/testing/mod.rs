@@ -23,7 +23,7 @@ use crate::{
 /// Samples per step up to which integer-linear graphs stay exact.
 pub const MAX_SAMPLES: u64 = 8;
 
-/// What [`random_graph`] makes.
+/// The size and content of a [`random_graph`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GraphOptions {
     /// Integer-linear instead of general.

@@ -113,7 +113,7 @@ pub(super) struct Run {
     pub(super) lines: Vec<Line>,
 }
 
-/// What the text of an op of the body needs beyond the op.
+/// The parts of an op's line that the op itself does not hold.
 #[derive(Debug)]
 pub(super) struct Line {
     pub(super) path: String,

@@ -76,9 +76,9 @@ pub struct ParseError {
     pub start: usize,
     /// Bytes of the offending text; 0 at the end of the text.
     pub len: usize,
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// What to write instead, where that is known.
+    /// A text to write instead, where one is known.
     pub help: Option<String>,
 }
 

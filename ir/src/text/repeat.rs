@@ -21,7 +21,7 @@ use std::ops::Range;
 /// Most bytes of lines that a text stands for, repeats expanded. Programs of models with hundreds
 /// of layers have a tenth of it.
 const MAX_EXPANDED_BYTES: usize = 1 << 26;
-/// What a line takes besides its text.
+/// Bytes of a line besides its text.
 const LINE_BYTES: usize = 16;
 /// Longest body that is looked for; layers have some hundred lines.
 const MAX_BODY: usize = 4096;

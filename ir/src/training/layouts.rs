@@ -110,7 +110,7 @@ fn plan(graph: &Graph) -> Vec<Shared> {
 fn uses(op: &Op) -> &[ValueId] {
     match op.kind {
         OpKind::DotGeneral { .. } => &op.inputs,
-        // What experts made of their tokens.
+        // The results of experts.
         OpKind::Combine | OpKind::GateGrad => op.inputs.get(..1).unwrap_or_default(),
         _ => &[],
     }

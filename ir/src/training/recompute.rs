@@ -42,7 +42,7 @@ pub enum Recompute {
     /// Every activation that a gradient needs is kept.
     #[default]
     None,
-    /// Of every layer only its boundary is kept, all else is recomputed; but nothing of the
+    /// Every layer keeps its boundary alone and recomputes all else; but nothing of the
     /// layer that ends in the loss, whose backward follows its forward at once.
     Full,
     /// Recomputed is what is cheap ([`OpKind::is_cheap`]) and made from nothing but what is

@@ -165,7 +165,7 @@ struct Reductions {
     waiting: Vec<Instruction>,
     /// Bytes that wait, by sort.
     bytes: Vec<(Sort, u64)>,
-    /// What follows from the bucket that was sent last.
+    /// Instructions that follow from the bucket that was sent last.
     following: Vec<Instruction>,
 }
 

@@ -9,10 +9,10 @@ use crate::draft::{Lifetime, Serves};
 use crate::error::LowerError;
 use crate::order::Flow;
 use crate::resolve::Resolved;
-use crate::schedule::ChunkPass;
 use crate::uses::{CrossEdge, check_cross};
 use ir::program::{InstrKind, Slot, TemplateKind, Transfer};
 use ir::reshard::CrossPath;
+use ir::schedule::ChunkPass;
 use ir::{BufferId, Region, StageId, TransferId, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -207,7 +207,7 @@ impl Emitter<'_, '_> {
         Ok(())
     }
 
-    /// What of some crossings a mesh sends and receives.
+    /// The parts of some crossings that a mesh sends and receives.
     fn parts(&self, crossings: &[usize], stage: StageId) -> (Parts, Parts) {
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         for c in crossings.iter().map(|&at| &self.crossings[at]) {

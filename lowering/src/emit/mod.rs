@@ -1,7 +1,7 @@
-//! Instructions of every role: the training graph is walked phase by phase (`StepBegin`,
-//! forward, backward, `StepEnd`), each op emitting into the open template of its mesh. With
-//! several stages on a mesh the microbatch phases are walked chunk by chunk, in the order in
-//! which a microbatch goes through them.
+//! Instructions of every role: the training graph is walked phase by phase (`StepBegin`, the
+//! passes of a microbatch as the schedule has them, `StepEnd`), each op emitting into the open
+//! template of its mesh. With several stages on a mesh the microbatch phases are walked chunk by
+//! chunk, in the order in which a microbatch goes through them.
 //!
 //! * A value stands in one buffer per mesh, its *place*: where it was made, or arrived.
 //!   `Layout` only gives its operand's buffer another name.
@@ -20,6 +20,7 @@ use crate::resolve::{Phase, Resolved};
 use crate::uses::{UseBy, Uses};
 use exchanges::Crossing;
 use ir::program::{InstrKind, TemplateKind, Transfer};
+use ir::schedule::{ChunkPass, PassKind};
 use ir::{BufferId, Op, OpKind, Pass, ShardingSpec, StageId, ValueId};
 use rustc_hash::FxHashMap;
 
@@ -29,11 +30,9 @@ pub(crate) fn emit(r: &Resolved, uses: &Uses) -> Result<Draft, LowerError> {
     e.clear_accumulators();
     e.walk(Phase::step(TemplateKind::StepBegin))?;
     e.flush_step_begin()?;
-    for phase in microbatch_phases(r.n_chunks()) {
-        e.walk(phase)?;
-        if let Some(of) = phase.pass() {
-            e.roles.iter_mut().for_each(|role| role.close_pass(of));
-        }
+    for of in microbatch_passes(r) {
+        e.walk(Phase::from(of))?;
+        e.roles.iter_mut().for_each(|role| role.close_pass(of));
     }
     let flows = e.flow_exchanges();
     e.reduce_loss()?;
@@ -49,11 +48,19 @@ pub(crate) fn emit(r: &Resolved, uses: &Uses) -> Result<Draft, LowerError> {
     })
 }
 
-/// The phases that a microbatch goes through, in this order.
-fn microbatch_phases(n_chunks: u32) -> impl Iterator<Item = Phase> {
-    let of = |kind| move |chunk| Phase { kind, chunk };
-    let forward = (0..n_chunks).map(of(TemplateKind::Forward));
-    forward.chain((0..n_chunks).rev().map(of(TemplateKind::Backward)))
+/// The passes that a microbatch goes through, in this order.
+fn microbatch_passes(r: &Resolved) -> Vec<ChunkPass> {
+    let n = r.n_chunks();
+    let chunks = |&pass: &PassKind| {
+        (0..n).map(move |c| match pass {
+            PassKind::Forward => ChunkPass { pass, chunk: c },
+            _ => ChunkPass {
+                pass,
+                chunk: n - 1 - c,
+            },
+        })
+    };
+    r.schedule.passes().iter().flat_map(chunks).collect()
 }
 
 /// A tensor in a buffer.

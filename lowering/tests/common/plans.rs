@@ -16,7 +16,7 @@ use ir::{
 };
 use std::collections::BTreeMap;
 
-/// What an axis of the stages does.
+/// The role of an axis of the stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recipe {
     Replicate,

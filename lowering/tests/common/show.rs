@@ -77,8 +77,6 @@ pub fn trace(role: &RoleProgram) -> String {
         match (template.kind, template.instructions.first()) {
             (TemplateKind::StepBegin, _) => "begin".to_string(),
             (TemplateKind::StepEnd, _) => "end".to_string(),
-            (TemplateKind::Forward, _) => format!("F{m}"),
-            (TemplateKind::Backward, _) => format!("B{m}"),
             (TemplateKind::Exchange, Some(i)) => {
                 let InstrKind::Exchange { sends, recvs } = &i.kind else {
                     panic!("an exchange template holds an exchange")
@@ -98,6 +96,9 @@ pub fn trace(role: &RoleProgram) -> String {
                 format!("{side}-{pass}{m}")
             }
             (TemplateKind::Exchange, None) => panic!("an exchange template holds an exchange"),
+            (kind, _) => kind
+                .pass()
+                .map_or(String::new(), |p| format!("{}{m}", p.letter())),
         }
     };
     role.trace.iter().map(one).collect::<Vec<_>>().join(" ")

@@ -40,7 +40,7 @@ fn layer_flops(pieces: &[Weight], ends: &[usize]) -> Vec<u128> {
         .collect()
 }
 
-/// What the module header says, from all divisions.
+/// The definition in the module header, from all divisions.
 fn brute_force(pieces: &[Weight], n: usize) -> Vec<usize> {
     let largest = |ends: &Vec<usize>| layer_flops(pieces, ends).into_iter().max().unwrap_or(0);
     let widest = |ends: &Vec<usize>| {

@@ -20,7 +20,7 @@ use petgraph::graph::{DiGraph, NodeIndex};
 use petgraph::visit::DfsPostOrder;
 use std::collections::BTreeSet;
 
-/// What stands between two neighbouring places.
+/// The ops between two neighbouring places.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Piece {
     /// Its ops, sources among them, in graph order.
@@ -86,8 +86,8 @@ fn computed<'g>(graph: &'g Graph, op: &'g Op) -> impl Iterator<Item = OpId> + 'g
     producers.filter(|&p| !graph.op(p).kind.is_source())
 }
 
-/// What the loss depends on, sources left out, in depth-first post-order with the operand on
-/// the longest path first.
+/// The ops that the loss depends on, sources left out, in depth-first post-order with the operand
+/// on the longest path first.
 fn order(graph: &Graph, flops: &[u64], loss: OpId) -> Vec<OpId> {
     // FLOPs, and one for the op itself so that paths of free ops have a length too.
     let mut longest: Vec<u64> = Vec::with_capacity(graph.ops().len());
@@ -164,6 +164,6 @@ fn piece_of_ops(graph: &Graph, order: &[OpId], places: &[(usize, ValueId)]) -> V
             }
         }
     }
-    // What nothing uses goes to the first.
+    // Ops that nothing uses go to the first.
     piece.into_iter().map(|p| p.unwrap_or(0)).collect()
 }

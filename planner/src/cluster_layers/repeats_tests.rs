@@ -19,7 +19,7 @@ fn blocks_between_other_pieces() {
 
 #[test]
 fn a_run_takes_what_does_not_fill_a_period_at_its_end() {
-    // Of the turns am.am.a and a.ma.ma the first.
+    // The first of the turns am.am.a and a.ma.ma.
     assert_eq!(found("eamamax"), [(1, 2, 2)]);
 }
 

@@ -101,7 +101,7 @@ fn addend_options(s: &Setting<'_>, ops: &[OpId], rules: &[ShardingRule]) -> Vec<
     options.collect()
 }
 
-/// What an axis may do in a forward op, alone op or boundary.
+/// The roles that an axis may have in a forward op, alone op or boundary.
 fn axis_options(
     s: &Setting<'_>,
     op: &Op,

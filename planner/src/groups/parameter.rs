@@ -11,7 +11,8 @@ use std::collections::BTreeSet;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-/// What an axis does to a parameter: shards a dim in compute, or stays idle with a ZeRO variant.
+/// The role of an axis for a parameter: it shards a dim in compute, or stays idle with a ZeRO
+/// variant.
 #[derive(Clone, Copy, Debug)]
 enum ParamUse {
     Shard(usize),

@@ -66,8 +66,7 @@ pub fn cost_of(
     let (mut sum, mut max, mut step) = (0.0, 0.0f64, 0.0f64);
     for (i, stage) in stages.iter().enumerate() {
         let e = entry(stage);
-        let after = stages.len() - 1 - i;
-        if !e.fits(options.schedule.in_flight(options.microbatches, after)) {
+        if !e.fits(options.in_flight(i, stages.len())) {
             return None;
         }
         let sent = match stages.get(i + 1) {
@@ -79,7 +78,7 @@ pub fn cost_of(
         max = max.max(time);
         step = step.max(e.step_s);
     }
-    let total = sum + options.schedule.repeats(options.microbatches) * max + step;
+    let total = sum + options.repeats() * max + step;
     Some(PipelineCost {
         sum_s: sum,
         max_s: max,

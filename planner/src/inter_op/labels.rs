@@ -2,8 +2,7 @@
 //! layer backwards, so that the number of stages behind, and with it what is in flight, is known.
 
 use super::{
-    InterOpOptions, PipelineChoice, PipelineCost, ScheduleKind, StageChoice, StageEntry,
-    StageTable, Transfer,
+    InterOpOptions, PipelineChoice, PipelineCost, StageChoice, StageEntry, StageTable, Transfer,
 };
 use std::collections::BTreeSet;
 
@@ -35,6 +34,7 @@ impl<'a> Problem<'a> {
                 tails.insert((cell % n_submeshes, e.boundary_out));
             }
         }
+        let most = table.n_layers.max(1);
         let mut problem = Problem {
             table,
             transfer,
@@ -42,8 +42,12 @@ impl<'a> Problem<'a> {
             heads: heads.into_iter().collect(),
             tails: tails.into_iter().collect(),
             ending: Vec::new(),
-            in_flight: (0..=table.n_layers)
-                .map(|after| options.schedule.in_flight(options.microbatches, after))
+            // Where their number is free, the stages before one do not matter.
+            in_flight: (1..=options.n_stages.unwrap_or(usize::MAX).clamp(1, most))
+                .map(|n| match options.n_stages {
+                    Some(all) => options.in_flight(all.saturating_sub(n), all),
+                    None => options.in_flight(0, n),
+                })
                 .collect(),
         };
         problem.ending = (0..=table.n_layers)
@@ -73,26 +77,19 @@ impl<'a> Problem<'a> {
         by_tail
     }
 
+    /// Microbatches in flight at a stage with `after` behind it; of more than there may be, the
+    /// last number.
     pub(super) fn in_flight(&self, after: usize) -> u64 {
-        self.in_flight[after]
+        self.in_flight[after.min(self.in_flight.len() - 1)]
     }
 
-    /// The number of stages as far as it matters to the stages before.
-    fn counted(&self, n_stages: u32) -> u64 {
-        match (self.options.n_stages, self.options.schedule) {
-            (Some(_), _) => u64::from(n_stages),
-            (None, ScheduleKind::GPipe) => 0,
-            (None, ScheduleKind::OneFOneB) => self.options.microbatches.min(u64::from(n_stages)),
-            (None, ScheduleKind::Interleaved { .. }) => u64::from(n_stages),
-        }
-    }
-
-    /// Whether a label with `a` stages can stand in for one with `b`.
+    /// Whether a label with `a` stages can stand in for one with `b`: the number of stages
+    /// matters to the stages before by what is in flight.
     pub(super) fn stands_in(&self, a: u32, b: u32) -> bool {
-        if self.options.n_stages.is_some() {
-            a == b
-        } else {
-            self.counted(a) <= self.counted(b)
+        let counted = |n: u32| self.in_flight((n as usize).saturating_sub(1));
+        match self.options.n_stages {
+            Some(_) => a == b,
+            None => counted(a) <= counted(b),
         }
     }
 
@@ -173,7 +170,8 @@ impl<'a> Problem<'a> {
         self.best_whole(&states, cutoff)
     }
 
-    /// What a stage with this tail finds behind it, sending included; the empty plan at the end.
+    /// The labels that a stage with this tail finds behind it, sending included; the empty plan at
+    /// the end.
     fn reached(
         &self,
         slots: &[Vec<Label>],
@@ -222,7 +220,7 @@ impl<'a> Problem<'a> {
                         && a.step <= b.step
                         && a.transfer <= b.transfer
                 };
-                // Those of one slot were compared when they were put there, before a transfer's
+                // Labels of one slot were compared when they were put there, before a transfer's
                 // rounding could make two sums equal: both then stay, the first one first.
                 if is_only {
                     reached.push(new);
@@ -338,8 +336,7 @@ impl<'a> Problem<'a> {
             });
             place = label.next;
         }
-        let repeats = self.options.schedule.repeats(self.options.microbatches);
-        let total = sum + repeats * max + step;
+        let total = sum + self.options.repeats() * max + step;
         PipelineChoice {
             stages,
             cost: PipelineCost {

@@ -44,7 +44,7 @@ impl StageEntry {
     }
 }
 
-/// What every range of layers costs on every submesh: for each, a small Pareto list.
+/// The costs of every range of layers on every submesh: for each, a small Pareto list.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StageTable {
     pub(super) n_layers: usize,

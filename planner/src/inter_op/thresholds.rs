@@ -13,10 +13,10 @@ struct Interval {
 
 pub(super) fn search_thresholds(problem: &Problem) -> Option<PipelineChoice> {
     let options = &problem.options;
-    let others = options.schedule.repeats(options.microbatches);
+    let others = options.repeats();
     let mut best: Option<PipelineChoice> = None;
     let mut n_thresholds = 0;
-    // What was dropped because of the gap alone.
+    // The least cost that was dropped because of the gap alone.
     let mut lower_bound = f64::INFINITY;
     let mut open = vec![Interval {
         low: 0.0,

@@ -6,7 +6,7 @@ use ir::cluster::Cluster;
 use ir::training::{TrainingGraph, training_graph};
 use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Precision, Rank, TrainSpec};
 
-/// What a [`Setting`] borrows.
+/// The values that a [`Setting`] borrows.
 struct Scene {
     training: TrainingGraph,
     train: TrainSpec,

@@ -11,7 +11,7 @@ use ir::{OpKind, TrainSpec, ValueId, counted};
 
 /// Refuses tensor pins of tensors, dims or axes that are not there, experts that do not divide,
 /// data or context axes without a sample or token for each rank, and virtual stages of no
-/// pipeline, of too few layers or of another schedule than 1F1B. The [`degrees`] fit.
+/// pipeline, of too few layers or of a schedule without. The [`degrees`] fit.
 pub(crate) fn check(
     pins: &Pins,
     training: &TrainingGraph,
@@ -37,9 +37,13 @@ fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
             _ => Ok(()),
         };
     };
-    if pins.schedule == Some(ScheduleKind::GPipe) {
+    let has_interleaved = |s: &ScheduleKind| s.schedule().interleaved(v).is_some();
+    if !has_interleaved(&pins.schedule.unwrap_or_default()) {
+        let able = ScheduleKind::NAMED.iter().filter(|s| has_interleaved(s));
+        let names: Vec<&str> = able.map(|s| s.name()).collect();
         return err(format!(
-            "pinned virtual={v} interleaves the passes of 1F1B; pin schedule=1f1b with it, or none"
+            "pinned virtual={v} interleaves the passes of {}; pin that schedule with it, or none",
+            names.join(" or ")
         ));
     }
     let Some(p) = pins.pipeline.filter(|&p| p > 1) else {
@@ -323,7 +327,7 @@ mod tests {
             ),
             (
                 &["virtual=2,pipeline=2,schedule=gpipe"],
-                "pinned virtual=2 interleaves the passes of 1F1B; pin schedule=1f1b with it, or none",
+                "pinned virtual=2 interleaves the passes of 1f1b; pin that schedule with it, or none",
             ),
             (
                 &["virtual=2,pipeline=2,split=5/5"],

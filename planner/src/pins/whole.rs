@@ -121,7 +121,7 @@ mod tests {
             assert!(!moves(roles, [&[0], &[]], [&[0, 1], &[]]));
             assert!(!moves(roles, [&[], &[]], [&[0], &[1]]));
         }
-        // What the pins split, they split.
+        // These split the dims that the pins split.
         assert!(!moves([Data, Expert], [&[0], &[1]], [&[], &[]]));
         assert!(moves([Data, Free], [&[0], &[1]], [&[], &[]]));
         // One rank has it all.

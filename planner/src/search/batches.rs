@@ -4,7 +4,6 @@ use super::Search;
 use crate::PlanError;
 use crate::pins::check::listed;
 use ir::counted;
-use ir::plan::ScheduleKind;
 
 /// Largest microbatch that is tried unless one is pinned.
 pub(super) const MAX_MICROBATCH: u64 = 1 << 16;
@@ -16,12 +15,10 @@ impl Search<'_> {
     pub(super) fn batches(&self) -> Result<Vec<u64>, PlanError> {
         let b = self.train.global_batch;
         let all = self.dividing_batches()?;
-        let ScheduleKind::Interleaved { virtual_stages } = self.pins.schedule_kind() else {
-            return Ok(all);
-        };
-        // Interleaved stages take microbatches in groups of one for each mesh.
-        let p = u64::from(self.pins.pipeline.unwrap_or(1));
-        let fits = |size: &u64| (b / size).is_multiple_of(p);
+        let schedule = self.pins.schedule_kind().schedule();
+        let (v, p) = (schedule.virtual_stages(), self.pins.pipeline.unwrap_or(1));
+        let group = u64::from(schedule.group(p as usize).max(1));
+        let fits = |size: &u64| (b / size).is_multiple_of(group);
         if all.iter().any(fits) {
             return Ok(all.into_iter().filter(fits).collect());
         }
@@ -29,11 +26,11 @@ impl Search<'_> {
             .filter(|d| b.is_multiple_of(*d) && fits(d))
             .collect();
         let way = match fitting.is_empty() {
-            true => format!("train with a --global-batch that is a multiple of {p}"),
+            true => format!("train with a --global-batch that is a multiple of {group}"),
             false => format!("what fits: microbatch={}", listed(&fitting)),
         };
         Err(PlanError::Pins(format!(
-            "pinned virtual={virtual_stages} x pipeline={p} wants a multiple of {p} microbatches of the global batch {b}; {way}"
+            "pinned virtual={v} x pipeline={p} wants a multiple of {group} microbatches of the global batch {b}; {way}"
         )))
     }
 

@@ -31,11 +31,11 @@ pub(super) struct Candidate {
     pub(super) submesh: usize,
     /// Per sequence: a time of one microbatch that no stage of it can beat.
     pub(super) relaxed: Vec<Option<f64>>,
-    /// What stages cost where memory has no price.
+    /// Costs of stages where memory has no price.
     free: Stages,
-    /// What it takes to price them where it has one, if anything is left to price.
+    /// The inputs for pricing them where it has one, if anything is left to price.
     unpriced: Option<Unpriced>,
-    /// What they cost under all prices, once asked for.
+    /// Their costs under all prices, once asked for.
     stages: OnceLock<Stages>,
 }
 
@@ -94,7 +94,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// What the stages of a candidate cost.
+    /// The costs of a candidate's stages.
     pub(super) fn stages<'c>(&self, candidate: &'c Candidate) -> &'c Stages {
         match &candidate.unpriced {
             None => candidate.stages.get().unwrap_or(&candidate.free),

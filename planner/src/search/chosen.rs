@@ -137,14 +137,15 @@ impl Search<'_> {
         }))
     }
 
-    /// What a pipeline costs whose stages take these times instead of those that it was chosen
+    /// The cost of a pipeline whose stages take these times instead of those that it was chosen
     /// for.
     pub(super) fn cost(&self, p: &Pipeline, times: &[Phases]) -> PipelineCost {
         let stages = p.choice.stages.iter().zip(times);
         let sent = stages.map(|(s, t)| t.forward + t.backward + s.transfer_s);
         let (sent, steps): (Vec<f64>, Vec<f64>) = sent.zip(times.iter().map(|t| t.step)).unzip();
-        let virtual_stages = p.schedule.virtual_stages() as usize;
-        cost_of_times(&sent, &steps, sent.len() / virtual_stages.max(1), p.m)
+        let schedule = p.schedule.schedule();
+        let n_meshes = sent.len() / schedule.virtual_stages().max(1) as usize;
+        cost_of_times(&sent, &steps, n_meshes, schedule.latency(n_meshes, p.m))
     }
 
     /// Solves the stages of shape `shape`, whose layer models are `models`, each different one

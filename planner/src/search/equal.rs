@@ -7,7 +7,7 @@
 
 use super::{Candidate, Search, Shape, Solved, ToBeat, nearer, no_strategy};
 use crate::PlanError;
-use crate::inter_op::{self, PipelineChoice};
+use crate::inter_op::{InterOpOptions, PipelineChoice};
 use crate::layer_model::ModelError;
 use cost_model::compute::peak_rate;
 use ir::plan::ScheduleKind;
@@ -15,7 +15,7 @@ use ir::{OpKind, Region};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// What a bound gives way: a pipeline of nothing but matmuls costs what the bound says, summed in
+/// The slack of a bound: a pipeline of nothing but matmuls costs what the bound says, summed in
 /// another order, layer by layer and stage by stage. Sums of 10^5 terms lose no more than 10^-11.
 const ROUNDING: f64 = 1e-9;
 
@@ -104,7 +104,7 @@ impl Search<'_> {
                     }
                 }
             }
-            // What is no better than the best of plain stages is not looked at.
+            // A pipeline no better than the best of plain stages is not looked at.
             let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
             let to_beat = to_beat.interleaved.min(plain);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
@@ -147,14 +147,11 @@ impl Search<'_> {
     fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
         let n = f64::from(self.submeshes[submesh].max(1));
         let n_stages = (f64::from(self.cluster.n_devices()) / n).max(1.0);
-        let kind = match schedule {
-            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
-            _ => inter_op::ScheduleKind::OneFOneB,
-        };
+        let repeats = InterOpOptions::new(u64::from(m), schedule).repeats();
         let sum_s = matmul_s / n;
         let rings = self.rings(submesh, m).into_iter();
         Least {
-            plain: sum_s * (1.0 + kind.repeats(u64::from(m)) / n_stages),
+            plain: sum_s * (1.0 + repeats / n_stages),
             interleaved: rings
                 .map(|r| r.least_s(sum_s, m))
                 .fold(f64::INFINITY, f64::min),

@@ -21,7 +21,9 @@ use super::pipelines::INTERLEAVED_OF_A_SIZE;
 use super::{Bounded, Candidate, Pipeline, Search, Solved, nearer};
 use crate::PlanError;
 use crate::inter_op::{self, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable};
-use crate::interleave::{Objective, SharedStage, TooLarge, share};
+use crate::interleave::{SharedStage, TooLarge, share};
+use ir::plan::ScheduleKind;
+use ir::schedule::Latency;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -41,30 +43,30 @@ pub(super) fn counts() -> String {
 pub(super) struct Ring {
     submesh: usize,
     n_meshes: usize,
-    virtual_stages: u32,
+    schedule: ScheduleKind,
 }
 
 impl Ring {
     fn n_stages(self) -> usize {
-        self.n_meshes * self.virtual_stages as usize
+        self.n_meshes * self.schedule.virtual_stages() as usize
     }
 
-    fn schedule(self) -> inter_op::ScheduleKind {
-        inter_op::ScheduleKind::Interleaved {
-            n_meshes: self.n_meshes,
-            virtual_stages: self.virtual_stages,
+    fn options(self, m: u32) -> InterOpOptions {
+        InterOpOptions {
+            n_stages: Some(self.n_stages()),
+            ..InterOpOptions::new(u64::from(m), self.schedule)
         }
     }
 
-    fn objective(self, m: u32) -> Objective {
-        Objective::new(self.n_meshes, m)
+    fn latency(self, m: u32) -> Latency {
+        self.schedule.schedule().latency(self.n_meshes, m)
     }
 
     /// Seconds that no pipeline can beat whose stages take `sum_s` together.
     pub(super) fn least_s(self, sum_s: f64, m: u32) -> f64 {
         let busiest_s = sum_s / self.n_meshes as f64;
         let largest_s = sum_s / self.n_stages() as f64;
-        self.objective(m).total_s(sum_s, busiest_s, largest_s, 0.0)
+        self.latency(m).total_s(sum_s, busiest_s, largest_s, 0.0)
     }
 }
 
@@ -80,19 +82,22 @@ impl Search<'_> {
     /// The rings of a submesh that the search chooses among for `m` microbatches.
     pub(super) fn rings(&self, submesh: usize, m: u32) -> Vec<Ring> {
         let n_meshes = (self.cluster.n_devices() / self.submeshes[submesh].max(1)) as usize;
-        // Microbatches go in groups of one for each mesh.
-        let fits = n_meshes > 1 && (m as usize).is_multiple_of(n_meshes);
-        let ring = |virtual_stages| Ring {
-            submesh,
-            n_meshes,
-            virtual_stages,
-        };
-        if !fits || !self.chooses_interleaving() {
+        if n_meshes < 2 || !self.chooses_interleaving() {
             return Vec::new();
         }
-        let all = VIRTUAL.into_iter().map(ring);
-        all.filter(|r| r.n_stages() <= self.layers.kind.len())
-            .collect()
+        let plain = ScheduleKind::default().schedule();
+        let all = VIRTUAL.into_iter().filter_map(|v| plain.interleaved(v));
+        let rings = all.map(|schedule| Ring {
+            submesh,
+            n_meshes,
+            schedule,
+        });
+        let fits = |r: &Ring| {
+            let n_stages = r.n_stages();
+            n_stages <= self.layers.kind.len()
+                && r.schedule.schedule().problem(n_stages, m).is_none()
+        };
+        rings.filter(fits).collect()
     }
 
     /// Looks for interleaved stages on meshes of `submesh` that cost less than `to_beat` and those
@@ -125,7 +130,7 @@ impl Search<'_> {
                 (least, candidate, ring)
             }));
         }
-        let rank = |w: &(f64, &Candidate, Ring)| (w.1.shape, w.2.virtual_stages);
+        let rank = |w: &(f64, &Candidate, Ring)| (w.1.shape, w.2.schedule);
         ways.sort_by(|a, b| a.0.total_cmp(&b.0).then(rank(a).cmp(&rank(b))));
         let cost = |c: &PipelineChoice| c.cost.total_s;
         for (least, candidate, ring) in ways {
@@ -138,9 +143,9 @@ impl Search<'_> {
             let found = self.solve_ring(ring, candidate, batch, m, reserve);
             if let Some(choice) = found.ok().filter(|c| cost(c) < to_beat) {
                 let found = &mut solved.interleaved;
-                found.push((ring.virtual_stages, choice));
+                found.push((ring.schedule, choice));
                 found.sort_by(|a, b| cost(&a.1).total_cmp(&cost(&b.1)));
-                // Of each number of stages the best.
+                // The best for each number of stages.
                 let mut counts = BTreeSet::new();
                 found.retain(|(v, _)| counts.insert(*v));
                 found.truncate(INTERLEAVED_OF_A_SIZE);
@@ -158,8 +163,7 @@ impl Search<'_> {
         reserve: u64,
         overrun: u64,
     ) -> Option<(Pipeline, u64)> {
-        let virtual_stages = p.schedule.virtual_stages();
-        if virtual_stages == 1 || !self.chooses_interleaving() {
+        if p.schedule.virtual_stages() == 1 || !self.chooses_interleaving() {
             return None;
         }
         let reserve = reserve.saturating_add(overrun).saturating_add(overrun / 16);
@@ -167,7 +171,7 @@ impl Search<'_> {
         let shapes = self.shapes(p.batch);
         let (submesh, shape) = shapes.get(index)?;
         let mut rings = self.rings(*submesh, p.m).into_iter();
-        let ring = rings.find(|r| r.virtual_stages == virtual_stages)?;
+        let ring = rings.find(|r| r.schedule == p.schedule)?;
         let candidate = self.candidate((index, *submesh), shape, p.batch, p.m);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         let choice = choice.ok()?;
@@ -186,13 +190,13 @@ impl Search<'_> {
         candidates: &[Candidate],
         batch: u64,
         m: u32,
-        virtual_stages: u32,
+        schedule: ScheduleKind,
         reserve: u64,
     ) -> Bounded {
         let ring = Ring {
             submesh: 0,
             n_meshes: self.pins.pipeline.unwrap_or(1) as usize,
-            virtual_stages,
+            schedule,
         };
         let mut bounded = Bounded {
             found: Err(PlanError::NoTiling {
@@ -247,22 +251,21 @@ impl Search<'_> {
             devices: self.cluster.n_devices(),
             layers: n_layers,
         })?;
-        let stages = cuts.into_iter().rev().enumerate().map(|(after, layers)| {
+        let options = ring.options(m);
+        let stages = cuts.into_iter().enumerate().map(|(stage, layers)| {
             StageChoice {
                 transfer_s: transfer_s(&layers),
                 layers,
                 submesh: 0,
-                in_flight: ring.schedule().in_flight(u64::from(m), after),
-                // What follows is for `shared` to choose.
+                in_flight: options.in_flight(stage, ring.n_stages()),
+                // `shared` chooses the rest.
                 entry: 0,
                 tag: 0,
                 time_s: 0.0,
                 share_bytes: None,
             }
         });
-        let mut stages: Vec<StageChoice> = stages.collect();
-        stages.reverse();
-        self.shared(stages, &table, ring, m, capacity)
+        self.shared(stages.collect(), &table, ring, m, capacity)
     }
 
     /// The best entries for the cuts that are best where every stage has a mesh, and its memory,
@@ -275,10 +278,7 @@ impl Search<'_> {
         m: u32,
         reserve: u64,
     ) -> Result<PipelineChoice, PlanError> {
-        let options = InterOpOptions {
-            n_stages: Some(ring.n_stages()),
-            ..InterOpOptions::new(u64::from(m), ring.schedule())
-        };
+        let options = ring.options(m);
         let sent = self.transfer_s(ring.submesh, ring.submesh, batch);
         let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
         let (table, capacity) = self.ring_table(ring, candidate, reserve);
@@ -287,7 +287,7 @@ impl Search<'_> {
             .and_then(|cuts| self.shared(cuts.stages, &table, ring, m, capacity))
     }
 
-    /// What ranges of layers cost on a mesh of a ring, and the bytes that one has.
+    /// The costs of ranges of layers on a mesh of a ring, and the bytes that one has.
     fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
         let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let own = [ring.submesh];
@@ -312,7 +312,7 @@ impl Search<'_> {
                 transfer_s: s.transfer_s,
             })
             .collect();
-        let shared = share(&stages, ring.n_meshes, ring.objective(m), capacity)
+        let shared = share(&stages, ring.n_meshes, ring.latency(m), capacity)
             .map_err(|e| self.too_large(&e, &cuts, ring, capacity))?;
         for (k, stage) in cuts.iter_mut().enumerate() {
             let entry = &stages[k].entries[shared.entries[k]];
@@ -396,7 +396,9 @@ mod tests {
             let ring = Ring {
                 submesh: 0,
                 n_meshes: 2 + below(4) as usize,
-                virtual_stages: 2 + below(4) as u32,
+                schedule: ScheduleKind::Interleaved {
+                    virtual_stages: 2 + below(4) as u32,
+                },
             };
             let p = ring.n_meshes;
             let m = p as u32 * (1 + below(5) as u32);

@@ -36,14 +36,13 @@ pub(super) struct Pipeline {
     pub(super) level: Option<u8>,
 }
 
-/// What the search made of one microbatch size.
+/// The results of the search for one microbatch size.
 pub(super) struct Solved {
     pub(super) candidates: u64,
     /// The best pipeline; where devices share processors, of every number of stages.
     pub(super) found: Vec<PipelineChoice>,
-    /// The best of interleaved stages, best first, where the search chooses among them; with the
-    /// number of stages on each mesh.
-    pub(super) interleaved: Vec<(u32, PipelineChoice)>,
+    /// The best of interleaved stages, best first, where the search chooses among them.
+    pub(super) interleaved: Vec<(ScheduleKind, PipelineChoice)>,
     pub(super) error: Option<PlanError>,
     /// No pipeline of this microbatch size costs less, found or not.
     pub(super) lower: f64,
@@ -119,9 +118,7 @@ impl Search<'_> {
             };
             plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
             let rings = solved.interleaved.into_iter();
-            interleaved.extend(rings.map(|(virtual_stages, choice)| {
-                pipeline(ScheduleKind::Interleaved { virtual_stages }, choice)
-            }));
+            interleaved.extend(rings.map(|(schedule, choice)| pipeline(schedule, choice)));
         }
         let cost = |p: &Pipeline| p.choice.cost.total_s;
         for found in [&mut plain, &mut interleaved] {
@@ -244,8 +241,8 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
     ) -> Bounded {
-        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
-            return self.solve_pinned_ring(candidates, batch, m, virtual_stages, reserve);
+        if schedule.virtual_stages() > 1 {
+            return self.solve_pinned_ring(candidates, batch, m, schedule, reserve);
         }
         let stages = self.pins.pipeline.map(|p| p as usize);
         let all: Vec<usize> = (0..self.submeshes.len()).collect();
@@ -297,20 +294,11 @@ impl Search<'_> {
         let transfer = |a: usize, _: u16, b: usize, _: u16| {
             Some(self.transfer_s(submeshes[a], submeshes[b], batch))
         };
-        let kind = match schedule {
-            ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
-            ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => {
-                inter_op::ScheduleKind::OneFOneB
-            }
-        };
-        let options = InterOpOptions {
-            n_stages,
-            ..InterOpOptions::new(u64::from(m), kind)
-        };
         // Equal ones are looked at too: ties have an order.
         let options = InterOpOptions {
+            n_stages,
             cutoff_s: to_beat.next_up(),
-            ..options
+            ..InterOpOptions::new(u64::from(m), schedule)
         };
         let lower = match inter_op::plan(&relaxed, &transfer, &options) {
             Ok(found) => found.lower_bound_s,
@@ -366,7 +354,7 @@ pub(super) fn nearer(old: Option<PlanError>, new: PlanError) -> PlanError {
         _ => None,
     };
     match (old, new) {
-        // Of two, the one that needs less.
+        // The one of two that needs less.
         (Some(old), new) if needed(&old).is_some_and(|a| needed(&new).is_none_or(|b| a <= b)) => {
             old
         }

@@ -27,7 +27,7 @@ use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::VecDeque;
 
-/// Of the pipelines that were simulated so many are tried at ZeRO levels: the fastest at all of
+/// Number of simulated pipelines that are tried at ZeRO levels: the fastest at all of
 /// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
 /// about a hundredth of the search, so that all of them at all levels would add a quarter.
 const AT_LEVELS: usize = 2;
@@ -36,14 +36,14 @@ const AT_ONCE: usize = 4;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
 
-/// What became of the pipelines.
+/// The outcome for the pipelines.
 pub(super) enum Made {
     Fits(Box<Plan>, Program, Box<Simulation>),
     /// The nearest plan's arena exceeds the budget by this many bytes.
     Overrun(u64),
 }
 
-/// What is said about all pipelines of a search.
+/// The facts about all pipelines of a search.
 pub(super) struct Known {
     /// No pipeline costs less.
     pub lower_bound: f64,
@@ -63,7 +63,7 @@ struct Played {
     times: Vec<Phases>,
 }
 
-/// What came of playing a plan.
+/// The outcome of playing a plan.
 enum Outcome {
     Fits(Box<Played>),
     /// Its arena exceeds the budget by so many bytes.
@@ -289,8 +289,9 @@ impl Search<'_> {
             if mixed { "any mix of" } else { "equal" },
             self.submeshes
         );
-        if let ScheduleKind::Interleaved { virtual_stages } = schedule {
-            space += &format!(", {virtual_stages} stages on each mesh, all meshes of one shape");
+        if schedule.virtual_stages() > 1 {
+            let v = schedule.virtual_stages();
+            space += &format!(", {v} stages on each mesh, all meshes of one shape");
         }
         if self.chooses_interleaving() {
             space += &format!(

@@ -1,4 +1,4 @@
-//! What is asked for, before anything is searched: the model as the pins want it, the sequences of
+//! The request, before anything is searched: the model as the pins want it, the sequences of
 //! layers that stages may have, which values are saved.
 
 use crate::PlanError;
@@ -30,7 +30,7 @@ pub(super) fn in_zigzag_order(forward: &Graph, pins: &Pins) -> Result<Option<Gra
     }
 }
 
-/// What is wrong with the first tensor that nobody could hold, if there is one.
+/// The problem of the first tensor that nobody could hold, if there is one.
 pub(super) fn odd_length(forward: &Graph) -> Option<String> {
     let odd = |dim: &Dim| matches!(dim, Dim::Fixed(n) if !(1..=MAX_LENGTH).contains(n));
     let mut ids = (0..forward.values().len()).map(ValueId::new);

@@ -20,7 +20,7 @@ const BLANK: StageEntry = StageEntry {
 };
 
 impl Search<'_> {
-    /// What ranges of layers cost on some of the submeshes (indices), which have these sizes in
+    /// The costs of ranges of layers on some of the submeshes (indices), which have these sizes in
     /// a cluster of `devices` of the same unit.
     pub(super) fn table(
         &self,

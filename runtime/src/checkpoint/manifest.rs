@@ -20,7 +20,7 @@ const VERSION: u32 = 1;
 /// Longest manifest that is read, bytes: 10,000 parts on 100 ranks take 100 MB.
 const LONGEST: u64 = 1 << 30;
 
-/// What a checkpoint is of.
+/// The plan and model of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Origin {
@@ -68,7 +68,7 @@ pub(super) struct Manifest {
     blake3: String,
 }
 
-/// What a file has to be.
+/// The facts that a file has to match.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Facts {

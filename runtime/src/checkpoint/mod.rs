@@ -38,7 +38,7 @@ use std::path::{Path, PathBuf};
 
 /// Checkpoints that stay in a folder: should the newest be damaged, there is one more.
 const KEPT: usize = 2;
-/// What a folder had before it had checkpoints: all states in one file, without hashes.
+/// The file of a folder from before checkpoints: all states in one file, without hashes.
 const SINGLE: &str = "state.safetensors";
 
 /// A checkpoint whose files are what its manifest says.
@@ -57,12 +57,12 @@ struct Stored {
     pieces: Vec<Piece>,
 }
 
-/// What [`find`] found.
+/// The result of [`find`].
 #[derive(Debug)]
 pub struct Found {
     /// The newest checkpoint that is whole.
     pub checkpoint: Checkpoint,
-    /// What is wrong with newer ones.
+    /// The errors of newer ones.
     pub passed_over: Vec<RuntimeError>,
 }
 
@@ -131,7 +131,7 @@ pub fn find(path: &Path) -> Result<Found, RuntimeError> {
             Err(e) => passed_over.push(e),
         }
     }
-    // Of several, the newest is the one that was meant.
+    // The newest of several is the one that was meant.
     let none = || problem(path, "the folder has no checkpoint".into());
     Err(passed_over.into_iter().next().unwrap_or_else(none))
 }
@@ -227,7 +227,8 @@ impl Checkpoint {
     pub fn step(&self) -> u64 {
         self.step
     }
-    /// What it is of; none of the single files of earlier builds, which have no hashes either.
+    /// Its plan and model; none for the single files of earlier builds, which have no hashes
+    /// either.
     pub fn origin(&self) -> Option<&Origin> {
         self.origin.as_ref()
     }

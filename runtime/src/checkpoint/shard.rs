@@ -27,7 +27,7 @@ pub(crate) struct Shard {
     pub file: String,
     pub bytes: u64,
     pub blake3: String,
-    /// What is in it.
+    /// Its content.
     pub parts: Vec<Written>,
 }
 

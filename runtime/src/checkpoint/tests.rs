@@ -4,7 +4,7 @@ use super::*;
 use crate::cpu::testing::random;
 use ir::{DType, LocalRange, Rank};
 
-/// What `n` ranks hold of a tensor that is split along `dim`; the last ones may have less or
+/// The shards of a tensor that `n` ranks split along `dim`; the last ones may have less or
 /// nothing, and padding for it.
 fn split(lens: &[u64], dim: usize, n: u64) -> Vec<Local> {
     let part = |rank: u64| {
@@ -60,7 +60,7 @@ fn write(folder: &Path, name: &str, full: &[f32], parts: &[Local]) -> PathBuf {
 }
 
 fn read(checkpoint: &Checkpoint, name: &str, part: &Local) -> Vec<f32> {
-    // What was there before is gone, padding included.
+    // The former content is gone, padding included.
     let mut values = vec![f32::NAN; part.elements()];
     let out = bytemuck::cast_slice_mut(&mut values);
     checkpoint.read(name, part, out).unwrap();
@@ -191,7 +191,7 @@ fn a_manifest_that_is_another_is_refused() {
         "its version is 2",
     );
     refused(good.replace("\"seed\"", "\"sead\""), "sead");
-    // What stands behind the hash is looked at too.
+    // The content behind the hash is checked too.
     let stamped = |from: &str, to: &str| {
         let text = restamped(good.replacen(from, to, 1).as_bytes()).unwrap();
         String::from_utf8(text).unwrap()

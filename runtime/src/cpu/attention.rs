@@ -79,7 +79,7 @@ impl AttentionDims {
 /// Dropout on probabilities: for (b, k, g, i, j), indices within the call, 0 or 1 / (1 - p).
 pub type Dropout<'a> = dyn Fn(usize, usize, usize, usize, usize) -> f32 + Sync + 'a;
 
-/// What both passes need.
+/// The inputs of both passes.
 #[derive(Clone, Copy)]
 pub struct Attention<'a> {
     /// Queries `[B, S, K, G, D]`.
@@ -96,7 +96,7 @@ pub struct Attention<'a> {
     pub dropout: Option<&'a Dropout<'a>>,
 }
 
-/// What the forward pass left and the gradient that came in.
+/// The results of the forward pass and the gradient that came in.
 #[derive(Clone, Copy)]
 pub struct Upstream<'a> {
     /// Output of [`forward`], `[B, S, K, G, D]`.
@@ -393,7 +393,8 @@ impl Head {
         all.filter(|block| block.keys > 0)
     }
 
-    /// `out[rows, keys]`: products of the block's rows of `a` (as `q`) with the rows of `b` (as `k`).
+    /// `out[rows, keys]`: products of the block's rows of `a` (as `q`) with the rows of `b` (as
+    /// `k`).
     fn row_products(&self, block: Block, a: &[f32], b: &[f32], out: &mut Vec<f32>) {
         let Block {
             g,
@@ -487,7 +488,7 @@ impl Attention<'_> {
     }
 }
 
-/// What a row's softmax divides by.
+/// The divisor of a row's softmax.
 struct Sum {
     lse: f32,
     inverse: f32,

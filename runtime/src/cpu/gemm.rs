@@ -21,7 +21,7 @@ pub struct View<'a> {
     pub col: usize,
 }
 
-/// What happens to the former content of the output.
+/// The treatment of the output's former content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
     /// C = A B; C need not be initialised with anything in particular.

@@ -1,4 +1,4 @@
-//! What the kernels' tests share: random numbers, tolerances and the reference values.
+//! Helpers of the kernels' tests: random numbers, tolerances and the reference values.
 
 use std::path::Path;
 

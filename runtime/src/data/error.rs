@@ -1,4 +1,4 @@
-//! What can be wrong with data, with the place and the evidence.
+//! The errors of data, with the place and the evidence.
 
 use super::Split;
 use std::io;
@@ -13,7 +13,7 @@ pub enum DataError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried, as in "cannot open".
+        /// The action that was tried, as in "cannot open".
         action: &'static str,
         /// The system's reason.
         source: io::Error,
@@ -37,7 +37,7 @@ pub enum DataError {
         path: PathBuf,
         /// Its length in bytes.
         len: u64,
-        /// What is incomplete.
+        /// The incomplete part.
         inside: &'static str,
     },
     /// A field of the header is not what the format or the file's length says.
@@ -49,7 +49,7 @@ pub enum DataError {
         field: &'static str,
         /// Its value.
         found: i64,
-        /// What would be right.
+        /// The expected value.
         expected: String,
     },
     /// A token that the model has no embedding for.

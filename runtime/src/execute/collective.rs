@@ -1,4 +1,4 @@
-//! What a layout change does to local buffers: the data movement of `ir::reshard`'s header.
+//! The data movement of layout changes in local buffers: that of `ir::reshard`'s header.
 //!
 //! Everything is in local, padded coordinates. With `L` the padded length of a piece along
 //! the dim that changes, piece `j` stands at `j*L`; what lies past an operand's end reads as

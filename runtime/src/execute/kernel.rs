@@ -16,7 +16,7 @@ use crate::cpu::layout;
 use crate::error::RuntimeError;
 use ir::{DType, OpKind};
 
-/// What an op needs to know of the run besides its operands.
+/// The facts of the run that an op needs besides its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Context {
     /// Seed of the run: key of dropout masks.
@@ -54,11 +54,10 @@ pub struct Output<'a> {
 /// Runs one op. `path` is the op's path, for messages and as key of forward attention's mask
 /// (recomputed attention has its source's).
 ///
-/// `Accumulate` adds to what its result's buffer holds; updates find the old value where the new one
-/// goes (`OpKind::in_place`).
-/// `GlobalNorm` takes scalars, or one vector of them. Returns the bytes of scratch memory that
-/// conversions took. Fails when numbers of operands or element types are not the op's;
-/// shapes that do not fit panic, as they do in the kernels.
+/// `Accumulate` adds to what its result's buffer holds; updates find the old value where the new
+/// one goes (`OpKind::in_place`). `GlobalNorm` takes scalars, or one vector of them. Returns the
+/// bytes of scratch memory that conversions took. Fails when numbers of operands or element types
+/// are not the op's; shapes that do not fit panic, as they do in the kernels.
 pub fn kernel(
     op: &OpKind,
     path: &str,

@@ -35,7 +35,7 @@ impl Local {
             ranges,
         }
     }
-    /// What the rank at `coords` of `mesh` holds of a tensor with `spec`.
+    /// The shard of a tensor with `spec` that the rank at `coords` of `mesh` holds.
     pub fn shard(
         dtype: DType,
         lens: &[u64],

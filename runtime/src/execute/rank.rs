@@ -22,7 +22,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What to play.
+/// The step to play.
 #[derive(Clone, Debug)]
 pub(crate) struct Play {
     /// The samples of the global batch, `sequence + 1` tokens each.
@@ -61,7 +61,7 @@ pub struct RankTimings {
     pub templates: Vec<Timing>,
 }
 
-/// What a rank saw in a step.
+/// The results of a step on a rank.
 #[derive(Debug)]
 pub(crate) struct Played {
     pub start: Instant,
@@ -210,7 +210,7 @@ impl RankState {
         Ok(self.played(start, scale, timings))
     }
 
-    /// What the rank saw in a step that is over.
+    /// Collects the results of a step that is over.
     fn played(&self, start: Instant, scale: Option<f64>, timings: Option<RankTimings>) -> Played {
         let scalar = |b: BufferId| {
             self.arena
@@ -466,7 +466,7 @@ impl RankState {
     }
 }
 
-/// What an instruction is, in a word: the op's path, or the kind and its buffers.
+/// The name of an instruction, in a word: the op's path, or the kind and its buffers.
 pub(crate) fn what(role: &RoleProgram, instruction: &Instruction) -> String {
     let name = |b: &BufferId| role.buffer(*b).name.clone();
     let names = |list: Vec<&BufferId>| list.into_iter().map(name).collect::<Vec<_>>().join("+");

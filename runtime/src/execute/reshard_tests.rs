@@ -76,7 +76,7 @@ fn full(dice: &mut Dice, lens: &[u64]) -> Vec<f32> {
         .collect()
 }
 
-/// What each rank holds of `full`; over partial axes, values that reduce to it.
+/// The shard of `full` on each rank; over partial axes, values that reduce to it.
 fn shards(
     full: &[f32],
     lens: &[u64],

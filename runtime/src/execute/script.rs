@@ -1,4 +1,4 @@
-//! What a rank plays: the whole trace, or what a validation loss needs of it.
+//! The slots that a rank plays: the whole trace, or the part that a validation loss needs.
 //!
 //! Validation plays `StepBegin`, the forward templates, and the exchanges between them that
 //! serve the forward pass; then, of the instructions after the microbatches, those
@@ -72,7 +72,7 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
         let played = match kind(i) {
             TemplateKind::StepBegin | TemplateKind::Forward => true,
             TemplateKind::Exchange => i < first || forward(),
-            TemplateKind::Backward | TemplateKind::StepEnd => false,
+            _ => false,
         };
         if played {
             slots.push(ScriptSlot {

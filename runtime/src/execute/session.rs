@@ -41,7 +41,7 @@ impl Default for SessionOptions {
     }
 }
 
-/// What a training step gave.
+/// The results of a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepResult {
     /// Mean loss over the tokens of the batch, before the update.
@@ -91,7 +91,7 @@ pub struct StateTensor {
 /// States by path: parameters, moments, scalars.
 pub type States = BTreeMap<String, StateTensor>;
 
-/// What the provider of initial values is asked for.
+/// The request to the provider of initial values.
 #[derive(Clone, Copy, Debug)]
 pub struct StateRequest<'a> {
     /// Path of the `State` op.
@@ -254,7 +254,7 @@ impl Session {
     pub fn program(&self) -> &Program {
         &self.program
     }
-    /// What is trained.
+    /// The training spec.
     pub fn spec(&self) -> &TrainSpec {
         &self.spec
     }

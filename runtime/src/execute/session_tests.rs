@@ -277,7 +277,7 @@ fn wide(states: States) -> impl Iterator<Item = (String, Vec<f64>)> {
     })
 }
 
-/// What rounding may do to a figure that says anything about half precision.
+/// The most that rounding may change a figure that says anything about half precision.
 const MOST_NOISE: f64 = 0.05;
 
 const SGD: Optimizer = Optimizer::Sgd {
@@ -409,7 +409,7 @@ fn a_loss_scale_that_cannot_fall_ends_the_run() {
     let mut session = case.session(1);
     let mut states = session.export_states().unwrap();
     states.get_mut(LOSS_SCALE).unwrap().values = vec![3.0 / LOSS_SCALE_UNIT as f32];
-    // What is not in the range of f16 overflows under any scale.
+    // Values outside the range of f16 overflow under any scale.
     for (path, tensor) in &mut states {
         if case.training.graph.find(path).is_some() && !path.starts_with(LOSS_SCALE) {
             tensor.values.iter_mut().for_each(|x| *x += 1e6);
@@ -432,8 +432,8 @@ fn a_loss_scale_that_cannot_fall_ends_the_run() {
     assert_eq!(session.export_states().unwrap(), states);
 }
 
-/// What is no number ends a run, but in a step that updated nothing and a smaller loss scale may
-/// help.
+/// A figure that is no number ends a run, but in a step that updated nothing and a smaller loss
+/// scale may help.
 #[test]
 fn only_skipped_steps_may_overflow() {
     let check = |loss: f64, grad_norm: f64, loss_scale: Option<f64>| {

@@ -1,4 +1,4 @@
-//! What rounding may do to a step: Monte Carlo arithmetic (Stott Parker, "Monte Carlo
+//! The effect of rounding on a step: Monte Carlo arithmetic (Stott Parker, "Monte Carlo
 //! arithmetic: exploiting randomness in floating-point arithmetic", UCLA 1997).
 //!
 //! Every element that an op computes is moved by one unit in its last place, up or down at

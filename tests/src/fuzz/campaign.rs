@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// What a campaign found.
+/// The findings of a campaign.
 #[derive(Clone, Debug, Default)]
 pub struct Campaign {
     /// Inputs tried.

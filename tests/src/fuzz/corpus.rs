@@ -29,7 +29,7 @@ pub fn tiny_forward() -> Graph {
     mlp(1)
 }
 
-/// What is trained in it.
+/// Its training spec.
 pub fn tiny_train() -> TrainSpec {
     TrainSpec {
         global_batch: 4,

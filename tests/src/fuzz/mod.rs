@@ -37,7 +37,7 @@ pub type Depth = usize;
 pub struct Target {
     /// Its name.
     pub name: &'static str,
-    /// What to run on an input.
+    /// The function to run on an input.
     pub run: fn(&[u8]) -> Depth,
     /// Good inputs to start from; each gets through every stage.
     pub corpus: fn() -> Vec<Vec<u8>>,

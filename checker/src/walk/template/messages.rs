@@ -1,4 +1,4 @@
-//! What roles have for each other: exchanges and the world sum.
+//! The messages between roles: exchanges and the world sum.
 
 use super::Run;
 use crate::walk::held::Held;

@@ -28,9 +28,9 @@ pub(super) struct Site<'a> {
     pub(super) in_microbatch: bool,
 }
 
-/// What a template does to lasting buffers.
+/// The effect of a template on lasting buffers.
 pub(super) struct Outcome {
-    /// What the shape's `externals` hold afterwards.
+    /// The content of the shape's `externals` afterwards.
     pub(super) held: Vec<Held>,
     /// Accumulators that the microbatch was added to, in order; true for the first addition
     /// after zeros.

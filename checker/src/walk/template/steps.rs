@@ -58,7 +58,7 @@ impl Run<'_, '_> {
         self.stepped(&item.step, item.input, item.output)
     }
 
-    /// What a layout step leaves in its output.
+    /// The content that a layout step leaves in its output.
     pub(super) fn stepped(&mut self, step: &LayoutStep, input: BufferId, output: BufferId) -> Held {
         let (root, variant) = match self.held(input) {
             Held::Value { root, variant } => (root, variant),

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// Another plan is better when it is predicted to be faster by this share.
 const BETTER: f64 = 0.01;
 
-/// What a refinement changes.
+/// The changes of a refinement.
 #[derive(Debug, Serialize)]
 pub struct Refined {
     /// Where the new cluster was written.

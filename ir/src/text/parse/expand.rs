@@ -17,7 +17,7 @@ pub(super) struct Instance<'b> {
     /// First and later value of each carried name.
     pub(super) carried: &'b [(i64, i64)],
     pub(super) layer: Option<LayerId>,
-    /// What `{i}` stands for.
+    /// The number that `{i}` stands for.
     pub(super) number: Option<String>,
 }
 

@@ -32,8 +32,9 @@
 //! ```
 //!
 //! *Names* are those that the checker's messages have: `buf3`, `i7` (instruction 7 of its
-//! template), `x0` (transfer), `layer2`, `stage1`, `rank5`; templates are `begin`, `F`, `B`,
-//! `x` or `end` and their number. Numbers count from 0 in the order of the text.
+//! template), `x0` (transfer), `layer2`, `stage1`, `rank5`; templates are `begin`, `F`, `R`
+//! (recomputation), `I` and `W` (gradients of inputs and of weights), `B` (both), `x` or `end`
+//! and their number. Numbers count from 0 in the order of the text.
 //!
 //! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
 //! (`microbatch*2`: two copies), offset in the arena, and the bytes of one copy.
@@ -72,9 +73,12 @@ use crate::sharding::{ReduceKind, reduce_name};
 use crate::training::StateRole;
 use std::fmt::Display;
 
-const TEMPLATES: [(TemplateKind, &str); 5] = [
+const TEMPLATES: [(TemplateKind, &str); 8] = [
     (TemplateKind::StepBegin, "begin"),
     (TemplateKind::Forward, "F"),
+    (TemplateKind::Recompute, "R"),
+    (TemplateKind::InputGradient, "I"),
+    (TemplateKind::WeightGradient, "W"),
     (TemplateKind::Backward, "B"),
     (TemplateKind::Exchange, "x"),
     (TemplateKind::StepEnd, "end"),

@@ -30,7 +30,7 @@ pub(super) struct Parser<'a> {
     pub(super) s: Scanner<'a>,
     /// Transfers of the program, once they are read.
     pub(super) n_transfers: usize,
-    /// What the role's instructions wait for in other slots, and where the text says so; templates
+    /// Waits of the role's instructions for other slots, with their places in the text; templates
     /// may come later than those who name them.
     pub(super) awaited: Vec<(Range<usize>, TemplateKind, TemplateId, InstrId)>,
 }

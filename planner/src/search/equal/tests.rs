@@ -16,7 +16,7 @@ use std::sync::{Mutex, OnceLock};
 /// Costs that are the same but for the order in which they are summed.
 const SAME: f64 = 1e-9;
 
-/// What a [`Search`] borrows, with the microbatch size that is looked at.
+/// The values that a [`Search`] borrows, with the microbatch size that is looked at.
 struct Case {
     training: TrainingGraph,
     train: TrainSpec,
@@ -142,11 +142,7 @@ fn cluster(rng: &mut Rng) -> Cluster {
 fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
     let shapes = search.shapes(case.batch);
     let devices = search.cluster.n_devices();
-    let kind = match case.schedule {
-        ScheduleKind::GPipe => inter_op::ScheduleKind::GPipe,
-        _ => inter_op::ScheduleKind::OneFOneB,
-    };
-    let options = InterOpOptions::new(case.m().into(), kind);
+    let options = InterOpOptions::new(case.m().into(), case.schedule);
     let best = |(i, &n): (usize, &u32)| {
         let priced = search.candidates(&shapes, i, case.batch, case.m());
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
@@ -207,7 +203,7 @@ fn nothing_better_is_cut() {
         let n_all: usize = search.shapes(case.batch).len();
         n_cut += u64::from(solved.candidates < n_all as u64);
 
-        // What costs as much as what is to be beaten, but for the order of sums, is found; what
+        // A pipeline as dear as the one to beat, but for the order of sums, is found; one that
         // costs more is not.
         let equal = case.solve(&search, found * (1.0 + SAME));
         assert_eq!(equal.found, solved.found, "seed {seed}");
@@ -277,7 +273,7 @@ fn no_better_ring_is_cut() {
             continue;
         }
         n_found += 1;
-        // What costs less than what is to be beaten is found, what costs as much is not.
+        // A pipeline cheaper than the one to beat is found, an equal one is not.
         let more = solve(ring.next_up());
         assert_eq!(cost(&more), Some(ring), "seed {seed}");
         let none = solve(ring);

@@ -12,7 +12,7 @@ use crate::rng::{self, Key};
 use ir::op::{Run, SequenceOrder};
 use std::borrow::Cow;
 
-/// What both passes are told.
+/// The arguments of both passes.
 #[derive(Clone, Copy)]
 pub(super) struct Attend<'a> {
     /// Multiplies the scores.

@@ -26,13 +26,13 @@ pub(super) struct Waiting {
     pub then: Then,
 }
 
-/// What follows when a meeting is over.
+/// The action that follows when a meeting is over.
 pub(super) enum Then {
     /// Results of a collective from all members' operands.
     Combine,
     /// Results of an all-reduce in two phases from all members' parts.
     Paste,
-    /// What an exchange received goes to its place.
+    /// Blocks that an exchange received go to their places.
     Receive {
         /// Bytes that it sends.
         sent_bytes: usize,
@@ -135,7 +135,7 @@ impl RankState {
         }
     }
 
-    /// What an instruction is called when others wait for it.
+    /// The label of an instruction when others wait for it.
     pub(super) fn label(&self, instruction: &Instruction) -> String {
         let names = |list: &[(TransferId, BufferId)]| {
             list.iter()

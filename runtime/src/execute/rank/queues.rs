@@ -3,10 +3,10 @@
 //! One thread plays all streams of its rank. Again and again it takes, in a random order that
 //! favours one stream for a while and then another, the first instruction of a stream whose
 //! waits are over, and carries it out. In half of these whiles one stream is held back until no
-//! other can go on: what should have waited for it and does not comes first then. What meets other ranks is begun and left; its stream
-//! goes on when the meeting is over. So of two instructions that nothing orders, either may
-//! come first, and a step that gives the same under many orders has the waits it needs. What
-//! the program lets overlap does overlap here, and nothing else.
+//! other can go on: what should have waited for it and does not comes first then. What meets other
+//! ranks is begun and left; its stream goes on when the meeting is over. So of two instructions
+//! that nothing orders, either may come first, and a step that gives the same under many orders has
+//! the waits it needs. What the program lets overlap does overlap here, and nothing else.
 
 use super::communicate::Waiting;
 use super::{Play, RankState};
@@ -234,7 +234,7 @@ impl RankState {
         Ok(Some(open.is_none()))
     }
 
-    /// What the watchdog says: of the first meeting that has not come about, or of a wait that
+    /// The watchdog's error: of the first meeting that has not come about, or of a wait that
     /// cannot end.
     fn overdue(&self, queues: &Queues<'_>, open: &[Option<Waiting>]) -> RuntimeError {
         let heads = (0..open.len()).filter_map(|s| Some((s, queues.head(s)?)));

@@ -1,0 +1,255 @@
+//! Every schedule is drawn, and counted against what it promises.
+
+use super::*;
+
+/// One line per mesh: `F0 F1 B0 ...`; the chunk before the pass where there are several.
+fn draw(kind: ScheduleKind, n_meshes: usize, m: u32) -> String {
+    let name = |s: &Slot| {
+        let chunk = match kind.virtual_stages() {
+            1 => String::new(),
+            _ => s.of.chunk.to_string(),
+        };
+        format!("{chunk}{}{}", s.of.pass.letter(), s.microbatch)
+    };
+    let line = |mesh| {
+        let slots = kind.schedule().slots(mesh, n_meshes, m);
+        slots.iter().map(name).collect::<Vec<_>>().join(" ")
+    };
+    (0..n_meshes).map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn interleaved(virtual_stages: u32) -> ScheduleKind {
+    ScheduleKind::Interleaved { virtual_stages }
+}
+
+/// All schedules, those with parameters with some of them.
+fn all() -> impl Iterator<Item = ScheduleKind> {
+    let named = ScheduleKind::NAMED.iter().copied();
+    named.chain((2..5).map(interleaved))
+}
+
+#[test]
+fn gpipe_runs_all_forwards_first() {
+    assert_eq!(
+        draw(ScheduleKind::GPipe, 2, 3),
+        "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2"
+    );
+}
+
+#[test]
+fn one_f_one_b_warms_up_by_the_distance_to_the_end() {
+    assert_eq!(
+        draw(ScheduleKind::OneFOneB, 4, 5),
+        "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4\n\
+         F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\n\
+         F0 F1 B0 F2 B1 F3 B2 F4 B3 B4\n\
+         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+    );
+}
+
+#[test]
+fn one_f_one_b_with_fewer_microbatches_than_stages() {
+    assert_eq!(
+        draw(ScheduleKind::OneFOneB, 3, 2),
+        "F0 F1 B0 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
+    );
+}
+
+#[test]
+fn interleaved_stages_take_turns_by_groups_of_microbatches() {
+    assert_eq!(
+        draw(interleaved(2), 2, 4),
+        "0F0 0F1 1F0 1F1 0F2 1B0 0F3 1B1 1F2 0B0 1F3 0B1 1B2 1B3 0B2 0B3\n\
+         0F0 0F1 1F0 1B0 1F1 1B1 0F2 0B0 0F3 0B1 1F2 1B2 1F3 1B3 0B2 0B3"
+    );
+    // As many microbatches as meshes: mesh 0 has no turn to alternate in.
+    assert_eq!(
+        draw(interleaved(3), 2, 2),
+        "0F0 0F1 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1\n\
+         0F0 0F1 1F0 1F1 2F0 2B0 2F1 2B1 1B0 1B1 0B0 0B1"
+    );
+}
+
+/// Figure 2 of Qi et al. 2023: stage `i` keeps `i` weight gradients back.
+#[test]
+fn zb_h1_keeps_weight_gradients_for_later() {
+    assert_eq!(
+        draw(ScheduleKind::ZbH1, 4, 6),
+        "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5\n\
+         F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5\n\
+         F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5\n\
+         F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5"
+    );
+    assert_eq!(
+        draw(ScheduleKind::ZbH1, 3, 2),
+        "F0 F1 I0 W0 I1 W1\nF0 F1 I0 I1 W0 W1\nF0 I0 F1 I1 W0 W1"
+    );
+}
+
+#[test]
+fn what_interleaved_stages_want_is_said() {
+    let said = |v, stages, m| interleaved(v).schedule().problem(stages, m);
+    assert_eq!(said(2, 4, 6), None);
+    for (v, stages) in [(0, 4), (1, 4), (3, 4), (2, 0)] {
+        let said = said(v, stages, 4).expect("a problem");
+        assert!(said.contains("interleaving needs 2 or more"), "{said}");
+    }
+    assert_eq!(
+        said(2, 8, 6).expect("a problem"),
+        "6 microbatches on 4 meshes: interleaved stages need a multiple of 4"
+    );
+}
+
+/// The passes of the training graph have a slot each, in an order in which they can be played.
+#[test]
+fn every_pass_has_a_slot() {
+    for kind in all() {
+        let schedule = kind.schedule();
+        let at = |pass| {
+            let slot = schedule.slot_of(pass);
+            let mut passes = schedule.passes().iter();
+            passes.position(|&p| p == slot).expect("a slot of its own")
+        };
+        let order = [Pass::F, Pass::Recompute, Pass::BI, Pass::BW].map(at);
+        assert!(order.is_sorted(), "{kind:?}: {order:?}");
+        assert!(order[0] < order[1], "{kind:?}: {order:?}");
+        assert_eq!(ScheduleKind::named(kind.name()).unwrap_or(kind), kind);
+    }
+}
+
+/// A schedule with the passes that it is given, and no order.
+struct Of(&'static [PassKind]);
+
+impl Schedule for Of {
+    fn name(&self) -> &'static str {
+        "of"
+    }
+    fn passes(&self) -> &'static [PassKind] {
+        self.0
+    }
+    fn slots(&self, _mesh: usize, _n_meshes: usize, _m: u32) -> Vec<Slot> {
+        Vec::new()
+    }
+    fn in_flight(&self, _: PassKind, _: PassKind, _: usize, _: usize, m: u32) -> u32 {
+        m
+    }
+    fn latency(&self, _n_meshes: usize, m: u32) -> Latency {
+        one_f_one_b::flush(m)
+    }
+}
+
+/// Recomputation has a slot of its own, or is played before the first gradients.
+#[test]
+fn passes_are_played_together_or_apart() {
+    use PassKind::*;
+    for (passes, expected) in [
+        (
+            &[Forward, Backward][..],
+            [Forward, Backward, Backward, Backward],
+        ),
+        (
+            &[Forward, Recompute, Backward],
+            [Forward, Recompute, Backward, Backward],
+        ),
+        (
+            &[Forward, InputGradient, WeightGradient],
+            [Forward, InputGradient, InputGradient, WeightGradient],
+        ),
+        (
+            &[Forward, Recompute, InputGradient, WeightGradient],
+            [Forward, Recompute, InputGradient, WeightGradient],
+        ),
+    ] {
+        let schedule: &dyn Schedule = &Of(passes);
+        let all = [Pass::F, Pass::Recompute, Pass::BI, Pass::BW];
+        assert_eq!(all.map(|pass| schedule.slot_of(pass)), expected);
+    }
+}
+
+#[test]
+fn microbatches_in_flight_are_what_is_promised() {
+    for kind in all() {
+        let v = kind.virtual_stages();
+        for n_meshes in 1..6 {
+            let group = kind.schedule().group(n_meshes);
+            for m in (1..9).map(|k| k * group) {
+                assert_eq!(kind.schedule().problem(n_meshes * v as usize, m), None);
+                (0..n_meshes).for_each(|mesh| in_flight(kind, mesh, n_meshes, m));
+            }
+        }
+    }
+}
+
+/// Every pass once, those of a microbatch in order, microbatches ascending; in flight as
+/// promised.
+fn in_flight(kind: ScheduleKind, mesh: usize, n_meshes: usize, m: u32) {
+    let schedule = kind.schedule();
+    let (v, passes) = (schedule.virtual_stages(), schedule.passes());
+    let slots = schedule.slots(mesh, n_meshes, m);
+    assert_eq!(slots.len(), passes.len() * (m * v) as usize);
+    for chunk in 0..v {
+        let mut begun = vec![0u32; passes.len()];
+        // By passes: most microbatches between them, the slots of both included.
+        let mut most = vec![vec![0u32; passes.len()]; passes.len()];
+        for s in slots.iter().filter(|s| s.of.chunk == chunk) {
+            let at = passes.iter().position(|&p| p == s.of.pass);
+            let at = at.expect("a slot of the schedule");
+            assert_eq!(s.microbatch, begun[at], "{kind:?} {mesh}/{n_meshes} m={m}");
+            let ended = begun.clone();
+            begun[at] += 1;
+            assert!(begun.is_sorted_by(|a, b| a >= b), "{kind:?}: {begun:?}");
+            for from in 0..passes.len() {
+                for to in from + 1..passes.len() {
+                    most[from][to] = most[from][to].max(begun[from] - ended[to]);
+                }
+            }
+        }
+        assert!(begun.iter().all(|&n| n == m));
+        let (stage, n_stages) = (chunk as usize * n_meshes + mesh, v as usize * n_meshes);
+        for (from, to) in (0..passes.len()).flat_map(|f| (f + 1..passes.len()).map(move |t| (f, t)))
+        {
+            let (n, a, b) = (most[from][to], passes[from], passes[to]);
+            assert_eq!(
+                n,
+                schedule.in_flight(a, b, stage, n_stages, m),
+                "{kind:?} {a:?} to {b:?}, stage {stage} on {n_meshes} meshes, m={m}"
+            );
+            assert!(v > 1 || schedule.in_flight(a, b, 0, n_stages - stage, m) <= n);
+        }
+        let last = most[0][passes.len() - 1];
+        assert_eq!(last, schedule.activations(stage, n_stages, m));
+    }
+}
+
+/// Narayanan et al. 2021, section 2.2: with `v` stages a mesh the first one holds as much
+/// as `1 + (p - 1) / (p v)` times `p` whole microbatches, all chunks together.
+#[test]
+fn interleaving_holds_more_activations_than_1f1b() {
+    for (p, v) in [(2usize, 2u32), (4, 2), (4, 4), (8, 3)] {
+        let slots = interleaved(v).schedule().slots(0, p, 8 * p as u32);
+        let (mut alive, mut most) = (0i64, 0);
+        for s in &slots {
+            alive += match s.of.pass {
+                PassKind::Forward => 1,
+                _ => -1,
+            };
+            most = most.max(alive);
+        }
+        let chunks = p as i64 * i64::from(v) + p as i64 - 1;
+        assert_eq!(most, chunks, "p={p} v={v}");
+    }
+}
+
+/// Equal stages of 3 s, 4 of them and 8 microbatches: 4 x 3 + 7 x 3 s, of which 24 s are work;
+/// cut in two on the same meshes, the pipeline fills in half the time.
+#[test]
+fn equal_stages_have_the_known_bubble() {
+    let seconds = |kind: ScheduleKind, stage_s: f64| {
+        let v = f64::from(kind.virtual_stages());
+        let latency = kind.schedule().latency(4, 8);
+        latency.total_s(4.0 * v * stage_s, v * stage_s, stage_s, 0.0)
+    };
+    assert_eq!(seconds(ScheduleKind::GPipe, 3.0), 33.0);
+    assert_eq!(seconds(ScheduleKind::OneFOneB, 3.0), 33.0);
+    assert_eq!(seconds(interleaved(2), 1.5), 28.5);
+}
