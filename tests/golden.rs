@@ -167,6 +167,7 @@ goldens! {
     zero_3: mlp(1), F32, 2, ["data=2", "zero=3", "pipeline=1"];
     tensor: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1"];
     sequence: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "spec:h.0.ln_1=[_,tensor,_]", "spec:h.0.ln_2=[_,tensor,_]"];
+    pieces: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "microbatch=4", "spec:h.0.mlp.fc=[_,_,tensor]", "spec:h.0.mlp.act=[_,_,_]"];
     context: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1"];
     context_zigzag: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1", "context_order=zigzag"];
     expert: mixtral(), F32, 2, ["expert=2", "data=2", "pipeline=1"];

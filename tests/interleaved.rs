@@ -34,7 +34,6 @@ fn deep() -> (Graph, TrainSpec) {
 /// Devices between which nothing takes time.
 fn free_links(n: u32) -> Cluster {
     let mut cluster = cluster(n);
-    cluster.software = None;
     for level in &mut cluster.levels {
         (level.latency_s, level.bandwidth_bytes_per_s) = (0.0, 1e18);
         (level.efficiency, level.half_bytes) = (1.0, 0.0);

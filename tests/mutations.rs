@@ -319,6 +319,10 @@ const HARMLESS: &[(&str, &str)] = &[
         "most do the same when they are done again",
     ),
     ("swap instructions", "neither needs the other"),
+    (
+        "wrong operand buffer",
+        "the other buffer holds the same value",
+    ),
     ("drop event", "another wait comes later"),
     ("wrong event", "another wait comes later"),
     ("wrong stream", "the waits are enough on any stream"),

@@ -4,7 +4,7 @@
 //! A stratum is a GPU family and a source: the first two parts of the `group` column. Means
 //! are over strata of four rows or more, so that no source decides by its number of rows.
 
-use cost_model::memory::MemoryUse;
+use frameworks::MemoryUse;
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
 

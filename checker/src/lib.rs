@@ -25,7 +25,8 @@
 //! **Transfer functions.** `Compute`: the op of that path with the same attributes; operands
 //! hold its operands, and *some* use of each mesh axis that the rule allows gives all specs
 //! at once (`consistency`); the results then hold its results. Layout changes: the value
-//! stays, the spec becomes what `LayoutStep::apply` says. `Accumulate` adds the microbatch to
+//! stays, the spec becomes what `LayoutStep::apply` says; collectives find their operands and
+//! leave their results in the pieces that they move (`pieces`). `Accumulate` adds the microbatch to
 //! the set; a sum is a value once the set is complete. A receive holds the value that its
 //! transfer names, which the sender has to hold: matching sends to receives closes the
 //! induction. Writing a buffer undefines whatever else lies on its bytes; transient buffers
@@ -55,6 +56,7 @@ mod coverage;
 mod facts;
 mod hazards;
 mod memory;
+mod pieces;
 mod plan;
 mod ranges;
 mod rendezvous;
@@ -89,6 +91,7 @@ pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -
         return report.finish();
     }
     memory::check(plan, program, &mut report);
+    pieces::check(program, &mut report);
     hazards::check(program, &mut report);
     transfers::check(&facts, program, &mut report);
     walk::check(&facts, program, &mut report);

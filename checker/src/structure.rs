@@ -3,13 +3,13 @@
 
 use crate::facts::Facts;
 use crate::plan::mesh_problem;
-use crate::ranges::{MAX_LEN, local_elements};
+use crate::ranges::{MAX_LEN, local_elements, padded};
 use crate::report::{Report, buffer_place, instr_place, role_place, slot_place};
 use ir::plan::Plan;
 use ir::program::{
     BufferClass, Event, InstrKind, MAX_STREAMS, Program, RoleProgram, Stream, TemplateKind,
 };
-use ir::reshard::LayoutStep;
+use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::Schedule;
 use ir::{AxisId, InstrId, LogicalMesh, Region, ShardingSpec, TemplateId};
 use std::collections::BTreeSet;
@@ -200,8 +200,24 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
             );
             continue;
         }
-        let bytes = local_elements(&b.lens, &b.spec, &role.mesh)
-            .and_then(|n| n.checked_mul(b.dtype.bytes()));
+        let possible = |p: &Pieces| p.dim < b.lens.len() && (1..=MAX_LEN).contains(&p.len);
+        if let Some(p) = b.pieces.filter(|p| !possible(p)) {
+            let expected = format!(
+                "pieces of 1 to {MAX_LEN} along one of {} dims",
+                b.lens.len()
+            );
+            report.add(place(), "pieces", expected, format!("{p:?}"));
+            continue;
+        }
+        let elements = local_elements(&b.lens, &b.spec, &role.mesh);
+        let elements = match b.pieces {
+            None => elements,
+            Some(p) => elements.and_then(|n| {
+                let one = n / padded(b.lens[p.dim], &b.spec.dims[p.dim], &role.mesh).max(1);
+                one.checked_mul(p.len)?.checked_mul(u64::from(p.n))
+            }),
+        };
+        let bytes = elements.and_then(|n| n.checked_mul(b.dtype.bytes()));
         if bytes != Some(b.bytes) || b.bytes > MAX_LEN {
             let expected =
                 bytes.map_or(format!("at most {MAX_LEN} bytes"), |n| format!("{n} bytes"));

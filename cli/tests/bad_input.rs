@@ -313,104 +313,21 @@ fn clusters() {
     }
 }
 
-/// The CPU cluster with a `software` section that has this attention and more keys.
-fn with_software(attention: &str, keys: &str) -> String {
-    let text =
-        std::fs::read_to_string(support::repository().join("clusters/cpu-default.toml")).unwrap();
-    let keys = format!("attention = {attention}\n{keys}");
-    text + &support::software("graphs", &keys)
-}
-
-/// Misspelt keys of a section with thirty of them get the nearest, not all.
+/// What a cluster file says of other software is refused: published runs are predicted with it, and
+/// plans are not.
 #[test]
-fn slips_in_the_software_section_get_a_suggestion() {
+fn clusters_say_nothing_of_software() {
     let place = Place::new();
-    let args = ["compile", "config.json", "--cluster", "cluster.toml"];
-    let said = |attention: &str, keys: &str, words: &[&str]| {
-        place.write("cluster.toml", with_software(attention, keys).as_bytes());
-        let done = place.refuses(&args, &[3]).says(words);
-        assert!(!done.err.contains("Attention"), "{}", done.err);
-        done.err
-    };
-    let fused = "{ fused = { rate = 1.0 } }";
-    let err = said(
-        fused,
-        "overlaped_dispatch = true",
-        &[
-            "unknown field `overlaped_dispatch`",
-            "did you mean `overlapped_dispatch`",
-            "cluster.toml:",
-        ],
+    let file = support::repository().join("clusters/cpu-default.toml");
+    let text = std::fs::read_to_string(file).unwrap();
+    place.write(
+        "c.toml",
+        format!("{text}\n[software]\nname = \"x\"\n").as_bytes(),
     );
-    assert!(!err.contains("kept_casts"), "all keys are listed: {err}");
-    said(fused, "zzz = 1", &["unknown field `zzz`", "`kept_casts`"]);
-    said("\"fused\"", "", &["`fused` alone", "{ fused = { .. } }"]);
-    said("{ fuse = { rate = 1.0 } }", "", &["did you mean `fused`"]);
-    said("{ fused = { rat = 1.0 } }", "", &["did you mean `rate`"]);
-    said("3", "", &["expected a name or a table"]);
-    let number = "{ fused = { rate = \"1\" } }";
-    said(number, "", &["string \"1\", expected a number"]);
-}
-
-/// A statement on axes that a plan does not have applies to nothing, unseen.
-#[test]
-fn software_that_speaks_of_axes_no_plan_has() {
-    let place = Place::new();
-    let compile = |axes: &str, pin: &str| {
-        let file = with_software("{ fused = { rate = 1.0 } }", axes);
-        place.write("cluster.toml", file.as_bytes());
-        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
-        let more = ["--global-batch", "4", "--pin", pin];
-        place.run(&[&args[..], &more[..]].concat()).expect(0).err
-    };
-    // Without pins of degrees the search names its axes x and y.
-    let said = compile("blocking_axes = [\"data\", \"tensor\"]", "pipeline=1");
-    assert!(
-        said.contains("blocking_axes = [data, tensor] (the axes of this plan are x, y")
-            && said.contains("--pin data=2"),
-        "{said}"
-    );
-    assert_eq!(compile("blocking_axes = [\"x\", \"y\"]", "pipeline=1"), "");
-    assert_eq!(compile("blocking_axes = [\"data\"]", "data=4"), "");
-    // A list that says something of this plan speaks of other plans with its rest.
-    let two = "blocking_axes = [\"data\", \"tensor\"]";
-    assert_eq!(compile(two, "data=4"), "");
-    // A key that says nothing of it is named, once, with its value.
-    let said = compile(
-        "copied_axes = [\"tensor\"]\nblocking_axes = [\"data\"]",
-        "data=4",
-    );
-    assert_eq!(
-        said.trim(),
-        "warning: of `software`, without effect in this plan: copied_axes = [tensor] (the axes of this plan are data)"
-    );
-}
-
-/// Figures of what neither the model nor the cluster has are named.
-#[test]
-fn software_that_speaks_of_what_there_is_not() {
-    let place = Place::new();
-    let compile = |keys: &str| {
-        let file = with_software("{ fused = { rate = 1.0 } }", keys);
-        place.write("cluster.toml", file.as_bytes());
-        let args = ["compile", "config.json", "--cluster", "cluster.toml"];
-        let more = ["--global-batch", "4", "--pin", "data=4"];
-        place.run(&[&args[..], &more[..]].concat()).expect(0).err
-    };
-    let said = compile("grouped_matmul_share = 0.5\nfused_experts = true");
-    let experts = "grouped_matmul_share = 0.5, fused_experts = true (the model has no experts)";
-    assert!(said.contains(experts), "{said}");
-    let said =
-        compile("host_s_per_part = 1e-5\nkept_casts = true\ncollective_multiprocessors = 16");
-    for words in [
-        "host_s_per_part = 0.00001 (there are no copied_axes)",
-        "kept_casts = true (there is no matmul_dtype)",
-        "collective_multiprocessors = 16 (the device does not say its multiprocessors)",
-    ] {
-        assert!(said.contains(words), "{said}");
-    }
-    assert_eq!(said.matches("warning:").count(), 1, "{said}");
-    assert_eq!(compile("fused_elementwise = true"), "");
+    let args = ["compile", "config.json", "--cluster", "c.toml"];
+    place
+        .refuses(&args, &[3])
+        .says(&["c.toml", "unknown field `software`"]);
 }
 
 /// A mistake inside a list of a cluster file is named by key, index and line.
@@ -468,23 +385,6 @@ fn places_inside_lists_are_named() {
         "\"ring_step_s\": -1.0",
         &[&format!("{key} is -1")],
     );
-    // An element of a list of words.
-    let axes = "\n[software]\nname = \"x\"\nattention = { fused = { rate = 1.0 } }\nhost_s_per_kernel = 0.0\nelementwise_traffic = 1.0\nloss_bytes_per_logit = 0.0\nblocking_transfers = false\noverlapped_gradients = false\ncopied_axes = [\n  \"data\",\n  \"tensor\",\n]\n";
-    let text = format!("{text}{axes}");
-    said(
-        "c.toml",
-        &text,
-        "\"tensor\"",
-        "\"tensr\"",
-        &["software.copied_axes[1] is `tensr`"],
-    );
-    said(
-        "c.toml",
-        &text,
-        "\"tensor\"",
-        "3",
-        &["`software.copied_axes[1]`: invalid type"],
-    );
     // A key of a table that is missing is said with the table.
     let without = text.replacen("name = \"LL\"\n", "", 1);
     place.write("c.toml", without.as_bytes());
@@ -514,27 +414,6 @@ fn figures_in_other_units_are_warned_of() {
         said.contains("levels[0].bandwidth_bytes_per_s = 450:"),
         "{said}"
     );
-}
-
-/// Graphs that launch nothing of the model are said to, with what there is.
-#[test]
-fn captured_names_that_no_op_has() {
-    let place = Place::new();
-    let compile = |captured: &str| {
-        let keys = format!("captured = {captured}");
-        let file = with_software("{ fused = { rate = 1.0 } }", &keys);
-        place.write("cluster.toml", file.as_bytes());
-        let args = ["--cluster", "cluster.toml", "--global-batch", "4"];
-        let all = [&["compile", "config.json", "--pin", "data=4"][..], &args];
-        place.run(&all.concat()).expect(0).err
-    };
-    let said = compile("[\"attn\", \"atn\"]");
-    assert!(
-        said.contains("`software.captured` names atn, which no op"),
-        "{said}"
-    );
-    assert!(said.contains(" attend, attn, "), "{said}");
-    assert_eq!(compile("[\"attn\", \"*\"]"), "");
 }
 
 #[test]
@@ -709,8 +588,6 @@ fn names_in_cluster_files_are_not_empty() {
         place.write("bad.toml", file.as_bytes());
         place.refuses(&args, &[3]).says(&["bad.toml", said]);
     };
-    let software = support::software(" ", "");
-    refuse(&format!("{text}{software}"), "software.name is empty");
     let name = text.lines().find(|l| l.starts_with("name = ")).unwrap();
     refuse(&text.replacen(name, "name = \"\"", 1), "name is empty");
 }
@@ -1209,36 +1086,6 @@ fn predictions_that_no_gpu_has_memory_for_say_so() {
         .expect(0);
     let said = "1 predicted with a network that `interconnect` does not name (R1): `assumed`";
     assert!(done.out.contains(said), "{}", done.out);
-}
-
-/// Matmuls in types that CPU ranks do not have are planned and proved, not run.
-#[test]
-fn plans_in_types_that_the_runtime_does_not_have() {
-    let place = Place::new();
-    let cluster = place.run(&["presets", "gb200-nvl72"]).expect(0).out;
-    let types = "matmul_dtype = \"f4e2m1\"\nmatmul_scaling = \"block16\"";
-    let software = support::software("nvfp4", types);
-    place.write("cluster.toml", format!("{cluster}{software}").as_bytes());
-    let args = [
-        "compile",
-        "config.json",
-        "--cluster",
-        "cluster.toml",
-        "--global-batch",
-        "72",
-        "--precision",
-        "bf16",
-        "--pin",
-        "data=72 tensor=1 pipeline=1",
-    ];
-    place.run(&args).expect(0);
-    place.run(&["check", "plan.json"]).expect(0);
-    place
-        .refuses(
-            &["run", "plan.json", "--data", "text.txt", "--steps", "1"],
-            &[6],
-        )
-        .says(&["the runtime has no f4e2m1 matmuls"]);
 }
 
 /// Figures that other figures of the plan contradict, and pins that are none.

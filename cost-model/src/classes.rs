@@ -65,7 +65,7 @@ pub fn classes(role: &RoleProgram, cluster: &Cluster) -> Vec<RankClass> {
 }
 
 /// A rank of every kind of group over `axes` of `mesh`.
-pub(crate) fn kinds_of_group(cluster: &Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<Rank> {
+pub fn kinds_of_group(cluster: &Cluster, mesh: &LogicalMesh, axes: &[AxisId]) -> Vec<Rank> {
     let mut known = BTreeMap::new();
     for group in groups(mesh, axes) {
         known

@@ -1,34 +1,26 @@
 //! Time of one op on one device: a roofline with a size-dependent matmul efficiency.
 //!
-//! `time = launch + max(flops / rate, bytes / bandwidth)`. What the host needs to issue the op's
-//! kernels is a time of its own, since it runs ahead of the device (see `costs`). The rate of a
-//! matmul is `peak * best * sustained` times what its shape leaves of it (see [`matmul_rate`]),
-//! where `best` is the best measured rate over the peak, so no prediction exceeds a rate that
-//! somebody measured. Fused attention runs at a share of the matmul rate and executes half of the
-//! full score products, because of the causal mask, or more where a rank holds the last part of the
-//! queries; unfused attention is two batched matmuls with passes over the scores between them (see
-//! `attention`).
+//! `time = launch + max(flops / rate, bytes / bandwidth)`. The rate of a matmul is
+//! `peak * best * sustained` times what its shape leaves of it (see [`matmul_rate`]), where
+//! `best` is the best measured rate over the peak, so no prediction exceeds a rate that somebody
+//! measured. Attention runs at a share of the matmul rate ([`attention_time`]).
 //!
 //! Where a device computes in f32 only (CPU ranks), operands and results of other float types
 //! are converted before and after: a time per element of them is added. Where its kernels were
 //! measured one by one, each has a factor of its own (see `kernels`).
 
-mod attention;
 pub(crate) mod kernels;
 mod tiles;
 
-use crate::costs::COPIES;
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, OpKind, Work};
-use ir::software::Software;
 use ir::{DType, Seconds};
 
-/// Kernels of an op that normalises, reduces or the like in the backward direction: one pass
-/// along each of two dims.
-const KERNELS_OF_NORM_GRADIENT: f64 = 2.0;
+/// Products that a fused backward executes over those that count (dV, dP, dQ, dK): it makes the
+/// scores again. Dao 2023, section 3.1.
+const ATTENTION_GRADIENT: f64 = 5.0 / 4.0;
 
-/// Time of one execution of `kind` with operands and results of these local (padded) lengths,
-/// by itself: at least what the host needs to issue its kernels.
+/// Time of one execution of `kind` with operands and results of these local (padded) lengths.
 ///
 /// Views and sources take no time. The dtype of the first float operand chooses the peak;
 /// a type the device has no peak for runs at the slowest peak it has.
@@ -37,50 +29,6 @@ pub fn op_time(
     kind: &OpKind,
     operands: &[(DType, Vec<u64>)],
     results: &[(DType, Vec<u64>)],
-) -> Seconds {
-    let seconds = device_time(cluster, kind, operands, results, Around::default());
-    Seconds(seconds.0.max(host_time(cluster, kind).0))
-}
-
-/// Time in which the host issues the kernels of an op; 0 where the cluster's software is not
-/// stated.
-pub fn host_time(cluster: &Cluster, kind: &OpKind) -> Seconds {
-    if kind.is_source() || kind.is_view() {
-        return Seconds(0.0);
-    }
-    let software = cluster.software.as_ref();
-    Seconds(software.map_or(0.0, |s| s.host_s_per_kernel * kernels(kind, s)))
-}
-
-/// The work of an op that ops around it do.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Around<'a> {
-    /// Bytes of its operands and results that stay on the chip, because their other side is
-    /// part of the same kernel.
-    pub unmoved_bytes: u64,
-    /// Bytes that its kernel moves beside them.
-    pub more_bytes: u64,
-    /// The casts of a matmul in a narrower type.
-    pub casts: Casts<'a>,
-}
-
-/// The casts that a matmul in a narrower type makes before it.
-#[derive(Clone, Copy, Debug, Default)]
-pub enum Casts<'a> {
-    /// Its own operands, as if no other matmul read them: one copy of each.
-    #[default]
-    EveryOperand,
-    /// These, into the copies that are kept ([`crate::costs::COPIES`]); others have been cast.
-    Kept(&'a [(DType, Vec<u64>)]),
-}
-
-/// Time of an op on the device, whatever the host does: see [`op_time`].
-pub fn device_time(
-    cluster: &Cluster,
-    kind: &OpKind,
-    operands: &[(DType, Vec<u64>)],
-    results: &[(DType, Vec<u64>)],
-    around: Around<'_>,
 ) -> Seconds {
     if kind.is_source() || kind.is_view() {
         return Seconds(0.0);
@@ -99,67 +47,40 @@ pub fn device_time(
             .map(|(t, lens)| conversion_s(cluster, *t, lens.iter().map(|&n| n as f64).product()))
             .sum(),
     };
-    let mut work = kind.work(operands, results);
-    work.bytes =
-        (work.bytes.saturating_sub(around.unmoved_bytes)).saturating_add(around.more_bytes);
-    let Some(software) = &cluster.software else {
-        let seconds = match &cluster.device.kernels {
-            Some(k) => cluster.device.launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),
-            None => work_time(cluster, dtype, &work).0,
-        };
-        return Seconds(seconds + converted);
-    };
-    work.bytes = (work.bytes as f64 * traffic(kind, software)) as u64;
-    if let (OpKind::DotGeneral { .. }, Some(shape)) = (kind, work.matmul)
-        && shape.batch > 1
-    {
-        work.matmul_flops /= software.grouped_matmul_share;
-    }
-    if let (OpKind::Accumulate { dtype }, Some(sum)) = (kind, software.sum_dtype) {
-        // The sum is read and written once.
-        let elements: u64 = results.iter().flat_map(|r| &r.1).product();
-        let saved = dtype.bytes().saturating_sub(sum.bytes());
-        work.bytes -= work.bytes.min(elements.saturating_mul(2 * saved));
-    }
-    if matches!(kind, OpKind::LogSumExp | OpKind::CrossEntropyGrad) {
-        // Both read all logits; each stands for half of the loss.
-        let logits: f64 = operands[0].1.iter().map(|&n| n as f64).product();
-        work.bytes = work
-            .bytes
-            .max((0.5 * software.loss_bytes_per_logit * logits) as u64);
-    }
-    let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
-    let device = match (work.matmul, work.attention_flops > 0.0) {
-        (Some(scores), true) => {
-            let busy = attention::busy_time(cluster, software, dtype, scores, is_gradient, &work);
-            Seconds(cluster.device.launch_s + busy)
+    let work = kind.work(operands, results);
+    let launch_s = cluster.device.launch_s;
+    let seconds = match &cluster.device.kernels {
+        Some(k) => launch_s + kernels::busy_time(cluster, k, kind, dtype, &work),
+        None if work.attention_flops > 0.0 => {
+            let is_gradient = matches!(kind, OpKind::AttentionGrad { .. });
+            launch_s + attention_time(cluster, dtype, is_gradient, 1.0, &work)
         }
-        _ => match software
-            .matmul_dtype
-            .filter(|_| is_cast_matmul(kind, operands))
-        {
-            Some(narrow) => {
-                work.matmul_flops /= software.narrow_matmul_share;
-                let (cast, copies) = match around.casts {
-                    Casts::EveryOperand => (operands, 1.0),
-                    Casts::Kept(first) if software.single_copies => (first, 1.0),
-                    Casts::Kept(first) => (first, COPIES),
-                };
-                let casts: f64 = cast
-                    .iter()
-                    .map(|o| cast_bytes(o, copies, narrow, software))
-                    .sum();
-                let traffic = match software.fuses_casts() {
-                    true => software.elementwise_traffic,
-                    false => 1.0,
-                };
-                let cast_s = memory_time(cluster, casts * traffic);
-                Seconds(work_time(cluster, narrow, &work).0 + cast_s)
-            }
-            None => work_time(cluster, dtype, &work),
-        },
+        None => work_time(cluster, dtype, &work).0,
     };
-    Seconds(device.0 + converted)
+    Seconds(seconds + converted)
+}
+
+/// Seconds on the device, without the launch, of one attention or its gradient, by a fused kernel
+/// with this rate over the device's best: scores stay on the chip, a causal kernel skips half of
+/// them (less on the rank that holds the last part of the queries), and the backward direction
+/// makes them again.
+pub fn attention_time(
+    cluster: &Cluster,
+    dtype: DType,
+    is_gradient: bool,
+    rate: f64,
+    work: &Work,
+) -> f64 {
+    let d = &cluster.device;
+    let again = if is_gradient { ATTENTION_GRADIENT } else { 1.0 };
+    let best = peak_rate(cluster, dtype) * d.attention_efficiency;
+    // A type without any rate has no time of its own, as a matmul's.
+    let products = match best > 0.0 {
+        true => again * work.attention_flops / (best * rate),
+        false => 0.0,
+    };
+    let arithmetic = work.causal_share * (products + work.vector_flops / d.vector_flops_per_s);
+    arithmetic.max(memory_time(cluster, work.bytes as f64))
 }
 
 /// Whether an op only moves elements, whatever they are: nothing is converted then.
@@ -175,7 +96,7 @@ pub fn conversion_s(cluster: &Cluster, dtype: DType, elements: f64) -> f64 {
     rate.map_or(0.0, |s| s * elements)
 }
 
-/// Time of a given amount of work.
+/// Time of a given amount of work that is no attention.
 pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
     let d = &cluster.device;
     let mut arithmetic = work.vector_flops / d.vector_flops_per_s;
@@ -183,55 +104,18 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
             arithmetic += work.matmul_flops / rate;
-            arithmetic += work.causal_share * work.attention_flops
-                / (peak_rate(cluster, dtype) * d.attention_efficiency);
         }
     }
     Seconds(d.launch_s + arithmetic.max(memory_time(cluster, work.bytes as f64)))
 }
 
 /// Seconds of moving `bytes` between a device and its memory.
-fn memory_time(cluster: &Cluster, bytes: f64) -> f64 {
+pub fn memory_time(cluster: &Cluster, bytes: f64) -> f64 {
     bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_efficiency)
 }
 
-/// Matmuls between two matrices of half precision; those of the loss stay as they are.
-fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
-    matches!(kind, OpKind::DotGeneral { .. })
-        && operands
-            .iter()
-            .all(|o| matches!(o.0, DType::Bf16 | DType::F16))
-}
-
-/// Bytes of casting an operand: read once, its copies written in the narrow type, what its
-/// scales take, and what the software reads again.
-fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, software: &Software) -> f64 {
-    let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
-    let source = operand.0.bytes() as f64;
-    let read = source * (1.0 + f64::from(software.more_cast_reads));
-    let scales = software.matmul_scaling.extra_bytes(source);
-    elements * (read + copies * narrow.bits() as f64 / 8.0 + scales)
-}
-
-/// Bytes that an op moves over what one kernel would.
-fn traffic(kind: &OpKind, software: &Software) -> f64 {
-    match kind {
-        OpKind::LayerNorm { .. }
-        | OpKind::LayerNormGradInput
-        | OpKind::LayerNormGradWeight
-        | OpKind::RmsNorm { .. }
-        | OpKind::RmsNormGradInput
-        | OpKind::RmsNormGradWeight => software.norm_traffic,
-        OpKind::Rotary { .. } => software
-            .rotary_traffic
-            .unwrap_or(software.elementwise_traffic),
-        kind if is_elementwise(kind) => software.elementwise_traffic,
-        _ => 1.0,
-    }
-}
-
 /// Ops that a compiler fuses with their neighbours: one result element from each operand's.
-pub(crate) fn is_elementwise(kind: &OpKind) -> bool {
+pub fn is_elementwise(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::Unary { .. }
@@ -240,17 +124,6 @@ pub(crate) fn is_elementwise(kind: &OpKind) -> bool {
             | OpKind::Rotary { .. }
             | OpKind::Cast { .. }
     )
-}
-
-/// Kernels that the host issues for an op; updates of parameters go in a few for all.
-fn kernels(kind: &OpKind, software: &Software) -> f64 {
-    match kind {
-        OpKind::Attention { .. } => attention::kernels(software, false),
-        OpKind::AttentionGrad { .. } => attention::kernels(software, true),
-        OpKind::LayerNormGradWeight | OpKind::RmsNormGradWeight => KERNELS_OF_NORM_GRADIENT,
-        OpKind::AdamW { .. } | OpKind::Sgd { .. } | OpKind::SumSquares | OpKind::Cast { .. } => 0.0,
-        _ => 1.0,
-    }
 }
 
 /// FLOP/s that a matmul of this shape reaches.
@@ -262,10 +135,7 @@ pub fn matmul_rate(cluster: &Cluster, dtype: DType, shape: MatmulShape) -> f64 {
     let half = cluster.device.matmul_half_size;
     let share = |x: u64, h: f64| x as f64 / (x as f64 + h);
     let shape_share = if cluster.device.multiprocessors > 0 {
-        let software = cluster.software.as_ref();
-        let unaligned = software.map_or(1.0, |s| s.unaligned_matmul_share);
-        let device = (cluster.device.multiprocessors, half.k);
-        tiles::share(device, unaligned, dtype, shape)
+        tiles::share(&cluster.device, dtype, shape)
     } else {
         share(shape.m, half.m) * share(shape.n, half.n) * share(shape.k, half.k)
     };
@@ -306,7 +176,6 @@ pub fn write_time(cluster: &Cluster, bytes: u64) -> Seconds {
 mod tests {
     use super::*;
     use ir::op::{Binary, Einsum};
-    use ir::software::Scaling;
 
     fn cluster() -> Cluster {
         let mut c = crate::testing::cluster(1);
@@ -369,10 +238,10 @@ mod tests {
             &[q, lse],
         );
         // 2 heads, 128 x 128 scores, 64 wide, two products; at half of 0.5e12 FLOP/s. Plus four
-        // operations for each score.
+        // operations for each score, of which the kernel skips the same half.
         let scores = 2.0 * 128.0 * 128.0;
         let expected =
-            1e-6 + 0.5 * (2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9;
+            1e-6 + 0.5 * ((2.0 * 2.0 * scores * 64.0) / (0.5e12 * 0.5) + 4.0 * scores / 1e9);
         assert!((t.0 - expected).abs() < 1e-12);
     }
 
@@ -422,60 +291,6 @@ mod tests {
         );
         assert!((copy_time(&c, 1000).0 - 1e-6 - 2000.0 / 0.5e9).abs() < 1e-15);
         assert!((write_time(&c, 1000).0 - 1e-6 - 1000.0 / 0.5e9).abs() < 1e-15);
-    }
-
-    #[test]
-    fn narrow_operands_are_cast_as_their_recipe_does() {
-        let operand = (DType::Bf16, vec![100, 320]);
-        let software = |matmul_scaling, more_cast_reads| Software {
-            matmul_scaling,
-            more_cast_reads,
-            ..Software::plain("a framework")
-        };
-        let bytes =
-            |narrow, scaling| cast_bytes(&operand, 1.0, narrow, &software(scaling, 0)) / 32_000.0;
-        assert_eq!(bytes(DType::F8e4m3, Scaling::Delayed), 2.0 + 1.0);
-        assert_eq!(bytes(DType::F8e4m3, Scaling::Tensor), 2.0 + 2.0 + 1.0);
-        assert_eq!(
-            bytes(DType::F8e4m3, Scaling::Block32),
-            2.0 + 1.0 + 1.0 / 32.0
-        );
-        let four = 2.0 + 2.0 + 0.5 + 1.0 / 16.0;
-        assert!((bytes(DType::F4e2m1, Scaling::Block16) - four).abs() < 1e-12);
-        // Both copies made by kernels of their own.
-        let twice = cast_bytes(&operand, 1.0, DType::F4e2m1, &software(Scaling::Block16, 1));
-        assert!((twice / 32_000.0 - four - 2.0).abs() < 1e-12);
-    }
-
-    #[test]
-    fn one_copy_may_serve_both_matmuls() {
-        let x = (DType::Bf16, vec![1000, 1000]);
-        let cast = [x.clone()];
-        let time = |single_copies| {
-            let mut c = cluster();
-            c.software = Some(Software {
-                matmul_dtype: Some(DType::F8e4m3),
-                kept_casts: true,
-                single_copies,
-                ..Software::plain("a framework")
-            });
-            let around = Around {
-                casts: Casts::Kept(&cast),
-                ..Around::default()
-            };
-            let einsum = Einsum::parse("mk,kn->mn").unwrap();
-            let dot = OpKind::DotGeneral { einsum };
-            device_time(
-                &c,
-                &dot,
-                &[x.clone(), x.clone()],
-                std::slice::from_ref(&x),
-                around,
-            )
-            .0
-        };
-        // A copy of 1e6 bytes less at 0.5e9 bytes a second.
-        assert!((time(false) - time(true) - 2e-3).abs() < 1e-9);
     }
 
     #[test]

@@ -7,7 +7,6 @@ use ir::program::{
     Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, Slot, Stream, Template,
     TemplateKind, Transfer,
 };
-use ir::software::Software;
 use ir::{
     BufferId, DType, InstrId, LogicalMesh, OpKind, Pass, Rank, ShardingSpec, StageId, StreamId,
     TemplateId, TransferId,
@@ -24,11 +23,6 @@ pub(crate) fn cluster(n: u32) -> Cluster {
          [[levels]]\nname = \"wire\"\ndevices = {n}\nlatency_s = 0.0\nbandwidth_bytes_per_s = 1e9\nefficiency = 1.0\nhalf_bytes = 0.0\n[sources]\n"
     );
     crate::presets::parse(&text).expect("the test cluster parses")
-}
-
-/// Software that adds nothing to what the program says.
-pub(crate) fn software() -> Software {
-    Software::plain("test")
 }
 
 pub(crate) fn mesh(first: u32, n: u32) -> LogicalMesh {
@@ -52,6 +46,7 @@ pub(crate) fn buffer(name: &str, class: BufferClass, lens: &[u64]) -> Buffer {
         dtype: DType::F32,
         lens: lens.to_vec(),
         spec: ShardingSpec::replicated(lens.len()),
+        pieces: None,
         class,
         offset: 0,
         bytes,

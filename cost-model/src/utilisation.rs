@@ -55,16 +55,11 @@ impl TooFast {
 
 /// Whether a step of `step_s` seconds on `n` devices is faster than it can be.
 pub fn too_fast(cluster: &Cluster, work: &StepWork, n: u32, step_s: f64) -> Option<TooFast> {
-    // Software may run matmuls in a narrower type behind casts.
-    let narrow = cluster.software.as_ref().and_then(|s| s.matmul_dtype);
-    let best = std::iter::once(work.dtype)
-        .chain(narrow)
-        .filter_map(|t| {
-            let t = peak_dtype(cluster, t)?;
-            let share = cluster.device.matmul_efficiency.get(&t)?;
-            Some(share * cluster.peak_flops_per_s(t, n)?)
-        })
-        .fold(0.0, f64::max);
+    let of = |t: DType| {
+        let share = cluster.device.matmul_efficiency.get(&t)?;
+        Some(share * cluster.peak_flops_per_s(t, n)?)
+    };
+    let best = peak_dtype(cluster, work.dtype).and_then(of).unwrap_or(0.0);
     let executed = work.hardware_flops.0 - (1.0 - CAUSAL_SHARE) * work.hardware_attention_flops.0;
     let rate = executed / step_s;
     (step_s > 0.0 && best > 0.0 && rate > best * (1.0 + 1e-9)).then_some(TooFast { rate, best })

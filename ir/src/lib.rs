@@ -20,7 +20,6 @@ pub mod program;
 pub mod reshard;
 pub mod schedule;
 pub mod sharding;
-pub mod software;
 pub mod storage;
 pub mod tensor;
 #[doc(hidden)]

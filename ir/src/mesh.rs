@@ -31,10 +31,6 @@ pub struct DeviceMesh {
     pub n_devices: u32,
 }
 
-/// Names of the axes that the planner makes: the first two where it searches for a mesh, the
-/// others where pins fix one. What says something of an axis by name says it of one of these.
-pub const PLANNED_AXES: [&str; 6] = ["x", "y", "data", "expert", "context", "tensor"];
-
 /// One named axis of a logical mesh.
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,

@@ -20,13 +20,16 @@
 //!    copy `i mod slots`. A `Transient` buffer lives inside one template; its bytes may be
 //!    shared with other transient buffers, and `deps` order such reuse. `Step` buffers live
 //!    from `StepBegin` to `StepEnd`, `Persistent` ones for the whole run.
-//! 5. *Padding.* Elements of a buffer past its valid local range are zero after every
+//! 5. *Pieces.* A collective moves a few rows of contiguous pieces, in each row one for every
+//!    member in group order. An operand that it cuts, or a result that it puts together, in
+//!    another way is a buffer in [`Pieces`]; copies stand before and behind.
+//! 6. *Padding.* Elements of a buffer past its valid local range are zero after every
 //!    instruction.
 
 use crate::collective::CollectiveKind;
 use crate::op::InputKind;
 use crate::op::OpKind;
-use crate::reshard::LayoutStep;
+use crate::reshard::{LayoutStep, Pieces};
 use crate::schedule::PassKind;
 use crate::training::StateRole;
 use crate::{
@@ -109,12 +112,14 @@ pub struct Buffer {
     pub lens: Vec<u64>,
     /// How the tensor lies over the role's mesh.
     pub spec: ShardingSpec,
+    /// How its bytes stand: as the row-major local shape, or piece after piece.
+    pub pieces: Option<Pieces>,
     /// Lifetime.
     pub class: BufferClass,
     /// Offset of copy 0 in the arena, a multiple of [`ARENA_ALIGN`].
     pub offset: u64,
-    /// Bytes of one copy on every rank: the padded local shape. Copies follow each other at
-    /// the next multiple of [`ARENA_ALIGN`].
+    /// Bytes of one copy on every rank: the padded local shape, or all pieces of it. Copies
+    /// follow each other at the next multiple of [`ARENA_ALIGN`].
     pub bytes: u64,
 }
 
@@ -292,7 +297,8 @@ pub enum InstrKind {
         /// The buffer.
         output: BufferId,
     },
-    /// Copies a buffer to another of the same type and spec.
+    /// Copies a buffer to another of the same type and spec. Where one of them is in pieces, it
+    /// cuts the other's tensor into them, or puts it together from them.
     Copy {
         /// Operand.
         input: BufferId,

@@ -70,7 +70,65 @@ pub enum LayoutStep {
     },
 }
 
+/// A rank's part of a tensor cut along a dim into pieces of equal length, which stand one after
+/// the other, each row-major. Zeros fill the pieces beyond the part's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pieces {
+    /// The dim.
+    pub dim: usize,
+    /// Number of pieces, one for each member of a group.
+    pub n: u32,
+    /// Elements of a piece along the dim.
+    pub len: u64,
+}
+
+/// Most rows of pieces that a collective moves as they stand: a library takes a call for each
+/// row, and launches the calls of a group together. With more rows, copies cost less.
+pub const MOST_ROWS: u64 = 16;
+
+/// The rows in which the pieces along `dim` of a part with these lengths stand, each `n`
+/// contiguous pieces after the other.
+pub fn rows(part: &[u64], dim: usize) -> u64 {
+    part[..dim].iter().fold(1, |n, &len| n.saturating_mul(len))
+}
+
+impl Pieces {
+    /// The cut of a part with these lengths, or `None` where a library moves it as it stands:
+    /// the pieces fill the dim, and there are few [rows](MOST_ROWS) of them.
+    pub fn of(part: &[u64], dim: usize, n: u32, len: u64) -> Option<Pieces> {
+        let few = rows(part, dim) <= MOST_ROWS;
+        let exact = len.checked_mul(u64::from(n)) == Some(part[dim]);
+        let as_it_stands = few && exact || part.contains(&0);
+        (!as_it_stands).then_some(Pieces { dim, n, len })
+    }
+    /// Lengths of all pieces together: `[n, ...]`, with the piece's length for the dim.
+    pub fn shape(&self, part: &[u64]) -> Vec<u64> {
+        let mut shape = part.to_vec();
+        shape[self.dim] = self.len;
+        shape.insert(0, u64::from(self.n));
+        shape
+    }
+}
+
 impl LayoutStep {
+    /// The dims along which its collective cuts the operand, and puts the result together.
+    pub fn cuts(&self) -> [Option<usize>; 2] {
+        match *self {
+            LayoutStep::AllReduce { .. } | LayoutStep::Slice { .. } => [None, None],
+            LayoutStep::ReduceScatter { dim, .. } => [Some(dim), None],
+            LayoutStep::AllGather { dim, .. } => [None, Some(dim)],
+            LayoutStep::AllToAll { from, to, .. } => [Some(to), Some(from)],
+        }
+    }
+    /// The pieces that its collective needs of operand and result, for a group of `n` and parts
+    /// with these lengths before and after; `None` where it moves them as they stand.
+    pub fn pieces(&self, n: u32, before: &[u64], after: &[u64]) -> [Option<Pieces>; 2] {
+        let [cut, joined] = self.cuts();
+        [
+            cut.and_then(|dim| Pieces::of(before, dim, n, after[dim])),
+            joined.and_then(|dim| Pieces::of(after, dim, n, before[dim])),
+        ]
+    }
     /// Axes of the step's group.
     pub fn axes(&self) -> Vec<AxisId> {
         match self {

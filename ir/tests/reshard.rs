@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used)] // A test may stop where it likes.
 
 use ir::mesh::{Axis, DeviceMesh};
-use ir::reshard::{Placement, Tile, cross_paths, source_replica, tiles_from, tiles_to};
+use ir::reshard::{
+    LayoutStep, Pieces, Placement, Tile, cross_paths, source_replica, tiles_from, tiles_to,
+};
 use ir::sharding::{DimSharding, ShardingSpec};
 use ir::testing::Rng;
 use ir::{AxisId, LogicalMesh, Rank};
@@ -205,4 +207,26 @@ fn scattering_takes_the_dim_that_makes_the_pieces_smaller() {
         .map(|p| p.target_spec.local_elements(&lens, &b))
         .min();
     assert_eq!(smallest, Some(2048 * 64 / 8));
+}
+
+#[test]
+fn collectives_move_few_rows_that_pieces_fill_as_they_stand() {
+    // Sixteen rows of four pieces of 2, and a row too many, and a piece that is not full.
+    assert_eq!(Pieces::of(&[4, 4, 8], 2, 4, 2), None);
+    let many = Pieces {
+        dim: 2,
+        n: 4,
+        len: 2,
+    };
+    assert_eq!(Pieces::of(&[17, 1, 8], 2, 4, 2), Some(many));
+    assert_eq!(Pieces::of(&[1, 1, 7], 2, 4, 2), Some(many));
+    assert_eq!(many.shape(&[17, 1, 8]), [4, 17, 1, 2]);
+    // The operand of a reduce-scatter is cut, the result of an all-gather put together.
+    let axis = AxisId(0);
+    let step = LayoutStep::AllGather { axis, dim: 2 };
+    let parts = ([17, 1, 2], [17, 1, 8]);
+    assert_eq!(step.pieces(4, &parts.0, &parts.1), [None, Some(many)]);
+    let (dim, unit) = (2, 1);
+    let step = LayoutStep::ReduceScatter { axis, dim, unit };
+    assert_eq!(step.pieces(4, &parts.1, &parts.0), [Some(many), None]);
 }

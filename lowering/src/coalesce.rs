@@ -226,6 +226,7 @@ mod tests {
             dtype: DType::F32,
             lens: vec![elements],
             spec: ShardingSpec::replicated(1),
+            pieces: None,
             lifetime: Lifetime::ByUse,
         };
         (0..n).map(one).collect()

@@ -5,7 +5,7 @@ use crate::order::{Event, Flow};
 use ir::program::{
     InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
 };
-use ir::reshard::LayoutStep;
+use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::ChunkPass;
 use ir::{
     BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId, TemplateId,
@@ -38,6 +38,7 @@ pub(crate) struct DraftBuffer {
     pub dtype: DType,
     pub lens: Vec<u64>,
     pub spec: ShardingSpec,
+    pub pieces: Option<Pieces>,
     pub lifetime: Lifetime,
 }
 
@@ -103,7 +104,7 @@ impl RoleDraft {
     }
 
     /// An instruction on its stream, which the role declares if it has not yet.
-    fn instruction(&mut self, kind: InstrKind, serves: Serves) -> Instruction {
+    pub fn instruction(&mut self, kind: InstrKind, serves: Serves) -> Instruction {
         let stream = Stream::of(&kind);
         let known = self.streams.iter().position(|s| *s == stream);
         let at = known.unwrap_or_else(|| {

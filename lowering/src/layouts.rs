@@ -12,7 +12,7 @@ use crate::bucket::BucketSizes;
 use crate::error::LowerError;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
-use crate::{coalesce, emit, in_place, order, place};
+use crate::{coalesce, emit, in_place, order, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
 use ir::program::Program;
@@ -132,6 +132,7 @@ impl Layouts {
             role.assemble_trace(&microbatches);
             in_place::merge_all_reduces(&mut role);
             coalesce::coalesce(&mut role, sizes);
+            pack::pack(&mut role);
             roles.push(place::place(role)?);
         }
         Ok(Program {

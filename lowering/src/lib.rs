@@ -11,6 +11,7 @@
 //!   │ order      one global order of compute slots and exchanges; traces
 //!   │ in_place   all-reduces that need no second buffer
 //!   │ coalesce   collectives that can share a launch
+//!   │ pack       copies around collectives that want contiguous pieces
 //!   │ place      lifetime and arena offset of every buffer
 //!   │ waits      what instructions wait for, in their slot and in earlier ones
 //!   ▼
@@ -42,6 +43,7 @@ mod in_place;
 mod layouts;
 mod memory;
 pub mod order;
+mod pack;
 mod place;
 mod resolve;
 mod uses;
@@ -51,6 +53,7 @@ pub use bucket::BucketSizes;
 pub use error::LowerError;
 pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};
+pub use pack::without_pieces;
 pub use uses::{CrossEdge, Edge};
 pub use waits::set_events;
 

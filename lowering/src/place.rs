@@ -22,10 +22,16 @@ const MAX_BYTES: u64 = 1 << 62;
 
 pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
-    let base = place_fixed(&mut program)?;
-    program.arena_bytes = place_transient(&mut program, base)?;
-    set_waits(&mut program);
+    place_again(&mut program)?;
     Ok(program)
+}
+
+/// Gives the buffers of a role their places, and its instructions their waits.
+pub(crate) fn place_again(program: &mut RoleProgram) -> Result<(), LowerError> {
+    let base = place_fixed(program)?;
+    program.arena_bytes = place_transient(program, base)?;
+    set_waits(program);
+    Ok(())
 }
 
 /// Gives every buffer its class and drops those that nothing touches.
@@ -70,10 +76,14 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
             }
             Lifetime::ByUse => BufferClass::Step,
         };
-        let bytes = b
-            .spec
-            .local_elements(&b.lens, &role.mesh)
-            .saturating_mul(b.dtype.bytes());
+        let elements = match b.pieces {
+            None => b.spec.local_elements(&b.lens, &role.mesh),
+            Some(pieces) => {
+                let shape = pieces.shape(&b.spec.local_shape(&b.lens, &role.mesh));
+                shape.into_iter().fold(1, u64::saturating_mul)
+            }
+        };
+        let bytes = elements.saturating_mul(b.dtype.bytes());
         if bytes > MAX_BYTES {
             return Err(LowerError::TooLarge {
                 name: b.name,
@@ -86,6 +96,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
             dtype: b.dtype,
             lens: b.lens,
             spec: b.spec,
+            pieces: b.pieces,
             class,
             offset: 0,
             bytes,

@@ -169,7 +169,7 @@ impl<'a> Prices<'a> {
         self.known[&question].as_ref()
     }
 
-    /// Seconds of a path: its collectives, and the copies of slices.
+    /// Seconds of a path: its collectives with the copies around them, and the copies of slices.
     pub(crate) fn path_time(
         &mut self,
         from: &ShardingSpec,
@@ -208,7 +208,18 @@ impl<'a> Prices<'a> {
                     } else {
                         group.time(kind, size).0
                     };
-                    moving + group.conversions(cluster, kind, dtype, size).0
+                    let part = |s: &ShardingSpec| s.local_shape(lens, &self.mesh);
+                    let (before, after) = (part(&spec), part(&after));
+                    let pieces = step.pieces(group.n_members() as u32, &before, &after);
+                    let copied = pieces
+                        .iter()
+                        .zip([&before, &after])
+                        .filter_map(|(p, part)| {
+                            let bytes =
+                                elements(&p.as_ref()?.shape(part)).saturating_mul(dtype.bytes());
+                            Some(compute::copy_time(cluster, bytes).0)
+                        });
+                    moving + group.conversions(cluster, kind, dtype, size).0 + copied.sum::<f64>()
                 }
                 None => compute::copy_time(self.cluster, bytes(&after)).0,
             };

@@ -1,22 +1,31 @@
-//! The cluster of a row: hosts of the catalogue's device, joined by the row's links, with the
+//! The machine of a row: hosts of the catalogue's device, joined by the row's links, and the
 //! software of its framework's generation.
 
 use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
 use crate::{Unmodelled, cells, network, precision};
-use cost_model::presets::{self, Catalogue, System};
-use ir::cluster::{Cluster, Device};
-use ir::software::Scaling;
+use cost_model::presets::{Catalogue, System};
+use frameworks::{Scaling, Software};
+use ir::cluster::Cluster;
 use ir::{Bytes, DType};
 
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
 const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
 
-/// The cluster that a row ran on, with as much memory as asked for.
+/// What a row ran on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// The hardware, with as much memory as asked for.
+    pub cluster: Cluster,
+    /// What drove it.
+    pub software: Software,
+}
+
+/// The machine that a row ran on.
 ///
 /// Fails where the device or the links are not in the data files, the GPUs do not make whole
 /// hosts, or the device lacks the row's precision.
-pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
+pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
     let total = count(row, "gpus_total")?;
     let per_host = count(row, "gpus_per_node")?.min(total);
     if !total.is_multiple_of(per_host) {
@@ -25,7 +34,7 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         )));
     }
     let (device, links) = (facts.device(row)?, facts.interconnect(row)?);
-    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+    let catalogue = facts.catalogue();
     possible(row, catalogue, device, links)?;
     let hosts = hosts_of(catalogue, device);
     if count(row, "gpus_per_node")? > hosts.largest {
@@ -72,30 +81,12 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         &mut cluster,
     );
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
-    cluster.device.multiprocessors = device.multiprocessors;
-    cluster.device.sustained_share = facts.sustained_share(device).map_err(Unmodelled::Cluster)?;
-    cluster.device.sustained_share_of = facts.sustained_share_of(device);
-    if let Some(reference) = &device.clocks_of {
-        let reference = catalogue.device(reference).map_err(Unmodelled::Cluster)?;
-        limited_by_power(&mut cluster.device, reference);
-    }
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
     software.attention = facts
         .attention_of(row, generation, device)
         .map_err(Unmodelled::Cluster)?;
-    for (level, link) in cluster
-        .levels
-        .iter_mut()
-        .zip([&links.inside, &links.between])
-    {
-        // An assumption: what collectives lose in training, waiting for the slowest rank and for
-        // each other, single messages do not.
-        level.message_efficiency = Some(level.efficiency);
-        level.efficiency = (level.efficiency * facts.link_share(link)).min(1.0);
-    }
     software.memory = facts.memory.process(name, row)?;
-    software.unaligned_matmul_share = facts.unaligned_share(device);
     let types = precision::types(row)?;
     if generation.sums_in_f16 && types.activations.compute() == DType::F16 {
         software.sum_dtype = Some(DType::F16);
@@ -113,8 +104,6 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
         }
         // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
         software.narrow_gathers &= scaling != Scaling::Row;
-        let one_scale = matches!(scaling, Scaling::Delayed | Scaling::Tensor);
-        software.single_copies = device.any_layout && dtype == DType::F8e4m3 && one_scale;
         (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
     }
     facts.recipes.apply(row, &mut software);
@@ -133,9 +122,8 @@ pub fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
             device.gpu
         )));
     }
-    cluster.software = Some(software);
     match cluster.problems().first() {
-        None => Ok(cluster),
+        None => Ok(Machine { cluster, software }),
         Some(problem) => Err(Unmodelled::Cluster(problem.clone())),
     }
 }
@@ -179,7 +167,7 @@ fn hosts_of(catalogue: &Catalogue, device: &DeviceFact) -> Hosts {
 /// What is assumed of a row's machine, beside or against its cells: a network that they do not
 /// state or state otherwise, words that nothing reads, the rate of a type that the device lacks.
 pub fn assumed(row: &Row, facts: &Facts, cluster: &Cluster) -> Result<Vec<String>, Unmodelled> {
-    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
+    let catalogue = facts.catalogue();
     let entries = (facts.device(row)?, facts.interconnect(row)?);
     let mut assumed = cells::assumed(row, entries, catalogue, cluster)?;
     let peaks = &cluster.device.peak_flops_per_s;
@@ -218,36 +206,9 @@ fn possible(
     Ok(())
 }
 
-/// Turns shares that hold for `reference`, a device of the same chip with another limit of its
-/// power, into those of `device`.
-///
-/// Where power limits clocks, dynamic power is `C V^2 f` (Weste & Harris, CMOS VLSI Design,
-/// chapter 5) with a voltage in proportion to the clock (an assumption), so rates go as the cube
-/// root of the limit. No share is above 1, and a type whose best
-/// rate either does not have keeps its share.
-fn limited_by_power(device: &mut Device, reference: &Device) {
-    let (Some(limit), Some(of)) = (device.power_limit_w, reference.power_limit_w) else {
-        return;
-    };
-    let clocks = (limit / of).cbrt();
-    let best = |d: &Device, t: DType| {
-        let of_peak = d.matmul_efficiency.get(&t)?;
-        Some(d.peak_flops_per_s.get(&t)? * of_peak)
-    };
-    let types: Vec<DType> = device.peak_flops_per_s.keys().copied().collect();
-    for t in types {
-        if let (Some(own), Some(theirs)) = (best(device, t), best(reference, t)) {
-            let shares = &mut device.sustained_share_of;
-            let share = shares.get(&t).copied().unwrap_or(device.sustained_share);
-            shares.insert(t, (share * clocks * theirs / own).min(1.0));
-        }
-    }
-}
-
 /// Memory of the row's device, as the catalogue has it.
 pub fn memory(row: &Row, facts: &Facts) -> Result<Bytes, Unmodelled> {
-    let catalogue = presets::catalogue().map_err(|e| Unmodelled::Cluster(e.to_string()))?;
-    let device = catalogue.device(&facts.device(row)?.device);
+    let device = facts.catalogue().device(&facts.device(row)?.device);
     device.map(|d| d.memory_bytes).map_err(Unmodelled::Cluster)
 }
 
@@ -260,27 +221,8 @@ fn count(row: &Row, column: &str) -> Result<u32, Unmodelled> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn clocks_follow_the_cube_root_of_power() {
-        let catalogue = presets::catalogue().unwrap();
-        let of = |name: &str| catalogue.device(name).unwrap().clone();
-        let (mut small, large) = (of("h100-sxm-96gb-500w"), of("h100-sxm"));
-        (small.sustained_share, small.power_limit_w) = (0.5, Some(700.0 / 8.0));
-        small.sustained_share_of.insert(DType::F8e4m3, 0.8);
-        limited_by_power(&mut small, &large);
-        // An eighth of the power is half of the clock: of the rates, not of the shares, whose
-        // best rates are 671.5 and 794.2 TFLOP/s.
-        let rate = |t| small.peak_flops_per_s[&t] * small.matmul_efficiency[&t];
-        let theirs = |t| large.peak_flops_per_s[&t] * large.matmul_efficiency[&t];
-        for (t, share) in [(DType::Bf16, 0.5), (DType::F8e4m3, 0.8)] {
-            let sustained = rate(t) * small.sustained_share_of[&t];
-            assert!((sustained / theirs(t) - share / 2.0).abs() < 1e-12);
-        }
-        // More power than the best rate was measured with gives no more than that rate.
-        let mut wide = of("h100-sxm");
-        wide.power_limit_w = Some(1e6);
-        limited_by_power(&mut wide, &large);
-        assert_eq!(wide.sustained_share_of[&DType::Bf16], 1.0);
+    fn cluster(row: &Row, facts: &Facts) -> Result<Cluster, Unmodelled> {
+        machine(row, facts).map(|m| m.cluster)
     }
 
     #[test]
@@ -454,7 +396,7 @@ mod tests {
         let of = |gpu: &str, precision: &str| {
             let cells =
                 format!("{gpu},8,8,NVLink4+NVSwitch,Megatron-Bridge/Megatron-Core,{precision}");
-            cluster(&row(&cells), &Facts::built_in()).map(|c| c.software.unwrap().matmul_scaling)
+            machine(&row(&cells), &Facts::built_in()).map(|m| m.software.matmul_scaling)
         };
         let refused = of("H100-80GB", "mxfp8").unwrap_err().to_string();
         assert!(
@@ -463,8 +405,8 @@ mod tests {
         );
         assert_eq!(of("H100-80GB", "fp8-mx/blockwise"), Ok(Scaling::Block128));
         let cells = "B200,8,8,NVLink5+NVSwitch,Megatron-Bridge/Megatron-Core,mxfp8";
-        let blackwell = cluster(&row(cells), &Facts::built_in()).unwrap();
-        assert_eq!(blackwell.software.unwrap().matmul_scaling, Scaling::Block32);
+        let blackwell = machine(&row(cells), &Facts::built_in()).unwrap();
+        assert_eq!(blackwell.software.matmul_scaling, Scaling::Block32);
     }
 
     /// A network that no rank uses is nothing to assume.

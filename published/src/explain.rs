@@ -2,9 +2,8 @@
 //! holding single kernels and collectives against what a source says of them.
 
 use crate::Unmodelled;
+use crate::cluster::Machine;
 use crate::predict::Lowered;
-use cost_model::costs::costs;
-use ir::cluster::Cluster;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,10 +14,11 @@ impl Lowered {
     /// together.
     ///
     /// Fails as the costs of the program do.
-    pub fn explained(&self, cluster: &Cluster) -> Result<String, Unmodelled> {
-        let costs = costs(&self.program, cluster).map_err(|e| Unmodelled::Plan(e.to_string()))?;
+    pub fn explained(&self, machine: &Machine) -> Result<String, Unmodelled> {
+        let executed = self.executed(machine)?;
+        let (program, costs) = (&executed.program, &executed.costs);
         let total = |r: usize| -> f64 {
-            let role = &self.program.roles[r];
+            let role = &program.roles[r];
             let slots = role.trace.iter();
             let of = |t: usize| {
                 costs.instructions[r][t]
@@ -29,15 +29,15 @@ impl Lowered {
             let sums: Vec<f64> = (0..role.templates.len()).map(of).collect();
             slots.map(|s| sums[s.template.index()]).sum()
         };
-        let roles = 0..self.program.roles.len();
+        let roles = 0..program.roles.len();
         let Some(r) = roles.max_by(|&a, &b| total(a).total_cmp(&total(b))) else {
             return Ok(String::new());
         };
-        let role = &self.program.roles[r];
+        let role = &program.roles[r];
         let mut text = format!(
             "predicted {:.3} s; role {r} of {}, busy {:.3} s\n",
-            self.step_time_s(cluster)?,
-            self.program.roles.len(),
+            self.step_time_s(machine)?,
+            program.roles.len(),
             total(r)
         );
         for (t, template) in role.templates.iter().enumerate() {
@@ -48,7 +48,7 @@ impl Lowered {
                 .count();
             let mut sums: BTreeMap<String, (usize, f64)> = BTreeMap::new();
             for (instruction, cost) in template.instructions.iter().zip(&costs.instructions[r][t]) {
-                let label = label(&self.program, role, instruction);
+                let label = label(program, role, instruction);
                 let sum = sums.entry(label).or_default();
                 sum.0 += 1;
                 sum.1 += cost.seconds;

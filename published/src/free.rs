@@ -3,11 +3,11 @@
 //! choice counts (the search does not choose it by itself).
 
 use crate::facts::Facts;
-use crate::predict::{Question, fullest, planned, question};
+use crate::predict::{Question, fullest, lowered, planned, question};
 use crate::row::Row;
 use crate::{Unmodelled, cluster};
+use frameworks::Software;
 use ir::Bytes;
-use ir::software::Software;
 use planner::Planned;
 use std::collections::BTreeMap;
 
@@ -46,9 +46,10 @@ pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {
             let own = question(row, facts)?;
             let mut q = own.clone();
             q.cluster.device.memory_bytes = cluster::memory(row, facts)?;
-            q.cluster.software.iter_mut().for_each(on_free_axes);
+            on_free_axes(&mut q.software);
             let share = arena_share(&own);
-            let key = format!("{:?}{:?}{:?}{share}", q.config, q.train, q.cluster);
+            let machine = (&q.cluster, &q.software);
+            let key = format!("{:?}{:?}{machine:?}{share}", q.config, q.train);
             known.entry(key).or_insert_with(|| best(&q, share)).clone()
         })
         .collect()
@@ -81,13 +82,9 @@ fn best(q: &Question, share: f64) -> Result<Free, Unmodelled> {
             pins: vec![pin.to_string()],
             ..q.clone()
         };
-        let p = fitting(asked, share)?;
-        let s = &p.simulation.prediction;
-        Ok(Free {
-            step_time_s: s.step_time_s.0,
-            peak_memory_bytes: s.stages.iter().map(|s| s.peak_bytes.0).max().unwrap_or(0),
-            plan: format!("{}, recompute {recompute}", shape(&p)),
-        })
+        let mut free = fitting(asked, share)?;
+        free.plan += &format!(", recompute {recompute}");
+        Ok(free)
     };
     let found: Vec<_> = std::thread::scope(|scope| {
         let searches = recomputed(q).map(|choice| scope.spawn(move || search(choice)));
@@ -111,8 +108,7 @@ fn best(q: &Question, share: f64) -> Result<Free, Unmodelled> {
 /// The choices. Selective is what the row's software saves most memory by: the scores of attention
 /// where it keeps them, which the program does not hold; norms and activations elsewhere.
 fn recomputed(q: &Question) -> [Recomputed; 3] {
-    let software = q.cluster.software.as_ref();
-    let memory = software.and_then(|s| s.memory.as_ref());
+    let memory = q.software.memory.as_ref();
     let selective = match memory.is_some_and(|m| m.score_bytes > 0.0) {
         true => "recompute:h.*.attn.attend=yes",
         false => "recompute=selective",
@@ -131,7 +127,7 @@ fn arena_share(own: &Question) -> f64 {
     let share = planned(own).map(|p| {
         let stages = p.simulation.prediction.stages.iter();
         let arena = stages.map(|s| s.peak_bytes.0).max().unwrap_or(0) as f64;
-        arena / fullest(&p.program, &own.cluster).total().0.max(1) as f64
+        arena / fullest(&p.program, own).total().0.max(1) as f64
     });
     share.map_or(1.0, |share| (10.0 * share).round().clamp(1.0, 10.0) / 10.0)
 }
@@ -140,11 +136,11 @@ fn arena_share(own: &Question) -> f64 {
 /// and gets a share of the memory for it. Where the processes then hold more than there is, or
 /// leave much of it, the next search gets as much less or more in proportion: what they hold
 /// beside the arena grows with what is in it.
-fn fitting(mut asked: Question, share: f64) -> Result<Planned, Unmodelled> {
+fn fitting(mut asked: Question, share: f64) -> Result<Free, Unmodelled> {
     let all = asked.memory.0 as f64;
     let reserved = asked.cluster.device.memory_reserved_bytes;
     let mut limit = (all * share).max(reserved.0 as f64 + 1.0);
-    let (mut found, mut needed): (Option<Planned>, Option<Bytes>) = (None, None);
+    let (mut found, mut needed): (Option<Free>, Option<Bytes>) = (None, None);
     for _ in 0..ATTEMPTS {
         asked.cluster.device.memory_bytes = Bytes(limit as u64);
         if asked.cluster.device.memory_bytes <= reserved {
@@ -160,12 +156,20 @@ fn fitting(mut asked: Question, share: f64) -> Result<Planned, Unmodelled> {
             (Err(e), None) if needed.is_none() => return Err(e),
             (Err(_), _) => break,
         };
-        let holds = fullest(&p.program, &asked.cluster).total();
+        let holds = fullest(&p.program, &asked).total();
         let used = holds.0 as f64 / all;
         if used <= 1.0 {
-            let time = |p: &Planned| p.simulation.prediction.step_time_s.0;
-            let is_faster = found.as_ref().is_none_or(|best| time(&p) < time(best));
-            found = if is_faster { Some(p) } else { found };
+            let step_time_s = lowered(&asked, &p).step_time_s(&asked.machine())?;
+            if found
+                .as_ref()
+                .is_none_or(|best| step_time_s < best.step_time_s)
+            {
+                found = Some(Free {
+                    step_time_s,
+                    peak_memory_bytes: holds.0,
+                    plan: shape(&p),
+                });
+            }
             if used >= USED || limit >= all {
                 break;
             }
@@ -185,7 +189,7 @@ fn fitting(mut asked: Question, share: f64) -> Result<Planned, Unmodelled> {
 }
 
 /// Stages, their mesh (the first one's, where they differ), microbatch and schedule in words.
-fn shape(planned: &planner::Planned) -> String {
+fn shape(planned: &Planned) -> String {
     let plan = &planned.plan;
     let mesh = plan.stages.first().map(|s| {
         let axes = s.mesh.axes.iter();

@@ -5,12 +5,13 @@
 //! * `csv`, `row`: the table; `columns`: those that it may have; `output`: that of predictions.
 //! * `cells` and `network`: what words of `gpu` and `interconnect` say; `names`: what was meant by
 //!   others.
-//! * `facts`: what columns do not say, as data files with sources; `parameters`: those of its
+//! * `facts`: what columns do not say, as data files with sources; `quantity`: those of its
 //!   figures that are fitted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
 //! * `recipes`: what single recipes of a framework's releases do.
 //! * `choices`: what a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
+//! * `terms`: the terms of the model of execution, each of which can be left out.
 //! * `free`: what the search finds in a row's place.
 //! * `breakdown`, `explain`: where the predicted time goes, by cause and by instruction.
 //! * `memory`: what processes hold beside the tensors, and what published figures count.
@@ -31,20 +32,24 @@ mod model;
 mod names;
 mod network;
 mod output;
-mod parameters;
 mod precision;
 mod predict;
+pub mod quantity;
 mod recipes;
 pub mod row;
 mod setup;
+mod terms;
 
 pub use breakdown::Breakdown;
+pub use cluster::Machine;
 pub use facts::Facts;
 pub use free::{Free, free};
 pub use output::{OUTPUT_COLUMNS, output};
-pub use parameters::{Parameter, Parameters, Quantity};
-pub use predict::{Lowered, Outcome, Predicted, lower, predict, price};
+pub use predict::{
+    Lowered, Outcome, Predicted, Question, lower, planned, predict, price, question,
+};
 pub use row::{Row, RowError};
+pub use terms::TERMS;
 
 /// Why there is no prediction for a row.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -4,9 +4,8 @@
 
 use crate::Unmodelled;
 use crate::row::Row;
-use cost_model::memory::MemoryUse;
+use frameworks::{InFlight, MemoryUse, ProcessMemory, Reuse};
 use ir::Bytes;
-use ir::software::{InFlight, ProcessMemory, Reuse};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -235,7 +234,16 @@ mod tests {
             );
             let any = row("A100-80GB,2026-01,bf16");
             let memory = facts.process(&process.generation, &any).unwrap().unwrap();
-            assert_eq!(memory.problems(), Vec::<String>::new());
+            let of_elements = [
+                memory.gradient_bytes,
+                memory.pass_gradient_bytes,
+                memory.largest_gradient_bytes,
+                memory.update_bytes,
+            ];
+            assert!(of_elements.iter().all(|b| (0.0..=16.0).contains(b)));
+            assert!((0.0..=64.0).contains(&memory.logit_bytes));
+            assert!((0.0..=64.0).contains(&memory.score_bytes));
+            assert!((0.0..=1.0).contains(&memory.slack) && memory.mask_bytes <= 4.0);
         }
     }
 

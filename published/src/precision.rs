@@ -8,7 +8,7 @@
 
 use crate::row::Row;
 use crate::{Unmodelled, names};
-use ir::software::Scaling;
+use frameworks::Scaling;
 use ir::{DType, Precision};
 
 /// The element types of a run.

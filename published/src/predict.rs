@@ -3,12 +3,13 @@
 
 use crate::breakdown::{Breakdown, breakdown};
 use crate::choices::{Choice, choices};
+use crate::cluster::{self, Machine};
 use crate::facts::Facts;
 use crate::row::Row;
-use crate::{Unmodelled, cluster, model, setup};
+use crate::{Unmodelled, model, setup};
 use cost_model::StepWork;
-use cost_model::memory::{MemoryUse, memory_use};
-use cost_model::simulate::{SimulateOptions, simulate};
+use cost_model::simulate::SimulateOptions;
+use frameworks::{Executed, MemoryUse, Software, memory_use};
 use import::{BuildOptions, ModelConfig, model_graph};
 use ir::cluster::Cluster;
 use ir::program::Program;
@@ -54,13 +55,19 @@ const MEASURED_COLUMNS: [&str; 3] = ["derived_step_time_s", "peak_mem_gb", "deri
 
 /// Everything that a prediction depends on.
 #[derive(Clone)]
-pub(crate) struct Question {
-    pub(crate) config: ModelConfig,
-    pub(crate) train: TrainSpec,
-    pub(crate) cluster: Cluster,
+pub struct Question {
+    /// The model.
+    pub config: ModelConfig,
+    /// How it is trained.
+    pub train: TrainSpec,
+    /// What it runs on.
+    pub cluster: Cluster,
+    /// What executes it.
+    pub software: Software,
     /// Of a device, as the catalogue has it.
     pub(crate) memory: Bytes,
-    pub(crate) pins: Vec<String>,
+    /// What is fixed of the plan.
+    pub pins: Vec<String>,
     pub(crate) assumed: Vec<String>,
     /// Name of the framework's generation.
     pub(crate) generation: String,
@@ -148,7 +155,9 @@ fn questions(row: &Row, facts: &Facts) -> Result<Vec<Question>, Unmodelled> {
 }
 
 /// The first of a row's questions.
-pub(crate) fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
+///
+/// Fails where the row cannot be modelled.
+pub fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
     let first = choices(row, facts)?.remove(0);
     question_of(row, facts, &first)
 }
@@ -160,12 +169,13 @@ fn question_of(row: &Row, facts: &Facts, choice: &Choice) -> Result<Question, Un
     let config = model::config(row, generation)?;
     let (pins, mut assumed) = setup::pins(row, facts, choice)?;
     let train = setup::train_spec(row, generation.dropout)?;
-    let cluster = cluster::cluster(row, facts)?;
+    let Machine { cluster, software } = cluster::machine(row, facts)?;
     assumed.extend(cluster::assumed(row, facts, &cluster)?);
     Ok(Question {
         config,
         train,
         cluster,
+        software,
         memory: cluster::memory(row, facts)?,
         pins,
         assumed,
@@ -174,11 +184,19 @@ fn question_of(row: &Row, facts: &Facts, choice: &Choice) -> Result<Question, Un
 }
 
 impl Question {
+    /// What it runs on, and what executes it.
+    pub fn machine(&self) -> Machine {
+        Machine {
+            cluster: self.cluster.clone(),
+            software: self.software.clone(),
+        }
+    }
+
     /// Equal where an answer is.
     fn key(&self) -> String {
         format!(
-            "{:?}{:?}{:?}{:?}",
-            self.config, self.train, self.cluster, self.pins
+            "{:?}{:?}{:?}{:?}{:?}",
+            self.config, self.train, self.cluster, self.software, self.pins
         )
     }
 }
@@ -191,19 +209,27 @@ pub struct Lowered {
 }
 
 impl Lowered {
-    /// Seconds of a step on a cluster of the same shape.
-    pub fn step_time_s(&self, cluster: &Cluster) -> Result<f64, Unmodelled> {
-        simulate(&self.program, cluster, &SimulateOptions::new(self.work))
+    /// The program as a machine's software executes it, on a cluster of the same shape.
+    pub(crate) fn executed(&self, machine: &Machine) -> Result<Executed, Unmodelled> {
+        frameworks::execute(&self.program, &machine.cluster, &machine.software)
+            .map_err(|e| Unmodelled::Plan(e.to_string()))
+    }
+
+    /// Seconds of a step on a machine of the same shape.
+    pub fn step_time_s(&self, machine: &Machine) -> Result<f64, Unmodelled> {
+        let options = SimulateOptions::new(self.work);
+        let played = self.executed(machine)?.simulate(&machine.cluster, &options);
+        played
             .map(|s| s.step_time.0)
             .map_err(|e| Unmodelled::Plan(e.to_string()))
     }
 }
 
-/// Seconds of a step of each program on its cluster, on all threads of the current rayon pool.
-pub fn price(asked: &[(&Lowered, Cluster)]) -> Vec<Result<f64, Unmodelled>> {
+/// Seconds of a step of each program on its machine, on all threads of the current rayon pool.
+pub fn price(asked: &[(&Lowered, Machine)]) -> Vec<Result<f64, Unmodelled>> {
     asked
         .par_iter()
-        .map(|(lowered, cluster)| lowered.step_time_s(cluster))
+        .map(|(lowered, machine)| lowered.step_time_s(machine))
         .collect()
 }
 
@@ -211,10 +237,11 @@ pub fn price(asked: &[(&Lowered, Cluster)]) -> Vec<Result<f64, Unmodelled>> {
 pub fn lower(rows: &[Row], facts: &Facts) -> Vec<Result<Arc<Lowered>, Unmodelled>> {
     ask(rows, facts, |q| {
         let p = planned(q)?;
+        let lowered = lowered(q, &p);
         Ok(Answer {
-            step_time_s: p.simulation.prediction.step_time_s.0,
-            fits: fullest(&p.program, &q.cluster).total() <= q.memory,
-            value: Arc::new(lowered(q, &p)),
+            step_time_s: lowered.step_time_s(&q.machine())?,
+            fits: fullest(&p.program, q).total() <= q.memory,
+            value: Arc::new(lowered),
         })
     })
     .into_iter()
@@ -222,14 +249,17 @@ pub fn lower(rows: &[Row], facts: &Facts) -> Vec<Result<Arc<Lowered>, Unmodelled
     .collect()
 }
 
-fn lowered(q: &Question, planned: &Planned) -> Lowered {
+pub(crate) fn lowered(q: &Question, planned: &Planned) -> Lowered {
     Lowered {
         program: planned.program.clone(),
         work: StepWork::of(&planned.training, &q.train),
     }
 }
 
-pub(crate) fn planned(q: &Question) -> Result<Planned, Unmodelled> {
+/// The plan of a question with its program, and what Meshwright's own runtime would take.
+///
+/// Fails where the model cannot be built or no plan has the pins.
+pub fn planned(q: &Question) -> Result<Planned, Unmodelled> {
     // A pin that cannot be read is a part of the plan that the planner does not have.
     let pins =
         Pins::parse(&q.pins).map_err(|e| Unmodelled::Feature(format!("the pin {}", e.pin)))?;
@@ -242,15 +272,24 @@ pub(crate) fn planned(q: &Question) -> Result<Planned, Unmodelled> {
         pins,
         ..PlanOptions::default()
     };
-    planner::plan(&forward, &q.train, &q.cluster, &options)
-        .map_err(|e| Unmodelled::Plan(e.to_string()))
+    let plan_error = |e: &dyn std::fmt::Display| Unmodelled::Plan(e.to_string());
+    let mut planned =
+        planner::plan(&forward, &q.train, &q.cluster, &options).map_err(|e| plan_error(&e))?;
+    // Frameworks lay tensors out so that collectives move them as they stand.
+    planned.program = lowering::without_pieces(&planned.program).map_err(|e| plan_error(&e))?;
+    Ok(planned)
 }
 
 fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
     let planned = planned(q)?;
-    let prediction = &planned.simulation.prediction;
-    let breakdown = breakdown(&planned.program, &q.cluster, &planned.simulation);
-    let memory = fullest(&planned.program, &q.cluster);
+    let lowered = lowered(q, &planned);
+    let executed = lowered.executed(&q.machine())?;
+    let simulation = executed
+        .simulate(&q.cluster, &SimulateOptions::new(lowered.work))
+        .map_err(|e| Unmodelled::Plan(e.to_string()))?;
+    let prediction = &simulation.prediction;
+    let breakdown = breakdown(&executed.program, &q.cluster, &simulation);
+    let memory = fullest(&planned.program, q);
     Ok(Answer {
         step_time_s: prediction.step_time_s.0,
         fits: memory.total() <= q.memory,
@@ -267,10 +306,11 @@ fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
     })
 }
 
-/// What the fullest role holds.
-pub(crate) fn fullest(program: &Program, cluster: &Cluster) -> MemoryUse {
+/// What the fullest role of a question's program holds.
+pub(crate) fn fullest(program: &Program, q: &Question) -> MemoryUse {
+    let memory = q.software.memory.as_ref();
     let roles = program.roles.iter();
-    let uses = roles.map(|role| memory_use(program, role, cluster));
+    let uses = roles.map(|role| memory_use(program, role, &q.cluster, memory));
     uses.max_by_key(|m| m.total().0).unwrap_or_default()
 }
 

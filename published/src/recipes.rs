@@ -3,8 +3,8 @@
 //! fitted here.
 
 use crate::row::Row;
+use frameworks::Software;
 use ir::DType;
-use ir::software::Software;
 use serde::Deserialize;
 
 /// A recipe of some releases, and what it does beyond what its framework's generation does.
@@ -30,15 +30,9 @@ struct Recipe {
     /// Whether what is between the matmuls of experts is part of them.
     #[serde(default)]
     fused_experts: bool,
-    /// Ops that CUDA graphs launch, as in [`Software::captured`].
-    #[serde(default)]
-    captured: Vec<String>,
     /// Type in which gradients are summed over microbatches.
     #[serde(default)]
     sum_dtype: Option<DType>,
-    /// Times that a cast reads its operand beyond what its scaling needs.
-    #[serde(default)]
-    more_cast_reads: u8,
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
@@ -113,9 +107,7 @@ impl Recipes {
             software.overlapped_dispatch |= r.overlapped_dispatch;
             software.dispatch_once_per_host |= r.dispatch_once_per_host;
             software.fused_experts |= r.fused_experts;
-            software.captured.extend(r.captured.iter().cloned());
             software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
-            software.more_cast_reads = software.more_cast_reads.max(r.more_cast_reads);
             if r.registered_buffers {
                 software.collective_multiprocessors = REGISTERED;
             }
@@ -137,20 +129,6 @@ impl Recipes {
     /// All attention kernels that are named.
     pub fn attentions(&self) -> impl Iterator<Item = &str> {
         self.recipe.iter().filter_map(|r| r.attention.as_deref())
-    }
-
-    /// The same, no collective with registered buffers.
-    pub fn without_buffers(mut self) -> Recipes {
-        self.recipe
-            .iter_mut()
-            .for_each(|r| r.registered_buffers = false);
-        self
-    }
-
-    /// The same, every kernel launched by itself.
-    pub fn without_graphs(mut self) -> Recipes {
-        self.recipe.iter_mut().for_each(|r| r.captured.clear());
-        self
     }
 }
 
@@ -224,48 +202,20 @@ mod tests {
         assert_eq!(qwen("26.02"), (true, true));
         assert_eq!(qwen("26.04.01"), (false, true));
         assert_eq!(qwen("27.01"), (false, false));
+        let table = "framework,source\nMegatron-Bridge/Megatron-Core,x (26.06 y)\n";
+        let mut software = Software::plain("a framework");
+        let row = &crate::row::rows(&crate::csv::parse(table).unwrap())[0];
+        Recipes::built_in().apply(row, &mut software);
+        assert_eq!(software.sum_dtype, Some(DType::Bf16));
         let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision).0;
         assert!(oss("GB300", "MXFP8") && !oss("GB300", "bf16") && !oss("B300", "mxfp8"));
-        let captured = |precision| {
-            let header = "framework,source,model,gpu,precision";
-            let cells = format!(
-                "Megatron-Bridge/Megatron-Core,{},Qwen3_30B_a3B,GB300,{precision}",
-                summary("26.06")
-            );
-            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
-            let row = &crate::row::rows(&table)[0];
-            let mut software = Software::plain("a framework");
-            Recipes::built_in().apply(row, &mut software);
-            let with = software.captured;
-            let mut software = Software::plain("a framework");
-            Recipes::built_in()
-                .without_graphs()
-                .apply(row, &mut software);
-            assert!(software.captured.is_empty());
-            assert_eq!(software.sum_dtype, Some(DType::Bf16));
-            with.join(" ")
-        };
-        let reads = |release: &str| {
-            let header = "framework,source,model,gpu,precision";
-            let cells = format!(
-                "Megatron-Bridge/Megatron-Core,{},LLAMA3.1_405B,GB300,nvfp4",
-                summary(release)
-            );
-            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
-            let mut software = Software::plain("a framework");
-            Recipes::built_in().apply(&crate::row::rows(&table)[0], &mut software);
-            software.more_cast_reads
-        };
-        assert_eq!((reads("26.02.01"), reads("26.04")), (1, 0));
-        assert_eq!(captured("mxfp8"), "*");
-        assert_eq!(captured("bf16"), "norm_2 router route");
     }
 
     #[test]
     fn keys_are_texts_or_lists_and_precisions_are_whole() {
         let parse = |keys: &str| {
             Recipes::parse(&format!(
-                "[[recipe]]\nframework='a'\nreleases=['1']\nmore_cast_reads=1\n{keys}\n"
+                "[[recipe]]\nframework='a'\nreleases=['1']\nfused_experts=true\n{keys}\n"
             ))
         };
         let reads = |keys: &str, cells: &str| {
@@ -274,7 +224,7 @@ mod tests {
             let mut software = Software::plain("a framework");
             let recipes = parse(&format!("source='s'\n{keys}")).unwrap();
             recipes.apply(&crate::row::rows(&table)[0], &mut software);
-            software.more_cast_reads
+            u8::from(software.fused_experts)
         };
         assert_eq!(reads("", "m,g,bf16"), 1);
         assert_eq!(reads("precision='fp8'", "m,g,FP8"), 1);

@@ -4,8 +4,8 @@ use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
+use frameworks::AttentionKernel;
 use ir::TrainSpec;
-use ir::software::AttentionKernel;
 
 /// The training spec of a row.
 pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {

@@ -4,7 +4,7 @@ use super::plans::Random;
 use ir::collective::CollectiveKind;
 use ir::op::{InputKind, OpKind, Unary};
 use ir::program::{BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Which};
-use ir::reshard::LayoutStep;
+use ir::reshard::{LayoutStep, Pieces};
 use ir::{AxisId, BufferId, DType, InstrId, ReduceKind, StageId, StreamId, TemplateId, TransferId};
 
 pub type Mutation = fn(&mut Program, &mut Random) -> bool;
@@ -34,6 +34,7 @@ pub const CLASSES: &[(&str, Mutation)] = &[
     ("shrink slots", shrink_slots),
     ("wrong buffer class", buffer_class),
     ("wrong buffer spec", buffer_spec),
+    ("wrong pieces", buffer_pieces),
     ("wrong buffer dtype", buffer_dtype),
     ("wrong buffer bytes", buffer_bytes),
     ("small arena", arena),
@@ -676,6 +677,42 @@ fn buffer_spec(p: &mut Program, r: &mut Random) -> bool {
     // The bytes fit, so that only what is in the buffer is wrong.
     b.bytes = b.spec.local_elements(&b.lens, &role.mesh) * b.dtype.bytes();
     old != b.spec
+}
+
+fn buffer_pieces(p: &mut Program, r: &mut Random) -> bool {
+    let role = role(p, r);
+    let at = r.below(role.buffers.len());
+    let (b, whole) = (&role.buffers[at], role.buffers[at].pieces.is_none());
+    let pieces = match (b.pieces, r.below(4)) {
+        (None, _) | (Some(_), 0) if b.lens.is_empty() => return false,
+        (Some(_), 0) => None,
+        (Some(p), 1) => Some(Pieces { n: p.n + 1, ..p }),
+        (Some(p), 2) => Some(Pieces {
+            len: p.len + 1,
+            ..p
+        }),
+        (Some(p), _) => Some(Pieces {
+            dim: p.dim + 1,
+            ..p
+        }),
+        // Of the same bytes, where the dim is even.
+        (None, _) => {
+            let dim = r.below(b.lens.len());
+            let len = b.spec.local_shape(&b.lens, &role.mesh)[dim].div_ceil(2);
+            Some(Pieces { dim, n: 2, len })
+        }
+    };
+    // Nobody sees the form of what no instruction touches.
+    let mut used = role.templates.iter().flat_map(|t| &t.instructions);
+    let touches = |i: &Instruction| {
+        [i.reads(), i.writes()]
+            .concat()
+            .contains(&BufferId::new(at))
+    };
+    let copied = |i: &Instruction| matches!(i.kind, InstrKind::Copy { .. });
+    let seen = used.any(|i| touches(i) && !copied(i));
+    role.buffers[at].pieces = pieces;
+    seen || !whole
 }
 
 fn buffer_dtype(p: &mut Program, r: &mut Random) -> bool {

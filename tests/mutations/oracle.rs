@@ -65,7 +65,9 @@ fn memory(role: &RoleProgram) -> Result<(), String> {
     let ids: Vec<BufferId> = (0..role.buffers.len()).map(BufferId::new).collect();
     for &b in &ids {
         let x = role.buffer(b);
-        let bytes = x.spec.local_elements(&x.lens, &role.mesh) * x.dtype.bytes();
+        let part = x.spec.local_shape(&x.lens, &role.mesh);
+        let shape = x.pieces.map_or(part.clone(), |p| p.shape(&part));
+        let bytes = shape.iter().product::<u64>() * x.dtype.bytes();
         if !x.offset.is_multiple_of(ARENA_ALIGN) || end(b) > role.arena_bytes || x.bytes != bytes {
             return Err(format!("buffer {b} is misplaced"));
         }

@@ -31,9 +31,9 @@ const RECV: usize = 1;
 /// Plays one step of `program` on devices whose streams run side by side.
 ///
 /// # Panics
-/// When the program deadlocks, or the cluster adds waits of its own (`software`, `pool`).
+/// When the program deadlocks, or the cluster is of ranks that share processors.
 pub fn play(program: &Program, cluster: &Cluster) -> AllRanks {
-    assert!(cluster.software.is_none() && cluster.pool.is_none());
+    assert!(cluster.pool.is_none());
     let peers = Peers::of(program);
     let wires = wires(program, cluster).expect("the program is priced");
     let mut board = Board::default();

@@ -15,7 +15,7 @@ pub use report::{report, section};
 pub use rows::{Row, rows};
 
 use cost_model::collectives::{Algorithm, Group, send_time};
-use cost_model::presets::{Catalogue, Fitted, with_hosts};
+use cost_model::presets::{Catalogue, Fitted, Parameters, with_hosts};
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
@@ -174,7 +174,8 @@ pub fn predict(
     fitted: &Fitted,
     cases: &[&Case],
 ) -> Result<Vec<f64>, String> {
-    let mut catalogue = catalogue.clone();
+    // These collectives had the links to themselves, which those of a training do not.
+    let mut catalogue = catalogue.clone().with_training(&Parameters::default())?;
     catalogue.fitted = fitted.clone();
     let mut clusters: BTreeMap<(&str, u32), Cluster> = BTreeMap::new();
     let mut all = Vec::with_capacity(cases.len());

@@ -1,14 +1,17 @@
 //! Fits the cost model's parameters to published training runs: `cargo run --release -p
 //! benchmarks --bin fit`. Reads `$MESHWRIGHT_DATA/published/calibration.csv` (or the file named
 //! by the first argument), prints what it finds with cross-validation and writes
-//! `benchmarks/results/fit.md`; with `--write` also `published/data/parameters.toml`.
-//! `--facts DIR` reads other data files than the built-in ones, `--quick` leaves cross-validation out, `--errors` lists rows.
+//! `benchmarks/results/fit.md`; with `--write` also `clusters/training.toml` and
+//! `published/data/parameters.toml`.
+//! `--facts DIR` reads other data files than the built-in ones, `--quick` leaves cross-validation
+//! out, `--errors` lists rows.
 
 mod least_squares;
 mod problem;
 mod report;
 mod validate;
 
+use cost_model::presets::parameters::OF_HARDWARE;
 use problem::Problem;
 use published::{csv, row};
 use std::path::{Path, PathBuf};
@@ -100,15 +103,22 @@ fn main() -> Result<(), String> {
         write(&root.join("results").join("fit.md"), &report)?;
     }
     if asked("--write") {
-        let file = root.join("../published/data/parameters.toml");
-        let old = std::fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-        let header: Vec<&str> = old.lines().take_while(|l| l.starts_with('#')).collect();
-        write(
-            &file,
-            &format!("{}\n\n{}", header.join("\n"), parameters.print()?),
+        let is_hardware = |q: &str| OF_HARDWARE.contains(&q);
+        rewrite(
+            &root.join("../clusters/training.toml"),
+            &parameters.print_only(is_hardware)?,
         )?;
+        let own = parameters.print_only(|q| !is_hardware(q))?;
+        rewrite(&root.join("../published/data/parameters.toml"), &own)?;
     }
     Ok(())
+}
+
+/// Writes figures below the comment that a file begins with.
+fn rewrite(file: &Path, figures: &str) -> Result<(), String> {
+    let old = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let header: Vec<&str> = old.lines().take_while(|l| l.starts_with('#')).collect();
+    write(file, &format!("{}\n\n{figures}", header.join("\n")))
 }
 
 fn errors(residuals: &[f64]) -> Vec<f64> {

@@ -4,8 +4,8 @@
 
 use crate::least_squares::{Bounds, Point};
 use benchmarks::score::{COUNTED_ROWS, stratum};
-use ir::cluster::Cluster;
-use published::{Facts, Lowered, Parameters, Row, Unmodelled, cluster, lower, price};
+use cost_model::presets::{Parameter, Parameters};
+use published::{Facts, Lowered, Machine, Row, Unmodelled, cluster, lower, price};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -85,7 +85,7 @@ impl Problem {
 
     /// Bounds and defaults of the parameters.
     pub fn bounds(&self) -> Bounds {
-        let of = |f: fn(&published::Parameter) -> f64| -> Vec<f64> {
+        let of = |f: fn(&Parameter) -> f64| -> Vec<f64> {
             self.parameters().list().iter().map(|p| f(p).ln()).collect()
         };
         Bounds {
@@ -115,12 +115,12 @@ impl Problem {
 
     /// Logarithms of predicted over measured seconds.
     pub fn residuals(&self, at: &[f64]) -> Vec<f64> {
-        let clusters = self.clusters(at);
-        let asked: Vec<(&Lowered, Cluster)> = self
+        let machines = self.machines(at);
+        let asked: Vec<(&Lowered, Machine)> = self
             .items
             .iter()
-            .zip(clusters)
-            .map(|(item, cluster)| (&*item.lowered, cluster))
+            .zip(machines)
+            .map(|(item, machine)| (&*item.lowered, machine))
             .collect();
         self.items
             .iter()
@@ -129,10 +129,10 @@ impl Problem {
             .collect()
     }
 
-    /// Derivatives of the residuals by parameter; rows whose cluster does not change are not
+    /// Derivatives of the residuals by parameter; rows whose machine does not change are not
     /// priced again.
     pub fn slopes(&self, at: &[f64], residuals: &[f64]) -> Vec<Vec<f64>> {
-        let base = self.clusters(at);
+        let base = self.machines(at);
         let bounds = self.bounds();
         let one = |j: usize| {
             let step = if at[j] + STEP <= bounds.high[j] {
@@ -142,15 +142,15 @@ impl Problem {
             };
             let mut moved = at.to_vec();
             moved[j] += step;
-            let changed: Vec<(usize, Cluster)> = self
-                .clusters(&moved)
+            let changed: Vec<(usize, Machine)> = self
+                .machines(&moved)
                 .into_iter()
                 .enumerate()
-                .filter(|(i, cluster)| *cluster != base[*i])
+                .filter(|(i, machine)| *machine != base[*i])
                 .collect();
-            let asked: Vec<(&Lowered, Cluster)> = changed
+            let asked: Vec<(&Lowered, Machine)> = changed
                 .iter()
-                .map(|(i, cluster)| (&*self.items[*i].lowered, cluster.clone()))
+                .map(|(i, machine)| (&*self.items[*i].lowered, machine.clone()))
                 .collect();
             let mut slopes = vec![0.0; self.items.len()];
             for ((i, _), seconds) in changed.iter().zip(price(&asked)) {
@@ -188,13 +188,13 @@ impl Problem {
         self.parameters().with_values(&values)
     }
 
-    fn clusters(&self, at: &[f64]) -> Vec<Cluster> {
-        let facts = self.facts.with_parameters(self.at(at));
+    fn machines(&self, at: &[f64]) -> Vec<Machine> {
+        let facts = self.facts.clone().with_parameters(self.at(at));
         self.items
             .iter()
             .map(|item| {
-                cluster::cluster(&item.row, &facts)
-                    .expect("rows that have a program have a cluster")
+                cluster::machine(&item.row, &facts)
+                    .expect("rows that have a program have a machine")
             })
             .collect()
     }

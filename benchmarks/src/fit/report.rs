@@ -2,7 +2,7 @@
 
 use crate::problem::Problem;
 use benchmarks::score::{COUNTED_ROWS, mean, median};
-use published::Parameters;
+use cost_model::presets::Parameters;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -41,7 +41,7 @@ pub fn text(problem: &Problem, parameters: &Parameters, errors: &Errors, seconds
     push(
         &mut out,
         format!(
-            "Made by `cargo run --release -p benchmarks --bin fit` in {seconds:.0} s: {} parameters, {} of them fitted, {} rows. What each means, its bounds and its default are in `published/data/parameters.toml`. \"Group\": every row predicted by one of five fits that had not seen its group; \"source\": by a fit that had seen nothing of its source. Each of these fits starts at the defaults. What is a fact in `published/data`, and the structure of the model, were chosen with all rows in sight, which cross-validation does not undo. Errors are in percent of the measured step time.\n",
+            "Made by `cargo run --release -p benchmarks --bin fit` in {seconds:.0} s: {} parameters, {} of them fitted, {} rows. What each means, its bounds and its default are in `clusters/training.toml` and `published/data/parameters.toml`. \"Group\": every row predicted by one of five fits that had not seen its group; \"source\": by a fit that had seen nothing of its source. Each of these fits starts at the defaults. What is a fact in `published/data`, and the structure of the model, were chosen with all rows in sight, which cross-validation does not undo. Errors are in percent of the measured step time.\n",
             parameters.list().len(),
             parameters.list().iter().filter(|p| p.is_fitted()).count(),
             problem.items.len()

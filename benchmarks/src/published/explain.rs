@@ -1,6 +1,6 @@
 //! Where the predicted time of a row goes, kernel by kernel: `published --explain ROW,ROW`.
 
-use published::cluster::cluster;
+use published::cluster::machine;
 use published::{Facts, lower, row::Row};
 
 /// A table for each of the rows whose ids are named.
@@ -14,7 +14,7 @@ pub fn text(rows: &[Row], names: &str, facts: &Facts) -> String {
     let programs = lower(&chosen, facts);
     let one = |(row, program): (&Row, _)| {
         let program: Result<std::sync::Arc<published::Lowered>, published::Unmodelled> = program;
-        let text = program.and_then(|p| p.explained(&cluster(row, facts)?));
+        let text = program.and_then(|p| p.explained(&machine(row, facts)?));
         let measured = row.measured("derived_step_time_s").unwrap_or(f64::NAN);
         let text = text.unwrap_or_else(|e| e.to_string());
         format!("{}, measured {measured:.3} s\n{text}\n", row.id())

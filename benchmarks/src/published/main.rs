@@ -11,8 +11,8 @@ mod ranking;
 mod report;
 
 use benchmarks::score;
-use published::cluster::cluster;
-use published::{Facts, Outcome, Predicted, csv, lower, predict, price, row};
+use published::cluster::machine;
+use published::{Facts, Machine, Outcome, Predicted, TERMS, csv, lower, predict, price, row};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -99,34 +99,50 @@ fn free_rows() -> Option<String> {
 fn ablation(facts: &Facts, full: &[score::Scored<'_>]) -> String {
     let kept: Vec<row::Row> = full
         .iter()
-        .filter(|s| s.tier == 'A' && !s.is_diagnostic())
+        .filter(|s| "AB".contains(s.tier) && !s.is_diagnostic())
         .map(|s| s.row.clone())
         .collect();
     // Programs stay; only their instructions are priced again.
     let (whole, programs) = (predict(&kept, facts), lower(&kept, facts));
-    let columns = Facts::TERMS.iter().map(|term| {
-        let without = facts.clone().without(term);
-        let asked: Vec<_> = kept
+    let machines: Vec<_> = kept.iter().map(|row| machine(row, facts).ok()).collect();
+    let columns = TERMS.iter().map(|(term, leave_out)| {
+        let without = |machine: &Option<Machine>| {
+            let mut changed = machine.clone()?;
+            leave_out(&mut changed);
+            Some((changed != *machine.as_ref()?, changed))
+        };
+        let asked: Vec<_> = machines
             .iter()
             .zip(&programs)
-            .filter_map(|(row, p)| Some((&**p.as_ref().ok()?, cluster(row, &without).ok()?)))
+            .map(|(c, p)| Some((&**p.as_ref().ok()?, without(c)?)))
             .collect();
-        let times = price(&asked);
+        // What the term says nothing of stays as it is.
+        let changed = asked.iter().flatten().filter(|(_, (changed, _))| *changed);
+        let priced: Vec<_> = changed.map(|(p, (_, c))| (*p, c.clone())).collect();
+        let mut times = price(&priced).into_iter();
         let outcomes: Vec<Outcome> = whole
             .iter()
-            .filter(|o| o.is_ok())
-            .zip(times)
-            .map(|(o, step_time_s)| {
-                Ok(Predicted {
-                    step_time_s: step_time_s?,
-                    ..o.clone()?
-                })
+            .zip(&asked)
+            .map(|(o, asked)| match (asked, o) {
+                (Some((_, (true, _))), Ok(p)) => Ok(Predicted {
+                    step_time_s: times.next().unwrap_or(Ok(p.step_time_s))?,
+                    ..p.clone()
+                }),
+                _ => o.clone(),
             })
             .collect();
-        (*term, score::strata(&score::scored(&kept, &outcomes)))
+        (*term, by_tier(&score::scored(&kept, &outcomes)))
     });
-    let whole = score::scored(&kept, &whole);
-    report::ablation(&score::strata(&whole), &columns.collect::<Vec<_>>())
+    let whole = by_tier(&score::scored(&kept, &whole));
+    report::ablation(&whole, &columns.collect::<Vec<_>>())
+}
+
+/// Strata of tier A, then of tier B.
+fn by_tier(scored: &[score::Scored<'_>]) -> [Vec<score::Stratum>; 2] {
+    ['A', 'B'].map(|tier| {
+        let of: Vec<_> = scored.iter().filter(|s| s.tier == tier).cloned().collect();
+        score::strata(&of)
+    })
 }
 
 fn rows_file() -> Option<PathBuf> {

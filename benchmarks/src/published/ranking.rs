@@ -152,7 +152,7 @@ fn regret(rows: &[&Scored<'_>]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cost_model::memory::MemoryUse;
+    use frameworks::MemoryUse;
     use published::row::Row;
 
     /// Two plans, the first of which was measured twice, 10% apart.

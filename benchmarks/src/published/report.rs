@@ -70,33 +70,47 @@ pub fn errors(scored: &[Scored<'_>]) -> String {
     out
 }
 
-/// The worth of every term: MAPE by stratum with all terms and without each.
-pub fn ablation(full: &[Stratum], without: &[(&str, Vec<Stratum>)]) -> String {
+/// What every term is worth: the mean error of tier A and of both tiers without it, and the
+/// strata that it says most about. Strata are of tier A and of tier B.
+pub fn ablation(full: &[Vec<Stratum>; 2], without: &[(&str, [Vec<Stratum>; 2])]) -> String {
     let mut out = String::from("\n## What each term is worth\n\n");
-    push(&mut out, "Step time MAPE over tier A with all terms, and without one at a time, the other figures unchanged.\n".into());
-    let names: Vec<&str> = without.iter().map(|w| w.0).collect();
+    push(&mut out, "Step time MAPE in percent, mean over strata of both tiers, without one term at a time, the other figures unchanged; what that is over the mean with all terms; and the strata that change most.\n".into());
     push(
         &mut out,
-        format!("| stratum | all | {} |", names.join(" | ")),
+        "| without | tier A | worth | both tiers | worth | most in |\n|---|---:|---:|---:|---:|---|".into(),
     );
-    push(
-        &mut out,
-        format!("|---|---:{}|", "|---:".repeat(names.len())),
-    );
-    for s in full.iter().filter(|s| s.counts()) {
-        let others = without
+    let mean = |strata: &[Vec<Stratum>]| -> f64 {
+        let all: Vec<Stratum> = strata.concat();
+        100.0 * over_strata(&all, |s| Some(s.mape)).unwrap_or(0.0)
+    };
+    let (a, both) = (mean(&full[..1]), mean(full));
+    push(&mut out, format!("| nothing | {a:.2} | | {both:.2} | | |"));
+    for (term, strata) in without {
+        let mut changes: Vec<(f64, &str)> = full
             .iter()
-            .map(|(_, strata)| percent(strata.iter().find(|o| o.name == s.name).map(|o| o.mape)));
-        let cells: Vec<String> = std::iter::once(percent(Some(s.mape)))
-            .chain(others)
+            .flatten()
+            .zip(strata.iter().flatten())
+            .filter(|(all, _)| all.counts())
+            .map(|(all, s)| (100.0 * (s.mape - all.mape), all.name.as_str()))
+            .filter(|c| c.0.abs() >= 0.05)
             .collect();
-        push(&mut out, format!("| {} | {} |", s.name, cells.join(" | ")));
+        changes.sort_by(|x, y| y.0.abs().total_cmp(&x.0.abs()));
+        let most: Vec<String> = changes
+            .iter()
+            .take(4)
+            .map(|c| format!("{} {:+.1}", c.1, c.0))
+            .collect();
+        let (in_a, in_both) = (mean(&strata[..1]), mean(strata));
+        push(
+            &mut out,
+            format!(
+                "| {term} | {in_a:.2} | {:+.2} | {in_both:.2} | {:+.2} | {} |",
+                in_a - a,
+                in_both - both,
+                most.join("; ")
+            ),
+        );
     }
-    let mean = |strata: &[Stratum]| percent(over_strata(strata, |s| Some(s.mape)));
-    let means: Vec<String> = std::iter::once(mean(full))
-        .chain(without.iter().map(|w| mean(&w.1)))
-        .collect();
-    push(&mut out, format!("| **mean** | {} |", means.join(" | ")));
     out
 }
 

@@ -31,11 +31,10 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         .sum();
     let buffers: usize = program.roles.iter().map(|r| r.buffers.len()).sum();
     let (stages, meshes) = (plan.stages.len(), program.roles.len());
-    let beyond = report::memory::beyond_device(&plan, &program);
     let ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
     if args.json {
         return report::print_json(&json!({
-            "correct": true, "violations": [], "stages": stages, "meshes": meshes, "memory_note": beyond, "ranks": ranks,
+            "correct": true, "violations": [], "stages": stages, "meshes": meshes, "ranks": ranks,
             "instructions": instructions, "buffers": buffers, "transfers": program.transfers.len(),
         }));
     }
@@ -48,8 +47,7 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         },
         ir::counted(ranks, "rank"),
         ir::counted(program.transfers.len() as u64, "transfer")
-    ))?;
-    beyond.map_or(Ok(()), |words| report::out(&format!("Note: {words}.")))
+    ))
 }
 
 /// The violations for machines, where they are asked for.

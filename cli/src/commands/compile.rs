@@ -48,12 +48,6 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
-    if let Some(words) = cluster::captured_nowhere(&cluster, &forward, &planned.training) {
-        crate::say(format_args!("warning: {words}"));
-    }
-    if let Some(words) = cluster::without_effect(&cluster, &planned.plan, &planned.training) {
-        crate::say(format_args!("warning: {words}"));
-    }
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;
     }
@@ -198,7 +192,6 @@ fn notes(planned: &Planned) -> Vec<String> {
     let stages = report::plan::stages(plan, &planned.training);
     let mut notes = planned.stats.notes.clone();
     notes.extend(report::plan::repeated_work(&stages));
-    notes.extend(report::memory::beyond_device(plan, &planned.program));
     notes
 }
 

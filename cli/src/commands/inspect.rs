@@ -35,8 +35,7 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
     } = loaded;
     report::out(&report::plan::words(plan, training))?;
     let repeated = report::plan::repeated_work(&report::plan::stages(plan, training));
-    let beyond = report::memory::beyond_device(plan, program);
-    for note in repeated.into_iter().chain(beyond) {
+    for note in repeated {
         report::out(&format!("Note: {note}."))?;
     }
     report::out("\nCommunication in one step")?;
@@ -68,7 +67,6 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "plan_hash": hash,
         "train": plan.train,
         "cluster": plan.cluster.name,
-        "software": plan.cluster.software.as_ref().map(|s| &s.name),
         "devices": report::plan::used_devices(plan),
         "schedule": plan.schedule.name(),
         "microbatch": plan.microbatch,
@@ -77,7 +75,6 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "stages": report::plan::stages(plan, training),
         "communication": collectives::traffic(program),
         "memory": memory,
-        "memory_note": report::memory::beyond_device(plan, program),
         "predicted": plan.predicted,
         "mfu_convention": report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)),
         "proof": plan.proof,

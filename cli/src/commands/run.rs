@@ -42,7 +42,6 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     let dataset = dataset(args, &loaded.training)?;
     check_outputs(args, resume.as_deref())?;
-    computes_in_types(&loaded)?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(&loaded);
@@ -135,23 +134,6 @@ fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Fail
             failure.help("with --checkpoint DIR an interrupted run can go on from where it ended")
         }
     })
-}
-
-/// Refuses plans whose matmuls run in a type that CPU ranks do not compute in.
-fn computes_in_types(loaded: &Loaded) -> Result<(), Failure> {
-    let software = loaded.plan.cluster.software.as_ref();
-    let narrow = software.and_then(|s| s.matmul_dtype);
-    match narrow.filter(|t| !runtime::execute::is_computed(*t)) {
-        None => Ok(()),
-        Some(t) => Err(Failure::new(
-            Exit::RunFailed,
-            format!(
-                "the plan's matmuls run in {0}, and the runtime has no {0} matmuls",
-                t.name()
-            ),
-        )
-        .help("such plans are predicted and proved; to run one, compile for a cluster whose `software` has no `matmul_dtype`")),
-    }
 }
 
 /// Says on standard error that the plan was made for other devices than those that run it.

@@ -39,16 +39,13 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     }
     if args.json {
         return report::print_json(
-            &json!({ "name": plan.name, "plan_hash": loaded.hash, "software": plan.cluster.software.as_ref().map(|s| &s.name), "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }),
+            &json!({ "name": plan.name, "plan_hash": loaded.hash, "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }),
         );
     }
     report::out(&format!(
         "{} on {}: one step\n",
         plan.name, plan.cluster.name
     ))?;
-    if let Some(software) = &plan.cluster.software {
-        report::out(&report::software::words(software))?;
-    }
     report::out(report::plan::predicted(plan, &played.prediction).trim_end())?;
     let step_s = played.prediction.step_time_s.0;
     if let Some(words) = report::plan::mistake(plan, &loaded.training, step_s, "predicted") {

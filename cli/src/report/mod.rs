@@ -4,15 +4,12 @@
 //! * `against`: one plan beside another.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
-//! * `software`: the software that a prediction is of.
 //! * `strategies`: the strategy of every op.
 
 pub mod against;
 pub mod collectives;
-pub mod memory;
 pub mod parallelism;
 pub mod plan;
-pub mod software;
 pub mod strategies;
 
 use crate::failure::{Exit, Failure};

@@ -2,7 +2,7 @@
 
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
-use super::{count, percent, software, table, wrapped};
+use super::{count, percent, table, wrapped};
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, too_fast};
 use ir::cluster::Cluster;
@@ -243,9 +243,6 @@ fn heading(plan: &Plan) -> String {
     if !plan.pins.is_empty() {
         let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
     }
-    if let Some(software) = &c.software {
-        let _ = writeln!(w, "{}", software::words(software));
-    }
     w
 }
 
@@ -388,8 +385,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     // Sums of nothing may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
-    // The part of the peak beside the program's arena; less than nothing where other software is
-    // predicted to hold less than the program does.
+    // What the peak has beside the program's arena.
     let beside = |s: &ir::plan::StagePrediction| {
         let parts = [
             s.persistent_bytes,

@@ -20,23 +20,6 @@ pub const CONFIG: &str = r#"{
 }
 "#;
 
-/// A `software` section of a cluster file, to be put behind the rest: its required keys with plain
-/// values, or those of `keys`, which may have others and tables of its own.
-pub fn software(name: &str, keys: &str) -> String {
-    let plain = [
-        ("attention", "{ fused = { rate = 1.0 } }"),
-        ("host_s_per_kernel", "0.0"),
-        ("elementwise_traffic", "1.0"),
-        ("loss_bytes_per_logit", "0.0"),
-        ("blocking_transfers", "false"),
-        ("overlapped_gradients", "false"),
-    ];
-    let is_given = |key: &str| keys.lines().any(|l| l.starts_with(&format!("{key} =")));
-    let plain = plain.iter().filter(|(key, _)| !is_given(key));
-    let plain: String = plain.map(|(k, v)| format!("{k} = {v}\n")).collect();
-    format!("\n[software]\nname = \"{name}\"\n{plain}{keys}\n")
-}
-
 /// The result of a command.
 pub struct Done {
     pub code: i32,

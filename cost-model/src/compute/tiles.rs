@@ -12,6 +12,7 @@
 //! ```
 
 use ir::DType;
+use ir::cluster::Device;
 use ir::op::MatmulShape;
 
 /// Tiles with the share of the device's rate that they reach alone: a tile of `a x b` loads
@@ -28,16 +29,12 @@ const TILES: [(u64, u64, f64); 6] = [
 const SPLITS: [u64; 4] = [1, 2, 4, 8];
 /// Elements that rows of half-precision operands come in: 16 bytes.
 const ALIGNED: u64 = 8;
-/// Share of the best rate that a matmul of this shape reaches on `processors`.
-/// Rows of half precision that do not end on 16 bytes have `unaligned` of it.
-pub(super) fn share(
-    (processors, half_k): (u32, f64),
-    unaligned: f64,
-    dtype: DType,
-    shape: MatmulShape,
-) -> f64 {
+
+/// Share of the best rate that a matmul of this shape reaches on a device that says its
+/// multiprocessors.
+pub(super) fn share(device: &Device, dtype: DType, shape: MatmulShape) -> f64 {
     let (m, n, k) = (shape.m.max(1), shape.n.max(1), shape.k.max(1));
-    let processors = f64::from(processors);
+    let (processors, half_k) = (f64::from(device.multiprocessors), device.matmul_half_size.k);
     let one = |&(tm, tn, rate): &(u64, u64, f64), split: u64| {
         let tiles = m.div_ceil(tm) as f64 * n.div_ceil(tn) as f64 * shape.batch.max(1) as f64;
         let padding = m as f64 * n as f64
@@ -52,7 +49,7 @@ pub(super) fn share(
         .fold(0.0, f64::max);
     let is_half = matches!(dtype, DType::F16 | DType::Bf16);
     if is_half && !(n.is_multiple_of(ALIGNED) && k.is_multiple_of(ALIGNED)) {
-        best * unaligned
+        best * device.unaligned_matmul_share
     } else {
         best
     }
@@ -62,9 +59,15 @@ pub(super) fn share(
 mod tests {
     use super::*;
 
+    fn on(half_k: f64, dtype: DType, shape: MatmulShape) -> f64 {
+        let mut device = crate::testing::cluster(1).device;
+        (device.multiprocessors, device.unaligned_matmul_share) = (108, 0.2);
+        device.matmul_half_size.k = half_k;
+        share(&device, dtype, shape)
+    }
+
     fn at(batch: u64, m: u64, n: u64, k: u64) -> f64 {
-        let shape = MatmulShape { batch, m, n, k };
-        share((108, 0.0), 0.2, DType::Bf16, shape)
+        on(0.0, DType::Bf16, MatmulShape { batch, m, n, k })
     }
 
     #[test]
@@ -75,9 +78,8 @@ mod tests {
         // Eight tiles of 64 x 64, k cut in eight: 64 processors of 108 work at 0.72.
         assert!((at(1, 256, 128, 4096) - 0.72 * 64.0 / 108.0).abs() < 1e-12);
         // The same with the fill of pieces of 512: 512 / (512 + 128).
-        let filled = share(
-            (108, 128.0),
-            0.2,
+        let filled = on(
+            128.0,
             DType::Bf16,
             MatmulShape {
                 batch: 1,
@@ -92,9 +94,8 @@ mod tests {
     #[test]
     fn rows_that_are_not_whole_cost_rate() {
         assert!(at(1, 4096, 4096, 4100) < 0.25);
-        let f32 = share(
-            (108, 0.0),
-            0.2,
+        let f32 = on(
+            0.0,
             DType::F32,
             MatmulShape {
                 batch: 1,

@@ -8,9 +8,8 @@
 //! as far as there are replicas.
 
 use crate::SimError;
-use crate::collectives::{Group, message_rate};
+use crate::collectives::message_rate;
 use ir::cluster::Cluster;
-use ir::collective::CollectiveKind;
 use ir::program::{Program, Transfer};
 use ir::reshard::{Placement, Tile, tiles_to};
 use ir::{LogicalMesh, ShardingSpec, TransferId};
@@ -99,34 +98,7 @@ fn question<'a>(
     )
 }
 
-/// The time of a transfer: whole, or, where the software scatters, in shares that the receivers
-/// gather.
 fn wire(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Wire {
-    let whole = wire_of_all(cluster, t, from, to);
-    let scatters = cluster
-        .software
-        .as_ref()
-        .is_some_and(|s| s.scattered_transfers);
-    // Ranks along an axis that neither side shards hold and want the same.
-    let shared = to.axis_ids().filter(|&a| {
-        let same = a.index() < from.axes.len() && from.size(a) == to.size(a);
-        same && to.name(a) == "tensor" && t.from_spec.replicates(a) && t.to_spec.replicates(a)
-    });
-    let axes: Vec<_> = shared.collect();
-    let n: u64 = axes.iter().map(|&a| to.size(a)).product();
-    if !scatters || n < 2 {
-        return whole;
-    }
-    let local: u64 = t.to_spec.local_shape(&t.lens, to).iter().product();
-    let bytes = local.saturating_mul(t.dtype.bytes());
-    let gather = Group::new(cluster, to, &axes).time(CollectiveKind::AllGather, bytes);
-    Wire {
-        fixed_s: whole.fixed_s,
-        moving_s: whole.moving_s / n as f64 + gather.0,
-    }
-}
-
-fn wire_of_all(cluster: &Cluster, t: &Transfer, from: &LogicalMesh, to: &LogicalMesh) -> Wire {
     let (source, target) = (
         Placement {
             mesh: from,
@@ -267,7 +239,7 @@ mod tests {
                 from_spec: spec(a),
                 to_spec: spec(b),
             };
-            let few = wire_of_all(&cluster, &transfer, &from, &to);
+            let few = wire(&cluster, &transfer, &from, &to);
             let place = |mesh, spec| Placement { mesh, spec };
             let (source, target) = (
                 place(&from, &transfer.from_spec),

@@ -2,9 +2,12 @@
 //! `clusters/`, and how a cluster is composed of one device and two links.
 //!
 //! Invariants: a composed cluster names a source for every figure; every figure of a link that
-//! was fitted stands in [`Fitted`], so that a fit changes nothing else.
+//! was fitted to collectives alone stands in [`Fitted`], and every one of a device or a link that
+//! was fitted to training steps in `clusters/training.toml`, so that a fit changes nothing else.
 
+use super::parameters::{self, Parameters};
 use super::storage::StorageFile;
+use ir::DType;
 use ir::cluster::{CLUSTER_VERSION, Cluster, Device, InSwitch, Level, Protocol, TreeChannel};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,17 +40,31 @@ const DEVICES: [(&str, &str); 18] = devices![
 ];
 const LINKS: &str = include_str!("../../../clusters/links.toml");
 const SYSTEMS: &str = include_str!("../../../clusters/systems.toml");
+const TRAINING: &str = include_str!("../../../clusters/training.toml");
+/// Where the shares of training come from, before the rows that each rests on.
+const TRAINING_SOURCE: &str = "fitted to measured training steps (clusters/training.toml)";
 
 /// Devices, links and systems.
 #[derive(Clone, Debug)]
 pub struct Catalogue {
     /// Figures fitted to measurements of links.
     pub fitted: Fitted,
-    devices: BTreeMap<&'static str, (Device, BTreeMap<String, String>)>,
+    devices: BTreeMap<&'static str, Entry>,
+    training: Parameters,
     protocols: BTreeMap<String, Ways>,
     links: BTreeMap<String, Link>,
     systems: Vec<System>,
     storage: StorageFile,
+}
+
+/// A file of `clusters/devices/`, with what training holds of its rates.
+#[derive(Clone, Debug)]
+struct Entry {
+    device: Device,
+    sources: BTreeMap<String, String>,
+    /// A device of the same chip whose clocks in training are known; this one's follow from the
+    /// power limits of both.
+    clocks_of: Option<String>,
 }
 
 /// Every fitted figure of the communication model, by the names that links use.
@@ -171,17 +188,77 @@ impl Catalogue {
             let sources = table
                 .remove("sources")
                 .ok_or_else(|| format!("clusters/devices/{name}.toml: there are no sources"))?;
-            let device = table.try_into().map_err(at(name))?;
-            devices.insert(name, (device, sources.try_into().map_err(at(name))?));
+            let clocks_of = table.remove("clocks_of");
+            let entry = Entry {
+                clocks_of: clocks_of
+                    .map(toml::Value::try_into)
+                    .transpose()
+                    .map_err(at(name))?,
+                device: table.try_into().map_err(at(name))?,
+                sources: sources.try_into().map_err(at(name))?,
+            };
+            devices.insert(name, entry);
         }
-        Ok(Catalogue {
+        let training = Parameters::parse(TRAINING, &parameters::OF_HARDWARE)
+            .map_err(|e| format!("clusters/training.toml: {e}"))?;
+        let catalogue = Catalogue {
             fitted: links.fitted,
             devices,
+            training: training.clone(),
             protocols: links.protocols,
             links: links.links,
             systems: systems.systems,
             storage: StorageFile::read()?,
-        })
+        };
+        catalogue.with_training(&training)
+    }
+
+    /// What training holds of the best rates of devices and links.
+    pub fn training(&self) -> &Parameters {
+        &self.training
+    }
+
+    /// The same with other shares of devices and links, of which `training` may hold more; the
+    /// error names a device that is referred to and missing.
+    pub fn with_training(mut self, training: &Parameters) -> Result<Catalogue, String> {
+        for (name, entry) in &mut self.devices {
+            let of =
+                |quantity| training.value(quantity, entry.clocks_of.as_deref().unwrap_or(name));
+            let narrow = [
+                (DType::F8e4m3, parameters::SUSTAINED_SHARE_OF_8_BITS),
+                (DType::F4e2m1, parameters::SUSTAINED_SHARE_OF_4_BITS),
+            ];
+            entry.device.sustained_share = of(parameters::SUSTAINED_SHARE).unwrap_or(1.0);
+            entry.device.sustained_share_of = narrow
+                .into_iter()
+                .filter_map(|(dtype, quantity)| Some((dtype, of(quantity)?)))
+                .collect();
+        }
+        let all = self.devices.clone();
+        for (name, entry) in &mut self.devices {
+            let mut source = TRAINING_SOURCE.to_string();
+            if let Some(reference) = &entry.clocks_of {
+                let known = all.get(reference.as_str());
+                let known =
+                    known.ok_or_else(|| format!("{name}: clocks_of no device {reference}"))?;
+                limited_by_power(&mut entry.device, &known.device);
+                source = format!("{source}, as {reference} by the cube root of the power limits");
+            }
+            for (key, is_stated) in [
+                ("sustained_share", entry.device.sustained_share != 1.0),
+                (
+                    "sustained_share_of",
+                    !entry.device.sustained_share_of.is_empty(),
+                ),
+            ] {
+                match is_stated {
+                    true => entry.sources.insert(key.into(), source.clone()),
+                    false => entry.sources.remove(key),
+                };
+            }
+        }
+        self.training = training.clone();
+        Ok(self)
     }
 
     /// The systems, in the file's order.
@@ -196,10 +273,10 @@ impl Catalogue {
 
     /// The device of this name; the error lists those that there are.
     pub fn device(&self, name: &str) -> Result<&Device, String> {
-        Ok(&self.entry(name)?.0)
+        Ok(&self.entry(name)?.device)
     }
 
-    fn entry(&self, name: &str) -> Result<&(Device, BTreeMap<String, String>), String> {
+    fn entry(&self, name: &str) -> Result<&Entry, String> {
         self.devices.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.devices().collect();
             format!(
@@ -240,8 +317,9 @@ impl Catalogue {
 
     /// The cluster of a system; the error names what the catalogue does not have.
     pub fn cluster(&self, system: &System) -> Result<Cluster, String> {
-        let (device, sources) = self.entry(&system.device)?;
-        let mut sources: BTreeMap<String, String> = sources
+        let entry = self.entry(&system.device)?;
+        let mut sources: BTreeMap<String, String> = entry
+            .sources
             .iter()
             .map(|(k, v)| (format!("device.{k}"), v.clone()))
             .collect();
@@ -260,10 +338,9 @@ impl Catalogue {
             name: system.name.clone(),
             n_hosts: system.n_hosts,
             devices_per_host: system.devices_per_host,
-            device: device.clone(),
+            device: entry.device.clone(),
             levels,
             pool: None,
-            software: None,
             storage: self.storage.of(&system.device, &mut sources),
             sources,
             measured: Vec::new(),
@@ -303,12 +380,14 @@ impl Catalogue {
             }),
             None => None,
         };
+        let alone = figure(&f.efficiency, "efficiency", &l.efficiency)?;
+        let share = self.training.value(parameters::LINK_SHARE, link);
         let level = Level {
             name: l.name.clone(),
             devices,
             latency_s: l.latency_s,
             bandwidth_bytes_per_s: l.port_bytes_per_s * f64::from((ports / users).max(1)),
-            efficiency: figure(&f.efficiency, "efficiency", &l.efficiency)?,
+            efficiency: (alone * share.unwrap_or(1.0)).min(1.0),
             half_bytes: l.half_bytes,
             devices_per_port: users.div_ceil(ports.max(1)),
             pair_bandwidth_bytes_per_s: l.pair_bytes_per_s,
@@ -317,7 +396,9 @@ impl Catalogue {
                 "all-to-all efficiency",
                 &l.all_to_all,
             )?),
-            message_efficiency: None,
+            // An assumption: what collectives lose in training, waiting for the slowest rank and
+            // for each other, single messages do not.
+            message_efficiency: share.map(|_| alone),
             in_switch,
             tree_channel: l.tree_channel,
             shared_memory: None,
@@ -332,7 +413,14 @@ impl Catalogue {
         for key in ["latency_s", "half_bytes"] {
             say(key, l.message_source.clone());
         }
-        say("efficiency", f.source.clone());
+        match share {
+            Some(share) => {
+                let source = format!("{}, times {share} in training: {TRAINING_SOURCE}", f.source);
+                say("efficiency", source);
+                say("message_efficiency", f.source.clone());
+            }
+            None => say("efficiency", f.source.clone()),
+        }
         say(
             "all_to_all_efficiency",
             f.all_to_all_efficiency.source.clone(),
@@ -361,6 +449,32 @@ impl Catalogue {
     }
 }
 
+/// Turns shares that hold for `reference`, a device of the same chip with another limit of its
+/// power, into those of `device`.
+///
+/// Where power limits clocks, dynamic power is `C V^2 f` (Weste & Harris, CMOS VLSI Design,
+/// chapter 5) with a voltage in proportion to the clock (an assumption), so rates go as the cube
+/// root of the limit. No share is above 1, and a type whose best
+/// rate either does not have keeps its share.
+fn limited_by_power(device: &mut Device, reference: &Device) {
+    let (Some(limit), Some(of)) = (device.power_limit_w, reference.power_limit_w) else {
+        return;
+    };
+    let clocks = (limit / of).cbrt();
+    let best = |d: &Device, t: DType| {
+        let of_peak = d.matmul_efficiency.get(&t)?;
+        Some(d.peak_flops_per_s.get(&t)? * of_peak)
+    };
+    let types: Vec<DType> = device.peak_flops_per_s.keys().copied().collect();
+    for t in types {
+        if let (Some(own), Some(theirs)) = (best(device, t), best(reference, t)) {
+            let shares = &mut device.sustained_share_of;
+            let share = shares.get(&t).copied().unwrap_or(device.sustained_share);
+            shares.insert(t, (share * clocks * theirs / own).min(1.0));
+        }
+    }
+}
+
 /// A library's protocol with what was fitted on top.
 fn fitted(f: &Fitted, link: &Link, network: Option<f64>, way: &Protocol) -> Protocol {
     let factor = match network {
@@ -376,5 +490,33 @@ fn fitted(f: &Fitted, link: &Link, network: Option<f64>, way: &Protocol) -> Prot
         max_bandwidth_bytes_per_s: link.ll_max_bytes_per_s.filter(|_| way.name == "LL"),
         ring_share: way.ring_share,
         tree_share: way.tree_share,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_follow_the_cube_root_of_power() {
+        let catalogue = Catalogue::read().unwrap();
+        let of = |name: &str| catalogue.device(name).unwrap().clone();
+        let (mut small, large) = (of("h100-sxm-96gb-500w"), of("h100-sxm"));
+        (small.sustained_share, small.power_limit_w) = (0.5, Some(700.0 / 8.0));
+        small.sustained_share_of = [(DType::F8e4m3, 0.8)].into();
+        limited_by_power(&mut small, &large);
+        // An eighth of the power is half of the clock: of the rates, not of the shares, whose
+        // best rates are 671.5 and 794.2 TFLOP/s.
+        let rate = |t| small.peak_flops_per_s[&t] * small.matmul_efficiency[&t];
+        let theirs = |t| large.peak_flops_per_s[&t] * large.matmul_efficiency[&t];
+        for (t, share) in [(DType::Bf16, 0.5), (DType::F8e4m3, 0.8)] {
+            let sustained = rate(t) * small.sustained_share_of[&t];
+            assert!((sustained / theirs(t) - share / 2.0).abs() < 1e-12);
+        }
+        // More power than the best rate was measured with gives no more than that rate.
+        let mut wide = of("h100-sxm");
+        wide.power_limit_w = Some(1e6);
+        limited_by_power(&mut wide, &large);
+        assert_eq!(wide.sustained_share_of[&DType::Bf16], 1.0);
     }
 }

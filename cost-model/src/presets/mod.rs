@@ -2,11 +2,13 @@
 
 mod catalogue;
 mod compose;
+pub mod parameters;
 mod storage;
 #[cfg(test)]
 mod tests;
 
 pub use catalogue::{Catalogue, Fitted, Sourced, System};
+pub use parameters::{Parameter, Parameters};
 
 use ir::cluster::Cluster;
 use std::sync::OnceLock;

@@ -1,13 +1,12 @@
 //! Templates as max-plus maps.
 //!
-//! Inside a template only durations, dependencies and queue order count; from outside come the
-//! ends of the queues in earlier slots, and the ends of single instructions that something
+//! Inside a template only durations, dependencies and the order of streams count; from outside come the
+//! ends of the streams in earlier slots, and the ends of single instructions that something
 //! waits for. Every end inside is therefore `max over inputs of (input + longest path from
 //! it)`, with paths that are the same for every microbatch: played once, then a few additions
 //! per slot. Times are integer picoseconds, so this is exact, not close.
 
-use crate::costs::InstrCost;
-use ir::program::{Event, InstrKind, RoleProgram, Stream, Template};
+use ir::program::{Event, InstrKind, RoleProgram, Template};
 use ir::{InstrId, TemplateId};
 use std::collections::BTreeSet;
 
@@ -23,61 +22,32 @@ pub(super) fn seconds(time: Pico) -> f64 {
     time as f64 * 1e-12
 }
 
-/// A set of queues, a bit each.
-pub(super) type QueueSet = u128;
+/// A set of streams, a bit each; there are at most [`ir::program::MAX_STREAMS`].
+pub(super) type StreamSet = u128;
 
-/// The queues of a role, in which instructions stand first in, first out.
-pub(super) struct Queues {
-    /// How many there are, at most [`ir::program::MAX_STREAMS`].
-    pub n: usize,
-    /// By stream, the queues that its instructions stand in: one, unless the software has others.
-    of_stream: Vec<QueueSet>,
-}
-
-impl Queues {
-    pub(super) fn new(role: &RoleProgram, costs: &[Vec<InstrCost>]) -> Self {
-        let mut of_stream = vec![0; role.streams.len()];
-        let mut n = 0;
-        for (template, costs) in role.templates.iter().zip(costs) {
-            for (instruction, cost) in template.instructions.iter().zip(costs) {
-                n = n.max(cost.queue + 1);
-                of_stream[instruction.stream.index()] |= 1 << cost.queue;
+/// By instruction, the streams that are drained before it begins: those that it waits for, or
+/// what it waits for in its slot, or the one before it on its stream.
+fn drained(template: &Template, n_streams: usize) -> Vec<StreamSet> {
+    let mut drained: Vec<StreamSet> = Vec::with_capacity(template.instructions.len());
+    let mut of_stream = vec![0; n_streams];
+    for instruction in &template.instructions {
+        let own = &mut of_stream[instruction.stream.index()];
+        for event in &instruction.events {
+            if let Event::Drained(stream) = event {
+                *own |= 1 << stream.index();
             }
         }
-        Queues { n, of_stream }
+        *own |= (instruction.deps.iter()).fold(0, |all, d| all | drained[d.index()]);
+        drained.push(*own);
     }
-
-    /// The queue of transfers.
-    pub(super) fn of_transfers(&self, role: &RoleProgram) -> QueueSet {
-        let streams = role.streams.iter().zip(&self.of_stream);
-        let transfers = streams.filter(|(s, _)| **s == Stream::Transfers);
-        transfers.fold(0, |all, (_, queues)| all | queues)
-    }
-
-    /// By instruction, the queues that are drained before it begins: those that it waits for, or
-    /// what it waits for in its slot, or the one before it on its stream.
-    fn drained(&self, template: &Template) -> Vec<QueueSet> {
-        let mut drained: Vec<QueueSet> = Vec::with_capacity(template.instructions.len());
-        let mut of_stream = vec![0; self.of_stream.len()];
-        for instruction in &template.instructions {
-            let own = &mut of_stream[instruction.stream.index()];
-            for event in &instruction.events {
-                if let Event::Drained(stream) = event {
-                    *own |= self.of_stream[stream.index()];
-                }
-            }
-            *own |= (instruction.deps.iter()).fold(0, |all, d| all | drained[d.index()]);
-            drained.push(*own);
-        }
-        drained
-    }
+    drained
 }
 
 /// An event outside a template that its instructions wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Input {
-    /// The end of some queues in earlier slots.
-    Queues(QueueSet),
+    /// The end of some streams in earlier slots.
+    Streams(StreamSet),
     /// An instruction of an earlier slot.
     Event(Event),
 }
@@ -88,14 +58,14 @@ pub(super) struct Folded {
     pub inputs: Vec<Input>,
     /// From each input to the last end; `None` where nothing depends on it.
     pub end: Vec<Option<Pico>>,
-    /// By queue that the template uses: from each input to the end of the last instruction there.
-    pub queues: Vec<(usize, Vec<Option<Pico>>)>,
+    /// By stream that the template uses: from each input to the end of the last instruction there.
+    pub streams: Vec<(usize, Vec<Option<Pico>>)>,
     /// From each input to the ends of the instructions that later slots wait for.
     pub awaited: Vec<(InstrId, Vec<Option<Pico>>)>,
     /// Whether it holds a world sum, which it cannot be folded over.
     pub has_world_sum: bool,
-    /// By instruction, the queues that are drained before it begins.
-    pub drained: Vec<QueueSet>,
+    /// By instruction, the streams that are drained before it begins.
+    pub drained: Vec<StreamSet>,
 }
 
 impl Folded {
@@ -103,21 +73,21 @@ impl Folded {
     pub(super) fn new(
         template: &Template,
         durations: &[Pico],
-        costs: &[InstrCost],
-        queues: &Queues,
+        n_streams: usize,
         awaited: &BTreeSet<InstrId>,
     ) -> Self {
-        let drained = queues.drained(template);
-        let used: BTreeSet<usize> = costs.iter().map(|c| c.queue).collect();
-        // Queues that every instruction finds drained are one input, whatever stands in them.
-        let together = drained.iter().fold(QueueSet::MAX, |all, d| all & d) & mask(0..queues.n);
+        let drained = drained(template, n_streams);
+        let used = template.instructions.iter().map(|i| i.stream.index());
+        let used: BTreeSet<usize> = used.collect();
+        // Streams that every instruction finds drained are one input, whatever stands on them.
+        let together = drained.iter().fold(StreamSet::MAX, |all, d| all & d) & mask(0..n_streams);
         let known = used.iter().fold(together, |all, q| all | 1 << q);
         let known = drained.iter().fold(known, |all, d| all | d);
-        let alone = (0..queues.n)
+        let alone = (0..n_streams)
             .map(|q| 1 << q)
             .filter(|q| q & known & !together != 0);
         let sets = std::iter::once(together).filter(|q| *q != 0).chain(alone);
-        let mut inputs: Vec<Input> = sets.map(Input::Queues).collect();
+        let mut inputs: Vec<Input> = sets.map(Input::Streams).collect();
         for event in template.instructions.iter().flat_map(|i| &i.events) {
             if matches!(event, Event::Done { .. }) && !inputs.contains(&Input::Event(*event)) {
                 inputs.push(Input::Event(*event));
@@ -125,7 +95,7 @@ impl Folded {
         }
         let mut folded = Folded {
             end: Vec::with_capacity(inputs.len()),
-            queues: used.into_iter().map(|q| (q, Vec::new())).collect(),
+            streams: used.into_iter().map(|q| (q, Vec::new())).collect(),
             awaited: awaited.iter().map(|&i| (i, Vec::new())).collect(),
             has_world_sum: template
                 .instructions
@@ -135,17 +105,11 @@ impl Folded {
             inputs,
         };
         for input in &folded.inputs {
-            let (ends, queue_ends) = longest_paths(
-                template,
-                durations,
-                *input,
-                costs,
-                queues.n,
-                &folded.drained,
-            );
+            let (ends, stream_ends) =
+                longest_paths(template, durations, *input, n_streams, &folded.drained);
             folded.end.push(ends.iter().copied().max().flatten());
-            for (queue, paths) in &mut folded.queues {
-                paths.push(queue_ends[*queue]);
+            for (stream, paths) in &mut folded.streams {
+                paths.push(stream_ends[*stream]);
             }
             for (i, paths) in &mut folded.awaited {
                 paths.push(ends.get(i.index()).copied().flatten());
@@ -159,8 +123,8 @@ impl Folded {
     }
 }
 
-fn mask(queues: std::ops::Range<usize>) -> QueueSet {
-    queues.fold(0, |all, q| all | 1 << q)
+fn mask(streams: std::ops::Range<usize>) -> StreamSet {
+    streams.fold(0, |all, q| all | 1 << q)
 }
 
 /// The latest of `inputs[k] + paths[k]`.
@@ -172,37 +136,35 @@ pub(super) fn latest(inputs: &[Pico], paths: &[Option<Pico>]) -> Option<Pico> {
         .max()
 }
 
-/// Ends of all instructions, and of the queues, when an input comes at 0 and nothing else is
+/// Ends of all instructions, and of the streams, when an input comes at 0 and nothing else is
 /// waited for; `None` for those that do not depend on it.
 fn longest_paths(
     template: &Template,
     durations: &[Pico],
     input: Input,
-    costs: &[InstrCost],
-    n_queues: usize,
-    drained: &[QueueSet],
+    n_streams: usize,
+    drained: &[StreamSet],
 ) -> (Vec<Option<Pico>>, Vec<Option<Pico>>) {
     let mut ends: Vec<Option<Pico>> = Vec::with_capacity(template.instructions.len());
     let begun = |q: usize| match input {
-        Input::Queues(set) if set >> q & 1 == 1 => Some(0),
+        Input::Streams(set) if set >> q & 1 == 1 => Some(0),
         _ => None,
     };
-    let mut queue_ends: Vec<Option<Pico>> = (0..n_queues).map(begun).collect();
+    let mut stream_ends: Vec<Option<Pico>> = (0..n_streams).map(begun).collect();
     for (i, instruction) in template.instructions.iter().enumerate() {
         let own = match input {
-            Input::Queues(set) => drained[i] & set != 0,
+            Input::Streams(set) => drained[i] & set != 0,
             Input::Event(e) => instruction.events.contains(&e),
         };
-        let queue = &mut queue_ends[costs[i].queue];
-        let start = costs[i]
-            .waits(instruction)
+        let stream = &mut stream_ends[instruction.stream.index()];
+        let start = (instruction.deps.iter())
             .map(|d| ends[d.index()])
-            .fold(own.then_some(0).max(*queue), Option::max);
+            .fold(own.then_some(0).max(*stream), Option::max);
         let end = start.map(|s| s.saturating_add(durations[i]));
-        *queue = end.or(*queue);
+        *stream = end.or(*stream);
         ends.push(end);
     }
-    (ends, queue_ends)
+    (ends, stream_ends)
 }
 
 /// By template, the instructions that later slots wait for.

@@ -14,7 +14,7 @@ mod streams;
 
 use crate::checkpoint::checkpoint;
 use crate::costs::{CostClass, Costs, InstrCost, costs};
-use crate::memory::{memory_of, memory_use};
+use crate::memory::{memory_of, peak_bytes};
 use crate::utilisation::peak_flops_per_s;
 use crate::{SimError, StepWork};
 use ir::cluster::Cluster;
@@ -137,7 +137,21 @@ pub fn simulate(
     cluster: &Cluster,
     options: &SimulateOptions,
 ) -> Result<Simulation, SimError> {
-    let costs = costs(program, cluster)?;
+    play(program, cluster, costs(program, cluster)?, options)
+}
+
+/// Plays one training step whose instructions take `costs`, those of [`costs::costs`] or others
+/// of the same shape.
+///
+/// Fails when streams are asked for where devices share processors, or the program deadlocks.
+///
+/// [`costs::costs`]: crate::costs::costs
+pub fn play(
+    program: &Program,
+    cluster: &Cluster,
+    costs: Costs,
+    options: &SimulateOptions,
+) -> Result<Simulation, SimError> {
     let by_cluster = if cluster.pool.is_some() {
         Execution::Serial
     } else {
@@ -267,7 +281,7 @@ fn stage_prediction(
         step_bytes: memory.step,
         activation_bytes: memory.activation,
         transient_bytes: memory.transient,
-        peak_bytes: memory_use(program, this, cluster).total(),
+        peak_bytes: peak_bytes(this, cluster),
     }
 }
 

@@ -6,14 +6,13 @@
 //! partner has not published yet, or a world sum that not all roles have reached. When no role
 //! can go on, the program deadlocks.
 
-use super::fold::{Folded, Input, Pico, QueueSet, Queues, awaited, latest, pico, seconds};
+use super::fold::{Folded, Input, Pico, StreamSet, awaited, latest, pico, seconds};
 use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
 use crate::SimError;
-use crate::costs::{Costs, InstrCost, REDUCTIONS, Waits, together};
-use ir::program::{Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which};
-use ir::{BufferId, InstrId, TemplateId, TransferId};
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use crate::costs::{Costs, together};
+use ir::program::{Event, InstrKind, Program, RoleProgram, Stream, TemplateKind, Which};
+use ir::{InstrId, TemplateId, TransferId};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 pub(super) fn play(
@@ -96,11 +95,9 @@ struct Instance {
 /// A template that is being played instruction by instruction.
 struct Partial {
     ends: Vec<Pico>,
-    queue_ends: Vec<Pico>,
+    stream_ends: Vec<Pico>,
     /// The world sum that has been reached and not passed.
     reached: Option<(usize, Pico)>,
-    /// Ends of the instructions that began before the template did.
-    early: BTreeMap<usize, Pico>,
 }
 
 /// The end of something that others wait for: known, or that of an exchange.
@@ -134,16 +131,8 @@ struct Player<'a> {
     role: &'a RoleProgram,
     index: usize,
     durations: Vec<Vec<Pico>>,
-    /// By template and instruction.
-    costs: &'a [Vec<InstrCost>],
     folded: Rc<Vec<Folded>>,
     parts: BTreeMap<(usize, usize), Vec<Part>>,
-    waits: Waits,
-    /// Slots of the last backward of every stage, where gradients are reduced early.
-    last_backward: BTreeSet<usize>,
-    /// End of the last write of every buffer in that slot, and of its collectives.
-    written: BTreeMap<BufferId, Pico>,
-    collectives_end: Pico,
     unfold: bool,
     next: usize,
     /// Next instruction of the exchange template at `next`.
@@ -151,17 +140,13 @@ struct Player<'a> {
     partial: Option<Partial>,
     /// End of the last template.
     now: Pico,
-    /// End of every queue in the slots before, but for that of transfers.
-    queue_ends: Vec<Pico>,
-    /// The queue of transfers.
-    transfers: QueueSet,
+    /// End of every stream in the slots before, but for that of transfers.
+    stream_ends: Vec<Pico>,
+    /// The stream of transfers.
+    transfers: StreamSet,
     /// Ends of what later slots wait for.
     awaited: BTreeMap<(TemplateId, InstrId), Ends>,
     instances: Vec<Instance>,
-    /// The exchanges since the last template, and those before it: posted together where the
-    /// software does so.
-    posted: Range<usize>,
-    before: Range<usize>,
     ends: Vec<Option<Pico>>,
     numbers: Vec<u32>,
     counts: Vec<[u32; 2]>,
@@ -171,24 +156,24 @@ struct Player<'a> {
 }
 
 impl<'a> Player<'a> {
-    fn new(program: &'a Program, costs: &'a Costs, index: usize, unfold: bool) -> Self {
+    fn new(program: &'a Program, costs: &Costs, index: usize, unfold: bool) -> Self {
         let role = &program.roles[index];
         let durations: Vec<Vec<Pico>> = costs.instructions[index]
             .iter()
             .map(|t| t.iter().map(|c| pico(c.seconds)).collect())
             .collect();
-        let queues = Queues::new(role, &costs.instructions[index]);
         let awaited = awaited(role);
         let folded = (role.templates.iter().zip(&durations))
-            .zip(costs.instructions[index].iter().zip(&awaited))
-            .map(|((t, d), (c, a))| Folded::new(t, d, c, &queues, a));
+            .zip(&awaited)
+            .map(|((t, d), a)| Folded::new(t, d, role.streams.len(), a));
+        let transfers = role.streams.iter().enumerate();
+        let transfers = transfers.filter(|(_, s)| **s == Stream::Transfers);
         let folded = Rc::new(folded.collect());
         let n = role.templates.len();
         Player {
             role,
             index,
             durations,
-            costs: &costs.instructions[index],
             folded,
             parts: parts(program, costs, role),
             unfold,
@@ -196,8 +181,8 @@ impl<'a> Player<'a> {
             next_exchange: 0,
             partial: None,
             now: 0,
-            queue_ends: vec![0; queues.n],
-            transfers: queues.of_transfers(role),
+            stream_ends: vec![0; role.streams.len()],
+            transfers: transfers.fold(0, |all, (s, _)| all | 1 << s),
             awaited: (awaited.iter().enumerate())
                 .flat_map(|(t, of)| {
                     of.iter()
@@ -205,19 +190,11 @@ impl<'a> Player<'a> {
                 })
                 .collect(),
             instances: Vec::new(),
-            posted: 0..0,
-            before: 0..0,
             ends: Vec::new(),
             numbers: Vec::new(),
             counts: vec![[0; 2]; program.transfers.len()],
             n_world_sums: 0,
             inputs: Vec::new(),
-            waits: costs.waits,
-            last_backward: last_backwards(role)
-                .filter(|_| costs.waits.early_gradients)
-                .collect(),
-            written: BTreeMap::new(),
-            collectives_end: 0,
             play: RolePlay {
                 count: vec![0; n],
                 elapsed_s: vec![0.0; n],
@@ -252,25 +229,17 @@ impl<'a> Player<'a> {
     fn finished(&self, shared: &Shared<'_>) -> bool {
         // The last exchanges end last: queues are FIFO, so their start needed the others' ends.
         let ended = |e: usize| self.ends[e].is_some() || self.end_of(e, shared).is_some();
-        self.next == self.role.trace.len() && self.latest().all(ended)
+        self.next == self.role.trace.len() && self.latest().is_none_or(ended)
     }
 
-    /// The exchanges that no other one has waited for.
-    fn latest(&self) -> Range<usize> {
-        match (self.waits.batched_transfers, self.posted.is_empty()) {
-            (true, false) => self.posted.clone(),
-            (true, true) => self.before.clone(),
-            (false, _) => self.instances.len().saturating_sub(1)..self.instances.len(),
-        }
+    /// The last exchange, which stands behind all others.
+    fn latest(&self) -> Option<usize> {
+        self.instances.len().checked_sub(1)
     }
 
-    /// When all of some exchanges are over; 0 for none.
-    fn end_of_all(&mut self, exchanges: Range<usize>, shared: &Shared<'_>) -> Option<Pico> {
-        let mut end = 0;
-        for e in exchanges {
-            end = end.max(self.resolve(e, shared)?);
-        }
-        Some(end)
+    /// When the exchanges so far are over; 0 for none.
+    fn end_of_exchanges(&mut self, shared: &Shared<'_>) -> Option<Pico> {
+        self.latest().map_or(Some(0), |e| self.resolve(e, shared))
     }
 
     /// Plays the next slot; `None` when it must wait.
@@ -280,25 +249,13 @@ impl<'a> Player<'a> {
         if self.role.templates[t].kind == TemplateKind::Exchange {
             self.start_exchanges(t, slot.microbatch, shared)?;
         } else {
-            if self.waits.for_transfers {
-                self.now = self.now.max(self.end_of_all(self.latest(), shared)?);
-                let ends = self.queue_ends.iter_mut();
-                ends.for_each(|end| *end = self.now.max(*end));
-            }
             let start = self.now;
-            let reduces_early = self.last_backward.contains(&self.next)
-                || (!self.last_backward.is_empty()
-                    && self.role.templates[t].kind == TemplateKind::StepEnd);
-            if self.unfold || reduces_early || self.folded[t].has_world_sum {
+            if self.unfold || self.folded[t].has_world_sum {
                 self.play_instructions(t, slot.microbatch, shared)?;
             } else {
                 self.play_folded(t, slot.microbatch, shared)?;
             }
             self.count(t);
-            if !self.posted.is_empty() {
-                self.before = self.posted.clone();
-                self.posted = self.instances.len()..self.instances.len();
-            }
             // A slot that waits for an exchange mostly does so in its first instruction.
             let shown = start.max(self.now.saturating_sub(self.folded[t].undisturbed()));
             shared.timeline.add(
@@ -332,15 +289,15 @@ impl<'a> Player<'a> {
         inputs.clear();
         let ready = folded.inputs.iter().all(|input| {
             let time = match *input {
-                Input::Queues(set) => self.drained(set, shared),
+                Input::Streams(set) => self.drained(set, shared),
                 Input::Event(event) => self.event(event, microbatch, shared),
             };
             time.map(|time| inputs.push(time)).is_some()
         });
         if ready {
-            for (queue, paths) in &folded.queues {
+            for (stream, paths) in &folded.streams {
                 let end = latest(&inputs, paths).unwrap_or(0);
-                self.queue_ends[*queue] = self.queue_ends[*queue].max(end);
+                self.stream_ends[*stream] = self.stream_ends[*stream].max(end);
                 self.now = self.now.max(end);
             }
             for (i, paths) in &folded.awaited {
@@ -352,14 +309,14 @@ impl<'a> Player<'a> {
         ready.then_some(())
     }
 
-    /// When some queues are over.
-    fn drained(&mut self, set: QueueSet, shared: &Shared<'_>) -> Option<Pico> {
+    /// When some streams are over.
+    fn drained(&mut self, set: StreamSet, shared: &Shared<'_>) -> Option<Pico> {
         let transfers = match set & self.transfers {
             0 => 0,
-            _ => self.end_of_all(self.latest(), shared)?,
+            _ => self.end_of_exchanges(shared)?,
         };
         let of_set = |(q, end): (usize, &Pico)| (set >> q & 1 == 1).then_some(*end);
-        let ends = self.queue_ends.iter().enumerate().filter_map(of_set);
+        let ends = self.stream_ends.iter().enumerate().filter_map(of_set);
         Some(ends.fold(transfers, Pico::max))
     }
 
@@ -422,25 +379,23 @@ impl<'a> Player<'a> {
     ) -> Option<()> {
         let mut partial = self.partial.take().unwrap_or_else(|| Partial {
             ends: Vec::new(),
-            queue_ends: self.queue_ends.clone(),
+            stream_ends: self.stream_ends.clone(),
             reached: None,
-            early: self.early_ends(t),
         });
         let role = self.role;
         let instructions = &role.templates[t].instructions;
         while let Some(instruction) = instructions.get(partial.ends.len()) {
             let i = partial.ends.len();
-            let queue = self.costs[t][i].queue;
+            let stream = instruction.stream.index();
             let Some(outside) = self.events((t, i), microbatch, shared) else {
                 self.partial = Some(partial);
                 return None;
             };
-            let deps = self.costs[t][i]
-                .waits(instruction)
+            let deps = (instruction.deps.iter())
                 .map(|d| partial.ends[d.index()])
                 .max()
                 .unwrap_or(0);
-            let own = outside.max(deps).max(partial.queue_ends[queue]);
+            let own = outside.max(deps).max(partial.stream_ends[stream]);
             let start = if matches!(instruction.kind, InstrKind::WorldSum { .. }) {
                 let number = *partial
                     .reached
@@ -455,68 +410,17 @@ impl<'a> Player<'a> {
             } else {
                 own
             };
-            let (start, end) = match partial.early.get(&i) {
-                // A world sum or an exchange never is early, so nothing else is waited for.
-                Some(&end) => (end.saturating_sub(self.durations[t][i]), end),
-                None => (start, start.saturating_add(self.durations[t][i])),
-            };
+            let end = start.saturating_add(self.durations[t][i]);
             shared
                 .timeline
                 .add(self.index, self.next, Some(i), seconds(start), seconds(end));
-            partial.queue_ends[queue] = partial.queue_ends[queue].max(end);
+            partial.stream_ends[stream] = partial.stream_ends[stream].max(end);
             partial.ends.push(end);
-            self.note_write(instruction, queue, end);
             self.note_end(t, InstrId::new(i), microbatch, End::At(end));
         }
         self.now = partial.ends.iter().copied().fold(self.now, Pico::max);
-        self.queue_ends = partial.queue_ends;
+        self.stream_ends = partial.stream_ends;
         Some(())
-    }
-
-    /// Remembers what the last backward wrote, and when. Reductions at the end of the step stand
-    /// behind collectives of their own queue alone: those that kernels wait for, or of another
-    /// axis, do not hold them up.
-    fn note_write(&mut self, instruction: &Instruction, queue: usize, end: Pico) {
-        if !self.last_backward.contains(&self.next) {
-            return;
-        }
-        if matches!(instruction.kind, InstrKind::Collective { .. }) && queue == REDUCTIONS {
-            self.collectives_end = self.collectives_end.max(end);
-        }
-        for buffer in instruction.writes() {
-            self.written.insert(buffer, end);
-        }
-    }
-
-    /// Ends of the collectives of a template that begin before it: those at the end of the step
-    /// that need nothing of it, in the order in which the last backward made their operands.
-    fn early_ends(&self, t: usize) -> BTreeMap<usize, Pico> {
-        let template = &self.role.templates[t];
-        let mut early = BTreeMap::new();
-        if self.last_backward.is_empty() || template.kind != TemplateKind::StepEnd {
-            return early;
-        }
-        let mut ready: Vec<(Pico, usize)> = template
-            .instructions
-            .iter()
-            .enumerate()
-            .filter(|(_, i)| matches!(i.kind, InstrKind::Collective { .. }) && i.deps.is_empty())
-            .filter_map(|(n, i)| {
-                let times: Option<Vec<Pico>> = i
-                    .reads()
-                    .iter()
-                    .map(|b| self.written.get(b).copied())
-                    .collect();
-                Some((times?.into_iter().max()?, n))
-            })
-            .collect();
-        ready.sort_unstable();
-        let mut queue_end = self.collectives_end;
-        for (time, n) in ready {
-            queue_end = queue_end.max(time).saturating_add(self.durations[t][n]);
-            early.insert(n, queue_end);
-        }
-        early
     }
 
     /// Announces the role's next world sum, which it could start at `time`.
@@ -564,10 +468,7 @@ impl<'a> Player<'a> {
     ) -> Option<()> {
         while self.next_exchange < self.role.templates[t].instructions.len() {
             let i = self.next_exchange;
-            let before = match self.waits.batched_transfers {
-                true => self.end_of_all(self.before.clone(), shared)?,
-                false => self.end_of_all(self.latest(), shared)?,
-            };
+            let before = self.end_of_exchanges(shared)?;
             let outside = self.events((t, i), microbatch, shared)?;
             let start = before.max(outside);
             let id = self.instances.len();
@@ -589,7 +490,6 @@ impl<'a> Player<'a> {
             });
             self.ends.push(None);
             self.note_end(t, InstrId::new(i), microbatch, End::Of(id));
-            self.posted.end = self.instances.len();
             self.next_exchange += 1;
         }
         self.next_exchange = 0;
@@ -647,13 +547,6 @@ impl<'a> Player<'a> {
         };
         (self.role.stage, self.next, what)
     }
-}
-
-/// The slot of the last backward of each of a role's stages.
-fn last_backwards(role: &RoleProgram) -> impl Iterator<Item = usize> {
-    let passes = role.templates.iter().enumerate();
-    let backwards = passes.filter(|(_, t)| t.kind.is_backward());
-    backwards.filter_map(|(t, _)| role.trace.iter().rposition(|s| s.template.index() == t))
 }
 
 /// The parts of every exchange instruction of a role, by template and instruction.

@@ -130,6 +130,7 @@ impl<'r, 'a> Emitter<'r, 'a> {
             dtype,
             lens,
             spec: spec.clone(),
+            pieces: None,
             lifetime,
         })
     }

@@ -112,6 +112,7 @@ impl Emitter<'_, '_> {
             dtype: DType::F32,
             lens: vec![op.inputs.len() as u64],
             spec: ShardingSpec::replicated(1),
+            pieces: None,
             lifetime: Lifetime::ByUse,
         });
         self.role(stage)

@@ -548,10 +548,9 @@ impl<'a> Referee<'a> {
 fn static_checks(role: &RoleProgram) {
     for b in &role.buffers {
         assert_eq!(b.offset % ir::program::ARENA_ALIGN, 0);
-        assert_eq!(
-            b.bytes,
-            b.spec.local_elements(&b.lens, &role.mesh) * b.dtype.bytes()
-        );
+        let part = b.spec.local_shape(&b.lens, &role.mesh);
+        let shape = b.pieces.map_or(part.clone(), |p| p.shape(&part));
+        assert_eq!(b.bytes, shape.iter().product::<u64>() * b.dtype.bytes());
     }
     for template in &role.templates {
         let n = template.instructions.len();

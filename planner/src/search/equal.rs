@@ -169,17 +169,13 @@ impl Search<'_> {
         let rate = rates
             .map(|&t| peak_rate(self.cluster, t))
             .fold(0.0, f64::max);
-        let software = self.cluster.software.as_ref();
-        let share = software.map_or(1.0, |s| {
-            s.grouped_matmul_share.max(1.0) * s.narrow_matmul_share.max(1.0)
-        });
         let graph = &self.training.graph;
         let matmuls = graph.ops().iter().filter(|op| {
             op.region == Region::Microbatch && matches!(op.kind, OpKind::DotGeneral { .. })
         });
         let flops: f64 = matmuls.map(|op| graph.work(op, batch).matmul_flops).sum();
         if rate > 0.0 {
-            flops / (rate * share) * (1.0 - ROUNDING)
+            flops / rate * (1.0 - ROUNDING)
         } else {
             0.0
         }

@@ -90,6 +90,7 @@ impl ProgramOfProbes {
             dtype,
             lens: lens.to_vec(),
             spec,
+            pieces: None,
             class: BufferClass::Transient,
             offset: self.next_offset,
             bytes,

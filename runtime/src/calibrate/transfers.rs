@@ -55,6 +55,7 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
             dtype: DType::F32,
             spec: ShardingSpec::replicated(lens.len()),
             lens,
+            pieces: None,
             class: BufferClass::Transient,
             offset,
             bytes,

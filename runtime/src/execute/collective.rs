@@ -1,94 +1,148 @@
 //! The data movement of layout changes in local buffers: that of `ir::reshard`'s header.
 //!
-//! Everything is in local, padded coordinates. With `L` the padded length of a piece along
-//! the dim that changes, piece `j` stands at `j*L`; what lies past an operand's end reads as
-//! zero, what lies past a result's end is cropped. Reductions combine the members in group
+//! Collectives move rows of contiguous pieces, piece `j` for or from member `j`; packing and
+//! unpacking cut parts of tensors into pieces and put them together. All of it is in local, padded
+//! coordinates. With `L` the padded length of a piece along the dim that changes, piece `j`
+//! stands at `j*L`; what lies past an operand's end reads as zero, what lies past a result's end
+//! is cropped. Reductions combine the members in group
 //! order, pairwise from the left, in f32, and round once.
 
 use super::local::{Local, narrow, widen};
 use crate::cpu::layout::copy_region;
+use crate::error::RuntimeError;
 use ir::collective::CollectiveKind;
-use ir::reshard::LayoutStep;
+use ir::reshard::Pieces;
 use ir::{DType, ReduceKind};
 use std::ops::Range;
 
-/// Writes one member's result of a collective step.
+/// How pieces stand in a buffer: in `rows`, each with one piece part for every one of `n` members.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// Number of rows.
+    pub rows: usize,
+    /// Pieces.
+    pub n: usize,
+}
+
+impl Rows {
+    /// One piece: all of the buffer.
+    pub const ONE: Rows = Rows { rows: 1, n: 1 };
+
+    /// Where the parts of piece `j` of a buffer of `len` bytes stand, in order.
+    fn of(self, len: usize, j: usize) -> impl Iterator<Item = Range<usize>> {
+        let part = len / (self.rows * self.n).max(1);
+        (0..self.rows).map(move |row| {
+            let start = (row * self.n + j) * part;
+            start..start + part
+        })
+    }
+}
+
+/// Copies piece `i` of one buffer to piece `j` of another, byte after byte.
+fn copy_piece(src: &[u8], (from, i): (Rows, usize), dst: &mut [u8], (to, j): (Rows, usize)) {
+    let mut targets = to.of(dst.len(), j);
+    let mut target = 0..0;
+    for mut source in from.of(src.len(), i) {
+        while !source.is_empty() {
+            while target.is_empty() {
+                match targets.next() {
+                    Some(next) => target = next,
+                    None => return,
+                }
+            }
+            let n = source.len().min(target.len());
+            dst[target.start..target.start + n]
+                .copy_from_slice(&src[source.start..source.start + n]);
+            (source.start, target.start) = (source.start + n, target.start + n);
+        }
+    }
+}
+
+/// Writes one member's result of a collective.
 ///
-/// `members` are the operands in group order, all of shape `input.dims()`; `me` is this
-/// member's place among them. Padding of the result is zeroed.
+/// `members` are the operands in group order, all of the same size, cut into pieces by
+/// `operand` where the collective cuts them; `result` is how it puts `out` together. `me` is
+/// this member's place among them. Fails where the sizes are not those of the collective.
+pub fn result(
+    (kind, dtype): (CollectiveKind, DType),
+    me: usize,
+    (members, operand): (&[&[u8]], Rows),
+    (out, result): (&mut [u8], Rows),
+) -> Result<(), RuntimeError> {
+    let (n, len) = (members.len(), members.first().map_or(0, |m| m.len()));
+    let parts = |len: usize, r: Rows| len.is_multiple_of((r.rows * r.n).max(1));
+    let fits = members.iter().all(|m| m.len() == len)
+        && parts(len, operand)
+        && parts(out.len(), result)
+        && match kind {
+            CollectiveKind::AllReduce(_) => out.len() == len,
+            CollectiveKind::ReduceScatter(_) => out.len() * n == len && operand.n == n,
+            CollectiveKind::AllGather => out.len() == len * n && result.n == n,
+            CollectiveKind::AllToAll => out.len() == len && operand.n == n && result.n == n,
+        };
+    if !fits {
+        return Err(RuntimeError::Program(format!(
+            "a {} of {n} operands of {len} bytes with a result of {} bytes",
+            kind.name(),
+            out.len()
+        )));
+    }
+    match kind {
+        CollectiveKind::AllReduce(reduce) => combine(reduce, dtype, members, out),
+        CollectiveKind::ReduceScatter(reduce) => {
+            let mut done = 0;
+            for part in operand.of(len, me) {
+                let mine: Vec<&[u8]> = members.iter().map(|m| &m[part.clone()]).collect();
+                combine(reduce, dtype, &mine, &mut out[done..done + part.len()]);
+                done += part.len();
+            }
+        }
+        CollectiveKind::AllGather => {
+            for (j, member) in members.iter().enumerate() {
+                copy_piece(member, (Rows::ONE, 0), out, (result, j));
+            }
+        }
+        CollectiveKind::AllToAll => {
+            for (j, member) in members.iter().enumerate() {
+                copy_piece(member, (operand, me), out, (result, j));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Cuts a part into pieces, which stand one after the other in `out`.
 ///
 /// # Panics
 /// If the buffers do not have their shapes, which lowering guarantees.
-pub fn result(
-    kind: CollectiveKind,
-    step: &LayoutStep,
-    me: usize,
-    input: &Local,
-    members: &[&[u8]],
-    output: &Local,
-    out: &mut [u8],
-) {
-    let (from, to) = (input.dims(), output.dims());
-    match (kind, step) {
-        (CollectiveKind::AllReduce(reduce), _) => combine(reduce, output.dtype, members, out),
-        (CollectiveKind::ReduceScatter(reduce), LayoutStep::ReduceScatter { dim, .. }) => {
-            if output.dtype == DType::F32 && (me + 1) * to[*dim] <= from[*dim] {
-                let runs = Runs::new(&from, *dim, me, to[*dim]);
-                runs.combine(reduce, members, bytemuck::cast_slice_mut(out));
-            } else {
-                let pieces: Vec<Vec<u64>> = members
-                    .iter()
-                    .map(|m| cut_piece(output.dtype, m, &from, *dim, me, to[*dim]))
-                    .collect();
-                let pieces: Vec<&[u8]> = pieces
-                    .iter()
-                    .map(|p| &bytemuck::cast_slice(p)[..out.len()])
-                    .collect();
-                combine(reduce, output.dtype, &pieces, out);
-            }
-        }
-        (CollectiveKind::AllGather, LayoutStep::AllGather { dim, .. }) => {
-            if members.len() * from[*dim] < to[*dim] {
-                out.fill(0);
-            }
-            for (j, member) in members.iter().enumerate() {
-                place_piece(output.dtype, member, &from, *dim, j, out, &to);
-            }
-        }
-        (
-            CollectiveKind::AllToAll,
-            LayoutStep::AllToAll {
-                from: gathered,
-                to: split,
-                ..
-            },
-        ) => {
-            out.fill(0);
-            let mut piece_dims = from.clone();
-            piece_dims[*split] = to[*split];
-            let n = piece_dims.iter().product::<usize>() * output.dtype.bytes() as usize;
-            for (j, member) in members.iter().enumerate() {
-                let piece = cut_piece(output.dtype, member, &from, *split, me, to[*split]);
-                place_piece(
-                    output.dtype,
-                    &bytemuck::cast_slice(&piece)[..n],
-                    &piece_dims,
-                    *gathered,
-                    j,
-                    out,
-                    &to,
-                );
-            }
-        }
-        (kind, step) => panic!("a {} cannot do {step:?}", kind.name()),
+pub fn pack(part: &Local, data: &[u8], pieces: Pieces, out: &mut [u8]) {
+    let (dims, len) = (part.dims(), pieces.len as usize);
+    let one = (out.len() / pieces.n.max(1) as usize).max(1);
+    for (j, out) in out.chunks_exact_mut(one).enumerate() {
+        cut_piece(part.dtype, (data, &dims), pieces.dim, j, len, out);
     }
-    output.zero_padding(out);
+}
+
+/// Puts a part together from pieces that stand one after the other. What lies past the part's
+/// end is cropped, padding is zeroed.
+///
+/// # Panics
+/// As [`pack`].
+pub fn unpack(data: &[u8], pieces: Pieces, part: &Local, out: &mut [u8]) {
+    let dims = part.dims();
+    let mut piece = dims.clone();
+    piece[pieces.dim] = pieces.len as usize;
+    let one = (data.len() / pieces.n.max(1) as usize).max(1);
+    for (j, data) in data.chunks_exact(one).enumerate() {
+        place_piece(part.dtype, data, &piece, pieces.dim, j, out, &dims);
+    }
+    part.zero_padding(out);
 }
 
 /// Writes the result of a `Slice` step along `dim` for the rank at `coordinate` of its axis.
 ///
 /// # Panics
-/// As [`result`].
+/// As [`pack`].
 pub fn slice(
     dim: usize,
     coordinate: usize,
@@ -97,16 +151,15 @@ pub fn slice(
     output: &Local,
     out: &mut [u8],
 ) {
-    let to = output.dims();
-    let piece = cut_piece(
+    let len = output.dims()[dim];
+    cut_piece(
         output.dtype,
-        operand,
-        &input.dims(),
+        (operand, &input.dims()),
         dim,
         coordinate,
-        to[dim],
+        len,
+        out,
     );
-    out.copy_from_slice(&bytemuck::cast_slice(&piece)[..out.len()]);
     output.zero_padding(out);
 }
 
@@ -147,44 +200,6 @@ fn add(kind: ReduceKind, total: &mut [f32], member: &[f32]) {
     }
 }
 
-/// A piece of a row-major tensor along one dim: runs of consecutive elements.
-struct Runs {
-    /// Number of runs.
-    n: usize,
-    /// Elements of a run.
-    len: usize,
-    /// Elements from the start of one run to that of the next.
-    stride: usize,
-    /// First element.
-    start: usize,
-}
-
-impl Runs {
-    /// Piece `index` of `len` elements along `dim`, which must not reach beyond the tensor.
-    fn new(dims: &[usize], dim: usize, index: usize, len: usize) -> Self {
-        let inner: usize = dims[dim + 1..].iter().product();
-        Runs {
-            n: dims[..dim].iter().product(),
-            len: len * inner,
-            stride: dims[dim] * inner,
-            start: index * len * inner,
-        }
-    }
-
-    /// Combines the members' pieces in order.
-    fn combine(&self, kind: ReduceKind, members: &[&[u8]], out: &mut [f32]) {
-        if self.len == 0 {
-            return;
-        }
-        let members: Vec<&[f32]> = members.iter().map(|m| bytemuck::cast_slice(m)).collect();
-        for (i, out) in out.chunks_exact_mut(self.len).take(self.n).enumerate() {
-            let at = self.start + i * self.stride;
-            let runs: Vec<&[f32]> = members.iter().map(|m| &m[at..at + self.len]).collect();
-            combine_f32(kind, &runs, out);
-        }
-    }
-}
-
 fn combined(kind: ReduceKind, a: f32, b: f32) -> f32 {
     match kind {
         ReduceKind::Sum => a + b,
@@ -221,33 +236,27 @@ pub fn chunk(elements: usize, index: usize, n: usize) -> Range<usize> {
     (index * len).min(elements)..((index + 1) * len).min(elements)
 }
 
-/// Piece `index` of `len` elements along `dim`, zeros past the operand's end, 8-aligned.
+/// Copies piece `index` of `len` elements along `dim` to `out`, zeros past the operand's end.
 fn cut_piece(
     dtype: DType,
-    src: &[u8],
-    dims: &[usize],
+    (src, dims): (&[u8], &[usize]),
     dim: usize,
     index: usize,
     len: usize,
-) -> Vec<u64> {
+    out: &mut [u8],
+) {
     let mut to = dims.to_vec();
     to[dim] = len;
-    let n_bytes = to.iter().product::<usize>() * dtype.bytes() as usize;
-    let mut out = vec![0u64; n_bytes.div_ceil(8)];
     let start = (index * len).min(dims[dim]);
     let mut extent = to.clone();
     extent[dim] = len.min(dims[dim] - start);
+    if extent[dim] < len {
+        out.fill(0);
+    }
     let mut src_start = vec![0; dims.len()];
     src_start[dim] = start;
     let zeros = vec![0; dims.len()];
-    let bytes = &mut bytemuck::cast_slice_mut(&mut out)[..n_bytes];
-    copy_block(
-        dtype,
-        (src, dims, &src_start),
-        (bytes, &to, &zeros),
-        &extent,
-    );
-    out
+    copy_block(dtype, (src, dims, &src_start), (out, &to, &zeros), &extent);
 }
 
 /// Puts `piece` at `index` times its length along `dim`, cropping what exceeds `out`.

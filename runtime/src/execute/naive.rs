@@ -4,7 +4,7 @@
 
 use ir::op::{AxisUse, OpStrategy};
 use ir::program::*;
-use ir::reshard::paths;
+use ir::reshard::{Pieces, paths};
 use ir::testing::Rng;
 use ir::training::TrainingGraph;
 use ir::{
@@ -424,15 +424,36 @@ impl Lowering<'_> {
                 },
                 Some(kind) => {
                     let axes: Vec<AxisId> = step.axes();
-                    InstrKind::Collective {
-                        kind,
-                        axes,
-                        items: vec![CollectiveItem {
-                            step: step.clone(),
-                            input: from,
-                            output,
-                        }],
+                    let part = |b: BufferId| {
+                        let b = &this.buffers[b.index()];
+                        b.spec.local_shape(&b.lens, &this.mesh)
+                    };
+                    let n = this.mesh.size(axes[0]) as u32;
+                    let pieces = step.pieces(n, &part(from), &part(output));
+                    let [input, result] = [(pieces[0], from), (pieces[1], output)]
+                        .map(|(p, b)| p.map_or(b, |p| this.in_pieces(b, p)));
+                    if input != from {
+                        let output = input;
+                        this.push(
+                            template,
+                            InstrKind::Copy {
+                                input: from,
+                                output,
+                            },
+                        );
                     }
+                    let items = vec![CollectiveItem {
+                        step: step.clone(),
+                        input,
+                        output: result,
+                    }];
+                    this.push(template, InstrKind::Collective { kind, axes, items });
+                    from = output;
+                    if result != output {
+                        let input = result;
+                        this.push(template, InstrKind::Copy { input, output });
+                    }
+                    continue;
                 }
             };
             this.push(template, kind);
@@ -474,14 +495,32 @@ impl Stage {
         class: BufferClass,
     ) -> BufferId {
         let bytes = spec.local_elements(&lens, &self.mesh) * dtype.bytes();
-        let buffer = Buffer {
+        self.add(Buffer {
             name,
             dtype,
             lens,
             spec,
+            pieces: None,
             class,
-            offset: self.end,
+            offset: 0,
             bytes,
+        })
+    }
+
+    fn in_pieces(&mut self, whole: BufferId, pieces: Pieces) -> BufferId {
+        let b = self.buffers[whole.index()].clone();
+        let part = b.spec.local_shape(&b.lens, &self.mesh);
+        self.add(Buffer {
+            pieces: Some(pieces),
+            bytes: pieces.shape(&part).iter().product::<u64>() * b.dtype.bytes(),
+            ..b
+        })
+    }
+
+    fn add(&mut self, buffer: Buffer) -> BufferId {
+        let buffer = Buffer {
+            offset: self.end,
+            ..buffer
         };
         self.end += u64::from(buffer.slots()) * buffer.stride();
         self.buffers.push(buffer);

@@ -14,6 +14,7 @@ use crate::error::RuntimeError;
 use communicate::{Tiles, Waiting};
 use ir::op::InputKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
+use ir::reshard::Pieces;
 use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole};
 use ir::{BufferId, Rank, TemplateId};
 use queues::Orders;
@@ -114,18 +115,17 @@ impl RankState {
         let locals: Vec<Local> = this.buffers.iter().map(part).collect();
         for (buffer, local) in this.buffers.iter().zip(&locals) {
             let end = buffer.offset + u64::from(buffer.slots()) * buffer.stride();
-            if local.bytes() as u64 != buffer.bytes
+            let shape: Vec<u64> = local.ranges.iter().map(|r| r.padded).collect();
+            let in_pieces = |p: Pieces| p.shape(&shape).iter().product::<u64>();
+            let n_elements = buffer.pieces.map_or(local.elements() as u64, in_pieces);
+            let n_bytes = n_elements * local.dtype.bytes();
+            if n_bytes != buffer.bytes
                 || end > this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN)
                 || buffer.offset % 8 != 0
             {
                 let message = format!(
                     "buffer `{}` of {}: {} bytes at {}, its part has {}, the arena {}",
-                    buffer.name,
-                    this.stage,
-                    buffer.bytes,
-                    buffer.offset,
-                    local.bytes(),
-                    this.arena_bytes
+                    buffer.name, this.stage, buffer.bytes, buffer.offset, n_bytes, this.arena_bytes
                 );
                 return Err(RuntimeError::Program(message));
             }
@@ -341,21 +341,7 @@ impl RankState {
                 self.fill(*value as f32, *output, microbatch);
                 Ok(())
             }
-            InstrKind::Copy { input, output } => {
-                let (from, to) = (
-                    self.range(*input, microbatch),
-                    self.range(*output, microbatch),
-                );
-                if from.len() != to.len() {
-                    return Err(RuntimeError::Program(format!(
-                        "a copy of {} bytes to {}",
-                        from.len(),
-                        to.len()
-                    )));
-                }
-                self.arena.copy(from, to.start);
-                Ok(())
-            }
+            InstrKind::Copy { input, output } => self.copy(*input, *output, microbatch),
         }
     }
 

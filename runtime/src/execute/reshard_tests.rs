@@ -2,9 +2,9 @@
 //! gives exactly the shards of the full tensor. This tests `ir::reshard` as much as
 //! [`collective`](super::collective).
 
-use super::collective;
+use super::collective::{self, Rows};
 use super::local::Local;
-use ir::reshard::{LayoutStep, Placement, paths, tiles_from, tiles_to};
+use ir::reshard::{LayoutStep, Pieces, Placement, paths, tiles_from, tiles_to};
 use ir::{
     Axis, AxisId, DType, DeviceMesh, DimSharding, LogicalMesh, Rank, ReduceKind, ShardingSpec,
 };
@@ -147,11 +147,49 @@ fn carry_out(
             (_, Some(kind)) => {
                 let group = mesh.group(rank, &step.axes()).unwrap();
                 let me = group.iter().position(|&r| r == rank).unwrap();
-                let members: Vec<&[u8]> = group
-                    .iter()
-                    .map(|&r| bytemuck::cast_slice(&shards[index(r)].1[..]))
-                    .collect();
-                collective::result(kind, step, me, input, &members, &local, bytes);
+                let part = |l: &Local| l.ranges.iter().map(|r| r.padded).collect::<Vec<u64>>();
+                let n = u32::try_from(group.len()).unwrap();
+                let [cut, joined] = step.pieces(n, &part(input), &part(&local));
+                let all = |pieces: Pieces, part: &[u64]| {
+                    vec![0u8; pieces.shape(part).iter().product::<u64>() as usize * 4]
+                };
+                let operand = |&r: &Rank| {
+                    let (held, values) = &shards[index(r)];
+                    let data: &[u8] = bytemuck::cast_slice(values);
+                    let Some(pieces) = cut else {
+                        return data.to_vec();
+                    };
+                    let mut packed = all(pieces, &part(held));
+                    collective::pack(held, data, pieces, &mut packed);
+                    packed
+                };
+                let operands: Vec<Vec<u8>> = group.iter().map(operand).collect();
+                let members: Vec<&[u8]> = operands.iter().map(Vec::as_slice).collect();
+                let dims = step.cuts();
+                let rows = |dim: Option<usize>, pieces: Option<Pieces>, of: &Local| match dim {
+                    None => Rows::ONE,
+                    Some(dim) => Rows {
+                        rows: match pieces {
+                            None => of.dims()[..dim].iter().product(),
+                            Some(_) => 1,
+                        },
+                        n: group.len(),
+                    },
+                };
+                let (from, to) = (rows(dims[0], cut, input), rows(dims[1], joined, &local));
+                let run = |out: &mut [u8]| {
+                    let kind = (kind, DType::F32);
+                    collective::result(kind, me, (&members, from), (out, to)).unwrap();
+                };
+                match joined {
+                    None => run(bytes),
+                    Some(pieces) => {
+                        let mut received = all(pieces, &part(&local));
+                        run(&mut received);
+                        collective::unpack(&received, pieces, &local, bytes);
+                    }
+                }
+                local.zero_padding(bytes);
             }
             other => panic!("{other:?}"),
         }

@@ -37,7 +37,8 @@
 //! and their number. Numbers count from 0 in the order of the text.
 //!
 //! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
-//! (`microbatch*2`: two copies), offset in the arena, and the bytes of one copy.
+//! (`microbatch*2`: two copies), offset in the arena, and the bytes of one copy; behind them, if
+//! it is in pieces, their number, length and dim: `in 4 pieces of 2 along dim 1`.
 //!
 //! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
 //! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have

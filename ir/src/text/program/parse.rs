@@ -6,6 +6,7 @@ use crate::program::{
     Buffer, BufferClass, Program, RoleProgram, Slot, StateBuffer, Stream, Template, TemplateKind,
     Transfer,
 };
+use crate::reshard::Pieces;
 use crate::text::scan::Scanner;
 use crate::text::{MAX_RANK, ParseError, repeat};
 use crate::{
@@ -233,6 +234,23 @@ impl Parser<'_> {
         Ok(role)
     }
 
+    /// `4 pieces of 3 along dim 1`, of a tensor of `rank` dims.
+    fn pieces(&mut self, rank: usize) -> Result<Pieces, ParseError> {
+        let n = self.s.number("the number of pieces")?;
+        self.s.expect_word("pieces")?;
+        self.s.expect_word("of")?;
+        let len = self.s.number("the length of a piece")?;
+        self.s.expect_word("along")?;
+        self.s.expect_word("dim")?;
+        let start = self.s.token_start();
+        let dim: usize = self.s.number("a dim")?;
+        if dim >= rank {
+            let what = format!("the tensor has {rank} dims");
+            return Err(self.s.error(start..self.s.token_end(), what));
+        }
+        Ok(Pieces { dim, n, len })
+    }
+
     /// A line of `buffers`.
     fn described(&mut self, id: usize, mesh: &LogicalMesh) -> Result<Buffer, ParseError> {
         self.numbered("buf", id)?;
@@ -255,11 +273,16 @@ impl Parser<'_> {
         let offset = self.s.number("the offset in the arena")?;
         let bytes = self.s.number("the bytes of a copy")?;
         self.s.expect_word("bytes")?;
+        let pieces = match self.s.eat_word("in") {
+            true => Some(self.pieces(lens.len())?),
+            false => None,
+        };
         Ok(Buffer {
             name,
             dtype,
             lens,
             spec,
+            pieces,
             class,
             offset,
             bytes,

@@ -2,6 +2,7 @@
 
 use super::{STATES, TEMPLATES, list};
 use crate::program::{Buffer, BufferClass, Program, RoleProgram, TemplateKind, Transfer};
+use crate::reshard::Pieces;
 use crate::reshard::{Placement, tiles_from, tiles_to};
 use crate::text::{attributes, repeat, word_of};
 use crate::{
@@ -148,6 +149,9 @@ impl Printer<'_> {
         let (ty, spec) = (typed(b.dtype, &b.lens), b.spec.display(&self.role.mesh));
         let (name, offset, bytes) = (name(&b.name), b.offset, b.bytes);
         let mut line = format!("{id} {name} {ty} {spec} {class} @{offset} {bytes} bytes");
+        if let Some(Pieces { dim, n, len }) = b.pieces {
+            let _ = write!(line, " in {n} pieces of {len} along dim {dim}");
+        }
         if let Some((_, coords)) = &self.at {
             let local = typed(b.dtype, &self.role.local_shape(id));
             let held = b.spec.local_ranges(&b.lens, &self.role.mesh, coords);

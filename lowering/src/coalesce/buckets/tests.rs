@@ -48,6 +48,7 @@ impl Backward {
                 dtype: DType::F32,
                 lens: vec![elements],
                 spec: ShardingSpec::replicated(1),
+                pieces: None,
                 lifetime,
             })
         })

@@ -121,7 +121,7 @@ fn cluster(rng: &mut Rng) -> Cluster {
     if rng.one_in(3) {
         let half = &mut device.matmul_half_size;
         (half.m, half.n, half.k) = (0.0, 0.0, 0.0);
-        device.launch_s = 0.0;
+        (device.launch_s, device.multiprocessors) = (0.0, 0);
         device.attention_efficiency = 1.0;
         (
             device.memory_bandwidth_bytes_per_s,
@@ -213,7 +213,7 @@ fn nothing_better_is_cut() {
     }
     // Cuts happen, also where a bound is nearly what the pipeline costs.
     assert!(n_found > 10 && n_cut > 5, "{n_found} found, {n_cut} cut");
-    assert!(closest < 0.1, "the closest bound is {closest} below");
+    assert!(closest < 0.15, "the closest bound is {closest} below");
 }
 
 /// The least that interleaved stages cost on each submesh, every ring of every shape solved.

@@ -1,10 +1,10 @@
 //! Instructions that meet other ranks, and slices, which could have.
 
 use super::RankState;
-use crate::arena::Bytes;
+use crate::arena::{Arena, Bytes};
 use crate::communicator::{Arrived, Channel, Contribution, Meeting};
 use crate::error::RuntimeError;
-use crate::execute::collective;
+use crate::execute::collective::{self, Rows};
 use crate::execute::local::Local;
 use ir::collective::CollectiveKind;
 use ir::program::{CollectiveItem, InstrKind, Instruction, Program, Transfer};
@@ -113,13 +113,18 @@ impl RankState {
                 }
                 for (item, place) in items.iter().zip(&places) {
                     let range = self.range(item.output, microbatch);
-                    let (input, output) = (
-                        &self.locals[item.input.index()],
-                        &self.locals[item.output.index()],
-                    );
+                    let [cut, joined] = item.step.cuts();
+                    let operand = self.rows(item.input, cut, members.len());
+                    let result = self.rows(item.output, joined, members.len());
+                    let output = &self.locals[item.output.index()];
+                    let in_pieces = self.this().buffer(item.output).pieces.is_some();
                     let out = self.arena.write(range);
                     let operands: Vec<&[u8]> = members.iter().map(|m| &m[place.clone()]).collect();
-                    collective::result(*kind, &item.step, me, input, &operands, output, out);
+                    let kind = (*kind, output.dtype);
+                    collective::result(kind, me, (&operands, operand), (out, result))?;
+                    if !in_pieces {
+                        output.zero_padding(out);
+                    }
                 }
                 self.note_scratch(items);
                 Ok(None)
@@ -179,9 +184,22 @@ impl RankState {
         self.endpoint.come(&group, number, mine)
     }
 
+    /// How the pieces along `dim` of a buffer stand, for a group of `n`.
+    fn rows(&self, b: BufferId, dim: Option<usize>, n: usize) -> Rows {
+        match (dim, self.this().buffer(b).pieces) {
+            (None, _) => Rows::ONE,
+            (Some(_), Some(_)) => Rows { rows: 1, n },
+            (Some(dim), None) => Rows {
+                rows: self.local(b).dims()[..dim].iter().product(),
+                n,
+            },
+        }
+    }
+
     /// Notes what a collective took beside the arena.
     fn note_scratch(&mut self, items: &[CollectiveItem]) {
-        let n_bytes: usize = items.iter().map(|i| self.local(i.input).bytes()).sum();
+        let bytes = |i: &CollectiveItem| self.this().buffer(i.input).bytes as usize;
+        let n_bytes: usize = items.iter().map(bytes).sum();
         let scratch = self.spare.bytes().max(2 * n_bytes) as u64;
         self.peak_scratch = self.peak_scratch.max(scratch);
     }
@@ -249,22 +267,45 @@ impl RankState {
         let LayoutStep::Slice { axis, dim, .. } = step else {
             return Err(RuntimeError::Program(format!("{step:?} is not a slice")));
         };
-        let source = self.range(input, microbatch);
-        let mut operand = self.spare.take(source.len());
-        operand.copy_from_slice(self.arena.read(source));
-        let range = self.range(output, microbatch);
+        let ranges = [input, output].map(|b| self.range(b, microbatch));
         let coordinate = self.coords[axis.index()] as usize;
         let (from, to) = (&self.locals[input.index()], &self.locals[output.index()]);
-        collective::slice(
-            *dim,
-            coordinate,
-            from,
-            &operand,
-            to,
-            self.arena.write(range),
-        );
-        self.peak_scratch = self.peak_scratch.max(2 * operand.len() as u64);
-        self.spare.give(operand);
+        let (operand, out) = both(&mut self.arena, ranges)?;
+        collective::slice(*dim, coordinate, from, operand, to, out);
+        Ok(())
+    }
+
+    /// Copies a buffer to another, into pieces or from them where one is in pieces.
+    pub(super) fn copy(
+        &mut self,
+        input: BufferId,
+        output: BufferId,
+        microbatch: Option<u32>,
+    ) -> Result<(), RuntimeError> {
+        let pieces = [input, output].map(|b| self.this().buffer(b).pieces);
+        let ranges = [input, output].map(|b| self.range(b, microbatch));
+        let lens = [&ranges[0], &ranges[1]].map(Range::len);
+        if pieces[0] == pieces[1] {
+            if lens[0] != lens[1] {
+                return Err(RuntimeError::Program(format!(
+                    "a copy of {} bytes to {}",
+                    lens[0], lens[1]
+                )));
+            }
+            let [from, to] = ranges;
+            self.arena.copy(from, to.start);
+            return Ok(());
+        }
+        let (from, to) = (&self.locals[input.index()], &self.locals[output.index()]);
+        let (data, out) = both(&mut self.arena, ranges)?;
+        match pieces {
+            [None, Some(pieces)] => collective::pack(from, data, pieces, out),
+            [Some(pieces), None] => collective::unpack(data, pieces, to, out),
+            _ => {
+                let problem = "a copy from pieces to other pieces";
+                return Err(RuntimeError::Program(problem.into()));
+            }
+        }
         Ok(())
     }
 
@@ -376,6 +417,18 @@ impl RankState {
         let mine = Arc::new(Bytes::of_f32(&mine));
         self.endpoint.come(&self.world, WORLD, mine)
     }
+}
+
+/// Bytes to read and bytes to write, which do not overlap.
+fn both(
+    arena: &mut Arena,
+    [from, to]: [Range<usize>; 2],
+) -> Result<(&[u8], &mut [u8]), RuntimeError> {
+    let mut borrowed = arena
+        .borrow(&[from], &[to])
+        .map_err(RuntimeError::Program)?;
+    let read = borrowed.reads.pop().unwrap_or_default();
+    Ok((read, borrowed.writes.pop().unwrap_or_default()))
 }
 
 /// Where blocks of these lengths lie one after the other, each aligned to 8.

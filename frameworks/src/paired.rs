@@ -10,10 +10,10 @@
 //! What is hidden is the shorter of both, but for the share of the multiprocessors that the
 //! collective takes from the matmul; that it takes memory bandwidth too is not counted.
 
-use super::{CostClass, InstrCost};
+use crate::Software;
+use cost_model::costs::{CostClass, InstrCost};
 use ir::op::OpKind;
 use ir::program::{InstrKind, RoleProgram, Template};
-use ir::software::Software;
 use ir::{BufferId, collective::CollectiveKind};
 use std::collections::HashMap;
 
@@ -107,7 +107,8 @@ mod tests {
     use super::*;
     use crate::testing;
     use ir::collective::CollectiveKind;
-    use ir::program::{CollectiveItem, Instruction, TemplateKind};
+    use ir::program::TemplateKind;
+    use ir::program::{CollectiveItem, Instruction};
     use ir::sharding::ReduceKind;
 
     fn dot(path: &str, reads: u32, makes: u32) -> Instruction {
@@ -155,12 +156,7 @@ mod tests {
                 dot("grad.down.rhs", 3, 7),
             ],
         }];
-        let cost = |(seconds, class)| InstrCost {
-            seconds,
-            class,
-            queue: 0,
-            unheeded: 0,
-        };
+        let cost = |(seconds, class)| InstrCost { seconds, class };
         let (comm, comp) = (CostClass::Collective, CostClass::Compute);
         let before = [
             (4.0, comm),

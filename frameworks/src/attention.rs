@@ -1,20 +1,14 @@
 //! Attention by kernel family.
 //!
-//! Fused (flash): scores stay on the chip. A causal kernel skips half of them (where the
-//! sequence is split, less than half on the rank with the last queries); the backward
-//! direction makes the scores again, so it executes five products where four count as model
-//! FLOPs. Unfused: each product is a batched matmul over all scores, causal or not, and
-//! softmax, mask and dropout pass over the scores in memory in between.
+//! Fused (flash): the device's own figures at a rate of the family's. Unfused: each product is a
+//! batched matmul over all scores, causal or not, and softmax, mask and dropout pass over the
+//! scores in memory in between.
 
-use super::{matmul_rate, memory_time, peak_rate};
+use crate::{AttentionKernel, Software};
+use cost_model::compute::{attention_time, matmul_rate, memory_time};
 use ir::DType;
 use ir::cluster::Cluster;
 use ir::op::{MatmulShape, Work};
-use ir::software::{AttentionKernel, Software};
-
-/// Products that a fused backward executes over those that count (dV, dP, dQ, dK): it makes the
-/// scores again. Dao 2023, section 3.1.
-const FUSED_GRADIENT: f64 = 5.0 / 4.0;
 
 /// Seconds on the device, without the launch, of one attention or its gradient. `scores` is the
 /// product of queries and keys, `work` the op's.
@@ -31,16 +25,8 @@ pub(super) fn busy_time(
             rate,
             backward_share,
         } => {
-            let d = &cluster.device;
-            let (again, rate) = match is_gradient {
-                true => (FUSED_GRADIENT, rate * backward_share),
-                false => (1.0, rate),
-            };
-            let products = work.causal_share * again * work.attention_flops
-                / (peak_rate(cluster, dtype) * d.attention_efficiency * rate);
-            let arithmetic =
-                products + work.causal_share * work.vector_flops / d.vector_flops_per_s;
-            arithmetic.max(memory_time(cluster, work.bytes as f64))
+            let share = if is_gradient { backward_share } else { 1.0 };
+            attention_time(cluster, dtype, is_gradient, rate * share, work)
         }
         AttentionKernel::Unfused {
             forward_passes,
@@ -126,7 +112,8 @@ mod tests {
             busy_time(&c, &software, DType::F32, shape, is_gradient, &work)
         };
         // Half of the products, at half of the device's best rate; five for four backward.
-        let rate = peak_rate(&c, DType::F32) * c.device.attention_efficiency * 0.5;
+        let rate =
+            cost_model::compute::peak_rate(&c, DType::F32) * c.device.attention_efficiency * 0.5;
         let close = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-12, "{a} is not {b}");
         close(busy(0.8, false), 0.5e9 / rate);
         close(busy(0.8, true), 0.5e9 * 1.25 / (0.8 * rate));

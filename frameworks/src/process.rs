@@ -6,12 +6,12 @@
 //! not give back what a phase has freed. What the program says stays: which tensors a rank
 //! holds, how they are split, and how long they live.
 
-use super::{memory_of, scratch_bytes};
+use crate::{InFlight, ProcessMemory, Reuse};
+use cost_model::memory::{memory_of, peak_bytes};
 use ir::cluster::Cluster;
 use ir::program::{
     Buffer, BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind,
 };
-use ir::software::{InFlight, ProcessMemory, Reuse};
 use ir::training::StateRole;
 use ir::{BufferId, Bytes, OpKind, Pass};
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,33 +48,30 @@ impl MemoryUse {
     }
 }
 
-/// The memory of a rank of `role`. Without [`ProcessMemory`] the sum is the arena, what the device
-/// reserves and, where ranks are threads, the copies that the runtime makes.
-pub fn memory_use(program: &Program, role: &RoleProgram, cluster: &Cluster) -> MemoryUse {
-    let software = cluster.software.as_ref();
-    match software.and_then(|s| s.memory.as_ref()) {
-        Some(memory) => Process::new(program, role, memory).memory_use(),
-        None => own(role, cluster),
+/// The memory of a rank of `role`. Without [`ProcessMemory`] the sum is what Meshwright's own runtime
+/// holds.
+pub fn memory_use(
+    program: &Program,
+    role: &RoleProgram,
+    cluster: &Cluster,
+    memory: Option<&ProcessMemory>,
+) -> MemoryUse {
+    if let Some(memory) = memory {
+        return Process::new(program, role, memory).memory_use();
     }
-}
-
-fn own(role: &RoleProgram, cluster: &Cluster) -> MemoryUse {
     let held = Held::of(role);
     let classes = memory_of(role);
-    let scratch = if cluster.pool.is_some() {
-        scratch_bytes(role)
-    } else {
-        Bytes(0)
-    };
     let named = classes.persistent + classes.activation + held.copies + held.gradients;
+    let all = peak_bytes(role, cluster).0;
+    let context = cluster.device.memory_reserved_bytes;
     MemoryUse {
-        parameters: held.parameters(),
+        parameters: held.at_rest() + held.copies,
         gradients: held.gradients,
         optimizer: Bytes(classes.persistent.0.saturating_sub(held.at_rest().0)),
         activations: classes.activation,
-        buffers: Bytes(classes.arena.0.saturating_sub(named.0)) + scratch,
+        buffers: Bytes(all.saturating_sub(named.0).saturating_sub(context.0)),
         slack: Bytes(0),
-        context: cluster.device.memory_reserved_bytes,
+        context,
     }
 }
 
@@ -163,9 +160,6 @@ impl Held {
         } else {
             Bytes(0)
         }
-    }
-    fn parameters(&self) -> Bytes {
-        self.at_rest() + self.copies
     }
 }
 

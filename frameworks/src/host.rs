@@ -13,19 +13,26 @@
 //! (Megatron-LM synchronises the device after every transfer), and at its end the device is
 //! rarely far behind where kernels are short.
 
-use super::{InstrCost, KERNELS};
+use crate::streams::KERNELS;
+use cost_model::costs::InstrCost;
+use ir::program::Template;
 
-/// Adds to every instruction of the kernels' queue what it waits for the host. `host_s` is the
-/// time in which each instruction is issued; a `synchronous` host issues one only when the one
-/// before has ended.
-pub(super) fn wait(costs: &mut [InstrCost], host_s: &[f64], synchronous: bool) {
+/// Adds to every instruction of a template on the stream of kernels what it waits for the host.
+/// `host_s` is the time in which each instruction is issued; a `synchronous` host issues one only
+/// when the one before has ended.
+pub(super) fn wait(
+    template: &Template,
+    costs: &mut [InstrCost],
+    host_s: &[f64],
+    synchronous: bool,
+) {
     let (mut issued, mut end) = (0.0f64, 0.0f64);
-    for (cost, host) in costs.iter_mut().zip(host_s) {
+    for ((instruction, cost), host) in template.instructions.iter().zip(costs).zip(host_s) {
         issued += host;
         if synchronous {
             issued = issued.max(end + host);
         }
-        if cost.queue == KERNELS && (*host > 0.0 || cost.seconds > 0.0) {
+        if instruction.stream == KERNELS && (*host > 0.0 || cost.seconds > 0.0) {
             let start = end.max(issued);
             let duration = start - end + cost.seconds;
             end = start + cost.seconds;
@@ -37,17 +44,28 @@ pub(super) fn wait(costs: &mut [InstrCost], host_s: &[f64], synchronous: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::costs::CostClass;
+    use crate::testing::{instr, relu};
+    use cost_model::costs::CostClass;
+    use ir::program::TemplateKind;
 
     fn waited(device: &[f64], host: f64, synchronous: bool) -> Vec<f64> {
         let cost = |&seconds: &f64| InstrCost {
             seconds,
             class: CostClass::Compute,
-            queue: KERNELS,
-            unheeded: 0,
         };
         let mut costs: Vec<InstrCost> = device.iter().map(cost).collect();
-        wait(&mut costs, &vec![host; device.len()], synchronous);
+        let kernel = |_: &f64| instr(relu("y", 0, 1), KERNELS, &[]);
+        let template = Template {
+            kind: TemplateKind::Forward,
+            chunk: 0,
+            instructions: device.iter().map(kernel).collect(),
+        };
+        wait(
+            &template,
+            &mut costs,
+            &vec![host; device.len()],
+            synchronous,
+        );
         costs.iter().map(|c| c.seconds).collect()
     }
 

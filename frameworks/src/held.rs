@@ -1,15 +1,14 @@
 //! The memory of a rank's process on its device, as data: what the software keeps instead of
-//! and beside the buffers of a program. The bytes are counted in `cost_model::memory`.
+//! and beside the buffers of a program. The bytes are counted in `process`.
 
-use crate::{Bytes, Figure};
-use serde::{Deserialize, Serialize};
+use ir::Bytes;
+use serde::Deserialize;
 
 /// Memory that a generation of software uses to execute a program.
 ///
 /// Bytes "per element" multiply the elements that a rank holds of a tensor, so sharding is the
 /// program's.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ProcessMemory {
     /// Context of the device's driver with the kernels that it loaded.
     pub context_bytes: Bytes,
@@ -42,7 +41,6 @@ pub struct ProcessMemory {
     /// Whether a stage of a pipeline has buffers of its own for what every microbatch of a step
     /// receives, and keeps what it gave the next stage until the backward pass of that
     /// microbatch.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub keeps_transfers: bool,
     /// Which freed bytes serve again.
     pub reuse: Reuse,
@@ -52,7 +50,7 @@ pub struct ProcessMemory {
 }
 
 /// Which bytes that a phase of a step has freed serve another phase.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reuse {
     /// Blocks got from the driver are kept and may be split, never joined: temporaries, the
@@ -66,7 +64,7 @@ pub enum Reuse {
 }
 
 /// Microbatches whose activations a stage of a pipeline keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum InFlight {
     /// As many as the schedule has begun and not ended.
@@ -82,56 +80,4 @@ pub enum InFlight {
         /// Buffers for each stage.
         per_stage: u32,
     },
-}
-
-/// Most microbatches, or buffers, that a stage is believed to keep beyond its schedule.
-const MOST_IN_FLIGHT: u32 = 1024;
-
-impl ProcessMemory {
-    /// Lists the problems of the figures; empty when they make sense.
-    pub fn problems(&self) -> Vec<String> {
-        let figures = [
-            ("gradient_bytes", self.gradient_bytes, 16.0),
-            ("pass_gradient_bytes", self.pass_gradient_bytes, 16.0),
-            ("largest_gradient_bytes", self.largest_gradient_bytes, 16.0),
-            ("update_bytes", self.update_bytes, 16.0),
-            ("logit_bytes", self.logit_bytes, 64.0),
-            ("score_bytes", self.score_bytes, 64.0),
-            ("mask_bytes", self.mask_bytes, 4.0),
-            ("slack", self.slack, 1.0),
-        ];
-        let mut problems: Vec<String> = figures
-            .into_iter()
-            .filter(|&(_, x, most)| !(0.0..=most).contains(&x))
-            .map(|(key, x, most)| {
-                format!(
-                    "software.memory.{key} is {x}, expected 0 to {most}",
-                    x = Figure(x)
-                )
-            })
-            .collect();
-        let most = Bytes(1 << 40);
-        for (key, bytes) in [
-            ("context_bytes", self.context_bytes),
-            ("communicator_bytes", self.communicator_bytes),
-            ("bucket_bytes", self.bucket_bytes),
-        ] {
-            if bytes.0 > most.0 {
-                problems.push(format!(
-                    "software.memory.{key} is {bytes}, expected no more than {most}"
-                ));
-            }
-        }
-        let in_flight = match self.in_flight {
-            InFlight::Schedule => None,
-            InFlight::More { microbatches } => Some(("more.microbatches", microbatches)),
-            InFlight::Buffered { per_stage } => Some(("buffered.per_stage", per_stage)),
-        };
-        if let Some((key, n)) = in_flight.filter(|(_, n)| *n > MOST_IN_FLIGHT) {
-            problems.push(format!(
-                "software.memory.in_flight.{key} is {n}, expected 0 to {MOST_IN_FLIGHT}"
-            ));
-        }
-        problems
-    }
 }

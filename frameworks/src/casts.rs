@@ -13,10 +13,6 @@ use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, TemplateKind
 use ir::{BufferId, DType};
 use std::collections::{HashMap, HashSet};
 
-/// Copies that a cast writes: one for each of the two matmuls that read an activation or its
-/// gradient, along another dim.
-pub const COPIES: f64 = 2.0;
-
 /// The values of one template that have been made and cast so far.
 pub(super) struct Casts<'a> {
     role: &'a RoleProgram,

@@ -9,9 +9,12 @@
 //! waited for and nothing slows down; reductions of gradients that begin in the last backward
 //! pass but are instructions of the step's end slow nothing down here.
 
-use super::{CostClass, InstrCost, KERNELS};
+use crate::Software;
+use crate::streams::KERNELS;
+use cost_model::costs::{CostClass, InstrCost};
+use ir::StreamId;
 use ir::program::Template;
-use ir::software::Software;
+use std::collections::HashMap;
 
 /// The share of a device's multiprocessors that collectives take, 0 to 1; 0 where it is not known.
 pub(super) fn share(software: &Software, multiprocessors: u32) -> f64 {
@@ -27,23 +30,21 @@ const MOST: f64 = 0.5;
 /// Makes the kernels of a template longer that run beside its collectives, which hold `share`
 /// of the multiprocessors.
 pub(super) fn slow_down(template: &Template, share: f64, costs: &mut [InstrCost]) {
-    let is_beside = |c: &InstrCost| c.class == CostClass::Collective && c.queue != KERNELS;
-    if share <= 0.0 || !costs.iter().any(is_beside) {
+    let instructions = &template.instructions;
+    let is_beside = |i: usize, c: &InstrCost| {
+        c.class == CostClass::Collective && instructions[i].stream != KERNELS
+    };
+    let all = costs.iter().enumerate();
+    let beside: Vec<usize> = all.filter(|(i, c)| is_beside(*i, c)).map(|c| c.0).collect();
+    if share <= 0.0 || beside.is_empty() {
         return;
     }
     let spans = spans(template, costs);
-    let busy = union(
-        costs
-            .iter()
-            .zip(&spans)
-            .filter(|(c, _)| is_beside(c))
-            .map(|(_, s)| *s)
-            .collect(),
-    );
+    let busy = union(beside.into_iter().map(|i| spans[i]).collect());
     // Kernels follow each other, and so do the intervals.
     let mut first = 0;
-    for (cost, &(start, end)) in costs.iter_mut().zip(&spans) {
-        if cost.class != CostClass::Compute || cost.queue != KERNELS {
+    for ((cost, instruction), &(start, end)) in costs.iter_mut().zip(instructions).zip(&spans) {
+        if cost.class != CostClass::Compute || instruction.stream != KERNELS {
             continue;
         }
         while busy.get(first).is_some_and(|b| b.1 <= start) {
@@ -60,14 +61,13 @@ pub(super) fn slow_down(template: &Template, share: f64, costs: &mut [InstrCost]
 /// When every instruction of a template begins and ends, in seconds after the template did.
 fn spans(template: &Template, costs: &[InstrCost]) -> Vec<(f64, f64)> {
     let mut spans: Vec<(f64, f64)> = Vec::with_capacity(costs.len());
-    let n_queues = costs.iter().map(|c| c.queue + 1).max().unwrap_or(0);
-    let mut queues = vec![0.0f64; n_queues];
+    let mut streams: HashMap<StreamId, f64> = HashMap::new();
     for (instruction, cost) in template.instructions.iter().zip(costs) {
-        let queue = &mut queues[cost.queue];
-        let waited = cost.waits(instruction);
-        let start = waited.fold(*queue, |t, d| t.max(spans[d.index()].1));
+        let stream = streams.entry(instruction.stream).or_default();
+        let waited = instruction.deps.iter();
+        let start = waited.fold(*stream, |t, d| t.max(spans[d.index()].1));
         let end = start + cost.seconds;
-        *queue = end;
+        *stream = end;
         spans.push((start, end));
     }
     spans
@@ -89,64 +89,55 @@ fn union(mut intervals: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::costs::REDUCTIONS;
-    use crate::testing::{instr, relu};
+    use crate::testing::{COLLECTIVES, TRANSFERS, instr, relu};
     use ir::program::TemplateKind;
 
-    /// A template of instructions that each wait for those named.
-    fn waiting(deps: &[&[u32]]) -> Template {
-        let one = |deps: &&[u32]| instr(relu("y", 0, 1), crate::testing::KERNELS, deps);
-        Template {
+    const K: CostClass = CostClass::Compute;
+    const C: CostClass = CostClass::Collective;
+
+    type One<'a> = (f64, CostClass, StreamId, &'a [u32]);
+
+    /// Seconds of instructions on streams that each wait for those named.
+    fn slowed(all: &[One<'_>]) -> Vec<f64> {
+        let one = |&(_, _, stream, deps): &One<'_>| instr(relu("y", 0, 1), stream, deps);
+        let template = Template {
             kind: TemplateKind::Backward,
             chunk: 0,
-            instructions: deps.iter().map(one).collect(),
-        }
-    }
-
-    fn cost(seconds: f64, class: CostClass, queue: usize) -> InstrCost {
-        InstrCost {
-            seconds,
-            class,
-            queue,
-            unheeded: 0,
-        }
-    }
-
-    fn slowed(deps: &[&[u32]], mut costs: Vec<InstrCost>) -> Vec<f64> {
-        slow_down(&waiting(deps), 0.2, &mut costs);
+            instructions: all.iter().map(one).collect(),
+        };
+        let cost = |&(seconds, class, ..): &One<'_>| InstrCost { seconds, class };
+        let mut costs: Vec<InstrCost> = all.iter().map(cost).collect();
+        slow_down(&template, 0.2, &mut costs);
         costs.iter().map(|c| c.seconds).collect()
     }
 
     #[test]
     fn kernels_beside_a_collective_have_the_other_multiprocessors() {
-        let (k, c) = (CostClass::Compute, CostClass::Collective);
-        let costs = vec![
-            cost(1.0, k, KERNELS),
-            cost(3.0, c, REDUCTIONS),
-            cost(2.0, k, KERNELS),
-            cost(4.0, k, KERNELS),
-            cost(1.0, k, KERNELS),
-        ];
+        let of = |stream, deps: &[u32]| {
+            slowed(&[
+                (1.0, K, KERNELS, &[]),
+                (3.0, C, stream, &[0]),
+                (2.0, K, KERNELS, deps),
+                (4.0, K, KERNELS, &[]),
+                (1.0, K, KERNELS, &[]),
+            ])
+        };
         // The collective runs from 1 to 4: all of the second kernel, a second of the third.
-        let seconds = slowed(&[&[], &[0], &[], &[], &[]], costs.clone());
-        assert_eq!(seconds, [1.0, 3.0, 2.4, 4.2, 1.0]);
-        // Kernels wait for one in their own queue, and what waits for the end runs alone.
-        let mut blocking = costs.clone();
-        blocking[1].queue = KERNELS;
+        assert_eq!(of(COLLECTIVES, &[]), [1.0, 3.0, 2.4, 4.2, 1.0]);
+        // Kernels wait for one on their own stream, and what waits for the end runs alone.
         let alone = [1.0, 3.0, 2.0, 4.0, 1.0];
-        assert_eq!(slowed(&[&[], &[0], &[], &[], &[]], blocking), alone);
-        assert_eq!(slowed(&[&[], &[0], &[1], &[], &[]], costs), alone);
+        assert_eq!(of(KERNELS, &[]), alone);
+        assert_eq!(of(COLLECTIVES, &[1]), alone);
     }
 
     #[test]
     fn two_collectives_at_once_take_no_more_than_one() {
-        let (k, c) = (CostClass::Compute, CostClass::Collective);
-        let costs = vec![
-            cost(2.0, c, REDUCTIONS),
-            cost(3.0, c, REDUCTIONS + 1),
-            cost(10.0, k, KERNELS),
-        ];
-        assert_eq!(slowed(&[&[], &[], &[]], costs)[2], 10.6);
+        let seconds = slowed(&[
+            (2.0, C, COLLECTIVES, &[]),
+            (3.0, C, TRANSFERS, &[]),
+            (10.0, K, KERNELS, &[]),
+        ]);
+        assert_eq!(seconds[2], 10.6);
     }
 
     #[test]

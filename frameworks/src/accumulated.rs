@@ -5,7 +5,7 @@
 //! of Megatron-Core, `fuse_wgrad_accumulation` of Transformer Engine). It needs product and
 //! sum to be of one shape on a rank: what is reduced between them is added afterwards.
 
-use super::fused::Fused;
+use crate::fused::Fused;
 use ir::BufferId;
 use ir::op::OpKind;
 use ir::program::{InstrKind, Template};

@@ -3,7 +3,6 @@
 use super::*;
 use crate::testing::{buffer, cluster, instr, pipeline, role};
 use ir::program::{StateBuffer, Template};
-use ir::software::Software;
 use ir::{DType, LayerId, TemplateId};
 
 const NOTHING: ProcessMemory = ProcessMemory {
@@ -25,13 +24,7 @@ const NOTHING: ProcessMemory = ProcessMemory {
 };
 
 fn used(program: &Program, stage: usize, memory: ProcessMemory) -> MemoryUse {
-    let mut c = cluster(1);
-    c.software = Some(Software {
-        memory: Some(memory),
-        ..crate::testing::software()
-    });
-    assert_eq!(c.problems(), Vec::<String>::new());
-    memory_use(program, &program.roles[stage], &c)
+    memory_use(program, &program.roles[stage], &cluster(1), Some(&memory))
 }
 
 #[test]
@@ -233,7 +226,7 @@ fn recomputed_scores_live_from_recomputation_to_gradient() {
 fn own_memory_adds_up_to_the_arena_and_the_reserve() {
     let mut program = training_role();
     program.roles[0].arena_bytes = 30_000;
-    let m = memory_use(&program, &program.roles[0], &cluster(1));
+    let m = memory_use(&program, &program.roles[0], &cluster(1), None);
     assert_eq!(m.total(), 30_000 + 1000);
     assert_eq!((m.parameters, m.gradients), (Bytes(2048), Bytes(4096)));
     assert_eq!((m.optimizer, m.context), (Bytes(3 * 4096), Bytes(1000)));

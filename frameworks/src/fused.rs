@@ -1,7 +1,7 @@
 //! Elementwise operations that a framework does in one kernel.
 //!
 //! A chain of elementwise ops, each read by the next and by nothing else of its pass, is one
-//! kernel: what is between them is neither written nor read, and the host issues it once.
+//! kernel: what is between them is neither written nor read, and it is launched once.
 //! (Megatron-LM's `bias_gelu` and `bias_dropout_add` are such kernels.) What the gradient needs
 //! of it, the gradient makes again from what the kernel read, which is as many bytes.
 //!
@@ -9,7 +9,7 @@
 //! bias -> dropout -> add      apart: 2 + 2 + 3 tensors moved; as one: 1 + 0 + 2
 //! ```
 
-use crate::compute::is_elementwise;
+use cost_model::compute::is_elementwise;
 use ir::BufferId;
 use ir::program::{InstrKind, Template};
 use std::collections::{HashMap, HashSet};

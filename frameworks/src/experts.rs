@@ -1,9 +1,9 @@
 //! Experts, where software does more for them than kernel after kernel: tokens on their way
 //! there and back travel beside computing, and what is between their matmuls is part of these.
 
-use super::fused::Fused;
-use super::{CostClass, InstrCost};
-use crate::compute::is_elementwise;
+use crate::fused::Fused;
+use cost_model::compute::is_elementwise;
+use cost_model::costs::{CostClass, InstrCost};
 use ir::BufferId;
 use ir::collective::CollectiveKind;
 use ir::op::{Einsum, OpKind};
@@ -162,7 +162,7 @@ mod tests {
             .collect();
         assert_eq!(parts, [1, 3, 4]);
         // Their result is written in the type of the matmul that reads it.
-        let made = crate::costs::fused::made(&template, &fused);
+        let made = crate::fused::made(&template, &fused);
         assert_eq!(made, [11, 3, 4].map(BufferId).into());
     }
 
@@ -183,12 +183,7 @@ mod tests {
             ],
         };
         let left = |moving: f64, kernels: f64, plays: usize| {
-            let cost = |seconds, class| InstrCost {
-                seconds,
-                class,
-                queue: 0,
-                unheeded: 0,
-            };
+            let cost = |seconds, class| InstrCost { seconds, class };
             let mut costs = [
                 cost(moving, CostClass::Collective),
                 cost(kernels, CostClass::Compute),

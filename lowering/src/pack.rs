@@ -1,0 +1,165 @@
+//! Pieces around collectives.
+//!
+//! A collective library moves contiguous bytes, member after member. A tensor that is cut or
+//! put together along an inner dim, with many rows outside, is not laid out so: a kernel copies
+//! its pieces to a buffer of their own before the collective, or to their places behind it.
+//!
+//! ```text
+//! kernels      pack x ┐                      ... ┌ unpack y   y's first use
+//! collectives         └ all_to_all x' -> y' ─────┘
+//! ```
+//! Operands are packed right before the collective. Results are unpacked where they are used
+//! first, so that kernels in between do not wait for the collective; or at the template's end.
+
+use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
+use crate::error::LowerError;
+use crate::place::place_again;
+use ir::program::{InstrKind, Instruction, Program, RoleProgram};
+use ir::reshard::Pieces;
+use ir::{AxisId, BufferId};
+use std::collections::BTreeMap;
+
+/// Gives the collectives of a role buffers in pieces wherever they need them.
+pub(crate) fn pack(role: &mut RoleDraft) {
+    let mut reduced = Reduced::new();
+    for t in 0..role.templates.len() {
+        let instructions = std::mem::take(&mut role.templates[t].instructions);
+        role.templates[t].instructions = packed(role, instructions, &mut reduced);
+    }
+}
+
+/// Axes over which a buffer has been reduced in place, here or in an earlier template: its value
+/// is no longer partial there.
+type Reduced = BTreeMap<BufferId, Vec<AxisId>>;
+
+fn packed(
+    role: &mut RoleDraft,
+    instructions: Vec<Instruction>,
+    reduced: &mut Reduced,
+) -> Vec<Instruction> {
+    let mut done: Vec<Instruction> = Vec::with_capacity(instructions.len());
+    // Results that are still in pieces, with the copies that put them together.
+    let mut waiting: Vec<(BufferId, Instruction)> = Vec::new();
+    for mut instruction in instructions {
+        if !waiting.is_empty() {
+            let touched = [instruction.reads(), instruction.writes()].concat();
+            let used = waiting.extract_if(.., |(b, _)| touched.contains(b));
+            done.extend(used.map(|w| w.1));
+        }
+        let serves = Serves {
+            pass: instruction.pass,
+            layer: instruction.layer,
+        };
+        if let InstrKind::Collective { items, .. } = &mut instruction.kind {
+            for item in items {
+                let Some(&axis) = item.step.axes().first() else {
+                    continue;
+                };
+                let part = |b: BufferId| {
+                    let b = &role.buffers[b.index()];
+                    b.spec.local_shape(&b.lens, &role.mesh)
+                };
+                let (before, after) = (part(item.input), part(item.output));
+                let n = role.mesh.size(axis) as u32;
+                let [operand, result] = item.step.pieces(n, &before, &after);
+                if let Some(pieces) = operand {
+                    let over = reduced.get(&item.input).map_or(&[][..], Vec::as_slice);
+                    let (input, output) = (item.input, in_pieces(role, item.input, pieces, over));
+                    done.push(role.instruction(InstrKind::Copy { input, output }, serves));
+                    item.input = output;
+                }
+                if let Some(pieces) = result {
+                    let (input, output) = (in_pieces(role, item.output, pieces, &[]), item.output);
+                    let copy = role.instruction(InstrKind::Copy { input, output }, serves);
+                    waiting.push((output, copy));
+                    item.output = input;
+                }
+            }
+        }
+        match &instruction.kind {
+            InstrKind::Collective { axes, items, .. } => {
+                for item in items.iter().filter(|i| i.input == i.output) {
+                    reduced.entry(item.input).or_default().extend(axes);
+                }
+            }
+            _ => instruction.writes().iter().for_each(|b| {
+                reduced.remove(b);
+            }),
+        }
+        done.push(instruction);
+    }
+    done.extend(waiting.into_iter().map(|w| w.1));
+    done
+}
+
+/// A buffer for a tensor in pieces, which has been reduced over some axes.
+fn in_pieces(
+    role: &mut RoleDraft,
+    whole: BufferId,
+    pieces: Pieces,
+    reduced: &[AxisId],
+) -> BufferId {
+    let b = &role.buffers[whole.index()];
+    let mut spec = b.spec.clone();
+    spec.partial.retain(|axis, _| !reduced.contains(axis));
+    role.add_buffer(DraftBuffer {
+        name: format!("{}.pieces", b.name),
+        dtype: b.dtype,
+        lens: b.lens.clone(),
+        spec,
+        pieces: Some(pieces),
+        lifetime: Lifetime::ByUse,
+    })
+}
+
+/// A program whose collectives move all tensors as they stand, without copies around them: that
+/// of software which lays its tensors out so.
+///
+/// Fails where the program's arena is larger than any memory.
+pub fn without_pieces(program: &Program) -> Result<Program, LowerError> {
+    let mut program = program.clone();
+    program.roles.iter_mut().try_for_each(put_together)?;
+    Ok(program)
+}
+
+fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
+    let in_pieces = |b: BufferId| role.buffer(b).pieces.is_some();
+    // By buffer in pieces, the tensor's own.
+    let mut wholes: BTreeMap<BufferId, BufferId> = BTreeMap::new();
+    for instruction in role.templates.iter().flat_map(|t| &t.instructions) {
+        if let InstrKind::Copy { input, output } = instruction.kind {
+            match (in_pieces(input), in_pieces(output)) {
+                (true, false) => wholes.insert(input, output),
+                (false, true) => wholes.insert(output, input),
+                _ => None,
+            };
+        }
+    }
+    if wholes.is_empty() {
+        return Ok(());
+    }
+    let n_buffers = role.buffers.len();
+    let kept = (0..n_buffers)
+        .map(BufferId::new)
+        .filter(|b| !wholes.contains_key(b));
+    let mut new = vec![BufferId(0); n_buffers];
+    kept.enumerate()
+        .for_each(|(i, b)| new[b.index()] = BufferId::new(i));
+    let renumbered = |b: BufferId| new[wholes.get(&b).copied().unwrap_or(b).index()];
+    for template in &mut role.templates {
+        for instruction in &mut template.instructions {
+            buffers_mut(&mut instruction.kind, &mut |b| *b = renumbered(*b));
+        }
+        let stays = |i: &Instruction| match i.kind {
+            InstrKind::Copy { input, output } => input != output,
+            _ => true,
+        };
+        template.instructions.retain(stays);
+    }
+    role.states
+        .iter_mut()
+        .for_each(|s| s.buffer = renumbered(s.buffer));
+    (role.loss, role.grad_norm) = (role.loss.map(renumbered), role.grad_norm.map(renumbered));
+    role.buffers.retain(|b| b.pieces.is_none());
+    place_again(role)
+}
