@@ -347,6 +347,7 @@ impl Problem {
             watchdog: Duration::from_secs(60),
             threads_per_rank: Some(1),
             orders: None,
+            ..SessionOptions::default()
         };
         let mut session = Session::new(program, &self.train, options, |r: StateRequest<'_>| {
             initial(r.path, r.lens)

@@ -3,7 +3,7 @@
 use published::Facts;
 use std::path::Path;
 
-/// The built-in data files, or those of the folder after `--facts`.
+/// Reads the data files in the folder after `--facts`, or the built-in ones.
 pub fn facts() -> Result<Facts, String> {
     let Some(folder) = std::env::args().skip_while(|a| a != "--facts").nth(1) else {
         return Ok(Facts::built_in());

@@ -138,14 +138,6 @@ fn print_line(name: &str, made: &Planned, seconds: f64) {
                 .unwrap_or(0)
         ),
         p.proof.gap,
-        peak_memory().map_or("unknown".into(), |b| b.to_string()),
+        benchmarks::peak_memory().map_or("unknown".into(), |b| b.to_string()),
     );
-}
-
-/// Peak resident memory of this process, from the kernel's accounting.
-fn peak_memory() -> Option<ir::Bytes> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|l| l.starts_with("VmHWM:"))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(ir::Bytes(kib * 1024))
 }

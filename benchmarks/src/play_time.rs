@@ -14,7 +14,7 @@ use planner::{Pins, PlanOptions, Planned};
 use std::path::Path;
 use std::time::Instant;
 
-/// Times each phase is taken.
+/// The number of times that each phase is taken.
 const REPEATS: usize = 7;
 
 fn main() {
@@ -98,7 +98,7 @@ fn describe(made: &Planned) {
     );
 }
 
-/// Does it [`REPEATS`] times and prints how long that took.
+/// Runs the phase [`REPEATS`] times and prints how long that took.
 fn phase<T>(name: &str, act: impl Fn() -> T) -> T {
     let mut seconds = Vec::new();
     loop {

@@ -1,4 +1,4 @@
-//! How far predictions are from measurements: errors by stratum, the no-skill baseline and the
+//! Scores predictions against measurements: errors by stratum, with the no-skill baseline and the
 //! noise beside them.
 //!
 //! A stratum is a GPU family and a source: the first two parts of the `group` column. Means
@@ -8,7 +8,7 @@ use frameworks::MemoryUse;
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
 
-/// Rows that a stratum needs to count in the mean over strata.
+/// The rows that a stratum needs to count in the mean over strata.
 pub const COUNTED_ROWS: usize = 4;
 /// The mark of the rows that are shown apart: they are linear in the number of microbatches to
 /// 1e-5 and look composed from a few constants of one layer rather than measured one by one.
@@ -19,38 +19,38 @@ const DIAGNOSTIC: &str = "(single-node)";
 pub struct Scored<'a> {
     /// The row.
     pub row: &'a Row,
-    /// GPU family and source.
+    /// The GPU family and the source.
     pub stratum: String,
-    /// Tier: `A` says everything, of `B` something had to be assumed.
+    /// The tier: rows of `A` say everything, for rows of `B` something had to be assumed.
     pub tier: char,
-    /// Measured seconds of a step.
+    /// The measured seconds of a step.
     pub measured_s: f64,
-    /// Predicted seconds of a step.
+    /// The predicted seconds of a step.
     pub predicted_s: f64,
-    /// Measured and predicted gigabytes, where measured.
+    /// The measured and the predicted gigabytes, where measured.
     pub memory_gb: Option<(f64, f64)>,
     /// The parts of the predicted peak.
     pub memory: MemoryUse,
-    /// Measured MFU against the peak of bf16.
+    /// The measured MFU against the peak of bf16.
     pub measured_mfu: Option<f64>,
 }
 
 impl Scored<'_> {
-    /// Relative error of the step time, signed.
+    /// Returns the relative error of the step time, signed.
     pub fn error(&self) -> f64 {
         self.predicted_s / self.measured_s - 1.0
     }
-    /// GPU family.
+    /// Returns the GPU family.
     pub fn family(&self) -> &str {
         self.stratum.split('/').next().unwrap_or("")
     }
-    /// Whether the row is shown apart.
+    /// Says whether the row is shown apart.
     pub fn is_diagnostic(&self) -> bool {
         self.stratum.ends_with(DIAGNOSTIC)
     }
 }
 
-/// The rows of tiers A and B that have a measurement and a prediction.
+/// Collects the rows of tiers A and B that have a measurement and a prediction.
 pub fn scored<'a>(rows: &'a [Row], outcomes: &[Outcome]) -> Vec<Scored<'a>> {
     let one = |(row, outcome): (&'a Row, &Outcome)| {
         let predicted = outcome.as_ref().ok()?;
@@ -75,7 +75,7 @@ pub fn scored<'a>(rows: &'a [Row], outcomes: &[Outcome]) -> Vec<Scored<'a>> {
     rows.iter().zip(outcomes).filter_map(one).collect()
 }
 
-/// GPU family and source of a row.
+/// Returns GPU family and source of a row.
 pub fn stratum(row: &Row) -> String {
     let group = row.text("group").unwrap_or("?");
     let parts: Vec<&str> = group.splitn(3, '/').take(2).collect();
@@ -87,35 +87,35 @@ pub fn stratum(row: &Row) -> String {
     }
 }
 
-/// Errors of one stratum, as shares.
+/// The errors of one stratum, as shares.
 #[derive(Clone, Debug)]
 pub struct Stratum {
-    /// GPU family and source.
+    /// The GPU family and the source.
     pub name: String,
-    /// Rows.
+    /// The number of rows.
     pub n: usize,
-    /// Mean absolute error of the step time.
+    /// The mean absolute error of the step time.
     pub mape: f64,
-    /// Median signed error of the step time.
+    /// The median signed error of the step time.
     pub bias: f64,
-    /// Mean absolute error of assuming the stratum's median MFU.
+    /// The mean absolute error of assuming the stratum's median MFU.
     pub no_skill: Option<f64>,
-    /// Median of (slowest over fastest - 1) over repeated configurations.
+    /// The median of (slowest over fastest - 1) over repeated configurations.
     pub noise: Option<f64>,
-    /// Rows with measured memory, and the mean absolute error of memory.
+    /// The number of rows with measured memory, and the mean absolute error of memory.
     pub memory: Option<(usize, f64)>,
-    /// Whether the stratum is shown apart and counts in no mean.
+    /// True when the stratum is shown apart and counts in no mean.
     pub is_diagnostic: bool,
 }
 
 impl Stratum {
-    /// Whether the stratum counts in the mean over strata.
+    /// Says whether the stratum counts in the mean over strata.
     pub fn counts(&self) -> bool {
         self.n >= COUNTED_ROWS && !self.is_diagnostic
     }
 }
 
-/// Errors by stratum, sorted by name.
+/// Computes the errors by stratum, sorted by name.
 pub fn strata(rows: &[Scored<'_>]) -> Vec<Stratum> {
     let mut by_name: BTreeMap<&str, Vec<&Scored<'_>>> = BTreeMap::new();
     for row in rows {
@@ -143,7 +143,7 @@ pub fn strata(rows: &[Scored<'_>]) -> Vec<Stratum> {
         .collect()
 }
 
-/// Mean of a figure over the strata that count and have it.
+/// Returns the mean of a figure over the strata that count and have it.
 pub fn over_strata(strata: &[Stratum], figure: impl Fn(&Stratum) -> Option<f64>) -> Option<f64> {
     let figures: Vec<f64> = strata
         .iter()
@@ -153,7 +153,7 @@ pub fn over_strata(strata: &[Stratum], figure: impl Fn(&Stratum) -> Option<f64>)
     mean(&figures)
 }
 
-/// Mean error of peak memory over the strata of which enough rows say it.
+/// Returns the mean error of peak memory over the strata in which enough rows state it.
 pub fn memory_over_strata(strata: &[Stratum]) -> Option<f64> {
     let known = strata.iter().filter(|s| !s.is_diagnostic);
     let known = known.filter_map(|s| s.memory);
@@ -161,8 +161,8 @@ pub fn memory_over_strata(strata: &[Stratum]) -> Option<f64> {
     mean(&counted.map(|(_, error)| error).collect::<Vec<_>>())
 }
 
-/// Error of predicting every row with the median MFU of its stratum: the step time goes with
-/// the inverse of MFU.
+/// Returns the error of predicting every row with the median MFU of its stratum: the step time goes
+/// with the inverse of MFU.
 fn no_skill(rows: &[&Scored<'_>]) -> Option<f64> {
     let known: Vec<f64> = rows.iter().filter_map(|r| r.measured_mfu).collect();
     let constant = median(&known)?;
@@ -173,7 +173,7 @@ fn no_skill(rows: &[&Scored<'_>]) -> Option<f64> {
     mean(&errors)
 }
 
-/// Columns that say what was run; rows that agree in all are repetitions.
+/// The columns that say what was run; rows that agree in all of them are repetitions.
 const CONFIGURATION: [&str; 24] = [
     "gpu",
     "gpus_total",
@@ -222,12 +222,12 @@ fn noise(rows: &[&Scored<'_>]) -> Option<f64> {
     median(&spreads)
 }
 
-/// Mean; `None` of nothing.
+/// Returns the mean, or `None` for no values.
 pub fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// Median, of an even number the mean of the middle two; `None` of nothing.
+/// Returns the median (the mean of the middle two of an even number), or `None` for no values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,5 +1,5 @@
-//! Do the specs of an op's operands and results belong together? Derived from the op's rule
-//! and the specs alone; what the plan says plays no part.
+//! Checks that the specs of an op's operands and results belong together, by the op's rule and the
+//! specs alone; what the plan says plays no part.
 //!
 //! Each mesh axis does one thing in the op ([`AxisUse`]). For every axis the uses are listed
 //! under which each operand and result would have what it has on that axis; a choice of one
@@ -8,10 +8,11 @@
 use ir::op::{AxisUse, DimFactor, OpStrategy, ShardingRule};
 use ir::{AxisId, FactorId, ReduceKind, ShardingSpec};
 
-/// Combinations of uses that are tried; axes are ambiguous only where it makes no difference.
+/// The most combinations of uses that are tried. An axis is ambiguous only where it makes no
+/// difference which use is meant.
 const MAX_COMBINATIONS: usize = 256;
 
-/// The role of an axis for one tensor.
+/// How one mesh axis lays out a tensor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum On {
     Nothing,
@@ -27,7 +28,7 @@ fn on(axis: AxisId, spec: &ShardingSpec) -> On {
     }
 }
 
-/// True when some strategy of the rule over `n_axes` axes gives exactly these specs.
+/// Says whether some strategy of the rule over `n_axes` axes gives exactly these specs.
 pub(crate) fn consistent(
     rule: &ShardingRule,
     n_axes: usize,
@@ -78,7 +79,7 @@ fn gives(
     false
 }
 
-/// Counts through the choices; false after the last.
+/// Advances `choice` to the next combination, as a counter does; false after the last one.
 fn advance(choice: &mut [usize], uses: &[Vec<AxisUse>]) -> bool {
     for (c, u) in choice.iter_mut().zip(uses) {
         *c += 1;

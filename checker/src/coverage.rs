@@ -58,7 +58,7 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     }
 }
 
-/// How often each template is played for each microbatch, and without one.
+/// Counts how often each template is played for each microbatch, and how often for none.
 struct Plays {
     once_each: bool,
     none: u32,

@@ -15,12 +15,12 @@ pub(crate) struct Facts<'a> {
     roots: Vec<ValueId>,
     needed: Vec<bool>,
     inputs: BTreeMap<InputKind, ValueId>,
-    /// The op whose operands come from every stage.
+    /// The op that computes the global norm; its operands come from every stage.
     pub(crate) norm: Option<OpId>,
 }
 
 impl<'a> Facts<'a> {
-    /// `None`, with the reason reported, when the training graph contradicts itself.
+    /// Collects the facts; `None`, with the reason reported, when the graph contradicts itself.
     pub(crate) fn new(
         training: &'a TrainingGraph,
         microbatch: u64,
@@ -103,39 +103,39 @@ impl<'a> Facts<'a> {
         self.needed = needed;
     }
 
-    /// The value that stands for `v` and everything that is equal to it.
+    /// Returns the value that represents `v` and all values equal to it.
     pub(crate) fn root(&self, v: ValueId) -> ValueId {
         self.roots.get(v.index()).copied().unwrap_or(v)
     }
-    /// The op that defines a value.
+    /// Returns the op that defines a value.
     pub(crate) fn producer(&self, v: ValueId) -> &'a Op {
         self.graph.op(self.graph.value(v).producer)
     }
-    /// True when some state, the loss or the norm depends on the op.
+    /// Says whether some state, the loss or the norm depends on the op.
     pub(crate) fn needed(&self, op: OpId) -> bool {
         self.needed.get(op.index()).copied().unwrap_or(false)
     }
-    /// True for values that every microbatch has its own of. Sums over microbatches are not.
+    /// Says whether each microbatch has its own of this value; a sum over microbatches is shared.
     pub(crate) fn per_microbatch(&self, v: ValueId) -> bool {
         let op = self.producer(v);
         op.region == Region::Microbatch && !matches!(op.kind, OpKind::Accumulate { .. })
     }
-    /// The input of a kind.
+    /// Finds the input of this kind.
     pub(crate) fn input(&self, kind: InputKind) -> Option<ValueId> {
         self.inputs.get(&kind).copied()
     }
-    /// The value with this name.
+    /// Finds the value with this name.
     pub(crate) fn find(&self, name: &str) -> Option<ValueId> {
         self.graph.find_value(name)
     }
     pub(crate) fn name(&self, v: ValueId) -> String {
         self.graph.value_name(v)
     }
-    /// Global lengths of a type.
+    /// Returns the lengths of the whole tensor, dim by dim.
     pub(crate) fn lens(&self, ty: &TensorType) -> Vec<u64> {
         ty.shape.bind(self.microbatch)
     }
-    /// Why a buffer cannot hold a value, by its type; `None` when it can.
+    /// Says why the type of a buffer does not suit a value; `None` when it does.
     pub(crate) fn type_problem(&self, buffer: &Buffer, v: ValueId) -> Option<(String, String)> {
         let ty = self.graph.ty(v);
         let lens = self.lens(ty);

@@ -76,7 +76,7 @@ use ir::program::Program;
 use ir::training::TrainingGraph;
 use report::Report;
 
-/// Everything that is wrong with a program of `plan`; empty when it is proved correct.
+/// Lists everything that is wrong with a program of `plan`; an empty list proves it correct.
 ///
 /// `training` is the plan's training graph; the plan is taken to be one ([`check_plan`]).
 /// Never panics and needs memory in proportion to the program. A program whose indices or

@@ -15,7 +15,7 @@ use ir::plan::Plan;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram};
 use std::collections::BTreeSet;
 
-/// First byte and end of all copies of a buffer; `None` when they overflow.
+/// Returns the first byte and the end of all copies of a buffer; `None` when they overflow.
 pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
     let stride = b.bytes.checked_next_multiple_of(ARENA_ALIGN)?;
     let last = stride.checked_mul(u64::from(b.slots().max(1) - 1))?;
@@ -23,7 +23,7 @@ pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
     Some((b.offset, end))
 }
 
-/// All pairs of the given buffers that share bytes, in order of offsets.
+/// Lists all pairs of the given buffers that share bytes, in order of offsets.
 pub(crate) fn overlapping(
     role: &RoleProgram,
     among: impl Iterator<Item = BufferId>,
@@ -39,8 +39,8 @@ pub(crate) fn overlapping(
 }
 
 pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
-    let usable = plan.cluster.usable_bytes();
     for (i, role) in program.roles.iter().enumerate() {
+        let usable = plan.cluster.seen_by(role.mesh.devices).usable_bytes();
         if role.arena_bytes > usable {
             report.add(
                 role_place(i),
@@ -83,7 +83,7 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
     let exchanged = exchanged(role);
     let class = |b: BufferId| role.buffer(b).class;
     let transient = |b: BufferId| class(b) == BufferClass::Transient;
-    // Pairs of transients are many and none of them matters here, unless exchanged.
+    // There are many pairs of transients, and none matters here unless an exchange touches it.
     let lasting = (0..role.buffers.len())
         .map(BufferId::new)
         .filter(|&b| !transient(b) || exchanged.contains(&b));
@@ -111,7 +111,7 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
 
 type Span = (u64, u64, BufferId);
 
-/// First byte and end of buffers, in order of offsets.
+/// Lists the byte ranges of buffers in order of offsets.
 fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
     let mut spans: Vec<Span> = ids
         .filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b)))
@@ -120,8 +120,8 @@ fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
     spans
 }
 
-/// Pairs that share bytes, one of each list. The first list's are disjoint, or that is
-/// reported already; so a search by offset finds them.
+/// Finds pairs that share bytes, one buffer of each list. The buffers of the first list are
+/// disjoint, or else that is reported already, so a search by offset finds all pairs.
 fn pairs(lasting: &[Span], transients: &[Span]) -> Vec<(BufferId, BufferId)> {
     let mut found = Vec::new();
     for t in transients {
@@ -147,8 +147,7 @@ fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
     found
 }
 
-/// The buffers whose bytes others use too: transients, and microbatch buffers that lie where a
-/// transient does.
+/// Finds buffers whose bytes others use too: transients, and microbatch buffers on such bytes.
 pub(crate) fn shared_bytes(role: &RoleProgram) -> BTreeSet<BufferId> {
     let transients: Vec<BufferId> = (0..role.buffers.len())
         .map(BufferId::new)
@@ -158,7 +157,7 @@ pub(crate) fn shared_bytes(role: &RoleProgram) -> BTreeSet<BufferId> {
     transients.into_iter().chain(lost).collect()
 }
 
-/// Microbatch buffers that share bytes with some of these transients.
+/// Finds the microbatch buffers that share bytes with any of these transients.
 pub(crate) fn lost_to_transients(role: &RoleProgram, transients: &[BufferId]) -> Vec<BufferId> {
     let lasting = spans(
         role,

@@ -1,16 +1,16 @@
-//! Which part of a dim a rank holds, computed apart from `ir::sharding`, so that an error
-//! there does not prove itself.
+//! Computes which part of a dim a rank holds, apart from `ir::sharding`, so that an error there
+//! does not prove itself.
 //!
 //! A dim is a run of units. Axis by axis the run is cut into equal blocks, the coordinate
 //! chooses one; the real end of the run travels along and cuts the last blocks short.
 
 use ir::{DimSharding, LogicalMesh, ShardingSpec};
 
-/// Longest dim, largest unit: products of two stay in 64 bits.
+/// The longest dim and the largest unit, so that the product of two stays in 64 bits.
 pub(crate) const MAX_LEN: u64 = 1 << 40;
 
-/// `start..end` that the rank at `coords` really holds of a dim, in elements; empty ranges
-/// are `start >= end`.
+/// Returns the elements `start..end` of a dim that the rank at `coords` really holds; it holds none
+/// where `start >= end`.
 pub(crate) fn held(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> (u64, u64) {
     if dim.axes.is_empty() {
         return (0, len);
@@ -35,7 +35,7 @@ pub(crate) fn held(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u3
     )
 }
 
-/// Length of every rank's buffer along a dim.
+/// Returns the length of every rank's buffer along a dim.
 pub(crate) fn padded(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
     if dim.axes.is_empty() {
         return len;
@@ -52,7 +52,7 @@ pub(crate) fn padded(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
     units.saturating_mul(unit)
 }
 
-/// Elements of every rank's buffer; `None` when they overflow.
+/// Returns the number of elements in every rank's buffer; `None` when it overflows.
 pub(crate) fn local_elements(lens: &[u64], spec: &ShardingSpec, mesh: &LogicalMesh) -> Option<u64> {
     lens.iter()
         .zip(&spec.dims)

@@ -12,7 +12,7 @@ use ir::TransferId;
 use ir::program::{InstrKind, Program};
 use std::collections::BTreeMap;
 
-/// A tensor on its way: the transfer, for a microbatch.
+/// A tensor on its way between roles: the transfer, and the microbatch that it is of.
 type Message = (TransferId, Option<u32>);
 
 enum Kind {
@@ -20,7 +20,7 @@ enum Kind {
         sends: Vec<Message>,
         recvs: Vec<Message>,
     },
-    /// The n-th world sum.
+    /// The role's n-th world sum.
     WorldSum(usize),
 }
 
@@ -30,7 +30,7 @@ struct Event {
     kind: Kind,
 }
 
-/// Per role, in trace order.
+/// For each role, its events in trace order.
 type Events = Vec<Vec<Event>>;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
@@ -72,7 +72,7 @@ fn events(program: &Program, i: usize) -> Vec<Event> {
     found
 }
 
-/// For each event, the events of other roles that must have begun for it to be complete.
+/// For each event, the events of other roles that must have begun before it can complete.
 type Needed = Vec<Vec<Vec<(usize, usize)>>>;
 
 fn partners(facts: &Facts<'_>, program: &Program, events: &Events, report: &mut Report) -> Needed {
@@ -145,13 +145,13 @@ fn name(program: &Program, (x, m): Message) -> String {
     }
 }
 
-/// Serial play: a role passes an event once everyone it needs has come to theirs.
+/// Plays the roles serially: a role passes an event once everyone it needs has come to theirs.
 fn play(program: &Program, events: &Events, needed: &Needed, report: &mut Report) {
     let mut at = vec![0usize; events.len()];
     let mut awake: Vec<usize> = (0..events.len()).collect();
     let mut sleepers: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
     while let Some(i) = awake.pop() {
-        // Coming to an event lets those pass who wait for it.
+        // A role that comes to an event releases those that wait for it there.
         while at[i] < events[i].len() {
             awake.extend(sleepers.remove(&(i, at[i])).unwrap_or_default());
             let missing = needed[i][at[i]].iter().find(|&&(r, k)| at[r] < k);

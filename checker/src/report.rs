@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 #[error("{place}: {rule}: expected {expected}, found {actual}")]
 pub struct Violation {
-    /// Where: a key of the plan, or role, template, instruction and op path.
+    /// The place: a key of the plan, or role, template, instruction and op path.
     pub place: String,
     /// Name of the rule.
     pub rule: &'static str,
@@ -18,7 +18,7 @@ pub struct Violation {
     pub actual: String,
 }
 
-/// Violations are cut off here; a program this wrong needs no longer list.
+/// The most violations that are collected; a program with more of them needs no longer list.
 const MAX_VIOLATIONS: usize = 1000;
 
 /// Collects violations, each once.
@@ -54,12 +54,12 @@ impl Report {
     }
 }
 
-/// `stage 1`.
+/// Names a role: `stage 1`.
 pub(crate) fn role_place(role: usize) -> String {
     format!("stage {role}")
 }
 
-/// `stage 1 buffer 4 (h.0.out)`.
+/// Names a buffer: `stage 1 buffer 4 (h.0.out)`.
 pub(crate) fn buffer_place(program: &Program, role: usize, buffer: usize) -> String {
     let name = program
         .roles
@@ -69,7 +69,7 @@ pub(crate) fn buffer_place(program: &Program, role: usize, buffer: usize) -> Str
     format!("stage {role} buffer {buffer} ({name})")
 }
 
-/// `stage 1 template 2 (forward) instruction 14 (h.0.attn.qkv)`.
+/// Names an instruction: `stage 1 template 2 (forward) instruction 14 (h.0.attn.qkv)`.
 pub(crate) fn instr_place(
     program: &Program,
     role: usize,
@@ -95,7 +95,7 @@ pub(crate) fn instr_place(
     )
 }
 
-/// `stage 1 slot 7 (backward of microbatch 3)`.
+/// Names a slot: `stage 1 slot 7 (backward of microbatch 3)`.
 pub(crate) fn slot_place(program: &Program, role: usize, slot: usize) -> String {
     let Some((r, s)) = program
         .roles

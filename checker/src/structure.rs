@@ -14,7 +14,7 @@ use ir::schedule::Schedule;
 use ir::{AxisId, InstrId, LogicalMesh, Region, ShardingSpec, TemplateId};
 use std::collections::BTreeSet;
 
-/// Most copies of buffers of one role that are tracked.
+/// The most copies of a role's buffers that are tracked.
 const MAX_COPIES: u64 = 1 << 26;
 
 pub(crate) fn check(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report) {
@@ -110,7 +110,7 @@ fn whole(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report)
     }
 }
 
-/// The stage of every layer, as far as the plan has them in order.
+/// Returns the stage of every layer, as far as the plan lists layers in order.
 fn stages_of_layers(plan: &Plan, n_layers: usize) -> Vec<usize> {
     let stages = plan.stages.iter().enumerate();
     let runs = stages.flat_map(|(i, s)| s.runs.iter().map(move |r| (i, r.count as usize)));
@@ -167,7 +167,7 @@ fn passes(
     }
 }
 
-/// The problem of a spec for a tensor of these lengths.
+/// Says what is wrong with a spec for a tensor of these lengths.
 fn spec_problem(spec: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh) -> Option<String> {
     if spec.dims.len() != lens.len() {
         return Some(format!("a spec of {} dims", spec.dims.len()));

@@ -19,7 +19,7 @@ use ir::reshard::{Placement, Tile, source_replica, tiles_to};
 use ir::{LogicalMesh, ShardingSpec};
 use std::collections::BTreeSet;
 
-/// Pairs of ranks of a transfer up to which every receiver is looked at.
+/// Where a transfer has no more pairs of ranks than this, every receiver is looked at.
 const FEW_PAIRS: u64 = 1 << 16;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
@@ -83,7 +83,8 @@ fn placed<'a>(mesh: &'a LogicalMesh, spec: &'a ShardingSpec) -> Placement<'a> {
     Placement { mesh, spec }
 }
 
-/// Receivers whose blocks are wrong, with what is; where ranks are not `few`, one of each class.
+/// Finds the receivers whose blocks are wrong, and what is wrong with them. Where ranks are not
+/// `few`, it looks at one receiver of each class.
 fn wrong(
     x: &Transfer,
     from: &LogicalMesh,

@@ -52,7 +52,7 @@ pub enum Verb {
     #[command(after_help = format!("Example:\n  meshwright calibrate -o cluster.toml --ranks 4\n\n{EXIT_CODES}"))]
     Calibrate(CalibrateArgs),
     /// Predict published training runs: a table of configurations to step time and memory.
-    #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\nThe columns are those of docs/published.md; a row that cannot be modelled says why in its `reason`.\nWhere that is every row, their reasons are the error, nothing is written, and the exit code is 4.\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\ndocs/published.md lists the columns; a row that cannot be modelled says why in its `reason`.\nIf no row can be modelled, the reasons are printed, nothing is written, and the exit code is 4.\n\n{EXIT_CODES}"))]
     Predict(PredictArgs),
     /// Solve an intra-op problem in the form of the IOPDDL benchmark.
     #[command(after_help = format!("Example:\n  meshwright solve instance.json.gz --time-limit 60 -o solution.json\n\nThe last line of the output is a JSON object with status, objective, lower_bound, gap,\nseconds, peak_usage and usage_limit.\n\n{EXIT_CODES}"))]
@@ -70,45 +70,45 @@ pub enum Verb {
 pub struct CompileArgs {
     /// Hugging Face config.json or its folder, or a graph in Meshwright's text form.
     pub model: PathBuf,
-    /// A preset or a composition of devices and links (see `meshwright presets`), or a cluster
-    /// file (.toml, .json); `cpu` means the cluster.toml that `calibrate` wrote here.
+    /// A preset or a composition of devices and links (see `meshwright presets`), several with
+    /// numbers of hosts (dgx-h100:2,dgx-a100-40gb:1), or a cluster file (.toml, .json); `cpu`
+    /// means the cluster.toml that `calibrate` wrote here.
     #[arg(long)]
     pub cluster: String,
     /// Where to write the plan.
     #[arg(short, long, default_value = "plan.json")]
     pub output: PathBuf,
-    /// Number of hosts instead of the cluster's own.
+    /// Number of hosts, in place of the cluster's own.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub hosts: Option<u32>,
-    /// Number of ranks on a machine whose ranks share processors.
+    /// Number of CPU ranks, for a cluster whose ranks share the processors of one machine.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
-    /// Fix something before the search: data=N, expert=N, context=N, context_order=zigzag|natural,
+    /// Fix a choice before the search: data=N, expert=N, context=N, context_order=zigzag|natural,
     /// tensor=N, pipeline=N, zero=0..3, microbatch=N, split=5/4/4/5, schedule=NAME (1f1b, gpipe,
     /// ...), virtual=N (interleaved 1F1B, N stages on each mesh; needs pipeline=P; virtual=1
     /// forbids interleaving), recompute=none|full|selective, recompute:OP=yes|no,
     /// spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
-    /// Slots of an expert over the tokens that it gets on average, in models with mixtures of
-    /// experts: tokens beyond them are dropped; experts over experts of a token drops none
-    /// [default: 1.25].
+    /// Capacity factor, for models with mixtures of experts: an expert has this many times the
+    /// slots that the tokens need which it gets on average, and drops those that find none. The
+    /// number of experts, divided by the experts of a token, drops none [default: 1.25].
     #[arg(long, value_name = "FACTOR")]
     pub expert_capacity: Option<f64>,
-    /// The layers that stages are made of: those that the model declares, or found by
-    /// clustering, either a number that suits the graph or exactly N [default: declared;
-    /// auto where the model declares none or one].
+    /// The layers that stages are made of: those that the model declares (declared), or groups of
+    /// ops found by clustering, in a number that suits the graph (auto) or exactly N [default:
+    /// declared; auto where the model declares none or one].
     #[arg(long, value_name = "declared|auto|N")]
     pub layers: Option<LayersArg>,
-    /// Write the intra-op problems of the plan's stages that were solved as integer programs
-    /// (those under memory pressure) to this folder, as `solve` reads them; says so if there are
-    /// none.
+    /// Write the intra-op problems of the plan's stages to this folder, in the form that `solve`
+    /// reads: those that were solved as integer programs, because memory was short.
     #[arg(long, value_name = "DIR")]
     pub dump_intra_op: Option<PathBuf>,
     /// The training spec.
     #[command(flatten)]
     pub train: TrainArgs,
-    /// Print all that there is to say.
+    /// Print every detail.
     #[arg(short, long, conflicts_with = "json")]
     pub verbose: bool,
     /// Print JSON instead of words.
@@ -207,7 +207,7 @@ pub struct InspectArgs {
     /// Show the strategy of every op too.
     #[arg(long)]
     pub layers: bool,
-    /// Show it beside another plan instead: what both predict, and what differs.
+    /// Compare it with another plan instead: what both predict, and what differs.
     #[arg(long, value_name = "OTHER.JSON", conflicts_with = "layers")]
     pub against: Option<PathBuf>,
     /// Print JSON instead of words.
@@ -230,8 +230,8 @@ pub struct CheckArgs {
 pub struct LowerArgs {
     /// The plan.
     pub plan: PathBuf,
-    /// Print what this rank does, with its shapes, the global indices that it holds, and the
-    /// ranks that it talks to.
+    /// Print only what this rank does, with its shapes, the global indices that it holds, and the
+    /// ranks that it exchanges data with.
     #[arg(long)]
     pub rank: Option<u32>,
     /// Where to write the program [default: standard output].
@@ -274,13 +274,13 @@ pub struct RunArgs {
     /// A Hugging Face tokenizer.json for text; without it each byte is a token.
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
-    /// Training steps to do.
+    /// Number of training steps.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub steps: u64,
     /// Peak learning rate.
     #[arg(long, default_value_t = 3e-4)]
     pub lr: f64,
-    /// Steps of linear warmup.
+    /// Number of steps over which the learning rate rises linearly to its peak.
     #[arg(long, default_value_t = 0)]
     pub warmup: u64,
     /// Shape of the learning rate after warmup.
@@ -300,28 +300,28 @@ pub struct RunArgs {
     /// The model's config.json, which says how weights are stored [default: beside --weights].
     #[arg(long)]
     pub config: Option<PathBuf>,
-    /// Validate before the first step, after every so many, and after the last.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Validate before the first step, after every N steps, and after the last.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub validate_every: Option<u64>,
     /// Share of the data, at its end, that is kept for validation.
     #[arg(long, default_value_t = 0.1)]
     pub validation_fraction: f64,
-    /// Batches of one validation.
+    /// Number of batches in a validation.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     pub validation_batches: u64,
     /// Write the trained weights in Hugging Face's form; needs --config.
     #[arg(long)]
     pub save: Option<PathBuf>,
-    /// Folder for the training state at the end of the run.
+    /// Write the training state at the end of the run to this folder.
     #[arg(long)]
     pub checkpoint: Option<PathBuf>,
     /// Go on from the training state in this folder.
     #[arg(long, conflicts_with = "weights")]
     pub resume: Option<PathBuf>,
-    /// How many steps, the last ones, are timed instruction by instruction.
+    /// Number of steps, the last ones, whose instructions are timed one by one.
     #[arg(long, default_value_t = 2)]
     pub profile: u64,
-    /// Longest that a rank waits for another one, seconds.
+    /// Seconds that a rank waits for another one before the run fails.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
     /// Where to write what was measured.
@@ -340,11 +340,11 @@ pub struct CompareArgs {
     /// Measurement of its run. More runs of the plan count for --recalibrate only.
     #[arg(required = true, num_args = 1..)]
     pub run: Vec<PathBuf>,
-    /// Refine the plan's cluster by what the runs measured, say what changes, the best plan
-    /// included, and write the new cluster here.
+    /// Fit the figures of the plan's cluster to the runs, write the new cluster to this file, and
+    /// say which figures change and whether another plan becomes the best.
     #[arg(long, value_name = "CLUSTER")]
     pub recalibrate: Option<PathBuf>,
-    /// Print all that there is to say.
+    /// Print every detail.
     #[arg(short, long, conflicts_with = "json")]
     pub verbose: bool,
     /// Print JSON instead of words.
@@ -358,13 +358,13 @@ pub struct CalibrateArgs {
     /// Where to write the cluster.
     #[arg(short, long, default_value = "cluster.toml")]
     pub output: PathBuf,
-    /// Ranks that collectives are measured with.
+    /// Number of ranks with which collectives are measured.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=64))]
     pub ranks: u32,
-    /// Fewer sizes and repetitions.
+    /// Measure fewer sizes, with fewer repetitions.
     #[arg(long)]
     pub quick: bool,
-    /// Print all that there is to say.
+    /// Print every detail.
     #[arg(short, long, conflicts_with = "json")]
     pub verbose: bool,
     /// Print JSON instead of words.
@@ -375,7 +375,7 @@ pub struct CalibrateArgs {
 /// Arguments of `predict`.
 #[derive(Debug, Args)]
 pub struct PredictArgs {
-    /// Comma-separated values, one training run a row, with a header.
+    /// Table of training runs: comma-separated values with a header, one run per row.
     pub rows: PathBuf,
     /// Where to write the predictions.
     #[arg(short, long, default_value = "predicted.csv")]
@@ -387,22 +387,23 @@ pub struct PredictArgs {
 pub struct SolveArgs {
     /// The problem, JSON or gzipped JSON.
     pub instance: PathBuf,
-    /// Wall-clock limit in seconds, reading included. What is known by then is the result, as
-    /// it is after Ctrl-C.
+    /// Wall-clock limit in seconds, reading included. The result is what is known by then; so it
+    /// is after Ctrl-C.
     #[arg(long)]
     pub time_limit: Option<f64>,
-    /// Limit in amounts of work: slices of search per thread, branch-and-bound nodes and simplex
-    /// iterations per integer program. The same seed, threads and limit give the same solution.
+    /// Limit on the amount of work, for results that do not depend on the machine: slices of search
+    /// per thread, branch-and-bound nodes and simplex iterations per integer program. The same seed,
+    /// threads and limit give the same solution.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub work_limit: Option<u64>,
-    /// Threads: one proves, the others search.
+    /// Number of threads: one proves, the others search.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: u16,
     /// Seed of everything random.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Stop when the bound is within this fraction of the cost; 0 for a full proof. What is not
-    /// proved best is `feasible`, with its gap.
+    /// Stop when the bound is within this fraction of the cost; 0 asks for a full proof. A solution
+    /// that is not proved best has the status `feasible`, and its gap.
     #[arg(long, default_value_t = 0.0)]
     pub gap: f64,
     /// Where to write the solution: a JSON list with one strategy index per node.
@@ -424,7 +425,7 @@ pub enum Document {
 /// Arguments of `schema`.
 #[derive(Debug, Args)]
 pub struct SchemaArgs {
-    /// Which document.
+    /// The document.
     #[arg(default_value = "plan")]
     pub document: Document,
 }
@@ -432,7 +433,7 @@ pub struct SchemaArgs {
 /// Arguments of `presets`.
 #[derive(Debug, Args)]
 pub struct PresetsArgs {
-    /// A preset or composition to print as a cluster file, to start one's own from.
+    /// A preset or composition to print as a cluster file, from which to start one's own.
     pub name: Option<String>,
     /// Print JSON instead of words.
     #[arg(long)]

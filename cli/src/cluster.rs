@@ -5,13 +5,13 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::places;
 use cost_model::presets;
-use ir::cluster::{Cluster, MAX_DEVICES};
+use ir::cluster::{Cluster, Device, Level, MAX_DEVICES};
 use std::path::Path;
 
-/// Ranks, each a thread, that one process runs at most.
+/// The most ranks, each a thread, that one process runs.
 pub const MAX_RANKS: u32 = 1024;
 
-/// The file that `calibrate` writes and that the cluster `cpu` means.
+/// The file that `calibrate` writes, and that the cluster `cpu` stands for.
 const CALIBRATED: &str = "cluster.toml";
 
 /// The cluster called `name`, with other numbers of hosts or ranks where asked for.
@@ -59,54 +59,31 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
     Ok(cluster)
 }
 
-/// Whether a cluster is of CPU ranks, as `run` executes them: devices that share the processors
-/// and the memory of their machine. Predictions for other clusters do not apply to runs here.
+/// Says whether a cluster is one of CPU ranks, as `run` executes them: devices that share the
+/// processors and the memory of their machine. Predictions for other clusters do not apply to runs
+/// here.
 pub fn is_of_cpu_ranks(cluster: &Cluster) -> bool {
     cluster.pool.is_some()
 }
 
-/// The advice for a plan whose predictions apply to runs on this machine.
+/// The advice for users who want predictions that apply to runs on this machine.
 pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measure this machine with `meshwright calibrate -o cluster.toml`, compile the model with `--cluster cluster.toml`, and run that plan";
 
-/// Whether hosts may be joined: a link reaches beyond one, or is there beside the one inside, for
-/// hosts that there is one of so far.
+/// Says whether hosts may be joined: some link reaches beyond one host, or there is a second link
+/// beside the one inside, which then joins hosts.
 fn joins_hosts(cluster: &Cluster) -> bool {
     let reach = cluster.levels.iter().map(|l| l.devices).max();
     cluster.levels.len() > 1 || reach.is_some_and(|n| n > cluster.devices_per_host)
 }
 
-/// The words of a warning about figures that no machine has: most are in another unit than their
-/// key says.
+/// Warns of figures that no machine has; most are in another unit than their key says.
 pub fn other_units(cluster: &Cluster) -> Option<String> {
-    let d = &cluster.device;
-    let peaks = d.peak_flops_per_s.iter();
-    // Ranges are wider than machines of today by factors of ten and more on both sides (the
-    // fastest peak of a preset is 1.5e16, its fastest memory 8e12), and narrower than a slip
-    // between units: giga for one is 1e9, seconds for microseconds 1e6.
-    let mut figures: Vec<(String, f64, [f64; 2])> = peaks
-        .map(|(t, x)| {
-            (
-                format!("device.peak_flops_per_s.{}", t.name()),
-                *x,
-                [1e8, 1e18],
-            )
-        })
-        .collect();
-    let bandwidth = d.memory_bandwidth_bytes_per_s;
-    let key = |name: &str| format!("device.{name}");
-    figures.push((key("memory_bandwidth_bytes_per_s"), bandwidth, [1e8, 1e15]));
-    figures.push((key("memory_bytes"), d.memory_bytes.0 as f64, [1e6, 1e15]));
-    figures.push((key("launch_s"), d.launch_s, [0.0, 0.1]));
-    for (i, level) in cluster.levels.iter().enumerate() {
-        let key = |name: &str| format!("levels[{i}].{name}");
-        figures.push((key("latency_s"), level.latency_s, [0.0, 1.0]));
-        let bandwidth = level.bandwidth_bytes_per_s;
-        figures.push((key("bandwidth_bytes_per_s"), bandwidth, [1e5, 1e15]));
-    }
-    let odd = figures
-        .into_iter()
-        .filter(|(_, x, [least, most])| x < least || x > most);
-    let odd: Vec<String> = odd.map(|(key, x, _)| format!("{key} = {x}")).collect();
+    let own = (String::new(), &cluster.device, &cluster.levels);
+    let groups = cluster.groups.iter().enumerate();
+    let groups = groups.map(|(i, g)| (format!("groups[{i}]."), &g.device, &g.levels));
+    let figures = std::iter::once(own).chain(groups);
+    let odd = figures.flat_map(|(of, device, levels)| odd_figures(&of, device, levels));
+    let odd: Vec<String> = odd.collect();
     (!odd.is_empty()).then(|| {
         format!(
             "the cluster has {}: no machine has such figures; a key ends in its unit, which is seconds, bytes, bytes per second or FLOP/s, not us or GB/s",
@@ -115,7 +92,39 @@ pub fn other_units(cluster: &Cluster) -> Option<String> {
     })
 }
 
-/// The file that the cluster called `name` is read from, where it is not built in.
+/// The figures of a device and its links that no machine has, with their keys behind `of`.
+fn odd_figures(of: &str, d: &Device, levels: &[Level]) -> Vec<String> {
+    let peaks = d.peak_flops_per_s.iter();
+    // Ranges are wider than machines of today by factors of ten and more on both sides (the
+    // fastest peak of a preset is 1.5e16, its fastest memory 8e12), and narrower than a slip
+    // between units: giga for one is 1e9, seconds for microseconds 1e6.
+    let mut figures: Vec<(String, f64, [f64; 2])> = peaks
+        .map(|(t, x)| {
+            (
+                format!("{of}device.peak_flops_per_s.{}", t.name()),
+                *x,
+                [1e8, 1e18],
+            )
+        })
+        .collect();
+    let bandwidth = d.memory_bandwidth_bytes_per_s;
+    let key = |name: &str| format!("{of}device.{name}");
+    figures.push((key("memory_bandwidth_bytes_per_s"), bandwidth, [1e8, 1e15]));
+    figures.push((key("memory_bytes"), d.memory_bytes.0 as f64, [1e6, 1e15]));
+    figures.push((key("launch_s"), d.launch_s, [0.0, 0.1]));
+    for (i, level) in levels.iter().enumerate() {
+        let key = |name: &str| format!("{of}levels[{i}].{name}");
+        figures.push((key("latency_s"), level.latency_s, [0.0, 1.0]));
+        let bandwidth = level.bandwidth_bytes_per_s;
+        figures.push((key("bandwidth_bytes_per_s"), bandwidth, [1e5, 1e15]));
+    }
+    let odd = figures
+        .into_iter()
+        .filter(|(_, x, [least, most])| x < least || x > most);
+    odd.map(|(key, x, _)| format!("{key} = {x}")).collect()
+}
+
+/// Returns the file from which the cluster called `name` is read; `None` where it is built in.
 pub fn file(name: &str) -> Option<&Path> {
     let is_built_in = built_in(name).is_ok_and(|found| found.is_some());
     (!is_built_in).then(|| Path::new(if name == "cpu" { CALIBRATED } else { name }))
@@ -148,8 +157,8 @@ fn read(name: &str) -> Result<Cluster, Failure> {
     Err(Failure::new(Exit::BadInput, what).help(meant(name)))
 }
 
-/// The advice for a name that is no cluster's: the preset that was meant, those with a device of
-/// that name, or all.
+/// Advises on a name that is no cluster's: it names the preset that was meant, presets with a
+/// device of that name, or all presets.
 fn meant(name: &str) -> String {
     let known = presets::names();
     let all = "`meshwright presets` lists all";
@@ -176,7 +185,7 @@ fn meant(name: &str) -> String {
             );
         }
     }
-    // A part of several names: `h100`.
+    // The name is a part of several presets' names: `h100`.
     let lower = name.to_lowercase();
     let has_part = |n: &&&str| n.split('-').any(|part| part == lower);
     let with_part: Vec<&str> = known.iter().filter(has_part).copied().collect();
@@ -192,7 +201,7 @@ fn meant(name: &str) -> String {
     }
 }
 
-/// A preset, or a composition of the catalogue's devices and links.
+/// Finds a preset, or a composition of the catalogue's devices and links.
 fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
     if name.contains(['/', '.']) {
         return Ok(None);
@@ -216,7 +225,7 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
     }
 }
 
-/// The device or link that a composition's first part which is neither is most like.
+/// Finds the device or link that is most like the first part of a composition that is neither.
 fn near_part(name: &str) -> Option<&'static str> {
     let catalogue = presets::catalogue().ok()?;
     let known = || catalogue.devices().chain(catalogue.links());
@@ -232,7 +241,7 @@ fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {
     checked(file, text, document::toml(file, text, "cluster")?)
 }
 
-/// The cluster, if its figures make sense; else all that do not, the first with its place.
+/// Returns the cluster if its figures make sense; else lists those that do not, the first in place.
 fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure> {
     let problems = cluster.problems();
     let Some(first) = problems.first() else {
@@ -253,7 +262,7 @@ fn checked(file: &str, text: &str, cluster: Cluster) -> Result<Cluster, Failure>
         return Err(failure);
     };
     let (line, column) = document::line_column(text, at);
-    // The first of several is shown, and its line stands before all of them.
+    // Only the first of several has its place shown; its line stands before all of them.
     let message = format!("{file}:{line}:{column}{}", &message[file.len()..]);
     Err(failure.saying(message).place(file, text, at, len, "here"))
 }

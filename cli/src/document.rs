@@ -2,6 +2,7 @@
 
 use crate::failure::{Exit, Failure};
 use crate::files;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Parses a JSON document of the kind `what`.
@@ -46,8 +47,15 @@ fn json_failure(file: &str, text: &str, what: &str, key: &str, e: &serde_json::E
     }
 }
 
-/// The kind of document that a text is where it is none of the kind `what`: plans, runs and
-/// clusters are easily given for each other.
+/// Writes a document as JSON.
+pub fn to_json(value: &impl Serialize) -> Result<String, Failure> {
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}")))?;
+    Ok(text + "\n")
+}
+
+/// Recognises a document that is of another kind than `what`: plans, runs and clusters are easily
+/// mistaken for each other.
 fn other_kind(text: &str, what: &str) -> Option<&'static str> {
     let kinds = [
         ("plan", "layer_strategies"),
@@ -61,7 +69,7 @@ fn other_kind(text: &str, what: &str) -> Option<&'static str> {
     of_kind.map(|(kind, _)| kind).filter(|kind| *kind != what)
 }
 
-/// The content of a document of this kind, and where its form is told.
+/// Says what a document of this kind is, and where its form is described.
 fn expected(what: &str) -> String {
     match what {
         "plan" | "run" | "cluster" => {
@@ -71,7 +79,7 @@ fn expected(what: &str) -> String {
     }
 }
 
-/// Byte offset of serde_json's line and column: the byte before the column count, as it
+/// Returns the byte offset of serde_json's line and column: the byte before the column count, as it
 /// counts what it has read.
 fn offset(text: &str, line: usize, column: usize) -> usize {
     let start: usize = text
@@ -101,7 +109,7 @@ pub fn toml<T: DeserializeOwned>(file: &str, text: &str, what: &str) -> Result<T
     serde_path_to_error::deserialize(parser).map_err(|e| failure(e.inner(), &e.path().to_string()))
 }
 
-/// The key path of a problem, to stand before it; nothing where the document is meant.
+/// Returns the key path of a problem, to stand before it; empty where the whole document is meant.
 fn named(key: &str) -> String {
     match key {
         "." | "" | "?" => String::new(),
@@ -109,17 +117,17 @@ fn named(key: &str) -> String {
     }
 }
 
-/// A parser's message as users are told it.
+/// A parser's message in words for users.
 struct Said {
     problem: String,
     help: String,
 }
 
-/// Names that a message lists; of more the nearest is named, or the help has them.
+/// The most names that a message lists; of more, it names the nearest, or the help lists them.
 const NAMES_LISTED: usize = 8;
 
-/// The words of a parser's message: a name that is not known with the nearest one that is,
-/// types by what belongs there. `here` is the text at the place, where it is known.
+/// Rewords a parser's message: an unknown name comes with the nearest known one, and a wrong type
+/// with what belongs there. `here` is the text at the place, where it is known.
 fn said(message: &str, here: &str, what: &str) -> Said {
     let help = expected(what);
     if let Some((kind, name, known)) = unknown_name(message) {
@@ -156,7 +164,7 @@ fn said(message: &str, here: &str, what: &str) -> Said {
     Said { problem, help }
 }
 
-/// Kind, name and the known ones of a message about a name that is not known.
+/// Splits a message about an unknown name into the kind, the name and the known names.
 fn unknown_name(message: &str) -> Option<(&'static str, &str, Vec<&str>)> {
     if let Some(rest) = message.strip_prefix("unexpected keys in table: ") {
         let (names, known) = rest.split_once(", available keys: ")?;
@@ -168,14 +176,14 @@ fn unknown_name(message: &str) -> Option<(&'static str, &str, Vec<&str>)> {
         .into_iter()
         .find_map(|(start, kind)| Some((kind, message.strip_prefix(start)?)));
     let (kind, rest) = found?;
-    // A name from a file may hold anything, so its end is the last place where it can be.
+    // A name from a file may hold anything, so the last possible place is taken as its end.
     let ends = ["`, expected ", "`, there are no "];
     let end = ends.into_iter().find_map(|e| rest.rfind(e))?;
     let known = rest[end + 1..].split('`').skip(1).step_by(2).collect();
     Some((kind, &rest[..end], known))
 }
 
-/// The message with the type that a parser expected in words.
+/// Puts the type that a parser expected into words.
 fn plain_type(message: &str) -> String {
     let types = [
         ("f64", "a number"),
@@ -194,7 +202,7 @@ fn plain_type(message: &str) -> String {
     found.unwrap_or_else(|| message.to_string())
 }
 
-/// `a`, `b` or `c`.
+/// Lists names as `a`, `b` or `c`.
 fn listed(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|n| format!("`{n}`")).collect();
     match quoted.split_last() {
@@ -203,14 +211,14 @@ fn listed(names: &[&str]) -> String {
     }
 }
 
-fn capitalised(text: &str) -> String {
+pub fn capitalised(text: &str) -> String {
     let mut chars = text.chars();
     chars.next().map_or(String::new(), |first| {
         first.to_uppercase().chain(chars).collect()
     })
 }
 
-/// Line and column, from 1, of a byte.
+/// Returns line and column of a byte, from 1.
 pub fn line_column(text: &str, at: usize) -> (usize, usize) {
     let before = &text.as_bytes()[..at.min(text.len())];
     let line = before.iter().filter(|b| **b == b'\n').count() + 1;
@@ -218,7 +226,7 @@ pub fn line_column(text: &str, at: usize) -> (usize, usize) {
     (line, column)
 }
 
-/// The place of a key path (`device.launch_s`), when its last part occurs once as a key.
+/// Finds a key path (`device.launch_s`) whose last part occurs once as a key.
 pub fn find_key(text: &str, path: &str) -> Option<(usize, usize)> {
     let last = path.rsplit('.').next().filter(|k| !k.is_empty())?;
     let is_key = |at: usize| {

@@ -40,7 +40,7 @@ impl Exit {
     }
 }
 
-/// Why a command failed. Boxed, as it is rare and large.
+/// The failure of a command. Boxed, as it is rare and large.
 #[derive(Debug)]
 pub struct Failure(Box<Parts>);
 
@@ -57,7 +57,7 @@ struct Parts {
 const LONGEST_LINE_SHOWN: usize = 300;
 
 impl Failure {
-    /// A failure with a message, which names the file where there is one.
+    /// Makes a failure with a message, which names the file where there is one.
     pub fn new(exit: Exit, message: impl fmt::Display) -> Self {
         Failure(Box::new(Parts {
             exit,
@@ -67,12 +67,12 @@ impl Failure {
             label: None,
         }))
     }
-    /// Says something else.
+    /// Replaces the message.
     pub fn saying(mut self, message: impl fmt::Display) -> Self {
         self.0.message = message.to_string();
         self
     }
-    /// Adds the way out.
+    /// Adds advice on the way out.
     pub fn help(mut self, help: impl Into<String>) -> Self {
         self.0.help = Some(help.into());
         self
@@ -96,7 +96,7 @@ impl Failure {
         }
         self
     }
-    /// The exit code.
+    /// Returns the exit code.
     pub fn exit(&self) -> Exit {
         self.0.exit
     }
@@ -146,14 +146,14 @@ impl miette::Diagnostic for Failure {
 pub const WEIGHTS_ARE: &str = "weights are a .safetensors file, an index model.safetensors.index.json, or a folder with model.safetensors or that index";
 /// The accepted values of `--resume`.
 pub const CHECKPOINTS_ARE: &str = "--resume takes the folder that `meshwright run --checkpoint FOLDER` wrote to, or one of the checkpoints in it";
-/// The way out of a checkpoint of something else.
+/// The advice for a checkpoint of another model or optimizer.
 const OTHER_CHECKPOINT: &str = "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew";
-/// The way out of a run that diverged.
+/// The advice for a run that diverged.
 pub const DIVERGED: &str = "lower --lr, add --warmup, or clip gradients";
 const DATA_ARE: &str = "data is a .bin file of tokens (nanoGPT, llm.c) or UTF-8 text; text is read as bytes, or through --tokenizer";
 const DEFECT: &str = "if `meshwright check` accepts the plan this is a defect of meshwright; please report it with the command line";
 
-/// Adds a way out where there is one.
+/// Adds advice where there is some.
 fn with(failure: Failure, help: Option<&str>) -> Failure {
     match help {
         Some(help) => failure.help(help),
@@ -191,12 +191,12 @@ impl From<import::ImportError> for Failure {
     }
 }
 
-/// The advice for less memory, whatever is trained and pinned.
+/// The advice for less memory that applies to every model and pin.
 const LESS_MEMORY: &str =
     "use more devices (--hosts), a smaller --global-batch or microbatch, or remove pins";
 
-/// The failure of a search. Of a plan that does not fit it names what would take less memory and
-/// is not asked for yet.
+/// Makes the failure of a search. For a plan that does not fit, it names the settings that take
+/// less memory and are not in use yet.
 pub fn unplanned(e: planner::PlanError, train: &TrainSpec, pins: &Pins) -> Failure {
     use planner::PlanError::{Memory, Overrun};
     let is_memory = matches!(e, Memory { .. } | Overrun { .. });
@@ -255,6 +255,13 @@ impl From<lowering::LowerError> for Failure {
     }
 }
 
+impl From<cost_model::SimError> for Failure {
+    fn from(e: cost_model::SimError) -> Self {
+        let what = format!("the plan's program cannot be played: {e}");
+        Failure::new(Exit::CheckFailed, what)
+    }
+}
+
 impl From<runtime::RuntimeError> for Failure {
     fn from(e: runtime::RuntimeError) -> Self {
         use runtime::RuntimeError::*;
@@ -281,10 +288,12 @@ impl From<runtime::RuntimeError> for Failure {
             Watchdog { .. } => Some(
                 "on a busy machine give ranks longer with --time-out SECONDS; otherwise this is a defect of meshwright, please report it",
             ),
-            Kernel { .. } | Instruction { .. } | Panic { .. } | Program(_) => Some(DEFECT),
+            Kernel { .. } | Instruction { .. } | Mismatch { .. } | Panic { .. } | Program(_) => {
+                Some(DEFECT)
+            }
             Batch(_) => Some(DATA_ARE),
             Diverged { .. } => Some(
-                "lower --lr, add --warmup, or clip gradients; checkpoints that were there are as they were",
+                "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
             Aborted { .. } | Ended(_) => None,
         };
@@ -292,7 +301,7 @@ impl From<runtime::RuntimeError> for Failure {
     }
 }
 
-/// Adds the way out of an error about data; of a missing file, the name of one that is like it.
+/// Adds advice to an error about data; for a missing file, the name of a similar one.
 fn with_data_help(failure: Failure, e: &runtime::data::DataError) -> Failure {
     match e {
         runtime::data::DataError::Io { path, source, .. }
@@ -304,7 +313,7 @@ fn with_data_help(failure: Failure, e: &runtime::data::DataError) -> Failure {
     }
 }
 
-/// The advice for an error of data but for a missing file.
+/// Returns the advice for an error about data, other than a missing file.
 fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
     use runtime::data::DataError::*;
     match e {
@@ -325,7 +334,7 @@ fn data_help(e: &runtime::data::DataError) -> Option<&'static str> {
         ),
         TokenizerUnused { .. } => Some("leave --tokenizer out"),
         BadFraction(_) => Some("set --validation-fraction"),
-        NoSuchWindow { .. } | TextTooLarge { .. } | Zero(_) => None,
+        NoSuchWindow { .. } | TextTooLarge { .. } | Zero(_) | Elsewhere(_) => None,
     }
 }
 

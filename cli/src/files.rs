@@ -6,12 +6,12 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-/// Largest config, cluster or training file, bytes.
+/// The largest config, cluster or training file, in bytes.
 pub const SMALL: u64 = 16 << 20;
-/// Largest plan, run or graph file, bytes.
+/// The largest plan, run or graph file, in bytes.
 pub const LARGE: u64 = 1 << 30;
 
-/// The text of the file at `path`; `what` names its kind in messages ("plan", "cluster").
+/// Reads the text of the file at `path`; `what` names its kind in messages ("plan", "cluster").
 ///
 /// Fails with the reason and a way out when it is missing, a folder, larger than `limit`
 /// bytes, empty, or not UTF-8.
@@ -32,7 +32,7 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
         return Err(bad(format!("is a folder, expected a {what} file")));
     }
     let mut bytes = Vec::new();
-    // Pipes have no length, so the limit is on what is read.
+    // Pipes have no length, so the limit applies to what is read.
     File::open(path)
         .map_err(io)?
         .take(limit + 1)
@@ -55,7 +55,7 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
     })
 }
 
-/// Where files of a kind come from.
+/// Says where files of a kind come from.
 fn made_by(what: &str) -> &'static str {
     match what {
         "plan" => "plans are written by `meshwright compile`",
@@ -67,13 +67,11 @@ fn made_by(what: &str) -> &'static str {
         "table of runs" => {
             "expected comma-separated values with a header; docs/published.md lists the columns"
         }
-        _ => {
-            "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)"
-        }
+        _ => crate::model::MODELS_ARE,
     }
 }
 
-/// The advice for a missing file: a name that is close, or where we looked.
+/// Advises on a missing file: a similar name, or the place where we looked.
 pub fn missing_help(path: &Path) -> String {
     let folder = path
         .parent()
@@ -87,7 +85,7 @@ pub fn missing_help(path: &Path) -> String {
         .flatten()
         .map(|e| e.file_name().to_string_lossy().into_owned())
         .collect();
-    // Endings alone make no name like another.
+    // Names that share only their ending are not alike.
     let stem = |name: &str| {
         name.rsplit_once('.')
             .map_or(name, |(stem, _)| stem)
@@ -100,11 +98,11 @@ pub fn missing_help(path: &Path) -> String {
     }
 }
 
-/// Names that are more like each other than this may have been meant (Jaro and Winkler's measure).
+/// The similarity from which on a name may have been meant (by Jaro and Winkler's measure).
 const LIKE: f64 = 0.8;
 
-/// The name most like `wanted` but for capitals, if any is like it at all; ties go to the first in
-/// order.
+/// Finds the name most like `wanted`, capitals ignored, if any is like it at all; ties go to the
+/// first in order.
 pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let wanted = wanted.to_lowercase();
     let mut all: Vec<(f64, &str)> = names
@@ -115,8 +113,8 @@ pub fn closest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option
     all.first().map(|(_, n)| *n)
 }
 
-/// A fingerprint of a document's bytes: FNV-1a, 64 bits. Tells documents apart; no protection
-/// against forgery.
+/// Computes a fingerprint of a document's bytes: FNV-1a, 64 bits. It tells documents apart and does
+/// not protect against forgery.
 pub fn fingerprint(bytes: &[u8]) -> String {
     let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| {
         (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)

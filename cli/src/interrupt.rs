@@ -5,8 +5,8 @@ use crate::failure::{Exit, Failure};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A flag that the first interrupt (or request to terminate) sets, saying `doing` what; the
-/// second one ends the process. A process can ask once.
+/// Returns a flag that the first interrupt (or request to terminate) sets, printing `doing`; the
+/// second one ends the process. A process can call this once.
 pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     let set = Arc::clone(&flag);

@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         }
     };
     set_error_style();
-    // A panic on the way is reported by the hook; its exit code is ours.
+    // The hook reports a panic on the way; only the exit code is set here.
     let result = std::panic::catch_unwind(|| dispatch(cli.verb));
     match result {
         Ok(Ok(())) => ExitCode::SUCCESS,
@@ -63,13 +63,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Words on standard error; nobody may be reading them any more, which is no failure of ours.
+/// Prints a line on standard error. That nobody reads it any more is no failure.
 pub(crate) fn say(words: std::fmt::Arguments<'_>) {
     let _ = writeln!(std::io::stderr().lock(), "{words}");
 }
 
-/// The command line. A number below zero is a value, which the flag it is given to refuses in its
-/// own words; no flag is called `-1`.
+/// Builds the command line. A number below zero is a value, which its flag refuses in words of its
+/// own; no flag is called `-1`.
 fn command_line() -> clap::Command {
     let takes_number = |a: clap::Arg| {
         let takes = a.get_action().takes_values();
@@ -88,8 +88,7 @@ fn command_line() -> clap::Command {
     })
 }
 
-/// A tip for slips of the command line that clap has no good word for: no cluster, and a flag of
-/// another verb.
+/// Adds a tip where clap has no good one: for a missing cluster, and for a flag of another verb.
 fn add_tip(e: &mut clap::Error) {
     let given: Vec<String> = match e.get(ContextKind::InvalidArg) {
         Some(ContextValue::String(arg)) => vec![arg.clone()],
@@ -112,7 +111,7 @@ fn add_tip(e: &mut clap::Error) {
     );
 }
 
-/// An error about a number that cannot be read, in words: the parser of whole numbers speaks of
+/// Rewords an error about a number that cannot be read: the parser of whole numbers speaks of
 /// digits found in strings.
 fn number_in_words(e: clap::Error) -> clap::Error {
     let (Some(ContextValue::String(flag)), Some(ContextValue::String(value))) = (
@@ -131,8 +130,7 @@ fn number_in_words(e: clap::Error) -> clap::Error {
     clap::Error::raw(ErrorKind::ValueValidation, what)
 }
 
-/// The value that a flag takes and `value` is not: words for the errors of the standard library's
-/// parsers.
+/// Says what a flag takes where `value` is no number, in place of the standard parsers' errors.
 fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<String> {
     if source.is::<std::num::ParseFloatError>() {
         return Some("expected a number, as 0.1 or 1e-8".into());
@@ -151,10 +149,10 @@ fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<S
     })
 }
 
-/// The accepted values of `--cluster`.
+/// The advice for a missing `--cluster`.
 const WHICH_CLUSTER: &str = "name a preset, as in `--cluster dgx-h100` (`meshwright presets` lists them), or measure this machine with `meshwright calibrate` and use `--cluster cluster.toml`";
 
-/// Which verbs have a flag, where any has.
+/// Names the verbs that have a flag; `None` where none has.
 fn verbs_with(flag: &str) -> Option<String> {
     let name = flag.strip_prefix("--")?;
     let name = name.split('=').next().unwrap_or(name);
@@ -185,7 +183,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
     }
 }
 
-/// Panics say that they are our mistake. Those of ranks are caught by the runtime, which
+/// Makes panics say that they are our mistake. Those of ranks are caught by the runtime, which
 /// reports them itself.
 fn install_panic_message() {
     std::panic::set_hook(Box::new(|info| {
@@ -195,10 +193,10 @@ fn install_panic_message() {
     }));
 }
 
-/// Lines are wrapped for people only, so that what programs read stays in one piece.
+/// Makes errors wrap their lines for people only, so that what programs read stays in one piece.
 fn set_error_style() {
     let terminal = std::io::stderr().is_terminal();
-    // Fails only when a style is set already, and then that one serves.
+    // This fails only when a style is set already, and then that one serves.
     let _ = miette::set_hook(Box::new(move |_| {
         let options = miette::MietteHandlerOpts::new().context_lines(1);
         Box::new(if terminal {

@@ -8,7 +8,7 @@ use ir::op::{InputKind, OpKind};
 use ir::{Dim, Graph, counted};
 use std::path::{Path, PathBuf};
 
-/// A model before sequence and dropout are known.
+/// A model whose sequence and dropout are not known yet.
 pub enum Model {
     /// A published architecture.
     Config(Box<ModelConfig>),
@@ -17,7 +17,7 @@ pub enum Model {
 }
 
 /// The accepted values of MODEL.
-const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
 /// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
@@ -65,18 +65,18 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     .help("each line names the op or value; docs/ir.md has the rules of graphs"))
 }
 
-/// The configuration at `path`, a file or its folder.
+/// Reads the configuration at `path`, a file or its folder.
 pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
     let file = config_path(path)?;
     let text = files::read_text(&file, "model configuration", files::SMALL)?;
     parse_config(&file.display().to_string(), &text)
 }
 
-/// Models that are named where a folder has none itself.
+/// The most models that are named where a folder has none itself.
 const MODELS_NAMED: usize = 8;
 
-/// The file that `path` means: itself, or the `config.json` of a folder. A folder without one is
-/// refused with the models in it, if there are any.
+/// Returns the file that `path` means: itself, or the `config.json` of a folder. A folder without
+/// one is refused, with the names of models in it if there are any.
 pub fn config_path(path: &Path) -> Result<PathBuf, Failure> {
     if !path.is_dir() {
         return Ok(path.to_path_buf());
@@ -120,7 +120,7 @@ fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
     })
 }
 
-/// The byte at a line and column, both from 1.
+/// Returns the byte at a line and column, both from 1.
 fn byte_of(text: &str, line: usize, column: usize) -> usize {
     let start: usize = text
         .split_inclusive('\n')
@@ -132,7 +132,7 @@ fn byte_of(text: &str, line: usize, column: usize) -> usize {
 }
 
 impl Model {
-    /// The longest sequence that makes sense, in tokens.
+    /// Returns the longest sequence that makes sense, in tokens.
     pub fn max_sequence(&self) -> Option<u64> {
         match self {
             Model::Config(c) => Some(c.max_sequence()),
@@ -140,7 +140,7 @@ impl Model {
         }
     }
 
-    /// The model with another capacity of its experts, where one is asked for.
+    /// Sets another capacity factor of the experts, where one is asked for.
     pub fn with_expert_capacity(self, factor: Option<f64>) -> Result<Self, Failure> {
         let Some(factor) = factor else {
             return Ok(self);
@@ -148,7 +148,7 @@ impl Model {
         match self {
             Model::Config(c) => {
                 let made = c.with_expert_capacity(factor);
-                // It is the flag that makes no sense, not the model's file.
+                // The flag is at fault, not the model's file.
                 made.map(|c| Model::Config(Box::new(c))).map_err(|e| {
                     Failure::new(Exit::Usage, format!("--{e}"))
                         .help("leave --expert-capacity out, or give experts 1 or a little more")
@@ -162,7 +162,7 @@ impl Model {
         }
     }
 
-    /// The forward graph.
+    /// Builds the forward graph.
     pub fn graph(self, sequence: u64, dropout: f64) -> Result<Graph, Failure> {
         match self {
             Model::Config(c) => {
@@ -180,21 +180,18 @@ impl Model {
     }
 }
 
-/// A failure that names the flag which sets the option.
+/// Makes a failure that names the flag which sets the option.
 fn option_failure(e: ImportError) -> Failure {
-    let help = match &e {
+    match &e {
         ImportError::Option { option, .. } => {
-            Some(format!("set --{option} to another value, or leave it out"))
+            let help = format!("set --{option} to another value, or leave it out");
+            Failure::from(e).help(help)
         }
-        _ => None,
-    };
-    match help {
-        Some(help) => Failure::from(e).help(help),
-        None => Failure::from(e),
+        _ => e.into(),
     }
 }
 
-/// Second dim of the tokens input.
+/// Returns the second dim of the tokens input.
 fn sequence_of(graph: &Graph) -> Option<u64> {
     let tokens = graph.ops().iter().find(|op| {
         matches!(

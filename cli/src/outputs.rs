@@ -6,7 +6,7 @@ use runtime::files::{Unfinished, parent, sweep};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// The files that a model's or a checkpoint's folder is read for, by the ends of their names.
+/// The files that are read in the folder of a model or a checkpoint, by the ends of their names.
 const READ_IN_FOLDERS: [&str; 5] = [
     "manifest.json",
     ".safetensors",
@@ -15,8 +15,8 @@ const READ_IN_FOLDERS: [&str; 5] = [
     "tokenizer.json",
 ];
 
-/// Fails where a file cannot be written, is one of `inputs` (or would be read in one of them, if
-/// that is a folder), or is named for two outputs. To be called before any work is done.
+/// Fails where a file cannot be written, is one of `inputs` (or a file that is read in one of them,
+/// if that is a folder), or is named for two outputs. Must be called before any work is done.
 pub fn check(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
     for (i, output) in outputs.iter().enumerate() {
         check_writable(output)?;
@@ -28,17 +28,19 @@ pub fn check(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
             continue;
         }
         if inputs.iter().any(|input| reads(input, &place)) {
-            return usage(format!("{shown}: is read, and would be replaced"));
+            return usage(format!(
+                "{shown}: is an input of this command, and would be replaced"
+            ));
         }
         if outputs[..i].iter().any(|o| target(o) == place) {
-            return usage(format!("{shown}: is named for two files to write"));
+            return usage(format!("{shown}: is named for two outputs"));
         }
     }
     Ok(())
 }
 
-/// As [`check`], for files that are put together piece by piece and renamed: devices and pipes
-/// cannot be.
+/// Checks as [`check`] does, for files that are put together piece by piece and then renamed, which
+/// devices and pipes cannot be.
 pub fn check_regular(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
     check(outputs, inputs)?;
     match outputs.iter().find(|o| is_special(o)) {
@@ -54,8 +56,8 @@ pub fn check_regular(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure>
     }
 }
 
-/// Makes a folder where there is none, and fails when nothing can be written into it. What dead
-/// writers left in it goes.
+/// Makes a folder where there is none, and fails when nothing can be written into it. Removes what
+/// dead writers left in it.
 pub fn check_folder(folder: &Path) -> Result<(), Failure> {
     let error = |what: &str, e: std::io::Error| {
         let what = format!("{}: cannot {what}: {e}", folder.display());
@@ -69,8 +71,9 @@ pub fn check_folder(folder: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Writes a file whole or not at all: beside its place first, then renamed into it. A link stays,
-/// and what it leads to is replaced; devices and pipes are written to.
+/// Writes a file whole or not at all: into another file beside its place, which is then renamed. A
+/// link stays, and the file that it leads to is replaced; devices and pipes are written to
+/// directly.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     write_with(path, |out| {
         out.write_all(bytes)
@@ -78,7 +81,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     })
 }
 
-/// As [`write_atomic`], by `write`.
+/// Writes as [`write_atomic`] does, by calling `write`.
 pub fn write_with(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<(), Failure>,
@@ -98,7 +101,7 @@ pub fn write_with(
     file.finish(&target).map_err(error)
 }
 
-/// Fails when `path` cannot be written. What dead writers left beside it goes.
+/// Fails when `path` cannot be written. Removes what dead writers left beside it.
 fn check_writable(path: &Path) -> Result<(), Failure> {
     check_name(path)?;
     if is_special(path) {
@@ -119,7 +122,7 @@ const STANDARD_OUTPUT: [&str; 4] = ["-", "/dev/stdout", "/dev/fd/1", "/proc/self
 fn check_name(path: &Path) -> Result<(), Failure> {
     if let Some(name) = STANDARD_OUTPUT.iter().find(|n| path == Path::new(n)) {
         let what = format!(
-            "`{name}` is no file to write: documents appear under their names when they are complete, standard output is for words and --json"
+            "`{name}` is no file to write: a document appears under its name when it is complete, and standard output is for the report or --json"
         );
         return Err(Failure::new(Exit::Usage, what).help("name a file; for one called `-`, ./-"));
     }
@@ -138,16 +141,17 @@ fn check_name(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether a path leads to what can be written and not replaced: a device, a pipe, a socket.
+/// Says whether a path leads to something that is written to and cannot be replaced: a device, a
+/// pipe, a socket.
 fn is_special(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
 }
 
-/// Links that are followed to what is not there yet.
+/// The most links that are followed to a file that is not there yet.
 const MOST_LINKS: usize = 40;
 
-/// Where a path leads, links followed, also to what is not there yet. A name that cannot be
-/// followed is itself.
+/// Returns where a path leads, with links followed, also to a file that is not there yet. A name
+/// that cannot be followed is returned as it is.
 pub fn target(path: &Path) -> PathBuf {
     let mut at = path.to_path_buf();
     for _ in 0..MOST_LINKS {
@@ -163,8 +167,8 @@ pub fn target(path: &Path) -> PathBuf {
     in_folder(&at).unwrap_or(path.to_path_buf())
 }
 
-/// Whether the file at `place` is read where `input` is: of a folder, all that a model or a
-/// training state is read from, which may be links.
+/// Says whether the command reads the file at `place` because of `input`: of a folder it reads all
+/// files of a model or a training state, which may be links.
 fn reads(input: &Path, place: &Path) -> bool {
     let is_read = |file: &Path| {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
@@ -175,7 +179,7 @@ fn reads(input: &Path, place: &Path) -> bool {
     target(input) == place || files.any(|file| target(&file) == place)
 }
 
-/// Why a file cannot be written, and what to do.
+/// Says why a file cannot be written, and what to do.
 fn cannot_write(path: &Path, folder: &Path, e: &std::io::Error) -> Failure {
     let help = match folder.exists() {
         true => "check the folder's permissions and the free space, or name another file".into(),

@@ -4,8 +4,8 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// Byte and length of the key, or the list's element, that `path` names in a TOML or JSON document;
-/// `None` where the document has none.
+/// Returns byte and length of the key, or of the list's element, that `path` names in a TOML or
+/// JSON document; `None` where the document has none.
 pub fn find(text: &str, path: &str) -> Option<(usize, usize)> {
     let steps = steps(path)?;
     let span = match text.trim_start().starts_with('{') {
@@ -22,7 +22,7 @@ enum Step<'a> {
     Index(usize),
 }
 
-/// The parts of a path; keys with dots of their own are not told apart.
+/// Splits a path into its parts; a key that contains a dot counts as several.
 fn steps(path: &str) -> Option<Vec<Step<'_>>> {
     let mut steps = Vec::new();
     for part in path.split('.') {
@@ -55,7 +55,7 @@ fn in_toml(text: &str, steps: &[Step<'_>]) -> Option<Range<usize>> {
     Some(at.0)
 }
 
-/// The place of a key of a table, and its value.
+/// Returns the place of a key in a table, and its value.
 fn entry<'t, 'd>(
     table: &'t DeTable<'d>,
     key: &str,
@@ -102,7 +102,7 @@ fn in_json(text: &str, steps: &[Step<'_>]) -> Option<Range<usize>> {
     Some(place)
 }
 
-/// The next byte that is no blank.
+/// Returns the place of the next byte that is no blank.
 fn blank(bytes: &[u8], at: usize) -> usize {
     let blanks = bytes
         .iter()
@@ -111,7 +111,7 @@ fn blank(bytes: &[u8], at: usize) -> usize {
     at + blanks.count()
 }
 
-/// The end of the value at `at`, in a text that was parsed.
+/// Returns the end of the value at `at`, in a text that was parsed.
 fn over(bytes: &[u8], at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     let mut i = at;

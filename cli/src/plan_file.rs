@@ -4,22 +4,23 @@ use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use checker::Violation;
-use ir::counted;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
 use ir::program::Program;
 use ir::training::TrainingGraph;
+use ir::{Graph, counted};
 use serde::Deserialize;
+use std::fmt::Display;
 use std::path::Path;
 
-/// A plan that passed its check, with what is rebuilt from it.
+/// A plan that passed its check, with what was rebuilt from it.
 pub struct Loaded {
     /// The plan.
     pub plan: Plan,
-    /// Its training graph.
+    /// The plan's training graph.
     pub training: TrainingGraph,
-    /// Its program.
+    /// The plan's program.
     pub program: Program,
-    /// Fingerprint of the document.
+    /// The fingerprint of the document.
     pub hash: String,
 }
 
@@ -43,12 +44,12 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
     })
 }
 
-/// The plan at `path` and its fingerprint, not yet checked.
+/// Reads the plan at `path` and its fingerprint, without checking the plan.
 pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
     let text = files::read_text(path, "plan", files::LARGE)?;
     let name = path.display().to_string();
     let plan = document::json(&name, &text, "plan").map_err(|failure| {
-        // A key that is missing or unknown to this version may well be one that the other one
+        // A key that is missing or unknown to this version may well be one that the other version
         // writes.
         let versions = serde_json::from_str::<Versions>(&text).ok();
         match versions.and_then(Versions::of_another) {
@@ -56,7 +57,7 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
             None => failure,
         }
     })?;
-    // Another version may have other pins; that it made the plan is said where it is checked.
+    // Another version may have other pins; the check will report which version made the plan.
     if Versions::of(&plan).of_another().is_none() {
         planner::Pins::parse(&plan.pins).map_err(|e| {
             Failure::new(Exit::CheckFailed, format!("{name}: pins: {e}")).help(UNDO)
@@ -65,10 +66,10 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
     Ok((plan, files::fingerprint(text.as_bytes())))
 }
 
-/// The way out of a plan of another version.
+/// The advice for a plan of another version.
 const AGAIN: &str = "make the plan again with this version's `meshwright compile`; the model, the cluster and the pins are as they were";
 
-/// The version that made a plan, as the plan says.
+/// The version of Meshwright that made a plan, as the plan states it.
 #[derive(Clone, Copy, Deserialize)]
 struct Versions {
     version: u32,
@@ -83,7 +84,7 @@ impl Versions {
         }
     }
 
-    /// That another version of Meshwright made the plan, where one did.
+    /// Says that another version of Meshwright made the plan; `None` where this one did.
     fn of_another(self) -> Option<String> {
         let Versions { version, passes } = self;
         let other = (version, passes) != (PLAN_VERSION, PASSES_VERSION);
@@ -93,13 +94,18 @@ impl Versions {
     }
 }
 
+fn broken_graph(e: impl Display) -> Failure {
+    Failure::new(Exit::CheckFailed, format!("the plan's graph: {e}"))
+}
+
+/// Parses a plan's forward graph.
+pub fn forward(plan: &Plan) -> Result<Graph, Failure> {
+    ir::text::parse(&plan.graph).map_err(broken_graph)
+}
+
 /// Rebuilds a checked plan's training graph and program.
 pub fn lower(plan: &Plan) -> Result<(TrainingGraph, Program), Failure> {
-    let broken = |e: String| Failure::new(Exit::CheckFailed, format!("the plan's graph: {e}"));
-    let forward = ir::text::parse(&plan.graph).map_err(|e| broken(e.to_string()))?;
-    let training = plan
-        .training_graph(&forward)
-        .map_err(|e| broken(e.to_string()))?;
+    let training = plan.training_graph(&forward(plan)?).map_err(broken_graph)?;
     let program = lowering::lower_training(plan, &training)?;
     Ok((training, program))
 }
@@ -114,14 +120,13 @@ pub fn check_program(loaded: &Loaded) -> Result<(), Failure> {
     }
 }
 
-/// The way out of a plan that was edited.
+/// The advice for a plan that was edited.
 const UNDO: &str = "undo what was edited by hand, or make the plan again with `meshwright compile`";
 
-/// Violations that are listed in a message.
+/// The most violations that a message lists.
 const LISTED: usize = 20;
 
-/// The failure that a plan breaks rules, or was made by another version, whose rules were
-/// others.
+/// Makes the failure of a plan that breaks rules, or that another version with other rules made.
 pub fn refused(name: &str, plan: &Plan, violations: &[Violation]) -> Failure {
     match Versions::of(plan).of_another() {
         Some(words) => Failure::new(Exit::CheckFailed, format!("{name}: {words}")).help(AGAIN),
@@ -129,28 +134,19 @@ pub fn refused(name: &str, plan: &Plan, violations: &[Violation]) -> Failure {
     }
 }
 
-/// The failure that `what` breaks rules.
+/// Makes the failure of a thing, called `what`, that breaks rules.
 pub fn rejected(what: &str, violations: &[Violation]) -> Failure {
-    let mut message = format!(
-        "{what} breaks {}:",
-        counted(violations.len() as u64, "rule")
-    );
-    for v in violations.iter().take(LISTED) {
-        message += &format!("\n  {v}");
-    }
-    if violations.len() > LISTED {
-        message += &format!("\n  and {} more", violations.len() - LISTED);
-    }
+    let rules = counted(violations.len() as u64, "rule");
+    let message = format!("{what} breaks {rules}:{}", listed(violations));
     Failure::new(Exit::CheckFailed, message).help(UNDO)
 }
 
-/// The plan as a document.
-pub fn to_text(plan: &Plan) -> Result<String, Failure> {
-    let text = serde_json::to_string_pretty(plan).map_err(|e| {
-        Failure::new(
-            Exit::Internal,
-            format!("the plan cannot be written as JSON: {e}"),
-        )
-    })?;
-    Ok(text + "\n")
+/// Lists violations, a line each, and how many more there are.
+pub fn listed(violations: &[Violation]) -> String {
+    let shown = violations.iter().take(LISTED);
+    let shown: String = shown.map(|v| format!("\n  {v}")).collect();
+    match violations.len().saturating_sub(LISTED) {
+        0 => shown,
+        more => format!("{shown}\n  and {more} more"),
+    }
 }

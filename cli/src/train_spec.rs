@@ -6,7 +6,7 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use ir::{Optimizer, Precision, TrainFile, TrainSpec};
 
-/// The spec that `args` ask for; `max_sequence` bounds the default sequence.
+/// Builds the spec that `args` ask for; `max_sequence` bounds the default sequence.
 pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSpec, Failure> {
     let default = TrainSpec::default();
     let mut spec = TrainSpec {

@@ -521,7 +521,7 @@ fn a_rank_that_no_mesh_has_is_refused() {
         place.refuses(&args, &[2]).says(&said);
     }
     let args = ["lower", "plan.json", "-o", "plan.json"];
-    place.refuses(&args, &[2]).says(&["plan.json: is read"]);
+    place.refuses(&args, &[2]).says(&["plan.json: is an input"]);
 }
 
 /// A plan that another version made was not edited: what is told is to make it again.
@@ -640,11 +640,11 @@ fn data() {
     run("empty.txt", &[]).says(&["empty.txt", "empty"]);
     place.write("short.txt", b"abc");
     run("short.txt", &[]).says(&["short.txt", "tokens"]);
-    place.write("latin.txt", &[&[b'a'; 100][..], b"\xe9t\xe9"].concat());
+    place.write("latin.txt", [&[b'a'; 100][..], b"\xe9t\xe9"].concat());
     run("latin.txt", &[]).says(&["latin.txt", "not UTF-8 at byte 100"]);
-    place.write("odd.bin", &[7u8; 1001]);
+    place.write("odd.bin", [7u8; 1001]);
     run("odd.bin", &[]).says(&["odd.bin", "truncated"]);
-    place.write("huge.bin", &[0xffu8; 4000]);
+    place.write("huge.bin", [0xffu8; 4000]);
     run("huge.bin", &[]).says(&[
         "huge.bin",
         "not below the vocabulary size 256",

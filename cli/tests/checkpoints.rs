@@ -67,7 +67,7 @@ fn a_run_that_diverges_leaves_the_checkpoint_that_it_went_on_from() {
 fn a_checkpoint_that_fails_discards_nothing_else() {
     let place = Place::with_plan();
     let saved = ["--save", "w.safetensors", "--config", "config.json"];
-    let words = ["--steps", "200", "--checkpoint", "state"];
+    let words = ["--steps", "1000", "--checkpoint", "state"];
     let child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
         .args(["run", "plan.json", "--data", "text.txt"])
         .args([&saved[..], &words].concat())
@@ -79,6 +79,8 @@ fn a_checkpoint_that_fails_discards_nothing_else() {
     while !place.exists("state") {
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
+    // Its outputs have been looked at, and it trains; a step takes milliseconds.
+    std::thread::sleep(std::time::Duration::from_millis(300));
     // A file stands where the folder was.
     std::fs::remove_dir_all(place.path("state")).unwrap();
     place.write("state", b"no folder");

@@ -632,7 +632,7 @@ fn the_example_of_the_documents_is_solved() {
 #[test]
 fn a_work_limit_gives_the_same_solution_twice() {
     let place = Place::new();
-    place.write("hard.json", &hard_problem(6));
+    place.write("hard.json", hard_problem(6));
     for output in ["a.json", "b.json"] {
         place
             .run(&[
@@ -655,7 +655,7 @@ fn a_work_limit_gives_the_same_solution_twice() {
 #[test]
 fn a_time_limit_and_an_interrupt_give_the_best_so_far() {
     let place = Place::new();
-    place.write("hard.json", &hard_problem(30));
+    place.write("hard.json", hard_problem(30));
     let begun = std::time::Instant::now();
     let done = place.run(&["solve", "hard.json", "--time-limit", "2", "-o", "t.json"]);
     // The limit covers the whole command; starting it on a busy machine takes a while.
@@ -726,7 +726,7 @@ fn an_interrupt_while_the_instance_is_read_ends_with_a_message() {
 #[test]
 fn within_a_gap_is_feasible_with_exit_code_0() {
     let place = Place::new();
-    place.write("grid.json", &hard_problem(5));
+    place.write("grid.json", hard_problem(5));
     let line = |gap: &str| {
         let done = place.run(&["solve", "grid.json", "--gap", gap, "-o", "g.json"]);
         last_line(&done.expect(0).out)
@@ -851,7 +851,7 @@ fn a_plan_explains_itself() {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
     // The part of the peak beside the arena has its column, and the proof's words are explained.
-    for words in ["beside", "(elimination: "] {
+    for words in ["outside the arena; peak", "(elimination: "] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }
     let said = compile("cpu-default", "pipeline=2");
@@ -947,7 +947,7 @@ fn a_plan_is_shown_against_another() {
         "graph",
         "parameters of",
         "Both plans are of `gpt2`",
-        "other models of one name",
+        "different models of the same name",
     ] {
         assert!(said.contains(words), "`{words}` is not in:\n{said}");
     }

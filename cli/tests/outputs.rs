@@ -83,7 +83,7 @@ fn pipes_are_written_to() {
 fn what_compile_reads_is_not_replaced() {
     let place = Place::new();
     place.write("t.toml", b"global_batch = 4\n");
-    let replaced = ["is read, and would be replaced"];
+    let replaced = ["is an input of this command, and would be replaced"];
     let words = ["compile", "config.json", "--train", "t.toml"];
     let train = [&words, &ON_CPU[..], &["-o", "t.toml"]].concat();
     refused(&place, &train, &replaced);
@@ -142,8 +142,8 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     ];
     let state = ours.map(|name| place.read(name));
 
-    let read = ["is read, and would be replaced"];
-    let twice = ["is named for two files to write"];
+    let read = ["is an input of this command, and would be replaced"];
+    let twice = ["is named for two outputs"];
     let of_model = ["--weights", "model"];
     for output in ["model/model.safetensors", "model/config.json"] {
         let words = [&of_model[..], &["-o", output]].concat();

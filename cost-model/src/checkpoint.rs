@@ -15,8 +15,8 @@
 use ir::cluster::Cluster;
 use ir::plan::CheckpointPrediction;
 use ir::program::{Program, RoleProgram};
-use ir::{Bytes, Seconds};
-use std::collections::{BTreeMap, BTreeSet};
+use ir::{Bytes, DeviceMesh, Seconds};
+use std::collections::BTreeSet;
 
 /// The checkpoint of a program's states. Without figures of storage only its bytes are known.
 pub fn checkpoint(program: &Program, cluster: &Cluster) -> CheckpointPrediction {
@@ -30,20 +30,19 @@ pub fn checkpoint(program: &Program, cluster: &Cluster) -> CheckpointPrediction 
     let roles = 0..program.roles.len();
     let seconds = cluster.storage.map(|storage| {
         let most = roles.clone().map(of_a_device).fold(0.0, f64::max);
-        let of_each = cluster.devices_per_host.max(1);
-        let mut of_host: BTreeMap<u32, f64> = BTreeMap::new();
-        for role in roles {
-            let first = program.roles[role].mesh.devices.first_rank.0;
-            let end = first.saturating_add(program.roles[role].mesh.n_devices());
-            let mut at = first;
-            while at < end {
-                let host = at / of_each;
-                let next = (host + 1).saturating_mul(of_each).min(end);
-                *of_host.entry(host).or_default() += of_a_device(role) * f64::from(next - at);
-                at = next;
-            }
-        }
-        let fullest = of_host.into_values().fold(0.0, f64::max);
+        let ends = |d: DeviceMesh| {
+            let first = d.first_rank.0;
+            (first, first.saturating_add(d.n_devices))
+        };
+        let of_host = |(_, host): (usize, DeviceMesh)| {
+            let here = roles.clone().map(|role| {
+                let (a, b) = (ends(host), ends(program.roles[role].mesh.devices));
+                let both = b.1.min(a.1).saturating_sub(b.0.max(a.0));
+                of_a_device(role) * f64::from(both)
+            });
+            here.sum::<f64>()
+        };
+        let fullest = cluster.hosts().map(of_host).fold(0.0, f64::max);
         let together = storage
             .total_write_bytes_per_s
             .map_or(0.0, |rate| all as f64 / rate);

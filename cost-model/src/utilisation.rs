@@ -9,8 +9,8 @@
 
 use crate::StepWork;
 use crate::compute::peak_rate;
-use ir::DType;
 use ir::cluster::Cluster;
+use ir::{DType, DeviceMesh, Rank};
 
 /// Share of attention's counted FLOPs that a causal kernel executes at least.
 const CAUSAL_SHARE: f64 = 0.5;
@@ -31,7 +31,24 @@ pub fn peak_dtype(cluster: &Cluster, dtype: DType) -> Option<DType> {
 
 /// Peak FLOP/s of `n` devices that MFU in `dtype` is relative to, a pool's processors once.
 pub fn peak_flops_per_s(cluster: &Cluster, dtype: DType, n: u32) -> Option<f64> {
-    cluster.peak_flops_per_s(peak_dtype(cluster, dtype)?, n)
+    of_each_group(cluster, n, |seen, n| {
+        seen.peak_flops_per_s(peak_dtype(seen, dtype)?, n)
+    })
+}
+
+/// The sum over the first `n` ranks, group by group, of what one is worth.
+fn of_each_group(
+    cluster: &Cluster,
+    n: u32,
+    worth: impl Fn(&Cluster, u32) -> Option<f64>,
+) -> Option<f64> {
+    let ranks = DeviceMesh {
+        first_rank: Rank(0),
+        n_devices: n,
+    };
+    let parts = cluster.by_group(ranks).into_iter();
+    let parts = parts.map(|(_, part)| worth(&cluster.seen_by(part), part.n_devices));
+    parts.reduce(|a, b| Some(a? + b?))?
 }
 
 /// A step that is faster than the devices' best matmuls.
@@ -55,11 +72,12 @@ impl TooFast {
 
 /// Whether a step of `step_s` seconds on `n` devices is faster than it can be.
 pub fn too_fast(cluster: &Cluster, work: &StepWork, n: u32, step_s: f64) -> Option<TooFast> {
-    let of = |t: DType| {
-        let share = cluster.device.matmul_efficiency.get(&t)?;
-        Some(share * cluster.peak_flops_per_s(t, n)?)
-    };
-    let best = peak_dtype(cluster, work.dtype).and_then(of).unwrap_or(0.0);
+    let best = of_each_group(cluster, n, |seen, n| {
+        let t = peak_dtype(seen, work.dtype)?;
+        let share = seen.device.matmul_efficiency.get(&t)?;
+        Some(share * seen.peak_flops_per_s(t, n)?)
+    });
+    let best = best.unwrap_or(0.0);
     let executed = work.hardware_flops.0 - (1.0 - CAUSAL_SHARE) * work.hardware_attention_flops.0;
     let rate = executed / step_s;
     (step_s > 0.0 && best > 0.0 && rate > best * (1.0 + 1e-9)).then_some(TooFast { rate, best })

@@ -59,6 +59,7 @@ pub fn memory_use(
     if let Some(memory) = memory {
         return Process::new(program, role, memory).memory_use();
     }
+    let cluster = &*cluster.seen_by(role.mesh.devices);
     let held = Held::of(role);
     let classes = memory_of(role);
     let named = classes.persistent + classes.activation + held.copies + held.gradients;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Why a model cannot be imported or exported.
+/// The reasons why a model cannot be imported or exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
     /// A file cannot be read or written.
@@ -37,7 +37,7 @@ pub enum ImportError {
         column: usize,
         /// The field; `outer.inner` when nested.
         field: String,
-        /// Its value, and the accepted ones.
+        /// The field's value, and the accepted ones.
         problem: String,
     },
     /// A field that is not known, so may change the mathematics.
@@ -178,7 +178,7 @@ pub enum ImportError {
     },
 }
 
-/// The first few names, and how many there are.
+/// Lists the first few names, and how many more there are.
 fn names(all: &[String]) -> String {
     let shown = all
         .iter()

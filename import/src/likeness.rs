@@ -1,11 +1,11 @@
-//! Whether a plan's model is the one of a `config.json`, and the names that its fields have there.
+//! Compares a plan's model with that of a `config.json`, and names the fields that differ there.
 
 use crate::{BuildOptions, ImportError, ModelConfig, model_graph};
 use ir::Graph;
 use ir::likeness::{Difference, difference};
 
-/// The attributes of a graph with the fields of `config.json` that say them: the end of an op's
-/// path, the attribute, the field of GPT-2, the field of Llama and its relatives.
+/// The fields of `config.json` that decide attributes of a graph: the end of an op's path, the
+/// attribute, the field of GPT-2, the field of Llama and its relatives.
 const FIELDS: [(&str, &str, &str, &str); 16] = [
     ("", "eps", "layer_norm_epsilon", "rms_norm_eps"),
     ("", "theta", "", "rope_theta"),
@@ -51,8 +51,8 @@ const FIELDS: [(&str, &str, &str, &str); 16] = [
 ];
 
 impl ModelConfig {
-    /// Where this model differs from a plan's, of which `graph` is the forward graph and samples
-    /// have `sequence` tokens; none where it is the plan's model.
+    /// Finds where this model differs from a plan's, of which `graph` is the forward graph and
+    /// samples have `sequence` tokens; `None` where it is the plan's model.
     pub fn difference(
         &self,
         graph: &Graph,
@@ -74,11 +74,11 @@ impl ModelConfig {
     }
 }
 
-/// All that [`ModelConfig::model_type`] can be.
+/// The values of [`ModelConfig::model_type`].
 const FAMILIES: [&str; 4] = ["gpt2", "llama", "mixtral", "qwen3_moe"];
 
-/// The field of a `config.json` that says what differs, or those of which one does; none where the
-/// model is not of a configuration. `model_type` is the graph's name.
+/// Returns the field of a `config.json` that makes a difference, or the several that may; `None`
+/// where the model is not of a configuration. `model_type` is the graph's name.
 pub fn config_field(model_type: &str, d: &Difference) -> Option<&'static str> {
     if d.attribute == "model_type" {
         return Some("model_type");

@@ -19,30 +19,30 @@ use ir::op::Init;
 /// A parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Param {
-    /// Path of its `State` op, such as `h.0.attn.qkv.weight`.
+    /// The path of its `State` op, such as `h.0.attn.qkv.weight`.
     pub path: String,
-    /// Shape in our layout.
+    /// The shape in our layout.
     pub shape: Vec<u64>,
-    /// Name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
+    /// The name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
     /// `pieces`, `*` stands for the index.
     pub hf_name: String,
-    /// Shape in Hugging Face's files, one or two dims; with `pieces`, of each.
+    /// The shape in Hugging Face's files, one or two dims; with `pieces`, that of each piece.
     pub hf_shape: Vec<u64>,
-    /// Whether the stored matrix is the transpose of ours.
+    /// True when the stored matrix is the transpose of ours.
     pub transposed: bool,
-    /// Number of tensors that hold the parameter, one for each index of its first dim; none
+    /// The number of tensors that hold the parameter, one for each index of its first dim; `None`
     /// where one tensor holds all of it.
     pub pieces: Option<u64>,
-    /// Initial values where no weights are given.
+    /// The initial values where no weights are given.
     pub init: Init,
 }
 
 impl Param {
-    /// Whether weight decay applies: to what files store with two or more dims.
+    /// Says whether weight decay applies, as it does to what files store with two or more dims.
     pub fn decay(&self) -> bool {
         self.hf_shape.len() >= 2
     }
-    /// Names of the tensors that hold the parameter, in the order of its first dim.
+    /// Returns the names of the tensors that hold the parameter, in the order of its first dim.
     pub fn hf_names(&self) -> Vec<String> {
         match self.pieces {
             None => vec![self.hf_name.clone()],
@@ -51,21 +51,21 @@ impl Param {
                 .collect(),
         }
     }
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 }
 
 impl ModelConfig {
-    /// All parameters, in the order of the graph.
+    /// Lists all parameters, in the order of the graph.
     pub fn params(&self) -> Vec<Param> {
         match self {
             ModelConfig::Gpt2(c) => gpt2(c),
             ModelConfig::Llama(c) => llama(c),
         }
     }
-    /// Number of parameters; a tied embedding counts once.
+    /// Counts the parameters; a tied embedding counts once.
     pub fn n_parameters(&self) -> u64 {
         self.params().iter().map(Param::elements).sum()
     }
@@ -250,7 +250,7 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
     t.params
 }
 
-/// Router and experts of layer `i`.
+/// Adds the router and the experts of layer `i`.
 fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
     let (h, inner, normal) = (c.hidden, e.intermediate, Init::Normal { std: c.init_std });
     let (block, [gate, up, down]) = match c.family {
@@ -298,7 +298,7 @@ impl Table {
             init,
         });
     }
-    /// The gain of an RMS norm; `(ours, theirs)` are its names without `.weight`.
+    /// Adds the gain of an RMS norm; `(ours, theirs)` are its names without `.weight`.
     fn gain(&mut self, (ours, theirs): (String, String), h: u64) {
         self.add(
             &format!("{ours}.weight"),
@@ -308,7 +308,7 @@ impl Table {
             Init::Ones,
         );
     }
-    /// A `Linear` from dims `ins` to dims `outs`, stored `[out, in]`.
+    /// Adds a `Linear` from dims `ins` to dims `outs`, stored `[out, in]`.
     fn linear(
         &mut self,
         (ours, theirs): (String, String),
@@ -338,7 +338,7 @@ impl Table {
             );
         }
     }
-    /// The output table, which files keep outside the model's prefix.
+    /// Adds the output table, which files keep outside the model's prefix.
     fn add_head(&mut self, shape: &[u64], init: Init) {
         self.add("head.lm_head.weight", shape, "", shape, init);
         if let Some(last) = self.params.last_mut() {

@@ -11,18 +11,18 @@ use super::forest::Graph;
 use super::improve::Random;
 use super::problem::{Cost, Edge, Table};
 
-/// Message cells of a block at most.
+/// The most message cells of a block.
 const MAX_CELLS: u64 = 1 << 16;
-/// Memory of one node is worth this much at most: sums over a block stay below 2^61.
+/// The most that the memory of one node may be worth, so that sums over a block stay below 2^61.
 const MOST_PRICED: u64 = 1 << 50;
-/// Passes that drop strategies without an allowed partner.
+/// The number of passes that drop strategies without an allowed partner.
 const PASSES: usize = 3;
-/// Not in the block.
+/// Marks nodes that are not in the block.
 const OUT: u32 = u32::MAX;
-/// Above all scores.
+/// A score above all real scores.
 const HOPELESS: u64 = 1 << 62;
 
-/// A set of nodes with what they may take. Reused from one to the next.
+/// A set of nodes and the strategies that they may take. One block is reused for the next.
 #[derive(Default)]
 pub(super) struct Block {
     nodes: Vec<u32>,
@@ -30,10 +30,10 @@ pub(super) struct Block {
     place: Vec<u32>,
     /// Strategies that each node may take, ascending.
     domains: Vec<Vec<u32>>,
-    /// Their costs beside what is held.
+    /// The costs of these strategies beside the held nodes.
     costs: Vec<Vec<u64>>,
     eliminator: Option<Eliminator>,
-    /// Work done so far, in table cells.
+    /// The work done so far, in table cells.
     pub work: u64,
 }
 
@@ -43,8 +43,8 @@ impl Block {
         &self.nodes
     }
 
-    /// Grows a block of up to `size` nodes with up to `most` strategies each around `root`;
-    /// fewer nodes if elimination would be too wide. False when nothing is left.
+    /// Grows a block of up to `size` nodes with up to `most` strategies each around `root`; it has
+    /// fewer nodes if elimination would be too wide. Returns false when nothing is left.
     pub fn prepare(
         &mut self,
         graph: &Graph<'_>,
@@ -95,7 +95,7 @@ impl Block {
         }
     }
 
-    /// The strategies that each node may take beside what is held, and their costs.
+    /// Sets the strategies that each node may take beside the held nodes, and their costs.
     fn hold(&mut self, graph: &Graph<'_>, choice: &[u32]) {
         self.domains.clear();
         self.costs.clear();
@@ -119,8 +119,7 @@ impl Block {
         }
     }
 
-    /// Drops strategies without an allowed partner across some edge; at last all but the
-    /// `most` that look best.
+    /// Drops strategies without an allowed partner across some edge, then all but the `most` best.
     fn restrict(&mut self, graph: &Graph<'_>, choice: &[u32], most: usize, random: &mut Random) {
         for pass in 1..=PASSES {
             for i in 0..self.nodes.len() {
@@ -145,7 +144,7 @@ impl Block {
         }
     }
 
-    /// The cost of each strategy of the `i`th node with the best partner at every edge.
+    /// Returns the cost of each strategy of the `i`th node with the best partner at every edge.
     fn scores(&mut self, graph: &Graph<'_>, i: usize) -> Vec<u64> {
         let mut scores = self.costs[i].clone();
         for end in graph.ends(self.nodes[i]) {
@@ -158,7 +157,7 @@ impl Block {
             for (x, &s) in scores.iter_mut().zip(&self.domains[i]) {
                 let pairs = theirs.iter().zip(costs).filter_map(|(&u, cost)| {
                     let pair = graph.pair(end, s, u).value()?;
-                    // A partner's own cost counts in part: other edges share it.
+                    // A partner's own cost counts in part only, because other edges share it.
                     Some(pair + (cost - least) / 4)
                 });
                 *x = x
@@ -219,7 +218,7 @@ impl Block {
     }
 }
 
-/// Adds noise so that other strategies have their turn, too.
+/// Adds noise so that other strategies have their turn too.
 fn disturb(scores: &mut [u64], random: &mut Random) {
     let least = scores.iter().copied().min().unwrap_or(0);
     let real = scores.iter().filter(|s| **s < HOPELESS);

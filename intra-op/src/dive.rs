@@ -16,16 +16,16 @@ struct Dive<'a> {
     dual: &'a Dual<'a>,
     alive: Vec<Vec<bool>>,
     profile: Profile,
-    /// Least usage per memory term among the alive strategies, already in the profile.
+    /// Per node and memory term, the alive strategies' least usage, which the profile includes.
     least: Vec<Vec<u64>>,
-    /// Strategies dropped, in order.
+    /// The strategies that were dropped, in order.
     dropped: Vec<(u32, u32)>,
-    /// Least usages replaced, in order: node, term, the value before.
+    /// The least usages that were replaced, in order: node, term, the value before.
     raised: Vec<(u32, u32, u64)>,
 }
 
-/// A choice that fits, or `None`. Prices count `weight` times; where `prefer` names a
-/// strategy, that is tried first.
+/// Finds a choice that fits, or `None`. Prices count `weight` times; where `prefer` names a
+/// strategy, that one is tried first.
 pub(super) fn dive(
     reduced: &Reduced,
     dual: &Dual<'_>,
@@ -74,7 +74,7 @@ impl<'a> Dive<'a> {
         dive
     }
 
-    /// Decides node `v`, or `None` when every strategy leads to a contradiction.
+    /// Decides node `v`, or returns `None` when every strategy leads to a contradiction.
     fn decide(&mut self, v: u32, weight: f64, first: Option<u32>, choice: &[u32]) -> Option<u32> {
         let scores = self.scores(v, weight, choice);
         let mut order: Vec<u32> = (0..scores.len() as u32).collect();
@@ -134,7 +134,7 @@ impl<'a> Dive<'a> {
         self.dropped.push((v, s));
     }
 
-    /// Raises the least usages of `v` to those of its alive strategies; false if that does
+    /// Raises the least usages of `v` to those of its alive strategies; returns false if that does
     /// not fit.
     fn raise(&mut self, v: u32) -> bool {
         let alive = &self.alive[v as usize];
@@ -152,7 +152,7 @@ impl<'a> Dive<'a> {
         self.profile.fits()
     }
 
-    /// Arc consistency from the nodes `changed`; false on a contradiction.
+    /// Restores arc consistency from the nodes `changed`; returns false on a contradiction.
     fn follow(&mut self, changed: &[u32]) -> bool {
         let mut queue: Vec<u32> = changed.to_vec();
         while let Some(v) = queue.pop() {
@@ -176,7 +176,7 @@ impl<'a> Dive<'a> {
         true
     }
 
-    /// Alive strategies of the link's other end that no alive strategy of `v` allows.
+    /// Returns the alive strategies of the link's other end that no alive strategy of `v` allows.
     fn unsupported(&self, v: u32, link: &Link) -> Vec<u32> {
         let mine: Vec<usize> = (0..self.alive[v as usize].len())
             .filter(|&s| self.alive[v as usize][s])

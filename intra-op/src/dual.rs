@@ -23,63 +23,63 @@ use super::reduced::Reduced;
 use super::smooth::Smooth;
 use super::warm::WarmStart;
 
-/// Forbidden, well above what finite sums can reach.
+/// Stands for a forbidden cost; well above what finite sums can reach.
 pub(super) const INFINITE: i64 = 1 << 58;
 /// Finite sums with their extra bits stay below this.
 const MOST: u128 = 1 << 54;
 /// Fractional bits of a price.
 const PRICE_BITS: u32 = 32;
-/// Messages from floating point are cut off here, so that sums of them stay in range.
+/// Messages from floating point are cut off at this size, so that sums of them stay in range.
 const LONGEST: f64 = (1u64 << 52) as f64;
-/// Rounds at one temperature, and the factor from one to the next. (On instance N, 50 rounds
-/// and 0.5, or 100 and 0.4, end at the same bound but take longer.)
+/// The rounds at one temperature, and the factor from one temperature to the next. (On instance N,
+/// 50 rounds and 0.5, or 100 and 0.4, end at the same bound but take longer.)
 const STAGE_ROUNDS: usize = 30;
 const COOLING: f64 = 0.6;
-/// Passes without smoothing before the state is looked at.
+/// The passes without smoothing after which the state is looked at.
 const SETTLING: usize = 3;
-/// Stages without a better bound before giving up; better means by one part in this many.
+/// The stages without a better bound before giving up; better means by one part in this many.
 const MAX_STALLED: usize = 2;
 const STALLED: i128 = 1_000_000;
-/// Where a warm start begins, relative to a cold one.
+/// The temperature at which a warm start begins, relative to a cold one.
 const WARM: f64 = 0.001;
-/// Stages after which a warm start should have become better than where it began.
+/// The stages after which a warm start should have become better than where it began.
 const WARMING_UP: usize = 6;
-/// Passes in integers at the end, at most.
+/// The most passes in integers at the end.
 const LAST_PASSES: usize = 50;
 
-/// An edge as its end sees it.
+/// An edge as one of its ends sees it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     pub edge: u32,
     pub other: u32,
-    /// This end is the table's rows (and the lower index).
+    /// True when this end is the table's rows (and has the lower index).
     pub rows: bool,
 }
 
-/// Prices, messages and the bound they give.
+/// Prices, messages and the bound that they give.
 #[derive(Clone)]
 pub(super) struct Dual<'r> {
     reduced: &'r Reduced,
     /// Costs are multiplied by `2^shift`.
     pub shift: u32,
     pub links: Vec<Vec<Link>>,
-    /// Scaled cells of each edge's table.
+    /// The scaled cells of each edge's table.
     pub tables: Vec<Arc<[i64]>>,
-    /// Scaled node costs without prices.
+    /// The scaled node costs without prices.
     pub costs: Vec<Vec<i64>>,
-    /// Scaled node costs with prices.
+    /// The scaled node costs with prices.
     pub priced: Vec<Vec<i64>>,
     /// The messages of each edge to its first (rows) and second end.
     pub messages: Vec<[Vec<i64>; 2]>,
-    /// Scaled cost per byte at each time, with [`PRICE_BITS`] fractional bits.
+    /// The scaled cost per byte at each time, with [`PRICE_BITS`] fractional bits.
     prices: Vec<u64>,
-    /// The worth of the budgets at these prices, scaled, rounded up.
+    /// The worth of the budgets at these prices, scaled and rounded up.
     budget: u128,
-    /// Where the first ascent began, in cost units, if there was one.
+    /// The temperature at which the first ascent began, in cost units, if there was one.
     temperature: Option<f64>,
 }
 
-/// Prices, messages and what they prove; for going back to.
+/// Prices, messages and the bound that they prove, kept to go back to.
 struct Best {
     value: i128,
     prices: Vec<u64>,
@@ -140,7 +140,7 @@ impl<'r> Dual<'r> {
         dual
     }
 
-    /// The state that [`Self::warm`] needs once this problem has been made smaller.
+    /// Returns the state from which [`Self::warm`] goes on once this problem has been made smaller.
     pub fn warm_start(&self) -> WarmStart {
         WarmStart::new(self.reduced, self.prices(), self.temperature, |e| {
             let unit = (1u64 << self.shift) as f64;
@@ -149,8 +149,7 @@ impl<'r> Dual<'r> {
         })
     }
 
-    /// One pass over the nodes in order and one back. The messages towards lower indices are
-    /// fresh afterwards.
+    /// Passes over the nodes in order and back. Then messages towards lower indices are up to date.
     pub fn pass_messages(&mut self) {
         let n = self.links.len();
         let mut share = Vec::new();
@@ -162,8 +161,8 @@ impl<'r> Dual<'r> {
         }
     }
 
-    /// Spreads what node `v` has above its minimum over its edges to later (earlier) nodes,
-    /// and passes on what these then have in every column.
+    /// Spreads the cost of node `v` above its minimum over its edges to later (or earlier) nodes,
+    /// and passes on the least that these edges then have in every column.
     pub fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
         let links = &self.links[v];
         let n_forward = links.iter().filter(|l| l.rows).count();
@@ -201,7 +200,7 @@ impl<'r> Dual<'r> {
         }
     }
 
-    /// The priced cost of each strategy of `v` with all messages to it.
+    /// Returns the priced cost of each strategy of `v` with all messages to it.
     pub fn gather(&self, v: usize, sum: &mut Vec<i64>) {
         sum.clear();
         sum.extend_from_slice(&self.priced[v]);
@@ -213,8 +212,8 @@ impl<'r> Dual<'r> {
         }
     }
 
-    /// The bound in the problem's units, what is decided included; and the strategy that
-    /// each node would take.
+    /// Returns the bound in the problem's units, decided parts included, and the strategy that each
+    /// node would take.
     pub fn bound(&self) -> (u64, Vec<u32>) {
         let (mut total, mut picks, mut sum) = (0i128, Vec::new(), Vec::new());
         for v in 0..self.links.len() {
@@ -230,12 +229,12 @@ impl<'r> Dual<'r> {
         (self.reduced.offset.saturating_add(bound), picks)
     }
 
-    /// How far (scaled) a choice of at most `cost` may be above the bound.
+    /// Returns how far above the bound (scaled) a choice of at most `cost` may be.
     pub fn room(&self, cost: u64) -> i128 {
         self.worth(cost) - self.value()
     }
 
-    /// The bound, scaled and without what is decided; may be negative.
+    /// Returns the bound, scaled and without decided parts; it may be negative.
     fn value(&self) -> i128 {
         let (mut total, mut sum) = (0i128, Vec::new());
         for v in 0..self.links.len() {
@@ -245,7 +244,7 @@ impl<'r> Dual<'r> {
         total - i128::try_from(self.budget).unwrap_or(i128::MAX / 2)
     }
 
-    /// A cost, scaled and without what is decided.
+    /// Returns a cost, scaled and without decided parts.
     fn worth(&self, cost: u64) -> i128 {
         (i128::from(cost) - i128::from(self.reduced.offset)) << self.shift
     }
@@ -282,7 +281,7 @@ impl<'r> Dual<'r> {
         }
     }
 
-    /// Node costs with prices, without the extra bits, rounded down.
+    /// Returns the node costs with prices, without the extra bits and rounded down.
     pub fn priced_units(&self) -> Vec<Vec<Cost>> {
         // Strategies are forbidden without prices: they are capped, and never forbid.
         let unit = |(&x, &unpriced): (&i64, &i64)| {
@@ -298,21 +297,21 @@ impl<'r> Dual<'r> {
             .collect()
     }
 
-    /// The worth of the budgets at these prices, without the extra bits, rounded up.
+    /// Returns the worth of the budgets at these prices, without the extra bits and rounded up.
     pub fn budget_units(&self) -> u64 {
         u64::try_from(self.budget.div_ceil(1 << self.shift)).unwrap_or(u64::MAX)
     }
 
-    /// The prices in cost units per byte.
+    /// Returns the prices in cost units per byte.
     pub fn prices(&self) -> Vec<f64> {
         let unit = (1u64 << self.shift) as f64 * (1u64 << PRICE_BITS) as f64;
         self.prices.iter().map(|&p| p as f64 / unit).collect()
     }
 
-    /// Raises the bound in up to `n_rounds` rounds of two passes and a step of prices; prices
-    /// and messages are left where it was best. After every stage `visit` sees the state and
-    /// says what the least cost may be (a bound that high ends the ascent), or `None` to end.
-    /// `stop` is asked after every round.
+    /// Raises the bound in up to `n_rounds` rounds of two passes and a step of prices; prices and
+    /// messages are left where it was best. After every stage `visit` sees the state and returns
+    /// the most that the least cost may be (a bound that high ends the ascent), or `None` to end
+    /// it. `stop` is asked after every round.
     pub fn ascend(
         &mut self,
         n_rounds: usize,
@@ -323,7 +322,7 @@ impl<'r> Dual<'r> {
         let mut smooth = self.smooth();
         let mut best = self.best();
         let (mut until, mut last) = (STAGE_ROUNDS, i128::MIN);
-        // Stages in a row that were no better, once there has been a better one.
+        // The stages in a row that were no better; counted once there has been a better one.
         let (mut n_stages, mut n_stalled) = (0, None);
         for round in 1..=n_rounds {
             smooth.round();
@@ -359,7 +358,7 @@ impl<'r> Dual<'r> {
                 break;
             }
             if failed && n_stalled.is_some() {
-                // Floating point is no longer up to it, or steps were too long.
+                // Floating point is no longer precise enough, or steps were too long.
                 self.go_back(&best);
                 self.hand_over(&mut smooth);
             }
@@ -396,7 +395,7 @@ impl<'r> Dual<'r> {
         smooth
     }
 
-    /// Gives `smooth` the prices and messages.
+    /// Gives the prices and messages to `smooth`.
     fn hand_over(&self, smooth: &mut Smooth<'_>) {
         smooth.set_prices(&self.prices());
         let unit = 1.0 / (1u64 << self.shift) as f64;
@@ -435,7 +434,7 @@ impl<'r> Dual<'r> {
     }
 }
 
-/// How many bits costs can be shifted by without leaving the safe range.
+/// Returns the number of bits by which costs can be shifted without leaving the safe range.
 fn extra_bits(reduced: &Reduced) -> u32 {
     let largest =
         |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));
@@ -448,7 +447,7 @@ fn extra_bits(reduced: &Reduced) -> u32 {
         .unwrap_or(0)
 }
 
-/// `to[j] = min_i (table[i, j] - from[i])`.
+/// Computes `to[j] = min_i (table[i, j] - from[i])`.
 fn column_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
     to.fill(i64::MAX);
     for (row, &f) in table.chunks_exact(to.len()).zip(from) {
@@ -458,7 +457,7 @@ fn column_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
     }
 }
 
-/// `to[i] = min_j (table[i, j] - from[j])`.
+/// Computes `to[i] = min_j (table[i, j] - from[j])`.
 fn row_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
     for (row, t) in table.chunks_exact(from.len()).zip(to) {
         let differences = row.iter().zip(from).map(|(&cell, &f)| cell.wrapping_sub(f));

@@ -28,7 +28,7 @@ use super::problem::{Cost, Edge, Table};
 use classes::Classes;
 use kernel::{Cell, INFINITE};
 
-/// Sums of an elimination above which strategies with equal rows are looked for; below, the
+/// Eliminations with more sums than this look for strategies with equal rows; with fewer, the
 /// search for them takes longer than it saves.
 const WORTH_CLASSES: u64 = 20_000;
 
@@ -36,7 +36,7 @@ const WORTH_CLASSES: u64 = 20_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("elimination needs {cells} table cells, more than {max_cells}")]
 pub struct TooWide {
-    /// Cells of all messages in the order that was found.
+    /// The cells of all messages in the order that was found.
     pub cells: u64,
     /// The bound.
     pub max_cells: u64,
@@ -48,7 +48,7 @@ pub struct Eliminator {
     sizes: Vec<usize>,
     keep: Vec<u32>,
     buckets: Vec<Bucket>,
-    /// Factors over kept nodes alone.
+    /// The factors over kept nodes alone.
     rest: Vec<Factor>,
     tables: Tables,
     cells: u64,
@@ -58,44 +58,44 @@ pub struct Eliminator {
 #[derive(Clone, Debug, Default)]
 struct Tables {
     costs: Vec<Arc<[u64]>>,
-    /// The same in floating point.
+    /// The same tables in floating point.
     floats: Vec<Arc<[f64]>>,
-    /// The largest cost of each that is not forbidden.
+    /// The largest cost of each table that is not forbidden.
     largest: Vec<u64>,
 }
 
-/// One elimination: all factors that contain `var`, minimised over it.
+/// One elimination: all factors that contain `var`, to be minimised over it.
 #[derive(Clone, Debug)]
 struct Bucket {
     var: u32,
-    /// The nodes of the message, the one to be eliminated next last.
+    /// The nodes of the message; the one to be eliminated next is the last.
     scope: Vec<Dim>,
-    /// Strategies of `var` that the factors about the last of the scope tell apart.
+    /// The strategies of `var` that the factors with the scope's last node tell apart.
     fold: Classes,
     factors: Vec<Factor>,
 }
 
-/// A node in the scope of a table, which has a row for each of its classes.
+/// A node in the scope of a table, with one row of the table for each of its classes.
 #[derive(Clone, Debug)]
 struct Dim {
     node: u32,
     classes: Classes,
 }
 
-/// A table over some of a bucket's scope, and over `var` innermost.
+/// A table over some nodes of a bucket's scope, with `var` innermost.
 #[derive(Clone, Debug)]
 struct Factor {
     source: Source,
-    /// Per scope node, the row of each of its classes (rows of several nodes add up); nothing
-    /// where it does not matter.
+    /// For each node of the scope, the row of each of its classes (rows of several nodes add up);
+    /// empty where the table does not have that node.
     rows: Vec<Vec<usize>>,
-    /// Cells of a row.
+    /// The number of cells in a row.
     width: usize,
-    /// Where in a row the cost of each strategy of `var` stands.
+    /// For each strategy of `var`, the place of its cost in a row.
     along: Vec<u32>,
-    /// Where in a row the cells stand that are added up, unless it is the whole row in order.
+    /// The places in a row of the cells that are added up; `None` for the whole row in order.
     spread: Option<Vec<u32>>,
-    /// Whether it is about the last of the scope.
+    /// Whether the table has the last node of the scope.
     moves: bool,
 }
 
@@ -121,22 +121,6 @@ pub struct Eliminated<'a> {
     costs: Vec<Vec<u64>>,
     messages: Messages,
     table: Vec<Cost>,
-}
-
-/// Eliminates all nodes but `keep` from a graph with these node costs and edges.
-///
-/// Convenience for a single use; see [`Eliminator`].
-///
-/// # Errors
-/// [`TooWide`] when messages would exceed `max_cells` cells in total.
-pub fn eliminator_for(
-    costs: &[Vec<Cost>],
-    edges: &[Edge],
-    keep: &[u32],
-    max_cells: u64,
-) -> Result<Eliminator, TooWide> {
-    let sizes: Vec<usize> = costs.iter().map(Vec::len).collect();
-    Eliminator::new(&sizes, edges, keep, max_cells)
 }
 
 impl Eliminator {
@@ -169,7 +153,8 @@ impl Eliminator {
         Ok(Eliminator::along(sizes, edges, keep, order, WORTH_CLASSES))
     }
 
-    /// Along an order, with classes of strategies where an elimination has `worth_classes` sums.
+    /// Builds the eliminator along an order, with classes of strategies where an elimination has at
+    /// least `worth_classes` sums.
     fn along(
         sizes: &[usize],
         edges: &[Edge],
@@ -177,8 +162,8 @@ impl Eliminator {
         (order, cells): (&[Elimination], u64),
         worth_classes: u64,
     ) -> Eliminator {
-        // When each node is eliminated; kept nodes after all others, the first kept one last,
-        // so that it is outermost in the final table.
+        // The step at which each node is eliminated; kept nodes come after all others, the first
+        // kept one last, so that it is outermost in the final table.
         let mut position = vec![0usize; sizes.len()];
         for (i, (v, _)) in order.iter().enumerate() {
             position[*v as usize] = i;
@@ -194,7 +179,7 @@ impl Eliminator {
             tables: Tables::default(),
             cells,
         };
-        // Factors wait at the position of the first node to go.
+        // Factors wait at the step that eliminates their first node.
         let mut waiting: BTreeMap<usize, Vec<Waiting>> = BTreeMap::new();
         made.place_edges(edges, &position, &mut waiting);
         for (i, (v, neighbours)) in order.iter().enumerate() {
@@ -247,13 +232,13 @@ impl Eliminator {
         }
     }
 
-    /// A node with all of its strategies told apart.
+    /// Returns a node all of whose strategies are told apart.
     fn apart(&self, node: u32) -> Dim {
         let classes = Classes::apart(self.sizes[node as usize]);
         Dim { node, classes }
     }
 
-    /// The elimination of `var`, which is the last that each of the factors is about.
+    /// Builds the elimination of `var`, given all factors that still contain it.
     fn bucket(&mut self, var: u32, scope: &[u32], factors: Vec<Waiting>, classes: bool) -> Bucket {
         let n = self.sizes[var as usize];
         // The dims that each factor tells apart.
@@ -315,7 +300,7 @@ impl Eliminator {
                     return factor;
                 }
                 match source {
-                    // Once for all, as edges stay.
+                    // Edges never change, so this is done once for all.
                     Source::Edge(id) => {
                         let narrow = spread(&self.tables.costs[id], factor.width, &wanted);
                         factor.source = Source::Edge(self.tables.push(narrow.into()));
@@ -335,12 +320,12 @@ impl Eliminator {
         }
     }
 
-    /// Cells of all messages together, were all strategies told apart.
+    /// The cells of all messages together if all strategies were told apart.
     pub fn cells(&self) -> u64 {
         self.cells
     }
 
-    /// Cells of all messages together.
+    /// The cells of all messages together.
     pub fn kept_cells(&self) -> u64 {
         let cells = |b: &Bucket| {
             b.scope
@@ -383,7 +368,7 @@ impl Eliminator {
         found
     }
 
-    /// The messages of all buckets; `None` where sums may be too large to be exact.
+    /// Computes the messages of all buckets; `None` where sums may be too large to be exact.
     fn messages<C: Cell>(&self, costs: &[Vec<u64>], tables: &[Arc<[C]>]) -> Option<Vec<Vec<C>>> {
         let mut messages: Vec<Vec<C>> = Vec::with_capacity(self.buckets.len());
         let mut largest: Vec<u64> = Vec::with_capacity(self.buckets.len());
@@ -432,8 +417,8 @@ impl Tables {
 }
 
 impl Bucket {
-    /// The least cost of `var` beside the classes of the scope. A factor's table has rows of
-    /// what is added up: of the classes of `fold` where it moves, of all strategies else.
+    /// Computes the least cost of `var` beside each class of the scope. A factor that moves has
+    /// rows over the classes of `fold`, every other one over all strategies.
     fn message<C: Cell>(&self, unary: &[C], tables: &[Cow<'_, [C]>]) -> Vec<C> {
         let (n, n_folded) = (unary.len(), self.fold.len());
         let Some((inner, outer)) = self.scope.split_last() else {
@@ -445,7 +430,7 @@ impl Bucket {
         let n_outer: usize = sizes.iter().product();
         let n_inner = inner.classes.len();
         let mut message = Vec::with_capacity(n_outer * n_inner);
-        // Factors that do not see the innermost scope node are summed once per outer choice.
+        // Factors without the innermost scope node are summed once per outer choice.
         let (moving, still): (Vec<usize>, Vec<usize>) =
             (0..tables.len()).partition(|&f| self.factors[f].moves);
         let mut counter = Counter::new(&sizes, &self.factors);
@@ -485,10 +470,10 @@ impl Bucket {
     }
 }
 
-/// A factor that waits for its bucket, and what it is about, outermost first.
+/// A factor that waits for its bucket, and its nodes, outermost first.
 type Waiting = (Source, Vec<Dim>);
 
-/// A table about the nodes `of` (outermost first), seen from a scope: rows alone.
+/// Builds the rows of the factor of a table over the nodes `of` (outermost first) in a scope.
 fn over(source: Source, of: &[Dim], scope: &[Dim]) -> Factor {
     let rows = |d: &Dim| match of.iter().position(|w| w.node == d.node) {
         Some(i) => {
@@ -508,7 +493,7 @@ fn over(source: Source, of: &[Dim], scope: &[Dim]) -> Factor {
     }
 }
 
-/// The cells at `wanted` of each row.
+/// Picks the cells at `wanted` of each row.
 fn spread<C: Cell>(table: &[C], width: usize, wanted: &[u32]) -> Vec<C> {
     let rows = table.chunks_exact(width.max(1));
     rows.flat_map(|row| wanted.iter().map(|i| row[*i as usize]))
@@ -516,13 +501,13 @@ fn spread<C: Cell>(table: &[C], width: usize, wanted: &[u32]) -> Vec<C> {
 }
 
 impl Eliminated<'_> {
-    /// The least cost for each choice of the kept nodes, the last kept node innermost; one
+    /// Returns the least cost for each choice of the kept nodes, the last kept node innermost; one
     /// entry if none is kept.
     pub fn table(&self) -> &[Cost] {
         &self.table
     }
 
-    /// The least cost with these strategies at the kept nodes.
+    /// Returns the least cost with these strategies at the kept nodes.
     ///
     /// # Panics
     /// If `kept` does not have one valid strategy per kept node.
@@ -545,7 +530,7 @@ impl Eliminated<'_> {
         self.table[cell]
     }
 
-    /// A best choice of all nodes, given strategies of the kept ones. Where
+    /// Returns a best choice of all nodes, given strategies of the kept ones. Where
     /// [`cost`](Self::cost) is forbidden the choice is arbitrary.
     pub fn decode(&self, kept: &[u32]) -> Vec<u32> {
         let e = self.eliminator;
@@ -582,7 +567,7 @@ impl Eliminated<'_> {
     fn final_table(&self) -> Vec<Cost> {
         let e = self.eliminator;
         let sizes: Vec<usize> = e.keep.iter().map(|v| e.sizes[*v as usize]).collect();
-        // Messages about nothing: components without kept nodes.
+        // Messages over no nodes come from components without kept nodes.
         let mut constant: u64 = 0;
         for (i, _) in e
             .buckets
@@ -652,7 +637,7 @@ impl<'a> Counter<'a> {
     }
 }
 
-/// The cells of an edge with the node that goes first innermost; of a loop, the diagonal.
+/// Lays out the cells of an edge, the node eliminated first innermost; of a loop, the diagonal.
 fn oriented(table: &Table, rows_go_first: bool, is_loop: bool) -> Arc<[u64]> {
     let raw = |c: Cost| c.value().map_or(INFINITE, |c| c.min(INFINITE));
     if is_loop {
@@ -665,10 +650,11 @@ fn oriented(table: &Table, rows_go_first: bool, is_loop: bool) -> Arc<[u64]> {
     }
 }
 
-/// A node and its neighbours when it is eliminated.
+/// A node, and its neighbours at the time when it is eliminated.
 type Elimination = (u32, Vec<u32>);
 
-/// Repeatedly the node whose elimination touches the fewest cells, and its neighbours then.
+/// Finds an order that always eliminates the node whose elimination touches the fewest cells, and
+/// lists each node's neighbours at that time.
 fn greedy_order(
     sizes: &[usize],
     edges: &[Edge],

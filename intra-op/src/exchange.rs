@@ -21,7 +21,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// `None` when the choice is forbidden or does not fit.
+    /// Returns `None` when the choice is forbidden or does not fit.
     pub fn new(graph: &Graph<'_>, choice: Vec<u32>) -> Option<State> {
         let reduced = graph.reduced;
         let mut profile = Profile::new(&reduced.limits);
@@ -42,21 +42,21 @@ impl State {
 /// The rule by which parts of a proposal are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// Parts that lower the cost, or leave it as it is.
+    /// Takes the parts that lower the cost, or leave it as it is.
     Pays,
-    /// As much as fits.
+    /// Takes as much as fits.
     Fits,
 }
 
-/// Nodes that change together, and what that does.
+/// A group of nodes that change together, and the effect of the change.
 #[derive(Clone, Debug)]
 struct Group {
-    /// End in `Exchange::nodes`; it begins where the one before ends.
+    /// The end of its nodes in `Exchange::nodes`; they begin where those of the group before end.
     nodes: usize,
-    /// Range in `Exchange::changes`.
+    /// The range of its memory changes in `Exchange::changes`.
     changes: (usize, usize),
     cost: i64,
-    /// `cost` with memory at its prices.
+    /// The change of cost with memory at its prices.
     priced: f64,
     forbidden: bool,
     taken: bool,
@@ -68,15 +68,15 @@ pub(super) struct Exchange {
     seen: Vec<bool>,
     stack: Vec<u32>,
     nodes: Vec<u32>,
-    /// Changes of memory: from, to, bytes.
+    /// The changes of memory: from, to, bytes.
     changes: Vec<(u32, u32, i64)>,
     groups: Vec<Group>,
     order: Vec<usize>,
 }
 
 impl Exchange {
-    /// Takes over from `proposed` what `rule` says; both choices are equal afterwards. They
-    /// may only differ at `nodes`. `until[t]` is the sum of prices before time `t`.
+    /// Takes over from `proposed` the parts that `rule` accepts; both choices are equal afterwards.
+    /// They may only differ at `nodes`. `until[t]` is the sum of prices before time `t`.
     pub fn take(
         &mut self,
         graph: &Graph<'_>,
@@ -88,8 +88,7 @@ impl Exchange {
         self.find_groups(graph, until, (&state.choice, proposed), nodes);
         for g in 0..self.groups.len() {
             let group = &self.groups[g];
-            // A group that costs more even with its memory valued adds nothing to the proposal's
-            // gain.
+            // A group that costs more even with its memory valued improves nothing.
             let helps = group.cost <= 0 || group.priced <= 0.0;
             if !group.forbidden && (helps || rule == Rule::Fits) {
                 self.flip(g, &mut state.profile);
@@ -147,7 +146,7 @@ impl Exchange {
         }
     }
 
-    /// The group that the node on the stack is in.
+    /// Collects the group of the node on the stack.
     fn follow(
         &mut self,
         graph: &Graph<'_>,
@@ -218,7 +217,7 @@ impl Exchange {
             for (g, group) in self.groups.iter().enumerate().filter(|(_, g)| g.taken) {
                 let bytes = self.bytes_at(group, t);
                 if bytes > 0 {
-                    // Loss per byte that helps; noise may have proposed what gains nothing.
+                    // The loss per byte that helps; noise may have proposed what gains nothing.
                     let score = (-group.priced).max(1e-3) / bytes.min(over) as f64;
                     if best.is_none_or(|(least, _)| score < least) {
                         best = Some((score, g));
@@ -230,7 +229,7 @@ impl Exchange {
         }
     }
 
-    /// Flips what pays and fits, the dearest first.
+    /// Takes over the groups that pay and fit, the dearest first.
     fn fill(&mut self, profile: &mut Profile) {
         for _ in 0..2 {
             let pays = |g: &Group| !g.forbidden && if g.taken { g.cost > 0 } else { g.cost < 0 };
@@ -274,7 +273,7 @@ mod tests {
         }
     }
 
-    /// Costs after exchange from all zeros to all ones with `limit` bytes.
+    /// Returns choice and cost after an exchange from all zeros to all ones with `limit` bytes.
     fn exchanged(nodes: Vec<ReducedNode>, limit: u64, rule: Rule) -> (Vec<u32>, i64) {
         let n = nodes.len();
         let reduced = Reduced {

@@ -11,43 +11,43 @@ use super::reduced::Reduced;
 
 /// Stands for a forbidden strategy or pair; sums and differences with costs stay recognisable.
 pub(super) const FORBIDDEN: f32 = 1e30;
-/// At least this is forbidden.
+/// Everything from this value on is forbidden.
 pub(super) const BARRED: f32 = 1e29;
 
-/// The problem in flat arrays.
+/// The problem as flat arrays.
 pub(super) struct Layout {
-    /// First strategy of each node, and the number of all.
+    /// For each node the index of its first strategy; at the end, the number of all strategies.
     pub first: Vec<usize>,
     pub costs: Vec<f32>,
     /// Per node and memory term, usage per strategy in multiples of `unit`.
     pub usages: Vec<Vec<Vec<f32>>>,
     pub links: Vec<Vec<FlatLink>>,
-    /// How many chains cross each node: what it has is shared among them.
+    /// The number of chains that cross each node, among which its cost is shared.
     pub n_chains: Vec<f32>,
     pub edges: Vec<EdgeLayout>,
-    /// Every distinct table, by rows and by columns.
+    /// The cells of every distinct table, by rows and by columns.
     pub cells: Vec<f32>,
-    /// In multiples of `unit`.
+    /// The memory limit at each time, in multiples of `unit`.
     pub limits: Vec<f64>,
-    /// Bytes that usages and limits are multiples of.
+    /// The number of bytes of which usages and limits are multiples.
     pub unit: f64,
 }
 
-/// An edge as its end sees it; `rows` at the first end.
+/// An edge as one of its ends sees it; `rows` is true at the first end.
 #[derive(Clone, Copy)]
 pub(super) struct FlatLink {
     pub edge: u32,
     pub rows: bool,
 }
 
-/// Where the parts of an edge are.
+/// The places of an edge's parts in the flat arrays.
 #[derive(Clone, Copy)]
 pub(super) struct EdgeLayout {
-    /// Strategies of the first and the second end.
+    /// The numbers of strategies of the first and the second end.
     pub sizes: [usize; 2],
-    /// Where the messages to the first and to the second end begin.
+    /// The places at which the messages to the first and to the second end begin.
     pub messages: [usize; 2],
-    /// Where the table begins with the first (second) end at the rows.
+    /// The places at which the table with the first (or second) end at the rows begins.
     pub cells: [usize; 2],
 }
 
@@ -111,12 +111,12 @@ impl Layout {
         [by_rows, by_cols]
     }
 
-    /// Where the strategies of node `v` are.
+    /// Returns the range of the strategies of node `v`.
     pub fn strategies(&self, v: usize) -> std::ops::Range<usize> {
         self.first[v]..self.first[v + 1]
     }
 
-    /// Mean allowed cost of nodes and edges, per node.
+    /// Returns the mean allowed cost of nodes and edges, per node.
     pub fn mean_cost(&self) -> f64 {
         let mean = |costs: &[f32]| {
             let allowed = || costs.iter().filter(|c| **c < BARRED);

@@ -15,30 +15,30 @@ use super::improve::Random;
 use super::problem::Cost;
 use super::reduced::Reduced;
 
-/// Forbidden: above all costs, and sums of it stay finite.
+/// Stands for a forbidden cost: above all costs, and sums of it stay finite.
 const FORBIDDEN: f32 = 1e30;
 
-/// One end's view of an edge.
+/// An edge as one of its ends sees it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct End {
     pub other: u32,
     pub edge: u32,
-    /// This end is the rows of the edge's table.
+    /// True when this end is the rows of the edge's table.
     pub rows: bool,
-    /// Where the cells start, rows for the other end, columns for this one.
+    /// The place at which the cells start: rows for the other end, columns for this one.
     at: u32,
 }
 
 /// A reduced problem laid out for fast passes.
 pub(super) struct Graph<'a> {
     pub reduced: &'a Reduced,
-    /// First strategy of each node in flat arrays.
+    /// The index of each node's first strategy in flat arrays.
     first: Vec<u32>,
     costs: Vec<f32>,
     first_end: Vec<u32>,
     ends: Vec<End>,
     cells: Vec<f32>,
-    /// First memory term of each node, and its usages in a flat array.
+    /// The index of each node's first memory term, and of its usages in a flat array.
     first_term: Vec<u32>,
     terms: Vec<(u32, u32, u32)>,
     usages: Vec<f32>,
@@ -103,12 +103,12 @@ impl<'a> Graph<'a> {
         (self.first[v as usize + 1] - self.first[v as usize]) as usize
     }
 
-    /// The edges of a node.
+    /// Returns the edges of a node.
     pub fn ends(&self, v: u32) -> &[End] {
         &self.ends[self.first_end[v as usize] as usize..self.first_end[v as usize + 1] as usize]
     }
 
-    /// The exact pair cost with `mine` here and `theirs` at the other end.
+    /// Returns the exact pair cost with `mine` here and `theirs` at the other end.
     pub fn pair(&self, end: &End, mine: u32, theirs: u32) -> Cost {
         let table = &self.reduced.edges[end.edge as usize].table;
         let (mine, theirs) = (mine as usize, theirs as usize);
@@ -127,7 +127,7 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// `least[j] = min_i (child[i] + cell[i, j])`, `end` being the parent's.
+    /// Computes `least[j] = min_i (child[i] + cell[i, j])`; `end` is the parent's.
     fn message(&self, end: &End, child: &[f32], least: &mut [f32]) {
         least.fill(2.0 * FORBIDDEN);
         let rows = self.cells[end.at as usize..].chunks_exact(least.len());
@@ -139,7 +139,7 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// Adds what each strategy's memory costs, `until[t]` being the sum of prices before `t`.
+    /// Adds the price of each strategy's memory; `until[t]` is the sum of prices before time `t`.
     fn add_priced(&self, v: u32, until: &[f64], sums: &mut [f32]) {
         let range = self.first_term[v as usize] as usize..self.first_term[v as usize + 1] as usize;
         for &(from, to, at) in &self.terms[range] {
@@ -159,14 +159,14 @@ struct Member {
     node: u32,
     /// `None` at a root.
     parent: Option<Parent>,
-    /// Place of the node's sums.
+    /// The place of the node's sums.
     at: usize,
 }
 
-/// The way to a parent.
+/// The way from a member to its parent.
 #[derive(Clone, Copy, Debug)]
 struct Parent {
-    /// Among the members.
+    /// The parent's place among the members.
     place: u32,
     /// The edge as the child sees it.
     up: End,
@@ -174,30 +174,30 @@ struct Parent {
     down: End,
 }
 
-/// An induced forest, parents before children. Reused from one to the next.
+/// An induced forest, parents before children. One forest is reused for the next.
 #[derive(Default)]
 pub(super) struct Forest {
     members: Vec<Member>,
-    /// Place of each node, `OUT` or `REJECTED`.
+    /// The place of each node, `OUT` or `REJECTED`.
     place: Vec<u32>,
     touched: Vec<u32>,
     frontier: Vec<u32>,
     base: Vec<f32>,
     sums: Vec<f32>,
     least: Vec<f32>,
-    /// Work done so far, in table cells.
+    /// The work done so far, in table cells.
     pub work: u64,
 }
 
-/// Not seen yet.
+/// Marks a node that was not seen yet.
 const OUT: u32 = u32::MAX;
-/// Would close a loop, or join two trees.
+/// Marks a node that would close a loop or join two trees.
 const REJECTED: u32 = u32::MAX - 1;
-/// Trees of a forest at most.
+/// The most trees of a forest.
 const MAX_TREES: usize = 20;
 
 impl Forest {
-    /// Grows a tree from `root`, and then from random nodes, up to `size` nodes.
+    /// Grows a tree from `root`, and then trees from random nodes, up to `size` nodes.
     pub fn grow(&mut self, graph: &Graph<'_>, root: u32, size: usize, random: &mut Random) {
         for &v in &self.touched {
             self.place[v as usize] = OUT;
@@ -259,12 +259,12 @@ impl Forest {
         self.frontier.extend(open);
     }
 
-    /// The nodes, parents first.
+    /// Returns the nodes, parents first.
     pub fn nodes(&self) -> impl Iterator<Item = u32> {
         self.members.iter().map(|m| m.node)
     }
 
-    /// Node costs with everything outside held at `choice`.
+    /// Computes the node costs with everything outside held at `choice`.
     pub fn hold(&mut self, graph: &Graph<'_>, choice: &[u32]) {
         for m in &self.members {
             let n = graph.size(m.node);

@@ -19,31 +19,31 @@ use super::exchange::{Exchange, Rule, State};
 use super::forest::{Forest, Graph};
 use super::reduced::Reduced;
 
-/// Nodes of the forests that are tried in turn; a block comes between two turns.
+/// The sizes, in nodes, of the forests that are tried in turn; a block comes between two turns.
 const FOREST_SIZES: [usize; 5] = [30, 100, 300, 1000, usize::MAX];
-/// Strategies per node in blocks.
+/// The strategies per node in blocks.
 const BLOCK_STRATEGIES: [usize; 5] = [2, 3, 4, 8, usize::MAX];
 const BLOCK_SIZES: std::ops::RangeInclusive<usize> = 5..=400;
-/// Prices tried for each forest and each block.
+/// The prices that are tried for each forest and each block.
 const FOREST_TRIES: usize = 4;
 const BLOCK_TRIES: usize = 2;
-/// Prices vary by up to `exp(+-SPREAD)` overall and again in each of about this many pieces.
+/// Prices vary by up to `exp(+-SPREAD)` overall, and again in each of about this many pieces.
 const SPREAD: f64 = 0.3;
 const PIECES: f64 = 20.0;
-/// How fast prices follow the levels.
+/// The speed with which prices follow the levels.
 const LEARNING: f64 = 0.1;
-/// Steps without a better choice before the best is disturbed.
+/// The steps without a better choice before the best is disturbed.
 const PATIENCE: usize = 60;
-/// Noise on costs, in parts of the mean cost per node.
+/// The noise on costs, in parts of the mean cost per node.
 const NOISE: (f64, f64) = (0.01, 1.0);
-/// Small regions disturbed at once, and their nodes at most.
+/// The small regions that are disturbed at once, and the most nodes of each.
 const REGIONS: usize = 3;
 const REGION_NODES: usize = 100;
-/// Steps of cooling, and what is left of the noise.
+/// The steps of cooling, and the part of the noise that is left at the end.
 const COOLING_STEPS: usize = 100;
 const COOLED: f64 = 0.001;
 
-/// SplitMix64 (Steele, Lea & Flood 2014).
+/// A random generator: SplitMix64 (Steele, Lea & Flood 2014).
 #[derive(Clone, Debug)]
 pub(super) struct Random(pub u64);
 
@@ -61,7 +61,7 @@ impl Random {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    /// In `0.0..1.0`.
+    /// Returns a number in `0.0..1.0`.
     pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -71,18 +71,18 @@ impl Random {
 pub(super) struct Search<'a> {
     graph: Graph<'a>,
     state: State,
-    /// Equal to the state's choice between steps.
+    /// The proposal; equal to the state's choice between steps.
     proposed: Vec<u32>,
-    /// Nodes at which the proposal may differ.
+    /// The nodes at which the proposal may differ.
     nodes: Vec<u32>,
     best: (i64, Vec<u32>),
-    /// The best, and the prices, when the present attempt began.
+    /// The best choice, and the prices, when the present attempt began.
     base: (Vec<u32>, Vec<f64>),
-    /// Cost per byte at each time.
+    /// The cost per byte at each time.
     prices: Vec<f64>,
-    /// Sum of the disturbed prices before each time.
+    /// The sum of the disturbed prices before each time.
     until: Vec<f64>,
-    /// How far each time is over its budget, as a fraction.
+    /// The fraction by which each time is over its budget.
     over: Vec<f64>,
     random: Random,
     forest: Forest,
@@ -91,7 +91,7 @@ pub(super) struct Search<'a> {
     exchange: Exchange,
     n_steps: usize,
     n_failed: usize,
-    /// Noise at first and steps of cooling left.
+    /// The noise at first, and the steps of cooling that are left.
     cooling: Option<(f64, usize)>,
     extra_work: u64,
 }
@@ -129,17 +129,17 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Cost, with what is decided, and choice of the best found so far.
+    /// Returns cost (decided parts included) and choice of the best found so far.
     pub fn best(&self) -> (u64, &[u32]) {
         (self.best.0 as u64, &self.best.1)
     }
 
-    /// Work done so far: about the table cells looked at, 10^9 a second.
+    /// Returns the work done so far: about the table cells looked at, 10^9 a second.
     pub fn work(&self) -> u64 {
         self.forest.work + self.block.work + self.extra_work
     }
 
-    /// Searches for this much work, or until `stop` says so; it is asked before every step.
+    /// Searches for this much work, or until `stop`, which is asked before every step, says so.
     pub fn run(&mut self, work: u64, stop: &dyn Fn() -> bool) {
         let end = self.work().saturating_add(work);
         while self.graph.n_nodes() > 0 && self.work() < end && !stop() {
@@ -147,8 +147,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Learns of a choice found elsewhere: goes on from it if it is better than the best, and
-    /// takes over what pays of it if not. Nothing happens if it does not fit.
+    /// Uses a choice found elsewhere: goes on from it if it is better than the best, and takes over
+    /// the groups of it that pay if not. Does nothing if it does not fit.
     pub fn adopt(&mut self, choice: &[u32]) {
         let Some(state) = State::new(&self.graph, choice.to_vec()) else {
             return;
@@ -160,7 +160,7 @@ impl<'a> Search<'a> {
             self.record();
             self.base.0.copy_from_slice(choice);
         } else {
-            // The best, met by the newcomer; then back to what was being tried.
+            // The best takes over what pays of the newcomer; then back to what was tried.
             self.meet(choice.to_vec());
             let better = self.state.cost < self.best.0;
             self.record();
@@ -244,7 +244,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// A forest of up to `size` nodes, the rest held.
+    /// Grows a forest of up to `size` nodes, with the rest held.
     fn grow(&mut self, size: usize) {
         let n = self.graph.n_nodes();
         let root = self.random.below(n) as u32;
@@ -272,7 +272,7 @@ impl<'a> Search<'a> {
             .take(&self.graph, &self.until, &mut self.state, proposal, rule);
     }
 
-    /// Running sums of the prices, disturbed.
+    /// Disturbs the prices and sums them up over time.
     fn vary_prices(&mut self) {
         let n = self.prices.len();
         self.extra_work += n as u64 / 2;
@@ -294,8 +294,8 @@ impl<'a> Search<'a> {
         (SPREAD * (2.0 * self.random.unit() - 1.0)).exp()
     }
 
-    /// Moves prices by what the proposal uses beyond the budgets: in proportion where there
-    /// is a price, and a new one at peaks.
+    /// Moves prices by the proposal's use beyond the budgets: in proportion where there is a price,
+    /// and with a new one at peaks.
     fn learn(&mut self) {
         let n = self.prices.len();
         let reduced = self.graph.reduced;
@@ -315,8 +315,8 @@ impl<'a> Search<'a> {
             let peak = over > 0.0
                 && (t == 0 || over > self.over[t - 1])
                 && (t + 1 == n || over >= self.over[t + 1]);
-            // A budget is worth less than many times the whole cost, and a price that matters
-            // more than a millionth.
+            // A budget is worth less than many times the whole cost, and a price that matters is
+            // worth more than a millionth of it.
             let unit = self.best.0 as f64 / reduced.limits[t].max(1) as f64;
             let new = if peak { mean.max(1e-6 * unit) } else { 0.0 };
             let step = LEARNING * over.clamp(-0.5, 0.5);
@@ -324,8 +324,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Back to the best with what pays of the present choice, or, if that is the best, of
-    /// what was best before.
+    /// Goes back to the best with the groups of the present choice that pay, or, if that is the
+    /// best, of the one that was best before.
     fn settle(&mut self) {
         let met = if self.state.cost <= self.best.0 {
             self.base.1.clone_from(&self.prices);
@@ -339,7 +339,7 @@ impl<'a> Search<'a> {
         self.base.0.clone_from(&self.best.1);
     }
 
-    /// Goes to the best with what pays of `other`.
+    /// Goes to the best with the groups of `other` that pay.
     fn meet(&mut self, other: Vec<u32>) {
         let best = State::new(&self.graph, self.best.1.clone());
         self.state = best.expect("the best fits");
@@ -381,8 +381,8 @@ pub(super) mod tests {
     use crate::reduced::{MemoryTerm, Reduced, ReducedNode};
     use std::sync::Arc;
 
-    /// A random tree of `n` nodes and up to `n_more` edges more; 4 times; the budgets are
-    /// between the least and the most usage.
+    /// Makes a random tree of `n` nodes and up to `n_more` more edges, over 4 times; the budgets
+    /// are between the least and the most usage.
     pub fn random_problem(n: usize, n_more: usize, random: &mut Random) -> Reduced {
         let node = |random: &mut Random| {
             let n_strategies = 1 + random.below(4);

@@ -14,7 +14,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqA
 use super::IntraOpError;
 use super::problem::{Cost, Edge, IntraOpProblem, Node, Table};
 
-/// In files, a cost of at least this much means forbidden.
+/// The least cost that means forbidden in files.
 pub const FORBIDDEN_IN_FILES: u64 = 1_000_000_000_000_000_000;
 
 /// Reads a problem from JSON, or from gzip-compressed JSON (told by its first two bytes).
@@ -134,7 +134,7 @@ fn read_json(input: impl Read) -> Result<IntraOpProblem, IntraOpError> {
     parts.assemble()
 }
 
-/// The lists of the file, before they are known to agree.
+/// The lists of the file, before they are checked against each other.
 #[derive(Default)]
 struct Parts {
     name: Option<String>,
@@ -146,7 +146,7 @@ struct Parts {
     usage_limit: Option<Option<u64>>,
 }
 
-/// Edge tables as they come, equal ones once: `of_edge[e]` indexes `distinct`.
+/// Edge tables in the order of the file, equal ones once: `of_edge[e]` indexes `distinct`.
 #[derive(Default)]
 struct EdgeCosts {
     distinct: Vec<Arc<[Cost]>>,

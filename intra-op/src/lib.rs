@@ -44,27 +44,27 @@ pub use solve::{IlpBackend, Phases, SolveOptions, SolveResult, SolveStatus, Trac
 
 use thiserror::Error;
 
-/// Why an intra-op problem could not be read, written or taken on.
+/// The reasons why an intra-op problem cannot be read, written or taken on.
 #[derive(Debug, Error)]
 pub enum IntraOpError {
     /// The parts of a problem do not agree.
     #[error("{place} {detail}")]
     Malformed {
-        /// Where, in the words of the file form: `problem.nodes.costs[17]`.
+        /// The place, in the words of the file form: `problem.nodes.costs[17]`.
         place: String,
-        /// The problem there.
+        /// What is wrong there.
         detail: String,
     },
     /// A choice does not belong to the problem.
     #[error("the choice {detail}")]
     Choice {
-        /// The problem with it.
+        /// What is wrong with it.
         detail: String,
     },
     /// Numbers too large for exact 64-bit sums.
     #[error("the {what} may add up to {total}, more than the solver's 2^61; use a coarser unit")]
     Magnitude {
-        /// "costs" or "usages".
+        /// The kind of the numbers: "costs" or "usages".
         what: &'static str,
         /// The largest conceivable sum.
         total: u128,

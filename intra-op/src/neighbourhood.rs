@@ -11,7 +11,7 @@ use super::problem::{Cost, Edge};
 use super::reduced::{Lift, MemoryTerm, Reduced, ReducedNode};
 use std::time::Duration;
 
-/// A random connected set of nodes whose tables have up to `max_cells` cells.
+/// Returns a random connected set of nodes whose tables have up to `max_cells` cells.
 pub(super) fn ball(
     reduced: &Reduced,
     dual: &Dual<'_>,
@@ -23,7 +23,7 @@ pub(super) fn ball(
     let mut members = Vec::new();
     let mut n_cells = 0;
     while n_cells < max_cells && members.len() < n {
-        // A component may be smaller than the part: then another seed joins.
+        // When a component is smaller than the part, another seed joins.
         let mut queue = std::collections::VecDeque::from([random.below(n) as u32]);
         while let Some(v) = queue.pop_front() {
             if inside[v as usize] {
@@ -57,15 +57,15 @@ pub(super) fn ball(
 pub(super) struct Part<'a> {
     pub reduced: &'a Reduced,
     pub dual: &'a Dual<'a>,
-    /// Nodes of the part, ascending.
+    /// The nodes of the part, ascending.
     pub members: &'a [u32],
-    /// Larger integer programs are not tried.
+    /// The most columns of an integer program that is tried.
     pub max_columns: usize,
 }
 
 impl Part<'_> {
-    /// The whole choice with the part improved, if it can be; and whether the part was solved
-    /// to the end.
+    /// Returns the whole choice with the part improved, if it can be, and whether the part was
+    /// solved to the end.
     pub fn solve(
         &self,
         choice: &[u32],
@@ -112,7 +112,7 @@ fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> 
             limits: reduced.limits.clone(),
             ..Reduced::default()
         };
-        // Members have no memory in `outside`; their strategies do not matter there.
+        // Members have no memory in `outside`, so their strategies do not matter there.
         held.iter_mut()
             .zip(&place)
             .filter(|(_, p)| **p != u32::MAX)
@@ -172,7 +172,7 @@ fn part(reduced: &Reduced, dual: &Dual<'_>, choice: &[u32], members: &[u32]) -> 
     }
 }
 
-/// All nodes, the members without memory.
+/// Returns all nodes, with the members' memory taken out.
 fn outside(reduced: &Reduced, place: &[u32]) -> Vec<ReducedNode> {
     let node = |(node, &p): (&ReducedNode, &u32)| ReducedNode {
         costs: vec![Cost::ZERO],

@@ -2,9 +2,9 @@
 //!
 //! Invariant: the curvature is symmetric and positive semi-definite, as covariances are.
 
-/// Work of one price step: multiplications in its quadratic program.
+/// The work of one price step: multiplications in its quadratic program.
 const STEP_WORK: usize = 4_000_000;
-/// A square matrix, by rows.
+/// A square matrix, stored by rows.
 pub(super) struct Square {
     n: usize,
     cells: Vec<f64>,
@@ -26,7 +26,7 @@ impl Square {
         self.cells[rows[1] * self.n + cols[1]] += x;
     }
 
-    /// Ends adding rectangles.
+    /// Sums up the rectangles that were added.
     pub fn running_sums(&mut self) {
         let n = self.n;
         for row in self.cells.chunks_exact_mut(n) {
@@ -49,7 +49,7 @@ pub(super) fn newton_step(curvature: &Square, gradient: &[f64], prices: &[f64]) 
     if largest <= 0.0 {
         return vec![0.0; k];
     }
-    // Keeps times that nobody's usage tells apart from running away.
+    // The ridge holds times back that no usage tells apart, and that would run away.
     let ridge = 1e-5 * largest;
     let mut change = vec![0.0; k];
     let mut slope = gradient.to_vec();

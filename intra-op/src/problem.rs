@@ -14,17 +14,17 @@ use serde::{Deserialize, Serialize};
 
 use super::IntraOpError;
 
-/// A cost in an integer quantum that the caller fixes, or "this must not be picked".
+/// A cost in an integer quantum that the caller fixes, or the mark of a choice that is forbidden.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Cost(u64);
 
 impl Cost {
-    /// Costs nothing.
+    /// No cost.
     pub const ZERO: Cost = Cost(0);
-    /// Must not be picked. Larger than every finite cost; adding anything leaves it as is.
+    /// The mark of what must not be picked: larger than all costs, and unchanged by adding.
     pub const FORBIDDEN: Cost = Cost(u64::MAX);
 
-    /// A finite cost. `u64::MAX` itself is not representable and becomes `u64::MAX - 1`.
+    /// Makes a finite cost. `u64::MAX` itself cannot be represented and becomes `u64::MAX - 1`.
     pub const fn finite(value: u64) -> Cost {
         if value == u64::MAX {
             Cost(u64::MAX - 1)
@@ -33,7 +33,7 @@ impl Cost {
         }
     }
 
-    /// The number, or `None` when forbidden.
+    /// Returns the number, or `None` when forbidden.
     pub const fn value(self) -> Option<u64> {
         if self.0 == u64::MAX {
             None
@@ -42,19 +42,19 @@ impl Cost {
         }
     }
 
-    /// Whether this is [`Cost::FORBIDDEN`].
+    /// Says whether this is [`Cost::FORBIDDEN`].
     pub const fn is_forbidden(self) -> bool {
         self.0 == u64::MAX
     }
 
-    /// The sum; forbidden if either is. A finite sum beyond 64 bits also ends at forbidden,
+    /// Returns the sum; forbidden if either is. A finite sum beyond 64 bits also ends at forbidden,
     /// which solvers exclude by checking magnitudes first.
     #[must_use]
     pub const fn plus(self, other: Cost) -> Cost {
         Cost(self.0.saturating_add(other.0))
     }
 
-    /// The difference to a finite cost that is not larger; forbidden stays forbidden.
+    /// Subtracts a finite cost that is not larger; forbidden stays forbidden.
     #[must_use]
     pub(crate) const fn minus(self, base: u64) -> Cost {
         if self.0 == u64::MAX {
@@ -84,7 +84,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table from row-major cells; `None` unless there are `n_rows * n_cols` of them.
+    /// Makes a table from row-major cells; `None` unless there are `n_rows * n_cols` of them.
     pub fn new(n_rows: usize, n_cols: usize, cells: impl Into<Arc<[Cost]>>) -> Option<Table> {
         let cells = cells.into();
         let fits = n_rows.checked_mul(n_cols) == Some(cells.len());
@@ -98,7 +98,7 @@ impl Table {
         })
     }
 
-    /// A table whose cell (i, j) is `cell(i, j)`.
+    /// Makes a table whose cell (i, j) is `cell(i, j)`.
     pub fn from_fn(n_rows: usize, n_cols: usize, cell: impl Fn(usize, usize) -> Cost) -> Table {
         let mut cells = Vec::with_capacity(n_rows * n_cols);
         for i in 0..n_rows {
@@ -107,38 +107,38 @@ impl Table {
         Table::new(n_rows, n_cols, cells).expect("one cell was made per pair")
     }
 
-    /// Strategies of the first node.
+    /// Returns the number of strategies of the first node.
     pub fn n_rows(&self) -> usize {
         self.n_rows as usize
     }
 
-    /// Strategies of the second node.
+    /// Returns the number of strategies of the second node.
     pub fn n_cols(&self) -> usize {
         self.n_cols as usize
     }
 
-    /// All cells, row by row.
+    /// Returns all cells, row by row.
     pub fn cells(&self) -> &[Cost] {
         &self.cells
     }
 
-    /// The cost of strategy `row` at the first node with strategy `col` at the second.
+    /// Returns the cost of strategy `row` at the first node with strategy `col` at the second.
     pub fn get(&self, row: usize, col: usize) -> Cost {
         self.cells[row * self.n_cols as usize + col]
     }
 
-    /// One row.
+    /// Returns one row.
     pub fn row(&self, row: usize) -> &[Cost] {
         let n = self.n_cols as usize;
         &self.cells[row * n..(row + 1) * n]
     }
 
-    /// Whether some pair is forbidden.
+    /// Says whether some pair is forbidden.
     pub fn has_forbidden(&self) -> bool {
         self.has_forbidden
     }
 
-    /// The same table with its two nodes exchanged.
+    /// Returns the same table with its two nodes exchanged.
     #[must_use]
     pub fn transposed(&self) -> Table {
         Table::from_fn(self.n_cols(), self.n_rows(), |i, j| self.get(j, i))
@@ -148,29 +148,29 @@ impl Table {
 /// One decision: what each strategy costs and uses, and when the usage is live.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
-    /// Cost per strategy.
+    /// The cost of each strategy.
     pub costs: Vec<Cost>,
-    /// Memory per strategy, in bytes, while the node is live.
+    /// The memory of each strategy, in bytes, while the node is live.
     pub usages: Vec<u64>,
-    /// Half-open live interval `[from, to)`; empty when `from >= to`.
+    /// The half-open live interval `[from, to)`; empty when `from >= to`.
     pub interval: [u64; 2],
 }
 
 /// A cost that depends on the strategies of two nodes. Parallel edges add up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Edge {
-    /// The node of the table's rows.
+    /// The node at the table's rows.
     pub a: u32,
-    /// The node of the table's columns.
+    /// The node at the table's columns.
     pub b: u32,
-    /// Costs; equal tables are best shared.
+    /// The costs; equal tables are best shared.
     pub table: Arc<Table>,
 }
 
-/// Which strategy for each node, at the least total cost within the memory budget.
+/// A problem: pick a strategy for each node, at the least total cost within the memory budget.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct IntraOpProblem {
-    /// Its origin, for people.
+    /// The name, for people.
     pub name: String,
     /// The decisions.
     pub nodes: Vec<Node>,
@@ -189,7 +189,7 @@ pub struct Evaluation {
     pub peak_usage: u128,
     /// The first time at which the peak is reached; `None` when nothing is ever used.
     pub peak_time: Option<u64>,
-    /// Nothing forbidden was picked and the peak is within the limit.
+    /// True when nothing forbidden was picked and the peak is within the limit.
     pub feasible: bool,
 }
 
@@ -238,7 +238,7 @@ impl IntraOpProblem {
     }
 }
 
-/// The exact cost and memory of `choice` (one strategy index per node).
+/// Computes the exact cost and memory of `choice` (one strategy index per node).
 ///
 /// # Errors
 /// [`IntraOpError::Choice`] when the choice has the wrong length or names a strategy that
@@ -288,8 +288,8 @@ fn check_choice(problem: &IntraOpProblem, choice: &[u32]) -> Result<(), IntraOpE
     Ok(())
 }
 
-/// The highest level of memory and when it is first reached: a sweep over the ends of the
-/// live intervals, ends before starts at equal times because intervals are half-open.
+/// Finds the highest level of memory and when it is first reached, by a sweep over the ends of the
+/// live intervals; ends come before starts at equal times because intervals are half-open.
 fn peak(problem: &IntraOpProblem, choice: &[u32]) -> (u128, Option<u64>) {
     let mut events: Vec<(u64, bool, u64)> = Vec::new();
     for (node, &s) in problem.nodes.iter().zip(choice) {

@@ -4,7 +4,7 @@
 //! Invariant: `max` of a node is the largest level minus limit below it, pending adds of its
 //! ancestors not included.
 
-/// Levels less limits, in bytes.
+/// The levels less the limits over time, in bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Profile {
     n_leaves: usize,
@@ -14,7 +14,7 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Nothing in use.
+    /// Starts with nothing in use.
     pub fn new(limits: &[u64]) -> Profile {
         let n_leaves = limits.len().next_power_of_two().max(1);
         let mut max = vec![i64::MIN / 4; 2 * n_leaves];
@@ -67,7 +67,7 @@ impl Profile {
         }
     }
 
-    /// By how much the limit is exceeded at the worst time; negative if there is room.
+    /// Returns by how much the limit is exceeded at the worst time; negative if there is room.
     pub fn worst(&self) -> i64 {
         if self.n_times == 0 {
             i64::MIN / 4
@@ -76,7 +76,7 @@ impl Profile {
         }
     }
 
-    /// A time at which `worst` is attained.
+    /// Returns a time at which `worst` is attained.
     pub fn worst_time(&self) -> u32 {
         let mut i = 1;
         while i < self.n_leaves {
@@ -88,7 +88,7 @@ impl Profile {
         (i - self.n_leaves) as u32
     }
 
-    /// Whether every budget is kept.
+    /// Says whether every budget is kept.
     pub fn fits(&self) -> bool {
         self.worst() <= 0
     }

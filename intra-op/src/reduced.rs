@@ -14,50 +14,50 @@ use super::problem::{Cost, Edge};
 /// Memory that a node uses at the compressed times `from..to`, per strategy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryTerm {
-    /// First time point.
+    /// The first time point.
     pub from: u32,
-    /// One past the last time point.
+    /// The time point after the last.
     pub to: u32,
-    /// Bytes per strategy.
+    /// The bytes of each strategy.
     pub usage: Vec<u64>,
 }
 
 /// A decision that presolve left open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReducedNode {
-    /// Cost per remaining strategy.
+    /// The cost of each remaining strategy.
     pub costs: Vec<Cost>,
-    /// Memory per remaining strategy, by interval.
+    /// The memory of each remaining strategy, by interval.
     pub memory: Vec<MemoryTerm>,
 }
 
-/// The remaining problem. See the module header.
+/// The problem that presolve leaves; see the module header.
 #[derive(Clone, Debug, Default)]
 pub struct Reduced {
-    /// Decisions left open.
+    /// The decisions left open.
     pub nodes: Vec<ReducedNode>,
-    /// Pairwise costs left.
+    /// The pairwise costs left.
     pub edges: Vec<Edge>,
-    /// Bytes left at each compressed time point.
+    /// The bytes left at each compressed time point.
     pub limits: Vec<u64>,
     /// The original time of each compressed time point.
     pub times: Vec<u64>,
-    /// Cost of what is decided.
+    /// The cost of what is decided.
     pub offset: u64,
     pub(super) lift: Lift,
 }
 
-/// The way back: presolve's steps, to be undone last first.
+/// The way back: the steps of presolve, to be undone last first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Lift {
     pub n_original: usize,
-    /// The original node and original strategies of each reduced node.
+    /// For each reduced node, the original node and its original strategies.
     pub original: Vec<(u32, Vec<u32>)>,
     pub steps: Vec<Undo>,
 }
 
 impl Reduced {
-    /// Total cost of a choice, what is already decided included; `None` when forbidden.
+    /// Returns the total cost of a choice, decided parts included; `None` when forbidden.
     pub fn cost(&self, choice: &[u32]) -> Option<u64> {
         let mut sum = Cost::finite(self.offset);
         for (node, &s) in self.nodes.iter().zip(choice) {
@@ -70,7 +70,7 @@ impl Reduced {
         sum.value()
     }
 
-    /// Bytes in use at each compressed time point, beyond what is already decided.
+    /// Returns the bytes in use at each compressed time point, beyond what is already decided.
     pub fn levels(&self, choice: &[u32]) -> Vec<u64> {
         let mut delta = vec![0i128; self.limits.len() + 1];
         for (node, &s) in self.nodes.iter().zip(choice) {
@@ -83,7 +83,7 @@ impl Reduced {
         running_sum(&delta)
     }
 
-    /// Whether a choice fits the budgets.
+    /// Says whether a choice fits the budgets.
     pub fn fits(&self, choice: &[u32]) -> bool {
         let levels = self.levels(choice);
         levels
@@ -92,7 +92,7 @@ impl Reduced {
             .all(|(level, limit)| level <= limit)
     }
 
-    /// The choice for the original problem that this choice stands for.
+    /// Returns the choice for the original problem that this choice stands for.
     pub fn lift(&self, choice: &[u32]) -> Vec<u32> {
         let mut full = vec![0u32; self.lift.n_original];
         for ((node, strategies), &s) in self.lift.original.iter().zip(choice) {
@@ -104,8 +104,8 @@ impl Reduced {
         full
     }
 
-    /// An original choice in this problem's terms, with its cost here, if it is still there,
-    /// allowed, and fits. What follows from other decisions is decided anew.
+    /// Translates an original choice into this problem's terms, with its cost here, if it is still
+    /// there, allowed, and fits. Nodes that follow other decisions are decided anew.
     pub fn project(&self, original: &[u32]) -> Option<(u64, Vec<u32>)> {
         let left = self.project_partly(original);
         let choice: Vec<u32> = left.into_iter().collect::<Option<_>>()?;
@@ -113,7 +113,7 @@ impl Reduced {
         self.fits(&choice).then_some((cost, choice))
     }
 
-    /// The same node by node; `None` where the strategy was dropped.
+    /// Translates node by node; `None` where the strategy was dropped.
     pub(super) fn project_partly(&self, original: &[u32]) -> Vec<Option<u32>> {
         let place = |(v, strategies): &(u32, Vec<u32>)| {
             let s = strategies.binary_search(&original[*v as usize]).ok()?;
@@ -122,18 +122,18 @@ impl Reduced {
         self.lift.original.iter().map(place).collect()
     }
 
-    /// Cells of all edge tables: the size that integer programming meets.
+    /// Returns the number of cells of all edge tables: the size that integer programming meets.
     pub fn n_cells(&self) -> usize {
         self.edges.iter().map(|e| e.table.cells().len()).sum()
     }
 
-    /// Strategies and cells: what shrinks as the problem does.
+    /// Returns the number of strategies and cells, which shrinks as the problem does.
     pub(super) fn size(&self) -> usize {
         let strategies: usize = self.nodes.iter().map(|n| n.costs.len()).sum();
         strategies + self.n_cells()
     }
 
-    /// The sizes in words.
+    /// Describes the sizes in words.
     pub(super) fn describe(&self) -> String {
         let sizes = [
             (self.nodes.len(), "node"),
@@ -146,7 +146,7 @@ impl Reduced {
         sizes.map(counted).join(", ")
     }
 
-    /// Every choice in turn; the best that fits. For tests: exponential.
+    /// Tries every choice, and returns the best one that fits. For tests: takes exponential time.
     pub fn brute_force(&self) -> Option<(u64, Vec<u32>)> {
         let sizes: Vec<usize> = self.nodes.iter().map(|n| n.costs.len()).collect();
         let mut best: Option<(u64, Vec<u32>)> = None;
@@ -162,7 +162,7 @@ impl Reduced {
     }
 }
 
-/// The levels that a list of changes adds up to; the last change ends the list.
+/// Returns the levels that a list of changes adds up to; the last change ends the list.
 pub(super) fn running_sum(delta: &[i128]) -> Vec<u64> {
     let mut level = 0i128;
     delta[..delta.len() - 1]

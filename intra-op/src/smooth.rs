@@ -27,43 +27,43 @@ use super::flat::{BARRED, EdgeLayout, FORBIDDEN, Layout};
 use super::price_step::{Square, newton_step};
 use super::reduced::Reduced;
 
-/// How much more prices change a node than its own covariance says, as its neighbours
-/// follow: at first, and at most.
+/// The factor by which a price changes a node more than the node's own covariance says, because its
+/// neighbours follow: at first, and at most.
 const FOLLOWERS: f64 = 2.0;
 const MOST_FOLLOWERS: f64 = 64.0;
-/// New times that may get a price in one round, and times with a price that may move.
+/// The new times that may get a price in one round, and the times with a price that may move.
 const MAX_NEW_TIMES: usize = 50;
 const MAX_TIMES: usize = 400;
-/// Share of the mean cost of a node at which the temperature starts.
+/// The temperature at the start, as a share of the mean cost of a node.
 const FIRST_TEMPERATURE: f64 = 0.02;
-/// Keeps reciprocals finite; costs are integers.
+/// A lower end of temperatures that keeps reciprocals finite; costs are integers.
 const COLDEST: f64 = 1e-20;
 
-/// Messages, prices and temperature over a problem laid out for speed.
+/// Messages, prices and temperature, over a problem laid out for speed.
 pub(super) struct Smooth<'r> {
     reduced: &'r Reduced,
     layout: Layout,
     state: State,
-    /// The state after the round before, before momentum was added.
+    /// The state after the previous round, before momentum was added.
     before: Option<State>,
-    /// Rounds since momentum was last set back.
+    /// The rounds since momentum was last set back.
     n_moving: u32,
     last_value: f64,
     followers: f64,
-    /// Temperature, in cost units.
+    /// The temperature, in cost units.
     pub temperature: f64,
-    /// Priced node costs.
+    /// The node costs with prices.
     priced: Vec<f32>,
-    /// Probability of each strategy.
+    /// The probability of each strategy.
     likely: Vec<f32>,
     scratch: Scratch,
 }
 
 #[derive(Clone)]
 struct State {
-    /// Messages of all edges, see [`EdgeLayout::messages`].
+    /// The messages of all edges, see [`EdgeLayout::messages`].
     messages: Vec<f32>,
-    /// Cost per [`Layout::unit`] bytes at each time.
+    /// The cost per [`Layout::unit`] bytes at each time.
     prices: Vec<f64>,
 }
 
@@ -76,7 +76,7 @@ struct Scratch {
 }
 
 impl<'r> Smooth<'r> {
-    /// Nothing has a price yet, and messages are zero.
+    /// Starts without prices, and with zero messages.
     pub fn new(reduced: &'r Reduced) -> Smooth<'r> {
         let layout = Layout::new(reduced);
         let n_messages: usize = layout.edges.iter().map(|e| e.sizes[0] + e.sizes[1]).sum();
@@ -98,7 +98,7 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// Prices in cost units per byte.
+    /// Returns the prices in cost units per byte.
     pub fn prices(&self) -> Vec<f64> {
         let prices = self.state.prices.iter();
         prices.map(|p| p / self.layout.unit).collect()
@@ -111,7 +111,7 @@ impl<'r> Smooth<'r> {
         self.stop_moving();
     }
 
-    /// The message of edge `e` to its second end.
+    /// Returns the message of edge `e` to its second end.
     pub fn message_to_cols(&self, e: usize) -> &[f32] {
         let EdgeLayout {
             sizes, messages, ..
@@ -119,7 +119,7 @@ impl<'r> Smooth<'r> {
         &self.state.messages[messages[1]..][..sizes[1]]
     }
 
-    /// Sets what edge `e` gives its first and second end.
+    /// Sets the messages that edge `e` gives to its first and second end.
     pub fn set_messages(&mut self, e: usize, given: [impl Iterator<Item = f32>; 2]) {
         let EdgeLayout { messages, .. } = self.layout.edges[e];
         for (first, given) in messages.into_iter().zip(given) {
@@ -129,17 +129,17 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// One round. Returns the smooth bound before the step of prices, what is decided not included.
+    /// Makes one round. Returns the smooth bound before the step of prices, without decided parts.
     pub fn round(&mut self) -> f64 {
         self.apply_prices();
         self.pass(true, self.temperature as f32);
         let value = self.pass(false, self.temperature as f32) - self.budget();
         self.move_prices();
-        // Sums of 32-bit numbers are not better than that.
+        // Sums of 32-bit numbers are not more precise than this.
         let noise = 1e-8 * value.abs();
         if value < self.last_value - noise {
             if self.n_moving <= 2 {
-                // It was not momentum: the price steps are too long.
+                // Momentum was not the cause, so the price steps are too long.
                 self.followers = (1.5 * self.followers).min(MOST_FOLLOWERS);
             }
             self.n_moving = 0;
@@ -176,7 +176,7 @@ impl<'r> Smooth<'r> {
     pub fn cool(&mut self, factor: f64) {
         self.temperature = (factor * self.temperature).max(COLDEST);
         self.followers = (0.8 * self.followers).max(FOLLOWERS);
-        // A new function: its value says nothing beside the last one's.
+        // The function is another one now, and its last value says nothing.
         self.last_value = f64::NEG_INFINITY;
     }
 
@@ -205,7 +205,8 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// One pass over the nodes, in order or back; the smooth bound without the budget's value.
+    /// Passes over the nodes, in order or back; returns the smooth bound without the budget's
+    /// value.
     fn pass(&mut self, forward: bool, temperature: f32) -> f64 {
         let n = self.layout.links.len();
         let mut total = 0.0;
@@ -217,8 +218,8 @@ impl<'r> Smooth<'r> {
         total
     }
 
-    /// Shares out the cost of `v` above its soft minimum among the chains through it; returns what
-    /// these minima are together.
+    /// Shares out the cost of `v` above its soft minimum among the chains through it, and returns
+    /// the sum of these minima.
     fn share(&mut self, v: usize, temperature: f32) -> f64 {
         let sum = &mut self.scratch.sum;
         sum.clear();
@@ -245,8 +246,8 @@ impl<'r> Smooth<'r> {
         f64::from(least) - f64::from(n_chains * below)
     }
 
-    /// Gives the shares of `v` to its edges to later (earlier) nodes, and passes on what these
-    /// then have in every column.
+    /// Gives the shares of `v` to its edges to later (or earlier) nodes, and passes on the least
+    /// that these edges then have in every column.
     fn send(&mut self, v: usize, forward: bool, temperature: f32) {
         let Scratch {
             sum,
@@ -275,7 +276,7 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// How far the expected level is over the limit at each time.
+    /// Returns the amount by which the expected level is over the limit at each time.
     fn over(&self) -> Vec<f64> {
         let mut delta = vec![0.0; self.layout.limits.len() + 1];
         for (v, node) in self.reduced.nodes.iter().enumerate() {
@@ -296,7 +297,7 @@ impl<'r> Smooth<'r> {
             .collect()
     }
 
-    /// The Newton step of the prices.
+    /// Makes the Newton step of the prices.
     fn move_prices(&mut self) {
         let over = self.over();
         let times = self.moving_times(&over);
@@ -307,8 +308,8 @@ impl<'r> Smooth<'r> {
         let prices: Vec<f64> = times.iter().map(|&t| self.state.prices[t]).collect();
         let curvature = self.curvature(&times);
         let change = newton_step(&curvature, &gradient, &prices);
-        // A stage at this temperature changes the smooth bound by about that much per node;
-        // what promises more leaves the region where the curvature says anything.
+        // A stage at this temperature changes the smooth bound by about this much per node. A step
+        // that promises more leaves the region in which the curvature is valid.
         let gain: f64 = change.iter().zip(&gradient).map(|(d, g)| d * g).sum();
         let most = 2.0 * self.temperature * self.layout.links.len() as f64;
         let part = if gain > most { most / gain } else { 1.0 };
@@ -318,7 +319,7 @@ impl<'r> Smooth<'r> {
         }
     }
 
-    /// Times with a price, and the highest peaks over the limit without one; ascending.
+    /// Returns the times with a price, and the highest peaks over the limit without one, ascending.
     fn moving_times(&self, over: &[f64]) -> Vec<usize> {
         let prices = &self.state.prices;
         let is_peak = |t: &usize| {
@@ -338,10 +339,10 @@ impl<'r> Smooth<'r> {
         times
     }
 
-    /// The curvature of the smooth bound in the prices of `times`: covariances of usage.
+    /// Returns the curvature of the smooth bound in the prices of `times`: covariances of usage.
     fn curvature(&self, times: &[usize]) -> Square {
         let place = |t: u32| times.partition_point(|&k| k < t as usize);
-        // Sums over rectangles: their corners, and running sums in the end.
+        // Rectangles are summed by adding at their corners and taking running sums in the end.
         let mut corners = Square::new(times.len() + 1);
         let mut ranges: Vec<(usize, usize, Vec<f32>)> = Vec::new();
         for (v, node) in self.reduced.nodes.iter().enumerate() {
@@ -382,7 +383,7 @@ fn expected(usage: &[f32], likely: &[f32]) -> f64 {
     products.map(|(u, p)| f64::from(u * p)).sum()
 }
 
-/// Probabilities of costs above the least one, and the sum that they were divided by.
+/// Returns the probabilities of costs above the least one, and the sum by which they were divided.
 fn probabilities(above: &[f32], temperature: f32, likely: &mut [f32]) -> f32 {
     let scale = std::f32::consts::LOG2_E / temperature;
     let mut sum = 0.0;
@@ -394,7 +395,7 @@ fn probabilities(above: &[f32], temperature: f32, likely: &mut [f32]) -> f32 {
     sum
 }
 
-/// `to[j] = min_i (table[i, j] + given[i])`.
+/// Computes `to[j] = min_i (table[i, j] + given[i])`.
 fn column_minima(table: &[f32], given: &[f32], n_cols: usize, to: &mut Vec<f32>) {
     to.clear();
     to.resize(n_cols, FORBIDDEN);
@@ -421,15 +422,15 @@ fn soften(table: &[f32], given: &[f32], temperature: f32, to: &mut [f32], weight
         }
     }
     for (t, w) in to.iter_mut().zip(weight.iter()) {
-        // At least one term is 1, but for columns without any allowed pair.
+        // At least one term is 1, except in columns without any allowed pair.
         if *w > 1.0 {
             *t -= temperature * w.ln();
         }
     }
 }
 
-/// `2^y` for `y <= 0`, to four digits, without branches so that loops over it use vectors;
-/// below 2^-120 it is that.
+/// Computes `2^y` for `y <= 0`, to four digits, without branches so that loops over it use vectors;
+/// below 2^-120 it stays at that.
 #[inline(always)]
 fn exp2(y: f32) -> f32 {
     // Adding this leaves the nearest integer in the low bits.

@@ -11,14 +11,14 @@ use rustc_hash::FxHasher;
 
 use super::problem::{Cost, Table};
 
-/// Which index of a table to select.
+/// The index of a table over which to select.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Axis {
     Rows,
     Cols,
 }
 
-/// A table less its row minima, then less its column minima.
+/// A table less its row minima and then less its column minima.
 pub(super) struct Normal {
     pub table: Arc<Table>,
     pub row_minima: Vec<u64>,
@@ -35,7 +35,7 @@ fn identity(table: &Arc<Table>) -> Identity {
     Arc::as_ptr(table) as usize
 }
 
-/// The memory of what was computed.
+/// The results that are remembered.
 #[derive(Default)]
 pub(super) struct Tables {
     alive: HashMap<Identity, Arc<Table>>,
@@ -54,7 +54,7 @@ impl Tables {
         id
     }
 
-    /// The one table with this content.
+    /// Returns the one table with this content.
     pub fn interned(&mut self, table: Arc<Table>) -> Arc<Table> {
         if let Some((known, ())) = self.by_content.get_key_value(&table) {
             return Arc::clone(known);
@@ -90,7 +90,7 @@ impl Tables {
         made
     }
 
-    /// The table whose row (column) `i` is row (column) `indices[i]` of `table`.
+    /// Returns the table whose row (or column) `i` is row (or column) `indices[i]` of `table`.
     pub fn select(&mut self, table: &Arc<Table>, axis: Axis, indices: &[u32]) -> Arc<Table> {
         let key = (self.hold(table), axis, indices.to_vec());
         if let Some(known) = self.selected.get(&key) {
@@ -106,7 +106,7 @@ impl Tables {
         made
     }
 
-    /// The cheapest column of each row.
+    /// Returns the cheapest column of each row.
     pub fn cheapest(&mut self, table: &Arc<Table>) -> Arc<[u32]> {
         let id = self.hold(table);
         let find = |i: usize| {

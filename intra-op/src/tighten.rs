@@ -20,18 +20,18 @@ use super::dual::{Dual, INFINITE, Link};
 use super::problem::{Cost, Edge, Table};
 use super::reduced::Reduced;
 
-/// Passes at most, one way each.
+/// The most passes, each in one direction.
 const MAX_SWEEPS: usize = 8;
 /// Passes go on as long as they rule out one part in this many of what is left.
 const WORTH_IT: usize = 200;
 
-/// The rest of a problem: strategies per node, ascending, and edges with more forbidden.
+/// A tightened problem: strategies of each node, ascending, and edges with more forbidden.
 pub(super) struct Tightened {
     pub keep: Vec<Vec<u32>>,
     pub edges: Vec<Edge>,
 }
 
-/// Keeps what choices of at most `cost` may use, by the prices and messages of `dual`. Some
+/// Keeps everything that choices of at most `cost` may use, by the prices and messages of `dual`. A
 /// node may be left without strategies: then there is no such choice.
 pub(super) fn tighten(reduced: &Reduced, dual: &Dual<'_>, cost: u64) -> Tightened {
     let mut narrow = Narrow {
@@ -63,15 +63,15 @@ fn alive(reduced: &Reduced) -> Vec<Vec<bool>> {
 
 struct Narrow<'a> {
     reduced: &'a Reduced,
-    /// With what is ruled out forbidden.
+    /// The dual, with what is ruled out forbidden.
     dual: Dual<'a>,
     alive: Vec<Vec<bool>>,
-    /// Strategies and pairs ruled out.
+    /// The number of strategies and pairs that were ruled out.
     n_barred: usize,
 }
 
 impl Narrow<'_> {
-    /// One pass, testing on the way; false when some node has no strategy left.
+    /// Makes one pass, testing on the way; false when some node has no strategy left.
     fn sweep(&mut self, forward: bool, room: i128) -> bool {
         let n = self.reduced.nodes.len();
         let (mut here, mut there, mut share) = (Vec::new(), Vec::new(), Vec::new());
@@ -104,7 +104,7 @@ impl Narrow<'_> {
         true
     }
 
-    /// The cost of each strategy of `v` above the least, messages included.
+    /// Computes the cost of each strategy of `v` above the least, messages included.
     fn above(&self, v: usize, above: &mut Vec<i64>) {
         self.dual.gather(v, above);
         let least = above.iter().copied().min().unwrap_or(0);
@@ -130,13 +130,13 @@ impl Narrow<'_> {
                     .step_by(n_cols)
                     .for_each(|c| *c = INFINITE);
             }
-            // A message to nobody: with one, the forbidden pairs would look allowed.
+            // The node gets no message: with one, the forbidden pairs would look allowed.
             self.dual.messages[e][usize::from(!link.rows)][s] = 0;
         }
     }
 
-    /// Forbids the pairs of an edge that cost too much; `here` and `there` is what its ends
-    /// have above their least.
+    /// Forbids the pairs of an edge that cost too much; `here` and `there` are the costs of its
+    /// ends above their least.
     fn forbid_pairs(&mut self, link: &Link, here: &[i64], there: &[i64], room: i128) {
         let e = link.edge as usize;
         let (above_rows, above_cols) = if link.rows {
@@ -149,7 +149,7 @@ impl Narrow<'_> {
         let mut barred: Vec<usize> = Vec::new();
         let cells = self.dual.tables[e].chunks_exact(to_cols.len());
         for (i, row) in cells.enumerate() {
-            // A pair costs too much if what it has left exceeds this.
+            // A pair costs too much if what its edge has left exceeds this.
             let Some(left) = room.checked_sub(above_rows[i]).filter(|l| *l >= 0) else {
                 continue;
             };
@@ -189,7 +189,7 @@ impl Narrow<'_> {
             let (alive_a, alive_b) = (&self.alive[edge.a as usize], &self.alive[edge.b as usize]);
             let n_cols = edge.table.n_cols();
             let cells = &self.dual.tables[e];
-            // Pairs of dropped strategies go with them.
+            // The pairs of dropped strategies go with them.
             let barred =
                 |i: usize, j: usize| alive_a[i] && alive_b[j] && cells[i * n_cols + j] >= INFINITE;
             let changed = |i: usize, j: usize| barred(i, j) && !edge.table.get(i, j).is_forbidden();
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// A few nodes with a few strategies on a random graph, with memory that binds.
+    /// Makes a few nodes with a few strategies on a random graph, with memory that binds.
     fn problem(random: &mut Random) -> IntraOpProblem {
         let n = 2 + random.below(6) as usize;
         let scale = [1, 10, 1000, 1_000_000_000][random.below(4) as usize];
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// Random problems, presolved fully or hardly at all, that have a solution.
+    /// Checks random problems, presolved fully or hardly at all, that have a solution.
     fn for_each_problem(check: impl Fn(&Reduced, u64, &[u32])) -> usize {
         let mut n_checked = 0;
         for seed in 0..4000 {

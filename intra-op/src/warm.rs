@@ -13,31 +13,31 @@ use std::sync::Arc;
 use super::problem::{Edge, Table};
 use super::reduced::Reduced;
 
-/// Sweeps of comparing two tables. One is enough where all pairs are allowed in both.
+/// The sweeps in comparing two tables. One is enough where all pairs are allowed in both.
 const SWEEPS: usize = 3;
 
-/// Where an ascent ended; outlives its problem.
+/// The end of an ascent; it outlives its problem.
 #[derive(Clone, Debug, Default)]
 pub(super) struct WarmStart {
-    /// Original times with a price, ascending, and cost per byte there.
+    /// The original times with a price, ascending, and the cost per byte at each.
     prices: Vec<(u64, f64)>,
-    /// By the original nodes of an edge's ends.
+    /// The messages, by the original nodes of an edge's ends.
     edges: HashMap<[u32; 2], Kept>,
-    /// Original strategies of each original node that was left.
+    /// The original strategies of each original node that was left.
     strategies: HashMap<u32, Vec<u32>>,
-    /// Where the first ascent began, in cost units, if there was one.
+    /// The temperature at which the first ascent began, in cost units, if there was one.
     pub temperature: Option<f64>,
 }
 
 #[derive(Clone, Debug)]
 struct Kept {
     table: Arc<Table>,
-    /// To the second end, in cost units.
+    /// The message to the second end, in cost units.
     message: Vec<f64>,
 }
 
 impl WarmStart {
-    /// `message(e)` is what edge `e` gives its second end, in cost units.
+    /// Keeps the state; `message(e)` is what edge `e` gives its second end, in cost units.
     pub fn new(
         reduced: &Reduced,
         prices: Vec<f64>,
@@ -60,7 +60,7 @@ impl WarmStart {
         }
     }
 
-    /// The price of each time of `reduced`.
+    /// Returns the price of each time of `reduced`.
     pub fn prices_for(&self, reduced: &Reduced) -> Vec<f64> {
         let mut prices = vec![0.0; reduced.times.len()];
         for (time, price) in &self.prices {
@@ -73,13 +73,13 @@ impl WarmStart {
         prices
     }
 
-    /// The message to the second end of an edge of `reduced`, if that edge was there before.
+    /// Returns the message to the second end of an edge of `reduced` that was there before.
     pub fn message_for(&self, reduced: &Reduced, edge: &Edge) -> Option<Vec<f64>> {
         let ends = originals(reduced, edge);
         let kept = self.edges.get(&ends)?;
         let [rows, cols] = [edge.a, edge.b].map(|v| self.places(reduced, v));
         let (rows, cols) = (rows?, cols?);
-        // The costs that were moved: table before - table now = by_row + by_col.
+        // Costs were moved so that table before - table now = by_row + by_col.
         let difference = |i: usize, j: usize| {
             let before = kept.table.get(rows[i], cols[j]).value()?;
             let now = edge.table.get(i, j).value()?;
@@ -100,7 +100,7 @@ impl WarmStart {
         Some(message.map(|(&j, moved)| kept.message[j] - moved).collect())
     }
 
-    /// Where the strategies of reduced node `v` were; `None` if there are others now.
+    /// Returns where the strategies of reduced node `v` were; `None` if it has others now.
     fn places(&self, reduced: &Reduced, v: u32) -> Option<Vec<usize>> {
         let (original, now) = &reduced.lift.original[v as usize];
         let before = self.strategies.get(original)?;

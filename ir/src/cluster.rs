@@ -2,13 +2,17 @@
 //! these into seconds lives in `cost-model`.
 //!
 //! Every key carries its unit; `sources` says for each key path where the figure comes from.
-//! Clusters are homogeneous: `n_hosts` equal hosts of `devices_per_host` equal devices, ranks
-//! numbered host-major, joined by levels of links from the innermost out.
+//! A cluster is `n_hosts` equal hosts of `devices_per_host` equal devices, ranks numbered
+//! host-major, joined by levels of links from the innermost out. Further groups of hosts, missing
+//! devices and degraded links make it [`unequal`].
 
 use crate::storage::Storage;
 use crate::{Bytes, DType, Figure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+
+mod unequal;
+pub use unequal::{Degraded, Group, Missing};
 
 /// Version of the cluster format.
 pub const CLUSTER_VERSION: u32 = 1;
@@ -20,7 +24,7 @@ pub const MAX_FIGURE: f64 = 1e30;
 /// The range of a share, for messages.
 pub(crate) const SHARE: &str = "expected more than 0, at most 1";
 
-/// A homogeneous cluster.
+/// A cluster; its own hosts are the first group of [`Cluster::groups`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
@@ -36,6 +40,15 @@ pub struct Cluster {
     pub device: Device,
     /// Links from the innermost level out; the last joins all devices.
     pub levels: Vec<Level>,
+    /// Further hosts with other devices or links, numbered behind the cluster's own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<Group>,
+    /// Devices that are not there, and have no rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing: Vec<Missing>,
+    /// Links that have lost a part of their bandwidth.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub degraded: Vec<Degraded>,
     /// Devices that share processors and memory (CPU ranks of one machine).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
@@ -315,11 +328,7 @@ pub struct MeasuredPoint {
 }
 
 impl Cluster {
-    /// Number of devices.
-    pub fn n_devices(&self) -> u32 {
-        self.n_hosts.saturating_mul(self.devices_per_host)
-    }
-    /// Bytes that a program may use on every rank.
+    /// Bytes that a program may use on every rank, as all or a mesh see them.
     pub fn usable_bytes(&self) -> u64 {
         let own = self
             .device
@@ -344,14 +353,14 @@ impl Cluster {
             None => one * f64::from(n),
         })
     }
-    /// The innermost level whose groups hold both ranks.
-    pub fn level_between(&self, a: u32, b: u32) -> Option<&Level> {
-        self.levels
-            .iter()
-            .find(|l| l.devices > 0 && a / l.devices == b / l.devices)
-    }
     /// Lists the problems of the figures, key by key; empty when the cluster can be planned for.
     pub fn problems(&self) -> Vec<String> {
+        let mut p = self.own_problems();
+        p.extend(self.unequal_problems());
+        p
+    }
+    /// The same without regard to groups, missing devices and degraded links.
+    fn own_problems(&self) -> Vec<String> {
         let mut p = Vec::new();
         let mut check = |ok: bool, text: String| {
             if !ok {

@@ -458,7 +458,7 @@ pub struct Slot {
 }
 
 /// A persistent tensor of a role.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateBuffer {
     /// Path of the `State` op.
     pub path: String,

@@ -103,85 +103,51 @@ impl Default for TrainSpec {
     }
 }
 
+/// The numbers that a figure may be, and their words in messages.
+type Numbers = (fn(f64) -> bool, &'static str);
+
+const SHARES: Numbers = (|x| (0.0..1.0).contains(&x), "[0, 1)");
+const POSITIVE: Numbers = (|x| x.is_finite() && x > 0.0, "a positive number");
+const FROM_ZERO: Numbers = (|x| x.is_finite() && x >= 0.0, "0 or more");
+
 impl TrainSpec {
     /// Lists the values out of range, field by field; empty when the spec can be trained.
     pub fn problems(&self) -> Vec<String> {
-        let mut p = Vec::new();
-        let mut check = |ok: bool, text: String| {
-            if !ok {
-                p.push(text);
-            }
-        };
-        let positive = |x: f64| x.is_finite() && x >= 0.0;
-        check(
-            (1..=1 << 32).contains(&self.global_batch),
-            format!("global_batch is {}, expected 1 to 2^32", self.global_batch),
-        );
-        check(
-            (1..=1 << 32).contains(&self.sequence),
-            format!("sequence is {}, expected 1 to 2^32", self.sequence),
-        );
-        check(
-            (0.0..1.0).contains(&self.dropout),
-            format!("dropout is {}, expected [0, 1)", Figure(self.dropout)),
-        );
-        check(
-            self.clip_norm.is_none_or(|c| c.is_finite() && c > 0.0),
-            format!(
-                "clip_norm is {}, expected a positive number",
-                Figure(self.clip_norm.unwrap_or_default())
-            ),
-        );
-        match self.optimizer {
+        let sizes = [
+            ("global_batch", self.global_batch),
+            ("sequence", self.sequence),
+        ];
+        let sizes = sizes
+            .into_iter()
+            .filter(|(_, n)| !(1..=1 << 32).contains(n));
+        let sizes = sizes.map(|(key, n)| format!("{key} is {n}, expected 1 to 2^32"));
+        let mut figures = vec![("dropout", self.dropout, SHARES)];
+        figures.extend(self.clip_norm.map(|norm| ("clip_norm", norm, POSITIVE)));
+        let decay = match self.optimizer {
             Optimizer::AdamW {
                 beta1,
                 beta2,
                 eps,
                 weight_decay,
             } => {
-                check(
-                    (0.0..1.0).contains(&beta1),
-                    format!("beta1 is {beta1}, expected [0, 1)", beta1 = Figure(beta1)),
-                );
-                check(
-                    (0.0..1.0).contains(&beta2),
-                    format!("beta2 is {beta2}, expected [0, 1)", beta2 = Figure(beta2)),
-                );
-                check(
-                    eps.is_finite() && eps > 0.0,
-                    format!(
-                        "eps is {eps}, expected a positive number",
-                        eps = Figure(eps)
-                    ),
-                );
-                check(
-                    positive(weight_decay),
-                    format!(
-                        "weight_decay is {weight_decay}, expected 0 or more",
-                        weight_decay = Figure(weight_decay)
-                    ),
-                );
+                figures.push(("beta1", beta1, SHARES));
+                figures.push(("beta2", beta2, SHARES));
+                figures.push(("eps", eps, POSITIVE));
+                weight_decay
             }
             Optimizer::Sgd {
                 momentum,
                 weight_decay,
             } => {
-                check(
-                    (0.0..1.0).contains(&momentum),
-                    format!(
-                        "momentum is {momentum}, expected [0, 1)",
-                        momentum = Figure(momentum)
-                    ),
-                );
-                check(
-                    positive(weight_decay),
-                    format!(
-                        "weight_decay is {weight_decay}, expected 0 or more",
-                        weight_decay = Figure(weight_decay)
-                    ),
-                );
+                figures.push(("momentum", momentum, SHARES));
+                weight_decay
             }
-        }
-        p
+        };
+        figures.push(("weight_decay", decay, FROM_ZERO));
+        let figures = figures.into_iter().filter(|(_, x, (has, _))| !has(*x));
+        let words = |(key, x, (_, all)): (&str, f64, Numbers)| {
+            format!("{key} is {}, expected {all}", Figure(x))
+        };
+        sizes.chain(figures.map(words)).collect()
     }
 }

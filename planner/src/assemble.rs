@@ -12,6 +12,7 @@ use ir::reshard::{self, CrossPath, LayoutStep, Placement};
 use ir::training::TrainingGraph;
 use ir::{LayerId, LogicalMesh, Origin, ShardingSpec};
 use lowering::{CrossEdge, Layouts, LowerError};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -119,9 +120,10 @@ pub(crate) fn record_paths(
         .for_each(|k| *n_layers.entry(*k).or_default() += 1);
     let mut shared: BTreeMap<(u32, String), Vec<KeyedPath>> = BTreeMap::new();
     let meshes: Vec<LogicalMesh> = plan.stages.iter().map(|s| s.mesh.clone()).collect();
-    let prices = meshes
-        .iter()
-        .map(|mesh| Prices::new(&cluster, mesh, buckets));
+    let seen = meshes.iter().map(|mesh| cluster.seen_by(mesh.devices));
+    let seen: Vec<Cow<'_, Cluster>> = seen.collect();
+    let prices = meshes.iter().zip(&seen);
+    let prices = prices.map(|(mesh, seen)| Prices::new(seen, mesh, buckets));
     let mut prices: Vec<Prices<'_>> = prices.collect();
     for edge in layouts.edges(plan, training)? {
         let best = prices[edge.stage.index()].best_path(
@@ -177,9 +179,10 @@ fn best_cross(
             targets.push(same);
         }
     }
+    let seen = [from_mesh, to_mesh].map(|mesh| cluster.seen_by(mesh.devices));
     let mut prices = (
-        Prices::new(cluster, from_mesh, buckets),
-        Prices::new(cluster, to_mesh, buckets),
+        Prices::new(&seen[0], from_mesh, buckets),
+        Prices::new(&seen[1], to_mesh, buckets),
     );
     let mut best: Option<(CrossPath, f64)> = None;
     for target in &targets {

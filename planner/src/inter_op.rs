@@ -24,6 +24,9 @@
 //! than f(high) + (m - 1) * low. Under schedules where the stages before one matter to what it
 //! has in flight, all that once for each number of stages.
 //!
+//! Where devices are not equal a submesh lies at some places only ([`StageTable::at`]): stages take
+//! devices in their order, so those behind a stage say where it begins.
+//!
 //! Invariants: exact for this objective up to the requested gap; ties go to the earlier
 //! candidate, in the order of layers, submeshes and entries, so results are deterministic.
 //! Labels that fewer stages, less time and a shorter step all dominate are dropped; those

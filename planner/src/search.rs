@@ -21,7 +21,7 @@ use ir::{Graph, LogicalMesh, TrainSpec, ValueId};
 use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
 use ranking::{Known, Made};
 use request::{boundary, in_zigzag_order, odd_length, recomputed, saved_values, sequences};
-use shapes::{Shape, submeshes};
+use shapes::{Shape, Submesh, submeshes};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -53,7 +53,7 @@ struct Search<'a> {
     saved: Vec<bool>,
     buckets: Buckets,
     of_parameters: Vec<bool>,
-    submeshes: Vec<u32>,
+    submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
     /// Prices of layout changes on meshes that nobody prices at the moment; most
@@ -84,7 +84,13 @@ pub(crate) fn plan(
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
     let pins = &options.pins;
-    pins::check::degrees(cluster.n_devices().into(), pins)?;
+    // Stages on unequal devices may differ in size, unless they share meshes.
+    let are_equal = cluster.is_equal() || pins.schedule_kind().virtual_stages() > 1;
+    let dividing = Pins {
+        pipeline: pins.pipeline.filter(|_| are_equal),
+        ..pins.clone()
+    };
+    pins::check::degrees(cluster.n_devices().into(), &dividing)?;
     let zigzag = in_zigzag_order(forward, pins)?;
     let forward = zigzag.as_ref().unwrap_or(forward);
     let input = |e: ir::GraphError| PlanError::Input(e.to_string());
@@ -106,6 +112,7 @@ pub(crate) fn plan(
         false => pins.tensor(&training.graph.value_name(v)),
     };
     let layers = find_layers(&training, &pin);
+    let submeshes = submeshes(cluster, pins);
     let search = Search {
         training: &training,
         train,
@@ -116,7 +123,7 @@ pub(crate) fn plan(
         of_parameters: made_of_parameters(&training.graph),
         sequences: sequences(&layers, pins)?,
         layers,
-        submeshes: submeshes(cluster, pins),
+        submeshes: &submeshes,
         boundary: boundary(&training.graph),
         prices: Mutex::new(Vec::new()),
         kept: OnceLock::new(),
@@ -181,11 +188,20 @@ pub(crate) fn plan(
 }
 
 impl<'a> Search<'a> {
+    /// The cluster as the ranks of a submesh see it.
+    fn seen_by(&self, mesh: &LogicalMesh) -> &'a Cluster {
+        let (first, n) = (mesh.devices.first_rank.0, mesh.n_devices());
+        let is_this =
+            |s: &&Submesh| s.n_devices == n && s.starts.first().is_none_or(|r| *r == first);
+        let known = self.submeshes.iter().find(is_this);
+        known.map_or(self.cluster, |s| &s.seen)
+    }
+
     fn setting<'s>(&'s self, shape: &'s Shape, batch: u64) -> Setting<'s> {
         Setting {
             training: self.training,
             train: self.train,
-            cluster: self.cluster,
+            cluster: self.seen_by(&shape.mesh),
             mesh: &shape.mesh,
             roles: &shape.roles,
             pins: self.pins,

@@ -159,6 +159,44 @@ fn equals_brute_force_on_random_tables() {
     );
 }
 
+/// On unequal devices every submesh lies at some places only.
+#[test]
+fn equals_brute_force_where_submeshes_have_places() {
+    let mut random = Random(12);
+    let (mut n_solved, mut n_other) = (0, 0);
+    for case in 0..1500 {
+        let table = random_table(&mut random);
+        let n = table.n_devices();
+        let mut starts =
+            |_: &usize| -> Vec<usize> { (0..n).filter(|_| random.below(4) > 0).collect() };
+        let starts: Vec<Vec<usize>> = table.submeshes().iter().map(&mut starts).collect();
+        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(1.0);
+        let options = InterOpOptions::new(1 + random.below(9), ScheduleKind::OneFOneB);
+        let anywhere = plan(&table, &transfer, &options).ok();
+        let table = table.at(starts.clone());
+        let expected = brute_force(&table, &transfer, &options);
+        let found = plan(&table, &transfer, &options);
+        assert_eq!(
+            found.as_ref().ok().map(|f| f.cost.total_s),
+            expected.map(|c| c.total_s),
+            "case {case}"
+        );
+        let Ok(found) = found else { continue };
+        n_solved += 1;
+        let mut first = 0;
+        for stage in &found.stages {
+            let places = &starts[stage.submesh];
+            assert!(places.is_empty() || places.contains(&first), "case {case}");
+            first += table.submeshes()[stage.submesh];
+        }
+        n_other += usize::from(anywhere.is_some_and(|a| a.cost.total_s < found.cost.total_s));
+    }
+    assert!(
+        n_solved > 200 && n_other > 20,
+        "{n_solved} solved, {n_other} of them otherwise"
+    );
+}
+
 /// With one stage a mesh the largest time counts as often as in plain 1F1B, with more the
 /// pipeline of equal stages takes `m v + p - 1` of them.
 #[test]

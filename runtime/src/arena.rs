@@ -5,11 +5,12 @@
 //! ones and exclusive ones, by splitting it at their ends: no range is handed out twice
 //! exclusively, and no `unsafe` is needed.
 
+use serde::{Deserialize, Serialize};
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 /// A block of bytes, aligned to 8. It may have more storage than it uses.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Bytes {
     words: Vec<u64>,
     len: usize,
@@ -75,6 +76,25 @@ impl Deref for Bytes {
 impl DerefMut for Bytes {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+}
+
+/// Bytes of an arena, read: where they lie, or a copy where the host cannot reach them.
+#[derive(Debug)]
+pub enum View<'a> {
+    /// In the arena.
+    There(&'a [u8]),
+    /// Copied.
+    Copied(Bytes),
+}
+
+impl Deref for View<'_> {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            View::There(bytes) => bytes,
+            View::Copied(bytes) => bytes,
+        }
     }
 }
 

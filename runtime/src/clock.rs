@@ -32,8 +32,15 @@ impl Moment {
     }
     /// The time since, on the same thread.
     pub fn elapsed(&self) -> Elapsed {
-        let wall_s = self.wall.elapsed().as_secs_f64();
-        let busy = self.processor.zip(processor_time());
+        self.until(&Moment::now())
+    }
+    /// What passed until a later moment of the same thread.
+    pub fn until(&self, later: &Moment) -> Elapsed {
+        let wall_s = later
+            .wall
+            .saturating_duration_since(self.wall)
+            .as_secs_f64();
+        let busy = self.processor.zip(later.processor);
         Elapsed {
             wall_s,
             busy_s: busy.map_or(wall_s, |(from, to)| to.saturating_sub(from).as_secs_f64()),

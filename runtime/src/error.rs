@@ -3,10 +3,11 @@
 use crate::data::DataError;
 use ir::likeness::Difference;
 use ir::{Rank, StageId};
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Why a run stopped.
-#[derive(Debug, thiserror::Error)]
+/// Why a run stopped. Ranks tell it to their coordinator, but for what only that can find.
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum RuntimeError {
     /// An op cannot run on the tensors it was given.
     #[error("op `{op}`: {problem}")]
@@ -49,6 +50,19 @@ pub enum RuntimeError {
         /// How long it waited.
         seconds: u64,
     },
+    /// Ranks came to the same meeting with different things: their programs, or the orders of
+    /// them, do not fit.
+    #[error("{rank} brings {brings} to a meeting to which {other} brought {brought}")]
+    Mismatch {
+        /// The rank that noticed.
+        rank: Rank,
+        /// What it came with.
+        brings: String,
+        /// Another one.
+        other: Rank,
+        /// What that one came with.
+        brought: String,
+    },
     /// Another rank failed first; that rank's error tells why.
     #[error("{rank} stopped because {by} failed: {reason}")]
     Aborted {
@@ -82,7 +96,7 @@ pub enum RuntimeError {
         /// The step.
         step: u64,
         /// The name of the figure that is no number.
-        figure: &'static str,
+        figure: String,
         /// NaN or an infinity.
         value: f64,
         /// The loss scale of the step, with f16.
@@ -90,7 +104,11 @@ pub enum RuntimeError {
     },
     /// Data cannot be read.
     #[error(transparent)]
-    Data(#[from] DataError),
+    Data(
+        #[from]
+        #[serde(with = "told")]
+        DataError,
+    ),
     /// A checkpoint holds other states than the plan has.
     #[error("{}: a checkpoint of another model or optimizer: {problem}", path.display())]
     OtherCheckpoint {
@@ -100,6 +118,7 @@ pub enum RuntimeError {
         problem: String,
     },
     /// A checkpoint is of a model that has the same states and computes something else.
+    #[serde(skip)]
     #[error(
         "{}: a checkpoint of another model: {difference} is {} there, {} in the plan",
         path.display(), difference.first, difference.second
@@ -136,6 +155,19 @@ impl RuntimeError {
             RuntimeError::Instruction { source, .. } => source.is_consequence(),
             _ => false,
         }
+    }
+}
+
+/// An error of data as another process hears it: its words.
+mod told {
+    use crate::data::DataError;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(e: &DataError, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(e)
+    }
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<DataError, D::Error> {
+        String::deserialize(from).map(DataError::Elsewhere)
     }
 }
 

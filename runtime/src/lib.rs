@@ -1,14 +1,15 @@
-//! Execution: CPU kernels, ranks, communicators, data, measuring.
+//! Execution: devices, fabrics, CPU kernels, ranks, data, measuring.
 
 pub mod arena;
 pub mod calibrate;
 pub mod checkpoint;
 pub mod clock;
-pub mod communicator;
 pub mod cpu;
 pub mod data;
+pub mod device;
 mod error;
 pub mod execute;
+pub mod fabric;
 pub mod files;
 pub mod init;
 pub mod measure;

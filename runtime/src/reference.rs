@@ -8,7 +8,8 @@ mod noise;
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
 use crate::execute::{
-    Context, Local, Operand, Output, StateTensor, States, check_batch, kernel, load_tokens, narrow,
+    Context, Local, Operand, Output, StateTensor, States, check_batch, given, kernel, load_tokens,
+    narrow,
 };
 use crate::rng::Key;
 use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph};
@@ -313,11 +314,12 @@ impl Machine<'_> {
         match &op.kind {
             OpKind::Input { kind } => {
                 let mut data = Bytes::zeroed(locals[0].bytes());
+                let mut read = given(batch);
                 load_tokens(
                     *kind,
                     &locals[0],
                     cx.first_sample,
-                    batch,
+                    &mut read,
                     bytemuck::cast_slice_mut(&mut data),
                 )?;
                 self.values[op.outputs[0].index()] = Some(data);

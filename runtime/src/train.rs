@@ -1,7 +1,7 @@
 //! The training loop of a run.
 
 use crate::checkpoint::Checkpoint;
-use crate::data::{Dataset, Order, Split};
+use crate::data::{Batches, Dataset};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
@@ -24,7 +24,7 @@ pub struct TrainOptions<'a> {
     /// Fingerprint of the plan document, for the measurement.
     pub plan_hash: &'a str,
     /// The data.
-    pub dataset: &'a Dataset,
+    pub dataset: &'a Arc<Dataset>,
     /// Learning rate by step.
     pub schedule: &'a LrSchedule,
     /// Training steps to do in this run.
@@ -78,11 +78,20 @@ pub fn train(
     initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
     mut on_progress: impl FnMut(Progress),
 ) -> Result<Trained, RuntimeError> {
-    let data = Batches::new(options)?;
     let (program, spec) = (options.program, options.spec);
+    let data = Batches::new(
+        Arc::clone(options.dataset),
+        (spec.sequence as usize, spec.global_batch),
+        spec.seed,
+        options.validate_every.is_some(),
+    )?;
+    let session = SessionOptions {
+        data: Some(Arc::new(data)),
+        ..options.session.clone()
+    };
     let mut session = match &options.resume {
-        None => Session::new(program, spec, options.session, initial)?,
-        Some(checkpoint) => Session::resume(program, spec, options.session, checkpoint)?,
+        None => Session::new(program, spec, session, initial)?,
+        Some(checkpoint) => Session::resume(program, spec, session, checkpoint)?,
     };
     let mut recorder = Recorder::new(
         options.program,
@@ -94,11 +103,13 @@ pub fn train(
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|
      -> Result<(), RuntimeError> {
-        let (step, loss) = (session.step_number(), data.validation_loss(session)?);
+        let (step, n) = (session.step_number(), options.validation_batches.max(1));
+        let losses: Result<Vec<f64>, _> = (0..n).map(|i| session.validation_loss(i)).collect();
+        let loss = losses?.iter().sum::<f64>() / n as f64;
         if !loss.is_finite() {
             return Err(RuntimeError::Diverged {
                 step,
-                figure: "validation loss",
+                figure: "validation loss".into(),
                 value: loss,
                 loss_scale: None,
             });
@@ -118,7 +129,7 @@ pub fn train(
         let step = session.step_number();
         let lr = options.schedule.lr_at(step);
         let profile = options.steps - i <= options.profile_steps;
-        let result = session.step(&data.train(step)?, lr, profile)?;
+        let result = session.train(lr, profile)?;
         result.check(step)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
@@ -133,79 +144,6 @@ pub fn train(
         measurement: recorder.finish(options.program),
         session,
     })
-}
-
-/// The batches of a run.
-struct Batches<'a> {
-    dataset: &'a Dataset,
-    sequence: usize,
-    global_batch: u64,
-    order: Order,
-    /// Windows for validation and how many batches of them; without validation, none.
-    validation: Option<(u64, u64)>,
-}
-
-impl<'a> Batches<'a> {
-    fn new(options: &TrainOptions<'a>) -> Result<Self, RuntimeError> {
-        let (dataset, spec) = (options.dataset, options.spec);
-        let sequence = spec.sequence as usize;
-        let order = Order::new(
-            dataset.n_windows(Split::Train, sequence)?,
-            spec.global_batch,
-            spec.seed,
-        )?;
-        let validation = match options.validate_every {
-            None => None,
-            Some(_) => Some((
-                dataset.n_windows(Split::Validation, sequence)?,
-                options.validation_batches.max(1),
-            )),
-        };
-        Ok(Batches {
-            dataset,
-            sequence,
-            global_batch: spec.global_batch,
-            order,
-            validation,
-        })
-    }
-
-    /// The global batch of a training step.
-    fn train(&self, step: u64) -> Result<Vec<Vec<u32>>, RuntimeError> {
-        let sample = |position| {
-            self.dataset.sample(
-                Split::Train,
-                self.order.window(step, position),
-                self.sequence,
-            )
-        };
-        Ok((0..self.global_batch)
-            .map(sample)
-            .collect::<Result<_, _>>()?)
-    }
-
-    /// The mean loss over the first windows of the validation split, from the start again
-    /// where there are too few.
-    fn validation_loss(&self, session: &mut Session) -> Result<f64, RuntimeError> {
-        let Some((n_windows, n_batches)) = self.validation else {
-            return Ok(f64::NAN);
-        };
-        let mut total = 0.0;
-        for b in 0..n_batches {
-            let sample = |position| {
-                self.dataset.sample(
-                    Split::Validation,
-                    (b * self.global_batch + position) % n_windows,
-                    self.sequence,
-                )
-            };
-            let batch: Vec<Vec<u32>> = (0..self.global_batch)
-                .map(sample)
-                .collect::<Result<_, _>>()?;
-            total += session.validate(&batch)?;
-        }
-        Ok(total / n_batches as f64)
-    }
 }
 
 #[cfg(test)]
@@ -275,7 +213,7 @@ mod tests {
             vocab,
             validation_fraction: 0.2,
         };
-        let dataset = Dataset::open(&data, &options).unwrap();
+        let dataset = Arc::new(Dataset::open(&data, &options).unwrap());
         let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
         let program = lower(&training, &meshes(), 2, 2, 1);
         let save = dir.path().join("state");
@@ -344,7 +282,7 @@ mod tests {
     fn options<'a>(
         program: &'a Program,
         spec: &'a TrainSpec,
-        dataset: &'a Dataset,
+        dataset: &'a Arc<Dataset>,
         schedule: &'a LrSchedule,
         steps: u64,
     ) -> TrainOptions<'a> {
@@ -366,7 +304,7 @@ mod tests {
     }
 
     /// Tokens, and no validation.
-    fn data(folder: &Path, vocab: u32, tokens: impl Iterator<Item = u32>) -> Dataset {
+    fn data(folder: &Path, vocab: u32, tokens: impl Iterator<Item = u32>) -> Arc<Dataset> {
         let path = folder.join("data.bin");
         let bytes: Vec<u8> = tokens.flat_map(|t| (t as u16).to_le_bytes()).collect();
         std::fs::write(&path, bytes).unwrap();
@@ -376,7 +314,7 @@ mod tests {
             vocab,
             validation_fraction: 0.0,
         };
-        Dataset::open(&path, &options).unwrap()
+        Arc::new(Dataset::open(&path, &options).unwrap())
     }
 
     /// The newest checkpoint of a folder, or a file.
@@ -533,6 +471,7 @@ mod tests {
             },
         )
         .unwrap();
+        let dataset = Arc::new(dataset);
         let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
         let program = lower(&training, &meshes(), 2, 2, 1);
         let options = TrainOptions {

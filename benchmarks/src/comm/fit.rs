@@ -9,19 +9,19 @@ use cost_model::presets::{Catalogue, Fitted};
 /// One fitted figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
-    /// Table and key in `clusters/links.toml`.
+    /// The table and the key in `clusters/links.toml`.
     pub name: (&'static str, &'static str),
-    /// Smallest and largest physical value.
+    /// The smallest and the largest physical value.
     pub bounds: (f64, f64),
-    /// Centre of the prior.
+    /// The centre of the prior.
     pub prior: f64,
-    /// Width of the prior, a factor's logarithm.
+    /// The width of the prior, as the logarithm of a factor.
     pub width: f64,
 }
 
-/// The error from which a row weighs linearly: 2%.
+/// The error from which on a row weighs linearly: 2%.
 const ROBUST: f64 = 0.02;
-/// Weight of the prior of one parameter against the error of one row.
+/// The weight of the prior of one parameter against the error of one row.
 const PRIOR_WEIGHT: f64 = 0.02;
 
 /// The parameters that are fitted. Everything else in `clusters/links.toml` is a fact with a
@@ -52,7 +52,7 @@ pub fn parameters() -> Vec<Parameter> {
     all
 }
 
-/// The figure that a parameter stands for.
+/// Returns the figure that a parameter stands for.
 pub(super) fn figure<'a>(fitted: &'a mut Fitted, p: &Parameter) -> Result<&'a mut f64, String> {
     let (table, key) = p.name;
     let table = match table {
@@ -72,8 +72,8 @@ pub(super) fn figure<'a>(fitted: &'a mut Fitted, p: &Parameter) -> Result<&'a mu
         .ok_or_else(|| format!("clusters/links.toml has no fitted.{}.{key}", p.name.0))
 }
 
-/// The objective of the fit: the mean over cases of `sqrt(e^2 + 0.02^2) - 0.02`, `e` the logarithm
-/// of predicted over measured, plus the priors.
+/// Computes the objective of the fit: the mean over cases of `sqrt(e^2 + 0.02^2) - 0.02`, `e` the
+/// logarithm of predicted over measured, plus the priors.
 pub fn loss(catalogue: &Catalogue, fitted: &Fitted, cases: &[&Case]) -> Result<f64, String> {
     let predicted = predict(catalogue, fitted, cases)?;
     let errors = predicted.iter().zip(cases).map(|(p, c)| {
@@ -89,7 +89,7 @@ pub fn loss(catalogue: &Catalogue, fitted: &Fitted, cases: &[&Case]) -> Result<f
     Ok(total / cases.len().max(1) as f64)
 }
 
-/// The fitted figures that explain the cases best. Same cases, same figures.
+/// Finds the fitted figures that explain the cases best. The same cases give the same figures.
 pub fn fit(catalogue: &Catalogue, cases: &[&Case]) -> Result<Fitted, String> {
     const SMALLEST_STEP: f64 = 1e-3;
     let all = parameters();

@@ -23,7 +23,7 @@ use ir::{AxisId, LogicalMesh, Rank, ReduceKind};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// Largest message of a benchmark whose source only says "peak".
+/// The largest message of a benchmark whose source only says "peak".
 pub const LARGE_BYTES: u64 = 16 << 30;
 
 /// The measured quantity of a row.
@@ -31,7 +31,7 @@ pub const LARGE_BYTES: u64 = 16 << 30;
 pub enum What {
     /// A collective.
     Collective(CollectiveKind),
-    /// One device to another.
+    /// A message from one device to another.
     Send,
 }
 
@@ -40,23 +40,23 @@ pub enum What {
 pub struct Case {
     /// The row it stands for.
     pub row: Row,
-    /// Table that it was published in: rows of one machine and one campaign.
+    /// The table that published it: rows of one machine and one campaign.
     pub table: String,
-    /// A preset or composition, and its hosts.
+    /// A preset or composition, and its number of hosts.
     pub system: (&'static str, u32),
     /// The measurement.
     pub what: What,
-    /// Ranks of the group.
+    /// The ranks of the group.
     pub ranks: u32,
     /// The algorithm that the source says it forced.
     pub forced: Option<Algorithm>,
-    /// Bytes as `ir::collective` defines them.
+    /// The bytes, as `ir::collective` defines them.
     pub bytes: u64,
     /// Measured seconds.
     pub seconds: f64,
 }
 
-/// The rows that the model can predict, and those it cannot with the reason.
+/// Splits rows into cases that the model can predict, and rows that it cannot with the reason.
 pub fn cases(rows: &[Row]) -> (Vec<Case>, Vec<(Row, &'static str)>) {
     let (mut cases, mut left) = (Vec::new(), Vec::new());
     for row in rows {
@@ -117,7 +117,7 @@ fn forced(row: &Row) -> Option<Algorithm> {
     }
 }
 
-/// Table and cluster of a row.
+/// Finds the table and the cluster of a row.
 fn system(row: &Row) -> Option<(String, (&'static str, u32))> {
     let nodes = row.nodes;
     let slide = row.source.contains("S62129 slide 12") || row.source.contains("S72583");
@@ -166,9 +166,8 @@ fn system(row: &Row) -> Option<(String, (&'static str, u32))> {
     Some((table, (name, hosts)))
 }
 
-/// Predicted seconds of every case with the fitted figures given.
-///
-/// Fails when the catalogue lacks a system that a case names.
+/// Predicts the seconds of every case with the given fitted figures. Fails when the catalogue lacks
+/// a system that a case names.
 pub fn predict(
     catalogue: &Catalogue,
     fitted: &Fitted,

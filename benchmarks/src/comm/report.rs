@@ -27,7 +27,7 @@ impl Errors {
     }
 }
 
-/// The report in Markdown, with the catalogue's figures and with each table left out of the
+/// Writes the report in Markdown, with the catalogue's figures and with each table left out of the
 /// fit in turn. The rows of `comm.csv` are also summed up without those of the plots.
 pub fn report(
     catalogue: &Catalogue,
@@ -149,7 +149,7 @@ fn is_all_to_all(case: &Case) -> bool {
     case.row.collective == "all_to_all"
 }
 
-/// Three digits.
+/// Shows three digits.
 fn short(x: f64) -> String {
     if x < 1e-2 {
         format!("{x:.2e}")
@@ -158,7 +158,7 @@ fn short(x: f64) -> String {
     }
 }
 
-/// The `[fitted]` section as it stands in `clusters/links.toml`, without its comments.
+/// Prints the `[fitted]` section as it stands in `clusters/links.toml`, without its comments.
 pub fn section(fitted: &Fitted) -> Result<String, String> {
     let mut fitted = fitted.clone();
     let mut out = String::from("[fitted]\n");

@@ -3,29 +3,29 @@
 /// One row of `benchmarks/published/comm*.csv`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// Where it was published.
+    /// The publication.
     pub source: String,
-    /// Device or machine, as the source says.
+    /// The device or machine, as the source names it.
     pub gpu: String,
-    /// Nodes; `None` where the source only says several.
+    /// The number of nodes; `None` where the source only says several.
     pub nodes: Option<u32>,
     /// Ranks.
     pub gpus: Option<u32>,
     /// The collective that was run.
     pub collective: String,
-    /// Algorithm that the source names; may be empty.
+    /// The algorithm that the source names; may be empty.
     pub algo: String,
-    /// Size in bytes; `None` for peaks.
+    /// The size in bytes; `None` for peaks.
     pub bytes: Option<u64>,
-    /// Microseconds.
+    /// The time in microseconds.
     pub time_us: Option<f64>,
-    /// Size over time, GB/s.
+    /// Algorithm bandwidth: size over time, in GB/s.
     pub algbw_gb_per_s: Option<f64>,
     /// Bus bandwidth as NCCL tests define it, GB/s.
     pub busbw_gb_per_s: Option<f64>,
 }
 
-/// The rows of a table; the error names the place.
+/// Reads the rows of a table; the error names the place.
 pub fn rows(text: &str) -> Result<Vec<Row>, String> {
     let table = published::csv::parse(text).map_err(|e| e.to_string())?;
     let column = |name: &str| {

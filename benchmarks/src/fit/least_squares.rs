@@ -10,31 +10,31 @@
 //! so that small residuals count squared, and large ones by their size (soft L1). Each step
 //! solves the normal equations with the weights `w_i / (d^2 sqrt(1 + (r_i / d)^2))`.
 
-/// Residuals at which squares give way to sizes.
+/// The residual from which on size counts in place of the square.
 pub const SCALE: f64 = 0.05;
-/// Steps at most.
+/// The most steps.
 const MAX_STEPS: usize = 12;
 /// A step that improves by less than this share is the last.
 const TOLERANCE: f64 = 2e-4;
 
 /// The parameters that are fitted.
 pub struct Bounds {
-    /// Logarithms of the defaults.
+    /// The logarithms of the defaults.
     pub default: Vec<f64>,
-    /// Multipliers of the lower bounds.
+    /// The logarithms of the lower bounds.
     pub low: Vec<f64>,
-    /// Multipliers of the upper bounds.
+    /// The logarithms of the upper bounds.
     pub high: Vec<f64>,
 }
 
 /// A point with its residuals and, by parameter, their derivatives.
 #[derive(Clone)]
 pub struct Point {
-    /// Logarithms of the values.
+    /// The logarithms of the values.
     pub at: Vec<f64>,
-    /// Residuals by row.
+    /// The residual of each row.
     pub residuals: Vec<f64>,
-    /// Derivatives by parameter and row.
+    /// The derivatives, by parameter and row.
     pub slopes: Vec<Vec<f64>>,
 }
 
@@ -43,7 +43,7 @@ impl Bounds {
         (self.high[j] - self.low[j]).max(1e-6) / 4.0
     }
 
-    /// The objective.
+    /// Computes the objective.
     pub fn objective(&self, weights: &[f64], at: &[f64], residuals: &[f64]) -> f64 {
         let data: f64 = weights
             .iter()
@@ -56,7 +56,7 @@ impl Bounds {
         data + prior
     }
 
-    /// The next point of a step damped by `damping`, kept within the bounds.
+    /// Returns the next point: a step damped by `damping`, kept within the bounds.
     fn step(&self, weights: &[f64], point: &Point, damping: f64) -> Vec<f64> {
         let n = point.at.len();
         let scaled: Vec<f64> = weights
@@ -78,7 +78,7 @@ impl Bounds {
                     + (point.at[j] - self.default[j]) / self.spread(j).powi(2)
             })
             .collect();
-        // A value at a bound that would leave it stays.
+        // A value at a bound that the step would leave stays.
         let fixed: Vec<bool> = (0..n)
             .map(|j| {
                 (point.at[j] <= self.low[j] + 1e-12 && gradient[j] > 0.0)

@@ -9,24 +9,24 @@ use published::{Facts, Lowered, Machine, Row, Unmodelled, cluster, lower, price}
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Rows that a stratum counts as, whatever its number of rows: what weighs the measurements
+/// The rows that a stratum counts as, whatever its number of rows; this weighs the measurements
 /// against the defaults.
 const EFFECTIVE_ROWS: f64 = 6.0;
-/// Weight of strata of which something had to be assumed.
+/// The weight of strata for which something had to be assumed.
 const ASSUMED: f64 = 0.3;
-/// Weight of the diagnostic rows, and how many of them are skipped for each one taken.
+/// The weight of the diagnostic rows, and how many of them are skipped for each one taken.
 const DIAGNOSTIC: f64 = 0.3;
 const DIAGNOSTIC_STRIDE: usize = 12;
-/// Step of a derivative, as a logarithm.
+/// The step of a derivative, as a logarithm.
 const STEP: f64 = 0.02;
 
 /// A row with its program.
 pub struct Item {
     pub row: Row,
     pub stratum: String,
-    /// Source of the measurement, whatever the GPU.
+    /// The source of the measurement, whatever the GPU.
     pub source: String,
-    /// Rows of one plan, which are held out together.
+    /// The plan that the row is of; rows of one plan are held out together.
     pub group: String,
     pub tier: char,
     pub is_diagnostic: bool,
@@ -34,14 +34,14 @@ pub struct Item {
     lowered: Arc<Lowered>,
 }
 
-/// All rows and what is fitted to them.
+/// All rows, and the parameters that are fitted to them.
 pub struct Problem {
     pub items: Vec<Item>,
     facts: Facts,
 }
 
 impl Problem {
-    /// The measured rows of tiers A and B that can be predicted, of the diagnostic ones a few.
+    /// Collects the rows of tiers A and B that can be predicted, and a few diagnostic ones.
     pub fn new(rows: &[Row], facts: &Facts) -> Problem {
         let mut skipped = 0;
         let chosen: Vec<Row> = rows
@@ -78,12 +78,12 @@ impl Problem {
         }
     }
 
-    /// The parameters as the facts have them.
+    /// Returns the parameters as the facts have them.
     pub fn parameters(&self) -> &Parameters {
         self.facts.parameters()
     }
 
-    /// Bounds and defaults of the parameters.
+    /// Returns bounds and defaults of the parameters.
     pub fn bounds(&self) -> Bounds {
         let of = |f: fn(&Parameter) -> f64| -> Vec<f64> {
             self.parameters().list().iter().map(|p| f(p).ln()).collect()
@@ -95,7 +95,7 @@ impl Problem {
         }
     }
 
-    /// Weight of every row: strata weigh the same.
+    /// Returns the weight of every row: all strata weigh the same.
     pub fn weights(&self) -> Vec<f64> {
         let mut n_rows: BTreeMap<(&str, char), usize> = BTreeMap::new();
         for item in &self.items {
@@ -113,7 +113,7 @@ impl Problem {
         self.items.iter().map(weight).collect()
     }
 
-    /// Logarithms of predicted over measured seconds.
+    /// Returns the logarithms of predicted over measured seconds.
     pub fn residuals(&self, at: &[f64]) -> Vec<f64> {
         let machines = self.machines(at);
         let asked: Vec<(&Lowered, Machine)> = self
@@ -129,8 +129,8 @@ impl Problem {
             .collect()
     }
 
-    /// Derivatives of the residuals by parameter; rows whose machine does not change are not
-    /// priced again.
+    /// Returns the derivatives of the residuals by parameter. Rows whose machine does not change
+    /// are not priced again.
     pub fn slopes(&self, at: &[f64], residuals: &[f64]) -> Vec<Vec<f64>> {
         let base = self.machines(at);
         let bounds = self.bounds();
@@ -161,13 +161,13 @@ impl Problem {
         (0..at.len()).map(one).collect()
     }
 
-    /// The point of the parameters' own values.
+    /// Returns the point of the parameters' own values.
     pub fn start(&self) -> Point {
         let list = self.parameters().list();
         self.point(list.iter().map(|p| p.value.ln()).collect())
     }
 
-    /// The point of the defaults.
+    /// Returns the point of the defaults.
     pub fn defaults(&self) -> Point {
         self.point(self.bounds().default)
     }
@@ -182,7 +182,7 @@ impl Problem {
         }
     }
 
-    /// Values at a point.
+    /// Returns the values at a point.
     pub fn at(&self, at: &[f64]) -> Parameters {
         let values: Vec<f64> = at.iter().map(|u| u.exp()).collect();
         self.parameters().with_values(&values)
@@ -210,7 +210,7 @@ fn tier(row: &Row) -> Option<char> {
     "AB".contains(tier).then_some(tier)
 }
 
-/// The second part of a stratum's name; parts of one campaign are one source.
+/// Returns the second part of a stratum's name; parts of one campaign are one source.
 fn source(stratum: &str) -> String {
     let source = stratum.split('/').nth(1).unwrap_or(stratum);
     source.trim_end_matches(" (single-node)").to_string()

@@ -6,10 +6,10 @@ use cost_model::presets::Parameters;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// Derivative above which a row says something about a parameter.
+/// The derivative from which on a row supports a parameter.
 const SAYS_SOMETHING: f64 = 0.02;
 
-/// Errors by row: with all rows fitted, the group held out, the source held out.
+/// The errors by row: with all rows fitted, with the group held out, with the source held out.
 pub struct Errors {
     pub before: Vec<f64>,
     pub fitted: Vec<f64>,
@@ -17,7 +17,7 @@ pub struct Errors {
     pub by_source: Vec<f64>,
 }
 
-/// The support of every parameter: rows of tier A whose step it changes, and their sources.
+/// Lists the support of every parameter: rows of tier A whose step it changes, and sources.
 pub fn support(problem: &Problem, slopes: &[Vec<f64>]) -> Vec<String> {
     slopes
         .iter()
@@ -35,7 +35,7 @@ pub fn support(problem: &Problem, slopes: &[Vec<f64>]) -> Vec<String> {
         .collect()
 }
 
-/// The report.
+/// Writes the report.
 pub fn text(problem: &Problem, parameters: &Parameters, errors: &Errors, seconds: f64) -> String {
     let mut out = String::from("# Figures fitted to published runs\n\n");
     push(

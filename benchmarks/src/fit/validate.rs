@@ -1,18 +1,17 @@
-//! How right the model is on rows that its parameters were not fitted to.
+//! Cross-validation: the errors on rows to which the parameters were not fitted.
 
 use crate::least_squares::{Bounds, Point, minimise};
 use crate::problem::{Item, Problem};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Folds of groups.
+/// The number of folds.
 const FOLDS: usize = 5;
-/// Steps of a fold after which the derivatives are taken again where it stands; later steps are
-/// small and go on with the last ones.
+/// The steps of a fold after which the derivatives are computed anew; later steps are small and go
+/// on with the last ones.
 const FRESH_SLOPES: usize = 1;
 
-/// Relative errors of all rows, each predicted by a fit that had not seen its group.
-///
+/// Returns the relative errors of all rows, each predicted by a fit that had not seen its group.
 /// Groups are dealt out to the folds within their stratum, so that every fold has some of each.
 pub fn by_group(problem: &Problem, defaults: &Point, bounds: &Bounds, weights: &[f64]) -> Vec<f64> {
     let mut groups: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
@@ -30,7 +29,7 @@ pub fn by_group(problem: &Problem, defaults: &Point, bounds: &Bounds, weights: &
     })
 }
 
-/// The same, each row predicted by a fit that had seen nothing of its source.
+/// Returns the relative errors, each row predicted by a fit that had seen nothing of its source.
 pub fn by_source(
     problem: &Problem,
     defaults: &Point,
@@ -42,8 +41,8 @@ pub fn by_source(
     })
 }
 
-/// Fits from the defaults, for each part without the part: neither values nor derivatives come
-/// from a fit that saw it.
+/// Fits from the defaults, once without each part: neither values nor derivatives come from a fit
+/// that saw the part.
 fn held_out(
     problem: &Problem,
     defaults: &Point,

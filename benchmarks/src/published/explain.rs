@@ -3,7 +3,7 @@
 use published::cluster::machine;
 use published::{Facts, lower, row::Row};
 
-/// A table for each of the rows whose ids are named.
+/// Writes a table for each of the rows whose ids are named.
 pub fn text(rows: &[Row], names: &str, facts: &Facts) -> String {
     let named: Vec<&str> = names.split(',').collect();
     let chosen: Vec<Row> = rows

@@ -11,7 +11,7 @@ const COLOURS: [&str; 8] = [
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f",
 ];
 
-/// The picture as text.
+/// Draws the picture as SVG text.
 pub fn svg(rows: &[Scored<'_>]) -> String {
     let times = || rows.iter().flat_map(|r| [r.measured_s, r.predicted_s]);
     let low = times().fold(f64::INFINITY, f64::min).log10().floor();

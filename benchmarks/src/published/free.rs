@@ -3,15 +3,15 @@
 use benchmarks::score::Scored;
 use published::{Facts, Row, free};
 
-/// Layers and hidden size of the class.
+/// The layers and the hidden size of the class.
 const CLASS: (&str, &str) = ("96", "12288");
 
-/// Whether a row is of the class.
+/// Says whether a row is of the class.
 pub fn is_of_class(row: &Row) -> bool {
     (row.text("layers"), row.text("hidden")) == (Some(CLASS.0), Some(CLASS.1))
 }
 
-/// A table: a row's measured and predicted step time, and the free plan's.
+/// Writes a table: each row's measured and predicted step time, and that of the free plan.
 pub fn text(scored: &[Scored<'_>], facts: &Facts) -> String {
     let scored: Vec<&Scored<'_>> = scored.iter().filter(|s| is_of_class(s.row)).collect();
     let rows: Vec<Row> = scored.iter().map(|s| s.row.clone()).collect();

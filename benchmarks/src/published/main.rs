@@ -89,20 +89,20 @@ fn main() -> Result<(), String> {
     write(&folder.join("published.svg"), &figure::svg(&shown))
 }
 
-/// The rows that `--free` names, if it does: `--free ROW,ROW` prints nothing else.
+/// Returns the rows that `--free ROW,ROW` names; with it nothing else is printed.
 fn free_rows() -> Option<String> {
     let next = std::env::args().skip_while(|a| a != "--free").nth(1);
     next.filter(|names| !names.starts_with("--"))
 }
 
-/// Errors without each term of the model of execution, in-sample and without fitting again.
+/// Writes the errors without each term of the model of execution, in-sample, without fitting again.
 fn ablation(facts: &Facts, full: &[score::Scored<'_>]) -> String {
     let kept: Vec<row::Row> = full
         .iter()
         .filter(|s| "AB".contains(s.tier) && !s.is_diagnostic())
         .map(|s| s.row.clone())
         .collect();
-    // Programs stay; only their instructions are priced again.
+    // The programs stay the same; only their instructions are priced again.
     let (whole, programs) = (predict(&kept, facts), lower(&kept, facts));
     let machines: Vec<_> = kept.iter().map(|row| machine(row, facts).ok()).collect();
     let columns = TERMS.iter().map(|(term, leave_out)| {

@@ -7,10 +7,10 @@ use published::csv::{self, Table};
 use published::{Facts, Predicted, Row, predict, row};
 use std::collections::BTreeMap;
 
-/// Part of the name of the stratum that is shown apart.
+/// A part of the name of the stratum that is shown apart.
 const APART: &str = "BLOOM";
 
-/// The tables of memory over the rows of both tiers.
+/// Writes the tables of memory over the rows of both tiers.
 pub fn text(scored: &[Scored<'_>]) -> String {
     let mut out = String::from("\n## Peak memory\n\n");
     push(&mut out, "In what each framework reports: what nvidia-smi shows, context included, or what PyTorch's allocator reserved. Shares are of the predicted peak, mean over the rows.\n".into());
@@ -65,7 +65,7 @@ fn absolute(errors: &[f64]) -> Option<f64> {
     mean(&errors.iter().map(|e| e.abs()).collect::<Vec<_>>())
 }
 
-/// Mean shares of the peak, in the order of the table's columns.
+/// Returns the mean shares of the peak, in the order of the table's columns.
 fn shares(rows: &[&Scored<'_>]) -> [f64; 7] {
     let mut sums = [0.0; 7];
     for m in rows.iter().map(|s| s.memory) {
@@ -93,7 +93,7 @@ struct Point {
     cells: BTreeMap<&'static str, String>,
 }
 
-/// The table of the points of `memory.csv` (its text), predicted like any row.
+/// Writes the table of the points of `memory.csv` (its text), predicted like any row.
 pub fn points(text: &str, facts: &Facts) -> Result<String, String> {
     let table = csv::parse(text).map_err(|e| e.to_string())?;
     let all = row::rows(&table);
@@ -148,7 +148,7 @@ fn family(point: &Point) -> &'static str {
     }
 }
 
-/// The quantity of a prediction that a point measures, in gigabytes.
+/// Returns the quantity of a prediction that a point measures, in gigabytes.
 fn quantity_of(point: &Point, p: &Predicted) -> f64 {
     let m = &p.memory;
     let bytes = match point.quantity.as_str() {
@@ -159,7 +159,7 @@ fn quantity_of(point: &Point, p: &Predicted) -> f64 {
     bytes.0 as f64 / 1e9
 }
 
-/// The point of a record, where it has a size in bytes and says what ran.
+/// Makes the point of a record that has a size in bytes and says what ran.
 fn point(record: &Row) -> Option<Point> {
     let config = record.text("config")?;
     let quantity = record.text("quantity")?;
@@ -183,8 +183,8 @@ fn point(record: &Row) -> Option<Point> {
     })
 }
 
-/// `InternLM-7B 3 GPUs tp1 pp3 fsdp=F zero1=-1 checkpoint=True micro_bsz 1 micro_num 4 bf16`; the
-/// models' sizes are those of the InternLM repository's configs.
+/// Reads `InternLM-7B 3 GPUs tp1 pp3 fsdp=F zero1=-1 checkpoint=True micro_bsz 1 micro_num 4 bf16`;
+/// the models' sizes are those of the InternLM repository's configs.
 fn intern(config: &str) -> Option<BTreeMap<&'static str, String>> {
     let words: Vec<&str> = config.split(' ').collect();
     let after = |prefix: &str| {
@@ -231,7 +231,7 @@ fn intern(config: &str) -> Option<BTreeMap<&'static str, String>> {
     Some(cells)
 }
 
-/// Figure 1 of Korthikanti et al.: the configurations of their table 3.
+/// Reads figure 1 of Korthikanti et al.: the configurations of their table 3.
 fn korthikanti(config: &str, quantity: &str) -> Option<BTreeMap<&'static str, String>> {
     let (sizes, [gpus, tensor, pipeline, chunks, micro, batch]) = match config.split(' ').next()? {
         "GPT-22B" => (["48", "6144", "64", "24576"], [8, 8, 1, 1, 4, 4]),

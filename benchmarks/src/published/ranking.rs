@@ -1,13 +1,15 @@
-//! Whether predictions put plans in the right order: what a planner needs of a cost model.
+//! Checks that predictions put plans in the right order, which is what a planner needs of a cost
+//! model.
 
 use crate::score::{Scored, mean};
 use std::collections::BTreeMap;
 
-/// Rows that a ranking group needs.
+/// The number of rows that a ranking group needs.
 const GROUP_ROWS: usize = 5;
-/// Measurements closer than this share are not compared.
+/// Measurements that differ by a smaller share are not compared.
 const TIE: f64 = 0.02;
-/// Rows that agree in these columns, and in their stratum, differ in their plan.
+/// Rows that agree in these columns and in their stratum form a ranking group; they differ in their
+/// plan.
 const SAME: [&str; 8] = [
     "framework",
     "layers",
@@ -36,27 +38,27 @@ const PLAN: [&str; 10] = [
 /// Plans of one model on one cluster, ranked.
 #[derive(Clone, Debug)]
 pub struct Ranked {
-    /// Stratum.
+    /// The stratum.
     pub stratum: String,
     /// The settings that the plans share.
     pub what: String,
-    /// Number of plans.
+    /// The number of plans.
     pub n: usize,
     /// Kendall's tau over the pairs that were measured apart: 1 for the measured order, 0 for
     /// chance and for pairs that are predicted equal.
     pub tau: f64,
-    /// The same over pairs of different plans; none where no such pair was measured apart. What
-    /// one plan's times differ by is noise, or a release, and no order of plans.
+    /// Kendall's tau over pairs of different plans; `None` where no such pair was measured apart.
+    /// The difference between two runs of one plan is noise, or a release, and no order of plans.
     pub tau_of_plans: Option<f64>,
-    /// The highest that tau over all pairs can be for predictions that know a plan's columns alone:
+    /// The highest tau over all pairs that predictions can reach which know a plan's columns alone:
     /// the pairs of every two plans count as most of them were measured, those of one plan as
     /// chance.
     pub best_tau_of_columns: f64,
-    /// How much longer than the fastest plan the predicted fastest takes.
+    /// The regret: how much longer than the fastest plan the predicted fastest takes.
     pub regret: f64,
 }
 
-/// The ranking groups of five plans or more, outside the diagnostic rows.
+/// Returns the ranking groups of five plans or more, outside the diagnostic rows.
 pub fn rankings(rows: &[Scored<'_>]) -> Vec<Ranked> {
     let mut groups: BTreeMap<(&str, Vec<&str>), Vec<&Scored<'_>>> = BTreeMap::new();
     for row in rows.iter().filter(|r| !r.is_diagnostic()) {
@@ -81,17 +83,17 @@ pub fn rankings(rows: &[Scored<'_>]) -> Vec<Ranked> {
         .collect()
 }
 
-/// The columns of a row that describe its plan.
+/// Returns the columns of a row that describe its plan.
 fn plan<'a>(row: &Scored<'a>) -> [&'a str; PLAN.len()] {
     PLAN.map(|c| row.row.text(c).unwrap_or(""))
 }
 
-/// Whether two rows of a group describe different plans.
+/// Says whether two rows of a group describe different plans.
 fn differ(a: &Scored<'_>, b: &Scored<'_>) -> bool {
     plan(a) != plan(b)
 }
 
-/// Pairs that were measured apart: the faster one first.
+/// Returns the pairs that were measured apart, the faster one first.
 fn pairs<'a, 'b>(
     rows: &'b [&'b Scored<'a>],
 ) -> impl Iterator<Item = (&'b Scored<'a>, &'b Scored<'a>)> {
@@ -107,7 +109,7 @@ fn pairs<'a, 'b>(
         .filter(|(fast, slow)| slow.measured_s / fast.measured_s - 1.0 > TIE)
 }
 
-/// Kendall's tau over the pairs that count and were measured apart, if there are any.
+/// Computes Kendall's tau over the pairs that count and were measured apart, if there are any.
 fn tau(rows: &[&Scored<'_>], counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool) -> Option<f64> {
     let counted = pairs(rows).filter(|(fast, slow)| counts(fast, slow));
     let signs: Vec<f64> = counted
@@ -122,8 +124,8 @@ fn tau(rows: &[&Scored<'_>], counts: impl Fn(&Scored<'_>, &Scored<'_>) -> bool) 
     mean(&signs)
 }
 
-/// A bound on tau over all pairs for predictions that are a function of a plan's columns; reached
-/// where no three plans beat each other in a circle.
+/// Bounds tau over all pairs for predictions that are a function of a plan's columns. The bound is
+/// reached where no three plans beat each other in a circle.
 fn best_tau_of_columns(rows: &[&Scored<'_>]) -> f64 {
     let (mut n_pairs, mut ahead) = (0, BTreeMap::<_, i32>::new());
     for (fast, slow) in pairs(rows) {

@@ -9,7 +9,7 @@ use published::{Outcome, Row};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// The report.
+/// Writes the report.
 pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: f64) -> String {
     let tier =
         |t: char| -> Vec<Scored<'_>> { scored.iter().filter(|s| s.tier == t).cloned().collect() };
@@ -50,7 +50,7 @@ pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: 
     out
 }
 
-/// One line per row: stratum, id, measured, predicted, error in percent.
+/// Writes one line per row: stratum, id, measured, predicted, error in percent.
 pub fn errors(scored: &[Scored<'_>]) -> String {
     let mut out = String::new();
     for s in scored {
@@ -70,8 +70,8 @@ pub fn errors(scored: &[Scored<'_>]) -> String {
     out
 }
 
-/// What every term is worth: the mean error of tier A and of both tiers without it, and the
-/// strata that it says most about. Strata are of tier A and of tier B.
+/// Writes the worth of every term: the mean error of tier A and of both tiers without it, and the
+/// strata that change most. Strata are of tier A and of tier B.
 pub fn ablation(full: &[Vec<Stratum>; 2], without: &[(&str, [Vec<Stratum>; 2])]) -> String {
     let mut out = String::from("\n## What each term is worth\n\n");
     push(&mut out, "Step time MAPE in percent, mean over strata of both tiers, without one term at a time, the other figures unchanged; what that is over the mean with all terms; and the strata that change most.\n".into());
@@ -236,7 +236,7 @@ fn missing(out: &mut String, rows: &[Row], outcomes: &[Outcome]) {
     }
 }
 
-/// A share in percent.
+/// Shows a share in percent.
 pub fn percent(share: Option<f64>) -> String {
     share.map_or("–".into(), |x| format!("{:.1}%", 100.0 * x))
 }

@@ -1,18 +1,18 @@
 //! The processor time of other programs, as Linux counts it.
 
-/// Ticks of processors up to now. Zero where the system does not say.
+/// Processor ticks up to now; zero where the system does not report them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Busy {
-    /// Ticks of all programs.
+    /// The ticks of all programs.
     all: u64,
-    /// Ticks of this one.
+    /// The ticks of this program.
     own: u64,
-    /// Ticks of all, and idle ones.
+    /// All ticks, the idle ones included.
     total: u64,
 }
 
 impl Busy {
-    /// The counters now.
+    /// Reads the counters.
     pub fn now() -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
         Self::parse(&read("/proc/stat"), &read("/proc/self/stat"))
@@ -29,8 +29,8 @@ impl Busy {
             .collect();
         let total = ticks.iter().sum();
         let idle: u64 = ticks.iter().skip(3).take(2).sum();
-        // Behind the name, which stands in brackets and may have spaces: fields 3 on; user and
-        // system time are 14 and 15.
+        // The name stands in brackets and may have spaces. Behind it are fields 3 and on; user and
+        // system time are fields 14 and 15.
         let fields = process.rsplit(')').next().unwrap_or_default();
         let own = fields
             .split_whitespace()
@@ -45,7 +45,7 @@ impl Busy {
         }
     }
 
-    /// Share of the processors that other programs took since `before`.
+    /// Returns the share of the processors that other programs took since `before`.
     pub fn foreign_since(&self, before: &Busy) -> f64 {
         let since = |x: u64, y: u64| x.saturating_sub(y) as f64;
         let foreign = since(self.all, before.all) - since(self.own, before.own);

@@ -25,20 +25,20 @@ use runtime::measure::Recorder;
 use scene::Case;
 use std::collections::BTreeMap;
 
-/// Rounds by default.
+/// The default number of rounds.
 const ROUNDS: usize = 5;
-/// Steps of a plan in a round that are not counted, counted, and timed by instruction.
+/// The steps of a plan in a round: not counted, counted, and timed by instruction.
 const STEPS: (usize, usize, usize) = (2, 5, 2);
-/// Seconds of a calibration, about.
+/// The approximate seconds of a calibration.
 const CALIBRATION_S: f64 = 3.0;
-/// Share of the processors that other programs may take while steps are timed.
+/// The share of the processors that other programs may take while steps are timed.
 const FOREIGN: f64 = 0.04;
-/// Times that disturbed steps are tried again.
+/// The times that disturbed steps are tried again.
 const TRIES: usize = 3;
-/// Memory that the clusters are said to have: plans here need little.
+/// The memory that the clusters are said to have; the plans here need little.
 const MEMORY_BYTES: u64 = 8 << 30;
 
-/// A plan with what was measured of it.
+/// A plan with its measurements.
 struct Measured {
     case: Case,
     planned: Planned,
@@ -49,17 +49,17 @@ struct Measured {
 
 /// One line of the result.
 pub struct Line {
-    /// Model and layout.
+    /// The model and the layout.
     pub name: String,
-    /// Ranks.
+    /// The number of ranks.
     pub n_ranks: u32,
-    /// Predicted seconds of a step.
+    /// The predicted seconds of a step.
     pub predicted_s: f64,
-    /// Measured seconds, ascending.
+    /// The measured seconds, ascending.
     pub measured_s: Vec<f64>,
-    /// Steps left out.
+    /// The number of steps left out.
     pub disturbed: usize,
-    /// Where the difference is.
+    /// The causes of the difference.
     pub waterfall: Option<Waterfall>,
 }
 
@@ -115,7 +115,7 @@ fn run(args: Vec<String>) -> Result<(), String> {
     Ok(())
 }
 
-/// The clusters that explain all points, by number of ranks.
+/// Fits the clusters that explain all points, by number of ranks.
 fn clusters(points: &BTreeMap<u32, Vec<MeasuredPoint>>) -> Result<BTreeMap<u32, Cluster>, String> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
     let cluster = |(&n_ranks, points): (&u32, &Vec<MeasuredPoint>)| {

@@ -7,12 +7,12 @@ use ir::cluster::Cluster;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Ratios from here to its inverse are what is aimed at.
+/// The aim: ratios between this and its inverse.
 const AIM: f64 = 0.85;
-/// Plans whose measured times differ by less are not said to have an order.
+/// Plans whose measured times differ by a smaller share have no order.
 const EQUAL: f64 = 0.05;
 
-/// The page.
+/// Writes the page.
 pub fn report(lines: &[Line], clusters: &BTreeMap<u32, Cluster>, rounds: usize) -> String {
     let mut w = String::from("# Predicted and measured steps of CPU ranks\n\n");
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -84,7 +84,7 @@ pub fn report(lines: &[Line], clusters: &BTreeMap<u32, Cluster>, rounds: usize) 
     w
 }
 
-/// Kinds of instructions that are most off, over all plans.
+/// Writes the kinds of instructions that are most off, over all plans.
 fn kinds(lines: &[Line]) -> String {
     let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
     for p in lines
@@ -114,7 +114,7 @@ fn kinds(lines: &[Line]) -> String {
     w
 }
 
-/// The middle of ascending values.
+/// Returns the middle of ascending values.
 pub fn median(ascending: &[f64]) -> f64 {
     quantile(ascending, 0.5)
 }
@@ -135,7 +135,8 @@ fn ratio(l: &Line) -> f64 {
     l.predicted_s / median(&l.measured_s)
 }
 
-/// Pairs, those in the measured order, those whose times differ, those of them in the wrong one.
+/// Counts pairs, those in the measured order, those whose times differ, and of these the ones in
+/// the wrong order.
 fn order(lines: &[Line]) -> (usize, usize, usize, usize) {
     let (mut pairs, mut concordant, mut apart, mut wrong) = (0, 0, 0, 0);
     for (i, a) in lines.iter().enumerate() {

@@ -6,15 +6,15 @@ use ir::{Graph, TrainSpec};
 use planner::{Pins, PlanOptions, Planned};
 use std::path::Path;
 
-/// Numbers of ranks that are calibrated.
+/// The numbers of ranks that are calibrated.
 pub const RANKS: [u32; 3] = [2, 4, 8];
 
-/// Samples of a step.
+/// The samples of a step.
 const GLOBAL_BATCH: u64 = 16;
-/// Tokens of a sample.
+/// The tokens of a sample.
 const SEQUENCE: u64 = 128;
 
-/// Layouts: number of ranks and pins.
+/// The layouts: number of ranks and pins.
 const LAYOUTS: [(u32, &[&str]); 4] = [
     (4, &["data=4", "tensor=1", "pipeline=1"]),
     (2, &["data=1", "tensor=2", "pipeline=1"]),
@@ -22,7 +22,7 @@ const LAYOUTS: [(u32, &[&str]); 4] = [
     (8, &["data=2", "tensor=2", "pipeline=2", "microbatch=4"]),
 ];
 
-/// A GPT-2 of three million parameters with wider heads than the tiny one.
+/// A GPT-2 of three million parameters, with wider heads than the tiny one.
 const WIDE: &str = r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 128, "n_ctx": 128,
     "n_embd": 256, "n_layer": 4, "n_head": 4, "n_inner": null, "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-05, "initializer_range": 0.02, "embd_pdrop": 0.0,
@@ -32,14 +32,14 @@ const WIDE: &str = r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 1
 pub struct Case {
     model: String,
     layout: Vec<String>,
-    /// Ranks.
+    /// The number of ranks.
     pub n_ranks: u32,
-    /// Tokens of the vocabulary.
+    /// The number of tokens in the vocabulary.
     pub vocab: u64,
     forward: Graph,
 }
 
-/// All cases, model by model.
+/// Returns all cases, model by model.
 pub fn cases() -> Result<Vec<Case>, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
     let load = |name: &str| ModelConfig::load(&root.join(name)).map_err(|e| e.to_string());
@@ -70,14 +70,14 @@ pub fn cases() -> Result<Vec<Case>, String> {
 }
 
 impl Case {
-    /// Model and layout; degrees of one are left out.
+    /// Names model and layout; degrees of one are left out.
     pub fn name(&self) -> String {
         let degrees = self.layout.iter().filter(|p| !p.ends_with("=1"));
         let words: Vec<&str> = degrees.map(String::as_str).collect();
         format!("{} {}", self.model, words.join(" "))
     }
 
-    /// The best plan of this layout on a cluster of its ranks.
+    /// Finds the best plan of this layout on a cluster of its ranks.
     pub fn plan(&self, cluster: &Cluster) -> Result<Planned, String> {
         let train = TrainSpec {
             global_batch: GLOBAL_BATCH,

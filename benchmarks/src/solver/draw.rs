@@ -1,18 +1,18 @@
-//! A drawing of a solve: best cost and bound over time, relative to the best cost.
+//! Draws a solve: best cost and bound over time, relative to the best cost.
 
 use crate::measure::Row;
 use std::fmt::Write;
 
-/// Width, height and margins of the drawing.
+/// The width, the height and the margins of the drawing.
 const SIZE: (f64, f64) = (640.0, 320.0);
 const LEFT: f64 = 70.0;
 const BOTTOM: f64 = 40.0;
 const TOP: f64 = 30.0;
 const RIGHT: f64 = 15.0;
-/// A cost farther from the best than this part of it is drawn at the edge.
+/// Costs farther from the best than this part of it are drawn at the edge.
 const MOST_AWAY: f64 = 0.3;
 
-/// The trace of a solve as SVG: time to the right, distance from the best cost upwards.
+/// Draws the trace of a solve as SVG: time to the right, distance from the best cost upwards.
 pub fn trace(row: &Row) -> String {
     let points = row.trace();
     let end = row.number("seconds").unwrap_or(1.0).max(1e-3);

@@ -1,4 +1,4 @@
-//! Instances of a given size: layers of tied and untied nodes, like what compilers dump.
+//! Generates instances of a given size: layers of tied and untied nodes, as compilers dump them.
 //!
 //! A chain of blocks; in a block every node is joined to the one before it and some to an
 //! earlier one, by one of a few tables; memory is live for a while, or from a block to its
@@ -6,6 +6,7 @@
 
 use clap::Args;
 use intra_op::{Cost, Edge, IntraOpProblem, Node, Table, write_problem};
+use ir::testing::Rng;
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::PathBuf;
@@ -13,37 +14,20 @@ use std::sync::Arc;
 
 #[derive(Args)]
 pub struct GenerateArgs {
-    /// Where to write it.
+    /// Where to write the instance.
     output: PathBuf,
-    /// Nodes.
+    /// Number of nodes.
     #[arg(long, default_value_t = 100_000)]
     nodes: usize,
-    /// Cells of all edge tables together, about.
+    /// Approximate number of cells of all edge tables together.
     #[arg(long, default_value_t = 10_000_000)]
     cells: usize,
-    /// Seed.
+    /// Seed of the random numbers.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Different tables; 0 for one per edge.
+    /// Number of different tables; 0 for one per edge.
     #[arg(long, default_value_t = 0)]
     tables: usize,
-}
-
-/// SplitMix64 (Steele, Lea & Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n.max(1)
-    }
 }
 
 /// Writes the instance.
@@ -55,9 +39,9 @@ pub fn run(args: &GenerateArgs) -> Result<(), String> {
 }
 
 fn problem(args: &GenerateArgs) -> IntraOpProblem {
-    let mut random = Random(args.seed);
+    let mut random = Rng::new(args.seed);
     let n = args.nodes.max(2);
-    // Every node has an edge to the one before it, every fourth another one.
+    // Every node has an edge to the one before it, and every fourth node another one.
     let n_edges = n + n / 4;
     let size = ((args.cells as f64 / n_edges as f64).sqrt().round() as usize).max(1);
     let nodes: Vec<Node> = (0..n).map(|v| node(&mut random, v, n, size)).collect();
@@ -94,9 +78,9 @@ fn problem(args: &GenerateArgs) -> IntraOpProblem {
     }
 }
 
-fn node(random: &mut Random, v: usize, n: usize, size: usize) -> Node {
+fn node(random: &mut Rng, v: usize, n: usize, size: usize) -> Node {
     let bytes = 1 << (8 + random.below(12));
-    // The less memory, the dearer.
+    // Strategies that use less memory cost more.
     let usages: Vec<u64> = (0..size as u64)
         .map(|s| bytes * (s + 1) / size as u64 + random.below(64))
         .collect();
@@ -118,7 +102,7 @@ fn node(random: &mut Random, v: usize, n: usize, size: usize) -> Node {
     }
 }
 
-fn table(random: &mut Random, size: usize) -> Arc<Table> {
+fn table(random: &mut Rng, size: usize) -> Arc<Table> {
     // All ties join equal strategies, so that they agree around every circle.
     let tied = random.below(4) == 0;
     let mut cells = Vec::with_capacity(size * size);

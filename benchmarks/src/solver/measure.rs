@@ -1,4 +1,4 @@
-//! One solve in a process of its own, and what it measured.
+//! Measures one solve in a process of its own.
 
 use clap::Args;
 use intra_op::{IlpBackend, SolveOptions, SolveStatus, read_problem, solve};
@@ -33,10 +33,10 @@ pub struct Limits {
     /// Limit in amounts of work.
     #[arg(long)]
     work_limit: Option<u64>,
-    /// Threads.
+    /// Number of threads.
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Seed.
+    /// Seed of everything random.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -55,17 +55,17 @@ pub struct OneArgs {
 pub struct Row {
     /// The instance's file name without its ending.
     pub name: String,
-    /// All that was measured: see [`one`].
+    /// The measurements: see [`one`].
     pub json: Value,
 }
 
 impl Row {
-    /// A number of the measurement.
+    /// Returns a number of the measurement.
     pub fn number(&self, key: &str) -> Option<f64> {
         self.json[key].as_f64()
     }
 
-    /// Points of the trace: seconds, objective, bound.
+    /// Returns the points of the trace: seconds, objective, bound.
     pub fn trace(&self) -> Vec<(f64, Option<f64>, Option<f64>)> {
         let points = self.json["trace"].as_array();
         let point = |p: &Value| (p[0].as_f64().unwrap_or(0.0), p[1].as_f64(), p[2].as_f64());
@@ -73,7 +73,7 @@ impl Row {
     }
 }
 
-/// The instance, or those of the folder, in order of their names.
+/// Lists the instance, or those of the folder, in order of their names.
 pub fn instances(path: &Path) -> Result<Vec<PathBuf>, String> {
     if path.is_file() {
         return Ok(vec![path.to_path_buf()]);
@@ -162,7 +162,7 @@ pub fn one(args: &OneArgs) -> Result<(), String> {
         "presolved": presolved.map(|t| t.note.clone()),
         "seconds": start.elapsed().as_secs_f64(),
         "cpu_s": cpu_seconds(),
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": benchmarks::peak_memory().map(|b| b.0),
         "nodes": problem.nodes.len(),
         "edges": problem.edges.len(),
         "without": args.without,
@@ -213,16 +213,8 @@ fn options(args: &OneArgs, start: Instant) -> Result<SolveOptions, String> {
     Ok(options)
 }
 
-/// Peak resident memory of this process, from the kernel's accounting.
-fn peak_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|l| l.starts_with("VmHWM:"))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib * 1024)
-}
-
-/// Processor time of this process in user mode, all threads, from the kernel's accounting in
-/// its fixed ticks of a hundredth of a second.
+/// Reads the processor time of this process in user mode, all threads, from the kernel's
+/// accounting, which counts in fixed ticks of a hundredth of a second.
 fn cpu_seconds() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
     // The command's name, in parentheses, may have blanks; what follows has not.

@@ -2,17 +2,17 @@
 
 use crate::measure::Row;
 
-/// The head of the table of `solver run`.
+/// The head of the table that `solver run` prints.
 pub const HEADER: &str = "\
 | instance | objective | bound | gap | first feasible, s | best, s | proof, s | processor, s | peak, MiB |
 |---|---|---|---|---|---|---|---|---|";
 
-/// The head of the table of `solver ablate`.
+/// The head of the table that `solver ablate` prints.
 pub const ABLATION_HEADER: &str = "\
 | instance | without | left after presolve | objective | bound | gap | s | processor, s |
 |---|---|---|---|---|---|---|---|";
 
-/// A line of the table of `solver run`.
+/// Writes a line of the table of `solver run`.
 pub fn line(row: &Row) -> String {
     let trace = row.trace();
     let first = trace.iter().find(|p| p.1.is_some()).map(|p| p.0);
@@ -37,7 +37,7 @@ pub fn line(row: &Row) -> String {
     )
 }
 
-/// A line of the table of `solver ablate`.
+/// Writes a line of the table of `solver ablate`.
 pub fn ablation_line(row: &Row, without: Option<&str>) -> String {
     format!(
         "| {} | {} | {} | {} | {} | {} | {} | {} |",
@@ -66,7 +66,7 @@ fn seconds(s: Option<f64>) -> String {
     s.map_or(String::new(), |s| format!("{s:.2}"))
 }
 
-/// A whole number with its thousands apart.
+/// Shows a whole number with its thousands apart.
 fn whole(value: &serde_json::Value) -> String {
     let Some(n) = value.as_u64() else {
         return String::new();

@@ -10,7 +10,7 @@ use ir::{Bytes, Precision, TrainSpec};
 use planner::{Pins, PlanOptions, Planned};
 use std::path::{Path, PathBuf};
 
-/// Model, preset, hosts, global batch, sequence.
+/// The cases: model, preset, hosts, global batch, sequence.
 const CASES: [(&str, &str, u32, u64, u64); 6] = [
     ("gpt2", "dgx-a100-40gb", 1, 64, 1024),
     ("gpt2-medium", "dgx-a100-40gb", 1, 64, 1024),
@@ -19,17 +19,17 @@ const CASES: [(&str, &str, u32, u64, u64); 6] = [
     ("llama-2-7b", "dgx-a100-80gb", 1, 32, 2048),
     ("llama-3.1-8b", "dgx-h100", 2, 64, 2048),
 ];
-/// Parts of the memory that the free plan needs.
+/// The parts of the free plan's memory that devices get.
 const PRESSURES: [f64; 3] = [0.9, 0.7, 0.5];
 
 #[derive(Args)]
 pub struct ZooArgs {
-    /// Folder to write to.
+    /// Folder to write the instances to.
     output: PathBuf,
     /// Folder of the models.
     #[arg(long, default_value = "models")]
     models: PathBuf,
-    /// Only models whose name has this in it.
+    /// Take only models whose name contains this.
     #[arg(long)]
     only: Option<String>,
 }
@@ -74,7 +74,7 @@ fn one(args: &ZooArgs, case: &(&str, &str, u32, u64, u64)) -> Result<(), String>
     Ok(())
 }
 
-/// The plan of a case, on devices with `memory` bytes for programs if that is said.
+/// Plans a case, on devices with `memory` bytes for programs if given.
 fn plan(
     models: &Path,
     &(model, preset, hosts, global_batch, sequence): &(&str, &str, u32, u64, u64),

@@ -19,7 +19,7 @@ use ir::{BufferId, InstrId, TemplateId};
 use smallvec::{SmallVec, smallvec};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Per stream, how many instructions of a slot's template are complete: one past the last.
+/// For each stream, how many instructions of a slot's template are complete.
 type Clock = SmallVec<[u32; 6]>;
 
 pub(crate) fn check(program: &Program, report: &mut Report) {
@@ -47,7 +47,7 @@ pub(crate) fn check(program: &Program, report: &mut Report) {
     }
 }
 
-/// Reports that nothing orders an instruction behind `first`.
+/// Reports that no stream, dep or event orders an instruction behind `first`.
 fn unordered(
     program: &Program,
     role: usize,
@@ -65,7 +65,8 @@ fn unordered(
     );
 }
 
-/// By instruction of a template, what of its slot is complete when it ends, itself included.
+/// Returns, for each instruction of a template, which of its slot's instructions are complete when
+/// it ends, itself included.
 fn complete(n_streams: usize, template: &Template) -> Vec<Clock> {
     let mut clocks: Vec<Clock> = Vec::with_capacity(template.instructions.len());
     let mut previous: Vec<Option<usize>> = vec![None; n_streams];
@@ -84,15 +85,15 @@ fn complete(n_streams: usize, template: &Template) -> Vec<Clock> {
     clocks
 }
 
-/// Last accesses of one buffer.
+/// The last accesses of one buffer.
 #[derive(Clone)]
 struct Last {
     write: Option<usize>,
-    /// By stream.
+    /// For each stream, the last read since that write.
     reads: SmallVec<[Option<usize>; 6]>,
 }
 
-/// Buffers that share bytes, among those a template touches.
+/// Finds, among the buffers that a template touches, those that share bytes with each of them.
 pub(crate) fn neighbours(
     role: &RoleProgram,
     template: &Template,
@@ -114,8 +115,8 @@ pub(crate) fn neighbours(
 
 type Neighbours = BTreeMap<BufferId, Vec<BufferId>>;
 
-/// Results whose bytes another operand or result of the same instruction uses, under another
-/// id. An all-reduce may work on two buffers that are the same bytes.
+/// Reports results whose bytes another operand or result of the same instruction uses under another
+/// id. Only an all-reduce may work on two buffers that are the same bytes.
 fn self_overlaps(
     role: &RoleProgram,
     template: &Template,
@@ -151,7 +152,7 @@ fn self_overlaps(
     found
 }
 
-/// True when `output` is the all-reduced `input` on the very same bytes.
+/// Says whether `output` is the all-reduced `input` on the very same bytes.
 fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: BufferId) -> bool {
     let InstrKind::Collective {
         kind: CollectiveKind::AllReduce(_),

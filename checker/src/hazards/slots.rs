@@ -18,21 +18,22 @@ use ir::{BufferId, InstrId, StreamId, TemplateId};
 use smallvec::{SmallVec, smallvec};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A place in the trace: slot and instruction, both from 1, in order; 0 is before all.
+/// A place in the trace: slot and instruction in one number, both counted from 1. 0 is before all.
 type Position = u64;
 
 fn position(slot: usize, one_past: u32) -> Position {
     (slot as u64 + 1) << 32 | u64::from(one_past)
 }
 
-/// By stream, the last instruction that is complete.
+/// For each stream, the last instruction that is complete.
 type Clock = SmallVec<[Position; 6]>;
 
 fn join(a: &mut Clock, b: &Clock) {
     a.iter_mut().zip(b).for_each(|(a, b)| *a = (*a).max(*b));
 }
 
-/// Reports what is unordered in the trace of a role; `complete` is by template and instruction.
+/// Reports accesses in the trace of a role that nothing orders. `complete` says, by template and
+/// instruction, what of a slot is complete when the instruction ends.
 pub(super) fn check(
     program: &Program,
     i: usize,
@@ -60,7 +61,7 @@ pub(super) fn check(
     }
 }
 
-/// By template, the instructions that others wait for from later slots.
+/// Finds, for each template, the instructions that instructions of later slots wait for.
 fn waited_for(role: &RoleProgram) -> Vec<BTreeSet<InstrId>> {
     let mut found = vec![BTreeSet::new(); role.templates.len()];
     let all = role.templates.iter().flat_map(|t| &t.instructions);
@@ -95,29 +96,29 @@ struct Span {
     to: u64,
 }
 
-/// The last uses of a buffer in a template.
+/// The last write of a buffer in a template, and the reads after it.
 struct LastUse {
     buffer: BufferId,
     write: Option<InstrId>,
-    /// The reads behind the write.
+    /// The reads after the write.
     reads: Vec<InstrId>,
 }
 
-/// The summary of a template for other slots.
+/// The facts about a template that other slots need.
 struct Profile {
     template: TemplateId,
-    /// The events of earlier slots that its instructions know, each once; a stream of their own is
-    /// drained when they begin.
+    /// The events of earlier slots that the instructions know, each once. Beside these, each knows
+    /// that its own stream has completed its earlier slots.
     sources: Vec<Event>,
-    /// By group, its sources.
+    /// For each group, the places of its events in `sources`.
     groups: Vec<Vec<usize>>,
-    /// By instruction, its stream and group.
+    /// The stream and the group of each instruction.
     instructions: Vec<(StreamId, usize)>,
     /// The first use of each buffer by each group.
     uses: Vec<Use>,
     last: Vec<LastUse>,
     spans: Vec<Span>,
-    /// By stream, the last instruction that uses shared bytes.
+    /// For each stream, the last instruction that uses shared bytes.
     last_span: BTreeMap<usize, InstrId>,
     waited_for: BTreeSet<InstrId>,
 }
@@ -210,7 +211,7 @@ impl Profile {
         let stream = instr.stream.index();
         self.last_span.insert(stream, j);
         let same = |s: &Span| (s.group, s.stream, s.buffer) == (group, stream, b);
-        // Uses of a transient stand close together.
+        // Uses of one transient stand close together, so a short look back finds them.
         if !self.spans.iter().rev().take(8).any(same) {
             self.spans.push(Span {
                 group,
@@ -240,32 +241,32 @@ impl Profile {
             known.reads.clear();
             return;
         }
-        // One read for each stream.
+        // One read for each stream is enough, since a stream is in order.
         let stream = |i: &InstrId| self.instructions[i.index()].0;
         known.reads.retain(|i| stream(i) != stream(&j));
         known.reads.push(j);
     }
 }
 
-/// The last uses of a copy of a buffer, with the template each is in.
+/// The last uses of one copy of a buffer, each with its template.
 #[derive(Clone, Default)]
 struct Last {
     write: Option<(Position, TemplateId, InstrId, StreamId)>,
     reads: Vec<(Position, TemplateId, InstrId, StreamId)>,
 }
 
-/// The trace so far.
+/// The state of the walk through the trace.
 struct Play<'a> {
     role: &'a RoleProgram,
-    /// By buffer, the place of its first copy in `copies`.
+    /// For each buffer, the place of its first copy in `copies`.
     first_copy: Vec<usize>,
     copies: Vec<Last>,
-    /// By stream, what is complete when its last instruction is.
+    /// For each stream, what is complete when its last instruction is.
     drained: Vec<Clock>,
-    /// The clocks at the end of instructions that others wait for: the latest, and by
+    /// The clocks at the end of instructions that others wait for: the latest one, and one for each
     /// microbatch.
     done: BTreeMap<(TemplateId, InstrId), (Clock, BTreeMap<u32, Clock>)>,
-    /// By template, the latest slot that plays it.
+    /// For each template, the latest slot that plays it.
     played: Vec<Option<usize>>,
 }
 
@@ -292,7 +293,7 @@ impl<'a> Play<'a> {
         self.first_copy[b.index()] + microbatch.map_or(0, |m| m % slots) as usize
     }
 
-    /// By group, what of earlier slots is complete when its instructions begin.
+    /// Returns, for each group, what is complete of earlier slots when its instructions begin.
     fn known(&self, profile: &Profile, microbatch: Option<u32>) -> Vec<Clock> {
         let none: Clock = smallvec![0; self.role.streams.len()];
         let sources: Vec<&Clock> = profile
@@ -308,7 +309,7 @@ impl<'a> Play<'a> {
         profile.groups.iter().map(of).collect()
     }
 
-    /// The clock after an event; nothing where it has no slot to wait for.
+    /// Returns the clock at the end of an event; `None` where the event has no slot to wait for.
     fn complete(&self, event: Event, microbatch: Option<u32>) -> Option<&Clock> {
         match event {
             Event::Drained(stream) => self.drained.get(stream.index()),
@@ -326,8 +327,8 @@ impl<'a> Play<'a> {
         }
     }
 
-    /// Instructions of the next slot that are unordered to an earlier one, with that and the
-    /// buffer that both use.
+    /// Finds the instructions of the next slot that nothing orders behind an earlier one, each with
+    /// that earlier one and the buffer that both use.
     fn conflicts(
         &self,
         profiles: &[Profile],
@@ -368,7 +369,7 @@ impl<'a> Play<'a> {
         found
     }
 
-    /// Remembers what a slot did.
+    /// Adds the accesses and events of a slot to the state.
     fn note(
         &mut self,
         profile: &Profile,

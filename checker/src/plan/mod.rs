@@ -1,4 +1,4 @@
-//! Is the plan a plan? Every key, index and path in it against the graph it embeds.
+//! Checks that a plan is one: every key, index and path in it fits the graph that it embeds.
 
 mod paths;
 mod recompute;
@@ -9,7 +9,7 @@ use ir::training::TrainingGraph;
 use ir::{Figure, Graph, LogicalMesh};
 use std::collections::BTreeSet;
 
-/// Everything that is wrong with a plan; empty when it can be lowered.
+/// Lists everything that is wrong with a plan; when the list is empty the plan can be lowered.
 ///
 /// Checks versions, figures, batch sizes, the graph, that stages cover layers and meshes the
 /// cluster without overlap (interleaved stages share theirs as their schedule says), that
@@ -43,8 +43,8 @@ fn versions(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// No predicted figure is larger: sums and products of what may be predicted stay numbers. Any
-/// cluster whose figures are in range leads to less.
+/// The largest figure that may be predicted, so that sums and products of figures stay finite.
+/// Every cluster whose figures are in range leads to less.
 const MOST: f64 = 1e100;
 
 fn figures(plan: &Plan, report: &mut Report) {
@@ -96,11 +96,10 @@ fn figures(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// Figures that differ by a smaller share agree: a plan may have been written again with five
-/// digits.
+/// Figures that differ by a smaller share agree: a plan may have been rewritten with five digits.
 const ROUNDING: f64 = 1e-4;
 
-/// Notes a figure that is larger than another one, called `what`, allows.
+/// Reports a figure that is larger than another one, called `what`, allows.
 fn at_most(report: &mut Report, key: String, x: f64, bound: f64, what: &str) {
     if x > bound * (1.0 + ROUNDING) {
         let expected = format!("{} at most, {what}", Figure(bound));
@@ -108,7 +107,7 @@ fn at_most(report: &mut Report, key: String, x: f64, bound: f64, what: &str) {
     }
 }
 
-/// Notes a figure that is not the one that follows from others, `what`.
+/// Reports a figure that differs from the one, called `what`, that follows from others.
 fn equals(report: &mut Report, key: String, x: f64, expected: f64, what: &str) {
     if (x - expected).abs() > ROUNDING * expected.abs().max(ROUNDING) {
         let expected = format!("{}, {what}", Figure(expected));
@@ -116,12 +115,12 @@ fn equals(report: &mut Report, key: String, x: f64, expected: f64, what: &str) {
     }
 }
 
-/// `x / y`, and nothing of nothing.
+/// Divides `x` by `y`; the ratio to nothing is 0.
 fn ratio(x: f64, y: f64) -> f64 {
     if y > 0.0 { x / y } else { 0.0 }
 }
 
-/// Predicted figures, and those of proofs, against each other.
+/// Checks that the predicted figures, and those of the proofs, agree with each other.
 fn agreement(plan: &Plan, report: &mut Report) {
     let p = &plan.predicted;
     let key = |of: &str| format!("predicted.{of}");
@@ -145,7 +144,7 @@ fn agreement(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// The proofs of a plan by their keys: objective, lower bound, gap.
+/// Lists objective, lower bound and gap of each proof, with its key.
 fn proofs(plan: &Plan) -> Vec<(String, [f64; 3])> {
     let p = &plan.proof;
     let all = [p.objective_s.0, p.lower_bound_s.0, p.gap];
@@ -171,7 +170,7 @@ fn batch(plan: &Plan, report: &mut Report) {
     }
 }
 
-/// The problem of one mesh in a cluster of `n_devices`.
+/// Says what is wrong with a mesh in a cluster of `n_devices`.
 pub(crate) fn mesh_problem(mesh: &LogicalMesh, n_devices: u32) -> Option<(String, String)> {
     if LogicalMesh::new(mesh.devices, mesh.axes.clone()).is_none() {
         let sizes: Vec<u32> = mesh.axes.iter().map(|a| a.size).collect();
@@ -218,7 +217,7 @@ fn meshes(plan: &Plan, report: &mut Report) -> bool {
                 report.add(format!("stages[{i}].mesh"), "mesh", expected, actual);
                 good = false;
             }
-            // The other stages of a mesh lie where its first one does.
+            // Interleaved: the other stages of a mesh lie where its first one does.
             None if i >= n_meshes => {}
             None => runs.push((
                 stage.mesh.devices.first_rank.0,
@@ -281,7 +280,7 @@ fn training(plan: &Plan, report: &mut Report) -> Option<TrainingGraph> {
     }
 }
 
-/// Where a layer is.
+/// The stage of a layer, and the strategy that it has there.
 #[derive(Clone, Copy)]
 struct Home {
     stage: usize,

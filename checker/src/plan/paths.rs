@@ -36,7 +36,7 @@ struct Cx<'a> {
     layers: Vec<Home>,
 }
 
-/// Per op, the specs of its strategy; `None` for world ops and where the strategy is wrong.
+/// For each op, the specs that its strategy gives; `None` for world ops and for a wrong strategy.
 type Specs = Vec<Option<Assignment>>;
 
 impl Cx<'_> {
@@ -180,7 +180,7 @@ impl Cx<'_> {
         self.unknown(&known, report);
     }
 
-    /// The spec of a value where it is made.
+    /// Returns the spec in which a value is made.
     fn made(&self, v: ValueId, specs: &Specs) -> Option<ShardingSpec> {
         let value = self.graph.value(v);
         match self.graph.op(value.producer).layer {
@@ -193,7 +193,7 @@ impl Cx<'_> {
         }
     }
 
-    /// One way of a value into an operand, or into what a state keeps.
+    /// Checks one value's way into an operand, or into the place where a state is kept.
     #[allow(clippy::too_many_arguments)]
     fn edge(
         &self,
@@ -236,8 +236,8 @@ impl Cx<'_> {
             (Some(s), None) if recorded.is_some() => (s, from),
             (_, None) => return,
         };
-        // Uses of one value in one spec, stage and kind of template share the changed tensor;
-        // the first may speak for all.
+        // Uses of one value in one spec, stage and kind of template share the changed tensor, so
+        // the first of them may record the change for all.
         let template = self.template_of(consumer);
         let chunk = template.pass().map_or(0, |_| {
             here.map_or(0, |(h, _)| h.stage / self.plan.n_meshes().max(1))
@@ -252,7 +252,7 @@ impl Cx<'_> {
         known.groups.entry(group).or_insert(steps);
     }
 
-    /// The kind of template that an op runs in.
+    /// Returns the kind of template that an op runs in.
     fn template_of(&self, op: &Op) -> TemplateKind {
         match op.region {
             Region::StepBegin if matches!(op.kind, OpKind::State { .. }) => TemplateKind::StepEnd,
@@ -418,16 +418,16 @@ impl Cx<'_> {
     }
 }
 
-/// True for data and constants, which every template makes in the spec that it wants.
+/// Says whether an op is data or a constant, which every template makes in the spec that it wants.
 fn made_at_use(op: &Op) -> bool {
     matches!(op.kind, OpKind::Input { .. } | OpKind::Constant { .. })
 }
 
-/// Uses that share a changed tensor: mesh, template (its kind, and of which of the mesh's stages
-/// it is), value, spec.
+/// The uses that share a changed tensor: mesh, template (its kind, and which of the mesh's stages
+/// it plays), value, spec.
 type Group = (usize, (TemplateKind, usize), ValueId, ShardingSpec);
 
-/// Keys that mean something, and the steps of the first use of each group.
+/// The keys that have a meaning, and the steps of the first use of each group.
 #[derive(Default)]
 struct Known {
     groups: BTreeMap<Group, Vec<LayoutStep>>,

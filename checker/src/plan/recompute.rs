@@ -1,5 +1,5 @@
-//! Recomputation: does each twin repeat its forward op, and does the backward pass read twins
-//! where the plan says that results are not kept?
+//! Recomputation: each twin repeats its forward op, and the backward pass reads twins where the
+//! plan says that results are not kept.
 //!
 //! Derived from the training graph's ops alone. What runs again in the backward pass has to be
 //! the twin of an op of the forward pass, by its origin. It repeats that op when it has its kind
@@ -52,7 +52,7 @@ fn twin_problem(graph: &Graph, twin: &Op) -> Option<(String, String)> {
     ))
 }
 
-/// True when `got` is `wanted` or the same result of its twin.
+/// Says whether `got` is `wanted` or the same result of its twin.
 fn repeats(graph: &Graph, got: ValueId, wanted: ValueId) -> bool {
     let (a, b) = (graph.value(got), graph.value(wanted));
     let twin = graph.op(a.producer);
@@ -61,7 +61,7 @@ fn repeats(graph: &Graph, got: ValueId, wanted: ValueId) -> bool {
     got == wanted || of_twin()
 }
 
-/// No later pass of the layer reads what the plan says is not kept.
+/// Reports later passes of the layer that read a result which the plan says is not kept.
 fn not_kept(plan: &Plan, graph: &Graph, layer: LayerId, home: Home, report: &mut Report) {
     let name = graph.layers.get(layer.index()).map_or("", String::as_str);
     let listed = &plan.layer_strategies[home.strategy].recompute;

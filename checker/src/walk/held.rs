@@ -53,7 +53,7 @@ pub(super) struct Microbatches {
 }
 
 impl Microbatches {
-    /// False when it is there already.
+    /// Adds a microbatch; false when it is there already.
     pub(super) fn insert(&mut self, m: u32) -> bool {
         let (word, bit) = (m as usize / 64, 1u64 << (m % 64));
         if self.words.len() <= word {

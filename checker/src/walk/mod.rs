@@ -15,7 +15,7 @@ use ir::program::{InstrKind, Program, RoleProgram};
 use ir::{AxisId, BufferId, ShardingSpec};
 use std::collections::BTreeMap;
 
-/// Entries that a role gives to each of its world sums, in order of the sums.
+/// For each world sum of a role, in order, the entries that the role gives to it.
 type WorldSums = Vec<Vec<u32>>;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
@@ -41,7 +41,7 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     }
 }
 
-/// Every operand of the global norm is contributed once to every world sum.
+/// Checks that every operand of the global norm is contributed once to every world sum.
 fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
     let Some(norm) = facts.norm else { return };
     let n = facts.graph.op(norm).inputs.len();
@@ -75,7 +75,7 @@ fn world_sums(facts: &Facts<'_>, sums: &[WorldSums], report: &mut Report) {
     }
 }
 
-/// A state of a layer has one owner; a world state stands on every stage that uses it.
+/// Checks that a layer's state has one owner, and a world state stands on every stage that uses it.
 fn owners(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     let mut owners: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (i, role) in program.roles.iter().enumerate() {
@@ -102,7 +102,7 @@ fn owners(facts: &Facts<'_>, program: &Program, report: &mut Report) {
 /// all-reduces in place leave of it, with fewer partial axes.
 type Variants = BTreeMap<BufferId, Vec<ShardingSpec>>;
 
-/// Most specs of one buffer; more than any sequence of all-reduces over a mesh needs.
+/// The most specs of one buffer; no sequence of all-reduces over a mesh needs as many.
 const MAX_VARIANTS: usize = 64;
 
 fn variants(role: &RoleProgram) -> Variants {

@@ -12,13 +12,13 @@ use ir::{BufferId, TemplateId, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
-/// The parts of a template that do not depend on the content of buffers.
+/// The facts about a template that do not depend on what buffers hold.
 pub(super) struct Shape {
-    /// Lasting buffers that it touches, ascending.
+    /// The lasting buffers that it touches, ascending.
     pub(super) externals: Vec<BufferId>,
-    /// Buffers that share bytes, of those it touches.
+    /// For each buffer that it touches, the others that share bytes with it.
     pub(super) neighbours: BTreeMap<BufferId, Vec<BufferId>>,
-    /// Microbatch buffers whose bytes its transients use.
+    /// The microbatch buffers whose bytes its transients use.
     lost: Vec<BufferId>,
 }
 
@@ -29,7 +29,7 @@ struct Trace<'a> {
     role: &'a RoleProgram,
     variants: Variants,
     shapes: Vec<Rc<Shape>>,
-    /// By buffer and copy; grown as copies are used.
+    /// The content of each copy of each buffer; grown as copies are used.
     cells: Vec<Vec<Cell>>,
     sums: BTreeMap<BufferId, Microbatches>,
     /// Outcomes of templates played for a microbatch, by what their lasting buffers held.
@@ -81,7 +81,7 @@ fn shape(role: &RoleProgram, template: &ir::program::Template) -> Shape {
 }
 
 impl Trace<'_> {
-    /// States hold their old values.
+    /// Gives the states their old values.
     fn begin(&mut self, report: &mut Report) {
         let mut taken = BTreeSet::new();
         for s in &self.role.states {
@@ -120,7 +120,7 @@ impl Trace<'_> {
         }
     }
 
-    /// States hold their new values, loss and norm what they say.
+    /// Checks that states hold their new values, and that loss and norm are what the graph says.
     fn end(&self, report: &mut Report) {
         for s in &self.role.states {
             if let Some(state) = self.facts.training.states.iter().find(|k| k.path == s.path) {
@@ -199,7 +199,7 @@ impl Trace<'_> {
         cells[copy] = cell;
     }
 
-    /// The content of the copy for `microbatch`, seen from it.
+    /// Returns the content of the copy for `microbatch`, seen from it.
     fn entry(&self, b: BufferId, microbatch: Option<u32>) -> Held {
         let cell = self.cells[b.index()]
             .get(self.copy(b, microbatch))

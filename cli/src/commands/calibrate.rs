@@ -11,10 +11,9 @@ use ir::{Bytes, Seconds};
 use runtime::calibrate::{CalibrateOptions, measure};
 use std::path::Path;
 
-/// Seconds that measuring takes, about: quick, and thorough.
+/// The approximate seconds that measuring takes: quick, and thorough.
 const SECONDS: (f64, f64) = (5.0, 20.0);
 
-/// Runs the verb.
 pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
     outputs::check(&[&args.output], &[])?;
     let machine = machine(args.ranks)?;
@@ -45,7 +44,7 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
     print_words(args, &cluster)
 }
 
-/// The cluster as a file of the form that its ending asks for.
+/// Prints the cluster as a file, in the form that the file's ending asks for.
 pub fn document(path: &Path, ranks: u32, cluster: &Cluster) -> Result<String, String> {
     if path.extension().is_some_and(|e| e == "json") {
         return serde_json::to_string_pretty(cluster)
@@ -58,7 +57,7 @@ pub fn document(path: &Path, ranks: u32, cluster: &Cluster) -> Result<String, St
     ))
 }
 
-/// The facts of the machine that need no measuring.
+/// Collects the facts of the machine that need no measuring.
 fn machine(n_ranks: u32) -> Result<Machine, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get()) as u32;
     let memory = super::free_memory().ok_or_else(|| {
@@ -82,7 +81,7 @@ fn print_words(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     print_fitted(args, cluster)
 }
 
-/// The points that were measured, those of one size together.
+/// Prints the points that were measured, those of one size together.
 fn print_points(cluster: &Cluster) -> Result<(), Failure> {
     // Points of one size are the forms of a matmul, or probes of the same thing.
     let same = |a: &MeasuredPoint, b: &MeasuredPoint| a.what == b.what && a.size == b.size;
@@ -111,12 +110,13 @@ fn print_points(cluster: &Cluster) -> Result<(), Failure> {
         rows.collect(),
         1,
     ))?;
-    report::out(
-        "(size: m x n x k of a matmul; of attention its FLOPs in products, its other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel FLOPs x bytes, of a conversion also the elements converted; bytes of a copy, send or write; of a collective bytes, ranks of a group and ranks at work\n median: seconds of one execution; spread: median absolute deviation, of the median; points: how many of this size, as the forms of a matmul in a forward pass and its gradients, of which the median is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, bytes of copies, sends and collectives, over the median)\n",
-    )
+    report::out(&report::wrapped(
+        "(size of a matmul: m x n x k; of attention: FLOPs in products, other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel: FLOPs x bytes; of a conversion: the same x elements; of a copy, send or write: bytes; of a collective: bytes x ranks of a group x ranks at work\n median: time of one execution; spread: median absolute deviation, as a share of the median; points: how many have this size, such as the forms of a matmul in a forward pass and its gradients, of which the median one is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, or bytes of copies, sends and collectives, per second of the median)",
+    ))?;
+    report::out("")
 }
 
-/// Prints the content of the cluster file.
+/// Prints the figures that were fitted, and the next command.
 fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> {
     let d = &cluster.device;
     let mut fitted: Vec<Vec<String>> = d
@@ -172,7 +172,7 @@ fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> 
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
     report::out(&report::wrapped(
-        "(what the cluster file says, fitted to all points; a matmul reaches its rate when it is large; between ranks: of one message; processors: how many the ranks keep busy together, and their memory)",
+        "(the figures of the cluster file, fitted to all points; a matmul reaches its rate when it is large; between ranks: of one message; ranks on processors: the processors that the ranks keep busy together, and their memory)",
     ))?;
     report::out(&format!(
         "Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}",
@@ -182,7 +182,7 @@ fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> 
     ))
 }
 
-/// FLOP/s or bytes per second, where the point's sizes say what was done.
+/// Returns FLOP/s or bytes per second, where the point's sizes say what was done.
 fn rate(p: &MeasuredPoint) -> String {
     let per_second = |amount: f64, unit: &str| {
         if p.median_s > 0.0 {

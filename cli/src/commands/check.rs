@@ -7,7 +7,6 @@ use crate::report;
 use checker::Violation;
 use serde_json::json;
 
-/// Runs the verb.
 pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     let name = args.plan.display().to_string();
     let (plan, _) = plan_file::read(&args.plan)?;
@@ -39,7 +38,7 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         }));
     }
     report::out(&format!(
-        "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, messages meet, no rank deadlocks, memory holds.",
+        "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, every send meets its receive, no rank deadlocks, memory fits.",
         ir::counted(stages as u64, "stage"),
         match meshes == stages {
             true => String::new(),
@@ -50,7 +49,7 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     ))
 }
 
-/// The violations for machines, where they are asked for.
+/// Prints the violations as JSON, where that is asked for.
 fn list(args: &CheckArgs, violations: &[Violation]) -> Result<(), Failure> {
     if args.json {
         let list: Vec<_> = violations.iter().map(|v| json!({ "place": v.place, "rule": v.rule, "expected": v.expected, "actual": v.actual })).collect();

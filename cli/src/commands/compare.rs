@@ -18,7 +18,6 @@ use ir::{Bytes, Figure, Seconds};
 use serde_json::json;
 use std::path::Path;
 
-/// Runs the verb.
 pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let runs = args
@@ -29,12 +28,7 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let Some(measured) = runs.first() else {
         return Err(Failure::new(Exit::Usage, "no run to compare with"));
     };
-    let expected = expected_instructions(&loaded.program, &loaded.plan.cluster).map_err(|e| {
-        Failure::new(
-            Exit::CheckFailed,
-            format!("the plan's program cannot be played: {e}"),
-        )
-    })?;
+    let expected = expected_instructions(&loaded.program, &loaded.plan.cluster)?;
     let mut comparison = compare(&loaded.plan.predicted, &expected, measured);
     let different = different_devices(&loaded, measured);
     if different.is_some() {
@@ -67,20 +61,18 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     refined.map_or(Ok(()), |r| r.print())
 }
 
-/// A prediction that is off by this share calls for figures of the cluster that are measured
-/// again.
+/// The share by which a prediction may be off before the cluster should be measured again.
 const FAR_OFF: f64 = 0.2;
 
-/// The advice for better predictions, where there is one: a cluster that was not measured, or
-/// one whose prediction is far off.
+/// Advises on better predictions, where the cluster was not measured or the prediction is far off.
 fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
-    // Without a ratio the two sides are of different devices, which is said at the top.
+    // Without a ratio the two sides are of different devices, which the heading says.
     let off = c.step_time_s.ratio? - 1.0;
     let cluster = &loaded.plan.cluster;
     let share = c.waterfall.as_ref().and_then(of_work);
     if args.recalibrate.is_some() {
         let waits = off.abs() > FAR_OFF && share.is_some_and(|s| s < OF_WORK);
-        return waits.then(|| "Most of what is off is waiting, which no figure of the cluster makes: what was refined may be of a busy machine.".into());
+        return waits.then(|| "Most of the difference is waiting, which no figure of the cluster causes: the refined figures may be those of a busy machine.".into());
     }
     if cluster.measured.is_empty() {
         return Some(format!(
@@ -97,10 +89,10 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
         );
         let again = "`meshwright calibrate` measures the cluster again, on a machine that does nothing else";
         match c.waterfall.as_ref().map(of_work) {
-            // A run that was not timed instruction by instruction gives nothing to fit to.
+            // A run without timed instructions gives nothing to which figures could be fitted.
             None => format!("{said} Next: `meshwright run {} --data FILE --profile 2` times instructions, which shows where; {again}.", args.plan.display()),
-            Some(None) => format!("{said} The steps whose instructions were timed were as predicted, the others were not. Next: run again on a machine that does nothing else; {again}."),
-            Some(Some(share)) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster makes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),
+            Some(None) => format!("{said} The steps whose instructions were timed took as long as predicted; the others did not. Next: run again on a machine that does nothing else; {again}."),
+            Some(Some(share)) if share < OF_WORK => format!("{said} Most of that is waiting, which no figure of the cluster causes: ranks waited for each other, or for processors that others used. Next: run again on a machine that does nothing else; {again}."),
             Some(Some(_)) => format!(
                 "{said} Next: `meshwright compare {} {} --recalibrate refined.toml` fits the cluster's figures to the run; {again}.",
                 args.plan.display(),
@@ -110,12 +102,12 @@ fn next(args: &CompareArgs, loaded: &Loaded, c: &Comparison) -> Option<String> {
     })
 }
 
-/// Fitting the cluster's figures to a run helps where at least this share of what is off is work.
+/// Fitting the cluster to a run helps where work causes at least this share of the difference.
 const OF_WORK: f64 = 0.5;
 
-/// The share of work in what is off, part by part, beside waiting: what figures of the cluster say.
-/// That other steps took longer than those that were timed is neither; none where it is more than
-/// both.
+/// Returns the share of work in the difference, beside waiting; work is what figures of the cluster
+/// predict. That other steps took longer than those that were timed counts as neither; `None` where
+/// that is the largest part.
 fn of_work(w: &Waterfall) -> Option<f64> {
     let off = |of: fn(Cause) -> bool| -> f64 {
         let parts = w.parts.iter().filter(|p| of(p.cause));
@@ -126,7 +118,7 @@ fn of_work(w: &Waterfall) -> Option<f64> {
     (all > 0.0 && all >= off(|c| c == Cause::Profiling)).then(|| work / all)
 }
 
-/// That the plan and the run are of different devices, in words, and what to do about it.
+/// Explains, where it is so, that the plan and the run are of different devices, and what to do.
 fn different_devices(loaded: &Loaded, measured: &Measurement) -> Option<String> {
     let c = &loaded.plan.cluster;
     let on_cpu = measured.backend == runtime::measure::BACKEND;
@@ -145,8 +137,8 @@ fn different_devices(loaded: &Loaded, measured: &Measurement) -> Option<String> 
     ))
 }
 
-/// Takes out what relates the two sides: ratios, the way from one to the other, and the
-/// instructions that differ most.
+/// Takes out what relates the two sides: ratios, the causes of the difference, and the instructions
+/// that differ most.
 fn without_ratios(c: &mut Comparison) {
     let whole = [
         &mut c.step_time_s,
@@ -172,11 +164,11 @@ fn without_ratios(c: &mut Comparison) {
     c.waterfall = None;
 }
 
-/// No time in seconds, and no rate in tokens per second, is larger: sums of what may be measured
-/// stay numbers.
+/// The largest time in seconds, or rate in tokens per second, that is accepted, so that sums of
+/// measured figures stay finite.
 const MOST: f64 = 1e15;
 
-/// The measurement at `path`, if it is one of this plan.
+/// Reads the measurement at `path`, and checks that it is one of this plan.
 fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     let name = path.display().to_string();
     let text = files::read_text(path, "run", files::LARGE)?;
@@ -269,7 +261,7 @@ fn print_words(
         rows.insert(3, row("HFU", c.hfu, &report::percent));
     }
     if different.is_some() {
-        // The run's utilisation would be over a peak that is not its own.
+        // The run's utilisation would refer to a peak that is not its own.
         rows.retain(|r| !r[0].ends_with("FU"));
     }
     report::out(&report::table(
@@ -283,11 +275,11 @@ fn print_words(
             None => Ok(()),
         };
     }
-    report::out(&report::plan::mfu_convention(
+    report::out(&report::wrapped(&report::plan::mfu_convention(
         &plan.cluster,
         plan.train.precision.compute(),
         report::plan::used_devices(plan),
-    ))?;
+    )))?;
     let steps = [
         ("predicted", c.step_time_s.predicted),
         ("measured", c.step_time_s.measured),
@@ -300,9 +292,10 @@ fn print_words(
             report::out(&words)?;
         }
     }
-    report::out(
-        "Peak memory: predicted, the arena and what the cluster reserves for the runtime; measured, the arena and the scratch space used.\n",
-    )?;
+    report::out(&report::wrapped(
+        "Peak memory, predicted: the arena and what the cluster reserves for the runtime; measured: the arena and the scratch space in use.",
+    ))?;
+    report::out("")?;
     let mut rows: Vec<Vec<String>> = c
         .stages
         .iter()
@@ -320,9 +313,9 @@ fn print_words(
         rows,
         2,
     ))?;
-    report::out(
-        "(forward and backward of one microbatch, with their waiting, the others per step; work: what a rank that nobody disturbs takes, waiting: for other ranks or for a processor. `inspect` shows collectives and compute with what ranks that share processors wait in them)",
-    )?;
+    report::out(&report::wrapped(
+        "(forward and backward: of one microbatch, waiting included; all else: per step. Work: the time that a rank takes when nobody disturbs it. Waiting: for other ranks or for a processor; `inspect` counts it as part of compute and collectives where ranks share processors)",
+    ))?;
     if different.is_some() {
         return Ok(());
     }
@@ -357,10 +350,10 @@ fn print_words(
     ))
 }
 
-/// The way from the predicted to the measured step time, by cause.
+/// Prints the causes of the difference between predicted and measured step time.
 fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
     report::out(&format!(
-        "\nFrom {} predicted to {} measured, in seconds of the step\n(work over the {:.2} processors that work together)",
+        "\nFrom {} predicted to {} measured, in seconds of the step\n(work: divided by the {:.2} processors that the ranks keep busy)",
         seconds(w.predicted_s),
         seconds(w.measured_s),
         w.processors
@@ -384,7 +377,7 @@ fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(),
     ))
 }
 
-/// The same way, by cause and by kind of instruction.
+/// Prints these causes, and then the kinds of instruction behind them.
 fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
     print_causes(w, meshes, virtual_stages)?;
     let rows = w.kinds.iter().filter(|p| p.kind.is_some()).map(|p| {
@@ -399,13 +392,13 @@ fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<
     ))
 }
 
-/// A predicted and a measured time, and their difference.
+/// Shows a predicted and a measured time, and their difference.
 fn times(predicted: f64, measured: f64) -> [String; 3] {
     let difference = signed(measured - predicted);
     [seconds(predicted), seconds(measured), difference]
 }
 
-/// Seconds with their sign.
+/// Shows seconds with their sign.
 fn signed(s: f64) -> String {
     match s < 0.0 && s.abs() >= 5e-13 {
         true => format!("-{}", seconds(-s)),
@@ -449,8 +442,8 @@ fn bytes(b: f64) -> String {
     Bytes(b as u64).to_string()
 }
 
-/// A name that fits a table: a coalesced collective lists all its tensors, of which the first
-/// is shown and the rest counted (`--json` has them all).
+/// Shortens a name so that it fits a table: a coalesced collective lists all its tensors, of which
+/// the first is shown and the rest counted (`--json` has them all).
 fn short_name(what: &str) -> String {
     match what.split_once('+') {
         Some((first, rest)) => format!("{first} and {} more", rest.split('+').count()),
@@ -484,7 +477,7 @@ mod tests {
             of(&[(Cause::Compute, 0.1), (Cause::Waiting, 0.9)]),
             Some(0.1)
         );
-        // Kernels that are too slow beside collectives that are too fast are work all the same.
+        // Kernels that are too slow and collectives that are too fast are both work.
         let both = [
             (Cause::Compute, 0.5),
             (Cause::Collectives, -0.25),

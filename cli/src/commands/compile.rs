@@ -3,7 +3,7 @@
 use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure, unplanned};
-use crate::{cluster, files, model, outputs, plan_file, report, train_spec};
+use crate::{cluster, document, files, model, outputs, plan_file, report, train_spec};
 use intra_op::write_problem;
 use ir::counted;
 use planner::{Layering, Pins, PlanOptions, Planned};
@@ -11,7 +11,6 @@ use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Runs the verb.
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(|e| {
         let help = pin_help(&e.pin);
@@ -26,10 +25,8 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     inputs.extend(cluster::file(&args.cluster));
     inputs.extend(args.train.file.as_deref());
     outputs::check(&[&args.output], &inputs)?;
-    if let Some(words) = cluster::other_units(&cluster) {
-        crate::say(format_args!("warning: {words}"));
-    }
-    if let Some(words) = report::plan::no_peak(&cluster, spec.precision.compute()) {
+    let no_peak = report::plan::no_peak(&cluster, spec.precision.compute());
+    for words in [cluster::other_units(&cluster), no_peak].iter().flatten() {
         crate::say(format_args!("warning: {words}"));
     }
     let options = PlanOptions {
@@ -51,7 +48,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;
     }
-    let text = plan_file::to_text(&planned.plan)?;
+    let text = document::to_json(&planned.plan)?;
     outputs::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
         print_json(args, &planned, searched, &text)
@@ -60,7 +57,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     }
 }
 
-/// Pins by their keys, each with what it takes.
+/// The pins: key and accepted values of each.
 const PINS: [(&str, &str); 14] = [
     ("data", "data=N (ranks that split samples)"),
     ("expert", "expert=N (of those, ranks that split experts)"),
@@ -90,7 +87,7 @@ const PINS: [(&str, &str); 14] = [
     ),
 ];
 
-/// The names that frameworks have for the degrees.
+/// Names that frameworks have for pins, and the pins' own names.
 const OTHER_NAMES: [(&str, &str); 9] = [
     ("dp", "data"),
     ("ep", "expert"),
@@ -103,8 +100,8 @@ const OTHER_NAMES: [(&str, &str); 9] = [
     ("micro_batch", "microbatch"),
 ];
 
-/// The way out of a pin that cannot be read: what its key takes, or the key that was meant and
-/// all of them.
+/// Advises on a pin that cannot be read: the values that its key takes, or the key that was meant
+/// and all keys.
 fn pin_help(pin: &str) -> String {
     let key = pin.split('=').next().unwrap_or_default().trim();
     let family = key.split(':').next().unwrap_or_default();
@@ -127,11 +124,7 @@ fn pin_help(pin: &str) -> String {
         .map(|(_, k)| *k)
         .or_else(|| files::closest(key, PINS.iter().map(|(k, _)| *k)));
     match near {
-        Some(near) => format!(
-            "did you mean `{near}`? {}{}",
-            all[..1].to_uppercase(),
-            &all[1..]
-        ),
+        Some(near) => format!("did you mean `{near}`? {}", document::capitalised(&all)),
         None => all,
     }
 }
@@ -163,7 +156,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The checker's word on the plan and its program. What it rejects here is our mistake.
+/// Has the plan and its program checked. A plan that is rejected here is our mistake.
 fn prove(planned: &Planned) -> Result<(), Failure> {
     let mut violations = checker::check_plan(&planned.plan);
     if violations.is_empty() {
@@ -172,21 +165,16 @@ fn prove(planned: &Planned) -> Result<(), Failure> {
     if violations.is_empty() {
         return Ok(());
     }
-    let list: Vec<String> = violations
-        .iter()
-        .take(20)
-        .map(|v| format!("  {v}"))
-        .collect();
     let message = format!(
-        "the checker rejects the plan that was found ({}); nothing was written:\n{}",
+        "the checker rejects the plan that was found ({}); nothing was written:{}",
         counted(violations.len() as u64, "violation"),
-        list.join("\n")
+        plan_file::listed(&violations)
     );
     Err(Failure::new(Exit::Internal, message)
         .help("this is a defect of meshwright; please report it with the command line"))
 }
 
-/// Remarks for the user on a plan that is correct all the same.
+/// Collects remarks on a plan that is correct all the same.
 fn notes(planned: &Planned) -> Vec<String> {
     let plan = &planned.plan;
     let stages = report::plan::stages(plan, &planned.training);

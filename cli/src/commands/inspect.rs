@@ -7,7 +7,6 @@ use crate::report::against::Against;
 use crate::report::{self, collectives, strategies};
 use serde_json::json;
 
-/// Runs the verb.
 pub fn run(args: &InspectArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     if let Some(other) = &args.against {

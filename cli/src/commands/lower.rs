@@ -5,7 +5,6 @@ use crate::failure::{Exit, Failure};
 use crate::{outputs, plan_file, report};
 use ir::{Rank, counted};
 
-/// Runs the verb.
 pub fn run(args: &LowerArgs) -> Result<(), Failure> {
     if let Some(path) = &args.output {
         outputs::check(&[path], &[&args.plan])?;

@@ -16,7 +16,7 @@ pub mod solve;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::time::Duration;
 
-/// A spinner on standard error, shown only on a terminal.
+/// Makes a spinner on standard error, which shows on terminals only.
 pub fn spinner(message: &'static str) -> ProgressBar {
     let bar = ProgressBar::new_spinner().with_message(message);
     if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
@@ -26,7 +26,7 @@ pub fn spinner(message: &'static str) -> ProgressBar {
     bar
 }
 
-/// Bytes of memory that new work may use, as Linux estimates them.
+/// Reads how many bytes of memory new work may use, as Linux estimates it.
 pub fn free_memory() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = meminfo

@@ -10,12 +10,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// Reasons that a failure lists.
+/// The most reasons that a failure lists.
 const REASONS_SHOWN: usize = 10;
-/// Rows, and columns, that a line names.
+/// The most rows, or columns, that a line names.
 const NAMES_SHOWN: usize = 5;
 
-/// Runs the verb.
 pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     let text = files::read_text(&args.rows, "table of runs", files::LARGE)?;
     let table = csv::parse(&text).map_err(|e| {
@@ -77,8 +76,8 @@ pub fn run(args: &PredictArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Refuses a table without a column that is needed, or with one that is nearly the name of a
-/// column that is read, or another word for it, and would be left out unseen. Says which others
+/// Refuses a table that lacks a needed column, or has one whose name is nearly that of a column
+/// that is read, or another word for it, and would be left out unseen. Notes which other columns
 /// are not read.
 fn check_columns(file: &Path, header: &[String]) -> Result<(), Failure> {
     let Unread { misspelt, unknown } = unread(header);
@@ -108,7 +107,7 @@ fn check_columns(file: &Path, header: &[String]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Why rows have no prediction: a line for each reason, with how many and which.
+/// Lists why rows have no prediction: a line for each reason, with how many rows and which.
 fn reasons(rows: &[Row], outcomes: &[Outcome]) -> Vec<String> {
     let mut of: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (i, outcome) in outcomes.iter().enumerate() {
@@ -129,10 +128,10 @@ fn reasons(rows: &[Row], outcomes: &[Outcome]) -> Vec<String> {
         .collect()
 }
 
-/// A remark on predictions, those that it is about, and where to see more.
+/// A remark on predictions: its words, the test whether one is concerned, and where to see more.
 type Remark = (&'static str, fn(&Predicted) -> bool, &'static str);
 
-/// Remarks to read before predictions are used.
+/// The remarks that a user should read before using predictions.
 const REMARKS: [Remark; 3] = [
     (
         "predicted with more memory than the GPU has",
@@ -151,7 +150,7 @@ const REMARKS: [Remark; 3] = [
     ),
 ];
 
-/// The line of a remark, where it holds of a prediction.
+/// Returns the line of a remark, where it concerns a prediction.
 fn remarked(rows: &[Row], outcomes: &[Outcome], (what, is, see): &Remark) -> Option<String> {
     let names: Vec<String> = (0..rows.len())
         .filter(|&i| outcomes[i].as_ref().is_ok_and(is))
@@ -161,7 +160,7 @@ fn remarked(rows: &[Row], outcomes: &[Outcome], (what, is, see): &Remark) -> Opt
     (n > 0).then(|| format!("  {n} {what} ({}): {see}", some_of(names)))
 }
 
-/// A row's identifier, or its place among the rows.
+/// Returns a row's identifier, or its place among the rows.
 fn name_of(rows: &[Row], i: usize) -> String {
     match rows[i].id() {
         "" => format!("row {}", i + 1),
@@ -169,7 +168,7 @@ fn name_of(rows: &[Row], i: usize) -> String {
     }
 }
 
-/// The first of some names, and how many more there are.
+/// Lists the first of some names, and how many more there are.
 fn some_of(names: Vec<String>) -> String {
     let more = names.len().saturating_sub(NAMES_SHOWN);
     let shown = names[..names.len() - more].join(", ");

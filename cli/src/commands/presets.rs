@@ -7,7 +7,6 @@ use crate::report;
 use cost_model::presets;
 use serde_json::json;
 
-/// Runs the verb.
 pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
     if let Some(name) = &args.name {
         return one(name, args.json);
@@ -74,7 +73,7 @@ pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
     )
 }
 
-/// One cluster as a file.
+/// Prints one cluster as a file.
 fn one(name: &str, json: bool) -> Result<(), Failure> {
     let cluster = cluster::load(name, None, None)?;
     if json {

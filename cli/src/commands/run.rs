@@ -3,7 +3,7 @@
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{cluster, files, interrupt, model, outputs, report};
+use crate::{cluster, document, files, interrupt, model, outputs, report};
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use import::{ModelConfig, Weights};
@@ -23,7 +23,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Runs the verb.
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     let loaded = plan_file::load(&args.plan)?;
@@ -40,7 +39,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (Some(path), Some((config, _))) => Some(Weights::open(path, config)?),
         _ => None,
     };
-    let dataset = dataset(args, &loaded.training)?;
+    let dataset = Arc::new(dataset(args, &loaded.training)?);
     check_outputs(args, resume.as_deref())?;
     fits_machine(&loaded)?;
     plan_file::check_program(&loaded)?;
@@ -53,7 +52,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
     }
-    // Every output that can be written is, whatever else cannot.
+    // When one output cannot be written, the others still are.
     let (mut written, mut failed) = (Vec::new(), Vec::new());
     let mut attempt = |what: String, done: Result<(), Failure>| match done {
         Ok(()) => written.push(what),
@@ -70,7 +69,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         attempt(what, export(path, config, &mut session));
     }
     let what = format!("{} measures the steps", args.output.display());
-    attempt(what, write_measurement(&args.output, &measurement));
+    let text = document::to_json(&measurement);
+    attempt(
+        what,
+        text.and_then(|t| outputs::write_atomic(&args.output, t.as_bytes())),
+    );
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
     }
@@ -82,28 +85,18 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     whole(args, &measurement, &written)
 }
 
-fn write_measurement(path: &Path, measurement: &Measurement) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(measurement).map_err(|e| {
-        Failure::new(
-            Exit::Internal,
-            format!("the measurement cannot be written: {e}"),
-        )
-    })?;
-    outputs::write_atomic(path, (text + "\n").as_bytes())
-}
-
-/// Says all that could not be written, and what could.
+/// Reports all that could not be written, and what could.
 fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
     let mut words: Vec<String> = failed.iter().map(Failure::to_string).collect();
     if !written.is_empty() {
-        words.push(format!("all else was written: {}", written.join(", ")));
+        words.push(format!("these were written: {}", written.join(", ")));
     }
     let first = failed.into_iter().next();
     let internal = || Failure::new(Exit::Internal, "nothing failed");
     first.unwrap_or_else(internal).saying(words.join("\n"))
 }
 
-/// Says that a run ended before its last step, what of it there is, and how it can go on.
+/// Reports that a run ended before its last step, what was written, and how it can go on.
 fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Failure> {
     let done = m.steps.len() as u64;
     if done == args.steps {
@@ -118,7 +111,7 @@ fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Fail
         )
     });
     if m.instructions.is_empty() && args.profile > 0 {
-        written.push("no step was timed by instruction, as the last ones are".into());
+        written.push("no instructions were timed, as only the last steps have theirs timed".into());
     }
     let failure = Failure::new(
         Exit::Interrupted,
@@ -136,7 +129,7 @@ fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Fail
     })
 }
 
-/// Says on standard error that the plan was made for other devices than those that run it.
+/// Warns that the plan was made for other devices than those that run it.
 fn warn_of_other_devices(loaded: &Loaded) {
     let c = &loaded.plan.cluster;
     if !cluster::is_of_cpu_ranks(c) {
@@ -161,8 +154,8 @@ fn check_weights(path: &Path) -> Result<(), Failure> {
     })
 }
 
-/// The newest checkpoint where `--resume` says that is whole, if it is of the plan's model. What
-/// the run will not do as one that had never stopped is said on standard error.
+/// Finds the newest undamaged checkpoint where `--resume` says, and checks that it is of the plan's
+/// model. Warns where the run will differ from one that never stopped.
 fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> {
     if !path.exists() {
         let what = format!(
@@ -217,8 +210,7 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
 
 /// Refuses a configuration, read from `path`, of another model than the plan's.
 fn same_model(config: &ModelConfig, path: &Path, loaded: &Loaded) -> Result<(), Failure> {
-    let broken = |e: ir::text::ParseError| Failure::new(Exit::CheckFailed, e);
-    let graph = ir::text::parse(&loaded.plan.graph).map_err(broken)?;
+    let graph = plan_file::forward(&loaded.plan)?;
     let Some(d) = config.difference(&graph, loaded.plan.train.sequence)? else {
         return Ok(());
     };
@@ -239,7 +231,7 @@ fn same_model(config: &ModelConfig, path: &Path, loaded: &Loaded) -> Result<(), 
     .help("weights are read and saved as those of the plan's model: name its config.json with --config, or compile the plan from this one"))
 }
 
-/// The files that a run reads, apart from the training state that it goes on from.
+/// Lists the files that a run reads, apart from the training state from which it goes on.
 fn inputs(args: &RunArgs) -> Vec<PathBuf> {
     let beside = |w: &PathBuf| match w.is_dir() {
         true => vec![w.clone()],
@@ -259,8 +251,7 @@ fn inputs(args: &RunArgs) -> Vec<PathBuf> {
     all
 }
 
-/// Checks that all that will be written can be, and replaces nothing that is read and no part of
-/// a checkpoint.
+/// Checks that all outputs can be written, and replace no input and no part of a checkpoint.
 fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Failure> {
     let mut read = inputs(args);
     let folders = args.resume.iter().chain(&args.checkpoint);
@@ -300,7 +291,7 @@ fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
     })
 }
 
-/// The model's configuration and its file, where weights are read or written.
+/// Reads the model's configuration, and names its file, where weights are read or written.
 fn config(args: &RunArgs) -> Result<Option<(ModelConfig, PathBuf)>, Failure> {
     let beside = |w: &PathBuf| {
         if w.is_dir() {
@@ -339,7 +330,7 @@ fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure>
     Ok(Dataset::open(&args.data, &options)?)
 }
 
-/// Rows of the smallest table that tokens index; without a table any token will do.
+/// Returns the rows of the smallest table that tokens index; without a table any token will do.
 fn vocabulary(training: &TrainingGraph) -> u32 {
     let graph = &training.graph;
     let is_tokens = |v: &ir::ValueId| {
@@ -359,7 +350,7 @@ fn vocabulary(training: &TrainingGraph) -> u32 {
     u32::try_from(rows.min().unwrap_or(u64::from(u32::MAX))).unwrap_or(u32::MAX)
 }
 
-/// The ranks' arenas against the memory that is free, so that the system need not kill us.
+/// Refuses plans whose ranks need more memory than is free, before the system kills the process.
 fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
     let ranks: u32 = loaded
         .program
@@ -398,7 +389,7 @@ fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
 fn train_all(
     args: &RunArgs,
     loaded: &Loaded,
-    dataset: &Dataset,
+    dataset: &Arc<Dataset>,
     schedule: &LrSchedule,
     weights: Option<&Weights>,
     resume: Option<Arc<Checkpoint>>,
@@ -420,8 +411,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
-            threads_per_rank: None,
-            orders: None,
+            ..SessionOptions::default()
         },
     };
     let drawn = runtime::init::from_graph(&loaded.training, plan.train.seed);
@@ -457,7 +447,7 @@ fn train_all(
     Ok(result?)
 }
 
-/// The work of a step, to turn its time into rates.
+/// The work of a step, which turns its time into rates.
 struct Rates {
     tokens: f64,
     model_flops: f64,
@@ -473,7 +463,7 @@ impl Rates {
             tokens: work.tokens as f64,
             model_flops: work.model_flops.0,
             hardware_flops: work.hardware_flops.0,
-            // The peak of devices that did not do the work would make a figure of nothing.
+            // The peak of devices that did not do the work says nothing about the run.
             peak: Some(&loaded.plan.cluster)
                 .filter(|c| cluster::is_of_cpu_ranks(c))
                 .and_then(|c| peak_flops_per_s(c, work.dtype, devices)),

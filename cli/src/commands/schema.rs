@@ -8,7 +8,6 @@ use ir::measurement::Measurement;
 use ir::plan::Plan;
 use schemars::schema_for;
 
-/// Runs the verb.
 pub fn run(args: &SchemaArgs) -> Result<(), Failure> {
     report::print_json(&match args.document {
         Document::Plan => schema_for!(Plan),

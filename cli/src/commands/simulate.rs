@@ -1,7 +1,7 @@
 //! `simulate`: one training step played on the cluster's description.
 
 use crate::args::SimulateArgs;
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 use crate::outputs;
 use crate::plan_file;
 use crate::report;
@@ -9,10 +9,9 @@ use cost_model::simulate::{SimulateOptions, TimelineDetail, simulate};
 use cost_model::{StepWork, trace};
 use serde_json::json;
 
-/// Events of a trace file at most; Perfetto opens as many in seconds.
+/// The most events of a trace file; Perfetto opens as many in seconds.
 const MAX_EVENTS: usize = 500_000;
 
-/// Runs the verb.
 pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     if let Some(path) = &args.trace {
         outputs::check(&[path], &[&args.plan])?;
@@ -27,12 +26,7 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     if args.trace.is_some() {
         options.timeline = TimelineDetail::Instructions;
     }
-    let played = simulate(&loaded.program, &plan.cluster, &options).map_err(|e| {
-        Failure::new(
-            Exit::CheckFailed,
-            format!("the plan's program cannot be played: {e}"),
-        )
-    })?;
+    let played = simulate(&loaded.program, &plan.cluster, &options)?;
     let events = played.timeline.as_deref().unwrap_or_default();
     if let Some(path) = &args.trace {
         outputs::write_atomic(path, trace::chrome_trace(events, MAX_EVENTS).as_bytes())?;

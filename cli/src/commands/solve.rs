@@ -16,9 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Runs the verb.
 pub fn run(args: &SolveArgs) -> Result<(), Failure> {
-    // The limit counts from here, so that it covers reading; so does an interrupt.
+    // The time limit counts from here and so covers reading, and an interrupt works from here on.
     let start = Instant::now();
     let cancel = interrupt::flag("ending with what is known")?;
     let options = options(args, start, &cancel)?;
@@ -76,7 +75,7 @@ fn options(
     })
 }
 
-/// The result as one JSON object.
+/// Prints the result as one JSON object.
 fn line(result: &SolveResult, usage_limit: Option<u64>, solver: &str) -> Value {
     let status = match &result.status {
         SolveStatus::Optimal => "optimal",
@@ -151,7 +150,7 @@ fn reason(why: &Infeasibility) -> String {
     }
 }
 
-/// The longest time limit in seconds.
+/// The longest time limit, in seconds.
 const LONGEST_S: f64 = 1e12;
 
 fn seconds(s: f64) -> Result<Duration, Failure> {
@@ -168,7 +167,7 @@ fn seconds(s: f64) -> Result<Duration, Failure> {
     }
 }
 
-/// A file that cannot be read further once somebody asked to stop.
+/// A file that cannot be read further once the user asked to stop.
 struct Interruptible<'a> {
     file: File,
     cancel: &'a AtomicBool,

@@ -15,9 +15,9 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Keys of clusters that say where figures come from, and not what they are.
+/// Keys of clusters that say where figures come from, and so are not compared.
 const NOT_FIGURES: [&str; 2] = ["measured", "sources"];
-/// Differences that are listed; `--json` has them all.
+/// The most differences that are listed; `--json` has them all.
 const LISTED: usize = 20;
 
 /// Two plans side by side.
@@ -25,7 +25,7 @@ const LISTED: usize = 20;
 pub struct Against {
     /// The predictions of both.
     pub predicted: Vec<Quantity>,
-    /// The differences.
+    /// What differs between the plans.
     pub differences: Vec<Difference>,
     /// Remarks to read before the figures are compared.
     pub notes: Vec<String>,
@@ -34,7 +34,7 @@ pub struct Against {
 /// A predicted quantity of both plans.
 #[derive(Clone, Debug, Serialize)]
 pub struct Quantity {
-    /// Its kind.
+    /// The name of the quantity.
     pub what: &'static str,
     /// The values of the two plans.
     pub values: [f64; 2],
@@ -52,21 +52,21 @@ enum Kind {
     /// Tokens per second.
     #[serde(rename = "per_second")]
     Rate,
-    /// A share of one. Its change is in points.
+    /// A share of one, whose change is shown in points.
     Share,
 }
 
 /// Something that is not the same in both plans.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// The name of the difference, or the key of training or cluster.
+    /// The name of what differs, or its key in training or cluster.
     pub what: String,
-    /// In either plan.
+    /// The two plans' values.
     pub values: [String; 2],
 }
 
 impl Against {
-    /// Sets `b` beside `a`.
+    /// Compares plan `a` with plan `b`.
     pub fn new(a: &Loaded, b: &Loaded) -> Result<Self, Failure> {
         let (of_a, of_b) = (facts(a)?, facts(b)?);
         let keys = of_a.iter().chain(&of_b).map(|(what, _)| what);
@@ -99,9 +99,9 @@ impl Against {
             if a.plan.name == b.plan.name {
                 let trained = ["train.sequence", "train.dropout"];
                 let why = match trained.iter().all(|key| is_same(&differences, key)) {
-                    true => "they are other models of one name",
+                    true => "they are different models of the same name",
                     false => {
-                        "as other sequences or dropout make them, if not other models of one name"
+                        "because of sequence or dropout, unless they are different models of the same name"
                     }
                 };
                 notes.push(format!(
@@ -110,7 +110,7 @@ impl Against {
                 ));
             }
         }
-        // Where stages or axes differ, all ops do.
+        // Where stages or axes differ, all ops do, and are not listed one by one.
         let above = ["graph", "stages", "layers of the stages", "meshes", "axes"];
         if above.iter().all(|what| is_same(&differences, what)) {
             let at = differences.iter().position(|d| d.what.contains('.'));
@@ -127,12 +127,12 @@ impl Against {
         })
     }
 
-    /// Two tables; `names` are those of the plans.
+    /// Writes two tables; `names` are those of the plans.
     pub fn words(&self, names: [&str; 2]) -> String {
         let figures = self.predicted.iter().map(Quantity::cells).collect();
         let header = ["predicted", names[0], names[1], "change"];
         let mut w = table(&header, figures, 1);
-        w += "\n(compute, collectives, transfers, begin and end: of a step, the mean over the meshes; peak memory: of the rank that needs most)\n";
+        w += "\n(compute, collectives, transfers, begin and end: per step, averaged over the meshes; peak memory: of the rank that needs most)\n";
         for note in &self.notes {
             w += &format!("\n{note}\n");
         }
@@ -213,10 +213,10 @@ fn predicted(a: &Plan, b: &Plan) -> Vec<Quantity> {
     figures
 }
 
-/// Sums of the same in another order differ by less, and nothing that is predicted is as small.
+/// Sums of equal numbers in another order differ by less, and no prediction is so small.
 const NOISE: f64 = 1e-12;
 
-/// Two values without what rounding leaves: nothing is 0, and equal sums are equal.
+/// Removes what rounding leaves: a value near 0 becomes 0, and equal sums become equal.
 fn without_noise(values: [f64; 2]) -> [f64; 2] {
     let [a, b] = values.map(|x| if x.abs() < NOISE { 0.0 } else { x });
     match (b - a).abs() <= NOISE * a.abs() {
@@ -225,7 +225,7 @@ fn without_noise(values: [f64; 2]) -> [f64; 2] {
     }
 }
 
-/// The size of both models, and what tells them apart where they are of one size.
+/// Describes the size of both models, and what tells them apart where they are of one size.
 fn graphs(a: &Loaded, b: &Loaded) -> [String; 2] {
     let size = |loaded: &Loaded| {
         let Ok(graph) = ir::text::parse(&loaded.plan.graph) else {
@@ -250,7 +250,7 @@ fn graphs(a: &Loaded, b: &Loaded) -> [String; 2] {
         return sizes;
     }
     let [size, _] = sizes;
-    // The first line of the text that is not the same.
+    // The first line of the text that differs.
     let lines = |loaded: &Loaded| -> Vec<String> {
         let lines = loaded.plan.graph.lines();
         lines.map(|l| l.trim().to_string()).collect()
@@ -263,7 +263,7 @@ fn graphs(a: &Loaded, b: &Loaded) -> [String; 2] {
     }
 }
 
-/// Characters of a line of a graph that are shown.
+/// The characters of a graph's line that are shown.
 const LINE_SHOWN: usize = 60;
 
 fn shortened(line: &str) -> String {
@@ -273,11 +273,11 @@ fn shortened(line: &str) -> String {
     }
 }
 
-/// Ops that are named in a difference.
+/// The most ops that a difference names.
 const OPS_NAMED: usize = 3;
 
-/// The differences in single ops of plans that are alike in all else: roles of axes, then
-/// layout changes on the way to them.
+/// Lists the differences in single ops of plans that are alike in all else: roles of axes, and if
+/// these are equal, layout changes on the way to them.
 fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     let of = |loaded: &Loaded| {
         let Loaded { plan, training, .. } = loaded;
@@ -297,7 +297,7 @@ fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
                             .collect::<Vec<_>>()
                             .join(" ")
                     );
-                    // The forward pass first: the rest follows from it.
+                    // Ops of the forward pass come first, because the rest follows from them.
                     let path = relative_path(&op.op.path, name).replace("{}.", "");
                     let path = (op.op.pass != Pass::F, path);
                     for layer in first..first + run.count as usize {
@@ -310,7 +310,7 @@ fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     };
     let (of_a, of_b) = (of(a), of(b));
     let nothing = "-".to_string();
-    // By op, what it is in the first layer where it differs, and in how many it does.
+    // For each op, what it is in the first layer where it differs, and in how many layers it does.
     let mut different: BTreeMap<&(bool, String), (u64, [&String; 2])> = BTreeMap::new();
     let keys: BTreeSet<&(usize, (bool, String))> = of_a.keys().chain(of_b.keys()).collect();
     for key in keys {
@@ -339,7 +339,7 @@ fn ops(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     }]
 }
 
-/// That plans whose ops are the same differ in the way from op to op.
+/// Reports that plans with the same ops differ in the layout changes between them.
 fn layout_changes(a: &Plan, b: &Plan) -> Option<Difference> {
     if (&a.layer_strategies, &a.edges, &a.transfers)
         == (&b.layer_strategies, &b.edges, &b.transfers)
@@ -352,12 +352,12 @@ fn layout_changes(a: &Plan, b: &Plan) -> Option<Difference> {
         counted(n as u64, "layout change")
     };
     Some(Difference {
-        what: "on the way to ops".into(),
-        values: [count(a), format!("{}, others", count(b))],
+        what: "layout changes between ops".into(),
+        values: [count(a), format!("{}, different ones", count(b))],
     })
 }
 
-/// The subject and the decisions of a plan, in a fixed order.
+/// Lists what a plan is of and what it decides, in a fixed order.
 fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     let plan = &loaded.plan;
     let stages = stages(plan, &loaded.training);
@@ -408,7 +408,7 @@ fn json(value: &impl Serialize) -> Result<Value, Failure> {
     serde_json::to_value(value).map_err(failed)
 }
 
-/// The scalars of a document by their paths.
+/// Collects the scalars of a document by their paths.
 fn flatten(path: &str, value: &Value, into: &mut BTreeMap<String, String>) {
     match value {
         Value::Object(map) => {
@@ -432,7 +432,7 @@ fn flatten(path: &str, value: &Value, into: &mut BTreeMap<String, String>) {
     }
 }
 
-/// Something about each stage, stages with the same in one line.
+/// Describes each stage, with neighbouring stages of one description in one line.
 fn by_stage(stages: &[StageReport], of: fn(&StageReport) -> String) -> String {
     let mut runs: Vec<(usize, usize, String)> = Vec::new();
     for (i, stage) in stages.iter().enumerate() {
@@ -462,7 +462,7 @@ fn mesh(stage: &StageReport) -> String {
     }
 }
 
-/// The roles of the axes in most of the stage's layers: those of its longest run.
+/// Describes the roles of the axes in most of the stage's layers.
 fn does(stage: &StageReport) -> String {
     let mut known: Vec<(String, usize)> = Vec::new();
     for run in &stage.layers {
@@ -477,7 +477,7 @@ fn does(stage: &StageReport) -> String {
             None => known.push((said, run.n_layers)),
         }
     }
-    // The first of those that are as many.
+    // Of descriptions that are equally frequent, the first one is taken.
     let most = known.iter().rev().max_by_key(|(_, n)| *n);
     most.map_or(String::new(), |(said, _)| said.clone())
 }

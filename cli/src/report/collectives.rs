@@ -8,28 +8,28 @@ use std::collections::BTreeMap;
 /// Communication of one kind in one stage.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Traffic {
-    /// The stage; of interleaved ones the first on its mesh.
+    /// The stage; where stages are interleaved, the first one of the mesh.
     pub stage: usize,
-    /// All stages on the mesh, in words.
+    /// All stages of the mesh, in words.
     #[serde(skip)]
     stages: String,
-    /// `all_reduce`, ..., `send`, `receive`, `world_sum`.
+    /// The kind: `all_reduce`, ..., `send`, `receive`, `world_sum`.
     pub kind: String,
-    /// Names of the axes of its groups; the other stage for transfers.
+    /// The names of the axes of its groups; for transfers the other stage.
     pub over: String,
-    /// Ranks in a group.
+    /// The ranks of a group.
     pub ranks: u64,
-    /// Part of the step.
+    /// The part of the step.
     pub part: String,
-    /// Executions per step.
+    /// The number of executions per step.
     pub count: u64,
-    /// Bytes per step and rank, as `ir::collective` counts them.
+    /// The bytes per step and rank, as `ir::collective` counts them.
     pub bytes: Bytes,
 }
 
 type Key = (usize, &'static str, String, u64, &'static str);
 
-/// All communication of a program, by stage, kind and axes.
+/// Lists all communication of a program, by stage, kind and axes.
 pub fn traffic(program: &Program) -> Vec<Traffic> {
     let mut sums: BTreeMap<Key, (u64, u64)> = BTreeMap::new();
     for (stage, role) in program.roles.iter().enumerate() {
@@ -62,7 +62,7 @@ pub fn traffic(program: &Program) -> Vec<Traffic> {
     sums.into_iter().map(row).collect()
 }
 
-/// How often each template is played in a step.
+/// Counts how often each template is played in a step.
 fn plays(role: &RoleProgram) -> Vec<u64> {
     let mut plays = vec![0; role.templates.len()];
     role.trace
@@ -131,7 +131,7 @@ fn part_name(kind: TemplateKind) -> &'static str {
     }
 }
 
-/// As a table.
+/// Writes the traffic as a table.
 pub fn table(rows: &[Traffic]) -> String {
     let line = |t: &Traffic| {
         vec![

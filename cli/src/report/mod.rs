@@ -12,11 +12,12 @@ pub mod parallelism;
 pub mod plan;
 pub mod strategies;
 
+use crate::document;
 use crate::failure::{Exit, Failure};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-/// A table with a header; columns from `numbers_from` on are right-aligned.
+/// Draws a table with a header; columns from `numbers_from` on are right-aligned.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
     let mut table = Table::new();
     table
@@ -29,11 +30,11 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> St
     table.to_string()
 }
 
-/// Widest line of prose, in columns.
+/// The widest line of prose, in columns.
 const WIDTH: usize = 100;
 
-/// Prose with lines of at most [`WIDTH`] columns, broken between words; what goes on stands two
-/// columns further in.
+/// Wraps prose to lines of at most [`WIDTH`] columns, broken between words; continued lines are
+/// indented by two more columns.
 pub fn wrapped(text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
@@ -60,9 +61,7 @@ pub fn wrapped(text: &str) -> String {
 
 /// Prints a value as JSON.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(value)
-        .map_err(|e| Failure::new(Exit::Internal, format!("cannot write JSON: {e}")))?;
-    out(&text)
+    out(document::to_json(value)?.trim_end())
 }
 
 /// Prints to standard output; a reader that has gone away (`| head`) is no error.
@@ -77,7 +76,7 @@ pub fn out(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// A share in percent; one that no utilisation or gap is like, with an exponent.
+/// Shows a share in percent; one that no utilisation or gap is like, with an exponent.
 pub fn percent(share: f64) -> String {
     match share.abs() < 1e6 {
         true => format!("{:.1}%", share * 100.0),
@@ -85,7 +84,7 @@ pub fn percent(share: f64) -> String {
     }
 }
 
-/// A count with a prefix: `12.3 k`.
+/// Shows a count with a prefix: `12.3 k`.
 pub fn count(x: f64) -> String {
     match x.abs() {
         a if a >= 1e18 => format!("{x:.2e} "),

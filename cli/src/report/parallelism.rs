@@ -17,20 +17,21 @@ use std::collections::BTreeMap;
 /// The role of one axis for one layer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AxisReport {
-    /// Name of the axis.
+    /// The name of the axis.
     pub axis: String,
-    /// Devices along it.
+    /// The devices along it.
     pub size: u32,
-    /// `data parallel`, `tensor parallel`, ...; empty when all its ranks compute the same.
+    /// The kinds of parallelism: `data parallel`, `tensor parallel`, ...; empty when all ranks of
+    /// the axis compute the same.
     pub does: Vec<String>,
-    /// ZeRO level of most parameter bytes; `None` where the axis shards the uses of most.
+    /// The ZeRO level of most parameter bytes; `None` where the axis shards the uses of most.
     pub zero: Option<u8>,
-    /// Share of the layer's parameter bytes at that level.
+    /// The share of the layer's parameter bytes at that level.
     pub zero_share: f64,
 }
 
 impl AxisReport {
-    /// One line.
+    /// Describes the role in one line.
     pub fn words(&self) -> String {
         let mut does = self.does.join(" and ");
         if does.is_empty() {
@@ -48,7 +49,7 @@ impl AxisReport {
     }
 }
 
-/// The roles of the stage's mesh axes for `layer`; `strategy` indexes the plan's.
+/// Finds the roles of the stage's mesh axes for `layer`, whose strategy has this index in the plan.
 pub fn axes(
     plan: &Plan,
     training: &TrainingGraph,
@@ -81,19 +82,19 @@ pub fn axes(
         .collect()
 }
 
-/// An op with its strategy and the specs that this implies.
+/// An op with its strategy, and the specs that follow from it.
 pub struct Assigned<'a> {
     /// The op.
     pub op: &'a Op,
-    /// Per axis, what it does in the op.
+    /// For each axis, its use in the op.
     pub uses: Vec<AxisUse>,
-    /// Roles of the op's factors.
+    /// The roles of the op's factors.
     pub roles: Vec<FactorRole>,
-    /// Specs of operands and results.
+    /// The specs of operands and results.
     pub specs: Assignment,
 }
 
-/// The ops of a layer that have a strategy, in graph order.
+/// Lists the ops of a layer that have a strategy, in graph order.
 pub fn assignments<'a>(
     plan: &Plan,
     training: &'a TrainingGraph,
@@ -191,14 +192,14 @@ impl Layer<'_> {
         does
     }
 
-    /// Level and bytes of every parameter; no level where its uses shard it over `axis`.
+    /// Returns level and bytes of every parameter; no level where its uses shard it over `axis`.
     fn zero_levels(&self, axis: AxisId) -> Vec<(Option<u8>, u64)> {
         let graph = &self.training.graph;
         let first = |a: &Assigned<'_>| a.op.outputs.first().copied();
         let making: BTreeMap<Option<ValueId>, &Assigned<'_>> =
             self.ops.iter().map(|a| (first(a), a)).collect();
-        // The last of several ops of one origin: among a parameter's copies the one that its uses
-        // read.
+        // Of several ops with one origin, the last is taken: among a parameter's copies it is the
+        // one that the uses read.
         let by_origin: BTreeMap<Origin, &Assigned<'_>> =
             self.ops.iter().map(|a| (a.op.origin, a)).collect();
         let spec_of = |v| making.get(&Some(v)).and_then(|a| a.specs.results.first());
@@ -257,7 +258,7 @@ fn is_heavy(kind: &OpKind) -> bool {
     )
 }
 
-/// The last two parts of a path: `attn.qkv`.
+/// Returns the last two parts of a path: `attn.qkv`.
 fn leaf(path: &str) -> String {
     let parts: Vec<&str> = path.split('.').collect();
     parts[parts.len().saturating_sub(2)..].join(".")

@@ -4,45 +4,48 @@ use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
 use super::{count, percent, table, wrapped};
 use cost_model::StepWork;
-use cost_model::utilisation::{peak_dtype, too_fast};
+use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
 use ir::plan::{Plan, Prediction, StageProof};
 use ir::training::TrainingGraph;
-use ir::{Bytes, DType, Optimizer, Pass, Seconds, counted};
+use ir::{Bytes, DType, DeviceMesh, Optimizer, Pass, Seconds, counted};
 use serde::Serialize;
 use std::fmt::Write;
 
-/// A stage for machines.
+/// A stage as JSON output has it.
 #[derive(Clone, Debug, Serialize)]
 pub struct StageReport {
-    /// Ranks, first and last.
+    /// The first and the last rank.
     pub ranks: [u32; 2],
-    /// Which of the stages on these ranks, from 0; always 0 unless stages are interleaved.
+    /// The groups of the cluster that they lie in, where there are several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<usize>,
+    /// The place of the stage among those on these ranks, from 0; not 0 only when interleaved.
     pub chunk: u32,
-    /// Axes, major first: name and size.
+    /// The axes, major first: name and size.
     pub mesh: Vec<(String, u32)>,
-    /// Runs of equal layers.
+    /// The runs of equal layers.
     pub layers: Vec<RunReport>,
 }
 
 /// Layers of a stage that are treated equally.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunReport {
-    /// Names of the layers.
+    /// The names of the layers.
     pub layers: String,
     /// The roles of the axes for them.
     pub axes: Vec<AxisReport>,
-    /// Forward ops whose results are recomputed, relative to the layer.
+    /// The forward ops whose results are recomputed, by their paths in the layer.
     pub recompute: Vec<String>,
-    /// The same in words; empty where everything is kept.
+    /// The recomputation in words; empty where everything is kept.
     #[serde(skip)]
     pub recompute_words: String,
-    /// Number of the layers.
+    /// The number of layers.
     #[serde(skip)]
     pub n_layers: usize,
 }
 
-/// The stages of a plan.
+/// Describes the stages of a plan.
 pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
     let stage = |(i, s): (usize, &ir::plan::StagePlan)| {
         let first = s.mesh.devices.first_rank.0;
@@ -57,6 +60,7 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
         };
         StageReport {
             ranks: [first, first + s.mesh.n_devices().saturating_sub(1)],
+            groups: groups(&plan.cluster, s.mesh.devices),
             chunk: plan.chunk_of(ir::StageId::new(i)),
             mesh: s
                 .mesh
@@ -70,8 +74,29 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
     plan.stages.iter().enumerate().map(stage).collect()
 }
 
-/// Axes along which all ranks of a stage do the same work in every layer and hold the same
-/// parts of every parameter: devices that add nothing.
+/// Returns the groups that ranks lie in; none where the cluster has no others than its own.
+fn groups(cluster: &Cluster, ranks: DeviceMesh) -> Vec<usize> {
+    let parts = cluster.by_group(ranks).into_iter();
+    let groups = parts.map(|(group, _)| group);
+    groups.filter(|_| !cluster.groups.is_empty()).collect()
+}
+
+/// Says where groups lie: ` in group 1 (NVIDIA A100)`.
+fn in_groups(cluster: &Cluster, groups: &[usize]) -> String {
+    let name = |group: &usize| {
+        let of = group.checked_sub(1).and_then(|i| cluster.groups.get(i));
+        let device = of.map_or(&cluster.device, |g| &g.device);
+        format!("group {group} ({})", device.name)
+    };
+    let names: Vec<String> = groups.iter().map(name).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!(" in {}", names.join(" and ")),
+    }
+}
+
+/// Reports axes along which all ranks of a stage do the same work in every layer and hold the same
+/// parts of every parameter, so that their devices add nothing.
 pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
     let mut said = Vec::new();
     for (i, stage) in stages.iter().enumerate() {
@@ -90,7 +115,7 @@ pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
     said
 }
 
-/// The plan on one screen: what runs where, and what it is predicted to take.
+/// Describes the plan on one screen: what runs where, and what it is predicted to take.
 pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = described(plan, training);
     let _ = writeln!(w, "\n{}", predicted_line(&plan.predicted));
@@ -107,7 +132,7 @@ pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
     wrapped(&w)
 }
 
-/// The whole plan in words.
+/// Describes the whole plan in words.
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = described(plan, training);
     w.push('\n');
@@ -119,7 +144,7 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     w
 }
 
-/// The description of the plan: model, devices, stages.
+/// Describes what the plan is of: model, devices, stages.
 fn described(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
     for (i, stage) in stages(plan, training).iter().enumerate() {
@@ -130,11 +155,12 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
             .join(" x ");
         let _ = writeln!(
             w,
-            "\nStage {i}: {}{}{}",
+            "\nStage {i}: {}{}{}{}",
             match stage.ranks {
                 [first, last] if first == last => format!("rank {first}"),
                 [first, last] => format!("ranks {first} to {last}"),
             },
+            in_groups(&plan.cluster, &stage.groups),
             match mesh.is_empty() {
                 true => String::new(),
                 false => format!(", mesh {mesh}"),
@@ -175,7 +201,7 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
     w
 }
 
-/// The recomputation of a run of layers, in words: everything when its boundary alone is kept for
+/// Describes the recomputation of a run of layers: everything when only its boundary is kept for
 /// the backward pass, else the ops by name.
 fn recomputed(plan: &Plan, training: &TrainingGraph, run: &ir::plan::LayerRun) -> String {
     let listed = &plan.layer_strategies[run.strategy as usize].recompute;
@@ -213,12 +239,16 @@ fn heading(plan: &Plan) -> String {
         Optimizer::Sgd { .. } => "SGD",
     };
     let used = used_devices(plan);
+    let groups = c.groups.iter().map(|g| g.device.name.as_str());
+    let devices: Vec<&str> = std::iter::once(c.device.name.as_str())
+        .chain(groups)
+        .collect();
     let mut w = format!(
         "{} on {used} of the {} of {} ({})\n",
         plan.name,
         counted(c.n_devices(), "device"),
         c.name,
-        c.device.name
+        devices.join(", ")
     );
     let _ = writeln!(
         w,
@@ -246,7 +276,7 @@ fn heading(plan: &Plan) -> String {
     w
 }
 
-/// The savings of interleaving, in one line; nothing where a mesh has one stage.
+/// Describes in one line what interleaving saves; empty where a mesh has one stage.
 fn interleaving(plan: &Plan) -> String {
     let (v, m) = (plan.schedule.virtual_stages(), plan.n_microbatches.max(1));
     if v < 2 {
@@ -293,7 +323,7 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     w
 }
 
-/// The time of a checkpoint, in one line.
+/// Describes in one line the time that a checkpoint takes.
 fn checkpoint(p: &Prediction) -> String {
     let Some(c) = p.checkpoint else {
         return String::new();
@@ -310,8 +340,7 @@ fn checkpoint(p: &Prediction) -> String {
     }
 }
 
-/// HFU behind MFU, where recomputation makes it another number: one that is printed otherwise,
-/// as both are rounded.
+/// Shows HFU behind MFU, where recomputation makes it differ after both are rounded.
 pub fn hfu(mfu: f64, hfu: f64) -> String {
     if percent(hfu) != percent(mfu) {
         format!(" (HFU {})", percent(hfu))
@@ -320,25 +349,25 @@ pub fn hfu(mfu: f64, hfu: f64) -> String {
     }
 }
 
-/// Devices that the plan uses.
+/// Counts the devices that the plan uses.
 pub fn used_devices(plan: &Plan) -> u32 {
     plan.meshes().map(|m| m.n_devices()).sum()
 }
 
-/// The stages on one of `n_meshes` meshes with `virtual_stages` each, by their numbers: `1`, or
-/// interleaved `1+5`.
+/// Names the stages on one of `n_meshes` meshes with `virtual_stages` each by their numbers: `1`,
+/// or interleaved `1+5`.
 pub fn stages_of_mesh(mesh: usize, n_meshes: usize, virtual_stages: u32) -> String {
     let stages = (0..virtual_stages as usize).map(|c| (mesh + c * n_meshes).to_string());
     stages.collect::<Vec<_>>().join("+")
 }
 
-/// The convention of MFU here, with the peak and its source.
+/// Explains how MFU is counted, with the peak and its source.
 pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     let Some(of) = peak_dtype(cluster, dtype) else {
         return format!("MFU: the cluster has no {} peak", dtype.name());
     };
     let key = format!("device.peak_flops_per_s.{}", of.name());
-    // The source of the key, or of the nearest table around it.
+    // The source is that of the key, or of the nearest table around it.
     let prefixes = std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
     let source = prefixes
         .filter_map(|end| cluster.sources.get(&key[..end]))
@@ -350,20 +379,30 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     };
     format!(
         "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {} ({source}){instead}",
-        count(cluster.peak_flops_per_s(of, devices).unwrap_or(0.0)),
+        count(peak_flops_per_s(cluster, dtype, devices).unwrap_or(0.0)),
         of.name(),
         counted(devices, "device"),
     )
 }
 
-/// The mistake in a step time, if there is one: that the devices' best matmuls are slower.
+/// Reports a step time that is too short, because the devices' best matmuls are slower.
 pub fn mistake(plan: &Plan, training: &TrainingGraph, step_s: f64, what: &str) -> Option<String> {
     let work = StepWork::of(training, &plan.train);
     too_fast(&plan.cluster, &work, used_devices(plan), step_s).map(|found| found.words(what))
 }
 
-/// That the compute type is planned at another type's rate, if it is, and what to do.
+/// Warns that matmuls of the compute type are planned at another type's rate, where they are.
 pub fn no_peak(cluster: &Cluster, dtype: DType) -> Option<String> {
+    let all = DeviceMesh {
+        first_rank: ir::Rank(0),
+        n_devices: cluster.n_devices(),
+    };
+    let groups = cluster.by_group(all).into_iter();
+    let mut seen = groups.map(|(_, ranks)| cluster.seen_by(ranks));
+    seen.find_map(|of_group| no_peak_in(&of_group, dtype))
+}
+
+fn no_peak_in(cluster: &Cluster, dtype: DType) -> Option<String> {
     let of = peak_dtype(cluster, dtype).filter(|of| *of != dtype)?;
     let there: Vec<&str> = cluster
         .device
@@ -380,9 +419,9 @@ pub fn no_peak(cluster: &Cluster, dtype: DType) -> Option<String> {
     ))
 }
 
-/// Times and memory per mesh, whose stages are named.
+/// Writes the table of times and memory of each mesh, with the names of its stages.
 pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
-    // Sums of nothing may be a negative zero.
+    // An empty sum may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
     // What the peak has beside the program's arena.
@@ -428,11 +467,11 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
         "for the step\na rank",
         "activations\na rank",
         "transient\na rank",
-        "beside\na rank",
+        "other\na rank",
         "peak\na rank",
     ];
-    let note = "(compute, collectives, transfers: what a rank spends in them; where ranks share processors, collectives have what their ranks wait there)
-(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest of the program's arena; beside: what the device reserves and the process holds beside the arena; peak: the sum)";
+    let note = "(compute, collectives, transfers: the time that a rank spends in each; where ranks share processors, the time in collectives includes waiting there)
+(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest of the program's arena; other: what the device reserves and the process holds outside the arena; peak: the sum)";
     let shared = match virtual_stages {
         1 => String::new(),
         v => format!(
@@ -441,20 +480,19 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
         ),
     };
     format!(
-        "{}\n{note}{shared}",
-        table(&header, p.stages.iter().enumerate().map(row).collect(), 1)
+        "{}\n{}",
+        table(&header, p.stages.iter().enumerate().map(row).collect(), 1),
+        wrapped(&format!("{note}{shared}"))
     )
 }
 
-/// The parts of the gap, and how the simulated step differs from the objective, a line each.
+/// Explains the gap, and how the simulated step differs from the objective, a line each.
 fn gap(plan: &Plan) -> String {
     let p = &plan.proof;
     let of_gap = match p.gap > 5e-4 {
-        false => {
-            "no pipeline of that space has an objective smaller by more than 0.05%".to_string()
-        }
+        false => "no pipeline of that space is better by more than 0.05%".to_string(),
         true => format!(
-            "no pipeline of that space has an objective under the bound, so none has one smaller by more than {}; some of it is the bound's, which leaves out work once per step and memory beyond one microbatch",
+            "no pipeline of that space has an objective below the bound, so none is better by more than {}; part of the gap is slack in the bound, which leaves out work done once per step and the memory of all microbatches but one",
             percent(p.gap)
         ),
     };
@@ -463,11 +501,11 @@ fn gap(plan: &Plan) -> String {
     let than = match off {
         o if o.abs() < 5e-4 => "as long as the objective".to_string(),
         o if o > 0.0 => format!(
-            "{} more than the objective, which adds up the times of stages: ranks also wait for each other and for what they share",
+            "{} more than the objective, which adds up the times of stages: ranks also wait for each other, and for hardware that they share",
             percent(o)
         ),
         o => format!(
-            "{} less than the objective, which adds up the times of stages: some of that overlaps, or is launched by graphs, which it does not know",
+            "{} less than the objective, which adds up the times of stages: some of that work overlaps, or is launched by CUDA graphs, which the objective does not know",
             percent(-o)
         ),
     };
@@ -477,7 +515,7 @@ fn gap(plan: &Plan) -> String {
     )
 }
 
-/// First and last of each run of neighbours that are proved equally.
+/// Returns the first and the last of each run of neighbouring stages that are proved equally.
 fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (i, stage) in stages.iter().enumerate() {
@@ -505,7 +543,7 @@ fn proof(plan: &Plan) -> String {
         counted(p.candidates, "candidate"),
     );
     if plan.cluster.pool.is_some() {
-        w += "\n  objective: the times of stages added up, or what the processors that ranks share need for the work of all, if that is longer";
+        w += "\n  objective: the sum of the stages' times or, if that is longer, the time that the shared processors need for the work of all ranks";
     }
     w += &gap(plan);
     for (first, last) in equal_runs(&p.stages) {
@@ -533,15 +571,15 @@ fn proof(plan: &Plan) -> String {
     w
 }
 
-/// The methods of proving a stage's choice.
+/// The ways in which a stage's choice is proved, with their explanations.
 const METHODS: [(&str, &str); 3] = [
     (
         "elimination",
-        "the ops' strategies are decided one after the other, each for all choices of its neighbours; exact, where memory has no price",
+        "strategies are decided op by op, each for all choices of the op's neighbours; exact, as memory has no price",
     ),
     (
         "priced elimination",
-        "the same with a price on memory that makes the stage fit; the bound is what no choice that fits can be under",
+        "the same with a price on memory that makes the stage fit; no choice that fits has an objective below the bound",
     ),
     (
         "integer program",
@@ -555,7 +593,7 @@ mod tests {
 
     #[test]
     fn hfu_is_said_where_it_is_printed_otherwise() {
-        // Rounding of the quotient alone makes no second figure.
+        // A difference by rounding alone makes no second figure.
         assert_eq!(hfu(0.4, 0.4 + 1e-16), "");
         assert_eq!(hfu(0.4, 0.5), " (HFU 50.0%)");
     }
@@ -582,6 +620,7 @@ mod tests {
         };
         let stage = |axes: Vec<AxisReport>| StageReport {
             ranks: [0, 3],
+            groups: Vec::new(),
             chunk: 0,
             mesh: vec![("x".into(), 4)],
             layers: vec![RunReport {

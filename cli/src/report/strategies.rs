@@ -10,19 +10,19 @@ use serde::Serialize;
 /// The strategy of one op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OpReport {
-    /// Stage and layers, for the reader.
+    /// The stage and the layers, in words.
     pub layers: String,
-    /// Path with the layer's name as `{}`.
+    /// The op's path, with the layer's name as `{}`.
     pub op: String,
-    /// Pass.
+    /// The pass.
     pub pass: String,
-    /// The role of each axis in it.
+    /// The use of each axis in the op.
     pub uses: String,
-    /// Specs of its results.
+    /// The specs of its results.
     pub results: String,
 }
 
-/// The ops of the first layer of every run of layers.
+/// Lists the ops of the first layer of every run of layers.
 pub fn strategies(plan: &Plan, training: &TrainingGraph) -> Vec<OpReport> {
     let mut rows = Vec::new();
     for (stage, s) in plan.stages.iter().enumerate() {
@@ -56,7 +56,7 @@ pub fn strategies(plan: &Plan, training: &TrainingGraph) -> Vec<OpReport> {
     rows
 }
 
-/// `h.0` or `h.0 to h.11`.
+/// Names a run of layers: `h.0`, or `h.0 to h.11`.
 pub fn layer_range(training: &TrainingGraph, first: LayerId, count: u32) -> String {
     let name = |i: usize| {
         training
@@ -74,7 +74,7 @@ pub fn layer_range(training: &TrainingGraph, first: LayerId, count: u32) -> Stri
     }
 }
 
-/// The role of each axis in an op.
+/// Describes the use of each axis in an op.
 pub fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
     let one = |(i, u): (usize, &AxisUse)| {
         let axis = mesh.axes.get(i).map_or("?", |x| x.name.as_str());
@@ -97,7 +97,7 @@ pub fn uses(a: &Assigned<'_>, mesh: &LogicalMesh) -> String {
         .join(", ")
 }
 
-/// As a table.
+/// Writes the strategies as a table.
 pub fn table(rows: &[OpReport]) -> String {
     let line = |r: &OpReport| {
         vec![

@@ -101,7 +101,7 @@ impl Place {
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
-    pub fn write(&self, name: &str, bytes: &[u8]) {
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
         std::fs::write(self.path(name), bytes).unwrap();
     }
     pub fn read(&self, name: &str) -> Vec<u8> {

@@ -192,7 +192,7 @@ pub fn send_time(cluster: &Cluster, from: u32, to: u32, bytes: u64) -> Seconds {
     match cluster.level_between(from, to) {
         Some(level) if from != to && bytes > 0 => {
             let moved = bytes as f64 + level.half_bytes;
-            Seconds(level.latency_s + moved / message_rate(level))
+            Seconds(level.latency_s + moved / message_rate(&level))
         }
         Some(level) if from != to => Seconds(level.latency_s),
         _ => Seconds(0.0),
@@ -210,12 +210,11 @@ pub(crate) fn message_rate(level: &Level) -> f64 {
 /// all that a collective's time depends on beyond the mesh's size. Blocks are counted exactly,
 /// and are equal when sizes divide; otherwise the fullest counts.
 pub(crate) fn crossings(cluster: &Cluster, group: &[u32]) -> Vec<usize> {
-    let members = |level: &Level| {
-        let block = |r: &u32| r / level.devices.max(1);
-        let blocks = group.chunk_by(|a, b| block(a) == block(b));
+    let members = |level: usize| {
+        let blocks = group.chunk_by(|a, b| cluster.joins(level, *a, *b));
         blocks.map(<[u32]>::len).max().unwrap_or(1)
     };
-    cluster.levels.iter().map(members).collect()
+    (0..cluster.levels.len()).map(members).collect()
 }
 
 /// Factors of a group by level, innermost first; a group of one has none.

@@ -89,7 +89,8 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
         .iter()
         .map(|role| {
             RoleCosts {
-                cluster,
+                cluster: &cluster.seen_by(role.mesh.devices),
+                whole: cluster,
                 role,
                 world: &world,
                 wires: &wires,
@@ -117,7 +118,8 @@ pub fn costs_of_rank(
     rank: Rank,
 ) -> Result<Vec<Vec<InstrCost>>, SimError> {
     RoleCosts {
-        cluster,
+        cluster: &cluster.seen_by(role.mesh.devices),
+        whole: cluster,
         role,
         world: &world_mesh(program),
         wires: &wires(program, cluster)?,
@@ -171,7 +173,10 @@ fn world_mesh(program: &Program) -> LogicalMesh {
 }
 
 struct RoleCosts<'a> {
+    /// As the role's ranks see it.
     cluster: &'a Cluster,
+    /// All of it.
+    whole: &'a Cluster,
     role: &'a RoleProgram,
     world: &'a LogicalMesh,
     wires: &'a [Wire],
@@ -293,7 +298,7 @@ impl RoleCosts<'_> {
             InstrKind::WorldSum { output, .. } => {
                 let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
                 let seconds = collective_time(
-                    self.cluster,
+                    &self.whole.seen_by(self.world.devices),
                     self.world,
                     &[AxisId(0)],
                     kind,

@@ -93,7 +93,10 @@ fn question<'a>(
         &t.to_spec,
         &t.lens,
         t.dtype.bytes(),
-        a % period,
+        match cluster.is_equal() {
+            true => a % period,
+            false => a,
+        },
         i64::from(b) - i64::from(a),
     )
 }
@@ -154,7 +157,7 @@ fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile], stands_for_all: 
         else {
             continue;
         };
-        let rate = message_rate(level);
+        let rate = message_rate(&level);
         let bytes = tile
             .len
             .iter()
@@ -164,7 +167,7 @@ fn worst(cluster: &Cluster, element_bytes: u64, tiles: &[Tile], stands_for_all: 
             *loads.entry((sends, 1, rank)).or_default() += bytes as f64 / rate;
             let users = level.devices_per_port.max(1);
             if users > 1 {
-                let port = (sends, users, rank / users);
+                let port = (sends, users, cluster.port(rank, users));
                 let times = if stands_for_all {
                     f64::from(users)
                 } else {

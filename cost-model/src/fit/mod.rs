@@ -127,6 +127,9 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             boost_clock_hz: None,
         },
         levels: Vec::new(),
+        groups: Vec::new(),
+        missing: Vec::new(),
+        degraded: Vec::new(),
         pool: Some(Pool {
             devices: n_ranks,
             // Points are processor time, measured while all processors were at work: what they

@@ -68,8 +68,9 @@ pub fn names() -> Vec<&'static str> {
     [CPU.0].into_iter().chain(names).collect()
 }
 
-/// The preset `name` with its own number of hosts, or the cluster that `DEVICE+LINK+LINK`
-/// composes; `None` when it is neither.
+/// The preset `name` with its own number of hosts, the cluster that `DEVICE+LINK+LINK` composes, or
+/// several of these as groups, `dgx-h100:2,dgx-a100-80gb`, with a number of hosts where it is not
+/// their own; `None` when it is none of them.
 ///
 /// Fails when a composition names what the catalogue does not have, or no machine joins.
 pub fn find(name: &str) -> Result<Option<Cluster>, PresetError> {
@@ -77,6 +78,19 @@ pub fn find(name: &str) -> Result<Option<Cluster>, PresetError> {
         name: name.into(),
         problem,
     };
+    if name.contains([',', ':']) {
+        let groups = name.split(',').map(|group| match group.split_once(':') {
+            None => find(group)?.ok_or_else(|| PresetError::Unknown { name: group.into() }),
+            Some((preset, n)) => {
+                let n = n
+                    .parse::<u32>()
+                    .map_err(|_| malformed(format!("`{group}` has no number behind `:`")))?;
+                load(preset, n)
+            }
+        });
+        let joined = groups.reduce(|all, next| Ok(all?.beside(next?)));
+        return joined.transpose();
+    }
     if name == CPU.0 {
         return parse(CPU.1).map(Some).map_err(malformed);
     }
@@ -121,6 +135,9 @@ pub fn with_hosts(mut cluster: Cluster, n_hosts: u32) -> Result<Cluster, String>
         .count();
     if n_hosts > 1 && inside < 2 && inside == cluster.levels.len() {
         return Err("no link joins its hosts".into());
+    }
+    if !cluster.is_equal() {
+        return Err("its hosts are not all equal".into());
     }
     cluster.n_hosts = n_hosts;
     let devices = cluster.n_devices();

@@ -43,7 +43,7 @@ fn block(
     b.add(format!("{h}.residual_2"), x, y)
 }
 
-/// Einsums of a gated MLP: into it and out of it, of one and of all experts at once.
+/// The einsums of a gated MLP, into it and out of it: for one MLP, and for all experts at once.
 const DENSE: [&str; 2] = ["bsh,hf->bsf", "bsf,fh->bsh"];
 const EXPERTS: [&str; 2] = ["ebch,ehf->ebcf", "ebcf,efh->ebch"];
 

@@ -18,12 +18,12 @@ use ir::sharding::ReduceKind;
 use ir::{DType, Graph, LayerId, Pass, Place, Region, Shape, TensorType, ValueId};
 use std::collections::BTreeMap;
 
-/// Options that the graph depends on besides the model.
+/// The options that the graph depends on besides the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BuildOptions {
-    /// Tokens per sample.
+    /// The tokens of a sample.
     pub sequence: u64,
-    /// Dropout probability, in `[0, 1)`; 0 leaves the ops out.
+    /// The dropout probability, in `[0, 1)`; 0 leaves the ops out.
     pub dropout: f64,
 }
 
@@ -148,7 +148,7 @@ impl Builder {
         };
         Ok(self.graph.add_source(kind, ty, place)?)
     }
-    /// `x` times `scope.weight`, plus `scope.bias` where the model has one.
+    /// Multiplies `x` by `scope.weight`, and adds `scope.bias` where the model has one.
     fn linear(&mut self, scope: &str, einsum: &str, x: ValueId) -> Result<ValueId, ImportError> {
         let weight = self.param(&format!("{scope}.weight"))?;
         let y = self.dot(scope, einsum, x, weight)?;
@@ -159,7 +159,7 @@ impl Builder {
         let bias = self.param(&bias)?;
         self.add(format!("{scope}.add_bias"), y, bias)
     }
-    /// Dropout of `x`, or `x` itself at probability zero.
+    /// Applies dropout to `x`; at probability zero returns `x` itself.
     fn dropout(&mut self, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
         match self.options.dropout {
             0.0 => Ok(x),
@@ -174,8 +174,8 @@ impl Builder {
             ),
         }
     }
-    /// Logits of the normalised `x` and the loss: the end of every model. `table` is the
-    /// embedding's value when tied.
+    /// Adds the logits of the normalised `x` and the loss, with which every model ends. `table` is
+    /// the embedding's value when tied.
     fn loss(&mut self, x: ValueId, table: Option<ValueId>) -> Result<(), ImportError> {
         let labels = self.input("labels", InputKind::Labels)?;
         let table = match table {

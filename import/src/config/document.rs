@@ -4,12 +4,13 @@
 //! Invariants: no key of the two outer levels occurs twice; `Fields::finish` fails unless
 //! every key was read or is on the list of harmless ones.
 
+use super::Numbers;
 use crate::ImportError;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
-/// Larger files are not model configs (published ones have a few kilobytes).
+/// The size, in bytes, above which a file is no model config (published ones have a few kilobytes).
 pub(super) const MAX_BYTES: usize = 1 << 20;
 
 /// A key of the outermost object, or of an object directly in it.
@@ -71,7 +72,7 @@ impl Document {
             positions,
         })
     }
-    /// The outermost object.
+    /// Returns the outermost object.
     pub(super) fn fields(&self) -> Fields<'_> {
         Fields {
             document: self,
@@ -80,7 +81,7 @@ impl Document {
             known: BTreeSet::new(),
         }
     }
-    /// Name of the file in messages.
+    /// Returns the name of the file in messages.
     pub(super) fn file(&self) -> &str {
         &self.file
     }
@@ -95,16 +96,16 @@ pub(super) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The value of a field, null included.
+    /// Returns the value of a field, null included.
     fn value(&mut self, name: &'static str) -> Option<&'a Value> {
         self.known.insert(name);
         self.object.get(name)
     }
-    /// Whether the field is there and not null.
+    /// Says whether the field is there and not null.
     pub(super) fn has(&mut self, name: &'static str) -> bool {
         self.value(name).is_some_and(|v| !v.is_null())
     }
-    /// A whole number in `range`, or none where the field is absent.
+    /// Reads a whole number in `range`; `None` where the field is absent.
     pub(super) fn integer(
         &mut self,
         name: &'static str,
@@ -125,7 +126,7 @@ impl<'a> Fields<'a> {
             _ => Err(self.wrong(name, value, &expected())),
         }
     }
-    /// As `integer`; null counts as absent.
+    /// Reads a whole number as `integer` does; null counts as absent.
     pub(super) fn nullable_integer(
         &mut self,
         name: &'static str,
@@ -137,7 +138,7 @@ impl<'a> Fields<'a> {
             Ok(None)
         }
     }
-    /// A whole number in `range`; the field must be there.
+    /// Reads a whole number in `range`; the field must be there.
     pub(super) fn required(
         &mut self,
         name: &'static str,
@@ -147,7 +148,7 @@ impl<'a> Fields<'a> {
         self.integer(name, range)?
             .ok_or_else(|| self.missing(name, &expected))
     }
-    /// A list of whole numbers in `range`; null counts as absent.
+    /// Reads a list of whole numbers in `range`; null counts as absent.
     pub(super) fn integers(
         &mut self,
         name: &'static str,
@@ -167,12 +168,11 @@ impl<'a> Fields<'a> {
             None => Err(self.wrong(name, value, &expected)),
         }
     }
-    /// A number that `accept` holds for.
+    /// Reads a finite number that `accept` holds for; `None` where the field is absent.
     pub(super) fn number(
         &mut self,
         name: &'static str,
-        accept: impl Fn(f64) -> bool,
-        expected: &str,
+        (accept, expected): Numbers,
     ) -> Result<Option<f64>, ImportError> {
         let Some(value) = self.value(name) else {
             return Ok(None);
@@ -182,7 +182,7 @@ impl<'a> Fields<'a> {
             _ => Err(self.wrong(name, value, expected)),
         }
     }
-    /// A truth value.
+    /// Reads a truth value.
     pub(super) fn boolean(&mut self, name: &'static str) -> Result<Option<bool>, ImportError> {
         let Some(value) = self.value(name) else {
             return Ok(None);
@@ -192,7 +192,7 @@ impl<'a> Fields<'a> {
             .map(Some)
             .ok_or_else(|| self.wrong(name, value, "expected true or false"))
     }
-    /// A string.
+    /// Reads a string.
     pub(super) fn string(&mut self, name: &'static str) -> Result<Option<&'a str>, ImportError> {
         let Some(value) = self.value(name) else {
             return Ok(None);
@@ -202,7 +202,7 @@ impl<'a> Fields<'a> {
             .map(Some)
             .ok_or_else(|| self.wrong(name, value, "expected a string"))
     }
-    /// An object within this one; null counts as absent.
+    /// Reads an object within this one; null counts as absent.
     pub(super) fn object(&mut self, name: &'static str) -> Result<Option<Fields<'a>>, ImportError> {
         match self.value(name) {
             None | Some(Value::Null) => Ok(None),
@@ -215,7 +215,7 @@ impl<'a> Fields<'a> {
             Some(value) => Err(self.wrong(name, value, "expected an object or null")),
         }
     }
-    /// The field, where present, must have one of these values.
+    /// Checks that the field, where present, has one of these values.
     pub(super) fn only(
         &mut self,
         name: &'static str,
@@ -234,7 +234,7 @@ impl<'a> Fields<'a> {
             _ => Ok(()),
         }
     }
-    /// Every remaining field must be harmless.
+    /// Checks that every field that was not read is harmless.
     pub(super) fn finish(self, harmless: &[&str]) -> Result<(), ImportError> {
         for name in self.object.keys() {
             if !self.known.contains(name.as_str()) && !harmless.contains(&name.as_str()) {
@@ -251,11 +251,11 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// The error of a field whose value is not accepted.
+    /// Makes the error of a field whose value is not accepted.
     pub(super) fn wrong(&self, name: &str, value: &Value, expected: &str) -> ImportError {
         self.error(name, format!("is {}; {expected}", shown(value)))
     }
-    /// An error at a field.
+    /// Makes an error at a field.
     pub(super) fn error(&self, name: &str, problem: String) -> ImportError {
         let (line, column) = self.position(name);
         ImportError::Field {
@@ -266,7 +266,7 @@ impl<'a> Fields<'a> {
             problem,
         }
     }
-    /// The error of an absent field.
+    /// Makes the error of an absent field.
     pub(super) fn missing(&self, name: &str, expected: &str) -> ImportError {
         ImportError::MissingField {
             file: self.document.file.clone(),
@@ -274,7 +274,7 @@ impl<'a> Fields<'a> {
             expected: expected.into(),
         }
     }
-    /// The error of two fields that disagree.
+    /// Makes the error of two fields that disagree.
     pub(super) fn contradiction(&self, first: &str, second: &str, problem: String) -> ImportError {
         ImportError::Contradiction {
             file: self.document.file.clone(),
@@ -300,7 +300,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// serde_json's message without the position at its end, which the error carries anyway.
+/// Returns serde_json's message without the position at its end, which the error carries anyway.
 pub(crate) fn without_position(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.rfind(" at line ")
@@ -324,7 +324,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// A value in a message: scalars as they are, cut to a readable length, the rest by kind.
+/// Shows a value in a message: scalars as they are, cut to a readable length, the rest by kind.
 fn shown(value: &Value) -> String {
     match value {
         Value::Array(_) | Value::Object(_) => kind(value).into(),
@@ -338,7 +338,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// Line and column, from 1, of a byte; columns count bytes, as serde_json's do.
+/// Returns line and column of a byte, from 1; columns count bytes, as serde_json's do.
 fn position(bytes: &[u8], offset: usize) -> (usize, usize) {
     let before = &bytes[..offset.min(bytes.len())];
     let line = before.iter().filter(|&&b| b == b'\n').count() + 1;
@@ -346,7 +346,7 @@ fn position(bytes: &[u8], offset: usize) -> (usize, usize) {
     (line, column)
 }
 
-/// The keys of the outer two levels of objects with their byte offsets, in order. `text` is
+/// Finds the keys of the outer two levels of objects with their byte offsets, in order. `text` is
 /// valid JSON.
 fn outer_keys(text: &str) -> Vec<(KeyPath, usize)> {
     let bytes = text.as_bytes();
@@ -388,7 +388,7 @@ fn outer_keys(text: &str) -> Vec<(KeyPath, usize)> {
     keys
 }
 
-/// The byte after the string that starts at `start`.
+/// Returns the byte after the string that starts at `start`.
 fn string_end(bytes: &[u8], start: usize) -> usize {
     let mut i = start + 1;
     while i < bytes.len() && bytes[i] != b'"' {

@@ -4,12 +4,14 @@
 //! `output_router_logits` is true, which is refused.
 
 use super::document::Fields;
-use super::{DEFAULT_EXPERT_CAPACITY, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized};
+use super::{
+    COEFFICIENTS, DEFAULT_EXPERT_CAPACITY, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized,
+};
 use crate::ImportError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The experts of a model of `layers` layers; none of a Llama.
+/// Reads the experts of a model of `layers` layers; a Llama has none.
 pub(super) fn read(
     f: &mut Fields,
     family: Family,
@@ -25,9 +27,7 @@ pub(super) fn read(
         &[Value::Bool(false)],
         "with true the routers' balancing loss is added, which is not supported",
     )?;
-    let is_coefficient = |x: f64| (0.0..=1e6).contains(&x);
-    let expected = "expected a number from 0 to 1e6";
-    f.number("router_aux_loss_coef", is_coefficient, expected)?;
+    f.number("router_aux_loss_coef", COEFFICIENTS)?;
     experts.top_k = f.required("num_experts_per_tok", EXPERTS)?;
     if experts.top_k > experts.count {
         let problem = format!("{} of {} experts", experts.top_k, experts.count);
@@ -36,7 +36,7 @@ pub(super) fn read(
     Ok(Some(experts))
 }
 
-/// Experts in every layer, as wide as the MLPs that they stand for.
+/// Reads experts that are in every layer and as wide as the MLPs that they stand for.
 fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
     f.only(
         "router_jitter_noise",
@@ -54,7 +54,7 @@ fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
     })
 }
 
-/// Experts of a width of their own in every n-th layer.
+/// Reads experts that are in every n-th layer and have a width of their own.
 fn qwen3(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
     let dense = f.integers("mlp_only_layers", 0..=layers - 1)?;
     Ok(ExpertsConfig {
@@ -68,7 +68,8 @@ fn qwen3(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
     })
 }
 
-/// A window counts only with `use_sliding_window`, and from layer `max_window_layers` on.
+/// Checks that no window applies: one does only with `use_sliding_window`, from layer
+/// `max_window_layers` on.
 pub(super) fn check_window(f: &mut Fields) -> Result<(), ImportError> {
     f.only(
         "use_sliding_window",

@@ -1,9 +1,10 @@
 //! Fields of `GPT2Config`.
 
 use super::document::Fields;
+use super::{
+    EPSILONS, PROBABILITIES, activation, check_common, check_full_attention, init_std, sized,
+};
 use super::{Gpt2Config, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, check_probability, epsilon};
-use super::{init_std, sized};
 use crate::ImportError;
 use serde_json::Value;
 
@@ -40,7 +41,7 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
         )?;
     }
     for name in ["embd_pdrop", "attn_pdrop", "resid_pdrop"] {
-        check_probability(&mut f, name)?;
+        f.number(name, PROBABILITIES)?;
     }
     // GPT-2's embedding has no padding row, so a padding id changes nothing.
     f.has("pad_token_id");
@@ -52,7 +53,7 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
         inner,
         vocab,
         activation: activation(&mut f, "activation_function", "gelu_new")?,
-        epsilon: epsilon(&mut f, "layer_norm_epsilon", 1e-5)?,
+        epsilon: f.number("layer_norm_epsilon", EPSILONS)?.unwrap_or(1e-5),
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(true),
         scale_attention: f.boolean("scale_attn_weights")?.unwrap_or(true),
         init_std: init_std(&mut f)?,

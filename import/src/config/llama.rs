@@ -1,19 +1,17 @@
-//! Fields of `LlamaConfig`, of its relatives with experts, and the rotary embedding in both spellings: `rope_theta` with
-//! `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+//! Fields of `LlamaConfig` and of its relatives with experts, and the rotary embedding in both
+//! spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
 use super::document::Fields;
+use super::{EPSILONS, FACTORS, FREQUENCIES, Numbers, PROBABILITIES, THETAS, activation};
 use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, check_probability, epsilon};
-use super::{experts, init_std};
+use super::{check_common, check_full_attention, experts, init_std};
 use crate::ImportError;
 use ir::op::RopeScaling;
 use serde_json::{Value, json};
 
-/// The default base of the frequencies in transformers, and Mixtral's.
+/// The default base of the rotary frequencies in transformers, and Mixtral's.
 const DEFAULT_THETA: f64 = 10_000.0;
 const MIXTRAL_THETA: f64 = 1_000_000.0;
-/// Where the frequencies' base may lie; published models use 1e4 to 1e8.
-const MAX_THETA: f64 = 1e15;
 
 pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportError> {
     check_common(&mut f)?;
@@ -70,12 +68,11 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         Family::Qwen3Moe => experts::check_window(&mut f)?,
     }
     let is_mixtral = family == Family::Mixtral;
-    let theta = if is_mixtral {
-        MIXTRAL_THETA
-    } else {
-        DEFAULT_THETA
+    let (default_theta, default_epsilon) = match is_mixtral {
+        true => (MIXTRAL_THETA, 1e-5),
+        false => (DEFAULT_THETA, 1e-6),
     };
-    let (rope_theta, rope_scaling) = rope(&mut f, theta)?;
+    let (rope_theta, rope_scaling) = rope(&mut f, default_theta)?;
     let config = LlamaConfig {
         family,
         experts: experts::read(&mut f, family, layers)?,
@@ -89,7 +86,9 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         vocab,
         positions,
         activation: activation(&mut f, "hidden_act", "silu")?,
-        epsilon: epsilon(&mut f, "rms_norm_eps", if is_mixtral { 1e-5 } else { 1e-6 })?,
+        epsilon: f
+            .number("rms_norm_eps", EPSILONS)?
+            .unwrap_or(default_epsilon),
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
         attention_bias: !is_mixtral && f.boolean("attention_bias")?.unwrap_or(false),
         mlp_bias: family == Family::Llama && f.boolean("mlp_bias")?.unwrap_or(false),
@@ -101,9 +100,9 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
     Ok(config)
 }
 
-/// Fields with one accepted value.
+/// Checks the fields that have one accepted value.
 fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
-    check_probability(f, "attention_dropout")?;
+    f.number("attention_dropout", PROBABILITIES)?;
     f.only(
         "pretraining_tp",
         &[json!(1)],
@@ -124,10 +123,10 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
     f.only("pad_token_id", &[Value::Null], why)
 }
 
-/// Base and scaling of the rotary embedding, wherever they stand; all that are given must
+/// Reads base and scaling of the rotary embedding, wherever they stand; all that are given must
 /// agree.
 fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), ImportError> {
-    let mut theta: Option<(&str, f64)> = theta_of(f)?.map(|t| ("rope_theta", t));
+    let mut theta: Option<(&str, f64)> = f.number("rope_theta", THETAS)?.map(|t| ("rope_theta", t));
     let mut scaling: Option<(&str, RopeScaling)> = None;
     // transformers 5 takes an absent type for "default"; transformers 4 wants one.
     for (name, default) in [("rope_parameters", Some("default")), ("rope_scaling", None)] {
@@ -141,7 +140,7 @@ fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), Import
             return Err(f.contradiction(other, name, "they give different rotary scalings".into()));
         }
         scaling = Some((name, found));
-        if let Some(t) = theta_of(&mut inner)? {
+        if let Some(t) = inner.number("rope_theta", THETAS)? {
             if let Some((other, known)) = theta
                 && known != t
             {
@@ -161,15 +160,7 @@ fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), Import
     ))
 }
 
-fn theta_of(f: &mut Fields) -> Result<Option<f64>, ImportError> {
-    f.number(
-        "rope_theta",
-        |t| t > 0.0 && t <= MAX_THETA,
-        "expected a positive number up to 1e15",
-    )
-}
-
-/// The scaling that an object describes; `type` is the older name of `rope_type`.
+/// Reads the scaling that an object describes; `type` is the older name of `rope_type`.
 fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScaling, ImportError> {
     let accepted = "\"default\", \"linear\" or \"llama3\"";
     let kind = match (f.string("rope_type")?, f.string("type")?) {
@@ -187,12 +178,12 @@ fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScali
     match kind {
         "default" => Ok(RopeScaling::None),
         "linear" => Ok(RopeScaling::Linear {
-            factor: factor(f, "factor", 1.0)?,
+            factor: factor(f, "factor", FACTORS)?,
         }),
         "llama3" => {
-            let factor_all = factor(f, "factor", 1.0)?;
-            let low = factor(f, "low_freq_factor", 0.0)?;
-            let high = factor(f, "high_freq_factor", 0.0)?;
+            let factor_all = factor(f, "factor", FACTORS)?;
+            let low = factor(f, "low_freq_factor", FREQUENCIES)?;
+            let high = factor(f, "high_freq_factor", FREQUENCIES)?;
             if low >= high {
                 let problem = format!("{low} is not below {high}");
                 return Err(f.contradiction("low_freq_factor", "high_freq_factor", problem));
@@ -217,9 +208,8 @@ fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScali
     }
 }
 
-/// A required factor, positive and at least `least`.
-fn factor(f: &mut Fields, name: &'static str, least: f64) -> Result<f64, ImportError> {
-    let expected = format!("expected a positive number from {least} to 1e6");
-    let found = f.number(name, |x| x > 0.0 && (least..=1e6).contains(&x), &expected)?;
+/// Reads a factor that must be there.
+fn factor(f: &mut Fields, name: &'static str, numbers: Numbers) -> Result<f64, ImportError> {
+    let found = f.number(name, numbers)?;
     found.ok_or_else(|| f.missing(name, "a positive number"))
 }

@@ -95,19 +95,54 @@ pub const HARMLESS_FIELDS: &[&str] = &[
     "use_cache",
 ];
 
-/// Layers; ten times the deepest published models.
+/// Numbers of layers; up to ten times the deepest published models.
 pub(crate) const LAYERS: RangeInclusive<u64> = 1..=10_000;
-/// Heads, KV heads.
+/// Numbers of heads and of KV heads.
 pub(crate) const HEADS: RangeInclusive<u64> = 1..=65_536;
 /// Widths (hidden, MLP, head, all heads together). With the most layers, a model of such
 /// widths stays below 2^58 parameters: sums of sizes in bytes do not overflow.
 pub(crate) const WIDTHS: RangeInclusive<u64> = 1..=1_048_576;
-/// Positions.
+/// Numbers of positions.
 pub(crate) const POSITIONS: RangeInclusive<u64> = 1..=134_217_728;
-/// Experts of a layer.
+/// Numbers of experts in a layer.
 pub(crate) const EXPERTS: RangeInclusive<u64> = 1..=4096;
-/// Vocabulary; with the widest hidden, a table of 2^44 elements.
+/// Sizes of the vocabulary; with the widest hidden, a table of 2^44 elements.
 pub(crate) const VOCAB: RangeInclusive<u64> = 1..=16_777_216;
+
+/// The numbers that a field may hold, and the words of a message for those that it may not.
+pub(crate) type Numbers = (fn(f64) -> bool, &'static str);
+/// Numbers that are added to a variance or mean square: from 1 on nothing would be normalised.
+pub(crate) const EPSILONS: Numbers = (|x| x > 0.0 && x < 1.0, "expected a number between 0 and 1");
+/// Standard deviations of initial weights.
+const DEVIATIONS: Numbers = (
+    |x| (0.0..=100.0).contains(&x),
+    "expected a number from 0 to 100",
+);
+/// Dropout probabilities, which are checked and not used.
+pub(crate) const PROBABILITIES: Numbers = (
+    |x| (0.0..1.0).contains(&x),
+    "expected a probability in [0, 1)",
+);
+/// Bases of the rotary frequencies; published models have 1e4 to 1e8.
+pub(crate) const THETAS: Numbers = (
+    |x| x > 0.0 && x <= 1e15,
+    "expected a positive number up to 1e15",
+);
+/// Factors that stretch rotary positions.
+pub(crate) const FACTORS: Numbers = (
+    |x| (1.0..=1e6).contains(&x),
+    "expected a positive number from 1 to 1e6",
+);
+/// Factors that bound the frequencies which Llama 3 stretches.
+pub(crate) const FREQUENCIES: Numbers = (
+    |x| x > 0.0 && x <= 1e6,
+    "expected a positive number up to 1e6",
+);
+/// Coefficients of a loss, which are checked and not used.
+pub(crate) const COEFFICIENTS: Numbers = (
+    |x| (0.0..=1e6).contains(&x),
+    "expected a number from 0 to 1e6",
+);
 
 /// A GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]
@@ -121,48 +156,48 @@ pub struct Gpt2Config {
     pub(crate) activation: Unary,
     pub(crate) epsilon: f64,
     pub(crate) tied: bool,
-    /// Whether scores are divided by the root of the head dim.
+    /// True when scores are divided by the root of the head dim.
     pub(crate) scale_attention: bool,
     pub(crate) init_std: f64,
 }
 
-/// Which model a [`LlamaConfig`] describes: names in files, and what is optional.
+/// The family of a [`LlamaConfig`], which decides names in files and what is optional.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Family {
-    /// Llama, dense.
+    /// Llama, with dense layers.
     Llama,
-    /// Mixtral: experts in every layer (Jiang et al. 2024).
+    /// Mixtral, with experts in every layer (Jiang et al. 2024).
     Mixtral,
-    /// Qwen3-MoE: experts in some layers, norms of queries and keys (Yang et al. 2025).
+    /// Qwen3-MoE, with experts in some layers, and norms of queries and keys (Yang et al. 2025).
     Qwen3Moe,
 }
 
 /// The mixture of experts that stands for the MLP of some layers.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ExpertsConfig {
-    /// Experts of a layer.
+    /// The number of experts in a layer.
     pub(crate) count: u64,
-    /// Experts of a token.
+    /// The number of experts that a token goes to.
     pub(crate) top_k: u64,
-    /// Width inside an expert.
+    /// The width inside an expert.
     pub(crate) intermediate: u64,
-    /// Whether the gates of a token sum to one.
+    /// True when the gates of a token sum to one.
     pub(crate) normalize: bool,
-    /// Every so many layers have experts.
+    /// One layer in this many has experts.
     pub(crate) every: u64,
-    /// Layers that have none all the same.
+    /// The layers that have none all the same.
     pub(crate) dense: BTreeSet<u64>,
-    /// Slots of an expert over the tokens that it gets on average.
+    /// The capacity factor: an expert's slots over the tokens that it gets on average.
     pub(crate) capacity_factor: f64,
 }
 
 impl ExpertsConfig {
-    /// Whether a layer has experts.
+    /// Says whether a layer has experts.
     pub(crate) fn are_in(&self, layer: u64) -> bool {
         (layer + 1).is_multiple_of(self.every) && !self.dense.contains(&layer)
     }
-    /// Slots of an expert for a sample of `tokens`: `ceil(factor * top_k * tokens / count)`, and
-    /// at most the tokens, as a token chooses an expert once.
+    /// Returns an expert's slots for a sample of `tokens`: `ceil(factor * top_k * tokens / count)`,
+    /// and at most the tokens, as a token chooses an expert once.
     pub(crate) fn capacity(&self, tokens: u64) -> u64 {
         let mean = self.top_k as f64 * tokens as f64 / self.count as f64;
         ((self.capacity_factor * mean).ceil() as u64).clamp(1, tokens.max(1))
@@ -174,7 +209,7 @@ impl ExpertsConfig {
 pub struct LlamaConfig {
     pub(crate) family: Family,
     pub(crate) experts: Option<ExpertsConfig>,
-    /// Whether queries and keys are normalised head by head.
+    /// True when queries and keys are normalised head by head.
     pub(crate) qk_norm: bool,
     pub(crate) layers: u64,
     pub(crate) heads: u64,
@@ -203,11 +238,11 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
 }
 
-/// The families in messages.
+/// The accepted families, as messages list them.
 const FAMILIES: &str = "\"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"";
 
-/// Slots of an expert over the tokens that it gets on average, unless set otherwise; as in
-/// training with the Switch transformer (Fedus et al. 2021).
+/// The default capacity factor of experts (slots over the tokens that an expert gets on average),
+/// as in training with the Switch transformer (Fedus et al. 2021).
 pub const DEFAULT_EXPERT_CAPACITY: f64 = 1.25;
 
 impl ModelConfig {
@@ -258,7 +293,7 @@ impl ModelConfig {
         }
     }
 
-    /// The `model_type` field; also the graph's name.
+    /// Returns the `model_type` field, which is also the graph's name.
     pub fn model_type(&self) -> &'static str {
         match self {
             ModelConfig::Gpt2(_) => "gpt2",
@@ -269,10 +304,10 @@ impl ModelConfig {
             },
         }
     }
-    /// The same model with another capacity of its experts: slots over the tokens that an
-    /// expert gets on average, [`DEFAULT_EXPERT_CAPACITY`] unless set. With the number of
-    /// experts over the experts of a token no token is dropped, as in transformers; such
-    /// capacities are what the experts' matmuls work on and what is communicated, filled or not.
+    /// Returns the same model with another capacity factor of its experts: slots over the tokens
+    /// that an expert gets on average, [`DEFAULT_EXPERT_CAPACITY`] unless set. With the number of
+    /// experts over the experts of a token no token is dropped, as in transformers; experts compute
+    /// and communicate all their slots, filled or not.
     ///
     /// Fails when the factor is not a positive number, or the model has no experts.
     pub fn with_expert_capacity(mut self, factor: f64) -> Result<Self, ImportError> {
@@ -294,63 +329,28 @@ impl ModelConfig {
         }
         Ok(self)
     }
-    /// Number of transformer layers.
+    /// Returns the number of transformer layers.
     pub fn n_layers(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.layers,
             ModelConfig::Llama(c) => c.layers,
         }
     }
-    /// Width of the residual stream.
-    pub fn hidden(&self) -> u64 {
-        match self {
-            ModelConfig::Gpt2(c) => c.hidden,
-            ModelConfig::Llama(c) => c.hidden,
-        }
-    }
-    /// Number of token ids.
+    /// Returns the number of token ids.
     pub fn vocab(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.vocab,
             ModelConfig::Llama(c) => c.vocab,
         }
     }
-    /// Number of query heads.
-    pub fn heads(&self) -> u64 {
-        match self {
-            ModelConfig::Gpt2(c) => c.heads,
-            ModelConfig::Llama(c) => c.heads,
-        }
-    }
-    /// Number of key and value heads.
-    pub fn kv_heads(&self) -> u64 {
-        match self {
-            ModelConfig::Gpt2(c) => c.heads,
-            ModelConfig::Llama(c) => c.kv_heads,
-        }
-    }
-    /// Width of one head.
-    pub fn head_dim(&self) -> u64 {
-        match self {
-            ModelConfig::Gpt2(c) => c.hidden / c.heads,
-            ModelConfig::Llama(c) => c.head_dim,
-        }
-    }
-    /// Width inside the MLP; of models with experts, that of their dense layers.
-    pub fn ffn_hidden(&self) -> u64 {
-        match self {
-            ModelConfig::Gpt2(c) => c.inner,
-            ModelConfig::Llama(c) => c.intermediate,
-        }
-    }
-    /// Longest sequence that the model is made for, in tokens.
+    /// Returns the longest sequence that the model is made for, in tokens.
     pub fn max_sequence(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
             ModelConfig::Llama(c) => c.positions,
         }
     }
-    /// Whether the head uses the embedding table.
+    /// Says whether the head uses the embedding table.
     pub fn tied(&self) -> bool {
         match self {
             ModelConfig::Gpt2(c) => c.tied,
@@ -359,7 +359,7 @@ impl ModelConfig {
     }
 }
 
-/// Fields of every `PretrainedConfig` that have one accepted value.
+/// Checks the fields of every `PretrainedConfig` that have one accepted value.
 fn check_common(f: &mut Fields) -> Result<(), ImportError> {
     use serde_json::{Value, json};
     let none = "the model is one causal decoder";
@@ -389,7 +389,7 @@ fn check_common(f: &mut Fields) -> Result<(), ImportError> {
     )
 }
 
-/// Attention has no window.
+/// Checks that attention has no window.
 fn check_full_attention(f: &mut Fields) -> Result<(), ImportError> {
     f.only(
         "sliding_window",
@@ -398,7 +398,7 @@ fn check_full_attention(f: &mut Fields) -> Result<(), ImportError> {
     )
 }
 
-/// A size that must be there, under either of two names.
+/// Reads a size that must be there, under either of two names.
 fn sized(
     f: &mut Fields,
     name: &'static str,
@@ -417,7 +417,7 @@ fn sized(
     }
 }
 
-/// The activation functions, by their names in transformers.
+/// Reads an activation function by its name in transformers.
 fn activation(f: &mut Fields, name: &'static str, default: &str) -> Result<Unary, ImportError> {
     match f.string(name)?.unwrap_or(default) {
         "gelu_new" | "gelu_pytorch_tanh" => Ok(Unary::GeluTanh),
@@ -431,32 +431,7 @@ fn activation(f: &mut Fields, name: &'static str, default: &str) -> Result<Unary
     }
 }
 
-/// Added to a variance or mean square: below 1, or the normalisation is none.
-fn epsilon(f: &mut Fields, name: &'static str, default: f64) -> Result<f64, ImportError> {
-    Ok(f.number(
-        name,
-        |x| x > 0.0 && x < 1.0,
-        "expected a number between 0 and 1",
-    )?
-    .unwrap_or(default))
-}
-
-/// Standard deviation of the initial weights.
+/// Reads the standard deviation of the initial weights.
 fn init_std(f: &mut Fields) -> Result<f64, ImportError> {
-    Ok(f.number(
-        "initializer_range",
-        |x| (0.0..=100.0).contains(&x),
-        "expected a number from 0 to 100",
-    )?
-    .unwrap_or(0.02))
-}
-
-/// A dropout probability; checked, not used.
-fn check_probability(f: &mut Fields, name: &'static str) -> Result<(), ImportError> {
-    f.number(
-        name,
-        |x| (0.0..1.0).contains(&x),
-        "expected a probability in [0, 1)",
-    )
-    .map(|_| ())
+    Ok(f.number("initializer_range", DEVIATIONS)?.unwrap_or(0.02))
 }

@@ -63,7 +63,7 @@ where
 struct Tensor<'a> {
     name: String,
     param: &'a Param,
-    /// Which of the parameter's tensors it is.
+    /// The index of the tensor among those of the parameter.
     piece: usize,
 }
 
@@ -74,7 +74,7 @@ fn tensors_of(param: &Param) -> Vec<Tensor<'_>> {
         .collect()
 }
 
-/// Length and JSON of the header.
+/// Encodes the length and the JSON of the header.
 fn header(tensors: &[Tensor<'_>]) -> Vec<u8> {
     let mut text = String::from(r#"{"__metadata__":{"format":"pt"}"#);
     let mut offset = 0;

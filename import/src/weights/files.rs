@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-/// Longest index that is read; a million tensors fit.
+/// The longest index that is read, in bytes; a million tensors fit.
 const MAX_INDEX: u64 = 256 << 20;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -21,8 +21,8 @@ pub(super) struct Stored {
     pub(super) entry: Entry,
 }
 
-/// The file that stands for the weights at `path`: it itself, or of a folder the single file
-/// or else the index, as transformers looks for them.
+/// Returns the file that stands for the weights at `path`: the path itself, or of a folder the
+/// single file or else the index, as transformers looks for them.
 pub(super) fn locate(path: &Path) -> Result<PathBuf, ImportError> {
     let bad = |problem: String| ImportError::Format {
         file: path.into(),
@@ -50,7 +50,8 @@ pub(super) fn locate(path: &Path) -> Result<PathBuf, ImportError> {
     }
 }
 
-/// All tensors under `path`: a `.safetensors` file, an index, or a folder with either.
+/// Reads where all tensors under `path` are: in a `.safetensors` file, behind an index, or in a
+/// folder with either.
 pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError> {
     let path = &locate(path)?;
     match path.extension().and_then(|e| e.to_str()) {

@@ -15,19 +15,19 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Longest header of the format's own library.
+/// The longest header that the format's own library accepts, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
-    /// As the format spells it.
+    /// The element type, as the format spells it.
     pub(super) dtype: String,
-    /// Outermost dim first.
+    /// The dims, outermost first.
     pub(super) shape: Vec<u64>,
-    /// First byte in the file.
+    /// The first byte in the file.
     pub(super) start: u64,
-    /// Length in bytes.
+    /// The length in bytes.
     pub(super) len: u64,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn read(path: &Path, file: &mut File) -> Result<BTreeMap<String, Entr
     check(tensors, 8 + length, size).map_err(bad)
 }
 
-/// Checks sizes and that offsets tile the data.
+/// Checks the tensors' sizes, and that their offsets tile the data.
 fn check(
     tensors: BTreeMap<String, Tensor>,
     data: u64,
@@ -140,7 +140,7 @@ fn check(
     Ok(entries)
 }
 
-/// Bytes of one element.
+/// Returns the bytes of one element; `None` for an unknown type.
 fn width(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => Some(1),

@@ -18,16 +18,16 @@ use files::Stored;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Name of the output table in model files.
+/// The name of the output table in model files.
 pub(crate) const HEAD_NAME: &str = "lm_head.weight";
 
 /// A tensor of Hugging Face's files: name, shape, values in row-major order.
 pub type HfTensor = (String, Vec<usize>, Vec<f32>);
 
-/// The weights of a model, on disk.
+/// The weights of a model, in files.
 #[derive(Debug)]
 pub struct Weights {
-    /// Each with the tensors that hold it, in order.
+    /// Each parameter with the tensors that hold it, in order.
     params: BTreeMap<String, (Param, Vec<(String, Stored)>)>,
 }
 
@@ -80,15 +80,15 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The file that [`Weights::open`] would open first; fails when there is nothing at `path`
-    /// that can be weights. Needs no configuration.
+    /// Returns the file that [`Weights::open`] would open first; fails when there is nothing at
+    /// `path` that can be weights. Needs no configuration.
     pub fn locate(path: impl AsRef<Path>) -> Result<PathBuf, ImportError> {
         files::locate(path.as_ref())
     }
 
-    /// The values of a parameter, row-major in our layout.
+    /// Reads the values of a parameter, row-major in our layout.
     ///
-    /// Reads the file anew. Fails on unknown paths, read errors, NaN and infinities.
+    /// Opens the file anew. Fails on unknown paths, read errors, NaN and infinities.
     pub fn param(&self, path: &str) -> Result<Vec<f32>, ImportError> {
         let (param, tensors) = self
             .params
@@ -109,12 +109,12 @@ impl Weights {
         Ok(all)
     }
 
-    /// Paths of all parameters, ascending.
+    /// Returns the paths of all parameters, ascending.
     pub fn paths(&self) -> impl Iterator<Item = &str> {
         self.params.keys().map(String::as_str)
     }
 
-    /// A stored head of a tied model must be the embedding, bit for bit.
+    /// Checks that a stored head of a tied model equals the embedding, bit for bit.
     fn check_tied(&self, name: &str, head: &Stored) -> Result<(), ImportError> {
         let (table, tensors) = &self.params["embed.wte.weight"];
         let (table_name, table_stored) = &tensors[0];
@@ -135,14 +135,14 @@ impl Weights {
     }
 }
 
-/// Names of the tensors that hold a parameter in Hugging Face's files.
+/// Returns the names of the tensors that hold a parameter in Hugging Face's files.
 ///
 /// Fails when the model has no such parameter.
 pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, ImportError> {
     Ok(find(config, path)?.hf_names())
 }
 
-/// A parameter (or its gradient, or moment) as Hugging Face's tensors.
+/// Converts a parameter (or its gradient, or moment) to Hugging Face's tensors.
 ///
 /// Fails when the model has no such parameter, or `values` has another length.
 pub fn to_hf(
@@ -179,7 +179,7 @@ fn check_length(param: &Param, values: &[f32]) -> Result<(), ImportError> {
     Ok(())
 }
 
-/// Our values of one of a parameter's tensors in the order of the file.
+/// Returns the values of one of a parameter's tensors in the order of the file.
 fn stored_order(param: &Param, piece: usize, values: &[f32]) -> Vec<f32> {
     let n = param.hf_shape.iter().product::<u64>() as usize;
     let values = &values[piece * n..(piece + 1) * n];
@@ -189,7 +189,7 @@ fn stored_order(param: &Param, piece: usize, values: &[f32]) -> Vec<f32> {
     }
 }
 
-/// The transpose of a row-major matrix of `cols` columns, tile by tile for the cache's sake.
+/// Transposes a row-major matrix of `cols` columns, tile by tile for the cache's sake.
 fn transpose(from: &[f32], cols: usize) -> Vec<f32> {
     const TILE: usize = 32;
     let rows = from.len() / cols;
@@ -206,7 +206,7 @@ fn transpose(from: &[f32], cols: usize) -> Vec<f32> {
     to
 }
 
-/// A tensor's name without the model's prefix.
+/// Returns a tensor's name without the model's prefix.
 fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
     let prefix = match config {
         ModelConfig::Gpt2(_) => "transformer.",
@@ -215,7 +215,7 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
     name.strip_prefix(prefix).unwrap_or(name)
 }
 
-/// Tensors by bare name, with the name that the file uses.
+/// Indexes tensors by their bare names, keeping the names that the file uses.
 fn strip_prefixes(
     path: &Path,
     config: &ModelConfig,
@@ -257,7 +257,7 @@ fn check_type(param: &Param, name: &str, stored: &Stored) -> Result<(), ImportEr
     Ok(())
 }
 
-/// Constants that old versions of transformers saved with the weights.
+/// Recognises constants that old versions of transformers saved with the weights.
 fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
     let layered = |scope: &str, leaves: &[&str]| {
         bare.strip_prefix(scope)

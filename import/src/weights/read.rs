@@ -6,10 +6,10 @@ use half::{bf16, f16};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 
-/// Bytes read at a time: conversion needs no second copy of the tensor.
+/// The bytes that are read at a time; conversion needs no second copy of the tensor.
 const CHUNK: usize = 1 << 20;
 
-/// The values of a tensor in stored order; `name` is for messages. The dtype is one that
+/// Reads the values of a tensor in stored order; `name` is for messages. The dtype is one that
 /// `check_type` lets pass.
 pub(super) fn tensor(name: &str, stored: &Stored) -> Result<Vec<f32>, ImportError> {
     let io = |source| ImportError::Io {
@@ -54,7 +54,7 @@ pub(super) fn tensor(name: &str, stored: &Stored) -> Result<Vec<f32>, ImportErro
     Ok(values)
 }
 
-/// Coordinates of the element at `flat` in row-major order.
+/// Returns the coordinates of the element at `flat` in row-major order.
 fn unravel(mut flat: u64, shape: &[u64]) -> Vec<u64> {
     let mut index = vec![0; shape.len()];
     for (i, &n) in index.iter_mut().zip(shape).rev() {

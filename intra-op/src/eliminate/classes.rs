@@ -9,14 +9,14 @@ use std::hash::Hash;
 /// A partition of a node's strategies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Classes {
-    /// Per strategy its class; classes are numbered by their first strategies.
+    /// The class of each strategy; classes are numbered by their first strategies.
     pub of: Vec<u32>,
-    /// Per class its first strategy.
+    /// The first strategy of each class.
     pub first: Vec<u32>,
 }
 
 impl Classes {
-    /// Each of `n` strategies for itself.
+    /// Puts each of `n` strategies into a class of its own.
     pub fn apart(n: usize) -> Classes {
         let all: Vec<u32> = (0..n as u32).collect();
         Classes {
@@ -25,7 +25,7 @@ impl Classes {
         }
     }
 
-    /// Strategies with equal keys together.
+    /// Puts strategies with equal keys together.
     fn by<K: Hash + Eq>(keys: impl Iterator<Item = K>) -> Classes {
         let mut known = FxHashMap::default();
         let (mut of, mut first) = (Vec::new(), Vec::new());
@@ -39,18 +39,18 @@ impl Classes {
         Classes { of, first }
     }
 
-    /// The rows of a table, equal ones together.
+    /// Puts equal rows of a table together.
     pub fn of_rows(table: &[u64], n_cols: usize) -> Classes {
         Classes::by(table.chunks_exact(n_cols.max(1)))
     }
 
-    /// The columns of a table, equal ones together.
+    /// Puts equal columns of a table together.
     pub fn of_columns(table: &[u64], n_cols: usize) -> Classes {
         let column = |j: usize| table.iter().skip(j).step_by(n_cols.max(1)).copied();
         Classes::by((0..n_cols).map(|j| column(j).collect::<Vec<u64>>()))
     }
 
-    /// Strategies that no part tells apart together.
+    /// Puts strategies together that no part tells apart.
     pub fn joint(parts: &[&Classes], n: usize) -> Classes {
         match parts {
             [one] => (*one).clone(),

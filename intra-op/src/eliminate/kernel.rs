@@ -4,22 +4,22 @@
 //! x86-64 processor has vector instructions to take the lesser of two; 64-bit integers have none
 //! before AVX-512. Above, they are `u64`.
 
-/// Forbidden among integers: sums of two stay in 64 bits.
+/// Stands for forbidden among integers; sums of two stay in 64 bits.
 pub(super) const INFINITE: u64 = 1 << 61;
 /// Sums of integers below this are exact in `f64`.
 const EXACT: u64 = 1 << 53;
-/// Cells that are summed side by side.
+/// The number of cells that are summed side by side.
 const LANES: usize = 8;
 
-/// A cost in the inner loops.
+/// A cost as the inner loops hold it.
 pub(super) trait Cell: Copy + PartialOrd + 'static {
     /// The cost of what must not be picked; adding to it leaves it as it is.
     const FORBIDDEN: Self;
     const ZERO: Self;
-    /// Sums below this are exact; all are where it is absent.
+    /// Sums below this are exact; where it is absent all are.
     const EXACT_BELOW: Option<u64>;
     fn new(cost: u64) -> Self;
-    /// The cost, at most [`INFINITE`], which is forbidden.
+    /// Returns the cost, at most [`INFINITE`], which is forbidden.
     fn cost(self) -> u64;
     fn plus(self, other: Self) -> Self;
     fn least(self, other: Self) -> Self;
@@ -28,7 +28,7 @@ pub(super) trait Cell: Copy + PartialOrd + 'static {
 impl Cell for u64 {
     const FORBIDDEN: u64 = INFINITE;
     const ZERO: u64 = 0;
-    /// Each sum of two ends at [`INFINITE`].
+    /// Each sum of two is capped at [`INFINITE`].
     const EXACT_BELOW: Option<u64> = None;
     fn new(cost: u64) -> u64 {
         cost.min(INFINITE)
@@ -65,20 +65,20 @@ impl Cell for f64 {
     fn plus(self, other: f64) -> f64 {
         self + other
     }
-    /// Not `f64::min`, which takes care of what is no number and is no single instruction.
+    /// Not `f64::min`, which handles NaN and so is no single instruction.
     fn least(self, other: f64) -> f64 {
         if other < self { other } else { self }
     }
 }
 
-/// Adds a row.
+/// Adds a row to the sums.
 pub(super) fn add<C: Cell>(sum: &mut [C], row: &[C]) {
     for (x, y) in sum.iter_mut().zip(row) {
         *x = x.plus(*y);
     }
 }
 
-/// The least of a row.
+/// Returns the least cell of a row.
 pub(super) fn least<C: Cell>(row: &[C]) -> C {
     let (chunks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [C::FORBIDDEN; LANES];
@@ -90,7 +90,7 @@ pub(super) fn least<C: Cell>(row: &[C]) -> C {
     ended(lanes, rest.iter().copied())
 }
 
-/// The least sum of two rows of one length.
+/// Returns the least sum of two rows of one length.
 #[inline]
 pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
@@ -104,7 +104,7 @@ pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
     ended(lanes, rest_x.iter().zip(rest_y).map(|(x, y)| x.plus(*y)))
 }
 
-/// The least sum of three rows of one length.
+/// Returns the least sum of three rows of one length.
 #[inline]
 pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
@@ -127,7 +127,7 @@ fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
     rest.fold(quarter(0).least(quarter(1)), C::least)
 }
 
-/// The largest cost of a table that is not forbidden.
+/// Returns the largest cost of a table that is not forbidden.
 pub(super) fn largest<C: Cell>(table: &[C]) -> u64 {
     let allowed = |c: C| if c < C::FORBIDDEN { c } else { C::ZERO };
     let most = |a: C, b: C| if a < b { b } else { a };

@@ -1,7 +1,7 @@
 use super::*;
 use crate::improve::Random;
 
-/// A problem with few different rows: strategies show their neighbours one of three faces.
+/// Makes a problem with few different rows: strategies show their neighbours one of three faces.
 fn random(rng: &mut Random, largest: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
     let n = 3 + rng.below(4);
     let cost = |rng: &mut Random| match rng.below(8) {
@@ -34,7 +34,8 @@ fn random(rng: &mut Random, largest: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
     (costs, edges)
 }
 
-/// With and without classes of strategies, among floats and integers: one table, one choice.
+/// Eliminating with and without classes of strategies, in floats and in integers, gives the same
+/// table and the same choice.
 #[test]
 fn classes_and_floats_change_nothing() {
     let mut rng = Random(1);
@@ -70,7 +71,7 @@ fn classes_and_floats_change_nothing() {
     assert!((100..180).contains(&in_floats), "{in_floats}");
 }
 
-/// Two nodes of one strategy: `own` at the first, `shared` on the edge.
+/// Makes two nodes of one strategy: `own` is the cost of the first, `shared` that of the edge.
 fn pair(own: u64, shared: u64) -> (Vec<Vec<Cost>>, Vec<Edge>) {
     let table = Table::from_fn(1, 1, |_, _| Cost::finite(shared));
     let edge = Edge {
@@ -89,7 +90,7 @@ fn floats_are_used_only_where_sums_are_exact() {
     const LAST: u64 = (1 << 53) - 1;
     for (own, shared, in_floats) in [(LAST - 1, 1, true), (LAST, 1, false), (LAST + 1, 1, false)] {
         let (costs, edges) = pair(own, shared);
-        let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+        let eliminator = Eliminator::new(&[1, 1], &edges, &[], u64::MAX).unwrap();
         let found = eliminator.run(&costs);
         assert_eq!(
             matches!(found.messages, Messages::Floats(_)),
@@ -103,15 +104,14 @@ fn floats_are_used_only_where_sums_are_exact() {
 
 #[test]
 fn sums_beyond_all_integers_are_forbidden() {
-    let n = 17;
-    let costs = vec![vec![Cost::finite(0); 2]; n];
+    let costs = vec![vec![Cost::finite(0); 2]; 17];
     let table = Arc::new(Table::from_fn(2, 2, |_, _| Cost::finite(1 << 60)));
     let edge = |b| Edge {
         a: 0,
         b,
         table: table.clone(),
     };
-    let edges: Vec<Edge> = (1..n as u32).map(edge).collect();
-    let eliminator = eliminator_for(&costs, &edges, &[], u64::MAX).unwrap();
+    let edges: Vec<Edge> = (1..17).map(edge).collect();
+    let eliminator = Eliminator::new(&[2; 17], &edges, &[], u64::MAX).unwrap();
     assert_eq!(eliminator.run(&costs).table(), [Cost::FORBIDDEN]);
 }

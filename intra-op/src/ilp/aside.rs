@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::Answer;
 
-/// How often the caller asks whether to give up.
+/// The time between two questions of the caller whether to give up.
 const POLL: Duration = Duration::from_millis(20);
-/// How much longer than its own limit a library may run before it is left behind.
+/// The time beyond its own limit that a library may run before it is left behind.
 const GRACE: Duration = Duration::from_millis(1500);
 
 const STOPPED: Answer = Answer::Stopped {
@@ -21,8 +21,8 @@ const STOPPED: Answer = Answer::Stopped {
     bound: None,
 };
 
-/// The answer of `solve`, unless `stop` or the time limit comes first; `solve` is given a flag that
-/// is set when it is left behind, and answers `None` when the library refuses the model.
+/// Returns the answer of `solve`, unless `stop` or the time limit comes first. `solve` is given a
+/// flag that is set when it is left behind, and answers `None` when the library refuses the model.
 pub(super) fn aside(
     name: &str,
     time: Option<Duration>,

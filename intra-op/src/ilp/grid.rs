@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 
 use super::super::problem::{Cost, Edge};
 
-/// An edge table with equal rows and equal columns put together.
+/// An edge table whose equal rows and equal columns are put together.
 pub(super) struct EdgeGrid {
     pub row_class: Vec<u32>,
     pub col_class: Vec<u32>,
     pub n_rows: usize,
     pub n_cols: usize,
-    /// Allowed pairs of classes with their cost, ascending.
+    /// The allowed pairs of classes with their cost, ascending.
     pub cells: Vec<((u32, u32), u64)>,
 }
 
@@ -43,7 +43,7 @@ impl EdgeGrid {
     }
 }
 
-/// The class of each item, equal items sharing one, and the first item of each class.
+/// Returns the class of each item, where equal items share one, and the first item of each class.
 fn classes(items: impl Iterator<Item = Vec<Cost>>) -> (Vec<u32>, Vec<usize>) {
     let mut known: BTreeMap<Vec<Cost>, u32> = BTreeMap::new();
     let (mut class_of, mut first) = (Vec::new(), Vec::new());

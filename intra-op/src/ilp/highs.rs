@@ -10,7 +10,7 @@ use highs::{HighsModelStatus, HighsSolutionStatus, RowProblem, Sense};
 use super::aside::aside;
 use super::{Answer, Limits, Model};
 
-/// Without a limit, simplex iterations of one linear program: minutes at most.
+/// The simplex iterations of one linear program where no limit is given: minutes at most.
 const MAX_ITERATIONS: u64 = 200_000;
 
 pub(in super::super) fn run(
@@ -24,7 +24,7 @@ pub(in super::super) fn run(
     })
 }
 
-/// `None` when HiGHS refuses the model or an option.
+/// Solves the model; `None` when HiGHS refuses the model or an option.
 fn solve(model: &Model, start: Option<&[f64]>, limits: &Limits) -> Option<Answer> {
     let mut problem = RowProblem::default();
     let mut columns = Vec::with_capacity(model.costs.len());

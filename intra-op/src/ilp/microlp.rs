@@ -16,7 +16,7 @@ use microlp::{
 use super::aside::aside;
 use super::{Answer, Limits, Model};
 
-/// Nodes of a slice.
+/// The branch-and-bound nodes of a slice.
 const SLICE: u64 = 32;
 
 pub(in super::super) fn run(
@@ -30,7 +30,7 @@ pub(in super::super) fn run(
     })
 }
 
-/// `None` when microlp refuses the model, or loses its way in floating point.
+/// Solves the model; `None` when microlp refuses it, or loses its way in floating point.
 fn solve(
     model: &Model,
     start: Option<&[f64]>,
@@ -113,7 +113,7 @@ fn problem(model: &Model, relax: bool) -> (Problem, Vec<Variable>) {
     (problem, columns)
 }
 
-/// The simplex method takes two to three iterations per row in practice (Dantzig 1963).
+/// Estimates the iterations of the simplex method: two to three per row in practice (Dantzig 1963).
 fn expected_iterations(model: &Model) -> u64 {
     3 * model.rows.len() as u64
 }

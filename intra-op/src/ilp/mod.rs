@@ -34,7 +34,7 @@ pub(super) use highs::run as highs;
 pub(super) use microlp::run as microlp;
 use program::Program;
 
-/// The part of a bound that floating point may have lost.
+/// The part of a bound that may be lost to floating point.
 const FLOAT_LOSS: f64 = 1e-9;
 
 /// A mixed-integer program: minimise costs over columns in [0, 1] subject to rows.
@@ -45,7 +45,7 @@ pub(super) struct Model {
     pub rows: Vec<ModelRow>,
 }
 
-/// `low <= sum of terms <= high`.
+/// A row of the model: `low <= sum of terms <= high`.
 #[derive(Clone, Debug)]
 pub(super) struct ModelRow {
     pub low: f64,
@@ -53,21 +53,21 @@ pub(super) struct ModelRow {
     pub terms: Vec<(u32, f64)>,
 }
 
-/// When a backend must stop.
+/// The limits at which a backend must stop.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub time: Option<Duration>,
     pub nodes: Option<u64>,
-    /// Simplex iterations, of a linear program.
+    /// The most simplex iterations of a linear program.
     pub iterations: Option<u64>,
-    /// In the model's cost units.
+    /// The gap within which a solution counts as optimal, in the model's cost units.
     pub absolute_gap: f64,
     #[cfg_attr(
         not(feature = "highs"),
         allow(dead_code, reason = "microlp draws nothing")
     )]
     pub seed: u64,
-    /// Forget that columns are integer.
+    /// True to forget that columns are integer.
     pub relax: bool,
 }
 
@@ -81,7 +81,7 @@ pub(super) enum Answer {
         /// Iterations of the simplex method.
         iterations: u64,
     },
-    /// Stopped before; what there is.
+    /// Stopped before that, with what was found.
     Stopped {
         columns: Option<Vec<f64>>,
         bound: Option<f64>,
@@ -89,42 +89,42 @@ pub(super) enum Answer {
     Infeasible,
 }
 
-/// A backend: solves `model`, from a complete point if one is given.
-/// The function is asked now and then whether to give up at once.
+/// A backend: it solves `model`, from a complete point if one is given, and asks the function now
+/// and then whether to give up at once.
 pub(super) type Backend = fn(Model, Option<Vec<f64>>, Limits, &dyn Fn() -> bool) -> Answer;
 
-/// The result of the integer program for a reduced problem. Costs include what is decided.
+/// The result of the integer program for a reduced problem. Costs include decided parts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct IlpOutcome {
     /// The best choice found that fits, better than the start if one was given.
     pub choice: Option<(u64, Vec<u32>)>,
-    /// No choice costs less.
+    /// A bound: no choice costs less.
     pub bound: Option<u64>,
-    /// Proved: `choice` (or the start) is best, or nothing fits if there is none.
+    /// True when `choice` (or the start) is proved best, or nothing fits if there is none.
     pub proved: bool,
-    /// The effort was used up.
+    /// True when the effort was used up.
     pub exhausted: bool,
-    /// Memory rows that were needed.
+    /// The number of memory rows that were needed.
     pub n_rows: usize,
 }
 
-/// The effort to spend on it.
+/// The effort to spend on the integer program.
 #[derive(Clone)]
 pub(super) struct IlpOptions<'a> {
-    /// Branch-and-bound nodes per call of the backend.
+    /// The branch-and-bound nodes per call of the backend.
     pub nodes: Option<u64>,
-    /// The effort that all calls together may take, without a clock.
+    /// The effort of all calls together, without a clock.
     pub effort: Option<Effort>,
     pub relative_gap: f64,
     pub seed: u64,
     pub backend: Backend,
-    /// Whether to give up at once.
+    /// Says whether to give up at once.
     pub stop: &'a (dyn Fn() -> bool + Sync),
-    /// Told every bound as it is found, in case the work is left behind.
+    /// Receives every bound as it is found, in case the work is left behind.
     pub on_bound: &'a (dyn Fn(u64) + Sync),
 }
 
-/// Columns that [`solve_ilp`] would make.
+/// Returns the number of columns that [`solve_ilp`] would make.
 pub(super) fn n_columns(reduced: &Reduced) -> usize {
     let mut known: HashMap<usize, usize> = HashMap::new();
     let mut columns = |e: &Edge| {
@@ -190,9 +190,9 @@ fn out_of_time(time_left: &dyn Fn() -> Option<Duration>) -> bool {
 }
 
 impl Program<'_> {
-    /// Adds memory rows until the linear relaxation breaks none, as far as time and effort
-    /// allow. What the last relaxation took; `None` when the integer program is not to follow:
-    /// nothing fits, or the effort is used up.
+    /// Adds memory rows until the linear relaxation breaks none, as far as time and effort allow.
+    /// Returns the effort of the last relaxation, or `None` when the integer program is not to
+    /// follow: nothing fits, or the effort is used up.
     fn relax_until_it_fits(
         &mut self,
         options: &IlpOptions<'_>,
@@ -235,7 +235,7 @@ impl Program<'_> {
         Some(took)
     }
 
-    /// Solves once with the rows there are. True when done: proved, or nothing more to learn.
+    /// Solves once with the present rows. True when done: proved, or nothing more to learn.
     fn round(
         &mut self,
         options: &IlpOptions<'_>,
@@ -285,9 +285,9 @@ impl Program<'_> {
     }
 
     fn limits(&self, options: &IlpOptions<'_>, time_left: &dyn Fn() -> Option<Duration>) -> Limits {
-        // Costs are integers: less than one unit apart is equal.
+        // Costs are integers: two that are less than one unit apart are equal.
         let objective = self.reduced.offset as f64 / self.cost_unit;
-        // The most that a bound loses to floating point, twice.
+        // Twice the most that a bound loses to floating point.
         let gap = (options.relative_gap - 2.0 * FLOAT_LOSS).max(0.0);
         Limits {
             time: time_left(),
@@ -299,7 +299,7 @@ impl Program<'_> {
         }
     }
 
-    /// Whether a solution within `absolute_gap` of `bound` is best: nothing is cheaper by a
+    /// Says whether a solution within `absolute_gap` of `bound` is best, as nothing is cheaper by a
     /// whole unit of the problem.
     fn meets(&self, absolute_gap: f64, bound: Option<f64>, cost: u64) -> bool {
         let above = (cost - self.reduced.offset) as f64 / self.cost_unit;
@@ -307,7 +307,7 @@ impl Program<'_> {
         absolute_gap < unit || bound.is_some_and(|bound| above - bound < unit)
     }
 
-    /// A bound of the model in the problem's units, less what floating point may have lost.
+    /// Converts a bound of the model to the problem's units, less floating point's loss.
     fn bound(&self, bound: f64) -> u64 {
         let units = bound * self.cost_unit;
         let safe = (units - units.abs() * FLOAT_LOSS - 0.5).ceil().max(0.0);

@@ -7,17 +7,17 @@ use super::super::reduced::{MemoryTerm, Reduced, ReducedNode};
 use super::grid::EdgeGrid;
 use super::{Model, ModelRow};
 
-/// Where the largest cost coefficient is brought to.
+/// The size to which the largest cost coefficient is scaled.
 const COST_MAGNITUDE: u64 = 1 << 16;
-/// Where the memory limit is brought to.
+/// The size to which the memory limit is scaled.
 const MEMORY_MAGNITUDE: u64 = 1 << 16;
-/// Memory rows added per round at most.
+/// The most memory rows that a round adds.
 const ROWS_PER_ROUND: usize = 12;
 
 pub(super) struct Program<'a> {
     pub reduced: &'a Reduced,
     pub model: Model,
-    /// First column of each node.
+    /// The first column of each node.
     first: Vec<u32>,
     grids: Vec<(EdgeGrid, u32)>,
     pub memory_rows: BTreeSet<usize>,
@@ -134,7 +134,7 @@ impl<'a> Program<'a> {
         true
     }
 
-    /// Forbids taking, all at once, strategies that use at least what `choice` uses at `t`.
+    /// Forbids taking, all at once, strategies that use at least as much as `choice` uses at `t`.
     pub fn add_cover_row(&mut self, choice: &[u32], t: usize) {
         let (mut terms, mut users) = (Vec::new(), 0.0);
         for ((node, &first), &s) in self.reduced.nodes.iter().zip(&self.first).zip(choice) {
@@ -154,7 +154,7 @@ impl<'a> Program<'a> {
         });
     }
 
-    /// The model's columns for a choice.
+    /// Returns the values of the model's columns for a choice.
     pub fn point(&self, choice: &[u32]) -> Vec<f64> {
         let mut columns = vec![0.0; self.model.costs.len()];
         for (&first, &s) in self.first.iter().zip(choice) {
@@ -198,7 +198,7 @@ impl<'a> Program<'a> {
         self.excess(levels)
     }
 
-    /// How far each level is over its limit, relative to the rounding of sums; 0 if not.
+    /// Returns the excess of each level over its limit, relative to the rounding of sums, or 0.
     pub fn excess(&self, levels: impl Iterator<Item = f64>) -> Vec<f64> {
         let over = |(level, &limit): (f64, &u64)| {
             let over = level - limit as f64;

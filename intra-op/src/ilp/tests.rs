@@ -7,13 +7,13 @@ use super::super::reduced::{MemoryTerm, ReducedNode};
 use super::*;
 
 thread_local! {
-    /// Every call's limits, with the rows of its model.
+    /// The limits of every call, with the rows of its model.
     static CALLS: RefCell<Vec<(usize, Limits)>> = const { RefCell::new(Vec::new()) };
-    /// The effort of a fake relaxation.
+    /// The iterations that a fake relaxation takes.
     static TAKES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A ring of `n` nodes with odd parity costs: its relaxation is fractional. Half of what it
+/// Makes a ring of `n` nodes with odd parity costs, whose relaxation is fractional. Half of what it
 /// would use fits.
 fn ring(n: u32) -> Reduced {
     let node = |v: u32| ReducedNode {

@@ -12,12 +12,12 @@ use super::super::problem::{Cost, Table};
 use super::work::{Work, WorkNode};
 use super::{Infeasibility, Reduction};
 
-/// Cell comparisons that all rounds together may spend.
+/// The cell comparisons that all rounds together may spend.
 const BUDGET: u64 = 1_000_000_000;
 
 /// The reduction of this module.
 pub(super) struct DropDominated {
-    /// Nodes that did not change after this have been looked at.
+    /// The clock at the last round; nodes that have not changed since were looked at.
     seen: u64,
     budget: u64,
 }
@@ -58,7 +58,7 @@ impl Reduction for DropDominated {
     }
 }
 
-/// A table with the node at its rows, and each row's cheapest column.
+/// A table with the node at its rows, and the cheapest column of each row.
 struct Side {
     table: Arc<Table>,
     cheapest: Arc<[u32]>,
@@ -71,14 +71,14 @@ impl Side {
         Side { table, cheapest }
     }
 
-    /// The least cost of changing `s` to `t` where `s` is cheapest; `None` if forbidden.
+    /// Returns the cost of changing `s` to `t` where `s` is cheapest; `None` if forbidden.
     fn at_cheapest(&self, t: usize, s: usize) -> Option<i64> {
         let j = self.cheapest[s] as usize;
         change(self.table.get(t, j), self.table.get(s, j))
     }
 
-    /// The most that changing `s` to `t` costs, or `None` as soon as it is more than `limit` or
-    /// forbidden.
+    /// Returns the most that changing `s` to `t` costs, or `None` as soon as that is more than
+    /// `limit` or forbidden.
     fn most(&self, t: usize, s: usize, limit: i64) -> Option<i64> {
         let mut most = i64::MIN;
         let pairs = self.table.row(t).iter().zip(self.table.row(s));
@@ -92,7 +92,7 @@ impl Side {
     }
 }
 
-/// The cost of changing; as good as nothing where there is nothing to change from.
+/// Returns the cost of changing; where there is nothing to change from, as good as nothing.
 fn change(to: Cost, from: Cost) -> Option<i64> {
     match (to.value(), from.value()) {
         (_, None) => Some(NEVER),
@@ -102,7 +102,7 @@ fn change(to: Cost, from: Cost) -> Option<i64> {
     }
 }
 
-/// Below every sum of changes; two of them can still be added.
+/// A number below every sum of changes; two of them can still be added.
 const NEVER: i64 = i64::MIN / 2;
 
 struct Judge<'a> {
@@ -112,7 +112,7 @@ struct Judge<'a> {
 }
 
 impl Judge<'_> {
-    /// Strategies that no other strategy dominates, judged one after the other.
+    /// Returns the strategies that no other one dominates, judged one after the other.
     fn undominated(&mut self) -> Vec<u32> {
         let n = self.node.costs.len();
         let mut alive = vec![true; n];
@@ -122,7 +122,7 @@ impl Judge<'_> {
         (0..n as u32).filter(|&s| alive[s as usize]).collect()
     }
 
-    /// Whether changing `s` to `t` never costs or uses more, whatever the neighbours do.
+    /// Says whether changing `s` to `t` never costs or uses more, whatever the neighbours do.
     fn dominates(&mut self, t: usize, s: usize) -> bool {
         let Some(own) = change(self.node.costs[t], self.node.costs[s]) else {
             return false;
@@ -132,7 +132,7 @@ impl Judge<'_> {
         {
             return false;
         }
-        // At least this, from one cell of each table.
+        // A lower bound on the change, from one cell of each table.
         let mut least = own;
         for side in &self.sides {
             match side.at_cheapest(t, s) {
@@ -151,7 +151,7 @@ impl Judge<'_> {
             }
             *self.budget -= spent;
             let at = side.at_cheapest(t, s).unwrap_or(NEVER);
-            // How much more than at its cheapest cell this table may add.
+            // The amount by which this table may cost more than its cheapest cell does.
             let limit = at.saturating_sub(least);
             let Some(most) = side.most(t, s, limit) else {
                 return false;

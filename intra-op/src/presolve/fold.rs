@@ -18,7 +18,7 @@ impl Reduction for Fold {
     }
 
     fn apply(&mut self, work: &mut Work) -> Result<(), Infeasibility> {
-        // Then nodes with one strategy have no memory left.
+        // From here on nodes with one strategy have no memory left.
         work.settle_all()?;
         let mut queue: VecDeque<u32> = (0..work.nodes.len() as u32).collect();
         while let Some(v) = queue.pop_front() {
@@ -91,7 +91,7 @@ fn fold_leaf(work: &mut Work, v: u32, a: u32) -> bool {
     true
 }
 
-/// Folds a node between two others into a table of these, unless cells would get more.
+/// Folds a node between two others into a table of these, unless the tables would grow.
 fn fold_path(work: &mut Work, v: u32, a: u32, b: u32) -> bool {
     let size = |v: u32| work.nodes[v as usize].costs.len();
     let (n_a, n_b, n_v) = (size(a), size(b), size(v));
@@ -133,7 +133,7 @@ fn fold_path(work: &mut Work, v: u32, a: u32, b: u32) -> bool {
     true
 }
 
-/// The least cost and its first index; forbidden and 0 if all are forbidden.
+/// Returns the least cost and its first index; forbidden and 0 if all are forbidden.
 fn least(costs: impl Iterator<Item = Cost>) -> (Cost, usize) {
     let mut best = (Cost::FORBIDDEN, 0);
     for (i, cost) in costs.enumerate() {

@@ -11,15 +11,15 @@ use super::ties::Tie;
 use super::work::{Work, WorkNode};
 use super::{Infeasibility, Reduction};
 
-/// Nodes of more neighbours are not looked at: the more there are, the less one decides.
+/// Nodes with more neighbours are not looked at, because one neighbour then decides less.
 const MAX_DEGREE: usize = 4;
-/// Cells that one node may look at.
+/// The cells that one node may look at.
 const BUDGET: usize = 1 << 16;
 
 /// The reduction of this module.
 #[derive(Default)]
 pub(super) struct MergeFollowers {
-    /// Nodes that did not change after this have been looked at.
+    /// The clock at the last round; nodes that have not changed since were looked at.
     seen: u64,
 }
 
@@ -60,7 +60,7 @@ impl Reduction for MergeFollowers {
     }
 }
 
-/// The node's answer to each strategy of neighbour `k`, if there is always a best one.
+/// Returns the node's best answer to each strategy of neighbour `k`, if there always is one.
 fn answers(node: &WorkNode, tables: &[Arc<Table>], k: usize) -> Option<Vec<u32>> {
     let n = node.costs.len();
     let mut left = BUDGET;
@@ -85,7 +85,7 @@ fn answers(node: &WorkNode, tables: &[Arc<Table>], k: usize) -> Option<Vec<u32>>
     Some(map)
 }
 
-/// Whether taking `best` for `s`, which saves `gain` at neighbour `k`, never costs more in all.
+/// Says whether taking `best` for `s`, which saves `gain` at neighbour `k`, never costs more.
 fn never_worse(
     tables: &[Arc<Table>],
     k: usize,

@@ -25,7 +25,7 @@ impl Work {
         Ok(())
     }
 
-    /// The rest of the budgets beside these levels.
+    /// Returns what these levels leave of the budgets.
     pub fn slack(&self, levels: &[u64]) -> Result<Vec<u64>, Infeasibility> {
         let over = |t: &usize| levels[*t].saturating_sub(self.limits[*t]);
         let worst = (0..levels.len()).max_by_key(|t| (over(t), std::cmp::Reverse(*t)));
@@ -58,7 +58,7 @@ pub(super) fn merge_terms(terms: &mut Vec<MemoryTerm>) {
     });
 }
 
-/// The times that can be the worst, and each node's span over them.
+/// Returns the times that can be the worst, and each node's span over them.
 ///
 /// A level can only be highest where something starts, and right before something ends.
 pub(super) fn compress_times(problem: &IntraOpProblem) -> (Vec<u64>, Vec<(u32, u32)>) {
@@ -90,7 +90,7 @@ pub(super) fn compress_times(problem: &IntraOpProblem) -> (Vec<u64>, Vec<(u32, u
     (times, spans)
 }
 
-/// Range minima by doubling.
+/// A structure that answers range minima, by doubling.
 pub(super) struct RangeMin {
     levels: Vec<Vec<u64>>,
 }
@@ -108,7 +108,7 @@ impl RangeMin {
         RangeMin { levels }
     }
 
-    /// The least value in `from..to`, which must not be empty.
+    /// Returns the least value in `from..to`, which must not be empty.
     pub fn min(&self, from: usize, to: usize) -> u64 {
         let k = (to - from).ilog2() as usize;
         self.levels[k][from].min(self.levels[k][to - (1 << k)])

@@ -43,22 +43,22 @@ const MAGNITUDE_LIMIT: u128 = 1 << 61;
 /// Rounds after which presolve stops even if it still finds something.
 const MAX_ROUNDS: usize = 30;
 
-/// Which reductions to make; all by default. For tests and for measuring what each is worth.
+/// Selects the reductions; all by default. For tests, and for measuring what each is worth.
 #[derive(Clone, Copy, Debug)]
 pub struct PresolveOptions {
     /// Arc consistency and memory bounds.
     pub propagate: bool,
-    /// Minima to nodes, zero tables dropped.
+    /// Minima move to nodes, and zero tables are dropped.
     pub minima: bool,
-    /// Tied nodes merged.
+    /// Tied nodes are merged.
     pub ties: bool,
-    /// Nodes of degree 0, 1, 2 without memory folded.
+    /// Nodes of degree 0, 1 and 2 without memory are folded.
     pub fold: bool,
-    /// Nodes that follow a neighbour merged.
+    /// Nodes that follow a neighbour are merged.
     pub follow: bool,
-    /// Dominated strategies dropped.
+    /// Dominated strategies are dropped.
     pub dominance: bool,
-    /// Harmless times dropped.
+    /// Times that cannot be the worst are dropped.
     pub times: bool,
 }
 
@@ -77,7 +77,7 @@ impl Default for PresolveOptions {
 }
 
 impl PresolveOptions {
-    /// No reduction at all.
+    /// Makes no reduction at all.
     pub fn none() -> Self {
         PresolveOptions {
             propagate: false,
@@ -91,19 +91,19 @@ impl PresolveOptions {
     }
 }
 
-/// Why a problem has no solution.
+/// The reasons why a problem has no solution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Infeasibility {
     /// Even the least that must be in use at `time` exceeds the limit by `by_bytes`.
     Memory {
-        /// An original time.
+        /// The time, as in the original problem.
         time: u64,
-        /// Bytes missing at least.
+        /// The least number of missing bytes.
         by_bytes: u64,
     },
     /// Every strategy of `node` is ruled out by forbidden entries and the memory limit.
     NoStrategy {
-        /// Index in the original problem.
+        /// The node's index in the original problem.
         node: u32,
     },
     /// An exhaustive search found nothing.
@@ -119,7 +119,7 @@ pub enum Presolved {
     Infeasible(Infeasibility),
 }
 
-/// The effect of one reduction, over all rounds.
+/// The amounts by which one reduction shrank the problem, over all rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effect {
     /// The reduction.
@@ -140,9 +140,9 @@ pub struct Effect {
 /// leaves in the work: an [`Undo`] per node that it takes out, the original index beside every
 /// strategy that it keeps.
 trait Reduction {
-    /// For reports.
+    /// The name in reports.
     fn name(&self) -> &'static str;
-    /// Does what can be done now; called again after the other reductions have had their turn.
+    /// Makes the reductions that are possible now; called again after the others' turns.
     fn apply(&mut self, work: &mut Work) -> Result<(), Infeasibility>;
 }
 
@@ -158,8 +158,8 @@ pub fn presolve(
     presolve_reported(problem, options, &|| false).map(|(presolved, _)| presolved)
 }
 
-/// The same, with what each reduction took away, in the order in which they are applied.
-/// Once `stop` says so, what is left is left as it is.
+/// Reduces `problem` and reports what each reduction took away, in the order in which they are
+/// applied. Stops between reductions once `stop` says so.
 ///
 /// # Errors
 /// Those of [`presolve`].
@@ -178,8 +178,8 @@ pub fn presolve_reported(
     Ok((presolved, effects))
 }
 
-/// How many bytes are missing, from the usages as they were given: reductions see each capped
-/// just above the limit.
+/// Computes the missing bytes from the usages as they were given, because reductions see each usage
+/// capped just above the limit.
 fn unclamped(problem: &IntraOpProblem, why: Infeasibility) -> Result<Infeasibility, IntraOpError> {
     let (Infeasibility::Memory { .. }, Some(limit)) = (&why, problem.usage_limit) else {
         return Ok(why);
@@ -199,7 +199,7 @@ fn unclamped(problem: &IntraOpProblem, why: Infeasibility) -> Result<Infeasibili
     })
 }
 
-/// Reduces what was already reduced, after strategies or pairs have been ruled out.
+/// Reduces a reduced problem again, after strategies or pairs have been ruled out.
 ///
 /// `keep[v]` lists the strategies of reduced node `v` that are left, ascending.
 pub(super) fn presolve_again(

@@ -12,11 +12,11 @@ use super::{Infeasibility, Reduction};
 /// The reduction of this module.
 #[derive(Default)]
 pub(super) struct Propagate {
-    /// Nodes that changed after this have not been looked at.
+    /// The clock at the last round; nodes that have changed since were not looked at.
     seen: u64,
 }
 
-/// Which strategies are left, per node.
+/// For each node, which strategies are left.
 type Alive = Vec<Vec<bool>>;
 
 impl Reduction for Propagate {
@@ -46,7 +46,7 @@ impl Reduction for Propagate {
                 work.keep(v as u32, &kept.collect::<Vec<u32>>());
             }
         }
-        // The consequences of drops made here have been followed.
+        // The consequences of the drops above have been followed already.
         self.seen = work.clock;
         Ok(())
     }
@@ -126,7 +126,7 @@ fn memory_bounds(
     Ok(())
 }
 
-/// Strategies of the other end that some alive strategy of this end allows.
+/// Finds the strategies of the other end that some alive strategy of this end allows.
 fn find_supported(table: &Table, from_rows: bool, alive: &[bool], supported: &mut Vec<bool>) {
     supported.clear();
     if from_rows {

@@ -12,7 +12,7 @@ use super::{Infeasibility, Reduction};
 /// The reduction of this module.
 #[derive(Default)]
 pub(super) struct MergeTies {
-    /// Edges of nodes that did not change after this have been looked at.
+    /// The clock at the last round; edges of nodes that have not changed since were looked at.
     seen: u64,
 }
 
@@ -31,7 +31,7 @@ impl Reduction for MergeTies {
     fn apply(&mut self, work: &mut Work) -> Result<(), Infeasibility> {
         let seen = std::mem::replace(&mut self.seen, work.clock);
         let mut e = 0;
-        // Merging adds edges at the end, which are looked at too.
+        // Merging adds edges at the end of the list, which are looked at too.
         while e < work.edges.len() {
             if let Some(edge) = &work.edges[e]
                 && edge.table.has_forbidden()
@@ -48,7 +48,7 @@ impl Reduction for MergeTies {
     }
 }
 
-/// Which end of an edge follows the other, if merging it does not make tables grow.
+/// Returns the end of an edge that follows the other, if merging it does not make tables grow.
 fn tie(work: &Work, edge: &Edge) -> Option<Tie> {
     let by_row = only_partner(&edge.table, false);
     let by_col = only_partner(&edge.table, true);
@@ -64,7 +64,7 @@ fn tie(work: &Work, edge: &Edge) -> Option<Tie> {
     }
 }
 
-/// For each row (or column) the only allowed partner; `None` if one has several or none.
+/// Returns the only allowed partner of each row (or column); `None` if one has several or none.
 fn only_partner(table: &Table, by_col: bool) -> Option<Vec<u32>> {
     let n = if by_col {
         table.n_cols()
@@ -86,7 +86,7 @@ fn only_partner(table: &Table, by_col: bool) -> Option<Vec<u32>> {
 }
 
 impl Work {
-    /// By how many cells the tables grow when `node` is replaced by `on`.
+    /// Returns the number of cells by which tables grow when `node` is replaced by `on`.
     pub fn growth(&self, node: u32, on: u32) -> i64 {
         let size = |v: u32| self.nodes[v as usize].costs.len() as i64;
         let mut growth = -size(node) * size(on);

@@ -5,14 +5,14 @@
 //! left are the reductions that take a node out: each notes how the node follows from others.
 //! Undone last first, a node's masters are always decided before it.
 
-/// The node takes this strategy.
+/// A node that takes one strategy.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Fixed {
     pub node: u32,
     pub strategy: u32,
 }
 
-/// The node takes `values[k]` where `on` takes `keys[k]` (ascending).
+/// A node that takes `values[k]` where `on` takes `keys[k]` (ascending).
 #[derive(Clone, Debug)]
 pub(in super::super) struct Follows {
     pub node: u32,
@@ -21,7 +21,7 @@ pub(in super::super) struct Follows {
     pub values: Vec<u32>,
 }
 
-/// The node takes `values[k * n + l]` where `on[0]` takes `keys[0][k]` and `on[1]` takes
+/// A node that takes `values[k * n + l]` where `on[0]` takes `keys[0][k]` and `on[1]` takes
 /// `keys[1][l]`, one of `n`.
 #[derive(Clone, Debug)]
 pub(in super::super) struct FollowsTwo {
@@ -31,7 +31,7 @@ pub(in super::super) struct FollowsTwo {
     pub values: Vec<u32>,
 }
 
-/// One step back. All nodes and strategies are the original ones.
+/// One step of the way back. All nodes and strategies are the original ones.
 #[derive(Clone, Debug)]
 pub(in super::super) enum Undo {
     Fixed(Fixed),
@@ -40,7 +40,7 @@ pub(in super::super) enum Undo {
 }
 
 impl Undo {
-    /// Decides the node in `full`, where everything it follows is decided.
+    /// Decides the node in `full`, where all that it follows is decided.
     pub fn undo(&self, full: &mut [u32]) {
         match self {
             Undo::Fixed(Fixed { node, strategy }) => full[*node as usize] = *strategy,

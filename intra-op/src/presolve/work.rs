@@ -16,33 +16,33 @@ use super::memory::compress_times;
 pub(super) struct WorkNode {
     pub gone: bool,
     pub costs: Vec<Cost>,
-    /// Original strategies, ascending.
+    /// The original strategies, ascending.
     pub strategies: Vec<u32>,
     pub memory: Vec<MemoryTerm>,
-    /// Neighbour to edge.
+    /// The edge to each neighbour.
     pub links: BTreeMap<u32, u32>,
-    /// When its strategies, costs, memory or edges last changed.
+    /// The clock when its strategies, costs, memory or edges last changed.
     pub changed: u64,
-    /// When a neighbour's strategies last changed.
+    /// The clock when a neighbour's strategies last changed.
     pub beside: u64,
 }
 
 pub(super) struct Work {
     pub nodes: Vec<WorkNode>,
     pub edges: Vec<Option<Edge>>,
-    /// Budgets left, and the original time of each.
+    /// The budgets that are left, and the original time of each.
     pub limits: Vec<u64>,
     pub times: Vec<u64>,
-    /// Cost of what is decided.
+    /// The cost of what is decided.
     pub offset: u64,
     pub undos: Vec<Undo>,
     pub tables: Tables,
-    /// The original nodes of the reduced problem that this started from, if it did.
+    /// The original nodes of the reduced problem from which this one started, if it did.
     pub renamed: Vec<u32>,
     pub clock: u64,
 }
 
-/// The size, which changes whenever a reduction has changed something.
+/// The size of the problem, which changes whenever a reduction has changed something.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size {
     pub nodes: usize,
@@ -158,7 +158,7 @@ impl Work {
         size
     }
 
-    /// Says that a node changed.
+    /// Notes that a node changed.
     pub fn touch(&mut self, v: u32) {
         self.clock += 1;
         self.nodes[v as usize].changed = self.clock;
@@ -170,7 +170,7 @@ impl Work {
         }
     }
 
-    /// Adds a table between two nodes: to the edge that is there, or to the node itself when
+    /// Adds a table between two nodes: to their edge if they have one, or to the node itself when
     /// both are the same.
     pub fn add_edge(&mut self, a: u32, b: u32, table: Arc<Table>) {
         self.touch(a);
@@ -208,7 +208,7 @@ impl Work {
         self.edges[e as usize].as_ref().expect("linked edges exist")
     }
 
-    /// The table of edge `e` with `v` at its rows.
+    /// Returns the table of edge `e` with `v` at its rows.
     pub fn table_from(&mut self, e: u32, v: u32) -> Arc<Table> {
         let edge = self.edges[e as usize].as_ref().expect("linked edges exist");
         if edge.a == v {
@@ -241,12 +241,12 @@ impl Work {
         self.nodes[v as usize].links = links;
     }
 
-    /// Takes a node out; its edges must be gone.
+    /// Takes a node out, whose edges must be gone.
     pub fn retire(&mut self, v: u32) -> WorkNode {
         std::mem::replace(&mut self.nodes[v as usize], WorkNode::gone())
     }
 
-    /// The reduced problem, with the way back.
+    /// Returns the reduced problem, with the way back.
     pub fn finish(mut self) -> Reduced {
         let mut renamed = vec![u32::MAX; self.nodes.len()];
         let mut reduced = Reduced {

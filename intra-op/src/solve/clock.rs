@@ -1,11 +1,11 @@
-//! When to stop: a time limit, a request from outside, or neither.
+//! Decides when to stop: at a time limit, at a request from outside, or never.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The part of the time limit that is kept for ending what is begun, checking and writing the
-/// result: this part of it, but at most so long.
+/// The part of the time limit that is kept for ending work in progress, checking and writing the
+/// result, and the most that is kept.
 const RESERVE: f64 = 0.04;
 const MOST_RESERVE: Duration = Duration::from_millis(1200);
 
@@ -28,7 +28,7 @@ impl Clock {
     ) -> Clock {
         let start = start.unwrap_or_else(Instant::now);
         let reserve = |limit: Duration| limit.mul_f64(RESERVE).min(MOST_RESERVE);
-        // A limit beyond what an instant can say is none.
+        // A limit beyond what an instant can represent is no limit.
         let at = |limit: Duration, less: Duration| start.checked_add(limit.saturating_sub(less));
         Clock {
             start,
@@ -39,34 +39,34 @@ impl Clock {
         }
     }
 
-    /// Whether results may depend on the machine.
+    /// Says whether results may depend on the machine.
     pub fn is_timed(&self) -> bool {
         self.limit.is_some()
     }
 
-    /// Whether somebody may want the result before the work has ended.
+    /// Says whether somebody may want the result before the work has ended.
     pub fn may_stop_early(&self) -> bool {
         self.is_timed() || self.cancel.is_some()
     }
 
-    /// Whether the caller asked to stop.
+    /// Says whether the caller asked to stop.
     pub fn cancelled(&self) -> bool {
         self.cancel
             .as_ref()
             .is_some_and(|c| c.load(Ordering::Relaxed))
     }
 
-    /// Whether it is time to end.
+    /// Says whether it is time to end.
     pub fn over(&self) -> bool {
         self.cancelled() || self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// Whether unfinished work must be left behind.
+    /// Says whether unfinished work must be left behind.
     pub fn past(&self) -> bool {
         self.last.is_some_and(|last| Instant::now() >= last)
     }
 
-    /// Time left for work; none without a limit.
+    /// Returns the time left for work; `None` without a limit.
     pub fn left(&self) -> Option<Duration> {
         if self.cancelled() {
             return Some(Duration::ZERO);
@@ -74,7 +74,8 @@ impl Clock {
         Some(self.end?.saturating_duration_since(Instant::now()))
     }
 
-    /// A test whether this fraction of the time limit has passed from now on, or the end come.
+    /// Returns a test whether, from now on, this fraction of the time limit has passed or the end
+    /// has come.
     pub fn used(&self, fraction: f64) -> impl Fn() -> bool + Sync + use<'_> {
         let until = self
             .limit

@@ -11,12 +11,12 @@ use super::super::presolve::Infeasibility;
 use super::super::reduced::Reduced;
 use super::TraceEntry;
 
-/// Improvements closer than this to each other share a line of the trace.
+/// Improvements closer together than this share a line of the trace.
 const TRACE_EVERY_S: f64 = 0.05;
-/// The phase of such lines.
+/// The phase that such lines name.
 const IMPROVED: &str = "improved";
 
-/// Cost and original choice.
+/// A choice of the original problem, with its cost first.
 pub(super) type Found = (u64, Vec<u32>);
 
 /// The shared state.
@@ -29,11 +29,11 @@ pub(super) struct Live {
 pub(super) struct Known {
     pub best: Option<Found>,
     pub bound: u64,
-    /// The best is optimal, or there is none because nothing fits.
+    /// True when the best is proved optimal, or when nothing fits and there is none.
     pub proved: bool,
     pub infeasible: Option<Infeasibility>,
     pub trace: Vec<TraceEntry>,
-    /// When the trace's last line of improvements was begun.
+    /// The time at which the trace's last line of improvements was begun.
     line_began: f64,
 }
 
@@ -45,7 +45,7 @@ impl Live {
         }
     }
 
-    /// The state. What a thread that panicked left behind is whole: every change is one step.
+    /// Locks the state. A thread that panicked leaves it whole, because every change is one step.
     pub fn known(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -77,12 +77,12 @@ impl Live {
         }
     }
 
-    /// The cost of the best choice.
+    /// Returns the cost of the best choice.
     pub fn cost(&self) -> Option<u64> {
         self.known().best.as_ref().map(|(cost, _)| *cost)
     }
 
-    /// Ends a phase: what it did goes to the trace.
+    /// Ends a phase, and writes a line about it to the trace.
     pub fn note(&self, phase: &'static str, note: String) {
         let mut known = self.known();
         let entry = self.entry(&known, phase, note);
@@ -91,7 +91,7 @@ impl Live {
 
     fn improved(&self, known: &mut Known) {
         let entry = self.entry(known, IMPROVED, String::new());
-        // The first choice is always a line of its own.
+        // The first choice always has a line of its own.
         let goes_on = known.trace.last().is_some_and(|last| {
             last.phase == IMPROVED
                 && last.objective.is_some() == entry.objective.is_some()

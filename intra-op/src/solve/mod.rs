@@ -36,12 +36,12 @@ use clock::Clock;
 use live::{Known, Live};
 use stage::Solver;
 
-/// How often the waiting thread looks whether it must stop.
+/// The time between two looks of the waiting thread whether it must stop.
 const POLL: Duration = Duration::from_millis(20);
-/// How long work that was asked to stop may take to end.
+/// The time that work may take to end once it was asked to stop.
 const PATIENCE: Duration = Duration::from_millis(1500);
 
-/// Which integer-programming library to use.
+/// The integer-programming libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IlpBackend {
     /// HiGHS.
@@ -49,12 +49,12 @@ pub enum IlpBackend {
     Highs,
     /// microlp: pure Rust, for small problems.
     Microlp,
-    /// None: bounds and search only.
+    /// No library: bounds and search only.
     None,
 }
 
 impl IlpBackend {
-    /// The library's name, for reports.
+    /// Returns the library's name, for reports.
     pub fn name(self) -> &'static str {
         match self {
             #[cfg(feature = "highs")]
@@ -65,7 +65,7 @@ impl IlpBackend {
     }
 }
 
-/// HiGHS where the build has it.
+/// The default is HiGHS where the build has it.
 impl Default for IlpBackend {
     #[cfg(feature = "highs")]
     fn default() -> Self {
@@ -80,44 +80,44 @@ impl Default for IlpBackend {
 /// The effort of a solve, and where it goes.
 #[derive(Clone, Debug)]
 pub struct SolveOptions {
-    /// Wall-clock limit. A result that was cut short by it may differ between machines.
+    /// The wall-clock limit. A result that was cut short by it may differ between machines.
     pub time_limit: Option<Duration>,
-    /// When the time limit began to count; now, if it is not said.
+    /// The moment at which the time limit began to count; now, if it is not given.
     pub start: Option<Instant>,
-    /// Set to true by somebody else, this ends the work soon, with what is known by then.
+    /// A flag that others set to end the work soon, with what is known by then.
     pub cancel: Option<Arc<AtomicBool>>,
-    /// Threads: one proves, the others search.
+    /// The number of threads: one proves, the others search.
     pub threads: usize,
-    /// Seed of everything random.
+    /// The seed of everything random.
     pub seed: u64,
-    /// Stop when the cost is proved within this fraction of the bound; 0 for a full proof.
+    /// The fraction of the bound within which a proved cost is enough; 0 for a full proof.
     pub gap: f64,
-    /// Deterministic limit: slices of search per thread, branch-and-bound nodes and simplex
+    /// The deterministic limit: slices of search per thread, branch-and-bound nodes and simplex
     /// iterations (`ilp::effort`) per integer program.
     pub work_limit: Option<u64>,
-    /// Integer programs are only built up to this many columns.
+    /// The most columns of an integer program that is built.
     pub max_ilp_columns: usize,
-    /// Try the integer program right after presolve, without prices and search: an
-    /// independent way to the same result.
+    /// Tries the integer program right after presolve, without prices and search, as an independent
+    /// way to the same result.
     pub integer_program_first: bool,
     /// The integer-programming library.
     pub backend: IlpBackend,
-    /// Which presolve steps to take.
+    /// The presolve steps to take.
     pub presolve: PresolveOptions,
-    /// Which phases to run.
+    /// The phases to run.
     pub phases: Phases,
 }
 
-/// Which phases to run after presolve; all by default. For measuring what each is worth.
+/// Selects the phases after presolve; all by default. For measuring what each is worth.
 #[derive(Clone, Copy, Debug)]
 pub struct Phases {
     /// Prices on memory (messages are always passed).
     pub prices: bool,
     /// Exact elimination at the prices, where the graph allows.
     pub elimination: bool,
-    /// Dropping what the bound rules out.
+    /// Dropping of what the bound rules out.
     pub tighten: bool,
-    /// Bettering choices tree by tree and part by part.
+    /// Search for better choices, tree by tree and part by part.
     pub search: bool,
 }
 
@@ -156,23 +156,23 @@ impl Default for SolveOptions {
 /// The proof of a result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SolveStatus {
-    /// No choice is better.
+    /// The choice is proved best.
     Optimal,
-    /// A choice that fits; the best may be cheaper, but not below `lower_bound`. So is what
-    /// was stopped because it came within the requested gap.
+    /// A choice that fits; the best may be cheaper, but not below `lower_bound`. A solve that was
+    /// stopped within the requested gap ends here too.
     Feasible {
-        /// No choice costs less.
+        /// A bound: no choice costs less.
         lower_bound: u128,
-        /// `(objective - lower_bound) / objective`.
+        /// The gap: `(objective - lower_bound) / objective`.
         gap: f64,
     },
     /// No choice fits.
     Infeasible(Infeasibility),
-    /// Stopped before any choice that fits was found.
+    /// The solve was stopped before any choice that fits was found.
     Timeout,
 }
 
-/// One line of how the result came about.
+/// One line of the history of a solve.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceEntry {
     /// The phase that ended.
@@ -187,20 +187,20 @@ pub struct TraceEntry {
     pub note: String,
 }
 
-/// A choice with its proof, or why there is none.
+/// A choice with its proof, or the reason why there is none.
 #[derive(Clone, Debug)]
 pub struct SolveResult {
     /// The proof.
     pub status: SolveStatus,
-    /// One strategy per node.
+    /// One strategy for each node.
     pub choice: Option<Vec<u32>>,
     /// Its total cost.
     pub objective: Option<u128>,
-    /// No choice costs less.
+    /// A bound: no choice costs less.
     pub lower_bound: u128,
-    /// `(objective - lower_bound) / objective`; `None` without an objective.
+    /// The gap: `(objective - lower_bound) / objective`; `None` without an objective.
     pub gap: Option<f64>,
-    /// Wall-clock time since the start.
+    /// The wall-clock time since the start.
     pub seconds: f64,
     /// The most bytes in use at any time under the choice.
     pub peak_usage: Option<u128>,
@@ -240,7 +240,7 @@ pub fn solve(
     finish(problem, &clock, known)
 }
 
-/// Solves what is left, on a thread that can be left behind if somebody may want to stop.
+/// Solves the reduced problem, on a thread that can be left behind if somebody may want to stop.
 fn work(reduced: Reduced, options: &SolveOptions, clock: &Clock, live: &Arc<Live>) {
     let solver = Solver {
         options: options.clone(),
@@ -255,7 +255,7 @@ fn work(reduced: Reduced, options: &SolveOptions, clock: &Clock, live: &Arc<Live
         .name("solve".into())
         .spawn(move || {
             solver.run(reduced);
-            // Nobody is waiting any more if the work was left behind.
+            // The receiver is gone if the work was left behind.
             let _ = send.send(());
         });
     let Ok(thread) = thread else {
@@ -270,7 +270,7 @@ fn work(reduced: Reduced, options: &SolveOptions, clock: &Clock, live: &Arc<Live
             return live.note("stopped", "work that did not end in time was left".into());
         }
     }
-    // The thread has ended or is about to; if it panicked, so do we.
+    // The thread has ended or is about to; its panic becomes ours.
     if let Err(panic) = thread.join() {
         std::panic::resume_unwind(panic);
     }
@@ -324,7 +324,7 @@ fn finish(
     Ok(result)
 }
 
-/// The function behind a library; `None` for none.
+/// Returns the function behind a library; `None` for none.
 fn backend(which: IlpBackend) -> Option<ilp::Backend> {
     match which {
         #[cfg(feature = "highs")]

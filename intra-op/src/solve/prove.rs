@@ -11,15 +11,15 @@ use super::live::{Found, Live};
 use super::seek::DIVE_WEIGHTS;
 use super::stage::{Round, Solver};
 
-/// Price steps per round.
+/// The price steps of a round.
 const PRICE_ROUNDS: usize = 900;
-/// The part of the time limit that prices get per round.
+/// The part of the time limit that prices get in a round.
 const PRICE_TIME: f64 = 0.2;
-/// With a clock, how often others get the prices on the way.
+/// With a clock, the time after which other tasks get the prices on the way.
 const PUBLISH_EVERY: Duration = Duration::from_secs(2);
-/// Elimination is tried up to this many message cells: 32 MiB.
+/// Elimination is tried with up to this many message cells: 32 MiB.
 const MAX_MESSAGE_CELLS: u64 = 1 << 22;
-/// Factors on the prices that elimination is run with.
+/// The number of factors on the prices with which elimination is run.
 const EXACT_STEPS: usize = 8;
 
 /// The result of a round.
@@ -29,11 +29,11 @@ pub(super) struct Proof<'r> {
     pub dual: Option<Dual<'r>>,
     /// Choices that fit, in the order of the tasks that found them.
     pub found: Vec<Found>,
-    /// No choice costs less.
+    /// A bound: no choice costs less.
     pub bound: u64,
-    /// The best choice is optimal, or nothing fits.
+    /// True when the best choice is proved optimal, or nothing fits.
     pub proved: bool,
-    /// The search was exhausted; without a choice, nothing fits.
+    /// True when the search was exhaustive: without a choice, nothing fits.
     pub nothing_fits: bool,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Proof<'r> {
 pub(super) struct Finder<'a> {
     pub reduced: &'a Reduced,
     pub live: &'a Live,
-    /// Cost and choice in the terms of `reduced`.
+    /// The cost and the choice, in the terms of `reduced`.
     pub best: Option<Found>,
 }
 
@@ -57,13 +57,13 @@ impl Finder<'_> {
         }
     }
 
-    /// The cost to beat: of the task's own best, or of what was known before.
+    /// Returns the cost to beat: that of the task's own best, or of what was known before.
     pub fn cost(&self, known: Option<&Found>) -> Option<u64> {
         let costs = [self.best.as_ref(), known];
         costs.into_iter().flatten().map(|(cost, _)| *cost).min()
     }
 
-    /// The best in original terms.
+    /// Returns the best in original terms.
     pub fn lifted(self) -> Option<Found> {
         let (cost, choice) = self.best?;
         Some((cost, self.reduced.lift(&choice)))
@@ -71,7 +71,7 @@ impl Finder<'_> {
 }
 
 impl<'r> Round<'_, 'r> {
-    /// Prices and messages; on the way, choices that fit are made from them.
+    /// Raises the bound by prices and messages; on the way, makes choices that fit from them.
     pub fn raise_bound(&self, mut dual: Dual<'r>) -> Proof<'r> {
         let Solver {
             options,
@@ -129,8 +129,8 @@ impl<'r> Round<'_, 'r> {
         proof
     }
 
-    /// Where the graph is nearly a chain, the priced problem is solved exactly by elimination:
-    /// a better bound, and choices that fit, with the prices scaled up until they do.
+    /// Solves the priced problem exactly by elimination, where the graph is nearly a chain: this
+    /// gives a better bound, and choices that fit, with the prices scaled up until they do.
     fn exact_at_prices(&self, dual: &mut Dual<'r>, finder: &mut Finder<'_>, proof: &mut Proof<'r>) {
         let reduced = self.reduced;
         let sizes: Vec<usize> = reduced.nodes.iter().map(|n| n.costs.len()).collect();
@@ -140,7 +140,7 @@ impl<'r> Round<'_, 'r> {
         let prices = dual.prices();
         let (mut low, mut high) = (0.0, None);
         for i in 0..EXACT_STEPS {
-            // No price, the prices, then towards the least factor at which the choice fits.
+            // First 0, then 1, then towards the least factor at which the choice fits.
             let factor = match (i, high) {
                 (0, _) => 0.0,
                 (1, _) => 1.0,
@@ -150,8 +150,8 @@ impl<'r> Round<'_, 'r> {
             dual.set_prices(&prices.iter().map(|p| p * factor).collect::<Vec<_>>());
             let found = eliminator.run(&dual.priced_units());
             let Some(least) = found.table()[0].value() else {
-                // Without prices this means that everything is forbidden; with them, that sums
-                // left the range that is safe.
+                // Without prices this means that everything is forbidden; with prices, that sums
+                // left the safe range.
                 (proof.proved, proof.nothing_fits) = (i == 0, i == 0);
                 break;
             };
@@ -177,7 +177,7 @@ impl<'r> Round<'_, 'r> {
 }
 
 impl Solver {
-    /// The whole problem as an integer program.
+    /// Solves the whole problem as an integer program.
     pub fn integer_program<'r>(&self, reduced: &'r Reduced, best: Option<&Found>) -> Proof<'r> {
         let Some(backend) = super::backend(self.options.backend) else {
             return Proof::default();
@@ -189,9 +189,9 @@ impl Solver {
             relative_gap: self.options.gap,
             seed: self.options.seed,
             backend,
-            // Its own time limit comes first; this is for when it overruns.
+            // The program's own time limit comes first; this one is for when it overruns.
             stop: &|| self.clock.cancelled() || self.clock.past(),
-            // Choices ruled out before cost as much as the best choice.
+            // Choices that were ruled out before cost at least as much as the best choice.
             on_bound: &|bound| self.live.raise(bound.min(most)),
         };
         let known = best.and_then(|(_, choice)| reduced.project(choice));

@@ -12,14 +12,14 @@ use super::live::Found;
 use super::prove::Finder;
 use super::stage::{Latest, Round};
 
-/// Weights of the prices in the first dives.
+/// The weights of the prices in the first dives.
 pub(super) const DIVE_WEIGHTS: [f64; 5] = [1.0, 0.8, 1.3, 2.0, 5.0];
-/// Search before the first look at the others, and in a slice without a clock, in work per
+/// The search before the first look at the others, and in a slice without a clock, in work per
 /// strategy and table cell.
 const FIRST_WORK: u64 = 1000;
 const SLICE_WORK: u64 = 200;
-/// A slice helps if it closes this part of the gap. When one does not, the search starts
-/// afresh beside what it has, so many times for each part.
+/// A slice helps if it closes this part of the gap. When one does not, the search makes this many
+/// fresh starts for each integer program on a part.
 const HELPFUL: f64 = 0.005;
 const STARTS_PER_PART: u64 = 3;
 /// A fresh start: prices vary by up to `exp(+-x)` overall and each for itself, then so many
@@ -28,7 +28,7 @@ const START_SPREAD: f64 = 0.7;
 const PRICE_SPREAD: f64 = 2.0;
 const START_PASSES: usize = 60;
 const START_WORK: u64 = 100;
-/// Table cells of the first part; its most columns, branch-and-bound nodes and seconds.
+/// The table cells of the first part; the most columns, nodes of the tree and seconds of a part.
 const FIRST_PART_CELLS: usize = 4000;
 const MAX_PART_COLUMNS: usize = 50_000;
 const PART_NODES: u64 = 500;
@@ -36,31 +36,32 @@ const PART_NODES: u64 = 500;
 const PART_NODES_UNTIMED: u64 = 30;
 const PART_TIME: Duration = Duration::from_secs(2);
 
-/// Whether it is time to end.
+/// A test whether it is time to end.
 pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// The effort that a searcher may spend in a round.
 pub(super) struct Turn<'a> {
-    /// A first search, in proportion to the problem: for a choice that is fresh from the dives.
+    /// True for the first search, which takes a choice fresh from the dives and work in proportion
+    /// to the problem.
     pub first: bool,
-    /// Slices of search; a fresh start or a part after each that helped little.
+    /// The slices of search; a fresh start or a part comes after each slice that helped little.
     pub n_slices: u64,
-    /// Another task makes choices beside this one.
+    /// True when another task makes choices beside this one.
     pub beside: bool,
     pub stop: Stop<'a>,
 }
 
-/// One searching thread: what it remembers from round to round.
+/// One searching thread: the state that it keeps from round to round.
 pub(super) struct Seeker {
     random: Random,
-    /// Table cells of the next part.
+    /// The table cells of the next part.
     max_cells: usize,
 }
 
 impl Seeker {
     pub fn new(seed: u64, i: u64) -> Seeker {
         Seeker {
-            // Far apart for neighbouring seeds and threads.
+            // Neighbouring seeds and threads get states that are far apart.
             random: Random(seed ^ i.wrapping_mul(0xd1b5_4a32_d192_ed03)),
             max_cells: FIRST_PART_CELLS,
         }
@@ -123,8 +124,8 @@ impl<'r> Round<'_, 'r> {
         finder.lifted()
     }
 
-    /// A choice found from a dive at disturbed prices: where a search ends depends on where it
-    /// begins, and one dive in three or so begins well.
+    /// Finds a choice from a dive at disturbed prices: the end of a search depends on its start,
+    /// and one dive in about three starts well.
     fn fresh_start(
         &self,
         seeker: &mut Seeker,
@@ -158,7 +159,7 @@ impl<'r> Round<'_, 'r> {
         Some(search.best().1.to_vec())
     }
 
-    /// A choice from new prices if it is better, else `choice`.
+    /// Returns a choice from new prices if it is better, else `choice`.
     fn dive_again(
         &self,
         (n, dual): &Latest<'r>,
@@ -177,7 +178,7 @@ impl<'r> Round<'_, 'r> {
         }
     }
 
-    /// A choice that fits: what is known, or the best of a few dives.
+    /// Returns a choice that fits: the known one, or the best of a few dives.
     fn start(&self, dual: &Dual<'_>, finder: &mut Finder<'_>, turn: &Turn<'_>) -> Option<Vec<u32>> {
         if let Some((_, known)) = self.best {
             let projected = self.reduced.project(known).map(|(_, choice)| choice);
@@ -207,13 +208,13 @@ impl<'r> Round<'_, 'r> {
         finder.best.as_ref().map(|(_, choice)| choice.clone())
     }
 
-    /// Whether the best choice meets the bound as it was known before the round.
+    /// Says whether the best choice meets the bound as it was known before the round.
     fn is_closed(&self, finder: &Finder<'_>) -> bool {
         let cost = finder.cost(self.best);
         cost.is_some_and(|cost| cost <= self.bound)
     }
 
-    /// A part as an integer program of its own; the whole choice if that made it better.
+    /// Improves a part by an integer program; returns the whole choice if it became better.
     fn improve_part(
         &self,
         seeker: &mut Seeker,
@@ -247,7 +248,7 @@ impl<'r> Round<'_, 'r> {
             max_columns: MAX_PART_COLUMNS,
         };
         let (better, solved) = part.solve(choice, &options, &left);
-        // The size follows what is solved; with a clock, also how fast.
+        // The size of parts follows what is solved; with a clock, also the speed.
         let slow = solver.clock.is_timed() && begun.elapsed() > PART_TIME / 2;
         seeker.max_cells = if solved && !slow {
             seeker.max_cells + seeker.max_cells / 10

@@ -1,4 +1,4 @@
-//! Stages and rounds: who does what on which problem, and what follows from it.
+//! Stages and rounds: which task works on which problem, and what follows from the results.
 //!
 //! ```text
 //! stage: reduced ── prices, messages ──┐
@@ -29,22 +29,21 @@ use super::live::{Found, Live};
 use super::prove::Proof;
 use super::seek::{Seeker, Turn};
 
-/// Stages before the integer program is tried as it is.
+/// The stages after which the integer program is tried as it is.
 const MAX_STAGES: usize = 40;
-/// A stage ends when the problem has become smaller by this part of it.
+/// A stage ends when the problem has become smaller by one part in this many.
 const SHRINK: usize = 20;
-/// Or when a round of prices brought the gap below this part of it.
+/// It also ends when a round of prices brought the gap below this part of it.
 const CLOSING: f64 = 0.9;
-/// Slices of search per thread, unless the work limit says otherwise, and per round.
+/// The slices of search per thread, unless the work limit says otherwise, and per round.
 const SLICES: u64 = 250;
 const SLICES_PER_ROUND: u64 = 10;
-/// Rounds of search that do not help before giving up, if no clock runs.
+/// The rounds of search without success after which the solve gives up, if no clock runs.
 const MAX_IDLE: u32 = 3;
-/// The part of the time limit that search gets after prices on one thread, and in a round of
-/// its own.
+/// The part of the time limit that search gets after prices on one thread, or in a round alone.
 const FIRST_TIME: f64 = 0.1;
 const SEARCH_TIME: f64 = 0.15;
-/// Rounds of search between two turns of the prices.
+/// The rounds of search between two turns of the prices.
 const SEARCHES_PER_PRICES: u64 = 4;
 
 /// The first task of a round.
@@ -55,13 +54,13 @@ enum Job {
     Search,
 }
 
-/// Where a stage begins.
+/// The beginning of a stage.
 struct Begin {
     reduced: Reduced,
     job: Job,
-    /// The prices and messages of the stage before.
+    /// The prices and messages of the previous stage.
     warm: WarmStart,
-    /// Stages before.
+    /// The number of stages before.
     n_before: usize,
 }
 
@@ -70,12 +69,12 @@ struct State {
     best: Option<Found>,
     bound: u64,
     round: u64,
-    /// Slices of search left, per thread.
+    /// The slices of search that are left, per thread.
     slices: u64,
     seekers: Vec<Seeker>,
 }
 
-/// Solves a reduced problem; what it finds goes to `live`.
+/// Solves a reduced problem, and gives its results to `live`.
 pub(super) struct Solver {
     pub options: SolveOptions,
     pub clock: Clock,
@@ -91,7 +90,7 @@ impl Solver {
             bound: reduced.offset,
             round: 0,
             slices: self.options.work_limit.unwrap_or(SLICES),
-            // The last one serves the first task when it searches.
+            // The last seeker serves the first task when that searches.
             seekers: (0..=n_seekers)
                 .map(|i| Seeker::new(self.options.seed, i))
                 .collect(),
@@ -110,14 +109,14 @@ impl Solver {
         self.stages(&mut state, begin);
     }
 
-    /// Stage after stage, each with the prices and messages of the one before.
+    /// Runs stage after stage, each with the prices and messages of the one before.
     fn stages(&self, state: &mut State, mut begin: Begin) {
         while let Some(next) = self.stage(state, begin) {
             begin = next;
         }
     }
 
-    /// One stage; where the next one begins, unless this was the last.
+    /// Runs one stage; returns where the next one begins, unless this was the last.
     fn stage(&self, state: &mut State, begin: Begin) -> Option<Begin> {
         let Begin {
             reduced,
@@ -144,7 +143,7 @@ impl Solver {
                 return None;
             }
             let Ok(following) = self.tightened(state, &reduced, &dual) else {
-                // Nothing is left but what costs as much as the best choice.
+                // Only choices that cost as much as the best one are left.
                 self.live.known().proved = true;
                 return None;
             };
@@ -190,7 +189,7 @@ impl Solver {
         self.options.phases.prices && state.round.is_multiple_of(SEARCHES_PER_PRICES)
     }
 
-    /// One round: the job and the searches, side by side if there are threads for it.
+    /// Runs one round: the job and the searches, side by side if there are threads for it.
     fn round<'r>(
         &self,
         state: &mut State,
@@ -263,7 +262,7 @@ impl Solver {
         proof
     }
 
-    /// Takes over what a round brought; returns its prices and messages.
+    /// Takes over the results of a round; returns its prices and messages.
     fn take_over<'r>(&self, state: &mut State, proof: Proof<'r>) -> Option<Dual<'r>> {
         for found in proof.found {
             if state.best.as_ref().is_none_or(|(best, _)| found.0 < *best) {
@@ -271,7 +270,7 @@ impl Solver {
                 state.best = Some(found);
             }
         }
-        // Choices ruled out before cost at least the best choice, which bounds them as well.
+        // Choices ruled out before cost at least the best one's, which bounds them too.
         let most = state.best.as_ref().map_or(u64::MAX, |(cost, _)| *cost);
         self.raise(state, proof.bound.min(most));
         let mut known = self.live.known();
@@ -287,7 +286,7 @@ impl Solver {
         self.live.raise(state.bound);
     }
 
-    /// The problem without what the best choice's cost rules out.
+    /// Returns the problem without what the best choice's cost rules out.
     fn tightened(
         &self,
         state: &State,
@@ -305,7 +304,7 @@ impl Solver {
         Ok(next)
     }
 
-    /// Whether the integer program of this problem is to be tried.
+    /// Says whether the integer program of this problem is to be tried.
     fn can_program(&self, reduced: &Reduced) -> bool {
         if super::backend(self.options.backend).is_none() {
             return false;
@@ -335,7 +334,7 @@ impl Solver {
         state.best.as_ref().is_some_and(close)
     }
 
-    /// How far the best choice is from the bound, relatively; 1 without a choice.
+    /// Returns the relative distance of the best choice from the bound; 1 without a choice.
     fn open_gap(&self, state: &State) -> f64 {
         let gap =
             |(cost, _): &Found| cost.saturating_sub(state.bound) as f64 / (*cost).max(1) as f64;
@@ -349,18 +348,18 @@ pub(super) struct Round<'a, 'r> {
     pub reduced: &'r Reduced,
     /// The best choice when the round began.
     pub best: Option<&'a Found>,
-    /// No choice costs less, as was known then.
+    /// The bound that was known then: no choice costs less.
     pub bound: u64,
     pub number: u64,
-    /// With a clock, the newest prices and messages of the first task, and how many it gave.
+    /// With a clock, the newest prices and messages of the first task, and how many it gave so far.
     latest: Mutex<Option<Latest<'r>>>,
 }
 
-/// Prices and messages on the way, and their number.
+/// Prices and messages of an unfinished job, and their number.
 pub(super) type Latest<'r> = (u64, Arc<Dual<'r>>);
 
 impl<'r> Round<'_, 'r> {
-    /// Gives the other tasks what the first has by now, if they may look at it.
+    /// Gives the other tasks the first task's present state, if they may look at it.
     pub fn publish(&self, dual: &Dual<'r>) {
         if self.solver.clock.is_timed() && self.solver.options.threads > 1 {
             let mut latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
@@ -369,7 +368,7 @@ impl<'r> Round<'_, 'r> {
         }
     }
 
-    /// The newest published state, if there is one after number `seen`.
+    /// Returns the newest published state, if there is one after number `seen`.
     pub fn newer(&self, seen: u64) -> Option<Latest<'r>> {
         let latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
         latest.clone().filter(|(n, _)| *n > seen)

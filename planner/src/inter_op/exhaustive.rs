@@ -37,7 +37,7 @@ fn every_plan(
     }
     for end in layer + 1..=table.n_layers {
         for (submesh, n) in table.submeshes.iter().enumerate() {
-            if devices + n > table.n_devices {
+            if devices + n > table.n_devices || !table.lies(submesh, devices) {
                 continue;
             }
             for entry in 0..table.get(layer..end, submesh).len() {

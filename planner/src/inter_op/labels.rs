@@ -133,7 +133,8 @@ impl<'a> Problem<'a> {
                 for (tail, &(submesh, boundary)) in self.tails.iter().enumerate() {
                     let candidates = &self.ending[end][tail];
                     let now = used + self.table.submeshes[submesh];
-                    if now > n_devices || candidates.is_empty() {
+                    let fits = now <= n_devices && self.table.lies(submesh, n_devices - now);
+                    if !fits || candidates.is_empty() {
                         continue;
                     }
                     let reached = self.reached(&states[end], end, used, submesh, boundary);
@@ -370,7 +371,8 @@ impl<'a> Problem<'a> {
                         usable.filter(|e| e.time_s() < threshold && e.fits(self.in_flight(0)));
                     let own = usable.map(StageEntry::time_s).fold(f64::INFINITY, f64::min);
                     if own.is_finite() {
-                        least.extend(start, end, n, own);
+                        let lies = |first| self.table.lies(submesh, first);
+                        least.extend(start, end, n, own, lies);
                     }
                 }
             }
@@ -440,12 +442,21 @@ impl Least {
         self.values[layer * self.width + devices]
     }
 
-    fn extend(&mut self, start: usize, end: usize, devices: usize, own: f64) {
+    fn extend(
+        &mut self,
+        start: usize,
+        end: usize,
+        devices: usize,
+        own: f64,
+        lies: impl Fn(usize) -> bool,
+    ) {
         let (before, after) = self.values.split_at_mut(end * self.width);
         let from = &before[start * self.width..(start + 1) * self.width];
         let to = &mut after[..self.width];
-        for (old, new) in to.iter_mut().skip(devices).zip(from) {
-            *old = old.min(new + own);
+        for (first, (old, new)) in to.iter_mut().skip(devices).zip(from).enumerate() {
+            if lies(first) {
+                *old = old.min(new + own);
+            }
         }
     }
 }

@@ -17,7 +17,7 @@ impl Problem<'_> {
                 let behind = std::mem::take(&mut states[end][used]);
                 for (start, submesh, entry) in self.all_ending(end) {
                     let now = used + self.table.submeshes[submesh];
-                    if now <= n_devices {
+                    if now <= n_devices && self.table.lies(submesh, n_devices - now) {
                         for b in &behind {
                             let new = self.lengthened(b, start..end, submesh, &entry);
                             self.insert_shortfall(&mut states[start][now], new);

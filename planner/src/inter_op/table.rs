@@ -50,6 +50,8 @@ pub struct StageTable {
     pub(super) n_layers: usize,
     pub(super) n_devices: usize,
     pub(super) submeshes: Vec<usize>,
+    /// By submesh shape: the devices with which one may begin, ascending; empty for any.
+    starts: Vec<Vec<usize>>,
     pub(super) entries: Vec<Vec<StageEntry>>,
 }
 
@@ -60,9 +62,27 @@ impl StageTable {
         StageTable {
             n_layers,
             n_devices,
+            starts: vec![Vec::new(); submeshes.len()],
             submeshes,
             entries: vec![Vec::new(); cells],
         }
+    }
+
+    /// The same where submeshes of shape `s` lie only where `starts[s]` says: at one of these
+    /// first devices, ascending, or anywhere if there are none. Plans then use all devices.
+    pub fn at(self, starts: Vec<Vec<usize>>) -> StageTable {
+        assert_eq!(
+            starts.len(),
+            self.submeshes.len(),
+            "one list of each submesh"
+        );
+        StageTable { starts, ..self }
+    }
+
+    /// Whether a submesh may begin with device `first`.
+    pub(super) fn lies(&self, submesh: usize, first: usize) -> bool {
+        let starts = &self.starts[submesh];
+        starts.is_empty() || starts.binary_search(&first).is_ok()
     }
 
     /// Layers of the model.

@@ -53,7 +53,7 @@ impl<'a> Search<'a> {
     /// on memory is worked out when somebody asks: most shapes lose by their bound alone.
     pub(super) fn candidate(
         &self,
-        (index, submesh): (usize, usize),
+        index: usize,
         shape: &Shape,
         batch: u64,
         m: u32,
@@ -66,13 +66,14 @@ impl<'a> Search<'a> {
         self.price(&s, &weighted, (0, base), &mut free);
         // Where the fastest choices fit by far, memory has no price.
         let mut costs = free.iter().flatten();
-        let is_memory_plentiful = costs.all(|(_, cost)| self.fits_twice(cost, m));
+        let capacity = s.cluster.usable_bytes();
+        let is_memory_plentiful = costs.all(|(_, cost)| self.fits_twice(cost, m, capacity));
         let prices = if is_memory_plentiful {
             &MEMORY_PRICES[..1]
         } else {
             &MEMORY_PRICES[..]
         };
-        let relaxed = self.relaxed(&models, base, prices)?;
+        let relaxed = self.relaxed(&models, base, prices, capacity)?;
         let eliminators = weighted
             .into_iter()
             .map(|w| w.eliminator.into_owned())
@@ -86,7 +87,7 @@ impl<'a> Search<'a> {
         });
         Ok(Candidate {
             shape: index,
-            submesh,
+            submesh: shape.submesh,
             relaxed,
             free,
             unpriced,
@@ -145,14 +146,14 @@ impl<'a> Search<'a> {
 
     /// Whether a stage of this cost fits with all `m` microbatches in flight, and as much again
     /// for what placing its buffers may add.
-    fn fits_twice(&self, cost: &LayerCost, m: u32) -> bool {
+    fn fits_twice(&self, cost: &LayerCost, m: u32, capacity: u64) -> bool {
         let bytes = cost
             .saved_bytes
             .saturating_mul(u64::from(m))
             .saturating_add(cost.static_bytes)
             .saturating_add(cost.transient_bytes);
         let stages_of_a_mesh = u64::from(self.pins.schedule_kind().virtual_stages());
-        bytes.saturating_mul(stages_of_a_mesh) <= self.cluster.usable_bytes() / 2
+        bytes.saturating_mul(stages_of_a_mesh) <= capacity / 2
     }
 
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
@@ -165,10 +166,11 @@ impl<'a> Search<'a> {
         models: &[LayerModel],
         base: Weights,
         prices: &[f64],
+        capacity: u64,
     ) -> Result<Vec<Option<f64>>, ModelError> {
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
-        let capacity = self.cluster.usable_bytes() as f64;
+        let capacity = capacity as f64;
         let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
         for &price in prices {
             let priced = Weights {
@@ -224,7 +226,7 @@ impl<'a> Search<'a> {
         let mut known = self.known_prices();
         match known.iter().position(|p| p.mesh() == mesh) {
             Some(i) => known.swap_remove(i),
-            None => Prices::new(self.cluster, mesh, &self.buckets),
+            None => Prices::new(self.seen_by(mesh), mesh, &self.buckets),
         }
     }
 }

@@ -86,7 +86,7 @@ impl Search<'_> {
         let mut solved: Vec<Option<Solved>> = vec![None; p.choice.stages.len()];
         let chosen: BTreeSet<usize> = p.choice.stages.iter().map(|s| tag(s).0).collect();
         for c in chosen {
-            let (_, shape) = shapes
+            let shape = shapes
                 .get(c)
                 .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
             if let Entry::Vacant(vacant) = models.entry(c) {
@@ -102,7 +102,7 @@ impl Search<'_> {
         let mut first_rank = 0;
         for (i, (stage, solved)) in p.choice.stages.iter().zip(solved).enumerate() {
             let (c, _) = tag(stage);
-            let (_, shape) = &shapes[c];
+            let shape = &shapes[c];
             let Solved { refined, time } = solved.expect("the stages of every shape were solved");
             times.push(time);
             if i % n_meshes == 0 {
@@ -160,7 +160,7 @@ impl Search<'_> {
         solved: &mut [Option<Solved>],
     ) -> Result<bool, PlanError> {
         let shapes = self.shapes(p.batch);
-        let s = self.setting(&shapes[shape].1, p.batch);
+        let s = self.setting(&shapes[shape], p.batch);
         let base = Weights {
             level: p.level,
             ..Weights::free(p.m)
@@ -168,7 +168,7 @@ impl Search<'_> {
         let weighted = weigh(models, base).map_err(no_strategy)?;
         let mut priced: BTreeMap<usize, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
-        let whole = self.cluster.usable_bytes().saturating_sub(reserve);
+        let whole = s.cluster.usable_bytes().saturating_sub(reserve);
         for (stage, solved) in p.choice.stages.iter().zip(solved) {
             let (c, w) = tag(stage);
             if c != shape {

@@ -42,7 +42,7 @@ impl Search<'_> {
         let shapes = self.shapes(batch);
         let matmul_s = self.least_matmul_s(batch);
         let mut order: Vec<(Least, usize)> = (0..self.submeshes.len())
-            .filter(|&i| (devices / self.submeshes[i]) as usize <= n_layers)
+            .filter(|&i| (devices / self.submeshes[i].n_devices) as usize <= n_layers)
             .map(|i| (self.least_s(matmul_s, i, m, schedule), i))
             .collect();
         let first = |l: &Least| l.plain.min(l.interleaved);
@@ -131,21 +131,21 @@ impl Search<'_> {
     /// The shapes of one submesh priced, with their numbers among all shapes.
     fn candidates(
         &self,
-        shapes: &[(usize, Shape)],
+        shapes: &[Shape],
         submesh: usize,
         batch: u64,
         m: u32,
     ) -> Vec<(usize, Result<Candidate, ModelError>)> {
         let own = shapes.par_iter().enumerate();
-        own.filter(|(_, (of, _))| *of == submesh)
-            .map(|(i, (_, shape))| (i, self.candidate((i, submesh), shape, batch, m)))
+        own.filter(|(_, shape)| shape.submesh == submesh)
+            .map(|(i, shape)| (i, self.candidate(i, shape, batch, m)))
             .collect()
     }
 
     /// Seconds that no pipeline over a submesh can beat: its stages share the matmuls, the
     /// slowest has no less than the mean, and the schedule repeats that.
     fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
-        let n = f64::from(self.submeshes[submesh].max(1));
+        let n = f64::from(self.submeshes[submesh].n_devices.max(1));
         let n_stages = (f64::from(self.cluster.n_devices()) / n).max(1.0);
         let repeats = InterOpOptions::new(u64::from(m), schedule).repeats();
         let sum_s = matmul_s / n;

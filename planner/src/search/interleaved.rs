@@ -72,16 +72,17 @@ impl Ring {
 
 impl Search<'_> {
     /// Whether interleaved stages are the search's to choose: where neither the schedule nor
-    /// the number of stages is pinned.
+    /// the number of stages is pinned, and all meshes of a size are equal.
     pub(super) fn chooses_interleaving(&self) -> bool {
         let pins = self.pins;
         let order = pins.schedule.is_none() && pins.virtual_stages.is_none();
-        order && pins.pipeline.is_none() && pins.split.is_none()
+        order && pins.pipeline.is_none() && pins.split.is_none() && self.cluster.is_equal()
     }
 
     /// The rings of a submesh that the search chooses among for `m` microbatches.
     pub(super) fn rings(&self, submesh: usize, m: u32) -> Vec<Ring> {
-        let n_meshes = (self.cluster.n_devices() / self.submeshes[submesh].max(1)) as usize;
+        let n_meshes =
+            (self.cluster.n_devices() / self.submeshes[submesh].n_devices.max(1)) as usize;
         if n_meshes < 2 || !self.chooses_interleaving() {
             return Vec::new();
         }
@@ -125,7 +126,7 @@ impl Search<'_> {
             ways.extend(rings.iter().map(|&ring| {
                 let sum_s = sum_s + self.sent_s(ring, batch);
                 let least = ring.least_s(sum_s, m);
-                let work = self.least_ring_work_s(self.submeshes[submesh], sum_s, m);
+                let work = self.least_ring_work_s(self.submeshes[submesh].n_devices, sum_s, m);
                 solved.lower = solved.lower.min(least.max(work));
                 (least, candidate, ring)
             }));
@@ -169,10 +170,10 @@ impl Search<'_> {
         let reserve = reserve.saturating_add(overrun).saturating_add(overrun / 16);
         let index = (p.choice.stages.first()?.tag >> 16) as usize;
         let shapes = self.shapes(p.batch);
-        let (submesh, shape) = shapes.get(index)?;
-        let mut rings = self.rings(*submesh, p.m).into_iter();
+        let shape = shapes.get(index)?;
+        let mut rings = self.rings(shape.submesh, p.m).into_iter();
         let ring = rings.find(|r| r.schedule == p.schedule)?;
-        let candidate = self.candidate((index, *submesh), shape, p.batch, p.m);
+        let candidate = self.candidate(index, shape, p.batch, p.m);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         let choice = choice.ok()?;
         Some((
@@ -208,7 +209,7 @@ impl Search<'_> {
         for candidate in candidates {
             if let Some(sum_s) = self.least_sum_s(candidate) {
                 let sum_s = sum_s + self.sent_s(ring, batch);
-                let work = self.least_ring_work_s(self.submeshes[ring.submesh], sum_s, m);
+                let work = self.least_ring_work_s(self.submeshes[ring.submesh].n_devices, sum_s, m);
                 let least = ring.least_s(sum_s, m).max(work);
                 bounded.lower = bounded.lower.min(least);
             }
@@ -289,9 +290,9 @@ impl Search<'_> {
 
     /// The costs of ranges of layers on a mesh of a ring, and the bytes that one has.
     fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
-        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
+        let capacity = self.capacity(ring.submesh, reserve);
         let own = [ring.submesh];
-        let table = self.table(&[candidate], &own, ring.n_stages(), vec![1], capacity);
+        let table = self.table(&[candidate], &own, ring.n_stages(), vec![1], reserve);
         (table, capacity)
     }
 
@@ -349,7 +350,7 @@ impl Search<'_> {
         PlanError::Memory {
             n_stages: cuts.len(),
             layers: layers.collect::<Vec<_>>().join(" and "),
-            devices: self.submeshes[ring.submesh],
+            devices: self.submeshes[ring.submesh].n_devices,
             in_flight: own().map(|s| s.in_flight).max().unwrap_or(1),
             needed: u64::try_from(e.needed_bytes).unwrap_or(u64::MAX),
             capacity,

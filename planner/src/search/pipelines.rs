@@ -3,7 +3,7 @@
 //! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
 //! next. What is found and its bound do not depend on which is ready first.
 
-use super::{Candidate, Search, no_strategy};
+use super::{Candidate, Search, Submesh, no_strategy};
 use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice};
 use crate::layer_model::ModelError;
 use crate::{PlanError, PlanStats};
@@ -175,8 +175,8 @@ impl Search<'_> {
         let candidates: Vec<Result<Candidate, ModelError>> = shapes
             .par_iter()
             .enumerate()
-            .map(|(i, (submesh, shape))| {
-                let candidate = self.candidate((i, *submesh), shape, batch, m)?;
+            .map(|(i, shape)| {
+                let candidate = self.candidate(i, shape, batch, m)?;
                 Ok(self.whole(candidate))
             })
             .collect();
@@ -260,7 +260,8 @@ impl Search<'_> {
 
     /// Whether stages of one pipeline may have submeshes of different sizes.
     pub(super) fn mixes_submeshes(&self) -> bool {
-        self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
+        !self.cluster.is_equal()
+            || self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
     }
 
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
@@ -278,22 +279,25 @@ impl Search<'_> {
         to_beat: f64,
     ) -> Bounded {
         // Sizes in units of their common divisor keep the table of devices small.
-        let unit = submeshes
+        let own: Vec<&Submesh> = submeshes.iter().map(|&i| &self.submeshes[i]).collect();
+        let lengths = own
             .iter()
-            .map(|&i| self.submeshes[i])
-            .fold(0, gcd)
-            .max(1);
-        let sizes: Vec<usize> = submeshes
-            .iter()
-            .map(|&i| (self.submeshes[i] / unit) as usize)
-            .collect();
+            .flat_map(|s| s.starts.iter().chain([&s.n_devices]));
+        let unit = lengths.copied().fold(0, gcd).max(1);
+        let units = |n: &u32| (n / unit) as usize;
+        let sizes: Vec<usize> = own.iter().map(|s| units(&s.n_devices)).collect();
+        let starts = own.iter().map(|s| s.starts.iter().map(units).collect());
+        let starts: Vec<Vec<usize>> = starts.collect();
         let devices = (self.cluster.n_devices() / unit) as usize;
-        let capacity = self.cluster.usable_bytes().saturating_sub(reserve);
         let all: Vec<&Candidate> = candidates.iter().collect();
         let relaxed = self.relaxed_table(&all, submeshes, devices, sizes.clone());
-        let transfer = |a: usize, _: u16, b: usize, _: u16| {
-            Some(self.transfer_s(submeshes[a], submeshes[b], batch))
+        let relaxed = relaxed.at(starts.clone());
+        let sent = |&a: &usize| {
+            let to = submeshes.iter();
+            to.map(move |&b| self.transfer_s(a, b, batch)).collect()
         };
+        let sent: Vec<Vec<f64>> = submeshes.iter().map(sent).collect();
+        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(sent[a][b]);
         // Equal ones are looked at too: ties have an order.
         let options = InterOpOptions {
             n_stages,
@@ -307,7 +311,8 @@ impl Search<'_> {
         };
         let found = match lower < options.cutoff_s || to_beat.is_infinite() {
             true => {
-                let table = self.table(&all, submeshes, devices, sizes, capacity);
+                let table = self.table(&all, submeshes, devices, sizes, reserve);
+                let table = table.at(starts);
                 inter_op::plan(&table, &transfer, &options)
             }
             false => Err(NoPlan::NoTiling),
@@ -338,7 +343,7 @@ impl Search<'_> {
                     self.training.graph.layers[layers.start],
                     self.training.graph.layers[layers.end - 1]
                 ),
-                devices: self.submeshes[submeshes[submesh]],
+                devices: self.submeshes[submeshes[submesh]].n_devices,
                 in_flight,
                 needed: u64::try_from(needed_bytes).unwrap_or(u64::MAX),
                 capacity: capacity_bytes,

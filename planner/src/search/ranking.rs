@@ -205,10 +205,12 @@ impl Search<'_> {
         let program = layouts
             .lower(&plan, self.training, &BucketSizes::default())
             .map_err(lower)?;
-        let arena = program.roles.iter().map(|r| r.arena_bytes).max();
-        let (arena, usable) = (arena.unwrap_or(0), self.cluster.usable_bytes());
-        if arena > usable {
-            return Ok(Outcome::Overrun(arena - usable));
+        let over = program.roles.iter().map(|r| {
+            let usable = self.cluster.seen_by(r.mesh.devices).usable_bytes();
+            r.arena_bytes.saturating_sub(usable)
+        });
+        if let Some(over) = over.max().filter(|&over| over > 0) {
+            return Ok(Outcome::Overrun(over));
         }
         let simulation = simulate(
             &program,
@@ -283,11 +285,14 @@ impl Search<'_> {
             ),
             false => "one- and two-axis logical meshes".into(),
         };
+        let mut sizes: Vec<u32> = self.submeshes.iter().map(|s| s.n_devices).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
         let mut space = format!(
             "{} pipelines of contiguous stages over {} submeshes {:?}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
             schedule.name(),
             if mixed { "any mix of" } else { "equal" },
-            self.submeshes
+            sizes
         );
         if schedule.virtual_stages() > 1 {
             let v = schedule.virtual_stages();

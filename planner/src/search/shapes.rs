@@ -5,51 +5,57 @@ use crate::pins::{AxisRole, Pins};
 use ir::cluster::Cluster;
 use ir::{Axis, DeviceMesh, LogicalMesh, Rank};
 
+/// Devices of a stage: how many, where they may lie, and what they are there.
+#[derive(Clone, Debug)]
+pub(super) struct Submesh {
+    pub(super) n_devices: u32,
+    /// The first ranks at which devices and links are these, ascending; none where that is any.
+    pub(super) starts: Vec<u32>,
+    /// The cluster as the ranks see it.
+    pub(super) seen: Cluster,
+}
+
 /// One logical shape of a submesh.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
+    /// Index into `Search::submeshes`.
+    pub(super) submesh: usize,
     pub(super) mesh: LogicalMesh,
     pub(super) roles: Vec<AxisRole>,
 }
 
 impl Search<'_> {
     /// Logical shapes of every submesh that suit a microbatch of `batch` samples.
-    pub(super) fn shapes(&self, batch: u64) -> Vec<(usize, Shape)> {
+    pub(super) fn shapes(&self, batch: u64) -> Vec<Shape> {
         let mut shapes = Vec::new();
-        for (submesh, &n) in self.submeshes.iter().enumerate() {
+        for (submesh, at) in self.submeshes.iter().enumerate() {
+            let n = at.n_devices;
             let devices = DeviceMesh {
-                first_rank: Rank(0),
+                first_rank: Rank(at.starts.first().copied().unwrap_or(0)),
                 n_devices: n,
             };
+            let per_host = self.cluster.devices_per_host_at(devices.first_rank);
             let axis = |name: &str, size: u32| Axis {
                 name: name.into(),
                 size,
             };
             if self.pins.fixes_mesh() {
-                shapes.extend(
-                    self.pinned_shape(devices, batch)
-                        .map(|shape| (submesh, shape)),
-                );
+                shapes.extend(self.pinned_shape(submesh, devices, batch));
                 continue;
             }
-            let inner_most = self.cluster.devices_per_host.min(n);
-            for y in (1..=inner_most).filter(|y| {
-                n.is_multiple_of(*y) && self.cluster.devices_per_host.is_multiple_of(*y)
-            }) {
+            for y in (1..=per_host.min(n))
+                .filter(|y| n.is_multiple_of(*y) && per_host.is_multiple_of(*y))
+            {
                 // One axis over all devices is one shape, whichever axis has it.
-                if y == 1 && n > 1 && self.cluster.devices_per_host.is_multiple_of(n) {
+                if y == 1 && n > 1 && per_host.is_multiple_of(n) {
                     continue;
                 }
-                if let Some(mesh) = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)])
-                {
-                    shapes.push((
-                        submesh,
-                        Shape {
-                            mesh,
-                            roles: vec![AxisRole::Free, AxisRole::Free],
-                        },
-                    ));
-                }
+                let mesh = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)]);
+                shapes.extend(mesh.map(|mesh| Shape {
+                    submesh,
+                    mesh,
+                    roles: vec![AxisRole::Free, AxisRole::Free],
+                }));
             }
         }
         shapes
@@ -57,7 +63,7 @@ impl Search<'_> {
 
     /// The shape that the degree pins give a submesh; `None` where they do not fit it, or no
     /// sample would be left for some rank of the data axis.
-    fn pinned_shape(&self, devices: DeviceMesh, batch: u64) -> Option<Shape> {
+    fn pinned_shape(&self, submesh: usize, devices: DeviceMesh, batch: u64) -> Option<Shape> {
         let pins = self.pins;
         let n = devices.n_devices / pins.context.unwrap_or(1).max(1);
         let data = pins
@@ -80,15 +86,110 @@ impl Search<'_> {
         });
         let mesh = LogicalMesh::new(devices, axes.collect())?;
         (u64::from(data) <= batch).then(|| Shape {
+            submesh,
             mesh,
             roles: sizes.into_iter().map(|(role, _)| role).collect(),
         })
     }
 }
 
-/// Sizes of submeshes: parts of a host that divide it, and whole hosts, that divide the cluster.
-/// The pinned degrees fit the cluster ([`pins::check`]).
-pub(super) fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
+/// The submeshes that stages may have.
+///
+/// Of equal devices a submesh is a size. Of others it is a size and where devices and links are the
+/// same: parts of a host, runs of whole hosts of a group that divide it, and whole groups together.
+/// Pinned sizes lie one behind the other; where stages share meshes, each counts as slow and small
+/// as the slowest and smallest device of all.
+pub(super) fn submeshes(cluster: &Cluster, pins: &Pins) -> Vec<Submesh> {
+    let ranks = |first: u32, n_devices: u32| DeviceMesh {
+        first_rank: Rank(first),
+        n_devices,
+    };
+    let n = cluster.n_devices();
+    let shares_meshes = pins.schedule_kind().virtual_stages() > 1;
+    if cluster.is_equal() || shares_meshes {
+        let anywhere = |n_devices| Submesh {
+            n_devices,
+            starts: Vec::new(),
+            seen: cluster.seen_by(ranks(0, n)).into_owned(),
+        };
+        return sizes(cluster, pins).into_iter().map(anywhere).collect();
+    }
+    let places = match pins.data.is_some() && pins.tensor.is_some() {
+        true => {
+            let size = sizes(cluster, pins)[0];
+            (0..n / size).map(|i| ranks(i * size, size)).collect()
+        }
+        false => places(cluster),
+    };
+    // What the cost of a mesh depends on: the cluster as it sees it, and the level between each of
+    // its ranks and the next.
+    let mut known: Vec<(Vec<Option<usize>>, Submesh)> = Vec::new();
+    for place in places {
+        let first = place.first_rank.0;
+        let seen = cluster.seen_by(place).into_owned();
+        let level = |r: u32| (0..seen.levels.len()).find(|&i| seen.joins(i, r, r + 1));
+        let joined: Vec<_> = (first..first + place.n_devices - 1).map(level).collect();
+        let per_host = cluster.devices_per_host_at(place.first_rank);
+        let same = known.iter_mut().find(|(j, s)| {
+            let other = Rank(s.starts[0]);
+            let alike = (&s.seen.device, s.n_devices) == (&seen.device, place.n_devices);
+            let figures = s.seen.levels_at(other) == seen.levels_at(place.first_rank);
+            let hosts = cluster.devices_per_host_at(other) == per_host;
+            alike && figures && hosts && *j == joined
+        });
+        match same {
+            Some((_, same)) => same.starts.push(first),
+            None => {
+                let new = Submesh {
+                    n_devices: place.n_devices,
+                    starts: vec![first],
+                    seen,
+                };
+                known.push((joined, new));
+            }
+        }
+    }
+    known.into_iter().map(|(_, submesh)| submesh).collect()
+}
+
+/// Where stages may lie in a cluster of unequal devices, small before large, each size by its
+/// first ranks.
+fn places(cluster: &Cluster) -> Vec<DeviceMesh> {
+    let together = |of: &[(usize, DeviceMesh)]| DeviceMesh {
+        first_rank: of[0].1.first_rank,
+        n_devices: of.iter().map(|(_, m)| m.n_devices).sum(),
+    };
+    let hosts: Vec<(usize, DeviceMesh)> = cluster.hosts().collect();
+    let mut places = Vec::new();
+    for (_, host) in &hosts {
+        let (first, n) = (host.first_rank.0, host.n_devices);
+        let whole = cluster.devices_per_host_at(host.first_rank);
+        for k in (1..=n).filter(|k| whole.is_multiple_of(*k) || n.is_multiple_of(*k)) {
+            let starts = (0..=n - k).step_by(k as usize);
+            places.extend(starts.map(|at| DeviceMesh {
+                first_rank: Rank(first + at),
+                n_devices: k,
+            }));
+        }
+    }
+    for group in hosts.chunk_by(|a, b| a.0 == b.0) {
+        let runs = (2..=group.len()).filter(|k| group.len().is_multiple_of(*k));
+        places.extend(runs.flat_map(|k| group.chunks(k).map(together)));
+    }
+    let groups: Vec<&[(usize, DeviceMesh)]> = hosts.chunk_by(|a, b| a.0 == b.0).collect();
+    for first in 0..groups.len() {
+        for end in first + 2..=groups.len() {
+            places.push(together(&groups[first..end].concat()));
+        }
+    }
+    places.sort_by_key(|m| (m.n_devices, m.first_rank));
+    places.dedup();
+    places
+}
+
+/// Sizes of submeshes of equal devices: parts of a host that divide it, and whole hosts, that divide
+/// the cluster. The pinned degrees fit the cluster ([`pins::check`]).
+fn sizes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
     let n = cluster.n_devices();
     if let (Some(d), Some(t)) = (pins.data, pins.tensor) {
         return vec![d * t * pins.context.unwrap_or(1)];

@@ -3,6 +3,7 @@
 
 use super::{Candidate, Search};
 use crate::inter_op::{StageEntry, StageTable};
+use cost_model::collectives::send_time;
 use rayon::prelude::*;
 
 /// An entry that takes nothing.
@@ -21,14 +22,14 @@ const BLANK: StageEntry = StageEntry {
 
 impl Search<'_> {
     /// The costs of ranges of layers on some of the submeshes (indices), which have these sizes in
-    /// a cluster of `devices` of the same unit.
+    /// a cluster of `devices` of the same unit; `reserve` bytes of each device stay free.
     pub(super) fn table(
         &self,
         candidates: &[&Candidate],
         submeshes: &[usize],
         devices: usize,
         sizes: Vec<usize>,
-        capacity: u64,
+        reserve: u64,
     ) -> StageTable {
         let mut table = StageTable::new(self.layers.kind.len(), devices, sizes);
         let none = vec![Vec::new(); self.sequences.len()];
@@ -48,7 +49,7 @@ impl Search<'_> {
                     static_bytes: cost.static_bytes,
                     saved_bytes_per_microbatch: cost.saved_bytes,
                     transient_bytes: cost.transient_bytes,
-                    capacity_bytes: capacity,
+                    capacity_bytes: self.capacity(candidate.submesh, reserve),
                     tag: (candidate.shape as u64) << 16 | *w as u64,
                     ..BLANK
                 }));
@@ -101,10 +102,25 @@ impl Search<'_> {
     pub(super) fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
         let graph = &self.training.graph;
         let bytes = self.boundary.map_or(0, |v| graph.ty(v).bytes(batch));
-        let (a, b) = (self.submeshes[from], self.submeshes[to]);
-        let share = bytes / u64::from(a.min(b).max(1));
-        let neighbour = a.min(self.cluster.n_devices().saturating_sub(1));
-        2.0 * cost_model::collectives::send_time(self.cluster, 0, neighbour, share).0
+        let (a, b) = (&self.submeshes[from], &self.submeshes[to]);
+        let n = a.n_devices;
+        let share = bytes / u64::from(n.min(b.n_devices).max(1));
+        let send = |first, next| send_time(self.cluster, first, next, share).0;
+        if a.starts.is_empty() {
+            return 2.0 * send(0, n.min(self.cluster.n_devices().saturating_sub(1)));
+        }
+        // The slowest of the places where one is behind the other.
+        let firsts = a.starts.iter();
+        let behind = firsts.filter(|&first| b.starts.binary_search(&(first + n)).is_ok());
+        2.0 * behind
+            .map(|&first| send(first, first + n))
+            .fold(0.0, f64::max)
+    }
+
+    /// Bytes per device of a submesh, `reserve` of them left free.
+    pub(super) fn capacity(&self, submesh: usize, reserve: u64) -> u64 {
+        let usable = self.submeshes[submesh].seen.usable_bytes();
+        usable.saturating_sub(reserve)
     }
 }
 

@@ -31,6 +31,7 @@ use crate::execute::{Local, Session};
 use crate::files::{self, Unfinished};
 use ir::text::ParseError;
 use manifest::Manifest;
+use serde::{Deserialize, Serialize};
 use shard::Piece;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -42,7 +43,7 @@ const KEPT: usize = 2;
 const SINGLE: &str = "state.safetensors";
 
 /// A checkpoint whose files are what its manifest says.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Checkpoint {
     path: PathBuf,
     step: u64,
@@ -51,7 +52,7 @@ pub struct Checkpoint {
 }
 
 /// Where the parts of a state lie.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     lens: Vec<u64>,
     pieces: Vec<Piece>,

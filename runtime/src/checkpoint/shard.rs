@@ -5,12 +5,14 @@
 
 use super::manifest::Part;
 use super::problem;
+use crate::arena::View;
 use crate::cpu::layout;
 use crate::error::RuntimeError;
 use crate::execute::Local;
 use ir::Rank;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -21,7 +23,7 @@ const LONGEST_HEADER: u64 = 100_000_000;
 const AT_ONCE: usize = 1 << 16;
 
 /// A file that a rank wrote.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Shard {
     /// Its name.
     pub file: String,
@@ -32,7 +34,7 @@ pub(crate) struct Shard {
 }
 
 /// A part of a state in a file.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Written {
     pub path: String,
     /// Global lengths.
@@ -42,14 +44,15 @@ pub(crate) struct Written {
 }
 
 /// Writes a rank's parts, given by path, to its file in `folder`, through to the disk. A part is
-/// what its buffer has without padding.
+/// what its buffer, which `read` gives, has without padding.
 ///
 /// Fails when the file cannot be written, and at the first element that is not finite: what it
 /// stands in is no state to go on from.
-pub(crate) fn write(
+pub(crate) fn write<'a>(
     folder: &Path,
     rank: Rank,
-    parts: &[(&str, &Local, &[u8])],
+    parts: &[(String, Local)],
+    read: &dyn Fn(usize) -> Result<View<'a>, RuntimeError>,
 ) -> Result<Shard, RuntimeError> {
     let name = format!("rank-{}.safetensors", rank.0);
     let path = folder.join(&name);
@@ -61,9 +64,10 @@ pub(crate) fn write(
     };
     out.write_all(&header(parts).map_err(error)?)
         .map_err(error)?;
-    for (path, local, buffer) in parts {
+    for (i, (path, local)) in parts.iter().enumerate() {
         let mut written = Ok(());
-        let values: &[f32] = bytemuck::cast_slice(buffer);
+        let buffer = read(i)?;
+        let values: &[f32] = bytemuck::cast_slice(&buffer);
         let (dims, valid, none) = (local.dims(), local.valid(), vec![0; local.lens.len()]);
         layout::for_each_block_run([&dims, &none], [&valid, &none], &valid, |from, _, n| {
             let run = &values[from..from + n];
@@ -82,8 +86,8 @@ pub(crate) fn write(
     let file = out.file.into_inner().map_err(|e| error(e.into_error()))?;
     file.sync_all().map_err(error)?;
     let as_u64 = |n: Vec<usize>| n.into_iter().map(|n| n as u64).collect();
-    let written = |(path, local, _): &(&str, &Local, _)| Written {
-        path: path.to_string(),
+    let written = |(path, local): &(String, Local)| Written {
+        path: path.clone(),
         lens: local.lens.clone(),
         start: as_u64(local.start()),
         shape: as_u64(local.valid()),
@@ -97,9 +101,9 @@ pub(crate) fn write(
 }
 
 /// Length and JSON of a safetensors header, padded with spaces to 8 bytes.
-fn header(parts: &[(&str, &Local, &[u8])]) -> io::Result<Vec<u8>> {
+fn header(parts: &[(String, Local)]) -> io::Result<Vec<u8>> {
     let (mut tensors, mut at) = (Vec::with_capacity(parts.len()), 0);
-    for (path, local, _) in parts {
+    for (path, local) in parts {
         let shape = local.valid();
         let end = at + 4 * shape.iter().product::<usize>();
         let info = TensorInfo {
@@ -206,7 +210,7 @@ impl Header {
 }
 
 /// A part of a state, in a file.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Piece {
     pub file: PathBuf,
     /// Byte of its first element.

@@ -107,11 +107,29 @@ impl Dataset {
 
     /// The `seq + 1` tokens of window `index` of `split`: inputs `[..seq]`, targets `[1..]`.
     ///
-    /// Fails if there is no such window, the file cannot be read, or a token is not below the
-    /// vocabulary size.
+    /// Fails as [`Dataset::read`] does.
     pub fn sample(&self, split: Split, index: u64, seq: usize) -> Result<Vec<u32>, DataError> {
+        self.n_windows(split, seq)?;
+        let mut tokens = vec![0; seq + 1];
+        self.read(split, index, seq, 0, &mut tokens)?;
+        Ok(tokens)
+    }
+
+    /// Reads tokens of a window, from its token `from` on.
+    ///
+    /// Fails if there is no such window or it has too few tokens, the file cannot be read, or a
+    /// token is not below the vocabulary size.
+    pub fn read(
+        &self,
+        split: Split,
+        index: u64,
+        seq: usize,
+        from: u64,
+        out: &mut [u32],
+    ) -> Result<(), DataError> {
         let windows = self.n_windows(split, seq)?;
-        if index >= windows {
+        let end = from.checked_add(out.len() as u64);
+        if index >= windows || end.is_none_or(|end| end > seq as u64 + 1) {
             let path = self.source.path.clone();
             return Err(DataError::NoSuchWindow {
                 path,
@@ -122,9 +140,7 @@ impl Dataset {
         }
         // Below the number of tokens, as index < windows; and so is seq + 1.
         let start = self.start(split) + index * seq as u64;
-        let mut tokens = vec![0; seq + 1];
-        self.source.read(start, &mut tokens)?;
-        Ok(tokens)
+        self.source.read(start + from, out)
     }
 
     /// Reads every token once, in constant memory, to find any that is out of vocabulary.

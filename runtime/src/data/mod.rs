@@ -5,6 +5,8 @@
 //!            (format)        (splits,         ▲
 //!                             windows)        │ index
 //!                            Order ───────────┘ (seed; step, position in the global batch)
+//!
+//!   Batches = Dataset + Order; a rank reads from it the samples and tokens of its own part
 //! ```
 //!
 //! Formats ([`DataFormat`]): nanoGPT's and llm.c's `.bin` files, and plain UTF-8 text, as bytes
@@ -20,6 +22,7 @@
 //! - No input makes this module panic, and every error names the file and the place in it.
 //! - Every token given out is below the vocabulary size.
 
+mod batches;
 mod dataset;
 mod error;
 mod format;
@@ -27,6 +30,7 @@ mod order;
 mod source;
 mod text;
 
+pub use batches::{Batch, Batches};
 pub use dataset::{DataOptions, Dataset, Split};
 pub use error::DataError;
 pub use format::DataFormat;

@@ -16,7 +16,7 @@ use ir::{DType, ReduceKind};
 use std::ops::Range;
 
 /// How pieces stand in a buffer: in `rows`, each with one piece part for every one of `n` members.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
     /// Number of rows.
     pub rows: usize,

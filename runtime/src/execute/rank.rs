@@ -1,47 +1,37 @@
-//! One rank: its arena, and the instructions of its role carried out in list order.
+//! One rank: it plays its role's program on a device, and meets others through a fabric.
+//!
+//! Instructions are put on the device's streams in list order, each after events of what it waits
+//! for on other streams; what meets other ranks is waited for before the next one. What a device
+//! and a fabric are the rank does not know.
 
-mod communicate;
+mod calls;
 mod queues;
 
-use super::kernel::{Context, Operand, Output, kernel};
-use super::load::load_tokens;
+use super::kernel::Context;
+use super::load::{given, load_tokens};
 use super::local::Local;
-use super::script::{ScriptSlot, Scripts};
-use crate::arena::{Arena, Bytes, Spare};
-use crate::clock::Moment;
-use crate::communicator::Endpoint;
+use super::message::{Play, Played, Samples};
+use super::script::{Script, Scripts, Step};
+use crate::arena::View;
+use crate::data::Batches;
+use crate::device::{Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
-use communicate::{Tiles, Waiting};
-use ir::op::InputKind;
+use crate::fabric::{Fabric, Places};
+use calls::Calls;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
-use ir::reshard::Pieces;
+use ir::reshard::{LayoutStep, Pieces};
 use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole};
-use ir::{BufferId, Rank, TemplateId};
+use ir::{BufferId, Rank, StreamId, TemplateId};
 use queues::Orders;
-use std::collections::BTreeMap;
-use std::ops::Range;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The step to play.
-#[derive(Clone, Debug)]
-pub(crate) struct Play {
-    /// The samples of the global batch, `sequence + 1` tokens each.
-    pub batch: Arc<Vec<Vec<u32>>>,
-    /// Seed of the run.
-    pub seed: u64,
-    /// Training step.
-    pub step: u64,
-    /// Learning rate.
-    pub lr: f64,
-    /// False: only what the loss needs.
-    pub training: bool,
-    /// Whether to time instructions.
-    pub profile: bool,
-}
+/// The stream that templates are timed on, and the host's reads and writes go with.
+const FIRST: StreamId = StreamId(0);
 
 /// Seconds of something that was executed a number of times.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
     /// On the clock, waiting included.
     pub wall_s: f64,
@@ -52,7 +42,7 @@ pub struct Timing {
 }
 
 /// Times of one rank in one profiled step.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankTimings {
     /// The rank.
     pub rank: u32,
@@ -62,67 +52,67 @@ pub struct RankTimings {
     pub templates: Vec<Timing>,
 }
 
-/// The results of a step on a rank.
-#[derive(Debug)]
-pub(crate) struct Played {
-    pub start: Instant,
-    pub end: Instant,
-    pub loss: Option<f32>,
-    pub grad_norm: Option<f64>,
-    pub loss_scale: Option<f64>,
-    pub timings: Option<RankTimings>,
-    pub peak_bytes: u64,
+/// What a rank needs to know besides its program.
+#[derive(Clone, Debug)]
+pub(crate) struct RankOptions {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Threads for large kernels.
+    pub threads: usize,
+    /// Where streams are queues: the seed of the orders in which they go on.
+    pub orders: Option<u64>,
+    /// The run's data.
+    pub data: Option<Arc<Batches>>,
+    /// When the clock of its process was at zero.
+    pub epoch: Instant,
 }
 
 /// A rank.
-pub(crate) struct RankState {
-    rank: Rank,
+pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     role: usize,
     program: Arc<Program>,
     scripts: Scripts,
-    arena: Arena,
-    spare: Spare,
-    endpoint: Endpoint,
+    options: RankOptions,
+    device: D,
+    fabric: F,
     /// The rank's part of each buffer.
     locals: Vec<Local>,
     coords: Vec<u32>,
-    world: Vec<Rank>,
-    outgoing: Tiles,
-    incoming: Tiles,
-    threads: usize,
+    calls: Calls,
     peak_scratch: u64,
-    /// Where streams are queues: in which order they go on.
     orders: Option<Orders>,
 }
 
-impl RankState {
-    /// Fails when the program is not consistent: see [`Scripts::new`]; a buffer of another
-    /// size than its part, or beyond the arena.
+/// By stream, the events of its instructions that others wait for.
+type Events<D> = Vec<Vec<Option<<D as Device>::Event>>>;
+/// Of a template or one of its instructions, when it began and ended.
+type Span<D> = (TemplateId, Option<usize>, [<D as Device>::Tick; 2]);
+
+impl<D: Device, F: Fabric<D>> RankState<D, F> {
+    /// Fails when the program is not consistent: a buffer of another size than its part, or
+    /// beyond the arena.
     pub fn new(
         program: Arc<Program>,
         role: usize,
-        endpoint: Endpoint,
-        threads: usize,
-        orders: Option<u64>,
+        scripts: Scripts,
+        (device, fabric): (D, F),
+        options: RankOptions,
     ) -> Result<Self, RuntimeError> {
-        let scripts = Scripts::new(&program, role)?;
-        let (rank, this) = (endpoint.rank(), &program.roles[role]);
+        let (rank, this) = (fabric.rank(), &program.roles[role]);
         let coords = this.mesh.coords(rank).ok_or_else(|| {
             RuntimeError::Program(format!("{rank} is not in the mesh of {}", this.stage))
         })?;
         let part =
             |b: &ir::program::Buffer| Local::shard(b.dtype, &b.lens, &b.spec, &this.mesh, &coords);
         let locals: Vec<Local> = this.buffers.iter().map(part).collect();
+        let arena_bytes = device.arena_bytes(Space::Device);
         for (buffer, local) in this.buffers.iter().zip(&locals) {
             let end = buffer.offset + u64::from(buffer.slots()) * buffer.stride();
             let shape: Vec<u64> = local.ranges.iter().map(|r| r.padded).collect();
             let in_pieces = |p: Pieces| p.shape(&shape).iter().product::<u64>();
             let n_elements = buffer.pieces.map_or(local.elements() as u64, in_pieces);
             let n_bytes = n_elements * local.dtype.bytes();
-            if n_bytes != buffer.bytes
-                || end > this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN)
-                || buffer.offset % 8 != 0
-            {
+            if n_bytes != buffer.bytes || end > arena_bytes || buffer.offset % 8 != 0 {
                 let message = format!(
                     "buffer `{}` of {}: {} bytes at {}, its part has {}, the arena {}",
                     buffer.name, this.stage, buffer.bytes, buffer.offset, n_bytes, this.arena_bytes
@@ -130,25 +120,18 @@ impl RankState {
                 return Err(RuntimeError::Program(message));
             }
         }
-        let arena =
-            Arena::new(this.arena_bytes.next_multiple_of(ir::program::ARENA_ALIGN) as usize);
-        let (outgoing, incoming) = communicate::tiles(&program, role, rank, &coords)?;
-        let world = program.roles.iter().flat_map(|r| r.mesh.ranks()).collect();
+        let calls = calls::calls(&program, this, rank, &locals)?;
         Ok(RankState {
-            rank,
             role,
             scripts,
-            arena,
-            spare: Spare::default(),
-            endpoint,
+            device,
             locals,
             coords,
-            world,
-            outgoing,
-            incoming,
-            threads,
+            calls,
             peak_scratch: 0,
-            orders: orders.map(|seed| Orders::new(seed, rank)),
+            orders: options.orders.map(|seed| Orders::new(seed, rank)),
+            options,
+            fabric,
             program,
         })
     }
@@ -156,23 +139,27 @@ impl RankState {
     fn this(&self) -> &RoleProgram {
         &self.program.roles[self.role]
     }
-    fn range(&self, buffer: BufferId, microbatch: Option<u32>) -> Range<usize> {
-        let b = self.this().buffer(buffer);
-        let start = b.offset_for(microbatch) as usize;
-        start..start + b.bytes as usize
-    }
-    fn local(&self, buffer: BufferId) -> &Local {
-        &self.locals[buffer.index()]
+    fn at(&self, state: BufferId) -> Place {
+        place(self.this(), state, None)
     }
 
-    /// This rank's part of a state, and its buffer.
-    pub fn shard(&self, state: BufferId) -> (&Local, &[u8]) {
-        (self.local(state), self.arena.read(self.range(state, None)))
+    /// This rank's part of a state.
+    pub fn part(&self, state: BufferId) -> &Local {
+        &self.locals[state.index()]
     }
-    /// As [`RankState::shard`], to be written.
-    pub fn shard_mut(&mut self, state: BufferId) -> (&Local, &mut [u8]) {
-        let range = self.range(state, None);
-        (&self.locals[state.index()], self.arena.write(range))
+    /// The bytes of its part.
+    pub fn read(&self, state: BufferId) -> Result<View<'_>, RuntimeError> {
+        self.device.read(FIRST, self.at(state))
+    }
+    /// Has them written in place.
+    pub fn write(
+        &mut self,
+        state: BufferId,
+        mut write: impl FnMut(&Local, &mut [u8]) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        let (at, local) = (self.at(state), &self.locals[state.index()]);
+        self.device
+            .update(FIRST, at, &mut |bytes| write(local, bytes))
     }
     /// The states of its role.
     pub fn states(&self) -> Vec<StateBuffer> {
@@ -180,279 +167,357 @@ impl RankState {
     }
     /// Its place among the ranks.
     pub fn rank(&self) -> Rank {
-        self.rank
+        self.fabric.rank()
+    }
+    /// Ends the run of all ranks.
+    pub fn abort(&self, reason: &str) {
+        self.fabric.abort(reason);
     }
 
     /// Plays one step, or a validation.
     pub fn play(&mut self, play: &Play) -> Result<Played, RuntimeError> {
-        let start = Instant::now();
-        let scale = self.loss_scale();
-        let script = if play.training {
-            self.scripts.training()
-        } else {
-            self.scripts.validation()
-        };
-        let mut timings = play.profile.then(|| self.no_timings());
-        if let (Some(orders), true) = (&mut self.orders, play.training) {
-            let mut orders = std::mem::take(orders);
-            let played = self.play_queues(play, &mut orders);
-            self.orders = Some(orders);
-            played?;
-            return Ok(self.played(start, scale, timings));
-        }
-        for slot in script.iter() {
-            let began = timings.is_some().then(Moment::now);
-            self.play_slot(slot, play, timings.as_mut())?;
-            if let (Some(t), Some(began)) = (&mut timings, began) {
-                self.add(&mut t.templates[slot.template.index()], began);
+        let began_s = self.options.epoch.elapsed().as_secs_f64();
+        let loss_scale = self.loss_scale()?;
+        let mut spans = play.profile.then(Vec::new);
+        match self.orders.take().filter(|_| play.training) {
+            Some(mut orders) => {
+                let played = self.play_queues(play, &mut orders);
+                self.orders = Some(orders);
+                played?;
             }
+            None => self.play_list(play, &mut spans)?,
         }
-        Ok(self.played(start, scale, timings))
-    }
-
-    /// Collects the results of a step that is over.
-    fn played(&self, start: Instant, scale: Option<f64>, timings: Option<RankTimings>) -> Played {
-        let scalar = |b: BufferId| {
-            self.arena
-                .read(self.range(b, None))
-                .first_chunk()
-                .map(|&bytes| f32::from_le_bytes(bytes))
+        self.device.finish()?;
+        let timings = spans.map(|s| self.timings(&s)).transpose()?;
+        let scalar = |buffer: Option<BufferId>| match buffer {
+            None => Ok(None),
+            Some(b) => {
+                let bytes = self.read(b)?;
+                Ok::<_, RuntimeError>(bytes.first_chunk().map(|&b| f32::from_le_bytes(b)))
+            }
         };
-        let loss = self.this().loss.and_then(scalar);
-        let grad_norm = self
-            .this()
-            .grad_norm
-            .and_then(scalar)
-            .map(|norm| f64::from(norm) / scale.unwrap_or(1.0));
-        let peak_bytes = self.arena.len() as u64 + self.peak_scratch;
-        Played {
-            start,
-            end: Instant::now(),
-            loss,
-            grad_norm,
-            loss_scale: scale,
+        let norm = scalar(self.this().grad_norm)?;
+        Ok(Played {
+            began_s,
+            loss: scalar(self.this().loss)?,
+            grad_norm: norm.map(|norm| f64::from(norm) / loss_scale.unwrap_or(1.0)),
+            loss_scale,
             timings,
-            peak_bytes,
-        }
-    }
-
-    /// The factor by which this step's gradients are too large, with f16.
-    fn loss_scale(&self) -> Option<f64> {
-        let state = self
-            .this()
-            .states
-            .iter()
-            .find(|s| s.role == StateRole::Scalar && s.path == LOSS_SCALE);
-        state.map(|s| {
-            let (_, value) = self.shard(s.buffer);
-            f64::from(bytemuck::cast_slice::<u8, f32>(value)[0]) * LOSS_SCALE_UNIT
+            peak_bytes: self.device.arena_bytes(Space::Device)
+                + self.device.arena_bytes(Space::Host)
+                + self.peak_scratch,
+            ended_s: self.options.epoch.elapsed().as_secs_f64(),
         })
     }
 
-    fn no_timings(&self) -> RankTimings {
-        let templates = &self.this().templates;
-        RankTimings {
-            rank: self.rank.0,
-            instructions: templates
-                .iter()
-                .map(|t| vec![Timing::default(); t.instructions.len()])
-                .collect(),
-            templates: vec![Timing::default(); templates.len()],
-        }
-    }
-
-    fn play_slot(
+    /// Plays a script in list order.
+    fn play_list(
         &mut self,
-        slot: &ScriptSlot,
         play: &Play,
-        mut timings: Option<&mut RankTimings>,
+        spans: &mut Option<Vec<Span<D>>>,
     ) -> Result<(), RuntimeError> {
-        let program = Arc::clone(&self.program);
+        let (program, script) = (Arc::clone(&self.program), self.scripts.of(play.training));
         let role = &program.roles[self.role];
-        for &i in &slot.instructions {
-            let instruction = &role.template(slot.template).instructions[i];
-            let began = timings.is_some().then(Moment::now);
-            self.execute(instruction, slot.microbatch, play)
-                .map_err(|source| self.failed(slot.template, i, source))?;
-            if let (Some(t), Some(began)) = (timings.as_deref_mut(), began) {
-                self.add(&mut t.instructions[slot.template.index()][i], began);
+        let Script { slots, streams } = &*script;
+        let mut events: Events<D> = streams
+            .iter()
+            .map(|s| Vec::with_capacity(s.len()))
+            .collect();
+        let profile = spans.is_some();
+        let tick = |device: &mut D, stream| profile.then(|| device.tick(stream)).transpose();
+        for slot in slots {
+            let Some(first) = slot.first() else { continue };
+            let slot_began = tick(&mut self.device, FIRST)?;
+            for step in slot {
+                let began = tick(&mut self.device, step.stream)?;
+                self.play_step(role, step, play, &mut events)
+                    .map_err(|source| self.failed(step, source))?;
+                let ended = tick(&mut self.device, step.stream)?;
+                if let (Some(all), Some(began), Some(ended)) = (&mut *spans, began, ended) {
+                    all.push((step.template, Some(step.instruction), [began, ended]));
+                }
+            }
+            let slot_ended = tick(&mut self.device, FIRST)?;
+            if let (Some(all), Some(began), Some(ended)) = (&mut *spans, slot_began, slot_ended) {
+                all.push((first.template, None, [began, ended]));
             }
         }
         Ok(())
     }
 
-    /// An error with the instruction that it befell.
-    fn failed(&self, template: TemplateId, i: usize, source: RuntimeError) -> RuntimeError {
+    fn play_step(
+        &mut self,
+        role: &RoleProgram,
+        step: &Step,
+        play: &Play,
+        events: &mut Events<D>,
+    ) -> Result<(), RuntimeError> {
+        for &(stream, n) in &step.waits {
+            if let Some(Some(event)) = events[stream.index()].get(n - 1) {
+                self.device.wait(step.stream, event)?;
+            }
+        }
+        if let Some(ticket) = self.begin(role, step, play)? {
+            let bytes = self.fabric.wait(&mut self.device, ticket)?;
+            self.called(role, step, bytes)?;
+        }
+        let event = step.is_awaited.then(|| self.device.record(step.stream));
+        events[step.stream.index()].push(event.transpose()?);
+        Ok(())
+    }
+
+    /// The factor by which this step's gradients are too large, with f16.
+    fn loss_scale(&self) -> Result<Option<f64>, RuntimeError> {
+        let mut states = self.this().states.iter();
+        let state = states.find(|s| s.role == StateRole::Scalar && s.path == LOSS_SCALE);
+        let Some(state) = state else { return Ok(None) };
+        let value = self.read(state.buffer)?;
+        let value = bytemuck::cast_slice::<u8, f32>(&value).first();
+        Ok(value.map(|v| f64::from(*v) * LOSS_SCALE_UNIT))
+    }
+
+    /// The times of what was played.
+    fn timings(&self, spans: &[Span<D>]) -> Result<RankTimings, RuntimeError> {
+        let templates = &self.this().templates;
+        let mut timings = RankTimings {
+            rank: self.rank().0,
+            instructions: templates
+                .iter()
+                .map(|t| vec![Timing::default(); t.instructions.len()])
+                .collect(),
+            templates: vec![Timing::default(); templates.len()],
+        };
+        for (template, instruction, [began, ended]) in spans {
+            let total = match instruction {
+                Some(i) => &mut timings.instructions[template.index()][*i],
+                None => &mut timings.templates[template.index()],
+            };
+            let elapsed = self.device.elapsed(began, ended)?;
+            total.wall_s += elapsed.wall_s;
+            total.busy_s += elapsed.busy_s;
+            total.n += 1;
+        }
+        Ok(timings)
+    }
+
+    /// An error with the instruction that it befell. Errors of data name their own place.
+    fn failed(&self, step: &Step, source: RuntimeError) -> RuntimeError {
+        if matches!(source, RuntimeError::Data(_)) {
+            return source;
+        }
         let role = self.this();
-        let of = role.template(template);
-        let what = what(role, &of.instructions[i]);
+        let of = role.template(step.template);
+        let what = what(role, &of.instructions[step.instruction]);
         RuntimeError::Instruction {
-            rank: self.rank,
+            rank: self.rank(),
             stage: role.stage,
             instruction: format!(
-                "{:?} template {}, instruction {i}, {what}",
-                of.kind, template.0
+                "{:?} template {}, instruction {}, {what}",
+                of.kind, step.template.0, step.instruction
             ),
             source: Box::new(source),
         }
     }
 
-    fn execute(
+    /// Ends a call that took these bytes beside the arenas: what a collective leaves in the padding
+    /// of a part of a tensor becomes zero.
+    fn called(&mut self, role: &RoleProgram, step: &Step, bytes: u64) -> Result<(), RuntimeError> {
+        self.note_scratch(bytes);
+        let instruction = &role.template(step.template).instructions[step.instruction];
+        if let InstrKind::Collective { items, .. } = &instruction.kind {
+            for b in items.iter().map(|i| i.output) {
+                let local = &self.locals[b.index()];
+                if role.buffer(b).pieces.is_none() && local.is_short() {
+                    let at = place(role, b, step.microbatch);
+                    let work = Work::Pad(Tensor { local, at });
+                    self.device.launch(step.stream, &work)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn note_scratch(&mut self, bytes: u64) {
+        self.peak_scratch = self.peak_scratch.max(bytes);
+    }
+
+    /// Puts an instruction on its stream, or begins it if it meets others.
+    fn begin(
         &mut self,
-        instruction: &Instruction,
-        microbatch: Option<u32>,
+        role: &RoleProgram,
+        step: &Step,
         play: &Play,
-    ) -> Result<(), RuntimeError> {
-        match &instruction.kind {
+    ) -> Result<Option<F::Ticket>, RuntimeError> {
+        let (stream, m) = (step.stream, step.microbatch);
+        let instruction = &role.template(step.template).instructions[step.instruction];
+        let at = |b: &BufferId| place(role, *b, m);
+        let tensor = |b: &BufferId| Tensor {
+            local: &self.locals[b.index()],
+            at: at(b),
+        };
+        let device = &mut self.device;
+        let work = match &instruction.kind {
             InstrKind::Compute {
                 path,
                 kind,
                 inputs,
                 outputs,
             } => {
-                let first_sample = u64::from(microbatch.unwrap_or(0)) * self.program.microbatch;
-                let cx = Context {
-                    seed: play.seed,
+                let context = Context {
+                    seed: self.options.seed,
                     step: play.step,
                     lr: play.lr,
-                    first_sample,
+                    first_sample: u64::from(m.unwrap_or(0)) * self.program.microbatch,
                     training: play.training,
-                    threads: self.threads,
+                    threads: self.options.threads,
                 };
-                self.compute(path, kind, inputs, outputs, microbatch, &cx)
-            }
-            InstrKind::Collective { .. }
-            | InstrKind::Exchange { .. }
-            | InstrKind::WorldSum { .. } => {
-                let mut waiting = self.begin_meeting(instruction, microbatch)?;
-                while let Some(Waiting { meeting, then }) = waiting {
-                    let arrived = self.endpoint.wait(meeting, &|| self.label(instruction))?;
-                    waiting = self.after_meeting(instruction, microbatch, then, arrived)?;
-                }
-                Ok(())
+                let work = Work::Compute {
+                    path,
+                    op: kind,
+                    inputs: &inputs.iter().map(tensor).collect::<Vec<_>>(),
+                    outputs: &outputs.iter().map(tensor).collect::<Vec<_>>(),
+                    context: &context,
+                };
+                device.launch(stream, &work)?
             }
             InstrKind::Slice {
                 step,
                 input,
                 output,
-            } => self.slice(step, *input, *output, microbatch),
-            InstrKind::Load { kind, output } => self.load(*kind, *output, microbatch, &play.batch),
+            } => {
+                let LayoutStep::Slice { axis, dim, .. } = step else {
+                    return Err(RuntimeError::Program(format!("{step:?} is not a slice")));
+                };
+                let work = Work::Slice {
+                    dim: *dim,
+                    index: self.coords[axis.index()] as usize,
+                    input: tensor(input),
+                    output: tensor(output),
+                };
+                device.launch(stream, &work)?
+            }
             InstrKind::Fill { value, output } => {
-                self.fill(*value as f32, *output, microbatch);
-                Ok(())
+                let work = Work::Fill {
+                    value: *value as f32,
+                    output: tensor(output),
+                };
+                device.launch(stream, &work)?
             }
-            InstrKind::Copy { input, output } => self.copy(*input, *output, microbatch),
-        }
-    }
-
-    fn compute(
-        &mut self,
-        path: &str,
-        op: &ir::OpKind,
-        inputs: &[BufferId],
-        outputs: &[BufferId],
-        microbatch: Option<u32>,
-        cx: &Context,
-    ) -> Result<(), RuntimeError> {
-        let writes: Vec<Range<usize>> =
-            outputs.iter().map(|&b| self.range(b, microbatch)).collect();
-        let mut copies: BTreeMap<usize, Bytes> = BTreeMap::new();
-        let mut reads = Vec::with_capacity(inputs.len());
-        for (i, &b) in inputs.iter().enumerate() {
-            let range = self.range(b, microbatch);
-            if let Some(&(_, o)) = op.in_place().iter().find(|p| p.0 == i) {
-                // The old value goes where the new one will be; often it is there already.
-                if let Some(to) = writes
-                    .get(o)
-                    .filter(|to| **to != range && to.len() == range.len())
-                {
-                    self.arena.copy(range, to.start);
+            InstrKind::Copy { input, output } => {
+                let pieces = [input, output].map(|b| role.buffer(*b).pieces);
+                match pieces {
+                    [None, Some(pieces)] => {
+                        let (input, output) = (tensor(input), at(output));
+                        let work = Work::Pack {
+                            pieces,
+                            input,
+                            output,
+                        };
+                        device.launch(stream, &work)?
+                    }
+                    [Some(pieces), None] => {
+                        let (input, output) = (at(input), tensor(output));
+                        let work = Work::Unpack {
+                            pieces,
+                            input,
+                            output,
+                        };
+                        device.launch(stream, &work)?
+                    }
+                    [from, to] if from == to => {
+                        device.copy(stream, at(input), at(output)).map(|()| 0)?
+                    }
+                    _ => {
+                        let problem = "a copy from pieces to other pieces";
+                        return Err(RuntimeError::Program(problem.into()));
+                    }
                 }
-                reads.push(0..0);
-            } else if writes
-                .iter()
-                .any(|w| w.start < range.end && range.start < w.end)
-            {
-                if matches!(op, ir::OpKind::Layout) && writes[0] == range {
-                    return Ok(());
-                }
-                copies.insert(i, Bytes::copy_of(self.arena.read(range)));
-                reads.push(0..0);
-            } else {
-                reads.push(range);
             }
-        }
-        let borrowed = self
-            .arena
-            .borrow(&reads, &writes)
-            .map_err(RuntimeError::Program)?;
-        let operands: Vec<Operand<'_>> = inputs
-            .iter()
-            .zip(borrowed.reads)
-            .enumerate()
-            .map(|(i, (b, data))| Operand {
-                local: &self.locals[b.index()],
-                data: copies.get(&i).map_or(data, |copy| copy),
-            })
-            .collect();
-        let mut results: Vec<Output<'_>> = outputs
-            .iter()
-            .zip(borrowed.writes)
-            .map(|(b, data)| Output {
-                local: &self.locals[b.index()],
-                data,
-            })
-            .collect();
-        let scratch = kernel(op, path, &operands, &mut results, cx)?
-            + copies.values().map(|c| c.len() as u64).sum::<u64>();
-        let scratch = scratch + self.spare.bytes() as u64;
-        self.peak_scratch = self.peak_scratch.max(scratch);
-        Ok(())
-    }
-
-    fn load(
-        &mut self,
-        kind: InputKind,
-        output: BufferId,
-        microbatch: Option<u32>,
-        batch: &[Vec<u32>],
-    ) -> Result<(), RuntimeError> {
-        let first = u64::from(microbatch.unwrap_or(0)) * self.program.microbatch;
-        let range = self.range(output, microbatch);
-        let local = &self.locals[output.index()];
-        load_tokens(
-            kind,
-            local,
-            first,
-            batch,
-            bytemuck::cast_slice_mut(self.arena.write(range)),
-        )
-    }
-
-    fn add(&self, total: &mut Timing, began: Moment) {
-        let elapsed = began.elapsed();
-        total.wall_s += elapsed.wall_s;
-        // The processor time of a kernel's other threads is not this thread's.
-        total.busy_s += match self.threads {
-            0 | 1 => elapsed.busy_s,
-            _ => elapsed.wall_s,
+            InstrKind::Load { kind, output } => {
+                let first = u64::from(m.unwrap_or(0)) * self.program.microbatch;
+                let local = &self.locals[output.index()];
+                let data = self.options.data.as_deref();
+                let mut of_run = |sample, from, out: &mut [u32]| match (&play.samples, data) {
+                    (Samples::Of(batch), Some(data)) => Ok(data.read(*batch, sample, from, out)?),
+                    _ => Err(RuntimeError::Batch("the run has no data".into())),
+                };
+                device.update(stream, at(output), &mut |out| {
+                    let out = bytemuck::cast_slice_mut(out);
+                    match &play.samples {
+                        Samples::Given(all) => {
+                            load_tokens(*kind, local, first, &mut given(all), out)
+                        }
+                        Samples::Of(_) => load_tokens(*kind, local, first, &mut of_run, out),
+                    }
+                })?;
+                0
+            }
+            InstrKind::Collective { items, .. } => {
+                let places = Places {
+                    inputs: items.iter().map(|i| at(&i.input)).collect(),
+                    outputs: items.iter().map(|i| at(&i.output)).collect(),
+                };
+                return self.call(step, places).map(Some);
+            }
+            InstrKind::Exchange { sends, recvs } => {
+                let places = Places {
+                    inputs: sends.iter().map(|s| at(&s.1)).collect(),
+                    outputs: recvs.iter().map(|r| at(&r.1)).collect(),
+                };
+                return self.call(step, places).map(Some);
+            }
+            InstrKind::WorldSum { inputs, output } => {
+                let mut terms = Vec::new();
+                if self.coords.iter().all(|&c| c == 0) {
+                    for (entry, buffer) in inputs {
+                        let value = device.read(stream, at(buffer))?;
+                        let value = bytemuck::cast_slice::<u8, f32>(&value).first().copied();
+                        terms.push((*entry as usize, value.unwrap_or(0.0)));
+                    }
+                }
+                device.update(stream, at(output), &mut |out| {
+                    let out: &mut [f32] = bytemuck::cast_slice_mut(out);
+                    out.fill(0.0);
+                    for (entry, value) in &terms {
+                        let n = out.len();
+                        *out.get_mut(*entry).ok_or_else(|| {
+                            RuntimeError::Program(format!("entry {entry} of a world sum of {n}"))
+                        })? = *value;
+                    }
+                    Ok(())
+                })?;
+                let places = Places {
+                    inputs: vec![at(output)],
+                    outputs: vec![at(output)],
+                };
+                return self.call(step, places).map(Some);
+            }
         };
-        total.n += 1;
+        let held = self.fabric.held_bytes();
+        self.note_scratch(work + held);
+        Ok(None)
     }
 
-    fn fill(&mut self, value: f32, output: BufferId, microbatch: Option<u32>) {
-        let range = self.range(output, microbatch);
-        let local = &self.locals[output.index()];
-        let out = self.arena.write(range);
-        if value == 0.0 {
-            return out.fill(0);
-        }
-        super::local::narrow(local.dtype, &vec![value; local.elements()], out);
-        local.zero_padding(out);
+    /// Begins the call of an instruction.
+    fn call(&mut self, step: &Step, places: Places) -> Result<F::Ticket, RuntimeError> {
+        let call = self.calls[step.template.index()][step.instruction].as_ref();
+        let call = call.ok_or_else(|| RuntimeError::Program("it calls nobody".into()))?;
+        self.fabric
+            .begin(&mut self.device, step.stream, call, places)
     }
 }
 
-/// The name of an instruction, in a word: the op's path, or the kind and its buffers.
+/// Where a buffer lies.
+fn place(role: &RoleProgram, buffer: BufferId, microbatch: Option<u32>) -> Place {
+    let b = role.buffer(buffer);
+    Place {
+        space: Space::Device,
+        start: b.offset_for(microbatch) as usize,
+        len: b.bytes as usize,
+    }
+}
+
+/// What an instruction is, in a word: the op's path, or the kind and its buffers.
 pub(crate) fn what(role: &RoleProgram, instruction: &Instruction) -> String {
     let name = |b: &BufferId| role.buffer(*b).name.clone();
     let names = |list: Vec<&BufferId>| list.into_iter().map(name).collect::<Vec<_>>().join("+");

@@ -4,11 +4,14 @@
 //! serve the forward pass; then, of the instructions after the microbatches, those
 //! that the loss depends on. The filter depends on the program alone, so all ranks agree on
 //! it, and nothing that it plays writes a persistent buffer.
+//!
+//! A script resolves what its instructions wait for: of every other stream, how many instructions
+//! must be done. What is not played is not waited for.
 
 use crate::error::RuntimeError;
-use ir::program::{BufferClass, InstrKind, Program, RoleProgram, TemplateKind};
-use ir::{BufferId, Pass, TemplateId};
-use std::collections::BTreeSet;
+use ir::program::{BufferClass, Event, InstrKind, Program, RoleProgram, TemplateKind, Which};
+use ir::{BufferId, InstrId, Pass, StreamId, TemplateId};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// A slot and the instructions of its template that are played.
@@ -19,11 +22,33 @@ pub(crate) struct ScriptSlot {
     pub instructions: Vec<usize>,
 }
 
+/// An instruction that is played.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Step {
+    pub template: TemplateId,
+    pub instruction: usize,
+    pub microbatch: Option<u32>,
+    pub stream: StreamId,
+    /// Other streams, and how many of their instructions it waits for.
+    pub waits: Vec<(StreamId, usize)>,
+    /// Whether another stream waits for it.
+    pub is_awaited: bool,
+}
+
+/// What a role plays.
+#[derive(Debug)]
+pub(crate) struct Script {
+    /// Slot by slot, in list order.
+    pub slots: Vec<Vec<Step>>,
+    /// By stream, its instructions in that order: slot and place in it.
+    pub streams: Vec<Vec<(usize, usize)>>,
+}
+
 /// The two scripts of a role.
 #[derive(Clone, Debug)]
 pub(crate) struct Scripts {
-    training: Arc<Vec<ScriptSlot>>,
-    validation: Arc<Vec<ScriptSlot>>,
+    training: Arc<Script>,
+    validation: Arc<Script>,
 }
 
 impl Scripts {
@@ -41,19 +66,96 @@ impl Scripts {
             })
             .collect();
         Ok(Scripts {
-            training: Arc::new(training),
-            validation: Arc::new(validation(role)?),
+            training: Arc::new(Script::new(role, training)),
+            validation: Arc::new(Script::new(role, validation(role)?)),
         })
     }
-    /// One training step.
-    pub fn training(&self) -> Arc<Vec<ScriptSlot>> {
-        Arc::clone(&self.training)
-    }
-    /// The loss alone.
-    pub fn validation(&self) -> Arc<Vec<ScriptSlot>> {
-        Arc::clone(&self.validation)
+    /// One training step, or the loss alone.
+    pub fn of(&self, training: bool) -> Arc<Script> {
+        Arc::clone(match training {
+            true => &self.training,
+            false => &self.validation,
+        })
     }
 }
+
+impl Script {
+    fn new(role: &RoleProgram, slots: Vec<ScriptSlot>) -> Self {
+        let mut made = Script {
+            slots: Vec::with_capacity(slots.len()),
+            streams: vec![Vec::new(); role.streams.len()],
+        };
+        // Slots that play a template, the latest last, and where their instructions stand: stream,
+        // and how many of it are done when the instruction is.
+        let mut played: BTreeMap<TemplateId, Vec<(Option<u32>, Places)>> = BTreeMap::new();
+        for (k, slot) in slots.iter().enumerate() {
+            let before: Vec<usize> = made.streams.iter().map(Vec::len).collect();
+            let mut here = Places::new();
+            let mut steps = Vec::with_capacity(slot.instructions.len());
+            for (at, &i) in slot.instructions.iter().enumerate() {
+                let instruction = &role.template(slot.template).instructions[i];
+                let stream = instruction.stream;
+                let mut waits: BTreeMap<StreamId, usize> = BTreeMap::new();
+                let mut wait = |(stream, n): (StreamId, usize)| {
+                    let most = waits.entry(stream).or_default();
+                    *most = n.max(*most);
+                };
+                for event in &instruction.events {
+                    match *event {
+                        Event::Drained(stream) => wait((stream, before[stream.index()])),
+                        Event::Done {
+                            template,
+                            instruction,
+                            which,
+                        } => {
+                            let wanted = match (which, slot.microbatch) {
+                                (Which::Latest, _) => None,
+                                (Which::Back(n), m) => match m.and_then(|m| m.checked_sub(n)) {
+                                    Some(m) => Some(m),
+                                    None => continue,
+                                },
+                            };
+                            let mut earlier = played.get(&template).into_iter().flatten().rev();
+                            let found = earlier.find(|s| wanted.is_none() || s.0 == wanted);
+                            if let Some(&place) = found.and_then(|s| s.1.get(&instruction)) {
+                                wait(place);
+                            }
+                        }
+                    }
+                }
+                for &place in instruction.deps.iter().filter_map(|d| here.get(d)) {
+                    wait(place);
+                }
+                // A stream is in order by itself.
+                waits.retain(|s, n| *s != stream && *n > 0);
+                let queue = &mut made.streams[stream.index()];
+                queue.push((k, at));
+                here.insert(InstrId::new(i), (stream, queue.len()));
+                steps.push(Step {
+                    template: slot.template,
+                    instruction: i,
+                    microbatch: slot.microbatch,
+                    stream,
+                    waits: waits.into_iter().collect(),
+                    is_awaited: false,
+                });
+            }
+            made.slots.push(steps);
+            let slots = played.entry(slot.template).or_default();
+            slots.push((slot.microbatch, here));
+        }
+        let steps = made.slots.iter().flatten();
+        let awaited: BTreeSet<_> = steps.flat_map(|s| s.waits.iter().copied()).collect();
+        for (stream, n) in awaited {
+            let (slot, at) = made.streams[stream.index()][n - 1];
+            made.slots[slot][at].is_awaited = true;
+        }
+        made
+    }
+}
+
+/// By instruction of a slot, its stream and how many of that are done when it is.
+type Places = BTreeMap<InstrId, (StreamId, usize)>;
 
 fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
     let kind = |i: usize| role.template(role.trace[i].template).kind;

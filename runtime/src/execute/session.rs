@@ -1,25 +1,26 @@
-//! A session: the ranks of a program as threads that live, with their arenas, from step to
-//! step, and the one who tells them what to do.
+//! A session: the coordinator of a run. It knows the ranks by what they answer: it asks them to
+//! play, gives out initial states, and gathers loss, measurements and states by messages.
 
 use super::local::Local;
-use super::rank::{Play, Played, RankState, RankTimings};
+use super::message::{Play, Played, Reply, Request, Samples};
+use super::rank::{RankOptions, RankTimings};
+use super::worker::{Link, Worker};
 use crate::arena::Bytes;
-use crate::checkpoint::{Checkpoint, Shard, shares, write_shard};
-use crate::communicator::World;
+use crate::checkpoint::{Checkpoint, Shard, shares};
+use crate::data::{Batch, Batches};
+use crate::device::Cpu;
 use crate::error::RuntimeError;
-use ir::program::{Event, Program, StateBuffer};
+use crate::fabric::threads::World;
+use ir::program::{ARENA_ALIGN, Event, Program, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, DType, Rank, TrainSpec};
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How a session runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// Longest that a rank waits for another one.
     pub watchdog: Duration,
@@ -28,6 +29,8 @@ pub struct SessionOptions {
     /// Plays training steps with every stream a queue of its own, in orders drawn from this
     /// seed: any that the program's waits allow. For tests; `None`: in list order.
     pub orders: Option<u64>,
+    /// What [`Session::train`] and [`Session::validation_loss`] take samples from.
+    pub data: Option<Arc<Batches>>,
 }
 
 impl Default for SessionOptions {
@@ -37,6 +40,7 @@ impl Default for SessionOptions {
             watchdog: Duration::from_secs(300),
             threads_per_rank: None,
             orders: None,
+            data: None,
         }
     }
 }
@@ -71,7 +75,7 @@ impl StepResult {
             None => Ok(()),
             Some((figure, value)) => Err(RuntimeError::Diverged {
                 step,
-                figure,
+                figure: figure.into(),
                 value,
                 loss_scale: self.loss_scale,
             }),
@@ -102,36 +106,21 @@ pub struct StateRequest<'a> {
     pub lens: &'a [u64],
 }
 
-enum Command {
-    Play(Play),
-    Read(BufferId),
-    Write(BufferId, Arc<Vec<f32>>),
-    Save(Arc<Path>, Vec<StateBuffer>),
-    Load(Arc<Checkpoint>),
-}
-
-enum Reply {
-    Played(Box<Played>),
-    Bytes(Bytes),
-    /// A rank that cannot write a file can still go on.
-    Shard(Result<Shard, RuntimeError>),
-    Done,
-}
-
-struct Worker {
+/// A rank, and the worker that has it.
+#[derive(Clone, Copy, Debug)]
+struct Member {
     rank: Rank,
     role: usize,
-    /// `None` once the session is being dropped.
-    commands: Option<Sender<Command>>,
-    replies: Receiver<Result<Reply, RuntimeError>>,
-    thread: Option<JoinHandle<()>>,
+    worker: usize,
 }
 
 /// A program in execution.
 pub struct Session {
     program: Arc<Program>,
     spec: TrainSpec,
-    workers: Vec<Worker>,
+    workers: Vec<Box<dyn Link>>,
+    /// In the order of the roles.
+    ranks: Vec<Member>,
     step: u64,
     /// The first error; after it the ranks are out of step and nothing more can be run.
     ended: Option<String>,
@@ -148,20 +137,29 @@ impl Session {
         program: &Program,
         spec: &TrainSpec,
         options: SessionOptions,
-        mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
+        initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
     ) -> Result<Self, RuntimeError> {
         let mut session = Self::start(program, spec, options)?;
-        for (path, places) in session.state_places() {
+        session.initialise(initial)?;
+        Ok(session)
+    }
+
+    /// Gives every state the value that `initial` has for it.
+    pub(crate) fn initialise(
+        &mut self,
+        mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        for (path, places) in self.state_places() {
             let (role, state) = &places[0];
-            let buffer = session.program.roles[*role].buffer(state.buffer);
+            let buffer = self.program.roles[*role].buffer(state.buffer);
             let values = initial(StateRequest {
                 path: &path,
                 role: state.role,
                 lens: &buffer.lens,
             })?;
-            session.set_state(&path, &places, values)?;
+            self.set_state(&path, &places, values)?;
         }
-        Ok(session)
+        Ok(())
     }
 
     /// Starts the ranks and goes on from a checkpoint, of which each rank reads its part.
@@ -174,14 +172,20 @@ impl Session {
         checkpoint: &Arc<Checkpoint>,
     ) -> Result<Self, RuntimeError> {
         let mut session = Self::start(program, spec, options)?;
-        let places = session.state_places();
+        session.load(checkpoint)?;
+        Ok(session)
+    }
+
+    /// Goes on from a checkpoint.
+    pub(crate) fn load(&mut self, checkpoint: &Arc<Checkpoint>) -> Result<(), RuntimeError> {
+        let places = self.state_places();
         let other = |problem: String| RuntimeError::OtherCheckpoint {
             path: checkpoint.path().to_path_buf(),
             problem,
         };
         for (path, places) in &places {
             let (role, state) = &places[0];
-            let lens = &session.program.roles[*role].buffer(state.buffer).lens;
+            let lens = &self.program.roles[*role].buffer(state.buffer).lens;
             match checkpoint.lens(path) {
                 Some(stored) if stored == lens => {}
                 Some(stored) => {
@@ -198,49 +202,72 @@ impl Session {
         if let Some(extra) = checkpoint.states().map(|s| s.0).find(is_extra) {
             return Err(other(format!("the plan has no state `{extra}`")));
         }
-        let all: Vec<usize> = (0..session.workers.len()).collect();
-        session.ask(&all, |_| Command::Load(Arc::clone(checkpoint)))?;
-        session.step = checkpoint.step();
+        let all = self.ranks.clone();
+        self.ask(&all, |_| Request::Load(Arc::clone(checkpoint)))?;
+        self.step = checkpoint.step();
         // Written by a build that counted every step as an update.
         if let (Some(places), None) = (places.get(UPDATES), checkpoint.lens(UPDATES)) {
-            session.set_state(UPDATES, places, vec![checkpoint.step() as f32])?;
+            self.set_state(UPDATES, places, vec![checkpoint.step() as f32])?;
         }
-        Ok(session)
+        Ok(())
     }
 
-    /// The ranks, with states of zeros.
+    /// The ranks, all of this process, with states of zeros.
     fn start(
         program: &Program,
         spec: &TrainSpec,
         options: SessionOptions,
     ) -> Result<Self, RuntimeError> {
+        Self::start_with(program, spec, options, 1, |worker| Box::new(worker))
+    }
+
+    /// The same of `n_workers` workers, each of which `connect` gives a way to.
+    pub(crate) fn start_with(
+        program: &Program,
+        spec: &TrainSpec,
+        options: SessionOptions,
+        n_workers: usize,
+        connect: impl Fn(Worker) -> Box<dyn Link>,
+    ) -> Result<Self, RuntimeError> {
         check(program, spec)?;
         let program = Arc::new(program.clone());
-        let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let roles = program.roles.iter().enumerate();
+        let ranks: Vec<(Rank, usize)> = roles
+            .flat_map(|(role, this)| this.mesh.ranks().map(move |rank| (rank, role)))
+            .collect();
+        let watchdog = options.watchdog;
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let threads = options
-            .threads_per_rank
-            .unwrap_or(cores / (n_ranks as usize).max(1))
-            .max(1);
-        let world = World::new(n_ranks, options.watchdog);
-        let mut workers = Vec::with_capacity(n_ranks as usize);
-        for (role, this) in program.roles.iter().enumerate() {
-            for rank in this.mesh.ranks() {
-                let endpoint = world.endpoint(rank);
-                let state = RankState::new(
-                    Arc::clone(&program),
-                    role,
-                    endpoint,
-                    threads,
-                    options.orders,
-                )?;
-                workers.push(start(state, Arc::clone(&world), rank, role));
-            }
+        let threads = options.threads_per_rank.unwrap_or(cores / ranks.len());
+        let options = RankOptions {
+            seed: spec.seed,
+            threads: threads.max(1),
+            orders: options.orders,
+            data: options.data,
+            epoch: Instant::now(),
+        };
+        let world = World::new(ranks.len() as u32, watchdog);
+        let open = |rank, role: usize| {
+            let bytes = program.roles[role].arena_bytes;
+            let bytes = bytes.next_multiple_of(ARENA_ALIGN) as usize;
+            (Cpu::new(bytes, 0, options.threads), world.endpoint(rank))
+        };
+        let mut workers = Vec::with_capacity(n_workers);
+        let per_worker = ranks.len().div_ceil(n_workers);
+        for ranks in ranks.chunks(per_worker) {
+            let worker = Worker::start(&program, ranks, &options, open)?;
+            workers.push(connect(worker));
         }
+        let member = |(i, &(rank, role)): (usize, &(Rank, usize))| Member {
+            rank,
+            role,
+            worker: i / per_worker,
+        };
+        let ranks = ranks.iter().enumerate().map(member).collect();
         Ok(Session {
             program,
             spec: spec.clone(),
             workers,
+            ranks,
             step: 0,
             ended: None,
         })
@@ -248,7 +275,7 @@ impl Session {
 
     /// Number of ranks.
     pub fn n_ranks(&self) -> usize {
-        self.workers.len()
+        self.ranks.len()
     }
     /// The program.
     pub fn program(&self) -> &Program {
@@ -267,6 +294,14 @@ impl Session {
         self.step = step;
     }
 
+    /// Runs one training step on the run's own data.
+    pub fn train(&mut self, lr: f64, profile: bool) -> Result<StepResult, RuntimeError> {
+        let samples = Samples::Of(Batch::Train { step: self.step });
+        let result = self.play(samples, lr, true, profile)?;
+        self.step += 1;
+        Ok(result)
+    }
+
     /// Runs one training step on a global batch: `sequence + 1` tokens per sample.
     pub fn step(
         &mut self,
@@ -274,66 +309,71 @@ impl Session {
         lr: f64,
         profile: bool,
     ) -> Result<StepResult, RuntimeError> {
-        let result = self.play(batch, lr, true, profile)?;
+        let result = self.play(self.given(batch)?, lr, true, profile)?;
         self.step += 1;
         Ok(result)
     }
 
-    /// The loss of a global batch with the present parameters, without dropout. Nothing
-    /// changes.
+    /// The loss of a batch of the run's validation data with the present parameters, without
+    /// dropout. Nothing changes.
+    pub fn validation_loss(&mut self, index: u64) -> Result<f64, RuntimeError> {
+        let samples = Samples::Of(Batch::Validation { index });
+        Ok(self.play(samples, 0.0, false, false)?.loss)
+    }
+
+    /// The same of a global batch.
     pub fn validate(&mut self, batch: &[Vec<u32>]) -> Result<f64, RuntimeError> {
-        Ok(self.play(batch, 0.0, false, false)?.loss)
+        Ok(self.play(self.given(batch)?, 0.0, false, false)?.loss)
+    }
+
+    fn given(&self, batch: &[Vec<u32>]) -> Result<Samples, RuntimeError> {
+        check_batch(batch, &self.spec)?;
+        Ok(Samples::Given(Arc::new(batch.to_vec())))
     }
 
     fn play(
         &mut self,
-        batch: &[Vec<u32>],
+        samples: Samples,
         lr: f64,
         training: bool,
         profile: bool,
     ) -> Result<StepResult, RuntimeError> {
-        check_batch(batch, &self.spec)?;
         let play = Play {
-            batch: Arc::new(batch.to_vec()),
-            seed: self.spec.seed,
+            samples,
             step: self.step,
             lr,
             training,
             profile,
         };
-        let all: Vec<usize> = (0..self.workers.len()).collect();
-        let replies = self.ask(&all, |_| Command::Play(play.clone()))?;
-        let mut played: Vec<Played> = replies
-            .into_iter()
-            .filter_map(|r| {
-                if let Reply::Played(p) = r {
-                    Some(*p)
-                } else {
-                    None
-                }
-            })
-            .collect();
+        let all = self.ranks.clone();
+        let replies = self.ask(&all, |_| Request::Play(play.clone()))?;
+        let played = replies.into_iter().filter_map(|r| match r {
+            Reply::Played(p) => Some(*p),
+            _ => None,
+        });
+        let mut played: Vec<Played> = played.collect();
         let loss = played
             .iter()
             .find_map(|p| p.loss)
             .ok_or_else(|| RuntimeError::Program("no stage has the loss".into()))?;
         let grad_norm = played.iter().find_map(|p| p.grad_norm).unwrap_or(f64::NAN);
-        let start = played.iter().map(|p| p.start).min();
-        let end = played.iter().map(|p| p.end).max();
-        let seconds = start
-            .zip(end)
-            .map_or(0.0, |(start, end): (Instant, Instant)| {
-                (end - start).as_secs_f64()
+        // Ranks of one worker have one clock.
+        let seconds = |worker: usize| {
+            let ranks = self.ranks.iter().zip(&played);
+            let of = ranks.filter(|(m, _)| m.worker == worker).map(|(_, p)| p);
+            let span = of.fold((f64::INFINITY, 0.0f64), |(began, ended), p| {
+                (began.min(p.began_s), ended.max(p.ended_s))
             });
-        let peak_bytes = played.iter().map(|p| p.peak_bytes).collect();
-        let timings = played.iter_mut().filter_map(|p| p.timings.take()).collect();
+            span.1 - span.0
+        };
+        let seconds = (0..self.workers.len()).map(seconds).fold(0.0, f64::max);
         Ok(StepResult {
             loss: f64::from(loss),
             grad_norm,
             loss_scale: played.iter().find_map(|p| p.loss_scale),
             seconds,
-            timings,
-            peak_bytes,
+            peak_bytes: played.iter().map(|p| p.peak_bytes).collect(),
+            timings: played.iter_mut().filter_map(|p| p.timings.take()).collect(),
         })
     }
 
@@ -356,14 +396,11 @@ impl Session {
     ///
     /// Fails when a rank cannot; the session can still go on.
     pub(crate) fn write_shards(&mut self, folder: &Path) -> Result<Vec<Shard>, RuntimeError> {
-        let (shares, folder): (_, Arc<Path>) = (shares(&self.program), folder.into());
-        let share = |w: &Worker| shares.get(&w.rank).cloned().unwrap_or_default();
-        let shares: Vec<Vec<StateBuffer>> = self.workers.iter().map(share).collect();
-        let writers: Vec<usize> = (0..shares.len())
-            .filter(|&w| !shares[w].is_empty())
-            .collect();
-        let command = |w: usize| Command::Save(Arc::clone(&folder), shares[w].clone());
-        let replies = self.ask(&writers, command)?;
+        let shares = shares(&self.program);
+        let of = |m: &Member| shares.get(&m.rank).cloned().unwrap_or_default();
+        let has_some = |m: &Member| shares.get(&m.rank).is_some_and(|s| !s.is_empty());
+        let writers: Vec<Member> = self.ranks.iter().copied().filter(has_some).collect();
+        let replies = self.ask(&writers, |m| Request::Save(folder.to_path_buf(), of(m)))?;
         let shards = replies.into_iter().filter_map(|reply| match reply {
             Reply::Shard(shard) => Some(shard),
             _ => None,
@@ -434,9 +471,10 @@ impl Session {
         places: &[(usize, StateBuffer)],
         values: Vec<f32>,
     ) -> Result<(), RuntimeError> {
-        let values = Arc::new(values);
+        let program = Arc::clone(&self.program);
         for (role, state) in places {
-            let buffer = self.program.roles[*role].buffer(state.buffer);
+            let this = &program.roles[*role];
+            let buffer = this.buffer(state.buffer);
             let expected: u64 = buffer.lens.iter().product();
             if values.len() as u64 != expected || buffer.dtype != DType::F32 {
                 let problem = format!(
@@ -450,10 +488,19 @@ impl Session {
                     problem,
                 });
             }
-            let workers = self.workers_of(*role);
-            self.ask(&workers, |_| {
-                Command::Write(state.buffer, Arc::clone(&values))
-            })?;
+            for member in self.ranks_of(*role) {
+                let part = Local::of_rank(
+                    buffer.dtype,
+                    &buffer.lens,
+                    &buffer.spec,
+                    &this.mesh,
+                    member.rank,
+                );
+                let Some(part) = part else { continue };
+                let mut bytes = Bytes::zeroed(part.bytes());
+                part.cut(&values, bytemuck::cast_slice_mut::<u8, f32>(&mut bytes));
+                self.ask(&[member], |_| Request::Write(state.buffer, bytes.clone()))?;
+            }
         }
         Ok(())
     }
@@ -478,14 +525,13 @@ impl Session {
         role: usize,
         state: &StateBuffer,
     ) -> Result<Vec<(Local, Rank, Bytes)>, RuntimeError> {
-        let workers = self.workers_of(role);
-        let replies = self.ask(&workers, |_| Command::Read(state.buffer))?;
+        let ranks = self.ranks_of(role);
+        let replies = self.ask(&ranks, |_| Request::Read(state.buffer))?;
         let this = &self.program.roles[role];
         let b = this.buffer(state.buffer);
         let mut parts = Vec::with_capacity(replies.len());
-        for (reply, &w) in replies.into_iter().zip(&workers) {
-            let rank = self.workers[w].rank;
-            if let (Reply::Bytes(bytes), Some(local)) = (
+        for (reply, Member { rank, .. }) in replies.into_iter().zip(ranks) {
+            if let (Reply::Part(bytes), Some(local)) = (
                 reply,
                 Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank),
             ) {
@@ -495,37 +541,29 @@ impl Session {
         Ok(parts)
     }
 
-    fn workers_of(&self, role: usize) -> Vec<usize> {
-        (0..self.workers.len())
-            .filter(|&w| self.workers[w].role == role)
-            .collect()
+    fn ranks_of(&self, role: usize) -> Vec<Member> {
+        let of = |m: &&Member| m.role == role;
+        self.ranks.iter().filter(of).copied().collect()
     }
 
-    /// Gives commands to some ranks and waits for all their replies. When several fail, the
-    /// error is of one that did not merely follow another.
+    /// Asks some ranks and waits for all their answers. When several fail, the error is of one
+    /// that did not merely follow another.
     fn ask(
         &mut self,
-        workers: &[usize],
-        command: impl Fn(usize) -> Command,
+        ranks: &[Member],
+        request: impl Fn(&Member) -> Request,
     ) -> Result<Vec<Reply>, RuntimeError> {
         if let Some(reason) = &self.ended {
             return Err(RuntimeError::Ended(reason.clone()));
         }
-        for &w in workers {
-            if let Some(commands) = &self.workers[w].commands {
-                // A rank that is gone says so by not replying.
-                let _ = commands.send(command(w));
-            }
+        for m in ranks {
+            self.workers[m.worker].tell(m.rank, request(m));
         }
-        let (mut replies, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
-        for &w in workers {
-            match self.workers[w].replies.recv() {
-                Ok(Ok(reply)) => replies.push(reply),
-                Ok(Err(error)) => errors.push(error),
-                Err(_) => errors.push(RuntimeError::Panic {
-                    rank: self.workers[w].rank,
-                    message: "its thread is gone".into(),
-                }),
+        let (mut replies, mut errors) = (Vec::with_capacity(ranks.len()), Vec::new());
+        for m in ranks {
+            match self.workers[m.worker].hear(m.rank) {
+                Ok(reply) => replies.push(reply),
+                Err(error) => errors.push(error),
             }
         }
         if errors.is_empty() {
@@ -535,84 +573,6 @@ impl Session {
         let error = errors.swap_remove(first);
         self.ended = Some(error.to_string());
         Err(error)
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        for worker in &mut self.workers {
-            worker.commands = None;
-        }
-        for worker in &mut self.workers {
-            if let Some(thread) = worker.thread.take() {
-                // Panics were caught inside and reported as replies.
-                let _ = thread.join();
-            }
-        }
-    }
-}
-
-fn start(mut state: RankState, world: Arc<World>, rank: Rank, role: usize) -> Worker {
-    let (commands, inbox) = channel();
-    let (outbox, replies) = channel();
-    let thread = std::thread::spawn(move || {
-        for command in inbox {
-            // After a panic the state is never used again: the session has ended.
-            let result = catch_unwind(AssertUnwindSafe(|| obey(&mut state, command)))
-                .unwrap_or_else(|panic| {
-                    let message = panic
-                        .downcast_ref::<String>()
-                        .cloned()
-                        .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
-                    Err(RuntimeError::Panic {
-                        rank,
-                        message: message.unwrap_or_default(),
-                    })
-                });
-            if let Err(error) = &result
-                && !error.is_consequence()
-            {
-                world.abort(rank, &error.to_string());
-            }
-            if outbox.send(result).is_err() {
-                return;
-            }
-        }
-    });
-    Worker {
-        rank,
-        role,
-        commands: Some(commands),
-        replies,
-        thread: Some(thread),
-    }
-}
-
-fn obey(state: &mut RankState, command: Command) -> Result<Reply, RuntimeError> {
-    match command {
-        Command::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
-        Command::Read(buffer) => Ok(Reply::Bytes(Bytes::copy_of(state.shard(buffer).1))),
-        Command::Write(buffer, full) => {
-            let (part, bytes) = state.shard_mut(buffer);
-            part.cut(&full, bytemuck::cast_slice_mut(bytes));
-            Ok(Reply::Done)
-        }
-        Command::Save(folder, states) => {
-            let part = |s: &StateBuffer| state.shard(s.buffer);
-            let parts = states
-                .iter()
-                .map(|s| (s.path.as_str(), part(s).0, part(s).1));
-            let parts: Vec<_> = parts.collect();
-            Ok(Reply::Shard(write_shard(&folder, state.rank(), &parts)))
-        }
-        Command::Load(checkpoint) => {
-            let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
-            for s in state.states().into_iter().filter(stored) {
-                let (part, bytes) = state.shard_mut(s.buffer);
-                checkpoint.read(&s.path, part, bytes)?;
-            }
-            Ok(Reply::Done)
-        }
     }
 }
 

@@ -6,7 +6,7 @@ use crate::walk::held::Held;
 use ir::program::BufferClass;
 use ir::{BufferId, Op, OpKind, Region, ShardingSpec, ValueId};
 
-/// Results of an update stand where these operands stood: (result, operand).
+/// Returns the pairs (result, operand) of an update whose result stands where the operand stood.
 fn in_place(kind: &OpKind) -> &'static [(usize, usize)] {
     match kind {
         OpKind::AdamW { .. } => &[(0, 0), (1, 2), (2, 3)],
@@ -142,7 +142,7 @@ impl Run<'_, '_> {
         good
     }
 
-    /// Some strategy of the op gives the operands' specs and the results' buffers' own.
+    /// Checks that some strategy of the op gives the specs of its operands and result buffers.
     fn specs(
         &mut self,
         op: &Op,

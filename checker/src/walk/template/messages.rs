@@ -28,7 +28,7 @@ impl Run<'_, '_> {
         self.write(&results);
     }
 
-    /// The value a transfer names, if the exchange is played where the value exists.
+    /// Returns the value that a transfer names, if the exchange is played where the value exists.
     fn moved(&mut self, x: TransferId) -> Option<ValueId> {
         let facts = self.site.facts;
         let transfer = &self.site.program.transfers[x.index()];
@@ -56,7 +56,7 @@ impl Run<'_, '_> {
         false
     }
 
-    /// The buffer's type is the transfer's; reported otherwise.
+    /// Checks that the buffer has the transfer's type, and reports it otherwise.
     fn same_type(&mut self, x: TransferId, b: BufferId) -> bool {
         let (transfer, buffer) = (
             &self.site.program.transfers[x.index()],

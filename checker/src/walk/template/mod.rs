@@ -30,12 +30,12 @@ pub(super) struct Site<'a> {
 
 /// The effect of a template on lasting buffers.
 pub(super) struct Outcome {
-    /// The content of the shape's `externals` afterwards.
+    /// The contents of the shape's `externals` after the template.
     pub(super) held: Vec<Held>,
-    /// Accumulators that the microbatch was added to, in order; true for the first addition
+    /// The accumulators to which the microbatch was added, in order; true for the first addition
     /// after zeros.
     pub(super) accumulated: Vec<(BufferId, bool)>,
-    /// Entries given to each world sum.
+    /// For each world sum, the entries that the template gives to it.
     pub(super) world_sums: Vec<Vec<u32>>,
 }
 
@@ -153,7 +153,7 @@ impl Run<'_, '_> {
         self.held[b.index()]
     }
 
-    /// All results at once: first everything on their bytes is lost, then they are there.
+    /// Writes all results at once, after everything else on their bytes is lost.
     fn write(&mut self, results: &[(BufferId, Held)]) {
         for (b, _) in results {
             for other in self.site.shape.neighbours.get(b).into_iter().flatten() {
@@ -193,7 +193,7 @@ impl Run<'_, '_> {
         u8::try_from(n).unwrap_or(u8::MAX)
     }
 
-    /// The variant of a buffer's spec that equals `spec`.
+    /// Finds the variant of a buffer's spec that equals `spec`.
     fn variant(&self, b: BufferId, spec: &ShardingSpec) -> Option<u8> {
         (0..self.n_variants(b)).find(|&v| self.spec(b, v) == spec)
     }
@@ -204,7 +204,7 @@ impl Run<'_, '_> {
 
     // Operands and results.
 
-    /// The buffer holds `v`, or a number that is this constant.
+    /// Checks that the buffer holds `v`, or a number that is this constant.
     fn operand(&mut self, b: BufferId, v: ValueId) -> Found {
         let facts = self.site.facts;
         let root = facts.root(v);
@@ -229,7 +229,7 @@ impl Run<'_, '_> {
         None
     }
 
-    /// A buffer into which `v` is put whole, nothing partial.
+    /// Checks that the buffer takes `v` whole, with nothing partial; returns the new content.
     fn produced(&mut self, b: BufferId, v: ValueId) -> Held {
         let buffer = self.site.role.buffer(b);
         if let Some((expected, actual)) = self.site.facts.type_problem(buffer, v) {

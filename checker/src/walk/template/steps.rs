@@ -58,7 +58,7 @@ impl Run<'_, '_> {
         self.stepped(&item.step, item.input, item.output)
     }
 
-    /// The content that a layout step leaves in its output.
+    /// Returns the content that a layout step leaves in its output.
     pub(super) fn stepped(&mut self, step: &LayoutStep, input: BufferId, output: BufferId) -> Held {
         let (root, variant) = match self.held(input) {
             Held::Value { root, variant } => (root, variant),
@@ -80,7 +80,7 @@ impl Run<'_, '_> {
         self.lands(root, &after, input, output)
     }
 
-    /// A value of `input`'s type that now lies as `spec` in `output`.
+    /// Checks that a value of `input`'s type now lies as `spec` in `output`.
     fn lands(
         &mut self,
         root: ValueId,

@@ -4,7 +4,7 @@
 use crate::commands::calibrate::document;
 use crate::commands::spinner;
 use crate::failure::{Exit, Failure};
-use crate::plan_file::Loaded;
+use crate::plan_file::{self, Loaded};
 use crate::{outputs, report};
 use cost_model::fit::{AtEnd, Change, Kept, points_of_run, refine};
 use cost_model::{SimulateOptions, StepWork, simulate};
@@ -14,31 +14,31 @@ use planner::{Pins, PlanOptions, Planned};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// Another plan is better when it is predicted to be faster by this share.
+/// The share by which another plan must be predicted to be faster to count as better.
 const BETTER: f64 = 0.01;
 
-/// The changes of a refinement.
+/// The results of a recalibration.
 #[derive(Debug, Serialize)]
 pub struct Refined {
-    /// Where the new cluster was written.
+    /// The file to which the new cluster was written.
     cluster: PathBuf,
-    /// Points that the runs gave.
+    /// The number of points that the runs gave.
     points: usize,
-    /// Figures that changed.
+    /// The figures that changed.
     changes: Vec<Change>,
-    /// Figures that stayed, and why.
+    /// The figures that stayed, and why.
     kept: Vec<Kept>,
-    /// Fitted figures that lie at an end of their range.
+    /// The fitted figures that lie at an end of their range.
     at_end: Vec<AtEnd>,
-    /// Step time of this plan on the old cluster, predicted, in seconds.
+    /// The predicted step time of this plan on the old cluster, in seconds.
     before_s: f64,
-    /// Step time of this plan on the new cluster, predicted, in seconds.
+    /// The predicted step time of this plan on the new cluster, in seconds.
     this_plan_s: f64,
-    /// Step time of the best plan on the new cluster under the same pins, in seconds.
+    /// The predicted step time of the best plan on the new cluster under the same pins, in seconds.
     best_plan_s: f64,
-    /// The best plan's shape.
+    /// The shape of the best plan.
     best_plan: String,
-    /// Whether it is another one.
+    /// True when the best plan is another one.
     best_plan_changes: bool,
 }
 
@@ -60,16 +60,10 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
     })?;
     let new = refined.cluster;
     let options = SimulateOptions::new(StepWork::of(&loaded.training, &plan.train));
-    let played = simulate(&loaded.program, &new, &options).map_err(|e| {
-        Failure::new(
-            Exit::CheckFailed,
-            format!("the plan's program cannot be played: {e}"),
-        )
-    })?;
-    let forward = ir::text::parse(&plan.graph)
-        .map_err(|e| Failure::new(Exit::CheckFailed, format!("the plan's graph: {e}")))?;
+    let played = simulate(&loaded.program, &new, &options)?;
+    let forward = plan_file::forward(plan)?;
     let mut pins = Pins::parse(&plan.pins).map_err(|e| Failure::new(Exit::CheckFailed, e))?;
-    // The plan's graph has that order already.
+    // The plan's graph is in that order already.
     pins.zigzag = false;
     let options = PlanOptions {
         pins,
@@ -101,7 +95,7 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
     })
 }
 
-/// A plan in a few words.
+/// Describes a plan in a few words.
 fn shape(planned: &Planned) -> String {
     let plan = &planned.plan;
     let meshes: Vec<String> = plan
@@ -117,17 +111,16 @@ fn shape(planned: &Planned) -> String {
         })
         .collect();
     format!(
-        "{} of {}, {} microbatch{} of {}",
+        "{} of {}, {} of {}",
         ir::counted(meshes.len() as u64, "stage"),
         meshes.join(" | "),
-        plan.n_microbatches,
-        if plan.n_microbatches == 1 { "" } else { "es" },
+        ir::counted(plan.n_microbatches, "microbatch"),
         plan.microbatch
     )
 }
 
 impl Refined {
-    /// In words.
+    /// Prints the results in words.
     pub fn print(&self) -> Result<(), Failure> {
         report::out(&format!(
             "\nRecalibrated by {} points of the runs; written to {}",

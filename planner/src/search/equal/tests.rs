@@ -1,7 +1,7 @@
 //! The cuts against the exhaustive search: every submesh priced, and every pipeline over it
 //! enumerated, on small models and clusters of random figures.
 
-use super::super::{boundary, saved_values, sequences, submeshes};
+use super::super::{Submesh, boundary, saved_values, sequences, submeshes};
 use super::*;
 use crate::inter_op::{InterOpOptions, brute_force};
 use crate::layers::find_layers;
@@ -22,6 +22,7 @@ struct Case {
     train: TrainSpec,
     cluster: Cluster,
     pins: Pins,
+    submeshes: Vec<Submesh>,
     batch: u64,
     schedule: ScheduleKind,
 }
@@ -52,9 +53,11 @@ impl Case {
             precision: Precision::Bf16,
             ..TrainSpec::default()
         };
+        let cluster = cluster(rng);
         Case {
             training: training_graph(&forward, &train).unwrap(),
-            cluster: cluster(rng),
+            submeshes: submeshes(&cluster, &Pins::default()),
+            cluster,
             pins: Pins::default(),
             batch,
             schedule,
@@ -78,7 +81,7 @@ impl Case {
             of_parameters: crate::pins::whole::made_of_parameters(&self.training.graph),
             sequences: sequences(&layers, &self.pins).unwrap(),
             layers,
-            submeshes: submeshes(&self.cluster, &self.pins),
+            submeshes: &self.submeshes,
             boundary: boundary(&self.training.graph),
             prices: Mutex::new(Vec::new()),
             kept: OnceLock::new(),
@@ -143,12 +146,14 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
     let shapes = search.shapes(case.batch);
     let devices = search.cluster.n_devices();
     let options = InterOpOptions::new(case.m().into(), case.schedule);
-    let best = |(i, &n): (usize, &u32)| {
+    let best = |(i, submesh): (usize, &Submesh)| {
         let priced = search.candidates(&shapes, i, case.batch, case.m());
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
-        let (all, n_stages) = (usable.iter().collect::<Vec<_>>(), (devices / n) as usize);
-        let capacity = search.cluster.usable_bytes();
-        let table = search.table(&all, &[i], n_stages, vec![1], capacity);
+        let (all, n_stages) = (
+            usable.iter().collect::<Vec<_>>(),
+            (devices / submesh.n_devices) as usize,
+        );
+        let table = search.table(&all, &[i], n_stages, vec![1], 0);
         let sent = search.transfer_s(i, i, case.batch);
         let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
         brute_force(&table, &transfer, &options).map(|c| c.total_s)

@@ -3,16 +3,19 @@
 //! One thread plays all streams of its rank. Again and again it takes, in a random order that
 //! favours one stream for a while and then another, the first instruction of a stream whose
 //! waits are over, and carries it out. In half of these whiles one stream is held back until no
-//! other can go on: what should have waited for it and does not comes first then. What meets other
-//! ranks is begun and left; its stream goes on when the meeting is over. So of two instructions
-//! that nothing orders, either may come first, and a step that gives the same under many orders has
-//! the waits it needs. What the program lets overlap does overlap here, and nothing else.
+//! other can go on: what should have waited for it and does not comes first then. What meets
+//! other ranks is begun and left; its stream goes on when the call is over. So of two
+//! instructions that nothing orders, either may come first, and a step that gives the same under
+//! many orders has the waits it needs. What the program lets overlap does overlap here, and
+//! nothing else.
 
-use super::communicate::Waiting;
 use super::{Play, RankState};
+use crate::device::Device;
 use crate::error::RuntimeError;
-use ir::program::{Event, InstrKind, RoleProgram, Which};
-use ir::{InstrId, Rank, StreamId};
+use crate::execute::script::{Script, Step};
+use crate::fabric::Fabric;
+use ir::Rank;
+use ir::program::RoleProgram;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -55,103 +58,40 @@ impl Orders {
     }
 }
 
-/// An instruction of the trace: slot and place in its template.
-type At = (usize, usize);
-
 /// The streams of a role and how far they are.
-struct Queues<'a> {
-    role: &'a RoleProgram,
-    /// By stream, its instructions in the order of the trace.
-    of_stream: Vec<Vec<At>>,
+struct Queues {
+    script: Arc<Script>,
     /// By stream, how many are done.
     n_done: Vec<usize>,
-    /// By slot and instruction, its place in its stream.
-    places: Vec<Vec<usize>>,
-    /// By slot and stream, how many instructions of earlier slots stand on it.
-    before: Vec<Vec<usize>>,
 }
 
-impl<'a> Queues<'a> {
-    fn new(role: &'a RoleProgram) -> Self {
-        let mut of_stream: Vec<Vec<At>> = vec![Vec::new(); role.streams.len()];
-        let (mut places, mut before) = (Vec::new(), Vec::new());
-        for (k, slot) in role.trace.iter().enumerate() {
-            before.push(of_stream.iter().map(Vec::len).collect());
-            let place = |(i, stream): (usize, StreamId)| {
-                let queue = &mut of_stream[stream.index()];
-                queue.push((k, i));
-                queue.len() - 1
-            };
-            let instructions = &role.template(slot.template).instructions;
-            let streams = instructions.iter().map(|i| i.stream);
-            places.push(streams.enumerate().map(place).collect());
-        }
-        Queues {
-            role,
-            n_done: vec![0; of_stream.len()],
-            of_stream,
-            places,
-            before,
-        }
+impl Queues {
+    fn head(&self, stream: usize) -> Option<&Step> {
+        let (slot, at) = *self.script.streams[stream].get(self.n_done[stream])?;
+        Some(&self.script.slots[slot][at])
     }
-
-    fn head(&self, stream: usize) -> Option<At> {
-        self.of_stream[stream].get(self.n_done[stream]).copied()
-    }
-
-    fn is_done(&self, slot: usize, i: InstrId) -> bool {
-        let instructions = &self
-            .role
-            .template(self.role.trace[slot].template)
-            .instructions;
-        let stream = instructions[i.index()].stream.index();
-        self.places[slot][i.index()] < self.n_done[stream]
-    }
-
     /// Whether all that an instruction waits for is done.
-    fn is_ready(&self, (slot, i): At) -> bool {
-        let this = self.role.trace[slot];
-        let instruction = &self.role.template(this.template).instructions[i];
-        let over = |event: &Event| match *event {
-            Event::Drained(stream) => {
-                self.before[slot][stream.index()] <= self.n_done[stream.index()]
-            }
-            Event::Done {
-                template,
-                instruction,
-                which,
-            } => {
-                let wanted = match (which, this.microbatch) {
-                    (Which::Latest, _) => None,
-                    (Which::Back(n), m) => match m.and_then(|m| m.checked_sub(n)) {
-                        Some(m) => Some(m),
-                        None => return true,
-                    },
-                };
-                let earlier = self.role.trace[..slot].iter();
-                let found = earlier.rev().position(|s| {
-                    s.template == template && (wanted.is_none() || s.microbatch == wanted)
-                });
-                found.is_none_or(|back| self.is_done(slot - 1 - back, instruction))
-            }
-        };
-        let deps = &instruction.deps;
-        deps.iter().all(|&d| self.is_done(slot, d)) && instruction.events.iter().all(over)
+    fn is_ready(&self, step: &Step) -> bool {
+        let mut waits = step.waits.iter();
+        waits.all(|&(stream, n)| n <= self.n_done[stream.index()])
     }
 }
 
-impl RankState {
+impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Plays a training step with every stream a queue of its own.
     pub(super) fn play_queues(
         &mut self,
         play: &Play,
         orders: &mut Orders,
     ) -> Result<(), RuntimeError> {
-        let program = Arc::clone(&self.program);
+        let (program, script) = (Arc::clone(&self.program), self.scripts.of(play.training));
         let role = &program.roles[self.role];
-        let mut queues = Queues::new(role);
-        // By stream, the meeting that its first instruction waits for.
-        let mut open: Vec<Option<Waiting>> = role.streams.iter().map(|_| None).collect();
+        // By stream, the call that its first instruction waits for.
+        let mut open: Vec<Option<F::Ticket>> = script.streams.iter().map(|_| None).collect();
+        let mut queues = Queues {
+            n_done: vec![0; open.len()],
+            script,
+        };
         let mut preferred: Vec<usize> = (0..open.len()).collect();
         let (mut spell, mut progress) = (0, Instant::now());
         let mut held = None;
@@ -164,21 +104,20 @@ impl RankState {
             spell -= 1;
             let mut turn = None;
             for &stream in &preferred {
-                let Some((slot, i)) = queues.head(stream) else {
+                let Some(step) = queues.head(stream) else {
                     continue;
                 };
                 let others_meet = (0..open.len()).any(|s| s != stream && open[s].is_some());
                 if held == Some(stream) && others_meet && progress.elapsed() < HELD {
                     continue;
                 }
-                let may = open[stream].is_some() || queues.is_ready((slot, i));
+                let may = open[stream].is_some() || queues.is_ready(step);
                 if !may || orders.below(DELAYED) == 0 {
                     continue;
                 }
-                let template = role.trace[slot].template;
                 let moved = self
-                    .take_turn(role, (slot, i), &mut open[stream], play)
-                    .map_err(|source| self.failed(template, i, source))?;
+                    .take_turn((role, step), &mut open[stream], play)
+                    .map_err(|source| self.failed(step, source))?;
                 if let Some(done) = moved {
                     turn = Some((stream, done));
                     break;
@@ -190,66 +129,52 @@ impl RankState {
                     progress = Instant::now();
                 }
                 None if (0..open.len()).all(|s| queues.head(s).is_none()) => return Ok(()),
-                None if progress.elapsed() > self.endpoint.timeout() => {
+                None if progress.elapsed() > self.fabric.timeout() => {
                     return Err(self.overdue(&queues, &open));
                 }
-                None if open.iter().any(Option::is_some) => self.endpoint.rest(REST),
+                None if open.iter().any(Option::is_some) => self.fabric.rest(REST),
                 None => {}
             }
         }
     }
 
-    /// Begins the instruction or looks whether its meeting is over: nothing if that changed
+    /// Begins the instruction or looks whether its call is over: nothing if that changed
     /// nothing, else whether the instruction is done.
     fn take_turn(
         &mut self,
-        role: &RoleProgram,
-        (slot, i): At,
-        open: &mut Option<Waiting>,
+        (role, step): (&RoleProgram, &Step),
+        open: &mut Option<F::Ticket>,
         play: &Play,
     ) -> Result<Option<bool>, RuntimeError> {
-        let microbatch = role.trace[slot].microbatch;
-        let instruction = &role.template(role.trace[slot].template).instructions[i];
-        match open.take() {
-            Some(mut waiting) => {
-                let Some(arrived) = self.endpoint.poll(&mut waiting.meeting)? else {
-                    *open = Some(waiting);
+        match open {
+            Some(ticket) => {
+                let Some(bytes) = self.fabric.poll(&mut self.device, ticket)? else {
                     return Ok(None);
                 };
-                *open = self.after_meeting(instruction, microbatch, waiting.then, arrived)?;
+                self.called(role, step, bytes)?;
+                *open = None;
             }
-            None => {
-                *open = self.begin_meeting(instruction, microbatch)?;
-                let meets = matches!(
-                    instruction.kind,
-                    InstrKind::Collective { .. }
-                        | InstrKind::Exchange { .. }
-                        | InstrKind::WorldSum { .. }
-                );
-                if !meets {
-                    self.execute(instruction, microbatch, play)?;
-                }
-            }
+            None => *open = self.begin(role, step, play)?,
         }
         Ok(Some(open.is_none()))
     }
 
-    /// The watchdog's error: of the first meeting that has not come about, or of a wait that
-    /// cannot end.
-    fn overdue(&self, queues: &Queues<'_>, open: &[Option<Waiting>]) -> RuntimeError {
-        let heads = (0..open.len()).filter_map(|s| Some((s, queues.head(s)?)));
-        for (stream, (slot, i)) in heads.clone() {
-            let instructions = &queues
-                .role
-                .template(queues.role.trace[slot].template)
-                .instructions;
-            if let Some(waiting) = &open[stream] {
-                return self
-                    .endpoint
-                    .late(&waiting.meeting, self.label(&instructions[i]));
-            }
+    /// What the watchdog says: of the first call that is not over, or of a wait that cannot end.
+    fn overdue(&self, queues: &Queues, open: &[Option<F::Ticket>]) -> RuntimeError {
+        if let Some(ticket) = open.iter().flatten().next() {
+            return self.fabric.overdue(ticket);
         }
-        let stuck = heads.map(|(_, (slot, i))| format!("instruction {i} of slot {slot}"));
+        let heads = (0..open.len()).filter_map(|s| queues.head(s));
+        let stuck = heads.map(|step| {
+            let Step {
+                instruction,
+                template,
+                microbatch,
+                ..
+            } = step;
+            let of = microbatch.map_or(String::new(), |m| format!(" of microbatch {m}"));
+            format!("instruction {instruction} of template {}{of}", template.0)
+        });
         RuntimeError::Program(format!(
             "every stream waits for another one: {}",
             stuck.collect::<Vec<_>>().join(", ")

@@ -1,0 +1,141 @@
+//! What a rank computes with: arenas in memory spaces, and streams of work on them.
+//!
+//! A rank plays its program through [`Device`] and [`Fabric`](crate::fabric::Fabric) alone.
+//! [`Cpu`] is the first device; another one is a file beside it that passes
+//! [`conformance`].
+//!
+//! Streams are queues: what is put on one is done in the order it came, and of two streams
+//! neither waits for the other but for an event. A device may do work at once, as the CPU does,
+//! or later; what it did wrong it may say at any later call.
+
+#[cfg(any(test, feature = "testing"))]
+pub mod conformance;
+mod cpu;
+
+pub use cpu::Cpu;
+
+use crate::arena::View;
+use crate::clock::Elapsed;
+use crate::error::RuntimeError;
+use crate::execute::{Context, Local};
+use ir::reshard::Pieces;
+use ir::{OpKind, StreamId};
+
+/// A memory that a device has an arena in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Space {
+    /// Where kernels read and write.
+    Device,
+    /// The host's.
+    Host,
+}
+
+/// Bytes of an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The arena's space.
+    pub space: Space,
+    /// First byte, a multiple of 8.
+    pub start: usize,
+    /// Number of bytes.
+    pub len: usize,
+}
+
+/// An operand or result: a rank's part of a tensor, and where it lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    /// The part.
+    pub local: &'a Local,
+    /// Its bytes.
+    pub at: Place,
+}
+
+/// What can be put on a stream. All of it is in [`Space::Device`].
+#[derive(Debug)]
+pub enum Work<'a> {
+    /// One op. Updates write in place, and operands may overlap results.
+    Compute {
+        /// Path of the op, for errors.
+        path: &'a str,
+        /// The op.
+        op: &'a OpKind,
+        /// Operands.
+        inputs: &'a [Tensor<'a>],
+        /// Results.
+        outputs: &'a [Tensor<'a>],
+        /// What it needs to know of the run.
+        context: &'a Context,
+    },
+    /// A piece of a tensor along one dim.
+    Slice {
+        /// The dim.
+        dim: usize,
+        /// Which piece.
+        index: usize,
+        /// Operand.
+        input: Tensor<'a>,
+        /// Result.
+        output: Tensor<'a>,
+    },
+    /// A part of a tensor to pieces, one after the other.
+    Pack {
+        /// How it is cut.
+        pieces: Pieces,
+        /// Operand.
+        input: Tensor<'a>,
+        /// Result.
+        output: Place,
+    },
+    /// Pieces to a part of a tensor.
+    Unpack {
+        /// How it was cut.
+        pieces: Pieces,
+        /// Operand.
+        input: Place,
+        /// Result.
+        output: Tensor<'a>,
+    },
+    /// Zeros where the part that a tensor's buffer has is shorter than the buffer.
+    Pad(Tensor<'a>),
+    /// One number everywhere but in the padding, which is zero.
+    Fill {
+        /// The number.
+        value: f32,
+        /// Result.
+        output: Tensor<'a>,
+    },
+}
+
+/// Memory and streams of one rank. Arenas begin as zeros. A place beyond its arena is an error.
+pub trait Device: Send {
+    /// A point of a stream that others can wait for.
+    type Event;
+    /// A moment of a stream.
+    type Tick;
+
+    /// Bytes of an arena.
+    fn arena_bytes(&self, space: Space) -> u64;
+    /// The bytes at a place, after all that the stream has been given.
+    fn read(&self, stream: StreamId, at: Place) -> Result<View<'_>, RuntimeError>;
+    /// Has the host change bytes in place, after all that the stream has been given.
+    fn update(
+        &mut self,
+        stream: StreamId,
+        at: Place,
+        change: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError>;
+    /// Puts work on a stream. Returns bytes that it takes beside the arenas.
+    fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError>;
+    /// Puts a copy on a stream, to as many bytes of any space; they may overlap.
+    fn copy(&mut self, stream: StreamId, from: Place, to: Place) -> Result<(), RuntimeError>;
+    /// An event that is over when all that the stream has been given is done.
+    fn record(&mut self, stream: StreamId) -> Result<Self::Event, RuntimeError>;
+    /// Holds back what the stream is given from now on until the event is over.
+    fn wait(&mut self, stream: StreamId, event: &Self::Event) -> Result<(), RuntimeError>;
+    /// Waits until all streams are done.
+    fn finish(&mut self) -> Result<(), RuntimeError>;
+    /// The moment at which all that the stream has been given is done.
+    fn tick(&mut self, stream: StreamId) -> Result<Self::Tick, RuntimeError>;
+    /// What passed from one moment to a later one, both over.
+    fn elapsed(&self, from: &Self::Tick, to: &Self::Tick) -> Result<Elapsed, RuntimeError>;
+}

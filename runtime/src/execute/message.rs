@@ -1,0 +1,82 @@
+//! What the coordinator of a run and the workers tell each other. All of it is plain data: a
+//! channel takes it as it is, and a wire could. (A wire must keep numbers that are not finite.)
+
+use super::rank::RankTimings;
+use crate::arena::Bytes;
+use crate::checkpoint::{Checkpoint, Shard};
+use crate::data::Batch;
+use crate::error::RuntimeError;
+use ir::BufferId;
+use ir::program::StateBuffer;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What a rank is asked to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Request {
+    /// Plays a step or a validation.
+    Play(Play),
+    /// Says what its part of a state is.
+    Read(BufferId),
+    /// Replaces its part of a state.
+    Write(BufferId, Bytes),
+    /// Writes its parts of these states to a file of its own in a folder.
+    Save(PathBuf, Vec<StateBuffer>),
+    /// Reads its parts of the states that a checkpoint has.
+    Load(Arc<Checkpoint>),
+}
+
+/// What to play.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Play {
+    /// The samples of the global batch.
+    pub samples: Samples,
+    /// Training step.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// False: only what the loss needs.
+    pub training: bool,
+    /// Whether to time instructions.
+    pub profile: bool,
+}
+
+/// Where the samples of a step come from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Samples {
+    /// The run's data.
+    Of(Batch),
+    /// These, `sequence + 1` tokens each.
+    Given(Arc<Vec<Vec<u32>>>),
+}
+
+/// The reply to a request.
+pub(crate) type Answer = Result<Reply, RuntimeError>;
+
+/// What a rank that did as it was asked has to say.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Reply {
+    /// What it saw.
+    Played(Box<Played>),
+    /// Its part of a state.
+    Part(Bytes),
+    /// What it wrote. A rank that cannot write a file can still go on.
+    Shard(Result<Shard, RuntimeError>),
+    /// Nothing.
+    Done,
+}
+
+/// What a rank saw in a step.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Played {
+    /// When it began, on its process' clock.
+    pub began_s: f64,
+    /// When it ended, on the same clock.
+    pub ended_s: f64,
+    pub loss: Option<f32>,
+    pub grad_norm: Option<f64>,
+    pub loss_scale: Option<f64>,
+    pub timings: Option<RankTimings>,
+    pub peak_bytes: u64,
+}

@@ -1,0 +1,165 @@
+//! What the instructions of a rank ask of the fabric, found once from its program.
+
+use crate::error::RuntimeError;
+use crate::execute::Local;
+use crate::execute::collective::Rows;
+use crate::fabric::{Call, CallKind, Collective, Exchange, Item, Moved};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Transfer};
+use ir::reshard::{Placement, Tile, tiles_from, tiles_to};
+use ir::{AxisId, BufferId, Rank, StageId, TransferId};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// By template and instruction.
+pub(super) type Calls = Vec<Vec<Option<Arc<Call>>>>;
+
+/// The calls of a rank, whose part of each buffer is given.
+///
+/// Fails where a transfer has no end.
+pub(super) fn calls(
+    program: &Program,
+    role: &RoleProgram,
+    rank: Rank,
+    locals: &[Local],
+) -> Result<Calls, RuntimeError> {
+    let coords = role.mesh.coords(rank).unwrap_or_default();
+    let (outgoing, incoming) = tiles(program, role.stage, rank, &coords)?;
+    let of = Calling {
+        program,
+        role,
+        rank,
+        locals,
+        outgoing,
+        incoming,
+    };
+    let call = |i: &Instruction| of.call(i).map(Arc::new);
+    let templates = role.templates.iter();
+    Ok(templates
+        .map(|t| t.instructions.iter().map(call).collect())
+        .collect())
+}
+
+type Tiles = BTreeMap<TransferId, Vec<Tile>>;
+
+struct Calling<'a> {
+    program: &'a Program,
+    role: &'a RoleProgram,
+    rank: Rank,
+    locals: &'a [Local],
+    outgoing: Tiles,
+    incoming: Tiles,
+}
+
+impl Calling<'_> {
+    fn call(&self, instruction: &Instruction) -> Option<Call> {
+        let local = |b: BufferId| self.locals[b.index()].clone();
+        match &instruction.kind {
+            InstrKind::Collective { kind, axes, items } => {
+                let group = self.role.mesh.group(self.rank, axes).unwrap_or_default();
+                let item = |i: &ir::program::CollectiveItem| {
+                    let [cut, joined] = i.step.cuts();
+                    let operand = self.role.buffer(i.input);
+                    Item {
+                        dtype: operand.dtype,
+                        elements: (operand.bytes / operand.dtype.bytes().max(1)) as usize,
+                        operand: self.rows(i.input, cut, group.len()),
+                        result: self.rows(i.output, joined, group.len()),
+                    }
+                };
+                let axis_names: Vec<String> = axes.iter().map(AxisId::to_string).collect();
+                Some(Call {
+                    what: format!("{} over {}", kind.name(), axis_names.join("+")),
+                    kind: CallKind::Collective(Collective {
+                        kind: *kind,
+                        number: instruction.stream.0,
+                        items: items.iter().map(item).collect(),
+                        group,
+                    }),
+                })
+            }
+            InstrKind::Exchange { sends, recvs } => {
+                let moved = |tiles: &Tiles, (t, b): (TransferId, BufferId)| Moved {
+                    transfer: t.0,
+                    local: local(b),
+                    tiles: tiles.get(&t).cloned().unwrap_or_default(),
+                };
+                let names = |list: &[(TransferId, BufferId)]| {
+                    let transfers = list.iter().map(|(t, _)| t.index());
+                    let found = transfers.filter_map(|t| self.program.transfers.get(t));
+                    let names: Vec<&str> = found.map(|t| t.value.as_str()).collect();
+                    names.join(", ")
+                };
+                Some(Call {
+                    what: format!(
+                        "an exchange that sends [{}] and receives [{}]",
+                        names(sends),
+                        names(recvs)
+                    ),
+                    kind: CallKind::Exchange(Exchange {
+                        sends: sends.iter().map(|&s| moved(&self.outgoing, s)).collect(),
+                        receives: recvs.iter().map(|&r| moved(&self.incoming, r)).collect(),
+                    }),
+                })
+            }
+            InstrKind::WorldSum { output, .. } => {
+                let roles = self.program.roles.iter();
+                let world = roles.flat_map(|r| r.mesh.ranks()).collect();
+                let n = self.locals[output.index()].elements();
+                Some(Call::world_sum(world, n as u64))
+            }
+            _ => None,
+        }
+    }
+
+    /// How the pieces along `dim` of a buffer stand, for a group of `n`.
+    fn rows(&self, b: BufferId, dim: Option<usize>, n: usize) -> Rows {
+        match (dim, self.role.buffer(b).pieces) {
+            (None, _) => Rows::ONE,
+            (Some(_), Some(_)) => Rows { rows: 1, n },
+            (Some(dim), None) => Rows {
+                rows: self.locals[b.index()].dims()[..dim].iter().product(),
+                n,
+            },
+        }
+    }
+}
+
+/// The blocks that `rank` sends and receives, per transfer.
+fn tiles(
+    program: &Program,
+    stage: StageId,
+    rank: Rank,
+    coords: &[u32],
+) -> Result<(Tiles, Tiles), RuntimeError> {
+    let (mut outgoing, mut incoming) = (Tiles::new(), Tiles::new());
+    for (i, t) in program.transfers.iter().enumerate() {
+        let (from, to) = (
+            end(program, t, t.from, &t.from_spec)?,
+            end(program, t, t.to, &t.to_spec)?,
+        );
+        if t.from == stage {
+            outgoing.insert(TransferId::new(i), tiles_from(&t.lens, from, to, rank));
+        }
+        if t.to == stage {
+            incoming.insert(TransferId::new(i), tiles_to(&t.lens, from, to, coords));
+        }
+    }
+    Ok((outgoing, incoming))
+}
+
+/// One end of a transfer.
+fn end<'a>(
+    program: &'a Program,
+    t: &Transfer,
+    stage: StageId,
+    spec: &'a ir::ShardingSpec,
+) -> Result<Placement<'a>, RuntimeError> {
+    let role = program.roles.iter().find(|r| r.stage == stage);
+    let mesh = role.map(|r| &r.mesh).ok_or_else(|| {
+        RuntimeError::Program(format!(
+            "an end of transfer `{}` is {stage}, which has no role",
+            t.value
+        ))
+    })?;
+    Ok(Placement { mesh, spec })
+}

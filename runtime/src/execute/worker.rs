@@ -1,0 +1,171 @@
+//! A worker: the ranks of one process, each a thread that lives, with its device, from step to
+//! step and does what the coordinator asks.
+
+use super::message::{Answer, Reply, Request};
+use super::rank::{RankOptions, RankState};
+use super::script::Scripts;
+use crate::checkpoint::write_shard;
+use crate::device::Device;
+use crate::error::RuntimeError;
+use crate::fabric::Fabric;
+use ir::Rank;
+use ir::program::{Program, StateBuffer};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// The coordinator's way to a worker, wherever that is.
+pub(crate) trait Link: Send {
+    /// Asks a rank of the worker. One that is gone says so by its answer.
+    fn tell(&mut self, rank: Rank, request: Request);
+    /// Waits for the answer to the oldest request that has none yet.
+    fn hear(&mut self, rank: Rank) -> Answer;
+}
+
+/// The ranks of this process.
+pub(crate) struct Worker {
+    threads: BTreeMap<Rank, Thread>,
+}
+
+struct Thread {
+    /// `None` once the worker is being dropped.
+    requests: Option<Sender<Request>>,
+    answers: Receiver<Answer>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts the ranks of which `open` gives device and fabric, given their roles.
+    ///
+    /// Fails when the program is not consistent: see [`Scripts::new`], [`RankState::new`].
+    pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
+        program: &Arc<Program>,
+        ranks: &[(Rank, usize)],
+        options: &RankOptions,
+        mut open: impl FnMut(Rank, usize) -> (D, F),
+    ) -> Result<Self, RuntimeError> {
+        let mut scripts: BTreeMap<usize, Scripts> = BTreeMap::new();
+        let mut threads = BTreeMap::new();
+        for &(rank, role) in ranks {
+            let scripts = match scripts.get(&role) {
+                Some(known) => known.clone(),
+                None => {
+                    let made = Scripts::new(program, role)?;
+                    scripts.insert(role, made.clone());
+                    made
+                }
+            };
+            let (program, parts) = (Arc::clone(program), open(rank, role));
+            let state = RankState::new(program, role, scripts, parts, options.clone())?;
+            threads.insert(rank, start(state));
+        }
+        Ok(Worker { threads })
+    }
+}
+
+impl Link for Worker {
+    fn tell(&mut self, rank: Rank, request: Request) {
+        let requests = self.threads.get(&rank).and_then(|t| t.requests.as_ref());
+        if let Some(requests) = requests {
+            let _ = requests.send(request);
+        }
+    }
+    fn hear(&mut self, rank: Rank) -> Answer {
+        let answer = self.threads.get(&rank).map(|t| t.answers.recv());
+        match answer {
+            Some(Ok(answer)) => answer,
+            _ => Err(RuntimeError::Panic {
+                rank,
+                message: "its thread is gone".into(),
+            }),
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        for thread in self.threads.values_mut() {
+            thread.requests = None;
+        }
+        for thread in self.threads.values_mut() {
+            if let Some(thread) = thread.thread.take() {
+                // Panics were caught inside and reported as answers.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+fn start<D: Device + 'static, F: Fabric<D> + 'static>(mut state: RankState<D, F>) -> Thread {
+    let (requests, inbox) = channel();
+    let (outbox, answers) = channel();
+    let thread = std::thread::spawn(move || {
+        for request in inbox {
+            // After a panic the state is never used again: the run has ended.
+            let answer = catch_unwind(AssertUnwindSafe(|| obey(&mut state, request)))
+                .unwrap_or_else(|panic| {
+                    let message = panic
+                        .downcast_ref::<String>()
+                        .cloned()
+                        .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
+                    Err(RuntimeError::Panic {
+                        rank: state.rank(),
+                        message: message.unwrap_or_default(),
+                    })
+                });
+            if let Err(error) = &answer
+                && !error.is_consequence()
+            {
+                state.abort(&error.to_string());
+            }
+            if outbox.send(answer).is_err() {
+                return;
+            }
+        }
+    });
+    Thread {
+        requests: Some(requests),
+        answers,
+        thread: Some(thread),
+    }
+}
+
+fn obey<D: Device, F: Fabric<D>>(state: &mut RankState<D, F>, request: Request) -> Answer {
+    match request {
+        Request::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
+        Request::Read(buffer) => Ok(Reply::Part(crate::arena::Bytes::copy_of(
+            &state.read(buffer)?,
+        ))),
+        Request::Write(buffer, part) => {
+            state.write(buffer, |local, bytes| match bytes.len() == part.len() {
+                true => {
+                    bytes.copy_from_slice(&part);
+                    Ok(())
+                }
+                false => Err(RuntimeError::State {
+                    path: format!("buffer {}", buffer.0),
+                    problem: format!("{} bytes for {:?}", part.len(), local.dims()),
+                }),
+            })?;
+            Ok(Reply::Done)
+        }
+        Request::Save(folder, states) => {
+            let part = |s: &StateBuffer| (s.path.clone(), state.part(s.buffer).clone());
+            let parts: Vec<_> = states.iter().map(part).collect();
+            let read = |i: usize| state.read(states[i].buffer);
+            let shard = write_shard(&folder, state.rank(), &parts, &read);
+            Ok(Reply::Shard(shard))
+        }
+        Request::Load(checkpoint) => {
+            let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
+            for s in state.states().into_iter().filter(stored) {
+                state.write(s.buffer, |local, bytes| {
+                    checkpoint.read(&s.path, local, bytes)
+                })?;
+            }
+            Ok(Reply::Done)
+        }
+    }
+}
