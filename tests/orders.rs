@@ -38,6 +38,7 @@ fn waits(program: &Program) -> Vec<(String, Wait)> {
             Stream::Communicator { .. } => "collective",
             Stream::World => "world sum",
             Stream::Transfers => "exchange",
+            Stream::Copies { .. } => "copy",
         };
         for (t, template) in role.templates.iter().enumerate() {
             for (i, instruction) in template.instructions.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Memory: everything lies inside the arena, the arena fits the device, and buffers that
+//! Memory: everything lies inside its arena, the arenas fit their memories, and buffers that
 //! outlive a template share bytes with nothing that could destroy them.
 //!
 //! * Persistent and step buffers share bytes with no buffer at all; microbatch buffers not
@@ -12,7 +12,7 @@
 use crate::report::{Report, buffer_place, role_place};
 use ir::BufferId;
 use ir::plan::Plan;
-use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram};
+use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram, Space};
 use std::collections::BTreeSet;
 
 /// Returns the first byte and the end of all copies of a buffer; `None` when they overflow.
@@ -40,14 +40,21 @@ pub(crate) fn overlapping(
 
 pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
     for (i, role) in program.roles.iter().enumerate() {
-        let usable = plan.cluster.seen_by(role.mesh.devices).usable_bytes();
-        if role.arena_bytes > usable {
-            report.add(
-                role_place(i),
-                "memory",
-                format!("at most {usable} bytes"),
-                role.arena_bytes.to_string(),
-            );
+        for space in Space::ALL {
+            let usable = plan.cluster.usable_bytes_of(role.mesh.devices, space);
+            let bytes = role.arena(space);
+            if bytes > usable {
+                let memory = match space {
+                    Space::Device => String::new(),
+                    other => format!(" of {} memory", other.name()),
+                };
+                report.add(
+                    role_place(i),
+                    "memory",
+                    format!("at most {usable} bytes{memory}"),
+                    bytes.to_string(),
+                );
+            }
         }
         let mut inside = true;
         for (j, b) in role.buffers.iter().enumerate() {
@@ -59,14 +66,15 @@ pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
                     b.offset.to_string(),
                 );
             }
-            if extent(b).is_none_or(|(_, end)| end > role.arena_bytes) {
+            let arena = role.arena(b.space);
+            if extent(b).is_none_or(|(_, end)| end > arena) {
                 let actual = extent(b).map_or("an offset that overflows".into(), |(s, e)| {
                     format!("{s}..{e}")
                 });
                 report.add(
                     buffer_place(program, i, j),
                     "arena",
-                    format!("inside {} bytes", role.arena_bytes),
+                    format!("inside {arena} bytes"),
                     actual,
                 );
                 inside = false;
@@ -109,12 +117,17 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
     }
 }
 
-type Span = (u64, u64, BufferId);
+/// First byte, end and buffer; places of different spaces are ordered by space.
+type Span = (Place, Place, BufferId);
+type Place = (Space, u64);
 
 /// Lists the byte ranges of buffers in order of offsets.
 fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
     let mut spans: Vec<Span> = ids
-        .filter_map(|b| extent(role.buffer(b)).map(|(s, e)| (s, e, b)))
+        .filter_map(|b| {
+            let buffer = role.buffer(b);
+            extent(buffer).map(|(s, e)| ((buffer.space, s), (buffer.space, e), b))
+        })
         .collect();
     spans.sort_unstable();
     spans

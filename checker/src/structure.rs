@@ -7,7 +7,7 @@ use crate::ranges::{MAX_LEN, local_elements, padded};
 use crate::report::{Report, buffer_place, instr_place, role_place, slot_place};
 use ir::plan::Plan;
 use ir::program::{
-    BufferClass, Event, InstrKind, MAX_STREAMS, Program, RoleProgram, Stream, TemplateKind,
+    BufferClass, Event, InstrKind, MAX_STREAMS, Program, RoleProgram, Space, Stream, TemplateKind,
 };
 use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::Schedule;
@@ -365,6 +365,19 @@ fn instruction(program: &Program, i: usize, t: TemplateId, j: InstrId, report: &
             "exchanges in exchange templates, and nothing else there".into(),
             format!("in a template of kind {}", template.kind.name()),
         );
+    }
+    if !matches!(instr.kind, InstrKind::Copy { .. }) {
+        let buffers = instr.reads().into_iter().chain(instr.writes());
+        let elsewhere = buffers
+            .filter_map(|b| role.buffers.get(b.index()))
+            .find(|b| b.space != Space::Device);
+        if let Some(b) = elsewhere {
+            bad(
+                "space",
+                "device memory, but for copies".into(),
+                format!("{} in {} memory", b.name, b.space.name()),
+            );
+        }
     }
     // Kernels may run on any stream but that of transfers; what meets others keeps its order.
     let stream = role.streams.get(instr.stream.index());

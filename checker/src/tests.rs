@@ -170,6 +170,7 @@ impl Naive<'_> {
             lens,
             spec,
             pieces: None,
+            space: Default::default(),
             class,
             offset,
             bytes,
@@ -319,6 +320,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
             .chain([slot(2, None)])
             .collect(),
         arena_bytes: 0,
+        other_arenas: Default::default(),
         states: vec![],
         loss: None,
         grad_norm: None,

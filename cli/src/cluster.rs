@@ -29,7 +29,10 @@ pub fn load(name: &str, hosts: Option<u32>, ranks: Option<u32>) -> Result<Cluste
     if let Some(n) = hosts {
         let of_one = match is_of_cpu_ranks(&cluster) {
             true => "use --ranks to change the number of ranks of one machine".to_string(),
-            false if !joins_hosts(&cluster) => {
+            false if !cluster.is_equal() => {
+                "write the hosts of each group behind its name, as in dgx-h100:2,dgx-a100-40gb:3, or into the file".to_string()
+            }
+            false if !presets::joins_hosts(&cluster) => {
                 "give it a link between hosts, as in DEVICE*COUNT+LINK+LINK, or leave --hosts out"
                     .to_string()
             }
@@ -68,13 +71,6 @@ pub fn is_of_cpu_ranks(cluster: &Cluster) -> bool {
 
 /// The advice for users who want predictions that apply to runs on this machine.
 pub const PLAN_FOR_THIS_MACHINE: &str = "for figures that can be compared, measure this machine with `meshwright calibrate -o cluster.toml`, compile the model with `--cluster cluster.toml`, and run that plan";
-
-/// Says whether hosts may be joined: some link reaches beyond one host, or there is a second link
-/// beside the one inside, which then joins hosts.
-fn joins_hosts(cluster: &Cluster) -> bool {
-    let reach = cluster.levels.iter().map(|l| l.devices).max();
-    cluster.levels.len() > 1 || reach.is_some_and(|n| n > cluster.devices_per_host)
-}
 
 /// Warns of figures that no machine has; most are in another unit than their key says.
 pub fn other_units(cluster: &Cluster) -> Option<String> {

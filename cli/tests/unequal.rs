@@ -89,5 +89,8 @@ fn slips_in_unequal_clusters_are_named() {
         .says(&["there is no cluster `dgx-a100-44gb`"]);
     compile("dgx-h100,dgx-a100-40gb", &["--hosts", "3"])
         .expect(2)
-        .says(&["its hosts are not all equal"]);
+        .says(&["its hosts are not all equal", "behind its name"]);
+    compile("h100-sxm*8+nvlink4,dgx-a100-40gb", &[])
+        .expect(3)
+        .says(&["no link joins `h100-sxm*8+nvlink4` to other hosts"]);
 }

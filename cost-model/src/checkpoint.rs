@@ -110,6 +110,8 @@ mod tests {
             device_to_host_bytes_per_s: 100.0,
             host_write_bytes_per_s: 10.0,
             total_write_bytes_per_s: None,
+            host_memory_bytes: None,
+            host_file_bytes: None,
         });
         // 6000 B on the first stage: 3000 on a device, 6000 on a host.
         let own = checkpoint(&program, &c);

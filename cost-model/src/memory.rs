@@ -1,10 +1,10 @@
 //! Bytes of a role by lifetime, from its buffers as they lie in the arena.
 
 use ir::cluster::Cluster;
-use ir::program::{Buffer, BufferClass, InstrKind, RoleProgram};
+use ir::program::{Buffer, BufferClass, InstrKind, RoleProgram, Space};
 use ir::{BufferId, Bytes, DType};
 
-/// Bytes on every rank of a role.
+/// Bytes of device memory on every rank of a role.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoleMemory {
     /// Parameters and optimizer states.
@@ -27,7 +27,7 @@ pub fn memory_of(role: &RoleProgram) -> RoleMemory {
         ..RoleMemory::default()
     };
     let mut transient = Vec::new();
-    for buffer in &role.buffers {
+    for buffer in role.buffers.iter().filter(|b| b.space == Space::Device) {
         let all = Bytes(buffer.stride().saturating_mul(u64::from(buffer.slots())));
         match buffer.class {
             BufferClass::Persistent => memory.persistent += all,
@@ -47,7 +47,8 @@ pub fn peak_bytes(role: &RoleProgram, cluster: &Cluster) -> Bytes {
         true => scratch_bytes(role),
         false => Bytes(0),
     };
-    Bytes(role.arena_bytes) + scratch + cluster.device.memory_reserved_bytes
+    let seen = cluster.seen_by(role.mesh.devices);
+    Bytes(role.arena_bytes) + scratch + seen.device.memory_reserved_bytes
 }
 
 /// The most bytes that one instruction copies outside the arena on the CPU: both sides of a
@@ -165,6 +166,12 @@ mod tests {
             memory_bytes: Bytes(1),
         });
         assert_eq!(peak_bytes(&r, &c), 10_000 + 1000 + 800);
+        // Its device is that of the group that it lies in.
+        let mut last = crate::testing::cluster(1);
+        last.device.memory_reserved_bytes = Bytes(3000);
+        let c = crate::testing::cluster(1).beside(last);
+        r.mesh.devices.first_rank.0 = 1;
+        assert_eq!(peak_bytes(&r, &c), 10_000 + 3000);
         // A pipeline of two: the exchange of 400 B in one direction at a time.
         let two = crate::testing::pipeline(&[10, 10], &[10, 10], 1, 100, 1);
         assert_eq!(scratch_bytes(&two.roles[0]), 400);

@@ -102,6 +102,12 @@ fn a_mesh_in_one_group_costs_what_it_costs_alone() {
     }
     assert_eq!(cluster.seen_by(ranks(0, 16)).device, fast.device);
     assert_eq!(cluster.seen_by(ranks(16, 16)).device, slow.device);
+    // Beside hosts of one device too, which have no links inside.
+    let ones = "h100-sxm*1+nvlink4+infiniband-ndr:2,dgx-a100-40gb:2";
+    let ones = cost_model::presets::find(ones).unwrap().unwrap();
+    for (first, n) in [(0, 8), (0, 16)] {
+        assert_eq!(sum(&ones, 2 + first, n), sum(&slow, first, n));
+    }
     assert_eq!(
         send_time(&cluster, 16, 17, 1 << 20),
         send_time(&slow, 0, 1, 1 << 20)
@@ -222,11 +228,33 @@ fn wrong_files_are_told_where() {
         c.missing = all.collect();
     });
     assert_eq!(gone, "missing leaves no device");
-    let shared = cost_model::presets::find("cpu-default,dgx-h100")
-        .unwrap()
-        .unwrap();
-    let shared = shared.problems().join("; ");
+    let ranks = load("cpu-default", 1).unwrap();
+    let shared = ranks.beside(load("dgx-h100", 1).unwrap()).problems();
+    let shared = shared.join("; ");
     assert!(shared.contains("pool stands beside groups"), "{shared}");
+    // Devices that nothing joins, and more than there may be.
+    let apart = said(&|c| {
+        c.levels.clear();
+        c.groups[0].levels.clear();
+        (c.n_hosts, c.devices_per_host) = (1, 1);
+        (c.groups[0].n_hosts, c.groups[0].devices_per_host) = (1, 1);
+    });
+    assert_eq!(apart, "levels is empty");
+    let many = said(&|c| {
+        let group = &mut c.groups[0];
+        (group.n_hosts, group.levels[1].devices) = (1 << 16, 1 << 19);
+        c.groups.push(c.groups[0].clone());
+    });
+    assert_eq!(
+        many,
+        "groups have 1048592 devices with the cluster's own, expected at most 1048576"
+    );
+    let error = cost_model::presets::find("h100-sxm*8+nvlink4,dgx-a100-40gb").unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("no link joins `h100-sxm*8+nvlink4` to other hosts"),
+        "{error}"
+    );
     // Hosts of unequal clusters are not to be counted by one number.
     let error = cost_model::presets::with_hosts(mixed(), 3).unwrap_err();
     assert_eq!(error, "its hosts are not all equal");

@@ -65,7 +65,8 @@ pub fn execute(
     let program = streams::arranged(program, software);
     let mut costs = costs(&program, cluster)?;
     for (role, costs) in program.roles.iter().zip(&mut costs.instructions) {
-        prices::price(cluster, software, role, costs);
+        let seen = cluster.seen_by(role.mesh.devices);
+        prices::price(&seen, software, role, costs);
     }
     Ok(Executed { program, costs })
 }

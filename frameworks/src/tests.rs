@@ -52,6 +52,20 @@ fn plain_software_takes_what_the_program_does() {
 }
 
 #[test]
+fn kernels_take_what_they_take_on_the_devices_of_their_group() {
+    // The second of two stages lies on devices of half the rate.
+    let program = pipeline(&[300, 300], &[600, 300], 4, 100, 2);
+    let mut slow = cluster(2);
+    slow.device.vector_flops_per_s /= 2.0;
+    let mixed = cluster(2).beside(slow);
+    let step = |s: Simulation| s.step_time.0;
+    let own = step(simulate(&program, &mixed, &options(true)).unwrap());
+    let played = step(play(&program, &mixed, |_| (), true));
+    assert!((own / played - 1.0).abs() < 1e-6, "{own} s and {played} s");
+    assert!(played > 1.1 * step(play(&program, &cluster(4), |_| (), true)));
+}
+
+#[test]
 fn gradients_may_be_reduced_before_the_end_of_the_step() {
     use ir::collective::CollectiveKind;
     use ir::program::CollectiveItem;

@@ -6,8 +6,9 @@
 //! host-major, joined by levels of links from the innermost out. Further groups of hosts, missing
 //! devices and degraded links make it [`unequal`].
 
+use crate::program::Space;
 use crate::storage::Storage;
-use crate::{Bytes, DType, Figure};
+use crate::{Bytes, DType, DeviceMesh, Figure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -340,6 +341,34 @@ impl Cluster {
             None => own,
         }
     }
+    /// Bytes that a rank of a mesh may use in a memory space: in others than the device's its share of what
+    /// `storage` says that hosts have, nothing where it does not.
+    pub fn usable_bytes_of(&self, mesh: DeviceMesh, space: Space) -> u64 {
+        let of_host = match (space, &self.storage) {
+            (Space::Device, _) => return self.seen_by(mesh).usable_bytes(),
+            (_, None) => None,
+            (Space::Host, Some(s)) => s.host_memory_bytes,
+            (Space::File, Some(s)) => s.host_file_bytes,
+        };
+        let ranks = u64::from(self.devices_per_host_of(mesh).max(1));
+        of_host.map_or(0, |bytes| bytes.0 / ranks)
+    }
+    /// Bytes per second that a rank of a mesh copies from one memory space to another while all ranks of its
+    /// host do; `None` where `storage` is not known, or both are the same.
+    pub fn copy_bytes_per_s(&self, mesh: DeviceMesh, from: Space, to: Space) -> Option<f64> {
+        let s = self.storage.as_ref()?;
+        let ranks = f64::from(self.devices_per_host_of(mesh).max(1));
+        let to_file = s.host_write_bytes_per_s / ranks;
+        let total = s.total_write_bytes_per_s.unwrap_or(f64::INFINITY);
+        let to_file = to_file.min(total / f64::from(self.n_devices().max(1)));
+        match (from.min(to), from.max(to)) {
+            (a, b) if a == b => None,
+            (Space::Device, Space::Host) => Some(s.device_to_host_bytes_per_s),
+            // By way of the host's memory, both at once.
+            (Space::Device, _) => Some(s.device_to_host_bytes_per_s.min(to_file)),
+            _ => Some(to_file),
+        }
+    }
     /// Peak FLOP/s of `n` devices, counting each pool once; `None` for a type without a peak.
     pub fn peak_flops_per_s(&self, dtype: DType, n: u32) -> Option<f64> {
         let one = *self.device.peak_flops_per_s.get(&dtype)?;
@@ -530,7 +559,7 @@ impl Cluster {
             ),
         );
         check(
-            !self.levels.is_empty() || devices == 1,
+            !self.levels.is_empty() || devices == 1 && self.groups.is_empty(),
             "levels is empty".into(),
         );
         let mut below = 1;

@@ -20,10 +20,12 @@
 //!    copy `i mod slots`. A `Transient` buffer lives inside one template; its bytes may be
 //!    shared with other transient buffers, and `deps` order such reuse. `Step` buffers live
 //!    from `StepBegin` to `StepEnd`, `Persistent` ones for the whole run.
-//! 5. *Pieces.* A collective moves a few rows of contiguous pieces, in each row one for every
+//! 5. *Spaces.* A buffer lies in the arena of one memory. What is not in the device's is read and
+//!    written by copies alone, and stands there as it does in the device's.
+//! 6. *Pieces.* A collective moves a few rows of contiguous pieces, in each row one for every
 //!    member in group order. An operand that it cuts, or a result that it puts together, in
 //!    another way is a buffer in [`Pieces`]; copies stand before and behind.
-//! 6. *Padding.* Elements of a buffer past its valid local range are zero after every
+//! 7. *Padding.* Elements of a buffer past its valid local range are zero after every
 //!    instruction.
 
 use crate::collective::CollectiveKind;
@@ -38,6 +40,7 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
+use std::collections::BTreeMap;
 
 /// The whole program of a plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -101,6 +104,46 @@ pub enum BufferClass {
     Transient,
 }
 
+/// A memory that buffers lie in.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Space {
+    /// The device's, where kernels and collectives read and write.
+    #[default]
+    Device,
+    /// The memory of the device's host. Only copies reach it.
+    Host,
+    /// A file of the host. Only copies reach it.
+    File,
+}
+
+impl Space {
+    /// All of them.
+    pub const ALL: [Space; 3] = [Space::Device, Space::Host, Space::File];
+
+    /// Name in text forms and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Space::Device => "device",
+            Space::Host => "host",
+            Space::File => "file",
+        }
+    }
+}
+
 /// A buffer of a role: the same size at the same place on every rank of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buffer {
@@ -116,7 +159,9 @@ pub struct Buffer {
     pub pieces: Option<Pieces>,
     /// Lifetime.
     pub class: BufferClass,
-    /// Offset of copy 0 in the arena, a multiple of [`ARENA_ALIGN`].
+    /// The memory that it lies in.
+    pub space: Space,
+    /// Offset of copy 0 in that memory's arena, a multiple of [`ARENA_ALIGN`].
     pub offset: u64,
     /// Bytes of one copy on every rank: the padded local shape, or all pieces of it. Copies
     /// follow each other at the next multiple of [`ARENA_ALIGN`].
@@ -167,6 +212,13 @@ pub enum Stream {
     World,
     /// Stage-to-stage exchanges.
     Transfers,
+    /// Copies from one memory space to another.
+    Copies {
+        /// Where they read.
+        from: Space,
+        /// Where they write.
+        to: Space,
+    },
 }
 
 impl Stream {
@@ -194,6 +246,7 @@ impl Stream {
             }
             Stream::World => "world".into(),
             Stream::Transfers => "transfers".into(),
+            Stream::Copies { from, to } => format!("copies {} to {}", from.name(), to.name()),
         }
     }
 }
@@ -485,8 +538,10 @@ pub struct RoleProgram {
     pub templates: Vec<Template>,
     /// The slots of one step of training, in serial order.
     pub trace: Vec<Slot>,
-    /// Bytes of the arena on every rank: the end of the last buffer.
+    /// Bytes of the device's arena on every rank: the end of the last buffer.
     pub arena_bytes: u64,
+    /// Bytes of a rank's arenas in other spaces, where it has any.
+    pub other_arenas: BTreeMap<Space, u64>,
     /// Persistent tensors that the role owns.
     pub states: Vec<StateBuffer>,
     /// Where the step's loss stands after the step (replicated), on the role that computes it.
@@ -496,6 +551,21 @@ pub struct RoleProgram {
 }
 
 impl RoleProgram {
+    /// Bytes of a rank's arena in a space.
+    pub fn arena(&self, space: Space) -> u64 {
+        match space {
+            Space::Device => self.arena_bytes,
+            other => self.other_arenas.get(&other).copied().unwrap_or(0),
+        }
+    }
+    /// The spaces that a copy goes between, where these are two.
+    pub fn crossing(&self, kind: &InstrKind) -> Option<[Space; 2]> {
+        let InstrKind::Copy { input, output } = kind else {
+            return None;
+        };
+        let [from, to] = [input, output].map(|b| self.buffer(*b).space);
+        (from != to).then_some([from, to])
+    }
     /// One buffer.
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.index()]

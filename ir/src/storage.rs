@@ -1,10 +1,10 @@
-//! Where checkpoints go: from a device to its host, from hosts to storage.
+//! Memory beside the devices': of hosts, and their files. Checkpoints go there, and buffers may.
 
-use crate::Figure;
 use crate::cluster::MAX_FIGURE;
+use crate::{Bytes, Figure};
 use serde::{Deserialize, Serialize};
 
-/// How fast a cluster keeps what it holds.
+/// How fast devices reach the memory and files of their hosts, and what these hold.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Storage {
@@ -16,6 +16,12 @@ pub struct Storage {
     /// its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total_write_bytes_per_s: Option<f64>,
+    /// Bytes of a host's memory that programs may use; absent for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_memory_bytes: Option<Bytes>,
+    /// Bytes of a host's storage that programs may use; absent for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_file_bytes: Option<Bytes>,
 }
 
 impl Storage {

@@ -208,8 +208,8 @@ fn errors_name_place_and_reason() {
         ("to stage1", "to ^stage3", "stage3 has no mesh"),
         (
             "streams kernels",
-            "streams ^copies",
-            "`copies` is not a stream",
+            "streams ^queues",
+            "`queues` is not a stream",
         ),
         (
             "buf0 tokens",

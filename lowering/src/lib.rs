@@ -55,7 +55,7 @@ pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};
 pub use pack::without_pieces;
 pub use uses::{CrossEdge, Edge};
-pub use waits::set_events;
+pub use waits::{set_events, set_waits};
 
 use ir::plan::Plan;
 use ir::program::Program;

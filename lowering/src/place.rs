@@ -12,7 +12,7 @@
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
 use crate::waits::set_waits;
-use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, TemplateKind};
+use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, Space, TemplateKind};
 use ir::{BufferId, StageId, TemplateId};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
@@ -98,6 +98,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
             spec: b.spec,
             pieces: b.pieces,
             class,
+            space: Space::Device,
             offset: 0,
             bytes,
         });
@@ -126,6 +127,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
         templates,
         trace,
         arena_bytes: 0,
+        other_arenas: BTreeMap::new(),
         states,
         loss: loss.map(new),
         grad_norm: grad_norm.map(new),

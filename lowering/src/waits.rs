@@ -19,7 +19,7 @@
 //! the send. With `n` copies, the copy of microbatch `m` was that of `m - n` before.
 
 use ir::program::{
-    Buffer, BufferClass, BufferIds, Event, InstrKind, Instruction, RoleProgram, Template,
+    Buffer, BufferClass, BufferIds, Event, InstrKind, Instruction, RoleProgram, Space, Template,
     TemplateKind, Which,
 };
 use ir::{BufferId, InstrId, StreamId, TemplateId};
@@ -28,6 +28,8 @@ use smallvec::{SmallVec, smallvec};
 
 /// By stream, one past the position of an instruction; 0 for none.
 type Clock = SmallVec<[u32; 6]>;
+/// A byte of an arena.
+type InSpace = (Space, u64);
 
 fn join(a: &mut Clock, b: &Clock) {
     a.iter_mut().zip(b).for_each(|(a, b)| *a = (*a).max(*b));
@@ -35,7 +37,7 @@ fn join(a: &mut Clock, b: &Clock) {
 
 /// Fills in what the instructions of a role wait for; its buffers have their places and its
 /// trace is complete.
-pub(crate) fn set_waits(role: &mut RoleProgram) {
+pub fn set_waits(role: &mut RoleProgram) {
     let mut accesses = Accesses::new(&role.buffers, role.streams.len());
     for template in &mut role.templates {
         set_deps(&mut template.instructions, &mut accesses);
@@ -66,7 +68,7 @@ struct Accesses<'b> {
     /// By buffer; `None` for those that the template has not touched so far.
     by_buffer: Vec<Option<Access>>,
     /// Bytes, from and to, of the transient buffers that it has touched.
-    taken: Vec<(u64, u64, BufferId)>,
+    taken: Vec<(InSpace, InSpace, BufferId)>,
     /// All that it has touched.
     touched: Vec<BufferId>,
 }
@@ -102,7 +104,8 @@ impl<'b> Accesses<'b> {
             let buffer = &self.buffers[b.index()];
             if buffer.class == BufferClass::Transient {
                 let end = buffer.offset + buffer.stride();
-                self.taken.push((buffer.offset, end, b));
+                self.taken
+                    .push(((buffer.space, buffer.offset), (buffer.space, end), b));
             }
         }
         access.get_or_insert_with(|| Access {
@@ -117,7 +120,10 @@ impl<'b> Accesses<'b> {
         if self.by_buffer[b.index()].is_some() || own.class != BufferClass::Transient {
             return;
         }
-        let (from, to) = (own.offset, own.offset + own.stride());
+        let (from, to) = (
+            (own.space, own.offset),
+            (own.space, own.offset + own.stride()),
+        );
         let others = self.taken.iter().filter(|t| from < t.1 && t.0 < to);
         for access in others.filter_map(|t| self.by_buffer[t.2.index()].as_ref()) {
             join(wait, &access.written);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
+use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::cluster::{Cluster, Degraded, Missing};
 use ir::{Bytes, Precision, Rank, TrainSpec};
 use planner::{Pins, PlanError, PlanOptions, Planned};
@@ -85,6 +86,11 @@ fn the_slower_group_gets_fewer_layers() {
     assert!(found.plan.predicted.step_time_s <= even.plan.predicted.step_time_s);
     let proof = &found.plan.proof;
     assert!(proof.lower_bound_s <= proof.objective_s);
+    assert!(
+        proof.space.contains("(parts of a host, "),
+        "{}",
+        proof.space
+    );
 }
 
 #[test]
@@ -95,6 +101,28 @@ fn groups_of_equal_hosts_plan_as_one() {
     assert_eq!(two.plan.predicted, one.plan.predicted);
     assert_eq!(two.plan.stages, one.plan.stages);
     assert_eq!(two.plan.layer_strategies, one.plan.layer_strategies);
+}
+
+#[test]
+fn a_plan_in_one_group_costs_what_it_costs_in_that_group_alone() {
+    let alone = cluster(&format!("{FAST}:2"));
+    let found = planned(&alone, 16, &["pipeline=2", "microbatch=4"]).unwrap();
+    let played = |cluster: &Cluster, program: &ir::program::Program| {
+        let work = StepWork::of(&found.training, &found.plan.train);
+        let options = SimulateOptions::new(work);
+        simulate(program, cluster, &options).unwrap().prediction
+    };
+    let first = cluster(&format!("{FAST}:2,{SLOW}:1"));
+    assert_eq!(played(&first, &found.program), found.plan.predicted);
+    // The same ranks behind the two of another group; utilisation is relative to all.
+    let last = cluster(&format!("{SLOW}:1,{FAST}:2"));
+    let mut program = found.program.clone();
+    for role in &mut program.roles {
+        role.mesh.devices.first_rank.0 += 2;
+    }
+    let moved = played(&last, &program);
+    assert_eq!(moved.step_time_s, found.plan.predicted.step_time_s);
+    assert_eq!(moved.stages, found.plan.predicted.stages);
 }
 
 #[test]

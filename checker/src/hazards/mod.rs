@@ -164,7 +164,7 @@ fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: 
     };
     let (a, b) = (role.buffer(output), role.buffer(input));
     items.iter().any(|i| i.input == input && i.output == output)
-        && a.offset == b.offset
+        && (a.space, a.offset) == (b.space, b.offset)
         && a.bytes == b.bytes
         && a.slots() == b.slots()
 }

@@ -363,25 +363,40 @@ pub fn stages_of_mesh(mesh: usize, n_meshes: usize, virtual_stages: u32) -> Stri
 
 /// Explains how MFU is counted, with the peak and its source.
 pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
-    let Some(of) = peak_dtype(cluster, dtype) else {
-        return format!("MFU: the cluster has no {} peak", dtype.name());
+    let ranks = DeviceMesh {
+        first_rank: ir::Rank(0),
+        n_devices: devices,
     };
-    let key = format!("device.peak_flops_per_s.{}", of.name());
-    // The source is that of the key, or of the nearest table around it.
-    let prefixes = std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
-    let source = prefixes
-        .filter_map(|end| cluster.sources.get(&key[..end]))
-        .next()
-        .map_or("source not given", String::as_str);
-    let instead = match of == dtype {
-        true => String::new(),
-        false => format!("; the device has no {} peak", dtype.name()),
-    };
+    let (mut types, mut sources, mut instead) = (Vec::new(), Vec::new(), String::new());
+    for (group, part) in cluster.by_group(ranks) {
+        let seen = cluster.seen_by(part);
+        let Some(of) = peak_dtype(&seen, dtype) else {
+            return format!("MFU: the cluster has no {} peak", dtype.name());
+        };
+        let group = group.checked_sub(1).map(|i| format!("groups[{i}]."));
+        let key = format!(
+            "{}device.peak_flops_per_s.{}",
+            group.unwrap_or_default(),
+            of.name()
+        );
+        // The source is that of the key, or of the nearest table around it.
+        let mut prefixes =
+            std::iter::once(key.len()).chain(key.rmatch_indices('.').map(|(i, _)| i));
+        let source = prefixes.find_map(|end| cluster.sources.get(&key[..end]));
+        sources.push(source.map_or("source not given", String::as_str));
+        types.push(of.name());
+        if of != dtype {
+            instead = format!("; {} has no {} peak", seen.device.name, dtype.name());
+        }
+    }
+    types.dedup();
+    sources.dedup();
     format!(
-        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {} ({source}){instead}",
+        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {} ({}){instead}",
         count(peak_flops_per_s(cluster, dtype, devices).unwrap_or(0.0)),
-        of.name(),
+        types.join(" and "),
         counted(devices, "device"),
+        sources.join("; ")
     )
 }
 

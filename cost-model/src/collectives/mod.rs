@@ -221,6 +221,7 @@ pub(crate) fn crossings(cluster: &Cluster, group: &[u32]) -> Vec<usize> {
 fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, crossings: &[usize]) -> Vec<Tier<'a>> {
     let mut tiers = Vec::new();
     let mut inside = 1usize;
+    let has_links_inside = cluster.devices_per_host_of(mesh.devices) > 1;
     for (i, (level, &members)) in cluster.levels.iter().zip(crossings).enumerate() {
         if members > inside {
             tiers.push(Tier {
@@ -228,7 +229,7 @@ fn tiers<'a>(cluster: &'a Cluster, mesh: &LogicalMesh, crossings: &[usize]) -> V
                 n: members as f64 / inside as f64,
                 inside: inside as f64,
                 sharing: f64::from(level.devices_per_port.clamp(1, mesh.n_devices().max(1))),
-                in_host: i == 0 && cluster.devices_per_host > 1,
+                in_host: i == 0 && has_links_inside,
             });
             inside = members;
         }

@@ -17,7 +17,8 @@ use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
 use ir::program::{
-    CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram, TemplateKind,
+    CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram, Space,
+    TemplateKind,
 };
 use ir::sharding::ReduceKind;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
@@ -267,6 +268,14 @@ impl RoleCosts<'_> {
                     .find(|s| s.0.index() >= self.wires.len());
                 missing.map_or(Ok(()), |s| Err(format!("transfer {} does not exist", s.0)))
             }
+            InstrKind::Copy { .. } => match self.role.crossing(&instruction.kind) {
+                Some([a, b]) if self.copy_bytes_per_s(a, b).is_none() => Err(format!(
+                    "copies {} to {}, and the cluster's `storage` says nothing of the way",
+                    a.name(),
+                    b.name()
+                )),
+                _ => Ok(()),
+            },
             InstrKind::Collective { axes, .. } => {
                 let missing = axes.iter().find(|a| a.index() >= self.role.mesh.axes.len());
                 missing.map_or(Ok(()), |a| Err(format!("{a} does not exist")))
@@ -283,10 +292,21 @@ impl RoleCosts<'_> {
                 outputs,
                 ..
             } => (self.op(kind, inputs, outputs), CostClass::Compute),
-            InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => (
-                compute::copy_time(self.cluster, self.bytes(*output)).0,
-                CostClass::Compute,
-            ),
+            InstrKind::Slice { output, .. } | InstrKind::Copy { output, .. } => {
+                let bytes = self.bytes(*output);
+                match self.role.crossing(&instruction.kind) {
+                    None => (
+                        compute::copy_time(self.cluster, bytes).0,
+                        CostClass::Compute,
+                    ),
+                    Some([from, to]) => {
+                        let rate = self.copy_bytes_per_s(from, to);
+                        let moving_s = bytes as f64 / rate.unwrap_or(f64::INFINITY);
+                        let class = CostClass::Transfer;
+                        (self.cluster.device.launch_s + moving_s, class)
+                    }
+                }
+            }
             InstrKind::Load { output, .. } | InstrKind::Fill { output, .. } => (
                 compute::write_time(self.cluster, self.bytes(*output)).0,
                 CostClass::Compute,
@@ -314,6 +334,11 @@ impl RoleCosts<'_> {
             }
         };
         InstrCost { seconds, class }
+    }
+
+    fn copy_bytes_per_s(&self, from: Space, to: Space) -> Option<f64> {
+        let mesh = self.role.mesh.devices;
+        self.whole.copy_bytes_per_s(mesh, from, to)
     }
 
     fn bytes(&self, buffer: BufferId) -> u64 {

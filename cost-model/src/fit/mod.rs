@@ -219,6 +219,8 @@ fn storage(points: &[MeasuredPoint]) -> Option<Storage> {
         device_to_host_bytes_per_s: rate("to host")?,
         host_write_bytes_per_s: rate("write")?,
         total_write_bytes_per_s: None,
+        host_memory_bytes: None,
+        host_file_bytes: None,
     })
 }
 

@@ -79,13 +79,19 @@ pub fn find(name: &str) -> Result<Option<Cluster>, PresetError> {
         problem,
     };
     if name.contains([',', ':']) {
-        let groups = name.split(',').map(|group| match group.split_once(':') {
-            None => find(group)?.ok_or_else(|| PresetError::Unknown { name: group.into() }),
-            Some((preset, n)) => {
-                let n = n
-                    .parse::<u32>()
-                    .map_err(|_| malformed(format!("`{group}` has no number behind `:`")))?;
-                load(preset, n)
+        let groups = name.split(',').map(|group| {
+            let found = match group.split_once(':') {
+                None => find(group)?.ok_or_else(|| PresetError::Unknown { name: group.into() })?,
+                Some((preset, n)) => {
+                    let n = n
+                        .parse::<u32>()
+                        .map_err(|_| malformed(format!("`{group}` has no number behind `:`")))?;
+                    load(preset, n)?
+                }
+            };
+            match name.contains(',') && !joins_hosts(&found) {
+                true => Err(malformed(format!("no link joins `{group}` to other hosts"))),
+                false => Ok(found),
             }
         });
         let joined = groups.reduce(|all, next| Ok(all?.beside(next?)));
@@ -125,15 +131,17 @@ pub fn print(cluster: &Cluster) -> Result<String, String> {
     toml::to_string_pretty(cluster).map_err(|e| e.to_string())
 }
 
+/// Whether hosts may be joined: some link reaches beyond one host, or there is a second link beside
+/// the one inside, which then joins hosts.
+pub fn joins_hosts(cluster: &Cluster) -> bool {
+    let mut reach = cluster.levels.iter().map(|l| l.devices);
+    cluster.levels.len() > 1 || reach.any(|n| n > cluster.devices_per_host)
+}
+
 /// The cluster with another number of hosts: its outermost level joins them all. Says why not
 /// when its outermost level is made for one host, or the result has [`Cluster::problems`].
 pub fn with_hosts(mut cluster: Cluster, n_hosts: u32) -> Result<Cluster, String> {
-    let inside = cluster
-        .levels
-        .iter()
-        .filter(|l| l.devices <= cluster.devices_per_host)
-        .count();
-    if n_hosts > 1 && inside < 2 && inside == cluster.levels.len() {
+    if n_hosts > 1 && !joins_hosts(&cluster) {
         return Err("no link joins its hosts".into());
     }
     if !cluster.is_equal() {

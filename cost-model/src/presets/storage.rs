@@ -54,6 +54,8 @@ impl StorageFile {
             device_to_host_bytes_per_s: link.bytes_per_s,
             host_write_bytes_per_s: self.hosts.write_bytes_per_s,
             total_write_bytes_per_s: None,
+            host_memory_bytes: None,
+            host_file_bytes: None,
         })
     }
 }

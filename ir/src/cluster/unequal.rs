@@ -12,7 +12,7 @@
 //! Invariant: in a cluster without groups, missing devices and degraded links everything here is
 //! what it would be without this file, to the bit.
 
-use super::{Cluster, Device, Level, MAX_FIGURE, SHARE};
+use super::{Cluster, Device, Level, MAX_DEVICES, MAX_FIGURE, SHARE};
 use crate::{Bytes, DType, DeviceMesh, Figure, Rank};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -207,6 +207,16 @@ impl Cluster {
         self.hosts_of(self.slot(rank.0)).devices_per_host
     }
 
+    /// Most devices that a host has where a mesh lies, the missing ones counted.
+    pub fn devices_per_host_of(&self, mesh: DeviceMesh) -> u32 {
+        if self.is_equal() {
+            return self.devices_per_host;
+        }
+        let parts = self.by_group(mesh).into_iter();
+        let own = parts.map(|(_, part)| self.devices_per_host_at(part.first_rank));
+        own.max().unwrap_or(self.devices_per_host)
+    }
+
     /// The ranks of each host that has any, with its group.
     pub fn hosts(&self) -> impl Iterator<Item = (usize, DeviceMesh)> {
         let missing = self.missing_slots();
@@ -374,17 +384,27 @@ impl Cluster {
         if self.pool.is_some() {
             p.push("pool stands beside groups, missing or degraded: devices that share processors are those of one whole host".into());
         }
+        let n = |h: Hosts<'_>| u64::from(h.n_hosts) * u64::from(h.devices_per_host);
+        let n = self.hosts_by_group().map(n).fold(0, u64::saturating_add);
+        if n > MAX_DEVICES {
+            p.push(format!(
+                "groups have {n} devices with the cluster's own, expected at most {MAX_DEVICES}"
+            ));
+        }
+        let equal = Cluster {
+            pool: None,
+            groups: Vec::new(),
+            missing: Vec::new(),
+            degraded: Vec::new(),
+            ..self.clone()
+        };
         for (i, group) in self.groups.iter().enumerate() {
             let alone = Cluster {
                 n_hosts: group.n_hosts,
                 devices_per_host: group.devices_per_host,
                 device: group.device.clone(),
                 levels: group.levels.clone(),
-                pool: None,
-                groups: Vec::new(),
-                missing: Vec::new(),
-                degraded: Vec::new(),
-                ..self.clone()
+                ..equal.clone()
             };
             // The rest is said of the cluster as a whole.
             let keys = ["n_hosts", "device", "levels"];

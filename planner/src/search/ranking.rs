@@ -288,8 +288,14 @@ impl Search<'_> {
         let mut sizes: Vec<u32> = self.submeshes.iter().map(|s| s.n_devices).collect();
         sizes.sort_unstable();
         sizes.dedup();
+        let places = match mixed && !self.cluster.is_equal() {
+            true => {
+                " (parts of a host, equal runs of a group's hosts, whole groups, all in the order of ranks)"
+            }
+            false => "",
+        };
         let mut space = format!(
-            "{} pipelines of contiguous stages over {} submeshes {:?}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
+            "{} pipelines of contiguous stages over {} submeshes {:?}{places}, {meshes}, all microbatch sizes up to {MAX_MICROBATCH} that divide the global batch",
             schedule.name(),
             if mixed { "any mix of" } else { "equal" },
             sizes

@@ -4,6 +4,7 @@
 use super::{Candidate, Search};
 use crate::inter_op::{StageEntry, StageTable};
 use cost_model::collectives::send_time;
+use ir::cluster::Cluster;
 use rayon::prelude::*;
 
 /// An entry that takes nothing.
@@ -105,15 +106,16 @@ impl Search<'_> {
         let (a, b) = (&self.submeshes[from], &self.submeshes[to]);
         let n = a.n_devices;
         let share = bytes / u64::from(n.min(b.n_devices).max(1));
-        let send = |first, next| send_time(self.cluster, first, next, share).0;
+        let send = |of: &Cluster, first, next| send_time(of, first, next, share).0;
         if a.starts.is_empty() {
-            return 2.0 * send(0, n.min(self.cluster.n_devices().saturating_sub(1)));
+            let next = n.min(self.cluster.n_devices().saturating_sub(1));
+            return 2.0 * send(&a.seen, 0, next);
         }
         // The slowest of the places where one is behind the other.
         let firsts = a.starts.iter();
         let behind = firsts.filter(|&first| b.starts.binary_search(&(first + n)).is_ok());
         2.0 * behind
-            .map(|&first| send(first, first + n))
+            .map(|&first| send(self.cluster, first, first + n))
             .fold(0.0, f64::max)
     }
 

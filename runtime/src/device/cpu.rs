@@ -15,6 +15,8 @@ use std::ops::Range;
 pub struct Cpu {
     device: Arena,
     host: Arena,
+    /// Without bytes: threads keep nothing in files.
+    file: Arena,
     /// Whether kernels use more threads than the rank's.
     is_wide: bool,
 }
@@ -25,6 +27,7 @@ impl Cpu {
         Cpu {
             device: Arena::new(device_bytes),
             host: Arena::new(host_bytes),
+            file: Arena::new(0),
             is_wide: threads > 1,
         }
     }
@@ -33,6 +36,15 @@ impl Cpu {
         match space {
             Space::Device => &self.device,
             Space::Host => &self.host,
+            Space::File => &self.file,
+        }
+    }
+
+    fn arena_mut(&mut self, space: Space) -> &mut Arena {
+        match space {
+            Space::Device => &mut self.device,
+            Space::Host => &mut self.host,
+            Space::File => &mut self.file,
         }
     }
 
@@ -50,10 +62,7 @@ impl Cpu {
 
     fn bytes_mut(&mut self, at: Place) -> Result<&mut [u8], RuntimeError> {
         let range = self.range(at)?;
-        Ok(match at.space {
-            Space::Device => self.device.write(range),
-            Space::Host => self.host.write(range),
-        })
+        Ok(self.arena_mut(at.space).write(range))
     }
 
     /// Reads one place and writes another one, which do not overlap.
@@ -223,18 +232,15 @@ impl Device for Cpu {
             )));
         }
         let (source, target) = (self.range(from)?, self.range(to)?);
-        match (from.space, to.space) {
-            (Space::Device, Space::Device) => self.device.copy(source, target.start),
-            (Space::Host, Space::Host) => self.host.copy(source, target.start),
-            (Space::Host, Space::Device) => {
-                let target = self.device.write(target);
-                target.copy_from_slice(self.host.read(source));
-            }
-            (Space::Device, Space::Host) => {
-                let target = self.host.write(target);
-                target.copy_from_slice(self.device.read(source));
-            }
+        if from.space == to.space {
+            self.arena_mut(from.space).copy(source, target.start);
+            return Ok(());
         }
+        // Two arenas at once: one of them leaves for a moment.
+        let mut into = std::mem::replace(self.arena_mut(to.space), Arena::new(0));
+        into.write(target)
+            .copy_from_slice(self.arena(from.space).read(source));
+        *self.arena_mut(to.space) = into;
         Ok(())
     }
 

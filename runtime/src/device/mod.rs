@@ -18,17 +18,9 @@ use crate::arena::View;
 use crate::clock::Elapsed;
 use crate::error::RuntimeError;
 use crate::execute::{Context, Local};
+pub use ir::program::Space;
 use ir::reshard::Pieces;
 use ir::{OpKind, StreamId};
-
-/// A memory that a device has an arena in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Space {
-    /// Where kernels read and write.
-    Device,
-    /// The host's.
-    Host,
-}
 
 /// Bytes of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -105,17 +105,17 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         let part =
             |b: &ir::program::Buffer| Local::shard(b.dtype, &b.lens, &b.spec, &this.mesh, &coords);
         let locals: Vec<Local> = this.buffers.iter().map(part).collect();
-        let arena_bytes = device.arena_bytes(Space::Device);
         for (buffer, local) in this.buffers.iter().zip(&locals) {
             let end = buffer.offset + u64::from(buffer.slots()) * buffer.stride();
             let shape: Vec<u64> = local.ranges.iter().map(|r| r.padded).collect();
             let in_pieces = |p: Pieces| p.shape(&shape).iter().product::<u64>();
             let n_elements = buffer.pieces.map_or(local.elements() as u64, in_pieces);
             let n_bytes = n_elements * local.dtype.bytes();
+            let arena_bytes = device.arena_bytes(buffer.space);
             if n_bytes != buffer.bytes || end > arena_bytes || buffer.offset % 8 != 0 {
                 let message = format!(
                     "buffer `{}` of {}: {} bytes at {}, its part has {}, the arena {}",
-                    buffer.name, this.stage, buffer.bytes, buffer.offset, n_bytes, this.arena_bytes
+                    buffer.name, this.stage, buffer.bytes, buffer.offset, n_bytes, arena_bytes
                 );
                 return Err(RuntimeError::Program(message));
             }
@@ -203,9 +203,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             grad_norm: norm.map(|norm| f64::from(norm) / loss_scale.unwrap_or(1.0)),
             loss_scale,
             timings,
-            peak_bytes: self.device.arena_bytes(Space::Device)
-                + self.device.arena_bytes(Space::Host)
-                + self.peak_scratch,
+            peak_bytes: self.device.arena_bytes(Space::Device) + self.peak_scratch,
             ended_s: self.options.epoch.elapsed().as_secs_f64(),
         })
     }
@@ -511,7 +509,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
 fn place(role: &RoleProgram, buffer: BufferId, microbatch: Option<u32>) -> Place {
     let b = role.buffer(buffer);
     Place {
-        space: Space::Device,
+        space: b.space,
         start: b.offset_for(microbatch) as usize,
         len: b.bytes as usize,
     }

@@ -11,7 +11,7 @@ use crate::data::{Batch, Batches};
 use crate::device::Cpu;
 use crate::error::RuntimeError;
 use crate::fabric::threads::World;
-use ir::program::{ARENA_ALIGN, Event, Program, StateBuffer};
+use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, DType, Rank, TrainSpec};
 use std::collections::BTreeMap;
@@ -247,9 +247,13 @@ impl Session {
         };
         let world = World::new(ranks.len() as u32, watchdog);
         let open = |rank, role: usize| {
-            let bytes = program.roles[role].arena_bytes;
-            let bytes = bytes.next_multiple_of(ARENA_ALIGN) as usize;
-            (Cpu::new(bytes, 0, options.threads), world.endpoint(rank))
+            let arena = |space| program.roles[role].arena(space);
+            let bytes = |space| arena(space).next_multiple_of(ARENA_ALIGN) as usize;
+            let (device, host) = (bytes(Space::Device), bytes(Space::Host));
+            (
+                Cpu::new(device, host, options.threads),
+                world.endpoint(rank),
+            )
         };
         let mut workers = Vec::with_capacity(n_workers);
         let per_worker = ranks.len().div_ceil(n_workers);

@@ -37,8 +37,9 @@
 //! and their number. Numbers count from 0 in the order of the text.
 //!
 //! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
-//! (`microbatch*2`: two copies), offset in the arena, and the bytes of one copy; behind them, if
-//! it is in pieces, their number, length and dim: `in 4 pieces of 2 along dim 1`.
+//! (`microbatch*2`: two copies), offset in the arena (`host @256` in that of another memory space
+//! than the device's), and the bytes of one copy; behind them, if it is in pieces, their number,
+//! length and dim: `in 4 pieces of 2 along dim 1`.
 //!
 //! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
 //! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have
@@ -69,7 +70,7 @@ pub use parse::parse;
 pub use print::{print, print_rank};
 
 use crate::op::InputKind;
-use crate::program::TemplateKind;
+use crate::program::{Space, TemplateKind};
 use crate::sharding::{ReduceKind, reduce_name};
 use crate::training::StateRole;
 use std::fmt::Display;
@@ -85,6 +86,8 @@ const TEMPLATES: [(TemplateKind, &str); 8] = [
     (TemplateKind::StepEnd, "end"),
 ];
 
+/// The spaces that are named; the device's goes without saying.
+const OTHER_SPACES: [(Space, &str); 2] = [(Space::Host, "host"), (Space::File, "file")];
 const STATES: [(StateRole, &str); 4] = [
     (StateRole::Parameter, "parameter"),
     (StateRole::Moment1, "moment1"),

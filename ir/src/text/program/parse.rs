@@ -1,10 +1,10 @@
 //! Parsing of what is left when repeats are written out.
 
-use super::{STATES, TEMPLATES, reductions};
+use super::{OTHER_SPACES, STATES, TEMPLATES, reductions};
 use crate::mesh::{Axis, DeviceMesh, LogicalMesh};
 use crate::program::{
-    Buffer, BufferClass, Program, RoleProgram, Slot, StateBuffer, Stream, Template, TemplateKind,
-    Transfer,
+    Buffer, BufferClass, Program, RoleProgram, Slot, Space, StateBuffer, Stream, Template,
+    TemplateKind, Transfer,
 };
 use crate::reshard::Pieces;
 use crate::text::scan::Scanner;
@@ -140,6 +140,13 @@ impl Parser<'_> {
         self.s.expect_word("arena")?;
         let arena_bytes = self.s.number("the bytes of the arena")?;
         self.s.expect_word("bytes")?;
+        let mut other_arenas = BTreeMap::new();
+        while self.s.eat(",") {
+            let space = self.s.choice("a memory space", &OTHER_SPACES)?;
+            let bytes = self.s.number("the bytes of the arena")?;
+            self.s.expect_word("bytes")?;
+            other_arenas.insert(space, bytes);
+        }
         let streams = match self.s.eat_word("streams") {
             true => self.commas(|p| p.stream(&mesh))?,
             false => vec![],
@@ -153,6 +160,7 @@ impl Parser<'_> {
             templates: vec![],
             trace: vec![],
             arena_bytes,
+            other_arenas,
             states: vec![],
             loss: None,
             grad_norm: None,
@@ -269,6 +277,10 @@ impl Parser<'_> {
                 }
             }
         };
+        let space = match self.s.peek() {
+            Some('@') => Space::Device,
+            _ => self.s.choice("a memory space", &OTHER_SPACES)?,
+        };
         self.s.expect("@")?;
         let offset = self.s.number("the offset in the arena")?;
         let bytes = self.s.number("the bytes of a copy")?;
@@ -284,6 +296,7 @@ impl Parser<'_> {
             spec,
             pieces,
             class,
+            space,
             offset,
             bytes,
         })
@@ -374,11 +387,18 @@ impl Parser<'_> {
     }
     /// A stream by its name.
     fn stream(&mut self, mesh: &LogicalMesh) -> Result<Stream, ParseError> {
-        let words = ["kernels", "collectives", "world", "transfers"].map(|w| (w, w));
+        let words = ["kernels", "collectives", "world", "transfers", "copies"].map(|w| (w, w));
         Ok(match self.s.choice("a stream", &words)? {
             "kernels" => Stream::Kernels,
             "world" => Stream::World,
             "transfers" => Stream::Transfers,
+            "copies" => {
+                let spaces = Space::ALL.map(|s| (s, s.name()));
+                let from = self.s.choice("a memory space", &spaces)?;
+                self.s.expect_word("to")?;
+                let to = self.s.choice("a memory space", &spaces)?;
+                Stream::Copies { from, to }
+            }
             _ => {
                 self.s.expect_word("over")?;
                 let axes = self.axes(mesh)?;

@@ -1,7 +1,7 @@
 //! Printing: a program whole, or as one rank sees it.
 
 use super::{STATES, TEMPLATES, list};
-use crate::program::{Buffer, BufferClass, Program, RoleProgram, TemplateKind, Transfer};
+use crate::program::{Buffer, BufferClass, Program, RoleProgram, Space, TemplateKind, Transfer};
 use crate::reshard::Pieces;
 use crate::reshard::{Placement, tiles_from, tiles_to};
 use crate::text::{attributes, repeat, word_of};
@@ -102,7 +102,11 @@ pub(super) struct Printer<'a> {
 impl Printer<'_> {
     fn role(&self, out: &mut String) {
         let (role, bytes) = (self.role, self.role.arena_bytes);
-        let _ = writeln!(out, "  role {} {{\n    arena {bytes} bytes", role.stage);
+        let _ = write!(out, "  role {} {{\n    arena {bytes} bytes", role.stage);
+        for (space, bytes) in &role.other_arenas {
+            let _ = write!(out, ", {} {bytes} bytes", space.name());
+        }
+        out.push('\n');
         if !role.streams.is_empty() {
             let streams = list(role.streams.iter().map(|s| s.name(&role.mesh)));
             let _ = writeln!(out, "    streams {streams}");
@@ -148,7 +152,11 @@ impl Printer<'_> {
         };
         let (ty, spec) = (typed(b.dtype, &b.lens), b.spec.display(&self.role.mesh));
         let (name, offset, bytes) = (name(&b.name), b.offset, b.bytes);
-        let mut line = format!("{id} {name} {ty} {spec} {class} @{offset} {bytes} bytes");
+        let space = match b.space {
+            Space::Device => String::new(),
+            other => format!("{} ", other.name()),
+        };
+        let mut line = format!("{id} {name} {ty} {spec} {class} {space}@{offset} {bytes} bytes");
         if let Some(Pieces { dim, n, len }) = b.pieces {
             let _ = write!(line, " in {n} pieces of {len} along dim {dim}");
         }
