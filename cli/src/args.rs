@@ -28,7 +28,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Search for the best plan to train a model on a cluster.
-    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile models/gpt2 --cluster dgx-h100 --preset megatron --pin tensor=2\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
     Compile(Box<CompileArgs>),
     /// Show a plan: stages, what each axis does, collectives, memory.
     #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --against other.json\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
@@ -91,6 +91,10 @@ pub struct CompileArgs {
     /// spec:TENSOR=[axes,...]; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// Plan every point of a recipe and take the fastest: ddp, zero-1, zero-2, zero-3 (or fsdp),
+    /// megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave open.
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
     /// Capacity factor, for models with mixtures of experts: an expert has this many times the
     /// slots that the tokens need which it gets on average, and drops those that find none. The
     /// number of experts, divided by the experts of a token, drops none [default: 1.25].

@@ -28,12 +28,30 @@ fn parameter_counts_are_the_published_ones() {
             "gpt3-175b",
             96 * (12 * 12288 * 12288 + 13 * 12288) + (50257 + 2048 + 2) * 12288,
         ),
+        // The same sum.
+        (
+            "gpt3-6.7b",
+            32 * (12 * 4096 * 4096 + 13 * 4096) + (50257 + 2048 + 2) * 4096,
+        ),
+        // Table 1 of the paper has 18.4, 529.6 and 1008.0 billion.
+        ("megatron-18b", 18_449_756_160),
+        ("megatron-530b", 529_600_819_200),
+        ("megatron-1t", 1_008_038_758_400),
         ("llama-2-7b", 6_738_415_616),
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
         ("llama-3.2-1b", 1_235_814_400),
         ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_630_071_296),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        // 61 layers of attention, 384 experts, a router and norms; two tables, the last norm.
+        (
+            "moe-1t",
+            61 * (2 * 7168 * (8192 + 1024) + 2 * 128 + 384 * (3 * 2048 + 1) * 7168 + 2 * 7168)
+                + (2 * 163_840 + 1) * 7168,
+        ),
         (
             "tiny-gpt2",
             4 * (12 * 128 * 128 + 13 * 128) + (256 + 128 + 2) * 128,
@@ -76,7 +94,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 13);
+    assert_eq!(n, 21);
 }
 
 #[test]

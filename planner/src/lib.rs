@@ -16,6 +16,7 @@
 //! * `inter_op`: the DP over stages; a pure function of the stage table.
 //! * `interleave`: stages that share a mesh, and its memory.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
+//! * `recipes`: named grids of pins, and the best point of one.
 
 mod assemble;
 mod cluster_layers;
@@ -26,6 +27,7 @@ mod layer_model;
 pub mod layers;
 pub mod pins;
 mod prices;
+pub mod recipes;
 mod refine;
 mod search;
 mod stage;
@@ -38,6 +40,7 @@ use ir::program::Program;
 use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
 pub use pins::{PinError, Pins};
+pub use recipes::{Recipe, plan_recipe};
 
 /// Options of the search beside model, training and cluster.
 #[derive(Clone, Debug, Default)]

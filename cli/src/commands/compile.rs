@@ -5,8 +5,10 @@ use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure, unplanned};
 use crate::{cluster, document, files, model, outputs, plan_file, report, train_spec};
 use intra_op::write_problem;
-use ir::counted;
-use planner::{Layering, Pins, PlanOptions, Planned};
+use ir::cluster::Cluster;
+use ir::{Graph, TrainSpec, counted};
+use planner::recipes::Chosen;
+use planner::{Layering, Pins, PlanError, PlanOptions, Planned, Recipe};
 use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,6 +18,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         let help = pin_help(&e.pin);
         Failure::new(Exit::Usage, e).help(help)
     })?;
+    let recipe = args.preset.as_deref().map(recipe).transpose()?;
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
@@ -35,12 +38,15 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     };
     let started = Instant::now();
     let bar = spinner("searching for a plan");
-    let planned = planner::plan(&forward, &spec, &cluster, &options);
+    let planned = search(recipe, &forward, &spec, &cluster, &options);
     let searched = started.elapsed();
     bar.set_message("proving the plan");
-    let planned = planned.map_err(|e| {
+    let (planned, preset) = planned.map_err(|e| {
         bar.finish_and_clear();
-        unplanned(e, &spec, &options.pins)
+        match recipe {
+            Some(_) => of_preset(e, &options.pins),
+            None => unplanned(e, &spec, &options.pins),
+        }
     })?;
     let proved = prove(&planned);
     bar.finish_and_clear();
@@ -51,9 +57,85 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let text = document::to_json(&planned.plan)?;
     outputs::write_atomic(&args.output, text.as_bytes())?;
     if args.json {
-        print_json(args, &planned, searched, &text)
+        print_json(args, &planned, preset.as_ref(), searched, &text)
     } else {
-        print_words(args, &planned, searched)
+        print_words(args, &planned, preset.as_ref(), searched)
+    }
+}
+
+/// The recipe of that name.
+fn recipe(name: &str) -> Result<Recipe, Failure> {
+    let names = Recipe::NAMES;
+    let near = files::closest(name, names.into_iter());
+    let near = near.map(|near| format!("did you mean `{near}`? "));
+    Recipe::named(name).ok_or_else(|| {
+        let what = format!("there is no preset of pins called `{name}`");
+        Failure::new(Exit::Usage, what).help(format!(
+            "{}Presets of pins are {}; a preset of a cluster is given with --cluster",
+            near.unwrap_or_default(),
+            names.join(", ")
+        ))
+    })
+}
+
+/// The point of a recipe that was chosen.
+struct Preset {
+    name: &'static str,
+    pins: Vec<String>,
+    n_points: usize,
+}
+
+impl Preset {
+    fn words(&self) -> String {
+        format!(
+            "Preset {}: {}, the fastest of {}.",
+            self.name,
+            self.pins.join(" "),
+            counted(self.n_points as u64, "point")
+        )
+    }
+}
+
+/// The plan that the search finds, or that of the best point of the recipe that was asked for.
+fn search(
+    recipe: Option<Recipe>,
+    forward: &Graph,
+    spec: &TrainSpec,
+    cluster: &Cluster,
+    options: &PlanOptions,
+) -> Result<(Planned, Option<Preset>), PlanError> {
+    let Some(recipe) = recipe else {
+        return Ok((planner::plan(forward, spec, cluster, options)?, None));
+    };
+    let Chosen {
+        pins,
+        n_points,
+        planned,
+    } = planner::plan_recipe(forward, spec, cluster, recipe, options)?;
+    let preset = Preset {
+        name: recipe.name(),
+        pins: pins.describe(),
+        n_points,
+    };
+    Ok((planned, Some(preset)))
+}
+
+/// A failure to plan any point of a recipe. Its points recompute already, so that is no advice.
+fn of_preset(e: PlanError, pins: &Pins) -> Failure {
+    let is_memory = matches!(e, PlanError::Memory { .. } | PlanError::Overrun { .. });
+    let is_pins = matches!(e, PlanError::Pins(_));
+    let failure = Failure::from(e);
+    if is_memory {
+        return failure.help(
+            "use more devices (--hosts), or a preset that splits more, as megatron and zero-3 do; without --preset the search finds the best plan",
+        );
+    }
+    match is_pins && *pins != Pins::default() {
+        true => failure.help(
+            "pins choose among the points of a preset: change the pin, leave it out, or leave out --preset",
+        ),
+        false if is_pins => failure.help("try another preset, or leave out --preset"),
+        false => failure,
     }
 }
 
@@ -183,7 +265,12 @@ fn notes(planned: &Planned) -> Vec<String> {
     notes
 }
 
-fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Result<(), Failure> {
+fn print_words(
+    args: &CompileArgs,
+    planned: &Planned,
+    preset: Option<&Preset>,
+    searched: Duration,
+) -> Result<(), Failure> {
     let words = match args.verbose {
         true => report::plan::words(&planned.plan, &planned.training),
         false => report::plan::brief(&planned.plan, &planned.training),
@@ -197,6 +284,9 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
         counted(s.candidates, "candidate"),
         counted(s.simulated, "plan")
     ))?;
+    if let Some(preset) = preset {
+        report::out(&report::wrapped(&preset.words()))?;
+    }
     for note in notes(planned) {
         report::out(&report::wrapped(&format!("Note: {note}.")))?;
     }
@@ -214,10 +304,12 @@ fn print_words(args: &CompileArgs, planned: &Planned, searched: Duration) -> Res
 fn print_json(
     args: &CompileArgs,
     planned: &Planned,
+    preset: Option<&Preset>,
     searched: Duration,
     text: &str,
 ) -> Result<(), Failure> {
     let plan = &planned.plan;
+    let preset = preset.map(|p| json!({ "name": p.name, "pins": p.pins, "points": p.n_points }));
     report::print_json(&json!({
         "plan": args.output,
         "plan_hash": files::fingerprint(text.as_bytes()),
@@ -227,6 +319,7 @@ fn print_json(
         "microbatch": plan.microbatch,
         "n_microbatches": plan.n_microbatches,
         "pins": plan.pins,
+        "preset": preset,
         "stages": report::plan::stages(plan, &planned.training),
         "predicted": plan.predicted,
         "proof": plan.proof,
