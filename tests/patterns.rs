@@ -641,7 +641,13 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
         (c.device.memory_bytes, c.device.memory_reserved_bytes) = (Bytes(bytes), Bytes(0));
         c
     };
-    let fixed = ["pipeline=1", "data=8", "tensor=1", "microbatch=8"];
+    let fixed = [
+        "pipeline=1",
+        "data=8",
+        "tensor=1",
+        "microbatch=8",
+        "recompute=none",
+    ];
     let plan = |bytes: u64, more: &[&str]| {
         planned(
             &forward,

@@ -208,8 +208,8 @@ pub fn unplanned(e: planner::PlanError, train: &TrainSpec, pins: &Pins) -> Failu
     if train.precision == Precision::F32 {
         help += "; compute in --precision bf16";
     }
-    if pins.recompute != Some(Recompute::Full) {
-        help += "; keep less with --pin recompute=full";
+    if matches!(pins.recompute, Some(Recompute::None | Recompute::Selective)) {
+        help += "; keep less without the pin of recompute";
     }
     failure.help(help)
 }

@@ -1,7 +1,6 @@
 //! From a chosen pipeline to a plan document: strategies by layer, then the layout changes
 //! that the program will need, each by its cheapest path.
 
-use crate::groups::Setting;
 use crate::layer_model::LayerModel;
 use crate::layers::Layers;
 use crate::prices::{Buckets, Prices};
@@ -23,22 +22,25 @@ type KeyedPath = (String, Vec<LayoutStep>);
 pub(crate) struct ChosenStage<'a> {
     pub layers: Range<usize>,
     pub mesh: LogicalMesh,
-    pub models: &'a [LayerModel],
-    /// Per layer, the choice of each of its model's groups.
-    pub choices: &'a [Vec<u32>],
+    pub choices: Vec<ChosenLayer<'a>>,
+}
+
+/// A layer with what was chosen for it.
+pub(crate) struct ChosenLayer<'a> {
+    /// The training graph that it is a layer of, and the layers of that.
+    pub training: &'a TrainingGraph,
+    pub layers: &'a Layers,
+    /// The model of its kind.
+    pub model: &'a LayerModel,
+    /// The choice of each of the model's groups.
+    pub groups: &'a [u32],
 }
 
 /// Adds a stage to a plan: runs of layers that share a strategy.
-pub(crate) fn add_stage(
-    plan: &mut Plan,
-    s: &Setting<'_>,
-    layers: &Layers,
-    stage: &ChosenStage<'_>,
-) {
+pub(crate) fn add_stage(plan: &mut Plan, stage: &ChosenStage<'_>) {
     let mut runs: Vec<LayerRun> = Vec::new();
-    for (i, layer) in stage.layers.clone().enumerate() {
-        let kind = layers.kind[layer];
-        let strategy = layer_strategy(s, layers, layer, &stage.models[kind], &stage.choices[i]);
+    for (layer, chosen) in stage.layers.clone().zip(&stage.choices) {
+        let strategy = layer_strategy(layer, chosen);
         let index = plan
             .layer_strategies
             .iter()
@@ -62,18 +64,13 @@ pub(crate) fn add_stage(
     });
 }
 
-/// The strategy of `layer`, of whose kind `model` is.
-fn layer_strategy(
-    s: &Setting<'_>,
-    layers: &Layers,
-    layer: usize,
-    model: &LayerModel,
-    choice: &[u32],
-) -> LayerStrategy {
-    let graph = &s.training.graph;
+/// The strategy of `layer`.
+fn layer_strategy(layer: usize, chosen: &ChosenLayer<'_>) -> LayerStrategy {
+    let (model, layers) = (chosen.model, chosen.layers);
+    let graph = &chosen.training.graph;
     let name = &graph.layers[layer];
     let mut strategy = LayerStrategy::default();
-    for (group, &c) in model.groups.iter().zip(choice).take(model.n_own) {
+    for (group, &c) in model.groups.iter().zip(chosen.groups).take(model.n_own) {
         for (&id, part) in group.ops.iter().zip(&group.choices[c as usize].ops) {
             let own = layers
                 .counterpart(id, layer)

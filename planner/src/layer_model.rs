@@ -431,6 +431,18 @@ pub(crate) struct LayerCost {
     pub transient_bytes: u64,
 }
 
+impl LayerCost {
+    /// The cost of this and of a layer behind it.
+    pub(crate) fn then(self, next: &LayerCost) -> LayerCost {
+        LayerCost {
+            time: self.time.plus(next.time),
+            static_bytes: self.static_bytes.saturating_add(next.static_bytes),
+            saved_bytes: self.saved_bytes.saturating_add(next.saved_bytes),
+            transient_bytes: self.transient_bytes.max(next.transient_bytes),
+        }
+    }
+}
+
 /// Bytes that an op of the group in a region needs beside what is counted as saved or static:
 /// its largest set of operands and results.
 fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 {

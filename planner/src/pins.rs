@@ -4,7 +4,7 @@
 //! pinned, `expert`, a part of the ranks that split samples, and `context`) and restricts which
 //! factors an axis may shard; `zero` restricts how parameters and optimizer states lie over axes
 //! that do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
-//! are recomputed in the backward pass (none, unless pinned).
+//! all layers recompute in the backward pass.
 
 pub(crate) mod check;
 pub(crate) mod whole;
@@ -41,7 +41,7 @@ pub struct Pins {
     pub schedule: Option<ScheduleKind>,
     /// Stages of every mesh, interleaved where there are several (Narayanan et al. 2021).
     pub virtual_stages: Option<u32>,
-    /// Which activations are recomputed.
+    /// Which activations all layers recompute; unless pinned, the search decides for each.
     pub recompute: Option<Recompute>,
     /// Ops for which that is fixed one by one; the last that matches counts.
     pub recompute_ops: Vec<RecomputePin>,

@@ -14,7 +14,7 @@
 use crate::PlanError;
 use crate::layer_model::{LayerModel, QUANTUM_S, WeightedLayer, Weights};
 use crate::search::MEMORY_PRICES;
-use crate::stage::PricedMesh;
+use crate::stage::{LayerChoice, PricedMesh};
 use intra_op::problem::{Edge, IntraOpProblem, Node, evaluate};
 use intra_op::{SolveOptions, solve};
 use ir::Seconds;
@@ -28,36 +28,60 @@ const MAX_COLUMNS: usize = 20_000;
 const WORK_LIMIT: u64 = 50;
 /// A choice that is proved to be so close to the best, relatively, is good enough.
 const GAP: f64 = 1e-4;
+/// A choice that is known to be so close is not worth an integer program.
+const NEAR: f64 = 0.01;
 /// Times that the bracket around the best price is narrowed to two thirds.
 const NARROWINGS: usize = 6;
 
 /// A stage's choices and what is proved about them.
 #[derive(Clone)]
 pub(crate) struct Refined {
-    /// Per layer, the choice of each of its model's groups.
-    pub choices: Vec<Vec<u32>>,
+    /// Per layer, what was chosen.
+    pub choices: Vec<LayerChoice>,
     pub proof: StageProof,
     /// The problem, when it was solved.
     pub problem: Option<IntraOpProblem>,
 }
 
-/// Improves the choices of a stage whose layers have these kinds; `pressed` says whether they
-/// were made under a price on memory. `weighted` are the models without a price.
-#[allow(clippy::too_many_arguments)] // One call site; a struct would only rename it.
+/// A stage to be improved.
+pub(crate) struct Stage<'s, 'm> {
+    pub name: &'s str,
+    /// Per layer, the model of its kind under what was chosen to be recomputed.
+    pub layers: &'s [&'m LayerModel],
+    /// Per layer, its kind.
+    pub kinds: &'s [usize],
+    /// The models of the kinds under all choices of what is recomputed, without a price.
+    pub weighted: &'s [Vec<Option<&'m WeightedLayer<'m>>>],
+    /// Weights of time.
+    pub weights: Weights,
+    /// Microbatches in flight.
+    pub in_flight: u64,
+    /// Bytes per device for what is not transient.
+    pub budget: u64,
+    /// Whether the choices were made under a price on memory.
+    pub is_pressed: bool,
+    /// That price, seconds per byte; of several the highest.
+    pub price: f64,
+    /// Whether they fit.
+    pub fits: bool,
+}
+
+/// Improves the choices of a stage; what its layers recompute stays as it is.
 pub(crate) fn refine(
-    name: &str,
-    models: &[LayerModel],
-    weighted: &[WeightedLayer<'_>],
-    kinds: &[usize],
-    choices: Vec<Vec<u32>>,
-    weights: Weights,
-    in_flight: u64,
-    budget: u64,
-    pressed: bool,
+    stage: &Stage<'_, '_>,
+    choices: Vec<LayerChoice>,
 ) -> Result<Refined, PlanError> {
+    let &Stage {
+        name,
+        layers,
+        weights,
+        in_flight,
+        budget,
+        ..
+    } = stage;
     let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
     // A choice that elimination made has a cost; one without is our own mistake, not a price.
-    let Some(known) = cost(models, kinds, &choices, weights) else {
+    let Some(known) = cost(layers, &choices, weights) else {
         return Err(PlanError::Defect(format!(
             "the choice of {name} is forbidden or malformed"
         )));
@@ -76,21 +100,31 @@ pub(crate) fn refine(
         },
         problem,
     };
-    if !pressed {
+    if !stage.is_pressed {
         return Ok(keep("elimination", known, choices, None));
     }
-    let (problem, places) = stage_problem(name, models, kinds, weights, in_flight, budget);
+    let n_nodes: usize = layers.iter().map(|model| model.groups.len()).sum();
+    let is_near = |bound: u128| known.saturating_sub(bound) as f64 <= NEAR * known as f64;
+    let (weighted, kinds) = (stage.weighted, stage.kinds);
+    let at = |price| bound_at(weighted, kinds, weights, in_flight, budget, price);
+    let bound = at(stage.price).max(0.0) as u128;
+    if stage.fits && is_near(bound) {
+        return Ok(keep("priced elimination", bound, choices, None));
+    }
+    let bound = lagrangian(weighted, kinds, weights, in_flight, budget).max(bound);
+    if n_nodes > MAX_NODES || stage.fits && is_near(bound) {
+        return Ok(keep("priced elimination", bound, choices, None));
+    }
+    let (problem, places) = stage_problem(name, layers, weights, in_flight, budget);
     let mut flat = vec![0u32; problem.nodes.len()];
     for (layer, choice) in choices.iter().enumerate() {
-        for (group, &c) in choice.iter().enumerate() {
+        for (group, &c) in choice.groups.iter().enumerate() {
             flat[places[layer][group]] = c;
         }
     }
     let fits = evaluate(&problem, &flat).is_ok_and(|e| e.feasible);
-    let priced_bound = || lagrangian(weighted, kinds, weights, in_flight, budget);
-    if problem.nodes.len() > MAX_NODES {
-        return Ok(keep("priced elimination", priced_bound(), choices, None));
-    }
+    // A bound of the problem is one for what its layers recompute alone.
+    let recomputes = stage.weighted.len() > 1;
     let options = SolveOptions {
         work_limit: Some(WORK_LIMIT),
         max_ilp_columns: MAX_COLUMNS,
@@ -99,19 +133,22 @@ pub(crate) fn refine(
         ..SolveOptions::default()
     };
     let Ok(result) = solve(&problem, &options) else {
-        return Ok(keep("priced elimination", priced_bound(), choices, None));
+        return Ok(keep("priced elimination", bound, choices, None));
     };
-    let bound = match result.gap {
-        Some(gap) if gap <= GAP => result.lower_bound,
-        _ => result.lower_bound.max(priced_bound()),
+    let bound = match recomputes {
+        true => bound,
+        false => result.lower_bound.max(bound),
     };
     let better = result.objective.filter(|&o| !fits || o < known);
     let (Some(objective), Some(choice)) = (better, &result.choice) else {
         return Ok(keep("integer program", bound, choices, Some(problem)));
     };
-    let choices = places
-        .iter()
-        .map(|layer| layer.iter().map(|&n| choice[n]).collect())
+    let new = places.iter().zip(&choices);
+    let choices = new
+        .map(|(layer, old)| LayerChoice {
+            variant: old.variant,
+            groups: layer.iter().map(|&n| choice[n]).collect(),
+        })
         .collect();
     let bound = bound.min(objective);
     Ok(Refined {
@@ -132,20 +169,14 @@ pub(crate) fn refine(
 
 /// The objective of a stage's choices in quanta; `None` where one is forbidden. The boundary
 /// between two layers is one decision and counts once, as the second one's.
-fn cost(
-    models: &[LayerModel],
-    kinds: &[usize],
-    choices: &[Vec<u32>],
-    weights: Weights,
-) -> Option<u128> {
+fn cost(layers: &[&LayerModel], choices: &[LayerChoice], weights: Weights) -> Option<u128> {
     let n_layouts = |model: &LayerModel, g: usize| model.groups[g].choices.len();
-    let layers = kinds.iter().zip(choices).enumerate();
-    let costs = layers.map(|(i, (&kind, choice))| {
-        let model = &models[kind];
-        let next = kinds.get(i + 1).map(|&k| &models[k]);
-        let entered = next.and_then(|next| Some(n_layouts(next, next.entry?)));
+    let costs = layers.iter().zip(choices).enumerate();
+    let costs = costs.map(|(i, (model, choice))| {
+        let entered = layers.get(i + 1).and_then(|n| Some(n_layouts(n, n.entry?)));
         let left = model.exit.map(|g| n_layouts(model, g));
-        model.cost(weights, choice, entered.is_some() && entered == left)
+        let exit_is_free = entered.is_some() && entered == left;
+        model.cost(weights, &choice.groups, exit_is_free)
     });
     costs.sum()
 }
@@ -155,29 +186,16 @@ fn cost(
 /// Whatever fits has `bytes <= budget`, so for every price `p >= 0` per byte its time is at
 /// least `min over all choices (time + p * bytes) - p * budget` (Lagrangian relaxation, Everett
 /// 1963; `bytes` are the static ones and those saved by the microbatches in flight). The
-/// minimum is exact, by elimination. In `p` the bound is concave: the best price of the ladder
+/// minimum is exact, by elimination. In `p` the bound is concave: the best of the prices
 /// is found, then its neighbourhood is searched.
 pub(crate) fn lagrangian(
-    weighted: &[WeightedLayer<'_>],
+    weighted: &[Vec<Option<&WeightedLayer<'_>>>],
     kinds: &[usize],
     weights: Weights,
     in_flight: u64,
     budget: u64,
 ) -> u128 {
-    let bound = |price: f64| {
-        let priced = Weights {
-            static_price: price,
-            saved_price: price * in_flight as f64,
-            ..weights
-        };
-        let least = PricedMesh::new(weighted, priced).objective(kinds);
-        // Each summed cost is rounded to within half a quantum, here and in the objective.
-        let rounding: usize = kinds.iter().map(|&k| weighted[k].model.n_terms()).sum();
-        let rounding = rounding as f64;
-        least.map_or(0.0, |least| {
-            least as f64 - rounding - price * budget as f64 / QUANTUM_S
-        })
-    };
+    let bound = |price| bound_at(weighted, kinds, weights, in_flight, budget, price);
     let ladder = MEMORY_PRICES.map(bound);
     let best = (0..ladder.len()).fold(0, |b, i| if ladder[i] > ladder[b] { i } else { b });
     // Below the first price of the ladder there is nothing but zero.
@@ -198,29 +216,54 @@ pub(crate) fn lagrangian(
     most.max(0.0) as u128
 }
 
-/// The problem of a stage, and for each layer the node of each group. The boundary of a layer
-/// is one node with the exit of the layer before.
-pub(crate) fn stage_problem(
-    name: &str,
-    models: &[LayerModel],
+/// The bound under one price, seconds per byte, in quanta.
+fn bound_at(
+    weighted: &[Vec<Option<&WeightedLayer<'_>>>],
     kinds: &[usize],
     weights: Weights,
     in_flight: u64,
     budget: u64,
+    price: f64,
+) -> f64 {
+    let priced = Weights {
+        static_price: price,
+        saved_price: price * in_flight as f64,
+        ..weights
+    };
+    let least = PricedMesh::of_variants(weighted, priced).objective(kinds);
+    // Each summed cost is rounded to within half a quantum, here and in the objective.
+    let n_terms = |k: usize| {
+        let ways = weighted.iter().filter_map(|kinds| kinds[k]);
+        ways.map(|w| w.model.n_terms()).max().unwrap_or(0)
+    };
+    let rounding: usize = kinds.iter().map(|&k| n_terms(k)).sum();
+    let rounding = rounding as f64;
+    least.map_or(0.0, |least| {
+        least as f64 - rounding - price * budget as f64 / QUANTUM_S
+    })
+}
+
+/// The problem of a stage, and for each layer the node of each group. The boundary of a layer
+/// is one node with the exit of the layer before.
+pub(crate) fn stage_problem(
+    name: &str,
+    layers: &[&LayerModel],
+    weights: Weights,
+    in_flight: u64,
+    budget: u64,
 ) -> (IntraOpProblem, Vec<Vec<usize>>) {
-    let n = kinds.len() as u64;
+    let n = layers.len() as u64;
     let mut problem = IntraOpProblem {
         name: name.into(),
         usage_limit: Some(budget),
         ..IntraOpProblem::default()
     };
-    let mut places: Vec<Vec<usize>> = Vec::with_capacity(kinds.len());
-    for (i, &kind) in kinds.iter().enumerate() {
-        let model = &models[kind];
+    let mut places: Vec<Vec<usize>> = Vec::with_capacity(layers.len());
+    for (i, model) in layers.iter().enumerate() {
         let time = i as u64 + 1;
         let previous_exit = i
             .checked_sub(1)
-            .and_then(|p| models[kinds[p]].exit.map(|g| places[p][g]));
+            .and_then(|p| layers[p].exit.map(|g| places[p][g]));
         let mut place = Vec::with_capacity(model.groups.len());
         for (g, group) in model.groups.iter().enumerate() {
             let shared = previous_exit.filter(|&node| {

@@ -1,29 +1,29 @@
 //! The search: microbatch sizes, submeshes and their logical shapes, stages, pipelines.
 //!
-//! For every microbatch size and every shape of every submesh, layers are modelled once per
-//! kind and priced under a ladder of memory prices; ranges of layers become stage-table
-//! entries; the inter-op DP finds the best pipeline of each microbatch size. The best few by
-//! the additive objective are lowered and simulated, and the fastest of those that fit wins.
+//! For every microbatch size and every shape of every submesh, layers are modelled once per kind
+//! and per choice of what is recomputed, and priced where memory binds; ranges of layers become
+//! stage-table entries; the inter-op DP finds the best pipeline of each microbatch size. The best
+//! few by the additive objective are lowered and simulated, and the fastest of those that fit wins.
 
 use crate::groups::Setting;
 use crate::layer_model::LayerModel;
-use crate::layers::{Layers, find_layers};
-use crate::pins::whole::made_of_parameters;
+use crate::layers::Layers;
 use crate::pins::{self, Pins};
-use crate::prices::{Buckets, Prices};
+use crate::prices::Prices;
 use crate::stage::Sequences;
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
-pub(crate) use candidates::MEMORY_PRICES;
-use candidates::{Candidate, no_strategy, weigh, weight_at};
+use candidates::{Candidate, no_strategy, refer, weigh_all};
 use ir::cluster::Cluster;
-use ir::training::{Recompute, TrainingGraph, recompute, training_graph};
+use ir::training::{Recompute, TrainingGraph, training_graph};
 use ir::{Graph, LogicalMesh, TrainSpec, ValueId};
 use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
-use ranking::{Known, Made};
-use request::{boundary, in_zigzag_order, odd_length, recomputed, saved_values, sequences};
+use ranking::{Best, Known, Made};
+use request::{boundary, in_zigzag_order, odd_length, sequences};
+pub(crate) use scale::MEMORY_PRICES;
 use shapes::{Shape, Submesh, submeshes};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use variants::Variant;
 
 mod batches;
 mod candidates;
@@ -31,12 +31,15 @@ mod chosen;
 mod equal;
 mod even;
 mod interleaved;
+mod mixes;
 mod pipelines;
 mod ranking;
 mod request;
+mod scale;
 mod shapes;
 mod shared;
 mod tables;
+mod variants;
 
 /// Times that a plan is made again because its buffers overran the budget.
 const RETRIES: usize = 4;
@@ -44,15 +47,12 @@ const RETRIES: usize = 4;
 pub(crate) const MAX_LAYERS: usize = 400;
 
 struct Search<'a> {
-    training: &'a TrainingGraph,
+    /// What may be recomputed; that which recomputes least first.
+    variants: &'a [Variant],
     train: &'a TrainSpec,
     cluster: &'a Cluster,
     pins: &'a Pins,
-    layers: Layers,
     sequences: Sequences,
-    saved: Vec<bool>,
-    buckets: Buckets,
-    of_parameters: Vec<bool>,
     submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
@@ -95,36 +95,24 @@ pub(crate) fn plan(
     let forward = zigzag.as_ref().unwrap_or(forward);
     let input = |e: ir::GraphError| PlanError::Input(e.to_string());
     let kept = training_graph(forward, train).map_err(input)?;
-    let chosen = recomputed(&kept, pins)?;
-    let training = match chosen.is_empty() {
-        true => kept,
-        false => recompute(&kept, &chosen).map_err(input)?,
-    };
-    pins::check::check(pins, &training, cluster, train)?;
-    let n_layers = training.graph.layers.len();
+    let n_layers = kept.graph.layers.len();
     if n_layers > MAX_LAYERS {
         return Err(PlanError::Input(format!(
             "{n_layers} layers; the search slices at most {MAX_LAYERS}"
         )));
     }
-    let pin = |v| match pins.tensors.is_empty() {
-        true => None,
-        false => pins.tensor(&training.graph.value_name(v)),
-    };
-    let layers = find_layers(&training, &pin);
+    let variants = variants::variants(kept, pins)?;
+    let first = &variants[0];
+    pins::check::check(pins, &first.training, cluster, train)?;
     let submeshes = submeshes(cluster, pins);
     let search = Search {
-        training: &training,
+        variants: &variants,
         train,
         cluster,
         pins,
-        saved: saved_values(&training),
-        buckets: Buckets::new(&training),
-        of_parameters: made_of_parameters(&training.graph),
-        sequences: sequences(&layers, pins)?,
-        layers,
+        sequences: sequences(&first.layers, pins)?,
         submeshes: &submeshes,
-        boundary: boundary(&training.graph),
+        boundary: boundary(&first.training.graph),
         prices: Mutex::new(Vec::new()),
         kept: OnceLock::new(),
         choices: Default::default(),
@@ -132,7 +120,7 @@ pub(crate) fn plan(
     let batches = search.batches()?;
     let schedule = pins.schedule_kind();
     let mut stats = PlanStats {
-        n_layer_kinds: search.layers.first.len(),
+        n_layer_kinds: first.layers.first.len(),
         notes: layered.note.into_iter().collect(),
         ..PlanStats::default()
     };
@@ -150,8 +138,8 @@ pub(crate) fn plan(
         };
         let made = search.simulate_best(forward, pipelines, &known, &mut stats)?;
         match made {
-            Made::Fits(plan, program, simulation) => {
-                found = Some((plan, program, simulation));
+            Made::Fits(best) => {
+                found = Some(*best);
                 break;
             }
             Made::Overrun(bytes) => {
@@ -163,7 +151,12 @@ pub(crate) fn plan(
     }
     stats.choices = search.choices.each_ref().map(|n| n.load(Ordering::Relaxed));
     drop(search);
-    let (plan, program, simulation) = found.ok_or(PlanError::Overrun { bytes: reserve })?;
+    let Best {
+        plan,
+        training,
+        program,
+        simulation,
+    } = found.ok_or(PlanError::Overrun { bytes: reserve })?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
     if pins.zero.is_some_and(|z| z > 0)
         && pins.fixes_mesh()
@@ -173,16 +166,20 @@ pub(crate) fn plan(
             .notes
             .push("the zero pin does nothing: no axis splits samples (data=1)".into());
     }
-    if chosen.is_empty() && pins.recompute.is_some_and(|r| r != Recompute::None) {
+    let recomputes = plan
+        .layer_strategies
+        .iter()
+        .any(|s| !s.recompute.is_empty());
+    if !recomputes && pins.recompute.is_some_and(|r| r != Recompute::None) {
         stats.notes.push(
             "the recompute pin does nothing: no layer before the loss keeps an activation that it names".into(),
         );
     }
     Ok(Planned {
-        plan: *plan,
+        plan,
         training,
         program,
-        simulation: *simulation,
+        simulation,
         stats,
     })
 }
@@ -197,18 +194,41 @@ impl<'a> Search<'a> {
         known.map_or(self.cluster, |s| &s.seen)
     }
 
+    /// The layers, by kinds.
+    fn layers(&self) -> &'a Layers {
+        &self.variants[0].layers
+    }
+
+    /// The graph that recomputes least; beside twins all are the same.
+    fn training(&self) -> &'a TrainingGraph {
+        &self.variants[0].training
+    }
+
+    /// The setting of a shape under the choice that recomputes least.
     fn setting<'s>(&'s self, shape: &'s Shape, batch: u64) -> Setting<'s> {
+        self.setting_of(&self.variants[0], shape, batch)
+    }
+
+    /// The settings of a shape under all choices of what is recomputed.
+    fn settings<'s>(&'s self, shape: &'s Shape, batch: u64) -> Vec<Setting<'s>> {
+        let variants = self.variants.iter();
+        variants
+            .map(|variant| self.setting_of(variant, shape, batch))
+            .collect()
+    }
+
+    fn setting_of<'s>(&'s self, variant: &'s Variant, shape: &'s Shape, batch: u64) -> Setting<'s> {
         Setting {
-            training: self.training,
+            training: &variant.training,
             train: self.train,
             cluster: self.seen_by(&shape.mesh),
             mesh: &shape.mesh,
             roles: &shape.roles,
             pins: self.pins,
             batch,
-            saved: &self.saved,
-            buckets: &self.buckets,
-            of_parameters: &self.of_parameters,
+            saved: &variant.saved,
+            buckets: &variant.buckets,
+            of_parameters: &variant.of_parameters,
         }
     }
 }

@@ -9,12 +9,34 @@ use crate::layer_model::{LayerCost, PricedLayer, WeightedLayer, Weights};
 use crate::layers::Layers;
 use std::collections::BTreeMap;
 
+/// The best costs of a layer kind between every pair of boundary layouts, in quanta, and which of
+/// its ways costs that.
+type Matrix = Vec<Vec<Option<(u64, usize)>>>;
+
 /// One mesh with its layer models, priced under some weights.
 pub(crate) struct PricedMesh<'m> {
-    models: &'m [WeightedLayer<'m>],
-    priced: Vec<PricedLayer<'m>>,
+    /// Per kind, its ways: a layer may keep or recompute its activations.
+    ways: Vec<Vec<Way<'m>>>,
+    matrices: Vec<Matrix>,
     /// Cost of a layer kind between two boundary layouts, once asked for.
     costs: BTreeMap<(usize, usize, usize), LayerCost>,
+}
+
+/// A layer kind under one choice of what is recomputed.
+struct Way<'m> {
+    /// The number of the choice.
+    variant: usize,
+    layer: &'m WeightedLayer<'m>,
+    priced: PricedLayer<'m>,
+}
+
+/// What was chosen for a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LayerChoice {
+    /// The number of the choice of what is recomputed.
+    pub variant: usize,
+    /// The choice of each of its model's groups.
+    pub groups: Vec<u32>,
 }
 
 /// A sequence of layers with the best boundary layouts.
@@ -22,6 +44,8 @@ pub(crate) struct PricedMesh<'m> {
 pub(crate) struct StagePath {
     /// Layout index at each boundary, entry of the first layer to exit of the last.
     pub boundaries: Vec<usize>,
+    /// Cost of each layer.
+    pub layers: Vec<LayerCost>,
     /// Sum over the layers (transient: maximum).
     pub cost: LayerCost,
     /// The objective under the weights, quanta; tests compare it with other ways to it.
@@ -86,63 +110,101 @@ impl Sequences {
     pub(crate) fn len(&self) -> usize {
         self.steps.len()
     }
+
+    /// The sequence with the most layers, the first of several.
+    pub(crate) fn longest(&self) -> usize {
+        let mut lengths: Vec<usize> = Vec::with_capacity(self.len());
+        for (parent, _) in &self.steps {
+            lengths.push(parent.map_or(0, |p| lengths[p]) + 1);
+        }
+        let most = lengths.iter().copied().max();
+        lengths.iter().position(|&n| Some(n) == most).unwrap_or(0)
+    }
 }
 
-/// The best costs of a sequence from every entry layout to every exit layout.
+/// The best costs of a sequence, from whatever entry layout, to every exit layout.
+///
+/// Where a stage begins nothing comes before its entry, so of all entry layouts only the best
+/// matters: a product is a vector, not a matrix.
 struct Product {
     kind: usize,
     parent: Option<usize>,
-    /// `[entry][exit]`: cost and the layout before the last layer.
-    cells: Vec<Vec<Option<(u64, usize)>>>,
+    /// By exit: cost, and the layout before the last layer.
+    cells: Vec<Option<(u64, usize)>>,
 }
 
 impl Product {
-    /// The least cost between any two layouts.
+    /// The least cost to any layout.
     fn least(&self) -> Option<u64> {
-        let costs = self.cells.iter().flatten();
-        costs.filter_map(|c| c.map(|c| c.0)).min()
+        self.cells.iter().flatten().map(|c| c.0).min()
     }
 }
 
 impl<'m> PricedMesh<'m> {
+    /// Layer kinds of which each has one way.
     pub(crate) fn new(models: &'m [WeightedLayer<'m>], weights: Weights) -> Self {
+        Self::of_variants(&[models.iter().map(Some).collect()], weights)
+    }
+
+    /// By number of the choice of what is recomputed, the layer kinds; none where a kind is what
+    /// it is under the first.
+    pub(crate) fn of_variants(
+        variants: &[Vec<Option<&'m WeightedLayer<'m>>>],
+        weights: Weights,
+    ) -> Self {
+        let n_kinds = variants.first().map_or(0, Vec::len);
+        let ways_of = |kind: usize| -> Vec<Way<'m>> {
+            let known = variants.iter().enumerate();
+            let known = known.filter_map(|(variant, kinds)| Some((variant, kinds[kind]?)));
+            let ways = known.map(|(variant, layer)| Way {
+                variant,
+                layer,
+                priced: layer.price(weights),
+            });
+            ways.collect()
+        };
+        let ways: Vec<Vec<Way<'m>>> = (0..n_kinds).map(ways_of).collect();
         PricedMesh {
-            models,
-            priced: models.iter().map(|m| m.price(weights)).collect(),
+            matrices: ways.iter().map(|ways| least_of(ways)).collect(),
+            ways,
             costs: BTreeMap::new(),
         }
     }
 
-    /// Best paths of all sequences; `None` where no strategy exists.
+    /// Best paths of all sequences; `None` where no strategy exists. `settings` are those of the
+    /// choices of what is recomputed.
     pub(crate) fn paths(
         &mut self,
-        s: &Setting<'_>,
+        settings: &[Setting<'_>],
         sequences: &Sequences,
     ) -> Vec<Option<StagePath>> {
-        let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
-        for &(parent, kind) in &sequences.steps {
-            let product = self.extend(&products, parent, kind);
-            products.push(product);
-        }
+        let products = self.products(sequences);
         (0..products.len())
-            .map(|p| self.best_path(s, &products, p))
+            .map(|p| self.best_path(settings, &products, p))
             .collect()
     }
 
     /// The objectives of all sequences, quanta.
     pub(crate) fn objectives(&self, sequences: &Sequences) -> Vec<Option<u64>> {
+        self.products(sequences)
+            .iter()
+            .map(Product::least)
+            .collect()
+    }
+
+    fn products(&self, sequences: &Sequences) -> Vec<Product> {
         let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
         for &(parent, kind) in &sequences.steps {
             let product = self.extend(&products, parent, kind);
             products.push(product);
         }
-        products.iter().map(Product::least).collect()
+        products
     }
 
     /// The best path of one sequence of kinds.
-    pub(crate) fn path(&mut self, s: &Setting<'_>, kinds: &[usize]) -> Option<StagePath> {
+    pub(crate) fn path(&mut self, settings: &[Setting<'_>], kinds: &[usize]) -> Option<StagePath> {
         let products = self.chain(kinds);
-        self.best_path(s, &products, products.len().checked_sub(1)?)
+        self.best_path(settings, &products, products.len().checked_sub(1)?)
     }
 
     /// The objective of that path, quanta.
@@ -159,36 +221,34 @@ impl<'m> PricedMesh<'m> {
         products
     }
 
-    /// The choices of one layer's groups between two boundary layouts.
-    pub(crate) fn decode(&self, kind: usize, entry: usize, exit: usize) -> Vec<u32> {
-        self.models[kind].decode(&self.priced[kind], entry, exit)
+    /// What is best for one layer between two boundary layouts; `None` where nothing is possible.
+    pub(crate) fn decode(&self, kind: usize, entry: usize, exit: usize) -> Option<LayerChoice> {
+        let (_, way) = self.matrices[kind][entry][exit]?;
+        let way = &self.ways[kind][way];
+        Some(LayerChoice {
+            variant: way.variant,
+            groups: way.layer.decode(&way.priced, entry, exit),
+        })
     }
 
     fn extend(&self, products: &[Product], parent: Option<usize>, kind: usize) -> Product {
-        let matrix = &self.priced[kind].matrix;
-        let cells = match parent {
-            None => matrix
-                .iter()
-                .map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect())
-                .collect(),
-            Some(p) => products[p]
-                .cells
-                .iter()
-                .map(|row| {
-                    (0..self.models[kind].model.n_exit())
-                        .map(|exit| {
-                            row.iter()
-                                .zip(matrix)
-                                .enumerate()
-                                .filter_map(|(mid, (left, right))| {
-                                    Some((left.as_ref()?.0 + right[exit]?, mid))
-                                })
-                                .min()
-                        })
-                        .collect()
-                })
-                .collect(),
-        };
+        let matrix = &self.matrices[kind];
+        let n_exit = matrix.first().map_or(0, Vec::len);
+        let mut cells: Vec<Option<(u64, usize)>> = vec![None; n_exit];
+        for (before, row) in matrix.iter().enumerate() {
+            let sum = match parent {
+                None => Some(0),
+                Some(p) => products[p].cells[before].map(|c| c.0),
+            };
+            let Some(sum) = sum else { continue };
+            for (cell, cost) in cells.iter_mut().zip(row) {
+                let Some((cost, _)) = cost else { continue };
+                // The earlier layout of equal ones.
+                if cell.is_none_or(|(least, _)| sum + cost < least) {
+                    *cell = Some((sum + cost, before));
+                }
+            }
+        }
         Product {
             kind,
             parent,
@@ -198,20 +258,12 @@ impl<'m> PricedMesh<'m> {
 
     fn best_path(
         &mut self,
-        s: &Setting<'_>,
+        settings: &[Setting<'_>],
         products: &[Product],
         last: usize,
     ) -> Option<StagePath> {
-        let cells = &products[last].cells;
-        let (_objective, entry, exit) = cells
-            .iter()
-            .enumerate()
-            .flat_map(|(i, row)| {
-                row.iter()
-                    .enumerate()
-                    .filter_map(move |(j, c)| c.map(|c| (c.0, i, j)))
-            })
-            .min()?;
+        let cells = products[last].cells.iter().enumerate();
+        let (_objective, exit) = cells.filter_map(|(j, c)| c.map(|c| (c.0, j))).min()?;
         let mut boundaries = vec![exit];
         let mut kinds = Vec::new();
         let mut at = Some(last);
@@ -219,37 +271,61 @@ impl<'m> PricedMesh<'m> {
             kinds.push(products[p].kind);
             at = products[p].parent;
             let exit = boundaries[boundaries.len() - 1];
-            boundaries.push(if at.is_some() {
-                products[p].cells[entry][exit]?.1
-            } else {
-                entry
-            });
+            boundaries.push(products[p].cells[exit]?.1);
         }
         boundaries.reverse();
         kinds.reverse();
-        let mut cost = LayerCost::default();
-        for (i, &kind) in kinds.iter().enumerate() {
-            let c = self.layer_cost(s, kind, boundaries[i], boundaries[i + 1]);
-            cost.time = cost.time.plus(c.time);
-            cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
-            cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
-            cost.transient_bytes = cost.transient_bytes.max(c.transient_bytes);
-        }
+        let of_layer = |(i, &kind): (usize, &usize)| {
+            self.layer_cost(settings, kind, boundaries[i], boundaries[i + 1])
+        };
+        let layers: Option<Vec<LayerCost>> = kinds.iter().enumerate().map(of_layer).collect();
+        let layers = layers?;
         Some(StagePath {
             boundaries,
-            cost,
+            cost: layers.iter().fold(LayerCost::default(), LayerCost::then),
+            layers,
             #[cfg(test)]
             objective: _objective,
         })
     }
 
-    fn layer_cost(&mut self, s: &Setting<'_>, kind: usize, entry: usize, exit: usize) -> LayerCost {
+    fn layer_cost(
+        &mut self,
+        settings: &[Setting<'_>],
+        kind: usize,
+        entry: usize,
+        exit: usize,
+    ) -> Option<LayerCost> {
         if let Some(&known) = self.costs.get(&(kind, entry, exit)) {
-            return known;
+            return Some(known);
         }
-        let choice = self.decode(kind, entry, exit);
-        let cost = self.models[kind].model.evaluate(s, &choice);
+        let (_, way) = self.matrices[kind][entry][exit]?;
+        let way = &self.ways[kind][way];
+        let choice = way.layer.decode(&way.priced, entry, exit);
+        let cost = way.layer.model.evaluate(&settings[way.variant], &choice);
         self.costs.insert((kind, entry, exit), cost);
-        cost
+        Some(cost)
     }
+}
+
+/// The least of the ways of a layer kind between every pair of layouts; of equal ones the first.
+fn least_of(ways: &[Way<'_>]) -> Matrix {
+    let Some((first, others)) = ways.split_first() else {
+        return Matrix::new();
+    };
+    let rows = first.priced.matrix.iter();
+    let mut least: Matrix = rows
+        .map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect())
+        .collect();
+    for (i, way) in others.iter().enumerate() {
+        let new = way.priced.matrix.iter().flatten();
+        for (cell, new) in least.iter_mut().flatten().zip(new) {
+            if let Some(new) = *new
+                && cell.is_none_or(|(old, _)| new < old)
+            {
+                *cell = Some((new, i + 1));
+            }
+        }
+    }
+    least
 }

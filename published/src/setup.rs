@@ -209,6 +209,7 @@ fn recompute_pins(
     generation: &Generation,
     attention: AttentionKernel,
 ) -> Result<Vec<String>, Unmodelled> {
+    let none = || "recompute=none".to_string();
     let text = row.text("recompute").unwrap_or("");
     if let Some(rest) = text.strip_prefix("full, block ") {
         let number = rest.split(' ').next().unwrap_or("");
@@ -219,22 +220,24 @@ fn recompute_pins(
             value: text.into(),
             expected: "full, block N layers, of those that there are",
         })?;
-        return Ok((0..n).map(|i| format!("recompute:h.{i}.*=yes")).collect());
+        let first = (0..n).map(|i| format!("recompute:h.{i}.*=yes"));
+        return Ok(first.chain([none()]).collect());
     }
     let option = text.strip_prefix("selective layer");
     if option.is_some_and(|rest| !rest.starts_with(char::is_alphanumeric)) {
         let layers = row.required_count("layers")?;
         let second = (1..layers).step_by(2);
-        return Ok(second.map(|i| format!("recompute:h.{i}.*=yes")).collect());
+        let second = second.map(|i| format!("recompute:h.{i}.*=yes"));
+        return Ok(second.chain([none()]).collect());
     }
     Ok(match recompute {
-        "none" => Vec::new(),
+        "none" => vec![none()],
         "selective" => {
             let ops = generation.selective.iter();
             let pins = ops.map(|op| recomputed_op(op));
             // Unfused attention keeps norms and activations: only the scores are made again.
             match attention {
-                AttentionKernel::Unfused { .. } => pins.collect(),
+                AttentionKernel::Unfused { .. } => pins.chain([none()]).collect(),
                 AttentionKernel::Fused { .. } => std::iter::once("recompute=selective".to_string())
                     .chain(pins)
                     .collect(),
@@ -415,7 +418,7 @@ mod tests {
         assert_eq!(
             text.unwrap(),
             "data=1 tensor=1 pipeline=8 zero=0 microbatch=1 schedule=1f1b \
-             recompute:h.*.attn.attend=yes split=4/3/3/3/3/3/3/4 | "
+             recompute:h.*.attn.attend=yes recompute=none split=4/3/3/3/3/3/3/4 | "
         );
     }
 
@@ -487,7 +490,7 @@ mod tests {
         let single = "vTrain ground truth (single-node)";
         assert!(of(single, "full").contains(" recompute:h.*.attn.attend=yes "));
         assert!(of(single, "full").ends_with("| recompute=selective"));
-        assert!(!of(single, "none").contains("recompute"));
+        assert!(of(single, "none").contains(" recompute=none "));
         // A cell that says more than the flag does is taken at its word.
         assert!(of(single, "full (all layers)").contains(" recompute=full "));
         assert!(of("vTrain ground truth", "full").contains(" recompute=full "));
@@ -521,7 +524,7 @@ mod tests {
             pins_of("A100,64,Megatron-LM,,4,1,1,1,64,1,no,1,none,moe128top8,bf16,64,2048,16");
         assert_eq!(
             text.unwrap(),
-            "data=64 tensor=1 pipeline=1 zero=1 microbatch=64 schedule=1f1b expert=16 \
+            "data=64 tensor=1 pipeline=1 zero=1 microbatch=64 schedule=1f1b recompute=none expert=16 \
              spec:h.*.moe.dispatch=[_,data+expert,_,_] spec:h.*.moe.combine=[data+expert,_,_] \
              | routing=balanced"
         );
@@ -529,7 +532,7 @@ mod tests {
             pins_of("A100,64,Megatron-LM,,4,2,1,1,32,1,yes,1,none,moe128top8,bf16,64,2048,8");
         assert_eq!(
             text.unwrap(),
-            "data=32 tensor=2 pipeline=1 zero=1 microbatch=32 schedule=1f1b expert=4 \
+            "data=32 tensor=2 pipeline=1 zero=1 microbatch=32 schedule=1f1b recompute=none expert=4 \
              spec:h.*.moe.gate=[tensor+expert,data,_,_] spec:h.*.moe.up=[tensor+expert,data,_,_] \
              spec:h.*.moe.down=[tensor+expert,data,_,_] \
              spec:h.*.norm_1=[data+expert,tensor,_] spec:h.*.norm_2=[data+expert,tensor,_] \

@@ -193,11 +193,7 @@ fn pin_help(pin: &str) -> String {
         false => *k == key,
     };
     if let Some((_, form)) = PINS.iter().find(of_key) {
-        let without = match family {
-            "recompute" => "nothing is recomputed then",
-            _ => "the search finds what is not pinned",
-        };
-        return format!("give it as {form}, or leave it out: {without}");
+        return format!("give it as {form}, or leave it out: the search finds what is not pinned");
     }
     let forms: Vec<&str> = PINS.iter().map(|(_, form)| *form).collect();
     let all = format!("pins are {}", forms.join(", "));

@@ -5,6 +5,7 @@ use crate::stage::{PricedMesh, Sequences};
 use ir::cluster::Cluster;
 use ir::training::{TrainingGraph, training_graph};
 use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Precision, Rank, TrainSpec};
+use std::slice::from_ref;
 
 /// A preset whose matmuls follow from half sizes, as tests work out by hand.
 fn cluster_without_tiles() -> Cluster {
@@ -156,7 +157,7 @@ fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
                 let weighted: Vec<WeightedLayer<'_>> =
                     models.iter().map(|m| m.weighted(w).unwrap()).collect();
                 let path = PricedMesh::new(&weighted, w)
-                    .path(&s, &layers.kind[range.clone()])
+                    .path(from_ref(&s), &layers.kind[range.clone()])
                     .unwrap();
                 let costs: Vec<Vec<Cost>> = whole
                     .groups
@@ -373,7 +374,7 @@ fn folded_random_stages_cost_what_unfolded_ones_do() {
         }) {
             let weighted: Vec<WeightedLayer<'_>> =
                 models.iter().map(|m| m.weighted(w).unwrap()).collect();
-            let paths = PricedMesh::new(&weighted, w).paths(&s, &sequences);
+            let paths = PricedMesh::new(&weighted, w).paths(from_ref(&s), &sequences);
             assert_eq!(sequences.ranges.len(), n * (n + 1) / 2);
             for &((start, end), path) in &sequences.ranges {
                 let (sizes, costs, edges) = unfold(&models, &kinds[start..end], w);
@@ -560,7 +561,7 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
             ..base
         };
         let cost = PricedMesh::new(&weighted, priced)
-            .path(&s, kinds)
+            .path(from_ref(&s), kinds)
             .unwrap()
             .cost;
         cost.static_bytes + in_flight * cost.saved_bytes
@@ -570,14 +571,16 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
     let mut last = 0;
     for percent in [100, 80, 60, 40, 20, 5] {
         let budget = least + (most - least) / 100 * percent + 100;
-        let (problem, _) = stage_problem("stage", &models, kinds, base, in_flight, budget);
+        let of_layers: Vec<&LayerModel> = kinds.iter().map(|&k| &models[k]).collect();
+        let (problem, _) = stage_problem("stage", &of_layers, base, in_flight, budget);
         let options = SolveOptions {
             work_limit: Some(50),
             ..SolveOptions::default()
         };
         let solved = solve(&problem, &options).unwrap();
         let objective = solved.objective.unwrap();
-        let bound = lagrangian(&weighted, kinds, base, in_flight, budget);
+        let ways = [weighted.iter().map(Some).collect()];
+        let bound = lagrangian(&ways, kinds, base, in_flight, budget);
         assert!(bound <= objective, "{percent}%: {bound} above {objective}");
         assert!(
             10 * bound >= 9 * objective,

@@ -1,28 +1,42 @@
 //! A shape of a submesh priced for one microbatch size: what sequences of layers cost on it under
-//! a ladder of memory prices, and times that they cannot beat.
+//! prices on memory, and times that they cannot beat.
+//!
+//! Prices are of a fixed scale ([`super::scale`]), and few of them are looked at: between two whose
+//! choices differ, the one at which both would cost the same. What lies between the choices of two
+//! prices are stages whose first layers take the one and whose others take the other
+//! ([`super::mixes`]).
 //!
 //! What was worked out about a mesh's layout changes is kept for the next microbatch size.
 
+use super::mixes::{Rungs, mixed};
+use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
 use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
 use crate::prices::Prices;
-use crate::stage::PricedMesh;
+use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
 use ir::LogicalMesh;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, PoisonError};
 
-/// Seconds per byte: how much time a byte of memory may cost. From nothing (memory is
-/// plentiful) to where every byte is worth any communication.
-pub(crate) const MEMORY_PRICES: [f64; 6] = [0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-7];
-/// Microbatches in flight that saved bytes are weighed with; exact counts enter in the DP.
-const IN_FLIGHT: [f64; 3] = [1.0, 8.0, 64.0];
+/// Prices of the bound where only what lives for the step has a price, seconds per byte.
+const STATIC_PRICES: [f64; 3] = [0.0, 1e-11, 1e-9];
+/// Most prices that are looked at for one number of microbatches in flight.
+const PRICES: usize = 4;
 
-/// Per sequence of kinds: distinct stage costs with the index of their weights.
-pub(super) type Stages = Vec<Vec<(usize, LayerCost)>>;
+/// Per sequence of kinds: distinct stage costs with the prices that lead to them.
+pub(super) type Stages = Vec<Vec<(Rungs, LayerCost)>>;
+
+/// The models of a shape's layer kinds, by the number of the choice of what is recomputed; `None`
+/// where a kind is what it is under the first.
+pub(super) type Models = Vec<Vec<Option<LayerModel>>>;
+
+/// The same with the weights of time fixed.
+pub(super) type Weighted<'m> = Vec<Vec<Option<WeightedLayer<'m>>>>;
 
 /// A shape with its prices for one microbatch size.
 pub(super) struct Candidate {
@@ -44,34 +58,55 @@ struct Unpriced {
     shape: Shape,
     batch: u64,
     m: u32,
+    /// Bytes per device that stay free.
+    reserve: u64,
+    /// With nothing recomputed that need not be.
     models: Arc<Vec<LayerModel>>,
     eliminators: Vec<Eliminator>,
+    /// Paths where memory has no price.
+    paths: Vec<Option<StagePath>>,
+}
+
+impl Candidate {
+    /// The costs of its stages, where somebody asked for them.
+    pub(super) fn known_stages(&self) -> Option<&Stages> {
+        match self.unpriced {
+            None => Some(&self.free),
+            Some(_) => self.stages.get(),
+        }
+    }
 }
 
 impl<'a> Search<'a> {
-    /// A shape priced for `m` microbatches of `batch` samples. What its stages cost under prices
-    /// on memory is worked out when somebody asks: most shapes lose by their bound alone.
+    /// A shape priced for `m` microbatches of `batch` samples, with `reserve` bytes of each device
+    /// left free. What its stages cost under prices on memory is worked out when somebody asks:
+    /// most shapes lose by their bound alone.
     pub(super) fn candidate(
         &self,
         index: usize,
         shape: &Shape,
         batch: u64,
         m: u32,
+        reserve: u64,
     ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
         let base = Weights::free(m);
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
-        let mut free: Stages = vec![Vec::new(); self.sequences.len()];
-        self.price(&s, &weighted, (0, base), &mut free);
+        let paths = PricedMesh::new(&weighted, base).paths(&[s], &self.sequences);
+        let one = |path: &Option<StagePath>| {
+            let path = path.iter();
+            path.map(|path| (Rungs::one(0), path.cost)).collect()
+        };
+        let free: Stages = paths.iter().map(one).collect();
         // Where the fastest choices fit by far, memory has no price.
         let mut costs = free.iter().flatten();
-        let capacity = s.cluster.usable_bytes();
+        let capacity = self.seen_by(&shape.mesh).usable_bytes();
         let is_memory_plentiful = costs.all(|(_, cost)| self.fits_twice(cost, m, capacity));
-        let prices = if is_memory_plentiful {
-            &MEMORY_PRICES[..1]
-        } else {
-            &MEMORY_PRICES[..]
+        let prices = match (is_memory_plentiful, self.variants.len()) {
+            (true, _) => &MEMORY_PRICES[..1],
+            (false, 1) => &MEMORY_PRICES[..],
+            (false, _) => &STATIC_PRICES[..],
         };
         let relaxed = self.relaxed(&models, base, prices, capacity)?;
         let eliminators = weighted
@@ -82,8 +117,10 @@ impl<'a> Search<'a> {
             shape: shape.clone(),
             batch,
             m,
+            reserve,
             models,
             eliminators,
+            paths,
         });
         Ok(Candidate {
             shape: index,
@@ -98,48 +135,93 @@ impl<'a> Search<'a> {
     /// The costs of a candidate's stages.
     pub(super) fn stages<'c>(&self, candidate: &'c Candidate) -> &'c Stages {
         match &candidate.unpriced {
-            None => candidate.stages.get().unwrap_or(&candidate.free),
+            None => &candidate.free,
             Some(rest) => candidate
                 .stages
-                .get_or_init(|| self.priced(rest, candidate.free.clone())),
+                .get_or_init(|| self.priced(rest).unwrap_or_else(|| candidate.free.clone())),
         }
     }
 
-    /// A candidate whose stages have all their costs, and that keeps no models.
-    pub(super) fn whole(&self, mut candidate: Candidate) -> Candidate {
-        self.stages(&candidate);
-        candidate.unpriced = None;
-        candidate
-    }
-
-    fn priced(&self, rest: &Unpriced, mut stages: Stages) -> Stages {
-        let s = self.setting(&rest.shape, rest.batch);
-        let models = rest.models.iter().zip(&rest.eliminators);
-        let weighted = models.map(|(model, eliminator)| WeightedLayer {
-            model,
-            eliminator: Cow::Borrowed(eliminator),
+    /// The costs of stages under all prices, and of mixes of them; `None` where the layers of some
+    /// choice of what is recomputed cannot be modelled.
+    fn priced(&self, rest: &Unpriced) -> Option<Stages> {
+        let settings = self.settings(&rest.shape, rest.batch);
+        let others = self.other_models(&settings).ok()?;
+        let base = Weights::free(rest.m);
+        let first = rest.models.iter().zip(&rest.eliminators);
+        let first = first.map(|(model, eliminator)| {
+            Some(WeightedLayer {
+                model,
+                eliminator: Cow::Borrowed(eliminator),
+            })
         });
-        let weighted: Vec<WeightedLayer<'_>> = weighted.collect();
-        for (w, weights) in ladder(rest.m).enumerate().skip(1) {
-            self.price(&s, &weighted, (w, weights), &mut stages);
+        let mut weighted: Weighted<'_> = vec![first.collect()];
+        weighted.extend(weigh_all(&others, base).ok()?);
+        let mut rungs: BTreeMap<usize, Vec<Option<StagePath>>> = BTreeMap::new();
+        rungs.insert(0, rest.paths.clone());
+        let in_flight = self.in_flight(rest.shape.submesh, rest.m);
+        let capacity = self.capacity(rest.shape.submesh, rest.reserve);
+        for family in scale::families(&in_flight) {
+            let of_all = capacity as f64 * self.n_stages(rest.shape.submesh);
+            self.climb(&settings, &weighted, rest.m, (family, of_all), &mut rungs);
         }
-        stages
+        let sequences = 0..self.sequences.len();
+        let of_sequence = |i: usize| {
+            let paths = rungs.iter();
+            let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
+            mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity)
+        };
+        Some(sequences.map(of_sequence).collect())
     }
 
-    /// Adds the stages under some weights.
-    fn price(
+    /// Adds the paths under prices for one number of microbatches in flight: that of the dearest
+    /// memory, then always the price at which what just fits and what just does not would cost the
+    /// same, of all layers within `budget` bytes per device.
+    fn climb(
         &self,
-        s: &Setting<'_>,
-        weighted: &[WeightedLayer<'_>],
-        (w, weights): (usize, Weights),
-        stages: &mut Stages,
+        settings: &[Setting<'_>],
+        weighted: &Weighted<'_>,
+        m: u32,
+        (family, budget): (scale::Family, f64),
+        rungs: &mut BTreeMap<usize, Vec<Option<StagePath>>>,
     ) {
-        let paths = PricedMesh::new(weighted, weights).paths(s, &self.sequences);
-        for (costs, path) in stages.iter_mut().zip(paths) {
-            let Some(path) = path else { continue };
-            // Many prices lead to the same choice.
-            if !costs.iter().any(|(_, c)| *c == path.cost) {
-                costs.push((w, path.cost));
+        // What all layers take together stands for the stages.
+        let main = self.sequences.longest();
+        let figures = |paths: &[Option<StagePath>]| -> Option<(f64, f64)> {
+            let cost = paths[main].as_ref()?.cost;
+            let seconds = f64::from(m) * (cost.time.forward + cost.time.backward) + cost.time.step;
+            Some((seconds, family.bytes(&cost)))
+        };
+        let Some(mut fast) = figures(&rungs[&0]) else {
+            return;
+        };
+        let price = |step: usize| {
+            let refs = refer(weighted);
+            PricedMesh::of_variants(&refs, family.weights(m, step)).paths(settings, &self.sequences)
+        };
+        let top = scale::STEPS - 1;
+        let paths = price(top);
+        let small = figures(&paths);
+        rungs.insert(family.rung(top), paths);
+        let Some(mut small) = small else { return };
+        let (mut above, mut below) = (0, top);
+        for _ in 1..PRICES {
+            let (time, bytes) = (small.0 - fast.0, fast.1 - small.1);
+            if time <= 0.0 || bytes <= 0.0 || above >= below {
+                break;
+            }
+            let step = scale::step_of(time / bytes).clamp(above, below - 1);
+            let paths = price(step);
+            let found = figures(&paths);
+            rungs.insert(family.rung(step), paths);
+            let Some(found) = found else { break };
+            // One of the two again: nothing lies below the line between them.
+            if found == fast || found == small {
+                break;
+            }
+            match found.1 <= budget {
+                true => (small, below) = (found, step),
+                false => (fast, above) = (found, step + 1),
             }
         }
     }
@@ -157,7 +239,7 @@ impl<'a> Search<'a> {
     }
 
     /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
-    /// Lagrangian bound over a ladder of memory prices, with one microbatch in flight and
+    /// Lagrangian bound over a few memory prices, with one microbatch in flight and
     /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
     /// most the time of whatever fits the capacity. Where everything fits, no price but zero
     /// can give more.
@@ -168,6 +250,9 @@ impl<'a> Search<'a> {
         prices: &[f64],
         capacity: u64,
     ) -> Result<Vec<Option<f64>>, ModelError> {
+        // Recomputing takes time and saves what is kept for the backward pass, so where the search
+        // may recompute, only what lives for the step has a price.
+        let recomputes = self.variants.len() > 1;
         let free = Weights { step: 0.0, ..base };
         let weighted = weigh(models, free)?;
         let capacity = capacity as f64;
@@ -175,14 +260,14 @@ impl<'a> Search<'a> {
         for &price in prices {
             let priced = Weights {
                 static_price: price,
-                saved_price: price,
+                saved_price: if recomputes { 0.0 } else { price },
                 ..free
             };
             let objectives = PricedMesh::new(&weighted, priced).objectives(&self.sequences);
             for (known, objective) in best.iter_mut().zip(objectives) {
                 let Some(objective) = objective else { continue };
                 // Each of the summed costs is rounded to within half a quantum.
-                let rounding = QUANTUM_S * 100.0 * self.layers.kind.len() as f64;
+                let rounding = QUANTUM_S * 100.0 * self.layers().kind.len() as f64;
                 let seconds = (objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
                 *known = Some(known.unwrap_or(0.0).max(seconds));
             }
@@ -198,8 +283,9 @@ impl<'a> Search<'a> {
             return Ok(Arc::clone(known));
         }
         let mut prices = self.prices_of(s.mesh);
-        let kinds = self.layers.first.iter();
-        let models = kinds.map(|&l| LayerModel::new(s, &self.layers, l, &mut prices));
+        let kinds = self.variants[0].layers.first.iter();
+        let layers = &self.variants[0].layers;
+        let models = kinds.map(|&l| LayerModel::new(s, layers, l, &mut prices));
         let models = models.collect::<Result<Vec<_>, _>>();
         self.known_prices().push(prices);
         let models = Arc::new(models?);
@@ -216,6 +302,26 @@ impl<'a> Search<'a> {
         Ok(models)
     }
 
+    /// The models of the layer kinds that other choices of what is recomputed make different.
+    pub(super) fn other_models(&self, settings: &[Setting<'_>]) -> Result<Models, ModelError> {
+        let Some(first) = settings.first() else {
+            return Ok(Vec::new());
+        };
+        let mut prices = self.prices_of(first.mesh);
+        let others = self.variants.iter().zip(settings).skip(1);
+        let models = others.map(|(variant, s)| {
+            let kinds = variant.layers.first.iter().enumerate();
+            let models = kinds.map(|(kind, &l)| match variant.differs[kind] {
+                true => LayerModel::new(s, &variant.layers, l, &mut prices).map(Some),
+                false => Ok(None),
+            });
+            models.collect::<Result<Vec<_>, _>>()
+        });
+        let models = models.collect::<Result<Vec<_>, _>>();
+        self.known_prices().push(prices);
+        models
+    }
+
     fn known_prices(&self) -> std::sync::MutexGuard<'_, Vec<Prices<'a>>> {
         // They are put back whole or not at all, so a panic elsewhere does not spoil them.
         self.prices.lock().unwrap_or_else(PoisonError::into_inner)
@@ -226,7 +332,7 @@ impl<'a> Search<'a> {
         let mut known = self.known_prices();
         match known.iter().position(|p| p.mesh() == mesh) {
             Some(i) => known.swap_remove(i),
-            None => Prices::new(self.seen_by(mesh), mesh, &self.buckets),
+            None => Prices::new(self.seen_by(mesh), mesh, &self.variants[0].buckets),
         }
     }
 }
@@ -242,23 +348,21 @@ pub(super) fn weigh(
     models.iter().map(|m| m.weighted(weights)).collect()
 }
 
-/// All weights that a candidate with `m` microbatches is priced under.
-fn ladder(m: u32) -> impl Iterator<Item = Weights> {
-    let prices = MEMORY_PRICES[1..].iter().flat_map(move |&price| {
-        let in_flight = IN_FLIGHT.iter();
-        in_flight
-            .filter(move |&&f| f == 1.0 || f <= f64::from(m))
-            .map(move |&f| (price, price * f))
-    });
-    let prices = std::iter::once((0.0, 0.0)).chain(prices);
-    prices.map(move |(static_price, saved_price)| Weights {
-        static_price,
-        saved_price,
-        ..Weights::free(m)
-    })
+pub(super) fn weigh_all(models: &Models, weights: Weights) -> Result<Weighted<'_>, ModelError> {
+    let mut weighted = Vec::with_capacity(models.len());
+    for kinds in models {
+        let kinds = kinds.iter();
+        let kinds = kinds.map(|m| m.as_ref().map(|m| m.weighted(weights)).transpose());
+        weighted.push(kinds.collect::<Result<Vec<_>, _>>()?);
+    }
+    Ok(weighted)
 }
 
-/// The `w`-th weights that a candidate with `m` microbatches is priced under.
-pub(super) fn weight_at(m: u32, w: usize) -> Weights {
-    ladder(m).nth(w).unwrap_or(Weights::free(m))
+/// What a priced mesh is made of.
+pub(super) fn refer<'m>(weighted: &'m Weighted<'m>) -> Vec<Vec<Option<&'m WeightedLayer<'m>>>> {
+    let of_variant = |kinds: &'m Vec<Option<WeightedLayer<'m>>>| kinds.iter().map(Option::as_ref);
+    weighted
+        .iter()
+        .map(|kinds| of_variant(kinds).collect())
+        .collect()
 }

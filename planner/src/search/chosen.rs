@@ -5,15 +5,17 @@
 //! microbatch size, because a free search has too many of them to keep. Where the pins leave one
 //! shape for one microbatch size, they were kept ([`Search::models`]).
 
-use super::{Pipeline, Search, no_strategy, weigh, weight_at};
+use super::candidates::Models;
+use super::mixes::Rungs;
+use super::{Pipeline, Search, no_strategy, refer, scale, weigh_all};
 use crate::PlanError;
-use crate::assemble::{ChosenStage, add_stage};
+use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
 use crate::groups::Phases;
 use crate::inter_op::{PipelineCost, StageChoice};
 use crate::interleave::cost_of_times;
-use crate::layer_model::{LayerModel, Weights};
-use crate::refine::{Refined, refine};
-use crate::stage::PricedMesh;
+use crate::layer_model::{LayerCost, LayerModel, Weights};
+use crate::refine::{Refined, Stage, refine};
+use crate::stage::{LayerChoice, PricedMesh, StagePath};
 use intra_op::problem::IntraOpProblem;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof};
 use ir::{DeviceMesh, Graph, LogicalMesh, Rank};
@@ -21,13 +23,29 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Everything that the choices of a stage of one shape depend on: weights, kinds of its layers,
+/// Everything that the choices of a stage of one shape depend on: prices, kinds of its layers,
 /// and, where memory has a price, microbatches in flight and bytes for parameters and saved
 /// tensors.
-type Question = (usize, Vec<usize>, Option<(u64, u64)>);
+type Question = (Rungs, Vec<usize>, Option<(u64, u64)>);
 
 /// The layer models of shapes of one microbatch size, by their numbers.
-pub(super) type ShapeModels = BTreeMap<usize, Arc<Vec<LayerModel>>>;
+pub(super) type ShapeModels = BTreeMap<usize, ShapeModel>;
+
+/// The layer models of a shape.
+pub(super) struct ShapeModel {
+    /// With as little recomputed as may be.
+    first: Arc<Vec<LayerModel>>,
+    /// Under the other choices of what is recomputed.
+    others: Models,
+}
+
+impl ShapeModel {
+    /// The model of a layer kind under a choice of what is recomputed.
+    fn of(&self, kind: usize, variant: usize) -> &LayerModel {
+        let others = variant.checked_sub(1).map(|v| &self.others[v][kind]);
+        others.and_then(Option::as_ref).unwrap_or(&self.first[kind])
+    }
+}
 
 /// The plan of a pipeline without its paths.
 pub(super) struct Assembled {
@@ -47,9 +65,9 @@ struct Solved {
     time: Phases,
 }
 
-/// Shape and weights of a stage's entry in the stage table.
-fn tag(stage: &StageChoice) -> (usize, usize) {
-    ((stage.tag >> 16) as usize, (stage.tag & 0xffff) as usize)
+/// Shape and prices of a stage's entry in the stage table.
+fn tag(stage: &StageChoice) -> (usize, Rungs) {
+    Rungs::of_tag(stage.tag)
 }
 
 impl Search<'_> {
@@ -90,8 +108,15 @@ impl Search<'_> {
                 .get(c)
                 .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
             if let Entry::Vacant(vacant) = models.entry(c) {
-                let s = self.setting(shape, p.batch);
-                vacant.insert(self.models(&s).map_err(no_strategy)?);
+                let settings = self.settings(shape, p.batch);
+                let first = self.models(&settings[0]).map_err(no_strategy)?;
+                // Where no memory was priced everything is kept.
+                let of_shape = p.choice.stages.iter().map(tag).filter(|t| t.0 == c);
+                let others = match of_shape.clone().all(|(_, rungs)| rungs.are_free()) {
+                    true => Models::new(),
+                    false => self.other_models(&settings).map_err(no_strategy)?,
+                };
+                vacant.insert(ShapeModel { first, others });
             }
             if !self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)? {
                 return Ok(None);
@@ -116,17 +141,24 @@ impl Search<'_> {
                 axes: shape.mesh.axes.clone(),
             };
             first_rank += shape.mesh.n_devices();
-            add_stage(
-                &mut plan,
-                &self.setting(shape, p.batch),
-                &self.layers,
-                &ChosenStage {
-                    layers: stage.layers.clone(),
-                    mesh,
-                    models: &models[&c],
-                    choices: &refined.choices,
-                },
-            );
+            let models = &models[&c];
+            let kinds = &self.layers().kind[stage.layers.clone()];
+            let chosen = kinds.iter().zip(&refined.choices);
+            let chosen = chosen.map(|(&kind, choice)| {
+                let variant = &self.variants[choice.variant];
+                ChosenLayer {
+                    training: &variant.training,
+                    layers: &variant.layers,
+                    model: models.of(kind, choice.variant),
+                    groups: &choice.groups,
+                }
+            });
+            let chosen = ChosenStage {
+                layers: stage.layers.clone(),
+                mesh,
+                choices: chosen.collect(),
+            };
+            add_stage(&mut plan, &chosen);
             plan.proof.stages.push(refined.proof);
             problems.extend(refined.problem);
         }
@@ -156,37 +188,56 @@ impl Search<'_> {
         p: &Pipeline,
         reserve: u64,
         shape: usize,
-        models: &[LayerModel],
+        models: &ShapeModel,
         solved: &mut [Option<Solved>],
     ) -> Result<bool, PlanError> {
         let shapes = self.shapes(p.batch);
-        let s = self.setting(&shapes[shape], p.batch);
+        let settings = self.settings(&shapes[shape], p.batch);
         let base = Weights {
             level: p.level,
             ..Weights::free(p.m)
         };
-        let weighted = weigh(models, base).map_err(no_strategy)?;
-        let mut priced: BTreeMap<usize, PricedMesh<'_>> = BTreeMap::new();
+        let first = models.first.iter().map(|m| m.weighted(base).map(Some));
+        let first: Result<Vec<_>, _> = first.collect();
+        let mut weighted = vec![first.map_err(no_strategy)?];
+        weighted.extend(weigh_all(&models.others, base).map_err(no_strategy)?);
+        let weighted = refer(&weighted);
+        let mut priced: BTreeMap<u16, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
-        let whole = s.cluster.usable_bytes().saturating_sub(reserve);
+        let whole = settings[0].cluster.usable_bytes().saturating_sub(reserve);
         for (stage, solved) in p.choice.stages.iter().zip(solved) {
-            let (c, w) = tag(stage);
+            let (c, rungs) = tag(stage);
             if c != shape {
                 continue;
             }
-            let priced = priced.entry(w).or_insert_with(|| {
-                let level = p.level;
-                PricedMesh::new(
-                    &weighted,
-                    Weights {
-                        level,
-                        ..weight_at(p.m, w)
-                    },
+            for rung in [rungs.first, rungs.rest] {
+                priced.entry(rung).or_insert_with(|| {
+                    let weights = Weights {
+                        level: p.level,
+                        ..scale::weights_at(p.m, rung.into())
+                    };
+                    PricedMesh::of_variants(&weighted, weights)
+                });
+            }
+            let kinds = stage.layers.clone().map(|l| self.layers().kind[l]);
+            let kinds: Vec<usize> = kinds.collect();
+            let mut path = |rung: u16| priced.get_mut(&rung)?.path(&settings, &kinds);
+            let (small, fast) = match rungs.is_one() {
+                true => (None, path(rungs.rest)),
+                false => (path(rungs.first), path(rungs.rest)),
+            };
+            let made = fast.and_then(|fast| {
+                mixed_path(
+                    &priced,
+                    &kinds,
+                    rungs,
+                    small.as_ref(),
+                    &fast,
+                    p.level.is_some(),
                 )
             });
-            let kinds: Vec<usize> = stage.layers.clone().map(|l| self.layers.kind[l]).collect();
-            let path = match (priced.path(&s, &kinds), p.level) {
-                (Some(path), _) => path,
+            let (choices, cost) = match (made, p.level) {
+                (Some(made), _) => made,
                 (None, Some(_)) => return Ok(false),
                 // It was chosen for the cost of one.
                 (None, None) => {
@@ -195,9 +246,13 @@ impl Search<'_> {
             };
             let budget = stage
                 .share_bytes
-                .unwrap_or(whole.saturating_sub(path.cost.transient_bytes));
-            let is_pressed = w != 0;
-            let question = (w, kinds, is_pressed.then_some((stage.in_flight, budget)));
+                .unwrap_or(whole.saturating_sub(cost.transient_bytes));
+            let is_pressed = !rungs.are_free();
+            let question = (
+                rungs,
+                kinds,
+                is_pressed.then_some((stage.in_flight, budget)),
+            );
             let name = format!(
                 "{} layers {}..{}",
                 forward.name, stage.layers.start, stage.layers.end
@@ -210,27 +265,65 @@ impl Search<'_> {
                 continue;
             }
             let kinds = &question.1;
-            let choices = kinds
-                .iter()
-                .enumerate()
-                .map(|(i, &k)| priced.decode(k, path.boundaries[i], path.boundaries[i + 1]))
+            let layers = kinds.iter().zip(&choices);
+            let layers: Vec<&LayerModel> = layers
+                .map(|(&kind, choice)| models.of(kind, choice.variant))
                 .collect();
             let refined = refine(
-                &name,
-                models,
-                &weighted,
-                kinds,
+                &Stage {
+                    name: &name,
+                    layers: &layers,
+                    kinds,
+                    weighted: &weighted,
+                    weights: base,
+                    in_flight: stage.in_flight,
+                    budget,
+                    is_pressed,
+                    price: scale::weights_at(p.m, rungs.first.into()).static_price,
+                    fits: {
+                        let saved = cost.saved_bytes.saturating_mul(stage.in_flight);
+                        cost.static_bytes.saturating_add(saved) <= budget
+                    },
+                },
                 choices,
-                base,
-                stage.in_flight,
-                budget,
-                is_pressed,
             )?;
-            let time = path.cost.time;
+            let time = cost.time;
             let new = Solved { refined, time };
             known.insert(question, new.clone());
             *solved = Some(new);
         }
         Ok(true)
     }
+}
+
+/// The choices for a stage's layers under its prices, and what they cost: the first layers as under
+/// the dearer, the others as under the cheaper. Where the two do not meet in one layout, as may be
+/// at a level that they were not mixed at, all are as under the dearer.
+fn mixed_path(
+    priced: &BTreeMap<u16, PricedMesh<'_>>,
+    kinds: &[usize],
+    rungs: Rungs,
+    small: Option<&StagePath>,
+    fast: &StagePath,
+    at_level: bool,
+) -> Option<(Vec<LayerChoice>, LayerCost)> {
+    let n = usize::from(rungs.n_first);
+    let cost = match small {
+        None => Some((0, fast.cost)),
+        Some(small) => match super::mixes::joined(small, fast, n) {
+            Some(cost) => Some((n, cost)),
+            None => at_level.then_some((kinds.len(), small.cost)),
+        },
+    };
+    let (n, cost) = cost?;
+    let choice = |i: usize| {
+        let (rung, path) = match small.filter(|_| i < n) {
+            Some(small) => (rungs.first, small),
+            None => (rungs.rest, fast),
+        };
+        let (entry, exit) = (path.boundaries[i], path.boundaries[i + 1]);
+        priced.get(&rung)?.decode(kinds[i], entry, exit)
+    };
+    let choices: Option<Vec<LayerChoice>> = (0..kinds.len()).map(choice).collect();
+    Some((choices?, cost))
 }

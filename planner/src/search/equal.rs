@@ -37,7 +37,7 @@ impl Search<'_> {
         reserve: u64,
         to_beat: ToBeat,
     ) -> Solved {
-        let n_layers = self.layers.kind.len();
+        let n_layers = self.layers().kind.len();
         let devices = self.cluster.n_devices();
         let shapes = self.shapes(batch);
         let matmul_s = self.least_matmul_s(batch);
@@ -69,7 +69,7 @@ impl Search<'_> {
                 continue;
             }
             let mut usable = Vec::new();
-            for (i, candidate) in self.candidates(&shapes, submesh, batch, m) {
+            for (i, candidate) in self.candidates(&shapes, submesh, batch, m, reserve) {
                 match candidate {
                     Ok(c) => usable.push(c),
                     Err(e) => {
@@ -135,10 +135,11 @@ impl Search<'_> {
         submesh: usize,
         batch: u64,
         m: u32,
+        reserve: u64,
     ) -> Vec<(usize, Result<Candidate, ModelError>)> {
         let own = shapes.par_iter().enumerate();
         own.filter(|(_, shape)| shape.submesh == submesh)
-            .map(|(i, shape)| (i, self.candidate(i, shape, batch, m)))
+            .map(|(i, shape)| (i, self.candidate(i, shape, batch, m, reserve)))
             .collect()
     }
 
@@ -169,7 +170,7 @@ impl Search<'_> {
         let rate = rates
             .map(|&t| peak_rate(self.cluster, t))
             .fold(0.0, f64::max);
-        let graph = &self.training.graph;
+        let graph = &self.training().graph;
         let matmuls = graph.ops().iter().filter(|op| {
             op.region == Region::Microbatch && matches!(op.kind, OpKind::DotGeneral { .. })
         });

@@ -17,6 +17,7 @@
 //! That is also the bound that a proof has on interleaved stages, solved or not.
 
 use super::even::even_cuts;
+use super::mixes::Rungs;
 use super::pipelines::INTERLEAVED_OF_A_SIZE;
 use super::{Bounded, Candidate, Pipeline, Search, Solved, nearer};
 use crate::PlanError;
@@ -95,7 +96,7 @@ impl Search<'_> {
         });
         let fits = |r: &Ring| {
             let n_stages = r.n_stages();
-            n_stages <= self.layers.kind.len()
+            n_stages <= self.layers().kind.len()
                 && r.schedule.schedule().problem(n_stages, m).is_none()
         };
         rings.filter(fits).collect()
@@ -154,35 +155,16 @@ impl Search<'_> {
         }
     }
 
-    /// A pipeline of interleaved stages that the search chose, made again with more bytes
-    /// reserved after its buffers took `overrun` too many; and what is reserved then. Stages that
-    /// share a mesh fill it to the last byte, so placing them overruns more often than that of
-    /// one stage; the others of the search need not make room too.
-    pub(super) fn interleaved_in_less(
-        &self,
-        p: &Pipeline,
-        reserve: u64,
-        overrun: u64,
-    ) -> Option<(Pipeline, u64)> {
-        if p.schedule.virtual_stages() == 1 || !self.chooses_interleaving() {
-            return None;
-        }
-        let reserve = reserve.saturating_add(overrun).saturating_add(overrun / 16);
-        let index = (p.choice.stages.first()?.tag >> 16) as usize;
+    /// A ring that the search chose, made again with so many bytes reserved.
+    pub(super) fn ring_in_less(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
+        let (index, _) = Rungs::of_tag(p.choice.stages.first()?.tag);
         let shapes = self.shapes(p.batch);
         let shape = shapes.get(index)?;
         let mut rings = self.rings(shape.submesh, p.m).into_iter();
         let ring = rings.find(|r| r.schedule == p.schedule)?;
-        let candidate = self.candidate(index, shape, p.batch, p.m);
+        let candidate = self.candidate(index, shape, p.batch, p.m, reserve);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
-        let choice = choice.ok()?;
-        Some((
-            Pipeline {
-                choice,
-                ..p.clone()
-            },
-            reserve,
-        ))
+        choice.ok()
     }
 
     /// The best pipeline of interleaved stages as pinned.
@@ -202,7 +184,7 @@ impl Search<'_> {
         let mut bounded = Bounded {
             found: Err(PlanError::NoTiling {
                 devices: self.cluster.n_devices(),
-                layers: self.layers.kind.len(),
+                layers: self.layers().kind.len(),
             }),
             lower: f64::INFINITY,
         };
@@ -292,7 +274,9 @@ impl Search<'_> {
     fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
         let capacity = self.capacity(ring.submesh, reserve);
         let own = [ring.submesh];
-        let table = self.table(&[candidate], &own, ring.n_stages(), vec![1], reserve);
+        self.stages(candidate);
+        // Stages of a mesh differ already, each of a few layers.
+        let table = self.table(&[candidate], &own, ring.n_stages(), vec![1], reserve, false);
         (table, capacity)
     }
 
@@ -305,14 +289,18 @@ impl Search<'_> {
         m: u32,
         capacity: u64,
     ) -> Result<PipelineChoice, PlanError> {
-        let stages: Vec<SharedStage<'_>> = cuts
-            .iter()
-            .map(|s| SharedStage {
-                entries: table.get(s.layers.clone(), s.submesh),
-                in_flight: s.in_flight,
-                transfer_s: s.transfer_s,
-            })
-            .collect();
+        let of_use = |s: &StageChoice| {
+            let entries = table.get(s.layers.clone(), s.submesh);
+            on_hull(entries, m, s.in_flight)
+        };
+        let entries: Vec<Vec<StageEntry>> = cuts.iter().map(of_use).collect();
+        let stages = cuts.iter().zip(&entries);
+        let stages = stages.map(|(s, entries)| SharedStage {
+            entries,
+            in_flight: s.in_flight,
+            transfer_s: s.transfer_s,
+        });
+        let stages: Vec<SharedStage<'_>> = stages.collect();
         let shared = share(&stages, ring.n_meshes, ring.latency(m), capacity)
             .map_err(|e| self.too_large(&e, &cuts, ring, capacity))?;
         for (k, stage) in cuts.iter_mut().enumerate() {
@@ -344,7 +332,7 @@ impl Search<'_> {
         capacity: u64,
     ) -> PlanError {
         let own = || cuts.iter().skip(e.mesh).step_by(ring.n_meshes);
-        let names = &self.training.graph.layers;
+        let names = &self.training().graph.layers;
         let layers =
             own().map(|s| format!("{} to {}", names[s.layers.start], names[s.layers.end - 1]));
         PlanError::Memory {
@@ -361,7 +349,7 @@ impl Search<'_> {
     /// sending: the least over all ways to cut the layers of what no stage can beat. `None` where
     /// no stages cover them.
     fn least_sum_s(&self, candidate: &Candidate) -> Option<f64> {
-        let n_layers = self.layers.kind.len();
+        let n_layers = self.layers().kind.len();
         let mut ranges: Vec<(usize, usize, f64)> = Vec::new();
         for &((start, end), sequence) in &self.sequences.ranges {
             ranges.extend(candidate.relaxed[sequence].map(|s| (start, end, s)));
@@ -381,6 +369,37 @@ impl Search<'_> {
         let hops = ring.n_stages().saturating_sub(1);
         hops as f64 * self.transfer_s(ring.submesh, ring.submesh, batch)
     }
+}
+
+/// The entries of a stage that some price on memory makes best: the corners of the convex hull of
+/// what a step costs and bytes with so many microbatches in flight, the fastest first. Stages of a
+/// mesh share its memory, and between two corners other stages of it give and take.
+fn on_hull(entries: &[StageEntry], m: u32, in_flight: u64) -> Vec<StageEntry> {
+    let seconds = |e: &StageEntry| f64::from(m) * e.time_s() + e.step_s;
+    let mut sorted: Vec<&StageEntry> = entries.iter().collect();
+    sorted.sort_by(|a, b| {
+        let bytes = |e: &StageEntry| e.bytes(in_flight);
+        seconds(a)
+            .total_cmp(&seconds(b))
+            .then(bytes(a).cmp(&bytes(b)))
+    });
+    let mut hull: Vec<StageEntry> = Vec::new();
+    for e in sorted {
+        let bytes = |e: &StageEntry| e.bytes(in_flight) as f64;
+        if hull.last().is_some_and(|last| bytes(e) >= bytes(last)) {
+            continue;
+        }
+        // The last corner goes if it lies above the line from the one before to this entry.
+        while let [.., a, b] = hull.as_slice() {
+            let rise = (seconds(b) - seconds(a)) * (bytes(a) - bytes(e));
+            match rise < (seconds(e) - seconds(a)) * (bytes(a) - bytes(b)) {
+                true => break,
+                false => hull.pop(),
+            };
+        }
+        hull.push(*e);
+    }
+    hull
 }
 
 #[cfg(test)]

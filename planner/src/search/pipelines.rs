@@ -3,12 +3,14 @@
 //! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
 //! next. What is found and its bound do not depend on which is ready first.
 
+use super::mixes::Rungs;
 use super::{Candidate, Search, Submesh, no_strategy};
-use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice};
+use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
 use crate::layer_model::ModelError;
 use crate::{PlanError, PlanStats};
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// Pipelines that are lowered and simulated.
 const SIMULATED: usize = 6;
@@ -19,6 +21,9 @@ const SIMULATED_INTERLEAVED: usize = 8;
 /// Most of them for one microbatch size, each with another number of stages on a mesh: sends,
 /// of which there are as many more, hide behind computing as only the simulator knows.
 pub(super) const INTERLEAVED_OF_A_SIZE: usize = 2;
+/// What costs so many times as much as the best by the objective is not simulated: the two differ
+/// by less.
+const NEAR: f64 = 1.06;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 4;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -152,7 +157,7 @@ impl Search<'_> {
         ToBeat {
             plain: match self.cluster.pool.is_some() {
                 true => f64::INFINITY,
-                false => worst(plain, SIMULATED),
+                false => worst(plain, SIMULATED).min(least * NEAR),
             },
             interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least),
         }
@@ -175,10 +180,7 @@ impl Search<'_> {
         let candidates: Vec<Result<Candidate, ModelError>> = shapes
             .par_iter()
             .enumerate()
-            .map(|(i, shape)| {
-                let candidate = self.candidate(i, shape, batch, m)?;
-                Ok(self.whole(candidate))
-            })
+            .map(|(i, shape)| self.candidate(i, shape, batch, m, reserve))
             .collect();
         let mut solved = Solved::nothing();
         let mut usable = Vec::new();
@@ -210,7 +212,7 @@ impl Search<'_> {
         if self.cluster.pool.is_some() && self.pins.pipeline.is_none() && self.mixes_submeshes() {
             let all: Vec<usize> = (0..self.submeshes.len()).collect();
             let most = self
-                .layers
+                .layers()
                 .kind
                 .len()
                 .min(self.cluster.n_devices() as usize);
@@ -231,6 +233,35 @@ impl Search<'_> {
             }
         }
         solved
+    }
+
+    /// A pipeline of plain stages made again, of the shapes that it had, with so many bytes
+    /// reserved.
+    pub(super) fn plain_in_less(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
+        let stages = p.choice.stages.iter();
+        let indices: BTreeSet<usize> = stages.map(|s| Rungs::of_tag(s.tag).0).collect();
+        let shapes = self.shapes(p.batch);
+        let mut candidates = Vec::with_capacity(indices.len());
+        for index in indices {
+            let candidate = self.candidate(index, shapes.get(index)?, p.batch, p.m, reserve);
+            candidates.push(candidate.ok()?);
+        }
+        let mut submeshes: Vec<usize> = candidates.iter().map(|c| c.submesh).collect();
+        submeshes.sort_unstable();
+        submeshes.dedup();
+        let n_stages = Some(p.choice.stages.len());
+        let (schedule, any) = (p.schedule, f64::INFINITY);
+        let bounded = self.solve_over(
+            &submeshes,
+            &candidates,
+            p.batch,
+            p.m,
+            schedule,
+            reserve,
+            n_stages,
+            any,
+        );
+        bounded.found.ok()
     }
 
     fn solve_pipeline(
@@ -261,7 +292,7 @@ impl Search<'_> {
     /// Whether stages of one pipeline may have submeshes of different sizes.
     pub(super) fn mixes_submeshes(&self) -> bool {
         !self.cluster.is_equal()
-            || self.layers.kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
+            || self.layers().kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
     }
 
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
@@ -309,12 +340,13 @@ impl Search<'_> {
             // Where even the relaxation has no pipeline there is none to bound.
             Err(_) => to_beat,
         };
+        let table = || {
+            let (sizes, starts) = (sizes.clone(), starts.clone());
+            let table = self.table(&all, submeshes, devices, sizes, reserve, true);
+            table.at(starts)
+        };
         let found = match lower < options.cutoff_s || to_beat.is_infinite() {
-            true => {
-                let table = self.table(&all, submeshes, devices, sizes, reserve);
-                let table = table.at(starts);
-                inter_op::plan(&table, &transfer, &options)
-            }
+            true => self.solve_lazily(&all, &table, &transfer, &options),
             false => Err(NoPlan::NoTiling),
         };
         Bounded {
@@ -323,11 +355,45 @@ impl Search<'_> {
         }
     }
 
+    /// The best pipeline over candidates of which as few as possible are priced: first that of
+    /// times that those without prices cannot beat, then, with what it was made of priced, again,
+    /// until nothing in it lacks its price. No other is better then. `table` is that of what is
+    /// known.
+    fn solve_lazily(
+        &self,
+        candidates: &[&Candidate],
+        table: &dyn Fn() -> StageTable,
+        transfer: Transfer<'_>,
+        options: &InterOpOptions,
+    ) -> Result<PipelineChoice, NoPlan> {
+        loop {
+            let found = inter_op::plan(&table(), transfer, options);
+            let shapes: BTreeSet<usize> = match &found {
+                Ok(choice) => {
+                    let tags = choice.stages.iter().map(|s| Rungs::of_tag(s.tag));
+                    let unknown = tags.filter(|(_, rungs)| *rungs == Rungs::UNKNOWN);
+                    unknown.map(|(shape, _)| shape).collect()
+                }
+                // The reason is said of what the stages need.
+                Err(_) if options.cutoff_s.is_infinite() => {
+                    candidates.iter().map(|c| c.shape).collect()
+                }
+                Err(_) => BTreeSet::new(),
+            };
+            let unknown = candidates.par_iter();
+            let unknown =
+                unknown.filter(|c| shapes.contains(&c.shape) && c.known_stages().is_none());
+            if unknown.map(|c| self.stages(c)).count() == 0 {
+                return found;
+            }
+        }
+    }
+
     pub(super) fn infeasible(&self, why: NoPlan, submeshes: &[usize]) -> PlanError {
         match why {
             NoPlan::NoTiling => PlanError::NoTiling {
                 devices: self.cluster.n_devices(),
-                layers: self.layers.kind.len(),
+                layers: self.layers().kind.len(),
             },
             NoPlan::Memory {
                 n_stages,
@@ -340,8 +406,8 @@ impl Search<'_> {
                 n_stages,
                 layers: format!(
                     "{} to {}",
-                    self.training.graph.layers[layers.start],
-                    self.training.graph.layers[layers.end - 1]
+                    self.training().graph.layers[layers.start],
+                    self.training().graph.layers[layers.end - 1]
                 ),
                 devices: self.submeshes[submeshes[submesh]].n_devices,
                 in_flight,

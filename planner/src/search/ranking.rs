@@ -16,12 +16,14 @@ use super::interleaved;
 use super::{Pipeline, Search};
 use crate::assemble::record_paths;
 use crate::groups::Phases;
+use crate::prices::Buckets;
 use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
 use intra_op::problem::IntraOpProblem;
 use ir::plan::{Plan, Proof, ScheduleKind};
 use ir::program::Program;
+use ir::training::TrainingGraph;
 use ir::{Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
@@ -33,14 +35,25 @@ use std::collections::VecDeque;
 const AT_LEVELS: usize = 2;
 /// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
 const AT_ONCE: usize = 4;
+/// Times that a pipeline is made, with more bytes left for placing its buffers, until it fits.
+const TIMES: usize = 3;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
 
 /// The outcome for the pipelines.
 pub(super) enum Made {
-    Fits(Box<Plan>, Program, Box<Simulation>),
+    Fits(Box<Best>),
     /// The nearest plan's arena exceeds the budget by this many bytes.
     Overrun(u64),
+}
+
+/// The plan, with what was made of it.
+pub(super) struct Best {
+    pub plan: Plan,
+    /// The training graph, with what its layers recompute.
+    pub training: TrainingGraph,
+    pub program: Program,
+    pub simulation: Simulation,
 }
 
 /// The facts about all pipelines of a search.
@@ -56,6 +69,8 @@ pub(super) struct Known {
 /// A plan, lowered and simulated.
 struct Played {
     plan: Box<Plan>,
+    /// None where nothing is recomputed that need not be.
+    training: Option<Box<TrainingGraph>>,
     problems: Vec<IntraOpProblem>,
     program: Program,
     simulation: Simulation,
@@ -93,23 +108,26 @@ impl Search<'_> {
         let mut overrun = u64::MAX;
         let asked = known.reserve;
         let mut ranked: Vec<Ranked> = Vec::new();
-        // With the bytes that each of them leaves for placing its buffers.
-        let mut waiting: VecDeque<(Pipeline, u64)> =
-            pipelines.into_iter().map(|p| (p, asked)).collect();
+        // With the bytes that each of them leaves for placing its buffers, and how often it was made.
+        let mut waiting: VecDeque<(Pipeline, u64, usize)> =
+            pipelines.into_iter().map(|p| (p, asked, 1)).collect();
         while !waiting.is_empty() {
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
-            let outcomes = some.par_iter().map(|(p, reserve)| {
+            let outcomes = some.par_iter().map(|(p, reserve, _)| {
                 let made = self.assemble(forward, p, *reserve, &mut ShapeModels::new())?;
                 let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
-                self.play(made.ok_or_else(defect)?)
+                self.play(forward, made.ok_or_else(defect)?)
             });
             let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
-            for ((p, reserve), outcome) in some.into_iter().zip(outcomes) {
+            for ((p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
                 match outcome {
                     Outcome::Overrun(over) => {
                         overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
-                        if reserve == asked {
-                            waiting.extend(self.interleaved_in_less(&p, reserve, over));
+                        if times < TIMES {
+                            let more = over.saturating_add(over / 16);
+                            let reserve = reserve.saturating_add(more);
+                            let less = self.in_less(&p, reserve);
+                            waiting.extend(less.map(|p| (p, reserve, times + 1)));
                         }
                     }
                     Outcome::Fits(played) => {
@@ -142,8 +160,28 @@ impl Search<'_> {
             }
         }
         Ok(match best {
-            Some(b) => Made::Fits(b.plan, b.program, Box::new(b.simulation)),
+            Some(b) => Made::Fits(Box::new(Best {
+                plan: *b.plan,
+                training: b.training.map_or_else(|| self.training().clone(), |t| *t),
+                program: b.program,
+                simulation: b.simulation,
+            })),
             None => Made::Overrun(overrun),
+        })
+    }
+
+    /// A pipeline of the same shapes made again with so many bytes reserved, after its buffers took
+    /// too many: what fills the memory to the last byte overruns it easily, and others need not
+    /// make room too. None where the pins leave nothing else to choose from.
+    fn in_less(&self, p: &Pipeline, reserve: u64) -> Option<Pipeline> {
+        let choice = match p.schedule.virtual_stages() {
+            1 => self.plain_in_less(p, reserve),
+            _ if self.chooses_interleaving() => self.ring_in_less(p, reserve),
+            _ => None,
+        };
+        choice.map(|choice| Pipeline {
+            choice,
+            ..p.clone()
         })
     }
 
@@ -183,7 +221,7 @@ impl Search<'_> {
         }
         // In parallel; collected in order.
         let played = different.into_par_iter().map(|(pipeline, made)| {
-            Ok(match self.play(made)? {
+            Ok(match self.play(forward, made)? {
                 Outcome::Fits(played) => Some((pipeline, played)),
                 Outcome::Overrun(_) => None,
             })
@@ -193,17 +231,19 @@ impl Search<'_> {
     }
 
     /// Lowers and simulates a plan.
-    fn play(&self, made: Assembled) -> Result<Outcome, PlanError> {
+    fn play(&self, forward: &Graph, made: Assembled) -> Result<Outcome, PlanError> {
         let Assembled {
             mut plan,
             problems,
             times,
         } = made;
         let lower = |e: LowerError| PlanError::Lower(e.to_string());
-        let layouts = Layouts::new(&plan, self.training).map_err(lower)?;
-        record_paths(&mut plan, &layouts, self.training, &self.buckets).map_err(lower)?;
+        let own = self.training_of(&plan, forward)?;
+        let training = own.as_deref().unwrap_or(self.training());
+        let layouts = Layouts::new(&plan, training).map_err(lower)?;
+        record_paths(&mut plan, &layouts, training, &Buckets::new(training)).map_err(lower)?;
         let program = layouts
-            .lower(&plan, self.training, &BucketSizes::default())
+            .lower(&plan, training, &BucketSizes::default())
             .map_err(lower)?;
         let over = program.roles.iter().map(|r| {
             let usable = self.cluster.seen_by(r.mesh.devices).usable_bytes();
@@ -215,17 +255,33 @@ impl Search<'_> {
         let simulation = simulate(
             &program,
             self.cluster,
-            &SimulateOptions::new(StepWork::of(self.training, self.train)),
+            &SimulateOptions::new(StepWork::of(training, self.train)),
         )
         .map_err(|e| PlanError::Lower(e.to_string()))?;
         plan.predicted = simulation.prediction.clone();
         Ok(Outcome::Fits(Box::new(Played {
             plan: Box::new(plan),
+            training: own,
             problems,
             program,
             simulation,
             times,
         })))
+    }
+
+    /// The training graph of a plan; none where it is that of all layers that recompute no more
+    /// than they have to.
+    fn training_of(
+        &self,
+        plan: &Plan,
+        forward: &Graph,
+    ) -> Result<Option<Box<TrainingGraph>>, PlanError> {
+        if self.variants.len() == 1 {
+            return Ok(None);
+        }
+        let training = plan.training_graph(forward);
+        let training = training.map_err(|e| PlanError::Lower(e.to_string()))?;
+        Ok(Some(Box::new(training)))
     }
 
     /// Counts what was simulated, and keeps it if it is faster than the best; whether it is.

@@ -5,7 +5,7 @@ use crate::PlanError;
 use crate::layers::Layers;
 use crate::pins::Pins;
 use crate::stage::Sequences;
-use ir::training::{TrainingGraph, can_recompute, choose};
+use ir::training::{Recompute, TrainingGraph, can_recompute, choose};
 use ir::{Dim, Graph, OpId, Pass, Region, ValueId, counted};
 use std::collections::BTreeSet;
 
@@ -68,10 +68,11 @@ pub(super) fn boundary(graph: &Graph) -> Option<ValueId> {
     op.outputs.first().copied()
 }
 
-/// The ops that the pins recompute.
+/// The ops that a named choice recomputes, but for those that the pins speak of.
 pub(super) fn recomputed(
     training: &TrainingGraph,
     pins: &Pins,
+    policy: Recompute,
 ) -> Result<BTreeSet<OpId>, PlanError> {
     let graph = &training.graph;
     for pin in &pins.recompute_ops {
@@ -83,7 +84,6 @@ pub(super) fn recomputed(
             )));
         }
     }
-    let policy = pins.recompute.unwrap_or_default();
     let fixed = |op: &ir::Op| pins.recomputes(&op.path);
     Ok(choose(training, policy, &fixed))
 }

@@ -1,11 +1,15 @@
 //! The stage tables of `inter_op`: what ranges of layers cost on submeshes, from the costs of
 //! sequences on priced shapes.
 
+use super::mixes::Rungs;
 use super::{Candidate, Search};
 use crate::inter_op::{StageEntry, StageTable};
 use cost_model::collectives::send_time;
 use ir::cluster::Cluster;
-use rayon::prelude::*;
+use std::collections::BTreeSet;
+
+/// Most numbers of microbatches in flight for which stages are fitted into memory.
+const MAX_IN_FLIGHT: usize = 16;
 
 /// An entry that takes nothing.
 const BLANK: StageEntry = StageEntry {
@@ -23,7 +27,10 @@ const BLANK: StageEntry = StageEntry {
 
 impl Search<'_> {
     /// The costs of ranges of layers on some of the submeshes (indices), which have these sizes in
-    /// a cluster of `devices` of the same unit; `reserve` bytes of each device stay free.
+    /// a cluster of `devices` of the same unit; `reserve` bytes of each device stay free. Of a
+    /// candidate whose stages nobody asked for yet, a time that they cannot beat and no bytes, as
+    /// [`Rungs::UNKNOWN`]. With `mixes`, layers of a stage may differ in what memory costs them.
+    #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
     pub(super) fn table(
         &self,
         candidates: &[&Candidate],
@@ -31,19 +38,30 @@ impl Search<'_> {
         devices: usize,
         sizes: Vec<usize>,
         reserve: u64,
+        mixes: bool,
     ) -> StageTable {
-        let mut table = StageTable::new(self.layers.kind.len(), devices, sizes);
+        let mut table = StageTable::new(self.layers().kind.len(), devices, sizes);
         let none = vec![Vec::new(); self.sequences.len()];
         let mut entries: Vec<Vec<Vec<StageEntry>>> = vec![none; submeshes.len()];
-        candidates.par_iter().for_each(|candidate| {
-            self.stages(candidate);
-        });
         for candidate in candidates {
             let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
                 continue;
             };
-            for (sequence, costs) in self.stages(candidate).iter().enumerate() {
-                entries[submesh][sequence].extend(costs.iter().map(|(w, cost)| StageEntry {
+            let of_submesh = &mut entries[submesh];
+            let Some(stages) = candidate.known_stages() else {
+                for (entries, seconds) in of_submesh.iter_mut().zip(&candidate.relaxed) {
+                    entries.extend(seconds.map(|forward_s| StageEntry {
+                        forward_s,
+                        capacity_bytes: u64::MAX,
+                        tag: Rungs::UNKNOWN.tag(candidate.shape),
+                        ..BLANK
+                    }));
+                }
+                continue;
+            };
+            for (entries, costs) in of_submesh.iter_mut().zip(stages) {
+                let costs = costs.iter().filter(|(rungs, _)| mixes || rungs.is_one());
+                entries.extend(costs.map(|(rungs, cost)| StageEntry {
                     forward_s: cost.time.forward,
                     backward_s: cost.time.backward,
                     step_s: cost.time.step,
@@ -51,7 +69,7 @@ impl Search<'_> {
                     saved_bytes_per_microbatch: cost.saved_bytes,
                     transient_bytes: cost.transient_bytes,
                     capacity_bytes: self.capacity(candidate.submesh, reserve),
-                    tag: (candidate.shape as u64) << 16 | *w as u64,
+                    tag: rungs.tag(candidate.shape),
                     ..BLANK
                 }));
             }
@@ -75,7 +93,7 @@ impl Search<'_> {
         devices: usize,
         sizes: Vec<usize>,
     ) -> StageTable {
-        let mut table = StageTable::new(self.layers.kind.len(), devices, sizes);
+        let mut table = StageTable::new(self.layers().kind.len(), devices, sizes);
         let mut best = std::collections::BTreeMap::new();
         for candidate in candidates {
             let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
@@ -101,7 +119,7 @@ impl Search<'_> {
 
     /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
     pub(super) fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
-        let graph = &self.training.graph;
+        let graph = &self.training().graph;
         let bytes = self.boundary.map_or(0, |v| graph.ty(v).bytes(batch));
         let (a, b) = (&self.submeshes[from], &self.submeshes[to]);
         let n = a.n_devices;
@@ -117,6 +135,45 @@ impl Search<'_> {
         2.0 * behind
             .map(|&first| send(self.cluster, first, first + n))
             .fold(0.0, f64::max)
+    }
+
+    /// The numbers of microbatches in flight that a stage on a submesh may have, ascending: those of
+    /// the stages of equal submeshes, else of as many stages as there may be.
+    pub(super) fn in_flight(&self, submesh: usize, m: u32) -> Vec<u64> {
+        let schedule = self.pins.schedule_kind().schedule();
+        let (n_layers, devices) = (self.layers().kind.len(), self.cluster.n_devices());
+        let of_mesh = self.submeshes[submesh].n_devices.max(1);
+        let most = match self.mixes_submeshes() {
+            true => devices as usize,
+            false => (devices / of_mesh) as usize,
+        };
+        let most = self.pins.pipeline.map_or(most, |p| p as usize);
+        let v = schedule.virtual_stages().max(1) as usize;
+        let counts = match (self.mixes_submeshes(), v) {
+            (true, 1) => 1..=most.clamp(1, n_layers.max(1)),
+            (false, 1) => {
+                let n = most.clamp(1, n_layers.max(1));
+                n..=n
+            }
+            // As pinned.
+            _ => most.saturating_mul(v)..=most.saturating_mul(v),
+        };
+        let mut numbers: BTreeSet<u64> = BTreeSet::new();
+        for n in counts {
+            numbers.extend((0..n).map(|i| u64::from(schedule.activations(i, n, m))));
+        }
+        // Of many, some: what fits with more in flight fits with fewer.
+        let numbers: Vec<u64> = numbers.into_iter().collect();
+        let step = numbers.len().div_ceil(MAX_IN_FLIGHT).max(1);
+        let mut some: Vec<u64> = numbers.iter().rev().step_by(step).copied().collect();
+        some.reverse();
+        some
+    }
+
+    /// Stages of a pipeline of equal submeshes.
+    pub(super) fn n_stages(&self, submesh: usize) -> f64 {
+        let of_mesh = f64::from(self.submeshes[submesh].n_devices.max(1));
+        (f64::from(self.cluster.n_devices()) / of_mesh).max(1.0)
     }
 
     /// Bytes per device of a submesh, `reserve` of them left free.

@@ -1,15 +1,14 @@
 //! The cuts against the exhaustive search: every submesh priced, and every pipeline over it
 //! enumerated, on small models and clusters of random figures.
 
-use super::super::{Submesh, boundary, saved_values, sequences, submeshes};
+use super::super::variants::{Variant, variants};
+use super::super::{Submesh, boundary, sequences, submeshes};
 use super::*;
 use crate::inter_op::{InterOpOptions, brute_force};
-use crate::layers::find_layers;
 use crate::pins::Pins;
-use crate::prices::Buckets;
 use ir::cluster::Cluster;
 use ir::testing::Rng;
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::training_graph;
 use ir::{Bytes, Graph, Precision, TrainSpec};
 use std::sync::{Mutex, OnceLock};
 
@@ -18,7 +17,7 @@ const SAME: f64 = 1e-9;
 
 /// The values that a [`Search`] borrows, with the microbatch size that is looked at.
 struct Case {
-    training: TrainingGraph,
+    variants: Vec<Variant>,
     train: TrainSpec,
     cluster: Cluster,
     pins: Pins,
@@ -54,8 +53,9 @@ impl Case {
             ..TrainSpec::default()
         };
         let cluster = cluster(rng);
+        let kept = training_graph(&forward, &train).unwrap();
         Case {
-            training: training_graph(&forward, &train).unwrap(),
+            variants: variants(kept, &Pins::default()).unwrap(),
             submeshes: submeshes(&cluster, &Pins::default()),
             cluster,
             pins: Pins::default(),
@@ -70,19 +70,14 @@ impl Case {
     }
 
     fn search(&self) -> Search<'_> {
-        let layers = find_layers(&self.training, &|_| None);
         Search {
-            training: &self.training,
+            variants: &self.variants,
             train: &self.train,
             cluster: &self.cluster,
             pins: &self.pins,
-            saved: saved_values(&self.training),
-            buckets: Buckets::new(&self.training),
-            of_parameters: crate::pins::whole::made_of_parameters(&self.training.graph),
-            sequences: sequences(&layers, &self.pins).unwrap(),
-            layers,
+            sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
-            boundary: boundary(&self.training.graph),
+            boundary: boundary(&self.variants[0].training.graph),
             prices: Mutex::new(Vec::new()),
             kept: OnceLock::new(),
             choices: Default::default(),
@@ -147,13 +142,16 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
     let devices = search.cluster.n_devices();
     let options = InterOpOptions::new(case.m().into(), case.schedule);
     let best = |(i, submesh): (usize, &Submesh)| {
-        let priced = search.candidates(&shapes, i, case.batch, case.m());
+        let priced = search.candidates(&shapes, i, case.batch, case.m(), 0);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
+        for candidate in &usable {
+            search.stages(candidate);
+        }
         let (all, n_stages) = (
             usable.iter().collect::<Vec<_>>(),
             (devices / submesh.n_devices) as usize,
         );
-        let table = search.table(&all, &[i], n_stages, vec![1], 0);
+        let table = search.table(&all, &[i], n_stages, vec![1], 0, true);
         let sent = search.transfer_s(i, i, case.batch);
         let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
         brute_force(&table, &transfer, &options).map(|c| c.total_s)
@@ -225,7 +223,7 @@ fn nothing_better_is_cut() {
 fn exhaustive_rings(case: &Case, search: &Search<'_>) -> Vec<f64> {
     let shapes = search.shapes(case.batch);
     let best = |i: usize| {
-        let priced = search.candidates(&shapes, i, case.batch, case.m());
+        let priced = search.candidates(&shapes, i, case.batch, case.m(), 0);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         let costs = usable.iter().flat_map(|c| {
             let rings = search.rings(i, case.m()).into_iter();
