@@ -51,6 +51,7 @@ fn plan(forward: &Graph, case: &Case, n: u32, pins: &[&str], layering: Layering)
     let options = PlanOptions {
         pins: Pins::parse(pins).expect("the pins are well-formed"),
         layering,
+        ..PlanOptions::default()
     };
     let made = planner::plan(forward, &case.train, &cluster(n), &options)
         .unwrap_or_else(|e| panic!("{} {pins:?} {layering:?}: {e}", forward.name));
@@ -280,6 +281,7 @@ fn a_dense_graph_is_planned_as_one_layer() {
     let options = PlanOptions {
         pins: Pins::parse(&["pipeline=2"]).expect("a pin"),
         layering: Layering::Exactly(3),
+        ..PlanOptions::default()
     };
     let made =
         planner::plan(&forward, &train, &cluster(2), &options).unwrap_or_else(|e| panic!("{e}"));

@@ -6,27 +6,9 @@ use ir::collective::CollectiveKind;
 use ir::op::Work;
 use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, TemplateKind};
 use ir::training::StateRole;
-use ir::{BufferId, Bytes, DType, Graph, Pass, Precision, TrainSpec};
+use ir::{BufferId, Bytes, DType, Pass, Precision, TrainSpec};
 use planner::{PlanError, Planned};
-use tests::{cluster, planned};
-
-/// A GPT-2 with 128 features per head and untied embeddings.
-fn gpt2(layers: u64, hidden: u64, sequence: u64, vocab: u64) -> Graph {
-    let config = serde_json::json!({
-        "model_type": "gpt2", "n_layer": layers, "n_head": hidden / 128, "n_embd": hidden,
-        "n_positions": sequence, "vocab_size": vocab, "tie_word_embeddings": false,
-    });
-    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes())
-        .expect("the config is valid");
-    import::model_graph(
-        &config,
-        &import::BuildOptions {
-            sequence,
-            dropout: 0.0,
-        },
-    )
-    .expect("the model builds")
-}
+use tests::{cluster, gpt2, planned};
 
 fn train(global_batch: u64, sequence: u64) -> TrainSpec {
     TrainSpec {
@@ -711,7 +693,7 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
     );
     let z = chosen(footprint[3] + (footprint[2] - footprint[3]) / 4);
     assert!(
-        z.states > 0.9 && z.gradients > 0.5 && z.parameters.0 > 0.4 && z.parameters.1 > 0.4,
+        z.states > 0.9 && z.gradients > 0.5 && z.parameters.0 > 0.25 && z.parameters.1 > 0.25,
         "parameters are split too: {z:?}"
     );
     match plan(footprint[3] / 2, &[]) {
@@ -961,4 +943,35 @@ fn the_search_splits_experts() {
     }
     let tokens = split(&made, "h.0.attn.out");
     assert!(tokens[0] > 1, "samples are split outside: {tokens:?}");
+}
+
+/// One long sample and few heads: only the sequence is left to split, and its causal attention is
+/// shared evenly in zigzag order. Nothing is pinned, and the plan says so.
+#[test]
+fn a_long_sequence_gets_context_ranks_in_zigzag_order() {
+    let (sequence, batch) = (65_536, 2);
+    let forward = gpt2(3, 256, sequence, 1024);
+    let made = planned(&forward, &train(batch, sequence), &cluster(8), &[]).expect("a plan");
+    let axis = |name: &str| {
+        let mut axes = made.plan.stages[0].mesh.axes.iter();
+        axes.find(|a| a.name == name).map_or(1, |a| a.size)
+    };
+    assert!(axis("context") >= 2, "{:?}", made.plan.stages[0].mesh);
+    assert!(made.plan.graph.contains("zigzag"), "{}", made.plan.graph);
+    assert!(made.plan.pins.is_empty(), "{:?}", made.plan.pins);
+    assert!(
+        made.plan
+            .proof
+            .space
+            .contains("zigzag order for 2, 4, 8 context ranks")
+    );
+    // The same by pins.
+    let n = format!("context={}", axis("context"));
+    let pins = [n.as_str(), "context_order=zigzag"];
+    let pinned = planned(&forward, &train(batch, sequence), &cluster(8), &pins).expect("a plan");
+    let step_s = |p: &Planned| p.plan.predicted.step_time_s.0;
+    assert_eq!(step_s(&pinned), step_s(&made));
+    let natural = [&n, "context_order=natural"];
+    let natural = planned(&forward, &train(batch, sequence), &cluster(8), &natural);
+    assert!(step_s(&made) < 0.8 * step_s(&natural.expect("a plan")));
 }

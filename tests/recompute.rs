@@ -121,6 +121,66 @@ fn memory_falls_time_and_hardware_flops_rise() {
     }
 }
 
+/// Unpinned, as many layers recompute as make the plan fit: the less memory, the more of them, and
+/// the slower, but never slower than if all did.
+#[test]
+fn the_search_recomputes_no_more_than_it_must() {
+    let forward = tests::gpt2(8, 256, 256, 1024);
+    let train = ir::TrainSpec {
+        global_batch: 16,
+        sequence: 256,
+        precision: ir::Precision::Bf16,
+        ..ir::TrainSpec::default()
+    };
+    let plan = |bytes: u64, pins: &[&str]| {
+        let pins = [&["microbatch=16", "data=1", "tensor=1", "pipeline=1"], pins].concat();
+        planned(&forward, &train, &cluster_with_memory(1, bytes), &pins)
+    };
+    let of = |pin: &str| {
+        let made = plan(1 << 40, &[pin]).expect("there is room for all");
+        (
+            made.program.roles[0].arena_bytes,
+            made.plan.predicted.step_time_s.0,
+        )
+    };
+    let (none, full) = (of("recompute=none"), of("recompute=full"));
+    assert!(full.0 < none.0 && full.1 > none.1);
+    let recomputing = |made: &Planned| -> u32 {
+        let runs = made.plan.stages.iter().flat_map(|s| &s.runs);
+        let lists = |k: u32| &made.plan.layer_strategies[k as usize].recompute;
+        runs.filter(|r| !lists(r.strategy).is_empty())
+            .map(|r| r.count)
+            .sum()
+    };
+    let mut last = (none.1, 0);
+    let (mut differ, steps) = (0, 8);
+    for step in 0..steps {
+        let bytes = none.0 - (none.0 - full.0) * step / steps;
+        let made = plan(bytes, &[]).expect("there is a plan where all recompute");
+        assert!(made.program.roles[0].arena_bytes <= bytes);
+        let (step_s, n) = (made.plan.predicted.step_time_s.0, recomputing(&made));
+        assert!(
+            step_s <= full.1,
+            "{bytes} bytes: slower than all recomputed"
+        );
+        assert!(
+            step_s >= last.0 && n >= last.1,
+            "{bytes} bytes: {n}, {last:?}"
+        );
+        last = (step_s, n);
+        let mut lists: Vec<_> = made
+            .plan
+            .layer_strategies
+            .iter()
+            .map(|s| &s.recompute)
+            .collect();
+        lists.sort_unstable();
+        lists.dedup();
+        differ += usize::from(lists.len() > 2 || n > 0 && n < 8);
+    }
+    assert!(last.1 > 0 && differ > 2, "{last:?}, {differ} plans mix");
+}
+
 /// The planner knows what recomputation saves: it plans where nothing fits without.
 #[test]
 fn what_does_not_fit_fits_when_it_is_recomputed() {

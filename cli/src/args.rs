@@ -105,6 +105,11 @@ pub struct CompileArgs {
     /// declared; auto where the model declares none or one].
     #[arg(long, value_name = "declared|auto|N")]
     pub layers: Option<LayersArg>,
+    /// How much longer a step may take than that of the fastest plan, for a simpler one: of the
+    /// plans found within it the one with the fewest distinct layer strategies is taken. 0 takes
+    /// the fastest.
+    #[arg(long, value_name = "PERCENT", default_value = "1%")]
+    pub tolerance: Share,
     /// Write the intra-op problems of the plan's stages to this folder, in the form that `solve`
     /// reads: those that were solved as integer programs, because memory was short.
     #[arg(long, value_name = "DIR")]
@@ -118,6 +123,25 @@ pub struct CompileArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// A share, given as `1%` or `0.01`.
+#[derive(Clone, Copy, Debug)]
+pub struct Share(pub f64);
+
+impl std::str::FromStr for Share {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (number, unit) = match text.trim().strip_suffix('%') {
+            Some(percent) => (percent.trim_end(), 100.0),
+            None => (text.trim(), 1.0),
+        };
+        let share = number.parse::<f64>().ok().map(|n| n / unit);
+        let share = share.filter(|share| (0.0..=1.0).contains(share));
+        share
+            .map(Share)
+            .ok_or_else(|| "accepted: a share from 0 to 1, such as 1% or 0.01".into())
+    }
 }
 
 /// Where layers come from.

@@ -317,6 +317,21 @@ pub struct Proof {
     pub stopped: bool,
     /// Per stage, what was proved about its intra-op choice given layers, mesh and budget.
     pub stages: Vec<StageProof>,
+    /// What simplicity cost, where a simpler plan was taken than the fastest that was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub simpler: Option<Simpler>,
+}
+
+/// The fastest plan that was found, where a simpler one took its place.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Simpler {
+    /// How much longer a step may take for the sake of simplicity: 0.01 is one percent.
+    pub tolerance: f64,
+    /// Predicted time of the fastest plan's step, seconds.
+    pub fastest_s: Seconds,
+    /// Distinct layer strategies that it has.
+    pub fastest_strategies: u64,
 }
 
 /// The proof of one stage's intra-op choice.

@@ -103,10 +103,24 @@ impl InterOpOptions {
     }
 }
 
+/// Where one stage ends and the next begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hop {
+    /// Submesh shape of the sender.
+    pub from: usize,
+    /// Its entry's.
+    pub boundary_out: u16,
+    /// Submesh shape of the receiver.
+    pub to: usize,
+    /// Its entry's.
+    pub boundary_in: u16,
+    /// Devices of the receiver and of all stages behind it.
+    pub behind: usize,
+}
+
 /// Seconds to move one microbatch's activations and their gradients from a stage to the next,
-/// charged to the sender: (submesh, boundary_out, next submesh, next boundary_in). `None` where
-/// the two cannot follow each other.
-pub type Transfer<'a> = &'a dyn Fn(usize, u16, usize, u16) -> Option<f64>;
+/// charged to the sender. `None` where the two cannot follow each other.
+pub type Transfer<'a> = &'a dyn Fn(Hop) -> Option<f64>;
 
 /// One stage of a plan.
 #[derive(Clone, Debug, PartialEq)]

@@ -49,6 +49,10 @@ pub struct PlanOptions {
     pub pins: Pins,
     /// Where layers come from.
     pub layering: Layering,
+    /// How much longer a step may take than that of the fastest plan, relatively, for a plan that
+    /// is simpler: of all that are found within it the one with the fewest distinct layer
+    /// strategies is taken. Zero takes the fastest.
+    pub tolerance: f64,
 }
 
 /// A plan with what was made on the way.

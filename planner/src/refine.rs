@@ -60,6 +60,8 @@ pub(crate) struct Stage<'s, 'm> {
     pub budget: u64,
     /// Whether the choices were made under a price on memory.
     pub is_pressed: bool,
+    /// Whether equal layers may be decided differently.
+    pub may_mix: bool,
     /// That price, seconds per byte; of several the highest.
     pub price: f64,
     /// Whether they fit.
@@ -112,7 +114,7 @@ pub(crate) fn refine(
         return Ok(keep("priced elimination", bound, choices, None));
     }
     let bound = lagrangian(weighted, kinds, weights, in_flight, budget).max(bound);
-    if n_nodes > MAX_NODES || stage.fits && is_near(bound) {
+    if !stage.may_mix || n_nodes > MAX_NODES || stage.fits && is_near(bound) {
         return Ok(keep("priced elimination", bound, choices, None));
     }
     let (problem, places) = stage_problem(name, layers, weights, in_flight, budget);

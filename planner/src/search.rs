@@ -32,12 +32,14 @@ mod equal;
 mod even;
 mod interleaved;
 mod mixes;
+mod orders;
 mod pipelines;
 mod ranking;
 mod request;
 mod scale;
 mod shapes;
 mod shared;
+mod simple;
 mod tables;
 mod variants;
 
@@ -52,6 +54,10 @@ struct Search<'a> {
     train: &'a TrainSpec,
     cluster: &'a Cluster,
     pins: &'a Pins,
+    /// The pins of the request; `pins` may have a number of context ranks beside them.
+    asked: &'a Pins,
+    /// Pipelines that cost as much by the objective are of no use.
+    to_beat: f64,
     sequences: Sequences,
     submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
@@ -84,6 +90,46 @@ pub(crate) fn plan(
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
     let pins = &options.pins;
+    let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY);
+    let natural = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
+    let mut tried = Vec::new();
+    for own in orders::others(forward, train, cluster, pins) {
+        let to_beat = made
+            .as_ref()
+            .map_or(f64::INFINITY, |p| p.plan.proof.objective_s.0);
+        let context = own.context.unwrap_or(1);
+        tried.push(context.to_string());
+        made = match (
+            made,
+            plan_order(forward, train, cluster, options, &own, to_beat),
+        ) {
+            (Ok(a), Ok(b)) => Ok(orders::better(a, b, context, options.tolerance)),
+            (Err(_), Ok(b)) => Ok(b),
+            // Of reasons that of the search without such an order says most.
+            (a, Err(_)) => a,
+        };
+    }
+    let mut made = made?;
+    made.stats.notes.extend(layered.note);
+    if let Some(space) = natural.filter(|_| !tried.is_empty()) {
+        made.plan.proof.space = format!(
+            "{space}; and with the sequence in zigzag order for {} context ranks, on logical meshes of axes data, context, tensor",
+            tried.join(", ")
+        );
+    }
+    Ok(made)
+}
+
+/// Plans for one order of the sequence: with `pins`, which are those of the options and perhaps a
+/// number of context ranks. Only what costs less than `to_beat` by the objective is of use.
+fn plan_order(
+    forward: &Graph,
+    train: &TrainSpec,
+    cluster: &Cluster,
+    options: &PlanOptions,
+    pins: &Pins,
+    to_beat: f64,
+) -> Result<Planned, PlanError> {
     // Stages on unequal devices may differ in size, unless they share meshes.
     let are_equal = cluster.is_equal() || pins.schedule_kind().virtual_stages() > 1;
     let dividing = Pins {
@@ -110,6 +156,8 @@ pub(crate) fn plan(
         train,
         cluster,
         pins,
+        asked: &options.pins,
+        to_beat,
         sequences: sequences(&first.layers, pins)?,
         submeshes: &submeshes,
         boundary: boundary(&first.training.graph),
@@ -121,9 +169,15 @@ pub(crate) fn plan(
     let schedule = pins.schedule_kind();
     let mut stats = PlanStats {
         n_layer_kinds: first.layers.first.len(),
-        notes: layered.note.into_iter().collect(),
         ..PlanStats::default()
     };
+    if !(0.0..=1.0).contains(&options.tolerance) {
+        let words = "a tolerance is a share of the step time from 0 to 1";
+        return Err(PlanError::Input(format!(
+            "{} is no tolerance: {words}",
+            options.tolerance
+        )));
+    }
     let mut reserve = 0u64;
     let mut found = None;
     for _ in 0..RETRIES {
@@ -135,6 +189,7 @@ pub(crate) fn plan(
             lower_bound,
             schedule,
             reserve,
+            tolerance: options.tolerance,
         };
         let made = search.simulate_best(forward, pipelines, &known, &mut stats)?;
         match made {

@@ -4,7 +4,7 @@
 
 use ir::plan::ScheduleKind;
 use planner::inter_op::{
-    InterOpOptions, NoPlan, StageEntry, StageTable, brute_force, cost_of, least_work, plan,
+    Hop, InterOpOptions, NoPlan, StageEntry, StageTable, brute_force, cost_of, least_work, plan,
 };
 
 /// SplitMix64 (Steele, Lea & Flood 2014).
@@ -112,11 +112,12 @@ fn equals_brute_force_on_random_tables() {
     let (mut n_solved, mut n_infeasible) = (0, 0);
     for case in 0..1500 {
         let table = random_table(&mut random);
-        let times: Vec<Option<f64>> = (0..64)
+        let times: Vec<Option<f64>> = (0..256)
             .map(|_| (random.below(8) > 0).then(|| random.below(6) as f64))
             .collect();
-        let transfer = |from: usize, out: u16, to: usize, into: u16| {
-            times[(from * 2 + out as usize) * 6 + to * 2 + into as usize]
+        let transfer = |h: Hop| {
+            let (out, into) = (h.boundary_out as usize, h.boundary_in as usize);
+            times[((h.from * 2 + out) * 6 + h.to * 2 + into + 37 * h.behind) % times.len()]
         };
         let named = ScheduleKind::NAMED;
         let schedule = named[random.below(named.len() as u64) as usize];
@@ -170,7 +171,7 @@ fn equals_brute_force_where_submeshes_have_places() {
         let mut starts =
             |_: &usize| -> Vec<usize> { (0..n).filter(|_| random.below(4) > 0).collect() };
         let starts: Vec<Vec<usize>> = table.submeshes().iter().map(&mut starts).collect();
-        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(1.0);
+        let transfer = |_: Hop| Some(1.0);
         let options = InterOpOptions::new(1 + random.below(9), ScheduleKind::OneFOneB);
         let anywhere = plan(&table, &transfer, &options).ok();
         let table = table.at(starts.clone());
@@ -224,7 +225,7 @@ fn a_gap_is_kept_and_bounded() {
     let mut random = Random(11);
     for case in 0..300 {
         let table = random_table(&mut random);
-        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(1.0);
+        let transfer = |_: Hop| Some(1.0);
         let mut options = InterOpOptions::new(8, ScheduleKind::OneFOneB);
         options.relative_gap = 0.2;
         let Some(best) = brute_force(&table, &transfer, &options) else {
@@ -263,7 +264,7 @@ fn the_objective_is_the_sum_written_out() {
         },
     );
     table.push(0..2, 1, entry(6.0, 6.0));
-    let transfer = |_: usize, _: u16, _: usize, _: u16| Some(0.5);
+    let transfer = |_: Hop| Some(0.5);
     let options = InterOpOptions::new(4, ScheduleKind::OneFOneB);
     let found = plan(&table, &transfer, &options).unwrap();
     // Two stages: sum, three more of the slower one, the longer step. One stage: 4 * 12 = 48.
@@ -290,7 +291,7 @@ fn memory_counts_the_microbatches_in_flight() {
     };
     table.push(0..1, 0, heavy);
     table.push(1..2, 0, heavy);
-    let transfer = |_: usize, _: u16, _: usize, _: u16| Some(0.0);
+    let transfer = |_: Hop| Some(0.0);
     // 1F1B: the first of two stages holds 2: 60 + 2 * 20 = 100 fits.
     let options = InterOpOptions::new(8, ScheduleKind::OneFOneB);
     let found = plan(&table, &transfer, &options).unwrap();
@@ -317,7 +318,7 @@ fn memory_counts_the_microbatches_in_flight() {
 fn devices_that_cannot_be_used_exactly_are_no_tiling() {
     let mut table = StageTable::new(1, 3, vec![2]);
     table.push(0..1, 0, entry(1.0, 1.0));
-    let transfer = |_: usize, _: u16, _: usize, _: u16| Some(0.0);
+    let transfer = |_: Hop| Some(0.0);
     let mut options = InterOpOptions::new(2, ScheduleKind::OneFOneB);
     assert_eq!(plan(&table, &transfer, &options), Err(NoPlan::NoTiling));
     options.allow_unused = true;
@@ -359,8 +360,9 @@ fn large_tables_take_seconds() {
             }
         }
     }
-    let transfer = |from: usize, out: u16, to: usize, _: u16| {
-        Some(0.001 * (1.0 + f64::from(out)) / (1 << from.min(to)) as f64)
+    let transfer = |h: Hop| {
+        let base = 0.001 * (1.0 + f64::from(h.boundary_out));
+        Some(base / (1 << h.from.min(h.to)) as f64)
     };
     for microbatches in [4, 64, 1536] {
         let started = std::time::Instant::now();

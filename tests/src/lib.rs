@@ -191,6 +191,24 @@ impl Case {
     }
 }
 
+/// A GPT-2 with 128 features per head and untied embeddings, without dropout.
+pub fn gpt2(layers: u64, hidden: u64, sequence: u64, vocab: u64) -> Graph {
+    let config = serde_json::json!({
+        "model_type": "gpt2", "n_layer": layers, "n_head": hidden / 128, "n_embd": hidden,
+        "n_positions": sequence, "vocab_size": vocab, "tie_word_embeddings": false,
+    });
+    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes())
+        .expect("the config is valid");
+    import::model_graph(
+        &config,
+        &import::BuildOptions {
+            sequence,
+            dropout: 0.0,
+        },
+    )
+    .expect("the model builds")
+}
+
 /// A GPU-like cluster of one host, for plans that run on CPU ranks.
 pub fn cluster(n_devices: u32) -> Cluster {
     let mut cluster = cost_model::presets::load("dgx-a100-80gb", 1).expect("the preset loads");

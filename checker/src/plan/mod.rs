@@ -67,6 +67,10 @@ fn figures(plan: &Plan, report: &mut Report) {
         let named = names.iter().zip(figures);
         numbers.extend(named.map(|(name, x)| (format!("{key}.{name}"), x)));
     }
+    if let Some(simpler) = &plan.proof.simpler {
+        numbers.push(("proof.simpler.tolerance".into(), simpler.tolerance));
+        numbers.push(("proof.simpler.fastest_s".into(), simpler.fastest_s.0));
+    }
     for (i, s) in p.stages.iter().enumerate() {
         for (key, x) in [
             ("forward_s", s.forward_s),
@@ -142,6 +146,34 @@ fn agreement(plan: &Plan, report: &mut Report) {
         let what = "(objective_s - lower_bound_s) / objective_s";
         equals(report, of("gap"), gap, open, what);
     }
+    simplicity(plan, report);
+}
+
+/// Checks what is said of the fastest plan in whose place a simpler one stands.
+fn simplicity(plan: &Plan, report: &mut Report) {
+    let Some(simpler) = &plan.proof.simpler else {
+        return;
+    };
+    let (own, key) = (plan.predicted.step_time_s.0, "proof.simpler");
+    let fastest = simpler.fastest_s.0;
+    let of = |what: &str| format!("{key}.{what}");
+    at_most(
+        report,
+        of("fastest_s"),
+        fastest,
+        own,
+        "predicted.step_time_s",
+    );
+    at_most(
+        report,
+        of("tolerance"),
+        simpler.tolerance,
+        1.0,
+        "a share of the step",
+    );
+    let limit = (1.0 + simpler.tolerance) * fastest;
+    let what = "fastest_s and the tolerance of it";
+    at_most(report, "predicted.step_time_s".into(), own, limit, what);
 }
 
 /// Lists objective, lower bound and gap of each proof, with its key.

@@ -35,6 +35,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let options = PlanOptions {
         pins,
         layering: args.layers.map_or(Layering::default(), |l| l.0),
+        tolerance: args.tolerance.0,
     };
     let started = Instant::now();
     let bar = spinner("searching for a plan");

@@ -129,7 +129,33 @@ pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
         Bytes(memory.unwrap_or(0))
     );
     w += proof(plan).lines().next().unwrap_or_default();
+    if let Some(words) = simpler(plan) {
+        w += "\n";
+        w += &words;
+    }
     wrapped(&w)
+}
+
+/// Says what simplicity cost, where a simpler plan was taken than the fastest.
+fn simpler(plan: &Plan) -> Option<String> {
+    let simpler = plan.proof.simpler.as_ref()?;
+    let own = plan.predicted.step_time_s.0;
+    let less = 1.0 - simpler.fastest_s.0 / own;
+    let n = plan.layer_strategies.len() as u64;
+    let strategies = |n: u64| match n {
+        1 => "1 layer strategy".to_string(),
+        n => format!("{n} layer strategies"),
+    };
+    Some(format!(
+        "Simplicity: {}. The fastest plan found has {} and takes {}, {} less; --tolerance 0 takes that.",
+        strategies(n),
+        match simpler.fastest_strategies == n {
+            true => "as many".into(),
+            false => strategies(simpler.fastest_strategies),
+        },
+        simpler.fastest_s,
+        percent(less),
+    ))
 }
 
 /// Describes the whole plan in words.
@@ -141,6 +167,10 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
         let _ = writeln!(w, "{found}");
     }
     w += &proof(plan);
+    if let Some(words) = simpler(plan) {
+        w += "\n";
+        w += &words;
+    }
     w
 }
 

@@ -1,6 +1,6 @@
 //! The definition of the objective, plan by plan: what the search is tested against.
 
-use super::{InterOpOptions, PipelineCost, StageTable, Transfer};
+use super::{Hop, InterOpOptions, PipelineCost, StageTable, Transfer};
 use std::ops::Range;
 
 /// Every plan in turn; the best. For tests: exponential.
@@ -70,7 +70,13 @@ pub fn cost_of(
             return None;
         }
         let sent = match stages.get(i + 1) {
-            Some(next) => transfer(stage.1, e.boundary_out, next.1, entry(next).boundary_in)?,
+            Some(next) => transfer(Hop {
+                from: stage.1,
+                boundary_out: e.boundary_out,
+                to: next.1,
+                boundary_in: entry(next).boundary_in,
+                behind: stages[i + 1..].iter().map(|s| table.submeshes[s.1]).sum(),
+            })?,
             None => 0.0,
         };
         let time = e.time_s() + sent;

@@ -2,7 +2,8 @@
 //! layer backwards, so that the number of stages behind, and with it what is in flight, is known.
 
 use super::{
-    InterOpOptions, PipelineChoice, PipelineCost, StageChoice, StageEntry, StageTable, Transfer,
+    Hop, InterOpOptions, PipelineChoice, PipelineCost, StageChoice, StageEntry, StageTable,
+    Transfer,
 };
 use std::collections::BTreeSet;
 
@@ -199,7 +200,14 @@ impl<'a> Problem<'a> {
             if slots[slot].is_empty() {
                 continue;
             }
-            let Some(transfer) = (self.transfer)(submesh, boundary, to, boundary_in) else {
+            let hop = Hop {
+                from: submesh,
+                boundary_out: boundary,
+                to,
+                boundary_in,
+                behind: used,
+            };
+            let Some(transfer) = (self.transfer)(hop) else {
                 continue;
             };
             for (index, label) in slots[slot].iter().enumerate() {

@@ -93,7 +93,8 @@ pub fn points(
 }
 
 /// Plans the points of a recipe that agree with the pins of `options`, and returns the one with
-/// the shortest predicted step; the earlier one of equals.
+/// the shortest predicted step; the earlier one of equals. Its plan may be simpler than its fastest,
+/// within the tolerance of `options`.
 ///
 /// Deterministic: the same input gives the same plan to the byte.
 ///
@@ -133,6 +134,13 @@ pub fn plan_recipe(
             pins.describe().join(" ")
         ))
     });
+    if options.tolerance > 0.0 {
+        let simpler = PlanOptions {
+            pins: points[best].clone(),
+            ..options.clone()
+        };
+        planned = crate::plan(forward, train, cluster, &simpler)?;
+    }
     planned.stats.notes.extend(defects);
     Ok(Chosen {
         pins: points[best].clone(),
@@ -194,6 +202,7 @@ pub fn plan_points(
         let options = PlanOptions {
             pins: pins.clone(),
             layering,
+            tolerance: 0.0,
         };
         match crate::plan(forward, train, cluster, &options) {
             Err(e) => Outcome::Failed(e),
@@ -253,6 +262,7 @@ fn reason(
             let options = PlanOptions {
                 pins: points[i].clone(),
                 layering: options.layering,
+                tolerance: 0.0,
             };
             let planned = crate::plan(forward, train, cluster, &options);
             let defect = || PlanError::Defect("a point that was too large has a plan".into());

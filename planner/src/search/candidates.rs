@@ -57,6 +57,8 @@ pub(super) struct Candidate {
 struct Unpriced {
     shape: Shape,
     batch: u64,
+    /// Of time, with the ZeRO level that parameters keep to.
+    base: Weights,
     m: u32,
     /// Bytes per device that stay free.
     reserve: u64,
@@ -89,8 +91,24 @@ impl<'a> Search<'a> {
         m: u32,
         reserve: u64,
     ) -> Result<Candidate, ModelError> {
+        self.candidate_at(index, shape, batch, m, reserve, None)
+    }
+
+    /// The same where parameters keep to a ZeRO level, if one is given.
+    pub(super) fn candidate_at(
+        &self,
+        index: usize,
+        shape: &Shape,
+        batch: u64,
+        m: u32,
+        reserve: u64,
+        level: Option<u8>,
+    ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
-        let base = Weights::free(m);
+        let base = Weights {
+            level,
+            ..Weights::free(m)
+        };
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
         let paths = PricedMesh::new(&weighted, base).paths(&[s], &self.sequences);
@@ -116,6 +134,7 @@ impl<'a> Search<'a> {
         let unpriced = (!is_memory_plentiful).then_some(Unpriced {
             shape: shape.clone(),
             batch,
+            base,
             m,
             reserve,
             models,
@@ -147,7 +166,7 @@ impl<'a> Search<'a> {
     fn priced(&self, rest: &Unpriced) -> Option<Stages> {
         let settings = self.settings(&rest.shape, rest.batch);
         let others = self.other_models(&settings).ok()?;
-        let base = Weights::free(rest.m);
+        let base = rest.base;
         let first = rest.models.iter().zip(&rest.eliminators);
         let first = first.map(|(model, eliminator)| {
             Some(WeightedLayer {
@@ -163,7 +182,7 @@ impl<'a> Search<'a> {
         let capacity = self.capacity(rest.shape.submesh, rest.reserve);
         for family in scale::families(&in_flight) {
             let of_all = capacity as f64 * self.n_stages(rest.shape.submesh);
-            self.climb(&settings, &weighted, rest.m, (family, of_all), &mut rungs);
+            self.climb(&settings, &weighted, rest, (family, of_all), &mut rungs);
         }
         let sequences = 0..self.sequences.len();
         let of_sequence = |i: usize| {
@@ -181,10 +200,11 @@ impl<'a> Search<'a> {
         &self,
         settings: &[Setting<'_>],
         weighted: &Weighted<'_>,
-        m: u32,
+        rest: &Unpriced,
         (family, budget): (scale::Family, f64),
         rungs: &mut BTreeMap<usize, Vec<Option<StagePath>>>,
     ) {
+        let m = rest.m;
         // What all layers take together stands for the stages.
         let main = self.sequences.longest();
         let figures = |paths: &[Option<StagePath>]| -> Option<(f64, f64)> {
@@ -197,7 +217,11 @@ impl<'a> Search<'a> {
         };
         let price = |step: usize| {
             let refs = refer(weighted);
-            PricedMesh::of_variants(&refs, family.weights(m, step)).paths(settings, &self.sequences)
+            let weights = Weights {
+                level: rest.base.level,
+                ..family.weights(m, step)
+            };
+            PricedMesh::of_variants(&refs, weights).paths(settings, &self.sequences)
         };
         let top = scale::STEPS - 1;
         let paths = price(top);

@@ -7,6 +7,7 @@
 
 use super::candidates::Models;
 use super::mixes::Rungs;
+use super::simple::Likeness;
 use super::{Pipeline, Search, no_strategy, refer, scale, weigh_all};
 use crate::PlanError;
 use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
@@ -96,7 +97,7 @@ impl Search<'_> {
             layer_strategies: Vec::new(),
             transfers: Default::default(),
             edges: Default::default(),
-            pins: self.pins.describe(),
+            pins: self.asked.describe(),
             predicted: Prediction::default(),
             proof: Proof::default(),
         };
@@ -107,16 +108,19 @@ impl Search<'_> {
             let shape = shapes
                 .get(c)
                 .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
-            if let Entry::Vacant(vacant) = models.entry(c) {
-                let settings = self.settings(shape, p.batch);
-                let first = self.models(&settings[0]).map_err(no_strategy)?;
-                // Where no memory was priced everything is kept.
-                let of_shape = p.choice.stages.iter().map(tag).filter(|t| t.0 == c);
-                let others = match of_shape.clone().all(|(_, rungs)| rungs.are_free()) {
-                    true => Models::new(),
-                    false => self.other_models(&settings).map_err(no_strategy)?,
-                };
-                vacant.insert(ShapeModel { first, others });
+            let settings = self.settings(shape, p.batch);
+            let model = match models.entry(c) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(vacant) => vacant.insert(ShapeModel {
+                    first: self.models(&settings[0]).map_err(no_strategy)?,
+                    others: Models::new(),
+                }),
+            };
+            // Where no memory was priced everything is kept.
+            let mut of_shape = p.choice.stages.iter().filter(|s| tag(s).0 == c);
+            let is_pressed = of_shape.any(|s| !p.likeness.rungs(p, s).are_free());
+            if is_pressed && model.others.is_empty() {
+                model.others = self.other_models(&settings).map_err(no_strategy)?;
             }
             if !self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)? {
                 return Ok(None);
@@ -206,10 +210,10 @@ impl Search<'_> {
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
         let whole = settings[0].cluster.usable_bytes().saturating_sub(reserve);
         for (stage, solved) in p.choice.stages.iter().zip(solved) {
-            let (c, rungs) = tag(stage);
-            if c != shape {
+            if tag(stage).0 != shape {
                 continue;
             }
+            let rungs = p.likeness.rungs(p, stage);
             for rung in [rungs.first, rungs.rest] {
                 priced.entry(rung).or_insert_with(|| {
                     let weights = Weights {
@@ -269,6 +273,8 @@ impl Search<'_> {
             let layers: Vec<&LayerModel> = layers
                 .map(|(&kind, choice)| models.of(kind, choice.variant))
                 .collect();
+            let saved = cost.saved_bytes.saturating_mul(stage.in_flight);
+            let fits = cost.static_bytes.saturating_add(saved) <= budget;
             let refined = refine(
                 &Stage {
                     name: &name,
@@ -279,11 +285,10 @@ impl Search<'_> {
                     in_flight: stage.in_flight,
                     budget,
                     is_pressed,
+                    may_mix: p.likeness == Likeness::Whole
+                        || p.likeness == Likeness::Priced && !fits,
                     price: scale::weights_at(p.m, rungs.first.into()).static_price,
-                    fits: {
-                        let saved = cost.saved_bytes.saturating_mul(stage.in_flight);
-                        cost.static_bytes.saturating_add(saved) <= budget
-                    },
+                    fits,
                 },
                 choices,
             )?;

@@ -21,7 +21,9 @@ use super::mixes::Rungs;
 use super::pipelines::INTERLEAVED_OF_A_SIZE;
 use super::{Bounded, Candidate, Pipeline, Search, Solved, nearer};
 use crate::PlanError;
-use crate::inter_op::{self, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable};
+use crate::inter_op::{
+    self, Hop, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable,
+};
 use crate::interleave::{SharedStage, TooLarge, share};
 use ir::plan::ScheduleKind;
 use ir::schedule::Latency;
@@ -125,7 +127,7 @@ impl Search<'_> {
                 continue;
             };
             ways.extend(rings.iter().map(|&ring| {
-                let sum_s = sum_s + self.sent_s(ring, batch);
+                let sum_s = sum_s + self.sent_s(ring, batch).iter().sum::<f64>();
                 let least = ring.least_s(sum_s, m);
                 let work = self.least_ring_work_s(self.submeshes[submesh].n_devices, sum_s, m);
                 solved.lower = solved.lower.min(least.max(work));
@@ -155,14 +157,15 @@ impl Search<'_> {
         }
     }
 
-    /// A ring that the search chose, made again with so many bytes reserved.
-    pub(super) fn ring_in_less(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
+    /// A ring that the search chose, made again with so many bytes reserved and at the ZeRO level
+    /// that it keeps to.
+    pub(super) fn ring_again(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
         let (index, _) = Rungs::of_tag(p.choice.stages.first()?.tag);
         let shapes = self.shapes(p.batch);
         let shape = shapes.get(index)?;
         let mut rings = self.rings(shape.submesh, p.m).into_iter();
         let ring = rings.find(|r| r.schedule == p.schedule)?;
-        let candidate = self.candidate(index, shape, p.batch, p.m, reserve);
+        let candidate = self.candidate_at(index, shape, p.batch, p.m, reserve, p.level);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         choice.ok()
     }
@@ -190,7 +193,7 @@ impl Search<'_> {
         };
         for candidate in candidates {
             if let Some(sum_s) = self.least_sum_s(candidate) {
-                let sum_s = sum_s + self.sent_s(ring, batch);
+                let sum_s = sum_s + self.sent_s(ring, batch).iter().sum::<f64>();
                 let work = self.least_ring_work_s(self.submeshes[ring.submesh].n_devices, sum_s, m);
                 let least = ring.least_s(sum_s, m).max(work);
                 bounded.lower = bounded.lower.min(least);
@@ -220,13 +223,10 @@ impl Search<'_> {
     ) -> Result<PipelineChoice, PlanError> {
         let (table, capacity) = self.ring_table(ring, candidate, reserve);
         let n_layers = table.n_layers();
-        let sent_s = self.transfer_s(ring.submesh, ring.submesh, batch);
-        let transfer_s = |layers: &Range<usize>| match layers.end == n_layers {
-            true => 0.0,
-            false => sent_s,
-        };
+        let sent = self.sent_s(ring, batch);
+        let mean_s = sent.iter().sum::<f64>() / sent.len().max(1) as f64;
         let time = |layers: Range<usize>| {
-            let sent_s = transfer_s(&layers);
+            let sent_s = if layers.end == n_layers { 0.0 } else { mean_s };
             let ways = table.get(layers, 0).iter().map(StageEntry::time_s);
             ways.min_by(f64::total_cmp).map(|t| t + sent_s)
         };
@@ -237,7 +237,7 @@ impl Search<'_> {
         let options = ring.options(m);
         let stages = cuts.into_iter().enumerate().map(|(stage, layers)| {
             StageChoice {
-                transfer_s: transfer_s(&layers),
+                transfer_s: sent.get(stage).copied().unwrap_or(0.0),
                 layers,
                 submesh: 0,
                 in_flight: options.in_flight(stage, ring.n_stages()),
@@ -262,8 +262,11 @@ impl Search<'_> {
         reserve: u64,
     ) -> Result<PipelineChoice, PlanError> {
         let options = ring.options(m);
-        let sent = self.transfer_s(ring.submesh, ring.submesh, batch);
-        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
+        let sent = self.sent_s(ring, batch);
+        let transfer = |hop: Hop| {
+            let stage = ring.n_stages().checked_sub(hop.behind + 1)?;
+            sent.get(stage).copied()
+        };
         let (table, capacity) = self.ring_table(ring, candidate, reserve);
         inter_op::plan(&table, &transfer, &options)
             .map_err(|e| self.infeasible(e, &[ring.submesh]))
@@ -365,9 +368,16 @@ impl Search<'_> {
     }
 
     /// Seconds of sending from each stage of a ring to the next, one microbatch.
-    fn sent_s(&self, ring: Ring, batch: u64) -> f64 {
-        let hops = ring.n_stages().saturating_sub(1);
-        hops as f64 * self.transfer_s(ring.submesh, ring.submesh, batch)
+    fn sent_s(&self, ring: Ring, batch: u64) -> Vec<f64> {
+        let bytes = self.boundary_bytes(batch);
+        let n = self.submeshes[ring.submesh].n_devices;
+        let first = |stage: usize| (stage % ring.n_meshes.max(1)) as u32 * n;
+        let hops = 1..ring.n_stages();
+        let sent = hops.map(|next| {
+            let (from, to) = (first(next - 1), first(next));
+            self.transfer_s(bytes, (ring.submesh, from), (ring.submesh, to))
+        });
+        sent.collect()
     }
 }
 

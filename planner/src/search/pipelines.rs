@@ -4,8 +4,9 @@
 //! next. What is found and its bound do not depend on which is ready first.
 
 use super::mixes::Rungs;
+use super::simple::Likeness;
 use super::{Candidate, Search, Submesh, no_strategy};
-use crate::inter_op::{self, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
+use crate::inter_op::{self, Hop, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
 use crate::layer_model::ModelError;
 use crate::{PlanError, PlanStats};
 use ir::plan::ScheduleKind;
@@ -39,6 +40,8 @@ pub(super) struct Pipeline {
     pub(super) choice: PipelineChoice,
     /// The ZeRO level that its parameters keep to, as if it were pinned.
     pub(super) level: Option<u8>,
+    /// How alike its layers are made.
+    pub(super) likeness: Likeness,
 }
 
 /// The results of the search for one microbatch size.
@@ -120,6 +123,7 @@ impl Search<'_> {
                 schedule,
                 choice,
                 level: None,
+                likeness: Likeness::default(),
             };
             plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
             let rings = solved.interleaved.into_iter();
@@ -153,7 +157,7 @@ impl Search<'_> {
         let plain: Vec<f64> = found.map(|c| c.cost.total_s).collect();
         let found = solved.iter().flat_map(|s| &s.interleaved);
         let interleaved = found.map(|(_, c)| c.cost.total_s).collect();
-        let least = plain.iter().copied().fold(f64::INFINITY, f64::min);
+        let least = plain.iter().copied().fold(self.to_beat, f64::min);
         ToBeat {
             plain: match self.cluster.pool.is_some() {
                 true => f64::INFINITY,
@@ -236,14 +240,15 @@ impl Search<'_> {
     }
 
     /// A pipeline of plain stages made again, of the shapes that it had, with so many bytes
-    /// reserved.
-    pub(super) fn plain_in_less(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
+    /// reserved and at the ZeRO level that it keeps to.
+    pub(super) fn plain_again(&self, p: &Pipeline, reserve: u64) -> Option<PipelineChoice> {
         let stages = p.choice.stages.iter();
         let indices: BTreeSet<usize> = stages.map(|s| Rungs::of_tag(s.tag).0).collect();
         let shapes = self.shapes(p.batch);
         let mut candidates = Vec::with_capacity(indices.len());
         for index in indices {
-            let candidate = self.candidate(index, shapes.get(index)?, p.batch, p.m, reserve);
+            let shape = shapes.get(index)?;
+            let candidate = self.candidate_at(index, shape, p.batch, p.m, reserve, p.level);
             candidates.push(candidate.ok()?);
         }
         let mut submeshes: Vec<usize> = candidates.iter().map(|c| c.submesh).collect();
@@ -323,12 +328,13 @@ impl Search<'_> {
         let all: Vec<&Candidate> = candidates.iter().collect();
         let relaxed = self.relaxed_table(&all, submeshes, devices, sizes.clone());
         let relaxed = relaxed.at(starts.clone());
-        let sent = |&a: &usize| {
-            let to = submeshes.iter();
-            to.map(move |&b| self.transfer_s(a, b, batch)).collect()
+        let bytes = self.boundary_bytes(batch);
+        let transfer = |hop: Hop| {
+            let (from, to) = (submeshes[hop.from], submeshes[hop.to]);
+            let next = self.cluster.n_devices() - hop.behind as u32 * unit;
+            let first = next.saturating_sub(self.submeshes[from].n_devices);
+            Some(self.transfer_s(bytes, (from, first), (to, next)))
         };
-        let sent: Vec<Vec<f64>> = submeshes.iter().map(sent).collect();
-        let transfer = |a: usize, _: u16, b: usize, _: u16| Some(sent[a][b]);
         // Equal ones are looked at too: ties have an order.
         let options = InterOpOptions {
             n_stages,

@@ -5,7 +5,8 @@
 //! hides them where they can be hidden. So the best pipelines by the objective are simulated,
 //! and the fastest few of them once more under each ZeRO level, as if it were pinned: what is
 //! gathered or reduced in the microbatches instead of once per step costs more by the objective
-//! and often less in the program. The fastest of all that fit is the plan.
+//! and often less in the program. The fastest of all that fit is the plan, or one that is simpler
+//! and takes hardly longer ([`super::simple`]).
 //!
 //! What is proved stays about the objective: a pipeline that was made at a level has its
 //! objective as it is, beside the same bound.
@@ -13,6 +14,7 @@
 use super::batches::MAX_MICROBATCH;
 use super::chosen::{Assembled, ShapeModels};
 use super::interleaved;
+use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search};
 use crate::assemble::record_paths;
 use crate::groups::Phases;
@@ -64,6 +66,8 @@ pub(super) struct Known {
     pub schedule: ScheduleKind,
     /// Bytes that are left for placing buffers.
     pub reserve: u64,
+    /// How much longer a step may take for a simpler plan, relatively.
+    pub tolerance: f64,
 }
 
 /// A plan, lowered and simulated.
@@ -104,7 +108,7 @@ impl Search<'_> {
         known: &Known,
         stats: &mut PlanStats,
     ) -> Result<Made, PlanError> {
-        let mut best: Option<Box<Played>> = None;
+        let mut best: Frontier<Box<Played>> = Frontier::new(known.tolerance);
         let mut overrun = u64::MAX;
         let asked = known.reserve;
         let mut ranked: Vec<Ranked> = Vec::new();
@@ -123,10 +127,12 @@ impl Search<'_> {
                 match outcome {
                     Outcome::Overrun(over) => {
                         overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
+                        // What fills the memory to the last byte overruns it easily, and others
+                        // need not make room too.
                         if times < TIMES {
                             let more = over.saturating_add(over / 16);
                             let reserve = reserve.saturating_add(more);
-                            let less = self.in_less(&p, reserve);
+                            let less = self.again(&p, reserve);
                             waiting.extend(less.map(|p| (p, reserve, times + 1)));
                         }
                     }
@@ -148,35 +154,73 @@ impl Search<'_> {
             Some(_) => Vec::new(),
             None => LEVELS.to_vec(),
         };
+        // The fastest, with the bytes that it leaves for placing its buffers.
+        let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         for r in ranked.iter().take(AT_LEVELS) {
+            let mut models = ShapeModels::new();
             let mut fastest = None;
-            for (p, played) in self.at_levels(forward, r, &levels)? {
+            let mut near = vec![r.pipeline.clone()];
+            let at_level = |&level: &u8| self.at_level(r, level);
+            let ways: Vec<Pipeline> = levels.par_iter().map(at_level).collect();
+            let different = self.different(forward, ways, (r.reserve, &[&r.plan]), &mut models)?;
+            for (p, played) in different {
+                if best.is_near(played.simulation.step_time.0) {
+                    near.push(p.clone());
+                }
                 if self.compare(&mut best, played, &p, r.reserve, known, stats) {
                     fastest = p.level;
+                    champion = Some((p, r.reserve));
                 }
             }
             if levels.len() > 1 {
                 levels = fastest.into_iter().collect();
             }
+            // What is slower already is not made simpler.
+            if known.tolerance == 0.0 || !best.is_near(r.step_s) && near.len() == 1 {
+                continue;
+            }
+            let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
+            let different = self.different(forward, alike, (r.reserve, &[&r.plan]), &mut models)?;
+            for (p, played) in different {
+                self.compare(&mut best, played, &p, r.reserve, known, stats);
+            }
         }
-        Ok(match best {
-            Some(b) => Made::Fits(Box::new(Best {
-                plan: *b.plan,
-                training: b.training.map_or_else(|| self.training().clone(), |t| *t),
-                program: b.program,
-                simulation: b.simulation,
-            })),
+        if let Some((p, reserve)) = champion {
+            let whole = Likeness::whole(&p).into_iter().collect();
+            let mut models = ShapeModels::new();
+            for (p, played) in self.different(forward, whole, (reserve, &[]), &mut models)? {
+                self.compare(&mut best, played, &p, reserve, known, stats);
+            }
+        }
+        Ok(match best.simplest() {
+            Some((played, simpler)) => {
+                let Played {
+                    mut plan,
+                    training,
+                    problems,
+                    program,
+                    simulation,
+                    ..
+                } = *played;
+                plan.proof.simpler = simpler;
+                stats.problems = problems;
+                Made::Fits(Box::new(Best {
+                    plan: *plan,
+                    training: training.map_or_else(|| self.training().clone(), |t| *t),
+                    program,
+                    simulation,
+                }))
+            }
             None => Made::Overrun(overrun),
         })
     }
 
-    /// A pipeline of the same shapes made again with so many bytes reserved, after its buffers took
-    /// too many: what fills the memory to the last byte overruns it easily, and others need not
-    /// make room too. None where the pins leave nothing else to choose from.
-    fn in_less(&self, p: &Pipeline, reserve: u64) -> Option<Pipeline> {
+    /// A pipeline of the same shapes made again with so many bytes reserved and at its ZeRO level.
+    /// None where the pins leave nothing else to choose from.
+    fn again(&self, p: &Pipeline, reserve: u64) -> Option<Pipeline> {
         let choice = match p.schedule.virtual_stages() {
-            1 => self.plain_in_less(p, reserve),
-            _ if self.chooses_interleaving() => self.ring_in_less(p, reserve),
+            1 => self.plain_again(p, reserve),
+            _ if self.chooses_interleaving() => self.ring_again(p, reserve),
             _ => None,
         };
         choice.map(|choice| Pipeline {
@@ -185,37 +229,44 @@ impl Search<'_> {
         })
     }
 
-    /// A pipeline at ZeRO levels, without those at which it does not fit, has no strategies left
-    /// or is what it is at another.
-    fn at_levels(
+    /// A pipeline at a ZeRO level, made again for what memory costs there.
+    fn at_level(&self, r: &Ranked, level: u8) -> Pipeline {
+        let as_it_is = Pipeline {
+            level: Some(level),
+            ..r.pipeline.clone()
+        };
+        self.again(&as_it_is, r.reserve).unwrap_or(as_it_is)
+    }
+
+    /// A pipeline made in several ways with so many bytes reserved, without those in which it does
+    /// not fit, has no strategies left or is what it is in another or one of these plans.
+    fn different(
         &self,
         forward: &Graph,
-        r: &Ranked,
-        levels: &[u8],
+        ways: Vec<Pipeline>,
+        (reserve, known): (u64, &[&Plan]),
+        models: &mut ShapeModels,
     ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
-        let mut models = ShapeModels::new();
         let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
-        for &level in levels {
-            let mut pipeline = Pipeline {
-                level: Some(level),
-                ..r.pipeline.clone()
-            };
-            let made = self.assemble(forward, &pipeline, r.reserve, &mut models)?;
+        for mut pipeline in ways {
+            let made = self.assemble(forward, &pipeline, reserve, models)?;
             let Some(mut made) = made else {
                 continue;
             };
             let decided = |p: &Plan| (p.layer_strategies.clone(), p.stages.clone());
             let before = different.iter().map(|(_, made)| &made.plan);
             if before
-                .chain([&r.plan])
+                .chain(known.iter().copied())
                 .any(|p| decided(p) == decided(&made.plan))
             {
                 continue;
             }
             pipeline.choice.cost = self.cost(&pipeline, &made.times);
             // A stage's bound is of the choices at its level, within what that leaves for them.
-            for stage in &mut made.plan.proof.stages {
-                stage.method += &format!(" at ZeRO level {level}");
+            if let Some(level) = pipeline.level {
+                for stage in &mut made.plan.proof.stages {
+                    stage.method += &format!(" at ZeRO level {level}");
+                }
             }
             different.push((pipeline, made));
         }
@@ -284,10 +335,10 @@ impl Search<'_> {
         Ok(Some(Box::new(training)))
     }
 
-    /// Counts what was simulated, and keeps it if it is faster than the best; whether it is.
+    /// Counts what was simulated, and keeps it if it may be the best; whether it is the fastest.
     fn compare(
         &self,
-        best: &mut Option<Box<Played>>,
+        best: &mut Frontier<Box<Played>>,
         mut new: Box<Played>,
         p: &Pipeline,
         reserve: u64,
@@ -305,21 +356,16 @@ impl Search<'_> {
         if let Some(level) = p.level {
             what += &format!(", ZeRO level {level}");
         }
+        what += p.likeness.words();
         stats.alternatives.push((what, step_time));
-        let is_faster = best
-            .as_ref()
-            .is_none_or(|b| step_time.0 < b.simulation.step_time.0);
-        if is_faster {
-            let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
-            let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
-            new.plan.proof = Proof {
-                stages: std::mem::take(&mut new.plan.proof.stages),
-                ..self.proof(p, work_s, known, stats.candidates, reserve)
-            };
-            stats.problems = std::mem::take(&mut new.problems);
-            *best = Some(new);
-        }
-        is_faster
+        let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
+        let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
+        new.plan.proof = Proof {
+            stages: std::mem::take(&mut new.plan.proof.stages),
+            ..self.proof(p, work_s, known, stats.candidates, reserve)
+        };
+        let complexity = Complexity::of(&new.plan, p);
+        best.add(step_time.0, complexity, new)
     }
 
     fn proof(
@@ -384,6 +430,7 @@ impl Search<'_> {
             candidates,
             stopped: false,
             stages: Vec::new(),
+            simpler: None,
         }
     }
 }

@@ -40,7 +40,9 @@ impl Search<'_> {
                 size,
             };
             if self.pins.fixes_mesh() {
-                shapes.extend(self.pinned_shape(submesh, devices, batch));
+                let degrees = self.tensor_degrees(n, per_host);
+                let of = |&tensor: &u32| self.pinned_shape(submesh, devices, batch, tensor);
+                shapes.extend(degrees.iter().filter_map(of));
                 continue;
             }
             for y in (1..=per_host.min(n))
@@ -61,15 +63,32 @@ impl Search<'_> {
         shapes
     }
 
-    /// The shape that the degree pins give a submesh; `None` where they do not fit it, or no
-    /// sample would be left for some rank of the data axis.
-    fn pinned_shape(&self, submesh: usize, devices: DeviceMesh, batch: u64) -> Option<Shape> {
+    /// Tensor-parallel degrees that the pins leave to a submesh: of a part of a host where neither
+    /// they nor the data-parallel degree are pinned.
+    fn tensor_degrees(&self, n_devices: u32, per_host: u32) -> Vec<u32> {
+        let pins = self.pins;
+        let n = n_devices / pins.context.unwrap_or(1).max(1);
+        match (pins.data, pins.tensor) {
+            (_, Some(tensor)) => vec![tensor],
+            (Some(data), None) => vec![n / data.max(1)],
+            (None, None) => (1..=per_host.min(n))
+                .filter(|t| n.is_multiple_of(*t) && per_host.is_multiple_of(*t))
+                .collect(),
+        }
+    }
+
+    /// The shape that the degree pins and a tensor-parallel degree give a submesh; `None` where they
+    /// do not fit it, or no sample would be left for some rank of the data axis.
+    fn pinned_shape(
+        &self,
+        submesh: usize,
+        devices: DeviceMesh,
+        batch: u64,
+        tensor: u32,
+    ) -> Option<Shape> {
         let pins = self.pins;
         let n = devices.n_devices / pins.context.unwrap_or(1).max(1);
-        let data = pins
-            .data
-            .unwrap_or_else(|| n / pins.tensor.unwrap_or(1).max(1));
-        let tensor = pins.tensor.unwrap_or_else(|| n / data.max(1));
+        let data = pins.data.unwrap_or_else(|| n / tensor.max(1));
         // Experts are split by a part of the ranks that split samples.
         let expert = pins.expert.unwrap_or(1).max(1);
         let replicas = data.is_multiple_of(expert).then_some(data / expert)?;

@@ -5,7 +5,6 @@ use super::mixes::Rungs;
 use super::{Candidate, Search};
 use crate::inter_op::{StageEntry, StageTable};
 use cost_model::collectives::send_time;
-use ir::cluster::Cluster;
 use std::collections::BTreeSet;
 
 /// Most numbers of microbatches in flight for which stages are fitted into memory.
@@ -117,24 +116,27 @@ impl Search<'_> {
         table
     }
 
-    /// Forward and gradient of the boundary tensor, one microbatch, between two submeshes.
-    pub(super) fn transfer_s(&self, from: usize, to: usize, batch: u64) -> f64 {
+    /// Bytes of the tensor that crosses a boundary, one microbatch.
+    pub(super) fn boundary_bytes(&self, batch: u64) -> u64 {
         let graph = &self.training().graph;
-        let bytes = self.boundary.map_or(0, |v| graph.ty(v).bytes(batch));
-        let (a, b) = (&self.submeshes[from], &self.submeshes[to]);
-        let n = a.n_devices;
-        let share = bytes / u64::from(n.min(b.n_devices).max(1));
-        let send = |of: &Cluster, first, next| send_time(of, first, next, share).0;
-        if a.starts.is_empty() {
-            let next = n.min(self.cluster.n_devices().saturating_sub(1));
-            return 2.0 * send(&a.seen, 0, next);
-        }
-        // The slowest of the places where one is behind the other.
-        let firsts = a.starts.iter();
-        let behind = firsts.filter(|&first| b.starts.binary_search(&(first + n)).is_ok());
-        2.0 * behind
-            .map(|&first| send(self.cluster, first, first + n))
-            .fold(0.0, f64::max)
+        self.boundary.map_or(0, |v| graph.ty(v).bytes(batch))
+    }
+
+    /// Seconds to send a boundary tensor of so many bytes forward and its gradient back, between two
+    /// submeshes at their first ranks. All ranks send at once, so those that share a port share its
+    /// rate.
+    pub(super) fn transfer_s(
+        &self,
+        bytes: u64,
+        (from, first): (usize, u32),
+        (to, next): (usize, u32),
+    ) -> f64 {
+        let n = self.submeshes[from].n_devices;
+        let n = n.min(self.submeshes[to].n_devices).max(1);
+        let level = self.cluster.level_between(first, next);
+        let users = level.map_or(1, |l| l.devices_per_port).clamp(1, n);
+        let share = (bytes / u64::from(n)).saturating_mul(users.into());
+        2.0 * send_time(self.cluster, first, next, share).0
     }
 
     /// The numbers of microbatches in flight that a stage on a submesh may have, ascending: those of

@@ -4,7 +4,7 @@
 use super::super::variants::{Variant, variants};
 use super::super::{Submesh, boundary, sequences, submeshes};
 use super::*;
-use crate::inter_op::{InterOpOptions, brute_force};
+use crate::inter_op::{Hop, InterOpOptions, brute_force};
 use crate::pins::Pins;
 use ir::cluster::Cluster;
 use ir::testing::Rng;
@@ -75,6 +75,8 @@ impl Case {
             train: &self.train,
             cluster: &self.cluster,
             pins: &self.pins,
+            asked: &self.pins,
+            to_beat: f64::INFINITY,
             sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
@@ -152,8 +154,12 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
             (devices / submesh.n_devices) as usize,
         );
         let table = search.table(&all, &[i], n_stages, vec![1], 0, true);
-        let sent = search.transfer_s(i, i, case.batch);
-        let transfer = |_: usize, _: u16, _: usize, _: u16| Some(sent);
+        let bytes = search.boundary_bytes(case.batch);
+        let transfer = |hop: Hop| {
+            let next = devices - hop.behind as u32 * submesh.n_devices;
+            let first = next - submesh.n_devices;
+            Some(search.transfer_s(bytes, (i, first), (i, next)))
+        };
         brute_force(&table, &transfer, &options).map(|c| c.total_s)
     };
     search.submeshes.iter().enumerate().map(best).collect()
