@@ -621,6 +621,7 @@ fn memory_pressure_splits_states_then_gradients_then_parameters() {
             p.start_s = 1.2e-3;
         }
         (c.device.memory_bytes, c.device.memory_reserved_bytes) = (Bytes(bytes), Bytes(0));
+        c.device.memory_headroom = 0.0;
         c
     };
     let fixed = [

@@ -83,6 +83,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         vector_flops_per_s: 1.0,
         memory_bytes: Bytes(1 << 20),
         memory_reserved_bytes: Bytes(0),
+        memory_headroom: 0.0,
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,

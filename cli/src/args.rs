@@ -110,6 +110,10 @@ pub struct CompileArgs {
     /// the fastest.
     #[arg(long, value_name = "PERCENT", default_value = "1%")]
     pub tolerance: Share,
+    /// Share of each device's memory that stays free [default: memory_headroom of the cluster's
+    /// devices, 2% for the presets of GPUs].
+    #[arg(long, value_name = "PERCENT")]
+    pub headroom: Option<Share>,
     /// Write the intra-op problems of the plan's stages to this folder, in the form that `solve`
     /// reads: those that were solved as integer programs, because memory was short.
     #[arg(long, value_name = "DIR")]

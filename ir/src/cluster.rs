@@ -85,6 +85,10 @@ pub struct Device {
     pub memory_bytes: Bytes,
     /// Bytes of it that are not available to a program (driver, communicator, runtime).
     pub memory_reserved_bytes: Bytes,
+    /// Share of what a program may use that plans leave free unless they are told otherwise: a
+    /// margin for what the figures of memory do not know.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub memory_headroom: f64,
     /// Memory bandwidth in bytes per second.
     pub memory_bandwidth_bytes_per_s: f64,
     /// Share of the memory bandwidth that streaming kernels reach.
@@ -149,6 +153,10 @@ fn is_zero(n: &u32) -> bool {
 
 fn whole() -> f64 {
     1.0
+}
+
+fn is_nothing(x: &f64) -> bool {
+    *x == 0.0
 }
 
 fn is_whole(x: &f64) -> bool {
@@ -340,6 +348,12 @@ impl Cluster {
             Some(pool) => own.min(pool.memory_bytes.0 / u64::from(pool.devices.max(1))),
             None => own,
         }
+    }
+    /// Bytes that plans use of those: a share of them stays free, that of the device's file unless
+    /// another is given.
+    pub fn planned_bytes(&self, headroom: Option<f64>) -> u64 {
+        let free = headroom.unwrap_or(self.device.memory_headroom);
+        (self.usable_bytes() as f64 * (1.0 - free.clamp(0.0, 1.0))) as u64
     }
     /// Bytes that a rank of a mesh may use in a memory space: in others than the device's its share of what
     /// `storage` says that hosts have, nothing where it does not.
@@ -556,6 +570,13 @@ impl Cluster {
             format!(
                 "device.memory_bytes {} does not exceed memory_reserved_bytes {}",
                 d.memory_bytes.0, d.memory_reserved_bytes.0
+            ),
+        );
+        check(
+            (0.0..1.0).contains(&d.memory_headroom),
+            format!(
+                "device.memory_headroom is {}, expected a share from 0 to below 1",
+                Figure(d.memory_headroom)
             ),
         );
         check(

@@ -53,6 +53,9 @@ pub struct PlanOptions {
     /// is simpler: of all that are found within it the one with the fewest distinct layer
     /// strategies is taken. Zero takes the fastest.
     pub tolerance: f64,
+    /// Share of each device's usable memory that stays free; that of the cluster's devices if none
+    /// is given.
+    pub headroom: Option<f64>,
 }
 
 /// A plan with what was made on the way.

@@ -58,6 +58,8 @@ struct Search<'a> {
     asked: &'a Pins,
     /// Pipelines that cost as much by the objective are of no use.
     to_beat: f64,
+    /// See [`PlanOptions::headroom`].
+    headroom: Option<f64>,
     sequences: Sequences,
     submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
@@ -158,6 +160,7 @@ fn plan_order(
         pins,
         asked: &options.pins,
         to_beat,
+        headroom: options.headroom,
         sequences: sequences(&first.layers, pins)?,
         submeshes: &submeshes,
         boundary: boundary(&first.training.graph),
@@ -171,6 +174,10 @@ fn plan_order(
         n_layer_kinds: first.layers.first.len(),
         ..PlanStats::default()
     };
+    if let Some(share) = options.headroom.filter(|h| !(0.0..1.0).contains(h)) {
+        let words = "a headroom is a share of the memory from 0 to below 1";
+        return Err(PlanError::Input(format!("{share} is no headroom: {words}")));
+    }
     if !(0.0..=1.0).contains(&options.tolerance) {
         let words = "a tolerance is a share of the step time from 0 to 1";
         return Err(PlanError::Input(format!(
@@ -247,6 +254,11 @@ impl<'a> Search<'a> {
             |s: &&Submesh| s.n_devices == n && s.starts.first().is_none_or(|r| *r == first);
         let known = self.submeshes.iter().find(is_this);
         known.map_or(self.cluster, |s| &s.seen)
+    }
+
+    /// Bytes of a device that plans may use, of the cluster as a mesh sees it.
+    fn bytes_of(&self, seen: &Cluster) -> u64 {
+        seen.planned_bytes(self.headroom)
     }
 
     /// The layers, by kinds.

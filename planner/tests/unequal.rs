@@ -43,6 +43,7 @@ fn planned_of(
     let forward = import::model_graph(&config, &build).unwrap();
     let options = PlanOptions {
         pins: Pins::parse(pins).unwrap(),
+        headroom: Some(0.0),
         ..PlanOptions::default()
     };
     planner::plan(&forward, &train, cluster, &options)

@@ -268,8 +268,10 @@ pub fn planned(q: &Question) -> Result<Planned, Unmodelled> {
         dropout: q.train.dropout,
     };
     let forward = model_graph(&q.config, &options).map_err(|e| Unmodelled::Model(e.to_string()))?;
+    // What was published has run, whatever it left free.
     let options = PlanOptions {
         pins,
+        headroom: Some(0.0),
         ..PlanOptions::default()
     };
     let plan_error = |e: &dyn std::fmt::Display| Unmodelled::Plan(e.to_string());

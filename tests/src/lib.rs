@@ -224,6 +224,7 @@ pub fn cluster(n_devices: u32) -> Cluster {
 pub fn cluster_with_memory(n_devices: u32, usable: u64) -> Cluster {
     let mut c = cluster(n_devices);
     c.device.memory_reserved_bytes = Bytes(0);
+    c.device.memory_headroom = 0.0;
     c.device.memory_bytes = Bytes(usable);
     c
 }

@@ -367,6 +367,7 @@ fn cluster(n: u32) -> Cluster {
         vector_flops_per_s: 1e11,
         memory_bytes: Bytes(1 << 40),
         memory_reserved_bytes: Bytes(0),
+        memory_headroom: 0.0,
         memory_bandwidth_bytes_per_s: 1e11,
         memory_efficiency: 0.8,
         launch_s: 1e-6,

@@ -6,7 +6,7 @@ use import::{BuildOptions, ModelConfig, model_graph};
 use ir::cluster::Cluster;
 use ir::{DType, Graph, Precision, TrainSpec};
 use planner::recipes::{Outcome, plan_points, points};
-use planner::{Layering, Pins, PlanError, PlanOptions, Planned, Recipe};
+use planner::{Pins, PlanError, PlanOptions, Planned, Recipe};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -91,8 +91,15 @@ pub fn measure(
         let is_late = budget.time.is_some_and(|t| started.elapsed() >= t);
         is_late || begun.fetch_add(1, Ordering::Relaxed) >= budget.points.unwrap_or(usize::MAX)
     };
-    let tried = plan_points(forward, train, cluster, &pins, Layering::default(), &stop)
-        .map_err(|e| format!("{}: {e}", case.name()))?;
+    let tried = plan_points(
+        forward,
+        train,
+        cluster,
+        &pins,
+        &PlanOptions::default(),
+        &stop,
+    )
+    .map_err(|e| format!("{}: {e}", case.name()))?;
     let presets_s = started.elapsed().as_secs_f64();
     let mut ranked: Vec<(Point, f64)> = Vec::new();
     let (mut n_stopped, mut n_begun, mut nearest) = (0, 0, None::<(u64, String)>);

@@ -36,6 +36,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         pins,
         layering: args.layers.map_or(Layering::default(), |l| l.0),
         tolerance: args.tolerance.0,
+        headroom: args.headroom.map(|h| h.0),
     };
     let started = Instant::now();
     let bar = spinner("searching for a plan");

@@ -123,11 +123,13 @@ pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
         let _ = writeln!(w, "{found}");
     }
     let memory = plan.predicted.stages.iter().map(|s| s.peak_bytes.0).max();
-    let _ = writeln!(
-        w,
-        "Memory: at most {} on a rank",
-        Bytes(memory.unwrap_or(0))
-    );
+    // Ranks that share the memory of a host have none of their own.
+    let of = match plan.cluster.pool {
+        Some(_) => String::new(),
+        None => format!(" of {}", plan.cluster.device.memory_bytes),
+    };
+    let memory = Bytes(memory.unwrap_or(0));
+    let _ = writeln!(w, "Memory: at most {memory}{of} on a rank");
     w += proof(plan).lines().next().unwrap_or_default();
     if let Some(words) = simpler(plan) {
         w += "\n";

@@ -114,6 +114,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
             vector_flops_per_s: vector_rate,
             memory_bytes: machine.memory_bytes,
             memory_reserved_bytes: Bytes(RESERVED_BYTES),
+            memory_headroom: 0.0,
             memory_bandwidth_bytes_per_s: bandwidth,
             memory_efficiency,
             launch_s,

@@ -135,6 +135,7 @@ fn cluster(n: u32) -> Cluster {
         vector_flops_per_s: 1.0,
         memory_bytes: Bytes(1),
         memory_reserved_bytes: Bytes(0),
+        memory_headroom: 0.0,
         memory_bandwidth_bytes_per_s: 1.0,
         memory_efficiency: 1.0,
         launch_s: 0.0,

@@ -7,7 +7,7 @@
 use super::bounds::Sizes;
 use super::{Facts, Recipe};
 use crate::pins::check::{check, degrees};
-use crate::{Layering, Pins, PlanError, PlanOptions, Planned, layered};
+use crate::{Pins, PlanError, PlanOptions, Planned, layered};
 use ir::cluster::Cluster;
 use ir::training::training_graph;
 use ir::{Graph, Seconds, TrainSpec, counted};
@@ -113,8 +113,7 @@ pub fn plan_recipe(
         return Err(PlanError::Input(first));
     }
     let points = points(forward, train, cluster, recipe, options)?;
-    let layering = options.layering;
-    let tried = plan_points(forward, train, cluster, &points, layering, &|| false)?;
+    let tried = plan_points(forward, train, cluster, &points, options, &|| false)?;
     let Some((best, mut planned)) = tried.best else {
         return Err(reason(
             forward,
@@ -150,7 +149,8 @@ pub fn plan_recipe(
 }
 
 /// Plans points in parallel, promising ones first, without those that cannot fit or win. `stop` is
-/// asked before each point; once it says so, no other is begun.
+/// asked before each point; once it says so, no other is begun. Of `options` the pins are those of
+/// each point instead, and the tolerance is nothing.
 ///
 /// # Errors
 /// When the training graph of `forward` cannot be made; what is wrong with a point is its outcome.
@@ -159,10 +159,10 @@ pub fn plan_points(
     train: &TrainSpec,
     cluster: &Cluster,
     points: &[Pins],
-    layering: Layering,
+    options: &PlanOptions,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<PointsPlanned, PlanError> {
-    let layered = layered(forward, layering)?;
+    let layered = layered(forward, options.layering)?;
     let cut = layered.graph.as_ref().unwrap_or(forward);
     let training = training_graph(cut, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let sizes = Sizes::of(&training, train, cluster);
@@ -201,8 +201,8 @@ pub fn plan_points(
         }
         let options = PlanOptions {
             pins: pins.clone(),
-            layering,
             tolerance: 0.0,
+            ..options.clone()
         };
         match crate::plan(forward, train, cluster, &options) {
             Err(e) => Outcome::Failed(e),
@@ -261,8 +261,8 @@ fn reason(
         (other, Some(i)) => {
             let options = PlanOptions {
                 pins: points[i].clone(),
-                layering: options.layering,
                 tolerance: 0.0,
+                ..options.clone()
             };
             let planned = crate::plan(forward, train, cluster, &options);
             let defect = || PlanError::Defect("a point that was too large has a plan".into());

@@ -2,7 +2,7 @@
 
 use super::bounds::Sizes;
 use super::*;
-use crate::{Layering, PlanError, PlanOptions};
+use crate::{PlanError, PlanOptions};
 use ir::cluster::Cluster;
 use ir::training::training_graph;
 use ir::{Graph, Precision, TrainSpec};
@@ -257,8 +257,7 @@ fn the_fastest_point_is_chosen_and_the_bounds_hold() {
     }
     let fastest = steps.iter().copied().fold(f64::INFINITY, f64::min);
     let first = steps.iter().position(|s| *s == fastest).unwrap();
-    let layering = Layering::default();
-    let tried = plan_points(forward, train, cluster, &grid, layering, &|| false).unwrap();
+    let tried = plan_points(forward, train, cluster, &grid, &options, &|| false).unwrap();
     let (best, planned) = tried.best.unwrap();
     assert_eq!((best, planned.simulation.step_time.0), (first, fastest));
     // What was planned here was planned there, with the same step.
@@ -271,7 +270,7 @@ fn the_fastest_point_is_chosen_and_the_bounds_hold() {
         }
     }
     // A caller that stops at once gets nothing.
-    let none = plan_points(forward, train, cluster, &grid, layering, &|| true).unwrap();
+    let none = plan_points(forward, train, cluster, &grid, &options, &|| true).unwrap();
     assert!(none.best.is_none());
     let is_stopped = |o: &Outcome| matches!(o, Outcome::Stopped | Outcome::Failed(_));
     assert!(none.outcomes.iter().all(is_stopped));

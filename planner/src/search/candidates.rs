@@ -119,7 +119,7 @@ impl<'a> Search<'a> {
         let free: Stages = paths.iter().map(one).collect();
         // Where the fastest choices fit by far, memory has no price.
         let mut costs = free.iter().flatten();
-        let capacity = self.seen_by(&shape.mesh).usable_bytes();
+        let capacity = self.bytes_of(self.seen_by(&shape.mesh));
         let is_memory_plentiful = costs.all(|(_, cost)| self.fits_twice(cost, m, capacity));
         let prices = match (is_memory_plentiful, self.variants.len()) {
             (true, _) => &MEMORY_PRICES[..1],

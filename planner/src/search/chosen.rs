@@ -208,7 +208,7 @@ impl Search<'_> {
         let weighted = refer(&weighted);
         let mut priced: BTreeMap<u16, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
-        let whole = settings[0].cluster.usable_bytes().saturating_sub(reserve);
+        let whole = self.bytes_of(settings[0].cluster).saturating_sub(reserve);
         for (stage, solved) in p.choice.stages.iter().zip(solved) {
             if tag(stage).0 != shape {
                 continue;

@@ -5,6 +5,7 @@
 //! what they cost at least, by their matmuls and the pipeline's bubble alone; one that cannot
 //! beat what was found is not priced. What is found is the same as with all of them.
 
+use super::pipelines::NEAR;
 use super::{Candidate, Search, Shape, Solved, ToBeat, nearer, no_strategy};
 use crate::PlanError;
 use crate::inter_op::{InterOpOptions, PipelineChoice};
@@ -58,7 +59,9 @@ impl Search<'_> {
             let found = best.as_ref().map(|b| b.1.cost.total_s);
             let to_beat = ToBeat {
                 plain: found.unwrap_or(to_beat.plain),
-                interleaved: to_beat.interleaved.min(found.unwrap_or(f64::INFINITY)),
+                interleaved: to_beat
+                    .interleaved
+                    .min(found.map_or(f64::INFINITY, |s| s * NEAR)),
             };
             let plain = least.plain <= to_beat.plain;
             if !plain {
@@ -104,9 +107,9 @@ impl Search<'_> {
                     }
                 }
             }
-            // A pipeline no better than the best of plain stages is not looked at.
+            // A pipeline much worse than the best of plain stages is not looked at.
             let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
-            let to_beat = to_beat.interleaved.min(plain);
+            let to_beat = to_beat.interleaved.min(plain * NEAR);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         if unpriced {

@@ -149,9 +149,10 @@ impl Search<'_> {
                 let found = &mut solved.interleaved;
                 found.push((ring.schedule, choice));
                 found.sort_by(|a, b| cost(&a.1).total_cmp(&cost(&b.1)));
-                // The best for each number of stages.
-                let mut counts = BTreeSet::new();
-                found.retain(|(v, _)| counts.insert(*v));
+                // The best for each shape and number of stages.
+                let mut kinds = BTreeSet::new();
+                let shape = |c: &PipelineChoice| c.stages.first().map(|s| Rungs::of_tag(s.tag).0);
+                found.retain(|(v, c)| kinds.insert((*v, shape(c))));
                 found.truncate(INTERLEAVED_OF_A_SIZE);
             }
         }

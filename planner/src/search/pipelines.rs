@@ -18,13 +18,14 @@ const SIMULATED: usize = 6;
 /// The same where devices share processors, which only the simulator knows.
 const SIMULATED_SHARED: usize = 24;
 /// Pipelines of interleaved stages that are simulated beside them.
-const SIMULATED_INTERLEAVED: usize = 8;
-/// Most of them for one microbatch size, each with another number of stages on a mesh: sends,
-/// of which there are as many more, hide behind computing as only the simulator knows.
-pub(super) const INTERLEAVED_OF_A_SIZE: usize = 2;
+const SIMULATED_INTERLEAVED: usize = 12;
+/// Most of them for one microbatch size, each of another shape or with another number of stages on
+/// a mesh: sends, of which there are as many more, hide behind computing as only the simulator
+/// knows.
+pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 /// What costs so many times as much as the best by the objective is not simulated: the two differ
 /// by less.
-const NEAR: f64 = 1.06;
+pub(super) const NEAR: f64 = 1.06;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 4;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -138,7 +139,7 @@ impl Search<'_> {
             false => SIMULATED,
         });
         let to_beat = plain.first().map_or(f64::INFINITY, cost);
-        interleaved.retain(|p| cost(p) < to_beat);
+        interleaved.retain(|p| cost(p) < to_beat * NEAR);
         interleaved.truncate(SIMULATED_INTERLEAVED);
         plain.extend(interleaved);
         if plain.is_empty() {
@@ -163,7 +164,7 @@ impl Search<'_> {
                 true => f64::INFINITY,
                 false => worst(plain, SIMULATED).min(least * NEAR),
             },
-            interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least),
+            interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least * NEAR),
         }
     }
 
@@ -206,8 +207,10 @@ impl Search<'_> {
             Ok(choice) => solved.found.push(choice),
             Err(e) => solved.error = Some(nearer(solved.error, e)),
         }
+        let interleaved = to_beat.interleaved;
         let plain = solved.found.iter().map(|c| c.cost.total_s);
-        let to_beat = plain.fold(to_beat.interleaved, f64::min);
+        let to_beat = plain.fold(f64::INFINITY, f64::min) * NEAR;
+        let to_beat = to_beat.min(interleaved);
         for submesh in 0..self.submeshes.len() {
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }

@@ -297,7 +297,7 @@ impl Search<'_> {
             .lower(&plan, training, &BucketSizes::default())
             .map_err(lower)?;
         let over = program.roles.iter().map(|r| {
-            let usable = self.cluster.seen_by(r.mesh.devices).usable_bytes();
+            let usable = self.bytes_of(&self.cluster.seen_by(r.mesh.devices));
             r.arena_bytes.saturating_sub(usable)
         });
         if let Some(over) = over.max().filter(|&over| over > 0) {
@@ -414,6 +414,11 @@ impl Search<'_> {
         }
         if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
             space += ", activations recomputed as pinned";
+        }
+        let of_devices = self.submeshes.iter().map(|s| s.seen.device.memory_headroom);
+        let headroom = self.headroom.unwrap_or(of_devices.fold(0.0, f64::max));
+        if headroom > 0.0 {
+            space += &format!(", {}% of each device's memory left free", 100.0 * headroom);
         }
         if reserve > 0 {
             space += &format!(", {reserve} bytes reserved for buffer placement");

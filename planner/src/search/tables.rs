@@ -180,7 +180,7 @@ impl Search<'_> {
 
     /// Bytes per device of a submesh, `reserve` of them left free.
     pub(super) fn capacity(&self, submesh: usize, reserve: u64) -> u64 {
-        let usable = self.submeshes[submesh].seen.usable_bytes();
+        let usable = self.bytes_of(&self.submeshes[submesh].seen);
         usable.saturating_sub(reserve)
     }
 }

@@ -67,6 +67,8 @@ pub fn recalibrate(path: &Path, loaded: &Loaded, runs: &[Measurement]) -> Result
     pins.zigzag = false;
     let options = PlanOptions {
         pins,
+        // A plan that was taken for its simplicity is not beaten by less than that may cost.
+        tolerance: plan.proof.simpler.as_ref().map_or(0.0, |s| s.tolerance),
         ..PlanOptions::default()
     };
     let bar = spinner("searching for the best plan on the new cluster");

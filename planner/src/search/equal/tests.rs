@@ -77,6 +77,7 @@ impl Case {
             pins: &self.pins,
             asked: &self.pins,
             to_beat: f64::INFINITY,
+            headroom: None,
             sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
