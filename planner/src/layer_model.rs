@@ -348,6 +348,20 @@ impl LayerModel {
         self.exit.map_or(1, |g| self.groups[g].choices.len())
     }
 
+    /// Bytes for a moment that no choice of its groups needs less than ([`LayerCost`]).
+    pub(crate) fn least_transient_bytes(&self, s: &Setting<'_>) -> u64 {
+        let of_choice = |group: &Group, c: &Choice| {
+            let regions = [Region::StepEnd, Region::Microbatch];
+            regions
+                .map(|region| transient(s, group, c, region))
+                .into_iter()
+                .max()
+        };
+        let own = self.groups.iter().take(self.n_own);
+        let least = own.map(|g| g.choices.iter().filter_map(|c| of_choice(g, c)).min());
+        least.flatten().max().unwrap_or(0)
+    }
+
     /// Times and bytes of a decoded choice.
     pub(crate) fn evaluate(&self, s: &Setting<'_>, choice: &[u32]) -> LayerCost {
         let mut cost = LayerCost::default();

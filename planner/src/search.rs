@@ -26,6 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use variants::Variant;
 
 mod batches;
+mod bounds;
 mod candidates;
 mod chosen;
 mod equal;

@@ -63,6 +63,8 @@ pub(crate) struct Sequences {
     steps: Vec<(Option<usize>, usize)>,
     /// Every range `start..end` of layers with its sequence.
     pub ranges: Vec<((usize, usize), usize)>,
+    /// By kind, the sequence of one layer; none where only some ranges are known.
+    pub single: Vec<usize>,
 }
 
 impl Sequences {
@@ -81,6 +83,9 @@ impl Sequences {
                 at = Some(next);
             }
         }
+        let n_kinds = layers.kind.iter().max().map_or(0, |k| k + 1);
+        let of_kind = |kind: usize| known.get(&(None, kind)).copied();
+        all.single = (0..n_kinds).filter_map(of_kind).collect();
         all
     }
 
@@ -109,6 +114,16 @@ impl Sequences {
     /// Number of sequences.
     pub(crate) fn len(&self) -> usize {
         self.steps.len()
+    }
+
+    /// By sequence, the largest of its kinds' figures.
+    pub(crate) fn largest(&self, of_kinds: &[f64]) -> Vec<f64> {
+        let mut largest: Vec<f64> = Vec::with_capacity(self.len());
+        for &(parent, kind) in &self.steps {
+            let before = parent.map_or(0.0, |p| largest[p]);
+            largest.push(before.max(of_kinds[kind]));
+        }
+        largest
     }
 
     /// The sequence with the most layers, the first of several.

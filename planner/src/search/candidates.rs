@@ -8,12 +8,13 @@
 //!
 //! What was worked out about a mesh's layout changes is kept for the next microbatch size.
 
+use super::bounds::{Bounds, Priced};
 use super::mixes::{Rungs, mixed};
 use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
-use crate::layer_model::{LayerCost, LayerModel, ModelError, QUANTUM_S, WeightedLayer, Weights};
+use crate::layer_model::{LayerCost, LayerModel, ModelError, WeightedLayer, Weights};
 use crate::prices::Prices;
 use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
@@ -43,14 +44,30 @@ pub(super) struct Candidate {
     /// Index into `shapes`.
     pub(super) shape: usize,
     pub(super) submesh: usize,
+    /// Microbatches.
+    pub(super) m: f64,
+    /// Bytes that a device has.
+    pub(super) capacity: f64,
     /// Per sequence: a time of one microbatch that no stage of it can beat.
     pub(super) relaxed: Vec<Option<f64>>,
+    /// Bounds on that and the work once per step together.
+    pub(super) bounds: Bounds,
     /// Costs of stages where memory has no price.
     free: Stages,
     /// The inputs for pricing them where it has one, if anything is left to price.
     unpriced: Option<Unpriced>,
-    /// Their costs under all prices, once asked for.
-    stages: OnceLock<Stages>,
+    /// Their costs under all prices, once asked for, and the bounds that these give.
+    stages: OnceLock<Known>,
+}
+
+/// What pricing a candidate's stages gave.
+#[derive(Default)]
+pub(super) struct Known {
+    stages: Stages,
+    /// Bounds under the prices that were looked at.
+    pub(super) bounds: Vec<Priced>,
+    /// By sequence, bytes that a stage needs for a moment at least.
+    pub(super) transient: Vec<f64>,
 }
 
 /// A shape with its models for one microbatch size.
@@ -74,8 +91,13 @@ impl Candidate {
     pub(super) fn known_stages(&self) -> Option<&Stages> {
         match self.unpriced {
             None => Some(&self.free),
-            Some(_) => self.stages.get(),
+            Some(_) => self.stages.get().map(|known| &known.stages),
         }
+    }
+
+    /// What pricing its stages gave, where somebody asked for them.
+    pub(super) fn known(&self) -> Option<&Known> {
+        self.stages.get()
     }
 }
 
@@ -111,7 +133,8 @@ impl<'a> Search<'a> {
         };
         let models = self.models(&s)?;
         let weighted = weigh(&models, base)?;
-        let paths = PricedMesh::new(&weighted, base).paths(&[s], &self.sequences);
+        let mut priced = PricedMesh::new(&weighted, base);
+        let paths = priced.paths(&[s], &self.sequences);
         let one = |path: &Option<StagePath>| {
             let path = path.iter();
             path.map(|path| (Rungs::one(0), path.cost)).collect()
@@ -126,7 +149,11 @@ impl<'a> Search<'a> {
             (false, 1) => &MEMORY_PRICES[..],
             (false, _) => &STATIC_PRICES[..],
         };
-        let relaxed = self.relaxed(&models, base, prices, capacity)?;
+        let free_s = priced.objectives(&self.sequences);
+        drop(priced);
+        let bounds = self.bounds(&weighted, base, prices, &free_s);
+        // Of all microbatches and what they share of a step, one takes no less time.
+        let relaxed = self.relaxed(&models, base)?;
         let eliminators = weighted
             .into_iter()
             .map(|w| w.eliminator.into_owned())
@@ -144,7 +171,10 @@ impl<'a> Search<'a> {
         Ok(Candidate {
             shape: index,
             submesh: shape.submesh,
+            m: base.m,
+            capacity: capacity as f64,
             relaxed,
+            bounds,
             free,
             unpriced,
             stages: OnceLock::new(),
@@ -155,15 +185,20 @@ impl<'a> Search<'a> {
     pub(super) fn stages<'c>(&self, candidate: &'c Candidate) -> &'c Stages {
         match &candidate.unpriced {
             None => &candidate.free,
-            Some(rest) => candidate
-                .stages
-                .get_or_init(|| self.priced(rest).unwrap_or_else(|| candidate.free.clone())),
+            Some(rest) => {
+                let nothing = || Known {
+                    stages: candidate.free.clone(),
+                    ..Known::default()
+                };
+                let priced = || self.priced(rest).unwrap_or_else(nothing);
+                &candidate.stages.get_or_init(priced).stages
+            }
         }
     }
 
     /// The costs of stages under all prices, and of mixes of them; `None` where the layers of some
     /// choice of what is recomputed cannot be modelled.
-    fn priced(&self, rest: &Unpriced) -> Option<Stages> {
+    fn priced(&self, rest: &Unpriced) -> Option<Known> {
         let settings = self.settings(&rest.shape, rest.batch);
         let others = self.other_models(&settings).ok()?;
         let base = rest.base;
@@ -180,9 +215,12 @@ impl<'a> Search<'a> {
         rungs.insert(0, rest.paths.clone());
         let in_flight = self.in_flight(rest.shape.submesh, rest.m);
         let capacity = self.capacity(rest.shape.submesh, rest.reserve);
-        for family in scale::families(&in_flight) {
+        let mut bounds = Vec::new();
+        let of_rings = self.ring_in_flight(rest.shape.submesh, rest.m);
+        for family in scale::families(&in_flight, of_rings) {
             let of_all = capacity as f64 * self.n_stages(rest.shape.submesh);
-            self.climb(&settings, &weighted, rest, (family, of_all), &mut rungs);
+            let budget = (family, of_all);
+            self.climb(&settings, &weighted, rest, budget, &mut rungs, &mut bounds);
         }
         let sequences = 0..self.sequences.len();
         let of_sequence = |i: usize| {
@@ -190,7 +228,13 @@ impl<'a> Search<'a> {
             let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
             mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity)
         };
-        Some(sequences.map(of_sequence).collect())
+        let models = rest.models.iter();
+        let transient = models.map(|m| m.least_transient_bytes(&settings[0]) as f64);
+        Some(Known {
+            stages: sequences.map(of_sequence).collect(),
+            bounds,
+            transient: self.sequences.largest(&transient.collect::<Vec<_>>()),
+        })
     }
 
     /// Adds the paths under prices for one number of microbatches in flight: that of the dearest
@@ -203,6 +247,7 @@ impl<'a> Search<'a> {
         rest: &Unpriced,
         (family, budget): (scale::Family, f64),
         rungs: &mut BTreeMap<usize, Vec<Option<StagePath>>>,
+        bounds: &mut Vec<Priced>,
     ) {
         let m = rest.m;
         // What all layers take together stands for the stages.
@@ -215,13 +260,17 @@ impl<'a> Search<'a> {
         let Some(mut fast) = figures(&rungs[&0]) else {
             return;
         };
-        let price = |step: usize| {
+        let mut price = |step: usize| {
             let refs = refer(weighted);
             let weights = Weights {
                 level: rest.base.level,
                 ..family.weights(m, step)
             };
-            PricedMesh::of_variants(&refs, weights).paths(settings, &self.sequences)
+            let mut priced = PricedMesh::of_variants(&refs, weights);
+            let objectives = priced.objectives(&self.sequences);
+            let in_flight = family.in_flight as u64;
+            bounds.push(self.priced_bound(weights.static_price, in_flight, &objectives));
+            priced.paths(settings, &self.sequences)
         };
         let top = scale::STEPS - 1;
         let paths = price(top);
@@ -262,41 +311,55 @@ impl<'a> Search<'a> {
         bytes.saturating_mul(stages_of_a_mesh) <= capacity / 2
     }
 
-    /// For each sequence of layers a time of one microbatch that no stage of it can beat: the
-    /// Lagrangian bound over a few memory prices, with one microbatch in flight and
-    /// without the time of the step. `min (time + price * bytes) - price * capacity` is at
-    /// most the time of whatever fits the capacity. Where everything fits, no price but zero
-    /// can give more.
+    /// For each sequence of layers a time of one microbatch that no stage of it can beat, without
+    /// the work once per step and whatever it needs of memory.
     fn relaxed(
         &self,
         models: &[LayerModel],
         base: Weights,
-        prices: &[f64],
-        capacity: u64,
     ) -> Result<Vec<Option<f64>>, ModelError> {
+        let free = Weights { step: 0.0, ..base };
+        let weighted = weigh(models, free)?;
+        let objectives = PricedMesh::new(&weighted, free).objectives(&self.sequences);
+        let bound = self.priced_bound(0.0, 0, &objectives);
+        let seconds = bound.least.into_iter();
+        Ok(seconds.map(|s| Some(s?.max(0.0) / base.m)).collect())
+    }
+
+    /// Bounds on the time of all microbatches and once per step under some prices, of which the
+    /// first is 0 and its objectives are known.
+    fn bounds(
+        &self,
+        weighted: &[WeightedLayer<'_>],
+        base: Weights,
+        prices: &[f64],
+        free: &[Option<u64>],
+    ) -> Bounds {
         // Recomputing takes time and saves what is kept for the backward pass, so where the search
         // may recompute, only what lives for the step has a price.
         let recomputes = self.variants.len() > 1;
-        let free = Weights { step: 0.0, ..base };
-        let weighted = weigh(models, free)?;
-        let capacity = capacity as f64;
-        let mut best: Vec<Option<f64>> = vec![None; self.sequences.len()];
-        for &price in prices {
+        let mut bounds = Bounds::default();
+        bounds.fixed.push(self.priced_bound(0.0, 0, free));
+        for &price in prices.iter().filter(|p| **p > 0.0) {
             let priced = Weights {
                 static_price: price,
                 saved_price: if recomputes { 0.0 } else { price },
-                ..free
+                ..base
             };
-            let objectives = PricedMesh::new(&weighted, priced).objectives(&self.sequences);
-            for (known, objective) in best.iter_mut().zip(objectives) {
-                let Some(objective) = objective else { continue };
-                // Each of the summed costs is rounded to within half a quantum.
-                let rounding = QUANTUM_S * 100.0 * self.layers().kind.len() as f64;
-                let seconds = (objective as f64 * QUANTUM_S - rounding - price * capacity) / base.m;
-                *known = Some(known.unwrap_or(0.0).max(seconds));
-            }
+            let objectives = PricedMesh::new(weighted, priced).objectives(&self.sequences);
+            let in_flight = u64::from(!recomputes);
+            let of = if recomputes {
+                &mut bounds.fixed
+            } else {
+                &mut bounds.of_all
+            };
+            of.push(self.priced_bound(price, in_flight, &objectives));
         }
-        Ok(best)
+        bounds
+    }
+
+    fn priced_bound(&self, price: f64, in_flight: u64, objectives: &[Option<u64>]) -> Priced {
+        Priced::new(price, in_flight, objectives, self.layers().kind.len())
     }
 
     /// The models of all kinds of layers. Where the pins leave one mesh and one microbatch size

@@ -16,6 +16,7 @@
 //!
 //! That is also the bound that a proof has on interleaved stages, solved or not.
 
+use super::bounds::RingOf;
 use super::even::even_cuts;
 use super::mixes::Rungs;
 use super::pipelines::INTERLEAVED_OF_A_SIZE;
@@ -27,6 +28,7 @@ use crate::inter_op::{
 use crate::interleave::{SharedStage, TooLarge, share};
 use ir::plan::ScheduleKind;
 use ir::schedule::Latency;
+use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -45,24 +47,32 @@ pub(super) fn counts() -> String {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ring {
     submesh: usize,
-    n_meshes: usize,
-    schedule: ScheduleKind,
+    pub(super) n_meshes: usize,
+    pub(super) schedule: ScheduleKind,
 }
 
 impl Ring {
-    fn n_stages(self) -> usize {
+    pub(super) fn n_stages(self) -> usize {
         self.n_meshes * self.schedule.virtual_stages() as usize
     }
 
-    fn options(self, m: u32) -> InterOpOptions {
+    pub(super) fn options(self, m: u32) -> InterOpOptions {
         InterOpOptions {
             n_stages: Some(self.n_stages()),
             ..InterOpOptions::new(u64::from(m), self.schedule)
         }
     }
 
-    fn latency(self, m: u32) -> Latency {
+    pub(super) fn latency(self, m: u32) -> Latency {
         self.schedule.schedule().latency(self.n_meshes, m)
+    }
+
+    /// How often the stages of a mesh count where all are alike: m + (p - 1) / v.
+    pub(super) fn rounds(self, m: u32) -> f64 {
+        let latency = self.latency(m);
+        let p = self.n_meshes as f64;
+        let v = f64::from(self.schedule.virtual_stages().max(1));
+        p + latency.busiest + latency.slowest / v
     }
 
     /// Seconds that no pipeline can beat whose stages take `sum_s` together.
@@ -104,6 +114,15 @@ impl Search<'_> {
         rings.filter(fits).collect()
     }
 
+    /// The most microbatches that interleaved stages on meshes of a submesh have in flight.
+    pub(super) fn ring_in_flight(&self, submesh: usize, m: u32) -> Option<u64> {
+        let of_ring = |ring: Ring| {
+            let (options, n) = (ring.options(m), ring.n_stages());
+            (0..n).map(|stage| options.in_flight(stage, n)).max()
+        };
+        self.rings(submesh, m).into_iter().filter_map(of_ring).max()
+    }
+
     /// Looks for interleaved stages on meshes of `submesh` that cost less than `to_beat` and those
     /// known, and bounds all that there are.
     #[allow(clippy::too_many_arguments)] // Each is a loop variable of the search.
@@ -123,27 +142,35 @@ impl Search<'_> {
         }
         let mut ways: Vec<(f64, &Candidate, Ring)> = Vec::new();
         for candidate in candidates.iter().filter(|c| c.submesh == submesh) {
-            let Some(sum_s) = self.least_sum_s(candidate) else {
+            let Some(sums) = self.least_sums(candidate) else {
                 continue;
             };
             ways.extend(rings.iter().map(|&ring| {
-                let sum_s = sum_s + self.sent_s(ring, batch).iter().sum::<f64>();
-                let least = ring.least_s(sum_s, m);
+                let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
+                let of = RingOf {
+                    ring,
+                    candidate,
+                    m,
+                    sent_s,
+                };
+                let least = self.ring_least_s(of, &sums);
+                let sum_s = sums.time_s + sent_s;
                 let work = self.least_ring_work_s(self.submeshes[submesh].n_devices, sum_s, m);
-                solved.lower = solved.lower.min(least.max(work));
-                (least, candidate, ring)
+                (least.max(work), candidate, ring)
             }));
         }
         let rank = |w: &(f64, &Candidate, Ring)| (w.1.shape, w.2.schedule);
         ways.sort_by(|a, b| a.0.total_cmp(&b.0).then(rank(a).cmp(&rank(b))));
         let cost = |c: &PipelineChoice| c.cost.total_s;
-        for (least, candidate, ring) in ways {
+        let mut looked_at = 0;
+        for &(least, candidate, ring) in &ways {
             let known = solved.interleaved.get(INTERLEAVED_OF_A_SIZE - 1);
             let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
             let to_beat = to_beat.min(known);
             if least >= to_beat {
                 break;
             }
+            looked_at += 1;
             let found = self.solve_ring(ring, candidate, batch, m, reserve);
             if let Some(choice) = found.ok().filter(|c| cost(c) < to_beat) {
                 let found = &mut solved.interleaved;
@@ -156,6 +183,22 @@ impl Search<'_> {
                 found.truncate(INTERLEAVED_OF_A_SIZE);
             }
         }
+        // Prices say more of the rings that were looked at. The first of the others costs least.
+        let others = ways.get(looked_at).map(|(least, ..)| *least);
+        let priced = ways[..looked_at]
+            .par_iter()
+            .map(|&(least, candidate, ring)| {
+                let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
+                let of = RingOf {
+                    ring,
+                    candidate,
+                    m,
+                    sent_s,
+                };
+                least.max(self.priced_ring_least_s(of))
+            });
+        let lower = priced.min_by(f64::total_cmp).into_iter().chain(others);
+        solved.lower = lower.fold(solved.lower, f64::min);
     }
 
     /// A ring that the search chose, made again with so many bytes reserved and at the ZeRO level
@@ -193,12 +236,6 @@ impl Search<'_> {
             lower: f64::INFINITY,
         };
         for candidate in candidates {
-            if let Some(sum_s) = self.least_sum_s(candidate) {
-                let sum_s = sum_s + self.sent_s(ring, batch).iter().sum::<f64>();
-                let work = self.least_ring_work_s(self.submeshes[ring.submesh].n_devices, sum_s, m);
-                let least = ring.least_s(sum_s, m).max(work);
-                bounded.lower = bounded.lower.min(least);
-            }
             let even = self.solve_ring(ring, candidate, batch, m, reserve);
             let apart = self.solve_ring_apart(ring, candidate, batch, m, reserve);
             for found in [even, apart] {
@@ -208,6 +245,23 @@ impl Search<'_> {
                     (Err(_), Ok(b)) => Ok(b),
                     (Err(a), Err(b)) => Err(nearer(Some(a), b)),
                 };
+            }
+            if let Some(sums) = self.least_sums(candidate) {
+                let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
+                let sum_s = sums.time_s + sent_s;
+                let of = RingOf {
+                    ring,
+                    candidate,
+                    m,
+                    sent_s,
+                };
+                let least = [
+                    self.ring_least_s(of, &sums),
+                    self.priced_ring_least_s(of),
+                    self.least_ring_work_s(self.submeshes[ring.submesh].n_devices, sum_s, m),
+                ];
+                let least = least.into_iter().fold(0.0, f64::max);
+                bounded.lower = bounded.lower.min(least);
             }
         }
         bounded
@@ -347,25 +401,6 @@ impl Search<'_> {
             needed: u64::try_from(e.needed_bytes).unwrap_or(u64::MAX),
             capacity,
         }
-    }
-
-    /// Seconds of a microbatch that no stages of a shape take less than, together and without
-    /// sending: the least over all ways to cut the layers of what no stage can beat. `None` where
-    /// no stages cover them.
-    fn least_sum_s(&self, candidate: &Candidate) -> Option<f64> {
-        let n_layers = self.layers().kind.len();
-        let mut ranges: Vec<(usize, usize, f64)> = Vec::new();
-        for &((start, end), sequence) in &self.sequences.ranges {
-            ranges.extend(candidate.relaxed[sequence].map(|s| (start, end, s)));
-        }
-        // Every range begins where shorter sums are complete.
-        ranges.sort_by_key(|r| (r.0, r.1));
-        let mut least = vec![f64::INFINITY; n_layers + 1];
-        least[0] = 0.0;
-        for (start, end, seconds) in ranges {
-            least[end] = least[end].min(least[start] + seconds);
-        }
-        Some(least[n_layers]).filter(|s| s.is_finite())
     }
 
     /// Seconds of sending from each stage of a ring to the next, one microbatch.

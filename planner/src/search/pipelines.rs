@@ -329,8 +329,6 @@ impl Search<'_> {
         let starts: Vec<Vec<usize>> = starts.collect();
         let devices = (self.cluster.n_devices() / unit) as usize;
         let all: Vec<&Candidate> = candidates.iter().collect();
-        let relaxed = self.relaxed_table(&all, submeshes, devices, sizes.clone());
-        let relaxed = relaxed.at(starts.clone());
         let bytes = self.boundary_bytes(batch);
         let transfer = |hop: Hop| {
             let (from, to) = (submeshes[hop.from], submeshes[hop.to]);
@@ -344,23 +342,35 @@ impl Search<'_> {
             cutoff_s: to_beat.next_up(),
             ..InterOpOptions::new(u64::from(m), schedule)
         };
-        let lower = match inter_op::plan(&relaxed, &transfer, &options) {
-            Ok(found) => found.lower_bound_s,
-            // Where even the relaxation has no pipeline there is none to bound.
-            Err(_) => to_beat,
+        let bound = || {
+            let (sizes, starts) = (sizes.clone(), starts.clone());
+            let of_time = (m, options.repeats());
+            let relaxed = self.relaxed_table(&all, submeshes, devices, sizes, of_time);
+            let relaxed = relaxed.at(starts);
+            let least = match inter_op::plan(&relaxed, &transfer, &options) {
+                Ok(found) => found.lower_bound_s,
+                // Where even the relaxation has no pipeline there is none to bound.
+                Err(_) => to_beat,
+            };
+            least.max(self.least_work_s(&relaxed, unit, m))
         };
         let table = || {
             let (sizes, starts) = (sizes.clone(), starts.clone());
             let table = self.table(&all, submeshes, devices, sizes, reserve, true);
             table.at(starts)
         };
+        let mut lower = bound();
         let found = match lower < options.cutoff_s || to_beat.is_infinite() {
             true => self.solve_lazily(&all, &table, &transfer, &options),
             false => Err(NoPlan::NoTiling),
         };
+        // Prices say more of stages than what was known before.
+        if all.iter().any(|c| c.known().is_some()) {
+            lower = lower.max(bound());
+        }
         Bounded {
             found: found.map_err(|e| self.infeasible(e, submeshes)),
-            lower: lower.max(self.least_work_s(&relaxed, unit, m)),
+            lower,
         }
     }
 

@@ -10,6 +10,9 @@ use std::collections::BTreeSet;
 /// Most numbers of microbatches in flight for which stages are fitted into memory.
 const MAX_IN_FLIGHT: usize = 16;
 
+/// Bounds that differ by less are one.
+const SAME: f64 = 1e-4;
+
 /// An entry that takes nothing.
 const BLANK: StageEntry = StageEntry {
     forward_s: 0.0,
@@ -84,36 +87,65 @@ impl Search<'_> {
         table
     }
 
-    /// Times that ranges of layers cannot beat there.
+    /// Times that ranges of layers cannot beat there, their parts of the work once per step
+    /// included ([`super::bounds`]), where a stage's time counts `repeats` times beside the sum;
+    /// they depend on the microbatches in flight.
     pub(super) fn relaxed_table(
         &self,
         candidates: &[&Candidate],
         submeshes: &[usize],
         devices: usize,
         sizes: Vec<usize>,
+        (m, repeats): (u32, f64),
     ) -> StageTable {
         let mut table = StageTable::new(self.layers().kind.len(), devices, sizes);
-        let mut best = std::collections::BTreeMap::new();
-        for candidate in candidates {
-            let Some(submesh) = submeshes.iter().position(|&i| i == candidate.submesh) else {
-                continue;
+        for (place, &submesh) in submeshes.iter().enumerate() {
+            let own = candidates.iter().filter(|c| c.submesh == submesh);
+            let own: Vec<&&Candidate> = own.collect();
+            let rounds = self.rounds(submesh, m, repeats);
+            let levels = self.levels(submesh, m);
+            let of_sequence = |sequence: usize| -> Vec<StageEntry> {
+                let mut entries: Vec<StageEntry> = Vec::new();
+                for (i, &n) in levels.iter().enumerate() {
+                    let least = own
+                        .iter()
+                        .filter_map(|c| self.least_stage_s(c, sequence, n, rounds));
+                    let least = least.fold(f64::INFINITY, f64::min);
+                    if least.is_infinite() {
+                        continue;
+                    }
+                    // It holds up to where more in flight take longer.
+                    if let Some(last) = entries.last_mut() {
+                        if least <= last.forward_s * (1.0 + SAME) {
+                            continue;
+                        }
+                        last.capacity_bytes = levels[i] - 1;
+                    }
+                    entries.push(StageEntry {
+                        forward_s: least,
+                        saved_bytes_per_microbatch: 1,
+                        capacity_bytes: u64::MAX,
+                        ..BLANK
+                    });
+                }
+                entries
             };
+            let by_sequence: Vec<Vec<StageEntry>> =
+                (0..self.sequences.len()).map(of_sequence).collect();
             for &((i, j), sequence) in &self.sequences.ranges {
-                if let Some(seconds) = candidate.relaxed[sequence] {
-                    let known = best.entry((i, j, submesh)).or_insert(seconds);
-                    *known = known.min(seconds);
+                for entry in &by_sequence[sequence] {
+                    table.push(i..j, place, *entry);
                 }
             }
         }
-        for ((i, j, submesh), seconds) in best {
-            let entry = StageEntry {
-                forward_s: seconds,
-                capacity_bytes: u64::MAX,
-                ..BLANK
-            };
-            table.push(i..j, submesh, entry);
-        }
         table
+    }
+
+    /// Numbers of microbatches in flight at which bounds are looked at: 1 and its doubles.
+    fn levels(&self, submesh: usize, m: u32) -> Vec<u64> {
+        let most = self.in_flight(submesh, m).last().copied().unwrap_or(1);
+        let doubles = std::iter::successors(Some(1u64), |n| n.checked_mul(2));
+        doubles.take_while(|n| *n <= most.max(1)).collect()
     }
 
     /// Bytes of the tensor that crosses a boundary, one microbatch.

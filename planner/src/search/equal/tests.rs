@@ -296,3 +296,49 @@ fn no_better_ring_is_cut() {
     assert!(n_found > 6 && n_cut > 2, "{n_found} found, {n_cut} cut");
     assert!(closest < 0.2, "the closest bound is {closest} below");
 }
+
+/// No choice of a stage's layers that fits into memory takes less than the bounds say, with any
+/// number of microbatches in flight; and where memory is short they say more than time alone.
+#[test]
+fn no_stage_beats_its_bound() {
+    let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
+    let (mut n_compared, mut n_of_memory) = (0, 0);
+    for seed in 0..if slow { 100 } else { 12 } {
+        let case = Case::random(seed);
+        let search = case.search();
+        let shapes = search.shapes(case.batch);
+        for submesh in 0..search.submeshes.len() {
+            let priced = search.candidates(&shapes, submesh, case.batch, case.m(), 0);
+            for candidate in priced.into_iter().filter_map(|(_, c)| c.ok()) {
+                let m = f64::from(case.m());
+                for (sequence, choices) in search.stages(&candidate).iter().enumerate() {
+                    for n in [1, 2, 3, u64::from(case.m())] {
+                        let (known, capacity) = (candidate.known(), candidate.capacity);
+                        let bound = candidate.bounds.least_s(known, sequence, n, capacity);
+                        let bound = bound.unwrap_or(0.0);
+                        for (_, cost) in choices {
+                            let seconds =
+                                m * (cost.time.forward + cost.time.backward) + cost.time.step;
+                            let bytes =
+                                cost.static_bytes + cost.transient_bytes + n * cost.saved_bytes;
+                            if bytes as f64 > candidate.capacity {
+                                n_of_memory += u32::from(seconds < bound * 0.999);
+                                continue;
+                            }
+                            n_compared += 1;
+                            assert!(
+                                bound <= seconds * (1.0 + SAME),
+                                "seed {seed}, submesh {submesh}, sequence {sequence}, {n} in \
+                                 flight: {seconds} s, at least {bound} s"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(
+        n_compared > 1000 && n_of_memory > 20,
+        "{n_compared} compared, {n_of_memory} too large ones faster than the bound"
+    );
+}

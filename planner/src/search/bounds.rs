@@ -1,0 +1,436 @@
+//! Bounds: times that no stage of a sequence of layers can beat, whatever its layers choose.
+//!
+//! The objective of a pipeline of p stages with times t for a microbatch and s once per step is
+//! `sum t + r max t + max s`. With R = r + p and y = t + s / R that is at least
+//! `sum y + r max y`, because the work once per step then counts `(sum s + r max s) / R` times, no
+//! more than `max s`. So a table of such y bounds time and work once per step together, by the
+//! same dynamic program.
+//!
+//! For each stage a Lagrangian bounds `m t + s`: with a price on each byte, what costs least less
+//! the price of all bytes that a device has is no more than what the fastest costs that fits. What
+//! is saved for the backward pass counts as often as microbatches are in flight. The price of both
+//! together is a concave function of the price of bytes that live for the step and that of bytes
+//! saved, so what was found for many microbatches in flight also bounds stages that have few.
+//!
+//! Source of the bound: Everett 1963, Generalized Lagrange multiplier method; Fisher 1981.
+
+use super::candidates::Known;
+use super::interleaved::Ring;
+use super::{Candidate, Search};
+use crate::layer_model::QUANTUM_S;
+use std::collections::BTreeMap;
+
+/// The least of `m t + s` and the price of bytes, by sequence of layers.
+pub(super) struct Priced {
+    /// Seconds per byte that lives for the step.
+    pub(super) price: f64,
+    /// A byte saved for the backward pass costs so many times as much; 0 for nothing.
+    pub(super) in_flight: u64,
+    /// Seconds, by sequence; `None` where it cannot be run.
+    pub(super) least: Vec<Option<f64>>,
+}
+
+impl Priced {
+    /// Of objectives in quanta, which are sums of so many rounded costs a layer.
+    pub(super) fn new(
+        price: f64,
+        in_flight: u64,
+        objectives: &[Option<u64>],
+        n_layers: usize,
+    ) -> Priced {
+        let rounding = QUANTUM_S * 100.0 * n_layers as f64;
+        let seconds = |o: &Option<u64>| o.map(|o| o as f64 * QUANTUM_S - rounding);
+        Priced {
+            price,
+            in_flight,
+            least: objectives.iter().map(seconds).collect(),
+        }
+    }
+}
+
+/// The bounds of a candidate.
+#[derive(Default)]
+pub(super) struct Bounds {
+    /// Under prices on what lives for the step, ascending and from 0, and with nothing saved; or,
+    /// where nothing can be recomputed, with what is saved of one microbatch.
+    pub(super) fixed: Vec<Priced>,
+    /// Under prices on all memory.
+    pub(super) of_all: Vec<Priced>,
+}
+
+impl Bounds {
+    /// Seconds of `m` microbatches and once per step that no stage of a sequence takes less than
+    /// with `n` microbatches in flight and `capacity` bytes.
+    pub(super) fn least_s(
+        &self,
+        known: Option<&Known>,
+        sequence: usize,
+        n: u64,
+        capacity: f64,
+    ) -> Option<f64> {
+        let mut best = None::<f64>;
+        let others = known.map_or(&[][..], |k| &k.bounds);
+        let transient = known.and_then(|k| k.transient.get(sequence));
+        let capacity = capacity - transient.unwrap_or(&0.0);
+        for b in self.fixed.iter().chain(&self.of_all).chain(others) {
+            let own = b.least[sequence]?;
+            let least = match b.in_flight <= n {
+                true => own,
+                // Between what was found and the same price with nothing saved.
+                false => {
+                    let part = n as f64 / b.in_flight as f64;
+                    part * own + (1.0 - part) * self.fixed_s(sequence, b.price)?
+                }
+            };
+            let least = least - b.price * capacity;
+            best = Some(best.map_or(least, |s| s.max(least)));
+        }
+        best.map(|s| s.max(0.0))
+    }
+
+    /// What a price on bytes that live for the step leads to at least, with nothing saved.
+    fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
+        let lower = self
+            .fixed
+            .iter()
+            .filter(|b| b.price <= price && b.in_flight == 0);
+        let seconds = lower.filter_map(|b| b.least[sequence]);
+        Some(seconds.fold(0.0, f64::max))
+    }
+}
+
+impl Search<'_> {
+    /// How often a stage's time counts where all of a pipeline are alike, so that work once per
+    /// step is worth its part of it: R of the module header, of as many stages as there may be.
+    pub(super) fn rounds(&self, submesh: usize, m: u32, repeats: f64) -> f64 {
+        let smallest = self.submeshes.iter().map(|s| s.n_devices).min();
+        let most = match self.mixes_submeshes() {
+            true => self.cluster.n_devices() / smallest.unwrap_or(1).max(1),
+            false => self.n_stages(submesh) as u32,
+        };
+        let most = self.pins.pipeline.map_or(most, |p| p.min(most));
+        let n_layers = self.layers().kind.len() as f64;
+        (repeats + f64::from(most).min(n_layers)).max(f64::from(m))
+    }
+
+    /// Seconds for one microbatch, with its part of the work once per step, that no stage of a
+    /// sequence takes less than: y of the module header for this R.
+    pub(super) fn least_stage_s(
+        &self,
+        candidate: &Candidate,
+        sequence: usize,
+        n: u64,
+        rounds: f64,
+    ) -> Option<f64> {
+        let time = candidate.relaxed[sequence]?;
+        let m = candidate.m;
+        let (known, capacity) = (candidate.known(), candidate.capacity);
+        let whole = candidate.bounds.least_s(known, sequence, n, capacity)?;
+        // t + s / R lies between t and t + s / m.
+        let part = (m / rounds).min(1.0);
+        Some(time.max(part * (whole / m) + (1.0 - part) * time))
+    }
+}
+
+/// What all layers of a candidate take at least, however they are cut into stages.
+pub(super) struct LeastSums {
+    /// Seconds of a microbatch.
+    pub(super) time_s: f64,
+    /// By the candidate's bounds under prices on what lives for the step: seconds of all
+    /// microbatches and once per step, with these prices.
+    whole: Vec<f64>,
+}
+
+/// A ring of a candidate with what its bounds need.
+#[derive(Clone, Copy)]
+pub(super) struct RingOf<'c> {
+    pub(super) ring: Ring,
+    pub(super) candidate: &'c Candidate,
+    pub(super) m: u32,
+    /// Seconds of sending a microbatch through all stages.
+    pub(super) sent_s: f64,
+}
+
+impl RingOf<'_> {
+    /// Seconds that no pipeline of the ring can beat whose stages take `sum_s` together and those
+    /// of one mesh `busiest_s`, with sending.
+    fn total_s(&self, sum_s: f64, busiest_s: f64) -> f64 {
+        let p = self.ring.n_meshes as f64;
+        let largest_s = sum_s / self.ring.n_stages() as f64;
+        let latency = self.ring.latency(self.m);
+        latency.total_s(sum_s, busiest_s.max(sum_s / p), largest_s, 0.0)
+    }
+
+    /// How often a stage's time counts at least, beside its work once per step, where meshes
+    /// differ: the work of a mesh then counts no more than once.
+    fn rounds(&self) -> f64 {
+        let latency = self.ring.latency(self.m);
+        self.ring.n_meshes as f64 + latency.busiest + latency.slowest
+    }
+}
+
+impl Search<'_> {
+    /// `None` where no stages cover the layers.
+    pub(super) fn least_sums(&self, candidate: &Candidate) -> Option<LeastSums> {
+        let fixed = candidate.bounds.fixed.iter();
+        let whole = fixed.map(|b| self.least_cut(&b.least));
+        Some(LeastSums {
+            time_s: self.least_cut(&candidate.relaxed)?,
+            whole: whole.collect::<Option<_>>()?,
+        })
+    }
+
+    /// The least sum over all ways to cut the layers, of figures by sequence.
+    fn least_cut(&self, of_sequence: &[Option<f64>]) -> Option<f64> {
+        let n_layers = self.layers().kind.len();
+        let mut ranges: Vec<(usize, usize, f64)> = Vec::new();
+        for &((start, end), sequence) in &self.sequences.ranges {
+            ranges.extend(of_sequence[sequence].map(|s| (start, end, s)));
+        }
+        // Every range begins where shorter sums are complete.
+        ranges.sort_by_key(|r| (r.0, r.1));
+        let mut least = vec![f64::INFINITY; n_layers + 1];
+        least[0] = 0.0;
+        for (start, end, seconds) in ranges {
+            least[end] = least[end].min(least[start] + seconds);
+        }
+        Some(least[n_layers]).filter(|s| s.is_finite())
+    }
+
+    /// Seconds that no pipeline of a ring can beat. Two bounds of one kind, each with the bytes of
+    /// a device for the stages of a mesh together:
+    ///
+    /// - on the mean of its p meshes. With R = m + (p - 1) / v it costs at least
+    ///   `sum (R t + s) / p`;
+    /// - with y = t + s / R and R = m + p - 1 as the schedule counts a sum, the busiest mesh and
+    ///   the largest stage; the busiest has whole layers.
+    pub(super) fn ring_least_s(&self, of: RingOf<'_>, sums: &LeastSums) -> f64 {
+        let RingOf {
+            ring, candidate, m, ..
+        } = of;
+        let mut most = ring.least_s(sums.time_s + of.sent_s, m);
+        for (b, whole) in candidate.bounds.fixed.iter().zip(&sums.whole) {
+            let sum = |rounds: f64| whole + (rounds - candidate.m) * sums.time_s;
+            let cost = |sequence: usize, rounds: f64| {
+                let time = candidate.relaxed[sequence]?;
+                Some(b.least[sequence]? + (rounds - candidate.m) * time)
+            };
+            most = most.max(self.ring_total_s(of, b.price, &sum, &cost));
+        }
+        most
+    }
+
+    /// The same with what prices on all memory say of stages with their microbatches in flight.
+    /// Worth its time only for what was priced.
+    pub(super) fn priced_ring_least_s(&self, of: RingOf<'_>) -> f64 {
+        let RingOf {
+            ring, candidate, m, ..
+        } = of;
+        let options = ring.options(m);
+        let in_flight: Vec<u64> = (0..ring.n_stages())
+            .map(|stage| options.in_flight(stage, ring.n_stages()))
+            .collect();
+        let fewest = in_flight.iter().copied().min().unwrap_or(0);
+        let mut most = 0.0f64;
+        for b in candidate
+            .bounds
+            .of_all
+            .iter()
+            .chain(candidate.known().map_or(&[][..], |k| &k.bounds))
+        {
+            let cost = |sequence: usize, n: u64, rounds: f64| {
+                let part = (n as f64 / b.in_flight.max(1) as f64).min(1.0);
+                let fixed = candidate.bounds.fixed_s(sequence, b.price)?;
+                let own = part * b.least[sequence]? + (1.0 - part) * fixed;
+                Some(own + (rounds - candidate.m) * candidate.relaxed[sequence]?)
+            };
+            let sum = |rounds: f64| {
+                let by_stage = |n: u64| -> Vec<Option<f64>> {
+                    let sequences = 0..self.sequences.len();
+                    sequences.map(|s| cost(s, n, rounds)).collect()
+                };
+                self.least_cut_into(&in_flight, &by_stage)
+            };
+            let single = |sequence: usize, rounds: f64| cost(sequence, fewest, rounds);
+            most = most.max(self.ring_total_s(of, b.price, &sum, &single));
+        }
+        most
+    }
+
+    /// The two bounds of a ring under a price on bytes, for sums over all layers of
+    /// `rounds t + s` with this price, and that of single layers.
+    fn ring_total_s(
+        &self,
+        of: RingOf<'_>,
+        price: f64,
+        sum: &dyn Fn(f64) -> f64,
+        single: &dyn Fn(usize, f64) -> Option<f64>,
+    ) -> f64 {
+        let RingOf {
+            ring, candidate, m, ..
+        } = of;
+        let p = ring.n_meshes as f64;
+        let transient = candidate.known().into_iter().flat_map(|k| {
+            let single = self.sequences.single.iter();
+            single.filter_map(|&s| k.transient.get(s).copied())
+        });
+        // On every mesh that of some layer at least.
+        let transient = transient.reduce(f64::min).unwrap_or(0.0);
+        let bytes = price * (candidate.capacity - transient);
+        let rounds = ring.rounds(m);
+        let on_the_mean = sum(rounds) / p - bytes + rounds / p * of.sent_s;
+        let rounds = of.rounds();
+        let v = f64::from(ring.schedule.virtual_stages());
+        let sent_of_mesh = of.sent_s * ((v - 1.0) / ring.n_stages() as f64);
+        let single = |&s: &usize| single(s, rounds);
+        let costs = self.sequences.single.iter().map(single);
+        let busiest = costs.collect::<Option<Vec<f64>>>().map_or(0.0, |costs| {
+            fullest(&self.layers().kind, &costs, ring.n_meshes)
+        });
+        let sum_s = (sum(rounds) - p * bytes) / rounds + of.sent_s;
+        let busiest_s = (busiest - bytes) / rounds + sent_of_mesh;
+        on_the_mean.max(of.total_s(sum_s.max(0.0), busiest_s.max(0.0)))
+    }
+
+    /// The least sum over all ways to cut the layers into as many stages as there are numbers, of
+    /// figures by sequence that depend on a stage's number.
+    fn least_cut_into(&self, numbers: &[u64], figures: &dyn Fn(u64) -> Vec<Option<f64>>) -> f64 {
+        let n_layers = self.layers().kind.len();
+        let Some(longest) = (n_layers + 1).checked_sub(numbers.len()) else {
+            return f64::INFINITY;
+        };
+        let mut known: BTreeMap<u64, Vec<Option<f64>>> = BTreeMap::new();
+        for &n in numbers {
+            known.entry(n).or_insert_with(|| figures(n));
+        }
+        let mut by_start: Vec<Vec<(usize, usize)>> = vec![Vec::new(); n_layers];
+        for &((start, end), sequence) in &self.sequences.ranges {
+            if end - start <= longest {
+                by_start[start].push((end, sequence));
+            }
+        }
+        let mut least = vec![f64::INFINITY; n_layers + 1];
+        least[0] = 0.0;
+        for (stage, n) in numbers.iter().enumerate() {
+            let figures = &known[n];
+            let mut next = vec![f64::INFINITY; n_layers + 1];
+            for start in stage..n_layers {
+                if least[start].is_infinite() {
+                    continue;
+                }
+                for &(end, sequence) in &by_start[start] {
+                    if let Some(s) = figures[sequence] {
+                        next[end] = next[end].min(least[start] + s);
+                    }
+                }
+            }
+            least = next;
+        }
+        least[n_layers]
+    }
+}
+
+/// The least that the fullest of so many bins has, of layers of these kinds that are not divided;
+/// `costs` are by kind. A relaxation: of the layers that are not of the commonest kind each is
+/// looked at as if it were the only one.
+fn fullest(kinds: &[usize], costs: &[f64], n_bins: usize) -> f64 {
+    let mut counts = vec![0usize; costs.len()];
+    for &kind in kinds {
+        counts[kind] += 1;
+    }
+    let most = counts.iter().copied().max().unwrap_or(0);
+    let Some(common) = counts.iter().position(|&n| n == most) else {
+        return 0.0;
+    };
+    let (size, n_bins_f) = (costs[common], n_bins as f64);
+    let all = counts
+        .iter()
+        .zip(costs)
+        .map(|(&n, c)| n as f64 * c)
+        .sum::<f64>();
+    let others: Vec<f64> = (0..costs.len())
+        .filter(|&kind| kind != common && counts[kind] > 0)
+        .map(|kind| costs[kind])
+        .collect();
+    let least = others
+        .iter()
+        .copied()
+        .fold(all / n_bins_f, f64::max)
+        .max(size);
+    if size <= 0.0 {
+        return least;
+    }
+    // A little more fits than does, so that rounding makes no bound too high.
+    let whole = |room: f64| (room.max(0.0) / size * (1.0 + 1e-9)).floor();
+    let holds = |fullest: f64| {
+        let lost = others.iter().map(|o| whole(fullest) - whole(fullest - o));
+        n_bins_f * whole(fullest) - lost.fold(0.0, f64::max) >= counts[common] as f64
+    };
+    // Whether it holds changes where another layer of the common kind fits, beside another or not.
+    let mut tried: Vec<f64> = others
+        .iter()
+        .chain(&[0.0])
+        .flat_map(|o| {
+            let first = ((least - o) / size).floor();
+            (0..4).map(move |k| (first + f64::from(k)) * size + o)
+        })
+        .filter(|t| *t >= least)
+        .collect();
+    tried.sort_by(f64::total_cmp);
+    if holds(least) {
+        return least;
+    }
+    tried.into_iter().find(|t| holds(*t)).unwrap_or(least)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::testing::Rng;
+
+    /// The same by trying every way to put the layers into bins.
+    fn brute_force(kinds: &[usize], costs: &[f64], bins: &mut [f64]) -> f64 {
+        let Some((&kind, rest)) = kinds.split_first() else {
+            return bins.iter().copied().fold(0.0, f64::max);
+        };
+        let mut least = f64::INFINITY;
+        for i in 0..bins.len() {
+            let before = bins[i];
+            bins[i] += costs[kind];
+            least = least.min(brute_force(rest, costs, bins));
+            bins[i] = before;
+        }
+        least
+    }
+
+    #[test]
+    fn the_fullest_bin_has_no_less() {
+        let (mut n_exact, mut n_above_mean) = (0, 0);
+        for seed in 0..200 {
+            let mut rng = Rng::new(seed);
+            let n_bins = rng.between(1, 3) as usize;
+            let common = rng.between(1, 5) as usize;
+            let mut kinds = vec![0; common];
+            kinds.extend(1..=rng.between(0, 2) as usize);
+            let costs: Vec<f64> = (0..3).map(|_| rng.between(0, 12) as f64 / 4.0).collect();
+            let least = fullest(&kinds, &costs, n_bins);
+            let exact = brute_force(&kinds, &costs, &mut vec![0.0; n_bins]);
+            assert!(least <= exact + 1e-9, "seed {seed}: {least}, not {exact}");
+            let mean = kinds.iter().map(|&k| costs[k]).sum::<f64>() / n_bins as f64;
+            assert!(least >= mean - 1e-9, "seed {seed}");
+            n_exact += u32::from(exact - least < 1e-9);
+            n_above_mean += u32::from(least > mean * 1.01);
+        }
+        assert!(
+            n_exact > 150 && n_above_mean > 80,
+            "{n_exact}, {n_above_mean}"
+        );
+    }
+
+    /// Ten equal layers on four meshes: one has three of them.
+    #[test]
+    fn layers_are_not_divided() {
+        assert_eq!(fullest(&[0; 10], &[2.0], 4), 6.0);
+        assert_eq!(fullest(&[], &[], 4), 0.0);
+    }
+}
