@@ -73,6 +73,9 @@ struct Bucket {
     /// The strategies of `var` that the factors with the scope's last node tell apart.
     fold: Classes,
     factors: Vec<Factor>,
+    /// Where all factors with the scope's last node are edges: the table that is their sum, with
+    /// the classes of that node innermost, padded to whole vectors.
+    turned: Option<usize>,
 }
 
 /// A node in the scope of a table, with one row of the table for each of its classes.
@@ -312,12 +315,43 @@ impl Eliminator {
                 factor
             })
             .collect();
-        Bucket {
+        let mut bucket = Bucket {
             var,
             scope,
             fold,
             factors,
+            turned: None,
+        };
+        bucket.turned = self
+            .turned(&bucket)
+            .map(|table| self.tables.push(table.into()));
+        bucket
+    }
+
+    /// The sum of a bucket's edges with the scope's last node, that node's classes innermost.
+    fn turned(&self, bucket: &Bucket) -> Option<Vec<u64>> {
+        let (last, outer) = bucket.scope.split_last()?;
+        let moving = bucket.factors.iter().filter(|f| f.moves);
+        let edge = |f: &Factor| match f.source {
+            Source::Edge(id) => Some((id, f.rows[outer.len()].clone())),
+            Source::Message(_) => None,
+        };
+        let edges: Vec<(usize, Vec<usize>)> = moving.map(edge).collect::<Option<_>>()?;
+        if edges.is_empty() {
+            return None;
         }
+        let (n_folded, n_inner) = (bucket.fold.len(), last.classes.len());
+        let width = kernel::padded(n_inner);
+        let mut turned = vec![INFINITE; n_folded * width];
+        for k in 0..n_folded {
+            for i in 0..n_inner {
+                let of_edge = |(id, rows): &(usize, Vec<usize>)| {
+                    self.tables.costs[*id][rows[i] * n_folded + k]
+                };
+                turned[k * width + i] = edges.iter().map(of_edge).fold(0, Cell::plus);
+            }
+        }
+        Some(turned)
     }
 
     /// The cells of all messages together if all strategies were told apart.
@@ -398,7 +432,8 @@ impl Eliminator {
                     }
                 })
                 .collect();
-            let message = bucket.message(&unary, &sources);
+            let turned = bucket.turned.map(|id| &tables[id][..]);
+            let message = bucket.message(&unary, &sources, turned);
             largest.push(kernel::largest(&message));
             messages.push(message);
         }
@@ -419,11 +454,32 @@ impl Tables {
 impl Bucket {
     /// Computes the least cost of `var` beside each class of the scope. A factor that moves has
     /// rows over the classes of `fold`, every other one over all strategies.
-    fn message<C: Cell>(&self, unary: &[C], tables: &[Cow<'_, [C]>]) -> Vec<C> {
+    fn message<C: Cell>(
+        &self,
+        unary: &[C],
+        tables: &[Cow<'_, [C]>],
+        turned: Option<&[C]>,
+    ) -> Vec<C> {
+        kernel::with_widest_vectors(
+            #[inline(always)]
+            || self.message_in_vectors(unary, tables, turned),
+        )
+    }
+
+    /// Plain loops over slices, so that all of it is compiled for the vectors of the caller.
+    #[inline(always)]
+    fn message_in_vectors<C: Cell>(
+        &self,
+        unary: &[C],
+        tables: &[Cow<'_, [C]>],
+        turned: Option<&[C]>,
+    ) -> Vec<C> {
         let (n, n_folded) = (unary.len(), self.fold.len());
         let Some((inner, outer)) = self.scope.split_last() else {
             let mut sum = unary.to_vec();
-            tables.iter().for_each(|t| kernel::add(&mut sum, t));
+            for t in tables {
+                kernel::add(&mut sum, t);
+            }
             return vec![kernel::least(&sum)];
         };
         let sizes: Vec<usize> = outer.iter().map(|d| d.classes.len()).collect();
@@ -451,19 +507,36 @@ impl Bucket {
                     *least = least.least(*cost);
                 }
             }
+            if let Some(turned) = turned {
+                kernel::least_sums(&folded, turned, n_inner, &mut message);
+                counter.step();
+                continue;
+            }
             let at = |f: usize, i: usize| {
                 &tables[f][(counter.rows[f] + inner_rows(f)[i]) * n_folded..][..n_folded]
             };
-            message.extend((0..n_inner).map(|i| match moving[..] {
-                [a] => kernel::least_sum(&folded, at(a, i)),
-                [a, b] => kernel::least_sum_of_three(&folded, at(a, i), at(b, i)),
+            match moving[..] {
+                [a] => {
+                    for i in 0..n_inner {
+                        message.push(kernel::least_sum(&folded, at(a, i)));
+                    }
+                }
+                [a, b] => {
+                    for i in 0..n_inner {
+                        message.push(kernel::least_sum_of_three(&folded, at(a, i), at(b, i)));
+                    }
+                }
                 _ => {
                     let sum = &mut sum[..n_folded];
-                    sum.copy_from_slice(&folded);
-                    moving.iter().for_each(|&f| kernel::add(sum, at(f, i)));
-                    kernel::least(sum)
+                    for i in 0..n_inner {
+                        sum.copy_from_slice(&folded);
+                        for &f in &moving {
+                            kernel::add(sum, at(f, i));
+                        }
+                        message.push(kernel::least(sum));
+                    }
                 }
-            }));
+            }
             counter.step();
         }
         message

@@ -11,6 +11,12 @@ const EXACT: u64 = 1 << 53;
 /// The number of cells that are summed side by side.
 const LANES: usize = 8;
 
+/// Runs a function compiled for the widest vectors that the processor has. What it calls is so only
+/// where it is inlined.
+pub(super) fn with_widest_vectors<R>(f: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(f)
+}
+
 /// A cost as the inner loops hold it.
 pub(super) trait Cell: Copy + PartialOrd + 'static {
     /// The cost of what must not be picked; adding to it leaves it as it is.
@@ -30,15 +36,19 @@ impl Cell for u64 {
     const ZERO: u64 = 0;
     /// Each sum of two is capped at [`INFINITE`].
     const EXACT_BELOW: Option<u64> = None;
+    #[inline(always)]
     fn new(cost: u64) -> u64 {
         cost.min(INFINITE)
     }
+    #[inline(always)]
     fn cost(self) -> u64 {
         self
     }
+    #[inline(always)]
     fn plus(self, other: u64) -> u64 {
         self.wrapping_add(other).min(INFINITE)
     }
+    #[inline(always)]
     fn least(self, other: u64) -> u64 {
         self.min(other)
     }
@@ -48,6 +58,7 @@ impl Cell for f64 {
     const FORBIDDEN: f64 = f64::INFINITY;
     const ZERO: f64 = 0.0;
     const EXACT_BELOW: Option<u64> = Some(EXACT);
+    #[inline(always)]
     fn new(cost: u64) -> f64 {
         if cost < INFINITE {
             cost as f64
@@ -55,6 +66,7 @@ impl Cell for f64 {
             f64::INFINITY
         }
     }
+    #[inline(always)]
     fn cost(self) -> u64 {
         if self < f64::INFINITY {
             self as u64
@@ -62,16 +74,19 @@ impl Cell for f64 {
             INFINITE
         }
     }
+    #[inline(always)]
     fn plus(self, other: f64) -> f64 {
         self + other
     }
     /// Not `f64::min`, which handles NaN and so is no single instruction.
+    #[inline(always)]
     fn least(self, other: f64) -> f64 {
         if other < self { other } else { self }
     }
 }
 
 /// Adds a row to the sums.
+#[inline(always)]
 pub(super) fn add<C: Cell>(sum: &mut [C], row: &[C]) {
     for (x, y) in sum.iter_mut().zip(row) {
         *x = x.plus(*y);
@@ -79,6 +94,7 @@ pub(super) fn add<C: Cell>(sum: &mut [C], row: &[C]) {
 }
 
 /// Returns the least cell of a row.
+#[inline(always)]
 pub(super) fn least<C: Cell>(row: &[C]) -> C {
     let (chunks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [C::FORBIDDEN; LANES];
@@ -91,7 +107,7 @@ pub(super) fn least<C: Cell>(row: &[C]) -> C {
 }
 
 /// Returns the least sum of two rows of one length.
-#[inline]
+#[inline(always)]
 pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
     let (ys, rest_y) = b.as_chunks::<LANES>();
@@ -105,7 +121,7 @@ pub(super) fn least_sum<C: Cell>(a: &[C], b: &[C]) -> C {
 }
 
 /// Returns the least sum of three rows of one length.
-#[inline]
+#[inline(always)]
 pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
     let (xs, rest_x) = a.as_chunks::<LANES>();
     let (ys, rest_y) = b.as_chunks::<LANES>();
@@ -120,7 +136,55 @@ pub(super) fn least_sum_of_three<C: Cell>(a: &[C], b: &[C], c: &[C]) -> C {
     ended(lanes, rest.map(|((x, y), z)| x.plus(*y).plus(*z)))
 }
 
-#[inline]
+/// The number of cells that whole vectors for so many take.
+pub(super) fn padded(n: usize) -> usize {
+    n.next_multiple_of(LANES)
+}
+
+/// Adds to `out`, for each of `n` columns of a table, the least sum of a cell and the cost of its
+/// row. Rows are [`padded`]. Sums run along rows, so that no vector is added up across.
+#[inline(always)]
+pub(super) fn least_sums<C: Cell>(costs: &[C], table: &[C], n: usize, out: &mut Vec<C>) {
+    let (cells, _) = table.as_chunks::<LANES>();
+    let width = padded(n) / LANES;
+    let mut at = 0;
+    while at < width {
+        let columns = n - at * LANES;
+        at += match width - at {
+            1 => block::<C, 1>(costs, cells, (width, at), columns, out),
+            2 => block::<C, 2>(costs, cells, (width, at), columns, out),
+            3 => block::<C, 3>(costs, cells, (width, at), columns, out),
+            _ => block::<C, 4>(costs, cells, (width, at), columns, out),
+        };
+    }
+}
+
+/// The next `P` vectors of [`least_sums`], which has so many columns left; returns `P`.
+#[inline(always)]
+fn block<C: Cell, const P: usize>(
+    costs: &[C],
+    cells: &[[C; LANES]],
+    (width, at): (usize, usize),
+    columns: usize,
+    out: &mut Vec<C>,
+) -> usize {
+    let mut sums = [[C::FORBIDDEN; LANES]; P];
+    for (cost, row) in costs.iter().zip(cells.chunks_exact(width)) {
+        let Some((row, _)) = row[at..].split_first_chunk::<P>() else {
+            break;
+        };
+        for p in 0..P {
+            for l in 0..LANES {
+                sums[p][l] = sums[p][l].least(cost.plus(row[p][l]));
+            }
+        }
+    }
+    let sums = sums.as_flattened();
+    out.extend_from_slice(&sums[..columns.min(sums.len())]);
+    P
+}
+
+#[inline(always)]
 fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
     let half = |i: usize| lanes[i].least(lanes[i + LANES / 2]);
     let quarter = |i: usize| half(i).least(half(i + LANES / 4));
@@ -128,6 +192,7 @@ fn ended<C: Cell>(lanes: [C; LANES], rest: impl Iterator<Item = C>) -> C {
 }
 
 /// Returns the largest cost of a table that is not forbidden.
+#[inline(always)]
 pub(super) fn largest<C: Cell>(table: &[C]) -> u64 {
     let allowed = |c: C| if c < C::FORBIDDEN { c } else { C::ZERO };
     let most = |a: C, b: C| if a < b { b } else { a };
