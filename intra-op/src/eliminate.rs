@@ -494,21 +494,29 @@ impl Bucket {
         let mut folded = vec![C::FORBIDDEN; n_folded];
         let inner_rows = |f: usize| &self.factors[f].rows[outer.len()][..];
         for _ in 0..n_outer {
-            base.copy_from_slice(unary);
-            for &f in &still {
-                kernel::add(&mut base, &tables[f][counter.rows[f] * n..][..n]);
-            }
-            if n_folded == n {
-                folded.copy_from_slice(&base);
-            } else {
-                folded.fill(C::FORBIDDEN);
-                for (cost, class) in base.iter().zip(&self.fold.of) {
-                    let least = &mut folded[*class as usize];
-                    *least = least.least(*cost);
+            let row = |f: usize| &tables[f][counter.rows[f] * n..][..n];
+            match still[..] {
+                [] => base.copy_from_slice(unary),
+                [first, ref others @ ..] => {
+                    kernel::set_sum(&mut base, unary, row(first));
+                    for &f in others {
+                        kernel::add(&mut base, row(f));
+                    }
                 }
             }
+            let folded = match n_folded == n {
+                true => &base,
+                false => {
+                    folded.fill(C::FORBIDDEN);
+                    for (cost, class) in base.iter().zip(&self.fold.of) {
+                        let least = &mut folded[*class as usize];
+                        *least = least.least(*cost);
+                    }
+                    &folded
+                }
+            };
             if let Some(turned) = turned {
-                kernel::least_sums(&folded, turned, n_inner, &mut message);
+                kernel::least_sums(folded, turned, n_inner, &mut message);
                 counter.step();
                 continue;
             }
@@ -518,18 +526,18 @@ impl Bucket {
             match moving[..] {
                 [a] => {
                     for i in 0..n_inner {
-                        message.push(kernel::least_sum(&folded, at(a, i)));
+                        message.push(kernel::least_sum(folded, at(a, i)));
                     }
                 }
                 [a, b] => {
                     for i in 0..n_inner {
-                        message.push(kernel::least_sum_of_three(&folded, at(a, i), at(b, i)));
+                        message.push(kernel::least_sum_of_three(folded, at(a, i), at(b, i)));
                     }
                 }
                 _ => {
                     let sum = &mut sum[..n_folded];
                     for i in 0..n_inner {
-                        sum.copy_from_slice(&folded);
+                        sum.copy_from_slice(folded);
                         for &f in &moving {
                             kernel::add(sum, at(f, i));
                         }

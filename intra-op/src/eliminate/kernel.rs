@@ -93,6 +93,14 @@ pub(super) fn add<C: Cell>(sum: &mut [C], row: &[C]) {
     }
 }
 
+/// Sets the sums to those of two rows.
+#[inline(always)]
+pub(super) fn set_sum<C: Cell>(sum: &mut [C], a: &[C], b: &[C]) {
+    for ((x, a), b) in sum.iter_mut().zip(a).zip(b) {
+        *x = a.plus(*b);
+    }
+}
+
 /// Returns the least cell of a row.
 #[inline(always)]
 pub(super) fn least<C: Cell>(row: &[C]) -> C {
@@ -180,7 +188,11 @@ fn block<C: Cell, const P: usize>(
         }
     }
     let sums = sums.as_flattened();
-    out.extend_from_slice(&sums[..columns.min(sums.len())]);
+    // The length of a whole block is known to the compiler.
+    match columns >= sums.len() {
+        true => out.extend_from_slice(sums),
+        false => out.extend_from_slice(&sums[..columns]),
+    }
     P
 }
 
