@@ -138,19 +138,23 @@ fn share_among(
     thresholds.dedup();
     let microbatches = latency.busiest + n_meshes as f64;
     let mut best: Option<Shared> = None;
+    let mut frontiers: Vec<Option<(usize, Frontier)>> = meshes.iter().map(|_| None).collect();
     for threshold in thresholds {
         let least_s = latency.total_s(sum_s, busiest_s, threshold, step_s);
         if best.as_ref().is_some_and(|b| least_s >= b.total_s) {
             break;
         }
-        let frontiers: Vec<Vec<Part>> = meshes
-            .iter()
-            .map(|own| {
+        for (own, known) in meshes.iter().zip(&mut frontiers) {
+            // Most thresholds let one more entry of some mesh in.
+            let allowed = n_allowed(own, threshold);
+            if known.as_ref().is_none_or(|(n, _)| *n != allowed) {
                 let capacity = capacity_bytes.into();
-                frontier(own, threshold, capacity, microbatches, combinations)
-            })
-            .collect();
-        let Some(picks) = cheapest(&frontiers, latency) else {
+                let parts = Frontier::new(own, threshold, capacity, microbatches, combinations);
+                *known = Some((allowed, parts));
+            }
+        }
+        let known: Vec<&Frontier> = frontiers.iter().flatten().map(|(_, f)| f).collect();
+        let Some(picks) = cheapest(&known, latency) else {
             continue;
         };
         let shared = joined(stages, n_meshes, &picks, latency, capacity_bytes);
@@ -171,31 +175,45 @@ fn most_of_a_mesh(of_stages: &[f64], n_meshes: usize) -> f64 {
     (0..n_meshes).map(of_mesh).fold(0.0, f64::max)
 }
 
-/// Entries for the first stages of a mesh.
+/// Entries for the stages of a mesh.
 #[derive(Clone, Debug, Default)]
 struct Part {
-    /// Sum of t.
-    time_s: f64,
-    /// Sum of s.
-    step_s: f64,
     bytes: u128,
     transient: u128,
     entries: Vec<usize>,
 }
 
-impl Part {
-    fn with(&self, stage: &SharedStage<'_>, index: usize) -> Part {
-        let e = &stage.entries[index];
-        let mut entries = self.entries.clone();
-        entries.push(index);
-        Part {
-            time_s: self.time_s + e.time_s() + stage.transfer_s,
-            step_s: self.step_s + e.step_s,
-            bytes: self.bytes + lasting(e, stage.in_flight),
-            transient: self.transient.max(e.transient_bytes.into()),
-            entries,
-        }
+/// Entries for the first stages of a mesh: those for the stages before, and one more.
+#[derive(Clone, Copy, Debug, Default)]
+struct Step {
+    /// Sum of t.
+    time_s: f64,
+    /// Sum of s.
+    step_s: f64,
+    /// Seconds of all microbatches and once per step.
+    weight_s: f64,
+    bytes: u128,
+    transient: u128,
+    /// Number of the step for the stages before.
+    before: usize,
+    entry: usize,
+}
+
+impl Step {
+    fn size(&self) -> (u128, u128) {
+        (self.bytes, self.transient)
     }
+}
+
+/// The number of entries of a mesh's stages that take no longer than a threshold.
+fn n_allowed(stages: &[&SharedStage<'_>], threshold: f64) -> usize {
+    let of_stage = |s: &&SharedStage<'_>| {
+        let allowed = s.entries.iter();
+        allowed
+            .filter(|e| e.time_s() + s.transfer_s <= threshold)
+            .count()
+    };
+    stages.iter().map(of_stage).sum()
 }
 
 /// Bytes beside transient ones.
@@ -203,76 +221,128 @@ fn lasting(e: &StageEntry, in_flight: u64) -> u128 {
     u128::from(e.static_bytes) + u128::from(in_flight) * u128::from(e.saved_bytes_per_microbatch)
 }
 
-/// The entries below a threshold that fit and that nothing beats; cheapest first.
-fn frontier(
-    stages: &[&SharedStage<'_>],
-    threshold: f64,
-    capacity: u128,
-    microbatches: f64,
-    combinations: usize,
-) -> Vec<Part> {
-    let ways = stages.iter().map(|s| s.entries.len());
-    let is_few = ways.fold(1, usize::saturating_mul) <= combinations;
-    let mut parts = vec![Part::default()];
-    for stage in stages {
-        let mut new: Vec<(f64, Part)> = Vec::new();
-        for part in &parts {
-            for (i, e) in stage.entries.iter().enumerate() {
-                let part = part.with(stage, i);
-                let fits = part.bytes + part.transient <= capacity;
-                if fits && e.time_s() + stage.transfer_s <= threshold {
-                    new.push((microbatches * part.time_s + part.step_s, part));
+/// The entries below a threshold that fit and that nothing beats, cheapest first.
+struct Frontier {
+    /// By number of stages from 1, the entries for the first of them.
+    steps: Vec<Vec<Step>>,
+}
+
+impl Frontier {
+    fn new(
+        stages: &[&SharedStage<'_>],
+        threshold: f64,
+        capacity: u128,
+        microbatches: f64,
+        combinations: usize,
+    ) -> Frontier {
+        let ways = stages.iter().map(|s| s.entries.len());
+        let is_few = ways.fold(1, usize::saturating_mul) <= combinations;
+        let mut steps: Vec<Vec<Step>> = Vec::with_capacity(stages.len());
+        let nothing = [Step::default()];
+        for stage in stages {
+            let before = steps.last().map_or(&nothing[..], |s| s);
+            let mut new: Vec<Step> = Vec::with_capacity(before.len() * stage.entries.len());
+            for (number, part) in before.iter().enumerate() {
+                for (entry, e) in stage.entries.iter().enumerate() {
+                    if e.time_s() + stage.transfer_s > threshold {
+                        continue;
+                    }
+                    let time_s = part.time_s + e.time_s() + stage.transfer_s;
+                    let step_s = part.step_s + e.step_s;
+                    let step = Step {
+                        time_s,
+                        step_s,
+                        weight_s: microbatches * time_s + step_s,
+                        bytes: part.bytes + lasting(e, stage.in_flight),
+                        transient: part.transient.max(e.transient_bytes.into()),
+                        before: number,
+                        entry,
+                    };
+                    if step.bytes + step.transient <= capacity {
+                        new.push(step);
+                    }
                 }
             }
-        }
-        let size = |p: &Part| (p.bytes, p.transient);
-        new.sort_by(|a, b| a.0.total_cmp(&b.0).then(size(&a.1).cmp(&size(&b.1))));
-        // Nothing is beaten by what costs more, so it is enough to look at those before. Where t
-        // and s are one number, of those the ones that nothing before them is smaller than.
-        let mut smallest: Vec<(u128, u128)> = Vec::new();
-        new.retain(|(_, p)| {
-            let is_smaller = |s: &(u128, u128)| s.0 <= p.bytes && s.1 <= p.transient;
-            let is_beaten = smallest.iter().any(is_smaller);
-            if !is_beaten {
-                smallest.retain(|s| p.bytes > s.0 || p.transient > s.1);
-                smallest.push(size(p));
+            let by_weight = |a: &Step, b: &Step| a.weight_s.total_cmp(&b.weight_s);
+            new.sort_by(|a, b| by_weight(a, b).then(a.size().cmp(&b.size())));
+            if !is_few {
+                keep_unbeaten(&mut new);
             }
-            is_few || !is_beaten
-        });
-        parts = new.into_iter().map(|(_, part)| part).collect();
+            steps.push(new);
+        }
+        Frontier { steps }
     }
-    parts
+
+    /// The entries for all stages.
+    fn parts(&self) -> &[Step] {
+        self.steps.last().map_or(&[], |s| s)
+    }
+
+    /// One of them in full.
+    fn part(&self, index: usize) -> Part {
+        let last = self.parts()[index];
+        let mut entries = Vec::with_capacity(self.steps.len());
+        let mut at = index;
+        for steps in self.steps.iter().rev() {
+            entries.push(steps[at].entry);
+            at = steps[at].before;
+        }
+        entries.reverse();
+        Part {
+            bytes: last.bytes,
+            transient: last.transient,
+            entries,
+        }
+    }
+}
+
+/// Drops what something before it is no larger than: nothing is beaten by what costs more.
+fn keep_unbeaten(steps: &mut Vec<Step>) {
+    let mut smallest: Vec<(u128, u128)> = Vec::new();
+    steps.retain(|p| {
+        let is_smaller = |s: &(u128, u128)| s.0 <= p.bytes && s.1 <= p.transient;
+        let is_beaten = smallest.iter().any(is_smaller);
+        if !is_beaten {
+            smallest.retain(|s| p.bytes > s.0 || p.transient > s.1);
+            smallest.push(p.size());
+        }
+        !is_beaten
+    });
 }
 
 /// One part of each mesh: those that cost least together, whatever the largest t below the
 /// threshold is. `None` where a mesh has none.
-fn cheapest(meshes: &[Vec<Part>], latency: Latency) -> Option<Vec<Part>> {
+fn cheapest(meshes: &[&Frontier], latency: Latency) -> Option<Vec<Part>> {
     let mut by_step: Vec<(f64, usize, usize)> = Vec::new();
-    for (mesh, parts) in meshes.iter().enumerate() {
-        by_step.extend(parts.iter().enumerate().map(|(i, p)| (p.step_s, mesh, i)));
+    for (mesh, frontier) in meshes.iter().enumerate() {
+        let parts = frontier.parts().iter().enumerate();
+        by_step.extend(parts.map(|(i, p)| (p.step_s, mesh, i)));
     }
     by_step.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-    let time = |(mesh, i): (usize, usize)| meshes[mesh][i].time_s;
+    let time = |(mesh, i): (usize, usize)| meshes[mesh].parts()[i].time_s;
     let mut picks: Vec<Option<usize>> = vec![None; meshes.len()];
+    let mut n_without = meshes.len();
     let mut best: Option<(f64, Vec<usize>)> = None;
     for (step_s, mesh, i) in by_step {
         if picks[mesh].is_some_and(|old| time((mesh, old)) <= time((mesh, i))) {
             continue;
         }
+        n_without -= usize::from(picks[mesh].is_none());
         picks[mesh] = Some(i);
-        let Some(all) = picks.iter().copied().collect::<Option<Vec<usize>>>() else {
+        if n_without > 0 {
             continue;
-        };
-        let times = || all.iter().copied().enumerate().map(time);
+        }
+        let times = || picks.iter().enumerate();
+        let times = || times().filter_map(|(mesh, i)| Some(time((mesh, (*i)?))));
         let (sum_s, busiest_s) = (times().sum(), times().fold(0.0, f64::max));
         let total_s = latency.total_s(sum_s, busiest_s, 0.0, step_s);
         if best.as_ref().is_none_or(|(least, _)| total_s < *least) {
-            best = Some((total_s, all));
+            best = Some((total_s, picks.iter().flatten().copied().collect()));
         }
     }
     let (_, picks) = best?;
-    let chosen = meshes.iter().zip(picks).map(|(parts, i)| parts[i].clone());
-    Some(chosen.collect())
+    let chosen = meshes.iter().zip(picks);
+    Some(chosen.map(|(frontier, i)| frontier.part(i)).collect())
 }
 
 /// The fewest bytes that stages of a mesh need: under each bound on transient bytes the entries

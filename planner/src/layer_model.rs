@@ -14,6 +14,7 @@ use dominance::{drop_among_equal_faces, drop_by_links};
 use intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use intra_op::problem::{Cost, Edge, Table};
 use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
+use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -573,41 +574,65 @@ impl Use {
     }
 }
 
+/// The layout changes of a use between all pairs of faces, specs by number.
+struct Changes<'u> {
+    of: &'u Use,
+    /// By face of the producer's group: the spec that it makes.
+    from: Vec<usize>,
+    /// By face of the consumer's group: the spec that it wants.
+    to: Vec<usize>,
+    /// By both specs, the price ([`price_use`]).
+    known: FxHashMap<(usize, usize), (Option<f64>, ZeroLevels)>,
+}
+
+/// The phase in which a use brings its value: within one it is brought once.
+fn phase(s: &Setting<'_>, u: &Use) -> (Region, bool) {
+    let op = s.training.graph.op(u.op);
+    (
+        op.region,
+        op.region == Region::Microbatch && op.pass == ir::Pass::F,
+    )
+}
+
+/// The price of a layout change, none where there is no way or a pin of the ZeRO level allows
+/// none, and the levels that it keeps to.
+fn price_use(
+    s: &Setting<'_>,
+    prices: &mut Prices<'_>,
+    u: &Use,
+    (from, to): (&ShardingSpec, &ShardingSpec),
+) -> (Option<f64>, ZeroLevels) {
+    let graph = &s.training.graph;
+    let region = graph.op(u.op).region;
+    let ty = graph.ty(u.value);
+    let buckets = s.buckets.of(u.value, region);
+    let lens = ty.shape.bind(s.batch);
+    let is_parameter = region == Region::Microbatch && s.of_parameters[u.value.index()];
+    let levels = match is_parameter {
+        true => whole::levels(s.mesh, s.roles, from, to),
+        false => ZeroLevels::ALL,
+    };
+    let price = match s.pins.zero.is_none_or(|level| levels.has(level)) {
+        true => prices.price(from, to, &lens, ty.dtype, buckets),
+        false => None,
+    };
+    (price, levels)
+}
+
 /// The distinct layout changes of some uses with their prices: a value that several ops of
-/// one phase want in one spec is brought there once, as lowering does. Without price where there
-/// is no way, or a pin of the ZeRO level allows none.
+/// one phase want in one spec is brought there once, as lowering does.
 fn unique_uses<'u>(
     s: &Setting<'_>,
     prices: &mut Prices<'_>,
     uses: &'u [Use],
     choice: &dyn Fn(usize) -> &'u Choice,
 ) -> Vec<(&'u Use, Option<f64>, ZeroLevels)> {
-    let graph = &s.training.graph;
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
     for u in uses {
         let (from, to) = (u.made(choice(u.from)), u.wanted(choice(u.to)));
-        if from == to {
-            continue;
-        }
-        let op = graph.op(u.op);
-        let phase = (
-            op.region,
-            op.region == Region::Microbatch && op.pass == ir::Pass::F,
-        );
-        if seen.insert((u.value, phase, to)) {
-            let ty = graph.ty(u.value);
-            let buckets = s.buckets.of(u.value, op.region);
-            let lens = ty.shape.bind(s.batch);
-            let is_parameter = op.region == Region::Microbatch && s.of_parameters[u.value.index()];
-            let levels = match is_parameter {
-                true => whole::levels(s.mesh, s.roles, from, to),
-                false => ZeroLevels::ALL,
-            };
-            let price = match s.pins.zero.is_none_or(|level| levels.has(level)) {
-                true => prices.price(from, to, &lens, ty.dtype, buckets),
-                false => None,
-            };
+        if from != to && seen.insert((u.value, phase(s, u), to)) {
+            let (price, levels) = price_use(s, prices, u, (from, to));
             out.push((u, price, levels));
         }
     }
@@ -645,7 +670,6 @@ fn price_between(
     link: &Link,
     groups: &[Group],
 ) -> PricedLink {
-    let graph = &s.training.graph;
     // Choices that show this link the same specs cost the same: price each pair of faces once.
     let face = |g: usize, c: usize| link.face(g, &groups[g].choices[c]);
     let faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
@@ -661,18 +685,63 @@ fn price_between(
         (ids, first)
     };
     let ((ids_a, first_a), (ids_b, first_b)) = (faces(link.a), faces(link.b));
+    // Specs by number: a face has few that are distinct, and each change is priced once.
+    let mut specs: FxHashMap<&ShardingSpec, usize> = FxHashMap::default();
+    let mut number = |spec| {
+        let next = specs.len();
+        *specs.entry(spec).or_insert(next)
+    };
+    let mut changes: Vec<Changes<'_>> = Vec::with_capacity(link.uses.len());
+    for u in &link.uses {
+        let firsts = |g: usize| match g == link.a {
+            true => &first_a,
+            false => &first_b,
+        };
+        let choices = |g: usize| firsts(g).iter().map(move |&c| &groups[g].choices[c]);
+        changes.push(Changes {
+            of: u,
+            from: choices(u.from).map(|c| number(u.made(c))).collect(),
+            to: choices(u.to).map(|c| number(u.wanted(c))).collect(),
+            known: FxHashMap::default(),
+        });
+    }
+    let kept = |u: &Use| (u.value, phase(s, u));
+    // By use, those before it that bring the same value for the same phase.
+    let before: Vec<Vec<usize>> = (0..changes.len())
+        .map(|i| {
+            let earlier = 0..i;
+            let same = |j: &usize| kept(changes[*j].of) == kept(changes[i].of);
+            earlier.filter(same).collect()
+        })
+        .collect();
     let mut cells = Vec::with_capacity(first_a.len() * first_b.len());
-    for &ca in &first_a {
-        for &cb in &first_b {
-            let (ca, cb) = (&groups[link.a].choices[ca], &groups[link.b].choices[cb]);
-            let at = |g: usize| if g == link.a { ca } else { cb };
+    for (a, &ca) in first_a.iter().enumerate() {
+        for (b, &cb) in first_b.iter().enumerate() {
+            let side = |g: usize| if g == link.a { a } else { b };
+            let choice = |g: usize| match g == link.a {
+                true => &groups[g].choices[ca],
+                false => &groups[g].choices[cb],
+            };
+            let wanted = |c: &Changes<'_>| c.to[side(c.of.to)];
             let mut cell = Some(LinkCell {
                 time: Phases::default(),
                 levels: ZeroLevels::ALL,
             });
-            for (u, price, levels) in unique_uses(s, prices, &link.uses, &at) {
+            for i in 0..changes.len() {
+                let change = &changes[i];
+                let (u, to) = (change.of, wanted(change));
+                let from = change.from[side(u.from)];
+                let is_brought = |j: &usize| wanted(&changes[*j]) == to;
+                if from == to || before[i].iter().any(is_brought) {
+                    continue;
+                }
+                let known = changes[i].known.entry((from, to));
+                let (price, levels) = *known.or_insert_with(|| {
+                    let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
+                    price_use(s, prices, u, specs)
+                });
                 cell = cell.zip(price).map(|(mut cell, p)| {
-                    cell.time.add(graph.op(u.op), p);
+                    cell.time.add(s.training.graph.op(u.op), p);
                     cell.levels = cell.levels.and(levels);
                     cell
                 });

@@ -284,7 +284,10 @@ impl Search<'_> {
         let sent_of_mesh = of.sent_s * ((v - 1.0) / ring.n_stages() as f64);
         let single = |&s: &usize| single(s, rounds);
         let costs = self.sequences.single.iter().map(single);
-        let busiest = costs.collect::<Option<Vec<f64>>>().map_or(0.0, |costs| {
+        // Where the cuts are pinned, single layers were not priced.
+        let costs = costs.collect::<Option<Vec<f64>>>();
+        let costs = costs.filter(|costs| !costs.is_empty());
+        let busiest = costs.map_or(0.0, |costs| {
             fullest(&self.layers().kind, &costs, ring.n_meshes)
         });
         let sum_s = (sum(rounds) - p * bytes) / rounds + of.sent_s;
