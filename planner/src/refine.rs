@@ -66,6 +66,8 @@ pub(crate) struct Stage<'s, 'm> {
     pub price: f64,
     /// Whether they fit.
     pub fits: bool,
+    /// Whether what is proved about them is of use. A bound takes as long as all else.
+    pub proves: bool,
 }
 
 /// Improves the choices of a stage; what its layers recompute stays as it is.
@@ -106,6 +108,10 @@ pub(crate) fn refine(
         return Ok(keep("elimination", known, choices, None));
     }
     let n_nodes: usize = layers.iter().map(|model| model.groups.len()).sum();
+    let is_large = !stage.may_mix || n_nodes > MAX_NODES;
+    if !stage.proves && is_large {
+        return Ok(keep("priced elimination", 0, choices, None));
+    }
     let is_near = |bound: u128| known.saturating_sub(bound) as f64 <= NEAR * known as f64;
     let (weighted, kinds) = (stage.weighted, stage.kinds);
     let at = |price| bound_at(weighted, kinds, weights, in_flight, budget, price);
@@ -114,7 +120,7 @@ pub(crate) fn refine(
         return Ok(keep("priced elimination", bound, choices, None));
     }
     let bound = lagrangian(weighted, kinds, weights, in_flight, budget).max(bound);
-    if !stage.may_mix || n_nodes > MAX_NODES || stage.fits && is_near(bound) {
+    if is_large || stage.fits && is_near(bound) {
         return Ok(keep("priced elimination", bound, choices, None));
     }
     let (problem, places) = stage_problem(name, layers, weights, in_flight, budget);

@@ -32,6 +32,7 @@ mod chosen;
 mod equal;
 mod even;
 mod interleaved;
+mod larger;
 mod mixes;
 mod orders;
 mod pipelines;

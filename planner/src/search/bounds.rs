@@ -175,9 +175,14 @@ impl Search<'_> {
         let fixed = candidate.bounds.fixed.iter();
         let whole = fixed.map(|b| self.least_cut(&b.least));
         Some(LeastSums {
-            time_s: self.least_cut(&candidate.relaxed)?,
+            time_s: self.least_time_s(candidate)?,
             whole: whole.collect::<Option<_>>()?,
         })
+    }
+
+    /// Seconds of a microbatch that all layers take at least, however they are cut.
+    pub(super) fn least_time_s(&self, candidate: &Candidate) -> Option<f64> {
+        self.least_cut(&candidate.relaxed)
     }
 
     /// The least sum over all ways to cut the layers, of figures by sequence.

@@ -74,13 +74,15 @@ fn tag(stage: &StageChoice) -> (usize, Rungs) {
 impl Search<'_> {
     /// The plan of a pipeline, with `reserve` bytes left for placing its buffers; none where no
     /// strategies of a stage keep to the pipeline's ZeRO level. `models` keeps the models of its
-    /// shapes for other pipelines of the same microbatch size.
+    /// shapes for other pipelines of the same microbatch size. What is proved about its stages is
+    /// worked out where `proves` says so.
     pub(super) fn assemble(
         &self,
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
         models: &mut ShapeModels,
+        proves: bool,
     ) -> Result<Option<Assembled>, PlanError> {
         let mut problems = Vec::new();
         let mut plan = Plan {
@@ -122,7 +124,8 @@ impl Search<'_> {
             if is_pressed && model.others.is_empty() {
                 model.others = self.other_models(&settings).map_err(no_strategy)?;
             }
-            if !self.solve_stages(forward, p, reserve, c, &models[&c], &mut solved)? {
+            let of_shape = (c, &models[&c]);
+            if !self.solve_stages(forward, p, reserve, of_shape, &mut solved, proves)? {
                 return Ok(None);
             }
         }
@@ -191,9 +194,9 @@ impl Search<'_> {
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
-        shape: usize,
-        models: &ShapeModel,
+        (shape, models): (usize, &ShapeModel),
         solved: &mut [Option<Solved>],
+        proves: bool,
     ) -> Result<bool, PlanError> {
         let shapes = self.shapes(p.batch);
         let settings = self.settings(&shapes[shape], p.batch);
@@ -289,6 +292,7 @@ impl Search<'_> {
                         || p.likeness == Likeness::Priced && !fits,
                     price: scale::weights_at(p.m, rungs.first.into()).static_price,
                     fits,
+                    proves,
                 },
                 choices,
             )?;

@@ -2,9 +2,11 @@
 //!
 //! Pricing a shape of a submesh takes a tenth of a second for a large model, and there are tens
 //! of shapes for each of tens of microbatch sizes. So submeshes are gone through in the order of
-//! what they cost at least, by their matmuls and the pipeline's bubble alone; one that cannot
-//! beat what was found is not priced. What is found is the same as with all of them.
+//! what they cost at least, by their matmuls, what larger microbatches took there
+//! ([`super::larger`]) and the pipeline's bubble; one that cannot beat what was found is not
+//! priced. What is found is the same as with all of them.
 
+use super::larger::Larger;
 use super::pipelines::NEAR;
 use super::{Candidate, Search, Shape, Solved, ToBeat, nearer, no_strategy};
 use crate::PlanError;
@@ -37,6 +39,7 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
         to_beat: ToBeat,
+        larger: &Larger,
     ) -> Solved {
         let n_layers = self.layers().kind.len();
         let devices = self.cluster.n_devices();
@@ -44,7 +47,11 @@ impl Search<'_> {
         let matmul_s = self.least_matmul_s(batch);
         let mut order: Vec<(Least, usize)> = (0..self.submeshes.len())
             .filter(|&i| (devices / self.submeshes[i].n_devices) as usize <= n_layers)
-            .map(|i| (self.least_s(matmul_s, i, m, schedule), i))
+            .map(|i| {
+                let of_matmuls = matmul_s / f64::from(self.submeshes[i].n_devices.max(1));
+                let sum_s = of_matmuls.max(larger.least_s(i, batch));
+                (self.least_s(sum_s, i, m, schedule), i)
+            })
             .collect();
         let first = |l: &Least| l.plain.min(l.interleaved);
         order.sort_by(|a, b| first(&a.0).total_cmp(&first(&b.0)).then(a.1.cmp(&b.1)));
@@ -72,14 +79,21 @@ impl Search<'_> {
                 continue;
             }
             let mut usable = Vec::new();
+            let mut too_wide = false;
             for (i, candidate) in self.candidates(&shapes, submesh, batch, m, reserve) {
                 match candidate {
                     Ok(c) => usable.push(c),
                     Err(e) => {
-                        unpriced |= matches!(e, ModelError::TooWide(_));
+                        too_wide |= matches!(e, ModelError::TooWide(_));
                         without.insert(i, e);
                     }
                 }
+            }
+            unpriced |= too_wide;
+            let sums = usable.iter().filter_map(|c| self.least_time_s(c));
+            let least_s = sums.fold(f64::INFINITY, f64::min);
+            if !too_wide && least_s.is_finite() {
+                solved.least_s.push((submesh, least_s));
             }
             solved.candidates += usable.len() as u64;
             if plain {
@@ -146,13 +160,11 @@ impl Search<'_> {
             .collect()
     }
 
-    /// Seconds that no pipeline over a submesh can beat: its stages share the matmuls, the
-    /// slowest has no less than the mean, and the schedule repeats that.
-    fn least_s(&self, matmul_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
-        let n = f64::from(self.submeshes[submesh].n_devices.max(1));
-        let n_stages = (f64::from(self.cluster.n_devices()) / n).max(1.0);
+    /// Seconds that no pipeline over a submesh can beat: its stages share `sum_s`, the slowest has
+    /// no less than the mean, and the schedule repeats that.
+    fn least_s(&self, sum_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
+        let n_stages = self.n_stages(submesh);
         let repeats = InterOpOptions::new(u64::from(m), schedule).repeats();
-        let sum_s = matmul_s / n;
         let rings = self.rings(submesh, m).into_iter();
         Least {
             plain: sum_s * (1.0 + repeats / n_stages),

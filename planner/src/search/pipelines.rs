@@ -3,6 +3,7 @@
 //! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
 //! next. What is found and its bound do not depend on which is ready first.
 
+use super::larger::Larger;
 use super::mixes::Rungs;
 use super::simple::Likeness;
 use super::{Candidate, Search, Submesh, no_strategy};
@@ -27,7 +28,7 @@ pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 /// by less.
 pub(super) const NEAR: f64 = 1.06;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
-const BATCHES_AT_ONCE: usize = 4;
+const BATCHES_AT_ONCE: usize = 2;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
 /// all stages of a pipeline have equal submeshes.
 pub(super) const MIXED_SUBMESHES: usize = 512;
@@ -55,6 +56,8 @@ pub(super) struct Solved {
     pub(super) error: Option<PlanError>,
     /// No pipeline of this microbatch size costs less, found or not.
     pub(super) lower: f64,
+    /// By submesh that was priced, seconds that all layers take at least, one microbatch.
+    pub(super) least_s: Vec<(usize, f64)>,
 }
 
 impl Solved {
@@ -66,6 +69,7 @@ impl Solved {
             interleaved: Vec::new(),
             error: None,
             lower: f64::INFINITY,
+            least_s: Vec::new(),
         }
     }
 }
@@ -99,19 +103,30 @@ impl Search<'_> {
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
         // In parallel; collected in the order of the batches, so the outcome does not depend
-        // on which is ready first. A few at a time where those found can hold back the next.
+        // on which is ready first. A few at a time where those found can hold back the next: from
+        // large ones down, because these bound the smaller ones.
         let at_once = match self.mixes_submeshes() {
             true => batches.len(),
             false => BATCHES_AT_ONCE,
         };
+        let mut order = batches.to_vec();
+        order.sort_unstable_by(|a, b| b.cmp(a));
+        let mut larger = Larger::default();
         let mut solved: Vec<Solved> = Vec::with_capacity(batches.len());
-        for some in batches.chunks(at_once.max(1)) {
+        for some in order.chunks(at_once.max(1)) {
             let to_beat = self.to_beat(&solved);
-            let more = some.par_iter();
-            let more = more.map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat));
-            solved.extend(more.collect::<Vec<_>>());
+            let more = some
+                .par_iter()
+                .map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat, &larger));
+            let more: Vec<Solved> = more.collect();
+            for (&batch, solved) in some.iter().zip(&more) {
+                for &(submesh, least_s) in &solved.least_s {
+                    larger.add(submesh, batch, least_s);
+                }
+            }
+            solved.extend(more);
         }
-        for (&batch, solved) in batches.iter().zip(solved) {
+        for (&batch, solved) in order.iter().zip(solved).rev() {
             stats.candidates += solved.candidates;
             if let Some(e) = solved.error {
                 nearest = Some(nearer(nearest, e));
@@ -176,10 +191,11 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
         to_beat: ToBeat,
+        larger: &Larger,
     ) -> Solved {
         let m = (self.train.global_batch / batch) as u32;
         if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
-            return self.solve_equal(batch, m, schedule, reserve, to_beat);
+            return self.solve_equal(batch, m, schedule, reserve, to_beat, larger);
         }
         let shapes = self.shapes(batch);
         let candidates: Vec<Result<Candidate, ModelError>> = shapes

@@ -23,7 +23,7 @@ use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
 use intra_op::problem::IntraOpProblem;
-use ir::plan::{Plan, Proof, ScheduleKind};
+use ir::plan::{LayerStrategy, Plan, Proof, ScheduleKind, StageProof};
 use ir::program::Program;
 use ir::training::TrainingGraph;
 use ir::{Graph, Seconds, counted};
@@ -82,6 +82,14 @@ struct Played {
     times: Vec<Phases>,
 }
 
+/// A plan that may be taken, with the pipeline that it is of and the bytes that were left for
+/// placing its buffers.
+struct Taken {
+    played: Box<Played>,
+    pipeline: Pipeline,
+    reserve: u64,
+}
+
 /// The outcome of playing a plan.
 enum Outcome {
     Fits(Box<Played>),
@@ -98,6 +106,16 @@ struct Ranked {
     plan: Plan,
 }
 
+/// The decisions about the layers of a plan, without the layout changes that follow from them.
+fn decisions(plan: &Plan) -> Vec<LayerStrategy> {
+    let strategies = plan.layer_strategies.iter();
+    let decided = |s: &LayerStrategy| LayerStrategy {
+        edges: Default::default(),
+        ..s.clone()
+    };
+    strategies.map(decided).collect()
+}
+
 impl Search<'_> {
     /// Lowers and simulates pipelines, and the fastest at every level; the fastest that fits
     /// wins, the earlier of equals.
@@ -108,7 +126,7 @@ impl Search<'_> {
         known: &Known,
         stats: &mut PlanStats,
     ) -> Result<Made, PlanError> {
-        let mut best: Frontier<Box<Played>> = Frontier::new(known.tolerance);
+        let mut best: Frontier<Taken> = Frontier::new(known.tolerance);
         let mut overrun = u64::MAX;
         let asked = known.reserve;
         let mut ranked: Vec<Ranked> = Vec::new();
@@ -118,7 +136,8 @@ impl Search<'_> {
         while !waiting.is_empty() {
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
             let outcomes = some.par_iter().map(|(p, reserve, _)| {
-                let made = self.assemble(forward, p, *reserve, &mut ShapeModels::new())?;
+                let models = &mut ShapeModels::new();
+                let made = self.assemble(forward, p, *reserve, models, false)?;
                 let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
                 self.play(forward, made.ok_or_else(defect)?)
             });
@@ -193,7 +212,8 @@ impl Search<'_> {
             }
         }
         Ok(match best.simplest() {
-            Some((played, simpler)) => {
+            Some((taken, simpler)) => {
+                let proofs = self.stage_proofs(forward, &taken)?;
                 let Played {
                     mut plan,
                     training,
@@ -201,8 +221,9 @@ impl Search<'_> {
                     program,
                     simulation,
                     ..
-                } = *played;
+                } = *taken.played;
                 plan.proof.simpler = simpler;
+                plan.proof.stages = proofs;
                 stats.problems = problems;
                 Made::Fits(Box::new(Best {
                     plan: *plan,
@@ -249,8 +270,8 @@ impl Search<'_> {
     ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
         let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
         for mut pipeline in ways {
-            let made = self.assemble(forward, &pipeline, reserve, models)?;
-            let Some(mut made) = made else {
+            let made = self.assemble(forward, &pipeline, reserve, models, false)?;
+            let Some(made) = made else {
                 continue;
             };
             let decided = |p: &Plan| (p.layer_strategies.clone(), p.stages.clone());
@@ -262,12 +283,6 @@ impl Search<'_> {
                 continue;
             }
             pipeline.choice.cost = self.cost(&pipeline, &made.times);
-            // A stage's bound is of the choices at its level, within what that leaves for them.
-            if let Some(level) = pipeline.level {
-                for stage in &mut made.plan.proof.stages {
-                    stage.method += &format!(" at ZeRO level {level}");
-                }
-            }
             different.push((pipeline, made));
         }
         // In parallel; collected in order.
@@ -279,6 +294,22 @@ impl Search<'_> {
         });
         let played = played.collect::<Result<Vec<_>, PlanError>>()?;
         Ok(played.into_iter().flatten().collect())
+    }
+
+    /// What is proved about the stages of the plan that is taken.
+    fn stage_proofs(&self, forward: &Graph, taken: &Taken) -> Result<Vec<StageProof>, PlanError> {
+        let (p, models) = (&taken.pipeline, &mut ShapeModels::new());
+        let again = self.assemble(forward, p, taken.reserve, models, true)?;
+        let again = again.filter(|a| decisions(&a.plan) == decisions(&taken.played.plan));
+        let defect = || PlanError::Defect("a plan is another when it is made again".into());
+        let mut proofs = again.ok_or_else(defect)?.plan.proof.stages;
+        // A stage's bound is of the choices at its level, within what that leaves for them.
+        if let Some(level) = p.level {
+            for stage in &mut proofs {
+                stage.method += &format!(" at ZeRO level {level}");
+            }
+        }
+        Ok(proofs)
     }
 
     /// Lowers and simulates a plan.
@@ -338,7 +369,7 @@ impl Search<'_> {
     /// Counts what was simulated, and keeps it if it may be the best; whether it is the fastest.
     fn compare(
         &self,
-        best: &mut Frontier<Box<Played>>,
+        best: &mut Frontier<Taken>,
         mut new: Box<Played>,
         p: &Pipeline,
         reserve: u64,
@@ -360,12 +391,14 @@ impl Search<'_> {
         stats.alternatives.push((what, step_time));
         let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
         let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
-        new.plan.proof = Proof {
-            stages: std::mem::take(&mut new.plan.proof.stages),
-            ..self.proof(p, work_s, known, stats.candidates, reserve)
-        };
+        new.plan.proof = self.proof(p, work_s, known, stats.candidates, reserve);
         let complexity = Complexity::of(&new.plan, p);
-        best.add(step_time.0, complexity, new)
+        let taken = Taken {
+            played: new,
+            pipeline: p.clone(),
+            reserve,
+        };
+        best.add(step_time.0, complexity, taken)
     }
 
     fn proof(

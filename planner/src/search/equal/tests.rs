@@ -93,7 +93,8 @@ impl Case {
             plain: to_beat,
             interleaved: 0.0,
         };
-        search.solve_equal(self.batch, self.m(), self.schedule, 0, to_beat)
+        let (m, none) = (self.m(), Larger::default());
+        search.solve_equal(self.batch, m, self.schedule, 0, to_beat, &none)
     }
 }
 
@@ -269,7 +270,8 @@ fn no_better_ring_is_cut() {
                 plain: 0.0,
                 interleaved,
             };
-            search.solve_equal(case.batch, case.m(), case.schedule, 0, to_beat)
+            let none = Larger::default();
+            search.solve_equal(case.batch, case.m(), case.schedule, 0, to_beat, &none)
         };
         let cost = |s: &Solved| s.interleaved.first().map(|(_, c)| c.cost.total_s);
         let all = solve(f64::INFINITY);
@@ -341,4 +343,36 @@ fn no_stage_beats_its_bound() {
         n_compared > 1000 && n_of_memory > 20,
         "{n_compared} compared, {n_of_memory} too large ones faster than the bound"
     );
+}
+
+/// The assumption behind [`super::super::larger`]: a microbatch of c times as many samples takes at
+/// most c times as long. How far it is broken, over random models and clusters.
+#[test]
+fn samples_take_no_longer_in_larger_microbatches() {
+    let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
+    let (mut worst, mut n_gain) = (0.0f64, 0);
+    for seed in 0..if slow { 200 } else { 12 } {
+        let mut case = Case::random(seed);
+        let mut rng = Rng::new(seed + 1000);
+        case.batch = rng.pick(&[1, 2, 3, 5]);
+        let larger = case.batch * rng.pick(&[2, 3, 4, 8]);
+        case.train.global_batch = larger;
+        let search = case.search();
+        for submesh in 0..search.submeshes.len() {
+            let least = |batch: u64| {
+                let m = (larger / batch) as u32;
+                let shapes = search.shapes(batch);
+                let priced = search.candidates(&shapes, submesh, batch, m, 0);
+                let usable = priced.into_iter().filter_map(|(_, c)| c.ok());
+                let sums = usable.filter_map(|c| search.least_time_s(&c));
+                sums.fold(f64::INFINITY, f64::min) / batch as f64
+            };
+            let (small, large) = (least(case.batch), least(larger));
+            worst = worst.max(1.0 - small / large);
+            n_gain += u32::from(large < 0.99 * small);
+        }
+    }
+    assert!(worst <= super::super::larger::SLACK, "{worst}");
+    assert!(n_gain > 5, "{n_gain} of them gain");
+    println!("at most {:.2}% less", 100.0 * worst);
 }
