@@ -33,6 +33,10 @@ pub enum Verb {
     /// Show a plan: stages, what each axis does, collectives, memory.
     #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --against other.json\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
     Inspect(InspectArgs),
+    /// Say why a plan is as it is: what bounds its step, where the time goes, and what other plans
+    /// would cost.
+    #[command(after_help = format!("Examples:\n  meshwright explain plan.json\n  meshwright explain plan.json --why-not tensor=8\n  meshwright explain plan.json --why-not pipeline=1 --why-not zero=3 -o other.json\n\n{EXIT_CODES}"))]
+    Explain(ExplainArgs),
     /// Prove that a plan and the program lowered from it are correct.
     #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
     Check(CheckArgs),
@@ -118,6 +122,10 @@ pub struct CompileArgs {
     /// reads: those that were solved as integer programs, because memory was short.
     #[arg(long, value_name = "DIR")]
     pub dump_intra_op: Option<PathBuf>,
+    /// Write the best other plans that were simulated to this folder, each complete and of other
+    /// degrees; the plan lists them, and `explain` shows them.
+    #[arg(long, value_name = "DIR")]
+    pub runners_up: Option<PathBuf>,
     /// The training spec.
     #[command(flatten)]
     pub train: TrainArgs,
@@ -245,6 +253,40 @@ pub struct InspectArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `explain`.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Plan again under this pin, and show what it costs: tensor=8, pipeline=1, zero=3, or any
+    /// other pin of `compile`; may be repeated. It replaces the plan's own pin of that key; the
+    /// plan's other pins stay.
+    #[arg(long = "why-not", value_name = "KEY=VALUE")]
+    pub why_not: Vec<String>,
+    /// Where to write the plan that was made under these pins.
+    #[arg(short, long, requires = "why_not")]
+    pub output: Option<PathBuf>,
+    /// How plans are searched for.
+    #[command(flatten)]
+    pub search: SearchArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How verbs that plan again choose among plans, as `compile` does.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct SearchArgs {
+    /// How much longer a step may take than that of the fastest plan, for a simpler one, as in
+    /// `compile`.
+    #[arg(long, value_name = "PERCENT", default_value = "1%")]
+    pub tolerance: Share,
+    /// Share of each device's memory that stays free, as in `compile` [default: memory_headroom of
+    /// the cluster's devices].
+    #[arg(long, value_name = "PERCENT")]
+    pub headroom: Option<Share>,
 }
 
 /// Arguments of `check`.

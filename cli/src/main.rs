@@ -170,6 +170,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
     match verb {
         Verb::Compile(a) => commands::compile::run(&a),
         Verb::Inspect(a) => commands::inspect::run(&a),
+        Verb::Explain(a) => commands::explain::run(&a),
         Verb::Check(a) => commands::check::run(&a),
         Verb::Lower(a) => commands::lower::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),

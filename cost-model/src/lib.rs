@@ -4,6 +4,7 @@
 //! No I/O, no clocks: everything is a function of a cluster and a program. Durations come from
 //! two places only, [`compute`] and [`collectives`]; [`simulate`] adds what waits for what.
 
+pub mod account;
 pub mod checkpoint;
 pub mod classes;
 pub mod collectives;

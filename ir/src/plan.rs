@@ -320,6 +320,21 @@ pub struct Proof {
     /// What simplicity cost, where a simpler plan was taken than the fastest that was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub simpler: Option<Simpler>,
+    /// Other plans that were simulated and saved, the fastest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub runners_up: Vec<RunnerUp>,
+}
+
+/// A plan that was found beside the one that was taken, and saved.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RunnerUp {
+    /// The file that it was written to, as named on the command line.
+    pub file: String,
+    /// Its degrees of parallelism, and what it recomputes, in the words of pins.
+    pub what: String,
+    /// Predicted time of its step, seconds.
+    pub step_time_s: Seconds,
 }
 
 /// The fastest plan that was found, where a simpler one took its place.

@@ -91,6 +91,9 @@ pub struct PlanStats {
     pub problems: Vec<intra_op::problem::IntraOpProblem>,
     /// Simulated alternatives, in words, with their predicted step times.
     pub alternatives: Vec<(String, Seconds)>,
+    /// The plans that were simulated and fit, the chosen one among them, in the order in which
+    /// they were made. They are complete, each with its prediction.
+    pub simulated_plans: Vec<Plan>,
 }
 
 /// Why there is no plan.

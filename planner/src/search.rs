@@ -193,6 +193,7 @@ fn plan_order(
         // Only the last attempt counts.
         (stats.candidates, stats.simulated) = (0, 0);
         stats.alternatives.clear();
+        stats.simulated_plans.clear();
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
         let known = Known {
             lower_bound,

@@ -1,5 +1,7 @@
 //! `compile`: model, training and cluster to a plan that passed the checker.
 
+mod runners_up;
+
 use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure, unplanned};
@@ -8,16 +10,13 @@ use intra_op::write_problem;
 use ir::cluster::Cluster;
 use ir::{Graph, TrainSpec, counted};
 use planner::recipes::Chosen;
-use planner::{Layering, Pins, PlanError, PlanOptions, Planned, Recipe};
+use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe};
 use serde_json::json;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
-    let pins = Pins::parse(&args.pins).map_err(|e| {
-        let help = pin_help(&e.pin);
-        Failure::new(Exit::Usage, e).help(help)
-    })?;
+    let pins = Pins::parse(&args.pins).map_err(pin_failure)?;
     let recipe = args.preset.as_deref().map(recipe).transpose()?;
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
@@ -27,7 +26,11 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let mut inputs = vec![model_file.as_path()];
     inputs.extend(cluster::file(&args.cluster));
     inputs.extend(args.train.file.as_deref());
-    outputs::check(&[&args.output], &inputs)?;
+    let others = args.runners_up.as_deref().map(runners_up::paths);
+    let others = others.transpose()?.unwrap_or_default();
+    let mut written = vec![args.output.as_path()];
+    written.extend(others.iter().map(PathBuf::as_path));
+    outputs::check(&written, &inputs)?;
     let no_peak = report::plan::no_peak(&cluster, spec.precision.compute());
     for words in [cluster::other_units(&cluster), no_peak].iter().flatten() {
         crate::say(format_args!("warning: {words}"));
@@ -53,6 +56,8 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
+    let mut planned = planned;
+    planned.plan.proof.runners_up = runners_up::write(&others, &planned)?;
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;
     }
@@ -184,6 +189,12 @@ const OTHER_NAMES: [(&str, &str); 9] = [
     ("micro_batch", "microbatch"),
 ];
 
+/// Makes the failure of a pin that cannot be read.
+pub fn pin_failure(e: PinError) -> Failure {
+    let help = pin_help(&e.pin);
+    Failure::new(Exit::Usage, e).help(help)
+}
+
 /// Advises on a pin that cannot be read: the values that its key takes, or the key that was meant
 /// and all keys.
 fn pin_help(pin: &str) -> String {
@@ -237,7 +248,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
 }
 
 /// Has the plan and its program checked. A plan that is rejected here is our mistake.
-fn prove(planned: &Planned) -> Result<(), Failure> {
+pub fn prove(planned: &Planned) -> Result<(), Failure> {
     let mut violations = checker::check_plan(&planned.plan);
     if violations.is_empty() {
         violations = checker::check_program(&planned.plan, &planned.training, &planned.program);
@@ -293,6 +304,9 @@ fn print_words(
     for (what, seconds) in alternatives.iter().take(if args.verbose { 5 } else { 3 }) {
         report::out(&format!("  {seconds}  {what}"))?;
     }
+    if let Some(folder) = &args.runners_up {
+        report::out(&runners_up::words(folder, &planned.plan))?;
+    }
     report::out(&format!(
         "The checker accepts the plan and its program. Written to {path}.\nmeshwright inspect {path} shows times, memory, communication and the proof.",
         path = args.output.display()
@@ -327,6 +341,7 @@ fn print_json(
             "candidates": planned.stats.candidates,
             "simulated": planned.stats.simulated,
             "notes": notes(planned),
+            "runners_up": plan.proof.runners_up,
             "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
         },
     }))

@@ -1,9 +1,11 @@
 //! One module per verb.
 
+pub mod again;
 pub mod calibrate;
 pub mod check;
 pub mod compare;
 pub mod compile;
+pub mod explain;
 pub mod inspect;
 pub mod lower;
 pub mod predict;

@@ -1,13 +1,17 @@
 //! Plans and what comes of them, in words and tables.
 //!
+//! * `account`: where the time of a step goes.
+//! * `degrees`: a plan in the words of pins.
 //! * `parallelism`: what each mesh axis does, in the field's terms, read off the strategies.
 //! * `against`: one plan beside another.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
 //! * `strategies`: the strategy of every op.
 
+pub mod account;
 pub mod against;
 pub mod collectives;
+pub mod degrees;
 pub mod parallelism;
 pub mod plan;
 pub mod strategies;

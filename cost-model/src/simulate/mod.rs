@@ -41,6 +41,15 @@ pub enum TimelineDetail {
     Templates,
     /// One event per instruction.
     Instructions,
+    /// All instructions as [`Span`]s, and no events.
+    Spans,
+}
+
+impl TimelineDetail {
+    /// Whether instructions are told one by one, so that templates cannot be played as one unit.
+    fn is_of_instructions(self) -> bool {
+        matches!(self, TimelineDetail::Instructions | TimelineDetail::Spans)
+    }
 }
 
 /// How to simulate.
@@ -93,6 +102,21 @@ pub struct TimelineEvent {
     pub duration_s: f64,
 }
 
+/// When an instruction was played: an event without words, of which there may be millions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    /// Index of the role.
+    pub role: u32,
+    /// Template index in the role.
+    pub template: u32,
+    /// Instruction index in the template.
+    pub instruction: u32,
+    /// Seconds from the start of the step.
+    pub start_s: f64,
+    /// The same for its end.
+    pub end_s: f64,
+}
+
 /// A simulated step.
 #[derive(Clone, Debug)]
 pub struct Simulation {
@@ -107,6 +131,8 @@ pub struct Simulation {
     pub costs: Costs,
     /// Events in order of their start, if asked for.
     pub timeline: Option<Vec<TimelineEvent>>,
+    /// All instructions of the step in no order, if asked for.
+    pub spans: Vec<Span>,
 }
 
 /// The times of one role from an engine.
@@ -126,6 +152,7 @@ struct Played {
     end_s: f64,
     roles: Vec<RolePlay>,
     events: Vec<TimelineEvent>,
+    spans: Vec<Span>,
 }
 
 /// Plays one training step of `program` on `cluster`.
@@ -222,13 +249,18 @@ fn assemble(
     played
         .events
         .sort_by(|a, b| a.start_s.total_cmp(&b.start_s));
-    let timeline = (options.timeline != TimelineDetail::None).then_some(played.events);
+    let has_events = !matches!(
+        options.timeline,
+        TimelineDetail::None | TimelineDetail::Spans
+    );
+    let timeline = has_events.then_some(played.events);
     Simulation {
         step_time: Seconds(played.end_s),
         prediction,
         slowdown,
         costs,
         timeline,
+        spans: played.spans,
     }
 }
 
@@ -375,6 +407,7 @@ struct Timeline<'a> {
     detail: TimelineDetail,
     left: usize,
     events: Vec<TimelineEvent>,
+    spans: Vec<Span>,
 }
 
 impl<'a> Timeline<'a> {
@@ -384,6 +417,7 @@ impl<'a> Timeline<'a> {
             detail: options.timeline,
             left: options.max_events,
             events: Vec::new(),
+            spans: Vec::new(),
         }
     }
     /// Records slot `slot` of `role`, or one instruction of it, from `start_s` to `end_s`.
@@ -399,6 +433,17 @@ impl<'a> Timeline<'a> {
             TimelineDetail::None => false,
             TimelineDetail::Templates => instruction.is_none(),
             TimelineDetail::Instructions => instruction.is_some(),
+            TimelineDetail::Spans => {
+                let template = self.program.roles[role].trace[slot].template.0;
+                self.spans.extend(instruction.map(|i| Span {
+                    role: role as u32,
+                    template,
+                    instruction: i as u32,
+                    start_s,
+                    end_s,
+                }));
+                false
+            }
         };
         if !wanted || self.left == 0 {
             return;

@@ -9,7 +9,7 @@
 //! An exchange starts its work when every partner has reached the matching exchange, a world
 //! sum when every role has.
 
-use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
+use super::{Played, RolePlay, SimulateOptions, Timeline};
 use crate::SimError;
 use crate::costs::Costs;
 use ir::cluster::Cluster;
@@ -22,7 +22,7 @@ pub(super) fn play(
     cluster: &Cluster,
     options: &SimulateOptions,
 ) -> Result<Played, SimError> {
-    let unfold = !options.fold || options.timeline == TimelineDetail::Instructions;
+    let unfold = !options.fold || options.timeline.is_of_instructions();
     let mut timeline = Timeline::new(program, options);
     let mut players: Vec<Player<'_>> = program
         .roles
@@ -65,6 +65,7 @@ pub(super) fn play(
         end_s: now,
         roles,
         events: timeline.events,
+        spans: timeline.spans,
     })
 }
 

@@ -7,7 +7,7 @@
 //! can go on, the program deadlocks.
 
 use super::fold::{Folded, Input, Pico, StreamSet, awaited, latest, pico, seconds};
-use super::{Played, RolePlay, SimulateOptions, Timeline, TimelineDetail};
+use super::{Played, RolePlay, SimulateOptions, Timeline};
 use crate::SimError;
 use crate::costs::{Costs, together};
 use ir::program::{Event, InstrKind, Program, RoleProgram, Stream, TemplateKind, Which};
@@ -26,7 +26,7 @@ pub(super) fn play(
         n_roles: program.roles.len(),
         timeline: Timeline::new(program, options),
     };
-    let unfold = !options.fold || options.timeline == TimelineDetail::Instructions;
+    let unfold = !options.fold || options.timeline.is_of_instructions();
     let mut roles: Vec<Player<'_>> = (0..program.roles.len())
         .map(|r| Player::new(program, costs, r, unfold))
         .collect();
@@ -59,6 +59,7 @@ pub(super) fn play(
         end_s: seconds(end),
         roles: plays,
         events: shared.timeline.events,
+        spans: shared.timeline.spans,
     })
 }
 

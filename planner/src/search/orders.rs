@@ -88,6 +88,9 @@ pub(super) fn better(first: Planned, second: Planned, context: u32, tolerance: f
     let mut alternatives = named(&best, of(is_second));
     alternatives.extend(named(&other, of(!is_second)));
     best.stats.alternatives = alternatives;
+    best.stats
+        .simulated_plans
+        .extend(other.stats.simulated_plans);
     best.stats.candidates += other.stats.candidates;
     best.stats.simulated += other.stats.simulated;
     best

@@ -391,7 +391,11 @@ impl Search<'_> {
         stats.alternatives.push((what, step_time));
         let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
         let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
-        new.plan.proof = self.proof(p, work_s, known, stats.candidates, reserve);
+        new.plan.proof = Proof {
+            stages: std::mem::take(&mut new.plan.proof.stages),
+            ..self.proof(p, work_s, known, stats.candidates, reserve)
+        };
+        stats.simulated_plans.push((*new.plan).clone());
         let complexity = Complexity::of(&new.plan, p);
         let taken = Taken {
             played: new,
@@ -469,6 +473,7 @@ impl Search<'_> {
             stopped: false,
             stages: Vec::new(),
             simpler: None,
+            runners_up: Vec::new(),
         }
     }
 }

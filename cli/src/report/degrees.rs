@@ -1,0 +1,183 @@
+//! The degrees of a plan: how many ranks split samples, features, sequence and experts, how many
+//! meshes stand in a row, and what is recomputed. They are read off the strategies, in the words of
+//! pins, so that plans can be told apart and asked for.
+
+use super::account::kinds;
+use super::plan::{RunReport, StageReport, stages};
+use ir::LayerId;
+use ir::plan::Plan;
+use ir::training::TrainingGraph;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// The degrees of a plan. Where stages differ, the least and the most.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Degrees {
+    /// Ranks that split samples, experts' among them.
+    pub data: Span,
+    /// Of these, ranks that split experts.
+    pub expert: Span,
+    /// Ranks that split the sequence in attention.
+    pub context: Span,
+    /// Ranks that split features.
+    pub tensor: Span,
+    /// Meshes in a row.
+    pub pipeline: u32,
+    /// Stages on each mesh.
+    pub r#virtual: u32,
+    /// The ZeRO level of most parameters, over the ranks that split samples.
+    pub zero: Span,
+    /// What is recomputed: `none`, `full`, `selective`, or `in part`, where layers differ.
+    pub recompute: &'static str,
+    /// Samples that a mesh works on at a time.
+    pub microbatch: u64,
+}
+
+/// The least and the most of a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Span(pub u32, pub u32);
+
+impl Span {
+    fn of(numbers: impl Iterator<Item = u32>) -> Span {
+        let all = numbers.fold(None, |all, n| match all {
+            None => Some(Span(n, n)),
+            Some(Span(least, most)) => Some(Span(n.min(least), n.max(most))),
+        });
+        all.unwrap_or(Span(1, 1))
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Span(least, most) if least == most => write!(f, "{least}"),
+            Span(least, most) => write!(f, "{least} to {most}"),
+        }
+    }
+}
+
+impl Degrees {
+    /// Reads the degrees off a plan.
+    pub fn of(plan: &Plan, training: &TrainingGraph) -> Degrees {
+        let stages = stages(plan, training);
+        let typical = typical(plan, training, &stages);
+        let along = |what: &'static str| Span::of(typical.iter().map(|run| ranks(run, what)));
+        let zero = typical.iter().map(|run| {
+            let mut axes = run.axes.iter().filter(|a| a.size > 1);
+            let data = axes.find(|a| does(&a.does, "data parallel") || a.does.is_empty());
+            u32::from(data.and_then(|a| a.zero).unwrap_or(0))
+        });
+        Degrees {
+            data: along("data parallel"),
+            expert: along("expert parallel"),
+            context: along("context parallel"),
+            tensor: along("tensor parallel"),
+            pipeline: plan.n_meshes() as u32,
+            r#virtual: plan.schedule.virtual_stages(),
+            zero: Span::of(zero),
+            recompute: recompute(&typical),
+            microbatch: plan.microbatch,
+        }
+    }
+
+    /// The header of a table of degrees.
+    pub const HEADER: [&'static str; 9] = [
+        "data",
+        "tensor",
+        "context",
+        "expert",
+        "pipeline",
+        "virtual",
+        "ZeRO",
+        "recompute",
+        "microbatch",
+    ];
+
+    /// The cells of a row under [`Degrees::HEADER`].
+    pub fn cells(&self) -> Vec<String> {
+        vec![
+            self.data.to_string(),
+            self.tensor.to_string(),
+            self.context.to_string(),
+            self.expert.to_string(),
+            self.pipeline.to_string(),
+            self.r#virtual.to_string(),
+            self.zero.to_string(),
+            self.recompute.to_string(),
+            self.microbatch.to_string(),
+        ]
+    }
+}
+
+impl fmt::Display for Degrees {
+    /// `data=8 tensor=4 pipeline=2 zero=1 recompute=none microbatch=16`; degrees of one that few
+    /// plans have are left out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "data={} tensor={}", self.data, self.tensor)?;
+        for (name, degree) in [("context", self.context), ("expert", self.expert)] {
+            if degree != Span(1, 1) {
+                write!(f, " {name}={degree}")?;
+            }
+        }
+        write!(f, " pipeline={}", self.pipeline)?;
+        if self.r#virtual > 1 {
+            write!(f, " virtual={}", self.r#virtual)?;
+        }
+        write!(
+            f,
+            " zero={} recompute={} microbatch={}",
+            self.zero, self.recompute, self.microbatch
+        )
+    }
+}
+
+/// The runs that stand for their stages: of the layers that the model has most of, those that are
+/// treated alike most often in the stage. Embedding and output layer split otherwise, and are asked
+/// only where a model has nothing else.
+fn typical<'a>(
+    plan: &Plan,
+    training: &TrainingGraph,
+    stages: &'a [StageReport],
+) -> Vec<&'a RunReport> {
+    let (_, kinds) = kinds(training);
+    let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
+    kinds
+        .iter()
+        .for_each(|k| *counts.entry(*k).or_default() += 1);
+    let most = counts.into_iter().rev().max_by_key(|(_, n)| *n);
+    let is_of_most = |layer: LayerId| kinds.get(layer.index()).copied() == most.map(|(k, _)| k);
+    let stages = plan.stages.iter().zip(stages);
+    let runs = stages.filter_map(|(stage, report)| {
+        let runs = stage.runs.iter().zip(&report.layers).rev();
+        let runs = runs.filter(|(run, _)| is_of_most(run.first));
+        runs.max_by_key(|(run, _)| run.count)
+            .map(|(_, report)| report)
+    });
+    runs.collect()
+}
+
+/// Says whether an axis does something, alone or in some ops.
+fn does(all: &[String], what: &str) -> bool {
+    let is = |d: &String| d == what || d.strip_prefix(what).is_some_and(|d| d.starts_with(" in "));
+    all.iter().any(is)
+}
+
+/// Counts the ranks along the axes that do something.
+fn ranks(run: &RunReport, what: &str) -> u32 {
+    let axes = run.axes.iter().filter(|a| does(&a.does, what));
+    axes.map(|a| a.size).product()
+}
+
+/// Names what the layers recompute, by the runs that stand for their stages.
+fn recompute(typical: &[&RunReport]) -> &'static str {
+    let mut words: Vec<&str> = typical.iter().map(|r| r.recompute_words.as_str()).collect();
+    words.sort_unstable();
+    words.dedup();
+    match words[..] {
+        [] | [""] => "none",
+        [one] if one.ends_with("(full)") => "full",
+        [_] => "selective",
+        _ => "in part",
+    }
+}

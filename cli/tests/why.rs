@@ -1,0 +1,167 @@
+//! `explain`, `what-if`, `sweep` and `fits`, and what `compile` says where there is no plan.
+
+#![allow(clippy::unwrap_used)] // A test may stop where it likes.
+
+mod support;
+
+use serde_json::Value;
+use support::Place;
+
+/// The exposed seconds of each mesh of an account.
+fn sums(report: &Value) -> Vec<f64> {
+    let meshes = report["account"]["meshes"].as_array().unwrap().iter();
+    let sum = |mesh: &Value| {
+        let lines = mesh["lines"].as_array().unwrap().iter();
+        lines.map(|l| l["exposed_s"].as_f64().unwrap()).sum()
+    };
+    meshes.map(sum).collect()
+}
+
+#[test]
+fn explain_accounts_for_the_whole_step() {
+    let place = Place::with_plan();
+    let report = place
+        .run(&["explain", "plan.json", "--json"])
+        .expect(0)
+        .json();
+    let step_s = report["step_time_s"].as_f64().unwrap();
+    let inspected = place
+        .run(&["inspect", "plan.json", "--json"])
+        .expect(0)
+        .json();
+    let predicted = inspected["predicted"]["step_time_s"].as_f64().unwrap();
+    assert!((predicted / step_s - 1.0).abs() < 1e-9);
+    let sums = sums(&report);
+    assert_eq!(sums.len(), 2);
+    for sum in sums {
+        assert!((sum / step_s - 1.0).abs() < 1e-6, "{sum} of {step_s}");
+    }
+    assert_eq!(report["degrees"]["data"], serde_json::json!([2, 2]));
+    assert_eq!(report["degrees"]["pipeline"], 2);
+    let words = place.run(&["explain", "plan.json"]).expect(0).out;
+    assert!(words.starts_with("The step of "), "{words}");
+    for part in [
+        "is bound by",
+        "sets the pace",
+        "h.*",
+        "transfers over",
+        "No runners-up",
+    ] {
+        assert!(words.contains(part), "`{part}` is not in:\n{words}");
+    }
+}
+
+#[test]
+fn runners_up_are_plans_and_are_listed() {
+    let place = Place::new();
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "4",
+    ];
+    place.run(&args).expect(0);
+    let plain = place.read("plan.json");
+    let mut with = args.to_vec();
+    with.extend(["--runners-up", "others"]);
+    place.run(&with).expect(0);
+    let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let listed = plan["proof"]["runners_up"].as_array().unwrap().clone();
+    assert!(!listed.is_empty());
+    let mut degrees = Vec::new();
+    for (i, runner) in listed.iter().enumerate() {
+        let file = format!("others/{}.json", i + 1);
+        assert_eq!(runner["file"], file.as_str());
+        place.run(&["check", &file]).expect(0);
+        let own: Value = serde_json::from_slice(&place.read(&file)).unwrap();
+        assert_eq!(own["predicted"]["step_time_s"], runner["step_time_s"]);
+        degrees.push(runner["what"].as_str().unwrap().to_string());
+    }
+    let n = degrees.len();
+    degrees.sort();
+    degrees.dedup();
+    assert_eq!(degrees.len(), n, "runners-up differ in their degrees");
+    let words = place.run(&["explain", "plan.json"]).expect(0).out;
+    assert!(words.contains("others/1.json"), "{words}");
+    // Nothing else of the plan changes because they were asked for.
+    let mut without = plan;
+    without["proof"]
+        .as_object_mut()
+        .unwrap()
+        .remove("runners_up");
+    assert_eq!(without, serde_json::from_slice::<Value>(&plain).unwrap());
+    // The plan itself may not be one of the files.
+    with.extend(["-o", "others/1.json"]);
+    place.refuses(&with, &[2]).says(&["named for two outputs"]);
+}
+
+#[test]
+fn why_not_says_what_a_pin_costs() {
+    let place = Place::new();
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "4",
+    ];
+    place.run(&args).expect(0);
+    let ask = [
+        "explain",
+        "plan.json",
+        "--why-not",
+        "tensor=2 data=2 pipeline=1",
+    ];
+    let mut json = ask.to_vec();
+    json.extend(["--json", "-o", "other.json"]);
+    let report = place.run(&json).expect(0).json();
+    assert_eq!(report["feasible"], true);
+    assert_eq!(report["degrees"][1]["tensor"], serde_json::json!([2, 2]));
+    let seconds = |i: usize| report["step_time_s"][i].as_f64().unwrap();
+    let terms = report["terms"].as_array().unwrap().iter();
+    let more: f64 = terms
+        .map(|t| t["seconds"][1].as_f64().unwrap() - t["seconds"][0].as_f64().unwrap())
+        .sum();
+    let difference = seconds(1) - seconds(0);
+    assert!(difference > 0.0);
+    assert!(
+        (more - difference).abs() < 1e-6 * seconds(1),
+        "{more} of {difference}"
+    );
+    place.run(&["check", "other.json"]).expect(0);
+    let words = place.run(&ask).expect(0).out;
+    assert!(
+        words.starts_with("With tensor=2 data=2 pipeline=1 the step takes"),
+        "{words}"
+    );
+    assert!(words.contains("longer: +"), "{words}");
+    // A pin that the plan keeps already costs nothing.
+    let microbatch = report["degrees"][0]["microbatch"].as_u64().unwrap();
+    let same = format!("microbatch={microbatch}");
+    let words = place
+        .run(&["explain", "plan.json", "--why-not", &same])
+        .expect(0)
+        .out;
+    assert!(words.contains("the plan is the same"), "{words}");
+}
+
+#[test]
+fn why_not_says_why_there_is_no_such_plan() {
+    let place = Place::with_plan();
+    let done = place
+        .run(&["explain", "plan.json", "--why-not", "tensor=3"])
+        .expect(0);
+    assert!(
+        done.out.starts_with("There is no plan with tensor=3: "),
+        "{}",
+        done.out
+    );
+    assert!(done.out.contains("own pins stay"), "{}", done.out);
+    let refused = place.refuses(&["explain", "plan.json", "--why-not", "tp=2"], &[2]);
+    refused.says(&["did you mean `tensor`?"]);
+    place.refuses(&["explain", "plan.json", "-o", "x.json"], &[2]);
+    place.refuses(&["explain", "none.json"], &[3]);
+}
