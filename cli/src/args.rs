@@ -37,6 +37,10 @@ pub enum Verb {
     /// would cost.
     #[command(after_help = format!("Examples:\n  meshwright explain plan.json\n  meshwright explain plan.json --why-not tensor=8\n  meshwright explain plan.json --why-not pipeline=1 --why-not zero=3 -o other.json\n\n{EXIT_CODES}"))]
     Explain(ExplainArgs),
+    /// Show the best plan when a fact changes, beside this one: a faster link, more memory, fewer
+    /// hosts, a larger batch.
+    #[command(name = "what-if", after_help = format!("Examples:\n  meshwright what-if plan.json --set link.between=400Gb/s\n  meshwright what-if plan.json --set memory=96GiB --searches 0\n  meshwright what-if plan.json --hosts 15 --global-batch 2x -o other.json\n  meshwright what-if plan.json --sequence 2x --model models/gpt2\n\n{EXIT_CODES}"))]
+    WhatIf(WhatIfArgs),
     /// Prove that a plan and the program lowered from it are correct.
     #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
     Check(CheckArgs),
@@ -267,6 +271,43 @@ pub struct ExplainArgs {
     pub why_not: Vec<String>,
     /// Where to write the plan that was made under these pins.
     #[arg(short, long, requires = "why_not")]
+    pub output: Option<PathBuf>,
+    /// How plans are searched for.
+    #[command(flatten)]
+    pub search: SearchArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `what-if`.
+#[derive(Debug, Args)]
+pub struct WhatIfArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// Change a fact about the cluster: link.inside, link.between or link.NAME (bandwidth, as
+    /// 400Gb/s or 50GB/s), latency.inside, latency.between, memory (96GiB), memory.bandwidth, peak
+    /// (989TFLOP/s); 2x doubles what there is. May be repeated.
+    #[arg(long, value_name = "FACT=VALUE")]
+    pub set: Vec<String>,
+    /// Number of hosts, or a multiple of it (2x).
+    #[arg(long, value_name = "N|Nx")]
+    pub hosts: Option<String>,
+    /// Samples per optimizer step, or a multiple of them (2x).
+    #[arg(long, value_name = "N|Nx")]
+    pub global_batch: Option<String>,
+    /// Tokens per sample, or a multiple of them (2x); needs --model.
+    #[arg(long, visible_alias = "seq", value_name = "N|Nx")]
+    pub sequence: Option<String>,
+    /// The model that the plan was compiled from, to be built for another length of sequences.
+    #[arg(long)]
+    pub model: Option<PathBuf>,
+    /// Searches for the value at which the choice changes, where one --set changes it; 0 makes
+    /// none.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(0..=40))]
+    pub searches: u32,
+    /// Where to write the new plan.
+    #[arg(short, long)]
     pub output: Option<PathBuf>,
     /// How plans are searched for.
     #[command(flatten)]

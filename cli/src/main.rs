@@ -4,6 +4,7 @@
 //! * `args`: the command line.
 //! * `files`, `document`, `places`: reading with limits and places, writing whole or not at all.
 //! * `model`, `cluster`, `train_spec`, `plan_file`: arguments to values.
+//! * `quantity`: amounts with units.
 //! * `commands`: one module per verb.
 //! * `report`: plans, memory and collectives in words and tables.
 //!
@@ -21,6 +22,7 @@ mod model;
 mod outputs;
 mod places;
 mod plan_file;
+mod quantity;
 mod report;
 mod train_spec;
 
@@ -171,6 +173,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Compile(a) => commands::compile::run(&a),
         Verb::Inspect(a) => commands::inspect::run(&a),
         Verb::Explain(a) => commands::explain::run(&a),
+        Verb::WhatIf(a) => commands::what_if::run(&a),
         Verb::Check(a) => commands::check::run(&a),
         Verb::Lower(a) => commands::lower::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),

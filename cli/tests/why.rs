@@ -165,3 +165,114 @@ fn why_not_says_why_there_is_no_such_plan() {
     place.refuses(&["explain", "plan.json", "-o", "x.json"], &[2]);
     place.refuses(&["explain", "none.json"], &[3]);
 }
+
+#[test]
+fn what_if_shows_the_new_plan_and_what_this_one_would_do() {
+    let place = Place::with_plan();
+    let ask = ["what-if", "plan.json", "--set", "link.inside=2x"];
+    let mut json = ask.to_vec();
+    json.extend(["--json", "-o", "new.json"]);
+    let report = place.run(&json).expect(0).json();
+    assert_eq!(report["this_plan"]["outcome"], "fits");
+    let kept = report["this_plan"]["step_time_s"].as_f64().unwrap();
+    let before = report["step_time_s"][0].as_f64().unwrap();
+    assert!(
+        kept < before,
+        "a faster link makes this plan's step shorter"
+    );
+    // The new plan is the plan for the changed cluster.
+    place.run(&["check", "new.json"]).expect(0);
+    let new: serde_json::Value = serde_json::from_slice(&place.read("new.json")).unwrap();
+    let old: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let link = |p: &serde_json::Value| {
+        p["cluster"]["levels"][0]["bandwidth_bytes_per_s"]
+            .as_f64()
+            .unwrap()
+    };
+    assert_eq!(link(&new), 2.0 * link(&old));
+    let words = place.run(&ask).expect(0).out;
+    assert!(words.starts_with("With link.inside "), "{words}");
+    assert!(
+        words.contains("Kept as it is, this plan would take"),
+        "{words}"
+    );
+    // Twice as many samples: the plan is kept with more microbatches.
+    let twice = ["what-if", "plan.json", "--global-batch", "2x", "--json"];
+    let report = place.run(&twice).expect(0).json();
+    assert_eq!(report["this_plan"]["outcome"], "fits");
+    assert!(report["this_plan"]["step_time_s"].as_f64().unwrap() > before);
+}
+
+#[test]
+fn what_if_finds_where_the_choice_changes() {
+    let place = Place::with_plan();
+    // On a link that is a thousand times slower the plan reduces gradients in another way.
+    let ask = [
+        "what-if",
+        "plan.json",
+        "--set",
+        "link.inside=0.001x",
+        "--searches",
+        "3",
+    ];
+    let mut json = ask.to_vec();
+    json.push("--json");
+    let report = place.run(&json).expect(0).json();
+    assert_ne!(report["degrees"][0], report["degrees"][1]);
+    let flip = &report["flip"];
+    assert_eq!(flip["searches"], 3);
+    let [keeps, changes] = ["keeps_at", "changes_at"].map(|k| flip[k].as_f64().unwrap());
+    // Three halvings of the ratio, whose logarithm is then an eighth.
+    let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let old = plan["cluster"]["levels"][0]["bandwidth_bytes_per_s"]
+        .as_f64()
+        .unwrap();
+    assert!(keeps <= old && changes >= 0.999e-3 * old && changes < keeps);
+    assert!(((keeps / changes).ln() - 1000f64.ln() / 8.0).abs() < 1e-6);
+    // At both ends the searches give what is said of them.
+    for (value, same) in [(keeps, true), (changes, false)] {
+        let set = format!("link.inside={value}B/s");
+        let args = [
+            "what-if",
+            "plan.json",
+            "--set",
+            &set,
+            "--searches",
+            "0",
+            "--json",
+        ];
+        let report = place.run(&args).expect(0).json();
+        assert_eq!(
+            report["degrees"][0] == report["degrees"][1],
+            same,
+            "{value}"
+        );
+        assert!(report["flip"].is_null());
+    }
+    let words = place.run(&ask).expect(0).out;
+    assert!(
+        words.contains("The choice changes between link.inside"),
+        "{words}"
+    );
+}
+
+#[test]
+fn what_if_refuses_what_is_no_fact() {
+    let place = Place::with_plan();
+    let refused = |more: &[&str], codes: &[i32]| {
+        let mut args = vec!["what-if", "plan.json"];
+        args.extend(more);
+        place.refuses(&args, codes)
+    };
+    refused(&[], &[2]).says(&["nothing is changed"]);
+    refused(&["--set", "memry=2x"], &[2]).says(&["did you mean `memory`?"]);
+    refused(&["--set", "memory"], &[2]).says(&["expected KEY=VALUE"]);
+    refused(&["--set", "memory=400Gb/s"], &[2]).says(&["96GiB"]);
+    refused(&["--set", "link.between=2x"], &[2]).says(&["no link between hosts", "link."]);
+    refused(&["--sequence", "2x"], &[2]).says(&["--model"]);
+    refused(&["--global-batch", "0.3x"], &[2]).says(&["no whole number"]);
+    refused(&["--hosts", "2"], &[2]).says(&["--hosts 2"]);
+    refused(&["--set", "memory=1B"], &[2]).says(&["makes no sense"]);
+    // Too little memory for any plan is an answer: infeasible.
+    refused(&["--set", "memory=0.0001x"], &[2, 4]);
+}

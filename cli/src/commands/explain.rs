@@ -157,7 +157,10 @@ fn verdict(
     let (own, other) = (a.account.step_s, b.account.step_s);
     let change = other / own.max(f64::MIN_POSITIVE) - 1.0;
     let large = terms.iter().filter(|t| t.more_s().abs() > SMALL * own);
-    let named = large.take(NAMED).map(|t| {
+    let mut large: Vec<&TermDifference> = large.take(NAMED).collect();
+    // Those that go the way of the verdict come first.
+    large.sort_by_key(|t| (t.more_s() < 0.0) != (other < own));
+    let named = large.into_iter().map(|t| {
         let sign = if t.more_s() < 0.0 { "-" } else { "+" };
         format!("{sign}{} {}", Seconds(t.more_s().abs()), t.what)
     });

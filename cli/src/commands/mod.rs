@@ -14,6 +14,7 @@ pub mod run;
 pub mod schema;
 pub mod simulate;
 pub mod solve;
+pub mod what_if;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::time::Duration;

@@ -63,8 +63,8 @@ pub fn words(folder: &Path, plan: &Plan) -> String {
             folder.display()
         ),
         n => format!(
-            "Wrote {} to {}; meshwright explain lists them.",
-            counted(n as u64, "runner-up"),
+            "Wrote the next best {} to {}; meshwright explain lists them.",
+            counted(n as u64, "plan"),
             folder.display()
         ),
     }
