@@ -41,6 +41,13 @@ pub enum Verb {
     /// hosts, a larger batch.
     #[command(name = "what-if", after_help = format!("Examples:\n  meshwright what-if plan.json --set link.between=400Gb/s\n  meshwright what-if plan.json --set memory=96GiB --searches 0\n  meshwright what-if plan.json --hosts 15 --global-batch 2x -o other.json\n  meshwright what-if plan.json --sequence 2x --model models/gpt2\n\n{EXIT_CODES}"))]
     WhatIf(WhatIfArgs),
+    /// Plan a model on clusters of several kinds and sizes: speed, memory, and what training to a
+    /// number of tokens takes and costs.
+    #[command(after_help = format!("Examples:\n  meshwright sweep models/gpt2 --cluster dgx-a100-80gb,dgx-h100 --hosts 1,2,4 --global-batch 512 --precision bf16\n  meshwright sweep models/llama-3.1-8b --cluster dgx-a100-80gb,dgx-h100 --hosts 1,2,4,8 --price dgx-a100-80gb=1.50/device-hour --price dgx-h100=2.50/device-hour --tokens 1T --global-batch 512 --sequence 4096 --precision bf16 --csv sweep.csv --svg sweep.svg\n\n{EXIT_CODES}"))]
+    Sweep(Box<SweepArgs>),
+    /// Find the smallest number of devices on which a model has a plan.
+    #[command(after_help = format!("Examples:\n  meshwright fits models/llama-3.1-70b --device dgx-h100 --global-batch 256 --sequence 4096 --precision bf16\n  meshwright fits models/gpt2-xl --device a100-sxm-80gb*8+nvlink3 --pin recompute=none\n\n{EXIT_CODES}"))]
+    Fits(Box<FitsArgs>),
     /// Prove that a plan and the program lowered from it are correct.
     #[command(after_help = format!("Example:\n  meshwright check plan.json\n\n{EXIT_CODES}"))]
     Check(CheckArgs),
@@ -312,6 +319,91 @@ pub struct WhatIfArgs {
     /// How plans are searched for.
     #[command(flatten)]
     pub search: SearchArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `sweep`.
+#[derive(Debug, Args)]
+pub struct SweepArgs {
+    /// The model, as for `compile`.
+    pub model: PathBuf,
+    /// Clusters, as for `compile`, separated by commas; one of unequal groups is given as a file.
+    #[arg(
+        long = "cluster",
+        value_delimiter = ',',
+        required = true,
+        value_name = "CLUSTER,.."
+    )]
+    pub clusters: Vec<String>,
+    /// Numbers of hosts of every cluster [default: the clusters' own].
+    #[arg(long, value_delimiter = ',', value_name = "N,..", conflicts_with = "ranks", value_parser = clap::value_parser!(u32).range(1..))]
+    pub hosts: Vec<u32>,
+    /// Numbers of CPU ranks, for a cluster whose ranks share the processors of one machine.
+    #[arg(long, value_delimiter = ',', value_name = "N,..", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks: Vec<u32>,
+    /// The price of one device of a cluster for an hour, in any currency; may be repeated.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "CLUSTER=PRICE/device-hour",
+        requires = "tokens"
+    )]
+    pub price: Vec<String>,
+    /// Tokens to train on, for time and cost: 300B, 1T, 1.5e13.
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<String>,
+    /// Fix a choice before each search, as in `compile`; may be repeated.
+    #[arg(long = "pin", value_name = "KEY=VALUE")]
+    pub pins: Vec<String>,
+    /// Capacity factor of mixtures of experts, as in `compile`.
+    #[arg(long, value_name = "FACTOR")]
+    pub expert_capacity: Option<f64>,
+    /// Write the table as comma-separated values.
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
+    /// Draw tokens per second, and cost where prices are known, over devices.
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// How plans are searched for.
+    #[command(flatten)]
+    pub search: SearchArgs,
+    /// The training spec.
+    #[command(flatten)]
+    pub train: TrainArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `fits`.
+#[derive(Debug, Args)]
+pub struct FitsArgs {
+    /// The model, as for `compile`.
+    pub model: PathBuf,
+    /// The cluster whose devices are counted: a preset, a composition of devices and links, or a
+    /// file. Its number of hosts does not matter.
+    #[arg(long, value_name = "CLUSTER")]
+    pub device: String,
+    /// The largest number of devices that is tried.
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub most_devices: u32,
+    /// How many larger sizes are planned too, each twice the one before.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=10))]
+    pub next: u32,
+    /// Fix a choice before each search, as in `compile`; may be repeated.
+    #[arg(long = "pin", value_name = "KEY=VALUE")]
+    pub pins: Vec<String>,
+    /// Capacity factor of mixtures of experts, as in `compile`.
+    #[arg(long, value_name = "FACTOR")]
+    pub expert_capacity: Option<f64>,
+    /// How plans are searched for.
+    #[command(flatten)]
+    pub search: SearchArgs,
+    /// The training spec.
+    #[command(flatten)]
+    pub train: TrainArgs,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

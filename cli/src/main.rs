@@ -174,6 +174,8 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Inspect(a) => commands::inspect::run(&a),
         Verb::Explain(a) => commands::explain::run(&a),
         Verb::WhatIf(a) => commands::what_if::run(&a),
+        Verb::Sweep(a) => commands::sweep::run(&a),
+        Verb::Fits(a) => commands::fits::run(&a),
         Verb::Check(a) => commands::check::run(&a),
         Verb::Lower(a) => commands::lower::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),

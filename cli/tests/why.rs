@@ -276,3 +276,160 @@ fn what_if_refuses_what_is_no_fact() {
     // Too little memory for any plan is an answer: infeasible.
     refused(&["--set", "memory=0.0001x"], &[2, 4]);
 }
+
+#[test]
+fn sweep_has_a_row_for_every_point() {
+    let place = Place::new();
+    let args = [
+        "sweep",
+        "config.json",
+        "--cluster",
+        "a100-sxm-80gb*2+nvlink3+infiniband-hdr*2,dgx-h100",
+        "--hosts",
+        "1,2",
+        "--global-batch",
+        "16",
+        "--tokens",
+        "1M",
+        "--price",
+        "dgx-h100=3/device-hour",
+        "--csv",
+        "sweep.csv",
+        "--svg",
+        "sweep.svg",
+        "--json",
+    ];
+    let report = place.run(&args).expect(0).json();
+    let rows = report["rows"].as_array().unwrap();
+    let devices: Vec<u64> = rows
+        .iter()
+        .map(|r| r["devices"].as_u64().unwrap())
+        .collect();
+    assert_eq!(devices, [2, 4, 8, 16]);
+    for row in rows {
+        let speed = row["point"]["tokens_per_s"].as_f64().unwrap();
+        let days = row["days"].as_f64().unwrap();
+        assert!((days * 86400.0 * speed / 1e6 - 1.0).abs() < 1e-9);
+        let cost = row["cost"].as_f64();
+        match row["cluster"] == "dgx-h100" {
+            true => {
+                let hours = days * 24.0 * row["devices"].as_f64().unwrap();
+                assert!((cost.unwrap() / (3.0 * hours) - 1.0).abs() < 1e-9);
+            }
+            false => assert_eq!(cost, None),
+        }
+    }
+    let csv = String::from_utf8(place.read("sweep.csv")).unwrap();
+    assert_eq!(csv.lines().count(), 5);
+    let svg = String::from_utf8(place.read("sweep.svg")).unwrap();
+    // Four speeds and the two costs that have a price.
+    assert_eq!(svg.matches("<circle").count(), 6);
+    // A point is what `compile` plans.
+    let compile = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "dgx-h100",
+        "--hosts",
+        "2",
+        "--global-batch",
+        "16",
+        "--json",
+    ];
+    let plan = place.run(&compile).expect(0).json();
+    assert_eq!(
+        plan["predicted"]["step_time_s"],
+        rows[3]["point"]["step_time_s"]
+    );
+}
+
+#[test]
+fn sweep_says_why_points_have_no_plan() {
+    let place = Place::new();
+    let args = [
+        "sweep",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--ranks",
+        "1,3",
+        "--global-batch",
+        "4",
+        "--pin",
+        "tensor=1 data=1 pipeline=1",
+    ];
+    let words = place.run(&args).expect(0).out;
+    assert!(words.contains("1 of 2 points have no plan"), "{words}");
+    assert!(words.contains("cpu-default on 3 devices: "), "{words}");
+    let mut none = args.to_vec();
+    none[5] = "3";
+    place
+        .refuses(&none, &[4])
+        .says(&["no point has a plan", "cpu-default on 3 devices"]);
+    let refused = |more: &[&str]| {
+        let mut all = args.to_vec();
+        all.extend(more);
+        place.refuses(&all, &[2])
+    };
+    refused(&["--price", "cpu-default=1"]).says(&["--tokens"]);
+    refused(&["--tokens", "1T", "--price", "cpu-defalt=1"]).says(&["did you mean `cpu-default`"]);
+    refused(&["--tokens", "1T", "--price", "cpu-default=x"]).says(&["is no price"]);
+    refused(&["--tokens", "2x"]).says(&["300B or 1T"]);
+}
+
+#[test]
+fn fits_finds_the_smallest_number_and_what_was_tried() {
+    let place = Place::new();
+    // Devices so small that the states need several of them.
+    let device = "a100-sxm-80gb*4+nvlink3+infiniband-hdr*2";
+    let printed = place.run(&["presets", device]).expect(0).out;
+    let key = "memory_bytes = ";
+    let small = printed.lines().map(|line| match line {
+        l if l.starts_with(key) => format!("{key}200000"),
+        l if l.starts_with("memory_reserved_bytes = ") => "memory_reserved_bytes = 0".into(),
+        l => l.to_string(),
+    });
+    let small: Vec<String> = small.collect();
+    place.write("small.toml", small.join("\n"));
+    let args = [
+        "fits",
+        "config.json",
+        "--device",
+        "small.toml",
+        "--global-batch",
+        "8",
+    ];
+    let mut json = args.to_vec();
+    json.extend(["--next", "1", "--json"]);
+    let report = place.run(&json).expect(0).json();
+    let smallest = report["smallest"]["devices"].as_u64().unwrap();
+    let least = report["states"]["least_devices"].as_u64().unwrap();
+    assert!(smallest > 1 && least <= smallest, "{report}");
+    let tried = report["tried"].as_array().unwrap();
+    for row in tried {
+        let n = row["devices"].as_u64().unwrap();
+        assert!(n >= least, "{n} devices cannot hold the states");
+        assert_eq!(row["plan"].is_object(), n >= smallest, "{row}");
+        assert_eq!(row["reason"].is_string(), n < smallest, "{row}");
+    }
+    let larger = tried
+        .iter()
+        .filter(|r| r["devices"].as_u64().unwrap() > smallest)
+        .count();
+    assert!(larger >= 1, "{report}");
+    let mut only = args.to_vec();
+    only.extend(["--next", "0"]);
+    let words = place.run(&only).expect(0).out;
+    assert!(
+        words.contains("the smallest number with a plan that was found"),
+        "{words}"
+    );
+    let mut few = args.to_vec();
+    few.extend(["--most-devices", "1"]);
+    place
+        .refuses(&few, &[4])
+        .says(&["no plan was found on up to 1 device", "--most-devices"]);
+    place
+        .refuses(&["fits", "config.json", "--device", "cpu-default"], &[2])
+        .says(&["GPUs"]);
+}

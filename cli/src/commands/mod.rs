@@ -6,14 +6,17 @@ pub mod check;
 pub mod compare;
 pub mod compile;
 pub mod explain;
+pub mod fits;
 pub mod inspect;
 pub mod lower;
+pub mod point;
 pub mod predict;
 pub mod presets;
 pub mod run;
 pub mod schema;
 pub mod simulate;
 pub mod solve;
+pub mod sweep;
 pub mod what_if;
 
 use indicatif::{ProgressBar, ProgressStyle};
