@@ -137,6 +137,10 @@ pub struct CompileArgs {
     /// degrees; the plan lists them, and `explain` shows them.
     #[arg(long, value_name = "DIR")]
     pub runners_up: Option<PathBuf>,
+    /// Where there is no plan: seconds in which changes are tried, to find the constraints that
+    /// leave none and what would give one. A search that has begun is finished; 0 tries nothing.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=86400))]
+    pub ways_out: u64,
     /// The training spec.
     #[command(flatten)]
     pub train: TrainArgs,

@@ -1,9 +1,6 @@
 //! How a command fails: an exit code, what is wrong, the place, and the way out.
 
-use ir::training::Recompute;
-use ir::{Precision, TrainSpec};
 use miette::{LabeledSpan, NamedSource, SourceCode};
-use planner::Pins;
 use std::fmt;
 
 /// Exit codes of the command; documented in `--help` and in `docs/cli.md`.
@@ -194,25 +191,6 @@ impl From<import::ImportError> for Failure {
 /// The advice for less memory that applies to every model and pin.
 const LESS_MEMORY: &str =
     "use more devices (--hosts), a smaller --global-batch or microbatch, or remove pins";
-
-/// Makes the failure of a search. For a plan that does not fit, it names the settings that take
-/// less memory and are not in use yet.
-pub fn unplanned(e: planner::PlanError, train: &TrainSpec, pins: &Pins) -> Failure {
-    use planner::PlanError::{Memory, Overrun};
-    let is_memory = matches!(e, Memory { .. } | Overrun { .. });
-    let failure = Failure::from(e);
-    if !is_memory {
-        return failure;
-    }
-    let mut help = LESS_MEMORY.to_string();
-    if train.precision == Precision::F32 {
-        help += "; compute in --precision bf16";
-    }
-    if matches!(pins.recompute, Some(Recompute::None | Recompute::Selective)) {
-        help += "; keep less without the pin of recompute";
-    }
-    failure.help(help)
-}
 
 impl From<planner::PlanError> for Failure {
     fn from(e: planner::PlanError) -> Self {

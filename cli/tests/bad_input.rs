@@ -592,36 +592,60 @@ fn names_in_cluster_files_are_not_empty() {
     refuse(&text.replacen(name, "name = \"\"", 1), "name is empty");
 }
 
-/// The advice against a lack of memory is not what is done already.
+/// What is advised against a lack of memory was tried, and what leaves no plan is named.
 #[test]
-fn what_takes_less_memory_is_what_is_not_asked_for_yet() {
+fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
     let place = Place::new();
     let text = place.run(&["presets", "dgx-h100"]).expect(0).out;
     let of = |key: &str| text.lines().find(|l| l.starts_with(key)).unwrap();
     let small = text.replacen(of("memory_bytes = "), "memory_bytes = 600000", 1);
-    let reserved = text
-        .lines()
-        .find(|l| l.starts_with("memory_reserved_bytes"));
-    let small = small.replacen(reserved.unwrap_or(" "), "memory_reserved_bytes = 0", 1);
+    let reserved = of("memory_reserved_bytes");
+    let small = small.replacen(reserved, "memory_reserved_bytes = 0", 1);
     place.write("small.toml", small.as_bytes());
-    let said = |more: &[&str]| {
-        let args = ["compile", "config.json", "--cluster", "small.toml"];
-        let batch = ["--global-batch", "4096", "--pin", "microbatch=4096"];
-        place
-            .refuses(&[&args[..], &batch, more].concat(), &[4])
-            .says(&["out of memory", "use more devices"])
-            .err
-    };
-    let pinned = said(&["--pin", "recompute=none"]);
-    assert!(
-        pinned.contains("--precision bf16") && pinned.contains("without the pin of recompute"),
-        "{pinned}"
-    );
-    let free = said(&["--precision", "bf16"]);
-    assert!(
-        !free.contains("--precision bf16") && !free.contains("recompute"),
-        "{free}"
-    );
+    let asked = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "small.toml",
+        "--global-batch",
+        "64",
+        "--pin",
+        "microbatch=64",
+        "--pin",
+        "recompute=none",
+    ];
+    let limit = ["--ways-out", "600"];
+    let said = place
+        .refuses(&[&asked[..], &limit].concat(), &[4])
+        .says(&["out of memory", "What leaves no plan together: "])
+        .says(&["1 host with 8 devices; training in f32; the pin microbatch=64; the pin"])
+        .err;
+    // Filling the memory to the last byte is no way out here, and is not named as one.
+    let (_, help) = said.split_once("help: ").unwrap();
+    assert!(help.starts_with("each of these was tried and has a plan: "));
+    assert!(!help.contains("--headroom"), "{help}");
+    let ways: [(&str, &[&str]); 4] = [
+        ("no --pin microbatch=64 (", &asked[..6]),
+        ("no --pin recompute=none (", &asked[..8]),
+        ("--precision bf16 (", &[]),
+        ("--hosts 2 (", &[]),
+    ];
+    for (words, args) in ways {
+        assert!(help.contains(words), "`{words}` is not in: {help}");
+        let args: Vec<&str> = match args.is_empty() {
+            false => args.to_vec(),
+            true => {
+                let change = words.trim_end_matches(" (").split(' ');
+                asked.into_iter().chain(change).collect()
+            }
+        };
+        place.run(&args).expect(0);
+        std::fs::remove_file(place.path("plan.json")).unwrap();
+    }
+    // Nothing is advised that was not tried.
+    place
+        .refuses(&[&asked[..], &["--ways-out", "0"]].concat(), &[4])
+        .says(&["help: --ways-out 60 tries"]);
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! `compile`: model, training and cluster to a plan that passed the checker.
 
 mod runners_up;
+mod ways_out;
 
 use super::spinner;
 use crate::args::CompileArgs;
-use crate::failure::{Exit, Failure, unplanned};
+use crate::failure::{Exit, Failure};
 use crate::{cluster, document, files, model, outputs, plan_file, report, train_spec};
 use intra_op::write_problem;
 use ir::cluster::Cluster;
@@ -14,6 +15,7 @@ use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe}
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use ways_out::Asked;
 
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(pin_failure)?;
@@ -45,14 +47,28 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let bar = spinner("searching for a plan");
     let planned = search(recipe, &forward, &spec, &cluster, &options);
     let searched = started.elapsed();
-    bar.set_message("proving the plan");
-    let (planned, preset) = planned.map_err(|e| {
-        bar.finish_and_clear();
-        match recipe {
-            Some(_) => of_preset(e, &options.pins),
-            None => unplanned(e, &spec, &options.pins),
+    let (planned, preset) = match planned {
+        Ok(found) => found,
+        Err(e) if recipe.is_some() => {
+            bar.finish_and_clear();
+            return Err(of_preset(e, &options.pins));
         }
-    })?;
+        Err(e) => {
+            bar.set_message("looking for what leaves no plan");
+            let asked = Asked {
+                model: &args.model,
+                expert_capacity: args.expert_capacity,
+                forward: &forward,
+                train: &spec,
+                cluster: &cluster,
+                options: &options,
+            };
+            let failure = ways_out::failure(&asked, e, Duration::from_secs(args.ways_out));
+            bar.finish_and_clear();
+            return Err(failure);
+        }
+    };
+    bar.set_message("proving the plan");
     let proved = prove(&planned);
     bar.finish_and_clear();
     proved?;
