@@ -421,7 +421,7 @@ fn fits_finds_the_smallest_number_and_what_was_tried() {
     only.extend(["--next", "0"]);
     let words = place.run(&only).expect(0).out;
     assert!(
-        words.contains("the smallest number with a plan that was found"),
+        words.contains("The smallest number of devices of small.toml with a plan"),
         "{words}"
     );
     let mut few = args.to_vec();

@@ -130,11 +130,14 @@ fn states(wanted: &Wanted, base: &Cluster) -> Result<States, Failure> {
 
 impl States {
     fn words(&self) -> String {
+        let ruled_out = match self.least_devices {
+            1 => "one may hold them".to_string(),
+            n => format!("fewer than {n} devices cannot hold them, and were not searched"),
+        };
         format!(
-            "Parameters and optimizer states are {} if nothing is held twice, and plans may use {} of a device: fewer than {} cannot hold them, and were not searched.",
+            "Parameters and optimizer states are {} if nothing is held twice, and plans may use {} of a device: {ruled_out}.",
             Bytes(self.bytes),
             Bytes(self.of_device),
-            counted(self.least_devices, "device")
         )
     }
 }
@@ -241,17 +244,17 @@ fn verdict(args: &FitsArgs, search: &Search<'_>, smallest: &Tried, states: &Stat
     let below = search.tried.range(..smallest.devices).next_back();
     let below = match below {
         Some((n, tried)) => format!(
-            "{} have no plan: {}",
+            "On {} there is none: {}",
             counted(*n, "device"),
             tried.reason.as_deref().unwrap_or_default()
         ),
-        None if states.least_devices > 1 => "fewer cannot hold the states".into(),
-        None => "there are no fewer".into(),
+        None if states.least_devices > 1 => "Fewer cannot hold the states".into(),
+        None => "There are no fewer".into(),
     };
     format!(
-        "{} of {} are the smallest number with a plan that was found: {}; {}tokens/s, MFU {}, {} on the fullest. Below, {below}.",
-        counted(smallest.devices, "device"),
+        "The smallest number of devices of {} with a plan that was found is {}: {}; {}tokens/s, MFU {}, {} on the fullest. {below}.",
         args.device,
+        smallest.devices,
         plan.degrees,
         count(plan.tokens_per_s),
         percent(plan.mfu),
