@@ -148,6 +148,32 @@ fn why_not_says_what_a_pin_costs() {
     assert!(words.contains("the plan is the same"), "{words}");
 }
 
+/// An order that the plan's graph is not in yet is asked for, and one that it is in stays.
+#[test]
+fn why_not_takes_orders_of_the_sequence() {
+    let place = Place::with_plan();
+    let pins = "data=1 context=2 context_order=zigzag";
+    let args = [
+        "explain",
+        "plan.json",
+        "--why-not",
+        pins,
+        "--json",
+        "-o",
+        "zigzag.json",
+    ];
+    let report = place.run(&args).expect(0).json();
+    assert_eq!(report["degrees"][1]["context"], serde_json::json!([2, 2]));
+    let pinned = report["pins"].as_array().unwrap();
+    assert!(
+        pinned.iter().any(|p| p == "context_order=zigzag"),
+        "{report}"
+    );
+    let args = ["explain", "zigzag.json", "--why-not", "zero=3", "--json"];
+    let report = place.run(&args).expect(0).json();
+    assert_eq!(report["degrees"][1]["context"], serde_json::json!([2, 2]));
+}
+
 #[test]
 fn why_not_says_why_there_is_no_such_plan() {
     let place = Place::with_plan();

@@ -6,6 +6,7 @@ use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs};
 use checker::Violation;
 use ir::cluster::Cluster;
+use ir::op::{OpKind, SequenceOrder};
 use ir::plan::Plan;
 use ir::{Graph, TrainSpec};
 use planner::{Pins, PlanError, PlanOptions, Planned};
@@ -40,10 +41,11 @@ impl Again {
             .filter(|p| !keys.iter().any(|k| k == key(p)));
         let all: Vec<String> = kept.cloned().chain(asked.describe()).collect();
         let mut pins = Pins::parse(&all).map_err(|e| Failure::new(Exit::CheckFailed, e))?;
-        // The plan's graph is in that order already.
-        pins.zigzag = false;
+        let forward = plan_file::forward(plan)?;
+        // A graph that is stored in that order cannot be stored so again.
+        pins.zigzag &= !is_in_zigzag_order(&forward);
         Ok(Again {
-            forward: plan_file::forward(plan)?,
+            forward,
             train: plan.train.clone(),
             cluster: plan.cluster.clone(),
             options: PlanOptions {
@@ -64,6 +66,15 @@ impl Again {
             Err(e) => Ok(Err(e)),
         }
     }
+}
+
+/// Whether the sequence of a graph is stored in zigzag order.
+fn is_in_zigzag_order(graph: &Graph) -> bool {
+    let is_zigzag = |op: &ir::Op| match &op.kind {
+        OpKind::Attention { order, .. } => matches!(order, SequenceOrder::Zigzag { .. }),
+        _ => false,
+    };
+    graph.ops().iter().any(is_zigzag)
 }
 
 /// The key of a pin.
