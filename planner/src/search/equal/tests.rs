@@ -184,7 +184,8 @@ fn nothing_better_is_cut() {
         // A bound is one, for each submesh by itself.
         let matmul_s = search.least_matmul_s(case.batch);
         for (i, cost) in costs.iter().enumerate() {
-            let least = search.least_s(matmul_s, i, case.m(), case.schedule).plain;
+            let of_matmuls = matmul_s / f64::from(search.submeshes[i].n_devices);
+            let least = search.least_s(of_matmuls, i, case.m(), case.schedule).plain;
             let cost = cost.unwrap_or(f64::INFINITY);
             assert!(
                 least <= cost,
@@ -254,7 +255,8 @@ fn no_better_ring_is_cut() {
         let rings = exhaustive_rings(&case, &search);
         let matmul_s = search.least_matmul_s(case.batch);
         for (i, &cost) in rings.iter().enumerate() {
-            let least = search.least_s(matmul_s, i, case.m(), case.schedule);
+            let of_matmuls = matmul_s / f64::from(search.submeshes[i].n_devices);
+            let least = search.least_s(of_matmuls, i, case.m(), case.schedule);
             assert!(
                 least.interleaved <= cost,
                 "seed {seed}: submesh {i} costs {cost}, at least {}",
