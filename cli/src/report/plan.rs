@@ -176,61 +176,103 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     w
 }
 
-/// Describes what the plan is of: model, devices, stages.
+/// Describes what the plan is of: model, devices, stages. Neighbouring stages that do the same are
+/// described once.
 fn described(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
-    for (i, stage) in stages(plan, training).iter().enumerate() {
-        let axes = stage.mesh.iter().filter(|(_, size)| *size > 1);
-        let mesh = axes
-            .map(|(name, size)| format!("{name} {size}"))
-            .collect::<Vec<_>>()
-            .join(" x ");
-        let _ = writeln!(
-            w,
-            "\nStage {i}: {}{}{}{}",
-            match stage.ranks {
-                [first, last] if first == last => format!("rank {first}"),
-                [first, last] => format!("ranks {first} to {last}"),
-            },
-            in_groups(&plan.cluster, &stage.groups),
-            match mesh.is_empty() {
-                true => String::new(),
-                false => format!(", mesh {mesh}"),
-            },
-            match plan.schedule.virtual_stages() {
-                1 => String::new(),
-                v => {
-                    let mesh = plan.mesh_of(ir::StageId::new(i)).index();
-                    format!(
-                        ", shared by stages {}",
-                        stages_of_mesh(mesh, plan.n_meshes(), v)
-                    )
+    let all = stages(plan, training);
+    let parts: Vec<Vec<Part>> = all.iter().map(parts).collect();
+    let is_alike = |a: usize, b: usize| {
+        let does = |i: usize| parts[i].iter().map(|p| (p.n_layers, &p.does));
+        let of = |i: usize| (&all[i].mesh, &all[i].groups);
+        of(a) == of(b) && does(a).eq(does(b))
+    };
+    let mut first = 0;
+    while first < all.len() {
+        let behind = (first + 1..all.len()).take_while(|&i| is_alike(first, i));
+        let last = first + behind.count();
+        let _ = writeln!(w, "\n{}", stage_heading(plan, &all, (first, last)));
+        for (k, part) in parts[first].iter().enumerate() {
+            let layers = match first == last {
+                true => part.layers.clone(),
+                false => {
+                    let all = join_ranges(&part.layers, &parts[last][k].layers);
+                    format!("{all}, {} in each", counted(part.n_layers as u64, "layer"))
                 }
-            }
-        );
-        // Runs that do the same differ only in details of single ops.
-        let mut shown: Vec<(String, Vec<String>)> = Vec::new();
-        for run in &stage.layers {
-            let mut does: Vec<String> = run
-                .axes
-                .iter()
-                .filter(|a| a.size > 1)
-                .map(AxisReport::words)
-                .collect();
-            if does.is_empty() {
-                does.push("no parallelism inside the stage".into());
-            }
-            does.extend(Some(run.recompute_words.clone()).filter(|w| !w.is_empty()));
-            match shown.last_mut() {
-                Some((names, same)) if *same == does => *names = join_ranges(names, &run.layers),
-                _ => shown.push((run.layers.clone(), does)),
-            }
+            };
+            let _ = writeln!(w, "  {layers}: {}", part.does.join("; "));
         }
-        for (layers, does) in shown {
-            let _ = writeln!(w, "  {layers}: {}", does.join("; "));
-        }
+        first = last + 1;
     }
     w
+}
+
+/// Names stages that do the same, the first to the last of them, with their ranks and their mesh.
+fn stage_heading(plan: &Plan, all: &[StageReport], (first, last): (usize, usize)) -> String {
+    let stage = &all[first];
+    let [from, to] = stage.ranks;
+    let v = plan.schedule.virtual_stages();
+    let each = match to - from {
+        0 => "1 rank each".into(),
+        n => format!("{} ranks each", n + 1),
+    };
+    let ranks = match (first == last, v) {
+        (true, _) if from == to => format!("Stage {first}: rank {from}"),
+        (true, _) => format!("Stage {first}: ranks {from} to {to}"),
+        (false, 1) => {
+            let [_, end] = all[last].ranks;
+            format!("Stages {first} to {last}: ranks {from} to {end}, {each}")
+        }
+        (false, _) => format!("Stages {first} to {last}: {each}"),
+    };
+    let axes = stage.mesh.iter().filter(|(_, size)| *size > 1);
+    let axes: Vec<String> = axes.map(|(name, size)| format!("{name} {size}")).collect();
+    let mesh = match axes.is_empty() {
+        true => String::new(),
+        false => format!(", mesh {}", axes.join(" x ")),
+    };
+    let shared = match (first == last, v) {
+        (true, 2..) => {
+            let mesh = plan.mesh_of(ir::StageId::new(first)).index();
+            let stages = stages_of_mesh(mesh, plan.n_meshes(), v);
+            format!(", shared by stages {stages}")
+        }
+        _ => String::new(),
+    };
+    let groups = in_groups(&plan.cluster, &stage.groups);
+    format!("{ranks}{groups}{mesh}{shared}")
+}
+
+/// Neighbouring layers of a stage that do the same in words.
+struct Part {
+    layers: String,
+    n_layers: usize,
+    does: Vec<String>,
+}
+
+/// The parts of a stage: runs that do the same in words differ only in details of single ops.
+fn parts(stage: &StageReport) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    for run in &stage.layers {
+        let axes = run.axes.iter().filter(|a| a.size > 1);
+        let mut does: Vec<String> = axes.map(AxisReport::words).collect();
+        if does.is_empty() {
+            does.push("no parallelism inside the stage".into());
+        }
+        does.extend(Some(run.recompute_words.clone()).filter(|w| !w.is_empty()));
+        match parts.last_mut() {
+            Some(part) if part.does == does => {
+                part.layers = join_ranges(&part.layers, &run.layers);
+                part.n_layers += run.n_layers;
+            }
+            _ => parts.push(Part {
+                layers: run.layers.clone(),
+                n_layers: run.n_layers,
+                does,
+            }),
+        }
+    }
+    parts
 }
 
 /// Describes the recomputation of a run of layers: everything when only its boundary is kept for
