@@ -174,6 +174,7 @@ goldens! {
     pipeline_1f1b: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=1f1b"];
     pipeline_gpipe: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=gpipe"];
     pipeline_zb_h1: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=zb_h1"];
+    pipeline_zb_v: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=zb_v"];
     pipeline_interleaved: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "virtual=2"];
     tied_embeddings: gpt2(true), F32, 2, ["pipeline=2", "microbatch=2"];
     recomputation: mlp(1), F32, 1, ["recompute=full", "microbatch=2"];

@@ -36,12 +36,14 @@ fn case(random: &mut Random) -> Case {
 
 /// Two or three stages on every mesh, as many microbatches as interleaving wants.
 fn interleaved_case(random: &mut Random) -> Case {
-    let (layers, virtual_stages) = [
-        (&[1, 1, 1, 2][..], 2),
-        (&[1, 2], 2),
-        (&[1, 1, 1, 1, 1, 1], 3),
-    ][random.below(3)];
-    let schedule = ScheduleKind::Interleaved { virtual_stages };
+    let ring = |virtual_stages| ScheduleKind::Interleaved { virtual_stages };
+    let (layers, schedule) = [
+        (&[1, 1, 1, 2][..], ring(2)),
+        (&[1, 2], ring(2)),
+        (&[1, 1, 1, 1, 1, 1], ring(3)),
+        (&[1, 1, 1, 2], ScheduleKind::ZbV),
+        (&[1, 1, 1, 1, 1, 1], ScheduleKind::ZbV),
+    ][random.below(5)];
     let n_blocks = layers.iter().sum::<u32>() as usize - 2;
     case_of(random, n_blocks, layers, Some(schedule))
 }
@@ -61,7 +63,7 @@ fn case_of(
             Some(_) => [2, 4][random.below(2)],
         },
         schedule: interleaved
-            .unwrap_or_else(|| ScheduleKind::NAMED[random.below(ScheduleKind::NAMED.len())]),
+            .unwrap_or_else(|| ScheduleKind::PLAIN[random.below(ScheduleKind::PLAIN.len())]),
         train: TrainSpec {
             sequence: SEQUENCE,
             precision: [Precision::F32, Precision::Bf16, Precision::F16][random.below(3)],

@@ -113,6 +113,13 @@ fn a_wait_that_is_left_out_is_caught_twice() {
             "microbatch=2",
             "schedule=zb_h1",
         ],
+        &[
+            "data=2",
+            "tensor=1",
+            "pipeline=2",
+            "microbatch=2",
+            "schedule=zb_v",
+        ],
     ] {
         let made = planned(&case.forward, &case.train, &cluster(4), pins)
             .unwrap_or_else(|e| panic!("{pins:?}: {e}"));

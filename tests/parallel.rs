@@ -155,7 +155,8 @@ fn check_all(name: &str, product: u32, schedule: ScheduleKind) {
     let n_layers = case.forward.layers.len() as u32;
     for (d, t, p) in degrees(product) {
         // A stage has a layer at least.
-        let deep = (p > n_layers).then(|| Case::with_layers(name, p));
+        let n_stages = p * schedule.virtual_stages();
+        let deep = (n_stages > n_layers).then(|| Case::with_layers(name, n_stages));
         let case = deep.as_ref().unwrap_or(&case);
         for zero in 0..=3u8 {
             // Without a data axis a ZeRO level does nothing.
@@ -206,6 +207,9 @@ matrix! {
     gpt2_tied_4_zb_h1: "gpt2_small_tied", 4, ZbH1;
     gpt2_untied_8_zb_h1: "gpt2_untied_gelu", 8, ZbH1;
     llama_untied_4_zb_h1: "llama_untied_rope", 4, ZbH1;
+    gpt2_tied_4_zb_v: "gpt2_small_tied", 4, ZbV;
+    gpt2_untied_8_zb_v: "gpt2_untied_gelu", 8, ZbV;
+    llama_untied_4_zb_v: "llama_untied_rope", 4, ZbV;
 }
 
 /// Context parallelism beside data, tensor and pipeline parallelism, with every ZeRO level and
@@ -461,7 +465,7 @@ fn interleaved_stages() {
     }
 }
 
-/// ZB-H1 with recomputation: what is recomputed is made before input gradients and kept for
+/// ZB-H1 and ZB-V with recomputation: what is recomputed is made before input gradients and kept for
 /// weight gradients.
 #[test]
 fn recomputed_for_input_and_weight_gradients() {
@@ -469,17 +473,19 @@ fn recomputed_for_input_and_weight_gradients() {
         let case = Case::load(name);
         for (d, zero) in [(1, 0), (2, 1), (2, 3)] {
             for recompute in ["full", "selective"] {
-                let pins = [
-                    format!("data={d}"),
-                    "tensor=1".to_string(),
-                    "pipeline=2".to_string(),
-                    format!("zero={zero}"),
-                    format!("microbatch={}", case.train.global_batch / 4),
-                    "schedule=zb_h1".to_string(),
-                    format!("recompute={recompute}"),
-                ];
-                let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
-                check(&case, 2 * d, &pins, d == 1);
+                for schedule in ["zb_h1", "zb_v"] {
+                    let pins = [
+                        format!("data={d}"),
+                        "tensor=1".to_string(),
+                        "pipeline=2".to_string(),
+                        format!("zero={zero}"),
+                        format!("microbatch={}", case.train.global_batch / 4),
+                        format!("schedule={schedule}"),
+                        format!("recompute={recompute}"),
+                    ];
+                    let pins: Vec<&str> = pins.iter().map(String::as_str).collect();
+                    check(&case, 2 * d, &pins, d == 1);
+                }
             }
         }
     }

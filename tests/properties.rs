@@ -382,10 +382,13 @@ impl Problem {
     fn setup(&self, style: Style) -> Setup {
         let mut rng = Rng::new(self.seed ^ 0x706c_616e);
         let n_layers = self.forward.layers.len() as u64;
-        let mut schedule = rng.pick(ScheduleKind::NAMED);
+        let mut schedule = rng.pick(ScheduleKind::PLAIN);
         let mut n_stages = rng.between(1, n_layers.min(3));
         if let Some((n_meshes, v)) = self.interleaving(&mut rng) {
-            schedule = ScheduleKind::Interleaved { virtual_stages: v };
+            schedule = match v == 2 && rng.one_in(2) {
+                true => ScheduleKind::ZbV,
+                false => ScheduleKind::Interleaved { virtual_stages: v },
+            };
             n_stages = u64::from(n_meshes * v);
         }
         let mut cuts: Vec<u64> = (1..n_layers).collect();

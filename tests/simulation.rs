@@ -74,7 +74,8 @@ fn world(seed: u64, aligned: bool) -> (Program, StepWork) {
         microbatch,
         n_microbatches,
         schedule: match n_virtual {
-            1 => rng.pick(ScheduleKind::NAMED),
+            1 => rng.pick(ScheduleKind::PLAIN),
+            2 if rng.one_in(2) => ScheduleKind::ZbV,
             n => ScheduleKind::Interleaved {
                 virtual_stages: n as u32,
             },

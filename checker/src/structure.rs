@@ -56,6 +56,11 @@ fn whole(plan: &Plan, facts: &Facts<'_>, program: &Program, report: &mut Report)
         program.roles.len().to_string(),
     );
     same(
+        "route",
+        plan.schedule.route().name().into(),
+        program.route.name().into(),
+    );
+    same(
         "microbatches",
         plan.n_microbatches.to_string(),
         program.n_microbatches.to_string(),
@@ -141,7 +146,9 @@ fn passes(
             continue;
         }
         let Some(pass) = pass else { continue };
-        let own = template.chunk as usize * program.roles.len() + i;
+        let own = schedule
+            .route()
+            .stage_of(i, template.chunk as usize, program.roles.len());
         for (j, instr) in template.instructions.iter().enumerate() {
             let InstrKind::Compute { path, .. } = &instr.kind else {
                 continue;

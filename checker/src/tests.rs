@@ -347,6 +347,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
         transfers: vec![],
         n_microbatches: plan.n_microbatches,
         microbatch: plan.microbatch,
+        route: ir::schedule::Route::Ring,
     }
 }
 
@@ -633,4 +634,17 @@ fn ops_are_played_in_the_passes_of_the_schedule() {
         role.templates[3].kind = TemplateKind::WeightGradient;
     });
     refused("pass", &renamed);
+}
+
+/// Stages that the plan has around a ring are not those of a program in a V.
+#[test]
+fn stages_are_on_the_meshes_of_the_schedule() {
+    let (plan, training) = plan(2);
+    let mut program = program(&plan, &training);
+    program.route = ir::schedule::Route::V;
+    let found = check_program(&plan, &training, &program);
+    assert!(
+        found.iter().any(|v| v.expected.contains("route ring")),
+        "{found:#?}"
+    );
 }

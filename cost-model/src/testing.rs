@@ -162,6 +162,7 @@ fn pipeline_with(
         transfers,
         n_microbatches: m,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     }
 }
 

@@ -163,6 +163,7 @@ fn pipeline_with(
         transfers,
         n_microbatches: m,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     }
 }
 

@@ -120,6 +120,7 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
         transfers: vec![],
         n_microbatches: 2,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let late = play(&program, &cluster(2), |_| (), true);
     let early = play(
@@ -185,6 +186,7 @@ fn gathering(changed: impl Fn(&mut Software)) -> f64 {
         transfers: vec![],
         n_microbatches: 1,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let time = |fold| play(&program, &cluster(2), &changed, fold).step_time.0 / NS;
     assert!((time(true) - time(false)).abs() < 1e-6);
@@ -253,6 +255,7 @@ fn summing_beside_a_gather(read: u32) -> f64 {
         transfers: vec![],
         n_microbatches: 1,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let time = |fold| {
         let ahead = |s: &mut Software| {
@@ -335,6 +338,7 @@ fn pieces_of_a_scatter_hide_behind_the_matmul_and_are_added_up() {
         transfers: vec![],
         n_microbatches: 1,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let time = |piecewise: bool| {
         let mut cluster = cluster(2);
@@ -401,6 +405,7 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
         transfers: vec![],
         n_microbatches: 1,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let seconds = |overlapped| {
         let change = |s: &mut Software| s.overlapped_gradients = overlapped;

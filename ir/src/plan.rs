@@ -46,8 +46,7 @@ pub struct Plan {
     pub n_microbatches: u32,
     /// Order of passes.
     pub schedule: ScheduleKind,
-    /// The stages in pipeline order. Of interleaved stages those with the same index modulo
-    /// [`Plan::n_meshes`] share a mesh.
+    /// The stages in pipeline order. Where stages share meshes, [`Plan::mesh_of`] says which.
     pub stages: Vec<StagePlan>,
     /// The distinct layer strategies that stages refer to.
     pub layer_strategies: Vec<LayerStrategy>,
@@ -77,7 +76,17 @@ impl Plan {
 
     /// The mesh of stage `stage`, named by its first stage.
     pub fn mesh_of(&self, stage: StageId) -> StageId {
-        StageId::new(stage.index() % self.n_meshes().max(1))
+        StageId::new(
+            self.schedule
+                .route()
+                .mesh_of(stage.index(), self.n_meshes()),
+        )
+    }
+
+    /// The stages of the mesh whose first stage is `mesh`, ascending.
+    pub fn stages_on(&self, mesh: StageId) -> impl Iterator<Item = StageId> {
+        let (route, n, p) = (self.schedule.route(), self.stages.len(), self.n_meshes());
+        route.stages_of(mesh.index(), p, n).map(StageId::new)
     }
 
     /// Which of its mesh's stages stage `stage` is, from 0.
@@ -91,9 +100,9 @@ impl Plan {
         let (n, p) = (self.stages.len(), self.n_meshes());
         let schedule = self.schedule.schedule();
         schedule.problem(n, self.n_microbatches).or_else(|| {
-            let mut shared = p..n;
-            let i = shared.find(|&i| self.stages[i].mesh != self.stages[i % p].mesh)?;
-            let with = i % p;
+            let mut shared = (p..n).map(|i| (i, schedule.route().mesh_of(i, p)));
+            let (i, with) =
+                shared.find(|&(i, with)| self.stages[i].mesh != self.stages[with].mesh)?;
             Some(format!(
                 "stage {i} on another mesh than stage {with}, with which it is interleaved"
             ))

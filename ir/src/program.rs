@@ -32,7 +32,7 @@ use crate::collective::CollectiveKind;
 use crate::op::InputKind;
 use crate::op::OpKind;
 use crate::reshard::{LayoutStep, Pieces};
-use crate::schedule::PassKind;
+use crate::schedule::{PassKind, Route};
 use crate::training::StateRole;
 use crate::{
     AxisId, BufferId, DType, InstrId, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId,
@@ -46,7 +46,7 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
     /// One role per mesh, in the order of their first stages: role `i` is that of stage `i`,
-    /// and chunk `c` of it stage `i + c * roles.len()`.
+    /// and its other chunks are the stages that the route says.
     pub roles: Vec<RoleProgram>,
     /// Stage-to-stage transfers; exchanges refer to them.
     pub transfers: Vec<Transfer>,
@@ -54,6 +54,16 @@ pub struct Program {
     pub n_microbatches: u32,
     /// Samples per microbatch, over the whole stage mesh.
     pub microbatch: u64,
+    /// The meshes that stages follow each other on.
+    pub route: Route,
+}
+
+impl Program {
+    /// The stage that is chunk `chunk` of role `role`, an index.
+    pub fn stage_of(&self, role: usize, chunk: u32) -> StageId {
+        let stage = self.route.stage_of(role, chunk as usize, self.roles.len());
+        StageId::new(stage)
+    }
 }
 
 /// A tensor that moves from one role to another; the blocks are `reshard::tiles_to`.

@@ -191,6 +191,11 @@ fn errors_name_place_and_reason() {
     let cases = [
         ("ches 2", "ches ^x", "expected the number of microbatches"),
         (
+            "4 samples",
+            "4 samples route ^w",
+            "this is no route; ring and v are",
+        ),
+        (
             "stage1 rank4: data 2",
             "^stage1 rank4: data 0",
             "the mesh has no ranks",

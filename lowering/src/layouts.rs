@@ -140,6 +140,7 @@ impl Layouts {
             transfers: draft.transfers,
             n_microbatches: plan.n_microbatches,
             microbatch: plan.microbatch,
+            route: plan.schedule.route(),
         })
     }
 }

@@ -44,7 +44,7 @@ fn every_recipe_plays_on_every_pipeline() {
         for layers in [&[4][..], &[2, 2], &[1, 2, 1], &[1, 1, 1, 1]] {
             for tied in [false, true] {
                 for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-                    for &schedule in ScheduleKind::NAMED {
+                    for &schedule in ScheduleKind::PLAIN {
                         for n_microbatches in [1, 2, 5] {
                             let base = Setup::new(recipe, 2, layers);
                             lowered(
@@ -66,7 +66,7 @@ fn every_recipe_plays_on_every_pipeline() {
 
 #[test]
 fn long_pipelines_play_without_deadlock() {
-    for &schedule in ScheduleKind::NAMED {
+    for &schedule in ScheduleKind::PLAIN {
         for p in [1usize, 2, 3, 5, 8] {
             for m in [1, 2, 3, 7, 16] {
                 let mut layers = vec![1; p];
@@ -99,11 +99,17 @@ fn every_recipe_plays_interleaved() {
         for (layers, virtual_stages) in pipelines {
             for (tied, precision) in [(false, Precision::F32), (true, Precision::Bf16)] {
                 let n_meshes = layers.len() as u32 / virtual_stages;
-                for n_microbatches in [n_meshes, 4 * n_meshes] {
+                let ring = ScheduleKind::Interleaved { virtual_stages };
+                let v = (virtual_stages == 2).then_some(ScheduleKind::ZbV);
+                let cases = [n_meshes, 4 * n_meshes].map(|m| (ring, m));
+                let of_v = [1, n_meshes, 4 * n_meshes + 1].map(|m| v.map(|v| (v, m)));
+                for (schedule, n_microbatches) in
+                    cases.into_iter().chain(of_v.into_iter().flatten())
+                {
                     let setup = Setup {
                         precision,
                         n_microbatches,
-                        schedule: ScheduleKind::Interleaved { virtual_stages },
+                        schedule,
                         ..Setup::new(recipe, 2, layers)
                     };
                     let program = lowered(tied, &setup);
@@ -170,24 +176,29 @@ fn microbatches_that_do_not_fill_the_rounds_are_refused() {
 fn saved_values_have_as_many_copies_as_microbatches_in_flight() {
     for &kind in ScheduleKind::NAMED {
         let schedule = kind.schedule();
+        let layers = match schedule.virtual_stages() {
+            1 => &[2, 1, 1, 1, 1][..],
+            _ => &[2, 1, 1, 1, 1, 1],
+        };
         for m in [1, 2, 3, 8] {
             let program = lowered(
                 false,
                 &Setup {
                     schedule: kind,
                     n_microbatches: m,
-                    ..Setup::new(Recipe::Data, 2, &[2, 1, 1, 1, 1])
+                    ..Setup::new(Recipe::Data, 2, layers)
                 },
             );
             let mut seen = BTreeSet::new();
             for (i, role) in program.roles.iter().enumerate() {
                 for (b, buffer) in role.buffers.iter().enumerate() {
-                    let (BufferClass::PerMicrobatch { slots }, Some((from, to))) =
+                    let (BufferClass::PerMicrobatch { slots }, Some((chunk, from, to))) =
                         (buffer.class, between(role, BufferId::new(b)))
                     else {
                         continue;
                     };
-                    let expected = schedule.in_flight(from, to, i, 5, m);
+                    let stage = program.stage_of(i, chunk).index();
+                    let expected = schedule.in_flight(from, to, stage, layers.len(), m);
                     let name = &buffer.name;
                     assert_eq!(slots, expected, "{kind:?} m={m} stage {i} {name}");
                     seen.insert((from, to));
@@ -199,15 +210,18 @@ fn saved_values_have_as_many_copies_as_microbatches_in_flight() {
     }
 }
 
-/// The first and the last pass that touch a buffer; `None` of one that exchanges touch too.
-fn between(role: &RoleProgram, b: BufferId) -> Option<(PassKind, PassKind)> {
+/// The one chunk that touches a buffer, and its first and last pass that do; `None` of a buffer that
+/// exchanges or other chunks touch too.
+fn between(role: &RoleProgram, b: BufferId) -> Option<(u32, PassKind, PassKind)> {
     let touches = |t: &&Template| {
         let mut all = t.instructions.iter();
         all.any(|i| i.reads().contains(&b) || i.writes().contains(&b))
     };
-    let passes = role.templates.iter().filter(touches).map(|t| t.kind.pass());
-    let passes: BTreeSet<PassKind> = passes.collect::<Option<_>>()?;
-    Some((*passes.first()?, *passes.last()?))
+    let passes = role.templates.iter().filter(touches);
+    let passes = passes.map(|t| Some((t.chunk, t.kind.pass()?)));
+    let passes: BTreeSet<(u32, PassKind)> = passes.collect::<Option<_>>()?;
+    let ((chunk, first), (last_chunk, last)) = (*passes.first()?, *passes.last()?);
+    (chunk == last_chunk).then_some((chunk, first, last))
 }
 
 #[test]

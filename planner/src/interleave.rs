@@ -25,24 +25,47 @@
 //! the m - p rounds. Ties go to the earlier entry.
 
 use crate::inter_op::{PipelineCost, StageEntry};
-use ir::schedule::Latency;
+use ir::schedule::{Latency, Route};
 
 /// Ways of the stages of a mesh to run together, up to which t and s are kept apart. With 16
 /// entries for each of six stages, as large models have them under memory pressure, so little
 /// dominates in both that planning took three times as long.
 const MAX_COMBINATIONS: usize = 64;
 
+/// Meshes that share the stages of a pipeline.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Meshes {
+    /// How many.
+    pub n: usize,
+    /// Which of them has which stage.
+    pub route: Route,
+}
+
+impl Meshes {
+    /// The values of the stages of mesh `mesh`, of values by stage.
+    pub(crate) fn of_mesh<T>(self, mesh: usize, of_stages: &[T]) -> impl Iterator<Item = &T> {
+        let stages = self.route.stages_of(mesh, self.n, of_stages.len());
+        stages.map(|stage| &of_stages[stage])
+    }
+
+    /// The largest sum that the stages of one mesh have, of values by stage.
+    fn most(self, of_stages: &[f64]) -> f64 {
+        let of_mesh = |i: usize| self.of_mesh(i, of_stages).sum::<f64>();
+        (0..self.n).map(of_mesh).fold(0.0, f64::max)
+    }
+}
+
 /// The cost of stages that take these times for one microbatch, sending included, and once per
-/// step, in the order of the pipeline; stage `k` is on mesh `k mod n_meshes`.
+/// step, in the order of the pipeline.
 pub(crate) fn cost_of_times(
     times: &[f64],
     steps: &[f64],
-    n_meshes: usize,
+    meshes: Meshes,
     latency: Latency,
 ) -> PipelineCost {
-    let (sum_s, step_s) = (times.iter().sum(), most_of_a_mesh(steps, n_meshes));
+    let (sum_s, step_s) = (times.iter().sum(), meshes.most(steps));
     let max_s = times.iter().copied().fold(0.0, f64::max);
-    let busiest_s = most_of_a_mesh(times, n_meshes);
+    let busiest_s = meshes.most(times);
     PipelineCost {
         sum_s,
         max_s,
@@ -83,27 +106,26 @@ pub(crate) struct TooLarge {
     pub needed_bytes: u128,
 }
 
-/// Chooses an entry for each stage; stage `k` is on mesh `k mod n_meshes`.
+/// Chooses an entry for each stage.
 pub(crate) fn share(
     stages: &[SharedStage<'_>],
-    n_meshes: usize,
+    on: Meshes,
     latency: Latency,
     capacity_bytes: u64,
 ) -> Result<Shared, TooLarge> {
-    share_among(stages, n_meshes, latency, capacity_bytes, MAX_COMBINATIONS)
+    share_among(stages, on, latency, capacity_bytes, MAX_COMBINATIONS)
 }
 
 /// [`share`], exact for meshes whose stages have `combinations` ways or fewer to run together.
 fn share_among(
     stages: &[SharedStage<'_>],
-    n_meshes: usize,
+    on: Meshes,
     latency: Latency,
     capacity_bytes: u64,
     combinations: usize,
 ) -> Result<Shared, TooLarge> {
-    let meshes: Vec<Vec<&SharedStage<'_>>> = (0..n_meshes)
-        .map(|i| stages.iter().skip(i).step_by(n_meshes).collect())
-        .collect();
+    let meshes: Vec<Vec<&SharedStage<'_>>> =
+        (0..on.n).map(|i| on.of_mesh(i, stages).collect()).collect();
     for (mesh, own) in meshes.iter().enumerate() {
         let needed_bytes = least_bytes(own);
         if needed_bytes > u128::from(capacity_bytes) {
@@ -130,13 +152,12 @@ fn share_among(
         .collect();
     let slowest = least_times.iter().copied().fold(0.0, f64::max);
     let least_steps = least(|e| e.step_s);
-    let most = |of: &[f64]| most_of_a_mesh(of, n_meshes);
-    let (sum_s, busiest_s) = (least_times.iter().sum(), most(&least_times));
-    let step_s = most(&least_steps);
+    let (sum_s, busiest_s) = (least_times.iter().sum(), on.most(&least_times));
+    let step_s = on.most(&least_steps);
     thresholds.retain(|t| *t >= slowest);
     thresholds.sort_by(f64::total_cmp);
     thresholds.dedup();
-    let microbatches = latency.busiest + n_meshes as f64;
+    let microbatches = latency.busiest + on.n as f64;
     let mut best: Option<Shared> = None;
     let mut frontiers: Vec<Option<(usize, Frontier)>> = meshes.iter().map(|_| None).collect();
     for threshold in thresholds {
@@ -157,7 +178,7 @@ fn share_among(
         let Some(picks) = cheapest(&known, latency) else {
             continue;
         };
-        let shared = joined(stages, n_meshes, &picks, latency, capacity_bytes);
+        let shared = joined(stages, on, &picks, latency, capacity_bytes);
         if best.as_ref().is_none_or(|b| shared.total_s < b.total_s) {
             best = Some(shared);
         }
@@ -167,12 +188,6 @@ fn share_among(
         mesh: 0,
         needed_bytes: 0,
     })
-}
-
-/// The largest sum that the stages of one mesh have, of values by stage.
-fn most_of_a_mesh(of_stages: &[f64], n_meshes: usize) -> f64 {
-    let of_mesh = |i: usize| of_stages.iter().skip(i).step_by(n_meshes).sum::<f64>();
-    (0..n_meshes).map(of_mesh).fold(0.0, f64::max)
 }
 
 /// Entries for the stages of a mesh.
@@ -363,7 +378,7 @@ fn least_bytes(stages: &[&SharedStage<'_>]) -> u128 {
 
 fn joined(
     stages: &[SharedStage<'_>],
-    n_meshes: usize,
+    on: Meshes,
     picks: &[Part],
     latency: Latency,
     capacity_bytes: u64,
@@ -378,7 +393,7 @@ fn joined(
         total_s: 0.0,
     };
     for (k, stage) in stages.iter().enumerate() {
-        let (mesh, chunk) = (k % n_meshes, k / n_meshes);
+        let (mesh, chunk) = (on.route.mesh_of(k, on.n), k / on.n.max(1));
         let pick = &picks[mesh];
         let e = &stage.entries[pick.entries[chunk]];
         let time = e.time_s() + stage.transfer_s;
@@ -393,8 +408,8 @@ fn joined(
             .share_bytes
             .push(u64::try_from(own).unwrap_or(u64::MAX));
     }
-    shared.step_s = most_of_a_mesh(&steps, n_meshes);
-    let busiest_s = most_of_a_mesh(&times, n_meshes);
+    shared.step_s = on.most(&steps);
+    let busiest_s = on.most(&times);
     shared.total_s = latency.total_s(shared.sum_s, busiest_s, shared.max_s, shared.step_s);
     shared
 }
@@ -404,6 +419,11 @@ mod tests {
     use super::*;
     use ir::plan::ScheduleKind;
     use ir::testing::Rng;
+
+    fn ring(n: usize) -> Meshes {
+        let route = Route::Ring;
+        Meshes { n, route }
+    }
 
     fn latency(n_meshes: usize, m: u32) -> Latency {
         let kind = ScheduleKind::Interleaved { virtual_stages: 2 };
@@ -438,7 +458,7 @@ mod tests {
         // Fast and large, or slow and small: 10 + 3 * 2 = 16 against 4 + 3 * 1 = 7 bytes.
         let entries = [entry(2.0, 0.0, 10, 2, 3), entry(3.0, 0.0, 4, 1, 1)];
         let stages: Vec<_> = (0..4).map(|_| stage(&entries, 3)).collect();
-        let share = |capacity| share(&stages, 2, latency(2, 6), capacity);
+        let share = |capacity| share(&stages, ring(2), latency(2, 6), capacity);
         // Everything fits: 16 + 16 + 3. A mesh takes 5 for each of the 4 microbatches after the
         // first two, and the second waits for a stage of the first.
         let all = share(35).unwrap();
@@ -473,6 +493,8 @@ mod tests {
         let mut below = |n: u64| rng.below(n);
         for _ in 0..300 {
             let (p, v) = (1 + below(2) as usize, 1 + below(3) as usize);
+            let route = Route::ALL[below(2) as usize];
+            let on = Meshes { n: p, route };
             let steps = 1 + 11 * below(2);
             let tables: Vec<Vec<StageEntry>> = (0..p * v)
                 .map(|_| {
@@ -499,7 +521,7 @@ mod tests {
                     })
                     .collect();
                 let fits = (0..p).all(|i| {
-                    let own = || (i..p * v).step_by(p);
+                    let own = || route.stages_of(i, p, p * v);
                     let bytes: u128 = own().map(|k| lasting(pick[k], stages[k].in_flight)).sum();
                     let transient = own().map(|k| pick[k].transient_bytes).max().unwrap();
                     bytes + u128::from(transient) <= u128::from(capacity)
@@ -508,7 +530,7 @@ mod tests {
                     let time = |e: &&StageEntry| e.time_s() + 0.5;
                     let sum: f64 = pick.iter().map(time).sum();
                     let largest = pick.iter().map(time).fold(0.0, f64::max);
-                    let own = |i: usize| pick.iter().skip(i).step_by(p);
+                    let own = |i: usize| on.of_mesh(i, &pick);
                     let busy = |i: usize| own(i).map(time).sum::<f64>();
                     let busiest = (0..p).map(busy).fold(0.0, f64::max);
                     let step = |i: usize| own(i).map(|e| e.step_s).sum::<f64>();
@@ -518,13 +540,13 @@ mod tests {
                     best = Some(best.map_or(total, |b| b.min(total)));
                 }
             }
-            let found = share(&stages, p, latency(p, m), capacity);
+            let found = share(&stages, on, latency(p, m), capacity);
             let total = found.map(|s| s.total_s).ok();
             match (total, best) {
                 (Some(a), Some(b)) => assert!((a - b).abs() < 1e-9, "{a} against {b}"),
                 (a, b) => assert_eq!(a.is_some(), b.is_some()),
             }
-            let found = share_among(&stages, p, latency(p, m), capacity, 0);
+            let found = share_among(&stages, on, latency(p, m), capacity, 0);
             match (found.map(|s| s.total_s).ok(), best) {
                 (Some(a), Some(b)) if steps == 1 => assert!((a - b).abs() < 1e-9, "{a}, {b}"),
                 (Some(a), Some(b)) => assert!(a > b - 1e-9, "{a} against {b}"),
@@ -539,7 +561,7 @@ mod tests {
     fn what_is_paid_once_counts_once() {
         let entries = [entry(2.0, 0.0, 0, 0, 0), entry(1.9, 0.8, 0, 0, 0)];
         let stages: Vec<_> = (0..2).map(|_| stage(&entries, 1)).collect();
-        let share = |m| share(&stages, 1, latency(1, m), 1).unwrap();
+        let share = |m| share(&stages, ring(1), latency(1, m), 1).unwrap();
         assert_eq!(share(9).entries, [1, 1]);
         assert!((share(9).total_s - (9.0 * 2.0 * 2.4 + 1.6)).abs() < 1e-9);
         assert_eq!(share(1).entries, [0, 0]);
@@ -557,7 +579,7 @@ mod tests {
             .collect();
         let stages: Vec<_> = (0..12).map(|_| stage(&entries, 1)).collect();
         let (p, m) = (2, 8);
-        let found = share(&stages, p, latency(p, m), 1).unwrap();
+        let found = share(&stages, ring(p), latency(p, m), 1).unwrap();
         let alike = |e: &StageEntry| {
             let t = e.time_s() + 0.5;
             12.0 * t + f64::from(m - 2) * 6.0 * t + t + 6.0 * e.step_s

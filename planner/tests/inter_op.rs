@@ -119,7 +119,7 @@ fn equals_brute_force_on_random_tables() {
             let (out, into) = (h.boundary_out as usize, h.boundary_in as usize);
             times[((h.from * 2 + out) * 6 + h.to * 2 + into + 37 * h.behind) % times.len()]
         };
-        let named = ScheduleKind::NAMED;
+        let named = ScheduleKind::PLAIN;
         let schedule = named[random.below(named.len() as u64) as usize];
         let mut options = InterOpOptions::new(1 + random.below(9), schedule);
         options.allow_unused = random.below(3) == 0;

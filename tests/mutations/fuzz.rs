@@ -188,9 +188,10 @@ fn stages_that_cannot_be_interleaved_are_refused() {
                 }
                 2 => {
                     spoiled.stages[p].mesh.axes[0].name = "other".into();
-                    "on another mesh than stage 0"
+                    let with = plan.schedule.route().mesh_of(p, p);
+                    &format!("on another mesh than stage {with}")
                 }
-                _ if p == 1 => continue,
+                _ if plan.schedule.schedule().group(p) == 1 => continue,
                 _ => {
                     spoiled.microbatch *= u64::from(spoiled.n_microbatches);
                     spoiled.n_microbatches = 1;

@@ -15,7 +15,7 @@ use ir::reshard::{Placement, cross_paths, paths};
 use ir::training::{Recompute, TrainingGraph, can_recompute, choose, training_graph};
 use ir::{
     Axis, Bytes, DType, DeviceMesh, FactorId, Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Place,
-    Rank, ReduceKind, Region, Shape, ShardingSpec, TensorType, TrainSpec, ValueId,
+    Rank, ReduceKind, Region, Shape, ShardingSpec, StageId, TensorType, TrainSpec, ValueId,
 };
 use lowering::BucketSizes;
 use std::collections::BTreeMap;
@@ -326,7 +326,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
             .collect();
         first += count;
         StagePlan {
-            mesh: meshes[i % n_meshes].clone(),
+            mesh: meshes[setup.schedule.route().mesh_of(i, n_meshes)].clone(),
             runs,
         }
     });
@@ -410,15 +410,12 @@ fn cluster(n: u32) -> Cluster {
 fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &mut Random) {
     let graph = &training.graph;
     // By layer the first stage of its mesh.
-    let n_meshes = plan.n_meshes();
-    let stage_of: Vec<usize> = plan
-        .stages
-        .iter()
-        .enumerate()
+    let stages = plan.stages.iter().enumerate();
+    let stage_of: Vec<usize> = stages
         .flat_map(|(i, s)| {
-            s.runs
-                .iter()
-                .flat_map(move |r| (0..r.count).map(move |_| i % n_meshes))
+            let mesh = plan.mesh_of(StageId::new(i)).index();
+            let n: u32 = s.runs.iter().map(|r| r.count).sum();
+            (0..n).map(move |_| mesh)
         })
         .collect();
     let mut made: Vec<Option<ShardingSpec>> = vec![None; graph.values().len()];

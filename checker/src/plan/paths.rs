@@ -217,7 +217,7 @@ impl Cx<'_> {
         let (Some(from), Some(to)) = (self.made(v, specs), to) else {
             return;
         };
-        let mesh = |stage: usize| stage % self.plan.n_meshes().max(1);
+        let mesh = |stage: usize| self.plan.mesh_of(StageId::new(stage)).index();
         let source = self.home(producer).map(|(h, _)| mesh(h.stage));
         let (stage, from) = match (source, here.map(|(h, _)| mesh(h.stage))) {
             (Some(s), Some(t)) if s != t => {
@@ -240,7 +240,7 @@ impl Cx<'_> {
         // the first of them may record the change for all.
         let template = self.template_of(consumer);
         let chunk = template.pass().map_or(0, |_| {
-            here.map_or(0, |(h, _)| h.stage / self.plan.n_meshes().max(1))
+            here.map_or(0, |(h, _)| self.plan.chunk_of(StageId::new(h.stage)))
         });
         let group = (stage, (template, chunk), v, to.clone());
         let steps = match (recorded, known.groups.get(&group)) {
@@ -425,7 +425,7 @@ fn made_at_use(op: &Op) -> bool {
 
 /// The uses that share a changed tensor: mesh, template (its kind, and which of the mesh's stages
 /// it plays), value, spec.
-type Group = (usize, (TemplateKind, usize), ValueId, ShardingSpec);
+type Group = (usize, (TemplateKind, u32), ValueId, ShardingSpec);
 
 /// The keys that have a meaning, and the steps of the first use of each group.
 #[derive(Default)]

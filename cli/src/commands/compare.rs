@@ -14,6 +14,7 @@ use cost_model::compare::{
     Cause, Compared, Comparison, StageComparison, Waterfall, compare, expected_instructions,
 };
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
+use ir::plan::ScheduleKind;
 use ir::{Bytes, Figure, Seconds};
 use serde_json::json;
 use std::path::Path;
@@ -271,7 +272,7 @@ fn print_words(
     ))?;
     if !verbose && different.is_none() {
         return match &c.waterfall {
-            Some(w) => print_causes(w, c.stages.len(), plan.schedule.virtual_stages()),
+            Some(w) => print_causes(w, c.stages.len(), plan.schedule),
             None => Ok(()),
         };
     }
@@ -301,8 +302,8 @@ fn print_words(
         .iter()
         .enumerate()
         .flat_map(|(i, s)| {
-            let v = plan.schedule.virtual_stages();
-            stage_rows(&report::plan::stages_of_mesh(i, c.stages.len(), v), s)
+            let stages = report::plan::stages_of_mesh(i, c.stages.len(), plan.schedule);
+            stage_rows(&stages, s)
         })
         .collect();
     if c.stages.len() > 1 {
@@ -325,7 +326,7 @@ fn print_words(
         );
     }
     if let Some(w) = &c.waterfall {
-        print_waterfall(w, c.stages.len(), plan.schedule.virtual_stages())?;
+        print_waterfall(w, c.stages.len(), plan.schedule)?;
     }
     report::out("\nThe instructions with the largest difference per step")?;
     let worst = c.worst.iter().map(|w| {
@@ -351,7 +352,7 @@ fn print_words(
 }
 
 /// Prints the causes of the difference between predicted and measured step time.
-fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
+fn print_causes(w: &Waterfall, meshes: usize, schedule: ScheduleKind) -> Result<(), Failure> {
     report::out(&format!(
         "\nFrom {} predicted to {} measured, in seconds of the step\n(work: divided by the {:.2} processors that the ranks keep busy)",
         seconds(w.predicted_s),
@@ -362,7 +363,7 @@ fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(),
         .parts
         .iter()
         .map(|p| {
-            let of_mesh = |s| report::plan::stages_of_mesh(s as usize, meshes, virtual_stages);
+            let of_mesh = |s| report::plan::stages_of_mesh(s as usize, meshes, schedule);
             let stage = p.stage.map_or("all".into(), of_mesh);
             let times = times(p.predicted_s, p.measured_s).to_vec();
             [vec![p.cause.name().to_string(), stage], times].concat()
@@ -378,8 +379,8 @@ fn print_causes(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(),
 }
 
 /// Prints these causes, and then the kinds of instruction behind them.
-fn print_waterfall(w: &Waterfall, meshes: usize, virtual_stages: u32) -> Result<(), Failure> {
-    print_causes(w, meshes, virtual_stages)?;
+fn print_waterfall(w: &Waterfall, meshes: usize, schedule: ScheduleKind) -> Result<(), Failure> {
+    print_causes(w, meshes, schedule)?;
     let rows = w.kinds.iter().filter(|p| p.kind.is_some()).map(|p| {
         let kind = p.kind.clone().unwrap_or_default();
         let times = times(p.predicted_s, p.measured_s).to_vec();

@@ -572,8 +572,8 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
         .iter()
         .enumerate()
         .map(|(i, s)| {
-            let v = loaded.plan.schedule.virtual_stages();
-            let stage = report::plan::stages_of_mesh(i, m.stages.len(), v);
+            let stages = m.stages.len();
+            let stage = report::plan::stages_of_mesh(i, stages, loaded.plan.schedule);
             format!("stage {stage}: {}", s.peak_bytes)
         })
         .collect();

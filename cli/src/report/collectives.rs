@@ -46,8 +46,9 @@ pub fn traffic(program: &Program) -> Vec<Traffic> {
         }
     }
     let stages = |stage: usize| {
-        let n_chunks = program.roles[stage].n_chunks();
-        super::plan::stages_of_mesh(stage, program.roles.len(), n_chunks)
+        let chunks = 0..program.roles[stage].n_chunks();
+        let stages = chunks.map(|c| program.stage_of(stage, c).index().to_string());
+        stages.collect::<Vec<_>>().join("+")
     };
     let row = |((stage, kind, over, ranks, part), (count, bytes)): (Key, (u64, u64))| Traffic {
         stage,

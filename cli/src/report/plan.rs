@@ -6,7 +6,7 @@ use super::{count, percent, table, wrapped};
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
-use ir::plan::{Plan, Prediction, StageProof};
+use ir::plan::{Plan, Prediction, ScheduleKind, StageProof};
 use ir::training::TrainingGraph;
 use ir::{Bytes, DType, DeviceMesh, Optimizer, Pass, Seconds, counted};
 use serde::Serialize;
@@ -234,7 +234,7 @@ fn stage_heading(plan: &Plan, all: &[StageReport], (first, last): (usize, usize)
     let shared = match (first == last, v) {
         (true, 2..) => {
             let mesh = plan.mesh_of(ir::StageId::new(first)).index();
-            let stages = stages_of_mesh(mesh, plan.n_meshes(), v);
+            let stages = stages_of_mesh(mesh, plan.n_meshes(), plan.schedule);
             format!(", shared by stages {stages}")
         }
         _ => String::new(),
@@ -356,14 +356,15 @@ fn interleaving(plan: &Plan) -> String {
     if v < 2 {
         return String::new();
     }
-    let schedule = plan.schedule.schedule();
-    let fill = schedule.waits(plan.n_meshes(), m);
-    let waits = |passes: f64| percent(fill / (passes + fill));
+    let of = |kind: ScheduleKind| kind.schedule().waits(plan.n_meshes(), m);
+    let (fill, plain) = (of(plan.schedule), of(ScheduleKind::default()));
+    let waits = |fill: f64, passes: f64| percent(fill / (passes + fill));
     let (v, m) = (f64::from(v), f64::from(m));
+    let rounded = (100.0 * fill).round() / 100.0;
     format!(
-        "Interleaved: while the pipeline fills and drains, a mesh of equal stages waits for {fill} / ({v} x {m} + {fill}) = {} of the step; with one stage on each mesh, for {fill} / ({m} + {fill}) = {}. For that, about {v} times as much is sent\n",
-        waits(v * m),
-        waits(m)
+        "Interleaved: while the pipeline fills and drains, a mesh of equal stages waits for {rounded} / ({v} x {m} + {rounded}) = {} of the step; with one stage on each mesh, for {plain} / ({m} + {plain}) = {}. For that, about {v} times as much is sent\n",
+        waits(fill, v * m),
+        waits(plain, m)
     )
 }
 
@@ -391,7 +392,7 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
             used_devices(plan)
         )
     );
-    w += &stage_table(p, plan.schedule.virtual_stages());
+    w += &stage_table(p, plan.schedule);
     w.push('\n');
     w += &checkpoint(p);
     w
@@ -428,11 +429,12 @@ pub fn used_devices(plan: &Plan) -> u32 {
     plan.meshes().map(|m| m.n_devices()).sum()
 }
 
-/// Names the stages on one of `n_meshes` meshes with `virtual_stages` each by their numbers: `1`,
-/// or interleaved `1+5`.
-pub fn stages_of_mesh(mesh: usize, n_meshes: usize, virtual_stages: u32) -> String {
-    let stages = (0..virtual_stages as usize).map(|c| (mesh + c * n_meshes).to_string());
-    stages.collect::<Vec<_>>().join("+")
+/// Names the stages on one of `n_meshes` meshes by their numbers: `1`, or interleaved `1+5`.
+pub fn stages_of_mesh(mesh: usize, n_meshes: usize, schedule: ScheduleKind) -> String {
+    let n_stages = n_meshes * schedule.virtual_stages() as usize;
+    let stages = schedule.route().stages_of(mesh, n_meshes, n_stages);
+    let names: Vec<String> = stages.map(|stage| stage.to_string()).collect();
+    names.join("+")
 }
 
 /// Explains how MFU is counted, with the peak and its source.
@@ -509,7 +511,7 @@ fn no_peak_in(cluster: &Cluster, dtype: DType) -> Option<String> {
 }
 
 /// Writes the table of times and memory of each mesh, with the names of its stages.
-pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
+pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
     // An empty sum may be a negative zero.
     let time = |s: Seconds| Seconds(s.0 + 0.0).to_string();
     let bytes = |b: Bytes| b.to_string();
@@ -529,7 +531,7 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     };
     let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
         vec![
-            stages_of_mesh(i, p.stages.len(), virtual_stages),
+            stages_of_mesh(i, p.stages.len(), schedule),
             time(s.forward_s),
             time(s.backward_s),
             time(s.step_s),
@@ -561,11 +563,11 @@ pub fn stage_table(p: &Prediction, virtual_stages: u32) -> String {
     ];
     let note = "(compute, collectives, transfers: the time that a rank spends in each; where ranks share processors, the time in collectives includes waiting there)
 (states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest of the program's arena; other: what the device reserves and the process holds outside the arena; peak: the sum)";
-    let shared = match virtual_stages {
+    let shared = match schedule.virtual_stages() {
         1 => String::new(),
-        v => format!(
+        _ => format!(
             "\n({} are stages of one mesh; the figures are of all of them together)",
-            stages_of_mesh(0, p.stages.len(), v)
+            stages_of_mesh(0, p.stages.len(), schedule)
         ),
     };
     format!(

@@ -397,8 +397,8 @@ fn pass_name(program: &Program, role: &RoleProgram, template: &Template) -> Stri
     if template.kind.pass().is_none() || role.n_chunks() == 1 {
         return name.into();
     }
-    let stage = role.stage.index() + template.chunk as usize * program.roles.len();
-    format!("{name} of stage {stage}")
+    let stage = program.stage_of(role.stage.index(), template.chunk);
+    format!("{name} of stage {}", stage.index())
 }
 
 /// Collects events up to a limit.

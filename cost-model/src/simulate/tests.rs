@@ -52,6 +52,7 @@ fn one_template(instructions: Vec<ir::program::Instruction>, sizes: &[u64]) -> P
         transfers: vec![],
         n_microbatches: 2,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     }
 }
 

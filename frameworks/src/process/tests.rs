@@ -163,6 +163,7 @@ fn training_role() -> Program {
         transfers: Vec::new(),
         n_microbatches: 1,
         microbatch: 2,
+        route: ir::schedule::Route::Ring,
     }
 }
 

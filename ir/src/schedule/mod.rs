@@ -7,7 +7,7 @@
 //! schedule orders work; it neither executes it nor knows of communication.
 //!
 //! A mesh has one stage, or several whose passes are interleaved: its *chunks*. With `p` meshes
-//! stage `i` is chunk `i / p` of mesh `i mod p`.
+//! stage `i` is chunk `i / p` of the mesh that the schedule's [`Route`] says.
 //!
 //! Invariants of every schedule: each pass of each microbatch and chunk stands once, the passes of
 //! a microbatch in the order of [`Schedule::passes`], microbatches ascending per pass and chunk.
@@ -15,9 +15,13 @@
 mod gpipe;
 mod interleaved;
 mod one_f_one_b;
+mod route;
 #[cfg(test)]
 mod tests;
 mod zb_h1;
+mod zb_v;
+
+pub use route::Route;
 
 use crate::Pass;
 use serde::{Deserialize, Serialize};
@@ -57,11 +61,22 @@ pub enum ScheduleKind {
     /// 1F1B in which weight gradients are played apart from input gradients, where a stage would
     /// wait (Qi et al. 2023).
     ZbH1,
+    /// Two stages on every mesh, placed as a V, with weight gradients apart (Qi et al. 2024).
+    /// Stages `i` and `2 p - 1 - i` of a plan on `p` meshes run on mesh `i`.
+    ZbV,
 }
 
 impl ScheduleKind {
     /// The schedules that have no parameters, so that a name is enough to ask for one.
     pub const NAMED: &[ScheduleKind] = &[
+        ScheduleKind::GPipe,
+        ScheduleKind::OneFOneB,
+        ScheduleKind::ZbH1,
+        ScheduleKind::ZbV,
+    ];
+
+    /// Those of them that have one stage on every mesh.
+    pub const PLAIN: &[ScheduleKind] = &[
         ScheduleKind::GPipe,
         ScheduleKind::OneFOneB,
         ScheduleKind::ZbH1,
@@ -76,6 +91,7 @@ impl ScheduleKind {
                 Box::new(interleaved::Interleaved { virtual_stages })
             }
             ScheduleKind::ZbH1 => Box::new(zb_h1::ZbH1),
+            ScheduleKind::ZbV => Box::new(zb_v::ZbV),
         }
     }
 
@@ -93,6 +109,11 @@ impl ScheduleKind {
     /// [`Schedule::virtual_stages`].
     pub fn virtual_stages(self) -> u32 {
         self.schedule().virtual_stages()
+    }
+
+    /// [`Schedule::route`].
+    pub fn route(self) -> Route {
+        self.schedule().route()
     }
 }
 
@@ -222,6 +243,11 @@ pub trait Schedule: Send + Sync {
     /// Stages that share a mesh.
     fn virtual_stages(&self) -> u32 {
         1
+    }
+
+    /// The meshes that stages follow each other on, where several share one.
+    fn route(&self) -> Route {
+        Route::Ring
     }
 
     /// The passes of its slots, in the order in which a microbatch goes through them on a stage.

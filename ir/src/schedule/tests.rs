@@ -86,6 +86,49 @@ fn zb_h1_keeps_weight_gradients_for_later() {
     );
 }
 
+/// With 4 microbatches on 2 meshes, and with fewer than fill the pipeline.
+#[test]
+fn zb_v_goes_there_and_back() {
+    assert_eq!(
+        draw(ScheduleKind::ZbV, 2, 4),
+        "0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0F3 0I0 0W0 1F2 1I2 1W2 0I1 0W1 1F3 1I3 1W3 0I2 0W2 0I3 0W3\n\
+         0F0 1F0 0F1 1F1 1I0 1W0 0F2 0I0 0W0 1F2 1I1 1W1 0F3 0I1 0W1 1F3 1I2 1W2 0I2 1I3 0I3 0W2 1W3 0W3"
+    );
+    assert_eq!(
+        draw(ScheduleKind::ZbV, 2, 1),
+        "0F0 1F0 1I0 1W0 0I0 0W0\n0F0 1F0 1I0 1W0 0I0 0W0"
+    );
+    let said = ScheduleKind::ZbV.schedule().problem(5, 4);
+    assert_eq!(
+        said.expect("a problem"),
+        "5 stages: zb_v has two on every mesh, so it needs an even number"
+    );
+}
+
+/// Qi et al. 2024: a mesh holds as many forwards of stages as the first stage of 1F1B, each of
+/// which is half as large, from forward to weight gradient.
+#[test]
+fn a_v_holds_as_much_as_1f1b() {
+    for (p, m) in [(1, 3), (2, 4), (4, 7), (4, 16), (7, 30)] {
+        for mesh in 0..p {
+            let (mut alive, mut most) = (0i64, 0);
+            for s in ScheduleKind::ZbV.schedule().slots(mesh, p, m) {
+                alive += match s.of.pass {
+                    PassKind::Forward => 1,
+                    PassKind::WeightGradient => -1,
+                    _ => 0,
+                };
+                most = most.max(alive);
+            }
+            let n = i64::from(m).min(2 * p as i64);
+            assert!(
+                (n..=2 * p as i64).contains(&most),
+                "{mesh} of {p}, {m}: {most}"
+            );
+        }
+    }
+}
+
 #[test]
 fn what_interleaved_stages_want_is_said() {
     let said = |v, stages, m| interleaved(v).schedule().problem(stages, m);
@@ -205,7 +248,8 @@ fn in_flight(kind: ScheduleKind, mesh: usize, n_meshes: usize, m: u32) {
             }
         }
         assert!(begun.iter().all(|&n| n == m));
-        let (stage, n_stages) = (chunk as usize * n_meshes + mesh, v as usize * n_meshes);
+        let stage = schedule.route().stage_of(mesh, chunk as usize, n_meshes);
+        let n_stages = v as usize * n_meshes;
         for (from, to) in (0..passes.len()).flat_map(|f| (f + 1..passes.len()).map(move |t| (f, t)))
         {
             let (n, a, b) = (most[from][to], passes[from], passes[to]);

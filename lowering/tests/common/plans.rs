@@ -81,7 +81,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
     let n_meshes = setup.layers.len() / setup.schedule.virtual_stages() as usize;
     let stages = setup.layers.iter().enumerate().map(|(i, &count)| {
         let devices = DeviceMesh {
-            first_rank: Rank((i % n_meshes) as u32 * n_ranks),
+            first_rank: Rank(setup.schedule.route().mesh_of(i, n_meshes) as u32 * n_ranks),
             n_devices: n_ranks,
         };
         let mesh = LogicalMesh::new(devices, axes.clone()).unwrap();

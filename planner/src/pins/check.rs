@@ -28,6 +28,10 @@ pub(crate) fn check(
 /// Whether pinned virtual stages make a pipeline of the model's layers.
 fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
     let err = |problem: String| Err(PlanError::Pins(problem));
+    let own = pins.schedule.unwrap_or_default();
+    if own.virtual_stages() > 1 {
+        return stages_of_schedule(pins, own, n_layers);
+    }
     let Some(v) = pins.virtual_stages.filter(|&v| v > 1) else {
         return match (&pins.split, pins.pipeline) {
             (Some(counts), Some(p)) if counts.len() as u64 != u64::from(p) => err(format!(
@@ -63,6 +67,47 @@ fn virtual_stages(pins: &Pins, n_layers: usize) -> Result<(), PlanError> {
         Some(counts) if counts.len() as u64 != n_stages => err(format!(
             "pinned split has {}, virtual={v} x pipeline={p} makes {n_stages}",
             counted(counts.len() as u64, "stage")
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a schedule that has several stages on every mesh by itself has enough layers.
+fn stages_of_schedule(
+    pins: &Pins,
+    schedule: ScheduleKind,
+    n_layers: usize,
+) -> Result<(), PlanError> {
+    let err = |problem: String| Err(PlanError::Pins(problem));
+    let (name, v) = (schedule.name(), schedule.virtual_stages());
+    if let Some(pinned) = pins.virtual_stages.filter(|&n| n != v) {
+        return err(format!(
+            "pinned schedule={name} has {v} stages on every mesh, not virtual={pinned}; leave out one of the two pins"
+        ));
+    }
+    let n_stages = u64::from(v) * u64::from(pins.pipeline.unwrap_or(1));
+    if n_stages > n_layers as u64 {
+        let most = n_layers as u64 / u64::from(v);
+        let way = match most {
+            0 => "pin another schedule".to_string(),
+            most => format!("pin pipeline={most} or less"),
+        };
+        return err(format!(
+            "pinned schedule={name} with {} makes {n_stages} stages, the model has {}; {way}",
+            counted(pins.pipeline.unwrap_or(1), "mesh"),
+            counted(n_layers as u64, "layer"),
+        ));
+    }
+    let (split, meshes) = (pins.split.as_ref().map(Vec::len), pins.pipeline);
+    match split {
+        Some(n) if meshes.is_some() && n as u64 != n_stages => err(format!(
+            "pinned split has {}, schedule={name} x pipeline={} makes {n_stages}",
+            counted(n as u64, "stage"),
+            n_stages / u64::from(v)
+        )),
+        Some(n) if n % v as usize != 0 => err(format!(
+            "pinned split has {}, schedule={name} wants a multiple of {v}",
+            counted(n as u64, "stage")
         )),
         _ => Ok(()),
     }
@@ -301,6 +346,38 @@ mod tests {
             huge.ends_with("is not the 4 devices of the cluster; pin degrees whose product is 4"),
             "{huge}"
         );
+    }
+
+    #[test]
+    fn a_v_needs_two_layers_for_each_mesh() {
+        let check = |pins: &[&str]| {
+            let pins = Pins::parse(pins).expect("pins");
+            virtual_stages(&pins, 10).map_err(|e| e.to_string())
+        };
+        for fits in ["pipeline=5", "pipeline=1", "virtual=2", "split=3/3/2/2"] {
+            assert_eq!(check(&["schedule=zb_v", fits]), Ok(()), "{fits}");
+        }
+        for (pins, said) in [
+            (
+                "pipeline=6",
+                "pinned schedule=zb_v with 6 meshes makes 12 stages, the model has 10 layers; pin pipeline=5 or less",
+            ),
+            (
+                "virtual=3",
+                "pinned schedule=zb_v has 2 stages on every mesh, not virtual=3; leave out one of the two pins",
+            ),
+            (
+                "pipeline=2,split=5/5",
+                "pinned split has 2 stages, schedule=zb_v x pipeline=2 makes 4",
+            ),
+            (
+                "split=4/3/3",
+                "pinned split has 3 stages, schedule=zb_v wants a multiple of 2",
+            ),
+        ] {
+            let found = check(&["schedule=zb_v", pins]).expect_err("a refusal");
+            assert!(found.contains(said), "{found}");
+        }
     }
 
     #[test]

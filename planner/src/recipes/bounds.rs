@@ -90,9 +90,11 @@ impl Sizes {
         let (Some(data), Some(meshes)) = (pins.data, pins.pipeline) else {
             return 1.0;
         };
-        let most = (self.global_batch / u64::from(data.max(1))).max(1) as f64;
-        let chunks = f64::from(pins.virtual_stages.unwrap_or(1).max(1));
-        1.0 + f64::from(meshes.saturating_sub(1)) / (chunks * most)
+        let most = (self.global_batch / u64::from(data.max(1))).max(1);
+        let schedule = pins.schedule_kind().schedule();
+        let m = u32::try_from(most).unwrap_or(u32::MAX);
+        let passes = f64::from(schedule.virtual_stages().max(1)) * f64::from(m);
+        1.0 + schedule.waits(meshes.max(1) as usize, m).max(0.0) / passes
     }
 
     /// A guess of the step relative to other points, by which promising points are planned first.

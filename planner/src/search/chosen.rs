@@ -13,7 +13,7 @@ use crate::PlanError;
 use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
 use crate::groups::Phases;
 use crate::inter_op::{PipelineCost, StageChoice};
-use crate::interleave::cost_of_times;
+use crate::interleave::{Meshes, cost_of_times};
 use crate::layer_model::{LayerCost, LayerModel, Weights};
 use crate::refine::{Refined, Stage, refine};
 use crate::stage::{LayerChoice, PricedMesh, StagePath};
@@ -131,15 +131,21 @@ impl Search<'_> {
         }
         let mut times = Vec::with_capacity(p.choice.stages.len());
         let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
-        let mut first_rank = 0;
+        let route = p.schedule.route();
+        let mut next_rank = 0;
         for (i, (stage, solved)) in p.choice.stages.iter().zip(solved).enumerate() {
             let (c, _) = tag(stage);
             let shape = &shapes[c];
             let Solved { refined, time } = solved.expect("the stages of every shape were solved");
             times.push(time);
-            if i % n_meshes == 0 {
-                first_rank = 0;
-            }
+            let first_rank = match i < n_meshes {
+                true => next_rank,
+                false => {
+                    let shared = &plan.stages[route.mesh_of(i, n_meshes)].mesh;
+                    shared.devices.first_rank.0
+                }
+            };
+            next_rank += shape.mesh.n_devices();
             let mesh = LogicalMesh {
                 devices: DeviceMesh {
                     first_rank: Rank(first_rank),
@@ -147,7 +153,6 @@ impl Search<'_> {
                 },
                 axes: shape.mesh.axes.clone(),
             };
-            first_rank += shape.mesh.n_devices();
             let models = &models[&c];
             let kinds = &self.layers().kind[stage.layers.clone()];
             let chosen = kinds.iter().zip(&refined.choices);
@@ -184,7 +189,11 @@ impl Search<'_> {
         let (sent, steps): (Vec<f64>, Vec<f64>) = sent.zip(times.iter().map(|t| t.step)).unzip();
         let schedule = p.schedule.schedule();
         let n_meshes = sent.len() / schedule.virtual_stages().max(1) as usize;
-        cost_of_times(&sent, &steps, n_meshes, schedule.latency(n_meshes, p.m))
+        let meshes = Meshes {
+            n: n_meshes,
+            route: schedule.route(),
+        };
+        cost_of_times(&sent, &steps, meshes, schedule.latency(n_meshes, p.m))
     }
 
     /// Solves the stages of shape `shape`, whose layer models are `models`, each different one

@@ -25,7 +25,7 @@ use crate::PlanError;
 use crate::inter_op::{
     self, Hop, InterOpOptions, PipelineChoice, StageChoice, StageEntry, StageTable,
 };
-use crate::interleave::{SharedStage, TooLarge, share};
+use crate::interleave::{Meshes, SharedStage, TooLarge, share};
 use ir::plan::ScheduleKind;
 use ir::schedule::Latency;
 use rayon::prelude::*;
@@ -54,6 +54,14 @@ pub(super) struct Ring {
 impl Ring {
     pub(super) fn n_stages(self) -> usize {
         self.n_meshes * self.schedule.virtual_stages() as usize
+    }
+
+    /// Which stages share which mesh.
+    fn meshes(self) -> Meshes {
+        Meshes {
+            n: self.n_meshes,
+            route: self.schedule.route(),
+        }
     }
 
     pub(super) fn options(self, m: u32) -> InterOpOptions {
@@ -223,11 +231,6 @@ impl Search<'_> {
         schedule: ScheduleKind,
         reserve: u64,
     ) -> Bounded {
-        let ring = Ring {
-            submesh: 0,
-            n_meshes: self.pins.pipeline.unwrap_or(1) as usize,
-            schedule,
-        };
         let mut bounded = Bounded {
             found: Err(PlanError::NoTiling {
                 devices: self.cluster.n_devices(),
@@ -236,6 +239,9 @@ impl Search<'_> {
             lower: f64::INFINITY,
         };
         for candidate in candidates {
+            let Some(ring) = self.pinned_ring(candidate.submesh, m, schedule) else {
+                continue;
+            };
             let even = self.solve_ring(ring, candidate, batch, m, reserve);
             let apart = self.solve_ring_apart(ring, candidate, batch, m, reserve);
             for found in [even, apart] {
@@ -265,6 +271,23 @@ impl Search<'_> {
             }
         }
         bounded
+    }
+
+    /// The meshes of a size as pinned; none where their stages are more than the layers, or are
+    /// not those of the pinned split.
+    fn pinned_ring(&self, submesh: usize, m: u32, schedule: ScheduleKind) -> Option<Ring> {
+        let fitting = self.cluster.n_devices() / self.submeshes[submesh].n_devices.max(1);
+        let ring = Ring {
+            submesh,
+            n_meshes: self.pins.pipeline.unwrap_or(fitting) as usize,
+            schedule,
+        };
+        let n_stages = ring.n_stages();
+        let split = self.pins.split.as_ref();
+        let is_split = split.is_none_or(|counts| counts.len() == n_stages);
+        let is_deep = n_stages <= self.layers().kind.len();
+        let problem = schedule.schedule().problem(n_stages, m);
+        (is_split && is_deep && problem.is_none()).then_some(ring)
     }
 
     /// The best entries for even cuts of one shape.
@@ -359,7 +382,7 @@ impl Search<'_> {
             transfer_s: s.transfer_s,
         });
         let stages: Vec<SharedStage<'_>> = stages.collect();
-        let shared = share(&stages, ring.n_meshes, ring.latency(m), capacity)
+        let shared = share(&stages, ring.meshes(), ring.latency(m), capacity)
             .map_err(|e| self.too_large(&e, &cuts, ring, capacity))?;
         for (k, stage) in cuts.iter_mut().enumerate() {
             let entry = &stages[k].entries[shared.entries[k]];
@@ -389,7 +412,7 @@ impl Search<'_> {
         ring: Ring,
         capacity: u64,
     ) -> PlanError {
-        let own = || cuts.iter().skip(e.mesh).step_by(ring.n_meshes);
+        let own = || ring.meshes().of_mesh(e.mesh, cuts);
         let names = &self.training().graph.layers;
         let layers =
             own().map(|s| format!("{} to {}", names[s.layers.start], names[s.layers.end - 1]));
@@ -407,11 +430,18 @@ impl Search<'_> {
     fn sent_s(&self, ring: Ring, batch: u64) -> Vec<f64> {
         let bytes = self.boundary_bytes(batch);
         let n = self.submeshes[ring.submesh].n_devices;
-        let first = |stage: usize| (stage % ring.n_meshes.max(1)) as u32 * n;
+        let on = ring.meshes();
+        let mesh = |stage: usize| on.route.mesh_of(stage, on.n);
         let hops = 1..ring.n_stages();
         let sent = hops.map(|next| {
-            let (from, to) = (first(next - 1), first(next));
-            self.transfer_s(bytes, (ring.submesh, from), (ring.submesh, to))
+            match (mesh(next - 1), mesh(next)) {
+                // At hand.
+                (from, to) if from == to => 0.0,
+                (from, to) => {
+                    let place = |mesh: usize| (ring.submesh, mesh as u32 * n);
+                    self.transfer_s(bytes, place(from), place(to))
+                }
+            }
         });
         sent.collect()
     }

@@ -177,19 +177,19 @@ impl Search<'_> {
         let schedule = self.pins.schedule_kind().schedule();
         let (n_layers, devices) = (self.layers().kind.len(), self.cluster.n_devices());
         let of_mesh = self.submeshes[submesh].n_devices.max(1);
-        let most = match self.mixes_submeshes() {
+        let v = schedule.virtual_stages().max(1) as usize;
+        let most = match self.mixes_submeshes() && v == 1 {
             true => devices as usize,
             false => (devices / of_mesh) as usize,
         };
         let most = self.pins.pipeline.map_or(most, |p| p as usize);
-        let v = schedule.virtual_stages().max(1) as usize;
         let counts = match (self.mixes_submeshes(), v) {
             (true, 1) => 1..=most.clamp(1, n_layers.max(1)),
             (false, 1) => {
                 let n = most.clamp(1, n_layers.max(1));
                 n..=n
             }
-            // As pinned.
+            // Of equal meshes.
             _ => most.saturating_mul(v)..=most.saturating_mul(v),
         };
         let mut numbers: BTreeSet<u64> = BTreeSet::new();

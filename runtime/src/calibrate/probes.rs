@@ -579,6 +579,7 @@ impl ProgramOfProbes {
             transfers: vec![],
             n_microbatches: 1,
             microbatch: 1,
+            route: ir::schedule::Route::Ring,
         };
         (program, self.probes)
     }

@@ -32,6 +32,7 @@ pub(super) fn transfers(quick: bool) -> (Program, Vec<Probe>) {
         transfers: transfers.collect(),
         n_microbatches: 1,
         microbatch: 1,
+        route: ir::schedule::Route::Ring,
     };
     let probes = sizes.iter().enumerate().map(|(i, &bytes)| Probe {
         what: "send".into(),

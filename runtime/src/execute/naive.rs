@@ -124,6 +124,7 @@ pub(crate) fn lower(
         transfers: l.transfers,
         n_microbatches,
         microbatch,
+        route: ir::schedule::Route::Ring,
     }
 }
 

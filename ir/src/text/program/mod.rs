@@ -36,6 +36,9 @@
 //! (recomputation), `I` and `W` (gradients of inputs and of weights), `B` (both), `x` or `end`
 //! and their number. Numbers count from 0 in the order of the text.
 //!
+//! *The route* of stages over meshes, `route v`, stands behind the microbatches where it is not
+//! the ring.
+//!
 //! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
 //! (`microbatch*2`: two copies), offset in the arena (`host @256` in that of another memory space
 //! than the device's), and the bytes of one copy; behind them, if it is in pieces, their number,

@@ -7,6 +7,7 @@ use crate::program::{
     TemplateKind, Transfer,
 };
 use crate::reshard::Pieces;
+use crate::schedule::Route;
 use crate::text::scan::Scanner;
 use crate::text::{MAX_RANK, ParseError, repeat};
 use crate::{
@@ -45,6 +46,10 @@ impl Parser<'_> {
         self.s.expect_word("of")?;
         let microbatch = self.s.number("the samples of a microbatch")?;
         self.s.expect_word("samples")?;
+        let route = match self.s.eat_word("route") {
+            true => self.route()?,
+            false => Route::default(),
+        };
         let (mut meshes, mut by_stage) = (vec![], BTreeMap::new());
         while self.s.eat_word("mesh") {
             let (stage, mesh) = self.mesh()?;
@@ -91,6 +96,20 @@ impl Parser<'_> {
             transfers,
             n_microbatches,
             microbatch,
+            route,
+        })
+    }
+
+    /// `v`.
+    fn route(&mut self) -> Result<Route, ParseError> {
+        let start = self.s.token_start();
+        let word = self.s.word("the route of the stages")?;
+        let named = Route::ALL.into_iter().find(|r| r.name() == word);
+        named.ok_or_else(|| {
+            let names = Route::ALL.map(Route::name).join(" and ");
+            let end = self.s.token_end();
+            self.s
+                .error(start..end, format!("this is no route; {names} are"))
         })
     }
 

@@ -4,6 +4,7 @@ use super::{STATES, TEMPLATES, list};
 use crate::program::{Buffer, BufferClass, Program, RoleProgram, Space, TemplateKind, Transfer};
 use crate::reshard::Pieces;
 use crate::reshard::{Placement, tiles_from, tiles_to};
+use crate::schedule::Route;
 use crate::text::{attributes, repeat, word_of};
 use crate::{
     AxisId, BufferId, DType, InstrId, LogicalMesh, Rank, ShardingSpec, StageId, TemplateId,
@@ -56,6 +57,9 @@ pub fn print_rank(program: &Program, rank: Rank) -> Option<String> {
 fn microbatches(program: &Program, out: &mut String) {
     let n = program.n_microbatches;
     let _ = writeln!(out, "  microbatches {n} of {} samples", program.microbatch);
+    if program.route != Route::default() {
+        let _ = writeln!(out, "  route {}", program.route.name());
+    }
 }
 
 fn mesh_of(program: &Program, stage: StageId) -> Option<&LogicalMesh> {
