@@ -2,7 +2,7 @@
 //! make violations, never a panic or a long wait.
 
 use super::plans::Random;
-use super::{Case, case, interleaved_case, list};
+use super::{Case, case, interleaved_case, list, v_case};
 use ir::program::{BufferClass, InstrKind, Program};
 use ir::reshard::LayoutStep;
 use ir::{AxisId, BufferId, InstrId, StageId, TemplateId, TransferId};
@@ -172,8 +172,11 @@ fn absurd_programs_are_answered() {
 #[test]
 fn stages_that_cannot_be_interleaved_are_refused() {
     let mut random = Random(6);
-    for _ in 0..8 {
-        let Case { plan, .. } = interleaved_case(&mut random);
+    for k in 0..8 {
+        let Case { plan, .. } = match k % 2 {
+            0 => interleaved_case(&mut random),
+            _ => v_case(&mut random),
+        };
         let p = plan.n_meshes();
         for way in 0..4 {
             let mut spoiled = plan.clone();
