@@ -472,7 +472,7 @@ fn mesh_names(plan: &Plan, first: usize, last: usize) -> String {
     let v = plan.schedule.virtual_stages();
     let of = |mesh: usize| match v > STAGES_NAMED {
         true => format!("{mesh}+..({v})"),
-        false => stages_of_mesh(mesh, plan.n_meshes(), v),
+        false => stages_of_mesh(mesh, plan.n_meshes(), plan.schedule),
     };
     match first == last {
         true => of(first),
