@@ -13,6 +13,7 @@ mod id;
 pub mod likeness;
 pub mod measurement;
 pub mod mesh;
+pub mod offload;
 pub mod op;
 mod origin;
 pub mod plan;

@@ -11,6 +11,7 @@
 pub use crate::schedule::ScheduleKind;
 
 use crate::cluster::Cluster;
+use crate::offload::Spaces;
 use crate::op::OpStrategy;
 use crate::reshard::{CrossPath, LayoutStep};
 use crate::training::{TrainingGraph, recompute, training_graph};
@@ -191,6 +192,9 @@ pub struct LayerStrategy {
     /// relative path. Each has a twin `recompute.<path>` among `ops`.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub recompute: BTreeSet<String>,
+    /// The memories that classes of the layer's tensors rest in, where it is not the device's.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub spaces: Spaces,
     /// Layout changes on the way into an operand, by relative edge key
     /// (`<consumer path>#<operand>`, `<state path>#write` for what a state keeps). An edge
     /// whose specs are equal has no entry.

@@ -228,6 +228,8 @@ mod tests {
             spec: ShardingSpec::replicated(1),
             pieces: None,
             lifetime: Lifetime::ByUse,
+            value: None,
+            space: ir::program::Space::Device,
         };
         (0..n).map(one).collect()
     }

@@ -3,12 +3,13 @@
 
 use crate::order::{Event, Flow};
 use ir::program::{
-    InstrKind, Instruction, Slot, StateBuffer, Stream, Template, TemplateKind, Transfer,
+    InstrKind, Instruction, Slot, Space, StateBuffer, Stream, Template, TemplateKind, Transfer,
 };
 use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::ChunkPass;
 use ir::{
     BufferId, DType, LayerId, LogicalMesh, Pass, ShardingSpec, StageId, StreamId, TemplateId,
+    ValueId,
 };
 use std::collections::BTreeMap;
 
@@ -40,6 +41,10 @@ pub(crate) struct DraftBuffer {
     pub spec: ShardingSpec,
     pub pieces: Option<Pieces>,
     pub lifetime: Lifetime,
+    /// The value that it holds; `None` for what stands beside the graph's values.
+    pub value: Option<ValueId>,
+    /// The memory that it rests in.
+    pub space: Space,
 }
 
 /// The op that an instruction serves.
@@ -105,7 +110,7 @@ impl RoleDraft {
 
     /// An instruction on its stream, which the role declares if it has not yet.
     pub fn instruction(&mut self, kind: InstrKind, serves: Serves) -> Instruction {
-        let stream = Stream::of(&kind);
+        let stream = self.stream_of(&kind);
         let known = self.streams.iter().position(|s| *s == stream);
         let at = known.unwrap_or_else(|| {
             self.streams.push(stream);
@@ -119,6 +124,17 @@ impl RoleDraft {
             pass: serves.pass,
             layer: serves.layer,
         }
+    }
+
+    /// The stream of an instruction; copies between memories have one for each way.
+    fn stream_of(&self, kind: &InstrKind) -> Stream {
+        if let InstrKind::Copy { input, output } = kind {
+            let [from, to] = [input, output].map(|b| self.buffers[b.index()].space);
+            if from != to {
+                return Stream::Copies { from, to };
+            }
+        }
+        Stream::of(kind)
     }
 
     /// Ends a template of a step phase; an empty one vanishes.

@@ -12,7 +12,7 @@ use crate::bucket::BucketSizes;
 use crate::error::LowerError;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
-use crate::{coalesce, emit, in_place, order, pack, place};
+use crate::{coalesce, emit, in_place, offload, order, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
 use ir::program::Program;
@@ -133,6 +133,7 @@ impl Layouts {
             in_place::merge_all_reduces(&mut role);
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);
+            offload::offload(&resolved, &mut role);
             roles.push(place::place(role)?);
         }
         Ok(Program {

@@ -12,6 +12,7 @@
 //!   │ in_place   all-reduces that need no second buffer
 //!   │ coalesce   collectives that can share a launch
 //!   │ pack       copies around collectives that want contiguous pieces
+//!   │ offload    tensors that rest in hosts or files, and copies around their uses
 //!   │ place      lifetime and arena offset of every buffer
 //!   │ waits      what instructions wait for, in their slot and in earlier ones
 //!   ▼
@@ -42,6 +43,7 @@ mod error;
 mod in_place;
 mod layouts;
 mod memory;
+mod offload;
 pub mod order;
 mod pack;
 mod place;

@@ -1,9 +1,9 @@
 //! The composition of a role's arena.
 
 use ir::Bytes;
-use ir::program::{BufferClass, RoleProgram};
+use ir::program::{BufferClass, RoleProgram, Space};
 
-/// Bytes of a role's arena on every rank, by class, alignment included. The first four sum
+/// Bytes of a role's arena in device memory on every rank, by class, alignment included. The first four sum
 /// to `arena`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RoleMemory {
@@ -25,7 +25,7 @@ pub fn memory_report(role: &RoleProgram) -> RoleMemory {
         arena: Bytes(role.arena_bytes),
         ..RoleMemory::default()
     };
-    for b in &role.buffers {
+    for b in role.buffers.iter().filter(|b| b.space == Space::Device) {
         let bytes = b.stride() * u64::from(b.slots());
         match b.class {
             BufferClass::Persistent => m.persistent.0 += bytes,

@@ -14,7 +14,7 @@
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
 use crate::place::place_again;
-use ir::program::{InstrKind, Instruction, Program, RoleProgram};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space};
 use ir::reshard::Pieces;
 use ir::{AxisId, BufferId};
 use std::collections::BTreeMap;
@@ -109,6 +109,8 @@ fn in_pieces(
         spec,
         pieces: Some(pieces),
         lifetime: Lifetime::ByUse,
+        value: None,
+        space: Space::Device,
     })
 }
 

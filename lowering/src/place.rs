@@ -98,7 +98,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
             spec: b.spec,
             pieces: b.pieces,
             class,
-            space: Space::Device,
+            space: b.space,
             offset: 0,
             bytes,
         });
@@ -180,7 +180,7 @@ fn copies(alive: &[(usize, usize)]) -> u32 {
     u32::try_from(n).expect("there are fewer than 2^32 microbatches")
 }
 
-/// Places what outlives a template; returns the end.
+/// Places what outlives a template, each in the arena of its memory; returns the end of the device's.
 fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
     let rank = |class: BufferClass| match class {
         BufferClass::Persistent => 0,
@@ -188,19 +188,24 @@ fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
         BufferClass::PerMicrobatch { .. } => 2,
         BufferClass::Transient => 3,
     };
-    let mut at = 0u64;
+    program.other_arenas.clear();
+    let mut of_device = 0u64;
     for group in 0..3 {
         for b in program
             .buffers
             .iter_mut()
             .filter(|b| rank(b.class) == group)
         {
-            b.offset = at;
+            let at = match b.space {
+                Space::Device => &mut of_device,
+                other => program.other_arenas.entry(other).or_default(),
+            };
+            b.offset = *at;
             let bytes = b.stride().saturating_mul(u64::from(b.slots()));
-            at = end(at, bytes, b, program.stage)?;
+            *at = end(*at, bytes, b, program.stage)?;
         }
     }
-    Ok(at)
+    Ok(of_device)
 }
 
 fn end(offset: u64, bytes: u64, b: &Buffer, stage: StageId) -> Result<u64, LowerError> {

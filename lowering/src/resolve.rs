@@ -9,6 +9,7 @@
 //! an op belongs to, its *chunk*, decides only in which template it is played.
 
 use crate::error::LowerError;
+use ir::offload::Spaces;
 use ir::op::{Assignment, OpStrategy};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, relative_path};
 use ir::program::TemplateKind;
@@ -296,6 +297,11 @@ impl<'a> Resolved<'a> {
             || key.to_string(),
             |l| relative_path(key, &self.graph().layers[l.index()]),
         )
+    }
+    /// Where the tensors of a layer rest.
+    pub fn spaces(&self, layer: LayerId) -> &'a Spaces {
+        let strategy = self.layers[layer.index()].strategy;
+        &self.plan.layer_strategies[strategy as usize].spaces
     }
     /// The steps recorded in the strategy of `layer` under a relative key.
     pub fn layer_steps(

@@ -6,6 +6,7 @@ use crate::layers::Layers;
 use crate::prices::{Buckets, Prices};
 use cost_model::collectives;
 use ir::cluster::Cluster;
+use ir::offload::Spaces;
 use ir::plan::{LayerRun, LayerStrategy, Plan, StagePlan, relative_path};
 use ir::reshard::{self, CrossPath, LayoutStep, Placement};
 use ir::training::TrainingGraph;
@@ -36,11 +37,12 @@ pub(crate) struct ChosenLayer<'a> {
     pub groups: &'a [u32],
 }
 
-/// Adds a stage to a plan: runs of layers that share a strategy.
-pub(crate) fn add_stage(plan: &mut Plan, stage: &ChosenStage<'_>) {
+/// Adds a stage to a plan: runs of layers that share a strategy, their tensors resting in `spaces`.
+pub(crate) fn add_stage(plan: &mut Plan, stage: &ChosenStage<'_>, spaces: &Spaces) {
     let mut runs: Vec<LayerRun> = Vec::new();
     for (layer, chosen) in stage.layers.clone().zip(&stage.choices) {
-        let strategy = layer_strategy(layer, chosen);
+        let mut strategy = layer_strategy(layer, chosen);
+        strategy.spaces.clone_from(spaces);
         let index = plan
             .layer_strategies
             .iter()

@@ -21,6 +21,7 @@ use ir::{DType, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, Train
 pub(crate) use members::forward_of;
 use members::parameter_members;
 use parameter::parameter_group;
+pub(crate) use resting::staged;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ use std::sync::Arc;
 mod forward;
 mod members;
 mod parameter;
+mod resting;
 
 /// Everything that is fixed while groups are made.
 pub(crate) struct Setting<'a> {
@@ -135,6 +137,7 @@ pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
             .into_values()
             .map(|members| forward_group(s, members)),
     );
+    groups.iter_mut().for_each(|group| resting::rest(s, group));
     groups
 }
 

@@ -6,7 +6,7 @@
 //! for receiving its gradient in it. Eliminating everything but the two boundaries, under a
 //! price on memory, gives the matrix; min-plus products of matrices are stages (`stage`).
 
-use crate::groups::{Choice, Group, Phases, Setting, make_groups};
+use crate::groups::{Choice, Group, Phases, Setting, make_groups, staged};
 use crate::layers::Layers;
 use crate::pins::{ZeroLevels, whole};
 use crate::prices::Prices;
@@ -368,6 +368,7 @@ impl LayerModel {
         let mut cost = LayerCost::default();
         // Recomputed values live in the backward pass, beside its ops alone.
         let (mut in_step, mut in_microbatch, mut recomputed) = (0, 0, 0u64);
+        let (mut staged_step, mut staged_microbatch) = (0, 0u64);
         for (i, (group, &c)) in self.groups.iter().zip(choice).enumerate() {
             let c = &group.choices[c as usize];
             cost.time = cost.time.plus(c.time);
@@ -379,7 +380,15 @@ impl LayerModel {
             in_step = transient(s, group, c, Region::StepEnd).max(in_step);
             in_microbatch = transient(s, group, c, Region::Microbatch).max(in_microbatch);
             recomputed = recomputed.saturating_add(c.recomputed_bytes);
+            let staged = staged(s, group, c);
+            staged_step = staged.step.max(staged_step);
+            staged_microbatch = staged.microbatch.saturating_add(staged_microbatch);
         }
+        // Tensors of two units are staged at a time.
+        in_step = staged_step.saturating_mul(2).saturating_add(in_step);
+        in_microbatch = staged_microbatch
+            .saturating_mul(2)
+            .saturating_add(in_microbatch);
         cost.transient_bytes = in_step.max(in_microbatch.saturating_add(recomputed));
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);

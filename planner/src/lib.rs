@@ -16,6 +16,7 @@
 //! * `inter_op`: the DP over stages; a pure function of the stage table.
 //! * `interleave`: stages that share a mesh, and its memory.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
+//! * `offload`: which tensors rest in host memory where nothing fits without.
 //! * `recipes`: named grids of pins, and the best point of one.
 
 mod assemble;
@@ -25,6 +26,7 @@ pub mod inter_op;
 mod interleave;
 mod layer_model;
 pub mod layers;
+mod offload;
 pub mod pins;
 mod prices;
 pub mod recipes;
@@ -39,7 +41,8 @@ use ir::plan::Plan;
 use ir::program::Program;
 use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
-pub use pins::{PinError, Pins};
+pub use offload::plan_or_offload;
+pub use pins::{Offload, PinError, Pins};
 pub use recipes::{Recipe, plan_recipe};
 
 /// Options of the search beside model, training and cluster.
@@ -162,7 +165,10 @@ pub fn plan(
     cluster: &Cluster,
     options: &PlanOptions,
 ) -> Result<Planned, PlanError> {
-    search::plan(forward, train, cluster, options)
+    match options.pins.offload {
+        Some(Offload::Search) => plan_or_offload(forward, train, cluster, options),
+        _ => search::plan(forward, train, cluster, options),
+    }
 }
 
 /// Gives `forward` the layers that [`plan`] would slice it into.

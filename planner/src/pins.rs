@@ -10,6 +10,7 @@ pub(crate) mod check;
 pub(crate) mod whole;
 
 use ir::Precision;
+use ir::offload::{Spaces, describe_spaces, parse_spaces};
 use ir::plan::ScheduleKind;
 use ir::training::Recompute;
 use std::collections::BTreeMap;
@@ -45,8 +46,19 @@ pub struct Pins {
     pub recompute: Option<Recompute>,
     /// Ops for which that is fixed one by one; the last that matches counts.
     pub recompute_ops: Vec<RecomputePin>,
+    /// Where classes of tensors rest, of all layers.
+    pub offload: Option<Offload>,
     /// Tensors with a fixed spec.
     pub tensors: Vec<TensorPin>,
+}
+
+/// Which tensors rest in other memories than the device's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Offload {
+    /// The fewest that make the plan fit.
+    Search,
+    /// These classes.
+    Spaces(Spaces),
 }
 
 /// Forward ops whose results are recomputed, or kept, whatever [`Pins::recompute`] says.
@@ -120,7 +132,7 @@ pub struct PinError {
 impl Pins {
     /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `tensor=4`, `pipeline=2`,
     /// `zero=1`, `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`,
-    /// `virtual=2`, `recompute=full`, `recompute:h.*.mlp.act=yes`,
+    /// `virtual=2`, `recompute=full`, `recompute:h.*.mlp.act=yes`, `offload=optimizer+activations:file`,
     /// `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold several, separated by
     /// spaces or, outside brackets, commas. The same key with two values is refused.
     pub fn parse<S: AsRef<str>>(texts: &[S]) -> Result<Pins, PinError> {
@@ -203,6 +215,12 @@ impl Pins {
                     ))
                 })?);
             }
+            "offload" => {
+                self.offload = Some(match value {
+                    "search" => Offload::Search,
+                    _ => Offload::Spaces(parse_spaces(value).map_err(err)?),
+                });
+            }
             _ => match key.split_once(':') {
                 Some(("spec", name)) => self.tensors.push(tensor_pin(name, value).map_err(err)?),
                 Some(("recompute", op)) => self.recompute_ops.push(RecomputePin {
@@ -215,7 +233,7 @@ impl Pins {
                 }),
                 _ => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, expert, context, context_order, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP and spec:TENSOR are known"
+                        "unknown key `{key}`; data, expert, context, context_order, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP, offload and spec:TENSOR are known"
                     )));
                 }
             },
@@ -248,6 +266,10 @@ impl Pins {
             let word = if pin.recompute { "yes" } else { "no" };
             out.push(format!("recompute:{}={word}", pin.op));
         }
+        out.extend(self.offload.as_ref().map(|o| match o {
+            Offload::Search => "offload=search".to_string(),
+            Offload::Spaces(spaces) => format!("offload={}", describe_spaces(spaces)),
+        }));
         out.extend(self.tensors.iter().map(TensorPin::describe));
         out
     }
@@ -282,6 +304,14 @@ impl Pins {
     pub fn recomputes(&self, path: &str) -> Option<bool> {
         let pin = self.recompute_ops.iter().rfind(|p| p.matches(path));
         pin.map(|p| p.recompute)
+    }
+
+    /// Where the tensors of all layers rest.
+    pub fn spaces(&self) -> Spaces {
+        match &self.offload {
+            Some(Offload::Spaces(spaces)) => spaces.clone(),
+            Some(Offload::Search) | None => Spaces::new(),
+        }
     }
 
     /// The spec pinned for a value, if any.

@@ -222,6 +222,7 @@ fn plan_order(
         program,
         simulation,
     } = found.ok_or(PlanError::Overrun { bytes: reserve })?;
+    crate::offload::check_room(pins, cluster, &program)?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
     if pins.zero.is_some_and(|z| z > 0)
         && pins.fixes_mesh()

@@ -163,7 +163,7 @@ fn of_preset(e: PlanError, pins: &Pins) -> Failure {
 }
 
 /// The pins: key and accepted values of each.
-const PINS: [(&str, &str); 14] = [
+const PINS: [(&str, &str); 15] = [
     ("data", "data=N (ranks that split samples)"),
     ("expert", "expert=N (of those, ranks that split experts)"),
     ("context", "context=N (ranks that split the sequence)"),
@@ -185,6 +185,10 @@ const PINS: [(&str, &str); 14] = [
     ),
     ("schedule", "schedule=NAME (1f1b, gpipe, ...)"),
     ("recompute", "recompute=none|full|selective"),
+    (
+        "offload",
+        "offload=optimizer+parameters+activations (any of them, in host memory), or offload=search",
+    ),
     ("recompute:OP", "'recompute:OP=yes|no'"),
     (
         "spec:TENSOR",

@@ -40,6 +40,9 @@ pub struct RunReport {
     /// The recomputation in words; empty where everything is kept.
     #[serde(skip)]
     pub recompute_words: String,
+    /// Where tensors rest, in words; empty where all rest on the device.
+    #[serde(skip)]
+    pub resting_words: String,
     /// The number of layers.
     #[serde(skip)]
     pub n_layers: usize,
@@ -56,6 +59,7 @@ pub fn stages(plan: &Plan, training: &TrainingGraph) -> Vec<StageReport> {
                 .cloned()
                 .collect(),
             recompute_words: recomputed(plan, training, r),
+            resting_words: resting(&plan.layer_strategies[r.strategy as usize].spaces),
             n_layers: r.count as usize,
         };
         StageReport {
@@ -259,7 +263,8 @@ fn parts(stage: &StageReport) -> Vec<Part> {
         if does.is_empty() {
             does.push("no parallelism inside the stage".into());
         }
-        does.extend(Some(run.recompute_words.clone()).filter(|w| !w.is_empty()));
+        let words = [&run.recompute_words, &run.resting_words];
+        does.extend(words.into_iter().filter(|w| !w.is_empty()).cloned());
         match parts.last_mut() {
             Some(part) if part.does == does => {
                 part.layers = join_ranges(&part.layers, &run.layers);
@@ -298,6 +303,19 @@ fn recomputed(plan: &Plan, training: &TrainingGraph, run: &ir::plan::LayerRun) -
     }
     let names: Vec<String> = listed.iter().map(|p| p.replace("{}.", "")).collect();
     format!("recomputed: {}", names.join(", "))
+}
+
+/// The classes of tensors that rest elsewhere, by memory.
+fn resting(spaces: &ir::offload::Spaces) -> String {
+    let parts = spaces.iter().map(|(class, space)| {
+        let memory = match space {
+            ir::program::Space::Device => "on the device",
+            ir::program::Space::Host => "in host memory",
+            ir::program::Space::File => "in files",
+        };
+        format!("{} {memory}", class.words())
+    });
+    parts.collect::<Vec<_>>().join(", ")
 }
 
 fn join_ranges(a: &str, b: &str) -> String {
@@ -719,6 +737,7 @@ mod tests {
                 axes,
                 recompute: Vec::new(),
                 recompute_words: String::new(),
+                resting_words: String::new(),
                 n_layers: 1,
             }],
         };

@@ -19,7 +19,7 @@ use crate::error::LowerError;
 use crate::resolve::{Phase, Resolved};
 use crate::uses::{UseBy, Uses};
 use exchanges::Crossing;
-use ir::program::{InstrKind, TemplateKind, Transfer};
+use ir::program::{InstrKind, Space, TemplateKind, Transfer};
 use ir::schedule::{ChunkPass, PassKind};
 use ir::{BufferId, Op, OpKind, Pass, ShardingSpec, StageId, ValueId};
 use rustc_hash::FxHashMap;
@@ -132,6 +132,8 @@ impl<'r, 'a> Emitter<'r, 'a> {
             spec: spec.clone(),
             pieces: None,
             lifetime,
+            value: Some(v),
+            space: Space::Device,
         })
     }
 

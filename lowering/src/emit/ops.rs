@@ -3,7 +3,7 @@
 use super::{Emitter, Located, serves};
 use crate::draft::{DraftBuffer, Lifetime};
 use crate::error::LowerError;
-use ir::program::{InstrKind, StateBuffer};
+use ir::program::{InstrKind, Space, StateBuffer};
 use ir::{BufferId, DType, Op, OpId, OpKind, ShardingSpec, StageId};
 
 impl Emitter<'_, '_> {
@@ -114,6 +114,8 @@ impl Emitter<'_, '_> {
             spec: ShardingSpec::replicated(1),
             pieces: None,
             lifetime: Lifetime::ByUse,
+            value: None,
+            space: Space::Device,
         });
         self.role(stage)
             .push(InstrKind::WorldSum { inputs, output }, serves(op));

@@ -19,6 +19,7 @@ pub(crate) fn check(
     train: &TrainSpec,
 ) -> Result<(), PlanError> {
     tensor_pins(pins, training)?;
+    crate::offload::check(pins, cluster)?;
     experts(pins, training, cluster.n_devices().into())?;
     virtual_stages(pins, training.graph.layers.len())?;
     samples(pins, train.global_batch)?;

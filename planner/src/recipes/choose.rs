@@ -305,6 +305,7 @@ fn joined(point: &Pins, pins: &Pins) -> Result<Pins, &'static str> {
         virtual_stages: one("virtual", &point.virtual_stages, &pins.virtual_stages)?,
         recompute: one("recompute", &point.recompute, &pins.recompute)?,
         recompute_ops: pins.recompute_ops.clone(),
+        offload: pins.offload.clone(),
         tensors: pins.tensors.clone(),
     })
 }

@@ -170,7 +170,7 @@ impl Search<'_> {
                 mesh,
                 choices: chosen.collect(),
             };
-            add_stage(&mut plan, &chosen);
+            add_stage(&mut plan, &chosen, &self.pins.spaces());
             plan.proof.stages.push(refined.proof);
             problems.extend(refined.problem);
         }

@@ -50,6 +50,8 @@ impl Backward {
                 spec: ShardingSpec::replicated(1),
                 pieces: None,
                 lifetime,
+                value: None,
+                space: ir::program::Space::Device,
             })
         })
     }
