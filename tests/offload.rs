@@ -121,7 +121,7 @@ fn a_pin_says_where_states_rest() {
     }
     // Hosts that lend nothing are refused before anything is searched.
     let error = planned(&case.forward, &case.train, &cluster(4), &pins);
-    let error = error.err().expect("there is no memory").to_string();
+    let error = error.expect_err("there is no memory").to_string();
     assert!(error.contains("host_memory_bytes"), "{error}");
 }
 
