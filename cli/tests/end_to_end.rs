@@ -839,7 +839,7 @@ fn a_plan_explains_itself() {
     for words in [
         "waits for 1 / (2 x 8 + 1) = 5.9% of the step",
         "with one stage on each mesh, for 1 / (8 + 1) = 11.1%",
-        "shared by stages 0+2",
+        "Stages 0 to 2: 2 ranks each, mesh y 2",
         "shared by stages 1+3",
         "(0+2 are stages of one mesh",
         "a microbatch",
