@@ -4,7 +4,7 @@
 //! of shapes for each of tens of microbatch sizes. So submeshes are gone through in the order of
 //! what they cost at least, by their matmuls, what larger microbatches took there
 //! ([`super::larger`]) and the pipeline's bubble; one that cannot beat what was found is not
-//! priced. What is found is the same as with all of them.
+//! priced. What is found is the same as with all of them, as far as `larger` is exact.
 
 use super::larger::Larger;
 use super::pipelines::NEAR;
