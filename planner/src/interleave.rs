@@ -252,9 +252,13 @@ impl Frontier {
     ) -> Frontier {
         let ways = stages.iter().map(|s| s.entries.len());
         let is_few = ways.fold(1, usize::saturating_mul) <= combinations;
+        let hope = match is_few {
+            true => None,
+            false => Hope::of(stages, threshold, capacity, microbatches),
+        };
         let mut steps: Vec<Vec<Step>> = Vec::with_capacity(stages.len());
         let nothing = [Step::default()];
-        for stage in stages {
+        for (number_of, stage) in stages.iter().enumerate() {
             let before = steps.last().map_or(&nothing[..], |s| s);
             let mut new: Vec<Step> = Vec::with_capacity(before.len() * stage.entries.len());
             for (number, part) in before.iter().enumerate() {
@@ -273,7 +277,9 @@ impl Frontier {
                         before: number,
                         entry,
                     };
-                    if step.bytes + step.transient <= capacity {
+                    let fits = step.bytes + step.transient <= capacity;
+                    let hope = hope.as_ref();
+                    if fits && hope.is_none_or(|hope| hope.is_left(number_of + 1, &step)) {
                         new.push(step);
                     }
                 }
@@ -308,6 +314,90 @@ impl Frontier {
             transient: last.transient,
             entries,
         }
+    }
+}
+
+/// What the first stages of a mesh may weigh so that the mesh can still be as good as one that is
+/// known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the least
+/// of each stage's seconds and priced bytes, less the price of what there is.
+struct Hope {
+    /// Seconds per byte.
+    price: f64,
+    /// By number of stages that are chosen: the least of seconds and priced bytes of the others.
+    rest: Vec<f64>,
+    /// What seconds and priced bytes of all stages may come to.
+    limit: f64,
+}
+
+impl Hope {
+    /// How much more than the known way a mesh may weigh: meshes that weigh nearly the same
+    /// differ in what they take once per step.
+    const SLACK: f64 = 0.005;
+
+    /// None where no price on memory makes the stages fit, each on its own.
+    fn of(
+        stages: &[&SharedStage<'_>],
+        threshold: f64,
+        capacity: u128,
+        microbatches: f64,
+    ) -> Option<Hope> {
+        // Seconds, bytes and transient bytes of every entry that is allowed.
+        let of_stage = |s: &&SharedStage<'_>| {
+            let times = s.entries.iter().map(|e| (e, e.time_s() + s.transfer_s));
+            let allowed = times.filter(|(_, time_s)| *time_s <= threshold);
+            let figures = allowed.map(|(e, time_s)| {
+                let weight_s = microbatches * time_s + e.step_s;
+                (weight_s, lasting(e, s.in_flight) as f64, e.transient_bytes)
+            });
+            figures.collect::<Vec<(f64, f64, u64)>>()
+        };
+        let ways: Vec<Vec<(f64, f64, u64)>> = stages.iter().map(of_stage).collect();
+        let least_at = |price: f64, ways: &[(f64, f64, u64)]| {
+            let priced = |w: &(f64, f64, u64)| w.0 + price * w.1;
+            let least = ways.iter().copied();
+            least.min_by(|a, b| priced(a).total_cmp(&priced(b)).then(a.1.total_cmp(&b.1)))
+        };
+        // Seconds of all stages under a price, if they fit.
+        let fitting = |price: f64| {
+            let (mut weight_s, mut bytes, mut transient) = (0.0, 0.0, 0u64);
+            for ways in &ways {
+                let least = least_at(price, ways)?;
+                (weight_s, bytes) = (weight_s + least.0, bytes + least.1);
+                transient = transient.max(least.2);
+            }
+            (bytes + transient as f64 <= capacity as f64).then_some(weight_s)
+        };
+        let mut known_s = fitting(0.0);
+        let mut price = 0.0;
+        if known_s.is_none() {
+            // Powers of two, then the smallest price between two of them that fits.
+            let prices = (-60..0).map(|e| 2.0f64.powi(e));
+            let mut high = prices.into_iter().find(|&p| fitting(p).is_some())?;
+            let mut low = high / 2.0;
+            for _ in 0..12 {
+                let middle = (low + high) / 2.0;
+                match fitting(middle) {
+                    Some(_) => high = middle,
+                    None => low = middle,
+                }
+            }
+            (known_s, price) = (fitting(high), high);
+        }
+        let mut rest = vec![0.0; ways.len() + 1];
+        for (k, ways) in ways.iter().enumerate().rev() {
+            let least = least_at(price, ways)?;
+            rest[k] = rest[k + 1] + least.0 + price * least.1;
+        }
+        Some(Hope {
+            price,
+            rest,
+            limit: known_s? * (1.0 + Hope::SLACK) + price * capacity as f64,
+        })
+    }
+
+    /// Whether a way for the first `n` stages may be part of one that is as good.
+    fn is_left(&self, n: usize, step: &Step) -> bool {
+        step.weight_s + self.price * step.bytes as f64 + self.rest[n] <= self.limit
     }
 }
 

@@ -6,13 +6,13 @@
 //! few by the additive objective are lowered and simulated, and the fastest of those that fit wins.
 
 use crate::groups::Setting;
-use crate::layer_model::LayerModel;
 use crate::layers::Layers;
 use crate::pins::{self, Pins};
 use crate::prices::Prices;
 use crate::stage::Sequences;
 use crate::{PlanError, PlanOptions, PlanStats, Planned};
 use candidates::{Candidate, no_strategy, refer, weigh_all};
+use chosen::Kept;
 use ir::cluster::Cluster;
 use ir::training::{Recompute, TrainingGraph, training_graph};
 use ir::{Graph, LogicalMesh, TrainSpec, ValueId};
@@ -21,8 +21,8 @@ use ranking::{Best, Known, Made};
 use request::{boundary, in_zigzag_order, odd_length, sequences};
 pub(crate) use scale::MEMORY_PRICES;
 use shapes::{Shape, Submesh, submeshes};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
 use variants::Variant;
 
 mod batches;
@@ -69,8 +69,8 @@ struct Search<'a> {
     /// Prices of layout changes on meshes that nobody prices at the moment; most
     /// of it holds for every microbatch size.
     prices: Mutex<Vec<Prices<'a>>>,
-    /// Microbatch size and mesh of the models that are kept, see [`Search::models`].
-    kept: OnceLock<(u64, LogicalMesh, Arc<Vec<LayerModel>>)>,
+    /// Models of shapes that more than one pipeline is made of.
+    kept: Mutex<Kept>,
     /// See [`PlanStats::choices`].
     choices: [AtomicU64; 2],
 }
@@ -167,7 +167,7 @@ fn plan_order(
         submeshes: &submeshes,
         boundary: boundary(&first.training.graph),
         prices: Mutex::new(Vec::new()),
-        kept: OnceLock::new(),
+        kept: Mutex::new(Kept::new()),
         choices: Default::default(),
     };
     let batches = search.batches()?;

@@ -9,6 +9,7 @@
 //! What was worked out about a mesh's layout changes is kept for the next microbatch size.
 
 use super::bounds::{Bounds, Priced};
+use super::chosen::ShapeModels;
 use super::mixes::{Rungs, mixed};
 use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
@@ -79,8 +80,7 @@ struct Unpriced {
     m: u32,
     /// Bytes per device that stay free.
     reserve: u64,
-    /// With nothing recomputed that need not be.
-    models: Arc<Vec<LayerModel>>,
+    models: Arc<ShapeModels>,
     eliminators: Vec<Eliminator>,
     /// Paths where memory has no price.
     paths: Vec<Option<StagePath>>,
@@ -113,14 +113,34 @@ impl<'a> Search<'a> {
         m: u32,
         reserve: u64,
     ) -> Result<Candidate, ModelError> {
-        self.candidate_at(index, shape, batch, m, reserve, None)
+        // Where the pins leave one mesh and one microbatch size, the plan is of these models.
+        let is_only = self.pins.fixes_mesh() && self.pins.microbatch.is_some();
+        let models = match is_only {
+            true => self.kept_models(index, shape, batch)?,
+            false => self.made_models(shape, batch)?,
+        };
+        self.candidate_of(models, (index, shape), batch, m, reserve, None)
     }
 
-    /// The same where parameters keep to a ZeRO level, if one is given.
+    /// The same for a pipeline that is made again, where parameters keep to a ZeRO level if one is
+    /// given. Its models are kept.
     pub(super) fn candidate_at(
         &self,
         index: usize,
         shape: &Shape,
+        batch: u64,
+        m: u32,
+        reserve: u64,
+        level: Option<u8>,
+    ) -> Result<Candidate, ModelError> {
+        let models = self.kept_models(index, shape, batch)?;
+        self.candidate_of(models, (index, shape), batch, m, reserve, level)
+    }
+
+    fn candidate_of(
+        &self,
+        models: Arc<ShapeModels>,
+        (index, shape): (usize, &Shape),
         batch: u64,
         m: u32,
         reserve: u64,
@@ -131,8 +151,7 @@ impl<'a> Search<'a> {
             level,
             ..Weights::free(m)
         };
-        let models = self.models(&s)?;
-        let weighted = weigh(&models, base)?;
+        let weighted = weigh(&models.first, base)?;
         let mut priced = PricedMesh::new(&weighted, base);
         let paths = priced.paths(&[s], &self.sequences);
         let one = |path: &Option<StagePath>| {
@@ -153,7 +172,7 @@ impl<'a> Search<'a> {
         drop(priced);
         let bounds = self.bounds(&weighted, base, prices, &free_s);
         // Of all microbatches and what they share of a step, one takes no less time.
-        let relaxed = self.relaxed(&models, base)?;
+        let relaxed = self.relaxed(&models.first, base)?;
         let eliminators = weighted
             .into_iter()
             .map(|w| w.eliminator.into_owned())
@@ -200,9 +219,9 @@ impl<'a> Search<'a> {
     /// choice of what is recomputed cannot be modelled.
     fn priced(&self, rest: &Unpriced) -> Option<Known> {
         let settings = self.settings(&rest.shape, rest.batch);
-        let others = self.other_models(&settings).ok()?;
+        let others = self.others_of(&rest.models, &rest.shape, rest.batch).ok()?;
         let base = rest.base;
-        let first = rest.models.iter().zip(&rest.eliminators);
+        let first = rest.models.first.iter().zip(&rest.eliminators);
         let first = first.map(|(model, eliminator)| {
             Some(WeightedLayer {
                 model,
@@ -210,7 +229,7 @@ impl<'a> Search<'a> {
             })
         });
         let mut weighted: Weighted<'_> = vec![first.collect()];
-        weighted.extend(weigh_all(&others, base).ok()?);
+        weighted.extend(weigh_all(others, base).ok()?);
         let mut rungs: BTreeMap<usize, Vec<Option<StagePath>>> = BTreeMap::new();
         rungs.insert(0, rest.paths.clone());
         let in_flight = self.in_flight(rest.shape.submesh, rest.m);
@@ -228,7 +247,7 @@ impl<'a> Search<'a> {
             let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
             mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity)
         };
-        let models = rest.models.iter();
+        let models = rest.models.first.iter();
         let transient = models.map(|m| m.least_transient_bytes(&settings[0]) as f64);
         Some(Known {
             stages: sequences.map(of_sequence).collect(),
@@ -362,29 +381,19 @@ impl<'a> Search<'a> {
         Priced::new(price, in_flight, objectives, self.layers().kind.len())
     }
 
-    /// The models of all kinds of layers. Where the pins leave one mesh and one microbatch size
-    /// they are made once for pricing and for the plan.
-    pub(super) fn models(&self, s: &Setting<'_>) -> Result<Arc<Vec<LayerModel>>, ModelError> {
-        let kept = self.kept.get();
-        if let Some((_, _, known)) = kept.filter(|k| (k.0, &k.1) == (s.batch, s.mesh)) {
-            return Ok(Arc::clone(known));
-        }
+    /// The models of all kinds of layers.
+    pub(super) fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, ModelError> {
         let mut prices = self.prices_of(s.mesh);
         let kinds = self.variants[0].layers.first.iter();
         let layers = &self.variants[0].layers;
         let models = kinds.map(|&l| LayerModel::new(s, layers, l, &mut prices));
         let models = models.collect::<Result<Vec<_>, _>>();
         self.known_prices().push(prices);
-        let models = Arc::new(models?);
+        let models = models?;
         for model in models.iter() {
             for (sum, n) in self.choices.iter().zip(model.n_choices()) {
                 sum.fetch_add(n as u64, Ordering::Relaxed);
             }
-        }
-        if self.pins.fixes_mesh() && self.pins.microbatch.is_some() {
-            let _ = self
-                .kept
-                .set((s.batch, s.mesh.clone(), Arc::clone(&models)));
         }
         Ok(models)
     }

@@ -1,48 +1,59 @@
 //! A chosen pipeline's plan. Stages of one shape, price and sequence of layer kinds are solved
 //! once, however many there are.
 //!
-//! The models of a shape are made anew: those of the candidates were dropped with their
+//! The models of a shape are made anew, once: those of the candidates were dropped with their
 //! microbatch size, because a free search has too many of them to keep. Where the pins leave one
-//! shape for one microbatch size, they were kept ([`Search::models`]).
+//! shape for one microbatch size, they were kept ([`Search::kept`]).
 
 use super::candidates::Models;
 use super::mixes::Rungs;
 use super::simple::Likeness;
-use super::{Pipeline, Search, no_strategy, refer, scale, weigh_all};
+use super::{Pipeline, Search, Shape, no_strategy, refer, scale, weigh_all};
 use crate::PlanError;
 use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
 use crate::groups::Phases;
 use crate::inter_op::{PipelineCost, StageChoice};
 use crate::interleave::{Meshes, cost_of_times};
-use crate::layer_model::{LayerCost, LayerModel, Weights};
+use crate::layer_model::{LayerCost, LayerModel, ModelError, Weights};
 use crate::refine::{Refined, Stage, refine};
 use crate::stage::{LayerChoice, PricedMesh, StagePath};
 use intra_op::problem::IntraOpProblem;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof};
 use ir::{DeviceMesh, Graph, LogicalMesh, Rank};
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, PoisonError};
 
 /// Everything that the choices of a stage of one shape depend on: prices, kinds of its layers,
 /// and, where memory has a price, microbatches in flight and bytes for parameters and saved
 /// tensors.
 type Question = (Rungs, Vec<usize>, Option<(u64, u64)>);
 
-/// The layer models of shapes of one microbatch size, by their numbers.
-pub(super) type ShapeModels = BTreeMap<usize, ShapeModel>;
-
-/// The layer models of a shape.
-pub(super) struct ShapeModel {
+/// The layer models of a shape for one microbatch size.
+pub(super) struct ShapeModels {
     /// With as little recomputed as may be.
-    first: Arc<Vec<LayerModel>>,
-    /// Under the other choices of what is recomputed.
-    others: Models,
+    pub(super) first: Vec<LayerModel>,
+    /// Under the other choices of what is recomputed, once asked for.
+    pub(super) others: OnceLock<Result<Models, ModelError>>,
 }
 
-impl ShapeModel {
+/// The models of what is looked at again, by microbatch size and number of the shape.
+pub(super) type Kept = BTreeMap<(u64, usize), Arc<OnceLock<MadeModels>>>;
+
+/// Models, or why there are none.
+type MadeModels = Result<Arc<ShapeModels>, ModelError>;
+
+/// A shape with the models that a pipeline looks at.
+#[derive(Clone, Copy)]
+struct OfShape<'m> {
+    shape: &'m Shape,
+    first: &'m [LayerModel],
+    /// Empty where no memory was priced.
+    others: &'m Models,
+}
+
+impl<'m> OfShape<'m> {
     /// The model of a layer kind under a choice of what is recomputed.
-    fn of(&self, kind: usize, variant: usize) -> &LayerModel {
+    fn of(&self, kind: usize, variant: usize) -> &'m LayerModel {
         let others = variant.checked_sub(1).map(|v| &self.others[v][kind]);
         others.and_then(Option::as_ref).unwrap_or(&self.first[kind])
     }
@@ -72,16 +83,47 @@ fn tag(stage: &StageChoice) -> (usize, Rungs) {
 }
 
 impl Search<'_> {
+    /// The models of shape `index`, which are made once however often they are asked for.
+    pub(super) fn kept_models(&self, index: usize, shape: &Shape, batch: u64) -> MadeModels {
+        let slot = {
+            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(kept.entry((batch, index)).or_default())
+        };
+        let made = slot.get_or_init(|| self.made_models(shape, batch));
+        made.clone()
+    }
+
+    /// The models of a shape, made anew.
+    pub(super) fn made_models(&self, shape: &Shape, batch: u64) -> MadeModels {
+        Ok(Arc::new(ShapeModels {
+            first: self.models(&self.setting(shape, batch))?,
+            others: OnceLock::new(),
+        }))
+    }
+
+    /// The models of a shape under the other choices of what is recomputed.
+    pub(super) fn others_of<'m>(
+        &self,
+        models: &'m ShapeModels,
+        shape: &Shape,
+        batch: u64,
+    ) -> Result<&'m Models, ModelError> {
+        let made = || self.other_models(&self.settings(shape, batch));
+        models
+            .others
+            .get_or_init(made)
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
     /// The plan of a pipeline, with `reserve` bytes left for placing its buffers; none where no
-    /// strategies of a stage keep to the pipeline's ZeRO level. `models` keeps the models of its
-    /// shapes for other pipelines of the same microbatch size. What is proved about its stages is
+    /// strategies of a stage keep to the pipeline's ZeRO level. What is proved about its stages is
     /// worked out where `proves` says so.
     pub(super) fn assemble(
         &self,
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
-        models: &mut ShapeModels,
         proves: bool,
     ) -> Result<Option<Assembled>, PlanError> {
         let mut problems = Vec::new();
@@ -106,28 +148,33 @@ impl Search<'_> {
         let shapes = self.shapes(p.batch);
         let mut solved: Vec<Option<Solved>> = vec![None; p.choice.stages.len()];
         let chosen: BTreeSet<usize> = p.choice.stages.iter().map(|s| tag(s).0).collect();
-        for c in chosen {
+        let none = Models::new();
+        let mut models: BTreeMap<usize, Arc<ShapeModels>> = BTreeMap::new();
+        for &c in &chosen {
             let shape = shapes
                 .get(c)
                 .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
-            let settings = self.settings(shape, p.batch);
-            let model = match models.entry(c) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(vacant) => vacant.insert(ShapeModel {
-                    first: self.models(&settings[0]).map_err(no_strategy)?,
-                    others: Models::new(),
-                }),
-            };
+            let kept = self.kept_models(c, shape, p.batch).map_err(no_strategy)?;
+            models.insert(c, kept);
+        }
+        let mut of_shapes: BTreeMap<usize, OfShape<'_>> = BTreeMap::new();
+        for (&c, models) in &models {
             // Where no memory was priced everything is kept.
             let mut of_shape = p.choice.stages.iter().filter(|s| tag(s).0 == c);
             let is_pressed = of_shape.any(|s| !p.likeness.rungs(p, s).are_free());
-            if is_pressed && model.others.is_empty() {
-                model.others = self.other_models(&settings).map_err(no_strategy)?;
-            }
-            let of_shape = (c, &models[&c]);
-            if !self.solve_stages(forward, p, reserve, of_shape, &mut solved, proves)? {
+            let others = match is_pressed {
+                true => self.others_of(models, &shapes[c], p.batch),
+                false => Ok(&none),
+            };
+            let of_shape = OfShape {
+                shape: &shapes[c],
+                first: &models.first,
+                others: others.map_err(no_strategy)?,
+            };
+            if !self.solve_stages(forward, p, reserve, (c, of_shape), &mut solved, proves)? {
                 return Ok(None);
             }
+            of_shapes.insert(c, of_shape);
         }
         let mut times = Vec::with_capacity(p.choice.stages.len());
         let n_meshes = p.choice.stages.len() / p.schedule.virtual_stages() as usize;
@@ -153,7 +200,7 @@ impl Search<'_> {
                 },
                 axes: shape.mesh.axes.clone(),
             };
-            let models = &models[&c];
+            let models = &of_shapes[&c];
             let kinds = &self.layers().kind[stage.layers.clone()];
             let chosen = kinds.iter().zip(&refined.choices);
             let chosen = chosen.map(|(&kind, choice)| {
@@ -203,12 +250,11 @@ impl Search<'_> {
         forward: &Graph,
         p: &Pipeline,
         reserve: u64,
-        (shape, models): (usize, &ShapeModel),
+        (shape, models): (usize, OfShape<'_>),
         solved: &mut [Option<Solved>],
         proves: bool,
     ) -> Result<bool, PlanError> {
-        let shapes = self.shapes(p.batch);
-        let settings = self.settings(&shapes[shape], p.batch);
+        let settings = self.settings(models.shape, p.batch);
         let base = Weights {
             level: p.level,
             ..Weights::free(p.m)
@@ -216,7 +262,7 @@ impl Search<'_> {
         let first = models.first.iter().map(|m| m.weighted(base).map(Some));
         let first: Result<Vec<_>, _> = first.collect();
         let mut weighted = vec![first.map_err(no_strategy)?];
-        weighted.extend(weigh_all(&models.others, base).map_err(no_strategy)?);
+        weighted.extend(weigh_all(models.others, base).map_err(no_strategy)?);
         let weighted = refer(&weighted);
         let mut priced: BTreeMap<u16, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();

@@ -12,7 +12,7 @@
 //! objective as it is, beside the same bound.
 
 use super::batches::MAX_MICROBATCH;
-use super::chosen::{Assembled, ShapeModels};
+use super::chosen::Assembled;
 use super::interleaved;
 use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search};
@@ -136,8 +136,7 @@ impl Search<'_> {
         while !waiting.is_empty() {
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
             let outcomes = some.par_iter().map(|(p, reserve, _)| {
-                let models = &mut ShapeModels::new();
-                let made = self.assemble(forward, p, *reserve, models, false)?;
+                let made = self.assemble(forward, p, *reserve, false)?;
                 let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
                 self.play(forward, made.ok_or_else(defect)?)
             });
@@ -176,12 +175,11 @@ impl Search<'_> {
         // The fastest, with the bytes that it leaves for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         for r in ranked.iter().take(AT_LEVELS) {
-            let mut models = ShapeModels::new();
             let mut fastest = None;
             let mut near = vec![r.pipeline.clone()];
             let at_level = |&level: &u8| self.at_level(r, level);
             let ways: Vec<Pipeline> = levels.par_iter().map(at_level).collect();
-            let different = self.different(forward, ways, (r.reserve, &[&r.plan]), &mut models)?;
+            let different = self.different(forward, ways, (r.reserve, &[&r.plan]))?;
             for (p, played) in different {
                 if best.is_near(played.simulation.step_time.0) {
                     near.push(p.clone());
@@ -199,15 +197,14 @@ impl Search<'_> {
                 continue;
             }
             let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
-            let different = self.different(forward, alike, (r.reserve, &[&r.plan]), &mut models)?;
+            let different = self.different(forward, alike, (r.reserve, &[&r.plan]))?;
             for (p, played) in different {
                 self.compare(&mut best, played, &p, r.reserve, known, stats);
             }
         }
         if let Some((p, reserve)) = champion {
             let whole = Likeness::whole(&p).into_iter().collect();
-            let mut models = ShapeModels::new();
-            for (p, played) in self.different(forward, whole, (reserve, &[]), &mut models)? {
+            for (p, played) in self.different(forward, whole, (reserve, &[]))? {
                 self.compare(&mut best, played, &p, reserve, known, stats);
             }
         }
@@ -266,11 +263,10 @@ impl Search<'_> {
         forward: &Graph,
         ways: Vec<Pipeline>,
         (reserve, known): (u64, &[&Plan]),
-        models: &mut ShapeModels,
     ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
         let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
         for mut pipeline in ways {
-            let made = self.assemble(forward, &pipeline, reserve, models, false)?;
+            let made = self.assemble(forward, &pipeline, reserve, false)?;
             let Some(made) = made else {
                 continue;
             };
@@ -298,8 +294,8 @@ impl Search<'_> {
 
     /// What is proved about the stages of the plan that is taken.
     fn stage_proofs(&self, forward: &Graph, taken: &Taken) -> Result<Vec<StageProof>, PlanError> {
-        let (p, models) = (&taken.pipeline, &mut ShapeModels::new());
-        let again = self.assemble(forward, p, taken.reserve, models, true)?;
+        let p = &taken.pipeline;
+        let again = self.assemble(forward, p, taken.reserve, true)?;
         let again = again.filter(|a| decisions(&a.plan) == decisions(&taken.played.plan));
         let defect = || PlanError::Defect("a plan is another when it is made again".into());
         let mut proofs = again.ok_or_else(defect)?.plan.proof.stages;
