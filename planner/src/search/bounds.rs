@@ -16,6 +16,7 @@
 
 use super::candidates::Known;
 use super::interleaved::Ring;
+use super::larger::LeastTimes;
 use super::{Candidate, Search};
 use crate::layer_model::QUANTUM_S;
 use std::collections::BTreeMap;
@@ -136,6 +137,8 @@ impl Search<'_> {
 pub(super) struct LeastSums {
     /// Seconds of a microbatch.
     pub(super) time_s: f64,
+    /// The same, and of each layer by itself.
+    pub(super) times: LeastTimes,
     /// By the candidate's bounds under prices on what lives for the step: seconds of all
     /// microbatches and once per step, with these prices.
     whole: Vec<f64>,
@@ -174,15 +177,25 @@ impl Search<'_> {
     pub(super) fn least_sums(&self, candidate: &Candidate) -> Option<LeastSums> {
         let fixed = candidate.bounds.fixed.iter();
         let whole = fixed.map(|b| self.least_cut(&b.least));
+        let times = self.least_times(candidate)?;
         Some(LeastSums {
-            time_s: self.least_time_s(candidate)?,
+            time_s: times.sum_s,
+            times,
             whole: whole.collect::<Option<_>>()?,
         })
     }
 
-    /// Seconds of a microbatch that all layers take at least, however they are cut.
-    pub(super) fn least_time_s(&self, candidate: &Candidate) -> Option<f64> {
-        self.least_cut(&candidate.relaxed)
+    /// Seconds of a microbatch that all layers take at least, however they are cut, and that each
+    /// takes by itself; `None` where no stages cover them.
+    pub(super) fn least_times(&self, candidate: &Candidate) -> Option<LeastTimes> {
+        let sum_s = self.least_cut(&candidate.relaxed)?;
+        let mut layers_s = vec![0.0; self.layers().kind.len()];
+        for &((start, end), sequence) in &self.sequences.ranges {
+            if end == start + 1 {
+                layers_s[start] = candidate.relaxed[sequence].unwrap_or(0.0);
+            }
+        }
+        Some(LeastTimes { sum_s, layers_s })
     }
 
     /// The least sum over all ways to cut the layers, of figures by sequence.
@@ -213,7 +226,8 @@ impl Search<'_> {
         let RingOf {
             ring, candidate, m, ..
         } = of;
-        let mut most = ring.least_s(sums.time_s + of.sent_s, m);
+        let longest_s = sums.times.longest_s(ring.n_stages());
+        let mut most = ring.least_s(sums.time_s + of.sent_s, longest_s, m);
         for (b, whole) in candidate.bounds.fixed.iter().zip(&sums.whole) {
             let sum = |rounds: f64| whole + (rounds - candidate.m) * sums.time_s;
             let cost = |sequence: usize, rounds: f64| {

@@ -6,7 +6,8 @@
 //! ([`super::larger`]) and the pipeline's bubble; one that cannot beat what was found is not
 //! priced. What is found is the same as with all of them, as far as `larger` is exact.
 
-use super::larger::Larger;
+use super::interleaved::Ring;
+use super::larger::{Larger, LeastTimes};
 use super::pipelines::NEAR;
 use super::{Candidate, Search, Shape, Solved, ToBeat, nearer, no_strategy};
 use crate::PlanError;
@@ -22,11 +23,38 @@ use std::collections::BTreeMap;
 /// another order, layer by layer and stage by stage. Sums of 10^5 terms lose no more than 10^-11.
 const ROUNDING: f64 = 1e-9;
 
-/// Seconds that no pipeline over a submesh can beat, with one stage on each mesh and with
-/// several; infinite where there are none.
+/// Seconds that no pipeline over meshes of one shape can beat, with one stage on each mesh and
+/// with several; infinite where there are none.
+#[derive(Clone, Copy)]
 struct Least {
     plain: f64,
     interleaved: f64,
+}
+
+impl Least {
+    const NONE: Least = Least {
+        plain: f64::INFINITY,
+        interleaved: f64::INFINITY,
+    };
+
+    /// That of pipelines over the one or the other.
+    fn or(self, other: &Least) -> Least {
+        Least {
+            plain: self.plain.min(other.plain),
+            interleaved: self.interleaved.min(other.interleaved),
+        }
+    }
+
+    fn of_both(&self) -> f64 {
+        self.plain.min(self.interleaved)
+    }
+}
+
+/// A shape with its number among all shapes, and what it costs at least.
+struct Way<'s> {
+    number: usize,
+    shape: &'s Shape,
+    least: Least,
 }
 
 impl Search<'_> {
@@ -44,17 +72,15 @@ impl Search<'_> {
         let n_layers = self.layers().kind.len();
         let devices = self.cluster.n_devices();
         let shapes = self.shapes(batch);
-        let matmul_s = self.least_matmul_s(batch);
-        let mut order: Vec<(Least, usize)> = (0..self.submeshes.len())
+        let mut order: Vec<(Least, usize, Vec<Way<'_>>)> = (0..self.submeshes.len())
             .filter(|&i| (devices / self.submeshes[i].n_devices) as usize <= n_layers)
             .map(|i| {
-                let of_matmuls = matmul_s / f64::from(self.submeshes[i].n_devices.max(1));
-                let sum_s = of_matmuls.max(larger.least_s(i, batch));
-                (self.least_s(sum_s, i, m, schedule), i)
+                let ways = self.ways(&shapes, i, (batch, m), schedule, larger);
+                let least = ways.iter().fold(Least::NONE, |l, way| l.or(&way.least));
+                (least, i, ways)
             })
             .collect();
-        let first = |l: &Least| l.plain.min(l.interleaved);
-        order.sort_by(|a, b| first(&a.0).total_cmp(&first(&b.0)).then(a.1.cmp(&b.1)));
+        order.sort_by(|a, b| a.0.of_both().total_cmp(&b.0.of_both()).then(a.1.cmp(&b.1)));
         let stages = self.pins.pipeline.map(|p| p as usize);
         let mut best: Option<(usize, PipelineChoice)> = None;
         let mut solved = Solved::nothing();
@@ -62,7 +88,7 @@ impl Search<'_> {
         // By shape and by submesh, so that what is said does not depend on the order above.
         let mut without: BTreeMap<usize, ModelError> = BTreeMap::new();
         let mut errors: BTreeMap<usize, PlanError> = BTreeMap::new();
-        for (least, submesh) in order {
+        for (least, submesh, ways) in order {
             let found = best.as_ref().map(|b| b.1.cost.total_s);
             let to_beat = ToBeat {
                 plain: found.unwrap_or(to_beat.plain),
@@ -70,19 +96,31 @@ impl Search<'_> {
                     .interleaved
                     .min(found.map_or(f64::INFINITY, |s| s * NEAR)),
             };
+            let may_win = |least: &Least| {
+                least.plain <= to_beat.plain || least.interleaved < to_beat.interleaved
+            };
+            let (ways, others): (Vec<_>, Vec<_>) = ways.iter().partition(|w| may_win(&w.least));
+            for Way { least, .. } in others {
+                solved.lower = solved.lower.min(least.of_both());
+            }
             let plain = least.plain <= to_beat.plain;
             if !plain {
                 solved.lower = solved.lower.min(least.plain);
             }
-            if !plain && to_beat.interleaved <= least.interleaved {
-                solved.lower = solved.lower.min(least.interleaved);
+            if ways.is_empty() {
                 continue;
             }
             let mut usable = Vec::new();
             let mut too_wide = false;
-            for (i, candidate) in self.candidates(&shapes, submesh, batch, m, reserve) {
+            for (i, candidate) in self.candidates(&ways, batch, m, reserve) {
                 match candidate {
-                    Ok(c) => usable.push(c),
+                    Ok(c) => {
+                        let least = self.least_times(&c);
+                        solved
+                            .least
+                            .extend(least.map(|least| (shapes[i].clone(), least)));
+                        usable.push(c)
+                    }
                     Err(e) => {
                         too_wide |= matches!(e, ModelError::TooWide(_));
                         without.insert(i, e);
@@ -90,11 +128,6 @@ impl Search<'_> {
                 }
             }
             unpriced |= too_wide;
-            let sums = usable.iter().filter_map(|c| self.least_time_s(c));
-            let least_s = sums.fold(f64::INFINITY, f64::min);
-            if !too_wide && least_s.is_finite() {
-                solved.least_s.push((submesh, least_s));
-            }
             solved.candidates += usable.len() as u64;
             if plain {
                 let one = self.solve_over(
@@ -145,31 +178,76 @@ impl Search<'_> {
         solved
     }
 
-    /// The shapes of one submesh priced, with their numbers among all shapes.
+    /// The shapes of a submesh with what pipelines over it cost at least.
+    fn ways<'s>(
+        &self,
+        shapes: &'s [Shape],
+        submesh: usize,
+        (batch, m): (u64, u32),
+        schedule: ScheduleKind,
+        larger: &Larger,
+    ) -> Vec<Way<'s>> {
+        let n_devices = self.submeshes[submesh].n_devices.max(1);
+        let of_matmuls = self.least_matmul_s(batch) / f64::from(n_devices);
+        let own = shapes
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| s.submesh == submesh);
+        own.map(|(number, shape)| {
+            let mut least = larger.least(shape, batch).unwrap_or_default();
+            least.sum_s = least.sum_s.max(of_matmuls);
+            Way {
+                number,
+                shape,
+                least: self.least_s(&least, submesh, (batch, m), schedule),
+            }
+        })
+        .collect()
+    }
+
+    /// Shapes priced, with their numbers.
     fn candidates(
         &self,
-        shapes: &[Shape],
-        submesh: usize,
+        ways: &[&Way<'_>],
         batch: u64,
         m: u32,
         reserve: u64,
     ) -> Vec<(usize, Result<Candidate, ModelError>)> {
-        let own = shapes.par_iter().enumerate();
-        own.filter(|(_, shape)| shape.submesh == submesh)
-            .map(|(i, shape)| (i, self.candidate(i, shape, batch, m, reserve)))
-            .collect()
+        let priced = ways.par_iter();
+        let priced = priced.map(|w| {
+            (
+                w.number,
+                self.candidate(w.number, w.shape, batch, m, reserve),
+            )
+        });
+        priced.collect()
     }
 
-    /// Seconds that no pipeline over a submesh can beat: its stages share `sum_s`, the slowest has
-    /// no less than the mean, and the schedule repeats that.
-    fn least_s(&self, sum_s: f64, submesh: usize, m: u32, schedule: ScheduleKind) -> Least {
+    /// Seconds that no pipeline over a shape can beat: its stages share the time of all layers and
+    /// that of sending, the slowest has no less than the mean and no less than the longest of the
+    /// most even cut, and the schedule repeats that.
+    fn least_s(
+        &self,
+        least: &LeastTimes,
+        submesh: usize,
+        (batch, m): (u64, u32),
+        schedule: ScheduleKind,
+    ) -> Least {
         let n_stages = self.n_stages(submesh);
         let repeats = InterOpOptions::new(u64::from(m), schedule).repeats();
+        let plain = Ring {
+            submesh,
+            n_meshes: n_stages as usize,
+            schedule,
+        };
+        let sum_s = |ring| least.sum_s + self.sent_s(ring, batch).iter().sum::<f64>();
+        let of_plain = sum_s(plain);
+        let slowest_s = least.longest_s(plain.n_stages()).max(of_plain / n_stages);
         let rings = self.rings(submesh, m).into_iter();
         Least {
-            plain: sum_s * (1.0 + repeats / n_stages),
+            plain: of_plain + repeats * slowest_s,
             interleaved: rings
-                .map(|r| r.least_s(sum_s, m))
+                .map(|r| r.least_s(sum_s(r), least.longest_s(r.n_stages()), m))
                 .fold(f64::INFINITY, f64::min),
         }
     }

@@ -46,7 +46,7 @@ pub(super) fn counts() -> String {
 /// Meshes of one submesh, each with several stages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ring {
-    submesh: usize,
+    pub(super) submesh: usize,
     pub(super) n_meshes: usize,
     pub(super) schedule: ScheduleKind,
 }
@@ -83,10 +83,11 @@ impl Ring {
         p + latency.busiest + latency.slowest / v
     }
 
-    /// Seconds that no pipeline can beat whose stages take `sum_s` together.
-    pub(super) fn least_s(self, sum_s: f64, m: u32) -> f64 {
-        let busiest_s = sum_s / self.n_meshes as f64;
-        let largest_s = sum_s / self.n_stages() as f64;
+    /// Seconds that no pipeline can beat whose stages take `sum_s` together and the longest
+    /// `longest_s`.
+    pub(super) fn least_s(self, sum_s: f64, longest_s: f64, m: u32) -> f64 {
+        let busiest_s = longest_s.max(sum_s / self.n_meshes as f64);
+        let largest_s = longest_s.max(sum_s / self.n_stages() as f64);
         self.latency(m).total_s(sum_s, busiest_s, largest_s, 0.0)
     }
 }
@@ -427,7 +428,7 @@ impl Search<'_> {
     }
 
     /// Seconds of sending from each stage of a ring to the next, one microbatch.
-    fn sent_s(&self, ring: Ring, batch: u64) -> Vec<f64> {
+    pub(super) fn sent_s(&self, ring: Ring, batch: u64) -> Vec<f64> {
         let bytes = self.boundary_bytes(batch);
         let n = self.submeshes[ring.submesh].n_devices;
         let on = ring.meshes();
@@ -508,7 +509,7 @@ mod tests {
             let n = ring.n_stages();
             let times: Vec<f64> = (0..n).map(|_| 1.0 + below(3) as f64).collect();
             let sum_s: f64 = times.iter().sum();
-            let least = ring.least_s(sum_s, m);
+            let least = ring.least_s(sum_s, 0.0, m);
             assert!(least <= cost(&times) + 1e-9, "{ring:?} {times:?}");
             let equal = vec![sum_s / n as f64; n];
             assert!((least - cost(&equal)).abs() < 1e-9 * least, "{ring:?}");

@@ -3,10 +3,10 @@
 //! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
 //! next. What is found and its bound do not depend on which is ready first.
 
-use super::larger::Larger;
+use super::larger::{Larger, LeastTimes};
 use super::mixes::Rungs;
 use super::simple::Likeness;
-use super::{Candidate, Search, Submesh, no_strategy};
+use super::{Candidate, Search, Shape, Submesh, no_strategy};
 use crate::inter_op::{self, Hop, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
 use crate::layer_model::ModelError;
 use crate::{PlanError, PlanStats};
@@ -56,8 +56,8 @@ pub(super) struct Solved {
     pub(super) error: Option<PlanError>,
     /// No pipeline of this microbatch size costs less, found or not.
     pub(super) lower: f64,
-    /// By submesh that was priced, seconds that all layers take at least, one microbatch.
-    pub(super) least_s: Vec<(usize, f64)>,
+    /// What the shapes that were priced say of smaller microbatches.
+    pub(super) least: Vec<(Shape, LeastTimes)>,
 }
 
 impl Solved {
@@ -69,7 +69,7 @@ impl Solved {
             interleaved: Vec::new(),
             error: None,
             lower: f64::INFINITY,
-            least_s: Vec::new(),
+            least: Vec::new(),
         }
     }
 }
@@ -119,12 +119,12 @@ impl Search<'_> {
                 .par_iter()
                 .map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat, &larger));
             let more: Vec<Solved> = more.collect();
-            for (&batch, solved) in some.iter().zip(&more) {
-                for &(submesh, least_s) in &solved.least_s {
-                    larger.add(submesh, batch, least_s);
+            for (&batch, mut more) in some.iter().zip(more) {
+                for (shape, least) in std::mem::take(&mut more.least) {
+                    larger.add(&shape, batch, least);
                 }
+                solved.push(more);
             }
-            solved.extend(more);
         }
         for (&batch, solved) in order.iter().zip(solved).rev() {
             stats.candidates += solved.candidates;

@@ -10,7 +10,7 @@ use ir::cluster::Cluster;
 use ir::testing::Rng;
 use ir::training::training_graph;
 use ir::{Bytes, Graph, Precision, TrainSpec};
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
 
 /// Costs that are the same but for the order in which they are summed.
 const SAME: f64 = 1e-9;
@@ -82,7 +82,7 @@ impl Case {
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
             prices: Mutex::new(Vec::new()),
-            kept: OnceLock::new(),
+            kept: Mutex::default(),
             choices: Default::default(),
         }
     }
@@ -140,13 +140,47 @@ fn cluster(rng: &mut Rng) -> Cluster {
     cluster
 }
 
+/// All shapes of a submesh, of which nothing is known.
+fn ways_of(shapes: &[Shape], submesh: usize) -> Vec<Way<'_>> {
+    let own = shapes
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| s.submesh == submesh);
+    own.map(|(number, shape)| Way {
+        number,
+        shape,
+        least: Least::NONE,
+    })
+    .collect()
+}
+
+/// All shapes of a submesh priced.
+fn priced(
+    case: &Case,
+    search: &Search<'_>,
+    shapes: &[Shape],
+    submesh: usize,
+) -> Vec<(usize, Result<Candidate, ModelError>)> {
+    let ways = ways_of(shapes, submesh);
+    search.candidates(&ways.iter().collect::<Vec<_>>(), case.batch, case.m(), 0)
+}
+
+/// What pipelines over a submesh cost at least by nothing but the time of all layers.
+fn least_of_matmuls(case: &Case, search: &Search<'_>, submesh: usize, sum_s: f64) -> Least {
+    let least = LeastTimes {
+        sum_s,
+        ..LeastTimes::default()
+    };
+    search.least_s(&least, submesh, (case.batch, case.m()), case.schedule)
+}
+
 /// The cost of the best pipeline over each submesh, each pipeline in turn.
 fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
     let shapes = search.shapes(case.batch);
     let devices = search.cluster.n_devices();
     let options = InterOpOptions::new(case.m().into(), case.schedule);
     let best = |(i, submesh): (usize, &Submesh)| {
-        let priced = search.candidates(&shapes, i, case.batch, case.m(), 0);
+        let priced = priced(&case, &search, &shapes, i);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         for candidate in &usable {
             search.stages(candidate);
@@ -185,7 +219,7 @@ fn nothing_better_is_cut() {
         let matmul_s = search.least_matmul_s(case.batch);
         for (i, cost) in costs.iter().enumerate() {
             let of_matmuls = matmul_s / f64::from(search.submeshes[i].n_devices);
-            let least = search.least_s(of_matmuls, i, case.m(), case.schedule).plain;
+            let least = least_of_matmuls(&case, &search, i, of_matmuls).plain;
             let cost = cost.unwrap_or(f64::INFINITY);
             assert!(
                 least <= cost,
@@ -232,7 +266,7 @@ fn nothing_better_is_cut() {
 fn exhaustive_rings(case: &Case, search: &Search<'_>) -> Vec<f64> {
     let shapes = search.shapes(case.batch);
     let best = |i: usize| {
-        let priced = search.candidates(&shapes, i, case.batch, case.m(), 0);
+        let priced = priced(&case, &search, &shapes, i);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         let costs = usable.iter().flat_map(|c| {
             let rings = search.rings(i, case.m()).into_iter();
@@ -256,7 +290,7 @@ fn no_better_ring_is_cut() {
         let matmul_s = search.least_matmul_s(case.batch);
         for (i, &cost) in rings.iter().enumerate() {
             let of_matmuls = matmul_s / f64::from(search.submeshes[i].n_devices);
-            let least = search.least_s(of_matmuls, i, case.m(), case.schedule);
+            let least = least_of_matmuls(&case, &search, i, of_matmuls);
             assert!(
                 least.interleaved <= cost,
                 "seed {seed}: submesh {i} costs {cost}, at least {}",
@@ -312,7 +346,7 @@ fn no_stage_beats_its_bound() {
         let search = case.search();
         let shapes = search.shapes(case.batch);
         for submesh in 0..search.submeshes.len() {
-            let priced = search.candidates(&shapes, submesh, case.batch, case.m(), 0);
+            let priced = priced(&case, &search, &shapes, submesh);
             for candidate in priced.into_iter().filter_map(|(_, c)| c.ok()) {
                 let m = f64::from(case.m());
                 for (sequence, choices) in search.stages(&candidate).iter().enumerate() {
@@ -361,17 +395,27 @@ fn samples_take_no_longer_in_larger_microbatches() {
         case.train.global_batch = larger;
         let search = case.search();
         for submesh in 0..search.submeshes.len() {
+            // By shape, of all layers and of each layer, per sample.
             let least = |batch: u64| {
-                let m = (larger / batch) as u32;
                 let shapes = search.shapes(batch);
-                let priced = search.candidates(&shapes, submesh, batch, m, 0);
-                let usable = priced.into_iter().filter_map(|(_, c)| c.ok());
-                let sums = usable.filter_map(|c| search.least_time_s(&c));
-                sums.fold(f64::INFINITY, f64::min) / batch as f64
+                let ways: Vec<Way<'_>> = ways_of(&shapes, submesh);
+                let ways: Vec<&Way<'_>> = ways.iter().collect();
+                let priced = search.candidates(&ways, batch, (larger / batch) as u32, 0);
+                let usable = priced.into_iter().filter_map(|(i, c)| Some((i, c.ok()?)));
+                let times = usable.filter_map(|(i, c)| {
+                    let times = search.least_times(&c)?;
+                    let all = times.layers_s.iter().chain([&times.sum_s]);
+                    Some((i, all.map(|s| s / batch as f64).collect::<Vec<_>>()))
+                });
+                times.collect::<BTreeMap<usize, Vec<f64>>>()
             };
             let (small, large) = (least(case.batch), least(larger));
-            worst = worst.max(1.0 - small / large);
-            n_gain += u32::from(large < 0.99 * small);
+            for (i, large) in large {
+                for (small, large) in small.get(&i).into_iter().flatten().zip(large) {
+                    worst = worst.max(1.0 - small / large);
+                    n_gain += u32::from(large < 0.99 * small);
+                }
+            }
         }
     }
     assert!(worst <= super::super::larger::SLACK, "{worst}");
