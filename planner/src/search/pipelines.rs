@@ -264,12 +264,21 @@ impl Search<'_> {
         let stages = p.choice.stages.iter();
         let indices: BTreeSet<usize> = stages.map(|s| Rungs::of_tag(s.tag).0).collect();
         let shapes = self.shapes(p.batch);
-        let mut candidates = Vec::with_capacity(indices.len());
-        for index in indices {
-            let shape = shapes.get(index)?;
-            let candidate = self.candidate_at(index, shape, p.batch, p.m, reserve, p.level);
-            candidates.push(candidate.ok()?);
-        }
+        let own = indices.into_iter().map(|i| Some((i, shapes.get(i)?)));
+        self.plain_of(p, &own.collect::<Option<Vec<_>>>()?, reserve)
+    }
+
+    /// The same of other shapes, which have their numbers beside them.
+    pub(super) fn plain_of(
+        &self,
+        p: &Pipeline,
+        shapes: &[(usize, &Shape)],
+        reserve: u64,
+    ) -> Option<PipelineChoice> {
+        let candidates = shapes
+            .iter()
+            .map(|&(index, shape)| self.candidate_at(index, shape, p.batch, p.m, reserve, p.level));
+        let candidates = candidates.collect::<Result<Vec<_>, _>>().ok()?;
         let mut submeshes: Vec<usize> = candidates.iter().map(|c| c.submesh).collect();
         submeshes.sort_unstable();
         submeshes.dedup();

@@ -14,8 +14,10 @@
 use super::batches::MAX_MICROBATCH;
 use super::chosen::Assembled;
 use super::interleaved;
+use super::mixes::Rungs;
+use super::pipelines::NEAR;
 use super::simple::{Complexity, Frontier, Likeness};
-use super::{Pipeline, Search};
+use super::{Pipeline, Search, Shape};
 use crate::assemble::record_paths;
 use crate::groups::Phases;
 use crate::prices::Buckets;
@@ -29,12 +31,16 @@ use ir::training::TrainingGraph;
 use ir::{Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 /// Number of simulated pipelines that are tried at ZeRO levels: the fastest at all of
 /// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
 /// about a hundredth of the search, so that all of them at all levels would add a quarter.
 const AT_LEVELS: usize = 2;
+/// Number of simulated pipelines of which those of the other shapes of their mesh are tried.
+const AT_SHAPES: usize = 2;
+/// What takes so many times as long as the fastest is not looked at further.
+const CLOSE: f64 = 1.02;
 /// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
 const AT_ONCE: usize = 4;
 /// Times that a pipeline is made, with more bytes left for placing its buffers, until it fits.
@@ -106,6 +112,25 @@ struct Ranked {
     plan: Plan,
 }
 
+/// The pipelines that were simulated.
+struct Simulated {
+    best: Frontier<Taken>,
+    /// Those that fit, the fastest first.
+    ranked: Vec<Ranked>,
+    /// The fewest bytes by which one of the others exceeds the budget.
+    overrun: u64,
+}
+
+impl Simulated {
+    /// The fastest pipelines with one stage on each mesh, if they are among the best of all.
+    fn leading(&self, n: usize) -> impl Iterator<Item = &Ranked> {
+        let limit = self.ranked.first().map_or(0.0, |r| r.step_s * CLOSE);
+        let near = self.ranked.iter().filter(move |r| r.step_s <= limit);
+        let plain = near.filter(|r| r.pipeline.schedule.virtual_stages() == 1);
+        plain.take(n)
+    }
+}
+
 /// The decisions about the layers of a plan, without the layout changes that follow from them.
 fn decisions(plan: &Plan) -> Vec<LayerStrategy> {
     let strategies = plan.layer_strategies.iter();
@@ -126,48 +151,23 @@ impl Search<'_> {
         known: &Known,
         stats: &mut PlanStats,
     ) -> Result<Made, PlanError> {
-        let mut best: Frontier<Taken> = Frontier::new(known.tolerance);
-        let mut overrun = u64::MAX;
-        let asked = known.reserve;
-        let mut ranked: Vec<Ranked> = Vec::new();
-        // With the bytes that each of them leaves for placing its buffers, and how often it was made.
-        let mut waiting: VecDeque<(Pipeline, u64, usize)> =
-            pipelines.into_iter().map(|p| (p, asked, 1)).collect();
-        while !waiting.is_empty() {
-            let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
-            let outcomes = some.par_iter().map(|(p, reserve, _)| {
-                let made = self.assemble(forward, p, *reserve, false)?;
-                let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
-                self.play(forward, made.ok_or_else(defect)?)
-            });
-            let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
-            for ((p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
-                match outcome {
-                    Outcome::Overrun(over) => {
-                        overrun = overrun.min(over.saturating_add(reserve.saturating_sub(asked)));
-                        // What fills the memory to the last byte overruns it easily, and others
-                        // need not make room too.
-                        if times < TIMES {
-                            let more = over.saturating_add(over / 16);
-                            let reserve = reserve.saturating_add(more);
-                            let less = self.again(&p, reserve);
-                            waiting.extend(less.map(|p| (p, reserve, times + 1)));
-                        }
-                    }
-                    Outcome::Fits(played) => {
-                        let (step_s, plan) = (played.simulation.step_time.0, &played.plan);
-                        ranked.push(Ranked {
-                            step_s,
-                            pipeline: p.clone(),
-                            reserve,
-                            plan: (**plan).clone(),
-                        });
-                        self.compare(&mut best, played, &p, reserve, known, stats);
-                    }
-                }
-            }
-        }
-        ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        let mut simulated = Simulated {
+            best: Frontier::new(known.tolerance),
+            ranked: Vec::new(),
+            overrun: u64::MAX,
+        };
+        self.simulate_all(forward, pipelines, known, stats, &mut simulated)?;
+        // The objective looked at all shapes together and found one mix of them; another may
+        // hide more of its sending, or be simpler.
+        let others = simulated.leading(AT_SHAPES);
+        let others = others.flat_map(|r| self.of_one_shape(&r.pipeline, r.reserve));
+        let others: Vec<Pipeline> = others.collect();
+        self.simulate_all(forward, others, known, stats, &mut simulated)?;
+        let Simulated {
+            mut best,
+            ranked,
+            overrun,
+        } = simulated;
         let mut levels = match self.pins.zero {
             Some(_) => Vec::new(),
             None => LEVELS.to_vec(),
@@ -231,6 +231,86 @@ impl Search<'_> {
             }
             None => Made::Overrun(overrun),
         })
+    }
+
+    /// Lowers and simulates pipelines; those that overrun the memory once more with more of it left
+    /// free.
+    fn simulate_all(
+        &self,
+        forward: &Graph,
+        pipelines: Vec<Pipeline>,
+        known: &Known,
+        stats: &mut PlanStats,
+        simulated: &mut Simulated,
+    ) -> Result<(), PlanError> {
+        let asked = known.reserve;
+        // With the bytes that each of them leaves for placing its buffers, and how often it was made.
+        let mut waiting: VecDeque<(Pipeline, u64, usize)> =
+            pipelines.into_iter().map(|p| (p, asked, 1)).collect();
+        while !waiting.is_empty() {
+            let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
+            let outcomes = some.par_iter().map(|(p, reserve, _)| {
+                let made = self.assemble(forward, p, *reserve, false)?;
+                let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
+                self.play(forward, made.ok_or_else(defect)?)
+            });
+            let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
+            for ((p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
+                match outcome {
+                    Outcome::Overrun(over) => {
+                        let all = over.saturating_add(reserve.saturating_sub(asked));
+                        simulated.overrun = simulated.overrun.min(all);
+                        // What fills the memory to the last byte overruns it easily, and others
+                        // need not make room too.
+                        if times < TIMES {
+                            let more = over.saturating_add(over / 16);
+                            let reserve = reserve.saturating_add(more);
+                            let less = self.again(&p, reserve);
+                            waiting.extend(less.map(|p| (p, reserve, times + 1)));
+                        }
+                    }
+                    Outcome::Fits(played) => {
+                        simulated.ranked.push(Ranked {
+                            step_s: played.simulation.step_time.0,
+                            pipeline: p.clone(),
+                            reserve,
+                            plan: (*played.plan).clone(),
+                        });
+                        let best = &mut simulated.best;
+                        self.compare(best, played, &p, reserve, known, stats);
+                    }
+                }
+            }
+        }
+        let ranked = &mut simulated.ranked;
+        ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        Ok(())
+    }
+
+    /// The pipelines over the submesh of one, with as many stages, that are of one shape each and
+    /// cost little more by the objective.
+    fn of_one_shape(&self, p: &Pipeline, reserve: u64) -> Vec<Pipeline> {
+        let shapes = self.shapes(p.batch);
+        let stages = p.choice.stages.iter();
+        let own: BTreeSet<usize> = stages.map(|s| Rungs::of_tag(s.tag).0).collect();
+        let submeshes = own.iter().filter_map(|&i| shapes.get(i));
+        let submeshes: BTreeSet<usize> = submeshes.map(|s| s.submesh).collect();
+        let (Some(&submesh), 1) = (submeshes.first(), submeshes.len()) else {
+            return Vec::new();
+        };
+        let others = shapes.iter().enumerate();
+        let others =
+            others.filter(|(i, s)| s.submesh == submesh && (own.len() > 1 || !own.contains(i)));
+        let others: Vec<(usize, &Shape)> = others.collect();
+        let made = others.into_par_iter().map(|(index, shape)| {
+            let choice = self.plain_of(p, &[(index, shape)], reserve)?;
+            let is_near = choice.cost.total_s < NEAR * p.choice.cost.total_s;
+            is_near.then(|| Pipeline {
+                choice,
+                ..p.clone()
+            })
+        });
+        made.flatten().collect()
     }
 
     /// A pipeline of the same shapes made again with so many bytes reserved and at its ZeRO level.
