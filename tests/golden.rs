@@ -169,6 +169,7 @@ goldens! {
     sequence: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "spec:h.0.ln_1=[_,tensor,_]", "spec:h.0.ln_2=[_,tensor,_]"];
     pieces: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "microbatch=4", "spec:h.0.mlp.fc=[_,_,tensor]", "spec:h.0.mlp.act=[_,_,_]"];
     context: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1"];
+    context_ulysses: gpt2(false), F32, 2, ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
     context_zigzag: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1", "context_order=zigzag"];
     expert: mixtral(), F32, 2, ["expert=2", "data=2", "pipeline=1"];
     pipeline_1f1b: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=1f1b"];

@@ -280,6 +280,80 @@ fn zero_levels_of_a_longer_table_of_positions() {
     }
 }
 
+/// Attention by heads (Ulysses) beside data, tensor and pipeline parallelism, in both orders of
+/// the sequence: as many heads as ranks, more, and heads that the ranks share unevenly.
+#[test]
+fn context_parallel_by_heads() {
+    for (name, order, degrees) in [
+        (
+            "gpt2_small_tied",
+            "natural",
+            &[(1, 2, 1, 1), (1, 3, 1, 1), (2, 2, 2, 1), (1, 2, 1, 2)][..],
+        ),
+        ("gpt2_small_tied", "zigzag", &[(1, 4, 1, 1)]),
+        (
+            "llama_untied_rope",
+            "natural",
+            &[(2, 2, 1, 1), (1, 2, 2, 1)],
+        ),
+        ("llama_untied_rope", "zigzag", &[(1, 2, 2, 2)]),
+    ] {
+        check_context(name, &format!("{order} context_attention=ulysses"), degrees);
+    }
+}
+
+/// Heads of queries that share keys and values are split where these have too few heads of their
+/// own: queries are exchanged, keys and values gathered.
+#[test]
+fn context_parallel_by_heads_of_queries() {
+    let case = Case::load("llama_untied_rope");
+    for (n, pins) in [
+        (
+            2,
+            "data=1 context=2 tensor=1 spec:h.*.attn.attend=[_,_,_,context,_]",
+        ),
+        (
+            4,
+            "data=1 context=2 context_order=zigzag tensor=2 spec:h.*.attn.attend=[_,_,tensor,context,_]",
+        ),
+    ] {
+        check(&case, n, &[pins, "context_attention=ulysses"], false);
+    }
+}
+
+#[test]
+fn heads_for_too_many_context_ranks_are_refused() {
+    for (name, pins, said) in [
+        (
+            "gpt2_small_tied",
+            "context=8",
+            "splits 4 heads over the context=8 ranks; pin context=4 or less",
+        ),
+        (
+            "llama_tied",
+            "context=4",
+            "splits 2 heads of keys and values, each for 2 heads of queries, over the context=4 ranks; \
+             pin context=2 or less, or context_attention=gather",
+        ),
+        (
+            "gpt2_small_tied",
+            "context=2 tensor=4",
+            "over the ranks of context=2 x tensor=4, some of which would have none; pin degrees whose \
+             product is 4 or less",
+        ),
+        (
+            "gpt2_small_tied",
+            "tensor=2",
+            "context_attention=ulysses is about the ranks of a context axis; pin context=N too",
+        ),
+    ] {
+        let case = Case::load(name);
+        let pins = [pins, "data=1", "context_attention=ulysses"];
+        let e = planned(&case.forward, &case.train, &cluster(8), &pins).expect_err("no plan");
+        assert!(e.to_string().contains(said), "{e}");
+    }
+}
+
 /// In zigzag order the ranks train the same model: the single device knows nothing of it.
 #[test]
 fn context_parallel_in_zigzag_order() {
@@ -309,6 +383,15 @@ fn dropout_in_zigzag_order_draws_the_masks_of_the_natural_order() {
         (
             4,
             "data=1 context=2 context_order=zigzag tensor=2 pipeline=1",
+        ),
+        (2, "data=1 context=2 context_attention=ulysses"),
+        (
+            4,
+            "data=1 context=4 context_order=zigzag context_attention=ulysses recompute=full",
+        ),
+        (
+            4,
+            "data=1 context=2 context_order=zigzag context_attention=ulysses tensor=2 pipeline=1",
         ),
         (
             4,

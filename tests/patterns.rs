@@ -275,32 +275,16 @@ fn assert_pairs(collectives: &[String], reduced: [&str; 2]) {
 #[test]
 fn context_parallel_attention_gathers_keys_and_values() {
     let forward = gpt2(3, 1024, 512, 8192);
-    let pins = ["pipeline=1", "data=2", "context=2", "tensor=2", "zero=0"];
+    let pins = ["pipeline=1 data=2 context=2 tensor=2 zero=0 context_attention=gather"];
     let made = planned(&forward, &train(8, 512), &cluster(8), &pins).expect("there is a plan");
     assert_eq!(split(&made, "h.1.attn.attend"), [2, 2, 2, 1]);
     assert_eq!(split(&made, "h.1.mlp.act"), [2, 2, 2]);
     assert_eq!(split_of_state(&made, "h.1.mlp.fc.weight"), [1, 2]);
-    let role = only_role(&made.program);
-    let over_context = |kind: TemplateKind| -> Vec<String> {
-        let mut names = Vec::new();
-        for i in instructions(role, kind) {
-            if let InstrKind::Collective { kind, axes, items } = &i.kind
-                && axes.iter().any(|&a| role.mesh.name(a) == "context")
-                && i.layer.is_some_and(|l| l.index() == 2)
-            {
-                let name = |b: BufferId| role.buffer(b).name.as_str();
-                let items = items.iter();
-                names.extend(items.map(|it| format!("{} {}", kind.name(), name(it.input))));
-            }
-        }
-        names.sort();
-        names
-    };
     assert_eq!(
-        over_context(TemplateKind::Forward),
+        over_context(&made, TemplateKind::Forward),
         ["all_gather h.1.attn.split:1", "all_gather h.1.attn.split:2"]
     );
-    let backward = over_context(TemplateKind::Backward);
+    let backward = over_context(&made, TemplateKind::Backward);
     let grads = ["grad.h.1.attn.attend.qkv:1", "grad.h.1.attn.attend.qkv:2"];
     for gradient in grads {
         let reduced = format!("reduce_scatter {gradient}");
@@ -313,6 +297,53 @@ fn context_parallel_attention_gathers_keys_and_values() {
         .filter(|c| !c.starts_with("all_reduce "))
         .count();
     assert_eq!(moved, 4, "{backward:?}");
+}
+
+/// Tokens are exchanged for heads before queries, keys and values are taken apart, and back behind
+/// attention (Jacobs et al. 2023); so are their gradients, and what comes out of attention once
+/// more, for the gradient of the matmul behind it.
+#[test]
+fn context_parallel_attention_exchanges_heads() {
+    let forward = gpt2(3, 1024, 512, 8192);
+    let pins = ["pipeline=1 data=2 context=2 tensor=2 zero=0 context_attention=ulysses"];
+    let made = planned(&forward, &train(8, 512), &cluster(8), &pins).expect("there is a plan");
+    assert_eq!(split(&made, "h.1.attn.attend"), [2, 1, 4, 1]);
+    assert_eq!(split(&made, "h.1.mlp.act"), [2, 2, 2]);
+    assert_eq!(
+        over_context(&made, TemplateKind::Forward),
+        [
+            "all_to_all h.1.attn.attend",
+            "all_to_all h.1.attn.qkv.add_bias.pieces"
+        ]
+    );
+    let backward = over_context(&made, TemplateKind::Backward);
+    let moved: Vec<&String> = backward
+        .iter()
+        .filter(|c| !c.starts_with("all_reduce "))
+        .collect();
+    assert_eq!(moved.len(), 3, "{moved:?}");
+    assert!(
+        moved.iter().all(|c| c.starts_with("all_to_all ")),
+        "{moved:?}"
+    );
+}
+
+/// What moves over the context axis in the second block, by name.
+fn over_context(made: &Planned, kind: TemplateKind) -> Vec<String> {
+    let role = only_role(&made.program);
+    let mut names = Vec::new();
+    for i in instructions(role, kind) {
+        if let InstrKind::Collective { kind, axes, items } = &i.kind
+            && axes.iter().any(|&a| role.mesh.name(a) == "context")
+            && i.layer.is_some_and(|l| l.index() == 2)
+        {
+            let name = |b: BufferId| role.buffer(b).name.as_str();
+            let items = items.iter();
+            names.extend(items.map(|it| format!("{} {}", kind.name(), name(it.input))));
+        }
+    }
+    names.sort();
+    names
 }
 
 #[test]

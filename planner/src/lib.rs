@@ -42,7 +42,7 @@ use ir::program::Program;
 use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
 pub use offload::plan_or_offload;
-pub use pins::{Offload, PinError, Pins};
+pub use pins::{ContextAttention, Offload, PinError, Pins};
 pub use recipes::{Recipe, plan_recipe};
 
 /// Options of the search beside model, training and cluster.

@@ -27,6 +27,8 @@ pub struct Pins {
     /// Whether the sequence is stored in zigzag order, so that all context ranks have as many
     /// keys to attend to.
     pub zigzag: bool,
+    /// How the ranks of the context axis come to the keys and values of other ranks' tokens.
+    pub context_attention: Option<ContextAttention>,
     /// Tensor-parallel degree: ranks that split features.
     pub tensor: Option<u32>,
     /// Pipeline degree: number of stages.
@@ -50,6 +52,30 @@ pub struct Pins {
     pub offload: Option<Offload>,
     /// Tensors with a fixed spec.
     pub tensors: Vec<TensorPin>,
+}
+
+/// What attention does on an axis whose ranks split the sequence in all other ops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContextAttention {
+    /// Queries stay with their tokens; all keys and values are gathered for them (Llama 3,
+    /// Grattafiori et al. 2024, section 3.3.2).
+    Gather,
+    /// An all-to-all brings each rank all tokens of some of the heads, and another one brings the
+    /// result back (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    Ulysses,
+}
+
+impl ContextAttention {
+    /// All of them.
+    pub const ALL: [ContextAttention; 2] = [ContextAttention::Gather, ContextAttention::Ulysses];
+
+    /// The value of its pin.
+    pub fn name(self) -> &'static str {
+        match self {
+            ContextAttention::Gather => "gather",
+            ContextAttention::Ulysses => "ulysses",
+        }
+    }
 }
 
 /// Which tensors rest in other memories than the device's.
@@ -113,7 +139,8 @@ pub enum AxisRole {
     Data,
     /// Splits the experts where an op has them and samples elsewhere; states by the ZeRO level.
     Expert,
-    /// Splits the sequence in all ops that have one; states by the ZeRO level.
+    /// Splits the sequence in all ops that have one, or the heads in attention and next to it;
+    /// states by the ZeRO level.
     Context,
     /// Splits features (and the sequence between the matmuls), never samples.
     Tensor,
@@ -130,7 +157,7 @@ pub struct PinError {
 }
 
 impl Pins {
-    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `tensor=4`, `pipeline=2`,
+    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `context_attention=ulysses`, `tensor=4`, `pipeline=2`,
     /// `zero=1`, `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`,
     /// `virtual=2`, `recompute=full`, `recompute:h.*.mlp.act=yes`, `offload=optimizer+activations:file`,
     /// `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold several, separated by
@@ -174,6 +201,18 @@ impl Pins {
                     )));
                 }
             },
+            "context_attention" => {
+                let named = ContextAttention::ALL
+                    .into_iter()
+                    .find(|a| a.name() == value);
+                self.context_attention = Some(named.ok_or_else(|| {
+                    let names = ContextAttention::ALL.map(ContextAttention::name);
+                    err(format!(
+                        "`{value}` is no way of attention over context ranks; {} are",
+                        names.join(" and ")
+                    ))
+                })?);
+            }
             "tensor" => self.tensor = Some(degree()?),
             "pipeline" => self.pipeline = Some(degree()?),
             "virtual" => self.virtual_stages = Some(degree()?),
@@ -233,7 +272,7 @@ impl Pins {
                 }),
                 _ => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, expert, context, context_order, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP, offload and spec:TENSOR are known"
+                        "unknown key `{key}`; data, expert, context, context_order, context_attention, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP, offload and spec:TENSOR are known"
                     )));
                 }
             },
@@ -255,6 +294,10 @@ impl Pins {
         if self.zigzag {
             out.push("context_order=zigzag".into());
         }
+        out.extend(
+            self.context_attention
+                .map(|a| format!("context_attention={}", a.name())),
+        );
         out.extend(self.split.as_ref().map(|counts| {
             let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
             format!("split={}", counts.join("/"))

@@ -94,6 +94,8 @@ pub fn pins(
             true => assumed.push("context_order=natural".into()),
             false => {}
         }
+        // Keys and values come to the queries in every framework that the tables name.
+        pins.push("context_attention=gather".into());
     }
     let attention = facts
         .attention(&generation.attention)

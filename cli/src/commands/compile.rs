@@ -163,11 +163,12 @@ fn of_preset(e: PlanError, pins: &Pins) -> Failure {
 }
 
 /// The pins: key and accepted values of each.
-const PINS: [(&str, &str); 15] = [
+const PINS: [(&str, &str); 16] = [
     ("data", "data=N (ranks that split samples)"),
     ("expert", "expert=N (of those, ranks that split experts)"),
     ("context", "context=N (ranks that split the sequence)"),
     ("context_order", "context_order=zigzag|natural"),
+    ("context_attention", "context_attention=gather|ulysses"),
     ("tensor", "tensor=N (ranks that split features)"),
     ("pipeline", "pipeline=N (meshes in a row)"),
     (

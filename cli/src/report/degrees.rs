@@ -159,7 +159,11 @@ fn typical<'a>(
 
 /// Says whether an axis does something, alone or in some ops.
 fn does(all: &[String], what: &str) -> bool {
-    let is = |d: &String| d == what || d.strip_prefix(what).is_some_and(|d| d.starts_with(" in "));
+    let is = |d: &String| {
+        d == what
+            || d.strip_prefix(what)
+                .is_some_and(|d| d.starts_with(" in ") || d.starts_with(" ("))
+    };
     all.iter().any(is)
 }
 

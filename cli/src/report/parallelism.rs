@@ -2,10 +2,10 @@
 //!
 //! Nothing of this is recorded in a plan: it is read off the ops' strategies. An axis that
 //! shards the samples of the heavy ops is data parallel, their features tensor parallel, the
-//! experts of a mixture expert parallel, the sequence inside attention context parallel, the
-//! sequence between the matmuls of a tensor-parallel axis sequence parallel. The ZeRO level of an
-//! axis (Rajbhandari et al. 2020) says which tensors of a parameter lie split over it although its
-//! uses want it whole.
+//! experts of a mixture expert parallel, the sequence inside attention context parallel (so is
+//! its exchange for heads there, Ulysses), the sequence between the matmuls of a tensor-parallel
+//! axis sequence parallel. The ZeRO level of an axis (Rajbhandari et al. 2020) says which tensors
+//! of a parameter lie split over it although its uses want it whole.
 
 use ir::op::{Assignment, AxisUse, FactorRole};
 use ir::plan::{Plan, relative_path};
@@ -152,6 +152,9 @@ impl Layer<'_> {
             with(FactorRole::Feature),
             with(FactorRole::Sequence),
         );
+        if exchanges_heads(&heavy, role_of) {
+            return vec!["context parallel (Ulysses)".into()];
+        }
         let several = [&batch, &expert, &feature, &sequence]
             .iter()
             .filter(|n| !n.is_empty())
@@ -246,6 +249,20 @@ impl Layer<'_> {
         }
         levels
     }
+}
+
+/// Whether the sequence is split but in attention, for which tokens are exchanged for heads.
+fn exchanges_heads(
+    heavy: &[&Assigned<'_>],
+    role_of: impl Fn(&Assigned<'_>) -> Option<FactorRole>,
+) -> bool {
+    let (attention, others): (Vec<_>, Vec<_>) = heavy
+        .iter()
+        .partition(|a| matches!(a.op.kind, OpKind::Attention { .. }));
+    let all = |ops: &[&&Assigned<'_>], role| {
+        !ops.is_empty() && ops.iter().all(|a| role_of(a) == Some(role))
+    };
+    all(&attention, FactorRole::Feature) && all(&others, FactorRole::Sequence)
 }
 
 fn is_heavy(kind: &OpKind) -> bool {

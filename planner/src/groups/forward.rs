@@ -2,7 +2,7 @@
 //! then do.
 
 use super::{Group, Maker, Setting, orders, product};
-use crate::pins::AxisRole;
+use crate::pins::{AxisRole, ContextAttention};
 use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
 use ir::training::source_value;
 use ir::{FactorId, Graph, Op, OpId, OpKind, Pass, Region};
@@ -38,7 +38,10 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
     let is_expert = |f: &FactorId| rules[0].factors[f.index()].role == FactorRole::Expert;
     for (uses, addends, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
         let experts = |u: &&AxisUse| matches!(u, AxisUse::Factor(f) if is_expert(f));
-        let orders = orders(uses.iter().filter(experts).count());
+        let orders = match shares_heads(s, &rules[0], &uses) {
+            true => &[true][..],
+            false => orders(uses.iter().filter(experts).count()),
+        };
         product(&addends).into_iter().flat_map(move |a| {
             let uses = uses.clone();
             orders
@@ -158,7 +161,8 @@ fn axis_options(
                 options = [batch, expert].concat();
             }
         }
-        // Every op that has positions, attention too: keys and values are gathered for it.
+        // Every op that has positions, attention too: keys and values are gathered for it, or it
+        // has all tokens of some heads.
         AxisRole::Context => {
             // Token ids are small, and whole where they are put into another order.
             let is_ids = op
@@ -167,7 +171,7 @@ fn axis_options(
                 .all(|&v| !s.training.graph.ty(v).dtype.is_float());
             match sequence.is_empty() {
                 false if is_ids => options.extend(sequence),
-                false => options = sequence,
+                false => options = context_options(s, op, rule, sequence, of(FactorRole::Feature)),
                 true => {}
             }
         }
@@ -196,6 +200,51 @@ fn axis_options(
         options.push(AxisUse::Partial(0));
     }
     options
+}
+
+/// What a context axis may do in an op with positions: split the sequence, and in attention, or in
+/// an op that makes its operands without looking at other tokens or heads, the heads instead.
+///
+/// Then the layout changes once, before the rotation of queries and keys or where they are taken
+/// apart, and what is kept for the backward pass lies as its attention wants it.
+fn context_options(
+    s: &Setting<'_>,
+    op: &Op,
+    rule: &ShardingRule,
+    sequence: Vec<AxisUse>,
+    features: Vec<AxisUse>,
+) -> Vec<AxisUse> {
+    let pinned = s.pins.context_attention;
+    let is_attention = matches!(op.kind, OpKind::Attention { .. });
+    let is_beside = matches!(op.kind, OpKind::Rotary { .. } | OpKind::Unstack { .. });
+    if pinned == Some(ContextAttention::Gather) || !(is_attention || is_beside) {
+        return sequence;
+    }
+    // The elements of a head stay together.
+    let is_head = |u: &AxisUse| {
+        let last = rule.results[0].last().map(|d| d.factor);
+        !matches!(u, AxisUse::Factor(f) if Some(*f) == last)
+    };
+    let heads = features.into_iter().filter(is_head);
+    match pinned == Some(ContextAttention::Ulysses) && is_attention {
+        true => heads.collect(),
+        false => sequence.into_iter().chain(heads).collect(),
+    }
+}
+
+/// Whether a context axis splits the heads that another axis splits too. Tokens come to the heads
+/// that a rank of the other one has, so the context axis, although it is the outer one, splits
+/// inside.
+fn shares_heads(s: &Setting<'_>, rule: &ShardingRule, uses: &[AxisUse]) -> bool {
+    let feature = |u: AxisUse| match u {
+        AxisUse::Factor(f) if rule.factors[f.index()].role == FactorRole::Feature => Some(f),
+        _ => None,
+    };
+    let of = |role: AxisRole| {
+        let used = s.roles.iter().zip(uses).filter(move |(r, _)| **r == role);
+        used.filter_map(move |(_, &u)| feature(u))
+    };
+    of(AxisRole::Context).any(|f| of(AxisRole::Tensor).any(|g| f == g))
 }
 
 /// Corresponding factors of a forward op and one op of its group, by the tensors they share:

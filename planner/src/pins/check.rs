@@ -2,15 +2,15 @@
 //! first in a search: what no plan can meet is refused with what would fit, before ops are left
 //! without a strategy for reasons that nobody could read out of the answer.
 
-use super::Pins;
+use super::{ContextAttention, Pins};
 use crate::PlanError;
 use ir::cluster::Cluster;
 use ir::plan::ScheduleKind;
 use ir::training::TrainingGraph;
-use ir::{OpKind, TrainSpec, ValueId, counted};
+use ir::{Graph, OpKind, TrainSpec, ValueId, counted};
 
 /// Refuses tensor pins of tensors, dims or axes that are not there, experts that do not divide,
-/// data or context axes without a sample or token for each rank, and virtual stages of no
+/// data or context axes without a sample, token or head for each rank, and virtual stages of no
 /// pipeline, of too few layers or of a schedule without. The [`degrees`] fit.
 pub(crate) fn check(
     pins: &Pins,
@@ -23,7 +23,8 @@ pub(crate) fn check(
     experts(pins, training, cluster.n_devices().into())?;
     virtual_stages(pins, training.graph.layers.len())?;
     samples(pins, train.global_batch)?;
-    tokens(pins, train.sequence)
+    tokens(pins, train.sequence)?;
+    heads(pins, &training.graph)
 }
 
 /// Whether pinned virtual stages make a pipeline of the model's layers.
@@ -175,6 +176,58 @@ fn tokens(pins: &Pins, sequence: u64) -> Result<(), PlanError> {
             counted(sequence, "token")
         ))),
     }
+}
+
+/// Whether a pinned way of attention has context ranks to be about, and each of them a head where
+/// heads are what it splits: one of keys and values with its queries or, of fewer such heads than
+/// ranks, one of the queries that share them.
+fn heads(pins: &Pins, graph: &Graph) -> Result<(), PlanError> {
+    let Some(way) = pins.context_attention else {
+        return Ok(());
+    };
+    let err = |problem: String| Err(PlanError::Pins(problem));
+    let Some(context) = pins.context.map(u64::from) else {
+        return err(format!(
+            "pinned context_attention={} is about the ranks of a context axis; pin context=N too",
+            way.name()
+        ));
+    };
+    if way != ContextAttention::Ulysses {
+        return Ok(());
+    }
+    let counts = graph.ops().iter().filter_map(|op| match op.kind {
+        OpKind::Attention { .. } => {
+            let q = &graph.ty(op.inputs[0]).shape.0;
+            let heads = &q[2..q.len() - 1];
+            Some(heads.iter().map(|h| h.bind(1)).collect::<Vec<u64>>())
+        }
+        _ => None,
+    });
+    let most = |heads: &Vec<u64>| heads.iter().copied().max().unwrap_or(1);
+    let Some(heads) = counts.min_by_key(most) else {
+        return err("pinned context_attention=ulysses splits the heads of attention, and the model has no attention; leave it out".into());
+    };
+    let (each, all) = (most(&heads), heads.iter().product::<u64>());
+    let what = match heads[..] {
+        [kv, groups] => format!(
+            "{} of keys and values, each for {} of queries,",
+            counted(kv, "head"),
+            counted(groups, "head")
+        ),
+        _ => counted(all, "head"),
+    };
+    if context > each {
+        return err(format!(
+            "pinned context_attention=ulysses splits {what} over the context={context} ranks; pin context={each} or less, or context_attention=gather"
+        ));
+    }
+    let tensor = pins.tensor.map_or(1, u64::from);
+    if context.saturating_mul(tensor) > all {
+        return err(format!(
+            "pinned context_attention=ulysses splits {what} over the ranks of context={context} x tensor={tensor}, some of which would have none; pin degrees whose product is {all} or less, or context_attention=gather"
+        ));
+    }
+    Ok(())
 }
 
 /// Whether every tensor pin speaks of a tensor there is, as many dims as it has, and axes that

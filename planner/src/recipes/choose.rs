@@ -296,6 +296,7 @@ fn joined(point: &Pins, pins: &Pins) -> Result<Pins, &'static str> {
         expert: one("expert", &point.expert, &pins.expert)?,
         context: context.filter(|&c| c > 1 || pins.context.is_some()),
         zigzag: point.zigzag || pins.zigzag,
+        context_attention: pins.context_attention,
         tensor: one("tensor", &point.tensor, &pins.tensor)?,
         pipeline: one("pipeline", &point.pipeline, &pins.pipeline)?,
         zero: one("zero", &point.zero, &pins.zero)?,

@@ -231,6 +231,7 @@ pub(super) fn pins() -> Vec<Vec<u8>> {
         "pipeline=2 virtual=2 microbatch=1",
         "tensor=4\nspec:h.*.up=[_,tensor]",
         "context=2 context_order=zigzag data=2 zero=1",
+        "context=2 context_attention=gather data=2",
     ]
     .map(|t| t.as_bytes().to_vec())
     .to_vec()
