@@ -113,8 +113,16 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::Dispatch { .. } => 40,
         OpKind::Combine => 41,
         OpKind::GateGrad => 42,
+        OpKind::Conv2d { .. } => 43,
+        OpKind::Conv2dGradInput { .. } => 44,
+        OpKind::Conv2dGradWeight { .. } => 45,
+        OpKind::MaxPool2d { .. } => 46,
+        OpKind::MaxPool2dGrad { .. } => 47,
+        OpKind::GroupNorm { .. } => 48,
+        OpKind::GroupNormGradInput => 49,
+        OpKind::GroupNormGradWeight => 50,
     };
-    (i, 43)
+    (i, 51)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -207,6 +215,7 @@ fn table() -> Vec<Row> {
     ]);
     rows.extend(norms());
     rows.extend(experts());
+    rows.extend(images());
     rows.extend(optimizer());
     rows
 }
@@ -227,6 +236,29 @@ fn experts() -> Vec<Row> {
         row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2]", "f32[B,3,5]", (4, 1), Vector, Of(&[0])),
         row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2] f32[B,3,2]", "f32[B,3,5]", (4, 2), Vector, Of(&[0, 2])),
         row(OpKind::GateGrad, "f32[4,B,2,5] f32[B,3,5] i32[B,3,2]", "f32[B,3,2]", (4, 2), Vector, Later),
+    ]
+}
+
+/// Images of 5 x 4 pixels, with channels in one dim and in groups.
+#[rustfmt::skip]
+fn images() -> Vec<Row> {
+    use Gradient::{Later, Of};
+    use Work::{Matmul, Vector};
+    // 2 samples x 3 x 2 windows of 3 x 3 pixels of 3 channels, to 2 groups of 4 channels.
+    let flops = 2.0 * 2.0 * 6.0 * 27.0 * 8.0;
+    let (stride, padding) = (2, 1);
+    let (kernel, size) = (3, [5, 4]);
+    let by_weight = OpKind::Conv2dGradWeight { stride, padding, kernel: [3, 3] };
+    vec![
+        row(OpKind::Conv2d { stride, padding }, "f32[B,5,4,3] f32[3,3,3,2,4]", "f32[B,3,2,2,4]", (4, 2), Matmul(flops), Of(&[0, 1])),
+        row(OpKind::Conv2d { stride: 1, padding: 0 }, "f32[B,5,4,2,4] f32[1,1,2,4,3]", "f32[B,5,4,3]", (4, 2), Matmul(2.0 * 2.0 * 20.0 * 8.0 * 3.0), Of(&[0, 1])),
+        row(OpKind::Conv2dGradInput { stride, padding, size }, "f32[3,3,3,2,4] f32[B,3,2,2,4]", "f32[B,5,4,3]", (4, 2), Matmul(flops), Later),
+        row(by_weight, "f32[B,5,4,3] f32[B,3,2,2,4]", "f32[3,3,3,2,4]", (4, 2), Matmul(flops), Later),
+        row(OpKind::MaxPool2d { kernel, stride, padding }, "f32[B,5,4,2,4]", "f32[B,3,2,2,4]", (3, 0), Vector, Of(&[0])),
+        row(OpKind::MaxPool2dGrad { kernel, stride, padding }, "f32[B,5,4,2,4] f32[B,3,2,2,4]", "f32[B,5,4,2,4]", (3, 1), Vector, Later),
+        row(OpKind::GroupNorm { eps: 1e-5 }, "f32[B,5,4,2,3] f32[2,3] f32[2,3]", "f32[B,5,4,2,3] f32[B,2] f32[B,2]", (2, 0), Vector, Of(&[0, 1, 2])),
+        row(OpKind::GroupNormGradInput, "f32[B,5,4,2,3] f32[B,5,4,2,3] f32[2,3] f32[B,2] f32[B,2]", "f32[B,5,4,2,3]", (2, 1), Vector, Later),
+        row(OpKind::GroupNormGradWeight, "f32[B,5,4,2,3] f32[B,5,4,2,3] f32[B,2] f32[B,2]", "f32[2,3] f32[2,3]", (5, 1), Vector, Later),
     ]
 }
 

@@ -269,6 +269,7 @@ fn is_heavy(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::DotGeneral { .. }
+            | OpKind::Conv2d { .. }
             | OpKind::Attention { .. }
             | OpKind::Embedding
             | OpKind::CrossEntropy

@@ -10,11 +10,13 @@
 //! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
 
 mod attention;
+mod conv;
 mod einsum;
 mod elementwise;
 mod embedding;
 mod experts;
 mod family;
+mod group_norm;
 mod loss;
 mod matmul;
 mod movement;
@@ -279,6 +281,65 @@ pub enum OpKind {
     RmsNormGradInput,
     /// Weight gradient: `(dy, x, rstd) -> dgamma[H]`.
     RmsNormGradWeight,
+    /// Group normalisation of images whose channels are groups of `C`: `(x[N, .., G, C],
+    /// gamma[G, C], beta[G, C]) -> (y like x, mean f32[N, G], rstd f32[N, G])`, statistics of each
+    /// sample and group (Wu & He 2018). They do not depend on other samples, so neither on ranks
+    /// nor on microbatches, as those of a batch norm would.
+    GroupNorm {
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// Input gradient: `(dy, x, gamma, mean, rstd) -> dx`.
+    GroupNormGradInput,
+    /// Weight gradient: `(dy, x, mean, rstd) -> (dgamma[G, C], dbeta[G, C])`.
+    GroupNormGradWeight,
+    /// Convolution of images, channels last: `(x[N, H, W, in..], w[KH, KW, in.., out..]) ->
+    /// y[N, OH, OW, out..]` with `OH = (H + 2 padding - KH) / stride + 1`, zeros around the
+    /// image. Input and output channels may be several dims each, as groups of channels are.
+    Conv2d {
+        /// Pixels from one window to the next.
+        stride: u64,
+        /// Pixels of zeros on each side.
+        padding: u64,
+    },
+    /// Gradient of `Conv2d` for the image: `(w, dy) -> dx`, with its attributes.
+    Conv2dGradInput {
+        /// Pixels from one window to the next.
+        stride: u64,
+        /// Pixels of zeros on each side.
+        padding: u64,
+        /// Height and width of the image.
+        size: [u64; 2],
+    },
+    /// Gradient of `Conv2d` for the weight: `(x, dy) -> dw`, with its attributes.
+    Conv2dGradWeight {
+        /// Pixels from one window to the next.
+        stride: u64,
+        /// Pixels of zeros on each side.
+        padding: u64,
+        /// Height and width of a window.
+        kernel: [u64; 2],
+    },
+    /// Largest element of each square window, channel by channel: `(x[N, H, W, ..]) ->
+    /// y[N, OH, OW, ..]`. What lies outside of the image is no candidate.
+    MaxPool2d {
+        /// Height and width of a window.
+        kernel: u64,
+        /// Pixels from one window to the next.
+        stride: u64,
+        /// Pixels around the image on each side that windows may cover; at most half of one.
+        padding: u64,
+    },
+    /// Gradient of `MaxPool2d`: `(x, dy) -> dx`. A window's gradient goes to its first largest
+    /// element, row by row.
+    MaxPool2dGrad {
+        /// Height and width of a window.
+        kernel: u64,
+        /// Pixels from one window to the next.
+        stride: u64,
+        /// Pixels around the image on each side that windows may cover.
+        padding: u64,
+    },
     /// Rotary position embedding, rotate-half convention, on `x[B, S, .., D]`: `(x) -> y`
     /// (Su et al. 2021). `inverse` rotates back: the gradient.
     Rotary {
@@ -467,6 +528,14 @@ impl OpKind {
             OpKind::RmsNorm { .. } => "rms_norm",
             OpKind::RmsNormGradInput => "rms_norm_grad_input",
             OpKind::RmsNormGradWeight => "rms_norm_grad_weight",
+            OpKind::GroupNorm { .. } => "group_norm",
+            OpKind::GroupNormGradInput => "group_norm_grad_input",
+            OpKind::GroupNormGradWeight => "group_norm_grad_weight",
+            OpKind::Conv2d { .. } => "conv2d",
+            OpKind::Conv2dGradInput { .. } => "conv2d_grad_input",
+            OpKind::Conv2dGradWeight { .. } => "conv2d_grad_weight",
+            OpKind::MaxPool2d { .. } => "max_pool2d",
+            OpKind::MaxPool2dGrad { .. } => "max_pool2d_grad",
             OpKind::Rotary { .. } => "rotary",
             OpKind::Attention { .. } => "attention",
             OpKind::AttentionGrad { .. } => "attention_grad",
@@ -545,6 +614,14 @@ impl OpKind {
             | OpKind::RmsNorm { .. }
             | OpKind::RmsNormGradInput
             | OpKind::RmsNormGradWeight => &norm::FAMILY,
+            OpKind::GroupNorm { .. } | OpKind::GroupNormGradInput | OpKind::GroupNormGradWeight => {
+                &group_norm::FAMILY
+            }
+            OpKind::Conv2d { .. }
+            | OpKind::Conv2dGradInput { .. }
+            | OpKind::Conv2dGradWeight { .. }
+            | OpKind::MaxPool2d { .. }
+            | OpKind::MaxPool2dGrad { .. } => &conv::FAMILY,
             OpKind::Rotary { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
                 &attention::FAMILY
             }
@@ -570,6 +647,10 @@ impl OpKind {
             OpKind::Stack { .. } | OpKind::GlobalNorm => 1..=usize::MAX,
             OpKind::Binary { .. }
             | OpKind::DotGeneral { .. }
+            | OpKind::Conv2d { .. }
+            | OpKind::Conv2dGradInput { .. }
+            | OpKind::Conv2dGradWeight { .. }
+            | OpKind::MaxPool2dGrad { .. }
             | OpKind::Embedding
             | OpKind::EmbeddingGrad { .. }
             | OpKind::RmsNorm { .. }
@@ -577,17 +658,19 @@ impl OpKind {
             // Gates may be left out.
             OpKind::Dispatch { .. } | OpKind::Combine => 2..=3,
             OpKind::LayerNorm { .. }
+            | OpKind::GroupNorm { .. }
             | OpKind::RmsNormGradWeight
             | OpKind::Attention { .. }
             | OpKind::CrossEntropy
             | OpKind::RouteGrad { .. }
             | OpKind::GateGrad => 3..=3,
             OpKind::LayerNormGradWeight
+            | OpKind::GroupNormGradWeight
             | OpKind::RmsNormGradInput
             | OpKind::CrossEntropyGrad
             | OpKind::UpdateLossScale { .. }
             | OpKind::Sgd { .. } => 4..=4,
-            OpKind::LayerNormGradInput => 5..=5,
+            OpKind::LayerNormGradInput | OpKind::GroupNormGradInput => 5..=5,
             // The number of updates may be left out.
             OpKind::AdamW { .. } => 5..=6,
             OpKind::AttentionGrad { .. } => 6..=6,
@@ -599,10 +682,12 @@ impl OpKind {
         match self {
             OpKind::Unstack { .. } => None,
             OpKind::LayerNorm { .. }
+            | OpKind::GroupNorm { .. }
             | OpKind::AttentionGrad { .. }
             | OpKind::UpdateLossScale { .. }
             | OpKind::AdamW { .. } => Some(3),
             OpKind::LayerNormGradWeight
+            | OpKind::GroupNormGradWeight
             | OpKind::RmsNorm { .. }
             | OpKind::Attention { .. }
             | OpKind::Route { .. }
@@ -683,6 +768,7 @@ impl OpKind {
                 | OpKind::Binary { .. }
                 | OpKind::LayerNorm { .. }
                 | OpKind::RmsNorm { .. }
+                | OpKind::GroupNorm { .. }
                 | OpKind::Rotary { .. }
                 | OpKind::Dropout { .. }
         ) || self.only_moves()

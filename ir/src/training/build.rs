@@ -563,8 +563,10 @@ fn wants_one_dtype(kind: &OpKind) -> bool {
         OpKind::Binary { .. }
             | OpKind::Stack { .. }
             | OpKind::DotGeneral { .. }
+            | OpKind::Conv2d { .. }
             | OpKind::LayerNorm { .. }
             | OpKind::RmsNorm { .. }
+            | OpKind::GroupNorm { .. }
             | OpKind::Attention { .. }
     )
 }

@@ -109,7 +109,10 @@ fn plan(graph: &Graph) -> Vec<Shared> {
 /// Operands whose layout an op may share with others.
 fn uses(op: &Op) -> &[ValueId] {
     match op.kind {
-        OpKind::DotGeneral { .. } => &op.inputs,
+        OpKind::DotGeneral { .. }
+        | OpKind::Conv2d { .. }
+        | OpKind::Conv2dGradInput { .. }
+        | OpKind::Conv2dGradWeight { .. } => &op.inputs,
         // The results of experts.
         OpKind::Combine | OpKind::GateGrad => op.inputs.get(..1).unwrap_or_default(),
         _ => &[],

@@ -138,6 +138,7 @@ fn axis_options(
     let heavy = matches!(
         op.kind,
         OpKind::DotGeneral { .. }
+            | OpKind::Conv2d { .. }
             | OpKind::Attention { .. }
             | OpKind::Embedding
             | OpKind::CrossEntropy

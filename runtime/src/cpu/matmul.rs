@@ -23,10 +23,10 @@ use std::ops::Range;
 use super::gemm::{Store, View, gemm};
 
 /// Below this many multiply-adds a thread costs more than it saves (about 20 µs to start one).
-const WORK_PER_THREAD: usize = 1 << 20;
+pub(super) const WORK_PER_THREAD: usize = 1 << 20;
 
 /// Rows given to a thread are a multiple of this, the largest tile of the product kernels.
-const ROW_QUANTUM: usize = 16;
+pub(super) const ROW_QUANTUM: usize = 16;
 
 /// A tensor with a label (any byte, distinct in the tensor) for each dim.
 #[derive(Clone, Copy, Debug)]

@@ -13,10 +13,12 @@
 //! The only `unsafe` code is the call in [`gemm`].
 
 pub mod attention;
+pub mod conv;
 pub mod elementwise;
 pub mod embedding;
 pub mod experts;
 pub mod gemm;
+pub mod group_norm;
 pub mod halves;
 pub mod layout;
 pub mod loss;

@@ -10,6 +10,7 @@
 mod attend;
 mod experts;
 mod float;
+mod images;
 
 use super::local::{Local, is_computed, narrow, widen};
 use crate::cpu::layout;

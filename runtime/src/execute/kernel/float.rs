@@ -141,6 +141,14 @@ impl Call<'_> {
             | OpKind::Dispatch { .. }
             | OpKind::Combine
             | OpKind::GateGrad => self.experts(outs, locals)?,
+            OpKind::Conv2d { .. }
+            | OpKind::Conv2dGradInput { .. }
+            | OpKind::Conv2dGradWeight { .. }
+            | OpKind::MaxPool2d { .. }
+            | OpKind::MaxPool2dGrad { .. }
+            | OpKind::GroupNorm { .. }
+            | OpKind::GroupNormGradInput
+            | OpKind::GroupNormGradWeight => self.images(outs, locals)?,
             OpKind::Dropout { p, key, order } => self.dropout(*p, key, *order, outs[0]),
             OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
             OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,
