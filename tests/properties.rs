@@ -188,6 +188,7 @@ const INTEGER: GraphOptions = GraphOptions {
     dropout: false,
     reduce_max: false,
     experts: false,
+    images: false,
     n_layers: 2,
     equal_layers: false,
     blocks_per_layer: 2,
@@ -202,6 +203,12 @@ const GENERAL: GraphOptions = GraphOptions {
 const EXPERTS: GraphOptions = GraphOptions {
     experts: true,
     blocks_per_layer: 3,
+    ..GENERAL
+};
+
+/// General graphs with convolutions.
+const IMAGES: GraphOptions = GraphOptions {
+    images: true,
     ..GENERAL
 };
 
@@ -490,6 +497,19 @@ fn mixtures_of_experts_are_computed_under_any_plan() {
     });
     cases(90_000, 20, 500, |seed| {
         Problem::new(seed, EXPERTS, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
+    });
+}
+
+#[test]
+fn convolutions_are_computed_under_any_plan() {
+    cases(100_000, 40, 1000, |seed| {
+        Problem::new(seed, IMAGES, Precision::F32).holds(Style::Any, SINGLE)
+    });
+    cases(110_000, 20, 500, |seed| {
+        Problem::new(seed, IMAGES, Precision::F32).holds(Style::Zero, SINGLE)
+    });
+    cases(120_000, 20, 500, |seed| {
+        Problem::new(seed, IMAGES, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }
 

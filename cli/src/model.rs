@@ -17,7 +17,7 @@ pub enum Model {
 }
 
 /// The accepted values of MODEL.
-pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe) or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
 /// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
@@ -108,7 +108,7 @@ fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
             _ => None,
         };
         let help = match &e {
-            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2, llama, mixtral or qwen3_moe; examples are in models/",
+            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2, llama, mixtral, qwen3_moe or wide_resnet; examples are in models/",
             ImportError::UnknownField { .. } => "remove the field if it does not change the mathematics of training",
             _ => "examples are in models/",
         };
@@ -191,16 +191,13 @@ fn option_failure(e: ImportError) -> Failure {
     }
 }
 
-/// Returns the second dim of the tokens input.
+/// Returns the second dim of the tokens input, or of the labels where a model has no tokens.
 fn sequence_of(graph: &Graph) -> Option<u64> {
-    let tokens = graph.ops().iter().find(|op| {
-        matches!(
-            op.kind,
-            OpKind::Input {
-                kind: InputKind::Tokens
-            }
-        )
-    })?;
+    let input = |wanted| {
+        let is = move |op: &&ir::Op| op.kind == OpKind::Input { kind: wanted };
+        graph.ops().iter().find(is)
+    };
+    let tokens = input(InputKind::Tokens).or_else(|| input(InputKind::Labels))?;
     match graph.ty(*tokens.outputs.first()?).shape.0.get(1)? {
         Dim::Fixed(n) => Some(*n),
         Dim::Batch => None,

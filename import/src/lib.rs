@@ -1,6 +1,6 @@
 //! Model files to graphs and weights.
 //!
-//! * [`config`]: a Hugging Face `config.json` of GPT-2 or Llama becomes a [`ModelConfig`].
+//! * [`config`]: a `config.json` of GPT-2, Llama or a wide ResNet becomes a [`ModelConfig`].
 //! * [`build`]: a `ModelConfig` becomes the forward graph of the loss.
 //! * [`params`]: the one table that says how each parameter is called, shaped, initialised
 //!   and stored; graph and weights both follow it.

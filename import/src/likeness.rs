@@ -75,7 +75,7 @@ impl ModelConfig {
 }
 
 /// The values of [`ModelConfig::model_type`].
-const FAMILIES: [&str; 4] = ["gpt2", "llama", "mixtral", "qwen3_moe"];
+const FAMILIES: [&str; 5] = ["gpt2", "llama", "mixtral", "qwen3_moe", "wide_resnet"];
 
 /// Returns the field of a `config.json` that makes a difference, or the several that may; `None`
 /// where the model is not of a configuration. `model_type` is the graph's name.
@@ -91,6 +91,8 @@ pub fn config_field(model_type: &str, d: &Difference) -> Option<&'static str> {
     let (gpt2, llama) = row.or(is_layer.then_some(("n_layer", "num_hidden_layers")))?;
     let field = match model_type {
         "gpt2" => gpt2,
+        "wide_resnet" if is_layer => "depths",
+        "wide_resnet" => "",
         _ if FAMILIES.contains(&model_type) => llama,
         _ => "",
     };

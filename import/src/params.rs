@@ -9,11 +9,18 @@
 //! Experts are stacked, `[experts, hidden, width]`, where files have a tensor for each.
 //! Query head `n` of a file is group `n % groups` of KV head `n / groups`.
 //!
+//! Channels of images are `[groups, channels of a group]`, so that a shard never splits a group of
+//! a norm. Files hold them as one dim, convolutions as `[height, width, in, out]` (Flax's layout):
+//! the same elements in the same order, under our names.
+//!
 //! Initial values are those of `_init_weights` in transformers: normal with
 //! `initializer_range`, GPT-2's two projections into the residual stream narrower by
-//! `sqrt(2 * layers)` (Radford et al. 2019), biases zero, norm gains one.
+//! `sqrt(2 * layers)` (Radford et al. 2019), biases zero, norm gains one. Convolutions are normal with `sqrt(2 / inputs of a window)` (He et
+//! al. 2015), and the gains that end a residual block zero (Goyal et al. 2017).
 
-use crate::config::{ExpertsConfig, Family, Gpt2Config, LlamaConfig, ModelConfig};
+use crate::config::{
+    ExpertsConfig, Family, Gpt2Config, LlamaConfig, ModelConfig, WideResnetConfig,
+};
 use ir::op::Init;
 
 /// A parameter.
@@ -26,7 +33,7 @@ pub struct Param {
     /// The name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
     /// `pieces`, `*` stands for the index.
     pub hf_name: String,
-    /// The shape in Hugging Face's files, one or two dims; with `pieces`, that of each piece.
+    /// The shape in Hugging Face's files, one or two dims, four of a convolution; with `pieces`, that of each piece.
     pub hf_shape: Vec<u64>,
     /// True when the stored matrix is the transpose of ours.
     pub transposed: bool,
@@ -63,6 +70,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => gpt2(c),
             ModelConfig::Llama(c) => llama(c),
+            ModelConfig::WideResnet(c) => wide_resnet(c),
         }
     }
     /// Counts the parameters; a tied embedding counts once.
@@ -280,6 +288,46 @@ fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
     }
 }
 
+fn wide_resnet(c: &WideResnetConfig) -> Vec<Param> {
+    let mut t = Table {
+        prefix: "",
+        params: Vec::new(),
+    };
+    t.conv(c, "embed.conv", 7, (&[c.image_channels], c.base));
+    t.group_norm(c, "embed.norm", c.base, Init::Ones);
+    for (i, block) in c.blocks().into_iter().enumerate() {
+        let mut conv = |name: &str, kernel, from, to, gain| {
+            t.conv(
+                c,
+                &format!("h.{i}.conv_{name}"),
+                kernel,
+                (&c.grouped(from), to),
+            );
+            t.group_norm(c, &format!("h.{i}.norm_{name}"), to, gain);
+        };
+        conv("1", 1, block.input, block.narrow, Init::Ones);
+        conv("2", 3, block.narrow, block.wide, Init::Ones);
+        conv("3", 1, block.wide, block.output, Init::Zeros);
+        if block.projects() {
+            conv("proj", 1, block.input, block.output, Init::Ones);
+        }
+    }
+    let ([groups, width], features) = (c.grouped(c.features()), c.features());
+    let weight = [groups, width, c.classes];
+    let std = (1.0 / features as f64).sqrt();
+    let name = "head.fc.weight";
+    t.add(
+        name,
+        &weight,
+        name,
+        &[features, c.classes],
+        Init::Normal { std },
+    );
+    let (name, classes) = ("head.fc.bias", [c.classes]);
+    t.add(name, &classes, name, &classes, Init::Zeros);
+    t.params
+}
+
 /// The table under construction.
 struct Table {
     prefix: &'static str,
@@ -336,6 +384,22 @@ impl Table {
                 &[n_out],
                 Init::Zeros,
             );
+        }
+    }
+    /// Adds a square convolution from input channels in these dims to `to` channels.
+    fn conv(&mut self, c: &WideResnetConfig, name: &str, kernel: u64, (from, to): (&[u64], u64)) {
+        let name = format!("{name}.weight");
+        let inputs: u64 = from.iter().product();
+        let shape = [&[kernel, kernel][..], from, &c.grouped(to)].concat();
+        let std = (2.0 / (kernel * kernel * inputs) as f64).sqrt();
+        let stored = [kernel, kernel, inputs, to];
+        self.add(&name, &shape, &name, &stored, Init::Normal { std });
+    }
+    /// Adds gain and bias of a group norm.
+    fn group_norm(&mut self, c: &WideResnetConfig, name: &str, channels: u64, gain: Init) {
+        for (leaf, init) in [("weight", gain), ("bias", Init::Zeros)] {
+            let name = format!("{name}.{leaf}");
+            self.add(&name, &c.grouped(channels), &name, &[channels], init);
         }
     }
     /// Adds the output table, which files keep outside the model's prefix.

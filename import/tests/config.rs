@@ -350,8 +350,54 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gpt_neox"}),
-        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"",
+        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"",
     );
+}
+
+fn wide_resnet() -> Value {
+    json!({"model_type": "wide_resnet", "image_size": 32, "base_channels": 16, "width_factor": 2,
+        "depths": [1, 1], "num_classes": 10, "norm_groups": 4})
+}
+
+#[test]
+fn wide_resnets_are_checked() {
+    assert!(parse(wide_resnet(), json!({})).is_ok());
+    for (change, problem) in [
+        (
+            json!({"depths": []}),
+            "field `depths` has 0 blocks in 0 stages; accepted: 1 to 8 stages of 1 to 10000 blocks together",
+        ),
+        (
+            json!({"depths": [6000, 6000]}),
+            "field `depths` has 12000 blocks in 2 stages; accepted: 1 to 8 stages of 1 to 10000 blocks together",
+        ),
+        (
+            json!({"depths": "-"}),
+            "field `depths` is missing; expected the list of the stages' numbers of blocks",
+        ),
+        (
+            json!({"depths": 3}),
+            "field `depths` is 3; expected a list of whole numbers from 1 to 10000",
+        ),
+        (
+            json!({"norm_groups": 5}),
+            "fields `base_channels` and `norm_groups` contradict each other: 16 is not a multiple of 5",
+        ),
+        (
+            json!({"width_factor": 65536}),
+            "fields `base_channels` and `width_factor` contradict each other: the last stage has 2097152 channels; accepted: at most 1048576",
+        ),
+        (
+            json!({"hidden_act": "gelu"}),
+            "field `hidden_act` is \"gelu\"; accepted: \"relu\" (blocks have ReLUs)",
+        ),
+        (
+            json!({"image_size": 0}),
+            "field `image_size` is 0; expected a whole number from 1 to 65536",
+        ),
+    ] {
+        rejects(wide_resnet(), change, problem);
+    }
 }
 
 #[test]
@@ -384,7 +430,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"",
+        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

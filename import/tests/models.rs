@@ -60,6 +60,17 @@ fn parameter_counts_are_the_published_ones() {
             "tiny-llama",
             4 * ((4 + 2) * 64 * 128 + 3 * 384 * 128 + 2 * 128) + (2 * 256 + 1) * 128,
         ),
+        ("wide-resnet-250m", wide_resnet(160, 2, [3, 4, 6, 3])),
+        ("wide-resnet-13b", wide_resnet(320, 16, [3, 4, 23, 3])),
+        // Convolutions with their norms: 7 x 7, then two blocks with a projection each.
+        (
+            "tiny-wide-resnet",
+            49 * 3 * 16
+                + 2 * 16
+                + (16 * 16 + 9 * 16 * 32 + 32 * 64 + 16 * 64 + 2 * (16 + 32 + 64 + 64))
+                + (64 * 32 + 9 * 32 * 64 + 64 * 128 + 64 * 128 + 2 * (32 + 64 + 128 + 128))
+                + 129 * 256,
+        ),
     ] {
         let config = ModelConfig::load(&models().join(name)).unwrap();
         assert_eq!(config.n_parameters(), expected, "{name}");
@@ -73,6 +84,20 @@ fn parameter_counts_are_the_published_ones() {
             "{row}: {expected}"
         );
     }
+}
+
+/// Parameters of Alpa's sizes, stage by stage: the first block of a stage takes what the one before
+/// gives and is projected, the others take their own result.
+fn wide_resnet(base: u64, width: u64, depths: [u64; 4]) -> u64 {
+    let (mut n, mut input) = (49 * 3 * base + 2 * base, base);
+    for (stage, depth) in (0..).zip(depths) {
+        let (narrow, wide, out) = (base << stage, (base << stage) * width, (base << stage) * 4);
+        let inner = 9 * narrow * wide + wide * out + 2 * (narrow + wide + out);
+        n += input * narrow + inner + input * out + 2 * out;
+        n += (depth - 1) * (out * narrow + inner);
+        input = out;
+    }
+    n + (input + 1) * 1024
 }
 
 #[test]
@@ -94,7 +119,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 21);
+    assert_eq!(n, 24);
 }
 
 #[test]
@@ -118,9 +143,15 @@ fn gpt3_builds_without_its_weights() {
 
 #[test]
 fn states_are_the_parameters_in_order() {
-    for name in ["tiny-gpt2", "tiny-llama", "llama-3.2-1b", "llama-2-7b"] {
+    for (name, sequence) in [
+        ("tiny-gpt2", 16),
+        ("tiny-llama", 16),
+        ("llama-3.2-1b", 16),
+        ("llama-2-7b", 16),
+        ("tiny-wide-resnet", 1),
+    ] {
         let config = ModelConfig::load(&models().join(name)).unwrap();
-        let g = graph(&config, 16, 0.0);
+        let g = graph(&config, sequence, 0.0);
         let states: Vec<_> = g
             .ops()
             .iter()

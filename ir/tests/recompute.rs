@@ -221,6 +221,7 @@ fn random_choices_on_random_graphs_keep_the_invariants() {
         dropout: true,
         reduce_max: false,
         experts: true,
+        images: false,
         n_layers: 3,
         equal_layers: false,
         blocks_per_layer: 2,

@@ -13,9 +13,16 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 fn options() -> impl Strategy<Value = GraphOptions> {
-    (any::<[bool; 5]>(), 0usize..6, 1usize..4).prop_map(
+    (any::<[bool; 6]>(), 0usize..6, 1usize..4).prop_map(
         |(
-            [integer_linear, dropout, reduce_max, experts, equal_layers],
+            [
+                integer_linear,
+                dropout,
+                reduce_max,
+                experts,
+                images,
+                equal_layers,
+            ],
             n_layers,
             blocks_per_layer,
         )| {
@@ -24,6 +31,7 @@ fn options() -> impl Strategy<Value = GraphOptions> {
                 dropout,
                 reduce_max,
                 experts,
+                images,
                 n_layers,
                 equal_layers,
                 blocks_per_layer,
@@ -308,6 +316,7 @@ fn generated_op_kinds() {
             dropout: true,
             reduce_max: true,
             experts: true,
+            images: true,
             ..GraphOptions::default()
         };
         let names = (0..200).flat_map(|seed| {
@@ -326,8 +335,8 @@ fn generated_op_kinds() {
     };
     assert_eq!(
         kinds(false),
-        "attention binary broadcast cast combine constant cross_entropy dispatch dot_general dropout embedding \
-         input layer_norm layout log_sum_exp pad reduce reshape rms_norm rotary route slice stack state transpose \
+        "attention binary broadcast cast combine constant conv2d cross_entropy dispatch dot_general dropout \
+         embedding group_norm input layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route slice stack state transpose \
          unary unstack"
     );
     assert_eq!(

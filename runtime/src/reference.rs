@@ -8,8 +8,7 @@ mod noise;
 use crate::arena::Bytes;
 use crate::error::RuntimeError;
 use crate::execute::{
-    Context, Local, Operand, Output, StateTensor, States, check_batch, given, kernel, load_tokens,
-    narrow,
+    Context, Local, Operand, Output, StateTensor, States, check_batch, given, kernel, load, narrow,
 };
 use crate::rng::Key;
 use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph};
@@ -315,13 +314,7 @@ impl Machine<'_> {
             OpKind::Input { kind } => {
                 let mut data = Bytes::zeroed(locals[0].bytes());
                 let mut read = given(batch);
-                load_tokens(
-                    *kind,
-                    &locals[0],
-                    cx.first_sample,
-                    &mut read,
-                    bytemuck::cast_slice_mut(&mut data),
-                )?;
+                load(*kind, &locals[0], cx.first_sample, &mut read, &mut data)?;
                 self.values[op.outputs[0].index()] = Some(data);
             }
             OpKind::Constant { value } => {
@@ -441,8 +434,13 @@ mod tests {
 
     #[test]
     fn gradients_equal_differences_of_the_loss() {
-        for seed in 0..40 {
-            let (training, spec, batch) = setup(seed, &GraphOptions::default(), 2);
+        let images = GraphOptions {
+            images: true,
+            ..GraphOptions::default()
+        };
+        let general = (0..40).map(|seed| (seed, GraphOptions::default()));
+        for (seed, options) in general.chain((0..20).map(|seed| (seed, images))) {
+            let (training, spec, batch) = setup(seed, &options, 2);
             let mut reference = Reference::new(&training, &spec, 2, 1, random).unwrap();
             let start = reference.clone();
             reference.step(&batch, 0.0).unwrap();

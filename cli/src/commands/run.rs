@@ -330,7 +330,8 @@ fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure>
     Ok(Dataset::open(&args.data, &options)?)
 }
 
-/// Returns the rows of the smallest table that tokens index; without a table any token will do.
+/// Returns the rows of the smallest table that tokens index, or the fewest classes that labels,
+/// which are tokens too, are of; without either any token will do.
 fn vocabulary(training: &TrainingGraph) -> u32 {
     let graph = &training.graph;
     let is_tokens = |v: &ir::ValueId| {
@@ -347,6 +348,11 @@ fn vocabulary(training: &TrainingGraph) -> u32 {
         .filter(|op| matches!(op.kind, OpKind::Embedding) && op.inputs.iter().any(is_tokens));
     let tables = lookups.filter_map(|op| op.inputs.iter().find(|v| !is_tokens(v)));
     let rows = tables.filter_map(|v| graph.ty(*v).shape.0.first().map(|d| d.bind(1)));
+    let losses = graph.ops().iter();
+    let losses = losses.filter(|op| matches!(op.kind, OpKind::CrossEntropy));
+    let logits = losses.filter_map(|op| op.inputs.first());
+    let classes = logits.filter_map(|v| graph.ty(*v).shape.0.last().map(|d| d.bind(1)));
+    let rows = rows.chain(classes);
     u32::try_from(rows.min().unwrap_or(u64::from(u32::MAX))).unwrap_or(u32::MAX)
 }
 

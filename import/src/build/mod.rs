@@ -2,7 +2,8 @@
 //!
 //! Layers are `embed`, `h.0` .. `h.{n-1}`, `head`. Parameters are `State` ops in
 //! `StepBegin`, in the layer of their first use; a tied head uses the embedding's value.
-//! Inputs are `tokens` (layer `embed`) and `labels` (layer `head`), both `i32[B, sequence]`.
+//! Inputs are `tokens` (layer `embed`) and `labels` (layer `head`), both `i32[B, sequence]`. Models
+//! of images have `images` for tokens, and one label: their sequence is 1.
 //! The graph's one output, `nll_sum`, is the sum of the negative log-likelihoods of a
 //! microbatch's labels; the training graph divides by the tokens of the global batch.
 //!
@@ -11,6 +12,7 @@
 
 mod gpt2;
 mod llama;
+mod wide_resnet;
 
 use crate::{ImportError, ModelConfig, Param};
 use ir::op::{Binary, Einsum, InputKind, OpKind};
@@ -55,6 +57,7 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
     match config {
         ModelConfig::Gpt2(c) => gpt2::build(&mut b, c)?,
         ModelConfig::Llama(c) => llama::build(&mut b, c)?,
+        ModelConfig::WideResnet(c) => wide_resnet::build(&mut b, c)?,
     }
     Ok(b.graph)
 }
@@ -125,6 +128,15 @@ impl Builder {
     /// Declares an input of the microbatch.
     fn input(&mut self, path: &str, kind: InputKind) -> Result<ValueId, ImportError> {
         let ty = TensorType::new(DType::I32, Shape::batched(&[self.options.sequence]));
+        self.input_of(path, kind, ty)
+    }
+    /// Declares an input of this type.
+    fn input_of(
+        &mut self,
+        path: &str,
+        kind: InputKind,
+        ty: TensorType,
+    ) -> Result<ValueId, ImportError> {
         Ok(self
             .graph
             .add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
@@ -174,8 +186,8 @@ impl Builder {
             ),
         }
     }
-    /// Adds the logits of the normalised `x` and the loss, with which every model ends. `table` is
-    /// the embedding's value when tied.
+    /// Adds the logits of the normalised `x` and the loss, with which a language model ends. `table`
+    /// is the embedding's value when tied.
     fn loss(&mut self, x: ValueId, table: Option<ValueId>) -> Result<(), ImportError> {
         let labels = self.input("labels", InputKind::Labels)?;
         let table = match table {
@@ -183,6 +195,14 @@ impl Builder {
             None => self.param("head.lm_head.weight")?,
         };
         let logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
+        self.nll_of(logits, labels)
+    }
+    /// Adds the loss of logits `[B, sequence, classes]`.
+    fn nll(&mut self, logits: ValueId) -> Result<(), ImportError> {
+        let labels = self.input("labels", InputKind::Labels)?;
+        self.nll_of(logits, labels)
+    }
+    fn nll_of(&mut self, logits: ValueId, labels: ValueId) -> Result<(), ImportError> {
         let lse = self.op("head.lse", OpKind::LogSumExp, &[logits])?;
         let nll = self.op("head.nll", OpKind::CrossEntropy, &[logits, lse, labels])?;
         let sum = self.op(

@@ -1,5 +1,5 @@
 //! Hugging Face `config.json` of `model_type` `gpt2`, `llama`, `mixtral` and `qwen3_moe`, in the
-//! spellings of transformers 4 and 5.
+//! spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -13,8 +13,11 @@ mod document;
 mod experts;
 mod gpt2;
 mod llama;
+mod wide_resnet;
 
 pub(crate) use document::without_position;
+pub(crate) use wide_resnet::Bottleneck;
+pub use wide_resnet::WideResnetConfig;
 
 use crate::ImportError;
 use document::{Document, Fields};
@@ -236,10 +239,12 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
     /// `model_type` `llama`, `mixtral` or `qwen3_moe`.
     Llama(LlamaConfig),
+    /// `model_type` `wide_resnet`.
+    WideResnet(WideResnetConfig),
 }
 
 /// The accepted families, as messages list them.
-const FAMILIES: &str = "\"gpt2\", \"llama\", \"mixtral\" or \"qwen3_moe\"";
+const FAMILIES: &str = "\"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"";
 
 /// The default capacity factor of experts (slots over the tokens that an expert gets on average),
 /// as in training with the Switch transformer (Fedus et al. 2021).
@@ -282,6 +287,7 @@ impl ModelConfig {
             Some("llama") => llama::read(fields, Family::Llama).map(ModelConfig::Llama),
             Some("mixtral") => llama::read(fields, Family::Mixtral).map(ModelConfig::Llama),
             Some("qwen3_moe") => llama::read(fields, Family::Qwen3Moe).map(ModelConfig::Llama),
+            Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
             Some(other) => {
                 Err(fields.error("model_type", format!("is {other:?}; accepted: {FAMILIES}")))
             }
@@ -302,6 +308,7 @@ impl ModelConfig {
                 Family::Mixtral => "mixtral",
                 Family::Qwen3Moe => "qwen3_moe",
             },
+            ModelConfig::WideResnet(_) => "wide_resnet",
         }
     }
     /// Returns the same model with another capacity factor of its experts: slots over the tokens
@@ -321,7 +328,7 @@ impl ModelConfig {
         }
         let experts = match &mut self {
             ModelConfig::Llama(c) => c.experts.as_mut(),
-            ModelConfig::Gpt2(_) => None,
+            ModelConfig::Gpt2(_) | ModelConfig::WideResnet(_) => None,
         };
         match experts {
             Some(e) => e.capacity_factor = factor,
@@ -329,25 +336,29 @@ impl ModelConfig {
         }
         Ok(self)
     }
-    /// Returns the number of transformer layers.
+    /// Returns the number of transformer layers, or of residual blocks.
     pub fn n_layers(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.layers,
             ModelConfig::Llama(c) => c.layers,
+            ModelConfig::WideResnet(c) => c.depths.iter().sum(),
         }
     }
-    /// Returns the number of token ids.
+    /// Returns the number of token ids, or of classes.
     pub fn vocab(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.vocab,
             ModelConfig::Llama(c) => c.vocab,
+            ModelConfig::WideResnet(c) => c.classes,
         }
     }
-    /// Returns the longest sequence that the model is made for, in tokens.
+    /// Returns the longest sequence that the model is made for, in tokens: one where a sample is an
+    /// image.
     pub fn max_sequence(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
             ModelConfig::Llama(c) => c.positions,
+            ModelConfig::WideResnet(_) => 1,
         }
     }
     /// Says whether the head uses the embedding table.
@@ -355,6 +366,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => c.tied,
             ModelConfig::Llama(c) => c.tied,
+            ModelConfig::WideResnet(_) => false,
         }
     }
 }

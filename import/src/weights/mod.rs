@@ -211,6 +211,7 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
     let prefix = match config {
         ModelConfig::Gpt2(_) => "transformer.",
         ModelConfig::Llama(_) => "model.",
+        ModelConfig::WideResnet(_) => "",
     };
     name.strip_prefix(prefix).unwrap_or(name)
 }
@@ -271,5 +272,6 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
         ModelConfig::Llama(_) => {
             layered("layers.", &["self_attn.rotary_emb.inv_freq"]) || bare == "rotary_emb.inv_freq"
         }
+        ModelConfig::WideResnet(_) => false,
     }
 }

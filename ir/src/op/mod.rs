@@ -77,6 +77,9 @@ pub enum InputKind {
     Tokens,
     /// Next-token ids `[batch, sequence]`; negative values are ignored by the loss.
     Labels,
+    /// Synthetic images `f32[batch, height, width, channels]`: noise that each sample's first
+    /// token names. A sample of an image model has one position, so its label is the next token.
+    Images,
 }
 
 /// Frequencies of a rotary embedding, as in Hugging Face `modeling_rope_utils`.
@@ -156,7 +159,7 @@ pub enum Binary {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OpKind {
-    /// Data of a microbatch: `() -> i32[B, S]`.
+    /// Data of a microbatch: `() -> i32[B, S]`, images `() -> f32[B, H, W, C]`.
     Input {
         /// Which data.
         kind: InputKind,

@@ -1,5 +1,6 @@
 //! Ops without operands: data, states and constants.
 
+use super::InputKind;
 use super::family::*;
 
 pub(super) static FAMILY: Family = Family {
@@ -12,6 +13,20 @@ pub(super) static FAMILY: Family = Family {
 
 fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
     match cx.kind {
+        OpKind::Input {
+            kind: InputKind::Images,
+        } => {
+            let t = cx
+                .declared
+                .ok_or_else(|| cx.err("needs a declared type".into()))?;
+            let d = &t.shape.0;
+            let fixed = d.iter().skip(1).all(|d| matches!(d, Dim::Fixed(1..)));
+            cx.ensure(
+                t.dtype == DType::F32 && d.len() == 4 && d[0] == Dim::Batch && fixed,
+                || format!("type is {t}, expected f32[B, height, width, channels]"),
+            )?;
+            one(t.clone())
+        }
         OpKind::Input { .. } => {
             let t = cx
                 .declared

@@ -8,6 +8,9 @@ use crate::{DType, Dim, OpKind, ValueId};
 impl Builder {
     /// One random block.
     pub(super) fn block(&mut self, x: ValueId) -> ValueId {
+        if self.options.images && self.rng.one_in(2) {
+            return self.image(x);
+        }
         match self.rng.below(if self.options.experts { 14 } else { 12 }) {
             0 | 1 => self.attention(x),
             2 => self.mlp(x),
@@ -99,6 +102,45 @@ impl Builder {
         let both = self.binary(Binary::Mul, gate, up);
         let down = self.einsum("bsf,fh->bsh", both, w3);
         self.residual(x, down)
+    }
+
+    /// The activation as an image of one channel: convolutions with a group norm and pooling
+    /// between them, there and back.
+    fn image(&mut self, x: ValueId) -> ValueId {
+        let (s, h) = (self.sequence, self.hidden);
+        let (groups, width) = (self.rng.between(1, 3), self.rng.between(1, 3));
+        let (kernel, stride) = (self.rng.pick(&[1, 3]), self.rng.between(1, 2));
+        let image = self.reshape(x, &[s, h, 1]);
+        let w = self.param(&[kernel, kernel, 1, groups, width]);
+        let padding = kernel / 2;
+        let y = self.op(OpKind::Conv2d { stride, padding }, &[image, w]);
+        let gamma = self.param_init(&[groups, width], Init::Ones);
+        let beta = self.param_init(&[groups, width], Init::Zeros);
+        let y = self.op(OpKind::GroupNorm { eps: 1e-2 }, &[y, gamma, beta]);
+        let mut y = self.activation(y);
+        if self.rng.one_in(2) {
+            let pool = OpKind::MaxPool2d {
+                kernel: 3,
+                stride: 1,
+                padding: 1,
+            };
+            y = self.op(pool, &[y]);
+        }
+        let y = match stride {
+            1 => {
+                let w = self.param(&[3, 3, groups, width, 1]);
+                let (stride, padding) = (1, 1);
+                let y = self.op(OpKind::Conv2d { stride, padding }, &[y, w]);
+                self.reshape(y, &[s, h])
+            }
+            _ => {
+                let (kind, dims) = (ReduceKind::Sum, vec![1, 2]);
+                let pooled = self.op(OpKind::Reduce { kind, dims }, &[y]);
+                let w = self.param(&[groups, width, s, h]);
+                self.einsum("bgc,gcsh->bsh", pooled, w)
+            }
+        };
+        self.residual(x, y)
     }
 
     /// A mixture of experts, with more or fewer slots than tokens.

@@ -35,6 +35,8 @@ pub struct GraphOptions {
     /// Mixtures of experts may occur (general graphs only). A choice of experts is a jump, so
     /// that graphs with them are not compared where values round differently.
     pub experts: bool,
+    /// Convolutions, pooling and group norms may occur (general graphs only).
+    pub images: bool,
     /// Number of layers between `embed` and `head`.
     pub n_layers: usize,
     /// These layers are equal.
@@ -50,6 +52,7 @@ impl Default for GraphOptions {
             dropout: false,
             reduce_max: false,
             experts: false,
+            images: false,
             n_layers: 2,
             equal_layers: false,
             blocks_per_layer: 2,

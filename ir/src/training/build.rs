@@ -3,7 +3,7 @@
 use super::layouts::share_layouts;
 use super::{LOSS_SCALE, LOSS_SCALE_UNIT, State, StateRole, TrainingGraph, UPDATES};
 use crate::autodiff::{LeafUse, differentiate};
-use crate::op::{Binary, Init, Unary};
+use crate::op::{Binary, Init, InputKind, Unary};
 use crate::{
     DType, Graph, GraphError, LayerId, Op, OpId, OpKind, Optimizer, Origin, Pass, Place, Precision,
     Region, Shape, TensorType, TrainSpec, ValueId,
@@ -211,11 +211,7 @@ impl<'a> Builder<'a> {
                 layer: op.layer,
             };
             let results = match op.kind {
-                OpKind::Input { .. } => {
-                    let ty = self.forward.ty(op.outputs[0]).clone();
-                    self.check_sequence(op, &ty)?;
-                    vec![self.graph.add_source(op.kind.clone(), ty, place)?]
-                }
+                OpKind::Input { kind } => vec![self.input(op, kind, place)?],
                 _ => {
                     let operands = self.operands(op, &flexible)?;
                     let mut kind = op.kind.clone();
@@ -233,6 +229,25 @@ impl<'a> Builder<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Copies an input. Images are f32 and come out in the compute dtype, as parameters do, or all
+    /// that follows would be computed in f32.
+    fn input(&mut self, op: &Op, kind: InputKind, place: Place) -> Result<ValueId, GraphError> {
+        let ty = self.forward.ty(op.outputs[0]).clone();
+        if kind != InputKind::Images {
+            self.check_sequence(op, &ty)?;
+            return self.graph.add_source(op.kind.clone(), ty, place);
+        }
+        let cast = Place {
+            path: format!("{}.cast", op.path),
+            ..place.clone()
+        };
+        let images = self.graph.add_source(op.kind.clone(), ty, place)?;
+        match self.spec.precision.compute() {
+            DType::F32 => Ok(images),
+            dtype => self.make(OpKind::Cast { dtype }, &[images], cast, Origin::Cast),
+        }
     }
 
     fn check_sequence(&self, op: &Op, ty: &TensorType) -> Result<(), GraphError> {

@@ -8,7 +8,7 @@ mod calls;
 mod queues;
 
 use super::kernel::Context;
-use super::load::{given, load_tokens};
+use super::load::{given, load};
 use super::local::Local;
 use super::message::{Play, Played, Samples};
 use super::script::{Script, Scripts, Step};
@@ -439,14 +439,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     (Samples::Of(batch), Some(data)) => Ok(data.read(*batch, sample, from, out)?),
                     _ => Err(RuntimeError::Batch("the run has no data".into())),
                 };
-                device.update(stream, at(output), &mut |out| {
-                    let out = bytemuck::cast_slice_mut(out);
-                    match &play.samples {
-                        Samples::Given(all) => {
-                            load_tokens(*kind, local, first, &mut given(all), out)
-                        }
-                        Samples::Of(_) => load_tokens(*kind, local, first, &mut of_run, out),
-                    }
+                device.update(stream, at(output), &mut |out| match &play.samples {
+                    Samples::Given(all) => load(*kind, local, first, &mut given(all), out),
+                    Samples::Of(_) => load(*kind, local, first, &mut of_run, out),
                 })?;
                 0
             }

@@ -320,6 +320,7 @@ const GENERAL: GraphOptions = GraphOptions {
     dropout: true,
     reduce_max: false,
     experts: false,
+    images: false,
     n_layers: 2,
     equal_layers: false,
     blocks_per_layer: 2,

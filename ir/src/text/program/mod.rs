@@ -98,8 +98,11 @@ const STATES: [(StateRole, &str); 4] = [
     (StateRole::Scalar, "scalar"),
 ];
 
-const INPUTS: [(InputKind, &str); 2] =
-    [(InputKind::Tokens, "tokens"), (InputKind::Labels, "labels")];
+const INPUTS: [(InputKind, &str); 3] = [
+    (InputKind::Tokens, "tokens"),
+    (InputKind::Labels, "labels"),
+    (InputKind::Images, "images"),
+];
 
 fn reductions() -> [(ReduceKind, &'static str); 4] {
     use ReduceKind::{LogSumExp, Max, Min, Sum};
