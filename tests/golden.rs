@@ -6,7 +6,7 @@
 //! program is proved by the checker, and its text is parsed back to the equal program.
 
 use ir::plan::Plan;
-use ir::{Graph, Precision, TrainSpec};
+use ir::{Graph, Precision, Task, TrainSpec};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use tests::plans::{SEQUENCE, mlp};
@@ -120,9 +120,8 @@ fn difference(expected: &str, found: &str) -> String {
 }
 
 /// Makes the plan and compares it with its file.
-fn golden(name: &str, forward: &Graph, precision: Precision, ranks: u32, pins: &[&str]) {
-    let train = train(forward, precision);
-    let made = planned(forward, &train, &cluster(ranks), pins).unwrap_or_else(|e| panic!("{e}"));
+fn golden(name: &str, forward: &Graph, train: &TrainSpec, ranks: u32, pins: &[&str]) {
+    let made = planned(forward, train, &cluster(ranks), pins).unwrap_or_else(|e| panic!("{e}"));
     let found = summary(&made.plan) + "\n" + &ir::text::program::print(&made.program);
     let file = folder().join(format!("{name}.txt"));
     if std::env::var("MESHWRIGHT_BLESS").is_ok_and(|v| v == "1") {
@@ -142,12 +141,14 @@ macro_rules! goldens {
         $(
             #[test]
             fn $name() {
-                golden(stringify!($name), &$forward, Precision::$precision, $ranks, &$pins);
+                let forward = $forward;
+                let train = train(&forward, Precision::$precision);
+                golden(stringify!($name), &forward, &train, $ranks, &$pins);
             }
         )*
         #[test]
         fn every_file_has_a_test() {
-            let mut known = [$(concat!(stringify!($name), ".txt")),*].to_vec();
+            let mut known = [$(concat!(stringify!($name), ".txt")),*, "inference.txt"].to_vec();
             known.sort_unstable();
             let files = std::fs::read_dir(folder()).expect("the folder exists");
             let names = files.map(|f| f.expect("a file").file_name().into_string());
@@ -181,6 +182,18 @@ goldens! {
     recomputation: mlp(1), F32, 1, ["recompute=full", "microbatch=2"];
     loss_scaling: mlp(1), F16, 1, ["microbatch=2"];
     bf16: mlp(1), Bf16, 1, ["microbatch=2"];
+}
+
+/// Two stages, two microbatches, parameters at rest in bf16: forward passes alone.
+#[test]
+fn inference() {
+    let forward = gpt2(true);
+    let train = TrainSpec {
+        task: Task::Inference,
+        ..train(&forward, Precision::Bf16)
+    };
+    let pins = ["pipeline=2", "tensor=1", "data=1", "microbatch=2"];
+    golden("inference", &forward, &train, 2, &pins);
 }
 
 #[test]

@@ -235,6 +235,7 @@ impl Problem {
         assert!(!options.integer_linear || global_batch <= MAX_SAMPLES);
         let sequence = sequence_of(&forward).unwrap();
         let train = TrainSpec {
+            task: ir::Task::Training,
             global_batch,
             sequence,
             precision,

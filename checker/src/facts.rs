@@ -32,7 +32,8 @@ impl<'a> Facts<'a> {
             .states
             .iter()
             .flat_map(|s| [s.read, s.write])
-            .chain([training.loss, training.grad_norm]);
+            .chain([training.loss])
+            .chain(training.grad_norm);
         for v in named {
             if v.index() >= n {
                 report.add(
@@ -91,7 +92,8 @@ impl<'a> Facts<'a> {
             .states
             .iter()
             .map(|s| s.write)
-            .chain([t.loss, t.grad_norm])
+            .chain([t.loss])
+            .chain(t.grad_norm)
             .collect();
         let mut needed = vec![false; self.graph.ops().len()];
         for (i, op) in self.graph.ops().iter().enumerate().rev() {

@@ -341,7 +341,7 @@ fn program(plan: &Plan, training: &TrainingGraph) -> Program {
         });
     }
     naive.role.loss = Some(naive.at[&training.loss]);
-    naive.role.grad_norm = Some(naive.at[&training.grad_norm]);
+    naive.role.grad_norm = training.grad_norm.map(|v| naive.at[&v]);
     Program {
         roles: vec![naive.role],
         transfers: vec![],

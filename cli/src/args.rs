@@ -193,11 +193,15 @@ impl std::str::FromStr for LayersArg {
 /// The training spec: a file, flags, or both; flags win.
 #[derive(Debug, Default, Args)]
 pub struct TrainArgs {
-    /// TOML file with any of the keys global_batch, sequence, precision, dropout, seed,
+    /// TOML file with any of the keys task, global_batch, sequence, precision, dropout, seed,
     /// clip_norm (a number or "none"), and a table [optimizer.adam_w] or [optimizer.sgd].
     #[arg(long = "train", value_name = "TRAIN.TOML")]
     pub file: Option<PathBuf>,
-    /// Samples per optimizer step over the whole cluster [default: 8].
+    /// Plan for inference: forward passes alone, which give the loss of each batch. There are no
+    /// gradients and no optimizer, and parameters rest in the precision that they are computed in.
+    #[arg(long)]
+    pub inference: bool,
+    /// Samples per step over the whole cluster [default: 8].
     #[arg(long)]
     pub global_batch: Option<u64>,
     /// Tokens per sample [default: 1024, or the model's positions if fewer].
@@ -465,7 +469,7 @@ pub struct SimulateArgs {
 }
 
 /// Shapes of the learning rate after warmup.
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DecayArg {
     /// Half a cosine wave down to --min-lr.
     Cosine,
@@ -486,12 +490,12 @@ pub struct RunArgs {
     /// A Hugging Face tokenizer.json for text; without it each byte is a token.
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
-    /// Number of training steps.
+    /// Number of steps, of training or of inference as the plan is for.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub steps: u64,
-    /// Peak learning rate.
-    #[arg(long, default_value_t = 3e-4)]
-    pub lr: f64,
+    /// Peak learning rate [default: 0.0003].
+    #[arg(long)]
+    pub lr: Option<f64>,
     /// Number of steps over which the learning rate rises linearly to its peak.
     #[arg(long, default_value_t = 0)]
     pub warmup: u64,

@@ -4,7 +4,7 @@ use crate::args::{OptimizerArg, PrecisionArg, TrainArgs};
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
-use ir::{Optimizer, Precision, TrainFile, TrainSpec};
+use ir::{Optimizer, Precision, Task, TrainFile, TrainSpec};
 
 /// Builds the spec that `args` ask for; `max_sequence` bounds the default sequence.
 pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSpec, Failure> {
@@ -37,7 +37,31 @@ pub fn train_spec(args: &TrainArgs, max_sequence: Option<u64>) -> Result<TrainSp
     }
 }
 
+/// Refuses flags of the backward pass and the optimizer where neither is there.
+fn check_task(task: Task, a: &TrainArgs) -> Result<(), Failure> {
+    let given = [
+        ("optimizer", a.optimizer.is_some()),
+        ("beta1", a.beta1.is_some()),
+        ("beta2", a.beta2.is_some()),
+        ("eps", a.eps.is_some()),
+        ("momentum", a.momentum.is_some()),
+        ("weight-decay", a.weight_decay.is_some()),
+        ("clip-norm", a.clip_norm.is_some()),
+    ];
+    match given.into_iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) if !task.is_training() => {
+            let what = format!("--{flag} has no meaning in inference, which updates nothing");
+            Err(Failure::new(Exit::Usage, what).help("leave it out, or plan for training"))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn apply_flags(spec: &mut TrainSpec, a: &TrainArgs) -> Result<(), Failure> {
+    if a.inference {
+        spec.task = Task::Inference;
+    }
+    check_task(spec.task, a)?;
     set(&mut spec.global_batch, a.global_batch);
     set(&mut spec.sequence, a.sequence);
     set(&mut spec.dropout, a.dropout);

@@ -42,5 +42,5 @@ pub use op::OpKind;
 pub use origin::Origin;
 pub use sharding::{Axes, DimSharding, Dims, LocalRange, ReduceKind, ShardingSpec};
 pub use tensor::{DType, Dim, Shape, TensorType};
-pub use train_spec::{Optimizer, Precision, TrainFile, TrainSpec};
+pub use train_spec::{Optimizer, Precision, Task, TrainFile, TrainSpec};
 pub use units::{Bytes, BytesPerSecond, Figure, Flops, FlopsPerSecond, Seconds, counted};

@@ -38,7 +38,7 @@ pub struct Measurement {
     pub tokens_per_s: f64,
 }
 
-/// One training step.
+/// One step of training or inference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StepMeasurement {
@@ -50,11 +50,11 @@ pub struct StepMeasurement {
     #[schemars(with = "Option<f64>")]
     pub loss: f64,
     /// Global gradient norm before clipping; no number where it overflowed, as in all steps
-    /// that f16's loss scaling skips.
+    /// that f16's loss scaling skips, and in inference, which makes no gradients.
     #[serde(deserialize_with = "null_is_nan")]
     #[schemars(with = "Option<f64>")]
     pub grad_norm: f64,
-    /// Learning rate.
+    /// Learning rate; 0 in inference.
     pub lr: f64,
     /// Wall time, from the first rank's start to the last rank's end.
     pub seconds: f64,

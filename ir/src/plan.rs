@@ -45,7 +45,7 @@ pub struct Plan {
     pub microbatch: u64,
     /// Microbatches per step; `microbatch * n_microbatches = global_batch`.
     pub n_microbatches: u32,
-    /// Order of passes.
+    /// Order of passes; of inference `forward`.
     pub schedule: ScheduleKind,
     /// The stages in pipeline order. Where stages share meshes, [`Plan::mesh_of`] says which.
     pub stages: Vec<StagePlan>,
@@ -95,12 +95,22 @@ impl Plan {
         (stage.index() / self.n_meshes().max(1)) as u32
     }
 
-    /// Why the stages and microbatches cannot be scheduled as the plan says: the schedule's own
-    /// reason, or stages on another mesh than those that they should share one with.
+    /// Why the stages and microbatches cannot be scheduled as the plan says: a schedule of
+    /// training for inference or the other way round, the schedule's own reason, or stages on another mesh than those that they should share one with.
     pub fn schedule_problem(&self) -> Option<String> {
         let (n, p) = (self.stages.len(), self.n_meshes());
         let schedule = self.schedule.schedule();
-        schedule.problem(n, self.n_microbatches).or_else(|| {
+        let other_task = schedule.task() != self.train.task;
+        let other_task = other_task.then(|| {
+            format!(
+                "{} is a schedule of {}, the plan is one of {}",
+                schedule.name(),
+                schedule.task().name(),
+                self.train.task.name()
+            )
+        });
+        let own = other_task.or_else(|| schedule.problem(n, self.n_microbatches));
+        own.or_else(|| {
             let mut shared = (p..n).map(|i| (i, schedule.route().mesh_of(i, p)));
             let (i, with) =
                 shared.find(|&(i, with)| self.stages[i].mesh != self.stages[with].mesh)?;
@@ -244,7 +254,7 @@ pub fn absolute_path(relative: &str, layer: &str) -> String {
     relative.replacen("{}", layer, 1)
 }
 
-/// The simulator's prediction of one training step.
+/// The simulator's prediction of one step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Prediction {
@@ -252,8 +262,8 @@ pub struct Prediction {
     pub step_time_s: Seconds,
     /// Tokens per second over the whole cluster.
     pub tokens_per_s: f64,
-    /// Model FLOPs utilisation: matmul and attention (full) FLOPs of forward and backward,
-    /// over step time and the peak of the compute dtype, pools counted once.
+    /// Model FLOPs utilisation: matmul and attention (full) FLOPs of forward and, in training,
+    /// backward, over step time and the peak of the compute dtype, pools counted once.
     pub mfu: f64,
     /// Hardware FLOPs utilisation: `mfu` with the FLOPs of recomputation counted too.
     #[serde(default)]
@@ -262,7 +272,7 @@ pub struct Prediction {
     pub bubble: f64,
     /// Per mesh, its stages together.
     pub stages: Vec<StagePrediction>,
-    /// A checkpoint of the training state.
+    /// A checkpoint of the training state; none in inference.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<CheckpointPrediction>,
 }

@@ -1,4 +1,7 @@
 //! The training spec: everything that changes the mathematics of a step, and nothing else.
+//!
+//! A step trains, or only computes the loss ([`Task`]). What speaks of gradients or of the
+//! optimizer has no meaning for the latter.
 
 mod file;
 
@@ -6,7 +9,35 @@ use crate::{DType, Figure};
 pub use file::TrainFile;
 use serde::{Deserialize, Serialize};
 
-/// Precision policy. Parameters at rest and optimizer states are f32 in every policy.
+/// What a step does with a batch.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Task {
+    /// Computes the loss and its gradients, and updates the parameters.
+    #[default]
+    Training,
+    /// Computes the loss: forward passes alone, which change nothing.
+    Inference,
+}
+
+impl Task {
+    /// Whether it is training, which documents need not say.
+    pub fn is_training(&self) -> bool {
+        *self == Task::Training
+    }
+    /// Name in documents and sentences.
+    pub fn name(self) -> &'static str {
+        match self {
+            Task::Training => "training",
+            Task::Inference => "inference",
+        }
+    }
+}
+
+/// Precision policy. In training, parameters at rest and optimizer states are f32 in every policy;
+/// in inference, parameters rest as they are computed with.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]
@@ -17,7 +48,7 @@ pub enum Precision {
     F32,
     /// Compute and activations bf16; master weights, accumulated gradients, states f32.
     Bf16,
-    /// Compute and activations f16 with dynamic loss scaling; the rest f32.
+    /// Compute and activations f16, in training with dynamic loss scaling; the rest f32.
     F16,
 }
 
@@ -73,6 +104,9 @@ impl Default for Optimizer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TrainSpec {
+    /// Training, where nothing is said.
+    #[serde(default, skip_serializing_if = "Task::is_training")]
+    pub task: Task,
     /// Samples (sequences) per optimizer step over the whole cluster.
     pub global_batch: u64,
     /// Tokens per sample.
@@ -92,6 +126,7 @@ pub struct TrainSpec {
 impl Default for TrainSpec {
     fn default() -> Self {
         TrainSpec {
+            task: Task::Training,
             global_batch: 8,
             sequence: 1024,
             precision: Precision::F32,
@@ -111,6 +146,14 @@ const POSITIVE: Numbers = (|x| x.is_finite() && x > 0.0, "a positive number");
 const FROM_ZERO: Numbers = (|x| x.is_finite() && x >= 0.0, "0 or more");
 
 impl TrainSpec {
+    /// Element type in which parameters rest between steps.
+    pub fn parameters_at_rest(&self) -> DType {
+        match self.task {
+            Task::Training => DType::F32,
+            Task::Inference => self.precision.compute(),
+        }
+    }
+
     /// Lists the values out of range, field by field; empty when the spec can be trained.
     pub fn problems(&self) -> Vec<String> {
         let sizes = [
@@ -148,6 +191,12 @@ impl TrainSpec {
         let words = |(key, x, (_, all)): (&str, f64, Numbers)| {
             format!("{key} is {}, expected {all}", Figure(x))
         };
-        sizes.chain(figures.map(words)).collect()
+        let drops = (!self.task.is_training() && self.dropout > 0.0).then(|| {
+            format!(
+                "dropout is {}, expected 0 in inference",
+                Figure(self.dropout)
+            )
+        });
+        sizes.chain(figures.map(words)).chain(drops).collect()
     }
 }

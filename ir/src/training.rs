@@ -22,6 +22,9 @@
 //! These paths are labels, with `-2` or more behind them where the model has an op of that path.
 //! What an op is says its [`Origin`](crate::Origin).
 //!
+//! For inference ([`Task::Inference`](crate::Task)) the graph has of all this the parameters, which
+//! rest in the compute dtype and are never written, and the forward pass to `accumulate.loss`.
+//!
 //! Ops stand in the order of their regions. [`problems`] checks these invariants.
 //!
 //! Every value that crosses from one region to a later one is explicit in the graph. The
@@ -89,11 +92,11 @@ pub struct State {
     pub param: String,
     /// The value it has during the step: result of its `State` op.
     pub read: ValueId,
-    /// The value it has in the next step.
+    /// The value it has in the next step; `read` where no step changes it.
     pub write: ValueId,
 }
 
-/// A training graph.
+/// A training graph, or the part of it that inference is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainingGraph {
     /// All ops of a step; `layers` as in the forward graph.
@@ -103,8 +106,9 @@ pub struct TrainingGraph {
     /// The step's loss (f32 scalar, mean over the tokens of the global batch): the result of
     /// `accumulate.loss`.
     pub loss: ValueId,
-    /// The global gradient norm before clipping (unscaled for f16 only by the coefficient).
-    pub grad_norm: ValueId,
+    /// The global gradient norm before clipping (unscaled for f16 only by the coefficient); none
+    /// where no gradients are made.
+    pub grad_norm: Option<ValueId>,
 }
 
 /// The training graph that plans are made for: layer boundaries made explicit (`boundary`),

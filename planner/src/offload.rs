@@ -10,7 +10,7 @@ use crate::{PlanError, PlanOptions, Planned, search};
 use ir::cluster::Cluster;
 use ir::offload::{Spaces, TensorClass, describe_spaces};
 use ir::program::{Program, Space};
-use ir::{Bytes, Graph, TrainSpec};
+use ir::{Bytes, Graph, Task, TrainSpec};
 
 /// The sets of classes that are tried, cheapest first.
 const LADDER: [&[TensorClass]; 3] = {
@@ -21,6 +21,9 @@ const LADDER: [&[TensorClass]; 3] = {
         &[Optimizer, Parameters, Activations],
     ]
 };
+
+/// The same of inference, which has parameters alone.
+const LADDER_OF_INFERENCE: [&[TensorClass]; 1] = [&[TensorClass::Parameters]];
 
 /// Plans as [`plan`](crate::plan) does, and where nothing fits in device memory, with tensors in
 /// host memory. Pinned `offload` decides; a cluster whose hosts have no memory to spare gets the
@@ -49,7 +52,11 @@ pub fn plan_or_offload(
     if pinned || !is_full || !has_memory {
         return made;
     }
-    for classes in LADDER {
+    let ladder: &[&[TensorClass]] = match train.task {
+        Task::Training => &LADDER,
+        Task::Inference => &LADDER_OF_INFERENCE,
+    };
+    for &classes in ladder {
         let spaces: Spaces = classes.iter().map(|c| (*c, Space::Host)).collect();
         if let Ok(mut fits) = search_with(forward, train, cluster, &own, spaces) {
             fits.plan.pins = options.pins.describe();

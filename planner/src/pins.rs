@@ -7,12 +7,13 @@
 //! all layers recompute in the backward pass.
 
 pub(crate) mod check;
+pub(crate) mod inference;
 pub(crate) mod whole;
 
-use ir::Precision;
 use ir::offload::{Spaces, describe_spaces, parse_spaces};
 use ir::plan::ScheduleKind;
 use ir::training::Recompute;
+use ir::{Precision, Task, TrainSpec};
 use std::collections::BTreeMap;
 
 /// The decisions that are fixed; everything else is searched.
@@ -367,13 +368,21 @@ impl Pins {
 pub(crate) fn zero_variants(
     level: Option<u8>,
     role: AxisRole,
-    precision: Precision,
+    train: &TrainSpec,
 ) -> Vec<ZeroVariant> {
     use ZeroVariant::*;
+    // Without gradients and moments a parameter alone can be split.
+    if train.task == Task::Inference {
+        return match (role, level) {
+            (AxisRole::Tensor, _) | (_, Some(0..=2)) => vec![Whole],
+            (_, Some(_)) => vec![Parameter],
+            (_, None) => vec![Whole, Parameter],
+        };
+    }
     if role == AxisRole::Tensor {
         return vec![Whole, WholeDeferred];
     }
-    let mixed = precision != Precision::F32;
+    let mixed = train.precision != Precision::F32;
     // A table of positions is cut along the sequence by its use, so its gradient is never a sum
     // over a context axis: ZeRO-1 cannot leave it partial there.
     let is_context = role == AxisRole::Context;
@@ -410,8 +419,8 @@ impl ZeroLevels {
     pub(crate) const MOVING: ZeroLevels = ZeroLevels(0b1000);
 
     /// The levels that leave a variant on an axis of this role.
-    pub(crate) fn of(variant: ZeroVariant, role: AxisRole, precision: Precision) -> ZeroLevels {
-        let leaves = |level: &u8| zero_variants(Some(*level), role, precision).contains(&variant);
+    pub(crate) fn of(variant: ZeroVariant, role: AxisRole, train: &TrainSpec) -> ZeroLevels {
+        let leaves = |level: &u8| zero_variants(Some(*level), role, train).contains(&variant);
         ZeroLevels((0..=3).filter(leaves).fold(0, |bits, z| bits | 1 << z))
     }
 

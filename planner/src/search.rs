@@ -15,7 +15,7 @@ use candidates::{Candidate, no_strategy, refer, weigh_all};
 use chosen::Kept;
 use ir::cluster::Cluster;
 use ir::training::{Recompute, TrainingGraph, training_graph};
-use ir::{Graph, LogicalMesh, TrainSpec, ValueId};
+use ir::{Graph, LogicalMesh, Task, TrainSpec, ValueId};
 use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
 use ranking::{Best, Known, Made};
 use request::{boundary, in_zigzag_order, odd_length, sequences};
@@ -93,7 +93,11 @@ pub(crate) fn plan(
     }
     let layered = crate::layered(forward, options.layering)?;
     let forward = layered.graph.as_ref().unwrap_or(forward);
-    let pins = &options.pins;
+    let of_inference = match train.task {
+        Task::Training => None,
+        Task::Inference => Some(pins::inference::pins(&options.pins)?),
+    };
+    let pins = of_inference.as_ref().unwrap_or(&options.pins);
     let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY);
     let natural = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
     let mut tried = Vec::new();

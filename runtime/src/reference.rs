@@ -11,11 +11,11 @@ use crate::execute::{
     Context, Local, Operand, Output, StateTensor, States, check_batch, given, kernel, load, narrow,
 };
 use crate::rng::Key;
-use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph};
+use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, State, StateRole, TrainingGraph};
 use ir::{Graph, Op, OpKind, Region, TensorType, TrainSpec, ValueId};
 use std::collections::BTreeMap;
 
-/// A training graph with its states, ready to train on one device.
+/// A training graph with its states, ready to train, or to compute losses, on one device.
 #[derive(Clone, Debug)]
 pub struct Reference {
     training: TrainingGraph,
@@ -34,7 +34,7 @@ pub struct Reference {
 pub struct ReferenceStep {
     /// Mean loss over the tokens of the batch, before the update.
     pub loss: f64,
-    /// Norm of the gradient before clipping, loss scale taken out.
+    /// Norm of the gradient before clipping, loss scale taken out; no number in inference.
     pub grad_norm: f64,
 }
 
@@ -101,7 +101,8 @@ impl Reference {
         }
     }
 
-    /// One training step on a global batch of samples of `sequence + 1` tokens.
+    /// One step, of training or of inference as the graph is for, on a global batch of samples of
+    /// `sequence + 1` tokens.
     pub fn step(&mut self, batch: &[Vec<u32>], lr: f64) -> Result<ReferenceStep, RuntimeError> {
         let mut values = self.run(batch, lr, true)?;
         let loss = scalar(&values, self.training.loss);
@@ -109,12 +110,11 @@ impl Reference {
             .states
             .get(LOSS_SCALE)
             .map_or(1.0, |s| f64::from(s[0]) * LOSS_SCALE_UNIT);
-        let grad_norm = scalar(&values, self.training.grad_norm) / scale;
+        let norm = self.training.grad_norm;
+        let grad_norm = norm.map_or(f64::NAN, |v| scalar(&values, v)) / scale;
         self.gradients.clear();
-        for s in self
-            .training
-            .states
-            .iter()
+        let is_written = |s: &&State| s.write != s.read;
+        for s in (self.training.states.iter().filter(is_written))
             .filter(|s| s.role == StateRole::Parameter)
         {
             let update = self
@@ -136,7 +136,7 @@ impl Reference {
                     .collect(),
             );
         }
-        for s in &self.training.states {
+        for s in self.training.states.iter().filter(is_written) {
             let written = values[s.write.index()].take();
             let written = written.ok_or_else(|| {
                 RuntimeError::Program(format!("state `{}` is not written", s.path))
@@ -223,8 +223,10 @@ impl Reference {
         for op in ops().filter(|op| op.region == Region::StepBegin) {
             match op.kind {
                 OpKind::State { .. } => {
-                    machine.values[op.outputs[0].index()] =
-                        Some(Bytes::of_f32(&self.states[&op.path]))
+                    let (v, values) = (op.outputs[0], &self.states[&op.path]);
+                    let mut bytes = Bytes::zeroed(machine.local(v).bytes());
+                    narrow(graph.ty(v).dtype, values, &mut bytes);
+                    machine.values[v.index()] = Some(bytes)
                 }
                 _ => machine.execute(op, batch, &cx)?,
             }

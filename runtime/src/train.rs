@@ -1,4 +1,4 @@
-//! The training loop of a run.
+//! The loop of a run: steps of training, or of inference.
 
 use crate::checkpoint::Checkpoint;
 use crate::data::{Batches, Dataset};
@@ -6,9 +6,9 @@ use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
 use crate::schedule::LrSchedule;
-use ir::TrainSpec;
 use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
+use ir::{Task, TrainSpec};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -67,7 +67,7 @@ pub struct Trained {
     pub session: Session,
 }
 
-/// Trains as the options say; `initial` gives initial values when nothing is resumed (see
+/// Trains, or computes losses, as the options say; `initial` gives initial values when nothing is resumed (see
 /// [`Session::new`]).
 ///
 /// What step `n` sees depends on the data file, the spec's seed and `n` alone, so a resumed
@@ -127,10 +127,13 @@ pub fn train(
             break;
         }
         let step = session.step_number();
-        let lr = options.schedule.lr_at(step);
+        let lr = match spec.task {
+            Task::Training => options.schedule.lr_at(step),
+            Task::Inference => 0.0,
+        };
         let profile = options.steps - i <= options.profile_steps;
         let result = session.train(lr, profile)?;
-        result.check(step)?;
+        result.check(step, spec.task)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
         let due = options

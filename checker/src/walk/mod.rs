@@ -26,11 +26,16 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     owners(facts, program, report);
     let has =
         |of: fn(&RoleProgram) -> Option<BufferId>| program.roles.iter().any(|r| of(r).is_some());
-    for (name, found) in [
-        ("loss", has(|r| r.loss)),
-        ("grad_norm", has(|r| r.grad_norm)),
+    let training = facts.training;
+    for (name, is_made, found) in [
+        ("loss", true, has(|r| r.loss)),
+        (
+            "grad_norm",
+            training.grad_norm.is_some(),
+            has(|r| r.grad_norm),
+        ),
     ] {
-        if !found {
+        if is_made && !found {
             report.add(
                 "program",
                 "result",

@@ -127,12 +127,18 @@ impl Trace<'_> {
                 self.must_hold(s.buffer, state.write, "state", false, report);
             }
         }
-        for (b, v) in [
-            (self.role.loss, self.facts.training.loss),
-            (self.role.grad_norm, self.facts.training.grad_norm),
-        ] {
-            if let Some(b) = b {
-                self.must_hold(b, v, "result", true, report);
+        let training = self.facts.training;
+        let loss = self.role.loss.map(|b| (b, Some(training.loss)));
+        let norm = self.role.grad_norm.map(|b| (b, training.grad_norm));
+        for (b, v) in [loss, norm].into_iter().flatten() {
+            match v {
+                Some(v) => self.must_hold(b, v, "result", true, report),
+                None => report.add(
+                    buffer_place(self.program, self.i, b.index()),
+                    "result",
+                    "no gradient norm, as there are no gradients",
+                    "one",
+                ),
             }
         }
     }

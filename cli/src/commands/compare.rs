@@ -278,7 +278,7 @@ fn print_words(
     }
     report::out(&report::wrapped(&report::plan::mfu_convention(
         &plan.cluster,
-        plan.train.precision.compute(),
+        &plan.train,
         report::plan::used_devices(plan),
     )))?;
     let steps = [

@@ -75,7 +75,7 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "communication": collectives::traffic(program),
         "memory": memory,
         "predicted": plan.predicted,
-        "mfu_convention": report::plan::mfu_convention(&plan.cluster, plan.train.precision.compute(), report::plan::used_devices(plan)),
+        "mfu_convention": report::plan::mfu_convention(&plan.cluster, &plan.train, report::plan::used_devices(plan)),
         "proof": plan.proof,
     });
     if args.layers {

@@ -1,4 +1,4 @@
-//! `run`: training by a plan on CPU ranks of this machine.
+//! `run`: training or inference by a plan on CPU ranks of this machine.
 
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Bytes, OpKind};
+use ir::{Bytes, OpKind, Task};
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found};
 use runtime::data::{DataOptions, Dataset};
@@ -26,6 +26,7 @@ use std::time::Duration;
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     let loaded = plan_file::load(&args.plan)?;
+    check_task(args, loaded.plan.train.task)?;
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
@@ -82,7 +83,37 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     } else {
         print_words(args, &loaded, &measurement)?;
     }
-    whole(args, &measurement, &written)
+    whole(args, loaded.plan.train.task, &measurement, &written)
+}
+
+/// The learning rate where none is given.
+const DEFAULT_LR: f64 = 3e-4;
+/// Losses of batches that are printed: two lines of them.
+const SHOWN_LOSSES: usize = 20;
+
+/// Refuses flags of training for a plan that trains nothing.
+fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
+    let given = [
+        ("lr", args.lr.is_some()),
+        ("warmup", args.warmup > 0),
+        ("schedule", args.schedule != DecayArg::Constant),
+        ("min-lr", args.min_lr != 0.0),
+        ("total-steps", args.total_steps.is_some()),
+        ("validate-every", args.validate_every.is_some()),
+        ("save", args.save.is_some()),
+        ("checkpoint", args.checkpoint.is_some()),
+    ];
+    match given.into_iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) if !task.is_training() => {
+            let what = format!(
+                "--{flag} is of training, and {} is a plan for inference",
+                args.plan.display()
+            );
+            let help = "leave it out: a run gives the loss of each of --steps batches, with the parameters of --weights or --resume";
+            Err(Failure::new(Exit::Usage, what).help(help))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Reports all that could not be written, and what could.
@@ -97,7 +128,7 @@ fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
 }
 
 /// Reports that a run ended before its last step, what was written, and how it can go on.
-fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Failure> {
+fn whole(args: &RunArgs, task: Task, m: &Measurement, written: &[String]) -> Result<(), Failure> {
     let done = m.steps.len() as u64;
     if done == args.steps {
         return Ok(());
@@ -123,9 +154,10 @@ fn whole(args: &RunArgs, m: &Measurement, written: &[String]) -> Result<(), Fail
     );
     Err(match help {
         Some(help) => failure.help(help),
-        None => {
+        None if task.is_training() => {
             failure.help("with --checkpoint DIR an interrupted run can go on from where it ended")
         }
+        None => failure,
     })
 }
 
@@ -194,6 +226,8 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
         None => crate::say(format_args!(
             "warning: {shown} is of an earlier build: without hashes, so that damage is not noticed, and without the model's name. Checkpoints that are written now have both."
         )),
+        // Inference goes on with nothing.
+        Some(_) if !train.task.is_training() => {}
         Some(o)
             if (o.seed, o.global_batch, o.sequence)
                 != (train.seed, train.global_batch, train.sequence) =>
@@ -286,7 +320,8 @@ fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
         (None, Some(_)) => args.steps.max(args.warmup),
         (None, None) => args.steps,
     };
-    LrSchedule::new(args.lr, args.min_lr, args.warmup, total, decay).map_err(|e| {
+    let lr = args.lr.unwrap_or(DEFAULT_LR);
+    LrSchedule::new(lr, args.min_lr, args.warmup, total, decay).map_err(|e| {
         Failure::new(Exit::Usage, e).help("see --lr, --min-lr, --warmup, --steps and --total-steps")
     })
 }
@@ -509,9 +544,25 @@ fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<()
     outputs::write_with(path, |out| Ok(import::export(path, out, config, supply)?))
 }
 
+/// The mean of the batches' losses.
+fn mean_loss(m: &Measurement) -> f64 {
+    m.steps.iter().map(|s| s.loss).sum::<f64>() / m.steps.len().max(1) as f64
+}
+
+/// The loss of each batch; of many, those of the first.
+fn losses(m: &Measurement, output: &Path) -> String {
+    let shown = m.steps.iter().take(SHOWN_LOSSES);
+    let shown: Vec<String> = shown.map(|s| format!("{:.4}", s.loss)).collect();
+    let more = match m.steps.len() > SHOWN_LOSSES {
+        true => format!(", ... ({} has all)", output.display()),
+        false => String::new(),
+    };
+    report::wrapped(&format!("Loss by batch: {}{more}", shown.join(", ")))
+}
+
 fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
     let rates = Rates::of(loaded);
-    report::print_json(&json!({
+    let mut said = json!({
         "run": args.output,
         "plan_hash": m.plan_hash,
         "planned_for": loaded.plan.cluster.name,
@@ -526,7 +577,12 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
         "mfu": rates.mfu(m.step_time_s.0),
         "hfu": rates.hfu(m.step_time_s.0),
         "peak_bytes": m.stages.iter().map(|s| s.peak_bytes).collect::<Vec<_>>(),
-    }))
+    });
+    if loaded.plan.train.task == Task::Inference {
+        said["losses"] = m.steps.iter().map(|s| s.loss).collect();
+        said["mean_loss"] = json!(mean_loss(m));
+    }
+    report::print_json(&said)
 }
 
 fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
@@ -537,14 +593,24 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
             1 => String::new(),
             _ => format!(" to {:.4} at step {}", b.loss, b.step),
         };
-        report::out(&format!(
-            "{}: {} on {}, loss {:.4} at step {}{last}",
-            m.name,
-            ir::counted(m.steps.len() as u64, "step"),
-            ir::counted(m.n_ranks, "rank"),
-            a.loss,
-            a.step,
-        ))?;
+        let n_ranks = ir::counted(m.n_ranks, "rank");
+        let n_steps = m.steps.len() as u64;
+        report::out(&match loaded.plan.train.task {
+            Task::Training => format!(
+                "{}: {} on {n_ranks}, loss {:.4} at step {}{last}",
+                m.name,
+                ir::counted(n_steps, "step"),
+                a.loss,
+                a.step,
+            ),
+            Task::Inference => format!(
+                "{}: inference of {} on {n_ranks}, mean loss {:.4}\n{}",
+                m.name,
+                ir::counted(n_steps, "batch"),
+                mean_loss(m),
+                losses(m, &args.output),
+            ),
+        })?;
     }
     for (step, loss) in &m.validation {
         let steps = ir::counted(*step, "step");
@@ -561,7 +627,7 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     report::out(&report::wrapped(&match cluster::is_of_cpu_ranks(cluster) {
         true => format!(
             "  {}",
-            report::plan::mfu_convention(cluster, loaded.plan.train.precision.compute(), devices)
+            report::plan::mfu_convention(cluster, &loaded.plan.train, devices)
         ),
         false => format!(
             "  Executed by {}; the plan is for {}, whose peak says nothing about this run.",

@@ -8,7 +8,7 @@ use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
 use ir::plan::{Plan, Prediction, ScheduleKind, StageProof};
 use ir::training::TrainingGraph;
-use ir::{Bytes, DType, DeviceMesh, Optimizer, Pass, Seconds, counted};
+use ir::{Bytes, DType, DeviceMesh, Optimizer, Pass, Seconds, Task, TrainSpec, counted};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -326,9 +326,10 @@ fn join_ranges(a: &str, b: &str) -> String {
 
 fn heading(plan: &Plan) -> String {
     let (t, c) = (&plan.train, &plan.cluster);
-    let optimizer = match t.optimizer {
-        Optimizer::AdamW { .. } => "AdamW",
-        Optimizer::Sgd { .. } => "SGD",
+    let (task, optimizer) = match (t.task, t.optimizer) {
+        (Task::Training, Optimizer::AdamW { .. }) => ("Training", ", AdamW"),
+        (Task::Training, Optimizer::Sgd { .. }) => ("Training", ", SGD"),
+        (Task::Inference, _) => ("Inference", ", forward passes alone"),
     };
     let used = used_devices(plan);
     let groups = c.groups.iter().map(|g| g.device.name.as_str());
@@ -344,7 +345,7 @@ fn heading(plan: &Plan) -> String {
     );
     let _ = writeln!(
         w,
-        "Training: global batch {}, sequence {}, {}, {optimizer}",
+        "{task}: global batch {}, sequence {}, {}{optimizer}",
         t.global_batch,
         t.sequence,
         t.precision.compute().name()
@@ -404,11 +405,7 @@ pub fn predicted(plan: &Plan, p: &Prediction) -> String {
     let _ = writeln!(
         w,
         "  {}",
-        mfu_convention(
-            &plan.cluster,
-            plan.train.precision.compute(),
-            used_devices(plan)
-        )
+        mfu_convention(&plan.cluster, &plan.train, used_devices(plan))
     );
     w += &stage_table(p, plan.schedule);
     w.push('\n');
@@ -456,7 +453,8 @@ pub fn stages_of_mesh(mesh: usize, n_meshes: usize, schedule: ScheduleKind) -> S
 }
 
 /// Explains how MFU is counted, with the peak and its source.
-pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
+pub fn mfu_convention(cluster: &Cluster, train: &TrainSpec, devices: u32) -> String {
+    let dtype = train.precision.compute();
     let ranks = DeviceMesh {
         first_rank: ir::Rank(0),
         n_devices: devices,
@@ -485,8 +483,12 @@ pub fn mfu_convention(cluster: &Cluster, dtype: DType, devices: u32) -> String {
     }
     types.dedup();
     sources.dedup();
+    let counted_passes = match train.task {
+        Task::Training => "forward and backward (full attention, no recomputation; HFU with it)",
+        Task::Inference => "the forward pass (full attention)",
+    };
     format!(
-        "MFU: matmul and attention FLOPs of forward and backward (full attention, no recomputation; HFU with it) over {}FLOP/s {} peak of {} ({}){instead}",
+        "MFU: matmul and attention FLOPs of {counted_passes} over {}FLOP/s {} peak of {} ({}){instead}",
         count(peak_flops_per_s(cluster, dtype, devices).unwrap_or(0.0)),
         types.join(" and "),
         counted(devices, "device"),
@@ -564,7 +566,7 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
             bytes(s.peak_bytes),
         ]
     };
-    let header = [
+    let mut header = vec![
         "stage",
         "forward\na microbatch",
         "backward\na microbatch",
@@ -579,8 +581,22 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
         "other\na rank",
         "peak\na rank",
     ];
-    let note = "(compute, collectives, transfers: the time that a rank spends in each; where ranks share processors, the time in collectives includes waiting there)
-(states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass; transient: the rest of the program's arena; other: what the device reserves and the process holds outside the arena; peak: the sum)";
+    let mut rows: Vec<Vec<String>> = p.stages.iter().enumerate().map(row).collect();
+    let what_lives = match schedule.schedule().task() {
+        Task::Training => {
+            "states: parameters and optimizer states; for the step: prepared parameters and gradients; activations: those saved for the backward pass"
+        }
+        Task::Inference => {
+            let backward = 2;
+            header.remove(backward);
+            rows.iter_mut().for_each(|row| drop(row.remove(backward)));
+            "states: parameters; for the step: prepared parameters and the loss; activations: those that go from stage to stage"
+        }
+    };
+    let note = format!(
+        "(compute, collectives, transfers: the time that a rank spends in each; where ranks share processors, the time in collectives includes waiting there)
+({what_lives}; transient: the rest of the program's arena; other: what the device reserves and the process holds outside the arena; peak: the sum)"
+    );
     let shared = match schedule.virtual_stages() {
         1 => String::new(),
         _ => format!(
@@ -590,7 +606,7 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
     };
     format!(
         "{}\n{}",
-        table(&header, p.stages.iter().enumerate().map(row).collect(), 1),
+        table(&header, rows, 1),
         wrapped(&format!("{note}{shared}"))
     )
 }

@@ -244,7 +244,7 @@ fn assemble(
             .sum::<f64>()
             / n_roles,
         stages,
-        checkpoint: Some(checkpoint(program, cluster)),
+        checkpoint: is_trained(program).then(|| checkpoint(program, cluster)),
     };
     played
         .events
@@ -262,6 +262,12 @@ fn assemble(
         timeline,
         spans: played.spans,
     }
+}
+
+/// Whether a program makes gradients: then it has a training state to keep.
+fn is_trained(program: &Program) -> bool {
+    let mut templates = program.roles.iter().flat_map(|r| &r.templates);
+    templates.any(|t| t.kind.is_backward())
 }
 
 fn stage_prediction(

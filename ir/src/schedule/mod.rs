@@ -12,6 +12,7 @@
 //! Invariants of every schedule: each pass of each microbatch and chunk stands once, the passes of
 //! a microbatch in the order of [`Schedule::passes`], microbatches ascending per pass and chunk.
 
+mod forward;
 mod gpipe;
 mod interleaved;
 mod one_f_one_b;
@@ -23,7 +24,7 @@ mod zb_v;
 
 pub use route::Route;
 
-use crate::Pass;
+use crate::{Pass, Task};
 use serde::{Deserialize, Serialize};
 
 /// Order of forward and backward passes in a stage.
@@ -64,10 +65,13 @@ pub enum ScheduleKind {
     /// Two stages on every mesh, placed as a V, with weight gradients apart (Qi et al. 2024).
     /// Stages `i` and `2 p - 1 - i` of a plan on `p` meshes run on mesh `i`.
     ZbV,
+    /// Forwards alone, for inference. It is that of every such plan, and of no other, so it is
+    /// not asked for by name.
+    Forward,
 }
 
 impl ScheduleKind {
-    /// The schedules that have no parameters, so that a name is enough to ask for one.
+    /// The schedules of training that have no parameters, so that a name is enough to ask for one.
     pub const NAMED: &[ScheduleKind] = &[
         ScheduleKind::GPipe,
         ScheduleKind::OneFOneB,
@@ -92,6 +96,7 @@ impl ScheduleKind {
             }
             ScheduleKind::ZbH1 => Box::new(zb_h1::ZbH1),
             ScheduleKind::ZbV => Box::new(zb_v::ZbV),
+            ScheduleKind::Forward => Box::new(forward::Forward),
         }
     }
 
@@ -251,7 +256,7 @@ pub trait Schedule: Send + Sync {
     }
 
     /// The passes of its slots, in the order in which a microbatch goes through them on a stage.
-    /// Every pass of the training graph belongs to one of them.
+    /// Every pass of the graph that is scheduled belongs to one of them.
     fn passes(&self) -> &'static [PassKind] {
         &[PassKind::Forward, PassKind::Backward]
     }
@@ -291,6 +296,14 @@ pub trait Schedule: Send + Sync {
 }
 
 impl dyn Schedule + '_ {
+    /// What its plans are for: training, if it has slots for gradients.
+    pub fn task(&self) -> Task {
+        match self.passes().iter().any(|kind| kind.plays(Pass::BI)) {
+            true => Task::Training,
+            false => Task::Inference,
+        }
+    }
+
     /// The slot in which ops of a pass of the training graph are played in microbatches.
     pub fn slot_of(&self, pass: Pass) -> PassKind {
         let all = self.passes();

@@ -129,6 +129,20 @@ fn a_v_holds_as_much_as_1f1b() {
     }
 }
 
+/// Inference fills the pipeline once, and holds a microbatch at a time: 3 stages of 2 s and 4
+/// microbatches take 3 x 2 + 3 x 2 s.
+#[test]
+fn inference_has_forwards_alone() {
+    let schedule = ScheduleKind::Forward.schedule();
+    assert_eq!(draw(ScheduleKind::Forward, 2, 3), "F0 F1 F2\nF0 F1 F2");
+    assert_eq!(schedule.activations(0, 3, 4), 1);
+    assert_eq!(schedule.latency(3, 4).total_s(6.0, 2.0, 2.0, 0.0), 12.0);
+    assert_eq!(schedule.task(), Task::Inference);
+    assert!(all().all(|kind| kind.schedule().task() == Task::Training));
+    // It is that of every plan for inference, so nobody asks for it.
+    assert_eq!(ScheduleKind::named(schedule.name()), None);
+}
+
 #[test]
 fn what_interleaved_stages_want_is_said() {
     let said = |v, stages, m| interleaved(v).schedule().problem(stages, m);

@@ -4,7 +4,7 @@
 //! each be tested; ranges are judged by [`TrainSpec::problems`] afterwards, when flags have
 //! had their say too.
 
-use super::{Optimizer, Precision, TrainSpec};
+use super::{Optimizer, Precision, Task, TrainSpec};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, Visitor};
 use std::fmt;
@@ -13,6 +13,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainFile {
+    task: Option<Task>,
     global_batch: Option<u64>,
     sequence: Option<u64>,
     precision: Option<Precision>,
@@ -53,6 +54,7 @@ impl TrainFile {
     /// Changes what the file speaks of. An optimizer is named as a whole: keys that its table
     /// leaves out have their defaults, not the spec's values.
     pub fn apply(self, spec: &mut TrainSpec) {
+        set(&mut spec.task, self.task);
         set(&mut spec.global_batch, self.global_batch);
         set(&mut spec.sequence, self.sequence);
         set(&mut spec.precision, self.precision);

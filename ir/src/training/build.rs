@@ -13,7 +13,8 @@ use std::collections::BTreeSet;
 /// Steps without overflow before the loss scale doubles. As in `torch.amp.GradScaler`.
 const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
 
-/// Differentiates a forward graph and adds precision, accumulation, clipping and optimizer.
+/// Differentiates a forward graph and adds precision, accumulation, clipping and optimizer; for
+/// inference, precision and accumulation alone.
 ///
 /// `forward` is all f32; its one output is an f32 scalar, the loss summed over the tokens of
 /// a microbatch. Parameters are its `State` ops, used directly as operands. Fails when the
@@ -23,6 +24,11 @@ const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
 pub fn build(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphError> {
     let mut b = Builder::new(forward, spec);
     b.parameters()?;
+    if !spec.task.is_training() {
+        b.forward_ops()?;
+        let loss = b.loss()?;
+        return b.finish(loss.accumulated, None);
+    }
     b.moments()?;
     b.loss_scale()?;
     b.forward_ops()?;
@@ -31,7 +37,7 @@ pub fn build(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphEr
     let gradients = b.sum_gradients()?;
     let grad_norm = b.clip(&gradients)?;
     b.updates(&gradients)?;
-    b.finish(loss.accumulated, grad_norm)
+    b.finish(loss.accumulated, Some(grad_norm))
 }
 
 /// A parameter on its way through the step.
@@ -39,7 +45,7 @@ struct Param {
     path: String,
     layer: Option<LayerId>,
     decay: bool,
-    /// Master copy, f32.
+    /// Master copy, f32; in inference the only one, in the compute dtype.
     read: ValueId,
     /// Compute copy.
     prepared: ValueId,
@@ -47,7 +53,7 @@ struct Param {
     moments: Vec<ValueId>,
     /// Per use (consumer, operand), the accumulated gradient.
     accumulators: Vec<((OpId, usize), ValueId)>,
-    /// Results of the update: the parameter, then its moments.
+    /// Results of the update, the parameter, then its moments; none in inference.
     next: Vec<ValueId>,
 }
 
@@ -102,7 +108,12 @@ impl<'a> Builder<'a> {
                 region: Region::StepBegin,
                 layer: op.layer,
             };
-            let ty = self.forward.ty(op.outputs[0]).clone();
+            let ty = TensorType {
+                dtype: self.spec.parameters_at_rest(),
+                ..self.forward.ty(op.outputs[0]).clone()
+            };
+            let compute = self.spec.precision.compute();
+            let rests_as_computed = ty.dtype == compute;
             let read = self
                 .graph
                 .add_source(op.kind.clone(), ty, at(op.path.clone()))?;
@@ -110,11 +121,11 @@ impl<'a> Builder<'a> {
                 of: self.graph.value(read).producer,
             };
             // The cast comes first, so that a gather in StepBegin moves the compute dtype.
-            let source = match self.spec.precision.compute() {
-                DType::F32 => read,
-                dtype => {
+            let source = match rests_as_computed {
+                true => read,
+                false => {
                     let place = at(format!("cast.{}", op.path));
-                    self.make(OpKind::Cast { dtype }, &[read], place, origin)?
+                    self.make(OpKind::Cast { dtype: compute }, &[read], place, origin)?
                 }
             };
             let place = at(format!("prepare.{}", op.path));
@@ -502,7 +513,11 @@ impl<'a> Builder<'a> {
     }
 
     /// Shares layout changes and names the states.
-    fn finish(self, loss: ValueId, grad_norm: ValueId) -> Result<TrainingGraph, GraphError> {
+    fn finish(
+        self,
+        loss: ValueId,
+        grad_norm: Option<ValueId>,
+    ) -> Result<TrainingGraph, GraphError> {
         let (mut graph, moved) = share_layouts(&self.graph)?;
         let at = |v: ValueId| moved[v.index()];
         let state = |graph: &Graph, role, param: &str, read: ValueId, write: ValueId| {
@@ -522,12 +537,13 @@ impl<'a> Builder<'a> {
                 StateRole::Parameter,
                 &p.path,
                 p.read,
-                p.next[0],
+                p.next.first().copied().unwrap_or(p.read),
             ));
         }
         for p in &self.params {
             let roles = [StateRole::Moment1, StateRole::Moment2];
-            for ((role, &read), &write) in roles.into_iter().zip(&p.moments).zip(&p.next[1..]) {
+            let next = p.next.iter().skip(1);
+            for ((role, &read), &write) in roles.into_iter().zip(&p.moments).zip(next) {
                 states.push(state(&graph, role, &p.path, read, write));
             }
         }
@@ -536,8 +552,8 @@ impl<'a> Builder<'a> {
                 states.push(state(&graph, StateRole::Scalar, "", read, write));
             }
         }
-        let (loss, grad_norm) = (at(loss), at(grad_norm));
-        graph.outputs = vec![loss, grad_norm];
+        let (loss, grad_norm) = (at(loss), grad_norm.map(at));
+        graph.outputs = std::iter::once(loss).chain(grad_norm).collect();
         Ok(TrainingGraph {
             graph,
             states,

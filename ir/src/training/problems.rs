@@ -143,7 +143,8 @@ fn states(training: &TrainingGraph, found: &mut Vec<String>) {
                 graph.value_name(s.read)
             ));
         }
-        if graph.op(graph.value(s.write).producer).region != Region::StepEnd {
+        let is_kept = s.write == s.read;
+        if !is_kept && graph.op(graph.value(s.write).producer).region != Region::StepEnd {
             found.push(format!(
                 "state `{}` is written by `{}` before the end of the step",
                 s.path,
@@ -197,10 +198,13 @@ fn results(training: &TrainingGraph, found: &mut Vec<String>) {
             graph.ty(training.loss)
         ));
     }
-    if *kind_of(training.grad_norm) != OpKind::GlobalNorm {
+    if let Some(norm) = training
+        .grad_norm
+        .filter(|&v| *kind_of(v) != OpKind::GlobalNorm)
+    {
         found.push(format!(
             "the gradient norm is `{}`, expected a global norm",
-            graph.value_name(training.grad_norm)
+            graph.value_name(norm)
         ));
     }
 }

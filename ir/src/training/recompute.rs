@@ -195,7 +195,7 @@ pub fn recompute(
     Ok(TrainingGraph {
         states: training.states.iter().map(state).collect(),
         loss: moved[training.loss.index()],
-        grad_norm: moved[training.grad_norm.index()],
+        grad_norm: training.grad_norm.map(|v| moved[v.index()]),
         graph: out,
     })
 }

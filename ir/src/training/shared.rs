@@ -67,7 +67,7 @@ pub(super) fn share_parameters(training: TrainingGraph) -> Result<TrainingGraph,
     Ok(TrainingGraph {
         states: training.states.iter().map(moved).collect(),
         loss: map[training.loss.index()],
-        grad_norm: map[training.grad_norm.index()],
+        grad_norm: training.grad_norm.map(|v| map[v.index()]),
         graph: out,
     })
 }

@@ -42,7 +42,7 @@ impl Emitter<'_, '_> {
 
     /// A new place for a result.
     fn result(&mut self, op: &Op, v: ir::ValueId, stage: StageId) -> BufferId {
-        let lifetime = if v == self.r.training.grad_norm {
+        let lifetime = if Some(v) == self.r.training.grad_norm {
             Lifetime::Kept
         } else {
             Lifetime::ByUse
@@ -120,7 +120,7 @@ impl Emitter<'_, '_> {
         self.role(stage)
             .push(InstrKind::WorldSum { inputs, output }, serves(op));
         let norm = self.result(op, op.outputs[0], stage);
-        if op.outputs[0] == r.training.grad_norm {
+        if Some(op.outputs[0]) == r.training.grad_norm {
             self.role(stage).grad_norm = Some(norm);
         }
         self.compute(op, stage, vec![output], vec![norm]);

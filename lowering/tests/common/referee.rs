@@ -224,7 +224,8 @@ impl<'a> Referee<'a> {
             let InstrKind::WorldSum { inputs, output } = &instruction.kind else {
                 unreachable!()
             };
-            let norm = self.training.graph.value(self.training.grad_norm).producer;
+            let norm = self.training.grad_norm.expect("what is summed is the norm");
+            let norm = self.training.graph.value(norm).producer;
             for (entry, b) in inputs {
                 let held = self.read(role, *b, slot.microbatch);
                 let v = self.training.graph.op(norm).inputs[*entry as usize];
@@ -504,7 +505,10 @@ impl<'a> Referee<'a> {
                 program.grad_norm.expect("every role has the norm"),
                 None,
             );
-            assert_eq!(norm.what, What::Value(self.training.grad_norm, None));
+            assert_eq!(
+                Some(norm.what),
+                self.training.grad_norm.map(|v| What::Value(v, None))
+            );
             if let Some(loss) = program.loss {
                 let held = self.read(role, loss, None);
                 assert_eq!(

@@ -53,7 +53,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
                 );
             }
             uses.extend(
-                zero_variants(s.pins.zero, role, s.train.precision)
+                zero_variants(s.pins.zero, role, s.train)
                     .into_iter()
                     .map(ParamUse::Idle),
             );
@@ -113,7 +113,7 @@ fn levels(s: &Setting<'_>, uses: &[ParamUse]) -> ZeroLevels {
     });
     idle.fold(ZeroLevels::ALL, |levels, (a, variant)| {
         let role = s.roles[a.index()];
-        levels.and(ZeroLevels::of(variant, role, s.train.precision))
+        levels.and(ZeroLevels::of(variant, role, s.train))
     })
 }
 

@@ -9,7 +9,7 @@ use super::{Choice, Group, Phases, Setting};
 use ir::offload::TensorClass;
 use ir::program::Space;
 use ir::training::StateRole;
-use ir::{Op, OpKind, Pass, Precision, Region};
+use ir::{Op, OpKind, Pass, Region, Task};
 
 /// Bytes of a choice that are staged, by phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -74,7 +74,9 @@ fn class_of(s: &Setting<'_>, op: &Op) -> Option<TensorClass> {
             let states = &s.training.states;
             let state = states.iter().find(|state| state.read == op.outputs[0])?;
             match state.role {
-                StateRole::Parameter if s.train.precision == Precision::F32 => {
+                StateRole::Parameter
+                    if s.train.parameters_at_rest() == s.train.precision.compute() =>
+                {
                     Some(TensorClass::Parameters)
                 }
                 StateRole::Scalar => None,
@@ -98,7 +100,10 @@ fn copies(s: &Setting<'_>, class: TensorClass, space: Space, bytes: u64) -> Phas
     let both = into.max(out);
     let (forward, backward, step) = match class {
         TensorClass::Optimizer => (0.0, 0.0, both),
-        TensorClass::Parameters => (into, into, out),
+        TensorClass::Parameters => match s.train.task {
+            Task::Training => (into, into, out),
+            Task::Inference => (into, 0.0, 0.0),
+        },
         TensorClass::Activations => (out, into, 0.0),
     };
     Phases {

@@ -10,7 +10,7 @@ use crate::pins::check::{check, degrees};
 use crate::{Pins, PlanError, PlanOptions, Planned, layered};
 use ir::cluster::Cluster;
 use ir::training::training_graph;
-use ir::{Graph, Seconds, TrainSpec, counted};
+use ir::{Graph, Seconds, Task, TrainSpec, counted};
 use rayon::prelude::*;
 use std::sync::Mutex;
 
@@ -111,6 +111,12 @@ pub fn plan_recipe(
     let problems = train.problems().into_iter().chain(cluster.problems());
     if let Some(first) = problems.into_iter().next() {
         return Err(PlanError::Input(first));
+    }
+    if train.task == Task::Inference {
+        return Err(PlanError::Pins(format!(
+            "preset {} is a recipe of training, the plan is for inference; leave out the preset, and pin what it should have",
+            recipe.name()
+        )));
     }
     let points = points(forward, train, cluster, recipe, options)?;
     let tried = plan_points(forward, train, cluster, &points, options, &|| false)?;

@@ -525,7 +525,7 @@ impl Search<'_> {
                 interleaved::counts()
             );
         }
-        if self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty() {
+        if self.asked.recompute.is_some() || !self.asked.recompute_ops.is_empty() {
             space += ", activations recomputed as pinned";
         }
         let of_devices = self.submeshes.iter().map(|s| s.seen.device.memory_headroom);

@@ -8,7 +8,7 @@ use super::problem;
 use crate::arena::View;
 use crate::cpu::layout;
 use crate::error::RuntimeError;
-use crate::execute::Local;
+use crate::execute::{Local, widen};
 use ir::Rank;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -67,7 +67,7 @@ pub(crate) fn write<'a>(
     for (i, (path, local)) in parts.iter().enumerate() {
         let mut written = Ok(());
         let buffer = read(i)?;
-        let values: &[f32] = bytemuck::cast_slice(&buffer);
+        let values = widen(local.dtype, &buffer);
         let (dims, valid, none) = (local.dims(), local.valid(), vec![0; local.lens.len()]);
         layout::for_each_block_run([&dims, &none], [&valid, &none], &valid, |from, _, n| {
             let run = &values[from..from + n];

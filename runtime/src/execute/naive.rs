@@ -114,7 +114,9 @@ pub(crate) fn lower(
             other_arenas: Default::default(),
             states: stage.states,
             loss: (s == loss_stage).then_some(loss),
-            grad_norm: stage.placed.get(&training.grad_norm).copied(),
+            grad_norm: training
+                .grad_norm
+                .and_then(|v| stage.placed.get(&v).copied()),
         };
         lowering::set_events(&mut role);
         roles.push(role);

@@ -1,7 +1,7 @@
 //! A session: the coordinator of a run. It knows the ranks by what they answer: it asks them to
 //! play, gives out initial states, and gathers loss, measurements and states by messages.
 
-use super::local::Local;
+use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
 use super::rank::{RankOptions, RankTimings};
 use super::worker::{Link, Worker};
@@ -13,7 +13,7 @@ use crate::error::RuntimeError;
 use crate::fabric::threads::World;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
-use ir::{BufferId, DType, Rank, TrainSpec};
+use ir::{BufferId, Rank, Task, TrainSpec};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -45,12 +45,12 @@ impl Default for SessionOptions {
     }
 }
 
-/// The results of a training step.
+/// The results of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepResult {
     /// Mean loss over the tokens of the batch, before the update.
     pub loss: f64,
-    /// Norm of the gradient before clipping, loss scale taken out.
+    /// Norm of the gradient before clipping, loss scale taken out; no number in inference.
     pub grad_norm: f64,
     /// The loss scale of the step, with f16.
     pub loss_scale: Option<f64>,
@@ -63,15 +63,18 @@ pub struct StepResult {
 }
 
 impl StepResult {
-    /// An error where training cannot go on: a figure is no number. Not so in a step that
-    /// updated nothing, if a smaller loss scale may keep the next ones from overflowing.
-    pub(crate) fn check(&self, step: u64) -> Result<(), RuntimeError> {
+    /// An error where a run cannot go on: a figure that `task` computes is no number. Not so in a
+    /// step that updated nothing, if a smaller loss scale may keep the next ones from overflowing.
+    pub(crate) fn check(&self, step: u64, task: Task) -> Result<(), RuntimeError> {
         let may_fall = self.loss_scale.is_some_and(|s| s > LOWEST_LOSS_SCALE);
         if may_fall && !self.grad_norm.is_finite() {
             return Ok(());
         }
-        let figures = [("loss", self.loss), ("gradient norm", self.grad_norm)];
-        match figures.into_iter().find(|(_, value)| !value.is_finite()) {
+        let norm = task
+            .is_training()
+            .then_some(("gradient norm", self.grad_norm));
+        let mut figures = std::iter::once(("loss", self.loss)).chain(norm);
+        match figures.find(|(_, value)| !value.is_finite()) {
             None => Ok(()),
             Some((figure, value)) => Err(RuntimeError::Diverged {
                 step,
@@ -164,7 +167,8 @@ impl Session {
 
     /// Starts the ranks and goes on from a checkpoint, of which each rank reads its part.
     ///
-    /// Fails as [`Session::new`] does, and when the checkpoint has not the states of the program.
+    /// Fails as [`Session::new`] does, and when the checkpoint has not the states of the program, or
+    /// has others; inference leaves those of the optimizer alone.
     pub fn resume(
         program: &Program,
         spec: &TrainSpec,
@@ -197,8 +201,11 @@ impl Session {
                 None => return Err(other(format!("it has no state `{path}`"))),
             }
         }
-        // Loss scaling has states of its own; what was trained with it may go on without.
-        let is_extra = |path: &&str| !places.contains_key(*path) && !path.starts_with(LOSS_SCALE);
+        // Loss scaling has states of its own; what was trained with it may go on without. Inference
+        // wants of what was trained the parameters alone.
+        let trains = self.spec.task.is_training();
+        let is_extra =
+            |path: &&str| trains && !places.contains_key(*path) && !path.starts_with(LOSS_SCALE);
         if let Some(extra) = checkpoint.states().map(|s| s.0).find(is_extra) {
             return Err(other(format!("the plan has no state `{extra}`")));
         }
@@ -298,7 +305,7 @@ impl Session {
         self.step = step;
     }
 
-    /// Runs one training step on the run's own data.
+    /// Runs one step, of training or of inference as the plan is for, on the run's own data.
     pub fn train(&mut self, lr: f64, profile: bool) -> Result<StepResult, RuntimeError> {
         let samples = Samples::Of(Batch::Train { step: self.step });
         let result = self.play(samples, lr, true, profile)?;
@@ -306,7 +313,7 @@ impl Session {
         Ok(result)
     }
 
-    /// Runs one training step on a global batch: `sequence + 1` tokens per sample.
+    /// The same on a global batch: `sequence + 1` tokens per sample.
     pub fn step(
         &mut self,
         batch: &[Vec<u32>],
@@ -430,7 +437,7 @@ impl Session {
                     local.cut(&full.values, &mut expected);
                     let same = expected
                         .iter()
-                        .zip(part.f32s())
+                        .zip(&*widen(local.dtype, &part))
                         .all(|(a, b)| a.to_bits() == b.to_bits());
                     if !same {
                         return Err(RuntimeError::State {
@@ -480,7 +487,9 @@ impl Session {
             let this = &program.roles[*role];
             let buffer = this.buffer(state.buffer);
             let expected: u64 = buffer.lens.iter().product();
-            if values.len() as u64 != expected || buffer.dtype != DType::F32 {
+            if values.len() as u64 != expected
+                || !(buffer.dtype.is_float() && is_computed(buffer.dtype))
+            {
                 let problem = format!(
                     "{} elements for {} {:?}",
                     values.len(),
@@ -501,8 +510,10 @@ impl Session {
                     member.rank,
                 );
                 let Some(part) = part else { continue };
+                let mut own = vec![0.0; part.elements()];
+                part.cut(&values, &mut own);
                 let mut bytes = Bytes::zeroed(part.bytes());
-                part.cut(&values, bytemuck::cast_slice_mut::<u8, f32>(&mut bytes));
+                narrow(buffer.dtype, &own, &mut bytes);
                 self.ask(&[member], |_| Request::Write(state.buffer, bytes.clone()))?;
             }
         }
@@ -519,7 +530,7 @@ impl Session {
         let mut values = vec![0.0f32; lens.iter().product::<u64>() as usize];
         // Last rank first, so that the first one's copy stays.
         for (local, _, part) in self.parts(*role, state)?.into_iter().rev() {
-            local.paste(part.f32s(), &mut values);
+            local.paste(&widen(local.dtype, &part), &mut values);
         }
         Ok(StateTensor { lens, values })
     }

@@ -13,7 +13,7 @@ use ir::testing::{GraphOptions, Rng, random_graph, sequence_of};
 use ir::training::{
     LOSS_SCALE, LOSS_SCALE_UNIT, StateRole, TrainingGraph, UPDATES, training_graph,
 };
-use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Optimizer, Precision, Rank, TrainSpec};
+use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Optimizer, Precision, Rank, Task, TrainSpec};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,6 +71,7 @@ impl Case {
         let global_batch = microbatch * u64::from(n_microbatches);
         let dropout = if options.dropout { 0.25 } else { 0.0 };
         let spec = TrainSpec {
+            task: Task::Training,
             global_batch,
             sequence,
             precision,
@@ -407,7 +408,7 @@ fn a_skipped_step_is_no_update() {
         session.import_states(&scaled(1e12)).unwrap();
         let skipped = session.step(batch, 0.01, false).unwrap();
         assert!(skipped.loss.is_finite() && !skipped.grad_norm.is_finite());
-        skipped.check(0).unwrap();
+        skipped.check(0, Task::Training).unwrap();
         assert_eq!(session.export_states().unwrap(), scaled(0.5e12));
         assert!(reference.set_state(LOSS_SCALE, vec![1e12]));
         reference.step(batch, 0.01).unwrap();
@@ -445,10 +446,10 @@ fn a_loss_scale_that_cannot_fall_ends_the_run() {
     for (step, scale) in [3.0, 1.5].into_iter().enumerate() {
         let skipped = session.step(&case.batches[0], 0.01, false).unwrap();
         assert_eq!(skipped.loss_scale, Some(scale));
-        skipped.check(step as u64).unwrap();
+        skipped.check(step as u64, Task::Training).unwrap();
     }
     let last = session.step(&case.batches[0], 0.01, false).unwrap();
-    let said = last.check(2).unwrap_err().to_string();
+    let said = last.check(2, Task::Training).unwrap_err().to_string();
     assert!(said.starts_with("the loss of step 2 is "), "{said}");
     assert!(
         said.ends_with(" at a loss scale of 1: training diverged"),
@@ -471,7 +472,7 @@ fn only_skipped_steps_may_overflow() {
             timings: vec![],
             peak_bytes: vec![],
         };
-        step.check(7)
+        step.check(7, Task::Training)
             .map_or_else(|e| e.to_string(), |()| "goes on".into())
     };
     let (nan, inf) = (f64::NAN, f64::INFINITY);

@@ -1,15 +1,17 @@
 //! A worker: the ranks of one process, each a thread that lives, with its device, from step to
 //! step and does what the coordinator asks.
 
+use super::local::narrow;
 use super::message::{Answer, Reply, Request};
 use super::rank::{RankOptions, RankState};
 use super::script::Scripts;
+use crate::arena::Bytes;
 use crate::checkpoint::write_shard;
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::fabric::Fabric;
-use ir::Rank;
 use ir::program::{Program, StateBuffer};
+use ir::{DType, Rank};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -135,9 +137,7 @@ fn start<D: Device + 'static, F: Fabric<D> + 'static>(mut state: RankState<D, F>
 fn obey<D: Device, F: Fabric<D>>(state: &mut RankState<D, F>, request: Request) -> Answer {
     match request {
         Request::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
-        Request::Read(buffer) => Ok(Reply::Part(crate::arena::Bytes::copy_of(
-            &state.read(buffer)?,
-        ))),
+        Request::Read(buffer) => Ok(Reply::Part(Bytes::copy_of(&state.read(buffer)?))),
         Request::Write(buffer, part) => {
             state.write(buffer, |local, bytes| match bytes.len() == part.len() {
                 true => {
@@ -162,7 +162,14 @@ fn obey<D: Device, F: Fabric<D>>(state: &mut RankState<D, F>, request: Request) 
             let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
             for s in state.states().into_iter().filter(stored) {
                 state.write(s.buffer, |local, bytes| {
-                    checkpoint.read(&s.path, local, bytes)
+                    if local.dtype == DType::F32 {
+                        return checkpoint.read(&s.path, local, bytes);
+                    }
+                    // Parameters of inference rest as they are computed with.
+                    let mut values = Bytes::zeroed(4 * local.elements());
+                    checkpoint.read(&s.path, local, &mut values)?;
+                    narrow(local.dtype, values.f32s(), bytes);
+                    Ok(())
                 })?;
             }
             Ok(Reply::Done)

@@ -275,7 +275,7 @@ impl Asked<'_> {
                 let share = self.options.headroom.unwrap_or(own);
                 format!("the {}% of memory that stay free", 100.0 * share)
             }
-            Relaxed::Precision => "training in f32".into(),
+            Relaxed::Precision => format!("{} in f32", self.train.task.name()),
             Relaxed::Batch(_) => format!("the global batch of {}", self.train.global_batch),
             Relaxed::Sequence(_) => {
                 format!("sequences of {}", counted(self.train.sequence, "token"))
