@@ -170,6 +170,8 @@ goldens! {
     sequence: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "spec:h.0.ln_1=[_,tensor,_]", "spec:h.0.ln_2=[_,tensor,_]"];
     pieces: gpt2(false), F32, 2, ["tensor=2", "data=1", "pipeline=1", "microbatch=4", "spec:h.0.mlp.fc=[_,_,tensor]", "spec:h.0.mlp.act=[_,_,_]"];
     context: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1"];
+    context_ring: gpt2(false), F32, 2, ["context=2", "context_attention=ring", "data=1", "pipeline=1", "context_order=zigzag"];
+    context_ring_bf16: gpt2(false), Bf16, 4, ["context=4", "context_attention=ring", "data=1", "pipeline=1"];
     context_ulysses: gpt2(false), F32, 2, ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
     context_zigzag: gpt2(false), F32, 2, ["context=2", "data=1", "pipeline=1", "context_order=zigzag"];
     expert: mixtral(), F32, 2, ["expert=2", "data=2", "pipeline=1"];

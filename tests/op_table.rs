@@ -211,7 +211,7 @@ fn table() -> Vec<Row> {
         row(zigzag(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }), "f32[B,4,3]", "f32[B,4,3]", (3, 1), Vector, Of(&[0])),
         row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
         row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
-        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
     ]);
     rows.extend(norms());
     rows.extend(experts());
@@ -268,6 +268,7 @@ fn attention() -> OpKind {
         dropout: 0.0,
         key: String::new(),
         order: SequenceOrder::Natural,
+        keys: Default::default(),
     }
 }
 
@@ -552,6 +553,7 @@ fn sharding_rules() {
             let strategy = OpStrategy {
                 uses: vec![u],
                 reverse: false,
+                ring: false,
             };
             let a = rule
                 .assign(&strategy)
@@ -590,7 +592,8 @@ fn sharding_rules() {
             assert!(
                 rule.assign(&OpStrategy {
                     uses: vec![u],
-                    reverse: false
+                    reverse: false,
+                    ring: false
                 })
                 .is_err(),
                 "{}: {u:?} is allowed",

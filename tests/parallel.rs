@@ -321,6 +321,28 @@ fn context_parallel_by_heads_of_queries() {
     }
 }
 
+/// Keys and values that go around the ranks, beside data, tensor and pipeline parallelism, every ZeRO
+/// level and recomputation; sequences that the ranks share unevenly too.
+#[test]
+fn context_parallel_around_a_ring() {
+    for (name, order, degrees) in [
+        (
+            "gpt2_small_tied",
+            "natural",
+            &[(1, 2, 1, 1), (1, 3, 1, 1), (2, 2, 2, 1), (1, 2, 1, 2)][..],
+        ),
+        ("gpt2_small_tied", "zigzag", &[(1, 4, 1, 1)]),
+        (
+            "llama_untied_rope",
+            "natural",
+            &[(1, 4, 1, 1), (1, 2, 2, 1)],
+        ),
+        ("llama_untied_rope", "zigzag", &[(2, 2, 1, 1), (1, 4, 1, 2)]),
+    ] {
+        check_context(name, &format!("{order} context_attention=ring"), degrees);
+    }
+}
+
 #[test]
 fn heads_for_too_many_context_ranks_are_refused() {
     for (name, pins, said) in [
@@ -385,6 +407,11 @@ fn dropout_in_zigzag_order_draws_the_masks_of_the_natural_order() {
             "data=1 context=2 context_order=zigzag tensor=2 pipeline=1",
         ),
         (2, "data=1 context=2 context_attention=ulysses"),
+        (2, "data=1 context=2 context_attention=ring"),
+        (
+            4,
+            "data=1 context=4 context_order=zigzag context_attention=ring recompute=full",
+        ),
         (
             4,
             "data=1 context=4 context_order=zigzag context_attention=ulysses recompute=full",

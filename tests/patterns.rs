@@ -328,6 +328,49 @@ fn context_parallel_attention_exchanges_heads() {
     );
 }
 
+/// Keys and values go around the ranks while the parts of attention compute (Liu et al. 2023), and
+/// never is more of them on a rank than two shards; their gradients follow them home.
+#[test]
+fn context_parallel_attention_goes_around_a_ring() {
+    let forward = gpt2(3, 1024, 512, 8192);
+    let pins = ["pipeline=1 data=1 context=4 tensor=2 zero=0 context_attention=ring"];
+    let made = planned(&forward, &train(8, 512), &cluster(8), &pins).expect("there is a plan");
+    assert_eq!(split(&made, "h.1.attn.attend"), [1, 4, 2, 1]);
+    let forward = over_context(&made, TemplateKind::Forward);
+    let shifts = |moved: &[String], of: &str| {
+        let is_shift = |c: &&String| c.starts_with("shift ") && c.contains(of);
+        moved.iter().filter(is_shift).count()
+    };
+    assert_eq!(forward.len(), 3 * 2, "{forward:?}");
+    assert_eq!(shifts(&forward, "h.1.attn.split:"), 3 * 2, "{forward:?}");
+    let backward = over_context(&made, TemplateKind::Backward);
+    assert_eq!(shifts(&backward, "h.1.attn.split:"), 3 * 2, "{backward:?}");
+    assert_eq!(
+        shifts(&backward, "grad.h.1.attn.attend.qkv:"),
+        4 * 2,
+        "{backward:?}"
+    );
+    let role = only_role(&made.program);
+    let whole = role
+        .buffers
+        .iter()
+        .filter(|b| b.name.starts_with("h.1.attn.split:"));
+    for b in whole {
+        let tokens = b.spec.local_shape(&b.lens, &role.mesh)[1];
+        assert_eq!(tokens, 512 / 4, "{}", b.name);
+    }
+    // A kernel waits for the shift before its own, and the next shift runs beside it.
+    for template in role
+        .templates
+        .iter()
+        .filter(|t| t.kind == TemplateKind::Forward)
+    {
+        let is_part = |i: &&ir::program::Instruction| matches!(&i.kind, InstrKind::Compute { kind, .. } if !kind.keys().are_all());
+        let parts: Vec<_> = template.instructions.iter().filter(is_part).collect();
+        assert_eq!(parts.len(), 3 * 4);
+    }
+}
+
 /// What moves over the context axis in the second block, by name.
 fn over_context(made: &Planned, kind: TemplateKind) -> Vec<String> {
     let role = only_role(&made.program);

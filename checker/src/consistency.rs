@@ -57,6 +57,26 @@ pub(crate) fn consistent(
     false
 }
 
+/// Says whether some strategy of the rule gives these specs in which keys are sharded as queries are:
+/// the rule of an op in which both are one factor.
+pub(crate) fn consistent_in_ring(
+    rule: &ShardingRule,
+    n_axes: usize,
+    operands: &[ShardingSpec],
+    results: &[ShardingSpec],
+) -> bool {
+    let Some((queries, keys)) = rule.ring else {
+        return false;
+    };
+    let mut joint = rule.clone();
+    let sides = joint.operands.iter_mut().chain(&mut joint.results);
+    for dim in sides.flatten().filter(|d| d.factor == keys) {
+        dim.factor = queries;
+    }
+    let [operands, results] = [operands, results].map(|specs| specs.iter().collect::<Vec<_>>());
+    consistent(&joint, n_axes, &operands, &results)
+}
+
 fn gives(
     rule: &ShardingRule,
     uses: Vec<AxisUse>,
@@ -65,7 +85,7 @@ fn gives(
 ) -> bool {
     let mut strategy = OpStrategy {
         uses,
-        reverse: false,
+        ..OpStrategy::replicate(0)
     };
     for reverse in [false, true] {
         strategy.reverse = reverse;

@@ -14,8 +14,9 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
     for (i, role) in program.roles.iter().enumerate() {
         for (t, template) in role.templates.iter().enumerate() {
             for instr in &template.instructions {
-                if let InstrKind::Compute { path, .. } = &instr.kind
+                if let InstrKind::Compute { path, kind, .. } = &instr.kind
                     && let Some(op) = facts.graph.find(path)
+                    && begins(&facts.graph.op(op).kind, kind)
                 {
                     sites.entry(op).or_default().push((i, t));
                 }
@@ -56,6 +57,12 @@ pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
             }
         }
     }
+}
+
+/// Whether an instruction is all of its op or, of a ring's chain, the first part: the others follow
+/// from it, as the last one leaves the result.
+fn begins(op: &OpKind, instruction: &OpKind) -> bool {
+    op.name() == instruction.name() && !instruction.keys().continues()
 }
 
 /// Counts how often each template is played for each microbatch, and how often for none.

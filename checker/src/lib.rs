@@ -13,7 +13,8 @@
 //!            Poison            something wrong was reported; says nothing more
 //!     /     |      |     \
 //!  Value  Filled  Sum   World  a value of the training graph under a spec; a number; a sum
-//!     \     |      |     /     over a set of microbatches; the vector of a world sum
+//!     \     |      |     /     over a set of microbatches; the vector of a world sum. And Part:
+//!      \    |      |    /      what some parts of a chain around a ring give of a value
 //!          Undefined
 //! ```
 //!
@@ -24,7 +25,8 @@
 //!
 //! **Transfer functions.** `Compute`: the op of that path with the same attributes; operands
 //! hold its operands, and *some* use of each mesh axis that the rule allows gives all specs
-//! at once (`consistency`); the results then hold its results. Layout changes: the value
+//! at once (`consistency`); the results then hold its results. A part of an attention whose keys go
+//! around a ring goes on with what the parts before it gave (`walk::template::ring`). Layout changes: the value
 //! stays, the spec becomes what `LayoutStep::apply` says; collectives find their operands and
 //! leave their results in the pieces that they move (`pieces`). `Accumulate` adds the microbatch to
 //! the set; a sum is a value once the set is complete. A receive holds the value that its

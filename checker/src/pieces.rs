@@ -88,7 +88,9 @@ fn of_step(
         (outside > MOST_ROWS || !filled).then_some(Pieces { dim, n, len })
     };
     match *step {
-        LayoutStep::AllReduce { .. } | LayoutStep::Slice { .. } => [None, None],
+        LayoutStep::AllReduce { .. } | LayoutStep::Slice { .. } | LayoutStep::Shift { .. } => {
+            [None, None]
+        }
         LayoutStep::ReduceScatter { axis, dim, .. } => {
             [pieces(&before, &after, dim, n(axis)), None]
         }

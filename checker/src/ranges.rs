@@ -25,6 +25,8 @@ pub(crate) fn held(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u3
             .map_or(1, |a| u64::from(a.size))
             .max(1);
         let at = coords.get(axis.index()).map_or(0, |&c| u64::from(c));
+        // A shard that has gone around comes from as many places before.
+        let at = (at + n - u64::from(dim.turns) % n) % n;
         block = block / n + u64::from(!block.is_multiple_of(n));
         first = first.saturating_add(at.saturating_mul(block));
         end = end.min(first.saturating_add(block));
@@ -89,8 +91,13 @@ mod tests {
         let (x, y) = (AxisId(0), AxisId(1));
         for axes in [vec![], vec![x], vec![y], vec![x, y], vec![y, x]] {
             for len in 1..40 {
-                for unit in 1..6 {
-                    let dim = DimSharding::by(axes.clone(), unit);
+                let most_turns = match axes[..] {
+                    [axis] => mesh.size(axis) as u32,
+                    _ => 1,
+                };
+                for (unit, turns) in (1..6).flat_map(|u| (0..most_turns).map(move |t| (u, t))) {
+                    let mut dim = DimSharding::by(axes.clone(), unit);
+                    dim.turns = turns;
                     let mut covered = vec![0; len as usize];
                     for rank in mesh.ranks() {
                         let coords = mesh.coords(rank).unwrap();

@@ -100,7 +100,7 @@ pub struct CompileArgs {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
     /// Fix a choice before the search: data=N, expert=N, context=N, context_order=zigzag|natural,
-    /// context_attention=gather|ulysses, tensor=N, pipeline=N, zero=0..3, microbatch=N,
+    /// context_attention=gather|ulysses|ring, tensor=N, pipeline=N, zero=0..3, microbatch=N,
     /// split=5/4/4/5, schedule=NAME (1f1b, gpipe, ...), virtual=N (interleaved 1F1B, N stages on
     /// each mesh; needs pipeline=P; virtual=1 forbids interleaving),
     /// recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be

@@ -95,7 +95,7 @@ fn hide_in(
                 };
                 readers.map(of).sum()
             }
-            CollectiveKind::AllToAll => 0.0,
+            CollectiveKind::AllToAll | CollectiveKind::Shift => 0.0,
         };
         // A longer collective hides all of the matmul; a shorter one costs it a share.
         cost.seconds -= beside.min(cost.seconds * (1.0 - share));

@@ -187,7 +187,10 @@ fn stream_of(
         InstrKind::Exchange { .. } => return TRANSFERS,
         _ => return KERNELS,
     };
-    let reduces = !matches!(kind, CollectiveKind::AllGather | CollectiveKind::AllToAll);
+    let reduces = !matches!(
+        kind,
+        CollectiveKind::AllGather | CollectiveKind::AllToAll | CollectiveKind::Shift
+    );
     let waited_for = reduces && instruction.pass == Pass::BW && !software.overlapped_gradients;
     let blocks = |a: &AxisId| is_of(role, &software.blocking_axes, *a);
     if waited_for || axes.iter().any(blocks) {

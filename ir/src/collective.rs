@@ -7,7 +7,7 @@
 //!
 //! **Bytes.** `bytes` of a collective is nccl-tests' S: the size of the larger of one rank's
 //! operand and result buffers (padded): the buffer of an all-reduce, the result of an
-//! all-gather, the operand of a reduce-scatter, either side of an all-to-all.
+//! all-gather, the operand of a reduce-scatter, either side of an all-to-all or a shift.
 
 use crate::sharding::ReduceKind;
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,8 @@ pub enum CollectiveKind {
     AllGather,
     /// Every member sends piece `j` to member `j`.
     AllToAll,
+    /// Every member sends its buffer to the next one, the last to the first.
+    Shift,
 }
 
 impl CollectiveKind {
@@ -46,6 +48,7 @@ impl CollectiveKind {
             CollectiveKind::ReduceScatter(_) => "reduce_scatter",
             CollectiveKind::AllGather => "all_gather",
             CollectiveKind::AllToAll => "all_to_all",
+            CollectiveKind::Shift => "shift",
         }
     }
 }

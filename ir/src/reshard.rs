@@ -59,6 +59,16 @@ pub enum LayoutStep {
         /// Unit of the sharding of `to`.
         unit: u64,
     },
+    /// Every rank hands its shard of `dim` to the next rank of the ring that `axis` is. No way from
+    /// one spec to another: ops whose operands go around ask for it.
+    Shift {
+        /// The axis, the only one of `dim`.
+        axis: AxisId,
+        /// The dim.
+        dim: usize,
+        /// Places that shards have gone afterwards: one more, or none where they are home again.
+        turns: u32,
+    },
     /// Every rank keeps its piece of `dim`; no communication.
     Slice {
         /// An axis that replicates the tensor.
@@ -114,7 +124,9 @@ impl LayoutStep {
     /// The dims along which its collective cuts the operand, and puts the result together.
     pub fn cuts(&self) -> [Option<usize>; 2] {
         match *self {
-            LayoutStep::AllReduce { .. } | LayoutStep::Slice { .. } => [None, None],
+            LayoutStep::AllReduce { .. } | LayoutStep::Slice { .. } | LayoutStep::Shift { .. } => {
+                [None, None]
+            }
             LayoutStep::ReduceScatter { dim, .. } => [Some(dim), None],
             LayoutStep::AllGather { dim, .. } => [None, Some(dim)],
             LayoutStep::AllToAll { from, to, .. } => [Some(to), Some(from)],
@@ -136,6 +148,7 @@ impl LayoutStep {
             LayoutStep::ReduceScatter { axis, .. }
             | LayoutStep::AllGather { axis, .. }
             | LayoutStep::AllToAll { axis, .. }
+            | LayoutStep::Shift { axis, .. }
             | LayoutStep::Slice { axis, .. } => vec![*axis],
         }
     }
@@ -151,6 +164,7 @@ impl LayoutStep {
             }
             LayoutStep::AllGather { .. } => Some(CollectiveKind::AllGather),
             LayoutStep::AllToAll { .. } => Some(CollectiveKind::AllToAll),
+            LayoutStep::Shift { .. } => Some(CollectiveKind::Shift),
             LayoutStep::Slice { .. } => None,
         }
     }
@@ -180,6 +194,12 @@ impl LayoutStep {
                 pop_axis(&mut s, *axis, *from)?;
                 push_axis(&mut s, *axis, *to, *unit)?;
             }
+            LayoutStep::Shift { axis, dim, turns } => {
+                let d = s.dims.get_mut(*dim)?;
+                let is_next = *turns == d.turns.checked_add(1)? || (*turns == 0 && d.turns > 0);
+                (d.axes[..] == [*axis] && is_next).then_some(())?;
+                d.turns = *turns;
+            }
             LayoutStep::Slice { axis, dim, unit } => {
                 before.replicates(*axis).then_some(())?;
                 push_axis(&mut s, *axis, *dim, *unit)?;
@@ -191,7 +211,7 @@ impl LayoutStep {
 
 fn push_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize, unit: u64) -> Option<()> {
     let d = s.dims.get_mut(dim)?;
-    (unit > 0 && (d.is_whole() || d.unit == unit)).then_some(())?;
+    (unit > 0 && d.turns == 0 && (d.is_whole() || d.unit == unit)).then_some(())?;
     d.axes.push(axis);
     d.unit = unit;
     Some(())
@@ -199,7 +219,7 @@ fn push_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize, unit: u64) -> Optio
 
 fn pop_axis(s: &mut ShardingSpec, axis: AxisId, dim: usize) -> Option<()> {
     let d = s.dims.get_mut(dim)?;
-    (d.axes.last() == Some(&axis)).then_some(())?;
+    (d.axes.last() == Some(&axis) && d.turns == 0).then_some(())?;
     d.axes.pop();
     if d.axes.is_empty() {
         *d = DimSharding::whole();

@@ -59,6 +59,14 @@ pub struct DimSharding {
     pub axes: Axes,
     /// Shards are multiples of this many elements; 1 when the dim is whole.
     pub unit: u64,
+    /// Where shards go around a ring, how many places they have gone: of a dim that one axis of n
+    /// ranks shards, rank c has the shard that rank c - turns (mod n) has otherwise.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub turns: u32,
+}
+
+fn is_zero(turns: &u32) -> bool {
+    *turns == 0
 }
 
 impl DimSharding {
@@ -67,6 +75,7 @@ impl DimSharding {
         DimSharding {
             axes: Axes::new(),
             unit: 1,
+            turns: 0,
         }
     }
     /// A dim sharded by `axes` in units of `unit`; whole when `axes` is empty.
@@ -75,7 +84,11 @@ impl DimSharding {
         if axes.is_empty() {
             Self::whole()
         } else {
-            DimSharding { axes, unit }
+            DimSharding {
+                axes,
+                unit,
+                turns: 0,
+            }
         }
     }
     /// True when no axis shards the dim.
@@ -182,11 +195,21 @@ impl ShardingSpec {
                     d.axes.len()
                 ));
             }
+            let places = match d.axes[..] {
+                [axis] => mesh.axes.get(axis.index()).map_or(0, |a| a.size),
+                _ => 0,
+            };
+            if d.turns > 0 && d.turns >= places {
+                problems.push(format!(
+                    "dim {i} has gone {} places around a ring of {places}",
+                    d.turns
+                ));
+            }
         }
         problems
     }
     /// Text form: dims in brackets with the names of their axes, then the partial axes:
-    /// `[x, _, y+z] partial(w: sum)`.
+    /// `[x, _, y+z] partial(w: sum)`; `x>2` has gone two places around a ring.
     pub fn display(&self, mesh: &LogicalMesh) -> String {
         let name = |a: AxisId| mesh.axes.get(a.index()).map_or("?", |a| a.name.as_str());
         let mut out = String::from("[");
@@ -199,6 +222,9 @@ impl ShardingSpec {
             }
             if !d.is_whole() && d.unit != 1 {
                 out += &format!("/{}", d.unit);
+            }
+            if d.turns > 0 {
+                out += &format!(">{}", d.turns);
             }
         }
         out += "]";
@@ -236,6 +262,16 @@ fn padded_len(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {
 
 /// The part of a dim of length `len` that the rank at `coords` holds; see the module header.
 pub fn local_range(len: u64, dim: &DimSharding, mesh: &LogicalMesh, coords: &[u32]) -> LocalRange {
+    if let (turns @ 1.., [axis]) = (dim.turns, &dim.axes[..]) {
+        let (n, mut origin) = (mesh.size(*axis).max(1), coords.to_vec());
+        let at = u64::from(origin[axis.index()]) + n - u64::from(turns) % n;
+        origin[axis.index()] = (at % n) as u32;
+        let still = DimSharding {
+            turns: 0,
+            ..dim.clone()
+        };
+        return local_range(len, &still, mesh, &origin);
+    }
     if dim.is_whole() {
         return LocalRange {
             start: 0,

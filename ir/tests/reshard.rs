@@ -29,6 +29,7 @@ fn spec(dims: &[&[u32]]) -> ShardingSpec {
     let dim = |axes: &&[u32]| DimSharding {
         axes: axes.iter().map(|&a| AxisId::new(a as usize)).collect(),
         unit: 1,
+        turns: 0,
     };
     ShardingSpec {
         dims: dims.iter().map(dim).collect(),

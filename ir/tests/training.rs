@@ -775,6 +775,7 @@ fn gradients_of_attention_rotary_and_dropout() {
                 dropout: 0.1,
                 key: String::new(),
                 order: Default::default(),
+                keys: Default::default(),
             },
             &[q, k, k],
         );
@@ -819,6 +820,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             dropout: 0.1,
             key: String::new(),
             order: Default::default(),
+            keys: Default::default(),
         },
         &[q, k, k],
     );
@@ -839,7 +841,8 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             scale: 0.5,
             dropout: 0.1,
             key: "attn".into(),
-            order: Default::default()
+            order: Default::default(),
+            keys: Default::default()
         }
     );
     assert_eq!(

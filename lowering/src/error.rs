@@ -109,6 +109,14 @@ pub enum LowerError {
         /// Spec that is wanted.
         to: String,
     },
+    /// Keys and values go around a single rank.
+    #[error("op `{path}` on {stage} goes around a ring of one rank, its strategy needs no `ring`")]
+    Ring {
+        /// The op.
+        path: String,
+        /// The stage.
+        stage: StageId,
+    },
     /// A value that another stage needs has no recorded transfer.
     #[error("transfer `{key}` has no recorded path")]
     MissingTransfer {

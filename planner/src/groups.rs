@@ -30,6 +30,7 @@ mod forward;
 mod members;
 mod parameter;
 mod resting;
+mod ring;
 
 /// Everything that is fixed while groups are made.
 pub(crate) struct Setting<'a> {
@@ -91,6 +92,8 @@ pub(crate) struct Part {
     bytes: u64,
     /// Bytes of the results that later passes use.
     kept_bytes: u64,
+    /// Bytes that go around a ring beside operands and results.
+    pub passing_bytes: u64,
 }
 
 /// Seconds by phase: once per microbatch forward, backward, and once per step.
@@ -211,9 +214,14 @@ impl<'a> Maker<'a> {
             let bytes: Vec<u64> = results.map(|(v, spec)| local_bytes(s, *v, spec)).collect();
             let saved = op.outputs.iter().map(|v| s.saved[v.index()]);
             let kept = saved.zip(&bytes).filter(|(saved, _)| *saved);
+            let around = ring::around(s, op, &strategy, &specs);
             Arc::new(Part {
                 strategy: strategy.clone(),
-                seconds: op_seconds(s, op, &specs),
+                seconds: match &around {
+                    Some(around) => around.seconds,
+                    None => op_seconds(s, op, &specs),
+                },
+                passing_bytes: around.map_or(0, |around| around.bytes),
                 bytes: bytes.first().copied().unwrap_or(0),
                 kept_bytes: kept.map(|(_, b)| *b).fold(0, u64::saturating_add),
                 specs,
@@ -234,25 +242,23 @@ impl Choice {
 
 /// Seconds of an op on one rank under an assignment.
 pub(crate) fn op_seconds(s: &Setting<'_>, op: &Op, a: &Assignment) -> f64 {
-    let graph = &s.training.graph;
-    let local = |vs: &[ValueId], specs: &[ShardingSpec]| -> Vec<(DType, Vec<u64>)> {
-        vs.iter()
-            .zip(specs)
-            .map(|(&v, spec)| {
-                (
-                    graph.ty(v).dtype,
-                    spec.local_shape(&graph.ty(v).shape.bind(s.batch), s.mesh),
-                )
-            })
-            .collect()
-    };
     compute::op_time(
         s.cluster,
         &op.kind,
-        &local(&op.inputs, &a.operands),
-        &local(&op.outputs, &a.results),
+        &local_types(s, &op.inputs, &a.operands),
+        &local_types(s, &op.outputs, &a.results),
     )
     .0
+}
+
+/// Types and padded lengths of the shards of some values.
+fn local_types(s: &Setting<'_>, vs: &[ValueId], specs: &[ShardingSpec]) -> Vec<(DType, Vec<u64>)> {
+    let graph = &s.training.graph;
+    let one = |(&v, spec): (&ValueId, &ShardingSpec)| {
+        let lens = graph.ty(v).shape.bind(s.batch);
+        (graph.ty(v).dtype, spec.local_shape(&lens, s.mesh))
+    };
+    vs.iter().zip(specs).map(one).collect()
 }
 
 /// Bytes of a value's padded shard.

@@ -488,7 +488,9 @@ fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 
                 .iter()
                 .zip(&a.operands)
                 .map(|(&v, spec)| crate::groups::local_bytes(s, v, spec));
-            results.chain(operands).fold(0, u64::saturating_add)
+            results
+                .chain(operands)
+                .fold(part.passing_bytes, u64::saturating_add)
         })
         .max()
         .unwrap_or(0)

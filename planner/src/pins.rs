@@ -64,17 +64,25 @@ pub enum ContextAttention {
     /// An all-to-all brings each rank all tokens of some of the heads, and another one brings the
     /// result back (DeepSpeed-Ulysses, Jacobs et al. 2023).
     Ulysses,
+    /// Queries stay with their tokens; keys and values go around the ranks, a shard at a time (ring
+    /// attention, Liu et al. 2023).
+    Ring,
 }
 
 impl ContextAttention {
     /// All of them.
-    pub const ALL: [ContextAttention; 2] = [ContextAttention::Gather, ContextAttention::Ulysses];
+    pub const ALL: [ContextAttention; 3] = [
+        ContextAttention::Gather,
+        ContextAttention::Ulysses,
+        ContextAttention::Ring,
+    ];
 
     /// The value of its pin.
     pub fn name(self) -> &'static str {
         match self {
             ContextAttention::Gather => "gather",
             ContextAttention::Ulysses => "ulysses",
+            ContextAttention::Ring => "ring",
         }
     }
 }
@@ -210,7 +218,7 @@ impl Pins {
                     let names = ContextAttention::ALL.map(ContextAttention::name);
                     err(format!(
                         "`{value}` is no way of attention over context ranks; {} are",
-                        names.join(" and ")
+                        names.join(", ")
                     ))
                 })?);
             }

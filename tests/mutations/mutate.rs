@@ -499,6 +499,7 @@ fn step_dim(p: &mut Program, r: &mut Random) -> bool {
                 }
             }
             LayoutStep::AllToAll { from, to, .. } => std::mem::swap(from, to),
+            LayoutStep::Shift { turns, .. } => *turns += 1,
         }
         true
     })
@@ -517,6 +518,7 @@ fn step_axis(p: &mut Program, r: &mut Random) -> bool {
             LayoutStep::ReduceScatter { axis, .. }
             | LayoutStep::AllGather { axis, .. }
             | LayoutStep::AllToAll { axis, .. }
+            | LayoutStep::Shift { axis, .. }
             | LayoutStep::Slice { axis, .. } => {
                 let changed = *axis != new;
                 *axis = new;

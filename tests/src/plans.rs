@@ -433,7 +433,7 @@ fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &
         let (strategy, a) = strategy(
             op,
             graph,
-            plan.stages[stage].mesh.axes.len(),
+            &plan.stages[stage].mesh,
             style,
             random,
             &|v, wanted| {
@@ -461,12 +461,12 @@ fn strategies(plan: &mut Plan, training: &TrainingGraph, style: Style, random: &
 fn strategy(
     op: &Op,
     graph: &Graph,
-    n_axes: usize,
+    mesh: &LogicalMesh,
     style: Style,
     random: &mut Random,
     reachable: &dyn Fn(ValueId, &ShardingSpec) -> bool,
 ) -> (OpStrategy, Assignment) {
-    let rule = graph.rule(op);
+    let (rule, n_axes) = (graph.rule(op), mesh.axes.len());
     let mut options: Vec<AxisUse> = rule.shardable().map(AxisUse::Factor).collect();
     let usual = zero_use(&rule);
     if style != Style::Moves {
@@ -476,15 +476,21 @@ fn strategy(
     }
     options.push(AxisUse::Replicate);
     for _ in 0..50 {
-        let uses = (0..n_axes)
+        let uses: Vec<AxisUse> = (0..n_axes)
             .map(|_| match style {
                 Style::Zero if random.below(8) > 0 => usual,
                 _ => *random.pick(&options).unwrap(),
             })
             .collect();
+        let goes_around = |(queries, _): (FactorId, FactorId)| {
+            let mut axes = mesh.axis_ids().zip(&uses);
+            axes.any(|(a, u)| *u == AxisUse::Factor(queries) && mesh.size(a) > 1)
+        };
+        let ring = rule.ring.is_some_and(goes_around) && random.below(2) == 0;
         let strategy = OpStrategy {
             uses,
             reverse: random.below(4) == 0,
+            ring,
         };
         let Ok(a) = rule.assign(&strategy) else {
             continue;

@@ -19,6 +19,8 @@ pub(super) enum Held {
     Filled(u64),
     /// An accumulator over some microbatches, which `Trace` keeps.
     Sum { root: ValueId },
+    /// What the parts `from..to` of a ring's chain give of a value.
+    Part { root: ValueId, from: u32, to: u32 },
     /// The vector of a world sum.
     World,
 }
@@ -32,6 +34,9 @@ impl Held {
             Held::Value { root, .. } => format!("`{}`", facts.name(root)),
             Held::Filled(bits) => format!("the number {}", f64::from_bits(bits)),
             Held::Sum { root } => format!("an incomplete sum `{}`", facts.name(root)),
+            Held::Part { root, from, to } => {
+                format!("parts {from} to {to} of `{}`", facts.name(root))
+            }
             Held::World => "the vector of a world sum".into(),
         }
     }

@@ -168,7 +168,7 @@ const PINS: [(&str, &str); 16] = [
     ("expert", "expert=N (of those, ranks that split experts)"),
     ("context", "context=N (ranks that split the sequence)"),
     ("context_order", "context_order=zigzag|natural"),
-    ("context_attention", "context_attention=gather|ulysses"),
+    ("context_attention", "context_attention=gather|ulysses|ring"),
     ("tensor", "tensor=N (ranks that split features)"),
     ("pipeline", "pipeline=N (meshes in a row)"),
     (

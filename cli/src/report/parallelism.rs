@@ -88,6 +88,8 @@ pub struct Assigned<'a> {
     pub op: &'a Op,
     /// For each axis, its use in the op.
     pub uses: Vec<AxisUse>,
+    /// Whether keys and values go around a ring.
+    pub ring: bool,
     /// The roles of the op's factors.
     pub roles: Vec<FactorRole>,
     /// The specs of operands and results.
@@ -113,6 +115,7 @@ pub fn assignments<'a>(
             Some(Assigned {
                 op,
                 uses: strategy.uses.clone(),
+                ring: strategy.ring,
                 roles: rule.factors.iter().map(|f| f.role).collect(),
                 specs,
             })
@@ -177,11 +180,15 @@ impl Layer<'_> {
         if !feature.is_empty() {
             does.push(name("tensor parallel", &feature));
         }
-        if heavy.iter().any(|a| {
+        let attends = heavy.iter().find(|a| {
             matches!(a.op.kind, OpKind::Attention { .. })
                 && role_of(a) == Some(FactorRole::Sequence)
-        }) {
-            does.push("context parallel".into());
+        });
+        if let Some(attention) = attends {
+            does.push(match attention.ring {
+                true => "context parallel (ring)".into(),
+                false => "context parallel".into(),
+            });
         } else if !sequence.is_empty() {
             does.push(name("split along the sequence", &sequence));
         }

@@ -44,6 +44,10 @@
 //! `m + S c + n S r`, or in two, of which the first reduces a part on every member,
 //! `2 m + 2 S c + S r`.
 //!
+//! **Shifts** are one step of a ring: `start + step` and `S / (share * min B_i)`, as every member
+//! sends to its neighbour by its own port alone; without protocols `a + (S + half)/B`, in shared
+//! memory `m + 2 S c`.
+//!
 //! Sources: NCCL `src/graph/tuning.cc` for what the terms are; Sanders, Speck & Traff 2009 for
 //! two trees; the comparison with measurements is `benchmarks/results/comm.md`.
 
@@ -117,6 +121,19 @@ pub(super) fn dispatch<'a>(tiers: &[Tier<'a>], copies: f64) -> Vec<Candidate<'a>
             ways(tiers).map(|w| w.pairs_of(&shares)).collect()
         }
         _ => all_to_all(tiers),
+    }
+}
+
+/// Ways of a shift: one step of a ring, in which every member sends all of its bytes by its own port.
+/// Neighbours meet at all levels at once, and the slowest counts.
+pub(super) fn shift<'a>(tiers: &[Tier<'a>]) -> Vec<Candidate<'a>> {
+    if let Some(s) = shared(tiers) {
+        return vec![s.way(1.0, 2.0, 0.0)];
+    }
+    match tiers.last() {
+        None => Vec::new(),
+        Some(outer) if outer.level.protocols.is_empty() => vec![plain_shift(tiers)],
+        Some(_) => ways(tiers).map(|w| w.shift()).collect(),
     }
 }
 
@@ -245,6 +262,17 @@ impl<'a> Way<'a, '_> {
         self.candidate(Algorithm::Ring, rounds * steps, rounds * bytes)
     }
 
+    fn shift(&self) -> Candidate<'a> {
+        let step = self.steps().map(|(_, p)| p.ring_step_s).fold(0.0, f64::max);
+        let rate = self
+            .tiers
+            .iter()
+            .map(Tier::rate)
+            .fold(f64::INFINITY, f64::min);
+        let rate = (rate * self.outer.ring_share).min(self.largest());
+        self.candidate(Algorithm::Ring, step, 1.0 / rate)
+    }
+
     fn tree(&self) -> Candidate<'a> {
         let steps: f64 = self.steps().map(|(t, p)| t.depth() * p.tree_step_s).sum();
         let slowest = |s: f64, t: &Tier<'_>| s.max(t.tree_sends() / (t.inside * t.rate()));
@@ -359,6 +387,17 @@ fn plain_rings<'a>(tiers: &[Tier<'a>], rounds: f64) -> Candidate<'a> {
         all.s_per_byte += rounds * moved / t.inside;
     }
     all
+}
+
+/// One message to the next member, as slow as the slowest level makes it.
+fn plain_shift<'a>(tiers: &[Tier<'a>]) -> Candidate<'a> {
+    let slowest = |of: fn(&Tier<'_>) -> f64| tiers.iter().map(of).fold(0.0, f64::max);
+    Candidate {
+        algorithm: Algorithm::Ring,
+        protocol: None,
+        fixed_s: slowest(|t| t.level.latency_s + t.level.half_bytes / t.rate()),
+        s_per_byte: slowest(|t| 1.0 / t.rate()),
+    }
 }
 
 fn plain(tiers: &[Tier<'_>], alone: Algorithm) -> Algorithm {

@@ -84,6 +84,7 @@ pub struct Group<'a> {
     scatter: Vec<Candidate<'a>>,
     gather: Vec<Candidate<'a>>,
     all_to_all: Vec<Candidate<'a>>,
+    shift: Vec<Candidate<'a>>,
     broadcast: Vec<Candidate<'a>>,
 }
 
@@ -108,6 +109,7 @@ impl<'a> Group<'a> {
             scatter,
             gather,
             all_to_all: candidates::all_to_all(&tiers),
+            shift: candidates::shift(&tiers),
             broadcast: candidates::broadcast(&tiers),
             tiers,
         }
@@ -163,6 +165,7 @@ impl<'a> Group<'a> {
             CollectiveKind::ReduceScatter(_) => &self.scatter,
             CollectiveKind::AllGather => &self.gather,
             CollectiveKind::AllToAll => &self.all_to_all,
+            CollectiveKind::Shift => &self.shift,
         }
     }
 }

@@ -220,6 +220,7 @@ mod tests {
         let dim = |axes: &[u32]| DimSharding {
             axes: axes.iter().map(|&a| AxisId(a)).collect(),
             unit: 1,
+            turns: 0,
         };
         ShardingSpec {
             dims: [dim(&[0]), dim(second)].into_iter().collect(),

@@ -68,7 +68,7 @@ fn probe(role: &RoleProgram, instruction: &Instruction) -> Option<(String, Vec<u
         }
         InstrKind::Collective { kind, axes, items } => {
             let operands: Vec<BufferId> = items.iter().map(|i| i.input).collect();
-            let is_known = !matches!(kind, CollectiveKind::AllToAll);
+            let is_known = !matches!(kind, CollectiveKind::AllToAll | CollectiveKind::Shift);
             let bytes = |b: BufferId| role.buffer(b).bytes;
             let total = items
                 .iter()

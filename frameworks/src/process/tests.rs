@@ -131,12 +131,14 @@ fn training_role() -> Program {
         dropout: 0.0,
         key: "attend".into(),
         order: Default::default(),
+        keys: Default::default(),
     };
     let gradient = OpKind::AttentionGrad {
         scale: 1.0,
         dropout: 0.0,
         key: "attend".into(),
         order: Default::default(),
+        keys: Default::default(),
     };
     let accumulate = OpKind::Accumulate { dtype: DType::F32 };
     let mut again = compute("recompute.attend", attention, &[6, 6, 3], 7);

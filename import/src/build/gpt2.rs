@@ -71,6 +71,7 @@ fn attention(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<Val
         dropout: b.options.dropout,
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
+        keys: Default::default(),
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &qkv)?;
     b.linear(&format!("{h}.attn.out"), "bsnd,ndh->bsh", y)

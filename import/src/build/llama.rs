@@ -131,6 +131,7 @@ fn attention(
         dropout: b.options.dropout,
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
+        keys: Default::default(),
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)

@@ -33,11 +33,13 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             scale,
             dropout,
             order,
+            keys,
             ..
         } => {
             cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
+            cx.all_keys(*keys)?;
             let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
             Ok(vec![x[0].clone(), TensorType::new(DType::F32, Shape(lse))])
         }
@@ -45,11 +47,13 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             scale,
             dropout,
             order,
+            keys,
             ..
         } => {
             cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
+            cx.all_keys(*keys)?;
             cx.same(0, 3)?;
             cx.same(0, 5)?;
             cx.stat(0, 4)?;
@@ -67,7 +71,8 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
         }
         OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
             // q: B S K (G) D; k, v: B T K D. A split S leaves every key in place; a split S
-            // or G makes the gradients of k and v partial.
+            // or G makes the gradients of k and v partial. Where T is split as S is, keys and values
+            // go around.
             let q = dims(&x[0]);
             let bsz = b.factor(q[0], true);
             let s = b.factor(q[1], true);
@@ -76,6 +81,7 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
             let t = b.whole(x[1].shape.0[1]);
             let qf = [vec![bsz, s], heads.clone(), vec![d]].concat();
             let kf = [bsz, t, heads[0], d];
+            b.rule.ring = Some((s, t));
             let lse = &qf[..qf.len() - 1];
             b.operand(&qf).operand(&kf).operand(&kf);
             if matches!(kind, OpKind::Attention { .. }) {
@@ -111,13 +117,17 @@ fn work(op: &Lengths<'_>) -> Work {
             let flops = 2.0 * products * shape.batch as f64 * shape.m as f64 * t as f64 * d as f64;
             // The last S queries see T - S/2 of the T keys each; no other S queries see more. A
             // rank of a zigzag order has early and late ones, and sees half.
+            // Of a shard that came around, some rank's queries see all where they stand by position.
             let causal_share = match (op.kind, t) {
                 (_, 0) => 0.0,
-                (OpKind::Attention { order, .. } | OpKind::AttentionGrad { order, .. }, t)
-                    if order.is_natural() =>
-                {
-                    1.0 - 0.5 * q[1].min(t) as f64 / t as f64
-                }
+                (
+                    OpKind::Attention { order, keys, .. }
+                    | OpKind::AttentionGrad { order, keys, .. },
+                    t,
+                ) if order.is_natural() => match keys {
+                    Keys::Ring { step: 1.., .. } => 1.0,
+                    _ => 1.0 - 0.5 * q[1].min(t) as f64 / t as f64,
+                },
                 _ => 0.5,
             };
             let scores = shape.batch as f64 * shape.m as f64 * t as f64;
@@ -165,6 +175,7 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
                 dropout: *dropout,
                 key: arm.op.path.clone(),
                 order: *order,
+                keys: Keys::All,
             };
             let d = arm.emit_all(
                 "qkv",
@@ -179,6 +190,11 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
 }
 
 impl Operands<'_> {
+    fn all_keys(&self, keys: Keys) -> Result<(), OpError> {
+        self.ensure(keys.are_all(), || {
+            "the keys of a ring are for instructions of a program".into()
+        })
+    }
     fn attention_figures(&self, scale: f64, dropout: f64) -> Result<(), OpError> {
         self.ensure(scale.is_finite(), || format!("scale {scale} is not finite"))?;
         self.ensure((0.0..1.0).contains(&dropout), || {

@@ -17,6 +17,7 @@ mod embedding;
 mod experts;
 mod family;
 mod group_norm;
+mod keys;
 mod loss;
 mod matmul;
 mod movement;
@@ -30,6 +31,7 @@ mod work;
 
 pub use einsum::Einsum;
 pub(crate) use family::Family;
+pub use keys::Keys;
 pub use order::{Run, SequenceOrder};
 pub use rule::{
     Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError,
@@ -371,6 +373,9 @@ pub enum OpKind {
         /// How the sequence is stored.
         #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
         order: SequenceOrder,
+        /// The keys that an instruction looks at.
+        #[serde(default, skip_serializing_if = "Keys::are_all")]
+        keys: Keys,
     },
     /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`.
     AttentionGrad {
@@ -383,6 +388,9 @@ pub enum OpKind {
         /// How the sequence is stored.
         #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
         order: SequenceOrder,
+        /// The keys that an instruction looks at.
+        #[serde(default, skip_serializing_if = "Keys::are_all")]
+        keys: Keys,
     },
     /// Counter-based dropout of activations `x[B, ..]`: `(x) -> x * mask / (1 - p)`. It is its
     /// own gradient: the backward op carries the same `key`.
@@ -643,6 +651,22 @@ impl OpKind {
         }
     }
 
+    /// An attention, or the gradient of one, that looks at other keys; other ops as they are.
+    pub fn with_keys(&self, of: Keys) -> OpKind {
+        let mut kind = self.clone();
+        if let OpKind::Attention { keys, .. } | OpKind::AttentionGrad { keys, .. } = &mut kind {
+            *keys = of;
+        }
+        kind
+    }
+    /// The keys that an attention, or the gradient of one, looks at.
+    pub fn keys(&self) -> Keys {
+        match self {
+            OpKind::Attention { keys, .. } | OpKind::AttentionGrad { keys, .. } => *keys,
+            _ => Keys::All,
+        }
+    }
+
     /// How many operands it takes; `usize::MAX` stands for any number.
     pub fn arity(&self) -> RangeInclusive<usize> {
         match self {
@@ -663,7 +687,6 @@ impl OpKind {
             OpKind::LayerNorm { .. }
             | OpKind::GroupNorm { .. }
             | OpKind::RmsNormGradWeight
-            | OpKind::Attention { .. }
             | OpKind::CrossEntropy
             | OpKind::RouteGrad { .. }
             | OpKind::GateGrad => 3..=3,
@@ -676,6 +699,10 @@ impl OpKind {
             OpKind::LayerNormGradInput | OpKind::GroupNormGradInput => 5..=5,
             // The number of updates may be left out.
             OpKind::AdamW { .. } => 5..=6,
+            // What the part before has summed up comes last.
+            OpKind::Attention { keys, .. } if keys.continues() => 5..=5,
+            OpKind::Attention { .. } => 3..=3,
+            OpKind::AttentionGrad { keys, .. } if keys.continues() => 7..=7,
             OpKind::AttentionGrad { .. } => 6..=6,
             _ => 1..=1,
         }

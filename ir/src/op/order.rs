@@ -132,6 +132,7 @@ mod tests {
                 dropout,
                 key: String::new(),
                 order,
+                keys: Default::default(),
             };
             let made = kind.infer(&[x.clone(), x.clone(), x.clone()], None);
             made.map_or_else(|e| e.to_string(), |_| String::new())

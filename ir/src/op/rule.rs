@@ -58,6 +58,9 @@ pub struct ShardingRule {
     pub results: Vec<Vec<DimFactor>>,
     /// Sets of operands in which the op is jointly linear.
     pub linear: Vec<Vec<usize>>,
+    /// A shardable factor and another of the same length whose shards may go around a ring, so that
+    /// each rank meets all of them: queries, and the keys that they look at.
+    pub ring: Option<(FactorId, FactorId)>,
 }
 
 /// The role of one mesh axis in an op.
@@ -95,6 +98,10 @@ pub struct OpStrategy {
     /// other way round (so that ZeRO can gather an outer axis that shards inside an inner one).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reverse: bool,
+    /// What the first factor of the rule's ring is sharded by shards the second one too, and goes
+    /// around (Liu et al. 2023): every operand and result with that factor is as long as a shard.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ring: bool,
 }
 
 impl OpStrategy {
@@ -103,6 +110,7 @@ impl OpStrategy {
         OpStrategy {
             uses: vec![AxisUse::Replicate; n_axes],
             reverse: false,
+            ring: false,
         }
     }
 }
@@ -141,6 +149,12 @@ pub enum StrategyError {
         /// How many there are.
         n_sets: usize,
     },
+    /// Nothing of the op goes around a ring, or not over exactly one axis.
+    #[error("the op has {n_axes} axes for a ring; it takes one, in an op that has a ring")]
+    NoRing {
+        /// Axes that shard the ring's factor.
+        n_axes: usize,
+    },
     /// Results would be partial in two different ways that cannot be combined in any order.
     #[error("partial {first:?} and partial {second:?} do not mix")]
     MixedPartials {
@@ -176,6 +190,13 @@ impl ShardingRule {
                     });
                 }
                 AxisUse::Partial(_) => {}
+            }
+        }
+        if strategy.ring {
+            let is_ring = |u: &&AxisUse| self.ring.is_some_and(|(f, _)| **u == AxisUse::Factor(f));
+            let n_axes = strategy.uses.iter().filter(is_ring).count();
+            if n_axes != 1 {
+                return Err(StrategyError::NoRing { n_axes });
             }
         }
         let operands = self
@@ -219,8 +240,15 @@ impl ShardingRule {
             axes
         };
         dims.iter()
-            .map(|d| DimSharding::by(axes_of(d.factor), d.unit))
+            .map(|d| DimSharding::by(axes_of(self.sharded_as(d.factor, strategy)), d.unit))
             .collect()
+    }
+    /// The factor whose axes shard this one.
+    fn sharded_as(&self, f: FactorId, strategy: &OpStrategy) -> FactorId {
+        match self.ring.filter(|_| strategy.ring) {
+            Some((queries, keys)) if f == keys => queries,
+            _ => f,
+        }
     }
     fn operand_spec(&self, i: usize, dims: &[DimFactor], strategy: &OpStrategy) -> ShardingSpec {
         let partial = strategy
@@ -244,7 +272,9 @@ impl ShardingRule {
             .iter()
             .enumerate()
             .filter_map(|(a, u)| match u {
-                AxisUse::Factor(f) if !dims.iter().any(|d| d.factor == *f) => {
+                AxisUse::Factor(f)
+                    if !(dims.iter()).any(|d| self.sharded_as(d.factor, strategy) == *f) =>
+                {
                     Some((AxisId::new(a), self.factors[f.index()].reduce))
                 }
                 AxisUse::Partial(_) => Some((AxisId::new(a), ReduceKind::Sum)),
@@ -270,6 +300,7 @@ impl Builder {
                 operands: vec![],
                 results: vec![],
                 linear: vec![],
+                ring: None,
             },
         }
     }

@@ -222,6 +222,7 @@ impl Builder {
                 dropout,
                 key: String::new(),
                 order,
+                keys: Default::default(),
             },
             &[q, k, v],
         );

@@ -13,6 +13,7 @@
 mod exchanges;
 mod operands;
 mod ops;
+mod ring;
 
 use crate::draft::{Draft, DraftBuffer, Lifetime, RoleDraft, Serves};
 use crate::error::LowerError;

@@ -16,6 +16,10 @@ impl Emitter<'_, '_> {
             OpKind::Accumulate { .. } => self.accumulate(id, op, stage)?,
             OpKind::GlobalNorm => self.global_norm(op, stage)?,
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => self.update(id, op, stage)?,
+            OpKind::Attention { .. } if self.goes_around(id) => self.ring(id, op, stage)?,
+            OpKind::AttentionGrad { .. } if self.goes_around(id) => {
+                self.ring_grad(id, op, stage)?
+            }
             _ => {
                 let inputs = self.operands(id, op, stage)?;
                 let outputs = op
@@ -34,14 +38,19 @@ impl Emitter<'_, '_> {
         Ok(())
     }
 
-    fn operands(&mut self, id: OpId, op: &Op, stage: StageId) -> Result<Vec<BufferId>, LowerError> {
+    pub(super) fn operands(
+        &mut self,
+        id: OpId,
+        op: &Op,
+        stage: StageId,
+    ) -> Result<Vec<BufferId>, LowerError> {
         (0..op.inputs.len())
             .map(|i| Ok(self.operand(id, op, i, stage)?.buffer))
             .collect()
     }
 
     /// A new place for a result.
-    fn result(&mut self, op: &Op, v: ir::ValueId, stage: StageId) -> BufferId {
+    pub(super) fn result(&mut self, op: &Op, v: ir::ValueId, stage: StageId) -> BufferId {
         let lifetime = if Some(v) == self.r.training.grad_norm {
             Lifetime::Kept
         } else {

@@ -183,6 +183,7 @@ fn strategies(plan: &mut Plan, training: &TrainingGraph, axes: &[(Recipe, u32)])
         let strategy = OpStrategy {
             uses: uses.collect(),
             reverse: false,
+            ring: false,
         };
         for (v, spec) in op
             .outputs

@@ -36,23 +36,29 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
     let mut choices = Vec::new();
     let mut maker = Maker::new(s, &ops, &rules);
     let is_expert = |f: &FactorId| rules[0].factors[f.index()].role == FactorRole::Expert;
-    for (uses, addends, reverse) in product(&per_axis).into_iter().flat_map(|uses| {
+    for (uses, addends, shape) in product(&per_axis).into_iter().flat_map(|uses| {
         let experts = |u: &&AxisUse| matches!(u, AxisUse::Factor(f) if is_expert(f));
         let orders = match shares_heads(s, &rules[0], &uses) {
             true => &[true][..],
             false => orders(uses.iter().filter(experts).count()),
         };
+        let rings = rings(s, &rules[0], &uses);
+        let shapes = orders.iter().flat_map(|&reverse| {
+            let of = move |&ring: &bool| Shape { reverse, ring };
+            rings.iter().map(of)
+        });
+        let shapes: Vec<Shape> = shapes.collect();
         product(&addends).into_iter().flat_map(move |a| {
             let uses = uses.clone();
-            orders
-                .iter()
-                .map(move |&reverse| (uses.clone(), a.clone(), reverse))
+            let shapes = shapes.clone().into_iter();
+            shapes.map(move |shape| (uses.clone(), a.clone(), shape))
         })
     }) {
         let strategies: Vec<OpStrategy> = maps
             .iter()
             .zip(&ops)
-            .map(|(map, &id)| {
+            .zip(&rules)
+            .map(|((map, &id), rule)| {
                 let is_gradient = !matches!(graph.op(id).pass, Pass::F | Pass::Recompute);
                 let follow = |(u, &addend): (&AxisUse, &bool)| match u {
                     AxisUse::Factor(f) => map
@@ -63,12 +69,13 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
                 };
                 OpStrategy {
                     uses: uses.iter().zip(&addends).map(follow).collect(),
-                    reverse,
+                    reverse: shape.reverse,
+                    ring: shape.ring && rule.ring.is_some(),
                 }
             })
             .collect();
         let mut strategies = strategies;
-        strategies[0] = OpStrategy { uses, reverse };
+        strategies[0].uses = uses;
         choices.extend(maker.choice(strategies));
     }
     choices.dedup_by(|a, b| a.does_as(b));
@@ -76,6 +83,47 @@ pub(super) fn forward_group(s: &Setting<'_>, ops: Vec<OpId>) -> Group {
         ops,
         choices,
         boundary,
+    }
+}
+
+/// The attributes of a strategy beside the uses of axes.
+#[derive(Clone, Copy)]
+struct Shape {
+    reverse: bool,
+    ring: bool,
+}
+
+/// Tokens of a context rank from which on keys and values may go around unless that is pinned: of
+/// fewer a part is done before the next ones have arrived.
+const RING_TOKENS: u64 = 4_096;
+
+/// Whether keys and values of an attention whose queries are split may go around, be gathered, or
+/// either.
+fn rings(s: &Setting<'_>, rule: &ShardingRule, uses: &[AxisUse]) -> &'static [bool] {
+    let Some((queries, _)) = rule.ring else {
+        return &[false];
+    };
+    let of = |role: AxisRole| s.roles.iter().zip(uses).filter(move |(r, _)| **r == role);
+    let splits = |(_, u): (&AxisRole, &AxisUse)| *u == AxisUse::Factor(queries);
+    let n_axes = uses
+        .iter()
+        .filter(|u| **u == AxisUse::Factor(queries))
+        .count();
+    if n_axes != 1 || !of(AxisRole::Context).any(splits) {
+        return &[false];
+    }
+    match s.pins.context_attention {
+        Some(ContextAttention::Ring) => &[true],
+        Some(_) => &[false],
+        None => {
+            let axis = uses.iter().position(|u| *u == AxisUse::Factor(queries));
+            let ranks = axis.map_or(1, |a| s.mesh.size(ir::AxisId::new(a)));
+            let tokens = rule.factors[queries.index()].size.bind(s.batch) / ranks.max(1);
+            match tokens >= RING_TOKENS {
+                true => &[false, true],
+                false => &[false],
+            }
+        }
     }
 }
 
@@ -218,7 +266,8 @@ fn context_options(
     let pinned = s.pins.context_attention;
     let is_attention = matches!(op.kind, OpKind::Attention { .. });
     let is_beside = matches!(op.kind, OpKind::Rotary { .. } | OpKind::Unstack { .. });
-    if pinned == Some(ContextAttention::Gather) || !(is_attention || is_beside) {
+    let may_exchange = pinned.is_none_or(|p| p == ContextAttention::Ulysses);
+    if !may_exchange || !(is_attention || is_beside) {
         return sequence;
     }
     // The elements of a head stay together.

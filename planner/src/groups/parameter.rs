@@ -258,6 +258,7 @@ impl ParamLayout {
         OpStrategy {
             uses,
             reverse: self.reverse,
+            ring: false,
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
-//!   k [B, T, K, D]      key j is at position j; v likewise
-//!   s_ij = scale * <q_i, k_j>                 for j <= q_offset + i and j < valid_k
+//!   k [B, T, K, D]      key j is at position k_offset + j; v likewise
+//!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
 //!   o_i = sum_j drop_ij exp(s_ij - lse_i) v_j       0 when no key is visible
 //! ```
@@ -50,6 +50,8 @@ pub struct AttentionDims {
     pub head_dim: usize,
     /// Global position of query row 0.
     pub q_offset: usize,
+    /// Global position of key 0.
+    pub k_offset: usize,
     /// Keys from here on are ignored; at most `k_len`.
     pub valid_k: usize,
 }
@@ -72,7 +74,8 @@ impl AttentionDims {
 
     /// How many keys query row `i` sees.
     fn visible(&self, i: usize) -> usize {
-        self.q_offset.saturating_add(i + 1).min(self.valid_k)
+        let before = self.q_offset.saturating_add(i + 1);
+        before.saturating_sub(self.k_offset).min(self.valid_k)
     }
 }
 
@@ -161,6 +164,27 @@ pub fn backward(
         head.scatter(&dk, dims.k_len, out.dk);
         head.scatter(&dv, dims.k_len, out.dv);
     });
+}
+
+/// Adds the attention of some queries to other keys to one that is there: `o` and `lse` become those
+/// of both sets of keys. Widths are those of [`forward`]'s results.
+///
+/// With `lse = ln(exp lse_a + exp lse_b)`, `o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b`; where no
+/// key is visible `lse` is -inf, and `o` zero.
+pub fn merge(head_dim: usize, (o, lse): (&mut [f32], &mut [f32]), (o_b, lse_b): (&[f32], &[f32])) {
+    let rows = o.chunks_exact_mut(head_dim).zip(o_b.chunks_exact(head_dim));
+    for ((row, row_b), (a, &b)) in rows.zip(lse.iter_mut().zip(lse_b)) {
+        let max = a.max(b);
+        if max == f32::NEG_INFINITY {
+            continue;
+        }
+        let sum = max + ((*a - max).exp() + (b - max).exp()).ln();
+        let (of_a, of_b) = ((*a - sum).exp(), (b - sum).exp());
+        for (x, y) in row.iter_mut().zip(row_b) {
+            *x = of_a * *x + of_b * y;
+        }
+        *a = sum;
+    }
 }
 
 /// Runs `work` on every (sequence, key-value head), on up to `threads` threads.

@@ -33,6 +33,7 @@ fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
         groups,
         head_dim,
         q_offset,
+        k_offset: 0,
         valid_k,
     }
 }
@@ -405,4 +406,59 @@ fn throughput() {
         backward(&attention, upstream, Gradients { dq, dk, dv }, 1);
     }
     println!("backward: {:.1} GFLOP/s (causal count)", gflops(5, start));
+}
+
+/// Keys cut in two: the merged results are those of all keys, and the gradients add up. Some
+/// queries see none of the second half, and some keys are padding.
+#[test]
+fn parts_of_the_keys_merge_to_the_whole() {
+    let (cut, scale) = (5, 0.7);
+    let doubled = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    let whole = Case::random(11, dims([2, 6, 12, 2, 2, 4], 3, 10));
+    let all = whole.run(scale, None, 1);
+    let half = |keys: std::ops::Range<usize>| {
+        let d = whole.dims;
+        let kv = |x: &[f32]| part(x, d.k_len, d.kv_heads, [0..2, keys.clone(), 0..d.kv_heads]);
+        let dims = AttentionDims {
+            k_len: keys.len(),
+            k_offset: keys.start,
+            valid_k: d.valid_k.saturating_sub(keys.start).min(keys.len()),
+            ..d
+        };
+        Case {
+            dims,
+            q: whole.q.clone(),
+            k: kv(&whole.k),
+            v: kv(&whole.v),
+            d_o: whole.d_o.clone(),
+        }
+    };
+    let halves = [half(0..cut), half(cut..12)];
+    let parts = halves.each_ref().map(|case| case.run(scale, None, 1));
+    let (mut o, mut lse) = (parts[0].o.clone(), parts[0].lse.clone());
+    merge(4, (&mut o, &mut lse), (&parts[1].o, &parts[1].lse));
+    assert_close(&o, &doubled(&all.o), 1e-5, "o");
+    assert_close(&lse, &doubled(&all.lse), 1e-5, "lse");
+    let mut dq = vec![0.0; whole.dims.q_elements()];
+    for (case, keys) in halves.iter().zip([0..cut, cut..12]) {
+        let d = case.dims;
+        let mut dq_part = vec![0.0; d.q_elements()];
+        let (mut dk, mut dv) = (vec![0.0; d.k_elements()], vec![0.0; d.k_elements()]);
+        let upstream = Upstream {
+            o: &all.o,
+            lse: &all.lse,
+            d_o: &whole.d_o,
+        };
+        let gradients = Gradients {
+            dq: &mut dq_part,
+            dk: &mut dk,
+            dv: &mut dv,
+        };
+        backward(&case.attention(scale, None), upstream, gradients, 1);
+        dq.iter_mut().zip(&dq_part).for_each(|(sum, x)| *sum += x);
+        let of = |x: &[f32]| part(x, 12, d.kv_heads, [0..2, keys.clone(), 0..d.kv_heads]);
+        assert_close(&dk, &doubled(&of(&all.dk)), 1e-5, "dk");
+        assert_close(&dv, &doubled(&of(&all.dv)), 1e-5, "dv");
+    }
+    assert_close(&dq, &doubled(&all.dq), 1e-5, "dq");
 }

@@ -79,6 +79,7 @@ pub fn result(
             CollectiveKind::ReduceScatter(_) => out.len() * n == len && operand.n == n,
             CollectiveKind::AllGather => out.len() == len * n && result.n == n,
             CollectiveKind::AllToAll => out.len() == len && operand.n == n && result.n == n,
+            CollectiveKind::Shift => out.len() == len,
         };
     if !fits {
         return Err(RuntimeError::Program(format!(
@@ -102,6 +103,7 @@ pub fn result(
                 copy_piece(member, (Rows::ONE, 0), out, (result, j));
             }
         }
+        CollectiveKind::Shift => out.copy_from_slice(members[(me + n - 1) % n.max(1)]),
         CollectiveKind::AllToAll => {
             for (j, member) in members.iter().enumerate() {
                 copy_piece(member, (operand, me), out, (result, j));

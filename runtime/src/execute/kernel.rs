@@ -11,6 +11,7 @@ mod attend;
 mod experts;
 mod float;
 mod images;
+mod ring;
 
 use super::local::{Local, is_computed, narrow, widen};
 use crate::cpu::layout;

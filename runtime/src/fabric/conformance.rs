@@ -10,7 +10,7 @@ use super::{
 };
 use crate::device::{Device, Place, Space};
 use crate::execute::{Local, narrow, widen};
-use ir::collective::CollectiveKind::{self, AllGather, AllReduce, AllToAll, ReduceScatter};
+use ir::collective::CollectiveKind::{self, AllGather, AllReduce, AllToAll, ReduceScatter, Shift};
 use ir::reshard::Tile;
 use ir::{DType, LocalRange, Rank, ReduceKind, StreamId};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -216,6 +216,7 @@ fn sources(
         ReduceScatter(_) => (0..piece)
             .map(|i| (0..n).map(|j| (j, stands(operand, n, me, i))).collect())
             .collect(),
+        Shift => (0..piece).map(|i| vec![((me + n - 1) % n, i)]).collect(),
         AllGather | AllToAll => {
             let mut out = vec![Vec::new(); n * piece];
             for j in 0..n {
@@ -241,7 +242,7 @@ fn every_collective_of_every_type_and_size<D: Device, F: Fabric<D>>(open: Open<'
         vec![0, 1, 2, 3, 4],
     ];
     let reductions = [ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min];
-    let mut kinds = vec![AllGather, AllToAll];
+    let mut kinds = vec![AllGather, AllToAll, Shift];
     kinds.extend(reductions.map(AllReduce));
     kinds.extend(reductions.map(ReduceScatter));
     let shape = |rows, part| Shape { rows, part };
@@ -291,7 +292,7 @@ fn one_collective<D: Device, F: Fabric<D>>(
     let piece = shapes[0].rows * shapes[0].part;
     let rows = |of: Shape| Rows { rows: of.rows, n };
     let (elements, operand, result) = match kind {
-        AllReduce(_) => (piece, Rows::ONE, Rows::ONE),
+        AllReduce(_) | Shift => (piece, Rows::ONE, Rows::ONE),
         ReduceScatter(_) => (n * piece, rows(shapes[0]), Rows::ONE),
         AllGather => (piece, Rows::ONE, rows(shapes[1])),
         AllToAll => (n * piece, rows(shapes[0]), rows(shapes[1])),

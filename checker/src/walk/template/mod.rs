@@ -1,10 +1,11 @@
 //! The transfer functions: one template on what its lasting buffers hold on entry.
 //!
 //! Here: the walk over the instructions, reading operands and writing results. `compute`:
-//! ops. `steps`: layout changes. `messages`: exchanges and world sums.
+//! ops. `ring`: their parts. `steps`: layout changes. `messages`: exchanges and world sums.
 
 mod compute;
 mod messages;
+mod ring;
 mod steps;
 
 use super::Variants;
@@ -91,7 +92,10 @@ impl Run<'_, '_> {
                 kind,
                 inputs,
                 outputs,
-            } => self.compute(path, kind, inputs, outputs),
+            } => match self.is_of_ring(path, kind) {
+                true => self.ring(path, kind, inputs, outputs),
+                false => self.compute(path, kind, inputs, outputs),
+            },
             InstrKind::Collective { kind, axes, items } => self.collective(*kind, axes, items),
             InstrKind::Slice {
                 step,

@@ -48,7 +48,12 @@ impl Run<'_, '_> {
     }
 
     fn reduced(&mut self, kind: CollectiveKind, item: &CollectiveItem) -> Held {
-        if let Held::Value { variant, .. } = self.held(item.input) {
+        let variant = match self.held(item.input) {
+            Held::Value { variant, .. } => Some(variant),
+            Held::Part { .. } => Some(0),
+            _ => None,
+        };
+        if let Some(variant) = variant {
             let before = self.spec(item.input, variant).clone();
             let expected = item.step.collective(&before);
             if expected != Some(kind) {
@@ -62,12 +67,22 @@ impl Run<'_, '_> {
     pub(super) fn stepped(&mut self, step: &LayoutStep, input: BufferId, output: BufferId) -> Held {
         let (root, variant) = match self.held(input) {
             Held::Value { root, variant } => (root, variant),
+            Held::Part { root, .. } if matches!(step, LayoutStep::Shift { .. }) => (root, 0),
             Held::Poison => return Held::Poison,
             held => {
                 let found = format!("{} in {}", held.describe(self.site.facts), self.name(input));
                 return self.wrong("operand", "a value", found);
             }
         };
+        if let LayoutStep::Shift { axis, dim, turns } = *step {
+            let dims = &self.spec(input, variant).dims;
+            let next = dims.get(dim).map_or(1, |d| d.turns.saturating_add(1));
+            let ranks = self.site.role.mesh.axes[axis.index()].size;
+            if turns != next % ranks.max(1) {
+                let expected = format!("{} places of a ring of {ranks}", next % ranks.max(1));
+                return self.wrong("step", expected, format!("{step:?}"));
+            }
+        }
         let before = self.spec(input, variant).clone();
         let Some(after) = step.apply(&before) else {
             let shown = self.show(&before);
@@ -77,7 +92,10 @@ impl Run<'_, '_> {
                 format!("{step:?}"),
             );
         };
-        self.lands(root, &after, input, output)
+        match (self.lands(root, &after, input, output), self.held(input)) {
+            (Held::Value { .. }, part @ Held::Part { .. }) => part,
+            (held, _) => held,
+        }
     }
 
     /// Checks that a value of `input`'s type now lies as `spec` in `output`.

@@ -76,7 +76,9 @@ impl Printer<'_> {
                     CollectiveKind::AllReduce(r) | CollectiveKind::ReduceScatter(r) => {
                         format!(" {}", word_of(*r, &reductions()))
                     }
-                    CollectiveKind::AllGather | CollectiveKind::AllToAll => String::new(),
+                    CollectiveKind::AllGather
+                    | CollectiveKind::AllToAll
+                    | CollectiveKind::Shift => String::new(),
                 };
                 let items = items.iter().map(|i| moved(i.input, i.output, &i.step));
                 let (name, over, items) = (kind.name(), self.over(axes), list(items));
@@ -131,6 +133,7 @@ fn moved(input: BufferId, output: BufferId, step: &LayoutStep) -> String {
             (dim.to_string(), *unit)
         }
         LayoutStep::AllToAll { from, to, unit, .. } => (format!("{from} to {to}"), *unit),
+        LayoutStep::Shift { dim, turns, .. } => (format!("{dim} turns {turns}"), 1),
     };
     let unit = match unit {
         1 => String::new(),
@@ -224,10 +227,11 @@ impl Parser<'_> {
         let start = self.s.token_start();
         let name = self.s.word("the name of an operation")?;
         Ok(match name {
-            "all_reduce" | "reduce_scatter" | "all_gather" | "all_to_all" => {
+            "all_reduce" | "reduce_scatter" | "all_gather" | "all_to_all" | "shift" => {
                 let kind = match name {
                     "all_gather" => CollectiveKind::AllGather,
                     "all_to_all" => CollectiveKind::AllToAll,
+                    "shift" => CollectiveKind::Shift,
                     _ => {
                         let reduction = self.s.choice("the reduction", &reductions())?;
                         match name {
@@ -348,17 +352,23 @@ impl Parser<'_> {
                 self.s.expect("(")?;
                 self.s.expect_word("dim")?;
                 let (dim, mut to, mut unit) = (self.s.number("a dim")?, 0, 1);
+                let mut turns = 0;
+                if name == "shift" {
+                    self.s.expect_word("turns")?;
+                    turns = self.s.number("how many places")?;
+                }
                 if name == "all_to_all" {
                     self.s.expect_word("to")?;
                     to = self.s.number("a dim")?;
                 }
-                if name != "all_gather" && self.s.eat_word("unit") {
+                if !matches!(name, "all_gather" | "shift") && self.s.eat_word("unit") {
                     unit = self.s.number("the unit")?;
                 }
                 self.s.expect(")")?;
                 match name {
                     "reduce_scatter" => LayoutStep::ReduceScatter { axis, dim, unit },
                     "all_gather" => LayoutStep::AllGather { axis, dim },
+                    "shift" => LayoutStep::Shift { axis, dim, turns },
                     "all_to_all" => LayoutStep::AllToAll {
                         axis,
                         from: dim,

@@ -366,9 +366,14 @@ impl Parser<'_> {
                     true => self.s.number("the unit")?,
                     false => 1,
                 };
+                let turns = match self.s.eat(">") {
+                    true => self.s.number("how many places")?,
+                    false => 0,
+                };
                 spec.dims.push(DimSharding {
                     axes: axes.into(),
                     unit,
+                    turns,
                 });
             }
         }

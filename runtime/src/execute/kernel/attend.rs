@@ -98,11 +98,11 @@ impl Call<'_> {
 }
 
 /// Operands 0 to 2 of an attention, with keys and values by position.
-struct Parts<'a> {
-    q: Cow<'a, [f32]>,
-    k: Cow<'a, [f32]>,
-    v: Cow<'a, [f32]>,
-    dims: AttentionDims,
+pub(super) struct Parts<'a> {
+    pub(super) q: Cow<'a, [f32]>,
+    pub(super) k: Cow<'a, [f32]>,
+    pub(super) v: Cow<'a, [f32]>,
+    pub(super) dims: AttentionDims,
     attend: Attend<'a>,
     /// The pieces of the queries; none where they are one.
     pieces: Option<Vec<Run>>,
@@ -114,7 +114,7 @@ struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    fn new(call: &'a Call<'_>, attend: Attend<'a>) -> Self {
+    pub(super) fn new(call: &'a Call<'_>, attend: Attend<'a>) -> Self {
         let (ql, kl) = (&call.local(0).ranges, &call.local(1).ranges);
         let (q_lens, n_keys) = (&call.local(0).lens, call.local(1).lens[1]);
         let grouped = ql.len() == 5;
@@ -128,6 +128,7 @@ impl<'a> Parts<'a> {
             groups: if grouped { ql[3].padded as usize } else { 1 },
             head_dim: call.width(0),
             q_offset: ql[1].start as usize,
+            k_offset: 0,
             valid_k: kl[1].valid as usize,
         };
         let mask = Mask {
@@ -156,7 +157,7 @@ impl<'a> Parts<'a> {
             first: ql[1].start,
             mask: (call.cx.training && attend.dropout > 0.0).then_some(mask),
         };
-        if !is_natural {
+        if !is_natural && call.op.keys().are_all() {
             let by_position = |stored: &[f32]| {
                 let mut out = vec![0.0; stored.len()];
                 parts.reordered(stored, &mut out, |run| (run.stored, run.position));
@@ -167,16 +168,31 @@ impl<'a> Parts<'a> {
         parts
     }
 
-    /// Calls `f` with the attention of some queries.
+    /// Calls `f` with the attention of some queries to all keys.
     fn call(&self, q: &[f32], dims: AttentionDims, f: impl FnOnce(&attention::Attention<'_>)) {
+        self.call_on(q, (&self.k, &self.v), dims, f);
+    }
+
+    /// Calls `f` with the attention of some queries to some keys and values.
+    pub(super) fn call_on(
+        &self,
+        q: &[f32],
+        (k, v): (&[f32], &[f32]),
+        dims: AttentionDims,
+        f: impl FnOnce(&attention::Attention<'_>),
+    ) {
         let dropout = |b: usize, kv: usize, g: usize, i: usize, j: usize| match &self.mask {
-            Some(mask) => mask.of([b, kv, g], (dims.q_offset + i) as u64, j as u64),
+            Some(mask) => mask.of(
+                [b, kv, g],
+                (dims.q_offset + i) as u64,
+                (dims.k_offset + j) as u64,
+            ),
             None => 1.0,
         };
         f(&attention::Attention {
             q,
-            k: &self.k,
-            v: &self.v,
+            k,
+            v,
             dims,
             scale: self.attend.scale as f32,
             dropout: self
@@ -197,14 +213,14 @@ impl<'a> Parts<'a> {
     }
 
     /// The rows of one piece of a tensor like the queries.
-    fn take(&self, run: Run, x: &[f32]) -> Vec<f32> {
+    pub(super) fn take(&self, run: Run, x: &[f32]) -> Vec<f32> {
         let mut piece = Vec::new();
         self.each_sample(run, x.len(), |rows| piece.extend_from_slice(&x[rows]));
         piece
     }
 
     /// Writes the rows of one piece to their places; inverse of [`Parts::take`].
-    fn put(&self, run: Run, mut piece: &[f32], out: &mut [f32]) {
+    pub(super) fn put(&self, run: Run, mut piece: &[f32], out: &mut [f32]) {
         self.each_sample(run, out.len(), |rows| {
             let (now, rest) = piece.split_at(rows.len());
             out[rows].copy_from_slice(now);

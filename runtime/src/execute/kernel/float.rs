@@ -6,7 +6,7 @@ use crate::cpu::{elementwise, embedding, layout, loss, matmul, norm, optimizer, 
 use crate::error::RuntimeError;
 use crate::execute::local::{Local, widen};
 use crate::rng::{self, Key};
-use ir::op::{Binary, RopeScaling, SequenceOrder, Unary};
+use ir::op::{Binary, Keys, RopeScaling, SequenceOrder, Unary};
 use ir::{DType, OpKind, ReduceKind};
 use std::borrow::Cow;
 
@@ -113,6 +113,7 @@ impl Call<'_> {
                 dropout,
                 key,
                 order,
+                keys,
             } => {
                 let attend = Attend {
                     scale: *scale,
@@ -121,13 +122,17 @@ impl Call<'_> {
                     key: if key.is_empty() { self.path } else { key },
                     order: *order,
                 };
-                self.attend(attend, outs);
+                match keys {
+                    Keys::All => self.attend(attend, outs),
+                    Keys::Ring { .. } => self.attend_part(attend, *keys, outs),
+                }
             }
             OpKind::AttentionGrad {
                 scale,
                 dropout,
                 key,
                 order,
+                keys,
             } => {
                 let attend = Attend {
                     scale: *scale,
@@ -135,7 +140,10 @@ impl Call<'_> {
                     key,
                     order: *order,
                 };
-                self.attend_grad(attend, outs);
+                match keys {
+                    Keys::All => self.attend_grad(attend, outs),
+                    Keys::Ring { .. } => self.attend_grad_part(attend, *keys, outs),
+                }
             }
             OpKind::RouteGrad { .. }
             | OpKind::Dispatch { .. }
