@@ -250,12 +250,12 @@ fn images() -> Vec<Row> {
     let (kernel, size) = (3, [5, 4]);
     let by_weight = OpKind::Conv2dGradWeight { stride, padding, kernel: [3, 3] };
     vec![
-        row(OpKind::Conv2d { stride, padding }, "f32[B,5,4,3] f32[3,3,3,2,4]", "f32[B,3,2,2,4]", (4, 2), Matmul(flops), Of(&[0, 1])),
-        row(OpKind::Conv2d { stride: 1, padding: 0 }, "f32[B,5,4,2,4] f32[1,1,2,4,3]", "f32[B,5,4,3]", (4, 2), Matmul(2.0 * 2.0 * 20.0 * 8.0 * 3.0), Of(&[0, 1])),
-        row(OpKind::Conv2dGradInput { stride, padding, size }, "f32[3,3,3,2,4] f32[B,3,2,2,4]", "f32[B,5,4,3]", (4, 2), Matmul(flops), Later),
-        row(by_weight, "f32[B,5,4,3] f32[B,3,2,2,4]", "f32[3,3,3,2,4]", (4, 2), Matmul(flops), Later),
-        row(OpKind::MaxPool2d { kernel, stride, padding }, "f32[B,5,4,2,4]", "f32[B,3,2,2,4]", (3, 0), Vector, Of(&[0])),
-        row(OpKind::MaxPool2dGrad { kernel, stride, padding }, "f32[B,5,4,2,4] f32[B,3,2,2,4]", "f32[B,5,4,2,4]", (3, 1), Vector, Later),
+        row(OpKind::Conv2d { stride, padding }, "f32[B,5,4,3] f32[3,3,3,2,4]", "f32[B,3,2,2,4]", (3, 2), Matmul(flops), Of(&[0, 1])),
+        row(OpKind::Conv2d { stride: 1, padding: 0 }, "f32[B,5,4,2,4] f32[1,1,2,4,3]", "f32[B,5,4,3]", (3, 2), Matmul(2.0 * 2.0 * 20.0 * 8.0 * 3.0), Of(&[0, 1])),
+        row(OpKind::Conv2dGradInput { stride, padding, size }, "f32[3,3,3,2,4] f32[B,3,2,2,4]", "f32[B,5,4,3]", (3, 2), Matmul(flops), Later),
+        row(by_weight, "f32[B,5,4,3] f32[B,3,2,2,4]", "f32[3,3,3,2,4]", (3, 2), Matmul(flops), Later),
+        row(OpKind::MaxPool2d { kernel, stride, padding }, "f32[B,5,4,2,4]", "f32[B,3,2,2,4]", (2, 0), Vector, Of(&[0])),
+        row(OpKind::MaxPool2dGrad { kernel, stride, padding }, "f32[B,5,4,2,4] f32[B,3,2,2,4]", "f32[B,5,4,2,4]", (2, 1), Vector, Later),
         row(OpKind::GroupNorm { eps: 1e-5 }, "f32[B,5,4,2,3] f32[2,3] f32[2,3]", "f32[B,5,4,2,3] f32[B,2] f32[B,2]", (2, 0), Vector, Of(&[0, 1, 2])),
         row(OpKind::GroupNormGradInput, "f32[B,5,4,2,3] f32[B,5,4,2,3] f32[2,3] f32[B,2] f32[B,2]", "f32[B,5,4,2,3]", (2, 1), Vector, Later),
         row(OpKind::GroupNormGradWeight, "f32[B,5,4,2,3] f32[B,5,4,2,3] f32[B,2] f32[B,2]", "f32[2,3] f32[2,3]", (5, 1), Vector, Later),

@@ -476,8 +476,10 @@ mod tests {
                     continue;
                 }
                 let slope = |t: f64| (loss_at(t) - loss_at(-t)) / (2.0 * t);
+                // Other elements become a window's largest within steps that are small elsewhere.
+                let step = if options.images { 1e-3 } else { 1e-2 };
                 // Richardson: removes the cubic term of the difference quotient.
-                let slope = (4.0 * slope(1e-2) - slope(2e-2)) / 3.0;
+                let slope = (4.0 * slope(step) - slope(2.0 * step)) / 3.0;
                 assert!(
                     (slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm,
                     "seed {seed}, {path}: slope {slope}, gradient {norm}, all {total}"

@@ -141,7 +141,50 @@ def make_ops(seed):
     entries.append(_cross_entropy(rand(6, 7, scale=2.0), labels, "some_ignored"))
     entries.append(_cross_entropy(rand(4, 5, scale=40.0), torch.tensor([4, 0, 1, 2]), "large_logits"))
     entries.append(_adamw(rand))
+    entries.extend(_images(entry, rand))
     return entries
+
+
+def _images(entry, rand):
+    """Ops on images [N, H, W, C], convolutions by weights [KH, KW, in, out]."""
+    def channels_first(x):
+        return x.permute(0, 3, 1, 2)
+
+    def channels_last(x):
+        return x.permute(0, 2, 3, 1)
+
+    def conv(x, weight, **windows):
+        return {"y": channels_last(F.conv2d(channels_first(x), weight.permute(3, 2, 0, 1), **windows))}
+
+    def pool(x, **windows):
+        return {"y": channels_last(F.max_pool2d(channels_first(x), **windows))}
+
+    for name, (h, w), (kh, kw), stride, padding in [
+        ("same", (5, 4), (3, 3), 1, 1),
+        ("strided", (6, 5), (3, 3), 2, 1),
+        ("stem", (9, 8), (7, 7), 2, 3),
+        ("pixels", (3, 4), (1, 1), 1, 0),
+        ("projection", (5, 5), (1, 1), 2, 0),
+        ("oblong", (6, 7), (2, 3), 2, 1),
+    ]:
+        windows = {"stride": stride, "padding": padding}
+        yield entry(
+            "conv2d", name, windows, {"x": rand(2, h, w, 3), "weight": rand(kh, kw, 3, 4)},
+            lambda x, weight, windows=windows: conv(x, weight, **windows),
+        )
+    for name, (h, w), kernel, stride, padding in [("stem", (7, 6), 3, 2, 1), ("halves", (4, 6), 2, 2, 0)]:
+        windows = {"kernel_size": kernel, "stride": stride, "padding": padding}
+        yield entry(
+            "max_pool2d", name, windows, {"x": rand(2, h, w, 3)},
+            lambda x, windows=windows: pool(x, **windows),
+        )
+    for name, groups, shift in [("plain", 3, 0.0), ("shifted", 2, 30.0)]:
+        inputs = {"x": rand(2, 4, 3, 6, shift=shift), "weight": rand(6, scale=0.3, shift=1.0), "bias": rand(6, scale=0.3)}
+        yield entry(
+            "group_norm", name, {"groups": groups, "eps": 1e-5}, inputs,
+            lambda x, weight, bias, groups=groups: {
+                "y": channels_last(F.group_norm(channels_first(x), groups, weight, bias, 1e-5))},
+        )
 
 
 def tensor(value):

@@ -39,10 +39,10 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
         return Err(ImportError::Option {
             option: "sequence",
             value: sequence.to_string(),
-            problem: format!(
-                "the model has {} positions; accepted: 1 to that",
-                config.max_sequence()
-            ),
+            problem: match config.max_sequence() {
+                1 => "a sample of the model is one image, with one label; accepted: 1".into(),
+                n => format!("the model has {n} positions; accepted: 1 to that"),
+            },
         });
     }
     if !(0.0..1.0).contains(&dropout) {

@@ -1,8 +1,10 @@
 //! Windows over images: convolutions and pooling, and their gradients.
 //!
 //! Images are `[N, H, W, channels..]`. Samples and channels can be split: input channels sum, so
-//! a split of them leaves partial sums, as a matmul's inner dim does. Height and width are whole,
-//! because windows at a shard's edge cover pixels of its neighbours.
+//! a split of them leaves partial sums, as a matmul's inner dim does. Of channels in groups the
+//! groups are split: a norm keeps them whole, and every further dim to split would multiply what a
+//! search has to price. Height and width are whole, because windows at a shard's edge cover pixels
+//! of its neighbours.
 
 use super::family::*;
 
@@ -221,10 +223,15 @@ struct ConvFactors {
 }
 
 impl Builder {
+    /// Channels, or groups of channels and the channels of a group, which are whole.
+    fn channels(&mut self, dims: &[Dim]) -> Vec<FactorId> {
+        let factors = dims.iter().enumerate();
+        factors.map(|(i, &d)| self.factor(d, i == 0)).collect()
+    }
     fn conv_factors(&mut self, x: &TensorType, w: &TensorType, y: &TensorType) -> ConvFactors {
         let samples = self.factor(x.shape.0[0], true);
-        let inputs = self.free(&x.shape.0[SPACE..]);
-        let outputs = self.free(&y.shape.0[SPACE..]);
+        let inputs = self.channels(&x.shape.0[SPACE..]);
+        let outputs = self.channels(&y.shape.0[SPACE..]);
         let whole = |b: &mut Self, dims: &[Dim]| -> Vec<FactorId> {
             dims.iter().map(|&d| b.whole(d)).collect()
         };
@@ -241,7 +248,7 @@ impl Builder {
     }
     fn pool_factors(&mut self, x: &TensorType, y: &TensorType) -> [Vec<FactorId>; 2] {
         let samples = self.factor(x.shape.0[0], true);
-        let channels = self.free(&x.shape.0[SPACE..]);
+        let channels = self.channels(&x.shape.0[SPACE..]);
         [x, y].map(|t| {
             let space = [self.whole(t.shape.0[1]), self.whole(t.shape.0[2])];
             [&[samples][..], &space, &channels].concat()

@@ -304,8 +304,9 @@ fn pooled(
 #[cfg(test)]
 mod tests {
     use super::super::differences::numeric_gradient;
-    use super::super::testing::{assert_close, bits, random};
+    use super::super::testing::{assert_close, bits, elements, random, reference, tensor};
     use super::*;
+    use serde_json::Value;
 
     /// Kernels of several sizes, strides and paddings, on images that are not square.
     fn cases() -> Vec<Conv> {
@@ -371,6 +372,62 @@ mod tests {
             let mut y = vec![f32::NAN; ny];
             conv2d(&x, &w, *s, 1, &mut y);
             assert_close(&y, &naive(&x, &w, s), 1e-5, &format!("{s:?}"));
+        }
+    }
+
+    /// The windows and channels of a reference entry.
+    fn entry_lengths(entry: &Value, kernel: [usize; 2], outputs: usize) -> Conv {
+        let (x, _) = tensor(&entry["inputs"]["x"]);
+        let attribute = |name: &str| entry["attrs"][name].as_u64().unwrap() as usize;
+        Conv {
+            samples: x[0],
+            windows: Windows {
+                size: [x[1], x[2]],
+                kernel,
+                stride: attribute("stride"),
+                padding: attribute("padding"),
+            },
+            inputs: x[3],
+            outputs,
+        }
+    }
+
+    #[test]
+    fn convolutions_equal_pytorch_s() {
+        for entry in reference("conv2d") {
+            let (w_dims, _) = tensor(&entry["inputs"]["weight"]);
+            let s = entry_lengths(&entry, [w_dims[0], w_dims[1]], w_dims[3]);
+            let [nx, nw, ny] = lens(&s);
+            let input = |name: &str| elements(&entry["inputs"][name]);
+            let (x, w, dy) = (
+                input("x"),
+                input("weight"),
+                elements(&entry["upstream"]["y"]),
+            );
+            let (mut y, mut dx, mut dw) = (vec![0.0; ny], vec![0.0; nx], vec![0.0; nw]);
+            conv2d(&x, &w, s, 1, &mut y);
+            conv2d_grad_input(&w, &dy, s, 1, &mut dx);
+            conv2d_grad_weight(&x, &dy, s, 1, &mut dw);
+            assert_close(&y, &tensor(&entry["outputs"]["y"]).1, 1e-5, "y");
+            assert_close(&dx, &tensor(&entry["grads"]["x"]).1, 1e-5, "x");
+            assert_close(&dw, &tensor(&entry["grads"]["weight"]).1, 1e-5, "weight");
+        }
+    }
+
+    #[test]
+    fn pooling_equals_pytorch_s() {
+        for entry in reference("max_pool2d") {
+            let kernel = entry["attrs"]["kernel_size"].as_u64().unwrap() as usize;
+            let s = entry_lengths(&entry, [kernel; 2], 0);
+            let (x, dy) = (
+                elements(&entry["inputs"]["x"]),
+                elements(&entry["upstream"]["y"]),
+            );
+            let (mut y, mut dx) = (vec![0.0; dy.len()], vec![0.0; x.len()]);
+            max_pool2d(&x, s.windows, s.inputs, &mut y);
+            max_pool2d_grad(&x, &dy, s.windows, s.inputs, &mut dx);
+            assert_close(&y, &tensor(&entry["outputs"]["y"]).1, 1e-6, "y");
+            assert_close(&dx, &tensor(&entry["grads"]["x"]).1, 1e-6, "x");
         }
     }
 

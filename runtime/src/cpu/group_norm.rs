@@ -159,7 +159,7 @@ pub fn group_norm_grad_weight(
 #[cfg(test)]
 mod tests {
     use super::super::differences::numeric_gradient;
-    use super::super::testing::{assert_close, bits, random};
+    use super::super::testing::{assert_close, bits, elements, random, reference, tensor};
     use super::*;
 
     const SIZES: Grouped = Grouped {
@@ -196,6 +196,37 @@ mod tests {
         assert_close(&y, &expected, 1e-5, "y");
         assert_close(&mean, &[3.0, 0.0], 1e-7, "mean");
         assert_close(&rstd, &[1.0 / d, 1.0], 1e-5, "rstd");
+    }
+
+    #[test]
+    fn group_norm_equals_pytorch_s() {
+        for entry in reference("group_norm") {
+            let (dims, _) = tensor(&entry["inputs"]["x"]);
+            let groups = entry["attrs"]["groups"].as_u64().unwrap() as usize;
+            let s = Grouped {
+                samples: dims[0],
+                pixels: dims[1] * dims[2],
+                groups,
+                width: dims[3] / groups,
+            };
+            let input = |name: &str| elements(&entry["inputs"][name]);
+            let (x, gamma, beta) = (input("x"), input("weight"), input("bias"));
+            let [y, mean, rstd] = normed(&x, &gamma, &beta, s);
+            let dy = elements(&entry["upstream"]["y"]);
+            let mut dx = vec![f32::NAN; x.len()];
+            let statistics = (&mean[..], &rstd[..]);
+            group_norm_grad_input((&dy, &x, &gamma), statistics, s, &mut dx);
+            let (mut dgamma, mut dbeta) = (vec![0.0; gamma.len()], vec![0.0; beta.len()]);
+            let out = (&mut dgamma[..], &mut dbeta[..]);
+            group_norm_grad_weight((&dy, &x), statistics, s, out);
+            // As for layer norms, inputs around 30 are rounded to f32.
+            let name = entry["name"].as_str().unwrap();
+            let tolerance = if name == "shifted" { 2e-5 } else { 1e-6 };
+            assert_close(&y, &tensor(&entry["outputs"]["y"]).1, tolerance, name);
+            for (actual, of) in [(&dx, "x"), (&dgamma, "weight"), (&dbeta, "bias")] {
+                assert_close(actual, &tensor(&entry["grads"][of]).1, tolerance, of);
+            }
+        }
     }
 
     #[test]
