@@ -1,8 +1,8 @@
 //! Plans for inference: forward passes alone, with the losses of the single device.
 
-use ir::program::{Program, TemplateKind};
+use ir::program::{Program, Space, TemplateKind};
 use ir::training::{StateRole, training_graph};
-use ir::{Precision, Task};
+use ir::{Bytes, Precision, Task};
 use planner::PlanError;
 use runtime::execute::{Session, SessionOptions};
 use tests::{Case, cluster, cluster_with_memory, planned, relative};
@@ -157,6 +157,31 @@ fn parameters_are_split_where_they_do_not_fit() {
         error,
         PlanError::Memory { .. } | PlanError::Overrun { .. }
     ));
+}
+
+/// Parameters may rest in host memory; each pass copies them in, and no bit changes.
+#[test]
+fn parameters_rest_in_hosts() {
+    let mut hosts = cluster(4);
+    if let Some(storage) = &mut hosts.storage {
+        storage.host_memory_bytes = Some(Bytes(64 << 20));
+    }
+    for precision in [Precision::F32, Precision::Bf16] {
+        let case = inference("llama_tied", precision);
+        let pins = ["data=4", "tensor=1", "pipeline=1", "microbatch=4", "zero=0"];
+        let plain = planned(&case.forward, &case.train, &hosts, &pins).expect("a plan");
+        let moved = [&pins[..], &["offload=parameters"]].concat();
+        let moved = planned(&case.forward, &case.train, &hosts, &moved).expect("a plan");
+        for (a, b) in plain.program.roles.iter().zip(&moved.program.roles) {
+            assert_eq!(a.arena(Space::Host), 0);
+            assert!(b.arena(Space::Host) > 0 && b.arena_bytes < a.arena_bytes);
+        }
+        let (mut whole, mut staged) = (case.session(&plain.program), case.session(&moved.program));
+        for batch in case.batches.iter().take(2) {
+            let loss = |s: &mut Session| s.step(batch, 0.0, false).expect("the ranks run").loss;
+            assert_eq!(loss(&mut whole), loss(&mut staged));
+        }
+    }
 }
 
 /// A schedule is of training or of inference; the checker and lowering hold plans to it.

@@ -18,7 +18,7 @@ use ir::plan::ScheduleKind;
 use ir::program::InstrKind;
 use ir::testing::{GraphOptions, MAX_SAMPLES, Rng, random_graph, sequence_of};
 use ir::training::{Recompute, StateRole, TrainingGraph, training_graph};
-use ir::{Graph, Optimizer, Precision, Shape, TensorType, TrainSpec};
+use ir::{Graph, Optimizer, Precision, Shape, Task, TensorType, TrainSpec};
 use runtime::RuntimeError;
 use runtime::execute::{Session, SessionOptions, StateRequest, States};
 use runtime::reference::Reference;
@@ -235,7 +235,7 @@ impl Problem {
         assert!(!options.integer_linear || global_batch <= MAX_SAMPLES);
         let sequence = sequence_of(&forward).unwrap();
         let train = TrainSpec {
-            task: ir::Task::Training,
+            task: Task::Training,
             global_batch,
             sequence,
             precision,
@@ -266,6 +266,13 @@ impl Problem {
             batches,
             integer: options.integer_linear,
         }
+    }
+
+    /// The same forward passes alone.
+    fn of_inference(mut self) -> Problem {
+        self.train.task = Task::Inference;
+        self.train.dropout = 0.0;
+        self
     }
 
     /// Initial value of a state: integers from -1 to 1, or the declared distribution with
@@ -346,7 +353,7 @@ impl Problem {
             let mut outcomes = vec![];
             for (i, batch) in self.batches.iter().enumerate() {
                 let step = single.step(batch, lr).unwrap();
-                outcomes.extend(scalars(&name, i, step.loss, step.grad_norm));
+                outcomes.extend(self.scalars(&name, i, step.loss, step.grad_norm));
             }
             outcomes.extend(Outcome::states(single.export_states()));
             outcomes
@@ -364,7 +371,7 @@ impl Problem {
         let mut got = vec![];
         for (i, batch) in self.batches.iter().enumerate() {
             let step = session.step(batch, lr, false).unwrap();
-            got.extend(scalars(&name, i, step.loss, step.grad_norm));
+            got.extend(self.scalars(&name, i, step.loss, step.grad_norm));
         }
         session
             .replicas_agree()
@@ -372,6 +379,24 @@ impl Problem {
         got.extend(Outcome::states(session.export_states().unwrap()));
         let noisy = |seed| leaves(single.clone().with_noise(seed));
         equal.check(&got, &leaves(single.clone()), noisy, &name);
+    }
+
+    /// Loss and norm of a step, which must be numbers; inference has no norm.
+    fn scalars(&self, what: &str, step: usize, loss: f64, norm: f64) -> Vec<Outcome> {
+        let mut named = vec![(loss, "loss")];
+        match self.train.task {
+            Task::Training => named.push((norm, "norm")),
+            Task::Inference => assert!(norm.is_nan(), "{what}: norm {norm} in step {step}"),
+        }
+        let of = |(value, name): (f64, &str)| {
+            assert!(value.is_finite(), "{what}: {name} {value} in step {step}");
+            Outcome {
+                name: format!("step {step}: {name}"),
+                lens: vec![],
+                values: vec![value as f32],
+            }
+        };
+        named.into_iter().map(of).collect()
     }
 
     /// Now and then meshes, and stages on each, that layers and microbatches allow.
@@ -414,6 +439,16 @@ impl Problem {
                 )
             })
             .collect();
+        let recompute = rng.pick(&[
+            Recomputed::Named(Recompute::None),
+            Recomputed::Named(Recompute::Full),
+            Recomputed::Named(Recompute::Selective),
+            Recomputed::Random,
+        ]);
+        let (schedule, recompute) = match self.train.task {
+            Task::Training => (schedule, recompute),
+            Task::Inference => (ScheduleKind::Forward, Recomputed::Named(Recompute::None)),
+        };
         Setup {
             stages,
             microbatch: self.microbatch,
@@ -421,12 +456,7 @@ impl Problem {
             schedule,
             train: self.train.clone(),
             style,
-            recompute: rng.pick(&[
-                Recomputed::Named(Recompute::None),
-                Recomputed::Named(Recompute::Full),
-                Recomputed::Named(Recompute::Selective),
-                Recomputed::Random,
-            ]),
+            recompute,
         }
     }
 
@@ -498,6 +528,26 @@ fn mixtures_of_experts_are_computed_under_any_plan() {
     });
     cases(90_000, 20, 500, |seed| {
         Problem::new(seed, EXPERTS, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
+    });
+}
+
+/// Forward passes alone, as inference has them; halves rest as they are computed with.
+#[test]
+fn inference_is_computed_under_any_plan() {
+    let general = GraphOptions {
+        dropout: false,
+        ..EXPERTS
+    };
+    let near = Equal::Within {
+        tolerance: 0.01,
+        floor: 0.5,
+    };
+    cases(100_000, 20, 500, |seed| {
+        let problem = |options, precision| Problem::new(seed, options, precision).of_inference();
+        problem(INTEGER, Precision::F32).holds(Style::Any, Equal::Exactly);
+        problem(general, Precision::F32).holds(Style::Any, SINGLE);
+        problem(general, Precision::F32).holds(Style::Moves, Equal::InEveryBit);
+        problem(general, Precision::Bf16).holds(Style::Zero, near);
     });
 }
 
@@ -589,19 +639,6 @@ fn chosen_plans_compute_what_the_reference_does() {
             Err(e) => panic!("{what}: {e}"),
         }
     });
-}
-
-/// Loss and norm of a step, which must be numbers.
-fn scalars(what: &str, step: usize, loss: f64, norm: f64) -> [Outcome; 2] {
-    assert!(
-        loss.is_finite() && norm.is_finite(),
-        "{what}: loss {loss} and norm {norm} in step {step}"
-    );
-    [(loss, "loss"), (norm, "norm")].map(|(value, name)| Outcome {
-        name: format!("step {step}: {name}"),
-        lens: vec![],
-        values: vec![value as f32],
-    })
 }
 
 fn parameters(graph: &Graph) -> u64 {

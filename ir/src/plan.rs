@@ -25,7 +25,7 @@ pub const PLAN_VERSION: u32 = 1;
 /// recomputation).
 pub const PASSES_VERSION: u32 = 3;
 
-/// A parallel training plan.
+/// A parallel plan of a step of training or inference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
@@ -37,7 +37,7 @@ pub struct Plan {
     pub name: String,
     /// The forward graph in text form.
     pub graph: String,
-    /// The training spec.
+    /// What a step computes.
     pub train: TrainSpec,
     /// The cluster.
     pub cluster: Cluster,

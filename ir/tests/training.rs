@@ -1070,3 +1070,43 @@ fn problems_are_found() {
         "{found:?}"
     );
 }
+
+/// Inference is the forward part of the training graph: the same ops under the same paths, parameters
+/// that no step writes and that rest in the type they are computed in.
+#[test]
+fn inference_is_the_forward_pass() {
+    for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        let train = spec(precision);
+        let inference = TrainSpec {
+            task: ir::Task::Inference,
+            ..train.clone()
+        };
+        let (t, i) = (
+            trained(&tied_mlp(), &train),
+            trained(&tied_mlp(), &inference),
+        );
+        assert_eq!(problems(&i), [""; 0], "{precision:?}");
+        let forward = |t: &TrainingGraph| -> Vec<(String, OpKind)> {
+            let ops = t.graph.ops().iter().filter(|op| op.pass == Pass::F);
+            ops.map(|op| (op.path.clone(), op.kind.clone())).collect()
+        };
+        assert_eq!(forward(&t), forward(&i));
+        let is_update = |op: &&ir::Op| op.region == Region::StepEnd;
+        assert_eq!(i.graph.ops().iter().filter(is_update).count(), 0);
+        assert_eq!((i.grad_norm, i.graph.outputs.len()), (None, 1));
+        for s in &i.states {
+            assert_eq!((s.read, s.role), (s.write, StateRole::Parameter));
+            assert_eq!(i.graph.ty(s.read).dtype, precision.compute());
+        }
+    }
+}
+
+#[test]
+fn dropout_is_of_training_alone() {
+    let spec = TrainSpec {
+        task: ir::Task::Inference,
+        dropout: 0.1,
+        ..TrainSpec::default()
+    };
+    assert_eq!(spec.problems(), ["dropout is 0.1, expected 0 in inference"]);
+}

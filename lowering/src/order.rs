@@ -189,7 +189,7 @@ mod tests {
     use ir::plan::ScheduleKind;
     use ir::schedule::PassKind;
 
-    /// Activations to the next stage, gradients to the one before.
+    /// Activations to the next stage, and in training gradients to the one before.
     fn chain(kind: ScheduleKind, n_meshes: usize) -> Vec<Flow> {
         let n_stages = n_meshes * kind.virtual_stages() as usize;
         let gradient = kind.schedule().slot_of(Pass::BI);
@@ -203,8 +203,12 @@ mod tests {
             made_by: of(from, pass),
             used_by: BTreeSet::from([of(to, pass)]),
         };
+        let trains = kind.schedule().task().is_training();
         (1..n_stages)
-            .flat_map(|s| [flow(s - 1, s, PassKind::Forward), flow(s, s - 1, gradient)])
+            .flat_map(|s| {
+                let back = trains.then(|| flow(s, s - 1, gradient));
+                std::iter::once(flow(s - 1, s, PassKind::Forward)).chain(back)
+            })
             .filter(|f| f.from != f.to)
             .collect()
     }
@@ -274,6 +278,22 @@ mod tests {
             trace(&events, &chain(kind, 2), 1),
             "recv-F0 F0 recv-F1 F1 B0 send-B0 B1 send-B1"
         );
+    }
+
+    #[test]
+    fn two_stages_of_inference() {
+        let kind = ScheduleKind::Forward;
+        let events = order(kind, 2, 3);
+        assert_eq!(
+            trace(&events, &chain(kind, 2), 0),
+            "F0 send-F0 F1 send-F1 F2 send-F2"
+        );
+        assert_eq!(
+            trace(&events, &chain(kind, 2), 1),
+            "recv-F0 F0 recv-F1 F1 recv-F2 F2"
+        );
+        // As the schedule's latency has it: 3 stages once, and one of them 3 times more.
+        assert_eq!(played(kind, 3, 4), 6);
     }
 
     #[test]

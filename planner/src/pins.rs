@@ -41,7 +41,7 @@ pub struct Pins {
     pub microbatch: Option<u64>,
     /// Number of layers of every stage, first stage first.
     pub split: Option<Vec<usize>>,
-    /// Order of passes, one of [`ScheduleKind::NAMED`].
+    /// Order of passes, one of [`ScheduleKind::NAMED`]; in a search for inference its own.
     pub schedule: Option<ScheduleKind>,
     /// Stages of every mesh, interleaved where there are several (Narayanan et al. 2021).
     pub virtual_stages: Option<u32>,

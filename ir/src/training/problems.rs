@@ -143,7 +143,8 @@ fn states(training: &TrainingGraph, found: &mut Vec<String>) {
                 graph.value_name(s.read)
             ));
         }
-        let is_kept = s.write == s.read;
+        // Without gradients nothing is updated.
+        let is_kept = training.grad_norm.is_none() && s.write == s.read;
         if !is_kept && graph.op(graph.value(s.write).producer).region != Region::StepEnd {
             found.push(format!(
                 "state `{}` is written by `{}` before the end of the step",

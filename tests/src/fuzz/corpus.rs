@@ -375,6 +375,7 @@ pub(super) fn train_files() -> Vec<Vec<u8>> {
         "global_batch = 16 # samples\nsequence = 128\nprecision = \"bf16\"\ndropout = 0.1\nclip_norm = 1.0\nseed = 1337\n\n[optimizer.adam_w]\nbeta1 = 0.9\nbeta2 = 0.95\neps = 1e-8\nweight_decay = 0.1\n",
         "clip_norm = \"none\"\nprecision = \"f16\"\n[optimizer.sgd]\nmomentum = 0.9\nweight_decay = 0.01\n",
         "clip_norm = 2\noptimizer = { adam_w = {} }\n",
+        "task = \"inference\"\nprecision = \"bf16\"\n",
     ]
     .map(|t| t.as_bytes().to_vec())
     .to_vec()
