@@ -12,7 +12,10 @@
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
 use crate::waits::set_waits;
-use ir::program::{ARENA_ALIGN, Buffer, BufferClass, RoleProgram, Space, TemplateKind};
+use ir::program::{
+    ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, RoleProgram, Space, TemplateKind,
+};
+use ir::reshard::LayoutStep;
 use ir::{BufferId, StageId, TemplateId};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
@@ -251,6 +254,9 @@ fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {
     let mut found: Vec<Interval> = Vec::new();
     // By buffer, its place in `found`.
     let mut at: Vec<Option<u32>> = vec![None; program.buffers.len()];
+    // What shifts read lasts until the part that they travel beside is done: else that part would
+    // wait for them to write to its bytes.
+    let mut travelling: Vec<usize> = Vec::new();
     for (i, instruction) in program.templates[template].instructions.iter().enumerate() {
         for buffer in instruction.reads().into_iter().chain(instruction.writes()) {
             let b = program.buffer(buffer);
@@ -271,8 +277,24 @@ fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {
                 }
             }
         }
+        match &instruction.kind {
+            InstrKind::Collective { items, .. } if items.iter().any(travels) => {
+                let reads = instruction.reads();
+                let known = reads.iter().filter_map(|b| at[b.index()]);
+                travelling.extend(known.map(|known| known as usize));
+            }
+            InstrKind::Compute { kind, .. } if !kind.keys().are_all() => {
+                travelling.drain(..).for_each(|known| found[known].last = i);
+            }
+            _ => {}
+        }
     }
     found
+}
+
+/// Whether a buffer is handed on for another part; what goes home is not.
+fn travels(item: &CollectiveItem) -> bool {
+    matches!(item.step, LayoutStep::Shift { turns: 1.., .. })
 }
 
 fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
