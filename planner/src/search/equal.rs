@@ -14,8 +14,8 @@ use crate::PlanError;
 use crate::inter_op::{InterOpOptions, PipelineChoice};
 use crate::layer_model::ModelError;
 use cost_model::compute::peak_rate;
+use ir::Region;
 use ir::plan::ScheduleKind;
-use ir::{OpKind, Region};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -252,7 +252,7 @@ impl Search<'_> {
         }
     }
 
-    /// Seconds of the matmuls of a microbatch on one device at the best rate that it has for
+    /// Seconds of the matmuls and convolutions of a microbatch on one device at the best rate that it has for
     /// any type; 0 where kernels were measured one by one and may be faster than that.
     fn least_matmul_s(&self, batch: u64) -> f64 {
         let device = &self.cluster.device;
@@ -264,9 +264,8 @@ impl Search<'_> {
             .map(|&t| peak_rate(self.cluster, t))
             .fold(0.0, f64::max);
         let graph = &self.training().graph;
-        let matmuls = graph.ops().iter().filter(|op| {
-            op.region == Region::Microbatch && matches!(op.kind, OpKind::DotGeneral { .. })
-        });
+        let ops = graph.ops().iter();
+        let matmuls = ops.filter(|op| op.region == Region::Microbatch);
         let flops: f64 = matmuls.map(|op| graph.work(op, batch).matmul_flops).sum();
         if rate > 0.0 {
             flops / rate * (1.0 - ROUNDING)
