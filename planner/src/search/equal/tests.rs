@@ -180,7 +180,7 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
     let devices = search.cluster.n_devices();
     let options = InterOpOptions::new(case.m().into(), case.schedule);
     let best = |(i, submesh): (usize, &Submesh)| {
-        let priced = priced(&case, &search, &shapes, i);
+        let priced = priced(case, search, &shapes, i);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         for candidate in &usable {
             search.stages(candidate);
@@ -266,7 +266,7 @@ fn nothing_better_is_cut() {
 fn exhaustive_rings(case: &Case, search: &Search<'_>) -> Vec<f64> {
     let shapes = search.shapes(case.batch);
     let best = |i: usize| {
-        let priced = priced(&case, &search, &shapes, i);
+        let priced = priced(case, search, &shapes, i);
         let usable: Vec<Candidate> = priced.into_iter().filter_map(|(_, c)| c.ok()).collect();
         let costs = usable.iter().flat_map(|c| {
             let rings = search.rings(i, case.m()).into_iter();
