@@ -119,6 +119,13 @@ impl Phases {
             step: self.step + o.step,
         }
     }
+    pub(crate) fn times(self, factor: f64) -> Phases {
+        Phases {
+            forward: self.forward * factor,
+            backward: self.backward * factor,
+            step: self.step * factor,
+        }
+    }
 }
 
 /// Splits the ops of one layer into groups with their choices.

@@ -67,6 +67,9 @@ struct PricedLink {
 #[derive(Clone, Copy)]
 struct LinkCell {
     time: Phases,
+    /// The part of it that moves parameters and their gradients in the microbatches, which a
+    /// program may hide behind computing.
+    hideable: Phases,
     /// ZeRO levels that they keep to.
     levels: ZeroLevels,
 }
@@ -137,8 +140,40 @@ pub(crate) struct Weights {
     pub static_price: f64,
     /// Seconds per byte that is saved per microbatch.
     pub saved_price: f64,
+    pub traffic: ParameterTraffic,
+}
+
+/// What is assumed of the traffic of parameters and their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct ParameterTraffic {
     /// The ZeRO level that choices have to keep to; any, where there is none.
     pub level: Option<u8>,
+    /// Whether most of what moves in the microbatches hides behind computing. Only the simulator
+    /// knows how much does; without it the objective charges all.
+    pub hides: bool,
+}
+
+/// The share of the traffic that counts where it is assumed to hide. It is no more than a way to
+/// find plans that are then simulated: more than nothing, so that of two the one that moves less is
+/// taken.
+const SHOWN: f64 = 0.25;
+
+impl ParameterTraffic {
+    /// A cost as it counts where `hideable` of its time may hide.
+    fn seen(self, time: Phases, hideable: Phases) -> Phases {
+        match self.hides {
+            true => time.plus(hideable.times(SHOWN - 1.0)),
+            false => time,
+        }
+    }
+
+    /// The cost of layers as it counts.
+    pub(crate) fn seen_cost(self, cost: &LayerCost) -> LayerCost {
+        LayerCost {
+            time: self.seen(cost.time, cost.hideable),
+            ..*cost
+        }
+    }
 }
 
 impl Weights {
@@ -149,16 +184,20 @@ impl Weights {
             step: 1.0,
             static_price: 0.0,
             saved_price: 0.0,
-            level: None,
+            traffic: ParameterTraffic::default(),
         }
     }
 
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
+    fn seconds_of(&self, cell: &LinkCell) -> f64 {
+        self.seconds(self.traffic.seen(cell.time, cell.hideable))
+    }
+
     /// Whether choices that keep to `levels` are allowed.
     fn allows(&self, levels: ZeroLevels) -> bool {
-        self.level.is_none_or(|level| levels.has(level))
+        self.traffic.level.is_none_or(|level| levels.has(level))
     }
     pub(crate) fn cost(&self, c: &Choice) -> Cost {
         if !self.allows(c.levels) {
@@ -308,7 +347,7 @@ impl LayerModel {
         let edges = self.priced.iter().map(|p| {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
             let cell = p.cell(a, b).filter(|cell| weights.allows(cell.levels))?;
-            quanta(weights.seconds(cell.time)).value()
+            quanta(weights.seconds_of(&cell)).value()
         });
         nodes
             .chain(edges)
@@ -321,7 +360,7 @@ impl LayerModel {
             .iter()
             .map(|p| {
                 let cost = |cell: &LinkCell| match weights.allows(cell.levels) {
-                    true => quanta(weights.seconds(cell.time)),
+                    true => quanta(weights.seconds_of(cell)),
                     false => Cost::FORBIDDEN,
                 };
                 let costs: Vec<Cost> = p
@@ -392,12 +431,15 @@ impl LayerModel {
         cost.transient_bytes = in_step.max(in_microbatch.saturating_add(recomputed));
         for p in &self.priced {
             let (a, b) = (choice[p.a] as usize, choice[p.b] as usize);
-            let time = p.cell(a, b).map(|cell| cell.time);
             let forbidden = Phases {
                 forward: f64::INFINITY,
                 ..Phases::default()
             };
-            cost.time = cost.time.plus(time.unwrap_or(forbidden));
+            let cell = p.cell(a, b);
+            cost.time = cost.time.plus(cell.map_or(forbidden, |cell| cell.time));
+            cost.hideable = cost
+                .hideable
+                .plus(cell.map_or(Phases::default(), |cell| cell.hideable));
         }
         cost
     }
@@ -449,6 +491,8 @@ impl WeightedLayer<'_> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct LayerCost {
     pub time: Phases,
+    /// The part of it that a program may hide behind computing ([`ParameterTraffic`]).
+    pub hideable: Phases,
     pub static_bytes: u64,
     pub saved_bytes: u64,
     /// Bytes that an op needs for a moment, and those that the layer's backward recomputes.
@@ -460,6 +504,7 @@ impl LayerCost {
     pub(crate) fn then(self, next: &LayerCost) -> LayerCost {
         LayerCost {
             time: self.time.plus(next.time),
+            hideable: self.hideable.plus(next.hideable),
             static_bytes: self.static_bytes.saturating_add(next.static_bytes),
             saved_bytes: self.saved_bytes.saturating_add(next.saved_bytes),
             transient_bytes: self.transient_bytes.max(next.transient_bytes),
@@ -605,6 +650,19 @@ fn phase(s: &Setting<'_>, u: &Use) -> (Region, bool) {
     )
 }
 
+/// Whether a use brings a parameter to an op of the microbatches.
+fn is_gathered(s: &Setting<'_>, u: &Use) -> bool {
+    let region = s.training.graph.op(u.op).region;
+    region == Region::Microbatch && s.of_parameters[u.value.index()]
+}
+
+/// Whether it does, or brings a gradient to its sum in the microbatches.
+fn moves_parameter(s: &Setting<'_>, u: &Use) -> bool {
+    let op = s.training.graph.op(u.op);
+    let sums = op.region == Region::Microbatch && matches!(op.kind, OpKind::Accumulate { .. });
+    sums || is_gathered(s, u)
+}
+
 /// The price of a layout change, none where there is no way or a pin of the ZeRO level allows
 /// none, and the levels that it keeps to.
 fn price_use(
@@ -618,8 +676,7 @@ fn price_use(
     let ty = graph.ty(u.value);
     let buckets = s.buckets.of(u.value, region);
     let lens = ty.shape.bind(s.batch);
-    let is_parameter = region == Region::Microbatch && s.of_parameters[u.value.index()];
-    let levels = match is_parameter {
+    let levels = match is_gathered(s, u) {
         true => whole::levels(s.mesh, s.roles, from, to),
         false => ZeroLevels::ALL,
     };
@@ -736,6 +793,7 @@ fn price_between(
             let wanted = |c: &Changes<'_>| c.to[side(c.of.to)];
             let mut cell = Some(LinkCell {
                 time: Phases::default(),
+                hideable: Phases::default(),
                 levels: ZeroLevels::ALL,
             });
             for i in 0..changes.len() {
@@ -753,6 +811,9 @@ fn price_between(
                 });
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(s.training.graph.op(u.op), p);
+                    if moves_parameter(s, u) {
+                        cell.hideable.add(s.training.graph.op(u.op), p);
+                    }
                     cell.levels = cell.levels.and(levels);
                     cell
                 });

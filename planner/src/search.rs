@@ -31,6 +31,7 @@ mod candidates;
 mod chosen;
 mod equal;
 mod even;
+mod hiding;
 mod interleaved;
 mod larger;
 mod mixes;

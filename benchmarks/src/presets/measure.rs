@@ -124,9 +124,11 @@ pub fn measure(
         }
     }
     ranked.sort_by(|a, b| a.1.total_cmp(&b.1));
-    let why_none = ranked
-        .is_empty()
-        .then(|| nearest.map_or("states exceed memory at every point".into(), |(_, e)| e));
+    let why_none = ranked.is_empty().then(|| match nearest {
+        _ if all.is_empty() => "no point was to be planned".into(),
+        Some((_, e)) => e,
+        None => "states exceed memory at every point".into(),
+    });
     Ok(Measured {
         name: case.name(),
         n_devices: cluster.n_devices(),

@@ -256,6 +256,7 @@ impl Random {
                         .map(|_| {
                             (self.below(8) > 0).then(|| LinkCell {
                                 time: self.phases(),
+                                hideable: Phases::default(),
                                 levels: ZeroLevels::ALL,
                             })
                         })
@@ -674,7 +675,11 @@ fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
                 ..scene.setting(8)
             };
             let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
-            let weights = Weights { level, ..base };
+            let traffic = ParameterTraffic {
+                level,
+                ..base.traffic
+            };
+            let weights = Weights { traffic, ..base };
             let kinds = scene.layers.first.iter();
             kinds
                 .map(|&l| {

@@ -15,7 +15,9 @@ use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
-use crate::layer_model::{LayerCost, LayerModel, ModelError, WeightedLayer, Weights};
+use crate::layer_model::{
+    LayerCost, LayerModel, ModelError, ParameterTraffic, WeightedLayer, Weights,
+};
 use crate::prices::Prices;
 use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
@@ -75,7 +77,7 @@ pub(super) struct Known {
 struct Unpriced {
     shape: Shape,
     batch: u64,
-    /// Of time, with the ZeRO level that parameters keep to.
+    /// Of time, with what is assumed of the traffic of parameters.
     base: Weights,
     m: u32,
     /// Bytes per device that stay free.
@@ -119,11 +121,12 @@ impl<'a> Search<'a> {
             true => self.kept_models(index, shape, batch)?,
             false => self.made_models(shape, batch)?,
         };
-        self.candidate_of(models, (index, shape), batch, m, reserve, None)
+        let traffic = ParameterTraffic::default();
+        self.candidate_of(models, (index, shape), batch, m, reserve, traffic)
     }
 
-    /// The same for a pipeline that is made again, where parameters keep to a ZeRO level if one is
-    /// given. Its models are kept.
+    /// The same for a pipeline that is made again, as the traffic of its parameters is assumed to
+    /// be. Its models are kept.
     pub(super) fn candidate_at(
         &self,
         index: usize,
@@ -131,24 +134,24 @@ impl<'a> Search<'a> {
         batch: u64,
         m: u32,
         reserve: u64,
-        level: Option<u8>,
+        traffic: ParameterTraffic,
     ) -> Result<Candidate, ModelError> {
         let models = self.kept_models(index, shape, batch)?;
-        self.candidate_of(models, (index, shape), batch, m, reserve, level)
+        self.candidate_of(models, (index, shape), batch, m, reserve, traffic)
     }
 
-    fn candidate_of(
+    pub(super) fn candidate_of(
         &self,
         models: Arc<ShapeModels>,
         (index, shape): (usize, &Shape),
         batch: u64,
         m: u32,
         reserve: u64,
-        level: Option<u8>,
+        traffic: ParameterTraffic,
     ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
         let base = Weights {
-            level,
+            traffic,
             ..Weights::free(m)
         };
         let weighted = weigh(&models.first, base)?;
@@ -156,7 +159,8 @@ impl<'a> Search<'a> {
         let paths = priced.paths(&[s], &self.sequences);
         let one = |path: &Option<StagePath>| {
             let path = path.iter();
-            path.map(|path| (Rungs::one(0), path.cost)).collect()
+            path.map(|path| (Rungs::one(0), traffic.seen_cost(&path.cost)))
+                .collect()
         };
         let free: Stages = paths.iter().map(one).collect();
         // Where the fastest choices fit by far, memory has no price.
@@ -242,10 +246,14 @@ impl<'a> Search<'a> {
             self.climb(&settings, &weighted, rest, budget, &mut rungs, &mut bounds);
         }
         let sequences = 0..self.sequences.len();
+        let traffic = base.traffic;
         let of_sequence = |i: usize| {
             let paths = rungs.iter();
             let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
-            mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity)
+            let mixed = mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity);
+            let seen = mixed.into_iter();
+            seen.map(|(rungs, cost)| (rungs, traffic.seen_cost(&cost)))
+                .collect()
         };
         let models = rest.models.first.iter();
         let transient = models.map(|m| m.least_transient_bytes(&settings[0]) as f64);
@@ -272,7 +280,7 @@ impl<'a> Search<'a> {
         // What all layers take together stands for the stages.
         let main = self.sequences.longest();
         let figures = |paths: &[Option<StagePath>]| -> Option<(f64, f64)> {
-            let cost = paths[main].as_ref()?.cost;
+            let cost = rest.base.traffic.seen_cost(&paths[main].as_ref()?.cost);
             let seconds = f64::from(m) * (cost.time.forward + cost.time.backward) + cost.time.step;
             Some((seconds, family.bytes(&cost)))
         };
@@ -282,7 +290,7 @@ impl<'a> Search<'a> {
         let mut price = |step: usize| {
             let refs = refer(weighted);
             let weights = Weights {
-                level: rest.base.level,
+                traffic: rest.base.traffic,
                 ..family.weights(m, step)
             };
             let mut priced = PricedMesh::of_variants(&refs, weights);

@@ -256,7 +256,7 @@ impl Search<'_> {
     ) -> Result<bool, PlanError> {
         let settings = self.settings(models.shape, p.batch);
         let base = Weights {
-            level: p.level,
+            traffic: p.traffic,
             ..Weights::free(p.m)
         };
         let first = models.first.iter().map(|m| m.weighted(base).map(Some));
@@ -275,7 +275,7 @@ impl Search<'_> {
             for rung in [rungs.first, rungs.rest] {
                 priced.entry(rung).or_insert_with(|| {
                     let weights = Weights {
-                        level: p.level,
+                        traffic: p.traffic,
                         ..scale::weights_at(p.m, rung.into())
                     };
                     PricedMesh::of_variants(&weighted, weights)
@@ -295,10 +295,10 @@ impl Search<'_> {
                     rungs,
                     small.as_ref(),
                     &fast,
-                    p.level.is_some(),
+                    p.traffic.level.is_some(),
                 )
             });
-            let (choices, cost) = match (made, p.level) {
+            let (choices, cost) = match (made, p.traffic.level) {
                 (Some(made), _) => made,
                 (None, Some(_)) => return Ok(false),
                 // It was chosen for the cost of one.

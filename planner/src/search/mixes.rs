@@ -175,7 +175,7 @@ mod tests {
             },
             static_bytes: bytes,
             saved_bytes: saved,
-            transient_bytes: 0,
+            ..LayerCost::default()
         }
     }
 

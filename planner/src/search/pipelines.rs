@@ -8,7 +8,7 @@ use super::mixes::Rungs;
 use super::simple::Likeness;
 use super::{Candidate, Search, Shape, Submesh, no_strategy};
 use crate::inter_op::{self, Hop, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
-use crate::layer_model::ModelError;
+use crate::layer_model::{ModelError, ParameterTraffic};
 use crate::{PlanError, PlanStats};
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
@@ -40,8 +40,8 @@ pub(super) struct Pipeline {
     pub(super) m: u32,
     pub(super) schedule: ScheduleKind,
     pub(super) choice: PipelineChoice,
-    /// The ZeRO level that its parameters keep to, as if it were pinned.
-    pub(super) level: Option<u8>,
+    /// The assumption under which its strategies were chosen: a ZeRO level as if it were pinned.
+    pub(super) traffic: ParameterTraffic,
     /// How alike its layers are made.
     pub(super) likeness: Likeness,
 }
@@ -138,7 +138,7 @@ impl Search<'_> {
                 m,
                 schedule,
                 choice,
-                level: None,
+                traffic: ParameterTraffic::default(),
                 likeness: Likeness::default(),
             };
             plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
@@ -157,6 +157,7 @@ impl Search<'_> {
         interleaved.retain(|p| cost(p) < to_beat * NEAR);
         interleaved.truncate(SIMULATED_INTERLEAVED);
         plain.extend(interleaved);
+        plain.extend(self.hiding(&order, schedule, reserve, to_beat));
         if plain.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
@@ -275,9 +276,9 @@ impl Search<'_> {
         shapes: &[(usize, &Shape)],
         reserve: u64,
     ) -> Option<PipelineChoice> {
-        let candidates = shapes
-            .iter()
-            .map(|&(index, shape)| self.candidate_at(index, shape, p.batch, p.m, reserve, p.level));
+        let candidates = shapes.iter().map(|&(index, shape)| {
+            self.candidate_at(index, shape, p.batch, p.m, reserve, p.traffic)
+        });
         let candidates = candidates.collect::<Result<Vec<_>, _>>().ok()?;
         let mut submeshes: Vec<usize> = candidates.iter().map(|c| c.submesh).collect();
         submeshes.sort_unstable();

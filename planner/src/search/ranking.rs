@@ -13,6 +13,7 @@
 
 use super::batches::MAX_MICROBATCH;
 use super::chosen::Assembled;
+use super::hiding;
 use super::interleaved;
 use super::mixes::Rungs;
 use super::pipelines::NEAR;
@@ -20,6 +21,7 @@ use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search, Shape};
 use crate::assemble::record_paths;
 use crate::groups::Phases;
+use crate::layer_model::ParameterTraffic;
 use crate::prices::Buckets;
 use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
@@ -124,8 +126,9 @@ struct Simulated {
 impl Simulated {
     /// The fastest pipelines with one stage on each mesh, if they are among the best of all.
     fn leading(&self, n: usize) -> impl Iterator<Item = &Ranked> {
-        let limit = self.ranked.first().map_or(0.0, |r| r.step_s * CLOSE);
-        let near = self.ranked.iter().filter(move |r| r.step_s <= limit);
+        let known = || self.ranked.iter().filter(|r| !r.pipeline.traffic.hides);
+        let limit = known().next().map_or(0.0, |r| r.step_s * CLOSE);
+        let near = known().filter(move |r| r.step_s <= limit);
         let plain = near.filter(|r| r.pipeline.schedule.virtual_stages() == 1);
         plain.take(n)
     }
@@ -174,7 +177,14 @@ impl Search<'_> {
         };
         // The fastest, with the bytes that it leaves for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
-        for r in ranked.iter().take(AT_LEVELS) {
+        let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
+            ranked.iter().partition(|r| r.pipeline.traffic.hides);
+        let leading = hiding.into_iter().take(1).map(|r| (r, true));
+        let others = others.into_iter().take(AT_LEVELS).map(|r| (r, false));
+        for (r, hides) in others.chain(leading) {
+            if hides && self.pins.zero.is_none() {
+                levels = hiding::LEVELS.to_vec();
+            }
             let mut fastest = None;
             let mut near = vec![r.pipeline.clone()];
             let at_level = |&level: &u8| self.at_level(r, level);
@@ -185,7 +195,7 @@ impl Search<'_> {
                     near.push(p.clone());
                 }
                 if self.compare(&mut best, played, &p, r.reserve, known, stats) {
-                    fastest = p.level;
+                    fastest = p.traffic.level;
                     champion = Some((p, r.reserve));
                 }
             }
@@ -255,7 +265,7 @@ impl Search<'_> {
                 self.play(forward, made.ok_or_else(defect)?)
             });
             let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
-            for ((p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
+            for ((mut p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
                 match outcome {
                     Outcome::Overrun(over) => {
                         let all = over.saturating_add(reserve.saturating_sub(asked));
@@ -276,6 +286,10 @@ impl Search<'_> {
                             reserve,
                             plan: (*played.plan).clone(),
                         });
+                        // It was chosen for less than its strategies cost.
+                        if p.traffic.hides {
+                            p.choice.cost = self.cost(&p, &played.times);
+                        }
                         let best = &mut simulated.best;
                         self.compare(best, played, &p, reserve, known, stats);
                     }
@@ -330,7 +344,10 @@ impl Search<'_> {
     /// A pipeline at a ZeRO level, made again for what memory costs there.
     fn at_level(&self, r: &Ranked, level: u8) -> Pipeline {
         let as_it_is = Pipeline {
-            level: Some(level),
+            traffic: ParameterTraffic {
+                level: Some(level),
+                ..r.pipeline.traffic
+            },
             ..r.pipeline.clone()
         };
         self.again(&as_it_is, r.reserve).unwrap_or(as_it_is)
@@ -380,7 +397,7 @@ impl Search<'_> {
         let defect = || PlanError::Defect("a plan is another when it is made again".into());
         let mut proofs = again.ok_or_else(defect)?.plan.proof.stages;
         // A stage's bound is of the choices at its level, within what that leaves for them.
-        if let Some(level) = p.level {
+        if let Some(level) = p.traffic.level {
             for stage in &mut proofs {
                 stage.method += &format!(" at ZeRO level {level}");
             }
@@ -460,10 +477,14 @@ impl Search<'_> {
             what += &format!(" interleaved on {meshes}");
         }
         what += &format!(", microbatch {}", p.batch);
-        if let Some(level) = p.level {
+        if let Some(level) = p.traffic.level {
             what += &format!(", ZeRO level {level}");
         }
+        if p.traffic.hides {
+            what += ", parameters on their way while others compute";
+        }
         what += p.likeness.words();
+        eprintln!("DBG {what} {step_time:?}");
         stats.alternatives.push((what, step_time));
         let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
         let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());

@@ -1,0 +1,102 @@
+//! Pipelines of one stage over all devices whose parameters' traffic is assumed to hide.
+//!
+//! The additive objective charges every gather of a parameter in full, so where memory binds it
+//! prefers to recompute, or pipelines that move no parameters. A program gathers the next layer
+//! while this one computes, which may hide nearly all of it: ZeRO-3 over one mesh is then the
+//! fastest plan there is, and by the objective a tenth behind. So stages over all devices are
+//! chosen once more under weights that charge such traffic only in part, and what is found that
+//! way is simulated beside the rest.
+
+use super::pipelines::{NEAR, Pipeline};
+use super::simple::Likeness;
+use super::{Search, Shape};
+use crate::layer_model::ParameterTraffic;
+use ir::plan::ScheduleKind;
+use rayon::prelude::*;
+
+/// Most such pipelines that are simulated.
+const SIMULATED: usize = 3;
+/// Microbatch sizes that are looked at together, from the largest down.
+const AT_ONCE: usize = 2;
+/// The ZeRO levels at which the fastest is simulated once more: below them nothing moves in the
+/// microbatches.
+pub(super) const LEVELS: [u8; 2] = [2, 3];
+
+impl Search<'_> {
+    /// The best of them, for microbatch sizes that descend; those that cost more than `to_beat`
+    /// even so are left out.
+    ///
+    /// Smaller microbatches gather more often. So once none is better than the best of the larger
+    /// ones, smaller ones are not looked at.
+    pub(super) fn hiding(
+        &self,
+        batches: &[u64],
+        schedule: ScheduleKind,
+        reserve: u64,
+        to_beat: f64,
+    ) -> Vec<Pipeline> {
+        let may_be = self.pins.pipeline.is_none_or(|p| p == 1)
+            && schedule.virtual_stages() == 1
+            && self.cluster.pool.is_none()
+            && self.cluster.is_equal()
+            && self.cluster.n_devices() > 1;
+        let n = self.cluster.n_devices();
+        let whole = self.submeshes.iter().position(|s| s.n_devices == n);
+        let Some(whole) = whole.filter(|_| may_be) else {
+            return Vec::new();
+        };
+        let cost = |p: &Pipeline| p.choice.cost.total_s;
+        let mut found: Vec<Pipeline> = Vec::new();
+        for some in batches.chunks(AT_ONCE) {
+            let least = found.iter().map(cost).fold(f64::INFINITY, f64::min);
+            let to_beat = to_beat.min(least * NEAR);
+            let solved = some.par_iter();
+            let solved =
+                solved.flat_map(|&b| self.hiding_of((whole, to_beat), b, schedule, reserve));
+            let solved: Vec<Pipeline> = solved.collect();
+            let is_dearer = !found.is_empty() && solved.iter().all(|p| cost(p) >= least);
+            found.extend(solved.into_iter().filter(|p| cost(p) <= to_beat));
+            if is_dearer {
+                break;
+            }
+        }
+        // Stable: of equal ones that of the larger microbatch and of the earlier shape.
+        found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+        let least = found.first().map_or(0.0, cost);
+        found.retain(|p| cost(p) <= NEAR * least);
+        found.truncate(SIMULATED);
+        found
+    }
+
+    /// Those of a microbatch size, one for each shape, without those that cost more than `to_beat`.
+    fn hiding_of(
+        &self,
+        (whole, to_beat): (usize, f64),
+        batch: u64,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Vec<Pipeline> {
+        let m = (self.train.global_batch / batch) as u32;
+        let traffic = ParameterTraffic {
+            level: None,
+            hides: true,
+        };
+        let shapes = self.shapes(batch).into_iter().enumerate();
+        let own: Vec<(usize, Shape)> = shapes.filter(|(_, s)| s.submesh == whole).collect();
+        let made = own.par_iter().filter_map(|(index, shape)| {
+            let models = self.made_models(shape, batch).ok()?;
+            let made = self.candidate_of(models, (*index, shape), batch, m, reserve, traffic);
+            let (of, one) = ([made.ok()?], Some(1));
+            let bounded = self.solve_over(&[whole], &of, batch, m, schedule, reserve, one, to_beat);
+            Some(Pipeline {
+                batch,
+                m,
+                schedule,
+                choice: bounded.found.ok()?,
+                traffic,
+                likeness: Likeness::default(),
+            })
+        });
+        made.collect()
+    }
+}
