@@ -30,8 +30,14 @@ const WORK_LIMIT: u64 = 50;
 const GAP: f64 = 1e-4;
 /// A choice that is known to be so close is not worth an integer program.
 const NEAR: f64 = 0.01;
-/// Times that the bracket around the best price is narrowed to two thirds.
-const NARROWINGS: usize = 6;
+/// Prices are looked at as logarithms to base 2 of multiples of [`MEMORY_PRICES`]' least: where the
+/// search for the best begins where no price is known, how far it steps, and between which.
+const START: f64 = 6.0;
+const STRIDE: f64 = 2.0;
+const LEAST: f64 = -10.0;
+const MOST: f64 = 17.0;
+/// Times that the bracket around the best price is narrowed.
+const NARROWINGS: usize = 5;
 
 /// A stage's choices and what is proved about them.
 #[derive(Clone)]
@@ -39,6 +45,8 @@ pub(crate) struct Refined {
     /// Per layer, what was chosen.
     pub choices: Vec<LayerChoice>,
     pub proof: StageProof,
+    /// Its bound in quanta.
+    pub bound: u128,
     /// The problem, when it was solved.
     pub problem: Option<IntraOpProblem>,
 }
@@ -66,6 +74,8 @@ pub(crate) struct Stage<'s, 'm> {
     pub price: f64,
     /// Whether they fit.
     pub fits: bool,
+    /// A cost in quanta that no choices that fit can beat, as far as is known.
+    pub bound: u128,
     /// Whether what is proved about them is of use. A bound takes as long as all else.
     pub proves: bool,
 }
@@ -102,6 +112,7 @@ pub(crate) fn refine(
                 0.0
             },
         },
+        bound: bound.min(known),
         problem,
     };
     if !stage.is_pressed {
@@ -115,11 +126,18 @@ pub(crate) fn refine(
     let is_near = |bound: u128| known.saturating_sub(bound) as f64 <= NEAR * known as f64;
     let (weighted, kinds) = (stage.weighted, stage.kinds);
     let at = |price| bound_at(weighted, kinds, weights, in_flight, budget, price);
-    let bound = at(stage.price).max(0.0) as u128;
+    if stage.fits && is_near(stage.bound) {
+        return Ok(keep("priced elimination", stage.bound, choices, None));
+    }
+    let known_bound = at(stage.price);
+    let bound = (known_bound.max(0.0) as u128).max(stage.bound);
     if stage.fits && is_near(bound) {
         return Ok(keep("priced elimination", bound, choices, None));
     }
-    let bound = lagrangian(weighted, kinds, weights, in_flight, budget).max(bound);
+    let room = (in_flight, budget);
+    let from = (stage.price, known_bound);
+    let enough = |bound| stage.fits && is_near(bound);
+    let bound = lagrangian(weighted, kinds, weights, room, from, &enough).max(bound);
     if is_large || stage.fits && is_near(bound) {
         return Ok(keep("priced elimination", bound, choices, None));
     }
@@ -171,6 +189,7 @@ pub(crate) fn refine(
                 0.0
             },
         },
+        bound,
         problem: Some(problem),
     })
 }
@@ -189,43 +208,84 @@ fn cost(layers: &[&LayerModel], choices: &[LayerChoice], weights: Weights) -> Op
     costs.sum()
 }
 
-/// A cost, in quanta, that no choice of a stage within `budget` bytes can beat.
+/// A cost, in quanta, that no choice of a stage within `budget` bytes can beat; looked for until
+/// one is `enough`, from the bound under a `known` price on.
 ///
 /// Whatever fits has `bytes <= budget`, so for every price `p >= 0` per byte its time is at
 /// least `min over all choices (time + p * bytes) - p * budget` (Lagrangian relaxation, Everett
 /// 1963; `bytes` are the static ones and those saved by the microbatches in flight). The
-/// minimum is exact, by elimination. In `p` the bound is concave: the best of the prices
-/// is found, then its neighbourhood is searched.
+/// minimum is exact, by elimination. In `p` the bound is concave: from the known price steps go
+/// up its slope until it falls, then the bracket is narrowed.
 pub(crate) fn lagrangian(
     weighted: &[Vec<Option<&WeightedLayer<'_>>>],
     kinds: &[usize],
     weights: Weights,
-    in_flight: u64,
-    budget: u64,
+    (in_flight, budget): (u64, u64),
+    (price, bound): (f64, f64),
+    enough: &dyn Fn(u128) -> bool,
 ) -> u128 {
-    let bound = |price| bound_at(weighted, kinds, weights, in_flight, budget, price);
-    let ladder = MEMORY_PRICES.map(bound);
-    let best = (0..ladder.len()).fold(0, |b, i| if ladder[i] > ladder[b] { i } else { b });
-    // Below the first price of the ladder there is nothing but zero.
-    let mut high = MEMORY_PRICES[(best + 1).min(MEMORY_PRICES.len() - 1)];
-    let mut low = MEMORY_PRICES[best.saturating_sub(1)].max(1e-3 * MEMORY_PRICES[1]);
-    let mut most = ladder[best];
+    let at = |log: f64| {
+        let price = MEMORY_PRICES[1] * log.exp2();
+        bound_at(weighted, kinds, weights, in_flight, budget, price)
+    };
+    let mut most = bound;
+    let is_enough = |most: f64| enough(most.max(0.0) as u128);
+    // Where memory has no price yet, the bound of the time alone is that of the known price.
+    let start = match price > 0.0 {
+        true => (price / MEMORY_PRICES[1]).log2(),
+        false => START,
+    };
+    let mut middle = match price > 0.0 {
+        true => bound,
+        false => at(start),
+    };
+    most = most.max(middle);
+    let (mut low, mut centre, mut high) = (start - STRIDE, start, start + STRIDE);
+    // Up the slope: at most one of the two sides rises.
+    for side in [STRIDE, -STRIDE] {
+        loop {
+            if is_enough(most) {
+                return most.max(0.0) as u128;
+            }
+            let next = centre + side;
+            if !(LEAST..=MOST).contains(&next) {
+                break;
+            }
+            let value = at(next);
+            if value <= middle {
+                break;
+            }
+            (middle, centre) = (value, next);
+            (low, high) = (centre - STRIDE, centre + STRIDE);
+            most = most.max(value);
+        }
+        if centre != start {
+            break;
+        }
+    }
     for _ in 0..NARROWINGS {
-        let ratio = (high / low).cbrt();
-        let (left, right) = (low * ratio, high / ratio);
-        let (at_left, at_right) = (bound(left), bound(right));
-        most = most.max(at_left).max(at_right);
-        if at_left < at_right {
-            low = left;
-        } else {
-            high = right;
+        if is_enough(most) {
+            break;
+        }
+        // The wider of the two parts is halved.
+        let next = match centre - low > high - centre {
+            true => (low + centre) / 2.0,
+            false => (centre + high) / 2.0,
+        };
+        let value = at(next);
+        most = most.max(value);
+        match (value > middle, next < centre) {
+            (true, true) => (high, centre, middle) = (centre, next, value),
+            (true, false) => (low, centre, middle) = (centre, next, value),
+            (false, true) => low = next,
+            (false, false) => high = next,
         }
     }
     most.max(0.0) as u128
 }
 
 /// The bound under one price, seconds per byte, in quanta.
-fn bound_at(
+pub(crate) fn bound_at(
     weighted: &[Vec<Option<&WeightedLayer<'_>>>],
     kinds: &[usize],
     weights: Weights,

@@ -541,7 +541,7 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
 
 #[test]
 fn what_fits_costs_no_less_than_the_bound_at_prices() {
-    use crate::refine::{lagrangian, stage_problem};
+    use crate::refine::{bound_at, lagrangian, stage_problem};
     use intra_op::{SolveOptions, solve};
     let scene = Scene::gpt2(2, 256, 64, &[1, 4]);
     let s = scene.setting(4);
@@ -581,7 +581,19 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
         let solved = solve(&problem, &options).unwrap();
         let objective = solved.objective.unwrap();
         let ways = [weighted.iter().map(Some).collect()];
-        let bound = lagrangian(&ways, kinds, base, in_flight, budget);
+        // From a price that says little, or from none.
+        let bounds = [0.0, 1e-12, 1e-8].map(|price| {
+            let from = (
+                price,
+                bound_at(&ways, kinds, base, in_flight, budget, price),
+            );
+            lagrangian(&ways, kinds, base, (in_flight, budget), from, &|_| false)
+        });
+        let (bound, weakest) = (bounds[0], bounds.into_iter().min().unwrap());
+        assert!(
+            1000 * weakest >= 995 * bound,
+            "{percent}%: {bounds:?} by where the search began"
+        );
         assert!(bound <= objective, "{percent}%: {bound} above {objective}");
         assert!(
             10 * bound >= 9 * objective,

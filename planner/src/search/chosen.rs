@@ -82,6 +82,13 @@ fn tag(stage: &StageChoice) -> (usize, Rungs) {
     Rungs::of_tag(stage.tag)
 }
 
+/// Whether a cost that no choices of one stage can beat is one for another, which has the same
+/// layers and no more room.
+fn holds_for(one: &Question, other: &Question) -> bool {
+    let room = |(one, other): ((u64, u64), (u64, u64))| one.0 <= other.0 && one.1 >= other.1;
+    one.1 == other.1 && one.2.zip(other.2).is_some_and(room)
+}
+
 impl Search<'_> {
     /// The models of shape `index`, which are made once however often they are asked for.
     pub(super) fn kept_models(&self, index: usize, shape: &Shape, batch: u64) -> MadeModels {
@@ -267,7 +274,8 @@ impl Search<'_> {
         let mut priced: BTreeMap<u16, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
         let whole = self.bytes_of(settings[0].cluster).saturating_sub(reserve);
-        for (stage, solved) in p.choice.stages.iter().zip(solved) {
+        // Later stages have less in flight: what is proved about them holds for those before.
+        for (stage, solved) in p.choice.stages.iter().zip(solved).rev() {
             if tag(stage).0 != shape {
                 continue;
             }
@@ -326,6 +334,8 @@ impl Search<'_> {
                 *solved = Some(same);
                 continue;
             }
+            let bound = known.iter().filter(|(of, _)| holds_for(of, &question));
+            let bound = bound.map(|(_, solved)| solved.refined.bound).max();
             let kinds = &question.1;
             let layers = kinds.iter().zip(&choices);
             let layers: Vec<&LayerModel> = layers
@@ -347,6 +357,7 @@ impl Search<'_> {
                         || p.likeness == Likeness::Priced && !fits,
                     price: scale::weights_at(p.m, rungs.first.into()).static_price,
                     fits,
+                    bound: bound.unwrap_or(0),
                     proves,
                 },
                 choices,
