@@ -12,14 +12,15 @@
 //! Invariants: exact in integers; ties go to the lowest index; the order depends only on
 //! sizes and edges, so one [`Eliminator`] serves many prices. Message scopes are laid out
 //! with the node that is eliminated next innermost, so that inner loops run along memory.
-//! Method: bucket elimination, Dechter 1999; greedy order by the least message.
+//! Method: bucket elimination, Dechter 1999; greedy orders ([`order`]).
 
 mod classes;
 mod kernel;
+mod order;
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -27,6 +28,7 @@ use thiserror::Error;
 use super::problem::{Cost, Edge, Table};
 use classes::Classes;
 use kernel::{Cell, INFINITE};
+use order::Order;
 
 /// Eliminations with more sums than this look for strategies with equal rows; with fewer, the
 /// search for them takes longer than it saves.
@@ -151,9 +153,8 @@ impl Eliminator {
                 "a table fits its nodes"
             );
         }
-        let (order, cells) = greedy_order(sizes, edges, keep, max_cells)?;
-        let order = (&order[..], cells);
-        Ok(Eliminator::along(sizes, edges, keep, order, WORTH_CLASSES))
+        let order = order::order(sizes, edges, keep, max_cells)?;
+        Ok(Eliminator::along(sizes, edges, keep, &order, WORTH_CLASSES))
     }
 
     /// Builds the eliminator along an order, with classes of strategies where an elimination has at
@@ -162,9 +163,11 @@ impl Eliminator {
         sizes: &[usize],
         edges: &[Edge],
         keep: &[u32],
-        (order, cells): (&[Elimination], u64),
+        order: &Order,
         worth_classes: u64,
     ) -> Eliminator {
+        let cells = order.cells;
+        let order = &order.eliminations;
         // The step at which each node is eliminated; kept nodes come after all others, the first
         // kept one last, so that it is outermost in the final table.
         let mut position = vec![0usize; sizes.len()];
@@ -729,59 +732,6 @@ fn oriented(table: &Table, rows_go_first: bool, is_loop: bool) -> Arc<[u64]> {
     } else {
         table.cells().iter().map(|c| raw(*c)).collect()
     }
-}
-
-/// A node, and its neighbours at the time when it is eliminated.
-type Elimination = (u32, Vec<u32>);
-
-/// Finds an order that always eliminates the node whose elimination touches the fewest cells, and
-/// lists each node's neighbours at that time.
-fn greedy_order(
-    sizes: &[usize],
-    edges: &[Edge],
-    keep: &[u32],
-    max_cells: u64,
-) -> Result<(Vec<Elimination>, u64), TooWide> {
-    let mut adjacent: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); sizes.len()];
-    for e in edges.iter().filter(|e| e.a != e.b) {
-        adjacent[e.a as usize].insert(e.b);
-        adjacent[e.b as usize].insert(e.a);
-    }
-    let size = |v: &u32| sizes[*v as usize] as u64;
-    let message = |scope: &BTreeSet<u32>| scope.iter().map(size).fold(1, u64::saturating_mul);
-    let weight = |v: u32, scope: &BTreeSet<u32>| message(scope).saturating_mul(size(&v));
-    let mut done = vec![false; sizes.len()];
-    keep.iter().for_each(|v| done[*v as usize] = true);
-    let mut heap: BinaryHeap<Reverse<(u64, u32)>> = (0..sizes.len() as u32)
-        .filter(|v| !done[*v as usize])
-        .map(|v| Reverse((weight(v, &adjacent[v as usize]), v)))
-        .collect();
-    let mut cells: u64 = keep.iter().map(size).fold(1, u64::saturating_mul);
-    let mut order = Vec::with_capacity(heap.len());
-    while let Some(Reverse((w, v))) = heap.pop() {
-        if done[v as usize] || w != weight(v, &adjacent[v as usize]) {
-            continue;
-        }
-        done[v as usize] = true;
-        let scope = std::mem::take(&mut adjacent[v as usize]);
-        cells = cells.saturating_add(message(&scope));
-        if cells > max_cells {
-            return Err(TooWide { cells, max_cells });
-        }
-        for &u in &scope {
-            let others = &mut adjacent[u as usize];
-            others.remove(&v);
-            others.extend(scope.iter().filter(|w| **w != u));
-        }
-        for &u in scope.iter().filter(|u| !done[**u as usize]) {
-            heap.push(Reverse((weight(u, &adjacent[u as usize]), u)));
-        }
-        order.push((v, scope.into_iter().collect()));
-    }
-    if cells > max_cells {
-        return Err(TooWide { cells, max_cells });
-    }
-    Ok((order, cells))
 }
 
 #[cfg(test)]

@@ -46,8 +46,8 @@ fn classes_and_floats_change_nothing() {
         let (costs, edges) = random(&mut rng, largest);
         let sizes: Vec<usize> = costs.iter().map(Vec::len).collect();
         let keep: Vec<u32> = vec![1, 0];
-        let (order, cells) = greedy_order(&sizes, &edges, &keep, u64::MAX).unwrap();
-        let along = |worth| Eliminator::along(&sizes, &edges, &keep, (&order, cells), worth);
+        let order = order::order(&sizes, &edges, &keep, u64::MAX).unwrap();
+        let along = |worth| Eliminator::along(&sizes, &edges, &keep, &order, worth);
         let (apart, classes) = (along(u64::MAX), along(0));
         narrower += usize::from(classes.kept_cells() < apart.kept_cells());
         let (a, b) = (apart.run(&costs), classes.run(&costs));
