@@ -484,7 +484,6 @@ impl Search<'_> {
             what += ", parameters on their way while others compute";
         }
         what += p.likeness.words();
-        eprintln!("DBG {what} {step_time:?}");
         stats.alternatives.push((what, step_time));
         let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
         let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
