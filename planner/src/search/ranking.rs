@@ -47,6 +47,8 @@ const CLOSE: f64 = 1.02;
 const AT_ONCE: usize = 4;
 /// Times that a pipeline is made, with more bytes left for placing its buffers, until it fits.
 const TIMES: usize = 3;
+/// Times that more bytes are left, four times as many each, until it is made differently.
+const GROWTHS: usize = 4;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
 
@@ -273,10 +275,8 @@ impl Search<'_> {
                         // What fills the memory to the last byte overruns it easily, and others
                         // need not make room too.
                         if times < TIMES {
-                            let more = over.saturating_add(over / 16);
-                            let reserve = reserve.saturating_add(more);
-                            let less = self.again(&p, reserve);
-                            waiting.extend(less.map(|p| (p, reserve, times + 1)));
+                            let less = self.smaller(&p, reserve, over);
+                            waiting.extend(less.map(|(p, reserve)| (p, reserve, times + 1)));
                         }
                     }
                     Outcome::Fits(played) => {
@@ -339,6 +339,23 @@ impl Search<'_> {
             choice,
             ..p.clone()
         })
+    }
+
+    /// A pipeline that overran the memory by so many bytes made again with more reserved, until
+    /// other strategies are chosen: what it was chosen for may have left more free than it overran.
+    fn smaller(&self, p: &Pipeline, reserve: u64, over: u64) -> Option<(Pipeline, u64)> {
+        let entries =
+            |p: &Pipeline| -> Vec<u64> { p.choice.stages.iter().map(|s| s.tag).collect() };
+        let mut more = over.saturating_add(over / 16);
+        for _ in 0..GROWTHS {
+            let reserve = reserve.saturating_add(more);
+            let less = self.again(p, reserve)?;
+            if entries(&less) != entries(p) {
+                return Some((less, reserve));
+            }
+            more = more.saturating_mul(4);
+        }
+        None
     }
 
     /// A pipeline at a ZeRO level, made again for what memory costs there.
