@@ -102,35 +102,31 @@ pub(crate) fn plan(
     let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY);
     let natural = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
     let mut tried = Vec::new();
-    for own in orders::others(forward, train, cluster, pins) {
+    for (further, own) in orders::others(forward, train, cluster, pins) {
         let to_beat = made
             .as_ref()
             .map_or(f64::INFINITY, |p| p.plan.proof.objective_s.0);
-        let context = own.context.unwrap_or(1);
-        tried.push(context.to_string());
+        tried.push(further);
         made = match (
             made,
             plan_order(forward, train, cluster, options, &own, to_beat),
         ) {
-            (Ok(a), Ok(b)) => Ok(orders::better(a, b, context, options.tolerance)),
+            (Ok(a), Ok(b)) => Ok(orders::better(a, b, further, options.tolerance)),
             (Err(_), Ok(b)) => Ok(b),
-            // Of reasons that of the search without such an order says most.
+            // Of reasons that of the search without such an axis says most.
             (a, Err(_)) => a,
         };
     }
     let mut made = made?;
     made.stats.notes.extend(layered.note);
     if let Some(space) = natural.filter(|_| !tried.is_empty()) {
-        made.plan.proof.space = format!(
-            "{space}; and with the sequence in zigzag order for {} context ranks, on logical meshes of axes data, context, tensor",
-            tried.join(", ")
-        );
+        made.plan.proof.space = space + &orders::spaces(&tried);
     }
     Ok(made)
 }
 
 /// Plans for one order of the sequence: with `pins`, which are those of the options and perhaps a
-/// number of context ranks. Only what costs less than `to_beat` by the objective is of use.
+/// number of context or expert ranks. Only what costs less than `to_beat` by the objective is of use.
 fn plan_order(
     forward: &Graph,
     train: &TrainSpec,

@@ -1,11 +1,18 @@
-//! Orders of the sequence: where it is long, causal attention is shared evenly by context ranks
-//! that store it in zigzag order, which is a property of the model and not of its layout. So each
-//! number of such ranks is a search of its own, over meshes with an axis for them.
+//! Further searches, over meshes of named axes.
+//!
+//! Where the sequence is long, causal attention is shared evenly by context ranks that store it in
+//! zigzag order, which is a property of the model and not of its layout. So each number of such
+//! ranks is a search of its own, over meshes with an axis for them.
+//!
+//! Where the model has experts, three axes may be of use: tokens travel over one to their experts,
+//! another splits matmuls, and the third replicates both. The free search looks at two axes, so
+//! numbers of expert ranks about the size of a host are searches of their own.
 
 use crate::Planned;
 use crate::pins::Pins;
 use ir::cluster::Cluster;
 use ir::op::{OpKind, SequenceOrder};
+use ir::plan::Simpler;
 use ir::{Graph, TrainSpec};
 
 /// Tokens of a sequence from which on zigzag orders are tried: below, attention is a small part of
@@ -15,13 +22,94 @@ const LONG: u64 = 32_768;
 /// to attend to.
 const TOKENS: u64 = 4_096;
 
-/// The pins of further searches: those that were asked for, with a number of context ranks.
+/// The axis that a further search has beside those for samples and matmuls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Further {
+    Context(u32),
+    Expert(u32),
+}
+
+impl Further {
+    /// How many ranks of what.
+    fn words(self) -> String {
+        match self {
+            Further::Context(n) => format!("{n} context ranks"),
+            Further::Expert(n) => format!("{n} expert ranks"),
+        }
+    }
+}
+
+/// The space that further searches add, in words.
+pub(super) fn spaces(tried: &[Further]) -> String {
+    let numbers = |of: fn(&Further) -> Option<u32>| -> Vec<String> {
+        let found = tried.iter().filter_map(of);
+        found.map(|n| n.to_string()).collect()
+    };
+    let context = numbers(|f| match f {
+        Further::Context(n) => Some(*n),
+        Further::Expert(_) => None,
+    });
+    let expert = numbers(|f| match f {
+        Further::Context(_) => None,
+        Further::Expert(n) => Some(*n),
+    });
+    let mut words = String::new();
+    if !context.is_empty() {
+        words += &format!(
+            "; and with the sequence in zigzag order for {} context ranks, on logical meshes of axes data, context, tensor",
+            context.join(", ")
+        );
+    }
+    if !expert.is_empty() {
+        words += &format!(
+            "; and with {} expert ranks, on logical meshes of axes data, expert, tensor",
+            expert.join(", ")
+        );
+    }
+    words
+}
+
+/// The pins of further searches: those that were asked for, with a number of ranks of an axis.
 pub(super) fn others(
     forward: &Graph,
     train: &TrainSpec,
     cluster: &Cluster,
     pins: &Pins,
-) -> Vec<Pins> {
+) -> Vec<(Further, Pins)> {
+    let orders = orders(forward, train, cluster, pins).into_iter();
+    let orders = orders.map(|pins| (Further::Context(pins.context.unwrap_or(1)), pins));
+    let experts = experts(forward, cluster, pins).into_iter();
+    let experts = experts.map(|n| {
+        let own = Pins {
+            expert: Some(n),
+            ..pins.clone()
+        };
+        (Further::Expert(n), own)
+    });
+    orders.chain(experts).collect()
+}
+
+/// Numbers of expert ranks: those of a host and half as many, where a stage may have more hosts
+/// than one and the experts can be split so.
+fn experts(forward: &Graph, cluster: &Cluster, pins: &Pins) -> Vec<u32> {
+    let experts = forward.ops().iter().filter_map(|op| match op.kind {
+        OpKind::Dispatch { experts, .. } => Some(experts),
+        _ => None,
+    });
+    let (Some(fewest), per_host) = (experts.min(), cluster.devices_per_host) else {
+        return Vec::new();
+    };
+    let is_pinned = pins.fixes_mesh() || !pins.tensors.is_empty();
+    if is_pinned || !cluster.is_equal() || cluster.n_devices() <= per_host {
+        return Vec::new();
+    }
+    let splits = |n: &u32| *n > 1 && fewest.is_multiple_of(u64::from(*n));
+    let of_host = [per_host / 2, per_host].into_iter();
+    of_host.filter(splits).collect()
+}
+
+/// The pins of searches for other orders of the sequence.
+fn orders(forward: &Graph, train: &TrainSpec, cluster: &Cluster, pins: &Pins) -> Vec<Pins> {
     if pins.fixes_mesh() || !pins.tensors.is_empty() || train.sequence < LONG {
         return Vec::new();
     }
@@ -59,15 +147,32 @@ pub(super) fn others(
     powers.filter(fits).map(with).collect()
 }
 
-/// The better of two plans: the second only if it is faster by more than the tolerance, as it has
-/// an axis more. What is proved and told is of both.
-pub(super) fn better(first: Planned, second: Planned, context: u32, tolerance: f64) -> Planned {
+/// The fastest plan that a search found, which it may have left for a simpler one.
+fn fastest(p: &Planned) -> Simpler {
+    let own = || Simpler {
+        tolerance: 0.0,
+        fastest_s: p.plan.predicted.step_time_s,
+        fastest_strategies: p.plan.layer_strategies.len() as u64,
+    };
+    p.plan.proof.simpler.clone().unwrap_or_else(own)
+}
+
+/// The better of two plans: the first if it takes hardly longer than the fastest that either
+/// search found, as it has an axis less. What is proved and told is of both.
+pub(super) fn better(first: Planned, second: Planned, further: Further, tolerance: f64) -> Planned {
     let step_s = |p: &Planned| p.plan.predicted.step_time_s.0;
-    let is_second = (1.0 + tolerance) * step_s(&second) < step_s(&first);
+    let fastest = [&first, &second].into_iter().map(fastest);
+    let fastest = fastest.min_by(|a, b| a.fastest_s.0.total_cmp(&b.fastest_s.0));
+    let fastest = fastest.map(|f| Simpler { tolerance, ..f });
+    let limit = fastest
+        .as_ref()
+        .map_or(f64::INFINITY, |f| (1.0 + tolerance) * f.fastest_s.0);
+    let is_second = step_s(&first) > limit && step_s(&second) < step_s(&first);
     let (mut best, other) = match is_second {
         true => (second, first),
         false => (first, second),
     };
+    best.plan.proof.simpler = fastest.filter(|f| f.fastest_s.0 < step_s(&best));
     let proof = &mut best.plan.proof;
     let lower = proof.lower_bound_s.0.min(other.plan.proof.lower_bound_s.0);
     proof.lower_bound_s.0 = lower;
@@ -77,7 +182,7 @@ pub(super) fn better(first: Planned, second: Planned, context: u32, tolerance: f
     };
     proof.candidates += other.plan.proof.candidates;
     let of = |is_second: bool| match is_second {
-        true => format!(", {context} context ranks"),
+        true => format!(", {}", further.words()),
         false => String::new(),
     };
     let named = |p: &Planned, suffix: String| {
