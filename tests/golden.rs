@@ -9,7 +9,7 @@ use ir::plan::Plan;
 use ir::{Graph, Precision, Task, TrainSpec};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
-use tests::plans::{SEQUENCE, mlp};
+use tests::plans::{SEQUENCE, mlp, untied_mlp};
 use tests::{cluster, planned};
 
 /// Lines around a difference.
@@ -148,7 +148,9 @@ macro_rules! goldens {
         )*
         #[test]
         fn every_file_has_a_test() {
-            let mut known = [$(concat!(stringify!($name), ".txt")),*, "inference.txt"].to_vec();
+            let others = ["inference.txt", "pipeline_pipedream.txt"];
+            let mut known = [$(concat!(stringify!($name), ".txt")),*].to_vec();
+            known.extend(others);
             known.sort_unstable();
             let files = std::fs::read_dir(folder()).expect("the folder exists");
             let names = files.map(|f| f.expect("a file").file_name().into_string());
@@ -196,6 +198,18 @@ fn inference() {
     };
     let pins = ["pipeline=2", "tensor=1", "data=1", "microbatch=2"];
     golden("inference", &forward, &train, 2, &pins);
+}
+
+/// Two stages, of which the first keeps two versions of its weights; updates in every backward pass.
+#[test]
+fn pipeline_pipedream() {
+    let forward = untied_mlp(2);
+    let train = TrainSpec {
+        clip_norm: None,
+        ..train(&forward, Precision::F32)
+    };
+    let pins = ["pipeline=2", "microbatch=1", "schedule=pipedream"];
+    golden("pipeline_pipedream", &forward, &train, 2, &pins);
 }
 
 #[test]

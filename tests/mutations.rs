@@ -21,7 +21,9 @@ use ir::training::TrainingGraph;
 use ir::{Graph, InstrId, Precision, TrainSpec};
 use mutate::CLASSES;
 use tests::plans;
-use tests::plans::{Random, Recomputed, SEQUENCE, Setup, Style, bucket_sizes, mlp, random_plan};
+use tests::plans::{
+    Random, Recomputed, SEQUENCE, Setup, Style, bucket_sizes, mlp, random_plan, untied_mlp,
+};
 
 struct Case {
     plan: Plan,
@@ -51,6 +53,36 @@ fn v_case(random: &mut Random) -> Case {
     let layers = [&[1, 1, 1, 2][..], &[1, 1, 1, 1, 1, 1]][random.below(2)];
     let n_blocks = layers.iter().sum::<u32>() as usize - 2;
     case_of(random, n_blocks, layers, Some(ScheduleKind::ZbV))
+}
+
+/// Stages that update by themselves, under random strategies.
+fn stale_case(random: &mut Random) -> Case {
+    let axes = [&[1][..], &[2], &[2, 2], &[3, 2]][random.below(4)].to_vec();
+    let layers = [&[1, 2][..], &[1, 1, 1]][random.below(2)];
+    let microbatch = [1, 3, 4][random.below(3)];
+    let setup = Setup {
+        stages: layers.iter().map(|&n| (n, axes.clone())).collect(),
+        microbatch,
+        n_microbatches: [1, 2, 3, 5][random.below(4)],
+        schedule: ScheduleKind::PipeDream,
+        train: TrainSpec {
+            sequence: SEQUENCE,
+            precision: [Precision::F32, Precision::Bf16][random.below(2)],
+            minibatch: Some(microbatch),
+            clip_norm: None,
+            ..TrainSpec::default()
+        },
+        recompute: [Recomputed::Named(Recompute::None), Recomputed::Random][random.below(2)],
+        ..Setup::default()
+    };
+    let (plan, training) = random_plan(&untied_mlp(1), &setup, random);
+    let sizes = bucket_sizes(random.next());
+    let program = lowering::lower_in_buckets(&plan, &training, &sizes).unwrap();
+    Case {
+        plan,
+        training,
+        program,
+    }
 }
 
 fn case_of(
@@ -106,6 +138,7 @@ fn lowered_programs_are_proved() {
     for round in 0..100 {
         let c = match round % 4 {
             0 => interleaved_case(&mut random),
+            1 => stale_case(&mut random),
             _ => case(&mut random),
         };
         let found = checker::check_plan(&c.plan);

@@ -762,6 +762,7 @@ fn kernels() {
         let cx = Context {
             seed: 1,
             step: 1,
+            updates: 1,
             lr: 0.1,
             first_sample: 0,
             training: true,

@@ -236,6 +236,7 @@ impl Problem {
         let sequence = sequence_of(&forward).unwrap();
         let train = TrainSpec {
             task: Task::Training,
+            minibatch: None,
             global_batch,
             sequence,
             precision,

@@ -13,6 +13,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) graph: &'a Graph,
     microbatch: u64,
     roots: Vec<ValueId>,
+    /// By state whose value microbatches lay out, the version that each of them has of it.
+    versions: BTreeMap<ValueId, ValueId>,
     needed: Vec<bool>,
     inputs: BTreeMap<InputKind, ValueId>,
     /// The op that computes the global norm; its operands come from every stage.
@@ -64,6 +66,7 @@ impl<'a> Facts<'a> {
             graph,
             microbatch,
             roots: Vec::with_capacity(n),
+            versions: BTreeMap::new(),
             needed: Vec::new(),
             inputs: BTreeMap::new(),
             norm: norms.first().copied(),
@@ -78,12 +81,22 @@ impl<'a> Facts<'a> {
             let op = self.graph.op(value.producer);
             let own = ValueId::new(i);
             let root = match (&op.kind, op.inputs.first()) {
+                (OpKind::Layout, Some(&v)) if self.is_version(op, v) => {
+                    *self.versions.entry(v).or_insert(own)
+                }
                 (OpKind::Layout, Some(v)) => self.roots.get(v.index()).copied().unwrap_or(own),
                 (OpKind::Input { kind }, _) => *self.inputs.entry(*kind).or_insert(own),
                 _ => own,
             };
             self.roots.push(root);
         }
+    }
+
+    /// Whether a layout change makes a version of a state for its microbatch, which is another value
+    /// than the state's: that goes on.
+    fn is_version(&self, op: &Op, v: ValueId) -> bool {
+        let is_state = self.goes_on(v);
+        is_state && op.region == Region::Microbatch
     }
 
     fn find_needed(&mut self) {
@@ -108,6 +121,15 @@ impl<'a> Facts<'a> {
     /// Returns the value that represents `v` and all values equal to it.
     pub(crate) fn root(&self, v: ValueId) -> ValueId {
         self.roots.get(v.index()).copied().unwrap_or(v)
+    }
+    /// Returns what a forward pass makes of a value by moving it: of a state that microbatches
+    /// update, the version of its microbatch.
+    pub(crate) fn moved_forward(&self, root: ValueId) -> ValueId {
+        self.versions.get(&root).copied().unwrap_or(root)
+    }
+    /// Says whether this is a state's value before the update that a microbatch makes of it.
+    pub(crate) fn goes_on(&self, root: ValueId) -> bool {
+        self.training.is_asynchronous() && matches!(self.producer(root).kind, OpKind::State { .. })
     }
     /// Returns the op that defines a value.
     pub(crate) fn producer(&self, v: ValueId) -> &'a Op {

@@ -37,6 +37,12 @@
 //! **Per step.** At the start the persistent buffers hold the states' old values, at the end
 //! they must hold the new ones under the same spec; so one step proves all.
 //!
+//! **Versions.** Where every microbatch updates the states, the version that it has of one is a
+//! value of its own, which moving the state in its forward pass makes: an op of its backward pass
+//! that reads the state, or another microbatch's version, reads a wrong value. When the slot of an
+//! update ends the state's buffer holds the state again, a newer one, and copies of it elsewhere
+//! hold nothing. Each microbatch updates every state once, in order.
+//!
 //! **Many microbatches.** What a template does depends on what the buffers it touches hold on
 //! entry, seen relative to the microbatch played. So a template is interpreted once for each
 //! such entry state and replayed otherwise; the trace is always walked in full.

@@ -438,6 +438,53 @@ fn saved_weights_are_read_back() {
     );
 }
 
+/// Asynchronous updates are asked for by name, said in words, checked, played, trained and compared;
+/// what they exclude is refused with what to do.
+#[test]
+fn asynchronous_updates_are_said_and_trained() {
+    let place = Place::new();
+    let mut config: serde_json::Value = serde_json::from_slice(&place.read("config.json")).unwrap();
+    let own = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = [
+        "--global-batch",
+        "8",
+        "--pin",
+        "schedule=pipedream pipeline=2",
+    ];
+    let clipless = ["--clip-norm", "none"];
+    let sized = ["--pin", "microbatch=2"];
+    config["tie_word_embeddings"] = true.into();
+    place.write("config.json", config.to_string().as_bytes());
+    let tied = [&own[..], &pins, &clipless, &sized].concat();
+    let refuses = |args: &[&str], word: &str| {
+        place.refuses(args, &[1, 2, 3, 4]).says(&[word]);
+    };
+    refuses(&tied, "tie_word_embeddings");
+    config["tie_word_embeddings"] = false.into();
+    place.write("config.json", config.to_string().as_bytes());
+    refuses(&[&own[..], &pins, &clipless].concat(), "microbatch=N");
+    refuses(&[&own[..], &pins, &sized].concat(), "--clip-norm");
+    let done = place.run(&tied).expect(0);
+    let out = done.out.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in [
+        "schedule pipedream, 4 microbatches of 2 samples",
+        "every microbatch makes an update, 4 a step, from weights up to 1 update old",
+        "Stage 0 keeps 2 versions of its weights, the last stage 1",
+    ] {
+        assert!(out.contains(words), "`{words}` is not in:\n{out}");
+    }
+    place.run(&["check", "plan.json"]).expect(0);
+    place.run(&["simulate", "plan.json"]).expect(0);
+    place.run(&["inspect", "plan.json"]).expect(0);
+    place.run(&["explain", "plan.json"]).expect(0);
+    let why = ["explain", "plan.json", "--why-not", "schedule=1f1b"];
+    place.run(&why).expect(0);
+    train(&place, &["-o", "run.json", "--checkpoint", "kept"]).expect(0);
+    assert_eq!(losses(&place, "run.json").len(), 3);
+    place.run(&["compare", "plan.json", "run.json"]).expect(0);
+    train(&place, &["-o", "more.json", "--resume", "kept"]).expect(0);
+}
+
 #[test]
 fn training_files_and_flags_say_the_same() {
     let place = Place::new();

@@ -50,7 +50,8 @@ pub struct StepMeasurement {
     #[schemars(with = "Option<f64>")]
     pub loss: f64,
     /// Global gradient norm before clipping; no number where it overflowed, as in all steps
-    /// that f16's loss scaling skips, and in inference, which makes no gradients.
+    /// that f16's loss scaling skips, in inference, which makes no gradients, and where stages
+    /// update by themselves.
     #[serde(deserialize_with = "null_is_nan")]
     #[schemars(with = "Option<f64>")]
     pub grad_norm: f64,

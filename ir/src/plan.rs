@@ -109,7 +109,9 @@ impl Plan {
                 self.train.task.name()
             )
         });
-        let own = other_task.or_else(|| schedule.problem(n, self.n_microbatches));
+        let own = other_task
+            .or_else(|| self.minibatch_problem())
+            .or_else(|| schedule.problem(n, self.n_microbatches));
         own.or_else(|| {
             let mut shared = (p..n).map(|i| (i, schedule.route().mesh_of(i, p)));
             let (i, with) =
@@ -118,6 +120,25 @@ impl Plan {
                 "stage {i} on another mesh than stage {with}, with which it is interleaved"
             ))
         })
+    }
+
+    /// Why updates are not made when the schedule makes them.
+    fn minibatch_problem(&self) -> Option<String> {
+        let schedule = self.schedule.schedule();
+        match (schedule.is_asynchronous(), self.train.minibatch) {
+            (true, Some(n)) if n == self.microbatch => None,
+            (false, None) => None,
+            (true, found) => Some(format!(
+                "{} updates weights after every microbatch of {}, the plan is to update them after {}",
+                schedule.name(),
+                self.microbatch,
+                found.map_or("every step".into(), |n| format!("every {n} samples")),
+            )),
+            (false, Some(n)) => Some(format!(
+                "{} updates weights once a step, the plan is to update them after every {n} samples",
+                schedule.name()
+            )),
+        }
     }
 
     /// The training graph of the plan: that of `forward` (the plan's graph) as it is trained,

@@ -109,6 +109,11 @@ pub struct TrainSpec {
     pub task: Task,
     /// Samples (sequences) per optimizer step over the whole cluster.
     pub global_batch: u64,
+    /// Samples whose gradients make an update of their own, where a step has several: a part of
+    /// `global_batch`, which is the microbatch of an asynchronous schedule (PipeDream). The pin of
+    /// such a schedule sets it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub minibatch: Option<u64>,
     /// Tokens per sample.
     pub sequence: u64,
     /// Precision policy.
@@ -128,6 +133,7 @@ impl Default for TrainSpec {
         TrainSpec {
             task: Task::Training,
             global_batch: 8,
+            minibatch: None,
             sequence: 1024,
             precision: Precision::F32,
             optimizer: Optimizer::default(),
@@ -146,6 +152,11 @@ const POSITIVE: Numbers = (|x| x.is_finite() && x > 0.0, "a positive number");
 const FROM_ZERO: Numbers = (|x| x.is_finite() && x >= 0.0, "0 or more");
 
 impl TrainSpec {
+    /// Updates of the parameters in a step.
+    pub fn updates_per_step(&self) -> u64 {
+        self.minibatch.map_or(1, |n| self.global_batch / n.max(1))
+    }
+
     /// Element type in which parameters rest between steps.
     pub fn parameters_at_rest(&self) -> DType {
         match self.task {
@@ -197,6 +208,40 @@ impl TrainSpec {
                 Figure(self.dropout)
             )
         });
-        sizes.chain(figures.map(words)).chain(drops).collect()
+        sizes
+            .chain(figures.map(words))
+            .chain(drops)
+            .chain(self.asynchronous_problems())
+            .collect()
+    }
+
+    /// Why the step cannot have several updates: what one of them would need of all stages at
+    /// once, while each updates when it has gradients.
+    fn asynchronous_problems(&self) -> Vec<String> {
+        let Some(minibatch) = self.minibatch else {
+            return Vec::new();
+        };
+        let mut problems = Vec::new();
+        if minibatch == 0 || !self.global_batch.is_multiple_of(minibatch) {
+            problems.push(format!(
+                "a minibatch of {minibatch} samples does not divide the global batch of {}",
+                self.global_batch
+            ));
+        }
+        if !self.task.is_training() {
+            problems.push("a minibatch is given for inference, which has no updates".into());
+        }
+        if let Some(norm) = self.clip_norm {
+            problems.push(format!(
+                "clip_norm is {}, but stages that update by themselves never know the norm of all gradients; train with --clip-norm none",
+                Figure(norm)
+            ));
+        }
+        if self.precision == Precision::F16 {
+            problems.push(
+                "precision is f16, whose loss scale needs all stages to skip the same updates, but stages update by themselves; train with --precision bf16 or f32".into(),
+            );
+        }
+        problems
     }
 }

@@ -19,6 +19,13 @@
 //! writes it. AdamW corrects its bias by `loss_scale.updates`, the steps that an overflow did
 //! not skip, as with `torch.amp.GradScaler`.
 //!
+//! Where every microbatch makes an update ([`TrainSpec::minibatch`]) the copies of the parameters
+//! (`cast.<param>`, `prepare.<param>`) are ops of its forward pass: its own, which its backward pass
+//! reads too, whatever is updated in between. Nothing is accumulated but the loss. Behind the
+//! gradients stand, in the pass of updates, `cast.gradient.<use path>.<operand>`, `grad_sum.<param>`
+//! and `update.<param>`, whose coefficient is a constant `coefficient.<layer>`, the number of
+//! updates a step. There is no norm. The `read` of a state is what the microbatch before left.
+//!
 //! These paths are labels, with `-2` or more behind them where the model has an op of that path.
 //! What an op is says its [`Origin`](crate::Origin).
 //!
@@ -92,7 +99,8 @@ pub struct State {
     pub param: String,
     /// The value it has during the step: result of its `State` op.
     pub read: ValueId,
-    /// The value it has in the next step; `read` where no step changes it.
+    /// The value it has in the next step, or microbatch where each makes an update; `read` where
+    /// nothing changes it.
     pub write: ValueId,
 }
 
@@ -107,8 +115,17 @@ pub struct TrainingGraph {
     /// `accumulate.loss`.
     pub loss: ValueId,
     /// The global gradient norm before clipping (unscaled for f16 only by the coefficient); none
-    /// where no gradients are made.
+    /// where no gradients are made, or each stage updates by itself.
     pub grad_norm: Option<ValueId>,
+}
+
+impl TrainingGraph {
+    /// Whether every microbatch updates the states by itself.
+    pub fn is_asynchronous(&self) -> bool {
+        let writer = |s: &State| self.graph.op(self.graph.value(s.write).producer);
+        let in_microbatch = |s| writer(s).region == crate::Region::Microbatch;
+        self.states.first().is_some_and(in_microbatch)
+    }
 }
 
 /// The training graph that plans are made for: layer boundaries made explicit (`boundary`),

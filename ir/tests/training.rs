@@ -1025,7 +1025,7 @@ fn problems_are_found() {
     assert!(
         problems(&t)
             .iter()
-            .any(|p| p.contains("before the end of the step"))
+            .any(|p| p.contains("in StepBegin, expected StepEnd"))
     );
     let mut t = good.clone();
     t.states.remove(2);

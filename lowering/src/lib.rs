@@ -25,7 +25,8 @@
 //! `reshard::paths` without asking.
 //!
 //! What readers of the programs may rely on beyond `ir::program`:
-//! * `Layout` is a view: its result is its operand's buffer, and no instruction plays it.
+//! * `Layout` is a view: its result is its operand's buffer, and no instruction plays it. Where a
+//!   microbatch lays out a state, which it may update before others read it, it is a copy.
 //! * `Input` is loaded and `Constant` filled in every template and spec that uses it.
 //! * A collective's output may be its operand's buffer (all-reduce only). The buffer's spec is
 //!   the one its value was made with: from the all-reduce on, the axes reduced are no longer

@@ -14,7 +14,7 @@ use ir::op::{Assignment, OpStrategy};
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, relative_path};
 use ir::program::TemplateKind;
 use ir::schedule::{ChunkPass, Schedule};
-use ir::training::TrainingGraph;
+use ir::training::{State, TrainingGraph};
 use ir::{Graph, LayerId, LogicalMesh, Op, OpId, OpKind, Region, ShardingSpec, StageId, ValueId};
 
 /// Compute slots of all stages in one step; a limit so that a damaged plan is an error.
@@ -281,6 +281,15 @@ impl<'a> Resolved<'a> {
         // The ops of a microbatch have layers.
         let chunk = op.layer.map_or(0, |l| self.layers[l.index()].chunk);
         Phase { kind, chunk }
+    }
+    /// The template that brings a state's next value into its buffer: that of its update where every
+    /// microbatch makes one, else `StepEnd`.
+    pub fn writes_in(&self, state: &State) -> Phase {
+        let writer = self.producer(state.write);
+        match writer.region {
+            Region::Microbatch => self.phase(writer),
+            Region::StepBegin | Region::StepEnd => Phase::step(TemplateKind::StepEnd),
+        }
     }
     /// When a value is complete: accumulated ones at the end of the step.
     pub fn complete_in(&self, v: ValueId) -> Region {

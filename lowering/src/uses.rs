@@ -7,7 +7,6 @@
 use crate::error::LowerError;
 use crate::resolve::{Phase, Resolved};
 use ir::plan::{edge_key, transfer_key, write_key};
-use ir::program::TemplateKind;
 use ir::reshard::{CrossPath, LayoutStep};
 use ir::{DType, LayerId, LogicalMesh, OpId, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
 use rustc_hash::FxHashMap;
@@ -327,16 +326,17 @@ fn all_uses(r: &Resolved) -> (Vec<Use>, Vec<usize>) {
     starts.push(all.len());
     for (i, state) in r.training.states.iter().enumerate() {
         let op = r.producer(state.read);
+        let phase = r.writes_in(state);
         for stage in r.stages_of(op) {
             all.push(Use {
                 by: UseBy::Write(i),
                 value: state.write,
                 stage,
                 wanted: r.made_spec(state.read).clone(),
-                region: Region::StepEnd,
+                region: phase.pass().map_or(Region::StepEnd, |_| Region::Microbatch),
                 pass: Pass::Update,
                 layer: op.layer,
-                phase: Phase::step(TemplateKind::StepEnd),
+                phase,
             });
         }
     }

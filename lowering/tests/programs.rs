@@ -174,7 +174,9 @@ fn microbatches_that_do_not_fill_the_rounds_are_refused() {
 /// says that microbatches are between them: `m` for GPipe, `min(m, p - i)` for 1F1B.
 #[test]
 fn saved_values_have_as_many_copies_as_microbatches_in_flight() {
-    for &kind in ScheduleKind::NAMED {
+    // Of weights that are updated in between there are copies too, which `tests/pipedream.rs` counts.
+    let kinds = ScheduleKind::NAMED.iter().copied();
+    for kind in kinds.filter(|kind| !kind.schedule().is_asynchronous()) {
         let schedule = kind.schedule();
         let layers = match schedule.virtual_stages() {
             1 => &[2, 1, 1, 1, 1][..],

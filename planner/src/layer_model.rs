@@ -13,7 +13,7 @@ use crate::prices::Prices;
 use dominance::{drop_among_equal_faces, drop_by_links};
 use intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use intra_op::problem::{Cost, Edge, Table};
-use ir::{LayerId, OpId, OpKind, Region, ShardingSpec, ValueId};
+use ir::{LayerId, OpId, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
 use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -650,10 +650,15 @@ fn phase(s: &Setting<'_>, u: &Use) -> (Region, bool) {
     )
 }
 
-/// Whether a use brings a parameter to an op of the microbatches.
+/// Whether a use brings a parameter to an op of the microbatches that computes with it. A version
+/// of asynchronous updates is brought together once, for all uses, as ZeRO below level 3 does once
+/// a step.
 fn is_gathered(s: &Setting<'_>, u: &Use) -> bool {
-    let region = s.training.graph.op(u.op).region;
-    region == Region::Microbatch && s.of_parameters[u.value.index()]
+    let op = s.training.graph.op(u.op);
+    let is_used = op.region == Region::Microbatch
+        && op.pass != Pass::Update
+        && !matches!(op.origin, Origin::Prepared { .. });
+    is_used && s.of_parameters[u.value.index()]
 }
 
 /// Whether it does, or brings a gradient to its sum in the microbatches.
@@ -672,7 +677,8 @@ fn price_use(
     (from, to): (&ShardingSpec, &ShardingSpec),
 ) -> (Option<f64>, ZeroLevels) {
     let graph = &s.training.graph;
-    let region = graph.op(u.op).region;
+    let op = graph.op(u.op);
+    let region = op.region;
     let ty = graph.ty(u.value);
     let buckets = s.buckets.of(u.value, region);
     let lens = ty.shape.bind(s.batch);

@@ -48,8 +48,9 @@ pub fn plan_or_offload(
         Err(PlanError::Memory { .. } | PlanError::Overrun { .. })
     );
     let storage = cluster.storage.as_ref();
+    let is_asynchronous = options.pins.schedule_kind().schedule().is_asynchronous();
     let has_memory = storage.is_some_and(|s| s.host_memory_bytes.is_some());
-    if pinned || !is_full || !has_memory {
+    if pinned || !is_full || !has_memory || is_asynchronous {
         return made;
     }
     let ladder: &[&[TensorClass]] = match train.task {

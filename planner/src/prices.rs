@@ -13,7 +13,7 @@ use ir::cluster::Cluster;
 use ir::op::OpKind;
 use ir::reshard::{self, LayoutStep};
 use ir::training::{StateRole, TrainingGraph};
-use ir::{AxisId, DType, LogicalMesh, Region, ShardingSpec, ValueId};
+use ir::{AxisId, DType, LogicalMesh, Origin, Pass, Region, ShardingSpec, ValueId};
 use lowering::BucketSizes;
 use rustc_hash::FxHashMap;
 use std::borrow::Borrow;
@@ -45,9 +45,9 @@ impl<T: Eq + Hash> Numbers<T> {
 pub(crate) struct Buckets {
     /// Elements of all parameters.
     n_elements: u64,
-    /// By value, whether it is a gradient that is added to an accumulator.
+    /// By value, whether it is a gradient that is added to an accumulator or makes an update.
     is_gradient: Vec<bool>,
-    /// By value, whether it is made before the microbatches: a parameter.
+    /// By value, whether it is made before the microbatches, or by an update in them: a parameter.
     is_prepared: Vec<bool>,
 }
 
@@ -65,7 +65,16 @@ impl Buckets {
                     .iter()
                     .for_each(|v| made.is_gradient[v.index()] = true);
             }
-            if op.region == Region::StepBegin {
+            let updates = op.region == Region::Microbatch && op.pass == Pass::Update;
+            if updates {
+                op.inputs
+                    .iter()
+                    .for_each(|v| made.is_gradient[v.index()] = true);
+            }
+            if op.region == Region::StepBegin
+                || updates
+                || matches!(op.origin, Origin::Prepared { .. })
+            {
                 op.outputs
                     .iter()
                     .for_each(|v| made.is_prepared[v.index()] = true);

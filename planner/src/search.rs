@@ -18,7 +18,7 @@ use ir::training::{Recompute, TrainingGraph, training_graph};
 use ir::{Graph, LogicalMesh, Task, TrainSpec, ValueId};
 use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
 use ranking::{Best, Known, Made};
-use request::{boundary, in_zigzag_order, odd_length, sequences};
+use request::{boundary, in_zigzag_order, odd_length, sequences, with_updates};
 pub(crate) use scale::MEMORY_PRICES;
 use shapes::{Shape, Submesh, submeshes};
 use std::sync::Mutex;
@@ -83,6 +83,8 @@ pub(crate) fn plan(
     cluster: &Cluster,
     options: &PlanOptions,
 ) -> Result<Planned, PlanError> {
+    let own_train = with_updates(train, &options.pins)?;
+    let train = &own_train;
     let problems: Vec<String> = train
         .problems()
         .into_iter()

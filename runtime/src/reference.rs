@@ -27,6 +27,8 @@ pub struct Reference {
     step: u64,
     threads: usize,
     noise: Option<u64>,
+    /// By layer, how many updates of earlier microbatches its weights have not seen yet.
+    lags: Vec<u32>,
 }
 
 /// The results of a step of the reference.
@@ -34,7 +36,8 @@ pub struct Reference {
 pub struct ReferenceStep {
     /// Mean loss over the tokens of the batch, before the update.
     pub loss: f64,
-    /// Norm of the gradient before clipping, loss scale taken out; no number in inference.
+    /// Norm of the gradient before clipping, loss scale taken out; no number in inference, and where
+    /// microbatches make updates of their own.
     pub grad_norm: f64,
 }
 
@@ -89,7 +92,15 @@ impl Reference {
             step: 0,
             threads,
             noise: None,
+            lags: Vec::new(),
         })
+    }
+
+    /// The same training in a pipeline without a flush, where every microbatch makes an update: the
+    /// weights of layer `i`, in both passes of a microbatch, are those before the last `lags[i]`
+    /// updates of the step. Layers without a lag see all of them, as on a single device.
+    pub fn with_lags(self, lags: Vec<u32>) -> Self {
+        Reference { lags, ..self }
     }
 
     /// The same training, every number that an op computes off by one unit in its last place,
@@ -154,7 +165,7 @@ impl Reference {
     }
 
     /// Gradients of the last step by parameter path: summed over the step, before clipping,
-    /// loss scale taken out.
+    /// loss scale taken out; of its last microbatch where each makes an update.
     pub fn gradients(&self) -> &BTreeMap<String, Vec<f32>> {
         &self.gradients
     }
@@ -204,6 +215,7 @@ impl Reference {
         let mut cx = Context {
             seed: self.spec.seed,
             step: self.step,
+            updates: self.step,
             lr,
             first_sample: 0,
             training,
@@ -231,15 +243,24 @@ impl Reference {
                 _ => machine.execute(op, batch, &cx)?,
             }
         }
+        let mut versions = Versions::new(self);
         for m in 0..self.n_microbatches {
             cx.first_sample = u64::from(m) * self.microbatch;
+            if versions.change {
+                cx.updates = self.step * u64::from(self.n_microbatches) + u64::from(m);
+            }
+            versions.show(&mut machine, &self.lags);
             for op in ops().filter(|op| {
                 op.region == Region::Microbatch && (training || op.pass == ir::Pass::F)
             }) {
+                if op.pass == ir::Pass::Update {
+                    versions.show_newest(&mut machine);
+                }
                 machine.execute(op, batch, &cx)?;
             }
+            versions.note(&mut machine);
         }
-        cx.first_sample = 0;
+        (cx.first_sample, cx.updates) = (0, self.step);
         for op in ops().filter(|op| op.region == Region::StepEnd) {
             machine.execute(op, batch, &cx)?;
         }
@@ -260,6 +281,7 @@ pub fn eval_forward(
     let cx = Context {
         seed: 0,
         step: 0,
+        updates: 0,
         lr: 0.0,
         first_sample: 0,
         training: false,
@@ -294,6 +316,64 @@ pub fn eval_forward(
         Ok(crate::execute::widen(graph.ty(v).dtype, bytes).into_owned())
     };
     wanted.iter().map(value).collect()
+}
+
+/// The versions of the states in a step whose microbatches update them, the oldest first. All of
+/// them are kept: the reference is for small models.
+struct Versions<'a> {
+    training: &'a TrainingGraph,
+    /// Whether microbatches change them.
+    change: bool,
+    /// By state.
+    of: Vec<Vec<Option<Bytes>>>,
+}
+
+impl<'a> Versions<'a> {
+    fn new(reference: &'a Reference) -> Self {
+        let training = &reference.training;
+        Versions {
+            training,
+            change: training.is_asynchronous(),
+            of: vec![Vec::new(); training.states.len()],
+        }
+    }
+
+    /// Gives the ops of a microbatch the versions that their layers see.
+    fn show(&mut self, machine: &mut Machine<'_>, lags: &[u32]) {
+        for (s, versions) in self.states() {
+            if versions.is_empty() {
+                versions.push(machine.values[s.read.index()].clone());
+            }
+            let producer = machine.graph.value(s.read).producer;
+            let layer = machine.graph.op(producer).layer;
+            let lag = layer.and_then(|l| lags.get(l.index())).copied();
+            let newest = versions.len() - 1;
+            let seen = newest.saturating_sub(lag.unwrap_or(0) as usize);
+            machine.values[s.read.index()].clone_from(&versions[seen]);
+        }
+    }
+
+    /// Gives the updates the newest version of everything.
+    fn show_newest(&mut self, machine: &mut Machine<'_>) {
+        for (s, versions) in self.states() {
+            if let Some(newest) = versions.last() {
+                machine.values[s.read.index()].clone_from(newest);
+            }
+        }
+    }
+
+    /// Takes what the updates made.
+    fn note(&mut self, machine: &mut Machine<'_>) {
+        for (s, versions) in self.states() {
+            versions.extend(machine.values[s.write.index()].clone().map(Some));
+        }
+    }
+
+    /// The states that microbatches change, with their versions.
+    fn states(&mut self) -> impl Iterator<Item = (&'a State, &mut Vec<Option<Bytes>>)> {
+        let changed = if self.change { usize::MAX } else { 0 };
+        self.training.states.iter().zip(&mut self.of).take(changed)
+    }
 }
 
 /// Runs ops, keeping every value.

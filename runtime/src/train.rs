@@ -133,7 +133,7 @@ pub fn train(
         };
         let profile = options.steps - i <= options.profile_steps;
         let result = session.train(lr, profile)?;
-        result.check(step, spec.task)?;
+        result.check(step, spec)?;
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
         let due = options

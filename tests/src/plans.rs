@@ -66,6 +66,15 @@ pub const SEQUENCE: u64 = 4;
 
 /// A residual MLP language model; layers `embed`, `h.0`, ..., `head`, whose table is tied.
 pub fn mlp(n_blocks: usize) -> Graph {
+    mlp_with_head(n_blocks, true)
+}
+
+/// The same whose head has a table of its own.
+pub fn untied_mlp(n_blocks: usize) -> Graph {
+    mlp_with_head(n_blocks, false)
+}
+
+fn mlp_with_head(n_blocks: usize, is_tied: bool) -> Graph {
     let mut g = Graph::new("mlp");
     let embed = g.add_layer("embed");
     let table = param(&mut g, embed, "embed.table", &[10, 6]);
@@ -125,6 +134,10 @@ pub fn mlp(n_blocks: usize) -> Graph {
         );
     }
     let head = g.add_layer("head");
+    let table = match is_tied {
+        true => table,
+        false => param(&mut g, head, "head.table", &[10, 6]),
+    };
     let labels = input(&mut g, head, "labels", InputKind::Labels);
     let logits = op(&mut g, head, "head.logits", dot("bsh,vh->bsv"), &[x, table]);
     let lse = op(&mut g, head, "head.lse", OpKind::LogSumExp, &[logits]);

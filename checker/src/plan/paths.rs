@@ -13,7 +13,7 @@ use ir::program::TemplateKind;
 use ir::reshard::{LayoutStep, apply_all};
 use ir::schedule::Schedule;
 use ir::training::TrainingGraph;
-use ir::{Graph, LayerId, LogicalMesh, Op, OpKind, Region, ShardingSpec, StageId, ValueId};
+use ir::{Graph, LayerId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) fn check(plan: &Plan, training: &TrainingGraph, layers: Vec<Home>, report: &mut Report) {
@@ -252,10 +252,15 @@ impl Cx<'_> {
         known.groups.entry(group).or_insert(steps);
     }
 
-    /// Returns the kind of template that an op runs in.
+    /// Returns the kind of template that an op runs in; of a state, that which writes it.
     fn template_of(&self, op: &Op) -> TemplateKind {
         match op.region {
-            Region::StepBegin if matches!(op.kind, OpKind::State { .. }) => TemplateKind::StepEnd,
+            Region::StepBegin if matches!(op.kind, OpKind::State { .. }) => {
+                match self.training.is_asynchronous() {
+                    true => self.schedule.slot_of(Pass::Update).into(),
+                    false => TemplateKind::StepEnd,
+                }
+            }
             Region::StepBegin => TemplateKind::StepBegin,
             Region::StepEnd => TemplateKind::StepEnd,
             Region::Microbatch => self.schedule.slot_of(op.pass).into(),

@@ -32,6 +32,8 @@ struct Trace<'a> {
     /// The content of each copy of each buffer; grown as copies are used.
     cells: Vec<Vec<Cell>>,
     sums: BTreeMap<BufferId, Microbatches>,
+    /// By buffer of a state that microbatches update, how many have.
+    updates: BTreeMap<BufferId, u32>,
     /// Outcomes of templates played for a microbatch, by what their lasting buffers held.
     known: HashMap<(TemplateId, Vec<Held>), Rc<Outcome>>,
     world_sums: WorldSums,
@@ -57,6 +59,7 @@ pub(super) fn walk(
             .collect(),
         cells: vec![Vec::new(); role.buffers.len()],
         sums: BTreeMap::new(),
+        updates: BTreeMap::new(),
         known: HashMap::new(),
         world_sums: Vec::new(),
     };
@@ -124,7 +127,10 @@ impl Trace<'_> {
     fn end(&self, report: &mut Report) {
         for s in &self.role.states {
             if let Some(state) = self.facts.training.states.iter().find(|k| k.path == s.path) {
-                self.must_hold(s.buffer, state.write, "state", false, report);
+                match self.facts.goes_on(state.read) {
+                    true => self.must_be_updated(s.buffer, state.read, report),
+                    false => self.must_hold(s.buffer, state.write, "state", false, report),
+                }
             }
         }
         let training = self.facts.training;
@@ -141,6 +147,23 @@ impl Trace<'_> {
                 ),
             }
         }
+    }
+
+    /// Checks that every microbatch has updated a state, and that nothing else stands in its place.
+    fn must_be_updated(&self, b: BufferId, read: ValueId, report: &mut Report) {
+        let found = self.updates.get(&b).copied().unwrap_or(0);
+        if found != self.program.n_microbatches {
+            report.add(
+                buffer_place(self.program, self.i, b.index()),
+                "update",
+                format!(
+                    "an update by each of {} microbatches",
+                    self.program.n_microbatches
+                ),
+                format!("{found} updates"),
+            );
+        }
+        self.must_hold(b, read, "state", false, report);
     }
 
     fn must_hold(
@@ -305,11 +328,7 @@ impl Trace<'_> {
         }
         for ((&b, &before), &after) in shape.externals.iter().zip(entry).zip(&outcome.held) {
             if after != before || shape.lost.contains(&b) {
-                let held = if after == Held::Stale {
-                    Held::Undefined
-                } else {
-                    after
-                };
+                let held = self.left(k, slot, b, after, report);
                 self.store(
                     b,
                     self.copy(b, slot.microbatch),
@@ -319,6 +338,45 @@ impl Trace<'_> {
                     },
                 );
             }
+        }
+    }
+
+    /// Returns what the content of a buffer at the end of a slot is to later ones. Where microbatches
+    /// update states, a state's next value is what the next microbatch finds; and what another buffer
+    /// holds of a state is of use in its slot alone, as the state goes on.
+    fn left(
+        &mut self,
+        k: usize,
+        slot: Slot,
+        b: BufferId,
+        after: Held,
+        report: &mut Report,
+    ) -> Held {
+        let Held::Value { root, variant } = after else {
+            return match after {
+                Held::Stale => Held::Undefined,
+                held => held,
+            };
+        };
+        let own = self.role.states.iter().find(|s| s.buffer == b);
+        let state = own.and_then(|s| self.facts.training.states.iter().find(|k| k.path == s.path));
+        match state {
+            Some(s) if self.facts.goes_on(s.read) && root == self.facts.root(s.write) => {
+                let n = self.updates.entry(b).or_default();
+                if slot.microbatch != Some(*n) {
+                    report.add(
+                        slot_place(self.program, self.i, k),
+                        "update",
+                        format!("the update of `{}` by microbatch {n}", s.path),
+                        format!("by {:?}", slot.microbatch),
+                    );
+                }
+                *n += 1;
+                let root = self.facts.root(s.read);
+                Held::Value { root, variant }
+            }
+            None if self.facts.goes_on(root) => Held::Undefined,
+            _ => after,
         }
     }
 }

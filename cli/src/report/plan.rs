@@ -363,6 +363,7 @@ fn heading(plan: &Plan) -> String {
         counted(plan.microbatch, "sample"),
     );
     w += &interleaving(plan);
+    w += &asynchronous(plan);
     if !plan.pins.is_empty() {
         let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
     }
@@ -384,6 +385,28 @@ fn interleaving(plan: &Plan) -> String {
         "Interleaved: while the pipeline fills and drains, a mesh of equal stages waits for {rounded} / ({v} x {m} + {rounded}) = {} of the step; with one stage on each mesh, for {plain} / ({m} + {plain}) = {}. For that, about {v} times as much is sent\n",
         waits(fill, v * m),
         waits(plain, m)
+    )
+}
+
+/// Describes in one line what an asynchronous schedule does to training and to memory; empty for all
+/// others.
+fn asynchronous(plan: &Plan) -> String {
+    let schedule = plan.schedule.schedule();
+    if !schedule.is_asynchronous() {
+        return String::new();
+    }
+    let (n, m) = (plan.stages.len(), plan.n_microbatches);
+    let versions = |stage: usize| u64::from(schedule.activations(stage, n, m));
+    let (most, least) = (versions(0), versions(n.saturating_sub(1)));
+    let age = match most.saturating_sub(1) {
+        0 => "the newest weights".to_string(),
+        1 => "weights up to 1 update old".to_string(),
+        age => format!("weights up to {age} updates old"),
+    };
+    format!(
+        "Asynchronous: every microbatch makes an update, {} a step, from {age}, which trains otherwise than all other schedules. Stage 0 keeps {} of its weights, the last stage {least}\n",
+        plan.train.updates_per_step(),
+        counted(most, "version"),
     )
 }
 

@@ -16,6 +16,7 @@ mod forward;
 mod gpipe;
 mod interleaved;
 mod one_f_one_b;
+mod pipedream;
 mod route;
 #[cfg(test)]
 mod tests;
@@ -65,6 +66,10 @@ pub enum ScheduleKind {
     /// Two stages on every mesh, placed as a V, with weight gradients apart (Qi et al. 2024).
     /// Stages `i` and `2 p - 1 - i` of a plan on `p` meshes run on mesh `i`.
     ZbV,
+    /// 1F1B whose stages update their weights after every microbatch's backward pass, and keep the
+    /// versions that microbatches in flight began with (Narayanan et al. 2019).
+    #[serde(rename = "pipedream")]
+    PipeDream,
     /// Forwards alone, for inference. It is that of every such plan, and of no other, so it is
     /// not asked for by name.
     Forward,
@@ -77,9 +82,10 @@ impl ScheduleKind {
         ScheduleKind::OneFOneB,
         ScheduleKind::ZbH1,
         ScheduleKind::ZbV,
+        ScheduleKind::PipeDream,
     ];
 
-    /// Those of them that have one stage on every mesh.
+    /// Those of them that have one stage on every mesh and update weights once a step.
     pub const PLAIN: &[ScheduleKind] = &[
         ScheduleKind::GPipe,
         ScheduleKind::OneFOneB,
@@ -96,6 +102,7 @@ impl ScheduleKind {
             }
             ScheduleKind::ZbH1 => Box::new(zb_h1::ZbH1),
             ScheduleKind::ZbV => Box::new(zb_v::ZbV),
+            ScheduleKind::PipeDream => Box::new(pipedream::PipeDream),
             ScheduleKind::Forward => Box::new(forward::Forward),
         }
     }
@@ -253,6 +260,12 @@ pub trait Schedule: Send + Sync {
     /// The meshes that stages follow each other on, where several share one.
     fn route(&self) -> Route {
         Route::Ring
+    }
+
+    /// Whether the gradients of every microbatch make an update of their own, while others are in
+    /// flight: other mathematics than those of all other schedules, so it is never searched for.
+    fn is_asynchronous(&self) -> bool {
+        false
     }
 
     /// The passes of its slots, in the order in which a microbatch goes through them on a stage.

@@ -70,6 +70,20 @@ fn interleaved_stages_take_turns_by_groups_of_microbatches() {
     );
 }
 
+/// Figure 8 of Narayanan et al. 2019: the slots of 1F1B, after each of whose backwards comes an
+/// update. No other schedule updates before the step ends.
+#[test]
+fn pipedream_alone_updates_in_every_backward() {
+    assert_eq!(
+        draw(ScheduleKind::PipeDream, 3, 4),
+        "F0 F1 F2 B0 F3 B1 B2 B3\n\
+         F0 F1 B0 F2 B1 F3 B2 B3\n\
+         F0 B0 F1 B1 F2 B2 F3 B3"
+    );
+    let alone = all().filter(|kind| kind.schedule().is_asynchronous());
+    assert_eq!(alone.collect::<Vec<_>>(), [ScheduleKind::PipeDream]);
+}
+
 /// Figure 2 of Qi et al. 2023: stage `i` keeps `i` weight gradients back.
 #[test]
 fn zb_h1_keeps_weight_gradients_for_later() {

@@ -8,7 +8,7 @@ use crate::{
     DType, Graph, GraphError, LayerId, Op, OpId, OpKind, Optimizer, Origin, Pass, Place, Precision,
     Region, Shape, TensorType, TrainSpec, ValueId,
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Steps without overflow before the loss scale doubles. As in `torch.amp.GradScaler`.
 const LOSS_SCALE_GROWTH_INTERVAL: u64 = 2000;
@@ -31,9 +31,16 @@ pub fn build(forward: &Graph, spec: &TrainSpec) -> Result<TrainingGraph, GraphEr
     }
     b.moments()?;
     b.loss_scale()?;
+    b.versions()?;
     b.forward_ops()?;
     let loss = b.loss()?;
     b.gradients(loss.scaled)?;
+    if spec.minibatch.is_some() {
+        let gradients = b.own_gradients()?;
+        b.coefficients()?;
+        b.updates(&gradients)?;
+        return b.finish(loss.accumulated, None);
+    }
     let gradients = b.sum_gradients()?;
     let grad_norm = b.clip(&gradients)?;
     b.updates(&gradients)?;
@@ -45,13 +52,16 @@ struct Param {
     path: String,
     layer: Option<LayerId>,
     decay: bool,
+    /// The parameter of the forward graph.
+    of: ValueId,
     /// Master copy, f32; in inference the only one, in the compute dtype.
     read: ValueId,
     /// Compute copy.
     prepared: ValueId,
     /// Results of the moments' `State` ops.
     moments: Vec<ValueId>,
-    /// Per use (consumer, operand), the accumulated gradient.
+    /// Per use (consumer, operand), the accumulated gradient; that of the microbatch where each
+    /// makes an update.
     accumulators: Vec<((OpId, usize), ValueId)>,
     /// Results of the update, the parameter, then its moments; none in inference.
     next: Vec<ValueId>,
@@ -77,8 +87,9 @@ struct Builder<'a> {
     mapped: Vec<Option<ValueId>>,
     params: Vec<Param>,
     scale: Option<LossScale>,
-    /// Coefficient of the gradients in the update.
-    coefficient: Option<ValueId>,
+    /// Coefficient of the gradients in the updates of a layer; in all of them, where the layer is
+    /// none.
+    coefficients: BTreeMap<Option<LayerId>, ValueId>,
 }
 
 impl<'a> Builder<'a> {
@@ -92,56 +103,78 @@ impl<'a> Builder<'a> {
             mapped: vec![None; forward.values().len()],
             params: Vec::new(),
             scale: None,
-            coefficient: None,
+            coefficients: BTreeMap::new(),
         }
     }
 
-    /// Master and compute copy of every parameter, in graph order.
+    /// Every parameter, in graph order, with its compute copy where one serves the whole step.
     fn parameters(&mut self) -> Result<(), GraphError> {
         for op in self.forward.ops() {
             let OpKind::State { decay, .. } = op.kind else {
                 continue;
             };
-            let at = |path: String| Place {
-                path,
-                pass: Pass::Update,
-                region: Region::StepBegin,
-                layer: op.layer,
-            };
             let ty = TensorType {
                 dtype: self.spec.parameters_at_rest(),
                 ..self.forward.ty(op.outputs[0]).clone()
             };
-            let compute = self.spec.precision.compute();
-            let rests_as_computed = ty.dtype == compute;
-            let read = self
-                .graph
-                .add_source(op.kind.clone(), ty, at(op.path.clone()))?;
-            let origin = Origin::Prepared {
-                of: self.graph.value(read).producer,
+            let place = Place {
+                path: op.path.clone(),
+                pass: Pass::Update,
+                region: Region::StepBegin,
+                layer: op.layer,
             };
-            // The cast comes first, so that a gather in StepBegin moves the compute dtype.
-            let source = match rests_as_computed {
-                true => read,
-                false => {
-                    let place = at(format!("cast.{}", op.path));
-                    self.make(OpKind::Cast { dtype: compute }, &[read], place, origin)?
-                }
-            };
-            let place = at(format!("prepare.{}", op.path));
-            let prepared = self.make(OpKind::Layout, &[source], place, origin)?;
-            self.mapped[op.outputs[0].index()] = Some(prepared);
+            let read = self.graph.add_source(op.kind.clone(), ty, place)?;
             self.params.push(Param {
                 path: op.path.clone(),
                 layer: op.layer,
                 decay,
+                of: op.outputs[0],
                 read,
-                prepared,
+                prepared: read,
                 moments: Vec::new(),
                 accumulators: Vec::new(),
                 next: Vec::new(),
             });
+            if self.spec.minibatch.is_none() {
+                self.prepare(self.params.len() - 1, Pass::Update, Region::StepBegin)?;
+            }
         }
+        Ok(())
+    }
+
+    /// The compute copies that every microbatch has of its own, where each makes an update: its
+    /// backward pass uses the weights that its forward pass found.
+    fn versions(&mut self) -> Result<(), GraphError> {
+        let n = self.spec.minibatch.map_or(0, |_| self.params.len());
+        (0..n).try_for_each(|i| self.prepare(i, Pass::F, Region::Microbatch))
+    }
+
+    /// The compute copy of a parameter.
+    fn prepare(&mut self, i: usize, pass: Pass, region: Region) -> Result<(), GraphError> {
+        let param = &self.params[i];
+        let (path, layer, of, read) = (param.path.clone(), param.layer, param.of, param.read);
+        let at = |path: String| Place {
+            path,
+            pass,
+            region,
+            layer,
+        };
+        let compute = self.spec.precision.compute();
+        let origin = Origin::Prepared {
+            of: self.graph.value(read).producer,
+        };
+        // The cast comes first, so that a gather moves the compute dtype.
+        let source = match self.graph.ty(read).dtype == compute {
+            true => read,
+            false => {
+                let kind = OpKind::Cast { dtype: compute };
+                self.make(kind, &[read], at(format!("cast.{path}")), origin)?
+            }
+        };
+        let place = at(format!("prepare.{path}"));
+        let prepared = self.make(OpKind::Layout, &[source], place, origin)?;
+        self.mapped[of.index()] = Some(prepared);
+        self.params[i].prepared = prepared;
         Ok(())
     }
 
@@ -365,6 +398,7 @@ impl<'a> Builder<'a> {
             }
         };
         let leaves: BTreeSet<ValueId> = self.params.iter().map(|p| p.prepared).collect();
+        let is_asynchronous = self.spec.minibatch.is_some();
         let mut uses = Vec::new();
         differentiate(
             &mut self.graph,
@@ -378,6 +412,10 @@ impl<'a> Builder<'a> {
                       operand,
                       gradient,
                   }| {
+                if is_asynchronous {
+                    uses.push((leaf, (consumer, operand), gradient));
+                    return Ok(());
+                }
                 let op = graph.op(consumer);
                 let place = Place {
                     path: format!("accumulate.{}.{operand}", op.path),
@@ -409,35 +447,96 @@ impl<'a> Builder<'a> {
     /// Gradient of each parameter over the step (times the loss scale): its uses summed in
     /// the order of the forward graph.
     fn sum_gradients(&mut self) -> Result<Vec<ValueId>, GraphError> {
-        let mut gradients = Vec::with_capacity(self.params.len());
-        for param in &self.params {
-            let Some((&(_, first), rest)) = param.accumulators.split_first() else {
+        let params = std::mem::take(&mut self.params);
+        let uses = |p: &Param| p.accumulators.iter().map(|u| u.1).collect::<Vec<_>>();
+        let sums = params
+            .iter()
+            .map(|p| self.sum_of_uses(p, &uses(p), |path| step_end(path, p.layer)))
+            .collect();
+        self.params = params;
+        sums
+    }
+
+    /// Gradient of each parameter by the microbatch at hand, f32: its uses, all of them in its own
+    /// layer, summed in the order of the forward graph.
+    fn own_gradients(&mut self) -> Result<Vec<ValueId>, GraphError> {
+        let params = std::mem::take(&mut self.params);
+        let sums = params.iter().map(|p| self.own_gradient(p)).collect();
+        self.params = params;
+        sums
+    }
+
+    fn own_gradient(&mut self, param: &Param) -> Result<ValueId, GraphError> {
+        let in_layer = |path| in_microbatch(path, param.layer);
+        let mut uses = Vec::with_capacity(param.accumulators.len());
+        for &((consumer, operand), gradient) in &param.accumulators {
+            let user = self.graph.op(consumer);
+            if user.layer != param.layer {
                 return Err(GraphError::Differentiate(format!(
-                    "parameter `{}` does not affect the loss",
-                    param.path
+                    "parameter `{}` is used by `{}` in another layer than its own, and stages that update by themselves would give it two values; untie it (\"tie_word_embeddings\": false in config.json), or train with a schedule that updates once a step",
+                    param.path, user.path
                 )));
-            };
-            let mut total = first;
-            for (i, &(_, next)) in rest.iter().enumerate() {
-                let path = match i + 1 == rest.len() {
-                    true => format!("grad_sum.{}", param.path),
-                    false => format!("grad_sum.{}.{}", param.path, i + 1),
-                };
-                let origin = Origin::Sum {
-                    of: self.graph.value(param.read).producer,
-                    result: 0,
-                };
-                total = self.graph.add_made1(
-                    &[],
-                    OpKind::Binary { f: Binary::Add },
-                    &[total, next],
-                    step_end(path, param.layer),
-                    origin,
-                )?;
             }
-            gradients.push(total);
+            if self.graph.ty(gradient).dtype == DType::F32 {
+                uses.push(gradient);
+                continue;
+            }
+            let place = in_layer(format!("cast.gradient.{}.{operand}", user.path));
+            let kind = OpKind::Cast { dtype: DType::F32 };
+            uses.push(self.make(kind, &[gradient], place, Origin::Update)?);
         }
-        Ok(gradients)
+        self.sum_of_uses(param, &uses, in_layer)
+    }
+
+    /// The gradients of a parameter's uses, added up by ops at `place`.
+    fn sum_of_uses(
+        &mut self,
+        param: &Param,
+        uses: &[ValueId],
+        place: impl Fn(String) -> Place,
+    ) -> Result<ValueId, GraphError> {
+        let Some((&first, rest)) = uses.split_first() else {
+            return Err(GraphError::Differentiate(format!(
+                "parameter `{}` does not affect the loss",
+                param.path
+            )));
+        };
+        let mut total = first;
+        for (i, &next) in rest.iter().enumerate() {
+            let path = match i + 1 == rest.len() {
+                true => format!("grad_sum.{}", param.path),
+                false => format!("grad_sum.{}.{}", param.path, i + 1),
+            };
+            let origin = Origin::Sum {
+                of: self.graph.value(param.read).producer,
+                result: 0,
+            };
+            let kind = OpKind::Binary { f: Binary::Add };
+            let operands = [total, next];
+            total = self
+                .graph
+                .add_made1(&[], kind, &operands, place(path), origin)?;
+        }
+        Ok(total)
+    }
+
+    /// The coefficient of every layer's gradients where each microbatch makes an update: the loss
+    /// is divided by the tokens of all of them, the gradients are to be the mean over its own.
+    fn coefficients(&mut self) -> Result<(), GraphError> {
+        let value = self.spec.updates_per_step() as f64;
+        let layers: BTreeSet<Option<LayerId>> = self.params.iter().map(|p| p.layer).collect();
+        for layer in layers {
+            let Some(name) = layer.and_then(|l| self.graph.layers.get(l.index())) else {
+                return Err(GraphError::Differentiate(
+                    "a parameter without a layer cannot be updated by a stage of its own".into(),
+                ));
+            };
+            let place = in_microbatch(format!("coefficient.{name}"), layer);
+            let kind = OpKind::Constant { value };
+            let made = self.make(kind, &[], place, Origin::Update)?;
+            self.coefficients.insert(layer, made);
+        }
+        Ok(())
     }
 
     /// The global norm, which it returns, and what follows from it: the coefficient of the
@@ -461,7 +560,8 @@ impl<'a> Builder<'a> {
         let kind = OpKind::ClipCoefficient {
             max_norm: self.spec.clip_norm,
         };
-        self.coefficient = Some(add(kind, &[norm, loss_scale], end("clip_coefficient"))?[0]);
+        let coefficient = add(kind, &[norm, loss_scale], end("clip_coefficient"))?[0];
+        self.coefficients.insert(None, coefficient);
         if let Some(s) = &mut self.scale {
             let kind = OpKind::UpdateLossScale {
                 growth_interval: LOSS_SCALE_GROWTH_INTERVAL,
@@ -476,7 +576,10 @@ impl<'a> Builder<'a> {
     }
 
     fn updates(&mut self, gradients: &[ValueId]) -> Result<(), GraphError> {
-        let coefficient = self.coefficient.expect("clipping comes before the updates");
+        let place = match self.spec.minibatch {
+            None => step_end,
+            Some(_) => in_microbatch,
+        };
         for (param, &gradient) in self.params.iter_mut().zip(gradients) {
             let decay = |weight_decay: f64| if param.decay { weight_decay } else { 0.0 };
             let kind = match self.spec.optimizer {
@@ -499,13 +602,17 @@ impl<'a> Builder<'a> {
                     weight_decay: decay(weight_decay),
                 },
             };
+            let own = self.coefficients.get(&param.layer);
+            let coefficient = *own
+                .or(self.coefficients.get(&None))
+                .expect("coefficients come before the updates");
             let mut operands =
                 [&[param.read, gradient], &param.moments[..], &[coefficient]].concat();
             // Steps that an overflow skips do not advance the bias correction.
             if let (Some(s), OpKind::AdamW { .. }) = (&self.scale, &kind) {
                 operands.push(s.states[2]);
             }
-            let place = step_end(format!("update.{}", param.path), param.layer);
+            let place = place(format!("update.{}", param.path), param.layer);
             let graph = &mut self.graph;
             param.next = graph.add_made(&[], kind, &operands, place, Origin::Update)?;
         }
@@ -577,6 +684,16 @@ fn step_end(path: String, layer: Option<LayerId>) -> Place {
         path,
         pass: Pass::Update,
         region: Region::StepEnd,
+        layer,
+    }
+}
+
+/// Where an asynchronous schedule updates.
+fn in_microbatch(path: String, layer: Option<LayerId>) -> Place {
+    Place {
+        path,
+        pass: Pass::Update,
+        region: Region::Microbatch,
         layer,
     }
 }

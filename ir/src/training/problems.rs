@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 ///
 /// Checked: topological order; unique paths; ops in the order of their regions; layers that
 /// exist; what may read what across regions and passes; states read at the begin and written
-/// at the end of the step with one type; the loss is accumulated, the norm a scalar.
+/// at the end of the step, or of every microbatch, with one type; the loss is accumulated, the norm a scalar.
 pub fn problems(training: &TrainingGraph) -> Vec<String> {
     let mut found = Vec::new();
     order(training, &mut found);
@@ -83,6 +83,9 @@ fn forbidden(from: &Op, reader: &Op) -> Option<&'static str> {
                 Some("what is recomputed is for its own layer")
             }
             (Pass::BW, Pass::BI) => Some("gradients for inputs wait for no gradient for weights"),
+            (Pass::Update, pass) if pass != Pass::Update => {
+                Some("an update comes after the passes of its microbatch")
+            }
             _ => None,
         },
         _ => None,
@@ -90,6 +93,11 @@ fn forbidden(from: &Op, reader: &Op) -> Option<&'static str> {
 }
 
 fn placement(training: &TrainingGraph, found: &mut Vec<String>) {
+    let is_asynchronous = training.is_asynchronous();
+    let updates_in = match is_asynchronous {
+        true => Region::Microbatch,
+        false => Region::StepEnd,
+    };
     for op in training.graph.ops() {
         if let Some(layer) = op
             .layer
@@ -103,7 +111,8 @@ fn placement(training: &TrainingGraph, found: &mut Vec<String>) {
                 op.path
             ));
         }
-        if (op.region == Region::Microbatch) == (op.pass == Pass::Update) {
+        let updates_early = is_asynchronous && op.pass == Pass::Update;
+        if (op.region == Region::Microbatch) == (op.pass == Pass::Update) && !updates_early {
             found.push(format!(
                 "`{}` is of {:?} in {:?}",
                 op.path, op.pass, op.region
@@ -112,7 +121,8 @@ fn placement(training: &TrainingGraph, found: &mut Vec<String>) {
         let expected = match op.kind {
             OpKind::State { .. } => Region::StepBegin,
             OpKind::Input { .. } | OpKind::Accumulate { .. } => Region::Microbatch,
-            OpKind::AdamW { .. } | OpKind::Sgd { .. } | OpKind::GlobalNorm => Region::StepEnd,
+            OpKind::AdamW { .. } | OpKind::Sgd { .. } => updates_in,
+            OpKind::GlobalNorm => Region::StepEnd,
             _ => op.region,
         };
         if op.region != expected {
@@ -126,6 +136,10 @@ fn placement(training: &TrainingGraph, found: &mut Vec<String>) {
 
 fn states(training: &TrainingGraph, found: &mut Vec<String>) {
     let graph = &training.graph;
+    let written_in = match training.is_asynchronous() {
+        true => Region::Microbatch,
+        false => Region::StepEnd,
+    };
     let mut by_path = BTreeMap::new();
     for s in &training.states {
         if by_path.insert(s.path.as_str(), s).is_some() {
@@ -145,9 +159,10 @@ fn states(training: &TrainingGraph, found: &mut Vec<String>) {
         }
         // Without gradients nothing is updated.
         let is_kept = training.grad_norm.is_none() && s.write == s.read;
-        if !is_kept && graph.op(graph.value(s.write).producer).region != Region::StepEnd {
+        let region = graph.op(graph.value(s.write).producer).region;
+        if !is_kept && region != written_in {
             found.push(format!(
-                "state `{}` is written by `{}` before the end of the step",
+                "state `{}` is written by `{}` in {region:?}, expected {written_in:?}",
                 s.path,
                 graph.value_name(s.write)
             ));

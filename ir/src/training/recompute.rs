@@ -65,13 +65,15 @@ impl Recompute {
 }
 
 /// Whether the results of an op of a training graph may be recomputed: an op of the forward
-/// pass that is neither data, constant, accumulator nor a layer's boundary.
+/// pass that is neither data, constant, accumulator, a layer's boundary nor a microbatch's copy of a
+/// parameter, which may have another value by then.
 pub fn can_recompute(op: &Op) -> bool {
     op.pass == Pass::F
         && op.region == Region::Microbatch
         && !op.kind.is_source()
         && !matches!(op.kind, OpKind::Accumulate { .. } | OpKind::Constant { .. })
         && op.origin != Origin::Boundary
+        && !matches!(op.origin, Origin::Prepared { .. })
 }
 
 /// The ops that a named choice recomputes, as far as some gradient needs them. `fixed` has
@@ -93,6 +95,7 @@ pub fn choose(
             let from = graph.op(producer);
             from.region != Region::Microbatch
                 || from.kind.is_source()
+                || matches!(from.origin, Origin::Prepared { .. })
                 || needed[v.index()]
                 || chosen.contains(&producer)
         };

@@ -5,13 +5,13 @@
 //! collectives                  └─ reduce 9, 8 ─┘    └─ reduce 7, 6
 //! ```
 //!
-//! **Late.** A reduction may wait if all that follows from it ends in accumulators: nothing else
-//! in the template needs it. Its bucket is sent as soon as it is full, and what follows from it
+//! **Late.** A reduction may wait if all that follows from it ends in accumulators or, where
+//! microbatches update them, in states: nothing else in the template needs it. Its bucket is sent as soon as it is full, and what follows from it
 //! stands where the next bucket is full, so that kernels need not wait while it travels. At most
 //! two buckets of gradients exist at once.
 //!
-//! **Early.** A gather may go ahead if nothing in microbatches writes what it gathers:
-//! parameters. A bucket of them is gathered when the one before it is used first, so it travels
+//! **Early.** A gather may go ahead if nothing in microbatches writes what it gathers, or nothing in
+//! its template if that is a state: parameters. A bucket of them is gathered when the one before it is used first, so it travels
 //! behind its kernels. Tensors that fill a bucket alone stay where they are used: they gain
 //! nothing, and two of them at once may not fit.
 //!
@@ -20,6 +20,7 @@
 
 use super::{Buffers, Sort, append, can_merge, list_schedule, successors};
 use crate::draft::{Lifetime, RoleDraft};
+use ir::BufferId;
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::program::{InstrKind, Instruction, TemplateKind};
@@ -29,6 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Places {
     written: Vec<bool>,
     outlives: Vec<bool>,
+    persists: Vec<bool>,
 }
 
 impl Places {
@@ -55,29 +57,46 @@ impl Places {
                 }
             }
         }
-        Places { written, outlives }
+        let lasting = role.buffers.iter();
+        let persists = lasting
+            .map(|b| b.lifetime == Lifetime::Persistent)
+            .collect();
+        Places {
+            written,
+            outlives,
+            persists,
+        }
     }
 
     /// Whether an instruction may follow from a reduction that waits: it adds to an accumulator,
-    /// or changes what stays in its template.
+    /// updates a state, or changes what stays in its template.
     fn may_follow(&self, i: &Instruction) -> bool {
         let changes = match &i.kind {
             InstrKind::Compute { kind, .. } => match kind {
-                OpKind::Accumulate { .. } => return true,
+                OpKind::Accumulate { .. } | OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
+                    return true;
+                }
                 OpKind::Cast { .. } | OpKind::Unary { .. } | OpKind::Binary { .. } => true,
                 _ => false,
             },
             InstrKind::Collective { .. } | InstrKind::Slice { .. } => true,
             _ => false,
         };
-        changes && i.writes().iter().all(|b| !self.outlives[b.index()])
+        let stays = |b: &BufferId| !self.outlives[b.index()] || self.persists[b.index()];
+        changes && i.writes().iter().all(stays)
     }
 
-    fn gathers_parameter(&self, i: &Instruction) -> bool {
+    /// Whether an instruction gathers what no microbatch writes or, of states, what the template at
+    /// hand, which writes `here`, does not.
+    fn gathers_parameter(&self, i: &Instruction, here: &BTreeSet<BufferId>) -> bool {
         let InstrKind::Collective { kind, .. } = &i.kind else {
             return false;
         };
-        *kind == CollectiveKind::AllGather && i.reads().iter().all(|b| !self.written[b.index()])
+        let is_old = |b: &BufferId| match self.persists[b.index()] {
+            true => !here.contains(b),
+            false => !self.written[b.index()],
+        };
+        *kind == CollectiveKind::AllGather && i.reads().iter().all(is_old)
     }
 }
 
@@ -239,6 +258,7 @@ struct Gathers {
 
 /// The gathers of parameters, in the order in which they are needed.
 fn gathers(instructions: &[Instruction], buffers: Buffers<'_>, places: &Places) -> Vec<Gathers> {
+    let here: BTreeSet<BufferId> = instructions.iter().flat_map(|i| i.writes()).collect();
     let mut all: Vec<Gathers> = Vec::new();
     // By sort, the bucket that is open and its bytes.
     let mut open: Vec<(Sort, usize, u64)> = Vec::new();
@@ -246,7 +266,7 @@ fn gathers(instructions: &[Instruction], buffers: Buffers<'_>, places: &Places) 
         let (Some(sort), InstrKind::Collective { axes, .. }, true) = (
             buffers.sort(instruction),
             &instruction.kind,
-            places.gathers_parameter(instruction),
+            places.gathers_parameter(instruction, &here),
         ) else {
             continue;
         };

@@ -33,6 +33,7 @@ pub(crate) fn emit(r: &Resolved, uses: &Uses) -> Result<Draft, LowerError> {
     e.flush_step_begin()?;
     for of in microbatch_passes(r) {
         e.walk(Phase::from(of))?;
+        e.write_states()?;
         e.roles.iter_mut().for_each(|role| role.close_pass(of));
     }
     let flows = e.flow_exchanges();
@@ -208,10 +209,12 @@ impl<'r, 'a> Emitter<'r, 'a> {
         Ok(())
     }
 
-    /// Brings every state's next value into its buffer, after all reads of the old one.
+    /// Brings the next value of every state that the present phase writes into its buffer, after
+    /// all reads of the old one.
     fn write_states(&mut self) -> Result<(), LowerError> {
-        let r = self.r;
-        for (i, state) in r.training.states.iter().enumerate() {
+        let (r, phase) = (self.r, self.phase);
+        let states = r.training.states.iter().enumerate();
+        for (i, state) in states.filter(|(_, state)| r.writes_in(state) == phase) {
             let op = r.producer(state.read);
             for stage in r.stages_of(op) {
                 let from = self.at_hand(state.write, stage)?;

@@ -4,7 +4,7 @@ use super::{Emitter, Located, serves};
 use crate::draft::{DraftBuffer, Lifetime};
 use crate::error::LowerError;
 use ir::program::{InstrKind, Space, StateBuffer};
-use ir::{BufferId, DType, Op, OpId, OpKind, ShardingSpec, StageId};
+use ir::{BufferId, DType, Op, OpId, OpKind, Origin, Region, ShardingSpec, StageId};
 
 impl Emitter<'_, '_> {
     pub(super) fn op(&mut self, id: OpId, op: &Op, stage: StageId) -> Result<(), LowerError> {
@@ -90,10 +90,20 @@ impl Emitter<'_, '_> {
         }
     }
 
-    /// A view. Its strategy gives operand and result one spec, so only its edge does work.
+    /// A view. Its strategy gives operand and result one spec, so only its edge does work. But a
+    /// microbatch's version of a state is a copy: the state goes on while others read the version.
     fn layout(&mut self, id: OpId, op: &Op, stage: StageId) -> Result<(), LowerError> {
         let operand = self.operand(id, op, 0, stage)?;
         debug_assert_eq!(operand.spec, *self.r.made_spec(op.outputs[0]));
+        let input = operand.buffer;
+        let is_version =
+            op.region == Region::Microbatch && matches!(op.origin, Origin::Prepared { .. });
+        if is_version && self.role(stage).buffers[input.index()].lifetime == Lifetime::Persistent {
+            let output = self.result(op, op.outputs[0], stage);
+            let copy = InstrKind::Copy { input, output };
+            self.role(stage).push(copy, serves(op));
+            return Ok(());
+        }
         self.places.insert((op.outputs[0], stage), operand);
         Ok(())
     }

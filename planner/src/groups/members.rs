@@ -2,7 +2,7 @@
 //! forward op.
 
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Graph, Op, OpId, OpKind, Origin, Region, ValueId};
+use ir::{Graph, Op, OpId, OpKind, Origin, Pass, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Members of each parameter that this layer owns, in the order of the parameters: states,
@@ -34,7 +34,7 @@ pub(super) fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> Vec<V
                 }
             }
             OpKind::SumSquares => {}
-            OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
+            OpKind::Cast { .. } | OpKind::Layout if prepares(op) => {
                 if let Some(p) = parameter_source(graph, op.inputs[0], &owner)
                     .filter(|_| local_source(graph, op, &here))
                 {
@@ -63,6 +63,12 @@ pub(super) fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> Vec<V
         .collect()
 }
 
+/// Whether an op makes the copy of a parameter that others read: once a step or, where microbatches
+/// update, for each of them.
+pub(super) fn prepares(op: &Op) -> bool {
+    op.region == Region::StepBegin || matches!(op.origin, Origin::Prepared { .. })
+}
+
 fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BTreeSet<OpId>) {
     let id = graph.value(v).producer;
     let op = graph.op(id);
@@ -71,7 +77,10 @@ fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BT
             OpKind::Accumulate { .. } => {
                 set.insert(id);
             }
-            OpKind::Binary { .. } if op.region == Region::StepEnd => {
+            OpKind::Cast { .. } if op.pass == Pass::Update => {
+                set.insert(id);
+            }
+            OpKind::Binary { .. } if op.pass == Pass::Update => {
                 set.insert(id);
                 op.inputs
                     .iter()
@@ -90,7 +99,7 @@ fn parameter_source(
     let op = graph.op(graph.value(v).producer);
     match op.kind {
         OpKind::State { .. } => owner.get(&v).copied(),
-        OpKind::Cast { .. } | OpKind::Layout if op.region == Region::StepBegin => {
+        OpKind::Cast { .. } | OpKind::Layout if prepares(op) => {
             parameter_source(graph, op.inputs[0], owner)
         }
         _ => None,

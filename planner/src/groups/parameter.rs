@@ -1,6 +1,7 @@
 //! The group of a parameter: each axis shards one of its dims in compute, or is idle there and
 //! splits what lies between uses by a ZeRO variant.
 
+use super::members::prepares;
 use super::{Choice, Group, Maker, Part, Setting, orders, product};
 use crate::pins::{AxisRole, ZeroLevels, ZeroVariant, zero_variants};
 use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
@@ -122,7 +123,7 @@ fn expert_dim(graph: &Graph, ops: &[OpId]) -> Option<usize> {
     let made: BTreeSet<ValueId> = ops
         .iter()
         .map(|&id| graph.op(id))
-        .filter(|op| op.region == Region::StepBegin)
+        .filter(|op| prepares(op))
         .flat_map(|op| op.outputs.iter().copied())
         .collect();
     let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
@@ -240,6 +241,8 @@ impl ParamLayout {
                 Some(StateRole::Parameter) => &self.rest,
                 _ => &self.optimizer,
             },
+            // An update in a microbatch accumulates nothing, so nothing stays partial; casts round.
+            _ if op.region == Region::Microbatch && op.pass == Pass::Update => &self.optimizer,
             OpKind::Cast { .. } => &self.rest,
             OpKind::Layout => &self.prepared,
             OpKind::Accumulate { .. } => &self.gradient,
@@ -269,6 +272,8 @@ impl ParamLayout {
         for (&id, part) in ops.iter().zip(&choice.ops) {
             let counted = match graph.op(id).kind {
                 OpKind::State { .. } | OpKind::Accumulate { .. } => true,
+                // Versions of microbatches are saved, as activations are.
+                _ if graph.op(id).region == Region::Microbatch => false,
                 // A Layout with the spec of its operand is a view of it.
                 OpKind::Layout => self.prepared != self.rest,
                 OpKind::Cast { .. } => true,

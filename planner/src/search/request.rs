@@ -6,7 +6,7 @@ use crate::layers::Layers;
 use crate::pins::Pins;
 use crate::stage::Sequences;
 use ir::training::{Recompute, TrainingGraph, can_recompute, choose};
-use ir::{Dim, Graph, OpId, Pass, Region, ValueId, counted};
+use ir::{Dim, Graph, OpId, Pass, Region, TrainSpec, ValueId, counted};
 use std::collections::BTreeSet;
 
 /// No dim of a tensor is longer.
@@ -28,6 +28,33 @@ pub(super) fn in_zigzag_order(forward: &Graph, pins: &Pins) -> Result<Option<Gra
                 ))
             }),
     }
+}
+
+/// What is trained with the updates that the pinned schedule makes. An asynchronous one makes one
+/// for every microbatch, whose size is then a matter of learning and not of speed: it is not
+/// searched.
+pub(super) fn with_updates(train: &TrainSpec, pins: &Pins) -> Result<TrainSpec, PlanError> {
+    let schedule = pins.schedule_kind().schedule();
+    let minibatch = match (schedule.is_asynchronous(), pins.microbatch) {
+        (false, _) => None,
+        (true, Some(n)) => Some(n),
+        (true, None) => {
+            return Err(PlanError::Pins(format!(
+                "pinned schedule={} updates weights after every microbatch, so the size of one changes what is learned and is not searched; pin it too, microbatch=N",
+                schedule.name()
+            )));
+        }
+    };
+    if minibatch.is_some() && pins.offload.is_some() {
+        return Err(PlanError::Pins(format!(
+            "pinned schedule={} keeps versions of the weights in the devices' memory, and no tensors elsewhere; leave out the pin offload",
+            schedule.name()
+        )));
+    }
+    Ok(TrainSpec {
+        minibatch,
+        ..train.clone()
+    })
 }
 
 /// The problem of the first tensor that nobody could hold, if there is one.

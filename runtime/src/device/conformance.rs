@@ -88,6 +88,7 @@ fn context() -> Context {
     Context {
         seed: 1,
         step: 0,
+        updates: 0,
         lr: 0.1,
         first_sample: 0,
         training: true,

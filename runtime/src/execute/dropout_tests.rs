@@ -17,6 +17,7 @@ fn mask(local: &Local, order: SequenceOrder, first_sample: u64) -> Vec<f32> {
     let cx = Context {
         seed: 5,
         step: 2,
+        updates: 2,
         lr: 0.0,
         first_sample,
         training: true,

@@ -25,6 +25,9 @@ pub struct Context {
     pub seed: u64,
     /// Training step, from 0.
     pub step: u64,
+    /// Updates of the parameters that were made before this one, by which AdamW corrects its bias:
+    /// those of earlier steps and, where every microbatch makes one, of earlier microbatches.
+    pub updates: u64,
     /// Learning rate of the step.
     pub lr: f64,
     /// Index in the global batch of the microbatch's first sample.

@@ -335,6 +335,15 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(())
     }
 
+    /// Updates of the parameters before those of a slot: where microbatches play them, there are as
+    /// many in every step.
+    fn updates_before(&self, step: u64, microbatch: Option<u32>) -> u64 {
+        microbatch.map_or(step, |m| {
+            let per_step = u64::from(self.program.n_microbatches);
+            step.saturating_mul(per_step).saturating_add(m.into())
+        })
+    }
+
     fn note_scratch(&mut self, bytes: u64) {
         self.peak_scratch = self.peak_scratch.max(bytes);
     }
@@ -353,6 +362,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             local: &self.locals[b.index()],
             at: at(b),
         };
+        let updates = self.updates_before(play.step, m);
         let device = &mut self.device;
         let work = match &instruction.kind {
             InstrKind::Compute {
@@ -364,6 +374,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 let context = Context {
                     seed: self.options.seed,
                     step: play.step,
+                    updates,
                     lr: play.lr,
                     first_sample: u64::from(m.unwrap_or(0)) * self.program.microbatch,
                     training: play.training,

@@ -13,7 +13,7 @@ use crate::error::RuntimeError;
 use crate::fabric::threads::World;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
-use ir::{BufferId, Rank, Task, TrainSpec};
+use ir::{BufferId, Rank, TrainSpec};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,7 +50,8 @@ impl Default for SessionOptions {
 pub struct StepResult {
     /// Mean loss over the tokens of the batch, before the update.
     pub loss: f64,
-    /// Norm of the gradient before clipping, loss scale taken out; no number in inference.
+    /// Norm of the gradient before clipping, loss scale taken out; no number in inference, and where
+    /// stages update by themselves.
     pub grad_norm: f64,
     /// The loss scale of the step, with f16.
     pub loss_scale: Option<f64>,
@@ -63,16 +64,15 @@ pub struct StepResult {
 }
 
 impl StepResult {
-    /// An error where a run cannot go on: a figure that `task` computes is no number. Not so in a
+    /// An error where a run cannot go on: a figure that the step computes is no number. Not so in a
     /// step that updated nothing, if a smaller loss scale may keep the next ones from overflowing.
-    pub(crate) fn check(&self, step: u64, task: Task) -> Result<(), RuntimeError> {
+    pub(crate) fn check(&self, step: u64, spec: &TrainSpec) -> Result<(), RuntimeError> {
         let may_fall = self.loss_scale.is_some_and(|s| s > LOWEST_LOSS_SCALE);
         if may_fall && !self.grad_norm.is_finite() {
             return Ok(());
         }
-        let norm = task
-            .is_training()
-            .then_some(("gradient norm", self.grad_norm));
+        let has_norm = spec.task.is_training() && spec.minibatch.is_none();
+        let norm = has_norm.then_some(("gradient norm", self.grad_norm));
         let mut figures = std::iter::once(("loss", self.loss)).chain(norm);
         match figures.find(|(_, value)| !value.is_finite()) {
             None => Ok(()),

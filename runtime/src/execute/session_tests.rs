@@ -72,6 +72,7 @@ impl Case {
         let dropout = if options.dropout { 0.25 } else { 0.0 };
         let spec = TrainSpec {
             task: Task::Training,
+            minibatch: None,
             global_batch,
             sequence,
             precision,
@@ -408,7 +409,7 @@ fn a_skipped_step_is_no_update() {
         session.import_states(&scaled(1e12)).unwrap();
         let skipped = session.step(batch, 0.01, false).unwrap();
         assert!(skipped.loss.is_finite() && !skipped.grad_norm.is_finite());
-        skipped.check(0, Task::Training).unwrap();
+        skipped.check(0, &TrainSpec::default()).unwrap();
         assert_eq!(session.export_states().unwrap(), scaled(0.5e12));
         assert!(reference.set_state(LOSS_SCALE, vec![1e12]));
         reference.step(batch, 0.01).unwrap();
@@ -446,10 +447,13 @@ fn a_loss_scale_that_cannot_fall_ends_the_run() {
     for (step, scale) in [3.0, 1.5].into_iter().enumerate() {
         let skipped = session.step(&case.batches[0], 0.01, false).unwrap();
         assert_eq!(skipped.loss_scale, Some(scale));
-        skipped.check(step as u64, Task::Training).unwrap();
+        skipped.check(step as u64, &TrainSpec::default()).unwrap();
     }
     let last = session.step(&case.batches[0], 0.01, false).unwrap();
-    let said = last.check(2, Task::Training).unwrap_err().to_string();
+    let said = last
+        .check(2, &TrainSpec::default())
+        .unwrap_err()
+        .to_string();
     assert!(said.starts_with("the loss of step 2 is "), "{said}");
     assert!(
         said.ends_with(" at a loss scale of 1: training diverged"),
@@ -472,10 +476,25 @@ fn only_skipped_steps_may_overflow() {
             timings: vec![],
             peak_bytes: vec![],
         };
-        step.check(7, Task::Training)
+        step.check(7, &TrainSpec::default())
             .map_or_else(|e| e.to_string(), |()| "goes on".into())
     };
     let (nan, inf) = (f64::NAN, f64::INFINITY);
+    // Where stages update by themselves nobody knows a norm.
+    let asynchronous = TrainSpec {
+        minibatch: Some(1),
+        ..TrainSpec::default()
+    };
+    let step = |loss| StepResult {
+        loss,
+        grad_norm: nan,
+        loss_scale: None,
+        seconds: 1.0,
+        timings: vec![],
+        peak_bytes: vec![],
+    };
+    assert!(step(1.0).check(7, &asynchronous).is_ok());
+    assert!(step(nan).check(7, &asynchronous).is_err());
     for scale in [None, Some(1.0), Some(2.0)] {
         assert_eq!(check(1.0, 2.0, scale), "goes on");
     }

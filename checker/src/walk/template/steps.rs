@@ -3,7 +3,7 @@
 use super::Run;
 use crate::walk::held::Held;
 use ir::collective::CollectiveKind;
-use ir::program::CollectiveItem;
+use ir::program::{CollectiveItem, TemplateKind};
 use ir::reshard::LayoutStep;
 use ir::{AxisId, BufferId, ShardingSpec, ValueId};
 
@@ -120,6 +120,10 @@ impl Run<'_, '_> {
         } else {
             (to.spec == *spec).then_some(0)
         };
+        let root = match self.makes_version(output) {
+            true => self.site.facts.moved_forward(root),
+            false => root,
+        };
         match variant {
             Some(variant) => Held::Value { root, variant },
             None => {
@@ -131,6 +135,14 @@ impl Run<'_, '_> {
                 )
             }
         }
+    }
+
+    /// Says whether a state that is moved to a buffer becomes the version of the microbatch at hand.
+    /// A backward pass moves states for their updates alone.
+    fn makes_version(&self, output: BufferId) -> bool {
+        let kind = self.site.role.template(self.site.template).kind;
+        let is_own = self.site.role.states.iter().any(|s| s.buffer == output);
+        kind == TemplateKind::Forward && !is_own
     }
 
     pub(super) fn copied(&mut self, input: BufferId, output: BufferId) -> Held {

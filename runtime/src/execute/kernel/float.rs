@@ -248,7 +248,7 @@ impl Call<'_> {
             ) => {
                 let done = match self.inputs.get(5) {
                     Some(_) => scalar(5)? as u64,
-                    None => self.cx.step,
+                    None => self.cx.updates,
                 };
                 let step = optimizer::AdamWStep {
                     lr: self.cx.lr,
