@@ -404,7 +404,7 @@ fn asynchronous(plan: &Plan) -> String {
         age => format!("weights up to {age} updates old"),
     };
     format!(
-        "Asynchronous: every microbatch makes an update, {} a step, from {age}, which trains otherwise than all other schedules. Stage 0 keeps {} of its weights, the last stage {least}\n",
+        "Asynchronous: every microbatch makes an update, {} a step, from {age}, which trains otherwise than all other schedules. Stage 0 keeps {} of its weights, the last stage {least}; they count as activations\n",
         plan.train.updates_per_step(),
         counted(most, "version"),
     )
