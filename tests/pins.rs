@@ -39,7 +39,10 @@ impl Case {
         // From what all of the model fits in to where it is split.
         let bytes = cluster.device.memory_bytes.0 >> (2 * rng.below(3));
         cluster.device.memory_bytes.0 = bytes;
-        let has_bf16 = cluster.device.peak_flops_per_s.contains_key(&ir::DType::Bf16);
+        let has_bf16 = cluster
+            .device
+            .peak_flops_per_s
+            .contains_key(&ir::DType::Bf16);
         Case {
             forward: gpt2(layers, width, sequence, 8192),
             train: TrainSpec {
@@ -98,9 +101,12 @@ fn more_pins_never_give_a_better_plan() {
         let plans: Vec<(&[String], Planned)> = plans.collect();
         for (i, (fewer, free)) in plans.iter().enumerate() {
             for (more, pinned) in &plans[i + 1..] {
-                let (free_s, pinned_s) = (free.simulation.step_time.0, pinned.simulation.step_time.0);
+                let (free_s, pinned_s) =
+                    (free.simulation.step_time.0, pinned.simulation.step_time.0);
                 let what = format!("seed {seed}: {fewer:?} {free_s} s, {more:?} {pinned_s} s");
-                if free_s > pinned_s * 1.0001 { eprintln!("{:.4} {what} {}", free_s / pinned_s, case.cluster.name); }
+                if free_s > pinned_s * 1.0001 {
+                    eprintln!("{:.4} {what} {}", free_s / pinned_s, case.cluster.name);
+                }
                 worst = worst.max(free_s / pinned_s);
                 compared += 1;
             }

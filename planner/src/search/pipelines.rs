@@ -27,6 +27,12 @@ pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 /// What costs so many times as much as the best by the objective is not simulated: the two differ
 /// by less.
 pub(super) const NEAR: f64 = 1.06;
+/// Layers times devices up to which the best pipeline of each number of stages is simulated if it
+/// costs so many times as much as the best of all or less, and how many are: simulating such
+/// programs takes milliseconds.
+const SMALL: usize = 512;
+const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
+const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 2;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -149,10 +155,13 @@ impl Search<'_> {
         for found in [&mut plain, &mut interleaved] {
             found.sort_by(|a, b| cost(a).total_cmp(&cost(b)).then(a.batch.cmp(&b.batch)));
         }
-        plain.truncate(match self.cluster.pool.is_some() {
-            true => SIMULATED_SHARED,
-            false => SIMULATED,
-        });
+        plain.truncate(
+            match (self.cluster.pool.is_some(), self.tries_all_counts()) {
+                (true, _) => SIMULATED_SHARED,
+                (false, true) => SIMULATED_IN_A_SMALL_ONE,
+                (false, false) => SIMULATED,
+            },
+        );
         let to_beat = plain.first().map_or(f64::INFINITY, cost);
         interleaved.retain(|p| cost(p) < to_beat * NEAR);
         interleaved.truncate(SIMULATED_INTERLEAVED);
@@ -182,6 +191,14 @@ impl Search<'_> {
             },
             interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least * NEAR),
         }
+    }
+
+    /// Whether the best pipeline of each number of stages is simulated, not only the best of all.
+    fn tries_all_counts(&self) -> bool {
+        let is_small = self.layers().kind.len() * self.cluster.n_devices() as usize <= SMALL;
+        let is_free =
+            self.pins.pipeline.is_none() && self.pins.schedule_kind().virtual_stages() == 1;
+        is_free && self.mixes_submeshes() && (self.cluster.pool.is_some() || is_small)
     }
 
     /// The best pipeline of a microbatch size; where submeshes are equal, only if it costs at
@@ -232,15 +249,16 @@ impl Search<'_> {
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         // The additive objective does not know that devices share processors, so it ranks
-        // numbers of stages badly there: let the simulator see the best of each.
-        if self.cluster.pool.is_some() && self.pins.pipeline.is_none() && self.mixes_submeshes() {
+        // numbers of stages badly there, and where steps are short it does not know what of them
+        // is hidden: let the simulator see the best of each.
+        if self.tries_all_counts() {
             let all: Vec<usize> = (0..self.submeshes.len()).collect();
             let most = self
                 .layers()
                 .kind
                 .len()
                 .min(self.cluster.n_devices() as usize);
-            for p in 1..=most {
+            for p in (1..=most).filter(|p| self.cluster.pool.is_some() || p.is_power_of_two()) {
                 let one = self.solve_over(
                     &all,
                     &usable,
@@ -251,7 +269,15 @@ impl Search<'_> {
                     Some(p),
                     f64::INFINITY,
                 );
-                if let Some(choice) = one.found.ok().filter(|c| !solved.found.contains(c)) {
+                let is_new = |c: &PipelineChoice| {
+                    let best = solved
+                        .found
+                        .first()
+                        .map_or(f64::INFINITY, |c| c.cost.total_s);
+                    let is_near = c.cost.total_s < best * NEAR_IN_A_SMALL_ONE;
+                    (self.cluster.pool.is_some() || is_near) && !solved.found.contains(c)
+                };
+                if let Some(choice) = one.found.ok().filter(is_new) {
                     solved.found.push(choice);
                 }
             }
