@@ -121,8 +121,9 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::GroupNorm { .. } => 48,
         OpKind::GroupNormGradInput => 49,
         OpKind::GroupNormGradWeight => 50,
+        OpKind::ScaleRows => 51,
     };
-    (i, 51)
+    (i, 52)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -179,6 +180,8 @@ fn table() -> Vec<Row> {
         row(unary(Unary::Exp), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
         row(unary(Unary::Tanh), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
         row(unary(Unary::Square), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
+        row(unary(Unary::Sigmoid), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
+        row(OpKind::ScaleRows, "f32[B,3,4] f32[B,3]", "f32[B,3,4]", (3, 2), Vector, Of(&[0, 1])),
         row(binary(Binary::Add), "f32[B,3] f32[3]", "f32[B,3]", (2, 1), Vector, Of(&[0, 1])),
         row(binary(Binary::Sub), "f32[B,3] f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0, 1])),
         row(binary(Binary::Mul), "f32[B,3] f32[3]", "f32[B,3]", (2, 2), Vector, Of(&[0, 1])),

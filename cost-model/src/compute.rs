@@ -120,6 +120,7 @@ pub fn is_elementwise(kind: &OpKind) -> bool {
         kind,
         OpKind::Unary { .. }
             | OpKind::Binary { .. }
+            | OpKind::ScaleRows
             | OpKind::Dropout { .. }
             | OpKind::Rotary { .. }
             | OpKind::Cast { .. }

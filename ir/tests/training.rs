@@ -579,6 +579,10 @@ fn gradients_of_elementwise_functions() {
             vec!["x_square unary", "x_mul binary", "x binary"],
         ),
         (Unary::Square, vec!["x_twice unary", "x binary"]),
+        (
+            Unary::Sigmoid,
+            vec!["x_mul binary", "x_square binary", "x binary"],
+        ),
     ] {
         let got = gradient_of(|g, x| g.op("t", OpKind::Unary { f }, &[x]));
         let expected: Vec<String> = expected

@@ -39,6 +39,15 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             })?;
             one(x[0].clone())
         }
+        OpKind::ScaleRows => {
+            cx.float(0)?;
+            let (a, b) = (&x[0].shape.0, &x[1].shape.0);
+            let rows = !a.is_empty() && a[..a.len() - 1] == b[..];
+            cx.ensure(x[0].dtype == x[1].dtype && rows, || {
+                format!("{} does not have a number for each row of {}", x[1], x[0])
+            })?;
+            one(x[0].clone())
+        }
         OpKind::Dropout { p, order, .. } => {
             cx.float(0)?;
             cx.ensure((0.0..1.0).contains(p), || {
@@ -82,6 +91,11 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
                 b.linear(&[&[0]]);
             }
         }
+        OpKind::ScaleRows => {
+            let f = b.free(&dims(&x[0]));
+            let rows = &f[..f.len() - 1];
+            b.operand(&f).operand(rows).result(&f).linear(&[&[0], &[1]]);
+        }
         OpKind::Binary { f: fun } => {
             let f = b.free(&dims(&x[0]));
             let tail = &f[f.len() - x[1].shape.rank()..];
@@ -115,6 +129,7 @@ fn work(op: &Lengths<'_>) -> Work {
             }
             w
         }
+        OpKind::ScaleRows => op.vector(1.0, &x[0]),
         OpKind::Dropout { .. } => op.vector(6.0, &x[0]),
         _ => Work::default(),
     }
@@ -133,6 +148,13 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
         }
         OpKind::Unary { f } => unary_gradient(arm, *f, dy)?,
         OpKind::Binary { f } => binary_gradient(arm, *f, i, dy)?,
+        OpKind::ScaleRows if i == 0 => arm.emit("rows", OpKind::ScaleRows, &[dy, arm.x(1)])?,
+        // `dg = sum(dy * x)` over a row.
+        OpKind::ScaleRows => {
+            let product = arm.emit("scales_mul", binary(Binary::Mul), &[dy, arm.x(0)])?;
+            let last = arm.shape(arm.x(0)).rank() - 1;
+            arm.emit("scales", sum(vec![last]), &[product])?
+        }
         // Linear with a fixed mask: the same op with the same key.
         OpKind::Dropout { .. } => arm.emit("x", arm.op.kind.clone(), &[dy])?,
         _ => return not_forward(arm),
@@ -155,6 +177,12 @@ fn unary_gradient(arm: &mut Arm<'_>, f: Unary, dy: ValueId) -> Result<ValueId, G
             let square = arm.emit("x_square", OpKind::Unary { f: Unary::Square }, &[y])?;
             let product = arm.emit("x_mul", binary(Binary::Mul), &[dy, square])?;
             arm.emit("x", binary(Binary::Sub), &[dy, product])
+        }
+        // sigmoid' = y - y^2, so dx = dy * y - (dy * y) * y.
+        Unary::Sigmoid => {
+            let product = arm.emit("x_mul", binary(Binary::Mul), &[dy, y])?;
+            let square = arm.emit("x_square", binary(Binary::Mul), &[product, y])?;
+            arm.emit("x", binary(Binary::Sub), &[product, square])
         }
         Unary::Square => {
             let twice = arm.emit(

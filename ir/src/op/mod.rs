@@ -133,6 +133,8 @@ pub enum Unary {
     Tanh,
     /// `x * x`.
     Square,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
 }
 
 /// Elementwise functions of two operands; the second may have lower rank and then broadcasts
@@ -198,6 +200,9 @@ pub enum OpKind {
         /// The function.
         f: Binary,
     },
+    /// Rows times a number each: `(x[.., H], scales[..]) -> x * scales`, where `scales` has the dims
+    /// of `x` but the last (the gate of Qwen2-MoE's shared expert).
+    ScaleRows,
     /// Copies over new leading dims: `(x[..]) -> [leading.., x..]`.
     Broadcast {
         /// The leading dims (may contain the batch).
@@ -522,6 +527,7 @@ impl OpKind {
             OpKind::Cast { .. } => "cast",
             OpKind::Unary { .. } => "unary",
             OpKind::Binary { .. } => "binary",
+            OpKind::ScaleRows => "scale_rows",
             OpKind::Broadcast { .. } => "broadcast",
             OpKind::Reduce { .. } => "reduce",
             OpKind::Reshape { .. } => "reshape",
@@ -583,6 +589,7 @@ impl OpKind {
                 Unary::Exp => "exp",
                 Unary::Tanh => "tanh",
                 Unary::Square => "square",
+                Unary::Sigmoid => "sigmoid",
             },
             OpKind::Binary { f } => match f {
                 Binary::Add => "add",
@@ -607,6 +614,7 @@ impl OpKind {
             | OpKind::Cast { .. }
             | OpKind::Unary { .. }
             | OpKind::Binary { .. }
+            | OpKind::ScaleRows
             | OpKind::Dropout { .. }
             | OpKind::Accumulate { .. } => &elementwise::FAMILY,
             OpKind::Broadcast { .. }
@@ -673,6 +681,7 @@ impl OpKind {
             OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. } => 0..=0,
             OpKind::Stack { .. } | OpKind::GlobalNorm => 1..=usize::MAX,
             OpKind::Binary { .. }
+            | OpKind::ScaleRows
             | OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }
             | OpKind::Conv2dGradInput { .. }
@@ -796,6 +805,7 @@ impl OpKind {
             OpKind::Cast { .. }
                 | OpKind::Unary { .. }
                 | OpKind::Binary { .. }
+                | OpKind::ScaleRows
                 | OpKind::LayerNorm { .. }
                 | OpKind::RmsNorm { .. }
                 | OpKind::GroupNorm { .. }

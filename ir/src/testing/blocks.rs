@@ -174,7 +174,24 @@ impl Builder {
             true => self.op(OpKind::Combine, &[y, slots]),
             false => self.op(OpKind::Combine, &[y, slots, gates]),
         };
+        let y = match before {
+            true => self.shared_expert(n, y),
+            false => y,
+        };
         self.residual(x, y)
+    }
+
+    /// Adds an expert that every token goes to, times a gate of its own.
+    fn shared_expert(&mut self, n: ValueId, routed: ValueId) -> ValueId {
+        let (w1, w2) = (self.param(&[self.hidden, 3]), self.param(&[3, self.hidden]));
+        let y = self.einsum("bsh,hf->bsf", n, w1);
+        let y = self.unary(Unary::Silu, y);
+        let y = self.einsum("bsf,fh->bsh", y, w2);
+        let gate = self.param(&[self.hidden]);
+        let gate = self.einsum("bsh,h->bs", n, gate);
+        let gate = self.unary(Unary::Sigmoid, gate);
+        let y = self.op(OpKind::ScaleRows, &[y, gate]);
+        self.binary(Binary::Add, routed, y)
     }
 
     fn attention(&mut self, x: ValueId) -> ValueId {

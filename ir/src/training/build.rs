@@ -709,6 +709,7 @@ fn wants_one_dtype(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::Binary { .. }
+            | OpKind::ScaleRows
             | OpKind::Stack { .. }
             | OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }

@@ -27,6 +27,8 @@ pub enum Unary {
     Tanh,
     /// `x * x`.
     Square,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
 }
 
 /// Functions of two operands. Those named `..Grad` take `(x, dy)` and give `dy * f'(x)`.
@@ -67,6 +69,7 @@ pub fn unary(f: Unary, x: &[f32], out: &mut [f32]) {
         Unary::Exp => map_f64(x, out, exp),
         Unary::Tanh => map_f64(x, out, tanh),
         Unary::Square => map(x, out, |x| x * x),
+        Unary::Sigmoid => map_f64(x, out, |x| logistic(x).0),
     }
 }
 
@@ -94,6 +97,23 @@ pub fn binary(f: Binary, a: &[f32], b: &[f32], out: &mut [f32]) {
             dy * (s + x * s * rest)
         }),
         Binary::ReluGrad => zip(a, b, out, |x, dy| if x <= 0.0 { 0.0 } else { dy }),
+    }
+}
+
+/// `out[r, i] = x[r, i] * scales[r]`, for as many rows as there are scales.
+///
+/// # Panics
+/// If `out` is not as long as `x`, or `x` not a multiple of `scales`.
+pub fn scale_rows(x: &[f32], scales: &[f32], out: &mut [f32]) {
+    assert_eq!(x.len(), out.len(), "operand and result have one length");
+    if x.is_empty() {
+        return;
+    }
+    let width = x.len() / scales.len();
+    assert_eq!(width * scales.len(), x.len(), "rows have one length");
+    let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
+    for ((x, out), &by) in rows.zip(scales) {
+        map(x, out, |x| x * by);
     }
 }
 
@@ -259,7 +279,21 @@ mod tests {
         assert_close(&apply(Unary::Exp, &x), &naive(f64::exp), 6e-8, "exp");
         assert_close(&apply(Unary::Tanh, &x), &naive(f64::tanh), 6e-8, "tanh");
         assert_close(&apply(Unary::Square, &x), &naive(|x| x * x), 6e-8, "square");
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        assert_close(&apply(Unary::Sigmoid, &x), &naive(sigmoid), 6e-8, "sigmoid");
         assert!(apply(Unary::Exp, &[]).is_empty());
+    }
+
+    #[test]
+    fn rows_are_scaled() {
+        let (x, scales) = (random(5, 42), random(6, 6));
+        let naive: Vec<f64> = (0..42)
+            .map(|i| f64::from(x[i]) * f64::from(scales[i / 7]))
+            .collect();
+        let mut out = vec![f32::NAN; 42];
+        scale_rows(&x, &scales, &mut out);
+        assert_close(&out, &naive, 6e-8, "rows");
+        scale_rows(&[], &[], &mut []);
     }
 
     #[test]
@@ -289,6 +323,7 @@ mod tests {
             Unary::Exp,
             Unary::Tanh,
             Unary::Square,
+            Unary::Sigmoid,
         ];
         for f in every {
             assert!(apply(f, &[f32::NAN])[0].is_nan(), "{f:?} of NaN");

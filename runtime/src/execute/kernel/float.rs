@@ -48,6 +48,7 @@ impl Call<'_> {
             OpKind::Binary { f } => {
                 elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0])
             }
+            OpKind::ScaleRows => elementwise::scale_rows(&self.x(0), &self.x(1), outs[0]),
             OpKind::Reduce { kind, dims } => self.reduce(*kind, dims, outs[0])?,
             OpKind::DotGeneral { einsum } => {
                 let (lhs, rhs) = (self.x(0), self.x(1));
@@ -377,6 +378,7 @@ fn unary(f: Unary) -> elementwise::Unary {
         Unary::Exp => elementwise::Unary::Exp,
         Unary::Tanh => elementwise::Unary::Tanh,
         Unary::Square => elementwise::Unary::Square,
+        Unary::Sigmoid => elementwise::Unary::Sigmoid,
     }
 }
 
