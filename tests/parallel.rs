@@ -668,7 +668,7 @@ fn the_plan_that_the_search_chooses() {
 /// few.
 #[test]
 fn experts_are_split_over_ranks() {
-    for name in ["mixtral", "qwen3_moe"] {
+    for name in ["mixtral", "qwen3_moe", "qwen2_moe"] {
         let mut case = Case::load(name);
         for pins in [
             "data=2 expert=2 tensor=1 pipeline=1 zero=0",

@@ -114,3 +114,19 @@ fn mixtral_with_experts_in_all_layers() {
 fn qwen3_with_experts_in_some_layers() {
     check(CASES[6]);
 }
+#[test]
+fn mistral_within_its_window() {
+    check(CASES[7]);
+}
+#[test]
+fn qwen2_with_biases_of_queries_keys_and_values() {
+    check(CASES[8]);
+}
+#[test]
+fn qwen3_with_norms_of_queries_and_keys() {
+    check(CASES[9]);
+}
+#[test]
+fn qwen2_with_a_shared_expert() {
+    check(CASES[10]);
+}

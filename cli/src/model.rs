@@ -17,7 +17,7 @@ pub enum Model {
 }
 
 /// The accepted values of MODEL.
-pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mixtral or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
 /// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
@@ -108,7 +108,7 @@ fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
             _ => None,
         };
         let help = match &e {
-            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2, llama, mixtral, qwen3_moe or wide_resnet; examples are in models/",
+            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe or wide_resnet; examples are in models/",
             ImportError::UnknownField { .. } => "remove the field if it does not change the mathematics of training",
             _ => "examples are in models/",
         };

@@ -1,12 +1,13 @@
 //! Compares a plan's model with that of a `config.json`, and names the fields that differ there.
 
+use crate::config::MODEL_TYPES;
 use crate::{BuildOptions, ImportError, ModelConfig, model_graph};
 use ir::Graph;
 use ir::likeness::{Difference, difference};
 
 /// The fields of `config.json` that decide attributes of a graph: the end of an op's path, the
 /// attribute, the field of GPT-2, the field of Llama and its relatives.
-const FIELDS: [(&str, &str, &str, &str); 16] = [
+const FIELDS: [(&str, &str, &str, &str); 17] = [
     ("", "eps", "layer_norm_epsilon", "rms_norm_eps"),
     ("", "theta", "", "rope_theta"),
     ("", "scaling", "", "rope_scaling"),
@@ -48,6 +49,12 @@ const FIELDS: [(&str, &str, &str, &str); 16] = [
         "",
         "intermediate_size, moe_intermediate_size",
     ),
+    (
+        ".moe.shared.gate.weight",
+        "shape",
+        "",
+        "shared_expert_intermediate_size",
+    ),
 ];
 
 impl ModelConfig {
@@ -58,7 +65,7 @@ impl ModelConfig {
         graph: &Graph,
         sequence: u64,
     ) -> Result<Option<Difference>, ImportError> {
-        if self.model_type() != graph.name && FAMILIES.contains(&graph.name.as_str()) {
+        if self.model_type() != graph.name && MODEL_TYPES.contains(&graph.name.as_str()) {
             return Ok(Some(Difference {
                 op: "model".into(),
                 attribute: "model_type".into(),
@@ -73,9 +80,6 @@ impl ModelConfig {
         Ok(difference(&model_graph(self, &options)?, graph))
     }
 }
-
-/// The values of [`ModelConfig::model_type`].
-const FAMILIES: [&str; 5] = ["gpt2", "llama", "mixtral", "qwen3_moe", "wide_resnet"];
 
 /// Returns the field of a `config.json` that makes a difference, or the several that may; `None`
 /// where the model is not of a configuration. `model_type` is the graph's name.
@@ -93,7 +97,7 @@ pub fn config_field(model_type: &str, d: &Difference) -> Option<&'static str> {
         "gpt2" => gpt2,
         "wide_resnet" if is_layer => "depths",
         "wide_resnet" => "",
-        _ if FAMILIES.contains(&model_type) => llama,
+        _ if MODEL_TYPES.contains(&model_type) => llama,
         _ => "",
     };
     (!field.is_empty()).then_some(field)

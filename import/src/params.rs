@@ -196,28 +196,28 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             at("attn.q", "self_attn.q_proj"),
             &[h],
             query,
-            c.attention_bias,
+            c.qkv_bias,
             normal,
         );
         t.linear(
             at("attn.k", "self_attn.k_proj"),
             &[h],
             &[kv, d],
-            c.attention_bias,
+            c.qkv_bias,
             normal,
         );
         t.linear(
             at("attn.v", "self_attn.v_proj"),
             &[h],
             &[kv, d],
-            c.attention_bias,
+            c.qkv_bias,
             normal,
         );
         t.linear(
             at("attn.out", "self_attn.o_proj"),
             query,
             &[h],
-            c.attention_bias,
+            c.out_bias,
             normal,
         );
         if c.qk_norm {
@@ -263,7 +263,7 @@ fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
     let (h, inner, normal) = (c.hidden, e.intermediate, Init::Normal { std: c.init_std });
     let (block, [gate, up, down]) = match c.family {
         Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
-        Family::Llama | Family::Qwen3Moe => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
     };
     let router = (
         format!("h.{i}.moe.router"),
@@ -286,6 +286,22 @@ fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
             (last.transposed, last.pieces) = (true, Some(e.count));
         }
     }
+    let Some(inner) = e.shared else { return };
+    let (ours, theirs) = (
+        format!("h.{i}.moe.shared"),
+        format!("layers.{i}.{block}.shared_expert"),
+    );
+    for (name, file, n_in, n_out) in [
+        ("gate", gate, h, inner),
+        ("up", up, h, inner),
+        ("down", down, inner, h),
+    ] {
+        let names = (format!("{ours}.{name}"), format!("{theirs}.{file}"));
+        t.linear(names, &[n_in], &[n_out], false, normal);
+    }
+    // One number for a token: a matrix of one row in files.
+    let names = (format!("{ours}.router"), format!("{theirs}_gate"));
+    t.linear(names, &[h], &[], false, normal);
 }
 
 fn wide_resnet(c: &WideResnetConfig) -> Vec<Param> {

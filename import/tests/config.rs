@@ -131,6 +131,67 @@ fn experts_are_read() {
     assert!(dense.unwrap_err().to_string().contains("no experts"));
 }
 
+fn relative(model_type: &str) -> Value {
+    let mut relative = llama();
+    relative["model_type"] = json!(model_type);
+    relative["num_key_value_heads"] = json!(2);
+    relative["head_dim"] = json!(8);
+    relative
+}
+
+fn qwen2_moe() -> Value {
+    let mut model = qwen3_moe();
+    model["model_type"] = json!("qwen2_moe");
+    model["shared_expert_intermediate_size"] = json!(40);
+    model
+}
+
+/// Queries 4 x 8, keys and values 2 x 8 wide.
+#[test]
+fn relatives_of_llama_differ_in_biases_and_norms() {
+    let n = |base, changes| parse(base, changes).unwrap().n_parameters();
+    let layers = llama()["num_hidden_layers"].as_u64().unwrap();
+    let plain = n(relative("llama"), json!({}));
+    assert_eq!(n(relative("mistral"), json!({})), plain);
+    let biases = 4 * 8 + 2 * 2 * 8;
+    assert_eq!(n(relative("qwen2"), json!({})), plain + layers * biases);
+    assert_eq!(n(relative("qwen3"), json!({})), plain + layers * 2 * 8);
+    let qwen3 = n(relative("qwen3"), json!({"attention_bias": true}));
+    assert_eq!(qwen3, plain + layers * (2 * 8 + biases + 32));
+    // The shared expert: three matrices, and a number for each input of its gate.
+    let shared = n(qwen2_moe(), json!({})) - n(qwen3_moe(), json!({}));
+    assert_eq!(shared + 4 * 2 * 8, 4 * (biases + 3 * 32 * 40 + 32));
+    let without = n(qwen2_moe(), json!({"qkv_bias": false}));
+    assert_eq!(n(qwen2_moe(), json!({})) - without, 4 * biases);
+    same(
+        relative("qwen2"),
+        json!({"use_sliding_window": false, "layer_types": ["full_attention", "full_attention"], "use_mrope": false}),
+    );
+}
+
+#[test]
+fn a_window_bounds_the_sequence() {
+    let longest = |changes| parse(relative("mistral"), changes).unwrap().max_sequence();
+    let positions = llama()["max_position_embeddings"].as_u64().unwrap();
+    assert_eq!(longest(json!({})), positions);
+    assert_eq!(longest(json!({"sliding_window": null})), positions);
+    assert_eq!(longest(json!({"sliding_window": 8})), 8);
+    let model = parse(relative("mistral"), json!({"sliding_window": 8})).unwrap();
+    let options = import::BuildOptions {
+        sequence: 9,
+        dropout: 0.0,
+    };
+    let error = import::model_graph(&model, &options)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("a window of 8 tokens"), "{error}");
+    rejects(
+        relative("qwen2"),
+        json!({"layer_types": ["full_attention", "sliding_attention"]}),
+        "field `layer_types` has \"sliding_attention\"; accepted: \"full_attention\" (attention is full and causal)",
+    );
+}
+
 #[test]
 fn experts_that_are_not_supported_are_refused() {
     rejects(
@@ -159,6 +220,8 @@ fn experts_that_are_not_supported_are_refused() {
         (mixtral(), "num_key_value_heads"),
         (qwen3_moe(), "num_experts"),
         (qwen3_moe(), "moe_intermediate_size"),
+        (qwen2_moe(), "shared_expert_intermediate_size"),
+        (relative("qwen3"), "head_dim"),
     ] {
         let error = parse(base, json!({name: "-"})).unwrap_err();
         assert!(
@@ -350,7 +413,8 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gpt_neox"}),
-        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mistral\", \"mixtral\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+         the graph of another model can be written in the text form of docs/ir.md",
     );
 }
 
@@ -430,7 +494,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mistral\", \"mixtral\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

@@ -71,6 +71,8 @@ fn mutated_configs_never_panic() {
         "llama_untied_rope/config.json",
         "llama_linear_rope/config.v4.json",
         "qwen3_moe/config.json",
+        "qwen2_moe/config.json",
+        "mistral/config.json",
         "../../models/tiny-wide-resnet/config.json",
     ] {
         let original = std::fs::read(reference(file)).unwrap();

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 7] = [
+const CASES: [&str; 11] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -16,6 +16,10 @@ const CASES: [&str; 7] = [
     "llama_linear_rope",
     "mixtral",
     "qwen3_moe",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
 ];
 
 /// Dtype, shape and bytes of each tensor.

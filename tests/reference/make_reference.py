@@ -27,9 +27,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2_moe import modeling_qwen2_moe
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 sys.dont_write_bytecode = True
@@ -88,11 +94,43 @@ def qwen3_moe(**changes):
     return Qwen3MoeConfig(**{**base, **changes})
 
 
+# Sizes of a dense relative of Llama.
+DENSE = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=VOCAB, max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0, use_cache=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+
+
+def mistral(**changes):
+    return MistralConfig(**{**DENSE, "rms_norm_eps": 1e-5, "sliding_window": SEQ, **changes})
+
+
+def qwen2(**changes):
+    return Qwen2Config(**{**DENSE, **changes})
+
+
+def qwen2_moe(**changes):
+    base = dict(
+        num_hidden_layers=3, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=2,
+    )
+    return Qwen2MoeConfig(**{**DENSE, **base, **changes})
+
+
+def qwen3(**changes):
+    return Qwen3Config(**{**DENSE, "head_dim": 16, **changes})
+
+
 # Class of the model and module that its parts are in, by model_type.
 KINDS = {
     "gpt2": (GPT2LMHeadModel, None),
     "llama": (LlamaForCausalLM, modeling_llama),
+    "mistral": (MistralForCausalLM, modeling_mistral),
     "mixtral": (MixtralForCausalLM, modeling_mixtral),
+    "qwen2": (Qwen2ForCausalLM, modeling_qwen2),
+    "qwen2_moe": (Qwen2MoeForCausalLM, modeling_qwen2_moe),
+    "qwen3": (Qwen3ForCausalLM, modeling_qwen3),
     "qwen3_moe": (Qwen3MoeForCausalLM, modeling_qwen3_moe),
 }
 
@@ -110,6 +148,10 @@ CASES = {
         15, lambda: llama(num_hidden_layers=1, head_dim=16, rope_parameters=LINEAR_ROPE, tie_word_embeddings=False)),
     "mixtral": (16, mixtral),
     "qwen3_moe": (17, qwen3_moe),
+    "mistral": (18, mistral),
+    "qwen2": (19, lambda: qwen2(tie_word_embeddings=True)),
+    "qwen3": (20, lambda: qwen3(tie_word_embeddings=True)),
+    "qwen2_moe": (21, qwen2_moe),
 }
 SHARDED = "llama_tied"
 # Cases in half precision too, and the one with overflows.
@@ -206,6 +248,7 @@ def as_stored(config, tensors):
     """Tensors by the names of files: a module keeps experts stacked, a file has three for each."""
     block, parts = {
         "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+        "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
         "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     }.get(config.model_type, ("", ()))
     result = {}
@@ -336,7 +379,10 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         return logits, gates if plain else gates / gates.sum(dim=-1, keepdim=True), chosen
 
     swaps = []
-    for module, name in ((modeling_llama, "Llama"), (modeling_mixtral, "Mixtral"), (modeling_qwen3_moe, "Qwen3Moe")):
+    for kind, module in KINDS.values():
+        if module is None:
+            continue
+        name = kind.__name__.removesuffix("ForCausalLM")
         swaps += [
             (getattr(module, f"{name}RMSNorm"), "forward", norm),
             (getattr(module, f"{name}RotaryEmbedding"), "forward", angles),
@@ -344,7 +390,7 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         ]
         if interleaved:
             swaps.append((module, "apply_rotary_pos_emb", rotary))
-        if module is not modeling_llama:
+        if hasattr(module, f"{name}TopKRouter"):
             swaps.append((getattr(module, f"{name}TopKRouter"), "forward", route))
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:
@@ -381,7 +427,7 @@ def sensitivity(config, weights, batches, right):
         return result
     eps = 1e-5 if config.rms_norm_eps == 1e-6 else 1e-6
     result[f"norm_eps_{eps:.0e}".replace("e-0", "e-")] = wrong({"rms_norm_eps": eps})
-    if config.model_type != "llama":
+    if hasattr(config, "num_experts_per_tok"):
         result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
         normalized = getattr(config, "norm_topk_prob", True)
         result["gates_not_normalized" if normalized else "gates_normalized"] = wrong(plain_gates=normalized)
@@ -397,6 +443,8 @@ def sensitivity(config, weights, batches, right):
 
 def zero_gradient(config, weights):
     """Slices whose gradient is zero in exact arithmetic: the key part of GPT-2's fused bias.
+
+    Biases of keys that are rotated afterwards are not: their scores differ by position.
 
     A key bias adds the same number to all scores of a row. AdamW divides rounding noise by its own
     size there, so the values after training mean nothing; the losses do not depend on them.

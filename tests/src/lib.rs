@@ -38,7 +38,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 7] = [
+pub const CASES: [&str; 11] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -46,6 +46,10 @@ pub const CASES: [&str; 7] = [
     "llama_linear_rope",
     "mixtral",
     "qwen3_moe",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
 ];
 
 impl Case {

@@ -2,13 +2,14 @@
 //! MLP (Touvron et al. 2023; grouped heads of Ainslie et al. 2023; SwiGLU of Shazeer 2020).
 //! Mixtral and Qwen3-MoE: the same with a mixture of gated MLPs, each token's best few of which
 //! a router chooses (Jiang et al. 2024; Yang et al. 2025). Its tokens go to slots of the experts
-//! and back; those that find no slot pass by on the residual.
+//! and back; those that find no slot pass by on the residual. In Qwen2-MoE every token goes to one
+//! more MLP, the shared expert, whose result is scaled by a gate of its own (Qwen team 2024).
 
 use super::Builder;
 use crate::ImportError;
 use crate::config::{ExpertsConfig, LlamaConfig};
 use ir::ValueId;
-use ir::op::{Binary, InputKind, OpKind};
+use ir::op::{Binary, InputKind, OpKind, Unary};
 
 pub(super) fn build(b: &mut Builder, c: &LlamaConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -91,11 +92,27 @@ fn mixture(
     };
     let y = b.op(format!("{scope}.dispatch"), dispatch, &[x, slots])?;
     let y = gated_mlp(b, c, scope, EXPERTS, y)?;
-    b.op(
-        format!("{scope}.combine"),
-        OpKind::Combine,
-        &[y, slots, gates],
-    )
+    let combine = format!("{scope}.combine");
+    let y = b.op(combine, OpKind::Combine, &[y, slots, gates])?;
+    if e.shared.is_none() {
+        return Ok(y);
+    }
+    let shared = shared_expert(b, c, &format!("{scope}.shared"), x)?;
+    b.add(format!("{scope}.add_shared"), y, shared)
+}
+
+/// The MLP of all tokens, scaled token by token.
+fn shared_expert(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    scope: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let y = gated_mlp(b, c, scope, DENSE, x)?;
+    let gate = b.linear(&format!("{scope}.router"), "bsh,h->bs", x)?;
+    let sigmoid = OpKind::Unary { f: Unary::Sigmoid };
+    let gate = b.op(format!("{scope}.router_act"), sigmoid, &[gate])?;
+    b.op(format!("{scope}.scale"), OpKind::ScaleRows, &[y, gate])
 }
 
 fn attention(

@@ -105,6 +105,10 @@ impl<'a> Fields<'a> {
     pub(super) fn has(&mut self, name: &'static str) -> bool {
         self.value(name).is_some_and(|v| !v.is_null())
     }
+    /// Says whether the field is there and null.
+    pub(super) fn is_null(&mut self, name: &'static str) -> bool {
+        self.value(name).is_some_and(Value::is_null)
+    }
     /// Reads a whole number in `range`; `None` where the field is absent.
     pub(super) fn integer(
         &mut self,
@@ -232,6 +236,28 @@ impl<'a> Fields<'a> {
                 Err(self.wrong(name, value, &format!("accepted: {list} ({why})")))
             }
             _ => Ok(()),
+        }
+    }
+    /// Checks that the field, where present and not null, is a list of nothing but this word.
+    pub(super) fn only_in_list(
+        &mut self,
+        name: &'static str,
+        word: &str,
+        why: &str,
+    ) -> Result<(), ImportError> {
+        let Some(value) = self.value(name).filter(|v| !v.is_null()) else {
+            return Ok(());
+        };
+        match value.as_array() {
+            Some(list) if list.iter().all(|v| v == word) => Ok(()),
+            Some(list) => {
+                let other = list
+                    .iter()
+                    .find(|v| *v != word)
+                    .map_or_else(String::new, shown);
+                Err(self.error(name, format!("has {other}; accepted: {word:?} ({why})")))
+            }
+            None => Err(self.wrong(name, value, &format!("expected a list of {word:?}"))),
         }
     }
     /// Checks that every field that was not read is harmless.

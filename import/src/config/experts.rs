@@ -1,4 +1,4 @@
-//! Fields of mixtures of experts: of `MixtralConfig` and of `Qwen3MoeConfig`.
+//! Fields of mixtures of experts: of `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`.
 //!
 //! The loss that balances the routers is not computed: transformers adds it only where
 //! `output_router_logits` is true, which is refused.
@@ -11,16 +11,20 @@ use crate::ImportError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Reads the experts of a model of `layers` layers; a Llama has none.
+/// Reads the experts of a model of `layers` layers; dense families have none.
 pub(super) fn read(
     f: &mut Fields,
     family: Family,
     layers: u64,
 ) -> Result<Option<ExpertsConfig>, ImportError> {
     let mut experts = match family {
-        Family::Llama => return Ok(None),
+        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => return Ok(None),
         Family::Mixtral => mixtral(f)?,
-        Family::Qwen3Moe => qwen3(f, layers)?,
+        Family::Qwen2Moe => ExpertsConfig {
+            shared: Some(f.required("shared_expert_intermediate_size", WIDTHS)?),
+            ..qwen(f, layers)?
+        },
+        Family::Qwen3Moe => qwen(f, layers)?,
     };
     f.only(
         "output_router_logits",
@@ -47,6 +51,7 @@ fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
         count: sized(f, "num_local_experts", "num_experts", EXPERTS)?,
         top_k: 1,
         intermediate: f.required("intermediate_size", WIDTHS)?,
+        shared: None,
         normalize: true,
         every: 1,
         dense: BTreeSet::new(),
@@ -55,12 +60,13 @@ fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
 }
 
 /// Reads experts that are in every n-th layer and have a width of their own.
-fn qwen3(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
+fn qwen(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
     let dense = f.integers("mlp_only_layers", 0..=layers - 1)?;
     Ok(ExpertsConfig {
         count: sized(f, "num_experts", "num_local_experts", EXPERTS)?,
         top_k: 1,
         intermediate: f.required("moe_intermediate_size", WIDTHS)?,
+        shared: None,
         normalize: f.boolean("norm_topk_prob")?.unwrap_or(false),
         every: f.integer("decoder_sparse_step", LAYERS)?.unwrap_or(1),
         dense: dense.unwrap_or_default().into_iter().collect(),

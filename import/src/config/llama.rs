@@ -12,6 +12,8 @@ use serde_json::{Value, json};
 /// The default base of the rotary frequencies in transformers, and Mixtral's.
 const DEFAULT_THETA: f64 = 10_000.0;
 const MIXTRAL_THETA: f64 = 1_000_000.0;
+/// The default window of `MistralConfig`.
+const MISTRAL_WINDOW: u64 = 4096;
 
 pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportError> {
     check_common(&mut f)?;
@@ -32,6 +34,10 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
     if !heads.is_multiple_of(kv_heads) {
         let problem = format!("{heads} is not a multiple of {kv_heads}");
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
+    }
+    // Absent it means the hidden size over the heads, but in Qwen3 the size of one model.
+    if family == Family::Qwen3 {
+        f.required("head_dim", WIDTHS)?;
     }
     let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
         Some(d) if d % 2 == 1 => {
@@ -63,10 +69,8 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         return Err(f.contradiction("num_attention_heads", "head_dim", problem));
     }
     check_fixed(&mut f)?;
-    match family {
-        Family::Llama | Family::Mixtral => check_full_attention(&mut f)?,
-        Family::Qwen3Moe => experts::check_window(&mut f)?,
-    }
+    let window = window(&mut f, family)?;
+    let (qkv_bias, out_bias) = biases(&mut f, family)?;
     let is_mixtral = family == Family::Mixtral;
     let (default_theta, default_epsilon) = match is_mixtral {
         true => (MIXTRAL_THETA, 1e-5),
@@ -76,7 +80,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
     let config = LlamaConfig {
         family,
         experts: experts::read(&mut f, family, layers)?,
-        qk_norm: family == Family::Qwen3Moe,
+        qk_norm: family.normalises_heads(),
         layers,
         heads,
         kv_heads,
@@ -85,12 +89,14 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         intermediate,
         vocab,
         positions,
+        window,
         activation: activation(&mut f, "hidden_act", "silu")?,
         epsilon: f
             .number("rms_norm_eps", EPSILONS)?
             .unwrap_or(default_epsilon),
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
-        attention_bias: !is_mixtral && f.boolean("attention_bias")?.unwrap_or(false),
+        qkv_bias,
+        out_bias,
         mlp_bias: family == Family::Llama && f.boolean("mlp_bias")?.unwrap_or(false),
         rope_theta,
         rope_scaling,
@@ -98,6 +104,38 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
     };
     f.finish(HARMLESS_FIELDS)?;
     Ok(config)
+}
+
+/// Reads the window of attention, where it has one: by default in transformers, Mistral's does.
+fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
+    match family {
+        Family::Llama | Family::Mixtral => check_full_attention(f)?,
+        Family::Mistral if f.is_null("sliding_window") => {}
+        Family::Mistral => {
+            let found = f.integer("sliding_window", POSITIONS)?;
+            return Ok(Some(found.unwrap_or(MISTRAL_WINDOW)));
+        }
+        Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Qwen3Moe => {
+            experts::check_window(f)?;
+            let why = "attention is full and causal";
+            f.only_in_list("layer_types", "full_attention", why)?;
+        }
+    }
+    Ok(None)
+}
+
+/// Reads whether queries, keys and values have biases, and whether the projection out of attention
+/// has one.
+fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
+    match family {
+        Family::Mistral | Family::Mixtral => Ok((false, false)),
+        Family::Qwen2 => Ok((true, false)),
+        Family::Qwen2Moe => Ok((f.boolean("qkv_bias")?.unwrap_or(true), false)),
+        Family::Llama | Family::Qwen3 | Family::Qwen3Moe => {
+            let all = f.boolean("attention_bias")?.unwrap_or(false);
+            Ok((all, all))
+        }
+    }
 }
 
 /// Checks the fields that have one accepted value.
@@ -112,6 +150,11 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
         "partial_rotary_factor",
         &[json!(1), json!(1.0)],
         "the whole head is rotated",
+    )?;
+    f.only(
+        "use_mrope",
+        &[Value::Bool(false)],
+        "positions are those of one text",
     )?;
     f.only(
         "rope_interleaved",

@@ -1,5 +1,6 @@
-//! Hugging Face `config.json` of `model_type` `gpt2`, `llama`, `mixtral` and `qwen3_moe`, in the
-//! spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
+//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`mistral`, `mixtral`,
+//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), in the spellings of transformers 4 and 5; and of
+//! `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -169,10 +170,50 @@ pub struct Gpt2Config {
 pub(crate) enum Family {
     /// Llama, with dense layers.
     Llama,
+    /// Mistral, whose attention may have a window (Jiang et al. 2023).
+    Mistral,
     /// Mixtral, with experts in every layer (Jiang et al. 2024).
     Mixtral,
+    /// Qwen2, Qwen2.5 among them, with biases of queries, keys and values (Yang et al. 2024).
+    Qwen2,
+    /// Qwen2-MoE: a Qwen2 with experts in some layers, one of them shared by all tokens.
+    Qwen2Moe,
+    /// Qwen3, with norms of queries and keys in place of the biases (Yang et al. 2025).
+    Qwen3,
     /// Qwen3-MoE, with experts in some layers, and norms of queries and keys (Yang et al. 2025).
     Qwen3Moe,
+}
+
+impl Family {
+    const ALL: [Family; 7] = [
+        Family::Llama,
+        Family::Mistral,
+        Family::Mixtral,
+        Family::Qwen2,
+        Family::Qwen2Moe,
+        Family::Qwen3,
+        Family::Qwen3Moe,
+    ];
+
+    /// The `model_type` of its configurations.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Family::Llama => "llama",
+            Family::Mistral => "mistral",
+            Family::Mixtral => "mixtral",
+            Family::Qwen2 => "qwen2",
+            Family::Qwen2Moe => "qwen2_moe",
+            Family::Qwen3 => "qwen3",
+            Family::Qwen3Moe => "qwen3_moe",
+        }
+    }
+    fn of(name: &str) -> Option<Family> {
+        Family::ALL.into_iter().find(|f| f.name() == name)
+    }
+    /// Says whether queries and keys are normalised head by head.
+    pub(crate) fn normalises_heads(self) -> bool {
+        matches!(self, Family::Qwen3 | Family::Qwen3Moe)
+    }
 }
 
 /// The mixture of experts that stands for the MLP of some layers.
@@ -184,6 +225,8 @@ pub(crate) struct ExpertsConfig {
     pub(crate) top_k: u64,
     /// The width inside an expert.
     pub(crate) intermediate: u64,
+    /// The width inside the expert that every token goes to, beside the chosen ones.
+    pub(crate) shared: Option<u64>,
     /// True when the gates of a token sum to one.
     pub(crate) normalize: bool,
     /// One layer in this many has experts.
@@ -222,10 +265,15 @@ pub struct LlamaConfig {
     pub(crate) intermediate: u64,
     pub(crate) vocab: u64,
     pub(crate) positions: u64,
+    /// The tokens that attention looks back over, the present one among them; `None` is all.
+    pub(crate) window: Option<u64>,
     pub(crate) activation: Unary,
     pub(crate) epsilon: f64,
     pub(crate) tied: bool,
-    pub(crate) attention_bias: bool,
+    /// True when queries, keys and values have biases.
+    pub(crate) qkv_bias: bool,
+    /// True when the projection out of attention has a bias.
+    pub(crate) out_bias: bool,
     pub(crate) mlp_bias: bool,
     pub(crate) rope_theta: f64,
     pub(crate) rope_scaling: RopeScaling,
@@ -237,14 +285,31 @@ pub struct LlamaConfig {
 pub enum ModelConfig {
     /// `model_type` `gpt2`.
     Gpt2(Gpt2Config),
-    /// `model_type` `llama`, `mixtral` or `qwen3_moe`.
+    /// `model_type` `llama`, or one of its relatives.
     Llama(LlamaConfig),
     /// `model_type` `wide_resnet`.
     WideResnet(WideResnetConfig),
 }
 
+/// The accepted values of `model_type`.
+pub const MODEL_TYPES: [&str; 9] = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "wide_resnet",
+];
+
 /// The accepted families, as messages list them.
-const FAMILIES: &str = "\"gpt2\", \"llama\", \"mixtral\", \"qwen3_moe\" or \"wide_resnet\"";
+fn families() -> String {
+    let quoted: Vec<String> = MODEL_TYPES.iter().map(|t| format!("{t:?}")).collect();
+    let (last, others) = quoted.split_last().expect("there are families");
+    format!("{} or {last}", others.join(", "))
+}
 
 /// The default capacity factor of experts (slots over the tokens that an expert gets on average),
 /// as in training with the Switch transformer (Fedus et al. 2021).
@@ -284,17 +349,21 @@ impl ModelConfig {
         let mut fields = document.fields();
         match fields.string("model_type")? {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
-            Some("llama") => llama::read(fields, Family::Llama).map(ModelConfig::Llama),
-            Some("mixtral") => llama::read(fields, Family::Mixtral).map(ModelConfig::Llama),
-            Some("qwen3_moe") => llama::read(fields, Family::Qwen3Moe).map(ModelConfig::Llama),
             Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
-            Some(other) => {
-                Err(fields.error("model_type", format!("is {other:?}; accepted: {FAMILIES}")))
-            }
+            Some(other) => match Family::of(other) {
+                Some(family) => llama::read(fields, family).map(ModelConfig::Llama),
+                None => {
+                    let problem = format!(
+                        "is {other:?}; accepted: {}; the graph of another model can be written in the text form of docs/ir.md",
+                        families()
+                    );
+                    Err(fields.error("model_type", problem))
+                }
+            },
             None => Err(ImportError::MissingField {
                 file: document.file().into(),
                 field: "model_type".into(),
-                expected: FAMILIES.into(),
+                expected: families(),
             }),
         }
     }
@@ -303,11 +372,7 @@ impl ModelConfig {
     pub fn model_type(&self) -> &'static str {
         match self {
             ModelConfig::Gpt2(_) => "gpt2",
-            ModelConfig::Llama(c) => match c.family {
-                Family::Llama => "llama",
-                Family::Mixtral => "mixtral",
-                Family::Qwen3Moe => "qwen3_moe",
-            },
+            ModelConfig::Llama(c) => c.family.name(),
             ModelConfig::WideResnet(_) => "wide_resnet",
         }
     }
@@ -352,13 +417,21 @@ impl ModelConfig {
             ModelConfig::WideResnet(c) => c.classes,
         }
     }
-    /// Returns the longest sequence that the model is made for, in tokens: one where a sample is an
-    /// image.
+    /// Returns the longest sequence that is accepted, in tokens: that which the model is made for, or
+    /// the window of its attention where that is shorter; one where a sample is an image.
     pub fn max_sequence(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
-            ModelConfig::Llama(c) => c.positions,
+            ModelConfig::Llama(c) => c.window.map_or(c.positions, |w| w.min(c.positions)),
             ModelConfig::WideResnet(_) => 1,
+        }
+    }
+    /// Returns the tokens that attention looks back over, where it has such a window. Sequences up
+    /// to that length are computed exactly; longer ones are refused.
+    pub fn window(&self) -> Option<u64> {
+        match self {
+            ModelConfig::Llama(c) => c.window,
+            ModelConfig::Gpt2(_) | ModelConfig::WideResnet(_) => None,
         }
     }
     /// Says whether the head uses the embedding table.

@@ -50,6 +50,7 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "llama_linear_rope/config.v4.json",
         "mixtral/config.json",
         "qwen3_moe/config.json",
+        "qwen2_moe/config.json",
     ];
     let mut all: Vec<Vec<u8>> = cases
         .iter()
