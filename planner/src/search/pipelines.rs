@@ -27,9 +27,8 @@ pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 /// What costs so many times as much as the best by the objective is not simulated: the two differ
 /// by less.
 pub(super) const NEAR: f64 = 1.06;
-/// Layers times devices up to which the best pipeline of each number of stages is simulated if it
-/// costs so many times as much as the best of all or less, and how many are: simulating such
-/// programs takes milliseconds.
+/// Layers times devices up to which the best pipeline of each number of stages is simulated, what
+/// is near there, and how many are: simulating such programs takes milliseconds.
 const SMALL: usize = 512;
 const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
@@ -193,12 +192,23 @@ impl Search<'_> {
         }
     }
 
+    fn is_small(&self) -> bool {
+        self.layers().kind.len() * self.cluster.n_devices() as usize <= SMALL
+    }
+
+    /// What costs so many times as much as the best by the objective is not simulated.
+    pub(super) fn near(&self) -> f64 {
+        match self.is_small() {
+            true => NEAR_IN_A_SMALL_ONE,
+            false => NEAR,
+        }
+    }
+
     /// Whether the best pipeline of each number of stages is simulated, not only the best of all.
     fn tries_all_counts(&self) -> bool {
-        let is_small = self.layers().kind.len() * self.cluster.n_devices() as usize <= SMALL;
         let is_free =
             self.pins.pipeline.is_none() && self.pins.schedule_kind().virtual_stages() == 1;
-        is_free && self.mixes_submeshes() && (self.cluster.pool.is_some() || is_small)
+        is_free && self.mixes_submeshes() && (self.cluster.pool.is_some() || self.is_small())
     }
 
     /// The best pipeline of a microbatch size; where submeshes are equal, only if it costs at
@@ -274,7 +284,7 @@ impl Search<'_> {
                         .found
                         .first()
                         .map_or(f64::INFINITY, |c| c.cost.total_s);
-                    let is_near = c.cost.total_s < best * NEAR_IN_A_SMALL_ONE;
+                    let is_near = c.cost.total_s < best * self.near();
                     (self.cluster.pool.is_some() || is_near) && !solved.found.contains(c)
                 };
                 if let Some(choice) = one.found.ok().filter(is_new) {

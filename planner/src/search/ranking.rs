@@ -16,7 +16,6 @@ use super::chosen::Assembled;
 use super::hiding;
 use super::interleaved;
 use super::mixes::Rungs;
-use super::pipelines::NEAR;
 use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search, Shape};
 use crate::assemble::record_paths;
@@ -318,7 +317,7 @@ impl Search<'_> {
         let others: Vec<(usize, &Shape)> = others.collect();
         let made = others.into_par_iter().map(|(index, shape)| {
             let choice = self.plain_of(p, &[(index, shape)], reserve)?;
-            let is_near = choice.cost.total_s < NEAR * p.choice.cost.total_s;
+            let is_near = choice.cost.total_s < self.near() * p.choice.cost.total_s;
             is_near.then(|| Pipeline {
                 choice,
                 ..p.clone()
