@@ -29,7 +29,7 @@ pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 pub(super) const NEAR: f64 = 1.06;
 /// Layers times devices up to which the best pipeline of each number of stages is simulated, what
 /// is near there, and how many are: simulating such programs takes milliseconds.
-const SMALL: usize = 512;
+const SMALL: usize = 128;
 const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
@@ -192,7 +192,7 @@ impl Search<'_> {
         }
     }
 
-    fn is_small(&self) -> bool {
+    pub(super) fn is_small(&self) -> bool {
         self.layers().kind.len() * self.cluster.n_devices() as usize <= SMALL
     }
 

@@ -38,6 +38,8 @@ use std::collections::{BTreeSet, VecDeque};
 /// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
 /// about a hundredth of the search, so that all of them at all levels would add a quarter.
 const AT_LEVELS: usize = 2;
+/// The same where that takes milliseconds, all at all levels.
+const AT_LEVELS_IN_A_SMALL_ONE: usize = 6;
 /// Number of simulated pipelines of which those of the other shapes of their mesh are tried.
 const AT_SHAPES: usize = 2;
 /// What takes so many times as long as the fastest is not looked at further.
@@ -180,11 +182,19 @@ impl Search<'_> {
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
             ranked.iter().partition(|r| r.pipeline.traffic.hides);
-        let leading = hiding.into_iter().take(1).map(|r| (r, true));
-        let others = others.into_iter().take(AT_LEVELS).map(|r| (r, false));
+        let n_hiding = if self.is_small() { hiding.len() } else { 1 };
+        let leading = hiding.into_iter().take(n_hiding).map(|r| (r, true));
+        let n_others = match self.is_small() {
+            true => AT_LEVELS_IN_A_SMALL_ONE,
+            false => AT_LEVELS,
+        };
+        let others = others.into_iter().take(n_others).map(|r| (r, false));
         for (r, hides) in others.chain(leading) {
             if hides && self.pins.zero.is_none() {
-                levels = hiding::LEVELS.to_vec();
+                levels = match self.is_small() {
+                    true => LEVELS.to_vec(),
+                    false => hiding::LEVELS.to_vec(),
+                };
             }
             let mut fastest = None;
             let mut near = vec![r.pipeline.clone()];
@@ -200,7 +210,7 @@ impl Search<'_> {
                     champion = Some((p, r.reserve));
                 }
             }
-            if levels.len() > 1 {
+            if levels.len() > 1 && !self.is_small() {
                 levels = fastest.into_iter().collect();
             }
             // What is slower already is not made simpler.
