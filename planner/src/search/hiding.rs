@@ -38,7 +38,6 @@ impl Search<'_> {
         let may_be = self.pins.pipeline.is_none_or(|p| p == 1)
             && schedule.virtual_stages() == 1
             && self.cluster.pool.is_none()
-            && self.cluster.is_equal()
             && self.cluster.n_devices() > 1;
         let n = self.cluster.n_devices();
         let whole = self.submeshes.iter().position(|s| s.n_devices == n);
