@@ -75,7 +75,12 @@ fn stale_case(random: &mut Random) -> Case {
         recompute: [Recomputed::Named(Recompute::None), Recomputed::Random][random.below(2)],
         ..Setup::default()
     };
-    let (plan, training) = random_plan(&untied_mlp(1), &setup, random);
+    let made = random_plan(&untied_mlp(1), &setup, random);
+    lowered(made, random)
+}
+
+/// A plan's program, in buckets of some sizes.
+fn lowered((plan, training): (Plan, TrainingGraph), random: &mut Random) -> Case {
     let sizes = bucket_sizes(random.next());
     let program = lowering::lower_in_buckets(&plan, &training, &sizes).unwrap();
     Case {
@@ -210,14 +215,8 @@ fn model_case(random: &mut Random, forward: &Graph, style: Style) -> Case {
         ),
         style,
     };
-    let (plan, training) = random_plan(forward, &setup, random);
-    let sizes = bucket_sizes(random.next());
-    let program = lowering::lower_in_buckets(&plan, &training, &sizes).unwrap();
-    Case {
-        plan,
-        training,
-        program,
-    }
+    let made = random_plan(forward, &setup, random);
+    lowered(made, random)
 }
 
 /// A model by its configuration.

@@ -27,7 +27,7 @@ pub struct Cli {
 /// The verbs.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Search for the best plan to train a model on a cluster.
+    /// Search for the best plan to train a model on a cluster, or to run it forward alone.
     #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile models/gpt2 --cluster dgx-h100 --preset megatron --pin tensor=2\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
     Compile(Box<CompileArgs>),
     /// Show a plan: stages, what each axis does, collectives, memory.

@@ -286,11 +286,11 @@ fn options_out_of_range_are_errors() {
     };
     assert_eq!(
         error(129, 0.0),
-        "sequence 129: the model has 128 positions; accepted: 1 to that"
+        "sequence 129: the model has 128 positions; accepted: 1 to 128"
     );
     assert_eq!(
         error(0, 0.0),
-        "sequence 0: the model has 128 positions; accepted: 1 to that"
+        "sequence 0: the model has 128 positions; accepted: 1 to 128"
     );
     for p in [1.0, -0.1, f64::NAN, f64::INFINITY] {
         assert_eq!(

@@ -132,7 +132,7 @@ pub(crate) struct PricedLayer<'m> {
 /// Weights that turn times and bytes into one number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Weights {
-    /// Microbatches.
+    /// Times that the time of a microbatch counts.
     pub m: f64,
     /// 1 to count per-step time, 0 to leave it out.
     pub step: f64,
@@ -140,17 +140,20 @@ pub(crate) struct Weights {
     pub static_price: f64,
     /// Seconds per byte that is saved per microbatch.
     pub saved_price: f64,
-    pub traffic: ParameterTraffic,
+    pub assumed: Assumed,
 }
 
-/// What is assumed of the traffic of parameters and their gradients.
+/// What is assumed where strategies are chosen. The objective and what is proved assume nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct ParameterTraffic {
+pub(crate) struct Assumed {
     /// The ZeRO level that choices have to keep to; any, where there is none.
     pub level: Option<u8>,
     /// Whether most of what moves in the microbatches hides behind computing. Only the simulator
     /// knows how much does; without it the objective charges all.
     pub hides: bool,
+    /// How many times more than there are microbatches the time of one counts: a pipeline of equal
+    /// stages fills and drains once.
+    pub fill: u32,
 }
 
 /// The share of the traffic that counts where it is assumed to hide. It is no more than a way to
@@ -158,7 +161,7 @@ pub(crate) struct ParameterTraffic {
 /// taken.
 const SHOWN: f64 = 0.25;
 
-impl ParameterTraffic {
+impl Assumed {
     /// A cost as it counts where `hideable` of its time may hide.
     fn seen(self, time: Phases, hideable: Phases) -> Phases {
         match self.hides {
@@ -184,7 +187,16 @@ impl Weights {
             step: 1.0,
             static_price: 0.0,
             saved_price: 0.0,
-            traffic: ParameterTraffic::default(),
+            assumed: Assumed::default(),
+        }
+    }
+
+    /// These weights under an assumption.
+    pub(crate) fn assuming(self, assumed: Assumed) -> Weights {
+        Weights {
+            m: self.m + f64::from(assumed.fill),
+            assumed,
+            ..self
         }
     }
 
@@ -192,12 +204,12 @@ impl Weights {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
     fn seconds_of(&self, cell: &LinkCell) -> f64 {
-        self.seconds(self.traffic.seen(cell.time, cell.hideable))
+        self.seconds(self.assumed.seen(cell.time, cell.hideable))
     }
 
     /// Whether choices that keep to `levels` are allowed.
     fn allows(&self, levels: ZeroLevels) -> bool {
-        self.traffic.level.is_none_or(|level| levels.has(level))
+        self.assumed.level.is_none_or(|level| levels.has(level))
     }
     pub(crate) fn cost(&self, c: &Choice) -> Cost {
         if !self.allows(c.levels) {
@@ -491,7 +503,7 @@ impl WeightedLayer<'_> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct LayerCost {
     pub time: Phases,
-    /// The part of it that a program may hide behind computing ([`ParameterTraffic`]).
+    /// The part of it that a program may hide behind computing ([`Assumed`]).
     pub hideable: Phases,
     pub static_bytes: u64,
     pub saved_bytes: u64,

@@ -93,7 +93,6 @@ pub(crate) fn refine(
         budget,
         ..
     } = stage;
-    let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
     // A choice that elimination made has a cost; one without is our own mistake, not a price.
     let Some(known) = cost(layers, &choices, weights) else {
         return Err(PlanError::Defect(format!(
@@ -102,16 +101,7 @@ pub(crate) fn refine(
     };
     let keep = |method: &str, bound: u128, choices, problem| Refined {
         choices,
-        proof: StageProof {
-            method: method.into(),
-            objective_s: seconds(known),
-            lower_bound_s: seconds(bound.min(known)),
-            gap: if known > 0 {
-                (known - bound.min(known)) as f64 / known as f64
-            } else {
-                0.0
-            },
-        },
+        proof: proof(method, known, bound),
         bound: bound.min(known),
         problem,
     };
@@ -179,19 +169,53 @@ pub(crate) fn refine(
     let bound = bound.min(objective);
     Ok(Refined {
         choices,
-        proof: StageProof {
-            method: "integer program".into(),
-            objective_s: seconds(objective),
-            lower_bound_s: seconds(bound),
-            gap: if objective > 0 {
-                (objective - bound) as f64 / objective as f64
-            } else {
-                0.0
-            },
-        },
+        proof: proof("integer program", objective, bound),
         bound,
         problem: Some(problem),
     })
+}
+
+/// What is proved about choices that were made under other weights than those of the stage: their
+/// objective under these, and a bound on all choices.
+pub(crate) fn proved(
+    stage: &Stage<'_, '_>,
+    choices: &[LayerChoice],
+    method: &str,
+) -> Result<StageProof, PlanError> {
+    let Some(known) = cost(stage.layers, choices, stage.weights) else {
+        return Err(PlanError::Defect(format!(
+            "the choice of {} is forbidden or malformed",
+            stage.name
+        )));
+    };
+    let (weighted, kinds, weights) = (stage.weighted, stage.kinds, stage.weights);
+    let room = (stage.in_flight, stage.budget);
+    let price = match stage.is_pressed {
+        true => stage.price,
+        false => 0.0,
+    };
+    let at_price = bound_at(weighted, kinds, weights, room.0, room.1, price);
+    let is_near = |bound: u128| known.saturating_sub(bound) as f64 <= NEAR * known as f64;
+    let bound = match stage.is_pressed {
+        true => lagrangian(weighted, kinds, weights, room, (price, at_price), &is_near),
+        false => at_price.max(0.0) as u128,
+    };
+    Ok(proof(method, known, bound))
+}
+
+/// A proof of an objective and a bound in quanta, of which the bound is no higher.
+fn proof(method: &str, objective: u128, bound: u128) -> StageProof {
+    let seconds = |quanta: u128| Seconds(quanta as f64 * QUANTUM_S);
+    let bound = bound.min(objective);
+    StageProof {
+        method: method.into(),
+        objective_s: seconds(objective),
+        lower_bound_s: seconds(bound),
+        gap: match objective {
+            0 => 0.0,
+            _ => (objective - bound) as f64 / objective as f64,
+        },
+    }
 }
 
 /// The objective of a stage's choices in quanta; `None` where one is forbidden. The boundary

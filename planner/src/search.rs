@@ -108,11 +108,12 @@ pub(crate) fn plan(
         let to_beat = made
             .as_ref()
             .map_or(f64::INFINITY, |p| p.plan.proof.objective_s.0);
-        tried.push(further);
-        made = match (
-            made,
-            plan_order(forward, train, cluster, options, &own, to_beat),
-        ) {
+        let second = plan_order(forward, train, cluster, options, &own, to_beat);
+        // Where a search says why nothing fits, nothing of its space is better.
+        if let Ok(_) | Err(PlanError::Memory { .. } | PlanError::NoTiling { .. }) = &second {
+            tried.push(further);
+        }
+        made = match (made, second) {
             (Ok(a), Ok(b)) => Ok(orders::better(a, b, further, options.tolerance)),
             (Err(_), Ok(b)) => Ok(b),
             // Of reasons that of the search without such an axis says most.

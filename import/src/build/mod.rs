@@ -43,9 +43,9 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
                 1 => "a sample of the model is one image, with one label; accepted: 1".into(),
                 n if config.window() == Some(n) => format!(
                     "the model's attention has a window of {n} tokens, which is not supported \
-                     within longer sequences; accepted: 1 to that"
+                     within longer sequences; accepted: 1 to {n}"
                 ),
-                n => format!("the model has {n} positions; accepted: 1 to that"),
+                n => format!("the model has {n} positions; accepted: 1 to {n}"),
             },
         });
     }

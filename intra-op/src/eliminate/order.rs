@@ -38,8 +38,7 @@ pub(super) struct Order {
 /// Finds an order.
 ///
 /// # Errors
-/// [`TooWide`] when all messages together would exceed `max_cells` cells in every order that is
-/// tried.
+/// [`TooWide`] when all messages together would exceed `max_cells` cells in the greedy order.
 pub(super) fn order(
     sizes: &[usize],
     edges: &[Edge],
@@ -47,22 +46,15 @@ pub(super) fn order(
     max_cells: u64,
 ) -> Result<Order, TooWide> {
     let scene = Scene::new(sizes, edges, keep);
-    let mut best = scene.order(None, u64::MAX);
+    let too_wide = |cells: u64| TooWide { cells, max_cells };
+    let mut best = scene.order(None, max_cells, u64::MAX).map_err(too_wide)?;
     if best.sums >= WORTH_TRIALS {
         for seed in 0..TRIALS {
-            let new = scene.order(Some(Random(seed)), best.sums);
-            if new.sums < best.sums {
-                best = new;
-            }
+            let new = scene.order(Some(Random(seed)), max_cells, best.sums);
+            best = new.unwrap_or(best);
         }
     }
-    match best.cells > max_cells {
-        true => Err(TooWide {
-            cells: best.cells,
-            max_cells,
-        }),
-        false => Ok(best),
-    }
+    Ok(best)
 }
 
 /// The graph whose nodes are eliminated.
@@ -95,9 +87,10 @@ impl<'s> Scene<'s> {
         sizes.fold(1, u64::saturating_mul)
     }
 
-    /// The greedy order, under noise if there is any; given up, with the sums so far, where these
-    /// are no fewer than `to_beat`.
-    fn order(&self, mut noise: Option<Random>, to_beat: u64) -> Order {
+    /// The greedy order, under noise if there is any; given up, with the cells so far, as soon as
+    /// these are more than `max_cells` or its sums no fewer than `to_beat`: fill-in makes what is
+    /// left of a wide graph ever denser.
+    fn order(&self, mut noise: Option<Random>, max_cells: u64, to_beat: u64) -> Result<Order, u64> {
         let mut adjacent = self.adjacent.clone();
         let mut done = vec![false; self.sizes.len()];
         self.keep.iter().for_each(|v| done[*v as usize] = true);
@@ -119,8 +112,8 @@ impl<'s> Scene<'s> {
             let scope = std::mem::take(&mut adjacent[v as usize]);
             found.cells = found.cells.saturating_add(self.message(&scope));
             found.sums = found.sums.saturating_add(sums);
-            if found.sums >= to_beat {
-                return found;
+            if found.cells > max_cells || found.sums >= to_beat {
+                return Err(found.cells);
             }
             for &u in &scope {
                 let others = &mut adjacent[u as usize];
@@ -132,7 +125,10 @@ impl<'s> Scene<'s> {
             }
             found.eliminations.push((v, scope.into_iter().collect()));
         }
-        found
+        match found.cells > max_cells {
+            true => Err(found.cells),
+            false => Ok(found),
+        }
     }
 
     fn waiting(
@@ -197,7 +193,7 @@ mod tests {
         pairs.extend([3, 4, 5].iter().flat_map(|&v| [(0, v), (1, v), (2, v)]));
         let edges = edges(&sizes, &pairs);
         let scene = Scene::new(&sizes, &edges, &[8]);
-        let greedy = scene.order(None, u64::MAX);
+        let greedy = scene.order(None, u64::MAX, u64::MAX).unwrap();
         let found = order(&sizes, &edges, &[8], u64::MAX).unwrap();
         assert!(
             4 * found.sums < 3 * greedy.sums,
@@ -207,8 +203,8 @@ mod tests {
         assert_eq!(greedy.sums, sums_of(&sizes, &greedy));
         assert_eq!(found.eliminations.len(), sizes.len() - 1);
         assert_eq!(order(&sizes, &edges, &[8], u64::MAX).unwrap(), found);
-        let least = found.cells - 1;
+        let least = greedy.cells - 1;
         let too_wide = order(&sizes, &edges, &[8], least).unwrap_err();
-        assert_eq!((too_wide.cells, too_wide.max_cells), (found.cells, least));
+        assert_eq!((too_wide.cells, too_wide.max_cells), (greedy.cells, least));
     }
 }

@@ -687,11 +687,11 @@ fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
                 ..scene.setting(8)
             };
             let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
-            let traffic = ParameterTraffic {
+            let assumed = Assumed {
                 level,
-                ..base.traffic
+                ..base.assumed
             };
-            let weights = Weights { traffic, ..base };
+            let weights = Weights { assumed, ..base };
             let kinds = scene.layers.first.iter();
             kinds
                 .map(|&l| {

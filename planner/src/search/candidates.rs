@@ -15,9 +15,7 @@ use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
-use crate::layer_model::{
-    LayerCost, LayerModel, ModelError, ParameterTraffic, WeightedLayer, Weights,
-};
+use crate::layer_model::{Assumed, LayerCost, LayerModel, ModelError, WeightedLayer, Weights};
 use crate::prices::Prices;
 use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
@@ -121,8 +119,8 @@ impl<'a> Search<'a> {
             true => self.kept_models(index, shape, batch)?,
             false => self.made_models(shape, batch)?,
         };
-        let traffic = ParameterTraffic::default();
-        self.candidate_of(models, (index, shape), batch, m, reserve, traffic)
+        let assumed = Assumed::default();
+        self.candidate_of(models, (index, shape), batch, m, reserve, assumed)
     }
 
     /// The same for a pipeline that is made again, as the traffic of its parameters is assumed to
@@ -134,10 +132,10 @@ impl<'a> Search<'a> {
         batch: u64,
         m: u32,
         reserve: u64,
-        traffic: ParameterTraffic,
+        assumed: Assumed,
     ) -> Result<Candidate, ModelError> {
         let models = self.kept_models(index, shape, batch)?;
-        self.candidate_of(models, (index, shape), batch, m, reserve, traffic)
+        self.candidate_of(models, (index, shape), batch, m, reserve, assumed)
     }
 
     pub(super) fn candidate_of(
@@ -147,19 +145,16 @@ impl<'a> Search<'a> {
         batch: u64,
         m: u32,
         reserve: u64,
-        traffic: ParameterTraffic,
+        assumed: Assumed,
     ) -> Result<Candidate, ModelError> {
         let s = self.setting(shape, batch);
-        let base = Weights {
-            traffic,
-            ..Weights::free(m)
-        };
+        let base = Weights::free(m).assuming(assumed);
         let weighted = weigh(&models.first, base)?;
         let mut priced = PricedMesh::new(&weighted, base);
         let paths = priced.paths(&[s], &self.sequences);
         let one = |path: &Option<StagePath>| {
             let path = path.iter();
-            path.map(|path| (Rungs::one(0), traffic.seen_cost(&path.cost)))
+            path.map(|path| (Rungs::one(0), assumed.seen_cost(&path.cost)))
                 .collect()
         };
         let free: Stages = paths.iter().map(one).collect();
@@ -246,13 +241,13 @@ impl<'a> Search<'a> {
             self.climb(&settings, &weighted, rest, budget, &mut rungs, &mut bounds);
         }
         let sequences = 0..self.sequences.len();
-        let traffic = base.traffic;
+        let assumed = base.assumed;
         let of_sequence = |i: usize| {
             let paths = rungs.iter();
             let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
             let mixed = mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity);
             let seen = mixed.into_iter();
-            seen.map(|(rungs, cost)| (rungs, traffic.seen_cost(&cost)))
+            seen.map(|(rungs, cost)| (rungs, assumed.seen_cost(&cost)))
                 .collect()
         };
         let models = rest.models.first.iter();
@@ -280,8 +275,9 @@ impl<'a> Search<'a> {
         // What all layers take together stands for the stages.
         let main = self.sequences.longest();
         let figures = |paths: &[Option<StagePath>]| -> Option<(f64, f64)> {
-            let cost = rest.base.traffic.seen_cost(&paths[main].as_ref()?.cost);
-            let seconds = f64::from(m) * (cost.time.forward + cost.time.backward) + cost.time.step;
+            let cost = rest.base.assumed.seen_cost(&paths[main].as_ref()?.cost);
+            let of_microbatch = cost.time.forward + cost.time.backward;
+            let seconds = rest.base.m * of_microbatch + cost.time.step;
             Some((seconds, family.bytes(&cost)))
         };
         let Some(mut fast) = figures(&rungs[&0]) else {
@@ -289,10 +285,7 @@ impl<'a> Search<'a> {
         };
         let mut price = |step: usize| {
             let refs = refer(weighted);
-            let weights = Weights {
-                traffic: rest.base.traffic,
-                ..family.weights(m, step)
-            };
+            let weights = family.weights(m, step).assuming(rest.base.assumed);
             let mut priced = PricedMesh::of_variants(&refs, weights);
             let objectives = priced.objectives(&self.sequences);
             let in_flight = family.in_flight as u64;

@@ -5,7 +5,7 @@
 //! microbatch size, because a free search has too many of them to keep. Where the pins leave one
 //! shape for one microbatch size, they were kept ([`Search::kept`]).
 
-use super::candidates::Models;
+use super::candidates::{Models, Weighted};
 use super::mixes::Rungs;
 use super::simple::Likeness;
 use super::{Pipeline, Search, Shape, no_strategy, refer, scale, weigh_all};
@@ -14,8 +14,8 @@ use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
 use crate::groups::Phases;
 use crate::inter_op::{PipelineCost, StageChoice};
 use crate::interleave::{Meshes, cost_of_times};
-use crate::layer_model::{LayerCost, LayerModel, ModelError, Weights};
-use crate::refine::{Refined, Stage, refine};
+use crate::layer_model::{Assumed, LayerCost, LayerModel, ModelError, Weights};
+use crate::refine::{Refined, Stage, proved, refine};
 use crate::stage::{LayerChoice, PricedMesh, StagePath};
 use intra_op::problem::IntraOpProblem;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof};
@@ -52,6 +52,14 @@ struct OfShape<'m> {
 }
 
 impl<'m> OfShape<'m> {
+    /// The models under some weights of time, by the choice of what is recomputed.
+    fn weighted(&self, weights: Weights) -> Result<Weighted<'m>, ModelError> {
+        let first = self.first.iter().map(|m| m.weighted(weights).map(Some));
+        let mut weighted = vec![first.collect::<Result<Vec<_>, _>>()?];
+        weighted.extend(weigh_all(self.others, weights)?);
+        Ok(weighted)
+    }
+
     /// The model of a layer kind under a choice of what is recomputed.
     fn of(&self, kind: usize, variant: usize) -> &'m LayerModel {
         let others = variant.checked_sub(1).map(|v| &self.others[v][kind]);
@@ -262,15 +270,21 @@ impl Search<'_> {
         proves: bool,
     ) -> Result<bool, PlanError> {
         let settings = self.settings(models.shape, p.batch);
-        let base = Weights {
-            traffic: p.traffic,
-            ..Weights::free(p.m)
-        };
-        let first = models.first.iter().map(|m| m.weighted(base).map(Some));
-        let first: Result<Vec<_>, _> = first.collect();
-        let mut weighted = vec![first.map_err(no_strategy)?];
-        weighted.extend(weigh_all(models.others, base).map_err(no_strategy)?);
+        let base = Weights::free(p.m).assuming(p.assumed);
+        let weighted = models.weighted(base).map_err(no_strategy)?;
         let weighted = refer(&weighted);
+        // What hides was charged in part to find the choices, and what fills a pipeline was charged
+        // to each stage. What is proved charges every stage what it costs.
+        let level = p.assumed.level;
+        let charged = Weights::free(p.m).assuming(Assumed {
+            level,
+            ..Assumed::default()
+        });
+        let in_full = match proves && charged != base {
+            true => Some(models.weighted(charged).map_err(no_strategy)?),
+            false => None,
+        };
+        let in_full = in_full.as_ref().map(refer);
         let mut priced: BTreeMap<u16, PricedMesh<'_>> = BTreeMap::new();
         let mut known: BTreeMap<Question, Solved> = BTreeMap::new();
         let whole = self.bytes_of(settings[0].cluster).saturating_sub(reserve);
@@ -282,10 +296,7 @@ impl Search<'_> {
             let rungs = p.likeness.rungs(p, stage);
             for rung in [rungs.first, rungs.rest] {
                 priced.entry(rung).or_insert_with(|| {
-                    let weights = Weights {
-                        traffic: p.traffic,
-                        ..scale::weights_at(p.m, rung.into())
-                    };
+                    let weights = scale::weights_at(p.m, rung.into()).assuming(p.assumed);
                     PricedMesh::of_variants(&weighted, weights)
                 });
             }
@@ -303,10 +314,10 @@ impl Search<'_> {
                     rungs,
                     small.as_ref(),
                     &fast,
-                    p.traffic.level.is_some(),
+                    p.assumed.level.is_some(),
                 )
             });
-            let (choices, cost) = match (made, p.traffic.level) {
+            let (choices, cost) = match (made, p.assumed.level) {
                 (Some(made), _) => made,
                 (None, Some(_)) => return Ok(false),
                 // It was chosen for the cost of one.
@@ -343,25 +354,30 @@ impl Search<'_> {
                 .collect();
             let saved = cost.saved_bytes.saturating_mul(stage.in_flight);
             let fits = cost.static_bytes.saturating_add(saved) <= budget;
-            let refined = refine(
-                &Stage {
-                    name: &name,
-                    layers: &layers,
-                    kinds,
-                    weighted: &weighted,
-                    weights: base,
-                    in_flight: stage.in_flight,
-                    budget,
-                    is_pressed,
-                    may_mix: p.likeness == Likeness::Whole
-                        || p.likeness == Likeness::Priced && !fits,
-                    price: scale::weights_at(p.m, rungs.first.into()).static_price,
-                    fits,
-                    bound: bound.unwrap_or(0),
-                    proves,
-                },
-                choices,
-            )?;
+            let of_base = Stage {
+                name: &name,
+                layers: &layers,
+                kinds,
+                weighted: &weighted,
+                weights: base,
+                in_flight: stage.in_flight,
+                budget,
+                is_pressed,
+                may_mix: p.likeness == Likeness::Whole || p.likeness == Likeness::Priced && !fits,
+                price: scale::weights_at(p.m, rungs.first.into()).static_price,
+                fits,
+                bound: bound.unwrap_or(0),
+                proves,
+            };
+            let mut refined = refine(&of_base, choices)?;
+            if let Some(in_full) = &in_full {
+                let in_full = Stage {
+                    weighted: in_full,
+                    weights: charged,
+                    ..of_base
+                };
+                refined.proof = proved(&in_full, &refined.choices, &refined.proof.method)?;
+            }
             let time = cost.time;
             let new = Solved { refined, time };
             known.insert(question, new.clone());

@@ -10,7 +10,7 @@
 use super::pipelines::{NEAR, Pipeline};
 use super::simple::Likeness;
 use super::{Search, Shape};
-use crate::layer_model::ParameterTraffic;
+use crate::layer_model::Assumed;
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
 
@@ -76,15 +76,16 @@ impl Search<'_> {
         reserve: u64,
     ) -> Vec<Pipeline> {
         let m = (self.train.global_batch / batch) as u32;
-        let traffic = ParameterTraffic {
+        let assumed = Assumed {
             level: None,
             hides: true,
+            fill: 0,
         };
         let shapes = self.shapes(batch).into_iter().enumerate();
         let own: Vec<(usize, Shape)> = shapes.filter(|(_, s)| s.submesh == whole).collect();
         let made = own.par_iter().filter_map(|(index, shape)| {
             let models = self.made_models(shape, batch).ok()?;
-            let made = self.candidate_of(models, (*index, shape), batch, m, reserve, traffic);
+            let made = self.candidate_of(models, (*index, shape), batch, m, reserve, assumed);
             let (of, one) = ([made.ok()?], Some(1));
             let bounded = self.solve_over(&[whole], &of, batch, m, schedule, reserve, one, to_beat);
             Some(Pipeline {
@@ -92,7 +93,7 @@ impl Search<'_> {
                 m,
                 schedule,
                 choice: bounded.found.ok()?,
-                traffic,
+                assumed,
                 likeness: Likeness::default(),
             })
         });

@@ -218,7 +218,7 @@ impl Search<'_> {
         let shape = shapes.get(index)?;
         let mut rings = self.rings(shape.submesh, p.m).into_iter();
         let ring = rings.find(|r| r.schedule == p.schedule)?;
-        let candidate = self.candidate_at(index, shape, p.batch, p.m, reserve, p.traffic);
+        let candidate = self.candidate_at(index, shape, p.batch, p.m, reserve, p.assumed);
         let choice = self.solve_ring(ring, &candidate.ok()?, p.batch, p.m, reserve);
         choice.ok()
     }

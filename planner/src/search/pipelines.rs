@@ -8,7 +8,7 @@ use super::mixes::Rungs;
 use super::simple::Likeness;
 use super::{Candidate, Search, Shape, Submesh, no_strategy};
 use crate::inter_op::{self, Hop, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
-use crate::layer_model::{ModelError, ParameterTraffic};
+use crate::layer_model::{Assumed, ModelError};
 use crate::{PlanError, PlanStats};
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
@@ -46,7 +46,7 @@ pub(super) struct Pipeline {
     pub(super) schedule: ScheduleKind,
     pub(super) choice: PipelineChoice,
     /// The assumption under which its strategies were chosen: a ZeRO level as if it were pinned.
-    pub(super) traffic: ParameterTraffic,
+    pub(super) assumed: Assumed,
     /// How alike its layers are made.
     pub(super) likeness: Likeness,
 }
@@ -143,7 +143,7 @@ impl Search<'_> {
                 m,
                 schedule,
                 choice,
-                traffic: ParameterTraffic::default(),
+                assumed: Assumed::default(),
                 likeness: Likeness::default(),
             };
             plain.extend(solved.found.into_iter().map(|c| pipeline(schedule, c)));
@@ -313,7 +313,7 @@ impl Search<'_> {
         reserve: u64,
     ) -> Option<PipelineChoice> {
         let candidates = shapes.iter().map(|&(index, shape)| {
-            self.candidate_at(index, shape, p.batch, p.m, reserve, p.traffic)
+            self.candidate_at(index, shape, p.batch, p.m, reserve, p.assumed)
         });
         let candidates = candidates.collect::<Result<Vec<_>, _>>().ok()?;
         let mut submeshes: Vec<usize> = candidates.iter().map(|c| c.submesh).collect();

@@ -20,7 +20,7 @@ use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search, Shape};
 use crate::assemble::record_paths;
 use crate::groups::Phases;
-use crate::layer_model::ParameterTraffic;
+use crate::layer_model::Assumed;
 use crate::prices::Buckets;
 use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
@@ -50,6 +50,8 @@ const AT_ONCE: usize = 4;
 const TIMES: usize = 3;
 /// Times that more bytes are left, four times as many each, until it is made differently.
 const GROWTHS: usize = 4;
+/// What fills a pipeline is let be where it is less than this part of the microbatches.
+const FEW: u32 = 10;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
 
@@ -129,7 +131,7 @@ struct Simulated {
 impl Simulated {
     /// The fastest pipelines with one stage on each mesh, if they are among the best of all.
     fn leading(&self, n: usize) -> impl Iterator<Item = &Ranked> {
-        let known = || self.ranked.iter().filter(|r| !r.pipeline.traffic.hides);
+        let known = || self.ranked.iter().filter(|r| !r.pipeline.assumed.hides);
         let limit = known().next().map_or(0.0, |r| r.step_s * CLOSE);
         let near = known().filter(move |r| r.step_s <= limit);
         let plain = near.filter(|r| r.pipeline.schedule.virtual_stages() == 1);
@@ -145,6 +147,21 @@ fn decisions(plan: &Plan) -> Vec<LayerStrategy> {
         ..s.clone()
     };
     strategies.map(decided).collect()
+}
+
+/// The times that a pipeline's latency counts the time of a microbatch on each of its meshes, beyond
+/// the number of microbatches; 0 where that is few of them. A stage's strategies are chosen for
+/// `m t + s` of its seconds a microbatch and once per step, but of p equal stages each t counts
+/// `m + p - 1` times: with few microbatches those that take less time for each are worth more.
+fn filling(p: &Pipeline) -> u32 {
+    let per_mesh = p.schedule.virtual_stages().max(1) as usize;
+    let n_meshes = p.choice.stages.len() / per_mesh;
+    let fill = n_meshes.saturating_sub(1).div_ceil(per_mesh);
+    let fill = u32::try_from(fill).unwrap_or(0);
+    match FEW.saturating_mul(fill) >= p.m {
+        true => fill,
+        false => 0,
+    }
 }
 
 impl Search<'_> {
@@ -181,16 +198,15 @@ impl Search<'_> {
         // The fastest, with the bytes that it leaves for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
-            ranked.iter().partition(|r| r.pipeline.traffic.hides);
+            ranked.iter().partition(|r| r.pipeline.assumed.hides);
         let n_hiding = if self.is_small() { hiding.len() } else { 1 };
-        let leading = hiding.into_iter().take(n_hiding).map(|r| (r, true));
         let n_others = match self.is_small() {
             true => AT_LEVELS_IN_A_SMALL_ONE,
             false => AT_LEVELS,
         };
-        let others = others.into_iter().take(n_others).map(|r| (r, false));
-        for (r, hides) in others.chain(leading) {
-            if hides && self.pins.zero.is_none() {
+        let others = others.into_iter().take(n_others);
+        for r in others.chain(hiding.into_iter().take(n_hiding)) {
+            if r.pipeline.assumed.hides && self.pins.zero.is_none() {
                 levels = match self.is_small() {
                     true => LEVELS.to_vec(),
                     false => hiding::LEVELS.to_vec(),
@@ -198,15 +214,25 @@ impl Search<'_> {
             }
             let mut fastest = None;
             let mut near = vec![r.pipeline.clone()];
-            let at_level = |&level: &u8| self.at_level(r, level);
-            let ways: Vec<Pipeline> = levels.par_iter().map(at_level).collect();
+            let fill = filling(&r.pipeline);
+            let fills: BTreeSet<u32> = match self.is_small() {
+                true => [0, fill].into(),
+                false => [0].into(),
+            };
+            let at = |fill: u32| levels.iter().map(move |&level| (Some(level), fill));
+            let mut ways: Vec<(Option<u8>, u32)> = fills.into_iter().flat_map(at).collect();
+            ways.extend((fill > 0).then_some((None, fill)));
+            let ways = ways.into_par_iter();
+            let ways: Vec<Pipeline> = ways
+                .map(|(level, fill)| self.assuming(&r.pipeline, r.reserve, level, fill))
+                .collect();
             let different = self.different(forward, ways, (r.reserve, &[&r.plan]))?;
             for (p, played) in different {
                 if best.is_near(played.simulation.step_time.0) {
                     near.push(p.clone());
                 }
                 if self.compare(&mut best, played, &p, r.reserve, known, stats) {
-                    fastest = p.traffic.level;
+                    fastest = p.assumed.level.or(fastest);
                     champion = Some((p, r.reserve));
                 }
             }
@@ -221,6 +247,18 @@ impl Search<'_> {
             let different = self.different(forward, alike, (r.reserve, &[&r.plan]))?;
             for (p, played) in different {
                 self.compare(&mut best, played, &p, r.reserve, known, stats);
+            }
+        }
+        // What was fastest at a level may be faster yet if what fills it counts.
+        let at_level = champion.as_ref().filter(|(p, _)| {
+            p.assumed.level.is_some() && p.assumed.fill == 0 && filling(p) > 0 && !self.is_small()
+        });
+        if let Some((p, reserve)) = at_level.cloned() {
+            let way = self.assuming(&p, reserve, p.assumed.level, filling(&p));
+            for (p, played) in self.different(forward, vec![way], (reserve, &[]))? {
+                if self.compare(&mut best, played, &p, reserve, known, stats) {
+                    champion = Some((p, reserve));
+                }
             }
         }
         if let Some((p, reserve)) = champion {
@@ -296,7 +334,7 @@ impl Search<'_> {
                             plan: (*played.plan).clone(),
                         });
                         // It was chosen for less than its strategies cost.
-                        if p.traffic.hides {
+                        if p.assumed.hides {
                             p.choice.cost = self.cost(&p, &played.times);
                         }
                         let best = &mut simulated.best;
@@ -367,16 +405,18 @@ impl Search<'_> {
         None
     }
 
-    /// A pipeline at a ZeRO level, made again for what memory costs there.
-    fn at_level(&self, r: &Ranked, level: u8) -> Pipeline {
+    /// A pipeline made again at a ZeRO level, if there is one, for what memory costs there, and for
+    /// so many more times that a microbatch counts.
+    fn assuming(&self, p: &Pipeline, reserve: u64, level: Option<u8>, fill: u32) -> Pipeline {
         let as_it_is = Pipeline {
-            traffic: ParameterTraffic {
-                level: Some(level),
-                ..r.pipeline.traffic
+            assumed: Assumed {
+                level: level.or(p.assumed.level),
+                fill,
+                ..p.assumed
             },
-            ..r.pipeline.clone()
+            ..p.clone()
         };
-        self.again(&as_it_is, r.reserve).unwrap_or(as_it_is)
+        self.again(&as_it_is, reserve).unwrap_or(as_it_is)
     }
 
     /// A pipeline made in several ways with so many bytes reserved, without those in which it does
@@ -423,7 +463,7 @@ impl Search<'_> {
         let defect = || PlanError::Defect("a plan is another when it is made again".into());
         let mut proofs = again.ok_or_else(defect)?.plan.proof.stages;
         // A stage's bound is of the choices at its level, within what that leaves for them.
-        if let Some(level) = p.traffic.level {
+        if let Some(level) = p.assumed.level {
             for stage in &mut proofs {
                 stage.method += &format!(" at ZeRO level {level}");
             }
@@ -503,11 +543,14 @@ impl Search<'_> {
             what += &format!(" interleaved on {meshes}");
         }
         what += &format!(", microbatch {}", p.batch);
-        if let Some(level) = p.traffic.level {
+        if let Some(level) = p.assumed.level {
             what += &format!(", ZeRO level {level}");
         }
-        if p.traffic.hides {
+        if p.assumed.hides {
             what += ", parameters on their way while others compute";
+        }
+        if p.assumed.fill > 0 {
+            what += ", chosen for what fills the pipeline too";
         }
         what += p.likeness.words();
         stats.alternatives.push((what, step_time));

@@ -97,7 +97,7 @@ impl Complexity {
         let axes = |s: &ir::plan::StagePlan| s.mesh.axes.iter().filter(|a| a.size > 1).count();
         Complexity {
             strategies: plan.layer_strategies.len(),
-            has_no_level: p.traffic.level.is_none(),
+            has_no_level: p.assumed.level.is_none(),
             axes: plan.stages.iter().map(axes).max().unwrap_or(0),
             stages: plan.stages.len(),
         }

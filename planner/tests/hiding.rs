@@ -1,0 +1,54 @@
+//! Plans whose parameters' traffic hides beside compute: chosen for what is seen of it, proved for
+//! all of it.
+
+#![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
+use ir::cluster::Cluster;
+use ir::{Precision, TrainSpec};
+use planner::{Pins, PlanOptions, Planned};
+use std::path::Path;
+
+/// GPT-2 XL on one host whose links are slow.
+fn planned(pins: &[&str]) -> Planned {
+    let cluster: Cluster = cost_model::presets::find("v100-pcie-32gb:1")
+        .unwrap()
+        .unwrap();
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
+    let config = import::ModelConfig::load(&models.join("gpt2-xl")).unwrap();
+    let train = TrainSpec {
+        global_batch: 64,
+        sequence: 1024,
+        precision: Precision::F16,
+        ..TrainSpec::default()
+    };
+    let build = import::BuildOptions {
+        sequence: train.sequence,
+        dropout: 0.0,
+    };
+    let forward = import::model_graph(&config, &build).unwrap();
+    let options = PlanOptions {
+        pins: Pins::parse(pins).unwrap(),
+        ..PlanOptions::default()
+    };
+    planner::plan(&forward, &train, &cluster, &options).unwrap()
+}
+
+#[test]
+fn gathers_that_hide_are_chosen_and_proved_in_full() {
+    let free = planned(&[]);
+    let zero = planned(&["data=8", "zero=3"]);
+    let (free_s, zero_s) = (free.simulation.step_time.0, zero.simulation.step_time.0);
+    assert!(free_s <= 1.01 * zero_s, "{free_s} s, with pins {zero_s} s");
+
+    // One stage: what is proved about it is its part of the objective, not what a discount left.
+    let proof = &free.plan.proof;
+    let [stage] = &proof.stages[..] else {
+        panic!("one stage: {:?}", proof.stages);
+    };
+    let (of_stage, of_plan) = (stage.objective_s.0, proof.objective_s.0);
+    assert!(
+        (of_stage - of_plan).abs() < 1e-3 * of_plan,
+        "the stage's objective is {of_stage} s, the plan's {of_plan} s"
+    );
+    assert!(stage.lower_bound_s.0 <= of_stage);
+}
