@@ -4,7 +4,7 @@
 //! Chains of pins are drawn from a seed, each with one pin more than the one before, for small
 //! models on machines of many kinds: ample and tight memory, fast and slow links. A plan with fewer
 //! pins should take no longer by the simulator, for its space holds the other. One pair in a hundred
-//! may differ by more than 1%, none by more than 10%.
+//! may differ by more than 1%, none by more than 5%.
 //! `RUN_SLOW_TESTS=1` runs more cases.
 #![allow(clippy::unwrap_used)]
 
@@ -16,11 +16,9 @@ use tests::gpt2;
 
 /// How much longer a step with fewer pins may take.
 const SLACK: f64 = 0.01;
-/// The most that it is longer in the one of a hundred pairs that is beyond that. All of these have
-/// one or two microbatches and steps of milliseconds: a stage's strategies are chosen for `m t + s`
-/// of its seconds a microbatch and once per step, where a pipeline of p stages counts t up to
-/// `m + p - 1` times, and what a program hides is known for what is simulated alone.
-const WORST: f64 = 1.1;
+/// The most that it is longer in the one of a hundred pairs that is beyond that. These have steps of
+/// milliseconds, most of which is traffic: what a program hides is known for what is simulated alone.
+const WORST: f64 = 1.05;
 
 struct Case {
     forward: Graph,
