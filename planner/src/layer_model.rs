@@ -203,6 +203,10 @@ impl Weights {
     fn seconds(&self, t: Phases) -> f64 {
         self.m * (t.forward + t.backward) + self.step * t.step
     }
+    /// The time of layers as it counts.
+    pub(crate) fn seconds_of_layers(&self, cost: &LayerCost) -> f64 {
+        self.seconds(self.assumed.seen_cost(cost).time)
+    }
     fn seconds_of(&self, cell: &LinkCell) -> f64 {
         self.seconds(self.assumed.seen(cell.time, cell.hideable))
     }

@@ -175,12 +175,11 @@ pub(crate) fn refine(
     })
 }
 
-/// What is proved about choices that were made under other weights than those of the stage: their
-/// objective under these, and a bound on all choices.
+/// What is proved about choices that were made under an assumption, of which the stage's weights
+/// know nothing: their objective under these weights, and a bound on all choices.
 pub(crate) fn proved(
     stage: &Stage<'_, '_>,
     choices: &[LayerChoice],
-    method: &str,
 ) -> Result<StageProof, PlanError> {
     let Some(known) = cost(stage.layers, choices, stage.weights) else {
         return Err(PlanError::Defect(format!(
@@ -200,7 +199,7 @@ pub(crate) fn proved(
         true => lagrangian(weighted, kinds, weights, room, (price, at_price), &is_near),
         false => at_price.max(0.0) as u128,
     };
-    Ok(proof(method, known, bound))
+    Ok(proof("assumed costs", known, bound))
 }
 
 /// A proof of an objective and a bound in quanta, of which the bound is no higher.

@@ -102,16 +102,18 @@ pub(crate) fn plan(
     };
     let pins = of_inference.as_ref().unwrap_or(&options.pins);
     let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY);
-    let natural = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
+    let mut space = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
     let mut tried = Vec::new();
     for (further, own) in orders::others(forward, train, cluster, pins) {
         let to_beat = made
             .as_ref()
             .map_or(f64::INFINITY, |p| p.plan.proof.objective_s.0);
         let second = plan_order(forward, train, cluster, options, &own, to_beat);
-        // Where a search says why nothing fits, nothing of its space is better.
-        if let Ok(_) | Err(PlanError::Memory { .. } | PlanError::NoTiling { .. }) = &second {
-            tried.push(further);
+        // What is proved covers the spaces of the searches that ended with a bound.
+        match (&second, &space) {
+            (Ok(_), Some(_)) => tried.push(further),
+            (Ok(p), None) => space = Some(p.plan.proof.space.clone()),
+            (Err(_), _) => {}
         }
         made = match (made, second) {
             (Ok(a), Ok(b)) => Ok(orders::better(a, b, further, options.tolerance)),
@@ -122,7 +124,7 @@ pub(crate) fn plan(
     }
     let mut made = made?;
     made.stats.notes.extend(layered.note);
-    if let Some(space) = natural.filter(|_| !tried.is_empty()) {
+    if let Some(space) = space.filter(|_| !tried.is_empty()) {
         made.plan.proof.space = space + &orders::spaces(&tried);
     }
     Ok(made)

@@ -3,29 +3,24 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
+mod common;
+
 use ir::cluster::Cluster;
 use ir::{Precision, TrainSpec};
 use planner::{Pins, PlanOptions, Planned};
-use std::path::Path;
 
 /// GPT-2 XL on one host whose links are slow.
 fn planned(pins: &[&str]) -> Planned {
     let cluster: Cluster = cost_model::presets::find("v100-pcie-32gb:1")
         .unwrap()
         .unwrap();
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
-    let config = import::ModelConfig::load(&models.join("gpt2-xl")).unwrap();
     let train = TrainSpec {
         global_batch: 64,
         sequence: 1024,
         precision: Precision::F16,
         ..TrainSpec::default()
     };
-    let build = import::BuildOptions {
-        sequence: train.sequence,
-        dropout: 0.0,
-    };
-    let forward = import::model_graph(&config, &build).unwrap();
+    let forward = common::model("gpt2-xl", train.sequence);
     let options = PlanOptions {
         pins: Pins::parse(pins).unwrap(),
         ..PlanOptions::default()

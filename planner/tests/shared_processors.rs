@@ -3,24 +3,19 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
+mod common;
+
 use ir::TrainSpec;
 use planner::{Pins, PlanOptions, Planned};
-use std::path::Path;
 
 /// Tiny GPT-2 on ranks of the default CPU cluster, whose pool has two processors.
 fn planned(ranks: u32, global_batch: u64, pins: &[&str]) -> Planned {
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
-    let config = import::ModelConfig::load(&models.join("tiny-gpt2")).unwrap();
     let train = TrainSpec {
         global_batch,
         sequence: 128,
         ..TrainSpec::default()
     };
-    let build = import::BuildOptions {
-        sequence: train.sequence,
-        dropout: 0.0,
-    };
-    let forward = import::model_graph(&config, &build).unwrap();
+    let forward = common::model("tiny-gpt2", train.sequence);
     let cluster = cost_model::presets::load("cpu-default", 1).unwrap();
     let cluster = cost_model::presets::with_ranks(cluster, ranks).unwrap();
     let options = PlanOptions {

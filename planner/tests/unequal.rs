@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
 
+mod common;
+
 use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::cluster::{Cluster, Degraded, Missing};
 use ir::{Bytes, Precision, Rank, TrainSpec};
 use planner::{Pins, PlanError, PlanOptions, Planned};
-use std::path::Path;
 
 const FAST: &str = "h100-sxm*2+nvlink4+infiniband-ndr*2";
 const SLOW: &str = "a100-sxm-40gb*2+nvlink3+infiniband-hdr*2";
@@ -28,19 +29,13 @@ fn planned_of(
     global_batch: u64,
     pins: &[&str],
 ) -> Result<Planned, PlanError> {
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
-    let config = import::ModelConfig::load(&models.join(model)).unwrap();
     let train = TrainSpec {
         global_batch,
         sequence: 512,
         precision: Precision::Bf16,
         ..TrainSpec::default()
     };
-    let build = import::BuildOptions {
-        sequence: train.sequence,
-        dropout: 0.0,
-    };
-    let forward = import::model_graph(&config, &build).unwrap();
+    let forward = common::model(model, train.sequence);
     let options = PlanOptions {
         pins: Pins::parse(pins).unwrap(),
         headroom: Some(0.0),

@@ -720,7 +720,7 @@ fn proof(plan: &Plan) -> String {
 }
 
 /// The ways in which a stage's choice is proved, with their explanations.
-const METHODS: [(&str, &str); 3] = [
+const METHODS: [(&str, &str); 4] = [
     (
         "elimination",
         "strategies are decided op by op, each for all choices of the op's neighbours; exact, as memory has no price",
@@ -732,6 +732,10 @@ const METHODS: [(&str, &str); 3] = [
     (
         "integer program",
         "all ops of the stage at once within its memory, by branch and bound",
+    ),
+    (
+        "assumed costs",
+        "chosen as if traffic that may hide cost less, or what fills the pipeline more; objective and bound assume neither",
     ),
 ];
 

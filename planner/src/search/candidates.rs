@@ -245,7 +245,7 @@ impl<'a> Search<'a> {
         let of_sequence = |i: usize| {
             let paths = rungs.iter();
             let paths = paths.filter_map(|(&w, paths)| Some((w, paths[i].as_ref()?)));
-            let mixed = mixed(&paths.collect::<Vec<_>>(), rest.m, &in_flight, capacity);
+            let mixed = mixed(&paths.collect::<Vec<_>>(), base, &in_flight, capacity);
             let seen = mixed.into_iter();
             seen.map(|(rungs, cost)| (rungs, assumed.seen_cost(&cost)))
                 .collect()
@@ -275,10 +275,8 @@ impl<'a> Search<'a> {
         // What all layers take together stands for the stages.
         let main = self.sequences.longest();
         let figures = |paths: &[Option<StagePath>]| -> Option<(f64, f64)> {
-            let cost = rest.base.assumed.seen_cost(&paths[main].as_ref()?.cost);
-            let of_microbatch = cost.time.forward + cost.time.backward;
-            let seconds = rest.base.m * of_microbatch + cost.time.step;
-            Some((seconds, family.bytes(&cost)))
+            let cost = &paths[main].as_ref()?.cost;
+            Some((rest.base.seconds_of_layers(cost), family.bytes(cost)))
         };
         let Some(mut fast) = figures(&rungs[&0]) else {
             return;

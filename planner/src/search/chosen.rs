@@ -280,7 +280,7 @@ impl Search<'_> {
             level,
             ..Assumed::default()
         });
-        let in_full = match proves && charged != base {
+        let in_full = match proves && base != charged {
             true => Some(models.weighted(charged).map_err(no_strategy)?),
             false => None,
         };
@@ -334,9 +334,13 @@ impl Search<'_> {
                 kinds,
                 is_pressed.then_some((stage.in_flight, budget)),
             );
+            let (layers, assumes) = (&stage.layers, base != charged);
             let name = format!(
-                "{} layers {}..{}",
-                forward.name, stage.layers.start, stage.layers.end
+                "{} layers {}..{}{}",
+                forward.name,
+                layers.start,
+                layers.end,
+                if assumes { ", assumed costs" } else { "" }
             );
             if let Some(known) = known.get(&question) {
                 let mut same = known.clone();
@@ -376,7 +380,7 @@ impl Search<'_> {
                     weights: charged,
                     ..of_base
                 };
-                refined.proof = proved(&in_full, &refined.choices, &refined.proof.method)?;
+                refined.proof = proved(&in_full, &refined.choices)?;
             }
             let time = cost.time;
             let new = Solved { refined, time };

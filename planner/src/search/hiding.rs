@@ -37,6 +37,7 @@ impl Search<'_> {
     ) -> Vec<Pipeline> {
         let may_be = self.pins.pipeline.is_none_or(|p| p == 1)
             && schedule.virtual_stages() == 1
+            && !schedule.schedule().is_asynchronous()
             && self.cluster.pool.is_none()
             && self.cluster.n_devices() > 1;
         let n = self.cluster.n_devices();

@@ -9,7 +9,7 @@
 //! assignments, because the best relaxed one mixes two neighbouring corners (Everett 1963; tested
 //! against all assignments).
 
-use crate::layer_model::LayerCost;
+use crate::layer_model::{LayerCost, Weights};
 use crate::stage::StagePath;
 
 /// The prices that a stage's layers were chosen under, as rungs of [`super::scale`].
@@ -78,10 +78,10 @@ pub(super) fn joined(first: &StagePath, rest: &StagePath, n: usize) -> Option<La
 
 /// The stages of one sequence of layers that are of use: those under one price, each once, and for
 /// each of these numbers of microbatches in flight the fastest mix that fits, where it is faster
-/// than what fits of them. `paths` are by rung.
+/// than what fits of them. `paths` are by rung; `weights` say how time counts.
 pub(super) fn mixed(
     paths: &[(usize, &StagePath)],
-    m: u32,
+    weights: Weights,
     in_flight: &[u64],
     capacity: u64,
 ) -> Vec<(Rungs, LayerCost)> {
@@ -92,7 +92,7 @@ pub(super) fn mixed(
             distinct.push((rung, path));
         }
     }
-    let seconds = |c: &LayerCost| f64::from(m) * (c.time.forward + c.time.backward) + c.time.step;
+    let seconds = |c: &LayerCost| weights.seconds_of_layers(c);
     let bytes = |c: &LayerCost, n: u64| {
         let saved = u128::from(c.saved_bytes) * u128::from(n);
         u128::from(c.static_bytes) + u128::from(c.transient_bytes) + saved
@@ -221,7 +221,7 @@ mod tests {
             let capacity = most - below(most / 2);
             let stacks: Vec<StagePath> = ways.iter().map(|w| stack(*w, n)).collect();
             let paths: Vec<(usize, &StagePath)> = stacks.iter().enumerate().collect();
-            let found = mixed(&paths, m, &[in_flight], capacity);
+            let found = mixed(&paths, Weights::free(m), &[in_flight], capacity);
             let fits = |c: &LayerCost| c.static_bytes + in_flight * c.saved_bytes <= capacity;
             let least = |all: &mut dyn Iterator<Item = LayerCost>| {
                 let fitting = all.filter(fits).map(|c| c.time.forward);
@@ -263,7 +263,7 @@ mod tests {
         small.boundaries = vec![1, 1, 1, 0, 0];
         let paths = [(0, &fast), (5, &small)];
         // 30 bytes: two layers would have to be small; the paths meet behind the third.
-        let found = mixed(&paths, 1, &[1], 30);
+        let found = mixed(&paths, Weights::free(1), &[1], 30);
         let mix = found.iter().find(|(r, _)| !r.is_one()).unwrap();
         assert_eq!((mix.0.first, mix.0.rest, mix.0.n_first), (5, 0, 3));
         assert_eq!((mix.1.time.forward, mix.1.saved_bytes), (7.0, 25));

@@ -27,8 +27,8 @@ pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
 /// What costs so many times as much as the best by the objective is not simulated: the two differ
 /// by less.
 pub(super) const NEAR: f64 = 1.06;
-/// Layers times devices up to which the best pipeline of each number of stages is simulated, what
-/// is near there, and how many are: simulating such programs takes milliseconds.
+/// Layers times devices up to which the best pipeline of every power of two of stages is simulated,
+/// what is near there, and how many are: simulating such programs takes milliseconds.
 const SMALL: usize = 128;
 const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
@@ -165,6 +165,7 @@ impl Search<'_> {
         interleaved.retain(|p| cost(p) < to_beat * NEAR);
         interleaved.truncate(SIMULATED_INTERLEAVED);
         plain.extend(interleaved);
+        let to_beat = to_beat.min(self.to_beat * NEAR);
         plain.extend(self.hiding(&order, schedule, reserve, to_beat));
         if plain.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
@@ -196,7 +197,7 @@ impl Search<'_> {
         self.layers().kind.len() * self.cluster.n_devices() as usize <= SMALL
     }
 
-    /// What costs so many times as much as the best by the objective is not simulated.
+    /// What costs so many times as much as the best of its kind by the objective is not simulated.
     pub(super) fn near(&self) -> f64 {
         match self.is_small() {
             true => NEAR_IN_A_SMALL_ONE,
@@ -204,7 +205,8 @@ impl Search<'_> {
         }
     }
 
-    /// Whether the best pipeline of each number of stages is simulated, not only the best of all.
+    /// Whether the best pipelines of several numbers of stages are simulated, not only the best of
+    /// all: of every number where devices share processors, else of powers of two.
     fn tries_all_counts(&self) -> bool {
         let is_free =
             self.pins.pipeline.is_none() && self.pins.schedule_kind().virtual_stages() == 1;

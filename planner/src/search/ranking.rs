@@ -26,7 +26,7 @@ use crate::{PlanError, PlanStats};
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use cost_model::work::StepWork;
 use intra_op::problem::IntraOpProblem;
-use ir::plan::{LayerStrategy, Plan, Proof, ScheduleKind, StageProof};
+use ir::plan::{LayerStrategy, Plan, Proof, ScheduleKind, StagePlan, StageProof};
 use ir::program::Program;
 use ir::training::TrainingGraph;
 use ir::{Graph, Seconds, counted};
@@ -164,6 +164,11 @@ fn filling(p: &Pipeline) -> u32 {
     }
 }
 
+/// What a plan is told from another by.
+fn decided(plan: &Plan) -> (&[LayerStrategy], &[StagePlan]) {
+    (&plan.layer_strategies, &plan.stages)
+}
+
 impl Search<'_> {
     /// Lowers and simulates pipelines, and the fastest at every level; the fastest that fits
     /// wins, the earlier of equals.
@@ -195,7 +200,7 @@ impl Search<'_> {
             Some(_) => Vec::new(),
             None => LEVELS.to_vec(),
         };
-        // The fastest, with the bytes that it leaves for placing its buffers.
+        // The fastest before layers were made alike, with the bytes that it leaves for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
             ranked.iter().partition(|r| r.pipeline.assumed.hides);
@@ -327,6 +332,11 @@ impl Search<'_> {
                         }
                     }
                     Outcome::Fits(played) => {
+                        // Where little moves, assuming that it hides changes nothing.
+                        let is_known = |r: &Ranked| decided(&r.plan) == decided(&played.plan);
+                        if p.assumed.hides && simulated.ranked.iter().any(is_known) {
+                            continue;
+                        }
                         simulated.ranked.push(Ranked {
                             step_s: played.simulation.step_time.0,
                             pipeline: p.clone(),
@@ -433,7 +443,6 @@ impl Search<'_> {
             let Some(made) = made else {
                 continue;
             };
-            let decided = |p: &Plan| (p.layer_strategies.clone(), p.stages.clone());
             let before = different.iter().map(|(_, made)| &made.plan);
             if before
                 .chain(known.iter().copied())
