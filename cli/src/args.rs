@@ -138,6 +138,10 @@ pub struct CompileArgs {
     /// degrees; the plan lists them, and `explain` shows them.
     #[arg(long, value_name = "DIR")]
     pub runners_up: Option<PathBuf>,
+    /// Seconds that the search has: then the best plan that it has found is taken, or the first one
+    /// that it finds, with the bound that is proved by then. Ctrl-C does the same at once.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=604800))]
+    pub time_limit: Option<u64>,
     /// Where there is no plan: seconds in which changes are tried, to find the constraints that
     /// leave none and what would give one. A search that has begun is finished; 0 tries nothing.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=86400))]

@@ -103,3 +103,46 @@ fn a_second_interrupt_ends_a_run_at_once() {
         assert_eq!(after, before);
     }
 }
+
+/// A search of about a minute on two cores.
+fn search(place: &Place, more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/moe-1t");
+    command
+        .args(["compile", model, "--cluster", "dgx-h100", "--hosts", "256"])
+        .args(["--global-batch", "2048", "--sequence", "4096"])
+        .args(["--precision", "bf16", "-o", "plan.json"])
+        .args(more)
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// What a search that was ended early wrote: a plan that holds, and says that it was.
+fn is_early(place: &Place, output: &Output) {
+    assert_eq!(output.status.code(), Some(0), "{}", said(output));
+    let plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    assert_eq!(plan["proof"]["stopped"], true);
+    let words = String::from_utf8_lossy(&output.stdout);
+    assert!(words.contains("ended early"), "{words}");
+    place.run(&["check", "plan.json"]).expect(0);
+}
+
+#[test]
+fn an_interrupted_search_gives_the_best_plan_so_far() {
+    let place = Place::new();
+    let child = search(&place, &[]).spawn().unwrap();
+    std::thread::sleep(Duration::from_secs(3));
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    assert!(said(&output).contains("interrupted: taking the best plan"));
+    is_early(&place, &output);
+}
+
+#[test]
+fn a_search_takes_the_time_that_it_is_given() {
+    let place = Place::new();
+    let output = search(&place, &["--time-limit", "1"]).output().unwrap();
+    is_early(&place, &output);
+}

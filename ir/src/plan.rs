@@ -357,7 +357,8 @@ pub struct Proof {
     pub space: String,
     /// Candidates that were searched.
     pub candidates: u64,
-    /// True when a watchdog stopped a solver: the bound is what was proved until then.
+    /// True when the search was ended early, or a watchdog stopped a solver: the bound is what was
+    /// proved until then.
     pub stopped: bool,
     /// Per stage, what was proved about its intra-op choice given layers, mesh and budget.
     pub stages: Vec<StageProof>,

@@ -17,6 +17,7 @@
 //! * `interleave`: stages that share a mesh, and its memory.
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
 //! * `offload`: which tensors rest in host memory where nothing fits without.
+//! * `progress`: who follows a search, and may end it early.
 //! * `recipes`: named grids of pins, and the best point of one.
 
 mod assemble;
@@ -29,6 +30,7 @@ pub mod layers;
 mod offload;
 pub mod pins;
 mod prices;
+mod progress;
 pub mod recipes;
 mod refine;
 mod search;
@@ -43,6 +45,7 @@ use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, TrainSpec, counted};
 pub use offload::plan_or_offload;
 pub use pins::{ContextAttention, Offload, PinError, Pins};
+pub use progress::{BestSoFar, Progress, Watch, Watcher};
 pub use recipes::{Recipe, plan_recipe};
 
 /// Options of the search beside model, training and cluster.
@@ -59,6 +62,8 @@ pub struct PlanOptions {
     /// Share of each device's usable memory that stays free; that of the cluster's devices if none
     /// is given.
     pub headroom: Option<f64>,
+    /// Who follows the search, and may end it early.
+    pub watcher: Watcher,
 }
 
 /// A plan with what was made on the way.
@@ -158,7 +163,8 @@ pub enum PlanError {
 /// Plans the training of `forward` (as made by `import`) on `cluster`. Its layers are those
 /// that it declares, or those that `options` asks for.
 ///
-/// Deterministic: the same input gives the same plan to the byte.
+/// Deterministic: the same input gives the same plan to the byte, unless a watcher ends the search
+/// early: then it is the best of what was searched, and its proof says so.
 pub fn plan(
     forward: &Graph,
     train: &TrainSpec,

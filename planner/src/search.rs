@@ -10,7 +10,7 @@ use crate::layers::Layers;
 use crate::pins::{self, Pins};
 use crate::prices::Prices;
 use crate::stage::Sequences;
-use crate::{PlanError, PlanOptions, PlanStats, Planned};
+use crate::{PlanError, PlanOptions, PlanStats, Planned, Watcher};
 use candidates::{Candidate, no_strategy, refer, weigh_all};
 use chosen::Kept;
 use ir::cluster::Cluster;
@@ -22,7 +22,7 @@ use request::{boundary, in_zigzag_order, odd_length, sequences, with_updates};
 pub(crate) use scale::MEMORY_PRICES;
 use shapes::{Shape, Submesh, submeshes};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use variants::Variant;
 
 mod batches;
@@ -74,6 +74,11 @@ struct Search<'a> {
     kept: Mutex<Kept>,
     /// See [`PlanStats::choices`].
     choices: [AtomicU64; 2],
+    watcher: &'a Watcher,
+    /// What the search is called where there are several.
+    name: &'a str,
+    /// Whether there is a pipeline, so that the search may end.
+    has_found: AtomicBool,
 }
 
 /// Plans `forward` for `cluster`; see the crate header.
@@ -101,14 +106,18 @@ pub(crate) fn plan(
         Task::Inference => Some(pins::inference::pins(&options.pins)?),
     };
     let pins = of_inference.as_ref().unwrap_or(&options.pins);
-    let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY);
+    let mut made = plan_order(forward, train, cluster, options, pins, f64::INFINITY, "");
     let mut space = made.as_ref().ok().map(|p| p.plan.proof.space.clone());
     let mut tried = Vec::new();
     for (further, own) in orders::others(forward, train, cluster, pins) {
+        if made.is_ok() && options.watcher.ends() {
+            break;
+        }
         let to_beat = made
             .as_ref()
             .map_or(f64::INFINITY, |p| p.plan.proof.objective_s.0);
-        let second = plan_order(forward, train, cluster, options, &own, to_beat);
+        let name = further.words();
+        let second = plan_order(forward, train, cluster, options, &own, to_beat, &name);
         // What is proved covers the spaces of the searches that ended with a bound.
         match (&second, &space) {
             (Ok(_), Some(_)) => tried.push(further),
@@ -123,6 +132,7 @@ pub(crate) fn plan(
         };
     }
     let mut made = made?;
+    made.plan.proof.stopped |= options.watcher.ends();
     made.stats.notes.extend(layered.note);
     if let Some(space) = space.filter(|_| !tried.is_empty()) {
         made.plan.proof.space = space + &orders::spaces(&tried);
@@ -131,7 +141,8 @@ pub(crate) fn plan(
 }
 
 /// Plans for one order of the sequence: with `pins`, which are those of the options and perhaps a
-/// number of context or expert ranks. Only what costs less than `to_beat` by the objective is of use.
+/// number of context or expert ranks; `name` says which. Only what costs less than `to_beat` by the
+/// objective is of use.
 fn plan_order(
     forward: &Graph,
     train: &TrainSpec,
@@ -139,6 +150,7 @@ fn plan_order(
     options: &PlanOptions,
     pins: &Pins,
     to_beat: f64,
+    name: &str,
 ) -> Result<Planned, PlanError> {
     // Stages on unequal devices may differ in size, unless they share meshes.
     let are_equal = cluster.is_equal() || pins.schedule_kind().virtual_stages() > 1;
@@ -175,6 +187,9 @@ fn plan_order(
         prices: Mutex::new(Vec::new()),
         kept: Mutex::new(Kept::new()),
         choices: Default::default(),
+        watcher: &options.watcher,
+        name,
+        has_found: AtomicBool::new(to_beat.is_finite()),
     };
     let batches = search.batches()?;
     let schedule = pins.schedule_kind();
@@ -200,6 +215,9 @@ fn plan_order(
         (stats.candidates, stats.simulated) = (0, 0);
         stats.alternatives.clear();
         stats.simulated_plans.clear();
+        search
+            .has_found
+            .store(to_beat.is_finite(), Ordering::Relaxed);
         let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
         let known = Known {
             lower_bound,
@@ -264,6 +282,11 @@ impl<'a> Search<'a> {
             |s: &&Submesh| s.n_devices == n && s.starts.first().is_none_or(|r| *r == first);
         let known = self.submeshes.iter().find(is_this);
         known.map_or(self.cluster, |s| &s.seen)
+    }
+
+    /// Whether the search is to end with what it has.
+    fn ends(&self) -> bool {
+        self.has_found.load(Ordering::Relaxed) && self.watcher.ends()
     }
 
     /// Bytes of a device that plans may use, of the cluster as a mesh sees it.

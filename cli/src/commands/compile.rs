@@ -1,6 +1,7 @@
 //! `compile`: model, training and cluster to a plan that passed the checker.
 
 mod runners_up;
+mod watching;
 mod ways_out;
 
 use super::spinner;
@@ -11,10 +12,12 @@ use intra_op::write_problem;
 use ir::cluster::Cluster;
 use ir::{Graph, TrainSpec, counted};
 use planner::recipes::Chosen;
-use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe};
+use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe, Watcher};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+use watching::Watching;
 use ways_out::Asked;
 
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
@@ -37,14 +40,16 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     for words in [cluster::other_units(&cluster), no_peak].iter().flatten() {
         crate::say(format_args!("warning: {words}"));
     }
+    let started = Instant::now();
+    let bar = spinner("searching for a plan");
+    let limit = args.time_limit.map(Duration::from_secs);
     let options = PlanOptions {
         pins,
         layering: args.layers.map_or(Layering::default(), |l| l.0),
         tolerance: args.tolerance.0,
         headroom: args.headroom.map(|h| h.0),
+        watcher: Watcher::new(Arc::new(Watching::new(&bar, limit)?)),
     };
-    let started = Instant::now();
-    let bar = spinner("searching for a plan");
     let planned = search(recipe, &forward, &spec, &cluster, &options);
     let searched = started.elapsed();
     let (planned, preset) = match planned {

@@ -677,7 +677,7 @@ fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
 
 fn proof(plan: &Plan) -> String {
     let p = &plan.proof;
-    let state = if p.stopped { ", stopped early" } else { "" };
+    let state = if p.stopped { ", ended early" } else { "" };
     let space = if p.space.is_empty() {
         "not stated"
     } else {

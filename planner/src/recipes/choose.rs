@@ -139,9 +139,12 @@ pub fn plan_recipe(
             pins.describe().join(" ")
         ))
     });
-    if options.tolerance > 0.0 {
+    let has_ended = options.watcher.ends();
+    planned.plan.proof.stopped |= has_ended;
+    if options.tolerance > 0.0 && !has_ended {
         let simpler = PlanOptions {
             pins: points[best].clone(),
+            watcher: options.watcher.unseeing(),
             ..options.clone()
         };
         planned = crate::plan(forward, train, cluster, &simpler)?;
@@ -199,7 +202,7 @@ pub fn plan_points(
         if sizes.exceeds_memory(pins) {
             return Outcome::TooLarge;
         }
-        if stop() {
+        if stop() || options.watcher.ends() && locked().is_some() {
             return Outcome::Stopped;
         }
         if sizes.step_s(pins) > known(&locked()).0 {
@@ -208,6 +211,7 @@ pub fn plan_points(
         let options = PlanOptions {
             pins: pins.clone(),
             tolerance: 0.0,
+            watcher: options.watcher.unseeing(),
             ..options.clone()
         };
         match crate::plan(forward, train, cluster, &options) {

@@ -96,14 +96,17 @@ impl Search<'_> {
                     .interleaved
                     .min(found.map_or(f64::INFINITY, |s| s * NEAR)),
             };
+            // Whoever ends the search gets the bound of what was not priced.
+            let ends = best.is_some() && self.watcher.ends() || self.ends();
+            let is_plain = |least: &Least| !ends && least.plain <= to_beat.plain;
             let may_win = |least: &Least| {
-                least.plain <= to_beat.plain || least.interleaved < to_beat.interleaved
+                !ends && (is_plain(least) || least.interleaved < to_beat.interleaved)
             };
             let (ways, others): (Vec<_>, Vec<_>) = ways.iter().partition(|w| may_win(&w.least));
             for Way { least, .. } in others {
                 solved.lower = solved.lower.min(least.of_both());
             }
-            let plain = least.plain <= to_beat.plain;
+            let plain = is_plain(&least);
             if !plain {
                 solved.lower = solved.lower.min(least.plain);
             }
@@ -176,6 +179,22 @@ impl Search<'_> {
             }
         }
         solved
+    }
+
+    /// Seconds that no pipeline of equal submeshes can beat, by what is known before any is priced.
+    pub(super) fn least_of_equal(
+        &self,
+        batch: u64,
+        m: u32,
+        schedule: ScheduleKind,
+        larger: &Larger,
+    ) -> f64 {
+        let shapes = self.shapes(batch);
+        let ways = (0..self.submeshes.len())
+            .filter(|&i| self.n_stages(i) as usize <= self.layers().kind.len())
+            .flat_map(|i| self.ways(&shapes, i, (batch, m), schedule, larger));
+        ways.map(|way| way.least.of_both())
+            .fold(f64::INFINITY, f64::min)
     }
 
     /// The shapes of a submesh with what pipelines over it cost at least.
@@ -254,7 +273,7 @@ impl Search<'_> {
 
     /// Seconds of the matmuls and convolutions of a microbatch on one device at the best rate that it has for
     /// any type; 0 where kernels were measured one by one and may be faster than that.
-    fn least_matmul_s(&self, batch: u64) -> f64 {
+    pub(super) fn least_matmul_s(&self, batch: u64) -> f64 {
         let device = &self.cluster.device;
         if device.kernels.is_some() {
             return 0.0;

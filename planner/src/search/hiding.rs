@@ -48,6 +48,9 @@ impl Search<'_> {
         let cost = |p: &Pipeline| p.choice.cost.total_s;
         let mut found: Vec<Pipeline> = Vec::new();
         for some in batches.chunks(AT_ONCE) {
+            if self.ends() {
+                break;
+            }
             let least = found.iter().map(cost).fold(f64::INFINITY, f64::min);
             let to_beat = to_beat.min(least * NEAR);
             let solved = some.par_iter();

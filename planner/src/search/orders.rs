@@ -31,7 +31,7 @@ pub(super) enum Further {
 
 impl Further {
     /// How many ranks of what.
-    fn words(self) -> String {
+    pub(super) fn words(self) -> String {
         match self {
             Further::Context(n) => format!("{n} context ranks"),
             Further::Expert(n) => format!("{n} expert ranks"),

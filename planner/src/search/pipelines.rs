@@ -9,10 +9,12 @@ use super::simple::Likeness;
 use super::{Candidate, Search, Shape, Submesh, no_strategy};
 use crate::inter_op::{self, Hop, InterOpOptions, NoPlan, PipelineChoice, StageTable, Transfer};
 use crate::layer_model::{Assumed, ModelError};
-use crate::{PlanError, PlanStats};
+use crate::{BestSoFar, PlanError, PlanStats, Progress};
+use ir::Seconds;
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
 
 /// Pipelines that are lowered and simulated.
 const SIMULATED: usize = 6;
@@ -34,6 +36,8 @@ const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 2;
+/// The same where submeshes of several sizes are mixed, which nothing holds back.
+const MIXED_AT_ONCE: usize = 8;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
 /// all stages of a pipeline have equal submeshes.
 pub(super) const MIXED_SUBMESHES: usize = 512;
@@ -88,6 +92,13 @@ pub(super) struct ToBeat {
     pub(super) interleaved: f64,
 }
 
+impl ToBeat {
+    const NOTHING: ToBeat = ToBeat {
+        plain: f64::INFINITY,
+        interleaved: f64::INFINITY,
+    };
+}
+
 /// The best pipeline of a part of the space, or why there is none, and a bound on the part.
 pub(super) struct Bounded {
     pub(super) found: Result<PipelineChoice, PlanError>,
@@ -108,18 +119,21 @@ impl Search<'_> {
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
         // In parallel; collected in the order of the batches, so the outcome does not depend
-        // on which is ready first. A few at a time where those found can hold back the next: from
+        // on which is ready first. A few at a time, so that those found can hold back the next: from
         // large ones down, because these bound the smaller ones.
         let at_once = match self.mixes_submeshes() {
-            true => batches.len(),
+            true => MIXED_AT_ONCE,
             false => BATCHES_AT_ONCE,
         };
         let mut order = batches.to_vec();
         order.sort_unstable_by(|a, b| b.cmp(a));
         let mut larger = Larger::default();
         let mut solved: Vec<Solved> = Vec::with_capacity(batches.len());
-        for some in order.chunks(at_once.max(1)) {
-            let to_beat = self.to_beat(&solved);
+        for some in order.chunks(at_once) {
+            let to_beat = match self.mixes_submeshes() {
+                true => ToBeat::NOTHING,
+                false => self.to_beat(&solved),
+            };
             let more = some
                 .par_iter()
                 .map(|&batch| self.solve_batch(batch, schedule, reserve, to_beat, &larger));
@@ -128,8 +142,12 @@ impl Search<'_> {
                 for (shape, least) in std::mem::take(&mut more.least) {
                     larger.add(&shape, batch, least);
                 }
+                self.has_found
+                    .fetch_or(!more.found.is_empty(), Ordering::Relaxed);
                 solved.push(more);
             }
+            self.watcher
+                .see(|| self.progress(&order, &solved, schedule, &larger));
         }
         for (&batch, solved) in order.iter().zip(solved).rev() {
             stats.candidates += solved.candidates;
@@ -171,6 +189,55 @@ impl Search<'_> {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
         Ok((plain, bound))
+    }
+
+    /// How far the search is, after the first of the microbatch sizes were searched.
+    fn progress(
+        &self,
+        order: &[u64],
+        solved: &[Solved],
+        schedule: ScheduleKind,
+        larger: &Larger,
+    ) -> Progress {
+        let pairs = order.iter().zip(solved);
+        let found = pairs.flat_map(|(&batch, s)| {
+            let rings = s.interleaved.iter().map(|(_, c)| c);
+            s.found.iter().chain(rings).map(move |c| (batch, c))
+        });
+        let best = found.min_by(|a, b| a.1.cost.total_s.total_cmp(&b.1.cost.total_s));
+        let done = solved.iter().map(|s| s.lower);
+        let left = order[solved.len()..].iter();
+        let left = left.map(|&batch| self.least_of_batch(batch, schedule, larger));
+        let bound = done.chain(left).fold(f64::INFINITY, f64::min);
+        Progress {
+            search: self.name.into(),
+            done: solved.len(),
+            of: order.len(),
+            best: best.map(|(microbatch, choice)| {
+                let objective_s = choice.cost.total_s;
+                let gap = (objective_s - bound) / objective_s.max(f64::MIN_POSITIVE);
+                BestSoFar {
+                    objective_s: Seconds(objective_s),
+                    n_stages: choice.stages.len(),
+                    microbatch,
+                    gap: gap.clamp(0.0, 1.0),
+                }
+            }),
+        }
+    }
+
+    /// Seconds that no pipeline of a microbatch size can beat, before any shape is priced for it.
+    fn least_of_batch(&self, batch: u64, schedule: ScheduleKind, larger: &Larger) -> f64 {
+        let m = (self.train.global_batch / batch) as u32;
+        if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
+            return self.least_of_equal(batch, m, schedule, larger);
+        }
+        // However work is cut and whatever the schedule, the busiest device computes for every
+        // microbatch no less than the mean. Groups of unlike devices have no one rate.
+        match self.cluster.is_equal() {
+            true => self.least_matmul_s(batch) * f64::from(m) / f64::from(self.cluster.n_devices()),
+            false => 0.0,
+        }
     }
 
     /// The costs at which pipelines are not among those that are simulated.
@@ -226,6 +293,11 @@ impl Search<'_> {
         let m = (self.train.global_batch / batch) as u32;
         if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
             return self.solve_equal(batch, m, schedule, reserve, to_beat, larger);
+        }
+        if self.ends() {
+            let mut solved = Solved::nothing();
+            solved.lower = self.least_of_batch(batch, schedule, larger);
+            return solved;
         }
         let shapes = self.shapes(batch);
         let candidates: Vec<Result<Candidate, ModelError>> = shapes

@@ -186,8 +186,8 @@ impl Search<'_> {
         };
         self.simulate_all(forward, pipelines, known, stats, &mut simulated)?;
         // The objective looked at all shapes together and found one mix of them; another may
-        // hide more of its sending, or be simpler.
-        let others = simulated.leading(AT_SHAPES);
+        // hide more of its sending, or be simpler. Whoever ends the search does without.
+        let others = simulated.leading(if self.ends() { 0 } else { AT_SHAPES });
         let others = others.flat_map(|r| self.of_one_shape(&r.pipeline, r.reserve));
         let others: Vec<Pipeline> = others.collect();
         self.simulate_all(forward, others, known, stats, &mut simulated)?;
@@ -200,7 +200,7 @@ impl Search<'_> {
             Some(_) => Vec::new(),
             None => LEVELS.to_vec(),
         };
-        // The fastest before layers were made alike, with the bytes that it leaves for placing its buffers.
+        // The fastest before layers were made alike, with the bytes left for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
             ranked.iter().partition(|r| r.pipeline.assumed.hides);
@@ -211,6 +211,9 @@ impl Search<'_> {
         };
         let others = others.into_iter().take(n_others);
         for r in others.chain(hiding.into_iter().take(n_hiding)) {
+            if self.ends() {
+                break;
+            }
             if r.pipeline.assumed.hides && self.pins.zero.is_none() {
                 levels = match self.is_small() {
                     true => LEVELS.to_vec(),
@@ -256,7 +259,8 @@ impl Search<'_> {
         }
         // What was fastest at a level may be faster yet if what fills it counts.
         let at_level = champion.as_ref().filter(|(p, _)| {
-            p.assumed.level.is_some() && p.assumed.fill == 0 && filling(p) > 0 && !self.is_small()
+            let at_level = p.assumed.level.is_some() && p.assumed.fill == 0;
+            at_level && filling(p) > 0 && !self.is_small() && !self.ends()
         });
         if let Some((p, reserve)) = at_level.cloned() {
             let way = self.assuming(&p, reserve, p.assumed.level, filling(&p));
@@ -311,7 +315,7 @@ impl Search<'_> {
         // With the bytes that each of them leaves for placing its buffers, and how often it was made.
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
-        while !waiting.is_empty() {
+        while !waiting.is_empty() && !(self.ends() && !simulated.ranked.is_empty()) {
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
             let outcomes = some.par_iter().map(|(p, reserve, _)| {
                 let made = self.assemble(forward, p, *reserve, false)?;

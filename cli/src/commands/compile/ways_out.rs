@@ -102,7 +102,7 @@ impl Trials<'_> {
         if let Some((_, step_s)) = self.known.iter().find(|(r, _)| r == relaxed) {
             return Some(*step_s);
         }
-        if Instant::now() >= self.until {
+        if Instant::now() >= self.until || self.asked.options.watcher.ends() {
             self.stopped = true;
             return None;
         }
@@ -242,6 +242,7 @@ impl Asked<'_> {
     fn plan(&self, relaxed: &[Relaxed]) -> Option<f64> {
         let (mut train, mut cluster) = (self.train.clone(), self.cluster.clone());
         let mut options = self.options.clone();
+        options.watcher = self.options.watcher.unseeing();
         let mut pins = options.pins.describe();
         let mut forward = None;
         for one in relaxed {

@@ -4,6 +4,7 @@
 use super::super::variants::{Variant, variants};
 use super::super::{Submesh, boundary, sequences, submeshes};
 use super::*;
+use crate::Watcher;
 use crate::inter_op::{Hop, InterOpOptions, brute_force};
 use crate::pins::Pins;
 use ir::cluster::Cluster;
@@ -11,6 +12,7 @@ use ir::testing::Rng;
 use ir::training::training_graph;
 use ir::{Bytes, Graph, Precision, TrainSpec};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 
 /// Costs that are the same but for the order in which they are summed.
 const SAME: f64 = 1e-9;
@@ -24,6 +26,7 @@ struct Case {
     submeshes: Vec<Submesh>,
     batch: u64,
     schedule: ScheduleKind,
+    watcher: Watcher,
 }
 
 impl Case {
@@ -62,6 +65,7 @@ impl Case {
             batch,
             schedule,
             train,
+            watcher: Watcher::default(),
         }
     }
 
@@ -84,6 +88,9 @@ impl Case {
             prices: Mutex::new(Vec::new()),
             kept: Mutex::default(),
             choices: Default::default(),
+            watcher: &self.watcher,
+            name: "",
+            has_found: AtomicBool::new(false),
         }
     }
 

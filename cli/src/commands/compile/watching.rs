@@ -1,0 +1,105 @@
+//! A long search shows what it has so far, and Ctrl-C or a time limit takes that.
+
+use crate::failure::Failure;
+use crate::{interrupt, report};
+use indicatif::ProgressBar;
+use planner::{Progress, Watch};
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Where nobody looks at a terminal, a line tells of the search so often.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// Shows the search that it watches, and ends it when it is interrupted or its time is over.
+pub struct Watching {
+    bar: ProgressBar,
+    interrupted: Arc<AtomicBool>,
+    until: Option<Instant>,
+    /// When a line was last written, or the search began.
+    told: Mutex<Instant>,
+}
+
+impl Watching {
+    /// Watches from now on. `bar` shows it, on a terminal; `limit` is the time that the search has.
+    pub fn new(bar: &ProgressBar, limit: Option<Duration>) -> Result<Watching, Failure> {
+        let now = Instant::now();
+        Ok(Watching {
+            bar: bar.clone(),
+            interrupted: interrupt::flag("taking the best plan so far, or the first one found")?,
+            until: limit.and_then(|limit| now.checked_add(limit)),
+            told: Mutex::new(now),
+        })
+    }
+}
+
+impl Watch for Watching {
+    fn see(&self, progress: &Progress) {
+        let words = words(progress);
+        if !self.bar.is_hidden() {
+            self.bar.set_message(words);
+            return;
+        }
+        // A poisoned lock holds a time all the same.
+        let mut told = self.told.lock().unwrap_or_else(|e| e.into_inner());
+        if told.elapsed() >= EVERY {
+            crate::say(format_args!("{words}"));
+            *told = Instant::now();
+        }
+    }
+
+    fn ends(&self) -> bool {
+        let is_over = self.until.is_some_and(|until| Instant::now() >= until);
+        is_over || self.interrupted.load(Ordering::Relaxed)
+    }
+}
+
+/// One line of how far a search is.
+fn words(p: &Progress) -> String {
+    let mut words = match p.search.is_empty() {
+        true => "searching".to_string(),
+        false => format!("searching with {}", p.search),
+    };
+    let _ = write!(words, ": {} of {} microbatch sizes", p.done, p.of);
+    if let Some(best) = &p.best {
+        let _ = write!(
+            words,
+            ", best objective {}, {}, gap at most {}",
+            best.objective_s,
+            ir::counted(best.n_stages as u64, "stage"),
+            report::percent(best.gap)
+        );
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::Seconds;
+    use planner::BestSoFar;
+
+    #[test]
+    fn a_line_says_how_far_it_is_and_what_it_has() {
+        let mut p = Progress {
+            search: String::new(),
+            done: 2,
+            of: 13,
+            best: None,
+        };
+        assert_eq!(words(&p), "searching: 2 of 13 microbatch sizes");
+        p.search = "8 expert ranks".into();
+        p.best = Some(BestSoFar {
+            objective_s: Seconds(7.25),
+            n_stages: 16,
+            microbatch: 64,
+            gap: 0.125,
+        });
+        let line = words(&p);
+        assert_eq!(
+            line,
+            "searching with 8 expert ranks: 2 of 13 microbatch sizes, best objective 7.250 s, 16 stages, gap at most 12.5%"
+        );
+    }
+}
