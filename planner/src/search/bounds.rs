@@ -90,7 +90,7 @@ impl Bounds {
     }
 
     /// What a price on bytes that live for the step leads to at least, with nothing saved.
-    fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
+    pub(super) fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
         let lower = self
             .fixed
             .iter()
@@ -154,14 +154,25 @@ pub(super) struct RingOf<'c> {
     pub(super) sent_s: f64,
 }
 
+/// What follows for a ring from how many layers its longest stage has.
+#[derive(Clone, Copy, Default)]
+struct Longest {
+    /// Layers that no stage has more of; 0 where nothing is known.
+    n_layers: usize,
+    /// Seconds of a microbatch that the stage which has as many takes at least.
+    stage_s: f64,
+    /// The same of all stages of its mesh, which have a layer each at least.
+    mesh_s: f64,
+}
+
 impl RingOf<'_> {
-    /// Seconds that no pipeline of the ring can beat whose stages take `sum_s` together and those
-    /// of one mesh `busiest_s`, with sending.
-    fn total_s(&self, sum_s: f64, busiest_s: f64) -> f64 {
-        let p = self.ring.n_meshes as f64;
-        let largest_s = sum_s / self.ring.n_stages() as f64;
+    /// Seconds that no pipeline of the ring can beat whose stages take `sum_s` together, those of
+    /// one mesh `busiest_s` and one of them `largest_s`, with sending.
+    fn total_s(&self, sum_s: f64, busiest_s: f64, largest_s: f64) -> f64 {
+        let busiest_s = busiest_s.max(sum_s / self.ring.n_meshes as f64);
+        let largest_s = largest_s.max(sum_s / self.ring.n_stages() as f64);
         let latency = self.ring.latency(self.m);
-        latency.total_s(sum_s, busiest_s.max(sum_s / p), largest_s, 0.0)
+        latency.total_s(sum_s, busiest_s, largest_s, 0.0)
     }
 
     /// How often a stage's time counts at least, beside its work once per step, where meshes
@@ -234,14 +245,18 @@ impl Search<'_> {
                 let time = candidate.relaxed[sequence]?;
                 Some(b.least[sequence]? + (rounds - candidate.m) * time)
             };
-            most = most.max(self.ring_total_s(of, b.price, &sum, &cost));
+            most = most.max(self.ring_total_s(of, b.price, Longest::default(), &sum, &cost));
         }
         most
     }
 
     /// The same with what prices on all memory say of stages with their microbatches in flight.
     /// Worth its time only for what was priced.
-    pub(super) fn priced_ring_least_s(&self, of: RingOf<'_>) -> f64 {
+    ///
+    /// Stages with few in flight could have most of the layers, if only their memory counted; then
+    /// they take long. So the bound is the least over how many layers the longest stage has. Where
+    /// it is `enough` or more, so is what is returned, which then need not be all of it.
+    pub(super) fn priced_ring_least_s(&self, of: RingOf<'_>, enough: f64) -> f64 {
         let RingOf {
             ring, candidate, m, ..
         } = of;
@@ -250,38 +265,86 @@ impl Search<'_> {
             .map(|stage| options.in_flight(stage, ring.n_stages()))
             .collect();
         let fewest = in_flight.iter().copied().min().unwrap_or(0);
-        let mut most = 0.0f64;
-        for b in candidate
-            .bounds
-            .of_all
-            .iter()
-            .chain(candidate.known().map_or(&[][..], |k| &k.bounds))
-        {
-            let cost = |sequence: usize, n: u64, rounds: f64| {
-                let part = (n as f64 / b.in_flight.max(1) as f64).min(1.0);
-                let fixed = candidate.bounds.fixed_s(sequence, b.price)?;
-                let own = part * b.least[sequence]? + (1.0 - part) * fixed;
-                Some(own + (rounds - candidate.m) * candidate.relaxed[sequence]?)
-            };
-            let sum = |rounds: f64| {
-                let by_stage = |n: u64| -> Vec<Option<f64>> {
-                    let sequences = 0..self.sequences.len();
-                    sequences.map(|s| cost(s, n, rounds)).collect()
+        let known = candidate.known().map_or(&[][..], |k| &k.bounds);
+        let mut bounds: Vec<&Priced> = candidate.bounds.of_all.iter().chain(known).collect();
+        let Some(time_s) = self.least_cut(&candidate.relaxed) else {
+            return f64::INFINITY;
+        };
+        let mut least = enough;
+        for longest in self.longest(of) {
+            let sum_s = time_s + of.sent_s;
+            let busiest_s = longest.mesh_s.max(sum_s / ring.n_meshes as f64);
+            let largest_s = longest.stage_s.max(sum_s / ring.n_stages() as f64);
+            let mut most = ring.latency(m).total_s(sum_s, busiest_s, largest_s, 0.0);
+            // With more layers in a stage it takes longer yet.
+            if most >= least {
+                break;
+            }
+            let mut best = 0;
+            for (i, b) in bounds.iter().enumerate() {
+                let cost = |sequence: usize, n: u64, rounds: f64| {
+                    let own = candidate.priced_s(sequence, b.price, n)?;
+                    Some(own + (rounds - candidate.m) * candidate.relaxed[sequence]?)
                 };
-                self.least_cut_into(&in_flight, &by_stage)
-            };
-            let single = |sequence: usize, rounds: f64| cost(sequence, fewest, rounds);
-            most = most.max(self.ring_total_s(of, b.price, &sum, &single));
+                let sum = |rounds: f64| {
+                    let by_stage = |n: u64| -> Vec<Option<f64>> {
+                        let sequences = 0..self.sequences.len();
+                        sequences.map(|s| cost(s, n, rounds)).collect()
+                    };
+                    self.least_cut_into(&in_flight, longest.n_layers, &by_stage)
+                };
+                let single = |sequence: usize, rounds: f64| cost(sequence, fewest, rounds);
+                let total_s = self.ring_total_s(of, b.price, longest, &sum, &single);
+                if total_s > most {
+                    (most, best) = (total_s, i);
+                }
+                if most >= least {
+                    break;
+                }
+            }
+            // What says most of one number of layers does of the next, too.
+            if best > 0 {
+                bounds.swap(0, best);
+            }
+            least = least.min(most);
         }
-        most
+        least
+    }
+
+    /// The numbers of layers that the longest stage of a ring may have, ascending.
+    fn longest(&self, of: RingOf<'_>) -> Vec<Longest> {
+        let (n_layers, n_stages) = (self.layers().kind.len(), of.ring.n_stages());
+        let v = f64::from(of.ring.schedule.virtual_stages());
+        let mut by_length: BTreeMap<usize, f64> = BTreeMap::new();
+        for &((start, end), sequence) in &self.sequences.ranges {
+            let time_s = of.candidate.relaxed[sequence].unwrap_or(f64::INFINITY);
+            let least = by_length.entry(end - start).or_insert(f64::INFINITY);
+            *least = least.min(time_s);
+        }
+        let shortest_s = by_length.get(&1).copied().unwrap_or(0.0);
+        let most = (n_layers + 1).saturating_sub(n_stages);
+        let lengths = by_length.range(n_layers.div_ceil(n_stages)..=most.max(1));
+        let mut stage_s = 0.0f64;
+        let longest = lengths.map(|(&n_layers, &least_s)| {
+            // A stage takes no less than a part of it.
+            stage_s = stage_s.max(least_s);
+            Longest {
+                n_layers,
+                stage_s,
+                mesh_s: stage_s + (v - 1.0) * shortest_s,
+            }
+        });
+        longest.filter(|l| l.stage_s.is_finite()).collect()
     }
 
     /// The two bounds of a ring under a price on bytes, for sums over all layers of
-    /// `rounds t + s` with this price, and that of single layers.
+    /// `rounds t + s` with this price, and that of single layers, where the longest stage is so
+    /// long.
     fn ring_total_s(
         &self,
         of: RingOf<'_>,
         price: f64,
+        longest: Longest,
         sum: &dyn Fn(f64) -> f64,
         single: &dyn Fn(usize, f64) -> Option<f64>,
     ) -> f64 {
@@ -296,8 +359,15 @@ impl Search<'_> {
         // On every mesh that of some layer at least.
         let transient = transient.reduce(f64::min).unwrap_or(0.0);
         let bytes = price * (candidate.capacity - transient);
-        let rounds = ring.rounds(m);
-        let on_the_mean = sum(rounds) / p - bytes + rounds / p * of.sent_s;
+        let mean_of = |rounds: f64| (sum(rounds) + rounds * of.sent_s) / p - bytes;
+        // The longest stage and its mesh take no less than the mean, and no less than it does. Of
+        // the sum of all that leaves p rounds of m.
+        let (latency, of_all) = (ring.latency(m), mean_of(f64::from(m)));
+        let slowest_s = latency.slowest * longest.stage_s;
+        let of_sum = of_all * (p / f64::from(m)).min(1.0);
+        let mean = mean_of(ring.rounds(m))
+            .max(of_all + slowest_s)
+            .max(of_sum + latency.busiest * longest.mesh_s + slowest_s);
         let rounds = of.rounds();
         let v = f64::from(ring.schedule.virtual_stages());
         let sent_of_mesh = of.sent_s * ((v - 1.0) / ring.n_stages() as f64);
@@ -311,16 +381,19 @@ impl Search<'_> {
         });
         let sum_s = (sum(rounds) - p * bytes) / rounds + of.sent_s;
         let busiest_s = (busiest - bytes) / rounds + sent_of_mesh;
-        on_the_mean.max(of.total_s(sum_s.max(0.0), busiest_s.max(0.0)))
+        let busiest_s = busiest_s.max(longest.mesh_s);
+        mean.max(of.total_s(sum_s.max(0.0), busiest_s, longest.stage_s))
     }
 
     /// The least sum over all ways to cut the layers into as many stages as there are numbers, of
-    /// figures by sequence that depend on a stage's number.
-    fn least_cut_into(&self, numbers: &[u64], figures: &dyn Fn(u64) -> Vec<Option<f64>>) -> f64 {
+    /// at most `longest` layers each, of figures by sequence that depend on a stage's number.
+    fn least_cut_into(
+        &self,
+        numbers: &[u64],
+        longest: usize,
+        figures: &dyn Fn(u64) -> Vec<Option<f64>>,
+    ) -> f64 {
         let n_layers = self.layers().kind.len();
-        let Some(longest) = (n_layers + 1).checked_sub(numbers.len()) else {
-            return f64::INFINITY;
-        };
         let mut known: BTreeMap<u64, Vec<Option<f64>>> = BTreeMap::new();
         for &n in numbers {
             known.entry(n).or_insert_with(|| figures(n));

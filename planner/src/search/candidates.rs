@@ -95,6 +95,28 @@ impl Candidate {
         }
     }
 
+    /// Seconds of all microbatches and once per step, with this price on bytes, that no stage of a
+    /// sequence takes less than with `n` microbatches in flight. By `n` that is concave, so what
+    /// lies between two numbers that were priced is no less than the line between them.
+    pub(super) fn priced_s(&self, sequence: usize, price: f64, n: u64) -> Option<f64> {
+        let known = self.known().map_or(&[][..], |known| &known.bounds);
+        let all = self.bounds.of_all.iter().chain(known);
+        let (mut below, mut above) = ((0, self.bounds.fixed_s(sequence, price)?), None);
+        for b in all.filter(|b| b.price == price) {
+            let point = (b.in_flight, b.least[sequence]?);
+            match point.0 <= n {
+                true if point.0 >= below.0 => below = (point.0, point.1.max(below.1)),
+                false if above.is_none_or(|(most, _)| point.0 < most) => above = Some(point),
+                _ => {}
+            }
+        }
+        let Some(above) = above else {
+            return Some(below.1);
+        };
+        let part = (n - below.0) as f64 / (above.0 - below.0) as f64;
+        Some(part * above.1 + (1.0 - part) * below.1)
+    }
+
     /// What pricing its stages gave, where somebody asked for them.
     pub(super) fn known(&self) -> Option<&Known> {
         self.stages.get()

@@ -28,7 +28,6 @@ use crate::inter_op::{
 use crate::interleave::{Meshes, SharedStage, TooLarge, share};
 use ir::plan::ScheduleKind;
 use ir::schedule::Latency;
-use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -194,20 +193,21 @@ impl Search<'_> {
         }
         // Prices say more of the rings that were looked at. The first of the others costs least.
         let others = ways.get(looked_at).map(|(least, ..)| *least);
-        let priced = ways[..looked_at]
-            .par_iter()
-            .map(|&(least, candidate, ring)| {
-                let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
-                let of = RingOf {
-                    ring,
-                    candidate,
-                    m,
-                    sent_s,
-                };
-                least.max(self.priced_ring_least_s(of))
-            });
-        let lower = priced.min_by(f64::total_cmp).into_iter().chain(others);
-        solved.lower = lower.fold(solved.lower, f64::min);
+        solved.lower = others.into_iter().fold(solved.lower, f64::min);
+        for &(least, candidate, ring) in &ways[..looked_at] {
+            let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
+            let of = RingOf {
+                ring,
+                candidate,
+                m,
+                sent_s,
+            };
+            // Beyond the bound of all others nobody asks for that of one.
+            if least < solved.lower {
+                let priced = self.priced_ring_least_s(of, solved.lower);
+                solved.lower = solved.lower.min(least.max(priced));
+            }
+        }
     }
 
     /// A ring that the search chose, made again with so many bytes reserved and at the ZeRO level
@@ -264,7 +264,7 @@ impl Search<'_> {
                 };
                 let least = [
                     self.ring_least_s(of, &sums),
-                    self.priced_ring_least_s(of),
+                    self.priced_ring_least_s(of, f64::INFINITY),
                     self.least_ring_work_s(self.submeshes[ring.submesh].n_devices, sum_s, m),
                 ];
                 let least = least.into_iter().fold(0.0, f64::max);
@@ -313,7 +313,19 @@ impl Search<'_> {
             devices: self.cluster.n_devices(),
             layers: n_layers,
         })?;
-        let options = ring.options(m);
+        self.ring_of_cuts(ring, cuts, &table, (batch, m), capacity)
+    }
+
+    /// The best entries for stages of these layers.
+    pub(super) fn ring_of_cuts(
+        &self,
+        ring: Ring,
+        cuts: Vec<Range<usize>>,
+        table: &StageTable,
+        (batch, m): (u64, u32),
+        capacity: u64,
+    ) -> Result<PipelineChoice, PlanError> {
+        let (options, sent) = (ring.options(m), self.sent_s(ring, batch));
         let stages = cuts.into_iter().enumerate().map(|(stage, layers)| {
             StageChoice {
                 transfer_s: sent.get(stage).copied().unwrap_or(0.0),
@@ -327,7 +339,7 @@ impl Search<'_> {
                 share_bytes: None,
             }
         });
-        self.shared(stages.collect(), &table, ring, m, capacity)
+        self.shared(stages.collect(), table, ring, m, capacity)
     }
 
     /// The best entries for the cuts that are best where every stage has a mesh, and its memory,
@@ -353,7 +365,12 @@ impl Search<'_> {
     }
 
     /// The costs of ranges of layers on a mesh of a ring, and the bytes that one has.
-    fn ring_table(&self, ring: Ring, candidate: &Candidate, reserve: u64) -> (StageTable, u64) {
+    pub(super) fn ring_table(
+        &self,
+        ring: Ring,
+        candidate: &Candidate,
+        reserve: u64,
+    ) -> (StageTable, u64) {
         let capacity = self.capacity(ring.submesh, reserve);
         let own = [ring.submesh];
         self.stages(candidate);

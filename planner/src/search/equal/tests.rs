@@ -1,6 +1,7 @@
 //! The cuts against the exhaustive search: every submesh priced, and every pipeline over it
 //! enumerated, on small models and clusters of random figures.
 
+use super::super::bounds::RingOf;
 use super::super::variants::{Variant, variants};
 use super::super::{Submesh, boundary, sequences, submeshes};
 use super::*;
@@ -66,6 +67,13 @@ impl Case {
             schedule,
             train,
             watcher: Watcher::default(),
+        }
+    }
+
+    fn set_memory(&mut self, bytes: u64) {
+        let seen = self.submeshes.iter_mut().map(|s| &mut s.seen);
+        for cluster in seen.chain([&mut self.cluster]) {
+            cluster.device.memory_bytes = Bytes(bytes);
         }
     }
 
@@ -386,6 +394,93 @@ fn no_stage_beats_its_bound() {
         n_compared > 1000 && n_of_memory > 20,
         "{n_compared} compared, {n_of_memory} too large ones faster than the bound"
     );
+}
+
+/// No cut of the layers over a ring costs less than the bounds of the ring say, whatever memory
+/// there is; and where it is short, prices say more than time alone.
+#[test]
+fn no_cut_of_a_ring_beats_its_bound() {
+    let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
+    let (mut n_compared, mut n_of_memory, mut closest) = (0, 0, f64::INFINITY);
+    for seed in 0..if slow { 300 } else { 60 } {
+        let mut case = Case::deep(seed);
+        let mut rng = Rng::new(seed + 77);
+        let m = case.m();
+        for submesh in 0..case.submeshes.len() {
+            // Parts of what the fastest stages need on every mesh of the submesh.
+            case.set_memory(1 << 40);
+            let free = fastest_bytes(&case, submesh);
+            let n_meshes = case.cluster.n_devices() / case.submeshes[submesh].n_devices;
+            let part = 0.05 * rng.between(5, 20) as f64;
+            let bytes = part * free / f64::from(n_meshes);
+            case.set_memory(bytes as u64);
+            let search = case.search();
+            let n_layers = search.layers().kind.len();
+            let shapes = search.shapes(case.batch);
+            let priced = priced(&case, &search, &shapes, submesh);
+            for candidate in priced.into_iter().filter_map(|(_, c)| c.ok()) {
+                for ring in search.rings(submesh, m) {
+                    let (table, capacity) = search.ring_table(ring, &candidate, 0);
+                    let sent_s = search.sent_s(ring, case.batch).iter().sum();
+                    let of = RingOf {
+                        ring,
+                        candidate: &candidate,
+                        m,
+                        sent_s,
+                    };
+                    let sums = search.least_sums(&candidate).unwrap();
+                    let of_time = search.ring_least_s(of, &sums);
+                    let bound = search.priced_ring_least_s(of, f64::INFINITY);
+                    let enough = 0.9 * bound;
+                    assert!(search.priced_ring_least_s(of, enough) >= enough);
+                    let mut best = f64::INFINITY;
+                    for _ in 0..40 {
+                        let cuts = random_cuts(&mut rng, n_layers, ring.n_stages());
+                        let batch = (case.batch, m);
+                        let made = search.ring_of_cuts(ring, cuts, &table, batch, capacity);
+                        best = made.map_or(best, |c| best.min(c.cost.total_s));
+                    }
+                    assert!(
+                        bound.max(of_time) <= best * (1.0 + SAME),
+                        "seed {seed}, submesh {submesh}, {}: {best} s, at least {bound} s",
+                        ring.n_stages()
+                    );
+                    n_compared += u32::from(best.is_finite());
+                    if best.is_finite() && bound > 1.02 * of_time {
+                        n_of_memory += 1;
+                        closest = closest.min(best / bound - 1.0);
+                    }
+                }
+            }
+        }
+    }
+    assert!(
+        n_compared > 40 && n_of_memory > 10 && closest < 0.1,
+        "{n_compared} compared, memory says more of {n_of_memory}, the closest is {closest} below"
+    );
+}
+
+/// The bytes that all layers need where they are fastest, on the first shape of a submesh.
+fn fastest_bytes(case: &Case, submesh: usize) -> f64 {
+    let search = case.search();
+    let shapes = search.shapes(case.batch);
+    let mut priced = priced(case, &search, &shapes, submesh).into_iter();
+    let first = priced.find_map(|(_, c)| c.ok());
+    let cost = first.map(|c| search.stages(&c)[search.sequences.longest()][0].1);
+    cost.map_or(0.0, |c| {
+        (c.static_bytes + c.saved_bytes * u64::from(case.m()) / 2) as f64
+    })
+}
+
+/// As many parts of the layers in a row, each with a layer at least.
+fn random_cuts(rng: &mut Rng, n_layers: usize, n_stages: usize) -> Vec<std::ops::Range<usize>> {
+    let mut ends: Vec<usize> = (1..n_layers).collect();
+    while ends.len() >= n_stages {
+        ends.remove(rng.below(ends.len() as u64) as usize);
+    }
+    ends.push(n_layers);
+    let starts = [0].into_iter().chain(ends.clone());
+    starts.zip(ends).map(|(start, end)| start..end).collect()
 }
 
 /// The assumption behind [`super::super::larger`]: a microbatch of c times as many samples takes at
