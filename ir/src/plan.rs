@@ -353,6 +353,11 @@ pub struct Proof {
     pub lower_bound_s: Seconds,
     /// `(objective - lower_bound) / objective`.
     pub gap: f64,
+    /// The least objective of a plan that was found and fits, where it is less than this one's:
+    /// this one takes less time by simulation, which hides traffic that the objective charges, or
+    /// hardly more and is simpler.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub least_objective_s: Option<Seconds>,
     /// The space of plans that the bound speaks of, in words.
     pub space: String,
     /// Candidates that were searched.

@@ -51,6 +51,9 @@ const RETRIES: usize = 4;
 /// Largest number of layers that the DP slices one by one.
 pub(crate) const MAX_LAYERS: usize = 400;
 
+/// The share by which an objective has to be less than that of the plan that is taken to be told.
+const LESS: f64 = 1e-3;
+
 struct Search<'a> {
     /// What may be recomputed; that which recomputes least first.
     variants: &'a [Variant],
@@ -133,6 +136,11 @@ pub(crate) fn plan(
     }
     let mut made = made?;
     made.plan.proof.stopped |= options.watcher.ends();
+    let objectives = made.stats.simulated_plans.iter();
+    let objectives = objectives.map(|p| p.proof.objective_s);
+    let least = objectives.min_by(|a, b| a.0.total_cmp(&b.0));
+    let own = made.plan.proof.objective_s.0;
+    made.plan.proof.least_objective_s = least.filter(|least| least.0 < own * (1.0 - LESS));
     made.stats.notes.extend(layered.note);
     if let Some(space) = space.filter(|_| !tried.is_empty()) {
         made.plan.proof.space = space + &orders::spaces(&tried);

@@ -67,6 +67,9 @@ fn figures(plan: &Plan, report: &mut Report) {
         let named = names.iter().zip(figures);
         numbers.extend(named.map(|(name, x)| (format!("{key}.{name}"), x)));
     }
+    if let Some(least) = plan.proof.least_objective_s {
+        numbers.push(("proof.least_objective_s".into(), least.0));
+    }
     if let Some(simpler) = &plan.proof.simpler {
         numbers.push(("proof.simpler.tolerance".into(), simpler.tolerance));
         numbers.push(("proof.simpler.fastest_s".into(), simpler.fastest_s.0));
@@ -145,6 +148,12 @@ fn agreement(plan: &Plan, report: &mut Report) {
         let open = ratio(objective - bound, objective).max(0.0);
         let what = "(objective_s - lower_bound_s) / objective_s";
         equals(report, of("gap"), gap, open, what);
+    }
+    if let Some(least) = plan.proof.least_objective_s.map(|s| s.0) {
+        let (key, of) = ("proof.least_objective_s", plan.proof.lower_bound_s.0);
+        at_most(report, "proof.lower_bound_s".into(), of, least, key);
+        let own = plan.proof.objective_s.0;
+        at_most(report, key.into(), least, own, "objective_s");
     }
     simplicity(plan, report);
 }

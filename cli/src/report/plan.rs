@@ -640,7 +640,7 @@ fn gap(plan: &Plan) -> String {
     let of_gap = match p.gap > 5e-4 {
         false => "no pipeline of that space is better by more than 0.05%".to_string(),
         true => format!(
-            "no pipeline of that space has an objective below the bound, so none is better by more than {}; part of the gap is slack in the bound, which leaves out work done once per step and the memory of all microbatches but one",
+            "no pipeline of that space has an objective below the bound, so by the objective none is better by more than {}",
             percent(p.gap)
         ),
     };
@@ -675,6 +675,23 @@ fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
     runs
 }
 
+/// What is said of the least objective that was found, where it is another plan's: in the first
+/// line, and why that plan was not taken.
+fn least_found(plan: &Plan) -> (String, String) {
+    let p = &plan.proof;
+    let Some(least) = p.least_objective_s else {
+        return Default::default();
+    };
+    let gap = (least.0 - p.lower_bound_s.0) / least.0.max(f64::MIN_POSITIVE);
+    let gap = percent(gap.max(0.0));
+    (
+        format!("; least found {least}, gap {gap}"),
+        format!(
+            "\n  least objective found: {least}, {gap} above the bound at most; by simulation that plan takes longer, or is less simple and hardly faster"
+        ),
+    )
+}
+
 fn proof(plan: &Plan) -> String {
     let p = &plan.proof;
     let state = if p.stopped { ", ended early" } else { "" };
@@ -683,8 +700,9 @@ fn proof(plan: &Plan) -> String {
     } else {
         &p.space
     };
+    let (least, of_least) = least_found(plan);
     let mut w = format!(
-        "Proof: additive objective {}, lower bound {}, gap {} over {}{state}\n  space: {space}",
+        "Proof: additive objective {}, lower bound {}, gap {} over {}{state}{least}\n  space: {space}{of_least}",
         p.objective_s,
         p.lower_bound_s,
         percent(p.gap),

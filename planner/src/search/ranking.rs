@@ -647,6 +647,7 @@ impl Search<'_> {
             } else {
                 0.0
             },
+            least_objective_s: None,
             space,
             candidates,
             stopped: false,
