@@ -36,6 +36,8 @@ const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 2;
+/// Devices for a sample of a microbatch, of which many a plan has about so many.
+const LIKELY_DEVICES: u32 = 16;
 /// The same where submeshes of several sizes are mixed, which nothing holds back.
 const MIXED_AT_ONCE: usize = 8;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -125,8 +127,17 @@ impl Search<'_> {
             true => MIXED_AT_ONCE,
             false => BATCHES_AT_ONCE,
         };
-        let mut order = batches.to_vec();
-        order.sort_unstable_by(|a, b| b.cmp(a));
+        let mut descending = batches.to_vec();
+        descending.sort_unstable_by(|a, b| b.cmp(a));
+        let mut order = descending.clone();
+        // Likely ones come before all: what is found there holds back the others.
+        if !self.mixes_submeshes() {
+            let likely = u64::from(self.cluster.n_devices() / LIKELY_DEVICES);
+            let first = order.partition_point(|&b| b > likely);
+            let first = first.min(order.len().saturating_sub(at_once));
+            let n = at_once.min(order.len());
+            order[..first + n].rotate_right(n);
+        }
         let mut larger = Larger::default();
         let mut solved: Vec<Solved> = Vec::with_capacity(batches.len());
         for some in order.chunks(at_once) {
@@ -184,7 +195,7 @@ impl Search<'_> {
         interleaved.truncate(SIMULATED_INTERLEAVED);
         plain.extend(interleaved);
         let to_beat = to_beat.min(self.to_beat * NEAR);
-        plain.extend(self.hiding(&order, schedule, reserve, to_beat));
+        plain.extend(self.hiding(&descending, schedule, reserve, to_beat));
         if plain.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
