@@ -200,3 +200,100 @@ pub(super) fn better(first: Planned, second: Planned, further: Further, toleranc
     best.stats.simulated += other.stats.simulated;
     best
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PlanOptions;
+    use ir::Precision;
+    use std::path::Path;
+
+    fn model(name: &str, sequence: u64) -> Graph {
+        let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
+        let config = import::ModelConfig::load(&models.join(name)).unwrap();
+        let options = import::BuildOptions {
+            sequence,
+            dropout: 0.0,
+        };
+        import::model_graph(&config, &options).unwrap()
+    }
+
+    fn cluster(name: &str) -> Cluster {
+        cost_model::presets::find(name).unwrap().unwrap()
+    }
+
+    #[test]
+    fn experts_are_split_over_a_host_and_half_of_one() {
+        let of = |model: &Graph, name: &str, pins: &[&str]| {
+            experts(model, &cluster(name), &Pins::parse(pins).unwrap())
+        };
+        let (mixtral, dense) = (model("mixtral-8x7b", 512), model("tiny-llama", 64));
+        assert_eq!(of(&mixtral, "dgx-h100:2", &[]), [4, 8]);
+        // Sixty experts cannot be split by eight.
+        let sixty = model("qwen1.5-moe-a2.7b", 512);
+        assert_eq!(of(&sixty, "dgx-h100:2", &[]), [4]);
+        // On one host two axes say it all, and who pins the mesh has decided.
+        assert!(of(&mixtral, "dgx-h100:1", &[]).is_empty());
+        assert!(of(&mixtral, "dgx-h100:2", &["tensor=2", "data=8"]).is_empty());
+        assert!(of(&dense, "dgx-h100:2", &[]).is_empty());
+    }
+
+    #[test]
+    fn spaces_name_the_numbers_that_were_searched() {
+        assert_eq!(spaces(&[]), "");
+        let both = [Further::Context(2), Further::Expert(4), Further::Expert(8)];
+        let words = spaces(&both);
+        assert!(
+            words.contains("zigzag order for 2 context ranks"),
+            "{words}"
+        );
+        assert!(words.contains("with 4, 8 expert ranks"), "{words}");
+    }
+
+    /// Of two searches the second has to be faster by more than the tolerance; what is proved is of
+    /// both.
+    #[test]
+    fn a_further_axis_has_to_be_worth_it() {
+        let train = TrainSpec {
+            global_batch: 64,
+            sequence: 256,
+            precision: Precision::Bf16,
+            ..TrainSpec::default()
+        };
+        let forward = model("gpt2", train.sequence);
+        let planned = |pins: &[&str]| {
+            let options = PlanOptions {
+                pins: Pins::parse(pins).unwrap(),
+                ..PlanOptions::default()
+            };
+            crate::plan(&forward, &train, &cluster("dgx-h100:1"), &options).unwrap()
+        };
+        let (slow, fast) = (planned(&["tensor=4"]), planned(&["data=8"]));
+        let step_s = |p: &Planned| p.plan.predicted.step_time_s.0;
+        let share = step_s(&slow) / step_s(&fast) - 1.0;
+        assert!(share > 0.05, "{share}");
+        let bound = |p: &Planned| p.plan.proof.lower_bound_s.0;
+        let least = bound(&slow).min(bound(&fast));
+        let further = Further::Expert(4);
+        for (tolerance, is_second) in [(0.01, true), (2.0 * share, false)] {
+            let made = better(slow.clone(), fast.clone(), further, tolerance);
+            let taken = if is_second { &fast } else { &slow };
+            assert_eq!(made.plan.stages, taken.plan.stages);
+            assert_eq!(bound(&made), least);
+            let candidates = slow.plan.proof.candidates + fast.plan.proof.candidates;
+            assert_eq!(made.plan.proof.candidates, candidates);
+            // The fastest is told where it was left for one with an axis less.
+            let simpler = made.plan.proof.simpler.as_ref();
+            assert_eq!(
+                simpler.is_some_and(|s| s.fastest_s.0 < step_s(&slow)),
+                !is_second
+            );
+            let named = made.stats.alternatives.iter();
+            let named = named.filter(|(what, _)| what.contains("4 expert ranks"));
+            assert_eq!(named.count(), fast.stats.alternatives.len());
+        }
+        // A slower one is not taken.
+        let kept = better(fast.clone(), slow, further, 0.01);
+        assert_eq!(kept.plan.stages, fast.plan.stages);
+    }
+}

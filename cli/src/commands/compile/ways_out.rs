@@ -172,7 +172,7 @@ impl Trials<'_> {
                 "--ways-out 60 tries for so many seconds what would give a plan".into()
             }
             true => format!(
-                "{tried} of constraints were tried and none has a plan{stopped}; `meshwright fits` finds the smallest number of devices that has one"
+                "tried {tried} of constraints, and none has a plan{stopped}; `meshwright fits` finds the smallest number of devices that has one"
             ),
         }
     }
