@@ -78,12 +78,16 @@ pub enum Verb {
     /// List the clusters that are built in.
     #[command(after_help = format!("Examples:\n  meshwright presets\n  meshwright presets dgx-h100 > cluster.toml\n\n{EXIT_CODES}"))]
     Presets(PresetsArgs),
+    /// List the models that are built in.
+    #[command(after_help = format!("Examples:\n  meshwright models\n  meshwright models llama-3.1-8b > config.json\n\n{EXIT_CODES}"))]
+    Models(ModelsArgs),
 }
 
 /// Arguments of `compile`.
 #[derive(Debug, Args)]
 pub struct CompileArgs {
-    /// Hugging Face config.json or its folder, or a graph in Meshwright's text form.
+    /// A model that is built in (see `meshwright models`), a Hugging Face config.json or its folder,
+    /// or a graph in Meshwright's text form.
     pub model: PathBuf,
     /// A preset or a composition of devices and links (see `meshwright presets`), several with
     /// numbers of hosts (dgx-h100:2,dgx-a100-40gb:1), or a cluster file (.toml, .json); `cpu`
@@ -648,6 +652,16 @@ pub struct SchemaArgs {
     /// The document.
     #[arg(default_value = "plan")]
     pub document: Document,
+}
+
+/// Arguments of `models`.
+#[derive(Debug, Args)]
+pub struct ModelsArgs {
+    /// A model to print as a config.json, from which to start one's own.
+    pub name: Option<String>,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `presets`.

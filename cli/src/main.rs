@@ -186,6 +186,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Solve(a) => commands::solve::run(&a),
         Verb::Schema(a) => commands::schema::run(&a),
         Verb::Presets(a) => commands::presets::run(&a),
+        Verb::Models(a) => commands::models::run(&a),
     }
 }
 

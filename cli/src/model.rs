@@ -1,9 +1,10 @@
-//! The MODEL argument: a Hugging Face `config.json` or its folder, or a graph in text form.
+//! The MODEL argument: the name of a model that is built in, a Hugging Face `config.json` or its
+//! folder, or a graph in text form.
 
-use crate::document::line_column;
+use crate::document::{capitalised, line_column};
 use crate::failure::{Exit, Failure};
 use crate::files;
-use import::{BuildOptions, ImportError, ModelConfig, model_graph};
+use import::{BuildOptions, ImportError, ModelConfig, builtin, model_graph};
 use ir::op::{InputKind, OpKind};
 use ir::{Dim, Graph, counted};
 use std::path::{Path, PathBuf};
@@ -17,11 +18,55 @@ pub enum Model {
 }
 
 /// The accepted values of MODEL.
-pub const MODELS_ARE: &str = "a model is a Hugging Face config.json (gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub const MODELS_ARE: &str = "a model is one that is built in (`meshwright models` lists them), a Hugging Face config.json (gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
-/// Reads the model at `path`: a folder with a `config.json`, such a file, or a graph text.
+/// Where a model is.
+enum Source {
+    /// In a file.
+    File(PathBuf),
+    /// In this binary: the name, and the text of its `config.json`.
+    BuiltIn(&'static str, &'static str),
+}
+
+/// Finds the model that `path` means: what is there, or else what is built in under that name.
+fn source(path: &Path) -> Result<Source, Failure> {
+    if path.exists() {
+        return config_path(path).map(Source::File);
+    }
+    let wanted = path.to_string_lossy();
+    let own = builtin::names().find(|name| wanted.eq_ignore_ascii_case(name));
+    if let Some((name, text)) = own.and_then(|n| Some((n, builtin::config_text(n)?))) {
+        return Ok(Source::BuiltIn(name, text));
+    }
+    let last = path.file_name().map(|n| n.to_string_lossy().into_owned());
+    let near = last.and_then(|last| files::closest(&last, builtin::names()));
+    let Some(near) = near else {
+        // Who reads it says that it is not there, and which file might have been meant.
+        return Ok(Source::File(path.to_path_buf()));
+    };
+    let what = format!("there is no model {}", path.display());
+    Err(Failure::new(Exit::BadInput, what).help(format!(
+        "did you mean `{near}`, which is built in? {}",
+        capitalised(MODELS_ARE)
+    )))
+}
+
+/// The file that a model is read from; none where it is built in.
+pub fn file(path: &Path) -> Result<Option<PathBuf>, Failure> {
+    Ok(match source(path)? {
+        Source::File(file) => Some(file),
+        Source::BuiltIn(..) => None,
+    })
+}
+
+/// Reads a model that is built in, a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
-    let file = config_path(path)?;
+    let file = match source(path)? {
+        Source::File(file) => file,
+        Source::BuiltIn(name, text) => {
+            return Ok(Model::Config(Box::new(parse_config(name, text)?)));
+        }
+    };
     let text = files::read_text(&file, "model", files::LARGE)?;
     let name = file.display().to_string();
     if text.trim_start().starts_with(['{', '[', '"'])
@@ -65,9 +110,12 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
     .help("each line names the op or value; docs/ir.md has the rules of graphs"))
 }
 
-/// Reads the configuration at `path`, a file or its folder.
+/// Reads the configuration of a model that is built in, or that at `path`, a file or its folder.
 pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
-    let file = config_path(path)?;
+    let file = match source(path)? {
+        Source::File(file) => file,
+        Source::BuiltIn(name, text) => return parse_config(name, text),
+    };
     let text = files::read_text(&file, "model configuration", files::SMALL)?;
     parse_config(&file.display().to_string(), &text)
 }
@@ -77,7 +125,7 @@ const MODELS_NAMED: usize = 8;
 
 /// Returns the file that `path` means: itself, or the `config.json` of a folder. A folder without
 /// one is refused, with the names of models in it if there are any.
-pub fn config_path(path: &Path) -> Result<PathBuf, Failure> {
+fn config_path(path: &Path) -> Result<PathBuf, Failure> {
     if !path.is_dir() {
         return Ok(path.to_path_buf());
     }
@@ -101,7 +149,8 @@ pub fn config_path(path: &Path) -> Result<PathBuf, Failure> {
     )
 }
 
-fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
+/// Reads the text of a `config.json`; `name` is what errors call it.
+pub fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
     ModelConfig::parse(name, text.as_bytes()).map_err(|e| {
         let at = match &e {
             ImportError::Json { line, column, .. } | ImportError::Field { line, column, .. } | ImportError::UnknownField { line, column, .. } => Some((*line, *column)),

@@ -22,6 +22,7 @@ fn every_verb_has_examples_and_exit_codes_in_its_help() {
         "solve",
         "schema",
         "presets",
+        "models",
     ] {
         let help = place.run(&[verb, "--help"]).expect(0).out;
         assert!(
@@ -369,4 +370,43 @@ fn the_documents_table_of_runs_is_predicted() {
         .expect(0);
     assert!(done.out.starts_with("1 of 1 run predicted"), "{}", done.out);
     assert_eq!(done.err, "");
+}
+
+/// Models by their names, in any folder; what is there under such a name comes first.
+#[test]
+fn models_that_are_built_in_have_names() {
+    let place = Place::new();
+    let list = place.run(&["models"]).expect(0).out;
+    assert!(
+        list.contains("llama-3.1-70b") && list.contains("images"),
+        "{list}"
+    );
+    let printed = place.run(&["models", "tiny-gpt2"]).expect(0).out;
+    let plan = |model: &str, output: &str| {
+        let train = ["--global-batch", "4", "--sequence", "64", "-o", output];
+        let args = ["compile", model, "--cluster", "cpu-default"];
+        place.run(&[&args[..], &train].concat()).expect(0);
+        place.read(output)
+    };
+    let by_name = plan("tiny-gpt2", "a.json");
+    place.write("config.json", printed);
+    assert_eq!(by_name, plan("config.json", "b.json"));
+    // Another model in a folder of that name.
+    let other = place.run(&["models", "tiny-llama"]).expect(0).out;
+    std::fs::create_dir(place.path("tiny-gpt2")).unwrap();
+    place.write("tiny-gpt2/config.json", other);
+    assert_eq!(plan("tiny-gpt2", "c.json"), plan("tiny-llama", "d.json"));
+    for (args, says) in [
+        (
+            &["models", "lama-3.1-8b"][..],
+            "did you mean `llama-3.1-8b`?",
+        ),
+        (&["models", "config.json"], "is a file"),
+        (
+            &["compile", "models/gpt2", "--cluster", "dgx-h100"],
+            "did you mean `gpt2`, which is built in?",
+        ),
+    ] {
+        place.refuses(args, &[3]).says(&[says]);
+    }
 }

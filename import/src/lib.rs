@@ -14,6 +14,7 @@
 //! * no input, however malformed, panics or allocates more than the file's own size.
 
 pub mod build;
+pub mod builtin;
 pub mod config;
 mod error;
 mod likeness;

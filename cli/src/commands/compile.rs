@@ -27,8 +27,8 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
-    let model_file = model::config_path(&args.model)?;
-    let mut inputs = vec![model_file.as_path()];
+    let model_file = model::file(&args.model)?;
+    let mut inputs = Vec::from_iter(model_file.as_deref());
     inputs.extend(cluster::file(&args.cluster));
     inputs.extend(args.train.file.as_deref());
     let others = args.runners_up.as_deref().map(runners_up::paths);

@@ -9,6 +9,7 @@ pub mod explain;
 pub mod fits;
 pub mod inspect;
 pub mod lower;
+pub mod models;
 pub mod point;
 pub mod predict;
 pub mod presets;

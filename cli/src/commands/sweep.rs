@@ -47,8 +47,8 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
         .flatten()
         .map(|p| p.as_path())
         .collect();
-    let model_file = model::config_path(&args.model)?;
-    let mut inputs = vec![model_file.as_path()];
+    let model_file = model::file(&args.model)?;
+    let mut inputs = Vec::from_iter(model_file.as_deref());
     inputs.extend(args.clusters.iter().filter_map(|c| cluster::file(c)));
     inputs.extend(args.train.file.as_deref());
     outputs::check(&files, &inputs)?;

@@ -1,0 +1,82 @@
+//! The models of the folder `models/`, built in under the names of their folders.
+
+macro_rules! embedded {
+    ($($name:literal),* $(,)?) => {
+        [$(($name, include_str!(concat!("../../models/", $name, "/config.json")))),*]
+    };
+}
+
+/// Names and configurations, in the order of names.
+const MODELS: [(&str, &str); 28] = embedded![
+    "gpt2",
+    "gpt2-large",
+    "gpt2-medium",
+    "gpt2-xl",
+    "gpt3-175b",
+    "gpt3-6.7b",
+    "llama-2-7b",
+    "llama-3.1-405b",
+    "llama-3.1-70b",
+    "llama-3.1-8b",
+    "llama-3.2-1b",
+    "megatron-18b",
+    "megatron-1t",
+    "megatron-530b",
+    "mistral-7b",
+    "mixtral-8x22b",
+    "mixtral-8x7b",
+    "moe-1t",
+    "qwen1.5-moe-a2.7b",
+    "qwen2.5-7b",
+    "qwen3-235b-a22b",
+    "qwen3-30b-a3b",
+    "qwen3-8b",
+    "tiny-gpt2",
+    "tiny-llama",
+    "tiny-wide-resnet",
+    "wide-resnet-13b",
+    "wide-resnet-250m",
+];
+
+/// The models that are built in, sorted by name, each with the text of its `config.json`.
+pub fn models() -> impl Iterator<Item = (&'static str, &'static str)> {
+    MODELS.into_iter()
+}
+
+/// Their names.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    MODELS.iter().map(|(name, _)| *name)
+}
+
+/// The text of the `config.json` of a model that is built in.
+pub fn config_text(name: &str) -> Option<&'static str> {
+    let found = MODELS.iter().find(|(n, _)| *n == name);
+    found.map(|(_, text)| *text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ModelConfig;
+    use std::path::Path;
+
+    /// All folders of models are there, as they are, and can be read.
+    #[test]
+    fn the_models_are_those_of_the_folder() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
+        let entries = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|e| e.unwrap().path());
+        let mut folders: Vec<String> = entries
+            .filter(|p| p.is_dir())
+            .map(|p| p.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        folders.sort();
+        assert_eq!(names().collect::<Vec<_>>(), folders);
+        for name in names() {
+            let text = config_text(name).unwrap();
+            ModelConfig::parse(name, text.as_bytes()).unwrap();
+        }
+        assert_eq!(config_text("llama"), None);
+    }
+}
