@@ -142,6 +142,10 @@ pub struct CompileArgs {
     /// degrees; the plan lists them, and `explain` shows them.
     #[arg(long, value_name = "DIR")]
     pub runners_up: Option<PathBuf>,
+    /// How many times as much to look at: prices on memory, pipelines that are simulated. More may
+    /// find a faster plan and prove a smaller gap, in the same space.
+    #[arg(long, value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub effort: u8,
     /// Seconds that the search has: then the best plan that it has found is taken, or the first one
     /// that it finds, with the bound that is proved by then. Ctrl-C does the same at once.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=604800))]

@@ -62,8 +62,41 @@ pub struct PlanOptions {
     /// Share of each device's usable memory that stays free; that of the cluster's devices if none
     /// is given.
     pub headroom: Option<f64>,
+    /// How many times as much is looked at as by default.
+    pub effort: Effort,
     /// Who follows the search, and may end it early.
     pub watcher: Watcher,
+}
+
+/// How many times as many pipelines are simulated, and prices on memory looked at, as by default:
+/// for a plan that may be faster, and a bound that may be closer. The space is the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Effort(u8);
+
+impl Effort {
+    /// The most there is: beyond, nothing is found that was not.
+    pub const MOST: u8 = 8;
+
+    /// `times` as much as by default, from 1 to [`Self::MOST`].
+    pub fn new(times: u8) -> Option<Effort> {
+        (1..=Self::MOST).contains(&times).then_some(Effort(times))
+    }
+
+    /// So many times of what is looked at by default.
+    pub(crate) fn times(self, n: usize) -> usize {
+        n * usize::from(self.0)
+    }
+
+    /// Whether it is more than the default.
+    pub(crate) fn is_more(self) -> bool {
+        self.0 > 1
+    }
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Effort(1)
+    }
 }
 
 /// A plan with what was made on the way.

@@ -10,7 +10,7 @@ use crate::layers::Layers;
 use crate::pins::{self, Pins};
 use crate::prices::Prices;
 use crate::stage::Sequences;
-use crate::{PlanError, PlanOptions, PlanStats, Planned, Watcher};
+use crate::{Effort, PlanError, PlanOptions, PlanStats, Planned, Watcher};
 use candidates::{Candidate, no_strategy, refer, weigh_all};
 use chosen::Kept;
 use ir::cluster::Cluster;
@@ -77,6 +77,7 @@ struct Search<'a> {
     kept: Mutex<Kept>,
     /// See [`PlanStats::choices`].
     choices: [AtomicU64; 2],
+    effort: Effort,
     watcher: &'a Watcher,
     /// What the search is called where there are several.
     name: &'a str,
@@ -195,6 +196,7 @@ fn plan_order(
         prices: Mutex::new(Vec::new()),
         kept: Mutex::new(Kept::new()),
         choices: Default::default(),
+        effort: options.effort,
         watcher: &options.watcher,
         name,
         has_found: AtomicBool::new(to_beat.is_finite()),

@@ -70,27 +70,52 @@ impl Bounds {
         capacity: f64,
     ) -> Option<f64> {
         let mut best = None::<f64>;
-        let others = known.map_or(&[][..], |k| &k.bounds);
         let transient = known.and_then(|k| k.transient.get(sequence));
         let capacity = capacity - transient.unwrap_or(&0.0);
-        for b in self.fixed.iter().chain(&self.of_all).chain(others) {
-            let own = b.least[sequence]?;
-            let least = match b.in_flight <= n {
-                true => own,
-                // Between what was found and the same price with nothing saved.
-                false => {
-                    let part = n as f64 / b.in_flight as f64;
-                    part * own + (1.0 - part) * self.fixed_s(sequence, b.price)?
-                }
-            };
-            let least = least - b.price * capacity;
+        for b in self.fixed.iter().chain(self.of_memory(known)) {
+            let least = self.priced_s(known, sequence, b.price, n)? - b.price * capacity;
             best = Some(best.map_or(least, |s| s.max(least)));
         }
         best.map(|s| s.max(0.0))
     }
 
+    /// The bounds under prices on all memory.
+    pub(super) fn of_memory<'b>(
+        &'b self,
+        known: Option<&'b Known>,
+    ) -> impl Iterator<Item = &'b Priced> {
+        let known = known.map_or(&[][..], |known| &known.bounds);
+        self.of_all.iter().chain(known)
+    }
+
+    /// Seconds of all microbatches and once per step, with this price on bytes, that no stage of a
+    /// sequence takes less than with `n` microbatches in flight. By `n` that is concave, so what
+    /// lies between two numbers that were priced is no less than the line between them.
+    pub(super) fn priced_s(
+        &self,
+        known: Option<&Known>,
+        sequence: usize,
+        price: f64,
+        n: u64,
+    ) -> Option<f64> {
+        let (mut below, mut above) = ((0, self.fixed_s(sequence, price)?), None);
+        for b in self.of_memory(known).filter(|b| b.price == price) {
+            let point = (b.in_flight, b.least[sequence]?);
+            match point.0 <= n {
+                true if point.0 >= below.0 => below = (point.0, point.1.max(below.1)),
+                false if above.is_none_or(|(most, _)| point.0 < most) => above = Some(point),
+                _ => {}
+            }
+        }
+        let Some(above) = above else {
+            return Some(below.1);
+        };
+        let part = (n - below.0) as f64 / (above.0 - below.0) as f64;
+        Some(part * above.1 + (1.0 - part) * below.1)
+    }
+
     /// What a price on bytes that live for the step leads to at least, with nothing saved.
-    pub(super) fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
+    fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
         let lower = self
             .fixed
             .iter()
@@ -265,8 +290,7 @@ impl Search<'_> {
             .map(|stage| options.in_flight(stage, ring.n_stages()))
             .collect();
         let fewest = in_flight.iter().copied().min().unwrap_or(0);
-        let known = candidate.known().map_or(&[][..], |k| &k.bounds);
-        let mut bounds: Vec<&Priced> = candidate.bounds.of_all.iter().chain(known).collect();
+        let mut bounds: Vec<&Priced> = candidate.bounds.of_memory(candidate.known()).collect();
         let Some(time_s) = self.least_cut(&candidate.relaxed) else {
             return f64::INFINITY;
         };

@@ -21,7 +21,7 @@ use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
 use ir::LogicalMesh;
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -95,26 +95,9 @@ impl Candidate {
         }
     }
 
-    /// Seconds of all microbatches and once per step, with this price on bytes, that no stage of a
-    /// sequence takes less than with `n` microbatches in flight. By `n` that is concave, so what
-    /// lies between two numbers that were priced is no less than the line between them.
+    /// See [`Bounds::priced_s`].
     pub(super) fn priced_s(&self, sequence: usize, price: f64, n: u64) -> Option<f64> {
-        let known = self.known().map_or(&[][..], |known| &known.bounds);
-        let all = self.bounds.of_all.iter().chain(known);
-        let (mut below, mut above) = ((0, self.bounds.fixed_s(sequence, price)?), None);
-        for b in all.filter(|b| b.price == price) {
-            let point = (b.in_flight, b.least[sequence]?);
-            match point.0 <= n {
-                true if point.0 >= below.0 => below = (point.0, point.1.max(below.1)),
-                false if above.is_none_or(|(most, _)| point.0 < most) => above = Some(point),
-                _ => {}
-            }
-        }
-        let Some(above) = above else {
-            return Some(below.1);
-        };
-        let part = (n - below.0) as f64 / (above.0 - below.0) as f64;
-        Some(part * above.1 + (1.0 - part) * below.1)
+        self.bounds.priced_s(self.known(), sequence, price, n)
     }
 
     /// What pricing its stages gave, where somebody asked for them.
@@ -262,6 +245,9 @@ impl<'a> Search<'a> {
             let budget = (family, of_all);
             self.climb(&settings, &weighted, rest, budget, &mut rungs, &mut bounds);
         }
+        if self.effort.is_more() {
+            self.fill_in(&weighted, rest, in_flight.first().copied(), &mut bounds);
+        }
         let sequences = 0..self.sequences.len();
         let assumed = base.assumed;
         let of_sequence = |i: usize| {
@@ -318,7 +304,7 @@ impl<'a> Search<'a> {
         rungs.insert(family.rung(top), paths);
         let Some(mut small) = small else { return };
         let (mut above, mut below) = (0, top);
-        for _ in 1..PRICES {
+        for _ in 1..self.effort.times(PRICES) {
             let (time, bytes) = (small.0 - fast.0, fast.1 - small.1);
             if time <= 0.0 || bytes <= 0.0 || above >= below {
                 break;
@@ -335,6 +321,42 @@ impl<'a> Search<'a> {
             match found.1 <= budget {
                 true => (small, below) = (found, step),
                 false => (fast, above) = (found, step + 1),
+            }
+        }
+    }
+
+    /// Adds bounds between those that there are: at the last prices of each number of microbatches
+    /// in flight those for the other numbers, for the fewest and for nothing saved.
+    fn fill_in(
+        &self,
+        weighted: &Weighted<'_>,
+        rest: &Unpriced,
+        fewest: Option<u64>,
+        bounds: &mut Vec<Priced>,
+    ) {
+        let numbers = bounds.iter().map(|b| b.in_flight);
+        let numbers: BTreeSet<u64> = numbers.chain([0]).chain(fewest).collect();
+        let mut prices: Vec<f64> = Vec::new();
+        for n in &numbers {
+            let own = bounds.iter().rev().filter(|b| b.in_flight == *n);
+            prices.extend(own.take(self.effort.times(1)).map(|b| b.price));
+        }
+        prices.sort_by(f64::total_cmp);
+        prices.dedup();
+        let refs = refer(weighted);
+        for price in prices {
+            for &n in &numbers {
+                if bounds.iter().any(|b| b.price == price && b.in_flight == n) {
+                    continue;
+                }
+                let weights = Weights {
+                    static_price: price,
+                    saved_price: price * n as f64,
+                    ..rest.base
+                };
+                let priced = PricedMesh::of_variants(&refs, weights);
+                let objectives = priced.objectives(&self.sequences);
+                bounds.push(self.priced_bound(price, n, &objectives));
             }
         }
     }

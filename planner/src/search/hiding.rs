@@ -67,7 +67,7 @@ impl Search<'_> {
         found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
         let least = found.first().map_or(0.0, cost);
         found.retain(|p| cost(p) <= NEAR * least);
-        found.truncate(SIMULATED);
+        found.truncate(self.effort.times(SIMULATED));
         found
     }
 

@@ -171,8 +171,9 @@ impl Search<'_> {
         ways.sort_by(|a, b| a.0.total_cmp(&b.0).then(rank(a).cmp(&rank(b))));
         let cost = |c: &PipelineChoice| c.cost.total_s;
         let mut looked_at = 0;
+        let most = self.effort.times(INTERLEAVED_OF_A_SIZE);
         for &(least, candidate, ring) in &ways {
-            let known = solved.interleaved.get(INTERLEAVED_OF_A_SIZE - 1);
+            let known = solved.interleaved.get(most - 1);
             let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
             let to_beat = to_beat.min(known);
             if least >= to_beat {
@@ -188,7 +189,7 @@ impl Search<'_> {
                 let mut kinds = BTreeSet::new();
                 let shape = |c: &PipelineChoice| c.stages.first().map(|s| Rungs::of_tag(s.tag).0);
                 found.retain(|(v, c)| kinds.insert((*v, shape(c))));
-                found.truncate(INTERLEAVED_OF_A_SIZE);
+                found.truncate(most);
             }
         }
         // Prices say more of the rings that were looked at. The first of the others costs least.

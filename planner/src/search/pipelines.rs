@@ -187,12 +187,12 @@ impl Search<'_> {
             match (self.cluster.pool.is_some(), self.tries_all_counts()) {
                 (true, _) => SIMULATED_SHARED,
                 (false, true) => SIMULATED_IN_A_SMALL_ONE,
-                (false, false) => SIMULATED,
+                (false, false) => self.effort.times(SIMULATED),
             },
         );
         let to_beat = plain.first().map_or(f64::INFINITY, cost);
         interleaved.retain(|p| cost(p) < to_beat * NEAR);
-        interleaved.truncate(SIMULATED_INTERLEAVED);
+        interleaved.truncate(self.effort.times(SIMULATED_INTERLEAVED));
         plain.extend(interleaved);
         let to_beat = to_beat.min(self.to_beat * NEAR);
         plain.extend(self.hiding(&descending, schedule, reserve, to_beat));
@@ -265,9 +265,10 @@ impl Search<'_> {
         ToBeat {
             plain: match self.cluster.pool.is_some() {
                 true => f64::INFINITY,
-                false => worst(plain, SIMULATED).min(least * NEAR),
+                false => worst(plain, self.effort.times(SIMULATED)).min(least * NEAR),
             },
-            interleaved: worst(interleaved, SIMULATED_INTERLEAVED).min(least * NEAR),
+            interleaved: worst(interleaved, self.effort.times(SIMULATED_INTERLEAVED))
+                .min(least * NEAR),
         }
     }
 

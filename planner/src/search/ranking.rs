@@ -187,7 +187,10 @@ impl Search<'_> {
         self.simulate_all(forward, pipelines, known, stats, &mut simulated)?;
         // The objective looked at all shapes together and found one mix of them; another may
         // hide more of its sending, or be simpler. Whoever ends the search does without.
-        let others = simulated.leading(if self.ends() { 0 } else { AT_SHAPES });
+        let others = simulated.leading(match self.ends() {
+            true => 0,
+            false => self.effort.times(AT_SHAPES),
+        });
         let others = others.flat_map(|r| self.of_one_shape(&r.pipeline, r.reserve));
         let others: Vec<Pipeline> = others.collect();
         self.simulate_all(forward, others, known, stats, &mut simulated)?;
@@ -207,7 +210,7 @@ impl Search<'_> {
         let n_hiding = if self.is_small() { hiding.len() } else { 1 };
         let n_others = match self.is_small() {
             true => AT_LEVELS_IN_A_SMALL_ONE,
-            false => AT_LEVELS,
+            false => self.effort.times(AT_LEVELS),
         };
         let others = others.into_iter().take(n_others);
         for r in others.chain(hiding.into_iter().take(n_hiding)) {

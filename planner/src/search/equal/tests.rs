@@ -5,9 +5,9 @@ use super::super::bounds::RingOf;
 use super::super::variants::{Variant, variants};
 use super::super::{Submesh, boundary, sequences, submeshes};
 use super::*;
-use crate::Watcher;
 use crate::inter_op::{Hop, InterOpOptions, brute_force};
 use crate::pins::Pins;
+use crate::{Effort, Watcher};
 use ir::cluster::Cluster;
 use ir::testing::Rng;
 use ir::training::training_graph;
@@ -27,6 +27,7 @@ struct Case {
     submeshes: Vec<Submesh>,
     batch: u64,
     schedule: ScheduleKind,
+    effort: Effort,
     watcher: Watcher,
 }
 
@@ -66,6 +67,7 @@ impl Case {
             batch,
             schedule,
             train,
+            effort: Effort::default(),
             watcher: Watcher::default(),
         }
     }
@@ -96,6 +98,7 @@ impl Case {
             prices: Mutex::new(Vec::new()),
             kept: Mutex::default(),
             choices: Default::default(),
+            effort: self.effort,
             watcher: &self.watcher,
             name: "",
             has_found: AtomicBool::new(false),
@@ -357,7 +360,8 @@ fn no_stage_beats_its_bound() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
     let (mut n_compared, mut n_of_memory) = (0, 0);
     for seed in 0..if slow { 100 } else { 12 } {
-        let case = Case::random(seed);
+        let mut case = Case::random(seed);
+        case.effort = Effort::new(1 + (seed % 3) as u8).unwrap();
         let search = case.search();
         let shapes = search.shapes(case.batch);
         for submesh in 0..search.submeshes.len() {
@@ -404,6 +408,7 @@ fn no_cut_of_a_ring_beats_its_bound() {
     let (mut n_compared, mut n_of_memory, mut closest) = (0, 0, f64::INFINITY);
     for seed in 0..if slow { 300 } else { 60 } {
         let mut case = Case::deep(seed);
+        case.effort = Effort::new(1 + (seed % 3) as u8).unwrap();
         let mut rng = Rng::new(seed + 77);
         let m = case.m();
         for submesh in 0..case.submeshes.len() {
