@@ -14,11 +14,18 @@
 //! So of two that cost the same only the later one is dropped, and where costs are of several
 //! rounded terms the difference has to be more than rounding.
 
-use super::{Link, PricedLink, QUANTUM_S};
+use super::{Assumed, Link, LinkCell, PricedLink, QUANTUM_S};
 use crate::groups::{Choice, Group, Phases};
 use crate::pins::ZeroLevels;
 use ir::ShardingSpec;
 use rustc_hash::FxHashMap;
+
+/// What may hide does: under this, too, a choice has to be of no use.
+const HIDING: Assumed = Assumed {
+    level: None,
+    hides: true,
+    fill: 0,
+};
 
 /// Seconds of a microbatch, and of a step of a single one.
 type Times = [f64; 2];
@@ -89,7 +96,8 @@ pub(super) fn drop_by_links(
         let choices = &group.choices;
         let beats = |b: usize, a: usize| {
             let (i, j) = (times(choices[b].time), times(choices[a].time));
-            let mut longer = [i[0] - j[0], i[1] - j[1]];
+            // In full, and where what may hide is assumed to.
+            let mut longer = [[i[0] - j[0], i[1] - j[1]]; 2];
             if a == b || !holds_no_more(&choices[b], &choices[a], is_level_pinned) {
                 return false;
             }
@@ -97,9 +105,11 @@ pub(super) fn drop_by_links(
                 let Some(more) = link.by_faces[link.faces[a] * link.n_faces + link.faces[b]] else {
                     return false;
                 };
-                longer = [longer[0] + more[0], longer[1] + more[1]];
+                for (longer, more) in longer.iter_mut().zip(more) {
+                    *longer = [longer[0] + more[0], longer[1] + more[1]];
+                }
             }
-            longer[0] <= 0.0 && longer[1] < -margin
+            longer.iter().all(|l| l[0] <= 0.0 && l[1] < -margin)
         };
         let n = choices.len();
         let useless: Vec<bool> = (0..n).map(|a| (0..n).any(|b| beats(b, a))).collect();
@@ -122,8 +132,8 @@ struct Longer {
     faces: Vec<usize>,
     n_faces: usize,
     /// `[from face][to face]`: at most, over the faces that the other group may show; `None` where
-    /// that loses a way, or a level.
-    by_faces: Vec<Option<Times>>,
+    /// that loses a way, or a level. In full, and with what may hide assumed to.
+    by_faces: Vec<Option<[Times; 2]>>,
 }
 
 impl Longer {
@@ -139,16 +149,20 @@ impl Longer {
             false => &link.cells[other * link.n_faces_b + face],
         };
         let more = |a: usize, b: usize| {
-            let mut most = [f64::NEG_INFINITY; 2];
+            let mut most = [[f64::NEG_INFINITY; 2]; 2];
             for &other in &others {
                 let Some(from) = cell(a, other) else { continue };
                 let to = cell(b, other).as_ref();
                 let to = to.filter(|to| is_level_pinned || covers(to.levels, from.levels))?;
-                let (i, j) = (times(to.time), times(from.time));
-                most = [most[0].max(i[0] - j[0]), most[1].max(i[1] - j[1])];
+                for (most, assumed) in most.iter_mut().zip([Assumed::default(), HIDING]) {
+                    let seen = |cell: &LinkCell| times(assumed.seen(cell.time, cell.hideable));
+                    let (i, j) = (seen(to), seen(from));
+                    *most = [most[0].max(i[0] - j[0]), most[1].max(i[1] - j[1])];
+                }
             }
             // A face from which there is no way is no loss.
-            Some(most.map(|longer| if longer.is_finite() { longer } else { 0.0 }))
+            let or_none = |longer: f64| if longer.is_finite() { longer } else { 0.0 };
+            Some(most.map(|most| most.map(or_none)))
         };
         let n_faces = faces.iter().max().map_or(0, |most| most + 1);
         let pairs = (0..n_faces).flat_map(|a| (0..n_faces).map(move |b| (a, b)));
