@@ -47,3 +47,33 @@ fn gathers_that_hide_are_chosen_and_proved_in_full() {
     );
     assert!(stage.lower_bound_s.0 <= of_stage);
 }
+
+/// Where traffic is slow, what layers recompute hides behind it. The objective does not know, and
+/// has only as many of them recompute as memory asks for; all of them take less time.
+#[test]
+fn the_fastest_is_no_slower_than_what_a_tolerance_takes() {
+    let cluster = cost_model::presets::find("a100-pcie-40gb:2")
+        .unwrap()
+        .unwrap();
+    let train = TrainSpec {
+        global_batch: 512,
+        sequence: 1024,
+        precision: Precision::Bf16,
+        ..TrainSpec::default()
+    };
+    let forward = common::model("gpt2-xl", train.sequence);
+    let step_s = |tolerance: f64| {
+        let options = PlanOptions {
+            tolerance,
+            ..PlanOptions::default()
+        };
+        let made = planner::plan(&forward, &train, &cluster, &options).unwrap();
+        made.plan.predicted.step_time_s.0
+    };
+    let fastest = step_s(0.0);
+    for tolerance in [0.01, 0.1] {
+        let simpler = step_s(tolerance);
+        assert!(fastest <= simpler, "{fastest} s, {simpler} s");
+        assert!(simpler <= (1.0 + tolerance) * fastest);
+    }
+}

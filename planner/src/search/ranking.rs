@@ -250,8 +250,9 @@ impl Search<'_> {
             if levels.len() > 1 && !self.is_small() {
                 levels = fastest.into_iter().collect();
             }
-            // What is slower already is not made simpler.
-            if known.tolerance == 0.0 || !best.is_near(r.step_s) && near.len() == 1 {
+            // Layers that are alike are simpler, and faster where what they recompute hides behind
+            // traffic that the objective charges. What is slower already is not made so.
+            if !best.is_near(r.step_s) && near.len() == 1 {
                 continue;
             }
             let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
