@@ -5,7 +5,7 @@
 
 mod common;
 
-use ir::{Precision, TrainSpec};
+use ir::Precision;
 use planner::{Pins, PlanOptions};
 
 /// GPT-2 XL as four stages with two microbatches, on one host whose links are slow.
@@ -13,12 +13,7 @@ use planner::{Pins, PlanOptions};
 fn few_microbatches_are_planned_for_what_fills_the_pipeline() {
     let cluster = cost_model::presets::find("a100-pcie-40gb:1");
     let cluster = cluster.unwrap().unwrap();
-    let train = TrainSpec {
-        global_batch: 64,
-        sequence: 1024,
-        precision: Precision::F16,
-        ..TrainSpec::default()
-    };
+    let train = common::train(64, 1024, Precision::F16);
     let forward = common::model("gpt2-xl", train.sequence);
     let options = PlanOptions {
         pins: Pins::parse(&["pipeline=4", "microbatch=32"]).unwrap(),

@@ -5,8 +5,8 @@
 
 mod common;
 
+use ir::Precision;
 use ir::cluster::Cluster;
-use ir::{Precision, TrainSpec};
 use planner::{Pins, PlanOptions, Planned};
 
 /// GPT-2 XL on one host whose links are slow.
@@ -14,12 +14,7 @@ fn planned(pins: &[&str]) -> Planned {
     let cluster: Cluster = cost_model::presets::find("v100-pcie-32gb:1")
         .unwrap()
         .unwrap();
-    let train = TrainSpec {
-        global_batch: 64,
-        sequence: 1024,
-        precision: Precision::F16,
-        ..TrainSpec::default()
-    };
+    let train = common::train(64, 1024, Precision::F16);
     let forward = common::model("gpt2-xl", train.sequence);
     let options = PlanOptions {
         pins: Pins::parse(pins).unwrap(),
@@ -55,12 +50,7 @@ fn the_fastest_is_no_slower_than_what_a_tolerance_takes() {
     let cluster = cost_model::presets::find("a100-pcie-40gb:2")
         .unwrap()
         .unwrap();
-    let train = TrainSpec {
-        global_batch: 512,
-        sequence: 1024,
-        precision: Precision::Bf16,
-        ..TrainSpec::default()
-    };
+    let train = common::train(512, 1024, Precision::Bf16);
     let forward = common::model("gpt2-xl", train.sequence);
     let step_s = |tolerance: f64| {
         let options = PlanOptions {
