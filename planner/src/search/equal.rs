@@ -18,6 +18,7 @@ use ir::Region;
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 
 /// The slack of a bound: a pipeline of nothing but matmuls costs what the bound says, summed in
 /// another order, layer by layer and stage by stage. Sums of 10^5 terms lose no more than 10^-11.
@@ -97,7 +98,7 @@ impl Search<'_> {
                     .min(found.map_or(f64::INFINITY, |s| s * NEAR)),
             };
             // Whoever ends the search gets the bound of what was not priced.
-            let ends = best.is_some() && self.watcher.ends() || self.ends();
+            let ends = self.ends();
             let is_plain = |least: &Least| !ends && least.plain <= to_beat.plain;
             let may_win = |least: &Least| {
                 !ends && (is_plain(least) || least.interleaved < to_beat.interleaved)
@@ -115,7 +116,12 @@ impl Search<'_> {
             }
             let mut usable = Vec::new();
             let mut too_wide = false;
-            for (i, candidate) in self.candidates(&ways, batch, m, reserve) {
+            let priced = self.candidates(&ways, batch, m, reserve);
+            for (way, (i, candidate)) in ways.iter().zip(priced) {
+                let Some(candidate) = candidate else {
+                    solved.lower = solved.lower.min(way.least.of_both());
+                    continue;
+                };
                 match candidate {
                     Ok(c) => {
                         let least = self.least_times(&c);
@@ -150,6 +156,7 @@ impl Search<'_> {
                         let new = rank(submesh, &choice);
                         if best.as_ref().is_none_or(|(i, c)| new < rank(*i, c)) {
                             best = Some((submesh, choice));
+                            self.has_found.store(true, Ordering::Relaxed);
                         }
                     }
                     Err(e) => {
@@ -224,20 +231,17 @@ impl Search<'_> {
         .collect()
     }
 
-    /// Shapes priced, with their numbers.
+    /// Shapes priced, in their order, with their numbers; none where the search ended before.
     fn candidates(
         &self,
         ways: &[&Way<'_>],
         batch: u64,
         m: u32,
         reserve: u64,
-    ) -> Vec<(usize, Result<Candidate, ModelError>)> {
-        let priced = ways.par_iter();
-        let priced = priced.map(|w| {
-            (
-                w.number,
-                self.candidate(w.number, w.shape, batch, m, reserve),
-            )
+    ) -> Vec<(usize, Option<Result<Candidate, ModelError>>)> {
+        let priced = ways.par_iter().map(|w| {
+            let candidate = || self.candidate(w.number, w.shape, batch, m, reserve);
+            (w.number, (!self.ends()).then(candidate))
         });
         priced.collect()
     }

@@ -180,7 +180,9 @@ fn priced(
     submesh: usize,
 ) -> Vec<(usize, Result<Candidate, ModelError>)> {
     let ways = ways_of(shapes, submesh);
-    search.candidates(&ways.iter().collect::<Vec<_>>(), case.batch, case.m(), 0)
+    let priced = search.candidates(&ways.iter().collect::<Vec<_>>(), case.batch, case.m(), 0);
+    let priced = priced.into_iter();
+    priced.filter_map(|(i, c)| Some((i, c?))).collect()
 }
 
 /// What pipelines over a submesh cost at least by nothing but the time of all layers.
@@ -508,7 +510,7 @@ fn samples_take_no_longer_in_larger_microbatches() {
                 let ways: Vec<Way<'_>> = ways_of(&shapes, submesh);
                 let ways: Vec<&Way<'_>> = ways.iter().collect();
                 let priced = search.candidates(&ways, batch, (larger / batch) as u32, 0);
-                let usable = priced.into_iter().filter_map(|(i, c)| Some((i, c.ok()?)));
+                let usable = priced.into_iter().filter_map(|(i, c)| Some((i, c?.ok()?)));
                 let times = usable.filter_map(|(i, c)| {
                     let times = search.least_times(&c)?;
                     let all = times.layers_s.iter().chain([&times.sum_s]);
