@@ -117,9 +117,8 @@ impl Search<'_> {
             let mut usable = Vec::new();
             let mut too_wide = false;
             let priced = self.candidates(&ways, batch, m, reserve);
-            for (way, (i, candidate)) in ways.iter().zip(priced) {
+            for (i, candidate) in priced {
                 let Some(candidate) = candidate else {
-                    solved.lower = solved.lower.min(way.least.of_both());
                     continue;
                 };
                 match candidate {
@@ -135,6 +134,11 @@ impl Search<'_> {
                         without.insert(i, e);
                     }
                 }
+            }
+            if self.ends() {
+                let left = ways.iter().map(|way| way.least.of_both());
+                solved.lower = left.fold(solved.lower, f64::min);
+                continue;
             }
             unpriced |= too_wide;
             solved.candidates += usable.len() as u64;

@@ -176,7 +176,7 @@ impl Search<'_> {
             let known = solved.interleaved.get(most - 1);
             let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
             let to_beat = to_beat.min(known);
-            if least >= to_beat {
+            if least >= to_beat || self.ends() {
                 break;
             }
             looked_at += 1;
