@@ -274,7 +274,7 @@ impl Search<'_> {
                 }
             }
         }
-        if let Some((p, reserve)) = champion {
+        if let Some((p, reserve)) = champion.filter(|_| !self.ends()) {
             let whole = Likeness::whole(&p).into_iter().collect();
             for (p, played) in self.different(forward, whole, (reserve, &[]))? {
                 self.compare(&mut best, played, &p, reserve, known, stats);
@@ -319,7 +319,11 @@ impl Search<'_> {
         // With the bytes that each of them leaves for placing its buffers, and how often it was made.
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
-        while !waiting.is_empty() && !(self.ends() && !simulated.ranked.is_empty()) {
+        while !waiting.is_empty() {
+            let has_one = !simulated.ranked.is_empty();
+            if has_one && self.ends() {
+                break;
+            }
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
             let outcomes = some.par_iter().map(|(p, reserve, _)| {
                 let made = self.assemble(forward, p, *reserve, false)?;
