@@ -19,6 +19,14 @@ fn start(place: &Place, more: &[&str]) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
+    wait_until_it_waits(&child);
+    // A step takes milliseconds.
+    std::thread::sleep(Duration::from_secs(2));
+    child
+}
+
+/// Returns once a command waits for interrupts.
+fn wait_until_it_waits(child: &Child) {
     let status = format!("/proc/{}/status", child.id());
     let begun = Instant::now();
     let caught = || {
@@ -32,9 +40,6 @@ fn start(place: &Place, more: &[&str]) -> Child {
         assert!(begun.elapsed() < Duration::from_secs(60), "it never waits");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // A step takes milliseconds.
-    std::thread::sleep(Duration::from_secs(2));
-    child
 }
 
 fn interrupt(child: &Child) {
@@ -135,7 +140,8 @@ fn is_early(place: &Place, output: &Output) {
 fn an_interrupted_search_gives_the_best_plan_so_far() {
     let place = Place::new();
     let child = search(&place, &[]).spawn().unwrap();
-    std::thread::sleep(Duration::from_secs(3));
+    wait_until_it_waits(&child);
+    std::thread::sleep(Duration::from_secs(2));
     interrupt(&child);
     let output = child.wait_with_output().unwrap();
     assert!(said(&output).contains("interrupted: taking the best plan"));
