@@ -68,7 +68,9 @@ fn a_search_that_is_ended_early_gives_a_plan_and_what_is_proved_so_far() {
         assert!(!full.plan.proof.stopped);
         let seen = watch.seen.lock().unwrap().clone();
         let (last, proof) = (seen.last().unwrap(), &full.plan.proof);
-        assert!(last.done == last.of && seen.len() > 1 || seen[0].of <= 8);
+        // Equal submeshes are searched for a few microbatch sizes at a time.
+        assert_eq!(last.done, last.of);
+        assert!(seen.len() > 1 || layers == 12, "{name}");
         let least = last.best.as_ref().unwrap().objective_s.0;
         let bound = (1.0 - last.best.as_ref().unwrap().gap) * least;
         assert!(

@@ -2,6 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use intra_op::IlpBackend;
+use planner::Effort;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -144,8 +145,8 @@ pub struct CompileArgs {
     pub runners_up: Option<PathBuf>,
     /// How many times as much to look at: prices on memory, pipelines that are simulated. More may
     /// find a faster plan and prove a smaller gap, in the same space.
-    #[arg(long, value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
-    pub effort: u8,
+    #[arg(long, value_name = "TIMES", default_value = "1", value_parser = effort)]
+    pub effort: Effort,
     /// Seconds that the search has: then the best plan that it has found is taken, or the first one
     /// that it finds, with the bound that is proved by then. Ctrl-C does the same at once.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=604800))]
@@ -163,6 +164,12 @@ pub struct CompileArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Reads how many times as much a search looks at.
+fn effort(text: &str) -> Result<Effort, String> {
+    let times = text.parse().ok().and_then(Effort::new);
+    times.ok_or_else(|| format!("it is a whole number from 1 to {}", Effort::MOST))
 }
 
 /// A share, given as `1%` or `0.01`.

@@ -33,9 +33,7 @@ fn source(path: &Path) -> Result<Source, Failure> {
     if path.exists() {
         return config_path(path).map(Source::File);
     }
-    let wanted = path.to_string_lossy();
-    let own = builtin::names().find(|name| wanted.eq_ignore_ascii_case(name));
-    if let Some((name, text)) = own.and_then(|n| Some((n, builtin::config_text(n)?))) {
+    if let Some((name, text)) = builtin::find(&path.to_string_lossy()) {
         return Ok(Source::BuiltIn(name, text));
     }
     let last = path.file_name().map(|n| n.to_string_lossy().into_owned());

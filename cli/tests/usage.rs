@@ -49,6 +49,8 @@ fn what_makes_no_sense_is_a_usage_error() {
         "meshwright presets",
         "meshwright calibrate",
     ]);
+    compile(&["--effort", "9"]).says(&["a whole number from 1 to 8"]);
+    compile(&["--effort", "more"]).says(&["a whole number from 1 to 8"]);
     // A flag of another verb is said to be one.
     compile(&["--lr", "1"]).says(&["--lr is a flag of `meshwright run`"]);
     compile(&["--nonsense"]).says(&["unexpected argument '--nonsense'"]);

@@ -48,10 +48,9 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     MODELS.iter().map(|(name, _)| *name)
 }
 
-/// The text of the `config.json` of a model that is built in.
-pub fn config_text(name: &str) -> Option<&'static str> {
-    let found = MODELS.iter().find(|(n, _)| *n == name);
-    found.map(|(_, text)| *text)
+/// The model of a name, in letters of either case: its name, and the text of its `config.json`.
+pub fn find(name: &str) -> Option<(&'static str, &'static str)> {
+    models().find(|(own, _)| own.eq_ignore_ascii_case(name))
 }
 
 #[cfg(test)]
@@ -74,9 +73,10 @@ mod tests {
         folders.sort();
         assert_eq!(names().collect::<Vec<_>>(), folders);
         for name in names() {
-            let text = config_text(name).unwrap();
+            let (_, text) = find(name).unwrap();
             ModelConfig::parse(name, text.as_bytes()).unwrap();
         }
-        assert_eq!(config_text("llama"), None);
+        assert_eq!(find("Llama-3.1-8B"), find("llama-3.1-8b"));
+        assert_eq!(find("llama"), None);
     }
 }

@@ -74,7 +74,7 @@ pub struct PlanOptions {
 pub struct Effort(u8);
 
 impl Effort {
-    /// The most there is: beyond, nothing is found that was not.
+    /// The most that can be asked for.
     pub const MOST: u8 = 8;
 
     /// `times` as much as by default, from 1 to [`Self::MOST`].

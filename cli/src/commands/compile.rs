@@ -12,7 +12,7 @@ use intra_op::write_problem;
 use ir::cluster::Cluster;
 use ir::{Graph, TrainSpec, counted};
 use planner::recipes::Chosen;
-use planner::{Effort, Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe, Watcher};
+use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe, Watcher};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         layering: args.layers.map_or(Layering::default(), |l| l.0),
         tolerance: args.tolerance.0,
         headroom: args.headroom.map(|h| h.0),
-        effort: Effort::new(args.effort).unwrap_or_default(),
+        effort: args.effort,
         watcher: Watcher::new(Arc::new(Watching::new(&bar, limit)?)),
     };
     let planned = search(recipe, &forward, &spec, &cluster, &options);

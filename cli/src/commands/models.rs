@@ -50,7 +50,7 @@ pub fn run(args: &ModelsArgs) -> Result<(), Failure> {
 
 /// Prints the configuration of a model.
 fn one(name: &str) -> Result<(), Failure> {
-    if let Some(text) = builtin::config_text(name) {
+    if let Some((_, text)) = builtin::find(name) {
         return report::out(text.trim_end());
     }
     let near = files::closest(name, builtin::names());

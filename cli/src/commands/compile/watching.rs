@@ -58,14 +58,14 @@ impl Watch for Watching {
 /// One line of how far a search is.
 fn words(p: &Progress) -> String {
     let mut words = match p.search.is_empty() {
-        true => "searching".to_string(),
-        false => format!("searching with {}", p.search),
+        true => String::new(),
+        false => format!("with {}: ", p.search),
     };
-    let _ = write!(words, ": {} of {} microbatch sizes", p.done, p.of);
+    let _ = write!(words, "{} of {} microbatch sizes", p.done, p.of);
     if let Some(best) = &p.best {
         let _ = write!(
             words,
-            ", best objective {}, {}, gap at most {}",
+            "; best objective {}, {}, gap {}",
             best.objective_s,
             ir::counted(best.n_stages as u64, "stage"),
             report::percent(best.gap)
@@ -88,18 +88,19 @@ mod tests {
             of: 13,
             best: None,
         };
-        assert_eq!(words(&p), "searching: 2 of 13 microbatch sizes");
-        p.search = "8 expert ranks".into();
+        assert_eq!(words(&p), "2 of 13 microbatch sizes");
+        p.search = "16 context ranks".into();
         p.best = Some(BestSoFar {
-            objective_s: Seconds(7.25),
-            n_stages: 16,
+            objective_s: Seconds(0.725_25),
+            n_stages: 128,
             microbatch: 64,
             gap: 0.125,
         });
         let line = words(&p);
         assert_eq!(
             line,
-            "searching with 8 expert ranks: 2 of 13 microbatch sizes, best objective 7.250 s, 16 stages, gap at most 12.5%"
+            "with 16 context ranks: 2 of 13 microbatch sizes; best objective 725.250 ms, 128 stages, gap 12.5%"
         );
+        assert!(line.len() <= 100, "{}", line.len());
     }
 }
