@@ -3,6 +3,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use intra_op::IlpBackend;
 use planner::Effort;
+use runtime::processes::Place;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -170,6 +171,17 @@ pub struct CompileArgs {
 fn effort(text: &str) -> Result<Effort, String> {
     let times = text.parse().ok().and_then(Effort::new);
     times.ok_or_else(|| format!("it is a whole number from 1 to {}", Effort::MOST))
+}
+
+/// Which process `I/N` is.
+fn place(text: &str) -> Result<Place, String> {
+    let number = |text: &str| text.parse::<usize>().ok();
+    let both = text.split_once('/');
+    let both = both.and_then(|(i, n)| Some((number(i)?, number(n)?)));
+    match both {
+        Some((index, of)) if 0 < index && index < of => Ok(Place { index, of }),
+        _ => Err("expected a process of how many, as 1/4".into()),
+    }
 }
 
 /// A share, given as `1%` or `0.01`.
@@ -559,6 +571,26 @@ pub struct RunArgs {
     /// Seconds that a rank waits for another one before the run fails.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
+    /// Have ranks in processes that this one starts on its host: one each, or so many in all.
+    /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
+    pub processes: Option<usize>,
+    /// Run in this process alone, whatever a launcher's variables say.
+    #[arg(long, conflicts_with = "processes")]
+    pub alone: bool,
+    /// Where process 0 of a run of several hosts can be reached [default: MASTER_ADDR and
+    /// MASTER_PORT].
+    #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["processes", "alone"])]
+    pub rendezvous: Option<String>,
+    /// Address of this host at which process 0 listens for other hosts.
+    #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["processes", "alone"])]
+    pub bind: Option<std::net::IpAddr>,
+    /// File with the secret of a run of several hosts, 64 hexadecimal digits that only you can read.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["processes", "alone"])]
+    pub token_file: Option<PathBuf>,
+    /// How processes that a run starts know which they are.
+    #[arg(long, hide = true, value_parser = place)]
+    pub as_process: Option<Place>,
     /// Where to write what was measured.
     #[arg(short, long, default_value = "run.json")]
     pub output: PathBuf,

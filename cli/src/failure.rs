@@ -273,6 +273,9 @@ impl From<runtime::RuntimeError> for Failure {
             Diverged { .. } => Some(
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
+            Gone { .. } => Some(
+                "its own message, where it wrote one, is above; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint",
+            ),
             Aborted { .. } | Ended(_) => None,
         };
         with(Failure::new(exit, &e), help)

@@ -5,6 +5,15 @@ use crate::failure::{Exit, Failure};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Has interrupts (and requests to terminate) do nothing: they are another process' to heed.
+pub fn leave_to_others() -> Result<(), Failure> {
+    ctrlc::set_handler(|| ()).map_err(no_handler)
+}
+
+fn no_handler(e: ctrlc::Error) -> Failure {
+    Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}"))
+}
+
 /// Returns a flag that the first interrupt (or request to terminate) sets, printing `doing`; the
 /// second one ends the process. A process can call this once.
 pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
@@ -19,7 +28,6 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
             "interrupted: {doing}; interrupt again to end at once"
         ));
     };
-    ctrlc::set_handler(handler)
-        .map_err(|e| Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}")))?;
+    ctrlc::set_handler(handler).map_err(no_handler)?;
     Ok(flag)
 }

@@ -145,7 +145,8 @@ impl std::fmt::Display for Figure {
 
 /// A number of things in words: `1 stage`, `2 stages`, `2 microbatches`.
 pub fn counted(n: impl Into<u64>, thing: &str) -> String {
-    let ending = match thing.ends_with("ch") || thing.ends_with("sh") {
+    let hisses = ["ch", "sh", "ss"].iter().any(|end| thing.ends_with(end));
+    let ending = match hisses {
         true => "es",
         false => "s",
     };

@@ -5,15 +5,38 @@
 //! ones and exclusive ones, by splitting it at their ends: no range is handed out twice
 //! exclusively, and no `unsafe` is needed.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 /// A block of bytes, aligned to 8. It may have more storage than it uses.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default)]
 pub struct Bytes {
     words: Vec<u64>,
     len: usize,
+}
+
+impl Serialize for Bytes {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bytes(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Whole;
+        impl Visitor<'_> for Whole {
+            type Value = Bytes;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("bytes")
+            }
+            fn visit_bytes<E>(self, bytes: &[u8]) -> Result<Bytes, E> {
+                Ok(Bytes::copy_of(bytes))
+            }
+        }
+        from.deserialize_bytes(Whole)
+    }
 }
 
 impl PartialEq for Bytes {

@@ -63,6 +63,20 @@ pub enum RuntimeError {
         /// What that one came with.
         brought: String,
     },
+    /// A rank's process is gone.
+    #[error("{rank} is gone: process {process} (pid {pid} on {host}): {how}")]
+    Gone {
+        /// The rank.
+        rank: Rank,
+        /// The process that had it.
+        process: usize,
+        /// Its number there.
+        pid: u32,
+        /// Its host.
+        host: String,
+        /// How it ended, as far as is known.
+        how: String,
+    },
     /// Another rank failed first; that rank's error tells why.
     #[error("{rank} stopped because {by} failed: {reason}")]
     Aborted {

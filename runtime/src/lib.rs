@@ -13,6 +13,7 @@ pub mod fabric;
 pub mod files;
 pub mod init;
 pub mod measure;
+pub mod processes;
 pub mod reference;
 pub mod rng;
 pub mod schedule;

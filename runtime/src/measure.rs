@@ -6,11 +6,12 @@
 //! processors are taken off them in the middle of an instruction.
 
 use crate::execute::{RankTimings, StepResult, Timing, what};
+use crate::processes::Processes;
 use ir::measurement::{
     InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement,
 };
 use ir::program::{Program, Stream, TemplateKind};
-use ir::{Bytes, Seconds, TrainSpec};
+use ir::{Bytes, Seconds, TrainSpec, counted};
 
 /// Name of what this crate executes on, in measurements.
 pub const BACKEND: &str = "cpu-threads";
@@ -94,6 +95,18 @@ impl Recorder {
             peak_bytes: vec![0; program.roles.len()],
             tokens_per_step: spec.global_batch as f64 * spec.sequence as f64,
         }
+    }
+
+    /// Says in which processes the ranks are.
+    pub fn executed_in(&mut self, processes: &Processes) {
+        let n_processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        self.measurement.executed_on = format!(
+            "{} in {} on {} of {}",
+            counted(self.measurement.n_ranks, "rank"),
+            counted(processes.place().of as u64, "process"),
+            counted(processes.n_hosts() as u64, "host"),
+            counted(n_processors as u64, "CPU processor"),
+        );
     }
 
     /// Adds a step.

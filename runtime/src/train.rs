@@ -1,7 +1,7 @@
 //! The loop of a run: steps of training, or of inference.
 
 use crate::checkpoint::Checkpoint;
-use crate::data::{Batches, Dataset};
+use crate::data::{Batches, DataError, Dataset};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
@@ -67,6 +67,18 @@ pub struct Trained {
     pub session: Session,
 }
 
+/// The batches of a run: the same in all its processes.
+///
+/// Fails as [`Batches::new`] does.
+pub fn batches(
+    dataset: &Arc<Dataset>,
+    spec: &TrainSpec,
+    validates: bool,
+) -> Result<Batches, DataError> {
+    let shape = (spec.sequence as usize, spec.global_batch);
+    Batches::new(Arc::clone(dataset), shape, spec.seed, validates)
+}
+
 /// Trains, or computes losses, as the options say; `initial` gives initial values when nothing is resumed (see
 /// [`Session::new`]).
 ///
@@ -79,12 +91,7 @@ pub fn train(
     mut on_progress: impl FnMut(Progress),
 ) -> Result<Trained, RuntimeError> {
     let (program, spec) = (options.program, options.spec);
-    let data = Batches::new(
-        Arc::clone(options.dataset),
-        (spec.sequence as usize, spec.global_batch),
-        spec.seed,
-        options.validate_every.is_some(),
-    )?;
+    let data = batches(options.dataset, spec, options.validate_every.is_some())?;
     let session = SessionOptions {
         data: Some(Arc::new(data)),
         ..options.session.clone()
@@ -99,6 +106,9 @@ pub fn train(
         options.name,
         options.plan_hash,
     );
+    if let Some(processes) = &options.session.processes {
+        recorder.executed_in(processes);
+    }
     let validate = |session: &mut Session,
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|

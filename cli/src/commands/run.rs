@@ -1,9 +1,15 @@
-//! `run`: training or inference by a plan on CPU ranks of this machine.
+//! `run`: training or inference by a plan on CPU ranks, threads of this process or of several.
+
+mod among;
+mod children;
+mod launcher;
+mod rendezvous;
 
 use crate::args::{DecayArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
+use among::Setting;
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use import::{ModelConfig, Weights};
@@ -16,8 +22,9 @@ use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found};
 use runtime::data::{DataOptions, Dataset};
 use runtime::execute::{Session, SessionOptions, StateRequest};
+use runtime::processes::Processes;
 use runtime::schedule::{Decay, LrSchedule};
-use runtime::train::{Progress, TrainOptions, Trained, train};
+use runtime::train::{Progress, TrainOptions, Trained, batches, train};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,8 +32,12 @@ use std::time::Duration;
 
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
+    let setting = among::setting(args)?;
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
+    if setting.index() > 0 {
+        return serve(args, &setting, &loaded);
+    }
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
@@ -42,13 +53,21 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     check_outputs(args, resume.as_deref())?;
-    fits_machine(&loaded)?;
+    fits_machine(&loaded, &setting)?;
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(&loaded);
+    let company = among::gather(&setting, args, &loaded)?;
+    let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let Trained {
         measurement,
         mut session,
-    } = train_all(args, &loaded, &dataset, &schedule, weights.as_ref(), resume)?;
+    } = train_all(
+        args,
+        &loaded,
+        (&dataset, &schedule),
+        (weights.as_ref(), resume),
+        processes,
+    )?;
     if measurement.steps.is_empty() {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
@@ -78,12 +97,42 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
     }
+    drop(session);
+    if let Some(company) = company {
+        for problem in company.end() {
+            crate::say(format_args!("warning: {problem} after the run was done"));
+        }
+    }
     if args.json {
         print_json(args, &loaded, &measurement)?;
     } else {
         print_words(args, &loaded, &measurement)?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
+}
+
+/// A process that has ranks and does not coordinate: it does what process 0 asks.
+fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
+    let dataset = Arc::new(dataset(args, &loaded.training)?);
+    plan_file::check_program(loaded)?;
+    let Some(company) = among::gather(setting, args, loaded)? else {
+        let what = "a process with a number above 0 is not alone";
+        return Err(Failure::new(Exit::Internal, what));
+    };
+    // Process 0 ends the run, and with it this process.
+    interrupt::leave_to_others()?;
+    let spec = &loaded.plan.train;
+    let options = SessionOptions {
+        watchdog: Duration::from_secs(args.time_out),
+        data: Some(Arc::new(batches(
+            &dataset,
+            spec,
+            args.validate_every.is_some(),
+        )?)),
+        processes: Some(company.processes),
+        ..SessionOptions::default()
+    };
+    Ok(runtime::processes::serve(&loaded.program, spec, options)?)
 }
 
 /// The learning rate where none is given.
@@ -392,20 +441,21 @@ fn vocabulary(training: &TrainingGraph) -> u32 {
 }
 
 /// Refuses plans whose ranks need more memory than is free, before the system kills the process.
-fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
+fn fits_machine(loaded: &Loaded, setting: &Setting) -> Result<(), Failure> {
     let ranks: u32 = loaded
         .program
         .roles
         .iter()
         .map(|r| r.mesh.n_devices())
         .sum();
+    let (processes, here) = setting.counts(ranks as usize);
     let most = cluster::MAX_RANKS;
-    if ranks > most {
+    if ranks as usize > most as usize * processes {
         return Err(Failure::new(
             Exit::RunFailed,
             format!("the plan has {ranks} ranks; {most} threads are the limit of one process"),
         )
-        .help("compile for fewer devices, as with --cluster cluster.toml --ranks 4"));
+        .help("compile for fewer devices, as with --cluster cluster.toml --ranks 4, or give --processes"));
     }
     let needed = loaded
         .program
@@ -413,12 +463,19 @@ fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
         .iter()
         .map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices())))
         .fold(0u64, u64::saturating_add);
+    // Other hosts have their share of it.
+    let needed = needed / processes.max(1) as u64 * here as u64;
     match super::free_memory() {
         Some(free) if needed > free => Err(Failure::new(
             Exit::RunFailed,
             format!(
-                "the plan's {ranks} ranks need {} together, this machine has {} free",
+                "the plan's {ranks} ranks need {} together{}, this machine has {} free",
                 Bytes(needed),
+                if here < processes {
+                    " on this host"
+                } else {
+                    ""
+                },
                 Bytes(free)
             ),
         )
@@ -430,10 +487,9 @@ fn fits_machine(loaded: &Loaded) -> Result<(), Failure> {
 fn train_all(
     args: &RunArgs,
     loaded: &Loaded,
-    dataset: &Arc<Dataset>,
-    schedule: &LrSchedule,
-    weights: Option<&Weights>,
-    resume: Option<Arc<Checkpoint>>,
+    (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
+    (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
+    processes: Option<Arc<Processes>>,
 ) -> Result<Trained, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
@@ -452,6 +508,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
+            processes,
             ..SessionOptions::default()
         },
     };

@@ -13,10 +13,11 @@ use crate::error::RuntimeError;
 use ir::collective::CollectiveKind;
 use ir::reshard::Pieces;
 use ir::{DType, ReduceKind};
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// How pieces stand in a buffer: in `rows`, each with one piece part for every one of `n` members.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
     /// Number of rows.
     pub rows: usize,
@@ -29,7 +30,7 @@ impl Rows {
     pub const ONE: Rows = Rows { rows: 1, n: 1 };
 
     /// Where the parts of piece `j` of a buffer of `len` bytes stand, in order.
-    fn of(self, len: usize, j: usize) -> impl Iterator<Item = Range<usize>> {
+    pub(crate) fn of(self, len: usize, j: usize) -> impl Iterator<Item = Range<usize>> {
         let part = len / (self.rows * self.n).max(1);
         (0..self.rows).map(move |row| {
             let start = (row * self.n + j) * part;

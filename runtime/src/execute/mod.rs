@@ -19,14 +19,14 @@ mod dropout_tests;
 mod kernel;
 mod load;
 mod local;
-mod message;
+pub(crate) mod message;
 #[cfg(test)]
 pub(crate) mod naive;
 mod rank;
 #[cfg(test)]
 mod reshard_tests;
 mod script;
-mod session;
+pub(crate) mod session;
 #[cfg(test)]
 mod session_tests;
 mod worker;

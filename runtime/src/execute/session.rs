@@ -4,19 +4,21 @@
 use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
 use super::rank::{RankOptions, RankTimings};
-use super::worker::{Link, Worker};
+use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
 use crate::checkpoint::{Checkpoint, Shard, shares};
 use crate::data::{Batch, Batches};
 use crate::device::Cpu;
 use crate::error::RuntimeError;
-use crate::fabric::threads::World;
+use crate::fabric::threads::{Endpoint, World};
+use crate::processes::{Inbox, Processes};
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 /// How a session runs.
@@ -31,6 +33,8 @@ pub struct SessionOptions {
     pub orders: Option<u64>,
     /// What [`Session::train`] and [`Session::validation_loss`] take samples from.
     pub data: Option<Arc<Batches>>,
+    /// The processes that have the ranks, this one the first of them; `None`: this one has all.
+    pub processes: Option<Arc<Processes>>,
 }
 
 impl Default for SessionOptions {
@@ -41,7 +45,100 @@ impl Default for SessionOptions {
             threads_per_rank: None,
             orders: None,
             data: None,
+            processes: None,
         }
+    }
+}
+
+/// A program and the ranks that play it, before any has begun.
+pub(crate) struct Cast {
+    pub program: Arc<Program>,
+    /// With their roles, in whose order they are.
+    pub ranks: Vec<(Rank, usize)>,
+    options: SessionOptions,
+    seed: u64,
+    /// Ranks of this host that compute at the same time.
+    at_once: usize,
+}
+
+impl Cast {
+    /// Fails when the program does not fit `spec` or is inconsistent, or there are more processes
+    /// than ranks.
+    pub fn new(
+        program: &Program,
+        spec: &TrainSpec,
+        options: SessionOptions,
+    ) -> Result<Self, RuntimeError> {
+        check(program, spec)?;
+        let roles = program.roles.iter().enumerate();
+        let ranks: Vec<(Rank, usize)> = roles
+            .flat_map(|(role, this)| this.mesh.ranks().map(move |rank| (rank, role)))
+            .collect();
+        let mut at_once = ranks.len();
+        if let Some(processes) = &options.processes {
+            let of = processes.place().of;
+            if of > ranks.len() {
+                return Err(RuntimeError::Program(format!(
+                    "{of} processes for {} ranks: each process must have a rank",
+                    ranks.len()
+                )));
+            }
+            at_once = (ranks.len() * processes.on_this_host()).div_ceil(of);
+        }
+        Ok(Cast {
+            program: Arc::new(program.clone()),
+            ranks,
+            seed: spec.seed,
+            options,
+            at_once,
+        })
+    }
+    /// Ranks by process.
+    pub fn shares(&self, processes: &Processes) -> Vec<Vec<Rank>> {
+        let ranks: Vec<Rank> = self.ranks.iter().map(|r| r.0).collect();
+        processes.share(&ranks)
+    }
+    /// Those of these ranks, with their roles.
+    fn roles_of(&self, share: &[Rank]) -> Vec<(Rank, usize)> {
+        let here = |r: &&(Rank, usize)| share.contains(&r.0);
+        self.ranks.iter().filter(here).copied().collect()
+    }
+    fn rank_options(&self) -> RankOptions {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let threads = self.options.threads_per_rank;
+        let threads = threads.unwrap_or(cores / self.at_once.max(1));
+        RankOptions {
+            seed: self.seed,
+            threads: threads.max(1),
+            orders: self.options.orders,
+            data: self.options.data.clone(),
+            epoch: Instant::now(),
+        }
+    }
+    /// Device and fabric of a rank.
+    fn open(&self, world: &Arc<World>, (rank, role): (Rank, usize)) -> (Cpu, Endpoint) {
+        let arena = |space| self.program.roles[role].arena(space);
+        let bytes = |space| arena(space).next_multiple_of(ARENA_ALIGN) as usize;
+        let (device, host) = (bytes(Space::Device), bytes(Space::Host));
+        let threads = self.rank_options().threads;
+        (Cpu::new(device, host, threads), world.endpoint(rank))
+    }
+    /// Starts a worker's ranks.
+    pub fn worker(&self, world: &Arc<World>, share: &[Rank]) -> Result<Worker, RuntimeError> {
+        let open = |rank, role| self.open(world, (rank, role));
+        let ranks = self.roles_of(share);
+        Worker::start(&self.program, &ranks, &self.rank_options(), open)
+    }
+    /// The same, whose answers go elsewhere.
+    pub fn crew(
+        &self,
+        world: &Arc<World>,
+        share: &[Rank],
+        answers: impl FnMut(Rank) -> Answers,
+    ) -> Result<Crew, RuntimeError> {
+        let open = |rank, role| self.open(world, (rank, role));
+        let ranks = self.roles_of(share);
+        Crew::start(&self.program, &ranks, &self.rank_options(), open, answers)
     }
 }
 
@@ -219,63 +316,37 @@ impl Session {
         Ok(())
     }
 
-    /// The ranks, all of this process, with states of zeros.
+    /// The ranks, with states of zeros.
     fn start(
         program: &Program,
         spec: &TrainSpec,
         options: SessionOptions,
     ) -> Result<Self, RuntimeError> {
-        Self::start_with(program, spec, options, 1, |worker| Box::new(worker))
-    }
-
-    /// The same of `n_workers` workers, each of which `connect` gives a way to.
-    pub(crate) fn start_with(
-        program: &Program,
-        spec: &TrainSpec,
-        options: SessionOptions,
-        n_workers: usize,
-        connect: impl Fn(Worker) -> Box<dyn Link>,
-    ) -> Result<Self, RuntimeError> {
-        check(program, spec)?;
-        let program = Arc::new(program.clone());
-        let roles = program.roles.iter().enumerate();
-        let ranks: Vec<(Rank, usize)> = roles
-            .flat_map(|(role, this)| this.mesh.ranks().map(move |rank| (rank, role)))
-            .collect();
         let watchdog = options.watchdog;
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let threads = options.threads_per_rank.unwrap_or(cores / ranks.len());
-        let options = RankOptions {
-            seed: spec.seed,
-            threads: threads.max(1),
-            orders: options.orders,
-            data: options.data,
-            epoch: Instant::now(),
+        let processes = options.processes.clone();
+        let cast = Cast::new(program, spec, options)?;
+        let (shares, workers) = match processes {
+            None => {
+                let all: Vec<Rank> = cast.ranks.iter().map(|r| r.0).collect();
+                let world = World::new(all.len() as u32, watchdog);
+                let worker = cast.worker(&world, &all)?;
+                (vec![all], vec![Box::new(worker) as Box<dyn Link>])
+            }
+            Some(processes) => {
+                let shares = cast.shares(&processes);
+                let workers = workers(&cast, &processes, &shares, watchdog)?;
+                (shares, workers)
+            }
         };
-        let world = World::new(ranks.len() as u32, watchdog);
-        let open = |rank, role: usize| {
-            let arena = |space| program.roles[role].arena(space);
-            let bytes = |space| arena(space).next_multiple_of(ARENA_ALIGN) as usize;
-            let (device, host) = (bytes(Space::Device), bytes(Space::Host));
-            (
-                Cpu::new(device, host, options.threads),
-                world.endpoint(rank),
-            )
-        };
-        let mut workers = Vec::with_capacity(n_workers);
-        let per_worker = ranks.len().div_ceil(n_workers);
-        for ranks in ranks.chunks(per_worker) {
-            let worker = Worker::start(&program, ranks, &options, open)?;
-            workers.push(connect(worker));
-        }
-        let member = |(i, &(rank, role)): (usize, &(Rank, usize))| Member {
+        let worker_of = |rank: Rank| shares.iter().position(|s| s.contains(&rank));
+        let member = |&(rank, role): &(Rank, usize)| Member {
             rank,
             role,
-            worker: i / per_worker,
+            worker: worker_of(rank).unwrap_or(0),
         };
-        let ranks = ranks.iter().enumerate().map(member).collect();
+        let ranks = cast.ranks.iter().map(member).collect();
         Ok(Session {
-            program,
+            program: cast.program,
             spec: spec.clone(),
             workers,
             ranks,
@@ -589,6 +660,32 @@ impl Session {
         self.ended = Some(error.to_string());
         Err(error)
     }
+}
+
+/// This process' ranks, and ways to those of the others.
+fn workers(
+    cast: &Cast,
+    processes: &Arc<Processes>,
+    shares: &[Vec<Rank>],
+    watchdog: Duration,
+) -> Result<Vec<Box<dyn Link>>, RuntimeError> {
+    let world = World::among(shares, 0, watchdog, processes.carrier());
+    let mut senders = BTreeMap::new();
+    let mut remotes = Vec::new();
+    for (process, share) in shares.iter().enumerate().skip(1) {
+        let mut answers = BTreeMap::new();
+        for &rank in share {
+            let (sender, receiver) = channel();
+            senders.insert(rank, sender);
+            answers.insert(rank, receiver);
+        }
+        remotes.push(Remote::new(Arc::clone(processes), process, answers));
+    }
+    processes.attach(&world, shares.to_vec(), Inbox::Answers(senders));
+    let worker = cast.worker(&world, &shares[0])?;
+    let mut workers: Vec<Box<dyn Link>> = vec![Box::new(worker)];
+    workers.extend(remotes.into_iter().map(|r| Box::new(r) as Box<dyn Link>));
+    Ok(workers)
 }
 
 /// The batch has the spec's shape.

@@ -1,11 +1,10 @@
 //! Ranks against the reference: random graphs, meshes and strategies.
 
-use super::message::{Answer, Request};
 use super::naive::lower;
-use super::worker::{Link, Worker};
 use super::{Session, SessionOptions, StateRequest, States, StepResult};
 use crate::error::RuntimeError;
 use crate::execute::Local;
+use crate::processes::tests::assembled;
 use crate::reference::Reference;
 use ir::op::Init;
 use ir::program::{InstrKind, Program, StateBuffer};
@@ -16,6 +15,7 @@ use ir::training::{
 use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Optimizer, Precision, Rank, Task, TrainSpec};
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 const OPTIONS: SessionOptions = SessionOptions {
@@ -23,23 +23,8 @@ const OPTIONS: SessionOptions = SessionOptions {
     threads_per_rank: Some(1),
     orders: None,
     data: None,
+    processes: None,
 };
-
-/// A worker whose messages go over as text: they are plain data, or this would not build.
-struct Wire(Worker);
-
-fn carried<T: serde::Serialize + serde::de::DeserializeOwned>(message: &T) -> T {
-    serde_json::from_str(&serde_json::to_string(message).unwrap()).unwrap()
-}
-
-impl Link for Wire {
-    fn tell(&mut self, rank: Rank, request: Request) {
-        self.0.tell(rank, carried(&request));
-    }
-    fn hear(&mut self, rank: Rank) -> Answer {
-        carried(&self.0.hear(rank))
-    }
-}
 
 struct Case {
     training: TrainingGraph,
@@ -188,10 +173,29 @@ impl Case {
         Session::new(&self.program(plan), &self.spec, OPTIONS, initial).unwrap()
     }
 
-    /// The same on two workers, whose messages go over as text.
-    fn over_wires(&self, plan: u64) -> Session {
-        let (program, connect) = (self.program(plan), |w| Box::new(Wire(w)) as Box<dyn Link>);
-        Session::start_with(&program, &self.spec, OPTIONS, 2, connect).unwrap()
+    /// The same as several processes would, each of which is a thread with connections to the
+    /// others, and what gives the first one its states. Their ends come with it.
+    fn in_processes(
+        &self,
+        plan: u64,
+        begin: impl FnOnce(&Program, SessionOptions) -> Result<Session, RuntimeError>,
+    ) -> (Session, Vec<JoinHandle<Result<(), RuntimeError>>>) {
+        let program = self.program(plan);
+        let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+        let mut processes = assembled((n_ranks as usize).min(3))
+            .into_iter()
+            .map(Arc::new);
+        let of = |processes| SessionOptions {
+            processes: Some(processes),
+            ..OPTIONS
+        };
+        let first = of(processes.next().unwrap());
+        let members = processes.map(|process| {
+            let (program, spec, options) = (program.clone(), self.spec.clone(), of(process));
+            std::thread::spawn(move || crate::processes::serve(&program, &spec, options))
+        });
+        let members = members.collect();
+        (begin(&program, first).unwrap(), members)
     }
 
     fn resumed(&self, plan: u64, folder: &Path) -> Session {
@@ -589,6 +593,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         threads_per_rank: Some(1),
         orders: None,
         data: None,
+        processes: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))
@@ -733,10 +738,10 @@ fn workers_are_told_and_tell_by_messages() {
     for seed in 0..6 {
         let precision = [Precision::F32, Precision::F16][seed as usize % 2];
         let case = Case::new(seed, &GraphOptions::default(), precision, SGD);
-        let (mut here, mut there) = (case.session(seed), case.over_wires(seed));
-        there
-            .initialise(|r| Ok(case.initial(r.path, r.role, r.lens)))
-            .unwrap();
+        let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
+        let mut here = case.session(seed);
+        let (mut there, members) =
+            case.in_processes(seed, |p, o| Session::new(p, &case.spec, o, initial));
         n_shared += usize::from(here.n_ranks() > 1);
         for (i, batch) in case.batches.iter().enumerate() {
             let [a, b] = [&mut here, &mut there].map(|s| s.step(batch, 0.05, i == 1).unwrap());
@@ -753,15 +758,20 @@ fn workers_are_told_and_tell_by_messages() {
         let dir = tempfile::tempdir().unwrap();
         crate::checkpoint::save(dir.path(), &mut there, "", "").unwrap();
         let checkpoint = Arc::new(crate::checkpoint::find(dir.path()).unwrap().checkpoint);
-        let mut again = case.over_wires(seed + 1);
-        again.load(&checkpoint).unwrap();
+        let (mut again, more) = case.in_processes(seed + 1, |p, o| {
+            Session::resume(p, &case.spec, o, &checkpoint)
+        });
         assert_eq!(states, again.export_states().unwrap());
+        drop(again);
+        more.into_iter().for_each(|m| m.join().unwrap().unwrap());
         // A token that the model does not have fails the run of all, with the rank that read it.
         let mut bad = case.batches[0].clone();
         bad.iter_mut().for_each(|s| s.fill(u32::MAX));
         let error = there.step(&bad, 0.05, false).unwrap_err();
         assert!(!error.is_consequence(), "{error}");
         assert!(matches!(there.export_states(), Err(RuntimeError::Ended(_))));
+        drop(there);
+        members.into_iter().for_each(|m| m.join().unwrap().unwrap());
     }
     assert!(n_shared >= 3, "most cases have one rank");
 }

@@ -1,5 +1,5 @@
 //! A worker: the ranks of one process, each a thread that lives, with its device, from step to
-//! step and does what the coordinator asks.
+//! step and does what the coordinator asks. Those of another process are a link to it.
 
 use super::local::narrow;
 use super::message::{Answer, Reply, Request};
@@ -10,6 +10,8 @@ use crate::checkpoint::write_shard;
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::fabric::Fabric;
+use crate::fabric::threads::Carrier;
+use crate::processes::{Head, Letter, Processes};
 use ir::program::{Program, StateBuffer};
 use ir::{DType, Rank};
 use std::collections::BTreeMap;
@@ -26,20 +28,23 @@ pub(crate) trait Link: Send {
     fn hear(&mut self, rank: Rank) -> Answer;
 }
 
+/// Takes a rank's answers; false once nobody wants them.
+pub(crate) type Answers = Box<dyn Fn(Answer) -> bool + Send>;
+
 /// The ranks of this process.
-pub(crate) struct Worker {
+pub(crate) struct Crew {
     threads: BTreeMap<Rank, Thread>,
 }
 
 struct Thread {
-    /// `None` once the worker is being dropped.
+    /// `None` once the crew is being dropped.
     requests: Option<Sender<Request>>,
-    answers: Receiver<Answer>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Worker {
-    /// Starts the ranks of which `open` gives device and fabric, given their roles.
+impl Crew {
+    /// Starts the ranks of which `open` gives device and fabric, given their roles; `answers` says
+    /// where each one's answers go.
     ///
     /// Fails when the program is not consistent: see [`Scripts::new`], [`RankState::new`].
     pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
@@ -47,6 +52,7 @@ impl Worker {
         ranks: &[(Rank, usize)],
         options: &RankOptions,
         mut open: impl FnMut(Rank, usize) -> (D, F),
+        mut answers: impl FnMut(Rank) -> Answers,
     ) -> Result<Self, RuntimeError> {
         let mut scripts: BTreeMap<usize, Scripts> = BTreeMap::new();
         let mut threads = BTreeMap::new();
@@ -61,22 +67,49 @@ impl Worker {
             };
             let (program, parts) = (Arc::clone(program), open(rank, role));
             let state = RankState::new(program, role, scripts, parts, options.clone())?;
-            threads.insert(rank, start(state));
+            threads.insert(rank, start(state, answers(rank)));
         }
-        Ok(Worker { threads })
+        Ok(Crew { threads })
     }
-}
-
-impl Link for Worker {
-    fn tell(&mut self, rank: Rank, request: Request) {
+    /// Asks a rank.
+    pub fn tell(&self, rank: Rank, request: Request) {
         let requests = self.threads.get(&rank).and_then(|t| t.requests.as_ref());
         if let Some(requests) = requests {
             let _ = requests.send(request);
         }
     }
+}
+
+/// The ranks of the coordinator's own process.
+pub(crate) struct Worker {
+    crew: Crew,
+    answers: BTreeMap<Rank, Receiver<Answer>>,
+}
+
+impl Worker {
+    /// Starts ranks, as [`Crew::start`] does.
+    pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
+        program: &Arc<Program>,
+        ranks: &[(Rank, usize)],
+        options: &RankOptions,
+        open: impl FnMut(Rank, usize) -> (D, F),
+    ) -> Result<Self, RuntimeError> {
+        let mut answers = BTreeMap::new();
+        let crew = Crew::start(program, ranks, options, open, |rank| {
+            let (outbox, inbox) = channel();
+            answers.insert(rank, inbox);
+            Box::new(move |answer| outbox.send(answer).is_ok())
+        })?;
+        Ok(Worker { crew, answers })
+    }
+}
+
+impl Link for Worker {
+    fn tell(&mut self, rank: Rank, request: Request) {
+        self.crew.tell(rank, request);
+    }
     fn hear(&mut self, rank: Rank) -> Answer {
-        let answer = self.threads.get(&rank).map(|t| t.answers.recv());
-        match answer {
+        match self.answers.get(&rank).map(Receiver::recv) {
             Some(Ok(answer)) => answer,
             _ => Err(RuntimeError::Panic {
                 rank,
@@ -86,7 +119,51 @@ impl Link for Worker {
     }
 }
 
-impl Drop for Worker {
+/// The ranks of another process.
+pub(crate) struct Remote {
+    processes: Arc<Processes>,
+    process: usize,
+    answers: BTreeMap<Rank, Receiver<Answer>>,
+}
+
+impl Remote {
+    /// The ranks of a process, with where their answers arrive.
+    pub fn new(
+        processes: Arc<Processes>,
+        process: usize,
+        answers: BTreeMap<Rank, Receiver<Answer>>,
+    ) -> Self {
+        Remote {
+            processes,
+            process,
+            answers,
+        }
+    }
+    fn send(&self, head: Head) {
+        let letter = Letter { head, body: None };
+        self.processes.carrier().send(self.process, letter);
+    }
+}
+
+impl Link for Remote {
+    fn tell(&mut self, rank: Rank, request: Request) {
+        self.send(Head::Request { rank, request });
+    }
+    fn hear(&mut self, rank: Rank) -> Answer {
+        match self.answers.get(&rank).map(Receiver::recv) {
+            Some(Ok(answer)) => answer,
+            _ => Err(self.processes.gone(self.process, rank)),
+        }
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.send(Head::Over);
+    }
+}
+
+impl Drop for Crew {
     fn drop(&mut self) {
         for thread in self.threads.values_mut() {
             thread.requests = None;
@@ -100,9 +177,11 @@ impl Drop for Worker {
     }
 }
 
-fn start<D: Device + 'static, F: Fabric<D> + 'static>(mut state: RankState<D, F>) -> Thread {
+fn start<D: Device + 'static, F: Fabric<D> + 'static>(
+    mut state: RankState<D, F>,
+    answers: Answers,
+) -> Thread {
     let (requests, inbox) = channel();
-    let (outbox, answers) = channel();
     let thread = std::thread::spawn(move || {
         for request in inbox {
             // After a panic the state is never used again: the run has ended.
@@ -122,14 +201,13 @@ fn start<D: Device + 'static, F: Fabric<D> + 'static>(mut state: RankState<D, F>
             {
                 state.abort(&error.to_string());
             }
-            if outbox.send(answer).is_err() {
+            if !answers(answer) {
                 return;
             }
         }
     });
     Thread {
         requests: Some(requests),
-        answers,
         thread: Some(thread),
     }
 }

@@ -5,7 +5,7 @@
 //! waits for it or asks now and then whether it is over. Over means that what the device's stream
 //! is given from then on finds the results.
 //!
-//! [`threads`] is the first fabric: ranks of one process, for any device. Another one is a file
+//! [`threads`] is the first fabric: ranks of one process or several, for any device. Another one is a file
 //! beside it that passes [`conformance`].
 
 #[cfg(any(test, feature = "testing"))]
@@ -19,6 +19,7 @@ use crate::execute::collective::Rows;
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
 use ir::{DType, Rank, ReduceKind, StreamId};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,7 +48,7 @@ pub enum CallKind {
 
 /// A collective on one or more buffers. All members come to the calls of a communicator in the
 /// same order, each with the same kind, types and lengths.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Collective {
     /// What it does.
     pub kind: CollectiveKind,
@@ -60,7 +61,7 @@ pub struct Collective {
 }
 
 /// A buffer of a collective: pieces for and from members, each in as many parts as there are rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
     /// Type of the elements; sums are made in f32.
     pub dtype: DType,

@@ -1,4 +1,4 @@
-//! Ranks of one process: every message is a rendezvous.
+//! Ranks of one process, and of several: every message is a rendezvous.
 //!
 //! A [`World`] is one table of meetings under one lock. A **gathering** is a meeting of an
 //! ordered group: every member brings a contribution, and when all have come, each takes away
@@ -19,15 +19,22 @@
 //! many came before; members who bring different calls are told. When a rank fails it aborts the
 //! world, and every waiting rank returns an error; so does one that waits for a rank that has
 //! left. A rank that waits longer than the watchdog allows says for whom.
+//!
+//! Where ranks are in other processes too, each process has a world with the same meetings, and a
+//! [`Carrier`] takes there what they need: of a contribution the bytes that members over there
+//! read ([`needed`]), deliveries, and word that one has been taken, that a rank failed or left.
+//! Everybody computes as before, so where ranks are changes no bit.
 
 use super::{Call, CallKind, Collective, Exchange, Fabric, Item, Moved, Order, Places};
 use crate::arena::{Bytes, Spare};
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::execute::{Local, collective};
+use crate::processes::{Head, Letter, Parts};
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
 use ir::{Rank, ReduceKind, StreamId};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -35,13 +42,15 @@ use std::time::{Duration, Instant};
 
 /// All-reduces of at least this many bytes are done in two phases.
 const TWO_PHASE_BYTES: usize = 1 << 16;
+/// Of a contribution in more parts than these, all between the first and the last is sent.
+const MOST_PARTS: usize = 4096;
 
 /// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
 type Contribution = Arc<Bytes>;
 
 /// A way from a sender to a receiver for one kind of message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Channel {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(crate) struct Channel {
     transfer: u32,
     from: Rank,
     to: Rank,
@@ -82,11 +91,26 @@ pub struct Ticket {
     sent_bytes: usize,
 }
 
-/// The ranks of one process.
+/// What takes messages to other processes, each one's in the order in which they were sent.
+pub(crate) trait Carrier: Send + Sync + std::fmt::Debug {
+    /// Puts a message on its way and waits for nobody. One to a process that is gone is lost.
+    fn send(&self, to: usize, letter: Letter);
+}
+
+/// The ranks of other processes.
+#[derive(Debug)]
+struct Elsewhere {
+    /// The process of each of them.
+    of: BTreeMap<Rank, usize>,
+    carrier: Arc<dyn Carrier>,
+}
+
+/// The ranks of one process, and what it hears of those of others.
 #[derive(Debug)]
 pub struct World {
     n_ranks: u32,
     timeout: Duration,
+    elsewhere: Option<Elsewhere>,
     table: Mutex<Table>,
     /// By rank, at least one: what it waits for may be there.
     changed: Vec<Condvar>,
@@ -96,6 +120,8 @@ pub struct World {
 struct Table {
     gatherings: BTreeMap<(Communicator, u64), Gathering>,
     deliveries: BTreeMap<(Channel, u64), Bytes>,
+    /// What was sent to other processes and has not been taken there.
+    untaken: BTreeSet<(Channel, u64)>,
     failed: Option<(Rank, String)>,
     left: BTreeSet<Rank>,
 }
@@ -105,15 +131,41 @@ struct Gathering {
     /// The first who came, and with what.
     first: (Rank, Arc<Call>),
     contributions: Vec<Option<Contribution>>,
-    n_left: usize,
+    /// Members of this process that have not taken what there is.
+    n_here: usize,
+    /// A rank of another process that brought something else, and what.
+    wrong: Option<(Rank, String)>,
 }
 
 impl World {
     /// A world of `n_ranks` ranks whose watchdog barks after `timeout`.
     pub fn new(n_ranks: u32, timeout: Duration) -> Arc<Self> {
+        Self::with(n_ranks, timeout, None)
+    }
+    /// The part of a world that is in process `me`, given all processes' ranks.
+    pub(crate) fn among(
+        shares: &[Vec<Rank>],
+        me: usize,
+        timeout: Duration,
+        carrier: Arc<dyn Carrier>,
+    ) -> Arc<Self> {
+        let others = shares
+            .iter()
+            .enumerate()
+            .filter(|(process, _)| *process != me);
+        let of = others.flat_map(|(process, ranks)| ranks.iter().map(move |r| (*r, process)));
+        let elsewhere = Elsewhere {
+            of: of.collect(),
+            carrier,
+        };
+        let n_ranks = shares.iter().map(Vec::len).sum::<usize>() as u32;
+        Self::with(n_ranks, timeout, Some(elsewhere))
+    }
+    fn with(n_ranks: u32, timeout: Duration, elsewhere: Option<Elsewhere>) -> Arc<Self> {
         Arc::new(World {
             n_ranks,
             timeout,
+            elsewhere,
             table: Mutex::default(),
             changed: (0..n_ranks.max(1)).map(|_| Condvar::new()).collect(),
         })
@@ -135,15 +187,119 @@ impl World {
     }
     /// Makes every rank that waits, or will wait, return [`RuntimeError::Aborted`]. The first
     /// failure is kept.
-    fn abort(&self, by: Rank, reason: &str) {
-        self.lock()
-            .failed
-            .get_or_insert_with(|| (by, reason.to_string()));
+    pub(crate) fn abort(&self, by: Rank, reason: &str) {
+        self.failed(by, reason.into());
+        self.tell_all(|| Head::Failed {
+            by,
+            reason: reason.into(),
+        });
+    }
+    fn failed(&self, by: Rank, reason: String) {
+        self.lock().failed.get_or_insert((by, reason));
         self.changed.iter().for_each(Condvar::notify_all);
     }
     fn leave(&self, rank: Rank) {
-        self.lock().left.insert(rank);
+        self.lost(&[rank]);
+        self.tell_all(|| Head::Left { rank });
+    }
+    /// These ranks meet nobody any more.
+    pub(crate) fn lost(&self, ranks: &[Rank]) {
+        self.lock().left.extend(ranks);
         self.changed.iter().for_each(Condvar::notify_all);
+    }
+    /// The process of a rank that is not of this one.
+    fn process_of(&self, rank: Rank) -> Option<usize> {
+        self.elsewhere.as_ref()?.of.get(&rank).copied()
+    }
+    fn tell(&self, to: usize, head: Head, body: Option<Arc<Bytes>>) {
+        if let Some(elsewhere) = &self.elsewhere {
+            elsewhere.carrier.send(to, Letter { head, body });
+        }
+    }
+    fn tell_all(&self, head: impl Fn() -> Head) {
+        if let Some(elsewhere) = &self.elsewhere {
+            let all: BTreeSet<usize> = elsewhere.of.values().copied().collect();
+            all.iter().for_each(|&to| self.tell(to, head(), None));
+        }
+    }
+    /// Takes in what another process tells of its ranks.
+    pub(crate) fn receive(&self, head: Head, block: Bytes) {
+        match head {
+            Head::Contribution {
+                what,
+                of,
+                meeting,
+                place,
+                ..
+            } => self.contribution((what, of), meeting, place, block),
+            Head::Delivery { channel, n, .. } => {
+                self.lock().deliveries.insert((channel, n), block);
+                self.wake(channel.to);
+            }
+            Head::Taken { channel, n } => {
+                self.lock().untaken.remove(&(channel, n));
+                self.wake(channel.from);
+            }
+            Head::Failed { by, reason } => self.failed(by, reason),
+            Head::Left { rank } => self.lost(&[rank]),
+            // Of coordinator and ranks, which a world knows nothing of.
+            Head::Request { .. } | Head::Answer { .. } | Head::Over => {}
+        }
+    }
+    fn contribution(
+        &self,
+        (what, of): (String, Collective),
+        meeting: u64,
+        place: usize,
+        block: Bytes,
+    ) {
+        let group = of.group.clone();
+        let Some(&rank) = group.get(place) else {
+            return;
+        };
+        let call = || {
+            let kind = CallKind::Collective(of.clone());
+            let what = what.clone();
+            (rank, Arc::new(Call { what, kind }))
+        };
+        let is_over = {
+            let mut table = self.lock();
+            let gathering =
+                self.gathering(&mut table, &((group.clone(), of.number), meeting), call);
+            let (_, theirs) = &gathering.first;
+            match &theirs.kind {
+                CallKind::Collective(other) if !of.agrees(other) => {
+                    let brought = format!("{} ({what})", of.describe());
+                    gathering.wrong.get_or_insert((rank, brought));
+                    true
+                }
+                _ => {
+                    gathering.contributions[place] = Some(Arc::new(block));
+                    gathering.contributions.iter().all(Option::is_some)
+                }
+            }
+        };
+        if is_over {
+            group.iter().for_each(|&r| self.wake(r));
+        }
+    }
+    /// A gathering, which begins where it is the first that is heard of it.
+    fn gathering<'a>(
+        &self,
+        table: &'a mut Table,
+        key: &(Communicator, u64),
+        first: impl FnOnce() -> (Rank, Arc<Call>),
+    ) -> &'a mut Gathering {
+        table.gatherings.entry(key.clone()).or_insert_with(|| {
+            let group = &key.0.0;
+            let here = |r: &&Rank| self.process_of(**r).is_none();
+            Gathering {
+                first: first(),
+                contributions: vec![None; group.len()],
+                n_here: group.iter().filter(here).count(),
+                wrong: None,
+            }
+        })
     }
     fn changed(&self, rank: Rank) -> &Condvar {
         &self.changed[rank.index() % self.changed.len()]
@@ -166,8 +322,8 @@ impl World {
                 let all: Option<Vec<Contribution>> =
                     gathering.contributions.iter().cloned().collect();
                 let all = all?;
-                gathering.n_left += 1;
-                if gathering.n_left == all.len() {
+                gathering.n_here = gathering.n_here.saturating_sub(1);
+                if gathering.n_here == 0 {
                     table.gatherings.remove(key);
                 }
                 Some(Arrived::Gathered(all))
@@ -176,11 +332,15 @@ impl World {
                 for (key, block) in received.iter_mut().filter(|r| r.1.is_none()) {
                     *block = table.deliveries.remove(key);
                     if block.is_some() {
-                        self.wake(key.0.from);
+                        let &mut (channel, n) = key;
+                        match self.process_of(channel.from) {
+                            Some(process) => self.tell(process, Head::Taken { channel, n }, None),
+                            None => self.wake(channel.from),
+                        }
                     }
                 }
                 let over = received.iter().all(|r| r.1.is_some())
-                    && !sent.iter().any(|key| table.deliveries.contains_key(key));
+                    && !sent.iter().any(|key| is_untaken(table, key));
                 over.then(|| {
                     let blocks = received.iter_mut().filter_map(|r| r.1.take());
                     Arrived::Exchanged(blocks.collect())
@@ -192,6 +352,21 @@ impl World {
     /// Fails when a rank has failed, or one that the meeting waits for has left.
     fn check(&self, table: &Table, rank: Rank, meeting: &Meeting) -> Result<(), RuntimeError> {
         let aborted = |by, reason| Err(RuntimeError::Aborted { rank, by, reason });
+        if let Meeting::Gather(key) = meeting
+            && let Some(Gathering {
+                first,
+                wrong: Some((other, brought)),
+                ..
+            }) = table.gatherings.get(key)
+            && let CallKind::Collective(of) = &first.1.kind
+        {
+            return Err(RuntimeError::Mismatch {
+                rank,
+                brings: format!("{} ({})", of.describe(), first.1.what),
+                other: *other,
+                brought: brought.clone(),
+            });
+        }
         if let Some((by, reason)) = &table.failed {
             return aborted(*by, reason.clone());
         }
@@ -222,12 +397,70 @@ fn missing(table: &Table, meeting: &Meeting) -> Vec<Rank> {
         Meeting::Exchange { sent, received } => {
             let outstanding = received.iter().filter(|r| r.1.is_none());
             let first = outstanding.map(|r| r.0.0.from).next();
-            let untaken = sent.iter().filter(|k| table.deliveries.contains_key(k));
+            let untaken = sent.iter().filter(|k| is_untaken(table, k));
             match first {
                 Some(from) => vec![from],
                 None => untaken.map(|k| k.0.to).collect(),
             }
         }
+    }
+}
+
+/// Whether what was sent has not been taken.
+fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
+    table.deliveries.contains_key(key) || table.untaken.contains(key)
+}
+
+/// The bytes of the contribution of member `from` that member `to` reads.
+fn needed(
+    of: &Collective,
+    (from, to): (usize, usize),
+    shares_parts: bool,
+    len: usize,
+) -> Vec<Range<usize>> {
+    let whole = || vec![0..len];
+    let places = || {
+        lie(of
+            .items
+            .iter()
+            .map(|i| i.elements * i.dtype.bytes() as usize))
+    };
+    let n = of.group.len();
+    match of.kind {
+        _ if shares_parts => whole(),
+        CollectiveKind::AllReduce(_) if len >= TWO_PHASE_BYTES => {
+            let chunks = chunks(of, to).into_iter().zip(places());
+            chunks
+                .map(|(chunk, at)| at.start + chunk.start..at.start + chunk.end)
+                .collect()
+        }
+        CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => whole(),
+        CollectiveKind::ReduceScatter(_) | CollectiveKind::AllToAll => {
+            let pieces = of.items.iter().zip(places()).flat_map(|(item, at)| {
+                let pieces = item.operand.of(at.len(), to);
+                pieces.map(move |piece| at.start + piece.start..at.start + piece.end)
+            });
+            pieces.collect()
+        }
+        CollectiveKind::Shift if to == (from + 1) % n.max(1) => whole(),
+        CollectiveKind::Shift => Vec::new(),
+    }
+}
+
+/// Ranges, ascending and apart, that cover all of these.
+fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    ranges.retain(|r| !r.is_empty());
+    ranges.sort_unstable_by_key(|r| (r.start, r.end));
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for r in ranges {
+        match out.last_mut() {
+            Some(last) if r.start <= last.end => last.end = last.end.max(r.end),
+            _ => out.push(r),
+        }
+    }
+    match (out.first(), out.last()) {
+        (Some(first), Some(last)) if out.len() > MOST_PARTS => vec![first.start..last.end],
+        _ => out,
     }
 }
 
@@ -249,11 +482,13 @@ impl Drop for Endpoint {
 }
 
 impl Endpoint {
-    /// Brings `contribution` to the next meeting of a communicator.
+    /// Brings `contribution` to the next meeting of a communicator: operands, or, where it shares
+    /// parts, this member's part of a result.
     fn come(
         &mut self,
         (call, of): (&Arc<Call>, &Collective),
         contribution: Contribution,
+        shares_parts: bool,
     ) -> Result<Meeting, RuntimeError> {
         let Collective { group, number, .. } = of;
         let place = self.place_in(group)?;
@@ -264,16 +499,11 @@ impl Endpoint {
         let counter = self.gathered.entry(communicator.clone()).or_insert(0);
         let key = (communicator, *counter);
         *counter += 1;
+        self.send_contribution((&call.what, of), key.1, place, &contribution, shares_parts);
         let complete = {
             let mut table = self.world.lock();
-            let gathering = table
-                .gatherings
-                .entry(key.clone())
-                .or_insert_with(|| Gathering {
-                    first: (self.rank, Arc::clone(call)),
-                    contributions: vec![None; group.len()],
-                    n_left: 0,
-                });
+            let first = || (self.rank, Arc::clone(call));
+            let gathering = self.world.gathering(&mut table, &key, first);
             let (first, theirs) = &gathering.first;
             if let CallKind::Collective(other) = &theirs.kind
                 && !of.agrees(other)
@@ -295,6 +525,39 @@ impl Endpoint {
         Ok(Meeting::Gather(key))
     }
 
+    /// Sends a contribution to the other processes that have members of the group.
+    fn send_contribution(
+        &self,
+        (what, of): (&str, &Collective),
+        meeting: u64,
+        place: usize,
+        contribution: &Contribution,
+        shares_parts: bool,
+    ) {
+        let mut by_process: BTreeMap<usize, Vec<Range<usize>>> = BTreeMap::new();
+        for (member, &rank) in of.group.iter().enumerate() {
+            if let Some(process) = self.world.process_of(rank) {
+                let len = contribution.len();
+                let needed = needed(of, (place, member), shares_parts, len);
+                by_process.entry(process).or_default().extend(needed);
+            }
+        }
+        for (process, ranges) in by_process {
+            let head = Head::Contribution {
+                what: what.into(),
+                of: of.clone(),
+                meeting,
+                place,
+                parts: Parts {
+                    len: contribution.len(),
+                    ranges: united(ranges),
+                },
+            };
+            self.world
+                .tell(process, head, Some(Arc::clone(contribution)));
+        }
+    }
+
     fn place_in(&self, group: &[Rank]) -> Result<usize, RuntimeError> {
         let place = group.iter().position(|&r| r == self.rank);
         place.ok_or_else(|| {
@@ -310,15 +573,24 @@ impl Endpoint {
         receives: impl Iterator<Item = Channel>,
     ) -> Meeting {
         let mut sent = Vec::with_capacity(sends.len());
-        {
-            let mut table = self.world.lock();
-            for (channel, bytes) in sends {
-                let key = (channel, next(&mut self.sent, channel));
-                table.deliveries.insert(key, bytes);
-                sent.push(key);
+        for (channel, bytes) in sends {
+            let n = next(&mut self.sent, channel);
+            let key = (channel, n);
+            match self.world.process_of(channel.to) {
+                Some(process) => {
+                    self.world.lock().untaken.insert(key);
+                    let parts = Parts::whole(bytes.len());
+                    let body = self.spare.lend(bytes);
+                    let head = Head::Delivery { channel, n, parts };
+                    self.world.tell(process, head, Some(body));
+                }
+                None => {
+                    self.world.lock().deliveries.insert(key, bytes);
+                    self.world.wake(channel.to);
+                }
             }
+            sent.push(key);
         }
-        sent.iter().for_each(|k| self.world.wake(k.0.to));
         let expect = |channel: Channel| ((channel, next(&mut self.received, channel)), None);
         let received = receives.map(expect).collect();
         Meeting::Exchange { sent, received }
@@ -422,7 +694,7 @@ impl Endpoint {
                         let mine = self.reduce_part(reduce, of, (&members, &lie), me);
                         drop(members);
                         let mine = self.spare.lend(mine);
-                        ticket.meeting = self.come((&call, of), mine)?;
+                        ticket.meeting = self.come((&call, of), mine, true)?;
                         ticket.shares_parts = true;
                         return Ok(None);
                     }
@@ -525,7 +797,7 @@ impl<D: Device> Fabric<D> for Endpoint {
         let (meeting, sent_bytes) = match &call.kind {
             CallKind::Collective(of) => {
                 let mine = self.gather(device, stream, &places)?;
-                (self.come((call, of), mine)?, 0)
+                (self.come((call, of), mine, false)?, 0)
             }
             CallKind::Exchange(of) => self.begin_exchange(device, stream, of, &places)?,
         };

@@ -1,0 +1,292 @@
+//! A run of several processes: which of them this one is, and how they come together.
+
+use super::children::Children;
+use super::launcher::{self, Launched};
+use super::rendezvous::{self, Appointment};
+use crate::args::RunArgs;
+use crate::failure::{Exit, Failure};
+use crate::plan_file::Loaded;
+use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, join};
+use std::io::BufRead;
+use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Which processes have the ranks of a run.
+#[derive(Debug)]
+pub enum Setting {
+    /// This one.
+    Alone,
+    /// This one and others that it starts; `None`: as many as there are ranks.
+    Starts(Option<usize>),
+    /// One that was started so.
+    Started(Place),
+    /// Those that a launcher started.
+    Launched(Launched),
+}
+
+/// Finds out, from flags and the environment.
+pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
+    if let Some(place) = args.as_process {
+        return Ok(Setting::Started(place));
+    }
+    if let Some(n) = args.processes {
+        return Ok(match n {
+            1 => Setting::Alone,
+            0 => Setting::Starts(None),
+            n => Setting::Starts(Some(n)),
+        });
+    }
+    if args.alone {
+        return Ok(Setting::Alone);
+    }
+    let launched = launcher::launched(&|name| std::env::var(name).ok())?;
+    let Some(launched) = launched else {
+        let flags = [
+            ("bind", args.bind.is_some()),
+            ("rendezvous", args.rendezvous.is_some()),
+            ("token-file", args.token_file.is_some()),
+        ];
+        return match flags.into_iter().find(|f| f.1) {
+            None => Ok(Setting::Alone),
+            Some((flag, _)) => Err(Failure::new(
+                Exit::Usage,
+                format!("--{flag} is for runs of several hosts, and no launcher started this one"),
+            )
+            .help("start it with torchrun, srun or mpirun, or leave the flag out")),
+        };
+    };
+    Ok(Setting::Launched(launched))
+}
+
+impl Setting {
+    /// This process' number.
+    pub fn index(&self) -> usize {
+        match self {
+            Setting::Alone | Setting::Starts(_) => 0,
+            Setting::Started(place) => place.index,
+            Setting::Launched(launched) => launched.place.index,
+        }
+    }
+    /// How many processes there are, and how many of them on this host, for a plan of so many
+    /// ranks.
+    pub fn counts(&self, n_ranks: usize) -> (usize, usize) {
+        match self {
+            Setting::Alone => (1, 1),
+            Setting::Starts(n) => (n.unwrap_or(n_ranks), n.unwrap_or(n_ranks)),
+            Setting::Started(place) => (place.of, place.of),
+            Setting::Launched(l) => {
+                let of = l.place.of;
+                let here = if l.is_local() { of } else { 1 };
+                (of, l.on_this_host.unwrap_or(here))
+            }
+        }
+    }
+}
+
+/// The processes of a run. Those that this one started end with it.
+pub struct Company {
+    /// This one among them.
+    pub processes: Arc<Processes>,
+    /// Those that it started.
+    pub children: Option<Children>,
+}
+
+impl Company {
+    /// Waits for the processes that were started, when the run is done. Says which did not end
+    /// well.
+    pub fn end(self) -> Vec<String> {
+        drop(self.processes);
+        self.children.map_or_else(Vec::new, |c| c.finish())
+    }
+}
+
+/// Brings the processes of a run together; nothing where there is but this one.
+pub fn gather(
+    setting: &Setting,
+    args: &RunArgs,
+    loaded: &Loaded,
+) -> Result<Option<Company>, Failure> {
+    let n_ranks: u32 = loaded
+        .program
+        .roles
+        .iter()
+        .map(|r| r.mesh.n_devices())
+        .sum();
+    let (of, _) = setting.counts(n_ranks as usize);
+    if of > n_ranks as usize {
+        return Err(Failure::new(
+            Exit::Usage,
+            format!(
+                "{of} processes for the plan's {}: each process must have a rank",
+                ir::counted(n_ranks, "rank")
+            ),
+        )
+        .help("start fewer processes, or compile for more devices"));
+    }
+    if of == 1 {
+        return Ok(None);
+    }
+    let fingerprint = fingerprint(args, loaded);
+    let patience = Duration::from_secs(args.time_out);
+    let alone = |processes| Company {
+        processes: Arc::new(processes),
+        children: None,
+    };
+    match setting {
+        Setting::Alone => Ok(None),
+        Setting::Starts(_) => {
+            let host = open(loopback())?;
+            let children = Children::start(of, &Appointment::new(host.address(), host.token()))?;
+            let watch = &mut || children.ended();
+            let processes = host.gather(of, &fingerprint, patience, watch)?;
+            let processes = Arc::new(processes);
+            children.report_to(&processes);
+            Ok(Some(Company {
+                processes,
+                children: Some(children),
+            }))
+        }
+        Setting::Started(place) => {
+            let mut line = String::new();
+            let read = std::io::stdin().lock().read_line(&mut line);
+            let appointment = read.map_err(|e| e.to_string()).and_then(|_| {
+                serde_json::from_str::<Appointment>(&line).map_err(|e| e.to_string())
+            });
+            let appointment = appointment.map_err(|e| {
+                let what = format!("--as-process is for processes that a run starts itself: {e}");
+                Failure::new(Exit::Usage, what).help("give --processes to start a run of several")
+            })?;
+            let find = &mut || Ok((appointment.address.clone(), appointment.token()?));
+            Ok(Some(alone(join(*place, &fingerprint, patience, find)?)))
+        }
+        Setting::Launched(launched) if launched.is_local() => {
+            let place = launched.place;
+            if place.index > 0 {
+                let find = &mut || {
+                    let found = rendezvous::read(&launched.key)?;
+                    Ok((found.address.clone(), found.token()?))
+                };
+                return Ok(Some(alone(join(place, &fingerprint, patience, find)?)));
+            }
+            let host = open(loopback())?;
+            let appointment = Appointment::new(host.address(), host.token());
+            let _posted = rendezvous::post(&launched.key, &appointment)?;
+            let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
+            Ok(Some(alone(processes)))
+        }
+        Setting::Launched(launched) => {
+            let (address, token) = abroad(args, launched)?;
+            let place = launched.place;
+            if place.index > 0 {
+                let find = &mut || Ok((address.clone(), token.clone()));
+                return Ok(Some(alone(join(place, &fingerprint, patience, find)?)));
+            }
+            let host = Host::open(bound(args, &address)?, token)?;
+            let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
+            Ok(Some(alone(processes)))
+        }
+    }
+}
+
+fn loopback() -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, 0).into()
+}
+
+fn open(at: SocketAddr) -> Result<Host, Failure> {
+    let token = Token::random().map_err(|e| Failure::new(Exit::RunFailed, e))?;
+    Ok(Host::open(at, token)?)
+}
+
+/// Where process 0 of a run of several hosts can be reached, and the token.
+fn abroad(args: &RunArgs, launched: &Launched) -> Result<(String, Token), Failure> {
+    let missing = |what: &str, help: &str| {
+        let Launched { by, place, .. } = launched;
+        Failure::new(
+            Exit::Usage,
+            format!(
+                "{by} started {} on several hosts, or does not say on how many: {what}",
+                ir::counted(place.of as u64, "process")
+            ),
+        )
+        .help(help.to_string())
+    };
+    let Some(path) = &args.token_file else {
+        return Err(missing(
+            "such a run needs --token-file, the secret by which its processes know each other",
+            "make it with `(umask 077; openssl rand -hex 32 > token)` and give every process a copy",
+        ));
+    };
+    let token = rendezvous::token(path)?;
+    let address = args.rendezvous.clone().or_else(|| launched.address.clone());
+    let Some(address) = address else {
+        return Err(missing(
+            "it needs --rendezvous HOST:PORT, where process 0 can be reached",
+            "under Slurm the host is the first line of `scontrol show hostnames`; any free port will do",
+        ));
+    };
+    Ok((address, token))
+}
+
+/// Where process 0 listens: at the address that was asked for, never at all there are.
+fn bound(args: &RunArgs, address: &str) -> Result<SocketAddr, Failure> {
+    let usage = |what: String, help: &str| Failure::new(Exit::Usage, what).help(help);
+    let port = address.rsplit_once(':').and_then(|(_, p)| p.parse().ok());
+    let Some(port) = port else {
+        return Err(usage(
+            format!("the rendezvous `{address}` has no port"),
+            "give it as HOST:PORT, as node7:29400",
+        ));
+    };
+    let Some(bind) = args.bind else {
+        let found = address.to_socket_addrs().ok().and_then(|mut a| a.next());
+        let example = found.map_or("10.0.0.1".into(), |a| a.ip().to_string());
+        return Err(usage(
+            format!("process 0 may not listen for other hosts, at {address}, unasked"),
+            &format!(
+                "give --bind with this host's address in the network of the run, as --bind {example}: it is not encrypted, so the network must be trusted"
+            ),
+        ));
+    };
+    if bind.is_unspecified() {
+        return Err(usage(
+            format!("--bind {bind} would listen in all networks of this host"),
+            "give the host's address in the network of the run",
+        ));
+    }
+    Ok(SocketAddr::new(bind, port))
+}
+
+/// What must be the same in all processes.
+fn fingerprint(args: &RunArgs, loaded: &Loaded) -> Fingerprint {
+    let binary = std::env::current_exe().and_then(std::fs::read);
+    let binary = binary.map(|b| blake3::hash(&b).to_hex()[..16].to_string());
+    let data = std::fs::metadata(&args.data).map(|m| format!("of {} bytes", m.len()));
+    let known = |r: std::io::Result<String>| r.unwrap_or_else(|_| "unknown".into());
+    let all = [
+        ("the plan", loaded.hash.clone()),
+        ("the version", env!("CARGO_PKG_VERSION").into()),
+        ("the binary", known(binary)),
+        ("the data", known(data)),
+    ];
+    Fingerprint(all.map(|(name, value)| (name.to_string(), value)).into())
+}
+
+impl From<JoinError> for Failure {
+    fn from(e: JoinError) -> Self {
+        use JoinError::*;
+        let help = match &e {
+            Listen { .. } => "choose another port, or end what listens there",
+            Unreachable { .. } | Missing { .. } => {
+                "see the messages of the processes that are missing; slow hosts have longer with --time-out SECONDS"
+            }
+            Differs { .. } => "start the same binary with the same plan and data on every host",
+            Refused { .. } => "the message of process 0 says more",
+            Ended(_) => "its own message is above",
+            Apart { .. } => {
+                "every host must be able to reach every other one in the network of the run"
+            }
+        };
+        Failure::new(Exit::RunFailed, &e).help(help)
+    }
+}

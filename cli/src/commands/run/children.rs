@@ -1,0 +1,139 @@
+//! Processes that a run starts on its own host.
+
+use super::rendezvous::Appointment;
+use crate::failure::{Exit, Failure};
+use runtime::processes::Processes;
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// Longest that processes have to end by themselves.
+const GRACE: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The processes, killed where they do not end when this one does.
+pub struct Children(Arc<Mutex<Vec<Started>>>);
+
+struct Started {
+    index: usize,
+    child: Child,
+    ended: Option<ExitStatus>,
+}
+
+impl Children {
+    /// Starts all processes but the first, with this one's arguments. They get the appointment on
+    /// their standard input, where nobody else can read it.
+    pub fn start(of: usize, appointment: &Appointment) -> Result<Self, Failure> {
+        let children = Children(Arc::default());
+        let failed = |e: &dyn std::fmt::Display| {
+            Failure::new(Exit::RunFailed, format!("a process cannot be started: {e}"))
+                .help("leave --processes out: ranks are threads of this process then")
+        };
+        let program = std::env::current_exe().map_err(|e| failed(&e))?;
+        let words = serde_json::to_string(appointment).map_err(|e| failed(&e))?;
+        for index in 1..of {
+            let child = Command::new(&program)
+                .args(std::env::args_os().skip(1))
+                .arg(format!("--as-process={index}/{of}"))
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn();
+            let mut child = child.map_err(|e| failed(&e))?;
+            let told = match child.stdin.take() {
+                Some(mut to) => writeln!(to, "{words}"),
+                None => Ok(()),
+            };
+            children.lock().push(Started {
+                index,
+                child,
+                ended: None,
+            });
+            // One that has ended already is found by those who look.
+            if let Err(e) = told
+                && e.kind() != std::io::ErrorKind::BrokenPipe
+            {
+                return Err(failed(&e));
+            }
+        }
+        Ok(children)
+    }
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Started>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// One that has ended, and how.
+    pub fn ended(&self) -> Option<String> {
+        let mut all = self.lock();
+        let found = all.iter_mut().find_map(|s| Some((s.index, s.look()?)));
+        found.map(|(index, how)| format!("process {index} {}before it joined", words(how)))
+    }
+    /// Tells a run how processes end, as long as there is one.
+    pub fn report_to(&self, processes: &Arc<Processes>) {
+        let (all, to): (_, Weak<Processes>) = (Arc::downgrade(&self.0), Arc::downgrade(processes));
+        std::thread::spawn(move || {
+            while let (Some(all), Some(processes)) = (all.upgrade(), to.upgrade()) {
+                for s in all
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .iter_mut()
+                {
+                    if s.ended.is_none()
+                        && let Some(how) = s.look()
+                    {
+                        processes.ended(s.index, format!("it {}", words(how).trim_end()));
+                    }
+                }
+                drop((all, processes));
+                std::thread::sleep(LOOK);
+            }
+        });
+    }
+    /// Waits for all to end by themselves; those that do not in time are killed. Says which did
+    /// not end well.
+    pub fn finish(&self) -> Vec<String> {
+        let until = Instant::now() + GRACE;
+        let mut problems = Vec::new();
+        for s in self.lock().iter_mut() {
+            while s.look().is_none() && Instant::now() < until {
+                std::thread::sleep(LOOK);
+            }
+            match s.look() {
+                Some(how) if how.success() => {}
+                Some(how) => {
+                    problems.push(format!("process {} {}", s.index, words(how).trim_end()))
+                }
+                None => {
+                    let _ = s.child.kill();
+                    s.ended = s.child.wait().ok();
+                    problems.push(format!("process {} did not end and was killed", s.index));
+                }
+            }
+        }
+        problems
+    }
+}
+
+impl Started {
+    fn look(&mut self) -> Option<ExitStatus> {
+        if self.ended.is_none() {
+            self.ended = self.child.try_wait().ok().flatten();
+        }
+        self.ended
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        // They end when process 0 has closed its connections.
+        self.finish();
+    }
+}
+
+fn words(how: ExitStatus) -> String {
+    match (how.code(), how.signal()) {
+        (Some(code), _) => format!("ended with exit code {code} "),
+        (None, Some(signal)) => format!("was killed by signal {signal} "),
+        (None, None) => "ended ".into(),
+    }
+}

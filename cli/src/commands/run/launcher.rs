@@ -1,0 +1,235 @@
+//! Which process of how many this one is, by the variables that launchers set.
+
+use crate::failure::{Exit, Failure};
+use runtime::processes::Place;
+
+/// What a launcher says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launched {
+    /// The launcher's name, for messages.
+    pub by: &'static str,
+    /// Which process this is, of how many.
+    pub place: Place,
+    /// How many of them are on this host, where that is said.
+    pub on_this_host: Option<usize>,
+    /// Host and port at which process 0 can be reached, where that is said.
+    pub address: Option<String>,
+    /// What tells this run from others of this host.
+    pub key: String,
+}
+
+impl Launched {
+    /// Whether all processes are known to be on this host.
+    pub fn is_local(&self) -> bool {
+        let all = self.place.of;
+        match (self.on_this_host, &self.address) {
+            (Some(here), _) => here == all,
+            (None, Some(address)) => {
+                let host = address.rsplit_once(':').map_or("", |(host, _)| host);
+                ["localhost", "127.0.0.1", "[::1]"].contains(&host)
+            }
+            (None, None) => false,
+        }
+    }
+}
+
+/// The variables of a launcher: its name, those of a process' number and of how many there are,
+/// of how many are on the host, and those that together name the run.
+struct Variables {
+    by: &'static str,
+    index: &'static str,
+    of: &'static [&'static str],
+    on_this_host: &'static [&'static str],
+    key: &'static [&'static str],
+    /// Set only inside of a run of the launcher.
+    needs: Option<&'static str>,
+}
+
+/// The first that is there counts: torchrun may itself run under Slurm.
+const LAUNCHERS: [Variables; 4] = [
+    Variables {
+        by: "torchrun",
+        index: "RANK",
+        of: &["WORLD_SIZE"],
+        on_this_host: &["LOCAL_WORLD_SIZE"],
+        key: &[
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_RESTART_COUNT",
+        ],
+        needs: None,
+    },
+    Variables {
+        by: "mpirun",
+        index: "OMPI_COMM_WORLD_RANK",
+        of: &["OMPI_COMM_WORLD_SIZE"],
+        on_this_host: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        key: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+        needs: None,
+    },
+    Variables {
+        by: "mpirun",
+        index: "PMI_RANK",
+        of: &["PMI_SIZE"],
+        on_this_host: &["MPI_LOCALNRANKS"],
+        key: &["PMI_JOBID", "HYDRA_JOBID"],
+        needs: None,
+    },
+    Variables {
+        by: "srun",
+        index: "SLURM_PROCID",
+        of: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+        on_this_host: &[],
+        key: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        // A batch script has the others, too, but is not a process of a step.
+        needs: Some("SLURM_STEP_ID"),
+    },
+];
+
+/// What the environment says; nothing without a launcher, or where it started one process.
+///
+/// Fails when a variable is not what its launcher would set.
+pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, Failure> {
+    let is_set = |name: &&str| env(name).is_some_and(|v| !v.is_empty());
+    let of_launcher = |v: &&Variables| is_set(&v.index) && v.needs.iter().all(is_set);
+    let Some(variables) = LAUNCHERS.iter().find(of_launcher) else {
+        return Ok(None);
+    };
+    let wrong = |name: &str, problem: String| {
+        let what = format!(
+            "{} is set as {} sets it, and {problem}",
+            variables.index, variables.by
+        );
+        Failure::new(Exit::Usage, what).help(format!(
+            "set {name} to a whole number, or give --alone for a run that no launcher started"
+        ))
+    };
+    let number = |name: &str| -> Result<usize, Failure> {
+        let text = env(name).unwrap_or_default();
+        text.trim()
+            .parse()
+            .map_err(|_| wrong(name, format!("{name} is `{text}`, no number")))
+    };
+    let Some(of) = variables.of.iter().find(|n| is_set(n)) else {
+        let name = variables.of[0];
+        return Err(wrong(name, format!("{name} is not")));
+    };
+    let place = Place {
+        index: number(variables.index)?,
+        of: number(of)?,
+    };
+    if place.index >= place.of {
+        let Place { index, of: n } = place;
+        return Err(wrong(of, format!("{} is {index} of {n}", variables.index)));
+    }
+    let mut on_this_host = None;
+    if let Some(name) = variables.on_this_host.iter().find(|n| is_set(n)) {
+        on_this_host = Some(number(name)?);
+    }
+    if variables.by == "srun" {
+        let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
+        let nodes = nodes.iter().find_map(|n| env(n));
+        on_this_host = nodes.filter(|n| n == "1").map(|_| place.of);
+    }
+    let mut key: Vec<String> = vec![variables.by.into()];
+    key.extend(variables.key.iter().filter_map(|n| env(n)));
+    Ok((place.of > 1).then(|| Launched {
+        by: variables.by,
+        place,
+        on_this_host,
+        address: address(env),
+        key: key.join(" "),
+    }))
+}
+
+/// Where process 0 is by MASTER_ADDR and MASTER_PORT. At the port itself torchrun's agent listens
+/// where it says so; the next one is taken then.
+fn address(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let host = env("MASTER_ADDR").filter(|h| !h.is_empty())?;
+    let port: u16 = env("MASTER_PORT")?.trim().parse().ok()?;
+    let is_taken = env("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True");
+    let port = port.checked_add(u16::from(is_taken))?;
+    let host = match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]"),
+        false => host,
+    };
+    Some(format!("{host}:{port}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &[(&str, &str)]) -> Result<Option<Launched>, Failure> {
+        launched(&|name| {
+            let found = variables.iter().find(|v| v.0 == name);
+            found.map(|v| v.1.to_string())
+        })
+    }
+
+    #[test]
+    fn torchrun_is_understood() {
+        let variables = [
+            ("RANK", "3"),
+            ("WORLD_SIZE", "4"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            // Torchrun in a step of Slurm's.
+            ("SLURM_PROCID", "0"),
+            ("SLURM_STEP_ID", "0"),
+        ];
+        let launched = of(&variables).unwrap().unwrap();
+        assert_eq!(launched.by, "torchrun");
+        assert_eq!(launched.place, Place { index: 3, of: 4 });
+        assert!(launched.is_local());
+        assert_eq!(launched.address.as_deref(), Some("127.0.0.1:29501"));
+        assert_eq!(launched.key, "torchrun 127.0.0.1 29500");
+        let spread = [variables[0], variables[1], ("LOCAL_WORLD_SIZE", "2")];
+        assert!(!of(&spread).unwrap().unwrap().is_local());
+    }
+
+    #[test]
+    fn mpirun_and_srun_are_understood() {
+        let mpi = of(&[
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+            ("PMIX_NAMESPACE", "prterun-1"),
+        ]);
+        let mpi = mpi.unwrap().unwrap();
+        assert_eq!((mpi.by, mpi.key.as_str()), ("mpirun", "mpirun prterun-1"));
+        assert!(mpi.is_local() && mpi.address.is_none());
+        let step = [
+            ("SLURM_PROCID", "1"),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_JOB_ID", "7"),
+            ("SLURM_NNODES", "2"),
+            ("SLURM_STEP_ID", "1"),
+        ];
+        let srun = of(&step).unwrap().unwrap();
+        assert_eq!((srun.by, srun.is_local()), ("srun", false));
+        // The batch script itself is no process of a step.
+        assert_eq!(of(&step[..4]).unwrap(), None);
+    }
+
+    #[test]
+    fn one_process_and_none_are_alone() {
+        assert_eq!(of(&[]).unwrap(), None);
+        assert_eq!(of(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
+    }
+
+    #[test]
+    fn what_no_launcher_would_set_is_named() {
+        let wrong = |variables: &[(&str, &str)], words: &str| {
+            let error = of(variables).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        wrong(&[("RANK", "0")], "WORLD_SIZE is not");
+        wrong(&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK is `x`");
+        wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK is 2 of 2");
+        wrong(&[("PMI_RANK", "0"), ("PMI_SIZE", "-1")], "PMI_SIZE is `-1`");
+    }
+}

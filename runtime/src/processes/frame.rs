@@ -1,0 +1,207 @@
+//! The form of a message between processes: the length of the head, the head as MessagePack, and
+//! bytes of a block, whose places in it the head says.
+//!
+//! Only processes that know the run's token get this far. A length is still believed no further
+//! than bytes arrive: a head is read as it comes, and a block's pages are touched where bytes are
+//! written.
+
+use crate::arena::Bytes;
+use crate::execute::message::{Answer, Request};
+use crate::fabric::Collective;
+use crate::fabric::threads::Channel;
+use ir::Rank;
+use serde::{Deserialize, Serialize};
+use std::io::{self, ErrorKind, Read, Write};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Longest head: an answer with a part of a state.
+const LONGEST_HEAD: u64 = 1 << 34;
+/// Longest block.
+const LONGEST_BLOCK: usize = 1 << 34;
+/// Bodies up to this length go into one packet with their head.
+const SHORT: usize = 1 << 16;
+
+/// What a message is.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Head {
+    /// A contribution to a gathering. The body has parts of it.
+    Contribution {
+        /// The collective's name in errors.
+        what: String,
+        /// The collective.
+        of: Collective,
+        /// How many its communicator had before.
+        meeting: u64,
+        /// The contributor's place in the group.
+        place: usize,
+        /// Where the body's bytes are in the contribution.
+        parts: Parts,
+    },
+    /// A block for a rank. It is the body.
+    Delivery {
+        /// The way.
+        channel: Channel,
+        /// How many were before on it.
+        n: u64,
+        /// The whole block.
+        parts: Parts,
+    },
+    /// A block has been taken.
+    Taken {
+        /// The way.
+        channel: Channel,
+        /// How many were before on it.
+        n: u64,
+    },
+    /// A rank ended the run.
+    Failed {
+        /// The rank.
+        by: Rank,
+        /// Its reason.
+        reason: String,
+    },
+    /// A rank meets nobody any more.
+    Left {
+        /// The rank.
+        rank: Rank,
+    },
+    /// The coordinator asks a rank.
+    Request {
+        /// The rank.
+        rank: Rank,
+        /// For what.
+        request: Request,
+    },
+    /// A rank answers the coordinator.
+    Answer {
+        /// The rank.
+        rank: Rank,
+        /// The answer.
+        answer: Answer,
+    },
+    /// The coordinator has no more requests: the run is over.
+    Over,
+}
+
+/// Which bytes of a block a message carries.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Parts {
+    /// Length of the block.
+    pub len: usize,
+    /// The bytes, ascending and apart.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl Parts {
+    /// All bytes of a block.
+    pub fn whole(len: usize) -> Self {
+        Parts {
+            len,
+            ranges: Vec::from_iter((len > 0).then_some(0..len)),
+        }
+    }
+    /// Bytes that are carried.
+    pub fn bytes(&self) -> usize {
+        self.ranges.iter().map(Range::len).sum()
+    }
+    fn check(&self) -> io::Result<()> {
+        let mut end = 0;
+        let ascend = self.ranges.iter().all(|r| {
+            let fits = end <= r.start && r.start <= r.end;
+            end = r.end;
+            fits
+        });
+        match ascend && end <= self.len && self.len <= LONGEST_BLOCK {
+            true => Ok(()),
+            false => Err(bad("a message has parts that are not in its block")),
+        }
+    }
+}
+
+/// The block whose parts go with a head that has some.
+pub(crate) type Body = Option<Arc<Bytes>>;
+
+/// A message to send.
+#[derive(Debug)]
+pub(crate) struct Letter {
+    pub head: Head,
+    pub body: Body,
+}
+
+impl Head {
+    fn parts(&self) -> Option<&Parts> {
+        match self {
+            Head::Contribution { parts, .. } | Head::Delivery { parts, .. } => Some(parts),
+            _ => None,
+        }
+    }
+}
+
+fn bad(what: impl std::fmt::Display) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what.to_string())
+}
+
+/// Writes a message.
+pub(crate) fn write(to: &mut impl Write, letter: &Letter) -> io::Result<()> {
+    let mut packet = vec![0; 8];
+    rmp_serde::encode::write_named(&mut packet, &letter.head).map_err(bad)?;
+    let head = (packet.len() as u64 - 8).to_le_bytes();
+    packet[..8].copy_from_slice(&head);
+    let body = letter.head.parts().zip(letter.body.as_deref());
+    let Some((parts, block)) = body else {
+        return to.write_all(&packet);
+    };
+    let pieces = parts.ranges.iter().map(|r| &block[r.clone()]);
+    if parts.bytes() <= SHORT {
+        pieces.for_each(|piece| packet.extend_from_slice(piece));
+        return to.write_all(&packet);
+    }
+    to.write_all(&packet)?;
+    pieces.into_iter().try_for_each(|piece| to.write_all(piece))
+}
+
+/// Reads a message, with its block where it has one; nothing where the other end has closed.
+///
+/// Fails at the first byte that cannot be one of a message.
+pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
+    let mut len = [0; 8];
+    if !begins(from, &mut len)? {
+        return Ok(None);
+    }
+    let len = u64::from_le_bytes(len);
+    if len > LONGEST_HEAD {
+        return Err(bad(format_args!(
+            "a message begins with a head of {len} bytes"
+        )));
+    }
+    let mut head = Vec::new();
+    if from.take(len).read_to_end(&mut head)? as u64 != len {
+        return Err(ErrorKind::UnexpectedEof.into());
+    }
+    let head: Head = rmp_serde::from_slice(&head).map_err(bad)?;
+    let Some(parts) = head.parts() else {
+        return Ok(Some((head, Bytes::default())));
+    };
+    parts.check()?;
+    let mut block = Bytes::zeroed(parts.len);
+    for range in &parts.ranges {
+        from.read_exact(&mut block[range.clone()])?;
+    }
+    Ok(Some((head, block)))
+}
+
+/// Fills a buffer, or finds that nothing comes any more.
+fn begins(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match from.read(&mut buffer[done..]) {
+            Ok(0) if done == 0 => return Ok(false),
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(true)
+}

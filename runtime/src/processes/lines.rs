@@ -1,0 +1,303 @@
+//! The connections of a process to the others of its run. For each there is a thread that writes
+//! what is to be sent and one that takes in what comes, so that two processes that send each other
+//! more than the system buffers do not wait for each other.
+
+use super::frame::{self, Head, Letter};
+use super::rendezvous::{Place, Who};
+use crate::error::RuntimeError;
+use crate::execute::message::{Answer, Request};
+use crate::fabric::threads::{Carrier, World};
+use ir::Rank;
+use std::collections::BTreeMap;
+use std::io::BufReader;
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Bytes that are read at once where messages are short.
+const READ_AHEAD: usize = 1 << 16;
+/// Longest that the end of a run waits for the other processes to take what is still on its way.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code that holds one of these leaves it half-changed.
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The ways out of a process.
+#[derive(Debug)]
+pub(crate) struct Lines {
+    /// By process; `None` to itself, and once they are closed.
+    to: RwLock<Vec<Option<Sender<Letter>>>>,
+}
+
+impl Carrier for Lines {
+    fn send(&self, to: usize, letter: Letter) {
+        let lines = self.to.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(line)) = lines.get(to) {
+            // Whoever is gone is reported by the thread that reads.
+            let _ = line.send(letter);
+        }
+    }
+}
+
+impl Lines {
+    fn close(&self) {
+        let mut lines = self.to.write().unwrap_or_else(PoisonError::into_inner);
+        lines.iter_mut().for_each(|line| *line = None);
+    }
+}
+
+/// Where what comes is taken.
+pub(crate) enum Inbox {
+    /// Of the coordinator: answers by rank.
+    Answers(BTreeMap<Rank, Sender<Answer>>),
+    /// Of the others: what the coordinator asks.
+    Requests(Sender<Asked>),
+}
+
+/// What a process is asked by the coordinator.
+pub(crate) enum Asked {
+    /// Something of a rank.
+    Rank(Rank, Box<Request>),
+    /// To end.
+    Over,
+}
+
+/// The ranks of a process, once there are any.
+struct Attached {
+    world: Arc<World>,
+    /// By process.
+    ranks: Vec<Vec<Rank>>,
+    inbox: Mutex<Option<Inbox>>,
+}
+
+#[derive(Default)]
+struct Desk {
+    attached: Mutex<Option<Arc<Attached>>>,
+    /// Something is attached, or never will be.
+    changed: Condvar,
+    closed: Mutex<bool>,
+    /// How other processes ended, as far as is known.
+    fates: Mutex<BTreeMap<usize, String>>,
+}
+
+impl Desk {
+    /// Waits for the ranks; none when the run has ended before there were any.
+    fn attached(&self) -> Option<Arc<Attached>> {
+        let mut attached = lock(&self.attached);
+        loop {
+            if let Some(attached) = &*attached {
+                return Some(Arc::clone(attached));
+            }
+            if *lock(&self.closed) {
+                return None;
+            }
+            attached = self
+                .changed
+                .wait_timeout(attached, Duration::from_millis(100))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+/// This process, and its connections to the other ones of its run.
+pub struct Processes {
+    place: Place,
+    all: Vec<Who>,
+    lines: Arc<Lines>,
+    desk: Arc<Desk>,
+    writers: Mutex<Vec<JoinHandle<()>>>,
+    streams: Vec<TcpStream>,
+}
+
+impl std::fmt::Debug for Processes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Place { index, of } = self.place;
+        write!(f, "process {index} of {of}")
+    }
+}
+
+impl Processes {
+    /// With a connection to each other process.
+    pub(super) fn new(place: Place, all: Vec<Who>, streams: Vec<Option<TcpStream>>) -> Self {
+        let desk = Arc::new(Desk::default());
+        let (mut to, mut writers, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+        for (process, stream) in streams.into_iter().enumerate() {
+            let Some(stream) = stream else {
+                to.push(None);
+                continue;
+            };
+            let (line, letters) = channel();
+            match (stream.try_clone(), stream.try_clone()) {
+                (Ok(out), Ok(own)) => {
+                    writers.push(std::thread::spawn(move || write(&out, &letters)));
+                    kept.push(own);
+                    let desk = Arc::clone(&desk);
+                    std::thread::spawn(move || read(&desk, process, stream));
+                }
+                // No descriptor is left: as if the connection had broken.
+                (Err(e), _) | (_, Err(e)) => {
+                    lock(&desk.fates).insert(process, format!("its connection failed: {e}"));
+                    let desk = Arc::clone(&desk);
+                    std::thread::spawn(move || read(&desk, process, stream));
+                }
+            }
+            to.push(Some(line));
+        }
+        Processes {
+            place,
+            all,
+            lines: Arc::new(Lines {
+                to: RwLock::new(to),
+            }),
+            desk,
+            writers: Mutex::new(writers),
+            streams: kept,
+        }
+    }
+
+    /// Which process this is.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+    /// How many processes of the run are on this host.
+    pub fn on_this_host(&self) -> usize {
+        let here = &self.all[self.place.index].host;
+        self.all.iter().filter(|w| w.host == *here).count()
+    }
+    /// Number of hosts.
+    pub fn n_hosts(&self) -> usize {
+        let hosts: std::collections::BTreeSet<&str> =
+            self.all.iter().map(|w| w.host.as_str()).collect();
+        hosts.len()
+    }
+    /// Notes how a process ended, for the error of those who miss it.
+    pub fn ended(&self, process: usize, how: impl Into<String>) {
+        lock(&self.desk.fates).insert(process, how.into());
+    }
+    /// Which ranks of a plan each process has: consecutive ones, as evenly as can be.
+    pub(crate) fn share(&self, ranks: &[Rank]) -> Vec<Vec<Rank>> {
+        let (mut sorted, of) = (ranks.to_vec(), self.place.of);
+        sorted.sort_unstable();
+        let bound = |process: usize| process * sorted.len() / of;
+        (0..of)
+            .map(|p| sorted[bound(p)..bound(p + 1)].to_vec())
+            .collect()
+    }
+    pub(crate) fn carrier(&self) -> Arc<Lines> {
+        Arc::clone(&self.lines)
+    }
+    /// From now on what comes is given to these ranks.
+    pub(crate) fn attach(&self, world: &Arc<World>, ranks: Vec<Vec<Rank>>, inbox: Inbox) {
+        let attached = Attached {
+            world: Arc::clone(world),
+            ranks,
+            inbox: Mutex::new(Some(inbox)),
+        };
+        *lock(&self.desk.attached) = Some(Arc::new(attached));
+        self.desk.changed.notify_all();
+    }
+    /// The error of one who waits for a rank of a process that is gone.
+    pub(crate) fn gone(&self, process: usize, rank: Rank) -> RuntimeError {
+        // Whoever started it learns how it ended a little later.
+        let mut how = None;
+        for _ in 0..20 {
+            how = lock(&self.desk.fates).get(&process).cloned();
+            if how.is_some() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let who = self.all.get(process).cloned();
+        RuntimeError::Gone {
+            rank,
+            process,
+            pid: who.as_ref().map_or(0, |w| w.pid),
+            host: who.map_or_else(String::new, |w| w.host),
+            how: how.unwrap_or_else(|| "its connection ended".into()),
+        }
+    }
+}
+
+impl Drop for Processes {
+    /// What was sent before is still written.
+    fn drop(&mut self) {
+        *lock(&self.desk.closed) = true;
+        self.desk.changed.notify_all();
+        self.lines.close();
+        for stream in &self.streams {
+            let _ = stream.set_write_timeout(Some(FAREWELL));
+        }
+        for writer in lock(&self.writers).drain(..) {
+            let _ = writer.join();
+        }
+        for stream in &self.streams {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Writes what is to be sent until there is no more.
+fn write(stream: &TcpStream, letters: &Receiver<Letter>) {
+    let mut stream = stream;
+    for letter in letters {
+        if frame::write(&mut stream, &letter).is_err() {
+            // The reader finds the same, and says so.
+            let _ = stream.shutdown(Shutdown::Both);
+            return;
+        }
+    }
+    let _ = stream.shutdown(Shutdown::Write);
+}
+
+/// Takes in what comes from a process until it is gone.
+fn read(desk: &Desk, process: usize, stream: TcpStream) {
+    let Some(attached) = desk.attached() else {
+        return;
+    };
+    let mut from = BufReader::with_capacity(READ_AHEAD, stream);
+    let how = loop {
+        match frame::read(&mut from) {
+            Ok(Some((head, block))) => take(&attached, head, block),
+            Ok(None) => break None,
+            Err(e) => break Some(format!("its connection broke: {e}")),
+        }
+    };
+    if let Some(how) = how {
+        lock(&desk.fates).entry(process).or_insert(how);
+    }
+    let ranks = attached.ranks.get(process).map_or(&[][..], |r| r);
+    attached.world.lost(ranks);
+    let mut inbox = lock(&attached.inbox);
+    match &mut *inbox {
+        Some(Inbox::Answers(answers)) => ranks.iter().for_each(|r| drop(answers.remove(r))),
+        Some(Inbox::Requests(_)) if process == 0 => *inbox = None,
+        _ => {}
+    }
+}
+
+fn take(attached: &Attached, head: Head, block: crate::arena::Bytes) {
+    let inbox = lock(&attached.inbox);
+    // One who hears no more has gone on without the answer.
+    match (head, &*inbox) {
+        (Head::Request { rank, request }, Some(Inbox::Requests(asked))) => {
+            let _ = asked.send(Asked::Rank(rank, Box::new(request)));
+        }
+        (Head::Over, Some(Inbox::Requests(asked))) => {
+            let _ = asked.send(Asked::Over);
+        }
+        (Head::Answer { rank, answer }, Some(Inbox::Answers(answers))) => {
+            if let Some(to) = answers.get(&rank) {
+                let _ = to.send(answer);
+            }
+        }
+        (head, _) => {
+            drop(inbox);
+            attached.world.receive(head, block);
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Ranks of several processes: how these find each other, and what they tell each other.
+//!
+//! ```text
+//!   process 0: Session ── requests, answers ──┐         process 1: serve
+//!              ranks ── World ── Lines ═══════╪═ TCP ═══ Lines ── World ── ranks
+//! ```
+//!
+//! * [`frame`] is the form of a message: a head that says what it is, and bytes as they lie.
+//! * [`handshake`] proves to both ends of a connection that they know the run's [`Token`].
+//! * [`rendezvous`] brings the processes of a run together and connects each with each.
+//! * [`lines`] carries frames: a thread that writes and one that reads for every other process,
+//!   so that neither end ever waits for the other to listen.
+//! * [`member`] is a process without the coordinator: it does what that one asks of its ranks.
+//!
+//! The ranks meet in [`fabric::threads`](crate::fabric::threads), as those of one process do: what
+//! a rank brings to a meeting is sent to the processes whose ranks need it, and only the bytes that
+//! they need. So results are the same to the bit wherever ranks are.
+//!
+//! The token authenticates who joins. What is sent afterwards is neither encrypted nor signed: the
+//! network between the hosts of a run must be trusted, as for NCCL and MPI.
+
+mod frame;
+mod handshake;
+mod lines;
+mod member;
+mod rendezvous;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use handshake::{Token, TokenError};
+pub use lines::Processes;
+pub use member::serve;
+pub use rendezvous::{Fingerprint, Host, JoinError, Place, join};
+
+pub(crate) use frame::{Head, Letter, Parts};
+pub(crate) use lines::Inbox;

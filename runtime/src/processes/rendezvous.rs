@@ -1,0 +1,526 @@
+//! The processes of a run find each other: all call process 0, which checks that they are of one
+//! run and tells each where the others listen; then each calls those before it.
+
+use super::handshake::{self, HandshakeError, Token};
+use super::lines::Processes;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// Longest that a connection takes to say who it is.
+const INTRODUCTION: Duration = Duration::from_secs(5);
+/// Connections that may be at that at the same time; more are closed.
+const MOST_STRANGERS: usize = 256;
+/// Longest word of the rendezvous, in bytes.
+const LONGEST_WORD: u32 = 1 << 22;
+/// How often is looked for what may have come.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Which process of a run, of how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Its number, from 0, which coordinates.
+    pub index: usize,
+    /// How many there are.
+    pub of: usize,
+}
+
+/// What must be the same in all processes of a run, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint(pub BTreeMap<String, String>);
+
+impl Fingerprint {
+    /// What differs: its name, and what it is here and there.
+    fn difference(&self, other: &Fingerprint) -> Option<(String, [String; 2])> {
+        let none = String::from("missing");
+        let names = self.0.keys().chain(other.0.keys());
+        names.into_iter().find_map(|name| {
+            let [mine, theirs] = [self, other].map(|f| f.0.get(name).unwrap_or(&none).clone());
+            (mine != theirs).then(|| (name.clone(), [mine, theirs]))
+        })
+    }
+}
+
+/// Why processes do not come together.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// An address cannot be listened at.
+    #[error("cannot listen at {address}: {source}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Process 0 is not there.
+    #[error("process {} of {} cannot reach process 0 {at}in {seconds} s: {problem}", place.index, place.of)]
+    Unreachable {
+        /// This process.
+        place: Place,
+        /// `at <address> `, where that is known.
+        at: String,
+        /// How long it was tried.
+        seconds: u64,
+        /// The last problem.
+        problem: String,
+    },
+    /// Some processes did not come.
+    #[error("of {of} processes {} did not join in {seconds} s", numbers(missing))]
+    Missing {
+        /// Their numbers.
+        missing: Vec<usize>,
+        /// How many there are.
+        of: usize,
+        /// How long they were waited for.
+        seconds: u64,
+    },
+    /// Something that must be the same is not.
+    #[error("{what} of process {index} is {theirs}, that of process 0 {ours}")]
+    Differs {
+        /// Its name.
+        what: String,
+        /// The process.
+        index: usize,
+        /// What it has.
+        theirs: String,
+        /// What process 0 has.
+        ours: String,
+    },
+    /// Process 0 does not take this one in.
+    #[error("process 0 does not let process {index} join: {reason}")]
+    Refused {
+        /// This process.
+        index: usize,
+        /// Why not.
+        reason: String,
+    },
+    /// A process that was started ended before it joined.
+    #[error("{0}")]
+    Ended(String),
+    /// Two processes cannot be connected.
+    #[error("processes {from} and {to} cannot be connected: {problem}")]
+    Apart {
+        /// The one that calls.
+        from: usize,
+        /// The one that is called.
+        to: usize,
+        /// Why not.
+        problem: String,
+    },
+}
+
+fn numbers(all: &[usize]) -> String {
+    let words: Vec<String> = all.iter().map(usize::to_string).collect();
+    words.join(", ")
+}
+
+/// Who a process is, for messages, and to count those of one host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Who {
+    pub pid: u32,
+    pub host: String,
+}
+
+impl Who {
+    fn me() -> Self {
+        let read = |path: &str| std::fs::read_to_string(path).ok();
+        let name = read("/proc/sys/kernel/hostname").unwrap_or_default();
+        Who {
+            pid: std::process::id(),
+            host: match name.trim() {
+                "" => "this host".into(),
+                name => name.into(),
+            },
+        }
+    }
+}
+
+/// What a process says of itself to process 0.
+#[derive(Debug, Serialize, Deserialize)]
+struct Hello {
+    place: Place,
+    fingerprint: Fingerprint,
+    who: Who,
+    listens: SocketAddr,
+}
+
+/// The answer.
+#[derive(Debug, Serialize, Deserialize)]
+enum Reply {
+    Welcome {
+        run: String,
+        /// By process, without the first.
+        listen: Vec<SocketAddr>,
+        all: Vec<Who>,
+    },
+    Refused(String),
+}
+
+/// What a process says to another one that it calls.
+#[derive(Debug, Serialize, Deserialize)]
+struct Peer {
+    index: usize,
+    run: String,
+}
+
+fn say(to: &mut impl Write, word: &impl Serialize) -> io::Result<()> {
+    let bad = |e: rmp_serde::encode::Error| io::Error::new(ErrorKind::InvalidData, e.to_string());
+    let mut packet = vec![0; 4];
+    rmp_serde::encode::write_named(&mut packet, word).map_err(bad)?;
+    let len = (packet.len() - 4) as u32;
+    packet[..4].copy_from_slice(&len.to_le_bytes());
+    to.write_all(&packet)
+}
+
+fn hear<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<T> {
+    let bad = |what: String| io::Error::new(ErrorKind::InvalidData, what);
+    let mut len = [0; 4];
+    from.read_exact(&mut len)?;
+    let len = u32::from_le_bytes(len);
+    if len > LONGEST_WORD {
+        return Err(bad(format!("a word of {len} bytes")));
+    }
+    let mut word = Vec::new();
+    if from.take(u64::from(len)).read_to_end(&mut word)? != len as usize {
+        return Err(ErrorKind::UnexpectedEof.into());
+    }
+    rmp_serde::from_slice(&word).map_err(|e| bad(e.to_string()))
+}
+
+/// Those who call a process and show that they know the token. Each says who it is on a thread of
+/// its own, so that nobody can hold up the others.
+struct Arrivals<T> {
+    listener: TcpListener,
+    token: Token,
+    strangers: Arc<AtomicUsize>,
+    come: (Sender<(TcpStream, T)>, Receiver<(TcpStream, T)>),
+}
+
+impl<T: DeserializeOwned + Send + 'static> Arrivals<T> {
+    fn new(listener: TcpListener, token: Token) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Arrivals {
+            listener,
+            token,
+            strangers: Arc::default(),
+            come: channel(),
+        })
+    }
+    /// The next one who has come, if any.
+    fn next(&mut self) -> Option<(TcpStream, T)> {
+        while let Ok((stream, _)) = self.listener.accept() {
+            if self.strangers.fetch_add(1, Ordering::Relaxed) >= MOST_STRANGERS {
+                self.strangers.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            }
+            let (token, come) = (self.token.clone(), self.come.0.clone());
+            let strangers = Arc::clone(&self.strangers);
+            std::thread::spawn(move || {
+                // Whoever is none of us is of no interest.
+                if let Ok(arrived) = introduced(stream, &token) {
+                    let _ = come.send(arrived);
+                }
+                strangers.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+        self.come.1.try_recv().ok()
+    }
+}
+
+fn introduced<T: DeserializeOwned>(
+    mut stream: TcpStream,
+    token: &Token,
+) -> Result<(TcpStream, T), HandshakeError> {
+    stream.set_nonblocking(false)?;
+    timed(&stream, Some(INTRODUCTION))?;
+    handshake::answer(&mut stream, token)?;
+    let word = hear(&mut stream)?;
+    Ok((stream, word))
+}
+
+fn timed(stream: &TcpStream, limit: Option<Duration>) -> io::Result<()> {
+    stream.set_read_timeout(limit)?;
+    stream.set_write_timeout(limit)
+}
+
+/// Makes of a connection of the rendezvous one of the run.
+fn settled(stream: &TcpStream) -> io::Result<()> {
+    timed(stream, None)?;
+    stream.set_nodelay(true)
+}
+
+/// Process 0 before the others have come.
+#[derive(Debug)]
+pub struct Host {
+    listener: TcpListener,
+    address: SocketAddr,
+    token: Token,
+}
+
+impl Host {
+    /// Listens at an address; port 0 takes a free one.
+    pub fn open(bind: SocketAddr, token: Token) -> Result<Self, JoinError> {
+        let listen = |source| JoinError::Listen {
+            address: bind.to_string(),
+            source,
+        };
+        let listener = TcpListener::bind(bind).map_err(listen)?;
+        let address = listener.local_addr().map_err(listen)?;
+        Ok(Host {
+            listener,
+            address,
+            token,
+        })
+    }
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+    /// The secret of the run.
+    pub fn token(&self) -> &Token {
+        &self.token
+    }
+
+    /// Waits for the other processes. `watch` says why it is in vain, once it is.
+    ///
+    /// Fails when not all have come in time, or one of them is of another run: then all that have
+    /// come are told.
+    pub fn gather(
+        self,
+        of: usize,
+        fingerprint: &Fingerprint,
+        patience: Duration,
+        watch: &mut dyn FnMut() -> Option<String>,
+    ) -> Result<Processes, JoinError> {
+        let began = Instant::now();
+        let mut arrivals =
+            Arrivals::<Hello>::new(self.listener, self.token.clone()).map_err(|source| {
+                JoinError::Listen {
+                    address: self.address.to_string(),
+                    source,
+                }
+            })?;
+        let mut come: BTreeMap<usize, (TcpStream, Hello)> = BTreeMap::new();
+        let failure = loop {
+            if come.len() + 1 >= of {
+                break None;
+            }
+            match arrivals.next() {
+                Some((stream, hello)) => {
+                    if let Some(error) = take_in(&mut come, of, fingerprint, stream, hello) {
+                        break Some(error);
+                    }
+                }
+                None if let Some(why) = watch() => break Some(JoinError::Ended(why)),
+                None if began.elapsed() > patience => {
+                    let missing = (1..of).filter(|i| !come.contains_key(i)).collect();
+                    let seconds = patience.as_secs();
+                    break Some(JoinError::Missing {
+                        missing,
+                        of,
+                        seconds,
+                    });
+                }
+                None => std::thread::sleep(LOOK),
+            }
+        };
+        if let Some(error) = failure {
+            for (stream, _) in come.values_mut() {
+                let _ = say(stream, &Reply::Refused(error.to_string()));
+            }
+            return Err(error);
+        }
+        let run = Token::random().map_err(|e| JoinError::Ended(e.to_string()))?;
+        let others = come.values().map(|(_, hello)| &hello.who);
+        let all: Vec<Who> = [Who::me()].iter().chain(others).cloned().collect();
+        let welcome = Reply::Welcome {
+            run: run.reveal(),
+            listen: come.values().map(|(_, hello)| hello.listens).collect(),
+            all: all.clone(),
+        };
+        let mut streams = vec![None];
+        for (index, (mut stream, _)) in come {
+            let told = say(&mut stream, &welcome).and_then(|()| settled(&stream));
+            told.map_err(|e| JoinError::Apart {
+                from: index,
+                to: 0,
+                problem: e.to_string(),
+            })?;
+            streams.push(Some(stream));
+        }
+        Ok(Processes::new(Place { index: 0, of }, all, streams))
+    }
+}
+
+/// Adds one who has come, unless it is one too many. Fails when it cannot be of this run.
+fn take_in(
+    come: &mut BTreeMap<usize, (TcpStream, Hello)>,
+    of: usize,
+    fingerprint: &Fingerprint,
+    mut stream: TcpStream,
+    hello: Hello,
+) -> Option<JoinError> {
+    let Place { index, of: theirs } = hello.place;
+    let differs = match fingerprint.difference(&hello.fingerprint) {
+        _ if theirs != of => Some((
+            "the number of processes".into(),
+            [of.to_string(), theirs.to_string()],
+        )),
+        difference => difference,
+    };
+    let refused = match differs {
+        Some((what, [ours, theirs])) => {
+            let error = JoinError::Differs {
+                what,
+                index,
+                theirs,
+                ours,
+            };
+            let _ = say(&mut stream, &Reply::Refused(error.to_string()));
+            return Some(error);
+        }
+        None if !(1..of).contains(&index) => "there is no such process",
+        None if come.contains_key(&index) => "another process has its number",
+        None => {
+            come.insert(index, (stream, hello));
+            return None;
+        }
+    };
+    let _ = say(&mut stream, &Reply::Refused(refused.into()));
+    None
+}
+
+/// Joins the run of the process 0 that `find` knows: its address and token, or what is in the way.
+/// `find` is asked again for each try.
+///
+/// Fails when process 0 cannot be reached in time, does not take this one in, or another process
+/// cannot be reached.
+pub fn join(
+    place: Place,
+    fingerprint: &Fingerprint,
+    patience: Duration,
+    find: &mut dyn FnMut() -> Result<(String, Token), String>,
+) -> Result<Processes, JoinError> {
+    let until = Instant::now() + patience;
+    let mut at = String::new();
+    let (mut stream, token) = loop {
+        let problem = match find() {
+            Err(problem) => problem,
+            Ok((address, token)) => {
+                at = format!("at {address} ");
+                match call(&address, &token) {
+                    Ok(stream) => break (stream, token),
+                    Err(e) => e.to_string(),
+                }
+            }
+        };
+        if Instant::now() >= until {
+            return Err(JoinError::Unreachable {
+                place,
+                at,
+                seconds: patience.as_secs(),
+                problem,
+            });
+        }
+        std::thread::sleep(10 * LOOK);
+    };
+    let apart = |from, to, e: &dyn std::fmt::Display| JoinError::Apart {
+        from,
+        to,
+        problem: e.to_string(),
+    };
+    let to_first = |e: io::Error| apart(place.index, 0, &e);
+    // The others reach this host on the way on which it reaches process 0.
+    let own = SocketAddr::new(stream.local_addr().map_err(to_first)?.ip(), 0);
+    let listen = |source| JoinError::Listen {
+        address: own.to_string(),
+        source,
+    };
+    let listener = TcpListener::bind(own).map_err(listen)?;
+    let hello = Hello {
+        place,
+        fingerprint: fingerprint.clone(),
+        who: Who::me(),
+        listens: listener.local_addr().map_err(listen)?,
+    };
+    say(&mut stream, &hello).map_err(to_first)?;
+    // Process 0 waits for the others as long as this one did for it.
+    let wait = Some(patience + INTRODUCTION);
+    stream.set_read_timeout(wait).map_err(to_first)?;
+    let reply = hear(&mut stream).map_err(|e| match e.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => JoinError::Refused {
+            index: place.index,
+            reason: "it has ended".into(),
+        },
+        _ => to_first(e),
+    });
+    let (run, addresses, all) = match reply? {
+        Reply::Welcome { run, listen, all } => (run, listen, all),
+        Reply::Refused(reason) => {
+            return Err(JoinError::Refused {
+                index: place.index,
+                reason,
+            });
+        }
+    };
+    settled(&stream).map_err(to_first)?;
+    let mut streams: Vec<Option<TcpStream>> = vec![Some(stream)];
+    streams.resize_with(place.of, || None);
+    for to in 1..place.index {
+        let from = place.index;
+        let address = addresses.get(to - 1).map(SocketAddr::to_string);
+        let mut stream =
+            call(&address.unwrap_or_default(), &token).map_err(|e| apart(from, to, &e))?;
+        let index = from;
+        let peer = Peer {
+            index,
+            run: run.clone(),
+        };
+        let told = say(&mut stream, &peer).and_then(|()| settled(&stream));
+        told.map_err(|e| apart(from, to, &e))?;
+        streams[to] = Some(stream);
+    }
+    let mut arrivals = Arrivals::<Peer>::new(listener, token).map_err(listen)?;
+    let until = Instant::now() + patience;
+    while let Some(from) = (place.index + 1..place.of).find(|&i| streams[i].is_none()) {
+        match arrivals.next() {
+            Some((stream, peer)) if peer.run == run => {
+                let slot = streams.get_mut(peer.index).filter(|s| s.is_none());
+                let mine = slot.filter(|_| peer.index > place.index);
+                if let Some(slot) = mine
+                    && settled(&stream).is_ok()
+                {
+                    *slot = Some(stream);
+                }
+            }
+            // One of an earlier run.
+            Some(_) => {}
+            None if Instant::now() >= until => {
+                return Err(apart(from, place.index, &"it did not call in time"));
+            }
+            None => std::thread::sleep(LOOK),
+        }
+    }
+    Ok(Processes::new(place, all, streams))
+}
+
+fn call(address: &str, token: &Token) -> Result<TcpStream, HandshakeError> {
+    let mut problem = io::Error::new(ErrorKind::NotFound, "the name has no address");
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, INTRODUCTION) {
+            Ok(mut stream) => {
+                timed(&stream, Some(INTRODUCTION))?;
+                handshake::call(&mut stream, token)?;
+                return Ok(stream);
+            }
+            Err(e) => problem = e,
+        }
+    }
+    Err(problem.into())
+}

@@ -1,0 +1,322 @@
+use super::frame::{self, Head, Letter, Parts};
+use super::rendezvous::{Fingerprint, Host, JoinError, Place, join};
+use super::{Inbox, Processes, Token};
+use crate::arena::Bytes;
+use crate::device::Cpu;
+use crate::fabric::threads::{Endpoint, World};
+use ir::Rank;
+use proptest::prelude::*;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn loopback() -> SocketAddr {
+    ([127, 0, 0, 1], 0).into()
+}
+
+fn plan(name: &str) -> Fingerprint {
+    Fingerprint([("the plan".to_string(), name.to_string())].into())
+}
+
+fn host() -> (Host, String, Token) {
+    let host = Host::open(loopback(), Token::random().unwrap()).unwrap();
+    let (address, token) = (host.address().to_string(), host.token().clone());
+    (host, address, token)
+}
+
+/// A run of so many processes, all of them this one.
+pub(crate) fn assembled(of: usize) -> Vec<Processes> {
+    let (host, address, token) = host();
+    let joins = (1..of).map(|index| {
+        let (address, token) = (address.clone(), token.clone());
+        std::thread::spawn(move || {
+            let find = &mut || Ok((address.clone(), token.clone()));
+            join(Place { index, of }, &plan("a"), PATIENCE, find).unwrap()
+        })
+    });
+    let joins: Vec<_> = joins.collect();
+    let first = host.gather(of, &plan("a"), PATIENCE, &mut || None).unwrap();
+    let others = joins.into_iter().map(|j| j.join().unwrap());
+    std::iter::once(first).chain(others).collect()
+}
+
+/// A rank's end of the world, which leaves before its process does.
+struct Rankful {
+    endpoint: Endpoint,
+    _process: Arc<Processes>,
+}
+
+/// Ranks, as many as asked for, in processes of `each`.
+fn endpoints(n: u32, each: usize, timeout: Duration) -> Vec<Rankful> {
+    let all: Vec<Rank> = (0..n).map(Rank).collect();
+    let processes = assembled((n as usize).div_ceil(each));
+    let mut ends = Vec::new();
+    for (me, process) in processes.into_iter().enumerate() {
+        let (process, shares) = (Arc::new(process), all.chunks(each));
+        let shares: Vec<Vec<Rank>> = shares.map(<[Rank]>::to_vec).collect();
+        let world = World::among(&shares, me, timeout, process.carrier());
+        let (asked, _) = channel();
+        process.attach(&world, shares.clone(), Inbox::Requests(asked));
+        ends.extend(shares[me].iter().map(|&rank| Rankful {
+            endpoint: world.endpoint(rank),
+            _process: Arc::clone(&process),
+        }));
+    }
+    ends
+}
+
+mod as_a_fabric {
+    use super::*;
+    use crate::error::RuntimeError;
+    use crate::fabric::threads::Ticket;
+    use crate::fabric::{Call, Fabric, Order, Places};
+    use ir::StreamId;
+
+    impl Fabric<Cpu> for Rankful {
+        type Ticket = Ticket;
+        fn rank(&self) -> Rank {
+            Fabric::<Cpu>::rank(&self.endpoint)
+        }
+        fn order(&self) -> Order {
+            Fabric::<Cpu>::order(&self.endpoint)
+        }
+        fn begin(
+            &mut self,
+            device: &mut Cpu,
+            stream: StreamId,
+            call: &Arc<Call>,
+            places: Places,
+        ) -> Result<Ticket, RuntimeError> {
+            self.endpoint.begin(device, stream, call, places)
+        }
+        fn poll(
+            &mut self,
+            device: &mut Cpu,
+            ticket: &mut Ticket,
+        ) -> Result<Option<u64>, RuntimeError> {
+            self.endpoint.poll(device, ticket)
+        }
+        fn wait(&mut self, device: &mut Cpu, ticket: Ticket) -> Result<u64, RuntimeError> {
+            self.endpoint.wait(device, ticket)
+        }
+        fn rest(&self, patience: Duration) {
+            Fabric::<Cpu>::rest(&self.endpoint, patience);
+        }
+        fn overdue(&self, ticket: &Ticket) -> RuntimeError {
+            Fabric::<Cpu>::overdue(&self.endpoint, ticket)
+        }
+        fn timeout(&self) -> Duration {
+            Fabric::<Cpu>::timeout(&self.endpoint)
+        }
+        fn abort(&self, reason: &str) {
+            Fabric::<Cpu>::abort(&self.endpoint, reason);
+        }
+        fn held_bytes(&self) -> u64 {
+            Fabric::<Cpu>::held_bytes(&self.endpoint)
+        }
+    }
+}
+
+#[test]
+fn processes_conform() {
+    for each in [1, 2] {
+        crate::fabric::conformance::passes(&|n, bytes, timeout| {
+            let ends = endpoints(n, each, timeout).into_iter();
+            ends.map(|e| (Cpu::new(bytes, 0, 1), e)).collect()
+        });
+    }
+}
+
+#[test]
+fn another_plan_is_refused_and_named() {
+    let (host, address, token) = host();
+    let other = std::thread::spawn(move || {
+        let find = &mut || Ok((address.clone(), token.clone()));
+        join(Place { index: 1, of: 2 }, &plan("b"), PATIENCE, find).unwrap_err()
+    });
+    let error = host
+        .gather(2, &plan("a"), PATIENCE, &mut || None)
+        .unwrap_err();
+    let words = "the plan of process 1 is b, that of process 0 a";
+    assert_eq!(error.to_string(), words);
+    let told = other.join().unwrap();
+    assert!(
+        matches!(&told, JoinError::Refused { reason, .. } if reason == words),
+        "{told}"
+    );
+}
+
+#[test]
+fn strangers_do_not_hold_up_a_run() {
+    let (host, address, token) = host();
+    let at: SocketAddr = address.parse().unwrap();
+    // Nothing, garbage, another service's words, and one with another token.
+    let silent = TcpStream::connect(at).unwrap();
+    for garbage in [&[0xff; 100][..], b"GET / HTTP/1.1\r\n\r\n"] {
+        TcpStream::connect(at).unwrap().write_all(garbage).unwrap();
+    }
+    let wrong = std::thread::spawn({
+        let address = address.clone();
+        move || {
+            let find = &mut || Ok((address.clone(), Token::random().unwrap()));
+            let soon = Duration::from_millis(300);
+            join(Place { index: 1, of: 2 }, &plan("a"), soon, find).unwrap_err()
+        }
+    });
+    let gathered =
+        std::thread::spawn(move || host.gather(2, &plan("a"), PATIENCE, &mut || None).unwrap());
+    let error = wrong.join().unwrap();
+    assert!(
+        error.to_string().contains("its token is another one"),
+        "{error}"
+    );
+    let began = Instant::now();
+    let find = &mut || Ok((address.clone(), token.clone()));
+    let joined = join(Place { index: 1, of: 2 }, &plan("a"), PATIENCE, find).unwrap();
+    let first = gathered.join().unwrap();
+    assert!(
+        began.elapsed() < Duration::from_secs(4),
+        "the silent one was waited for"
+    );
+    assert_eq!((first.place().index, joined.place().index), (0, 1));
+    assert_eq!((first.on_this_host(), joined.n_hosts()), (2, 1));
+    drop(silent);
+}
+
+/// What an eavesdropper could replay of a connection proves nothing on another one.
+#[test]
+fn a_recorded_introduction_is_not_taken_twice() {
+    let (host, address, token) = host();
+    let mut stream = TcpStream::connect(&address).unwrap();
+    let gathered = std::thread::spawn(move || {
+        let soon = Duration::from_secs(2);
+        host.gather(2, &plan("a"), soon, &mut || None).unwrap_err()
+    });
+    // A true caller's side, recorded against a host of our own that knows the token.
+    let own = std::net::TcpListener::bind(loopback()).unwrap();
+    let own_address = own.local_addr().unwrap().to_string();
+    let caller = std::thread::spawn(move || {
+        let find = &mut || Ok((own_address.clone(), token.clone()));
+        let soon = Duration::from_millis(100);
+        let _ = join(Place { index: 1, of: 2 }, &plan("a"), soon, find);
+    });
+    let (mut from, _) = own.accept().unwrap();
+    let mut recorded = [0; 40];
+    from.read_exact(&mut recorded).unwrap();
+    // Its first words go to the real host, whose answer goes back to it, and so on: a relay can
+    // carry words, and that is all: it never learns the token. A replay fails.
+    stream.write_all(&recorded).unwrap();
+    let mut answer = [0; 72];
+    stream.read_exact(&mut answer).unwrap();
+    let mut again = TcpStream::connect(&address).unwrap();
+    again.write_all(&recorded).unwrap();
+    let mut second = [0; 72];
+    again.read_exact(&mut second).unwrap();
+    assert_ne!(answer, second, "the host's number is not used twice");
+    drop((stream, again, from, own));
+    caller.join().unwrap();
+    let error = gathered.join().unwrap();
+    assert!(matches!(error, JoinError::Missing { .. }), "{error}");
+}
+
+#[test]
+fn whoever_does_not_come_is_named() {
+    let (host, _, _) = host();
+    let soon = Duration::from_millis(50);
+    let error = host.gather(4, &plan("a"), soon, &mut || None).unwrap_err();
+    assert!(matches!(&error, JoinError::Missing { missing, .. } if *missing == [1, 2, 3]));
+    let (host, _, _) = self::host();
+    let watch = &mut || Some("process 1 ended with exit code 3".to_string());
+    let error = host.gather(2, &plan("a"), PATIENCE, watch).unwrap_err();
+    assert_eq!(error.to_string(), "process 1 ended with exit code 3");
+}
+
+#[test]
+fn tokens_are_not_printed() {
+    let token = Token::random().unwrap();
+    assert!(!format!("{token:?}").contains(&token.reveal()[..8]));
+    assert!(Token::parse(&token.reveal()).unwrap() == token);
+    assert!(Token::parse("abc").is_err());
+    assert!(Token::random().unwrap() != token);
+}
+
+fn letter(ranges: &[(usize, usize)], len: usize) -> Letter {
+    let block: Vec<u8> = (0..len).map(|i| i as u8).collect();
+    let parts = Parts {
+        len,
+        ranges: ranges.iter().map(|&(a, b)| a..b).collect(),
+    };
+    let mut head = Head::Left { rank: Rank(7) };
+    if !ranges.is_empty() {
+        let call = crate::fabric::Call::world_sum(vec![Rank(0), Rank(1)], 3);
+        let crate::fabric::CallKind::Collective(of) = call.kind else {
+            unreachable!()
+        };
+        head = Head::Contribution {
+            what: call.what,
+            of,
+            meeting: 3,
+            place: 1,
+            parts,
+        };
+    }
+    Letter {
+        head,
+        body: Some(Arc::new(Bytes::copy_of(&block))),
+    }
+}
+
+#[test]
+fn frames_carry_the_parts_that_are_needed() {
+    // Short, and too long for one packet.
+    for scale in [1, 100_000] {
+        let ranges = [(scale, 3 * scale), (5 * scale, 6 * scale)];
+        let sent = letter(&ranges, 8 * scale);
+        let mut wire = Vec::new();
+        frame::write(&mut wire, &sent).unwrap();
+        assert!(wire.len() < 3 * scale + 400, "{}", wire.len());
+        let mut from = &wire[..];
+        let (head, block) = frame::read(&mut from).unwrap().unwrap();
+        assert!(
+            from.is_empty()
+                && matches!(
+                    head,
+                    Head::Contribution {
+                        meeting: 3,
+                        place: 1,
+                        ..
+                    }
+                )
+        );
+        let expected = |i: usize| match ranges.iter().any(|r| r.0 <= i && i < r.1) {
+            true => i as u8,
+            false => 0,
+        };
+        assert!(block.iter().enumerate().all(|(i, &b)| b == expected(i)));
+        assert!(frame::read(&mut &wire[..0]).unwrap().is_none());
+        assert!(frame::read(&mut &wire[..wire.len() - 1]).is_err());
+    }
+}
+
+proptest! {
+    /// No bytes make a reader panic, or believe a length.
+    #[test]
+    fn any_bytes_are_read_or_refused(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+    ) {
+        let _ = frame::read(&mut &bytes[..]);
+        // Something near a true message.
+        bytes.clear();
+        frame::write(&mut bytes, &letter(&[(1, 20), (30, 40)], 64)).unwrap();
+        for (at, value) in flips {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        let _ = frame::read(&mut &bytes[..]);
+    }
+}
