@@ -562,6 +562,13 @@ pub struct RunArgs {
     /// Write the training state at the end of the run to this folder.
     #[arg(long)]
     pub checkpoint: Option<PathBuf>,
+    /// Write the training state after every N steps, too, counted from the first of all runs; needs
+    /// --checkpoint.
+    #[arg(long, value_name = "N", requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
+    pub checkpoint_every: Option<u64>,
+    /// How many training states stay in the folder of --checkpoint, the newest ones.
+    #[arg(long, value_name = "N", requires = "checkpoint", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    pub checkpoints_kept: u16,
     /// Go on from the training state in this folder.
     #[arg(long, conflicts_with = "weights")]
     pub resume: Option<PathBuf>,

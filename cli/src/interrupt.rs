@@ -5,12 +5,20 @@ use crate::failure::{Exit, Failure};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Has SIGUSR1, by which Slurm and others say that the time is nearly over, set the flag too.
+pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {
+    let registered = signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(flag));
+    registered.map(|_| ()).map_err(no_handler)
+}
+
 /// Has interrupts (and requests to terminate) do nothing: they are another process' to heed.
 pub fn leave_to_others() -> Result<(), Failure> {
+    let ignored = Arc::new(AtomicBool::new(false));
+    sets_at_usr1(&ignored)?;
     ctrlc::set_handler(|| ()).map_err(no_handler)
 }
 
-fn no_handler(e: ctrlc::Error) -> Failure {
+fn no_handler(e: impl std::fmt::Display) -> Failure {
     Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}"))
 }
 

@@ -1,6 +1,6 @@
 //! The loop of a run: steps of training, or of inference.
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{self, Checkpoint};
 use crate::data::{Batches, DataError, Dataset};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
@@ -9,6 +9,7 @@ use crate::schedule::LrSchedule;
 use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
 use ir::{Task, TrainSpec};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -38,6 +39,8 @@ pub struct TrainOptions<'a> {
     pub profile_steps: u64,
     /// Checkpoint to start from.
     pub resume: Option<Arc<Checkpoint>>,
+    /// Checkpoints to write on the way.
+    pub checkpoints: Option<Periodic<'a>>,
     /// Once true, no further step begins: the run ends as if it had been asked for the steps
     /// done by then.
     pub stop: Option<&'a AtomicBool>,
@@ -45,8 +48,21 @@ pub struct TrainOptions<'a> {
     pub session: SessionOptions,
 }
 
+/// Checkpoints that a run writes on its way; none after its last step, which is its caller's.
+#[derive(Clone, Copy, Debug)]
+pub struct Periodic<'a> {
+    /// The folder that has them.
+    pub folder: &'a Path,
+    /// Steps from one to the next, counted from the first of all runs.
+    pub every: u64,
+    /// How many stay, the newest ones.
+    pub kept: usize,
+    /// The text of the plan's forward graph.
+    pub model: &'a str,
+}
+
 /// The reports of `train` while it runs.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Progress {
     /// A training step is done.
     Step(StepMeasurement),
@@ -56,6 +72,20 @@ pub enum Progress {
         step: u64,
         /// The loss.
         loss: f64,
+    },
+    /// A checkpoint after so many training steps is there.
+    Checkpoint {
+        /// Steps done.
+        step: u64,
+        /// Its folder.
+        path: PathBuf,
+    },
+    /// A checkpoint could not be written; the run goes on, and the earlier ones are as they were.
+    NoCheckpoint {
+        /// Steps done.
+        step: u64,
+        /// Why.
+        problem: String,
     },
 }
 
@@ -152,11 +182,45 @@ pub fn train(
         if due && !stopped() {
             validate(&mut session, &mut recorder, &mut on_progress)?;
         }
+        let is_last = i + 1 == options.steps || stopped();
+        if let Some(periodic) = options.checkpoints.filter(|_| !is_last) {
+            save_where_due(periodic, &mut session, options.plan_hash, &mut on_progress)?;
+        }
     }
     Ok(Trained {
         measurement: recorder.finish(options.program),
         session,
     })
+}
+
+/// Writes a checkpoint where one is due.
+///
+/// Fails only when the ranks cannot go on.
+fn save_where_due(
+    periodic: Periodic<'_>,
+    session: &mut Session,
+    plan: &str,
+    on_progress: &mut dyn FnMut(Progress),
+) -> Result<(), RuntimeError> {
+    let Periodic {
+        folder,
+        every,
+        kept,
+        model,
+    } = periodic;
+    let step = session.step_number();
+    if every == 0 || step % every != 0 {
+        return Ok(());
+    }
+    match checkpoint::save_keeping(kept, folder, session, plan, model) {
+        Ok(path) => on_progress(Progress::Checkpoint { step, path }),
+        Err(e) if session.has_ended() => return Err(e),
+        Err(e) => on_progress(Progress::NoCheckpoint {
+            step,
+            problem: e.to_string(),
+        }),
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -244,6 +308,7 @@ mod tests {
                 validation_batches: 2,
                 profile_steps: 2,
                 resume: resume.map(newest),
+                checkpoints: None,
                 stop: None,
                 session: SessionOptions::default(),
             };
@@ -311,6 +376,7 @@ mod tests {
             validation_batches: 0,
             profile_steps: 0,
             resume: None,
+            checkpoints: None,
             stop: None,
             session: SessionOptions::default(),
         }
@@ -499,6 +565,7 @@ mod tests {
             validation_batches: 0,
             profile_steps: 2,
             resume: None,
+            checkpoints: None,
             stop: None,
             session: SessionOptions::default(),
         };

@@ -19,12 +19,12 @@ use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Task};
 use runtime::RuntimeError;
-use runtime::checkpoint::{Checkpoint, Found};
+use runtime::checkpoint::{Checkpoint, Found, save_keeping};
 use runtime::data::{DataOptions, Dataset};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::processes::Processes;
 use runtime::schedule::{Decay, LrSchedule};
-use runtime::train::{Progress, TrainOptions, Trained, batches, train};
+use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,7 +80,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     if let Some(folder) = &args.checkpoint {
         let graph = &loaded.plan.graph;
-        let saved = runtime::checkpoint::save(folder, &mut session, &loaded.hash, graph);
+        let kept = usize::from(args.checkpoints_kept);
+        let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
         let what = format!("{} has the training state", folder.display());
         attempt(what, saved.map(|_| ()).map_err(Failure::from));
     }
@@ -151,6 +152,7 @@ fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
         ("validate-every", args.validate_every.is_some()),
         ("save", args.save.is_some()),
         ("checkpoint", args.checkpoint.is_some()),
+        ("checkpoint-every", args.checkpoint_every.is_some()),
     ];
     match given.into_iter().find(|(_, is_given)| *is_given) {
         Some((flag, _)) if !task.is_training() => {
@@ -493,6 +495,16 @@ fn train_all(
 ) -> Result<Trained, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
+    interrupt::sets_at_usr1(&stop)?;
+    let folder = args.checkpoint.as_deref();
+    let periodic = folder
+        .zip(args.checkpoint_every)
+        .map(|(folder, every)| Periodic {
+            folder,
+            every,
+            kept: usize::from(args.checkpoints_kept),
+            model: &plan.graph,
+        });
     let options = TrainOptions {
         program: &loaded.program,
         spec: &plan.train,
@@ -505,6 +517,7 @@ fn train_all(
         validation_batches: args.validation_batches,
         profile_steps: args.profile,
         resume,
+        checkpoints: periodic.filter(|_| plan.train.task.is_training()),
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
@@ -540,6 +553,16 @@ fn train_all(
         Progress::Validation { step, loss } => {
             bar.println(format!("step {step}: validation loss {loss:.4}"))
         }
+        Progress::Checkpoint { step, path } => bar.println(format!(
+            "step {step}: {} has the training state",
+            path.display()
+        )),
+        Progress::NoCheckpoint { step, problem } => bar.suspend(|| {
+            crate::say(format_args!(
+                "warning: no checkpoint after {}, the run goes on: {problem}",
+                ir::counted(step, "step")
+            ))
+        }),
     });
     bar.finish_and_clear();
     Ok(result?)

@@ -38,7 +38,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Checkpoints that stay in a folder: should the newest be damaged, there is one more.
-const KEPT: usize = 2;
+pub const KEPT: usize = 2;
 /// The file of a folder from before checkpoints: all states in one file, without hashes.
 const SINGLE: &str = "state.safetensors";
 
@@ -67,12 +67,23 @@ pub struct Found {
     pub passed_over: Vec<RuntimeError>,
 }
 
-/// Writes a session's states as the newest checkpoint in `folder`, and returns its path. `plan`
-/// is the fingerprint of the plan, `model` the text of its forward graph.
+/// Writes a session's states as the newest checkpoint in `folder`, of which [`KEPT`] stay, and
+/// returns its path. `plan` is the fingerprint of the plan, `model` the text of its forward graph.
 ///
 /// Fails when files cannot be written, or a state is not finite: then everything is as before,
 /// and the session can go on.
 pub fn save(
+    folder: &Path,
+    session: &mut Session,
+    plan: &str,
+    model: &str,
+) -> Result<PathBuf, RuntimeError> {
+    save_keeping(KEPT, folder, session, plan, model)
+}
+
+/// The same, of which the newest `kept` stay, at least one.
+pub fn save_keeping(
+    kept: usize,
     folder: &Path,
     session: &mut Session,
     plan: &str,
@@ -96,7 +107,7 @@ pub fn save(
             finished => break finished.map(|()| path).map_err(error)?,
         }
     };
-    for (_, old) in numbered(folder).into_iter().rev().skip(KEPT) {
+    for (_, old) in numbered(folder).into_iter().rev().skip(kept.max(1)) {
         // One that cannot be removed is in nobody's way. It goes under another name, so that
         // there never is a part of it under its own.
         let _ = Unfinished::folder(folder)

@@ -367,6 +367,10 @@ impl Session {
     pub fn spec(&self) -> &TrainSpec {
         &self.spec
     }
+    /// Whether it ended with an error, after which the ranks play nothing more.
+    pub fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
     /// Training steps done; the next one's number.
     pub fn step_number(&self) -> u64 {
         self.step

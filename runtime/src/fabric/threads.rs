@@ -199,13 +199,24 @@ impl World {
         self.changed.iter().for_each(Condvar::notify_all);
     }
     fn leave(&self, rank: Rank) {
-        self.lost(&[rank]);
+        self.left(rank);
         self.tell_all(|| Head::Left { rank });
     }
-    /// These ranks meet nobody any more.
-    pub(crate) fn lost(&self, ranks: &[Rank]) {
-        self.lock().left.extend(ranks);
+    fn left(&self, rank: Rank) {
+        self.lock().left.insert(rank);
         self.changed.iter().for_each(Condvar::notify_all);
+    }
+    /// The process of these ranks is gone. Where they had not left before, that ends the run: of
+    /// those who wait for one who waits for them, nobody would be told otherwise.
+    pub(crate) fn gone(&self, ranks: &[Rank]) {
+        let first = {
+            let table = self.lock();
+            ranks.iter().find(|r| !table.left.contains(r)).copied()
+        };
+        if let Some(by) = first {
+            self.failed(by, "its process is gone".into());
+        }
+        ranks.iter().for_each(|&rank| self.left(rank));
     }
     /// The process of a rank that is not of this one.
     fn process_of(&self, rank: Rank) -> Option<usize> {
@@ -241,7 +252,7 @@ impl World {
                 self.wake(channel.from);
             }
             Head::Failed { by, reason } => self.failed(by, reason),
-            Head::Left { rank } => self.lost(&[rank]),
+            Head::Left { rank } => self.left(rank),
             // Of coordinator and ranks, which a world knows nothing of.
             Head::Request { .. } | Head::Answer { .. } | Head::Over => {}
         }

@@ -14,12 +14,14 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes that are read at once where messages are short.
 const READ_AHEAD: usize = 1 << 16;
 /// Longest that the end of a run waits for the other processes to take what is still on its way.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// Longest that is waited for word of how a process ended.
+const OBITUARY: Duration = Duration::from_millis(300);
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that holds one of these leaves it half-changed.
@@ -80,8 +82,10 @@ struct Desk {
     /// Something is attached, or never will be.
     changed: Condvar,
     closed: Mutex<bool>,
-    /// How other processes ended, as far as is known.
+    /// How other processes ended, by those who started them.
     fates: Mutex<BTreeMap<usize, String>>,
+    /// What befell the connections to them.
+    breaks: Mutex<BTreeMap<usize, String>>,
 }
 
 impl Desk {
@@ -141,7 +145,7 @@ impl Processes {
                 }
                 // No descriptor is left: as if the connection had broken.
                 (Err(e), _) | (_, Err(e)) => {
-                    lock(&desk.fates).insert(process, format!("its connection failed: {e}"));
+                    lock(&desk.breaks).insert(process, format!("its connection failed: {e}"));
                     let desk = Arc::clone(&desk);
                     std::thread::spawn(move || read(&desk, process, stream));
                 }
@@ -188,6 +192,13 @@ impl Processes {
             .map(|p| sorted[bound(p)..bound(p + 1)].to_vec())
             .collect()
     }
+    /// Closes all connections at once, as the death of a process does.
+    #[cfg(test)]
+    pub(crate) fn break_off(&self) {
+        for stream in &self.streams {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
     pub(crate) fn carrier(&self) -> Arc<Lines> {
         Arc::clone(&self.lines)
     }
@@ -203,15 +214,15 @@ impl Processes {
     }
     /// The error of one who waits for a rank of a process that is gone.
     pub(crate) fn gone(&self, process: usize, rank: Rank) -> RuntimeError {
-        // Whoever started it learns how it ended a little later.
-        let mut how = None;
-        for _ in 0..20 {
-            how = lock(&self.desk.fates).get(&process).cloned();
-            if how.is_some() {
-                break;
+        // Whoever started it learns how it ended a little later than its connection does.
+        let until = Instant::now() + OBITUARY;
+        let how = loop {
+            let fate = lock(&self.desk.fates).get(&process).cloned();
+            if fate.is_some() || Instant::now() >= until {
+                break fate.or_else(|| lock(&self.desk.breaks).get(&process).cloned());
             }
             std::thread::sleep(Duration::from_millis(10));
-        }
+        };
         let who = self.all.get(process).cloned();
         RuntimeError::Gone {
             rank,
@@ -268,10 +279,10 @@ fn read(desk: &Desk, process: usize, stream: TcpStream) {
         }
     };
     if let Some(how) = how {
-        lock(&desk.fates).entry(process).or_insert(how);
+        lock(&desk.breaks).entry(process).or_insert(how);
     }
     let ranks = attached.ranks.get(process).map_or(&[][..], |r| r);
-    attached.world.lost(ranks);
+    attached.world.gone(ranks);
     let mut inbox = lock(&attached.inbox);
     match &mut *inbox {
         Some(Inbox::Answers(answers)) => ranks.iter().for_each(|r| drop(answers.remove(r))),

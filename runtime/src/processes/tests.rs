@@ -3,6 +3,8 @@ use super::rendezvous::{Fingerprint, Host, JoinError, Place, join};
 use super::{Inbox, Processes, Token};
 use crate::arena::Bytes;
 use crate::device::Cpu;
+use crate::error::RuntimeError;
+use crate::fabric::Fabric;
 use crate::fabric::threads::{Endpoint, World};
 use ir::Rank;
 use proptest::prelude::*;
@@ -71,9 +73,8 @@ fn endpoints(n: u32, each: usize, timeout: Duration) -> Vec<Rankful> {
 
 mod as_a_fabric {
     use super::*;
-    use crate::error::RuntimeError;
     use crate::fabric::threads::Ticket;
-    use crate::fabric::{Call, Fabric, Order, Places};
+    use crate::fabric::{Call, Order, Places};
     use ir::StreamId;
 
     impl Fabric<Cpu> for Rankful {
@@ -128,6 +129,33 @@ fn processes_conform() {
             let ends = endpoints(n, each, timeout).into_iter();
             ends.map(|e| (Cpu::new(bytes, 0, 1), e)).collect()
         });
+    }
+}
+
+/// Rank 0 waits for rank 1, which waits for rank 2, whose process dies: both are told.
+#[test]
+fn a_process_that_dies_ends_even_what_does_not_wait_for_it() {
+    let mut ends = endpoints(3, 1, PATIENCE);
+    let dead = ends.pop().unwrap();
+    let began = Instant::now();
+    let waits = |mut end: Rankful, group: [Rank; 2]| {
+        std::thread::spawn(move || {
+            let mut device = Cpu::new(8, 0, 1);
+            let error = end.endpoint.barrier(&mut device, &group).unwrap_err();
+            // It stays, as a rank whose step has failed does.
+            (error, end)
+        })
+    };
+    let second = waits(ends.pop().unwrap(), [Rank(1), Rank(2)]);
+    let first = waits(ends.pop().unwrap(), [Rank(0), Rank(1)]);
+    std::thread::sleep(Duration::from_millis(100));
+    // Not in order, as it would when its rank leaves first: its connections break.
+    dead._process.break_off();
+    let ended = [first, second].map(|w| w.join().unwrap());
+    assert!(began.elapsed() < PATIENCE / 2);
+    for (error, _) in &ended {
+        let by = matches!(error, RuntimeError::Aborted { by: Rank(2), .. });
+        assert!(by, "{error}");
     }
 }
 

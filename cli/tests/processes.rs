@@ -1,0 +1,550 @@
+//! Runs whose ranks are in several processes, and what becomes of them when one is killed.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::{Place, assert_no_panic};
+
+const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
+
+fn command(place: &Place, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    command
+        .args(args)
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn run_json(place: &Place, name: &str) -> Value {
+    serde_json::from_slice(&place.read(name)).unwrap()
+}
+
+/// Step, loss and gradient norm of every step, which JSON gives back to the bit.
+fn steps(run: &Value) -> Vec<[String; 3]> {
+    let figure = |s: &Value, name: &str| s[name].to_string();
+    let steps = run["steps"].as_array().unwrap().iter();
+    steps
+        .map(|s| ["step", "loss", "grad_norm"].map(|name| figure(s, name)))
+        .collect()
+}
+
+/// The files of the newest checkpoint in a folder, their manifest apart.
+fn newest(place: &Place, folder: &str) -> (String, Vec<(String, Vec<u8>)>) {
+    let list = |path| std::fs::read_dir(path).unwrap().map(|e| e.unwrap());
+    let mut names: Vec<String> = list(place.path(folder))
+        .map(|e| e.file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let name = names.pop().unwrap();
+    let mut files: Vec<(String, Vec<u8>)> = list(place.path(folder).join(&name))
+        .map(|e| {
+            (
+                e.file_name().into_string().unwrap(),
+                std::fs::read(e.path()).unwrap(),
+            )
+        })
+        .filter(|(name, _)| name != "manifest.json")
+        .collect();
+    files.sort();
+    (name, files)
+}
+
+/// Processes that the run with this output name started, or that are it.
+fn processes_of(output: &str) -> Vec<u32> {
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    let ids = all.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    let is_one = |id: &u32| {
+        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        line.contains("meshwright") && line.split('\0').any(|word| word == output)
+    };
+    ids.filter(is_one).collect()
+}
+
+fn wait_for_none(output: &str) {
+    let began = Instant::now();
+    while !processes_of(output).is_empty() {
+        assert!(
+            began.elapsed() < Duration::from_secs(20),
+            "processes are left"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn where_ranks_are_changes_no_bit() {
+    let place = Place::with_plan();
+    let more = ["--steps", "6", "--validate-every", "2"];
+    let run = |output: &str, flags: &[&str]| {
+        let args = [&RUN[..], &more, &["-o", output], flags].concat();
+        place.run(&args).expect(0);
+        run_json(&place, output)
+    };
+    let threads = run("threads.json", &["--checkpoint", "a"]);
+    let one_each = run("each.json", &["--checkpoint", "b", "--processes"]);
+    let of_three = run("three.json", &["--processes=3"]);
+    assert_eq!(steps(&threads).len(), 6);
+    for other in [&one_each, &of_three] {
+        assert_eq!(steps(&threads), steps(other));
+        assert_eq!(threads["validation"], other["validation"]);
+        assert_eq!(
+            threads["instructions"].as_array().unwrap().len(),
+            other["instructions"].as_array().unwrap().len()
+        );
+    }
+    assert_eq!(newest(&place, "a"), newest(&place, "b"));
+    let where_ = one_each["executed_on"].as_str().unwrap();
+    assert!(
+        where_.starts_with("4 ranks in 4 processes on 1 host"),
+        "{where_}"
+    );
+    // What one wrote, the other goes on from.
+    let resume = |output: &str, flags: &[&str]| run(output, &[&["--resume", "a"], flags].concat());
+    let rest = steps(&resume("rest.json", &[]));
+    assert_eq!(rest[0][0], "6");
+    assert_eq!(rest, steps(&resume("more.json", &["--processes=2"])));
+    // Measurements are those of any run.
+    place.run(&["compare", "plan.json", "each.json"]).expect(0);
+}
+
+/// Starts processes as launchers do, each with its own variables.
+fn launch(place: &Place, variables: &[&[(&str, &str)]], args: &[&str]) -> Vec<Output> {
+    let start = |variables: &&[(&str, &str)]| {
+        let mut command = command(place, &[&RUN[..], args].concat());
+        command
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR");
+        command.envs(variables.iter().copied()).spawn().unwrap()
+    };
+    let started: Vec<Child> = variables.iter().map(start).collect();
+    let ended = started.into_iter().map(|c| c.wait_with_output().unwrap());
+    ended.collect()
+}
+
+#[test]
+fn processes_of_launchers_find_each_other() {
+    let place = Place::with_plan();
+    let alone = [&RUN[..], &["--steps", "3", "-o", "alone.json"]].concat();
+    place.run(&alone).expect(0);
+    let torchrun: Vec<_> = ["0", "1"]
+        .map(|rank| {
+            [
+                ("RANK", rank),
+                ("WORLD_SIZE", "2"),
+                ("LOCAL_WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "127.0.0.1"),
+                ("MASTER_PORT", "29511"),
+            ]
+        })
+        .to_vec();
+    let mpirun: Vec<_> = ["0", "1", "2", "3"]
+        .map(|rank| {
+            [
+                ("OMPI_COMM_WORLD_RANK", rank),
+                ("OMPI_COMM_WORLD_SIZE", "4"),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+                ("PMIX_NAMESPACE", "prterun-host-17@1"),
+                ("PMIX_RANK", rank),
+            ]
+        })
+        .to_vec();
+    let srun: Vec<_> = ["0", "1"]
+        .map(|rank| {
+            [
+                ("SLURM_PROCID", rank),
+                ("SLURM_STEP_NUM_TASKS", "2"),
+                ("SLURM_STEP_NUM_NODES", "1"),
+                ("SLURM_JOB_ID", "42"),
+                ("SLURM_STEP_ID", "0"),
+            ]
+        })
+        .to_vec();
+    let expected = steps(&run_json(&place, "alone.json"));
+    for (name, variables) in [("t.json", torchrun), ("m.json", mpirun), ("s.json", srun)] {
+        let variables: Vec<&[(&str, &str)]> = variables.iter().map(|v| &v[..]).collect();
+        for output in launch(&place, &variables, &["--steps", "3", "-o", name]) {
+            assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        }
+        assert_eq!(steps(&run_json(&place, name)), expected, "{name}");
+    }
+    // The secret does not stay.
+    let left = place.names();
+    let folder = left.iter().find(|n| n.starts_with("meshwright-")).unwrap();
+    assert_eq!(std::fs::read_dir(place.path(folder)).unwrap().count(), 0);
+}
+
+#[test]
+fn processes_of_other_runs_are_refused() {
+    let place = Place::with_plan();
+    let other = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "8",
+    ];
+    let pins = ["--pin", "pipeline=2", "--pin", "data=2", "-o", "other.json"];
+    place.run(&[&other[..], &pins].concat()).expect(0);
+    let start = |rank: &str, plan: &str| {
+        let args = [
+            "run",
+            plan,
+            "--data",
+            "text.txt",
+            "-o",
+            "run.json",
+            "--time-out",
+            "20",
+        ];
+        let mut command = command(&place, &args);
+        command
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR");
+        let variables = [
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ];
+        command.envs(variables).spawn().unwrap()
+    };
+    let both = [start("0", "plan.json"), start("1", "other.json")];
+    for output in both.map(|c| c.wait_with_output().unwrap()) {
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(6), "{words}");
+        let words: Vec<&str> = words.split_whitespace().collect();
+        assert!(
+            words.join(" ").contains("the plan of process 1 is"),
+            "{words:?}"
+        );
+    }
+    assert!(!place.exists("run.json"));
+}
+
+#[test]
+fn what_cannot_be_a_run_of_processes_is_said() {
+    let place = Place::with_plan();
+    let refused = |flags: &[&str], variables: &[(&str, &str)], words: &[&str]| {
+        let mut command = command(&place, &[&RUN[..], flags].concat());
+        let output = command.envs(variables.iter().copied()).output().unwrap();
+        let err = said(&output);
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        let flat: Vec<&str> = err.split_whitespace().collect();
+        let flat = flat.join(" ").replace(" │ ", " ");
+        for w in words {
+            assert!(flat.contains(w), "`{w}` is not in:\n{err}");
+        }
+        assert!(!place.exists("run.json"));
+    };
+    refused(
+        &["--processes=5"],
+        &[],
+        &["5 processes for the plan's 4 ranks"],
+    );
+    refused(
+        &["--as-process=1/2"],
+        &[],
+        &["a run starts itself", "--processes"],
+    );
+    refused(&["--as-process=2/2"], &[], &["as 1/4"]);
+    refused(
+        &["--bind", "127.0.0.1"],
+        &[],
+        &["--bind is for runs of several hosts"],
+    );
+    refused(
+        &["--checkpoint-every", "2"],
+        &[],
+        &["--checkpoint <CHECKPOINT>"],
+    );
+    refused(&[], &[("RANK", "0")], &["WORLD_SIZE is not", "--alone"]);
+    let spread = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_WORLD_SIZE", "1"),
+    ];
+    refused(
+        &[],
+        &spread,
+        &["several hosts", "--token-file", "openssl rand"],
+    );
+    let secret = "8f".repeat(32);
+    place.write("token", &secret);
+    let file = ["--token-file", "token"];
+    let open = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29512")];
+    let abroad = [&spread[..], &open].concat();
+    let mode = |mode: &str| {
+        let path = place.path("token");
+        assert!(
+            Command::new("chmod")
+                .arg(mode)
+                .arg(path)
+                .status()
+                .unwrap()
+                .success()
+        );
+    };
+    mode("644");
+    let output = command(&place, &[&RUN[..], &file].concat())
+        .envs(abroad.clone())
+        .output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    assert!(
+        said(&output).contains("others can read it"),
+        "{}",
+        said(&output)
+    );
+    mode("600");
+    refused(&file, &spread, &["--rendezvous HOST:PORT"]);
+    refused(
+        &file,
+        &abroad,
+        &["may not listen for other hosts", "--bind 127.0.0.1"],
+    );
+    refused(
+        &[&file[..], &["--bind", "0.0.0.0"]].concat(),
+        &abroad,
+        &["all networks"],
+    );
+}
+
+/// As on several hosts: a known address, and a secret that all have.
+#[test]
+fn hosts_meet_at_an_address_with_a_secret() {
+    let place = Place::with_plan();
+    place.write("token", "8f".repeat(32));
+    place.write("wrong", "7f".repeat(32));
+    for name in ["token", "wrong"] {
+        let path = place.path(name);
+        assert!(
+            Command::new("chmod")
+                .arg("600")
+                .arg(path)
+                .status()
+                .unwrap()
+                .success()
+        );
+    }
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    drop(port);
+    let start = |rank: &str, token: &str, patience: &str| {
+        let flags = ["--steps", "2", "-o", "run.json", "--token-file", token];
+        let flags = [
+            &flags[..],
+            &["--rendezvous", &address, "--bind", "127.0.0.1"],
+        ]
+        .concat();
+        let args = [&RUN[..], &flags, &["--time-out", patience]].concat();
+        let variables = [
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "1"),
+        ];
+        command(&place, &args).envs(variables).spawn().unwrap()
+    };
+    let first = start("0", "token", "60");
+    let stranger = start("1", "wrong", "1").wait_with_output().unwrap();
+    assert_eq!(stranger.status.code(), Some(6));
+    let words = said(&stranger);
+    assert!(words.contains("its token is another one"), "{words}");
+    let second = start("1", "token", "60");
+    for child in [first, second] {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    }
+    assert_eq!(steps(&run_json(&place, "run.json")).len(), 2);
+}
+
+#[test]
+fn a_killed_process_is_named_and_nobody_is_left() {
+    let place = Place::with_plan();
+    let args = ["--steps", "100000000", "--processes", "-o", "killed.json"];
+    let child = command(&place, &[&RUN[..], &args].concat())
+        .spawn()
+        .unwrap();
+    let began = Instant::now();
+    while processes_of("killed.json").len() < 4 {
+        assert!(began.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    std::thread::sleep(Duration::from_millis(1500));
+    let others: Vec<u32> = processes_of("killed.json");
+    let victim = others
+        .into_iter()
+        .find(|&id| id != child.id())
+        .unwrap()
+        .to_string();
+    assert!(
+        Command::new("kill")
+            .args(["-9", &victim])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let killed = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    assert!(
+        killed.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        killed.elapsed()
+    );
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let flat: Vec<&str> = words.split_whitespace().collect();
+    let flat = flat.join(" ").replace(" │ ", " ");
+    assert!(flat.contains(&format!("(pid {victim} on ")), "{words}");
+    assert!(flat.contains("it was killed by signal 9"), "{words}");
+    wait_for_none("killed.json");
+    assert!(!place.exists("killed.json"));
+    // Without process 0 the others end as well.
+    let args = ["--steps", "100000000", "--processes=2", "-o", "first.json"];
+    let mut child = command(&place, &[&RUN[..], &args].concat())
+        .spawn()
+        .unwrap();
+    while processes_of("first.json").len() < 2 {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    std::thread::sleep(Duration::from_millis(700));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_for_none("first.json");
+}
+
+/// The promise: whichever process is killed and whenever, the run goes on from the newest
+/// checkpoint and ends with the bits of one that nobody disturbed.
+#[test]
+fn killed_runs_go_on_to_the_same_bits() {
+    let place = Place::with_plan();
+    let total = 700u64;
+    let whole = [
+        "--steps",
+        &total.to_string(),
+        "-o",
+        "whole.json",
+        "--checkpoint",
+        "whole",
+    ];
+    place.run(&[&RUN[..], &whole].concat()).expect(0);
+    let done = || -> u64 {
+        let found = std::fs::read_dir(place.path("state"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let names = found.filter_map(|e| e.file_name().into_string().ok());
+        let steps = names.filter_map(|n| n.split_once("-step-")?.1.parse().ok());
+        steps.max().unwrap_or(0)
+    };
+    let (mut kills, mut moment) = (0u64, 17u64);
+    while kills < 12 && done() < total {
+        let before = done();
+        let left = (total - before).to_string();
+        let mut args = vec!["--steps", &left, "-o", "part.json", "--processes=2"];
+        args.extend(["--checkpoint", "state", "--checkpoint-every", "7"]);
+        if before > 0 {
+            args.extend(["--resume", "state"]);
+        }
+        let mut child = command(&place, &[&RUN[..], &args].concat())
+            .spawn()
+            .unwrap();
+        // After some more checkpoints, at a moment between two that no step determines.
+        moment = (moment * 7919 + 104_729) % 1000;
+        let goes_on = |child: &mut Child| child.try_wait().unwrap().is_none();
+        while goes_on(&mut child) && done() < before + 7 * (1 + moment % 4) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_micros(moment * 40));
+        // Now one process, now the other.
+        let all = processes_of("part.json");
+        let victim = match kills % 2 {
+            0 => Some(child.id()),
+            _ => all.into_iter().find(|&id| id != child.id()),
+        };
+        if let Some(victim) = victim {
+            let victim = victim.to_string();
+            let _ = Command::new("kill")
+                .args(["-9", &victim])
+                .stderr(Stdio::null())
+                .status();
+        }
+        let output = child.wait_with_output().unwrap();
+        assert!(
+            matches!(output.status.code(), None | Some(0 | 6)),
+            "{}",
+            said(&output)
+        );
+        wait_for_none("part.json");
+        kills += 1;
+    }
+    assert!(kills >= 3, "it was never disturbed");
+    if done() < total {
+        let left = (total - done()).to_string();
+        let mut args = vec!["--steps", &left, "-o", "part.json", "--checkpoint", "state"];
+        if done() > 0 {
+            args.extend(["--resume", "state"]);
+        }
+        let ended = place.run(&[&RUN[..], &args].concat()).expect(0);
+        assert_no_panic(&ended);
+    }
+    let ([whole, parts], undisturbed) = (["whole", "state"].map(|f| newest(&place, f).1), total);
+    assert_eq!(done(), undisturbed);
+    assert!(whole == parts, "the states differ");
+}
+
+/// A disk that cannot take a checkpoint: the run goes on, says so, and keeps the earlier ones.
+#[test]
+fn a_checkpoint_that_cannot_be_written_ends_no_run() {
+    let place = Place::with_plan();
+    std::fs::create_dir(place.path("state")).unwrap();
+    let args = [
+        "--steps",
+        "100000000",
+        "-o",
+        "run.json",
+        "--checkpoint",
+        "state",
+    ];
+    let every = ["--checkpoint-every", "1", "--checkpoints-kept", "3"];
+    let child = command(&place, &[&RUN[..], &args, &every].concat())
+        .spawn()
+        .unwrap();
+    let kept = || std::fs::read_dir(place.path("state")).map_or(0, Iterator::count);
+    let began = Instant::now();
+    while kept() < 3 {
+        assert!(began.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // The folder is gone: no checkpoint can be begun in it.
+    std::fs::rename(place.path("state"), place.path("elsewhere")).unwrap();
+    std::fs::write(place.path("state"), "a file").unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    // Slurm's way to say that the time is nearly over.
+    let id = child.id().to_string();
+    assert!(
+        Command::new("kill")
+            .args(["-USR1", &id])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert!(words.contains("the run goes on"), "{words}");
+    assert_eq!(output.status.code(), Some(3), "{words}");
+    // The measurement was written, and so were the earlier checkpoints.
+    assert!(steps(&run_json(&place, "run.json")).len() > 3);
+    let again = ["--steps", "1", "--resume", "elsewhere", "-o", "again.json"];
+    place.run(&[&RUN[..], &again].concat()).expect(0);
+}

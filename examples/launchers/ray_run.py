@@ -1,0 +1,51 @@
+"""Starts a plan's processes as Ray tasks, one for each CPU slot that is asked for.
+
+Usage: python ray_run.py PLAN DATA PROCESSES
+Plan and data are on a file system that all nodes have. The token goes to tasks as an argument, over
+Ray's own channel; each writes it to a file that only its user can read.
+"""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+
+import ray
+
+
+@ray.remote(num_cpus=1)
+class Process:
+    def address(self) -> tuple[str, int]:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def run(self, rank: int, world: int, address: str, port: int, token: str, args: list[str]) -> int:
+        with tempfile.NamedTemporaryFile("w") as file:  # mode 0600
+            file.write(token)
+            file.flush()
+            env = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+            own = ray.util.get_node_ip_address()
+            command = ["meshwright", "run", *args, "--token-file", file.name, "--bind", own]
+            return subprocess.run(command, env=env).returncode
+
+
+def main() -> int:
+    plan, data, world = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    ray.init()
+    processes = [Process.remote() for _ in range(world)]
+    address, port = ray.get(processes[0].address.remote())
+    token, args = secrets.token_hex(32), [plan, "--data", data]
+    codes = ray.get([p.run.remote(i, world, address, port, token, args) for i, p in enumerate(processes)])
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
