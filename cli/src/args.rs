@@ -59,9 +59,13 @@ pub enum Verb {
     /// Play a plan on its cluster's description.
     #[command(after_help = format!("Example:\n  meshwright simulate plan.json --trace trace.json    (open the trace at https://ui.perfetto.dev)\n\n{EXIT_CODES}"))]
     Simulate(SimulateArgs),
-    /// Train by a plan, on CPU ranks of this machine.
-    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n\n{EXIT_CODES}"))]
+    /// Train by a plan, on CPU ranks of this machine or of several.
+    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n  meshwright run plan.json --data text.txt --processes --checkpoint state --checkpoint-every 50\n\n{EXIT_CODES}"))]
     Run(Box<RunArgs>),
+    /// Say why a run hangs or died: which rank the others wait for, in which collective, and what it
+    /// was doing.
+    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --processes --record records\n  meshwright doctor plan.json records\n\n{EXIT_CODES}"))]
+    Doctor(DoctorArgs),
     /// Show what a plan predicted beside what its run measured.
     #[command(after_help = format!("Example:\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
     Compare(CompareArgs),
@@ -578,6 +582,9 @@ pub struct RunArgs {
     /// Seconds that a rank waits for another one before the run fails.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
+    /// Have every rank write what it is doing to a file in this folder, for `meshwright doctor`.
+    #[arg(long, value_name = "DIR")]
+    pub record: Option<PathBuf>,
     /// Have ranks in processes that this one starts on its host: one each, or so many in all.
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
@@ -585,6 +592,9 @@ pub struct RunArgs {
     /// Run in this process alone, whatever a launcher's variables say.
     #[arg(long, conflicts_with = "processes")]
     pub alone: bool,
+    /// Under mpirun, talk through the MPI library; for builds with the feature `mpi`.
+    #[arg(long, conflicts_with_all = ["processes", "alone", "rendezvous", "bind", "token_file"])]
+    pub mpi: bool,
     /// Where process 0 of a run of several hosts can be reached [default: MASTER_ADDR and
     /// MASTER_PORT].
     #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["processes", "alone"])]
@@ -694,6 +704,18 @@ pub enum Document {
     Run,
     /// A cluster, which `calibrate` writes and `compile --cluster` reads.
     Cluster,
+}
+
+/// Arguments of `doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// The plan that was run.
+    pub plan: PathBuf,
+    /// The folder that `run --record` wrote to.
+    pub folder: PathBuf,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `schema`.

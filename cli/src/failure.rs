@@ -246,6 +246,7 @@ impl From<runtime::RuntimeError> for Failure {
         let exit = match &e {
             Data(_)
             | Checkpoint { .. }
+            | Record { .. }
             | OtherCheckpoint { .. }
             | OtherModel { .. }
             | State { .. }
@@ -258,6 +259,7 @@ impl From<runtime::RuntimeError> for Failure {
         let help = match &e {
             Data(_) => None,
             Checkpoint { .. } => Some(CHECKPOINTS_ARE),
+            Record { .. } => Some("records are in the folder that `meshwright run --record` named"),
             OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
             NotFinite { .. } => Some(DIVERGED),
             State { .. } => Some(

@@ -180,6 +180,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Lower(a) => commands::lower::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),
         Verb::Run(a) => commands::run::run(&a),
+        Verb::Doctor(a) => commands::doctor::run(&a),
         Verb::Compare(a) => commands::compare::run(&a),
         Verb::Calibrate(a) => commands::calibrate::run(&a),
         Verb::Predict(a) => commands::predict::run(&a),

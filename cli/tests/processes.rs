@@ -258,6 +258,13 @@ fn what_cannot_be_a_run_of_processes_is_said() {
         &["a run starts itself", "--processes"],
     );
     refused(&["--as-process=2/2"], &[], &["as 1/4"]);
+    if !cfg!(feature = "mpi") {
+        refused(
+            &["--mpi"],
+            &[],
+            &["this build knows no MPI", "--features cli/mpi"],
+        );
+    }
     refused(
         &["--bind", "127.0.0.1"],
         &[],
@@ -366,6 +373,74 @@ fn hosts_meet_at_an_address_with_a_secret() {
         assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     }
     assert_eq!(steps(&run_json(&place, "run.json")).len(), 2);
+}
+
+/// Four hosts: network namespaces with an address each, joined by a bridge.
+const HOSTS: &str = r#"
+set -eu
+mount -t tmpfs tmpfs /run
+mkdir -p /run/netns
+ip link add br0 type bridge
+ip link set br0 up
+for i in 0 1 2 3; do
+    ip netns add h$i
+    ip link add v$i type veth peer name e0 netns h$i
+    ip link set v$i master br0
+    ip link set v$i up
+    ip -n h$i addr add 10.9.0.$((i + 1))/24 dev e0
+    ip -n h$i link set e0 up
+    ip -n h$i link set lo up
+done
+[ "$#" = 0 ] && exit
+pids=
+for i in 0 1 2 3; do
+    RANK=$i WORLD_SIZE=4 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 \
+        ip netns exec h$i "$@" &
+    pids="$pids $!"
+done
+for pid in $pids; do wait $pid; done
+"#;
+
+#[test]
+fn hosts_with_addresses_of_their_own_train_as_one() {
+    let place = Place::with_plan();
+    let apart = |args: &[&str]| {
+        let shell = ["-Urmn", "bash", "-c", HOSTS, "hosts"];
+        let mut command = Command::new("unshare");
+        command.args([&shell[..], args].concat());
+        command.current_dir(place.path(".")).output()
+    };
+    match apart(&[]) {
+        Ok(output) if output.status.success() => {}
+        other => {
+            println!("skipped: this machine gives no network namespaces: {other:?}");
+            return;
+        }
+    }
+    let run = [&RUN[..], &["--steps", "4"]].concat();
+    place
+        .run(&[&run[..], &["-o", "alone.json"]].concat())
+        .expect(0);
+    place.write("token", "8f".repeat(32));
+    let chmod = ["600", "token"];
+    let private = Command::new("chmod")
+        .args(chmod)
+        .current_dir(place.path("."))
+        .status();
+    assert!(private.unwrap().success());
+    let binary = [env!("CARGO_BIN_EXE_meshwright")];
+    let network = [
+        "-o",
+        "apart.json",
+        "--bind",
+        "10.9.0.1",
+        "--token-file",
+        "token",
+    ];
+    let output = apart(&[&binary[..], &run, &network].concat()).unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let [alone, apart] = ["alone.json", "apart.json"].map(|name| run_json(&place, name));
+    assert_eq!(steps(&alone), steps(&apart));
 }
 
 #[test]
@@ -547,4 +622,84 @@ fn a_checkpoint_that_cannot_be_written_ends_no_run() {
     assert!(steps(&run_json(&place, "run.json")).len() > 3);
     let again = ["--steps", "1", "--resume", "elsewhere", "-o", "again.json"];
     place.run(&[&RUN[..], &again].concat()).expect(0);
+}
+
+/// A rank that hangs: the watchdog ends the run, and the records say who it was and where.
+#[test]
+fn a_rank_that_hangs_is_found_by_its_record() {
+    let place = Place::with_plan();
+    let args = ["--steps", "100000000", "--processes", "-o", "hung.json"];
+    let patience = ["--time-out", "3", "--record", "records"];
+    std::fs::create_dir(place.path("records")).unwrap();
+    let child = command(&place, &[&RUN[..], &args, &patience].concat())
+        .spawn()
+        .unwrap();
+    let process_of = |rank: u32| -> Option<u32> {
+        let bytes = std::fs::read(place.path(&format!("records/rank-{rank}.record"))).ok()?;
+        let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
+        // Some steps are done.
+        (number(64)? > 20).then(|| number(12))?
+    };
+    let began = Instant::now();
+    let victim = loop {
+        if let Some(victim) = process_of(3) {
+            break victim.to_string();
+        }
+        assert!(
+            began.elapsed() < Duration::from_secs(30),
+            "no record appears"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let signal = |name: &str| {
+        let sent = Command::new("kill").args([name, &victim]).status();
+        assert!(sent.unwrap().success());
+    };
+    signal("-STOP");
+    std::thread::sleep(Duration::from_millis(500));
+    let doctor = || {
+        let done = place
+            .run(&["doctor", "plan.json", "records", "--json"])
+            .expect(0);
+        done.json()
+    };
+    let state = |said: &Value, rank: usize, what: &str| said["ranks"][rank][what].to_string();
+    let hung = doctor();
+    assert_eq!(hung["culprits"], serde_json::json!([3]), "{hung}");
+    assert_eq!(state(&hung, 3, "process"), "\"stopped by a signal\"");
+    assert!(
+        (0..3).any(|r| hung["ranks"][r]["waits_for"] == serde_json::json!([3])),
+        "{hung}"
+    );
+    let words = place.run(&["doctor", "plan.json", "records"]).expect(0);
+    assert!(
+        words.out.starts_with("rank3 kept the others waiting"),
+        "{}",
+        words.out
+    );
+    assert!(
+        words.out.lines().all(|l| l.chars().count() <= 100),
+        "{}",
+        words.out
+    );
+    // The run ends by itself and names the rank, though it cannot end its process by asking.
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    assert!(
+        words.contains("waited 3 s") && words.contains("rank3"),
+        "{words}"
+    );
+    wait_for_none("hung.json");
+    assert_eq!(state(&doctor(), 3, "process"), "\"gone\"");
+    // What is no record, and a plan of another run.
+    place.write("records/rank-1.record", "nonsense");
+    place
+        .run(&["doctor", "plan.json", "records"])
+        .expect(3)
+        .says(&["no record of a rank"]);
+    place
+        .run(&["doctor", "plan.json", "."])
+        .expect(3)
+        .says(&["no records of ranks"]);
 }

@@ -151,6 +151,14 @@ pub enum RuntimeError {
         /// NaN or an infinity.
         value: f32,
     },
+    /// The record of a rank cannot be read or written.
+    #[error("{}: {problem}", path.display())]
+    Record {
+        /// The file, or its folder.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
     /// A checkpoint cannot be read or written.
     #[error("{}: {problem}", path.display())]
     Checkpoint {

@@ -14,6 +14,7 @@ pub mod files;
 pub mod init;
 pub mod measure;
 pub mod processes;
+pub mod record;
 pub mod reference;
 pub mod rng;
 pub mod schedule;

@@ -5,6 +5,7 @@ pub mod calibrate;
 pub mod check;
 pub mod compare;
 pub mod compile;
+pub mod doctor;
 pub mod explain;
 pub mod fits;
 pub mod inspect;

@@ -130,6 +130,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             spec,
             args.validate_every.is_some(),
         )?)),
+        record: args.record.clone(),
         processes: Some(company.processes),
         ..SessionOptions::default()
     };
@@ -348,10 +349,10 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     outputs::check_regular(&written, &read)?;
     written.push(&args.output);
     outputs::check(&written, &read)?;
-    match &args.checkpoint {
-        Some(folder) => outputs::check_folder(folder),
-        None => Ok(()),
-    }
+    let folders = args.checkpoint.iter().chain(&args.record);
+    folders
+        .into_iter()
+        .try_for_each(|folder| outputs::check_folder(folder))
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
@@ -521,6 +522,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
+            record: args.record.clone(),
             processes,
             ..SessionOptions::default()
         },

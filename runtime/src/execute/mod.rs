@@ -22,6 +22,9 @@ mod local;
 pub(crate) mod message;
 #[cfg(test)]
 pub(crate) mod naive;
+pub(crate) mod position;
+#[cfg(test)]
+mod position_tests;
 mod rank;
 #[cfg(test)]
 mod reshard_tests;

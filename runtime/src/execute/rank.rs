@@ -4,7 +4,7 @@
 //! for on other streams; what meets other ranks is waited for before the next one. What a device
 //! and a fabric are the rank does not know.
 
-mod calls;
+pub(super) mod calls;
 mod queues;
 
 use super::kernel::Context;
@@ -17,6 +17,7 @@ use crate::data::Batches;
 use crate::device::{Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::fabric::{Fabric, Places};
+use crate::record::Record;
 use calls::Calls;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
 use ir::reshard::{LayoutStep, Pieces};
@@ -24,6 +25,7 @@ use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole};
 use ir::{BufferId, Rank, StreamId, TemplateId};
 use queues::Orders;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -63,6 +65,8 @@ pub(crate) struct RankOptions {
     pub orders: Option<u64>,
     /// The run's data.
     pub data: Option<Arc<Batches>>,
+    /// The folder that has a record of every rank.
+    pub record: Option<PathBuf>,
     /// When the clock of its process was at zero.
     pub epoch: Instant,
 }
@@ -81,6 +85,7 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     calls: Calls,
     peak_scratch: u64,
     orders: Option<Orders>,
+    record: Option<Record>,
 }
 
 /// By stream, the events of its instructions that others wait for.
@@ -90,7 +95,7 @@ type Span<D> = (TemplateId, Option<usize>, [<D as Device>::Tick; 2]);
 
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Fails when the program is not consistent: a buffer of another size than its part, or
-    /// beyond the arena.
+    /// beyond the arena. Or when its record cannot be begun.
     pub fn new(
         program: Arc<Program>,
         role: usize,
@@ -130,6 +135,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             calls,
             peak_scratch: 0,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
+            record: (options.record.as_deref())
+                .map(|folder| Record::create(folder, rank))
+                .transpose()?,
             options,
             fabric,
             program,
@@ -179,6 +187,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         let began_s = self.options.epoch.elapsed().as_secs_f64();
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
+        if let Some(record) = &mut self.record {
+            record.play(play.training);
+        }
         match self.orders.take().filter(|_| play.training) {
             Some(mut orders) => {
                 let played = self.play_queues(play, &mut orders);
@@ -228,8 +239,10 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             let slot_began = tick(&mut self.device, FIRST)?;
             for step in slot {
                 let began = tick(&mut self.device, step.stream)?;
+                self.record.iter_mut().for_each(Record::begin);
                 self.play_step(role, step, play, &mut events)
                     .map_err(|source| self.failed(step, source))?;
+                self.record.iter_mut().for_each(Record::done);
                 let ended = tick(&mut self.device, step.stream)?;
                 if let (Some(all), Some(began), Some(ended)) = (&mut *spans, began, ended) {
                     all.push((step.template, Some(step.instruction), [began, ended]));

@@ -16,7 +16,7 @@ use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -33,6 +33,8 @@ pub struct SessionOptions {
     pub orders: Option<u64>,
     /// What [`Session::train`] and [`Session::validation_loss`] take samples from.
     pub data: Option<Arc<Batches>>,
+    /// A folder in which every rank writes what it is doing ([`crate::record`]).
+    pub record: Option<PathBuf>,
     /// The processes that have the ranks, this one the first of them; `None`: this one has all.
     pub processes: Option<Arc<Processes>>,
 }
@@ -45,6 +47,7 @@ impl Default for SessionOptions {
             threads_per_rank: None,
             orders: None,
             data: None,
+            record: None,
             processes: None,
         }
     }
@@ -112,6 +115,7 @@ impl Cast {
             threads: threads.max(1),
             orders: self.options.orders,
             data: self.options.data.clone(),
+            record: self.options.record.clone(),
             epoch: Instant::now(),
         }
     }

@@ -23,6 +23,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     threads_per_rank: Some(1),
     orders: None,
     data: None,
+    record: None,
     processes: None,
 };
 
@@ -593,6 +594,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         threads_per_rank: Some(1),
         orders: None,
         data: None,
+        record: None,
         processes: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {

@@ -9,7 +9,7 @@ use crate::execute::message::{Answer, Request};
 use crate::fabric::threads::{Carrier, World};
 use ir::Rank;
 use std::collections::BTreeMap;
-use std::io::BufReader;
+use std::io::{self, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
@@ -26,6 +26,38 @@ const OBITUARY: Duration = Duration::from_millis(300);
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that holds one of these leaves it half-changed.
     of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A way between this process and another one: bytes arrive in order or not at all.
+pub(super) trait Connection: Send + Sync {
+    /// Where bytes arrive. Asked once.
+    fn reader(&self) -> io::Result<Box<dyn Read + Send>>;
+    /// Where they go. Asked once.
+    fn writer(&self) -> io::Result<Box<dyn Write + Send>>;
+    /// Nothing more will be written: the other end reads to the end.
+    fn finish(&self);
+    /// Writing may take this long from now on.
+    fn hurry(&self, limit: Duration);
+    /// Ends both directions at once.
+    fn close(&self);
+}
+
+impl Connection for TcpStream {
+    fn reader(&self) -> io::Result<Box<dyn Read + Send>> {
+        Ok(Box::new(self.try_clone()?))
+    }
+    fn writer(&self) -> io::Result<Box<dyn Write + Send>> {
+        Ok(Box::new(self.try_clone()?))
+    }
+    fn finish(&self) {
+        let _ = self.shutdown(Shutdown::Write);
+    }
+    fn hurry(&self, limit: Duration) {
+        let _ = self.set_write_timeout(Some(limit));
+    }
+    fn close(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
 }
 
 /// The ways out of a process.
@@ -115,7 +147,9 @@ pub struct Processes {
     lines: Arc<Lines>,
     desk: Arc<Desk>,
     writers: Mutex<Vec<JoinHandle<()>>>,
-    streams: Vec<TcpStream>,
+    connections: Vec<Arc<dyn Connection>>,
+    /// Work behind the connections, which ends when both sides have finished.
+    behind: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl std::fmt::Debug for Processes {
@@ -127,29 +161,37 @@ impl std::fmt::Debug for Processes {
 
 impl Processes {
     /// With a connection to each other process.
-    pub(super) fn new(place: Place, all: Vec<Who>, streams: Vec<Option<TcpStream>>) -> Self {
+    pub(super) fn new(
+        place: Place,
+        all: Vec<Who>,
+        connections: Vec<Option<Arc<dyn Connection>>>,
+    ) -> Self {
         let desk = Arc::new(Desk::default());
         let (mut to, mut writers, mut kept) = (Vec::new(), Vec::new(), Vec::new());
-        for (process, stream) in streams.into_iter().enumerate() {
-            let Some(stream) = stream else {
+        for (process, connection) in connections.into_iter().enumerate() {
+            let Some(connection) = connection else {
                 to.push(None);
                 continue;
             };
             let (line, letters) = channel();
-            match (stream.try_clone(), stream.try_clone()) {
-                (Ok(out), Ok(own)) => {
-                    writers.push(std::thread::spawn(move || write(&out, &letters)));
-                    kept.push(own);
-                    let desk = Arc::clone(&desk);
-                    std::thread::spawn(move || read(&desk, process, stream));
+            let ends = connection
+                .writer()
+                .and_then(|w| Ok((w, connection.reader()?)));
+            let mut reader: Box<dyn Read + Send> = Box::new(io::empty());
+            match ends {
+                Ok((writer, found)) => {
+                    reader = found;
+                    let own = Arc::clone(&connection);
+                    writers.push(std::thread::spawn(move || write(&*own, writer, &letters)));
                 }
                 // No descriptor is left: as if the connection had broken.
-                (Err(e), _) | (_, Err(e)) => {
+                Err(e) => {
                     lock(&desk.breaks).insert(process, format!("its connection failed: {e}"));
-                    let desk = Arc::clone(&desk);
-                    std::thread::spawn(move || read(&desk, process, stream));
                 }
             }
+            kept.push(connection);
+            let desk = Arc::clone(&desk);
+            std::thread::spawn(move || read(&desk, process, reader));
             to.push(Some(line));
         }
         Processes {
@@ -160,8 +202,15 @@ impl Processes {
             }),
             desk,
             writers: Mutex::new(writers),
-            streams: kept,
+            connections: kept,
+            behind: Mutex::default(),
         }
+    }
+    /// Has the end of these processes wait for this thread, too.
+    #[cfg(feature = "mpi")]
+    pub(super) fn with_behind(self, thread: JoinHandle<()>) -> Self {
+        lock(&self.behind).push(thread);
+        self
     }
 
     /// Which process this is.
@@ -195,9 +244,7 @@ impl Processes {
     /// Closes all connections at once, as the death of a process does.
     #[cfg(test)]
     pub(crate) fn break_off(&self) {
-        for stream in &self.streams {
-            let _ = stream.shutdown(Shutdown::Both);
-        }
+        self.connections.iter().for_each(|c| c.close());
     }
     pub(crate) fn carrier(&self) -> Arc<Lines> {
         Arc::clone(&self.lines)
@@ -240,33 +287,31 @@ impl Drop for Processes {
         *lock(&self.desk.closed) = true;
         self.desk.changed.notify_all();
         self.lines.close();
-        for stream in &self.streams {
-            let _ = stream.set_write_timeout(Some(FAREWELL));
-        }
+        self.connections.iter().for_each(|c| c.hurry(FAREWELL));
         for writer in lock(&self.writers).drain(..) {
             let _ = writer.join();
         }
-        for stream in &self.streams {
-            let _ = stream.shutdown(Shutdown::Both);
+        self.connections.iter().for_each(|c| c.close());
+        for thread in lock(&self.behind).drain(..) {
+            let _ = thread.join();
         }
     }
 }
 
 /// Writes what is to be sent until there is no more.
-fn write(stream: &TcpStream, letters: &Receiver<Letter>) {
-    let mut stream = stream;
+fn write(to: &dyn Connection, mut writer: Box<dyn Write + Send>, letters: &Receiver<Letter>) {
     for letter in letters {
-        if frame::write(&mut stream, &letter).is_err() {
+        if frame::write(&mut writer, &letter).is_err() {
             // The reader finds the same, and says so.
-            let _ = stream.shutdown(Shutdown::Both);
+            to.close();
             return;
         }
     }
-    let _ = stream.shutdown(Shutdown::Write);
+    to.finish();
 }
 
 /// Takes in what comes from a process until it is gone.
-fn read(desk: &Desk, process: usize, stream: TcpStream) {
+fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
     let Some(attached) = desk.attached() else {
         return;
     };

@@ -10,6 +10,7 @@
 //! * [`rendezvous`] brings the processes of a run together and connects each with each.
 //! * [`lines`] carries frames: a thread that writes and one that reads for every other process,
 //!   so that neither end ever waits for the other to listen.
+//! * `mpi` carries them through an MPI library instead (feature `mpi`).
 //! * [`member`] is a process without the coordinator: it does what that one asks of its ranks.
 //!
 //! The ranks meet in [`fabric::threads`](crate::fabric::threads), as those of one process do: what
@@ -23,6 +24,8 @@ mod frame;
 mod handshake;
 mod lines;
 mod member;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod rendezvous;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -30,6 +33,8 @@ pub(crate) mod tests;
 pub use handshake::{Token, TokenError};
 pub use lines::Processes;
 pub use member::serve;
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use rendezvous::{Fingerprint, Host, JoinError, Place, join};
 
 pub(crate) use frame::{Head, Letter, Parts};

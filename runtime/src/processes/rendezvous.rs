@@ -2,7 +2,7 @@
 //! run and tells each where the others listen; then each calls those before it.
 
 use super::handshake::{self, HandshakeError, Token};
-use super::lines::Processes;
+use super::lines::{Connection, Processes};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub struct Fingerprint(pub BTreeMap<String, String>);
 
 impl Fingerprint {
     /// What differs: its name, and what it is here and there.
-    fn difference(&self, other: &Fingerprint) -> Option<(String, [String; 2])> {
+    pub(super) fn difference(&self, other: &Fingerprint) -> Option<(String, [String; 2])> {
         let none = String::from("missing");
         let names = self.0.keys().chain(other.0.keys());
         names.into_iter().find_map(|name| {
@@ -128,15 +128,10 @@ pub(super) struct Who {
 }
 
 impl Who {
-    fn me() -> Self {
-        let read = |path: &str| std::fs::read_to_string(path).ok();
-        let name = read("/proc/sys/kernel/hostname").unwrap_or_default();
+    pub fn me() -> Self {
         Who {
             pid: std::process::id(),
-            host: match name.trim() {
-                "" => "this host".into(),
-                name => name.into(),
-            },
+            host: crate::record::host(),
         }
     }
 }
@@ -354,7 +349,11 @@ impl Host {
             })?;
             streams.push(Some(stream));
         }
-        Ok(Processes::new(Place { index: 0, of }, all, streams))
+        Ok(Processes::new(
+            Place { index: 0, of },
+            all,
+            connections(streams),
+        ))
     }
 }
 
@@ -507,7 +506,12 @@ pub fn join(
             None => std::thread::sleep(LOOK),
         }
     }
-    Ok(Processes::new(place, all, streams))
+    Ok(Processes::new(place, all, connections(streams)))
+}
+
+fn connections(streams: Vec<Option<TcpStream>>) -> Vec<Option<Arc<dyn Connection>>> {
+    let shared = |s: TcpStream| Arc::new(s) as Arc<dyn Connection>;
+    streams.into_iter().map(|s| s.map(shared)).collect()
 }
 
 fn call(address: &str, token: &Token) -> Result<TcpStream, HandshakeError> {

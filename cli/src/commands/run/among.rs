@@ -23,6 +23,21 @@ pub enum Setting {
     Started(Place),
     /// Those that a launcher started.
     Launched(Launched),
+    /// Those that an MPI library connects.
+    #[cfg(feature = "mpi")]
+    Mpi(runtime::processes::Mpi),
+}
+
+#[cfg(feature = "mpi")]
+fn mpi() -> Result<Setting, Failure> {
+    Ok(Setting::Mpi(runtime::processes::Mpi::start()?))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn mpi() -> Result<Setting, Failure> {
+    Err(Failure::new(Exit::Usage, "--mpi: this build knows no MPI").help(
+        "build it with `cargo build --release --features cli/mpi`, which needs an MPI library (libopenmpi-dev); without --mpi, processes that mpirun starts talk over TCP",
+    ))
 }
 
 /// Finds out, from flags and the environment.
@@ -39,6 +54,9 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
     }
     if args.alone {
         return Ok(Setting::Alone);
+    }
+    if args.mpi {
+        return mpi();
     }
     let launched = launcher::launched(&|name| std::env::var(name).ok())?;
     let Some(launched) = launched else {
@@ -66,6 +84,8 @@ impl Setting {
             Setting::Alone | Setting::Starts(_) => 0,
             Setting::Started(place) => place.index,
             Setting::Launched(launched) => launched.place.index,
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(mpi) => mpi.place().index,
         }
     }
     /// How many processes there are, and how many of them on this host, for a plan of so many
@@ -75,6 +95,8 @@ impl Setting {
             Setting::Alone => (1, 1),
             Setting::Starts(n) => (n.unwrap_or(n_ranks), n.unwrap_or(n_ranks)),
             Setting::Started(place) => (place.of, place.of),
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(mpi) => (mpi.place().of, mpi.place().of),
             Setting::Launched(l) => {
                 let of = l.place.of;
                 let here = if l.is_local() { of } else { 1 };
@@ -160,6 +182,8 @@ pub fn gather(
             let find = &mut || Ok((appointment.address.clone(), appointment.token()?));
             Ok(Some(alone(join(*place, &fingerprint, patience, find)?)))
         }
+        #[cfg(feature = "mpi")]
+        Setting::Mpi(mpi) => Ok(Some(alone(mpi.join(&fingerprint)?))),
         Setting::Launched(launched) if launched.is_local() => {
             let place = launched.place;
             if place.index > 0 {

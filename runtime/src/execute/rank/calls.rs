@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// By template and instruction.
-pub(super) type Calls = Vec<Vec<Option<Arc<Call>>>>;
+pub(crate) type Calls = Vec<Vec<Option<Arc<Call>>>>;
 
 /// The calls of a rank, whose part of each buffer is given.
 ///
 /// Fails where a transfer has no end.
-pub(super) fn calls(
+pub(crate) fn calls(
     program: &Program,
     role: &RoleProgram,
     rank: Rank,

@@ -1,0 +1,142 @@
+//! `doctor`: why a run hangs or died, by what its ranks wrote of what they were doing.
+
+use crate::args::DoctorArgs;
+use crate::failure::Failure;
+use crate::{plan_file, report};
+use ir::Rank;
+use runtime::record::{self, Diagnosis, Doing, Seen};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let loaded = plan_file::load(&args.plan)?;
+    let seen = record::read(&args.folder)?;
+    let diagnosis = record::diagnose(&loaded.program, &seen)?;
+    let processes: BTreeMap<Rank, Process> =
+        seen.iter().map(|s| (s.rank, Process::of(s))).collect();
+    match args.json {
+        true => print_json(&diagnosis, &processes),
+        false => report::out(&words(&diagnosis, &processes)),
+    }
+}
+
+/// What has become of a rank's process.
+struct Process {
+    pid: u32,
+    host: String,
+    state: &'static str,
+}
+
+impl Process {
+    /// Looks, where it is a process of this host.
+    fn of(seen: &Seen) -> Self {
+        let here = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let status = format!("/proc/{}/status", seen.pid);
+        let state = match std::fs::read_to_string(status) {
+            _ if here.trim() != seen.host => "on another host",
+            Err(_) => "gone",
+            Ok(status) => match status.lines().find_map(|l| l.strip_prefix("State:")) {
+                Some(state) => state_word(state.trim()),
+                None => "there",
+            },
+        };
+        Process {
+            pid: seen.pid,
+            host: seen.host.clone(),
+            state,
+        }
+    }
+    fn words(&self) -> String {
+        format!(
+            "process {} on {}, which is {}",
+            self.pid, self.host, self.state
+        )
+    }
+}
+
+fn state_word(state: &str) -> &'static str {
+    match state.as_bytes().first() {
+        Some(b'T' | b't') => "stopped by a signal",
+        Some(b'Z' | b'X') => "dead",
+        Some(b'D') => "waiting for a disk or the like",
+        Some(b'R') => "running",
+        _ => "there",
+    }
+}
+
+fn names(ranks: impl IntoIterator<Item = Rank>) -> String {
+    let names: Vec<String> = ranks.into_iter().map(|r| r.to_string()).collect();
+    match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+        _ => names.join(""),
+    }
+}
+
+fn words(of: &Diagnosis, processes: &BTreeMap<Rank, Process>) -> String {
+    let waiting = of
+        .ranks
+        .values()
+        .filter(|d| matches!(d, Doing::Waiting { .. }));
+    let n_waiting = waiting.count();
+    let mut lines = vec![match (of.culprits.len(), n_waiting) {
+        (0, 0) => "No rank waited for another one.".to_string(),
+        (0, _) => "Ranks wait for each other in a circle, which `meshwright check` would have \
+                   refused: their programs are not those of one plan."
+            .to_string(),
+        (n, _) => format!(
+            "{} kept the others waiting{}.",
+            names(of.culprits.iter().copied()),
+            if n_waiting < of.ranks.len() - n {
+                ", those that waited"
+            } else {
+                ""
+            }
+        ),
+    }];
+    for (&rank, doing) in &of.ranks {
+        let process = processes.get(&rank);
+        let process = process.map_or(String::new(), |p| format!(" ({})", p.words()));
+        let what = match doing {
+            Doing::Nothing => "left no record".to_string(),
+            Doing::Between => "was between two steps".into(),
+            Doing::Working(what) => format!("was at work: {what}"),
+            Doing::Waiting { what, missing } => {
+                let missing = names(missing.iter().copied());
+                format!("waited for {missing} in {what}")
+            }
+        };
+        lines.push(format!("  {rank} {what}{process}."));
+    }
+    lines
+        .iter()
+        .map(|l| report::wrapped(l))
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn print_json(of: &Diagnosis, processes: &BTreeMap<Rank, Process>) -> Result<(), Failure> {
+    let rank = |(rank, doing): (&Rank, &Doing)| {
+        let (state, what, missing) = match doing {
+            Doing::Nothing => ("no record", None, vec![]),
+            Doing::Between => ("between steps", None, vec![]),
+            Doing::Working(what) => ("working", Some(what), vec![]),
+            Doing::Waiting { what, missing } => {
+                ("waiting", Some(what), missing.iter().map(|r| r.0).collect())
+            }
+        };
+        let process = processes.get(rank);
+        json!({
+            "rank": rank.0,
+            "state": state,
+            "what": what,
+            "waits_for": missing,
+            "pid": process.map(|p| p.pid),
+            "host": process.map(|p| &p.host),
+            "process": process.map(|p| p.state),
+        })
+    };
+    report::print_json(&json!({
+        "culprits": of.culprits.iter().map(|r| r.0).collect::<Vec<_>>(),
+        "ranks": of.ranks.iter().map(rank).collect::<Vec<_>>(),
+    }))
+}

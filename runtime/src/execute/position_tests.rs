@@ -1,0 +1,133 @@
+//! What records of ranks say, for every place at which a rank of a program can stop.
+
+use super::naive::lower;
+use super::script::Scripts;
+use crate::record::{Doing, Seen, diagnose};
+use ir::program::{InstrKind, Program};
+use ir::testing::{GraphOptions, random_graph, sequence_of};
+use ir::training::training_graph;
+use ir::{Axis, DeviceMesh, LogicalMesh, Rank, TrainSpec};
+use std::collections::BTreeSet;
+
+/// Two stages of two ranks.
+fn program() -> Program {
+    let graph = random_graph(5, &GraphOptions::default());
+    let spec = TrainSpec {
+        global_batch: 4,
+        sequence: sequence_of(&graph).unwrap(),
+        ..TrainSpec::default()
+    };
+    let mesh = |first| {
+        let devices = DeviceMesh {
+            first_rank: Rank(first),
+            n_devices: 2,
+        };
+        let axis = Axis {
+            name: "x".into(),
+            size: 2,
+        };
+        LogicalMesh::new(devices, vec![axis]).unwrap()
+    };
+    let training = training_graph(&graph, &spec).unwrap();
+    lower(&training, &[mesh(0), mesh(2)], 2, 2, 1)
+}
+
+fn seen(rank: u32, plays: u64, begun: u64, done: u64) -> Seen {
+    Seen {
+        rank: Rank(rank),
+        pid: 1,
+        host: "a".into(),
+        plays,
+        training: true,
+        begun,
+        done,
+        at_ms: 0,
+    }
+}
+
+/// Lets all ranks play until none can go on, rank 3 no further than `stop`: what a run is like in
+/// which it hangs there. What a rank can do is found here by rendezvous alone.
+fn played(program: &Program, stop: u64) -> Vec<Seen> {
+    let len = |role: usize| {
+        let script = Scripts::new(program, role).unwrap().of(true);
+        script.slots.iter().map(Vec::len).sum::<usize>() as u64
+    };
+    let lens = [len(0), len(0), len(1), len(1)];
+    let mut all: Vec<Seen> = (0..4).map(|rank| seen(rank, 1, 0, 0)).collect();
+    loop {
+        let mut moved = false;
+        for rank in 0..4usize {
+            let most = if rank == 3 { stop } else { lens[rank] };
+            let Seen { begun, done, .. } = all[rank];
+            if begun == done && begun < most {
+                all[rank].begun += 1;
+                moved = true;
+            } else if begun > done {
+                // It may go on when it waits for nobody.
+                let waits = &diagnose(program, &all).unwrap().ranks[&Rank(rank as u32)];
+                let holds = rank == 3 && begun == stop;
+                if matches!(waits, Doing::Working(_)) && !holds {
+                    all[rank].done += 1;
+                    moved = true;
+                }
+            }
+        }
+        if !moved {
+            return all;
+        }
+    }
+}
+
+#[test]
+fn whoever_stops_is_found_wherever_it_stops() {
+    let program = program();
+    let len = Scripts::new(&program, 1).unwrap().of(true);
+    let len = len.slots.iter().map(Vec::len).sum::<usize>() as u64;
+    let mut n_found = 0;
+    for stop in 1..=len {
+        let all = played(&program, stop);
+        let diagnosis = diagnose(&program, &all).unwrap();
+        let waiting = |rank: u32| matches!(diagnosis.ranks[&Rank(rank)], Doing::Waiting { .. });
+        // Of the others nobody is to blame.
+        assert!(
+            diagnosis.culprits.is_subset(&BTreeSet::from([Rank(3)])),
+            "at {stop}: {diagnosis:?}"
+        );
+        if (0..3).any(waiting) {
+            // It may itself have come to a call whose others are all there.
+            let works = matches!(diagnosis.ranks[&Rank(3)], Doing::Working(_));
+            assert!(works, "at {stop}: {diagnosis:?}");
+            assert_eq!(diagnosis.culprits, BTreeSet::from([Rank(3)]), "at {stop}");
+            n_found += 1;
+        }
+    }
+    assert!(n_found > len / 2, "{n_found} of {len}");
+}
+
+#[test]
+fn ranks_that_are_steps_apart_are_told_apart() {
+    let program = program();
+    // Rank 0 is at a collective of its second step, the others have ended their first.
+    let role = &program.roles[0];
+    let script = Scripts::new(&program, 0).unwrap().of(true);
+    let steps = script.slots.iter().flatten();
+    let kind =
+        |s: &super::script::Step| &role.template(s.template).instructions[s.instruction].kind;
+    let at = steps
+        .clone()
+        .position(|s| matches!(kind(s), InstrKind::Collective { .. }));
+    let at = at.unwrap() as u64;
+    let n = steps.count() as u64;
+    let all = [seen(0, 2, at + 1, at), seen(1, 1, n, n)];
+    let diagnosis = diagnose(&program, &all).unwrap();
+    assert!(
+        matches!(&diagnosis.ranks[&Rank(0)], Doing::Waiting { missing, .. } if *missing == [Rank(1)]),
+        "{diagnosis:?}"
+    );
+    assert_eq!(diagnosis.ranks[&Rank(1)], Doing::Between);
+    assert_eq!(diagnosis.ranks[&Rank(2)], Doing::Nothing);
+    assert_eq!(diagnosis.culprits, BTreeSet::from([Rank(1)]));
+    // Of another plan.
+    assert!(diagnose(&program, &[seen(9, 1, 0, 0)]).is_err());
+    assert!(diagnose(&program, &[seen(0, 1, n + 1, 0)]).is_err());
+}

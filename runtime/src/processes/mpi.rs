@@ -1,0 +1,272 @@
+//! Processes that an MPI library connects: what they tell each other goes as its messages, over
+//! whatever network it finds best.
+//!
+//! A message of MPI is a run of bytes of the connection, an empty one its end. One thread takes in
+//! all that arrives: the library's own ways to wait would keep a processor busy for every process.
+
+use super::lines::{Connection, Processes};
+use super::rendezvous::{Fingerprint, JoinError, Place, Who};
+use mpi::environment::Universe;
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::{Communicator, Destination, Equivalence, Source};
+use mpi::{Tag, Threading};
+use serde::{Deserialize, Serialize};
+use std::io::{self, ErrorKind, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Of messages that bring processes together.
+const HELLO: Tag = 71;
+/// Of the bytes of connections.
+const BYTES: Tag = 72;
+/// Longest message; the library counts in 32 bits.
+const LONGEST: usize = 1 << 30;
+/// So often is looked at once before a look is worth a pause.
+const LOOKS: u32 = 200;
+/// The pause.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// The MPI library of this process, ended when this is dropped, after its [`Processes`].
+pub struct Mpi {
+    universe: Option<Universe>,
+    place: Place,
+    /// Whether the others are there, so that all can end together.
+    has_joined: AtomicBool,
+}
+
+impl Drop for Mpi {
+    /// The library's end waits for that of all processes. One that never joined leaves without, by
+    /// which mpirun sees that it failed, and ends the others.
+    fn drop(&mut self) {
+        if !self.has_joined.load(Ordering::Relaxed) {
+            std::mem::forget(self.universe.take());
+        }
+    }
+}
+
+impl std::fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "process {} of {} by MPI",
+            self.place.index, self.place.of
+        )
+    }
+}
+
+/// What process 0 answers.
+#[derive(Serialize, Deserialize)]
+enum Reply {
+    Welcome(Vec<Who>),
+    Refused(String),
+}
+
+impl Mpi {
+    /// Begins to use the library; once in a process.
+    ///
+    /// Fails when it has been begun before, or cannot be used by several threads.
+    pub fn start() -> Result<Self, JoinError> {
+        let failed = |what: &str| JoinError::Ended(format!("MPI cannot be used: {what}"));
+        let Some((universe, threading)) = mpi::initialize_with_threading(Threading::Multiple)
+        else {
+            return Err(failed("it has been begun before"));
+        };
+        if threading != Threading::Multiple {
+            return Err(failed("this library serves one thread only"));
+        }
+        let world = universe.world();
+        let place = Place {
+            index: world.rank() as usize,
+            of: world.size() as usize,
+        };
+        Ok(Mpi {
+            universe: Some(universe),
+            place,
+            has_joined: AtomicBool::new(false),
+        })
+    }
+    /// Which process this is, of how many.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Brings all processes together.
+    ///
+    /// Fails when one of them is of another run: then all are told.
+    pub fn join(&self, fingerprint: &Fingerprint) -> Result<Processes, JoinError> {
+        let (world, place) = (SimpleCommunicator::world(), self.place);
+        let all = match place.index {
+            0 => welcome(&world, place.of, fingerprint)?,
+            index => {
+                let first = world.process_at_rank(0);
+                first.send_with_tag(&told(&(fingerprint, Who::me()))?[..], HELLO);
+                match heard(&first.receive_vec_with_tag::<u8>(HELLO).0)? {
+                    Reply::Welcome(all) => all,
+                    Reply::Refused(reason) => return Err(JoinError::Refused { index, reason }),
+                }
+            }
+        };
+        self.has_joined.store(true, Ordering::Relaxed);
+        let (mut senders, mut connections) = (Vec::new(), Vec::new());
+        for process in 0..place.of {
+            if process == place.index {
+                senders.push(None);
+                connections.push(None);
+                continue;
+            }
+            let (arrives, incoming) = channel();
+            senders.push(Some(arrives));
+            let connection = Link {
+                to: process as i32,
+                incoming: Mutex::new(Some(incoming)),
+            };
+            connections.push(Some(Arc::new(connection) as Arc<dyn Connection>));
+        }
+        let taking_in = std::thread::spawn(move || take_in(senders));
+        Ok(Processes::new(place, all, connections).with_behind(taking_in))
+    }
+}
+
+/// Hears who the others are, and tells them all.
+fn welcome(
+    world: &SimpleCommunicator,
+    of: usize,
+    fingerprint: &Fingerprint,
+) -> Result<Vec<Who>, JoinError> {
+    let (mut all, mut error) = (vec![Who::me()], None);
+    for index in 1..of {
+        let (words, _) = world
+            .process_at_rank(index as i32)
+            .receive_vec_with_tag::<u8>(HELLO);
+        let (theirs, who): (Fingerprint, Who) = heard(&words)?;
+        all.push(who);
+        if let Some((what, [ours, theirs])) = fingerprint.difference(&theirs) {
+            error.get_or_insert(JoinError::Differs {
+                what,
+                index,
+                theirs,
+                ours,
+            });
+        }
+    }
+    let reply = match &error {
+        None => Reply::Welcome(all.clone()),
+        Some(e) => Reply::Refused(e.to_string()),
+    };
+    let reply = told(&reply)?;
+    for index in 1..of {
+        let to = world.process_at_rank(index as i32);
+        to.send_with_tag(&reply[..], HELLO);
+    }
+    error.map_or(Ok(all), Err)
+}
+
+fn told(word: &impl Serialize) -> Result<Vec<u8>, JoinError> {
+    rmp_serde::to_vec_named(word).map_err(|e| JoinError::Ended(e.to_string()))
+}
+
+fn heard<T: for<'a> Deserialize<'a>>(words: &[u8]) -> Result<T, JoinError> {
+    let what = |e| JoinError::Ended(format!("a process speaks another language: {e}"));
+    rmp_serde::from_slice(words).map_err(what)
+}
+
+/// Takes in what arrives from all processes until each has finished.
+fn take_in(mut to: Vec<Option<Sender<Vec<u8>>>>) {
+    let world = SimpleCommunicator::world();
+    let mut looks = 0;
+    while to.iter().any(Option::is_some) {
+        let found = world.any_process().immediate_matched_probe_with_tag(BYTES);
+        let Some((message, status)) = found else {
+            looks += 1;
+            match looks > LOOKS {
+                true => std::thread::sleep(PAUSE),
+                false => std::thread::yield_now(),
+            }
+            continue;
+        };
+        looks = 0;
+        let mut bytes = vec![0u8; status.count(u8::equivalent_datatype()) as usize];
+        message.matched_receive_into(&mut bytes[..]);
+        let Some(reader) = to.get_mut(status.source_rank() as usize) else {
+            continue;
+        };
+        match bytes.is_empty() {
+            true => *reader = None,
+            // One who reads no more has ended.
+            false => drop(reader.as_ref().map(|r| r.send(bytes))),
+        }
+    }
+}
+
+struct Link {
+    to: i32,
+    incoming: Mutex<Option<Receiver<Vec<u8>>>>,
+}
+
+impl Connection for Link {
+    fn reader(&self) -> io::Result<Box<dyn Read + Send>> {
+        let mut incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
+        match incoming.take() {
+            Some(incoming) => Ok(Box::new(Arrivals {
+                incoming,
+                bytes: Vec::new(),
+                read: 0,
+            })),
+            None => Err(ErrorKind::NotConnected.into()),
+        }
+    }
+    fn writer(&self) -> io::Result<Box<dyn Write + Send>> {
+        Ok(Box::new(Departures { to: self.to }))
+    }
+    fn finish(&self) {
+        let world = SimpleCommunicator::world();
+        let nothing: &[u8] = &[];
+        world.process_at_rank(self.to).send_with_tag(nothing, BYTES);
+    }
+    /// The library ends all processes when one is gone.
+    fn hurry(&self, _: Duration) {}
+    fn close(&self) {}
+}
+
+struct Arrivals {
+    incoming: Receiver<Vec<u8>>,
+    bytes: Vec<u8>,
+    read: usize,
+}
+
+impl Read for Arrivals {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while self.read == self.bytes.len() {
+            match self.incoming.recv() {
+                Ok(bytes) => (self.bytes, self.read) = (bytes, 0),
+                Err(_) => return Ok(0),
+            }
+        }
+        let n = out.len().min(self.bytes.len() - self.read);
+        out[..n].copy_from_slice(&self.bytes[self.read..self.read + n]);
+        self.read += n;
+        Ok(n)
+    }
+}
+
+struct Departures {
+    to: i32,
+}
+
+impl Write for Departures {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = bytes.len().min(LONGEST);
+        if n > 0 {
+            let world = SimpleCommunicator::world();
+            world
+                .process_at_rank(self.to)
+                .send_with_tag(&bytes[..n], BYTES);
+        }
+        Ok(n)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,245 @@
+//! What every rank is doing, in a file that outlives its process, and what the files of a run that
+//! hangs or died say when they are held against its program.
+//!
+//! A rank writes where it is in its script before and after each instruction, 40 bytes in place: the
+//! system keeps what was written when the process is killed. There is no history, because there
+//! need be none: the program is static, so where a rank is says all that it did, and which calls
+//! each of the others must have come to.
+
+use crate::error::RuntimeError;
+use crate::execute::position::{self, Position};
+use ir::Rank;
+use ir::program::Program;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The first bytes of a record; the last one is the version of the form.
+const MAGIC: [u8; 8] = *b"mshrec\0\x01";
+/// Where the place in the script stands.
+const AT: u64 = 64;
+const LEN: usize = 104;
+const ENDING: &str = "record";
+
+/// A rank's file.
+#[derive(Debug)]
+pub struct Record {
+    file: File,
+    plays: u64,
+    training: bool,
+    begun: u64,
+}
+
+impl Record {
+    /// Begins the record of a rank in a folder, in place of one that is there.
+    pub fn create(folder: &Path, rank: Rank) -> Result<Self, RuntimeError> {
+        let path = file(folder, rank);
+        let created = || -> io::Result<File> {
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)?;
+            let mut head = [0; LEN];
+            head[..8].copy_from_slice(&MAGIC);
+            head[8..12].copy_from_slice(&rank.0.to_le_bytes());
+            head[12..16].copy_from_slice(&std::process::id().to_le_bytes());
+            let host = host();
+            let n = host.len().min(47);
+            head[16] = n as u8;
+            head[17..17 + n].copy_from_slice(&host.as_bytes()[..n]);
+            file.write_all(&head)?;
+            Ok(file)
+        };
+        let file = created().map_err(|e| problem(&path, e.to_string()))?;
+        Ok(Record {
+            file,
+            plays: 0,
+            training: false,
+            begun: 0,
+        })
+    }
+    /// A script begins.
+    pub(crate) fn play(&mut self, training: bool) {
+        (self.plays, self.training, self.begun) = (self.plays + 1, training, 0);
+        self.write(0);
+    }
+    /// The next instruction begins.
+    pub(crate) fn begin(&mut self) {
+        let done = self.begun;
+        self.begun += 1;
+        self.write(done);
+    }
+    /// It is done.
+    pub(crate) fn done(&mut self) {
+        self.write(self.begun);
+    }
+    fn write(&self, done: u64) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(0, |t| t.as_millis() as u64);
+        let training = u64::from(self.training);
+        let fields = [self.plays, training, self.begun, done, now];
+        let mut bytes = [0; 40];
+        for (to, field) in bytes.chunks_exact_mut(8).zip(fields) {
+            to.copy_from_slice(&field.to_le_bytes());
+        }
+        // A record that cannot be written is no reason to end a run.
+        let _ = write_at(&self.file, &bytes);
+    }
+}
+
+#[cfg(unix)]
+fn write_at(file: &File, bytes: &[u8]) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, AT)
+}
+
+#[cfg(not(unix))]
+fn write_at(file: &File, bytes: &[u8]) -> io::Result<()> {
+    use std::io::{Seek, SeekFrom};
+    let mut file = file;
+    file.seek(SeekFrom::Start(AT))?;
+    file.write_all(bytes)
+}
+
+fn file(folder: &Path, rank: Rank) -> PathBuf {
+    folder.join(format!("rank-{}.{ENDING}", rank.0))
+}
+
+fn problem(path: &Path, problem: String) -> RuntimeError {
+    RuntimeError::Record {
+        path: path.to_path_buf(),
+        problem,
+    }
+}
+
+/// The name of this host.
+pub(crate) fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "this host".into(),
+        name => name.into(),
+    }
+}
+
+/// What a rank's file says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// The rank.
+    pub rank: Rank,
+    /// Its process.
+    pub pid: u32,
+    /// The host of that.
+    pub host: String,
+    /// Scripts that it began, of training and validation.
+    pub plays: u64,
+    /// Whether the last one is of training.
+    pub training: bool,
+    /// Instructions of that which it began.
+    pub begun: u64,
+    /// And did.
+    pub done: u64,
+    /// When it wrote that, in milliseconds since 1970.
+    pub at_ms: u64,
+}
+
+/// Reads the records in a folder.
+///
+/// Fails when there are none, or a file is not one.
+pub fn read(folder: &Path) -> Result<Vec<Seen>, RuntimeError> {
+    let bad = |path: &Path, what: &str| problem(path, what.into());
+    let entries = std::fs::read_dir(folder).map_err(|e| problem(folder, e.to_string()))?;
+    let paths = entries.flatten().map(|e| e.path());
+    let mut paths: Vec<PathBuf> = paths
+        .filter(|p| p.extension().is_some_and(|e| e == ENDING))
+        .collect();
+    paths.sort();
+    if paths.is_empty() {
+        return Err(bad(folder, "it has no records of ranks"));
+    }
+    let mut all = Vec::with_capacity(paths.len());
+    for path in paths {
+        let bytes = std::fs::read(&path).map_err(|e| problem(&path, e.to_string()))?;
+        let seen = Seen::parse(&bytes).ok_or_else(|| bad(&path, "it is no record of a rank"))?;
+        all.push(seen);
+    }
+    all.sort_by_key(|s| s.rank);
+    Ok(all)
+}
+
+impl Seen {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; LEN] = bytes.try_into().ok()?;
+        if bytes[..8] != MAGIC {
+            return None;
+        }
+        let small = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[at + i]));
+        let large = |i: usize| {
+            let at = AT as usize + 8 * i;
+            u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|k| bytes[at + k]))
+        };
+        let host = bytes.get(17..17 + usize::from(bytes[16]))?;
+        Some(Seen {
+            rank: Rank(small(8)),
+            pid: small(12),
+            host: String::from_utf8_lossy(host).into_owned(),
+            plays: large(0),
+            training: large(1) == 1,
+            begun: large(2),
+            done: large(3),
+            at_ms: large(4),
+        })
+    }
+}
+
+/// What a rank was doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Doing {
+    /// It left no record.
+    Nothing,
+    /// Nothing between two scripts, of which the last was so many instructions long.
+    Between,
+    /// This instruction, alone or with others who are all there.
+    Working(String),
+    /// It waited in this call, for those who had not come to it.
+    Waiting {
+        /// The instruction and the call.
+        what: String,
+        /// Who had not come.
+        missing: Vec<Rank>,
+    },
+}
+
+/// The result of holding records against their program.
+#[derive(Clone, Debug)]
+pub struct Diagnosis {
+    /// What each rank of the program was doing.
+    pub ranks: BTreeMap<Rank, Doing>,
+    /// Those for whom others waited and who waited for nobody themselves.
+    pub culprits: BTreeSet<Rank>,
+}
+
+/// Holds what was seen of the ranks of a run against its program.
+///
+/// Fails when the records are not of this program.
+pub fn diagnose(program: &Program, seen: &[Seen]) -> Result<Diagnosis, RuntimeError> {
+    let mut positions: BTreeMap<Rank, Position> = BTreeMap::new();
+    for s in seen {
+        positions.insert(s.rank, position::of(program, s)?);
+    }
+    let mut ranks = BTreeMap::new();
+    for rank in program.roles.iter().flat_map(|r| r.mesh.ranks()) {
+        let doing = positions
+            .get(&rank)
+            .map_or(Doing::Nothing, |p| p.doing(&positions));
+        ranks.insert(rank, doing);
+    }
+    let awaited = ranks.values().flat_map(|doing| match doing {
+        Doing::Waiting { missing, .. } => &missing[..],
+        _ => &[],
+    });
+    let waits = |rank: &&Rank| matches!(ranks.get(rank), Some(Doing::Waiting { .. }));
+    let culprits = awaited.filter(|r| !waits(r)).copied().collect();
+    Ok(Diagnosis { ranks, culprits })
+}
