@@ -45,35 +45,25 @@ fn seen(rank: u32, plays: u64, begun: u64, done: u64) -> Seen {
     }
 }
 
-/// Lets all ranks play until none can go on, rank 3 no further than `stop`: what a run is like in
-/// which it hangs there. What a rank can do is found here by rendezvous alone.
-fn played(program: &Program, stop: u64) -> Vec<Seen> {
-    let len = |role: usize| {
-        let script = Scripts::new(program, role).unwrap().of(true);
-        script.slots.iter().map(Vec::len).sum::<usize>() as u64
-    };
-    let lens = [len(0), len(0), len(1), len(1)];
-    let mut all: Vec<Seen> = (0..4).map(|rank| seen(rank, 1, 0, 0)).collect();
+/// Lets all ranks play on until none can, rank 3 no further than `stop`: what a run is like in which
+/// it hangs there. What a rank can do is found here by rendezvous alone.
+fn play_on(program: &Program, all: &mut [Seen], lens: [u64; 4], stop: u64) {
     loop {
+        let doing = diagnose(program, all).unwrap().ranks;
         let mut moved = false;
-        for rank in 0..4usize {
+        for (rank, seen) in all.iter_mut().enumerate() {
             let most = if rank == 3 { stop } else { lens[rank] };
-            let Seen { begun, done, .. } = all[rank];
-            if begun == done && begun < most {
-                all[rank].begun += 1;
+            let works = matches!(doing[&Rank(rank as u32)], Doing::Working(_));
+            if seen.begun == seen.done && seen.begun < most {
+                seen.begun += 1;
                 moved = true;
-            } else if begun > done {
-                // It may go on when it waits for nobody.
-                let waits = &diagnose(program, &all).unwrap().ranks[&Rank(rank as u32)];
-                let holds = rank == 3 && begun == stop;
-                if matches!(waits, Doing::Working(_)) && !holds {
-                    all[rank].done += 1;
-                    moved = true;
-                }
+            } else if seen.begun > seen.done && works && !(rank == 3 && seen.begun == stop) {
+                seen.done += 1;
+                moved = true;
             }
         }
         if !moved {
-            return all;
+            return;
         }
     }
 }
@@ -81,11 +71,15 @@ fn played(program: &Program, stop: u64) -> Vec<Seen> {
 #[test]
 fn whoever_stops_is_found_wherever_it_stops() {
     let program = program();
-    let len = Scripts::new(&program, 1).unwrap().of(true);
-    let len = len.slots.iter().map(Vec::len).sum::<usize>() as u64;
+    let len = |role: usize| {
+        let script = Scripts::new(&program, role).unwrap().of(true);
+        script.slots.iter().map(Vec::len).sum::<usize>() as u64
+    };
+    let (lens, len) = ([len(0), len(0), len(1), len(1)], len(1));
+    let mut all: Vec<Seen> = (0..4).map(|rank| seen(rank, 1, 0, 0)).collect();
     let mut n_found = 0;
     for stop in 1..=len {
-        let all = played(&program, stop);
+        play_on(&program, &mut all, lens, stop);
         let diagnosis = diagnose(&program, &all).unwrap();
         let waiting = |rank: u32| matches!(diagnosis.ranks[&Rank(rank)], Doing::Waiting { .. });
         // Of the others nobody is to blame.

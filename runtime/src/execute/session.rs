@@ -21,6 +21,11 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+/// How long one rank is waited for before the others are looked after.
+const ATTENTION: Duration = Duration::from_millis(50);
+/// How long ranks of other processes have to answer when the run has failed.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
 /// How a session runs.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
@@ -640,8 +645,9 @@ impl Session {
         self.ranks.iter().filter(of).copied().collect()
     }
 
-    /// Asks some ranks and waits for all their answers. When several fail, the error is of one
-    /// that did not merely follow another.
+    /// Asks some ranks and waits for all their answers; once one has failed, not for long for those
+    /// of other processes, which may hang. When several fail, the error is of one that did not
+    /// merely follow another.
     fn ask(
         &mut self,
         ranks: &[Member],
@@ -653,15 +659,32 @@ impl Session {
         for m in ranks {
             self.workers[m.worker].tell(m.rank, request(m));
         }
-        let (mut replies, mut errors) = (Vec::with_capacity(ranks.len()), Vec::new());
-        for m in ranks {
-            match self.workers[m.worker].hear(m.rank) {
-                Ok(reply) => replies.push(reply),
-                Err(error) => errors.push(error),
+        let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
+        let (mut errors, mut failed) = (Vec::new(), None);
+        let mut open: Vec<usize> = (0..ranks.len()).collect();
+        while !open.is_empty() {
+            // Whoever is first is waited for, the others are looked after.
+            let mut patience = ATTENTION;
+            open.retain(|&i| {
+                let m = &ranks[i];
+                let worker = &mut self.workers[m.worker];
+                let mut answer = worker.hear(m.rank, std::mem::take(&mut patience));
+                if failed.is_some_and(|f: Instant| f.elapsed() > LAST_WORDS) {
+                    answer = answer.or_else(|| worker.silent(m.rank).map(Err));
+                }
+                match answer {
+                    None => return true,
+                    Some(Ok(reply)) => replies[i] = Some(reply),
+                    Some(Err(error)) => errors.push(error),
+                }
+                false
+            });
+            if !errors.is_empty() {
+                failed.get_or_insert_with(Instant::now);
             }
         }
         if errors.is_empty() {
-            return Ok(replies);
+            return Ok(replies.into_iter().flatten().collect());
         }
         let first = errors.iter().position(|e| !e.is_consequence()).unwrap_or(0);
         let error = errors.swap_remove(first);

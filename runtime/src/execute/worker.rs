@@ -17,15 +17,18 @@ use ir::{DType, Rank};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// The coordinator's way to a worker, wherever that is.
 pub(crate) trait Link: Send {
     /// Asks a rank of the worker. One that is gone says so by its answer.
     fn tell(&mut self, rank: Rank, request: Request);
-    /// Waits for the answer to the oldest request that has none yet.
-    fn hear(&mut self, rank: Rank) -> Answer;
+    /// Waits no longer than so for the answer to the oldest request that has none yet.
+    fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer>;
+    /// The error of a rank that is not waited for any longer, where that is possible.
+    fn silent(&self, rank: Rank) -> Option<RuntimeError>;
 }
 
 /// Takes a rank's answers; false once nobody wants them.
@@ -108,14 +111,19 @@ impl Link for Worker {
     fn tell(&mut self, rank: Rank, request: Request) {
         self.crew.tell(rank, request);
     }
-    fn hear(&mut self, rank: Rank) -> Answer {
-        match self.answers.get(&rank).map(Receiver::recv) {
-            Some(Ok(answer)) => answer,
-            _ => Err(RuntimeError::Panic {
+    fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer> {
+        match self.answers.get(&rank)?.recv_timeout(patience) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Err(RuntimeError::Panic {
                 rank,
                 message: "its thread is gone".into(),
-            }),
+            })),
         }
+    }
+    /// A thread cannot be left behind.
+    fn silent(&self, _: Rank) -> Option<RuntimeError> {
+        None
     }
 }
 
@@ -149,11 +157,17 @@ impl Link for Remote {
     fn tell(&mut self, rank: Rank, request: Request) {
         self.send(Head::Request { rank, request });
     }
-    fn hear(&mut self, rank: Rank) -> Answer {
-        match self.answers.get(&rank).map(Receiver::recv) {
-            Some(Ok(answer)) => answer,
-            _ => Err(self.processes.gone(self.process, rank)),
+    fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer> {
+        match self.answers.get(&rank)?.recv_timeout(patience) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => {
+                Some(Err(self.processes.gone(self.process, rank)))
+            }
         }
+    }
+    fn silent(&self, rank: Rank) -> Option<RuntimeError> {
+        Some(self.processes.silent(self.process, rank))
     }
 }
 

@@ -270,13 +270,24 @@ impl Processes {
             }
             std::thread::sleep(Duration::from_millis(10));
         };
+        self.lost(
+            process,
+            rank,
+            how.unwrap_or_else(|| "its connection ended".into()),
+        )
+    }
+    /// The error of a rank of a process that is there and does not answer.
+    pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {
+        self.lost(process, rank, "it does not answer".into())
+    }
+    fn lost(&self, process: usize, rank: Rank, how: String) -> RuntimeError {
         let who = self.all.get(process).cloned();
         RuntimeError::Gone {
             rank,
             process,
             pid: who.as_ref().map_or(0, |w| w.pid),
             host: who.map_or_else(String::new, |w| w.host),
-            how: how.unwrap_or_else(|| "its connection ended".into()),
+            how,
         }
     }
 }

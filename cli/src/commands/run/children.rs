@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 /// Longest that processes have to end by themselves.
 const GRACE: Duration = Duration::from_secs(10);
+/// The same where the run has failed.
+const GRACE_OF_FAILURE: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The processes, killed where they do not end when this one does.
@@ -92,7 +94,10 @@ impl Children {
     /// Waits for all to end by themselves; those that do not in time are killed. Says which did
     /// not end well.
     pub fn finish(&self) -> Vec<String> {
-        let until = Instant::now() + GRACE;
+        self.end(GRACE)
+    }
+    fn end(&self, grace: Duration) -> Vec<String> {
+        let until = Instant::now() + grace;
         let mut problems = Vec::new();
         for s in self.lock().iter_mut() {
             while s.look().is_none() && Instant::now() < until {
@@ -126,7 +131,7 @@ impl Started {
 impl Drop for Children {
     fn drop(&mut self) {
         // They end when process 0 has closed its connections.
-        self.finish();
+        self.end(GRACE_OF_FAILURE);
     }
 }
 
