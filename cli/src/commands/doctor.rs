@@ -6,25 +6,45 @@ use crate::{plan_file, report};
 use ir::Rank;
 use runtime::record::{self, Diagnosis, Doing, Seen};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let seen = record::read(&args.folder)?;
-    let diagnosis = record::diagnose(&loaded.program, &seen)?;
+    let mut diagnosis = record::diagnose(&loaded.program, &seen)?;
     let processes: BTreeMap<Rank, Process> =
         seen.iter().map(|s| (s.rank, Process::of(s))).collect();
+    narrow(&mut diagnosis, &processes);
     match args.json {
         true => print_json(&diagnosis, &processes),
         false => report::out(&words(&diagnosis, &processes)),
     }
 }
 
+/// Of ranks that are in a call together the records do not say who holds it up. Where the process of
+/// some that wait for nobody does nothing any more, it is they.
+fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
+    let is_still = |rank: &Rank| processes.get(rank).is_some_and(|p| p.is_still);
+    let waits = |doing: &Doing| matches!(doing, Doing::Waiting { .. });
+    let suspects = of.ranks.iter().filter(|(_, doing)| !waits(doing));
+    let still = suspects.map(|(rank, _)| *rank).filter(is_still);
+    let still: BTreeSet<Rank> = still.collect();
+    if !still.is_empty() && still.len() < processes.len() {
+        of.culprits = still;
+    }
+}
+
+const GONE: &str = "gone";
+const STOPPED: &str = "stopped by a signal";
+const DEAD: &str = "dead";
+
 /// What has become of a rank's process.
 struct Process {
     pid: u32,
     host: String,
     state: &'static str,
+    /// Whether it can do nothing any more, or not until somebody lets it.
+    is_still: bool,
 }
 
 impl Process {
@@ -34,7 +54,7 @@ impl Process {
         let status = format!("/proc/{}/status", seen.pid);
         let state = match std::fs::read_to_string(status) {
             _ if here.trim() != seen.host => "on another host",
-            Err(_) => "gone",
+            Err(_) => GONE,
             Ok(status) => match status.lines().find_map(|l| l.strip_prefix("State:")) {
                 Some(state) => state_word(state.trim()),
                 None => "there",
@@ -44,6 +64,7 @@ impl Process {
             pid: seen.pid,
             host: seen.host.clone(),
             state,
+            is_still: [GONE, STOPPED, DEAD].contains(&state),
         }
     }
     fn words(&self) -> String {
@@ -56,8 +77,8 @@ impl Process {
 
 fn state_word(state: &str) -> &'static str {
     match state.as_bytes().first() {
-        Some(b'T' | b't') => "stopped by a signal",
-        Some(b'Z' | b'X') => "dead",
+        Some(b'T' | b't') => STOPPED,
+        Some(b'Z' | b'X') => DEAD,
         Some(b'D') => "waiting for a disk or the like",
         Some(b'R') => "running",
         _ => "there",
@@ -83,14 +104,9 @@ fn words(of: &Diagnosis, processes: &BTreeMap<Rank, Process>) -> String {
         (0, _) => "Ranks wait for each other in a circle, which `meshwright check` would have \
                    refused: their programs are not those of one plan."
             .to_string(),
-        (n, _) => format!(
-            "{} kept the others waiting{}.",
-            names(of.culprits.iter().copied()),
-            if n_waiting < of.ranks.len() - n {
-                ", those that waited"
-            } else {
-                ""
-            }
+        _ => format!(
+            "{} kept the others waiting.",
+            names(of.culprits.iter().copied())
         ),
     }];
     for (&rank, doing) in &of.ranks {

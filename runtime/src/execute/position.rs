@@ -78,7 +78,7 @@ pub(crate) fn of(program: &Program, seen: &Seen) -> Result<Position, RuntimeErro
                 step.instruction,
                 step.microbatch
                     .map_or(String::new(), |m| format!(" of microbatch {m}")),
-                what(role, &template.instructions[step.instruction])
+                short(&what(role, &template.instructions[step.instruction]))
             );
             match &calls[step.template.index()][step.instruction] {
                 None => Now::Working(words),
@@ -96,6 +96,14 @@ pub(crate) fn of(program: &Program, seen: &Seen) -> Result<Position, RuntimeErro
         come,
         now,
     })
+}
+
+/// The first of many buffers, and how many more there are.
+fn short(what: &str) -> String {
+    match what.split_once('+') {
+        Some((first, rest)) => format!("{first} and {} more", rest.split('+').count()),
+        None => what.into(),
+    }
 }
 
 /// The meetings of a call, with the others who belong to each.

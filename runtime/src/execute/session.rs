@@ -231,6 +231,8 @@ pub struct Session {
     /// In the order of the roles.
     ranks: Vec<Member>,
     step: u64,
+    /// Longest that an answer is waited for when others are there.
+    watchdog: Duration,
     /// The first error; after it the ranks are out of step and nothing more can be run.
     ended: Option<String>,
 }
@@ -360,6 +362,7 @@ impl Session {
             workers,
             ranks,
             step: 0,
+            watchdog,
             ended: None,
         })
     }
@@ -646,7 +649,7 @@ impl Session {
     }
 
     /// Asks some ranks and waits for all their answers; once one has failed, not for long for those
-    /// of other processes, which may hang. When several fail, the error is of one that did not
+    /// of other processes, which may hang, and else no longer than ranks wait for each other. When several fail, the error is of one that did not
     /// merely follow another.
     fn ask(
         &mut self,
@@ -660,7 +663,7 @@ impl Session {
             self.workers[m.worker].tell(m.rank, request(m));
         }
         let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
-        let (mut errors, mut failed) = (Vec::new(), None);
+        let (mut errors, mut failed, mut heard) = (Vec::new(), None, None);
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
             // Whoever is first is waited for, the others are looked after.
@@ -669,9 +672,13 @@ impl Session {
                 let m = &ranks[i];
                 let worker = &mut self.workers[m.worker];
                 let mut answer = worker.hear(m.rank, std::mem::take(&mut patience));
-                if failed.is_some_and(|f: Instant| f.elapsed() > LAST_WORDS) {
+                let is_over =
+                    |since: Option<Instant>, limit| since.is_some_and(|s| s.elapsed() > limit);
+                // The ranks meet at the end of a step, so that their answers come together.
+                if is_over(failed, LAST_WORDS) || is_over(heard, self.watchdog) {
                     answer = answer.or_else(|| worker.silent(m.rank).map(Err));
                 }
+                heard = answer.as_ref().map(|_| Instant::now()).or(heard);
                 match answer {
                     None => return true,
                     Some(Ok(reply)) => replies[i] = Some(reply),
