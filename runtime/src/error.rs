@@ -63,8 +63,8 @@ pub enum RuntimeError {
         /// What that one came with.
         brought: String,
     },
-    /// A rank's process is gone.
-    #[error("{rank} is gone: process {process} (pid {pid} on {host}): {how}")]
+    /// A rank's process is gone, or does not answer.
+    #[error("{rank} is lost: process {process} (pid {pid} on {host}): {how}")]
     Gone {
         /// The rank.
         rank: Rank,

@@ -21,14 +21,12 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     }
 }
 
-/// Of ranks that are in a call together the records do not say who holds it up. Where the process of
-/// some that wait for nobody does nothing any more, it is they.
+/// Of ranks that are in a call together the records do not say who holds it up, and one that has been
+/// stopped may have come to a later call before others heard so. Where the processes of some do
+/// nothing any more, it is they.
 fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
-    let is_still = |rank: &Rank| processes.get(rank).is_some_and(|p| p.is_still);
-    let waits = |doing: &Doing| matches!(doing, Doing::Waiting { .. });
-    let suspects = of.ranks.iter().filter(|(_, doing)| !waits(doing));
-    let still = suspects.map(|(rank, _)| *rank).filter(is_still);
-    let still: BTreeSet<Rank> = still.collect();
+    let still = processes.iter().filter(|(_, p)| p.is_still);
+    let still: BTreeSet<Rank> = still.map(|(rank, _)| *rank).collect();
     if !still.is_empty() && still.len() < processes.len() {
         of.culprits = still;
     }

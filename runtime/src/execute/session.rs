@@ -693,8 +693,11 @@ impl Session {
         if errors.is_empty() {
             return Ok(replies.into_iter().flatten().collect());
         }
-        let first = errors.iter().position(|e| !e.is_consequence()).unwrap_or(0);
-        let error = errors.swap_remove(first);
+        // What others report of a process that is lost follows from that.
+        let is_lost = |e: &RuntimeError| matches!(e, RuntimeError::Gone { .. });
+        let lost = errors.iter().position(is_lost);
+        let first = lost.or_else(|| errors.iter().position(|e| !e.is_consequence()));
+        let error = errors.swap_remove(first.unwrap_or(0));
         self.ended = Some(error.to_string());
         Err(error)
     }
