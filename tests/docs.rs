@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Which of our crates a crate may use: the table of the design.
-const MAY_USE: [(&str, &[&str]); 13] = [
+const MAY_USE: [(&str, &[&str]); 14] = [
     ("ir", &[]),
     ("intra-op", &[]),
     ("import", &["ir"]),
@@ -25,6 +25,7 @@ const MAY_USE: [(&str, &[&str]); 13] = [
     ("runtime", &["ir"]),
     ("planner", &["ir", "cost-model", "intra-op", "lowering"]),
     ("frameworks", &["ir", "cost-model"]),
+    ("export", &["ir"]),
     (
         "published",
         &[
@@ -48,6 +49,7 @@ const MAY_USE: [(&str, &[&str]); 13] = [
             "runtime",
             "planner",
             "published",
+            "export",
         ],
     ),
     (

@@ -56,6 +56,9 @@ pub enum Verb {
     /// Print the program of a plan, whole or as one rank sees it.
     #[command(after_help = format!("Examples:\n  meshwright lower plan.json\n  meshwright lower plan.json --rank 3 -o rank3.txt\n\n{EXIT_CODES}"))]
     Lower(LowerArgs),
+    /// Write a plan down for other software: launch flags, config files, placements.
+    #[command(after_help = format!("Examples:\n  meshwright export plan.json --to megatron-core -o job\n  meshwright export plan.json --to deepspeed -o ds_config.json\n  meshwright export plan.json --to torchtitan --nearest\n\nWhat the software cannot express is listed, with what was written instead. A plan that it cannot\nexpress at all is refused (exit code 4), and nothing is written.\n\n{EXIT_CODES}"))]
+    Export(ExportArgs),
     /// Play a plan on its cluster's description.
     #[command(after_help = format!("Example:\n  meshwright simulate plan.json --trace trace.json    (open the trace at https://ui.perfetto.dev)\n\n{EXIT_CODES}"))]
     Simulate(SimulateArgs),
@@ -488,6 +491,29 @@ pub struct LowerArgs {
     /// Where to write the program [default: standard output].
     #[arg(short, long)]
     pub output: Option<PathBuf>,
+}
+
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// The plan.
+    pub plan: PathBuf,
+    /// The software: megatron-core, deepspeed, torchtitan, fsdp2, accelerate or jax.
+    #[arg(long, value_name = "SOFTWARE")]
+    pub to: String,
+    /// The folder to write into, which is made, or where there is one file its name [default: a
+    /// folder export-SOFTWARE here].
+    #[arg(short, long, value_name = "DIR|FILE")]
+    pub output: Option<PathBuf>,
+    /// Plan again with what the software can express, and say what that plan is predicted to take.
+    #[arg(long)]
+    pub nearest: bool,
+    /// How that plan is searched for.
+    #[command(flatten)]
+    pub search: SearchArgs,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `simulate`.

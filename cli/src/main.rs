@@ -178,6 +178,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Fits(a) => commands::fits::run(&a),
         Verb::Check(a) => commands::check::run(&a),
         Verb::Lower(a) => commands::lower::run(&a),
+        Verb::Export(a) => commands::export::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),
         Verb::Run(a) => commands::run::run(&a),
         Verb::Doctor(a) => commands::doctor::run(&a),

@@ -7,6 +7,7 @@ pub mod compare;
 pub mod compile;
 pub mod doctor;
 pub mod explain;
+pub mod export;
 pub mod fits;
 pub mod inspect;
 pub mod lower;

@@ -1,0 +1,606 @@
+//! Megatron-LM on Megatron-Core: a launch script, and the same arguments as a map in YAML.
+//!
+//! Names of arguments are those of `megatron/training/arguments.py` and of the config classes that
+//! it takes arguments from, at `core_v0.19.0`; that version's own parser and validation accept what
+//! is written (docs/export.md).
+
+use super::{Choices, Missing, Target, Written, block_name, degrees, inexpressible, origin};
+use crate::model::{Activation, ModelShape, Norm};
+use crate::recompute::Recomputed;
+use crate::summary::{ContextAttention, Degrees, Stage, Summary};
+use crate::{ExportError, File, Read};
+use ir::offload::TensorClass;
+use ir::op::RopeScaling;
+use ir::plan::ScheduleKind;
+use ir::{Optimizer, Precision};
+use std::fmt::Write;
+
+const TARGET: Target = Target::MegatronCore;
+
+/// An argument: its name without dashes, and its value; none of a flag.
+type Argument = (&'static str, Option<String>);
+
+/// The file of the launch script, and of the arguments.
+const SCRIPT: &str = "launch.sh";
+const ARGUMENTS: &str = "args.yaml";
+
+pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
+    let summary = &read.summary;
+    let d = degrees(summary, TARGET)?;
+    let model = summary.model.as_ref();
+    let model = model.ok_or_else(|| {
+        inexpressible(
+            TARGET,
+            "the model is no decoder of blocks with one attention each",
+        )
+    })?;
+    let mut missing = Missing::default();
+    missing.add_deviations(summary, &[]);
+    let mut choices = Choices::of(summary);
+    if summary.on_cpu {
+        missing.add(
+            "the devices",
+            "ranks on processors",
+            "GPUs, which Megatron-LM needs",
+        );
+    }
+    let mut args = model_arguments(model, summary, d, &mut missing)?;
+    args.extend(parallel(d, summary, &mut missing));
+    args.extend(pipeline(d, model, summary, &mut choices, &mut missing)?);
+    args.extend(zero(d, &mut choices, &mut missing));
+    args.extend(recompute(d, model, summary, &mut choices, &mut missing));
+    args.extend(training(d, summary));
+    args.extend(offload(summary, &mut missing));
+    let fsdp = args.iter().any(|(name, _)| *name == "use-megatron-fsdp");
+    Ok(Written {
+        files: vec![
+            File {
+                name: SCRIPT,
+                text: script(summary, &args, fsdp),
+            },
+            File {
+                name: ARGUMENTS,
+                text: yaml(summary, &args),
+            },
+        ],
+        not_expressed: missing.list(),
+        choices,
+    })
+}
+
+fn flag(name: &'static str) -> Argument {
+    (name, None)
+}
+
+fn with(name: &'static str, value: impl ToString) -> Argument {
+    (name, Some(value.to_string()))
+}
+
+fn model_arguments(
+    m: &ModelShape,
+    s: &Summary,
+    d: &Degrees,
+    missing: &mut Missing,
+) -> Result<Vec<Argument>, ExportError> {
+    let ffn = m
+        .ffn
+        .or(m.experts.as_ref().map(|e| e.ffn))
+        .unwrap_or(4 * m.hidden);
+    let mut args = vec![
+        with("num-layers", m.layers),
+        with("hidden-size", m.hidden),
+        with("ffn-hidden-size", ffn),
+        with("num-attention-heads", m.heads),
+        with("kv-channels", m.head_dim),
+        with("seq-length", s.sequence),
+        with("max-position-embeddings", m.positions.unwrap_or(s.sequence)),
+    ];
+    if m.kv_heads != m.heads {
+        args.push(flag("group-query-attention"));
+        args.push(with("num-query-groups", m.kv_heads));
+    }
+    match m.rotary {
+        None => args.push(with("position-embedding-type", "learned_absolute")),
+        Some(rotary) => {
+            args.push(with("position-embedding-type", "rope"));
+            args.push(with("rotary-base", rotary.theta.round()));
+            match rotary.scaling {
+                RopeScaling::None => {}
+                RopeScaling::Linear { factor } => {
+                    args.push(with("rotary-seq-len-interpolation-factor", factor.round()));
+                }
+                RopeScaling::Llama3 { factor, .. } => {
+                    args.push(flag("use-rope-scaling"));
+                    args.push(with("rope-scaling-factor", factor));
+                }
+            }
+        }
+    }
+    match m.norm {
+        Norm::Layer => args.push(with("normalization", "LayerNorm")),
+        Norm::Rms => args.push(with("normalization", "RMSNorm")),
+    }
+    args.push(with("norm-epsilon", m.norm_eps));
+    match (m.activation, m.gated) {
+        (Some(Activation::Silu), true) => args.push(flag("swiglu")),
+        (Some(Activation::Gelu), false) => args.push(flag("no-bias-gelu-fusion")),
+        (Some(Activation::GeluTanh), false) => args.push(flag("openai-gelu")),
+        (activation, gated) => {
+            let gate = if gated {
+                "with a gate"
+            } else {
+                "without a gate"
+            };
+            return Err(inexpressible(
+                TARGET,
+                format!("no argument asks for an MLP {gate} and activation {activation:?}"),
+            ));
+        }
+    }
+    if !m.bias {
+        args.push(flag("disable-bias-linear"));
+        if m.qkv_bias {
+            args.push(flag("add-qkv-bias"));
+        }
+    }
+    if m.qk_norm {
+        args.push(flag("qk-layernorm"));
+    }
+    if !m.tied {
+        args.push(flag("untie-embeddings-and-output-weights"));
+    }
+    args.push(with("tokenizer-type", "NullTokenizer"));
+    args.push(with("vocab-size", m.vocab));
+    let multiple = u64::from(d.tensor) * VOCAB_MULTIPLE;
+    if !m.vocab.is_multiple_of(multiple) {
+        missing.add(
+            "the table of tokens",
+            format!("{} rows", m.vocab),
+            format!("rows up to the next multiple of {multiple}"),
+        );
+    }
+    if let Some(e) = &m.experts {
+        args.push(with("num-experts", e.count));
+        args.push(with("moe-router-topk", e.top_k));
+        args.push(with("moe-ffn-hidden-size", e.ffn));
+        args.push(with("moe-router-load-balancing-type", "none"));
+        args.push(with("moe-token-dispatcher-type", "alltoall"));
+        args.push(with(
+            "moe-expert-capacity-factor",
+            rounded(e.capacity_factor),
+        ));
+        args.push(with("moe-token-drop-policy", "position"));
+        args.push(flag("moe-pad-expert-input-to-capacity"));
+        if !e.normalized {
+            args.push(flag("moe-router-pre-softmax"));
+        }
+        if let Some(shared) = e.shared_ffn {
+            args.push(with("moe-shared-expert-intermediate-size", shared));
+            args.push(flag("moe-shared-expert-gate"));
+        }
+        if !e.in_layer.iter().all(|has| *has) {
+            let pattern: Vec<&str> = e
+                .in_layer
+                .iter()
+                .map(|h| if *h { "1" } else { "0" })
+                .collect();
+            args.push(with("moe-layer-freq", format!("[{}]", pattern.join(","))));
+        }
+        missing.add(
+            "the slots of experts",
+            "counted sample by sample",
+            "counted over the tokens of a rank's microbatch, with the same factor",
+        );
+    }
+    Ok(args)
+}
+
+/// Megatron-LM pads the table of tokens to a multiple of this many rows for each tensor rank
+/// (`--make-vocab-size-divisible-by`).
+const VOCAB_MULTIPLE: u64 = 128;
+
+/// A factor with six digits behind the point at most.
+fn rounded(x: f64) -> f64 {
+    (x * 1e6).round() / 1e6
+}
+
+fn parallel(d: &Degrees, s: &Summary, missing: &mut Missing) -> Vec<Argument> {
+    let mut args = vec![
+        with("tensor-model-parallel-size", d.tensor),
+        with("pipeline-model-parallel-size", d.pipeline),
+        with("context-parallel-size", d.context),
+    ];
+    if d.sequence_parallel && d.tensor > 1 {
+        args.push(flag("sequence-parallel"));
+    }
+    if d.context > 1 {
+        let how = match d.context_attention {
+            Some(ContextAttention::Ring) => "p2p",
+            Some(ContextAttention::Ulysses) => "a2a",
+            _ => "all_gather",
+        };
+        args.push(with("cp-comm-type", how));
+        if !d.zigzag {
+            missing.add(
+                "the order of sequences over context ranks",
+                "natural",
+                "zigzag, in which Megatron-LM always hands them out",
+            );
+        }
+    }
+    if s.model.as_ref().is_some_and(|m| m.experts.is_some()) {
+        args.push(with("expert-model-parallel-size", d.expert));
+        args.push(with("expert-tensor-parallel-size", d.expert_tensor));
+        if d.tensor > 1 && !d.sequence_parallel {
+            missing.add(
+                "norms and residuals",
+                "whole on every tensor rank",
+                "sequence parallelism, which Megatron-LM needs for experts over tensor ranks",
+            );
+            args.push(flag("sequence-parallel"));
+        }
+    }
+    args
+}
+
+/// Blocks of even stages.
+fn are_even(stages: &[Stage], layers: u64) -> bool {
+    let n = stages.len() as u64;
+    let last = stages.len() - 1;
+    layers.is_multiple_of(n)
+        && stages
+            .iter()
+            .enumerate()
+            .all(|(i, s)| s.blocks.1 == layers / n && s.embed == (i == 0) && s.head == (i == last))
+}
+
+/// The layout of stages in Megatron's letters: `Et*3|t*4L`.
+fn layout(stages: &[Stage]) -> String {
+    let one = |s: &Stage| {
+        let embed = if s.embed { "E" } else { "" };
+        let head = if s.head { "L" } else { "" };
+        let blocks = match s.blocks.1 {
+            0 => String::new(),
+            1 => "t".into(),
+            n => format!("t*{n}"),
+        };
+        format!("{embed}{blocks}{head}")
+    };
+    stages.iter().map(one).collect::<Vec<_>>().join("|")
+}
+
+fn pipeline(
+    d: &Degrees,
+    model: &ModelShape,
+    s: &Summary,
+    choices: &mut Choices,
+    missing: &mut Missing,
+) -> Result<Vec<Argument>, ExportError> {
+    if d.pipeline == 1 {
+        return Ok(Vec::new());
+    }
+    let Some(stages) = &s.stages else {
+        let reason = "its stages have layers that are no embedding, block or head";
+        return Err(inexpressible(TARGET, reason));
+    };
+    let of = |kind: ScheduleKind| kind.schedule().name();
+    match s.schedule {
+        ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => {}
+        ScheduleKind::ZbV => {
+            choices.schedule = ScheduleKind::OneFOneB;
+            choices.keeps_stages = false;
+            missing.add(
+                "the schedule",
+                format!("{}, two stages on each mesh", of(s.schedule)),
+                "1f1b, one stage on each, of as many blocks each as goes",
+            );
+        }
+        other => {
+            choices.schedule = ScheduleKind::OneFOneB;
+            missing.add("the schedule", of(other), "1f1b");
+        }
+    }
+    if !choices.keeps_stages {
+        if !model.layers.is_multiple_of(u64::from(d.pipeline)) {
+            let even = even_layout(model.layers, d.pipeline);
+            return Ok(vec![with("pipeline-model-parallel-layout", even)]);
+        }
+        return Ok(Vec::new());
+    }
+    let mut args = Vec::new();
+    match (are_even(stages, model.layers), d.virtual_stages) {
+        (true, 1) => {}
+        (true, v) => args.push(with("num-virtual-stages-per-pipeline-rank", v)),
+        (false, _) => args.push(with("pipeline-model-parallel-layout", layout(stages))),
+    }
+    Ok(args)
+}
+
+/// Stages of as many blocks each as goes, the larger first.
+fn even_layout(layers: u64, pipeline: u32) -> String {
+    let n = u64::from(pipeline);
+    let stage = |i: u64| Stage {
+        embed: i == 0,
+        blocks: (0, layers / n + u64::from(i < layers % n)),
+        head: i + 1 == n,
+    };
+    layout(&(0..n).map(stage).collect::<Vec<_>>())
+}
+
+fn zero(d: &Degrees, choices: &mut Choices, missing: &mut Missing) -> Vec<Argument> {
+    let mut args = vec![flag("overlap-grad-reduce")];
+    let distributed = |args: &mut Vec<Argument>| {
+        args.push(flag("use-distributed-optimizer"));
+        args.push(flag("overlap-param-gather"));
+        if d.sharded < d.data {
+            args.push(with(
+                "num-distributed-optimizer-instances",
+                d.data / d.sharded,
+            ));
+        }
+    };
+    if d.zero > 0 && d.context > 1 {
+        missing.add(
+            "optimizer states",
+            format!("split over {} data ranks", d.sharded),
+            format!("split over the {} context ranks too", d.context),
+        );
+    }
+    match d.zero {
+        0 => {}
+        1 => distributed(&mut args),
+        level if d.pipeline > 1 => {
+            choices.zero = 1;
+            missing.add(
+                "parameters and gradients",
+                format!("ZeRO level {level}"),
+                "ZeRO level 1 (the distributed optimizer), the highest that goes with a pipeline",
+            );
+            distributed(&mut args);
+        }
+        level => {
+            let strategy = match level {
+                2 => "optim_grads",
+                _ => "optim_grads_params",
+            };
+            distributed(&mut args);
+            args.push(flag("use-megatron-fsdp"));
+            args.push(with("data-parallel-sharding-strategy", strategy));
+            args.push(with("ckpt-format", "fsdp_dtensor"));
+            args.push(flag("no-gradient-accumulation-fusion"));
+        }
+    }
+    args
+}
+
+fn recompute(
+    d: &Degrees,
+    model: &ModelShape,
+    s: &Summary,
+    choices: &mut Choices,
+    missing: &mut Missing,
+) -> Vec<Argument> {
+    let selective = |modules: &[&str]| {
+        vec![
+            with("recompute-granularity", "selective"),
+            with("recompute-modules", modules.join(" ")),
+        ]
+    };
+    match choices.uniform().cloned() {
+        None => by_layer(d, s, choices, missing),
+        Some(Recomputed::None) => Vec::new(),
+        Some(Recomputed::Full) => full("uniform", 1),
+        Some(Recomputed::Selective) => {
+            let mut modules = vec!["layernorm"];
+            if model.experts.is_some() {
+                modules.push("moe_act");
+            }
+            let dense = model
+                .experts
+                .as_ref()
+                .is_none_or(|e| !e.in_layer.iter().all(|h| *h));
+            if dense || model.rotary.is_some() {
+                missing.add(
+                    "recomputation of blocks",
+                    "norms, activation functions and other cheap ops",
+                    format!(
+                        "{}; results of the others are kept, which takes more memory",
+                        modules.join(" and ")
+                    ),
+                );
+            }
+            selective(&modules)
+        }
+        Some(what @ Recomputed::Ops(_)) => {
+            let parts = [
+                ("core_attn", &["attn.attend"][..]),
+                ("layernorm", &["ln_1", "ln_2", "norm_1", "norm_2"][..]),
+            ];
+            let has = parts.iter().filter(|(_, ops)| what.has(ops));
+            let modules: Vec<&str> = has.map(|(module, _)| *module).collect();
+            let instead = match modules.is_empty() {
+                true => "nothing is recomputed, which takes more memory".to_string(),
+                false => format!("the modules {}", modules.join(" and ")),
+            };
+            let exactly = what == Recomputed::Ops(["{}.attn.attend".to_string()].into());
+            if !exactly {
+                missing.add(
+                    "recomputation of blocks",
+                    format!("the ops {}", what.words()),
+                    instead,
+                );
+            }
+            match modules.is_empty() {
+                true => Vec::new(),
+                false => selective(&modules),
+            }
+        }
+    }
+}
+
+fn full(method: &str, layers: usize) -> Vec<Argument> {
+    vec![
+        with("recompute-granularity", "full"),
+        with("recompute-method", method),
+        with("recompute-num-layers", layers),
+    ]
+}
+
+/// Blocks that recompute differently: the first of each stage in full, as many as have anything
+/// recomputed in the stage that has most.
+fn by_layer(
+    d: &Degrees,
+    s: &Summary,
+    choices: &mut Choices,
+    missing: &mut Missing,
+) -> Vec<Argument> {
+    let chunks = s.stages.as_deref().unwrap_or_default();
+    let of_stage = |stage: &Stage| {
+        let (first, n) = stage.blocks;
+        let blocks = choices.recompute.iter().skip(first as usize);
+        let blocks: Vec<&Recomputed> = blocks.take(n as usize).collect();
+        let some = blocks.iter().filter(|r| ***r != Recomputed::None).count();
+        let exact = blocks[..some].iter().all(|r| **r == Recomputed::Full);
+        (some, exact)
+    };
+    let counts: Vec<(usize, bool)> = chunks.iter().map(of_stage).collect();
+    let most = counts.iter().map(|c| c.0).max().unwrap_or(0);
+    let exact = counts.iter().all(|c| c.1 && c.0 == most);
+    if !exact {
+        for (first, n, what) in super::recompute_runs(&s.recompute) {
+            missing.add(
+                format!("recomputation of {}", block_name(first, n)),
+                what.words(),
+                format!(
+                    "the first {} of each of the {} stages in full, the others not at all",
+                    ir::counted(most as u64, "block"),
+                    chunks.len().max(d.pipeline as usize)
+                ),
+            );
+        }
+        for stage in chunks {
+            for i in 0..stage.blocks.1 {
+                let Some(block) = choices.recompute.get_mut((stage.blocks.0 + i) as usize) else {
+                    continue;
+                };
+                *block = match (i as usize) < most {
+                    true => Recomputed::Full,
+                    false => Recomputed::None,
+                };
+            }
+        }
+    }
+    full("block", most)
+}
+
+fn training(d: &Degrees, s: &Summary) -> Vec<Argument> {
+    let mut args = vec![
+        with("micro-batch-size", d.micro_batch),
+        with("global-batch-size", s.global_batch),
+    ];
+    match s.precision {
+        Precision::F32 => {}
+        Precision::Bf16 => args.push(flag("bf16")),
+        Precision::F16 => {
+            args.push(flag("fp16"));
+            args.push(with("initial-loss-scale", ir::training::LOSS_SCALE_UNIT));
+            args.push(with("min-loss-scale", ir::training::LOWEST_LOSS_SCALE));
+        }
+    }
+    match s.optimizer {
+        Optimizer::AdamW {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+        } => args.extend([
+            with("optimizer", "adam"),
+            with("adam-beta1", beta1),
+            with("adam-beta2", beta2),
+            with("adam-eps", eps),
+            with("weight-decay", weight_decay),
+        ]),
+        Optimizer::Sgd {
+            momentum,
+            weight_decay,
+        } => args.extend([
+            with("optimizer", "sgd"),
+            with("sgd-momentum", momentum),
+            with("weight-decay", weight_decay),
+        ]),
+    }
+    args.push(with("clip-grad", s.clip_norm.unwrap_or(0.0)));
+    args.push(with("attention-dropout", s.dropout));
+    args.push(with("hidden-dropout", s.dropout));
+    args.push(with("seed", s.seed));
+    args
+}
+
+fn offload(s: &Summary, missing: &mut Missing) -> Vec<Argument> {
+    let mut args = Vec::new();
+    for (class, space) in &s.offload {
+        match (class, space) {
+            (TensorClass::Optimizer, ir::program::Space::Host) => {
+                args.push(flag("optimizer-cpu-offload"));
+                args.push(flag("use-precision-aware-optimizer"));
+            }
+            (class, space) => missing.add(
+                class.words(),
+                format!("rest in another memory ({})", space.name()),
+                "rest on the device, which takes more of its memory",
+            ),
+        }
+    }
+    args
+}
+
+fn script(s: &Summary, args: &[Argument], fsdp: bool) -> String {
+    let mut w = String::from("#!/usr/bin/env bash\n");
+    let _ = writeln!(w, "# {}", origin(s, TARGET));
+    w += "# Run it on every host, in a checkout of Megatron-LM: NODE_RANK and MASTER_ADDR as torchrun\n";
+    w += "# wants them. What a plan does not say is taken from the environment; arguments of the\n";
+    w += "# script are added, such as --data-path in place of mock data.\n";
+    w += "set -euo pipefail\n";
+    match fsdp {
+        true => w += "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP needs several.\n",
+        false => w += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n",
+    }
+    w += "data=(--mock-data)\n[ $# = 0 ] || data=()\n";
+    let _ = writeln!(
+        w,
+        "exec torchrun --nnodes {} --nproc-per-node {} --node-rank \"${{NODE_RANK:-0}}\" \\\n  --master-addr \"${{MASTER_ADDR:-localhost}}\" --master-port \"${{MASTER_PORT:-29500}}\" \\\n  \"${{PRETRAIN:-pretrain_gpt.py}}\" \\",
+        s.hosts.0, s.hosts.1
+    );
+    for (name, value) in args {
+        match value {
+            None => _ = writeln!(w, "  --{name} \\"),
+            Some(value) => _ = writeln!(w, "  --{name} {} \\", shell(value)),
+        }
+    }
+    w += "  --train-iters \"${TRAIN_ITERS:-100}\" --lr \"${LR:-1e-4}\" \"${data[@]}\" \"$@\"\n";
+    w
+}
+
+/// A value as the shell reads it: letters of layouts and patterns are quoted, lists of words not.
+fn shell(value: &str) -> String {
+    let is_special = |c: char| matches!(c, '|' | '*' | '[' | ']' | '(' | ')');
+    match value.contains(is_special) {
+        true => format!("'{value}'"),
+        false => value.to_string(),
+    }
+}
+
+fn yaml(s: &Summary, args: &[Argument]) -> String {
+    let mut w = format!("# {}\n", origin(s, TARGET));
+    w += "# The arguments of launch.sh as a map, in the form of Megatron-LM's functional tests.\n";
+    w += "MODEL_ARGS:\n";
+    for (name, value) in args {
+        let value = match value {
+            None => "true".to_string(),
+            Some(v) if v.parse::<f64>().is_ok() => v.clone(),
+            Some(v) => format!("\"{v}\""),
+        };
+        let _ = writeln!(w, "  --{name}: {value}");
+    }
+    w
+}

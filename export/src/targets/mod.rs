@@ -1,0 +1,266 @@
+//! The software that plans are exported to, a file each.
+
+mod accelerate;
+mod deepspeed;
+mod fsdp2;
+mod jax;
+mod megatron;
+mod python;
+mod torchtitan;
+
+use crate::recompute::Recomputed;
+use crate::summary::{Degrees, Subject, Summary};
+use crate::{ExportError, File, NotExpressed, Read};
+use ir::plan::ScheduleKind;
+use serde::Serialize;
+
+/// Software that a plan can be exported to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Target {
+    /// Megatron-LM on Megatron-Core.
+    MegatronCore,
+    /// DeepSpeed.
+    #[serde(rename = "deepspeed")]
+    DeepSpeed,
+    /// torchtitan.
+    #[serde(rename = "torchtitan")]
+    TorchTitan,
+    /// PyTorch's `fully_shard` and DTensor.
+    Fsdp2,
+    /// Hugging Face's accelerate.
+    Accelerate,
+    /// JAX.
+    Jax,
+}
+
+impl Target {
+    /// All of them.
+    pub const ALL: [Target; 6] = [
+        Target::MegatronCore,
+        Target::DeepSpeed,
+        Target::TorchTitan,
+        Target::Fsdp2,
+        Target::Accelerate,
+        Target::Jax,
+    ];
+
+    /// Name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Target::MegatronCore => "megatron-core",
+            Target::DeepSpeed => "deepspeed",
+            Target::TorchTitan => "torchtitan",
+            Target::Fsdp2 => "fsdp2",
+            Target::Accelerate => "accelerate",
+            Target::Jax => "jax",
+        }
+    }
+
+    /// Name in sentences.
+    pub fn title(self) -> &'static str {
+        match self {
+            Target::MegatronCore => "Megatron-Core",
+            Target::DeepSpeed => "DeepSpeed",
+            Target::TorchTitan => "torchtitan",
+            Target::Fsdp2 => "PyTorch FSDP2",
+            Target::Accelerate => "accelerate",
+            Target::Jax => "JAX",
+        }
+    }
+
+    /// The target of a name.
+    pub fn named(name: &str) -> Option<Target> {
+        Target::ALL.into_iter().find(|t| t.name() == name)
+    }
+
+    pub(crate) fn write(self, read: &Read<'_>) -> Result<Written, ExportError> {
+        match self {
+            Target::MegatronCore => megatron::write(read),
+            Target::DeepSpeed => deepspeed::write(read),
+            Target::TorchTitan => torchtitan::write(read),
+            Target::Fsdp2 => fsdp2::write(read),
+            Target::Accelerate => accelerate::write(read),
+            Target::Jax => jax::write(read),
+        }
+    }
+}
+
+/// What was written for a target.
+pub(crate) struct Written {
+    pub files: Vec<File>,
+    pub not_expressed: Vec<NotExpressed>,
+    pub choices: Choices,
+}
+
+/// The choices that the files make, which may differ from the plan's.
+#[derive(Clone, Debug)]
+pub(crate) struct Choices {
+    pub zero: u8,
+    pub schedule: ScheduleKind,
+    /// The recomputation of each block.
+    pub recompute: Vec<Recomputed>,
+    /// Whether stages are as the plan has them; otherwise they are even.
+    pub keeps_stages: bool,
+}
+
+impl Choices {
+    /// The plan's.
+    pub fn of(summary: &Summary) -> Choices {
+        Choices {
+            zero: summary.degrees.as_ref().map_or(0, |d| d.zero),
+            schedule: summary.schedule,
+            recompute: summary.recompute.clone(),
+            keeps_stages: true,
+        }
+    }
+
+    /// The one recomputation of all blocks.
+    pub fn uniform(&self) -> Option<&Recomputed> {
+        let first = self.recompute.first()?;
+        self.recompute.iter().all(|r| r == first).then_some(first)
+    }
+
+    /// The pins that ask `compile` for these choices.
+    pub fn pins(&self, summary: &Summary, d: &Degrees) -> Vec<String> {
+        let mut pins = vec![
+            format!("data={}", d.data),
+            format!("tensor={}", d.tensor),
+            format!("pipeline={}", d.pipeline),
+            format!("zero={}", self.zero),
+            format!("microbatch={}", d.micro_batch * u64::from(d.data)),
+        ];
+        if d.expert > 1 && u64::from(d.data).is_multiple_of(u64::from(d.expert)) {
+            pins.push(format!("expert={}", d.expert));
+        }
+        if d.context > 1 {
+            pins.push(format!("context={}", d.context));
+        }
+        match self.schedule {
+            ScheduleKind::Interleaved { virtual_stages } => {
+                pins.push(format!("virtual={virtual_stages}"));
+            }
+            kind => pins.push(format!("schedule={}", kind.name())),
+        }
+        let counts = summary.stages.as_ref().filter(|_| self.keeps_stages);
+        if let Some(stages) = counts.filter(|s| s.len() > 1) {
+            let counts = stages.iter().map(|s| {
+                let n = s.blocks.1 + u64::from(s.embed) + u64::from(s.head);
+                n.to_string()
+            });
+            pins.push(format!("split={}", counts.collect::<Vec<_>>().join("/")));
+        }
+        match self.uniform() {
+            Some(Recomputed::None) => pins.push("recompute=none".into()),
+            Some(Recomputed::Selective) => pins.push("recompute=selective".into()),
+            Some(Recomputed::Full) => pins.push("recompute=full".into()),
+            Some(Recomputed::Ops(_)) | None => {}
+        }
+        if !summary.offload.is_empty() {
+            let spaces = ir::offload::describe_spaces(&summary.offload);
+            pins.push(format!("offload={spaces}"));
+        }
+        pins
+    }
+}
+
+/// What is not expressed, as it is found.
+#[derive(Default)]
+pub(crate) struct Missing(Vec<NotExpressed>);
+
+impl Missing {
+    pub fn add(
+        &mut self,
+        place: impl Into<String>,
+        what: impl Into<String>,
+        instead: impl Into<String>,
+    ) {
+        let new = NotExpressed {
+            what: what.into(),
+            place: place.into(),
+            instead: instead.into(),
+        };
+        if !self.0.contains(&new) {
+            self.0.push(new);
+        }
+    }
+
+    /// Adds the deviations of the plan from its summary, but those about `but`.
+    pub fn add_deviations(&mut self, summary: &Summary, but: &[Subject]) {
+        let those = summary.deviations.iter();
+        for d in those.filter(|d| !but.contains(&d.subject)) {
+            self.add(&d.place, &d.what, &d.stated);
+        }
+    }
+
+    pub fn list(self) -> Vec<NotExpressed> {
+        self.0
+    }
+}
+
+/// The degrees, or the failure that says why there are none.
+pub(crate) fn degrees(summary: &Summary, target: Target) -> Result<&Degrees, ExportError> {
+    let none = || ExportError::Inexpressible {
+        target,
+        reasons: match summary.obstacles.is_empty() {
+            true => vec!["no layer has degrees".into()],
+            false => summary.obstacles.clone(),
+        },
+    };
+    summary.degrees.as_ref().ok_or_else(none)
+}
+
+/// The failure of a plan that a target cannot express for one reason.
+pub(crate) fn inexpressible(target: Target, reason: impl Into<String>) -> ExportError {
+    ExportError::Inexpressible {
+        target,
+        reasons: vec![reason.into()],
+    }
+}
+
+/// A first line for every file: what it is of, and that it was made.
+pub(crate) fn origin(summary: &Summary, target: Target) -> String {
+    let d = summary.degrees.as_ref();
+    let degrees = d.map_or("degrees that differ by layer".to_string(), degree_words);
+    format!(
+        "{} for {}, by `meshwright export`: {} on {}.",
+        summary.name,
+        target.title(),
+        degrees,
+        ir::counted(summary.devices, "device")
+    )
+}
+
+/// The degrees in words: `data 4, tensor 2, pipeline 2`.
+pub(crate) fn degree_words(d: &Degrees) -> String {
+    let all = [
+        ("data", d.data),
+        ("context", d.context),
+        ("tensor", d.tensor),
+        ("pipeline", d.pipeline),
+        ("expert", d.expert),
+    ];
+    let some = all.iter().filter(|(name, n)| *n > 1 || *name == "data");
+    let some: Vec<String> = some.map(|(name, n)| format!("{name} {n}")).collect();
+    some.join(", ")
+}
+
+/// Neighbouring blocks that recompute alike: first, count, what.
+pub(crate) fn recompute_runs(blocks: &[Recomputed]) -> Vec<(usize, usize, &Recomputed)> {
+    let mut runs: Vec<(usize, usize, &Recomputed)> = Vec::new();
+    for (i, what) in blocks.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, n, last)) if *last == what => *n += 1,
+            _ => runs.push((i, 1, what)),
+        }
+    }
+    runs
+}
+
+/// Names blocks: `block 3`, or `blocks 0 to 11`.
+pub(crate) fn block_name(first: usize, count: usize) -> String {
+    match count {
+        1 => format!("block {first}"),
+        n => format!("blocks {first} to {}", first + n - 1),
+    }
+}
