@@ -228,8 +228,10 @@ def fsdp2(folder):
     here = Path(__file__).parent / "check_fsdp2.py"
     path = folder / "fsdp2_plan.py"
     devices = degrees(path)[1]
+    # With the model's config.json beside it, the plan is trained by.
+    config = [folder / "config.json"] if (folder / "config.json").exists() else []
     done = subprocess.run(
-        [sys.executable, here, path, str(devices)], capture_output=True, text=True
+        [sys.executable, here, path, str(devices), *config], capture_output=True, text=True
     )
     if done.returncode != 0:
         raise ValueError(done.stderr.strip()[-2000:])

@@ -17,6 +17,17 @@ pub(crate) struct Stored {
     pub dims: Vec<Option<usize>>,
 }
 
+impl Stored {
+    /// The length of a stored dim of a parameter of shape `ours`: of all of our dims that it merges.
+    pub fn len_of(&self, dim: usize, ours: &[u64]) -> u64 {
+        let first = self.dims.iter().position(|d| *d == Some(dim));
+        let rest = first.map_or(self.dims.len(), |f| f + 1);
+        let merged = self.dims.iter().skip(rest).take_while(|d| d.is_none());
+        let lens = ours.iter().skip(first.unwrap_or(ours.len()));
+        lens.take(1 + merged.count()).product()
+    }
+}
+
 /// The ends of parameters' paths with their names in a block of Hugging Face's.
 const BLOCK: [(&str, &str); 26] = [
     ("ln_1.weight", "ln_1.weight"),
@@ -199,4 +210,47 @@ pub(crate) fn tensor_dim(parameter: &Parameter) -> Option<Option<usize>> {
         | "mlp.proj.bias" | "moe.router.weight" | "router.weight" => None,
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameter(path: &str, shape: &[u64]) -> Parameter {
+        let whole = ir::ShardingSpec::replicated(shape.len());
+        Parameter {
+            path: format!("h.0.{path}"),
+            relative: format!("{{}}.{path}"),
+            shape: shape.into(),
+            at_rest: whole.clone(),
+            prepared: whole.clone(),
+            in_use: whole,
+            zero: Vec::new(),
+        }
+    }
+
+    /// A `Linear` has its outputs first, `Conv1D` its inputs; only the first of merged dims is a
+    /// dim of the stored matrix.
+    #[test]
+    fn splits_of_merged_dims_are_splits_of_the_first() {
+        let q = parameter("attn.q.weight", &[32, 2, 4, 8]);
+        let q = stored("llama", &q).expect("a name");
+        assert_eq!(q.name, "{}.self_attn.q_proj.weight");
+        assert_eq!(q.dims, [Some(1), Some(0), None, None]);
+        assert_eq!(
+            (q.len_of(0, &[32, 2, 4, 8]), q.len_of(1, &[32, 2, 4, 8])),
+            (64, 32)
+        );
+        let out = parameter("attn.out.weight", &[2, 4, 8, 32]);
+        let out = stored("llama", &out).expect("a name");
+        assert_eq!(out.dims, [Some(1), None, None, Some(0)]);
+        assert_eq!(out.len_of(1, &[2, 4, 8, 32]), 64);
+        let qkv = parameter("attn.qkv.weight", &[32, 3, 4, 8]);
+        let qkv = stored("gpt2", &qkv).expect("a name");
+        assert_eq!(qkv.dims, [Some(0), Some(1), None, None]);
+        let expert = parameter("moe.down.weight", &[4, 64, 32]);
+        let expert = stored("mixtral", &expert).expect("a name");
+        assert_eq!(expert.name, "{}.block_sparse_moe.experts.*.w2.weight");
+        assert_eq!(expert.dims, [None, Some(1), Some(0)]);
+    }
 }

@@ -15,7 +15,7 @@ use crate::summary::{ContextAttention, Degrees, Role, Subject, Summary, role, ru
 use crate::{ExportError, File, Read};
 use ir::offload::TensorClass;
 use ir::plan::ScheduleKind;
-use ir::{AxisId, Optimizer, Precision};
+use ir::{AxisId, Optimizer, Precision, ShardingSpec};
 use std::fmt::Write;
 
 const TARGET: Target = Target::Fsdp2;
@@ -30,7 +30,7 @@ const HEADER: &str =
     parallelize(model, mesh)             # a model of transformers, after init_process_group
     for microbatch in ...:               # MICRO_BATCH samples on each data rank
         begin(model, i)                  # i-th of ACCUMULATION
-        loss.backward()
+        loss.backward()                  # of model(.., use_cache=False): blocks run again
 
 Blocks are model modules BLOCKS.0, BLOCKS.1, ...; `{}` in a name stands for one.
 \"\"\"
@@ -204,42 +204,44 @@ fn place(p: &Parameter, run: &Run) -> String {
 }
 
 /// The placement of a parameter over tensor ranks, and the dim that it is split along at rest.
+///
+/// Along which dim states lie split changes no result, so where the plan's is no dim of the stored
+/// tensor, or `fully_shard` would need uneven parts of it, it is the first.
 fn one(
     p: &Parameter,
     run: &Run,
     roles: &[Role],
     stored: &names::Stored,
     missing: &mut Missing,
-) -> (String, String) {
-    let mut over = |is: fn(&Role) -> bool, spec: &ir::ShardingSpec| -> Option<usize> {
+) -> (String, usize) {
+    let ours = |is: fn(&Role) -> bool, spec: &ShardingSpec| -> Option<usize> {
         let axes = (0..roles.len()).filter(|k| is(&roles[*k]) && run.axes[*k].size > 1);
-        let ours = axes.filter_map(|k| spec.dim_of(AxisId::new(k))).next()?;
-        let theirs = stored.dims.get(ours).copied().flatten();
-        if theirs.is_none() && !stored.name.contains('*') {
-            missing.add(
-                place(p, run),
-                format!(
-                    "split along dim {ours} of {:?}, whose parts do not lie together in {}",
-                    p.shape, stored.name
-                ),
-                "another placement: whole over tensor ranks, dim 0 at rest",
-            );
-        }
-        if theirs.is_none() && stored.name.contains('*') {
-            missing.add(
-                place(p, run),
-                "experts split over ranks",
-                "each expert's matrices whole, and split along dim 0 at rest, as they are modules of their own",
-            );
-        }
-        theirs
+        axes.filter_map(|k| spec.dim_of(AxisId::new(k))).next()
     };
-    let tensor = over(|r| *r == Role::Tensor, &p.in_use);
-    let rest = over(|r| *r == Role::Data, &p.at_rest);
-    (
-        tensor.map_or("Replicate()".into(), |d| format!("Shard({d})")),
-        rest.unwrap_or(0).to_string(),
-    )
+    let theirs = |dim: Option<usize>| stored.dims.get(dim?).copied().flatten();
+    let split = ours(|r| *r == Role::Tensor, &p.in_use);
+    let tensor = theirs(split);
+    if let (Some(dim), None) = (split, tensor) {
+        let why = match stored.name.contains('*') {
+            true => "experts, which are modules of their own".to_string(),
+            false => format!(
+                "dim {dim} of {:?}, whose parts do not lie together in {}",
+                p.shape, stored.name
+            ),
+        };
+        missing.add(
+            place(p, run),
+            format!("split over tensor ranks along {why}"),
+            "whole on every tensor rank",
+        );
+    }
+    let rest = theirs(ours(|r| *r == Role::Data, &p.at_rest)).filter(|dim| {
+        let ranks: u32 = run.axes.iter().map(|a| a.size).product();
+        let len = stored.len_of(*dim, &p.shape);
+        len.is_multiple_of(u64::from(ranks.max(1)))
+    });
+    let placement = tensor.map_or("Replicate()".into(), |d| format!("Shard({d})"));
+    (placement, rest.unwrap_or(0))
 }
 
 fn checkpoints(s: &Summary, choices: &mut Choices, w: &mut String, missing: &mut Missing) {

@@ -224,20 +224,34 @@ fn parallelism(
     choices: &mut Choices,
     missing: &mut Missing,
 ) -> Result<String, ExportError> {
-    let (shard, reshard) = match d.zero {
-        0 => (1, "default"),
-        1 => {
+    // Stages of a pipeline gather their parameters once a step and reduce gradients at its end
+    // (`torch.distributed.pipelining`), which is level 1.
+    let shard = if d.zero == 0 { 1 } else { d.sharded };
+    let reshard = match d.zero {
+        0 => "default",
+        3 => "always",
+        _ => "never",
+    };
+    match (d.zero, d.pipeline) {
+        (0, _) | (1, 2..) => {}
+        (level @ 2.., 2..) => {
+            choices.zero = 1;
+            missing.add(
+                "parameters and gradients",
+                format!("ZeRO level {level}"),
+                "gathered once a step, and gradients whole until its end (level 1): more memory, less traffic",
+            );
+        }
+        (1, _) => {
             choices.zero = 2;
             missing.add(
                 "gradients",
                 "whole on every data rank (ZeRO level 1)",
                 "reduced and split after every microbatch (level 2): less memory, more traffic",
             );
-            (d.sharded, "never")
         }
-        2 => (d.sharded, "never"),
-        _ => (d.sharded, "always"),
-    };
+        _ => {}
+    }
     if choices.zero == 2 && s.accumulation > 1 {
         missing.add(
             "parameters",
