@@ -408,6 +408,18 @@ fn placements_are_the_plans() {
     );
 }
 
+/// `ParallelismConfig` refuses copies of the model beside tensor ranks.
+#[test]
+fn accelerate_splits_states_beside_tensor_ranks() {
+    let pins = ["data=4", "tensor=2", "pipeline=1", "zero=0"];
+    let planned = plan(&llama(), &train(), &pins);
+    let e = exported(&planned, Target::Accelerate);
+    let text = &e.files[0].text;
+    assert!(text.contains("dp_replicate_size: 1\n"), "{text}");
+    assert!(text.contains("dp_shard_size: 4\n"), "{text}");
+    assert!(places(&e).contains(&"states and gradients"));
+}
+
 /// A fused matrix of queries, keys and values is split inside of each, for which DTensor has no
 /// public placement.
 #[test]

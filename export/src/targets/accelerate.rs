@@ -148,6 +148,14 @@ fn fsdp(
         let reason = format!("the class of a block of the family {} is not known", s.name);
         inexpressible(TARGET, reason)
     })?;
+    if d.zero == 0 && d.data > 1 {
+        choices.zero = 2;
+        missing.add(
+            "states and gradients",
+            "whole on every data rank (ZeRO level 0)",
+            "split over them (level 2): accelerate has no copies alone beside tensor or context ranks",
+        );
+    }
     if d.zero == 1 {
         choices.zero = 2;
         missing.add(
@@ -193,7 +201,7 @@ fn fsdp(
 }
 
 fn parallelism(d: &Degrees, w: &mut String, missing: &mut Missing) {
-    let shard = if d.zero == 0 { 1 } else { d.sharded };
+    let shard = if d.zero == 0 { d.data } else { d.sharded };
     let (mut cp, mut sp) = (1, 1);
     match d.context_attention {
         Some(ContextAttention::Ulysses) => sp = d.context,
