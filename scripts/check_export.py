@@ -206,8 +206,40 @@ for at_rest in (True, False):
 tokens = plan.batch_shardings(devices)["tokens"]
 part = tokens.shard_shape((plan.MICROBATCH, plan.SEQUENCE))
 assert plan.MICROBATCH * plan.MICROBATCHES == plan.GLOBAL_BATCH
+
+# The collectives that the forward pass of a gated MLP is compiled to: a sum over the axes that split
+# its width, and a gather for every matrix that is split over others.
+import re
+names = plan.parameters()
+gates = [p for p in names if p.endswith(".mlp.gate.weight")]
+specs = {op: s for layers, ops in plan.ACTIVATIONS for op, s in ops.items()}
+def axes(s, dims=slice(None)):
+    parts = [p if isinstance(p, tuple) else (p,) for p in tuple(s)[dims] if p is not None]
+    return {a for part in parts for a in part}
+mlp = ""
+if gates and not axes(specs["{}.norm_2"], slice(1, None)):
+    h = gates[0].removesuffix(".mlp.gate.weight")
+    mesh = plan.meshes(devices)[names[gates[0]][0]]
+    use = plan.shardings(devices, at_rest=False)
+    path = lambda w: f"{h}.mlp.{w}.weight"
+    shape = lambda *dims, **s: jax.ShapeDtypeStruct(dims, np.float32, **s)
+    weights = {w: shape(*names[path(w)][1], sharding=use[path(w)]) for w in ("gate", "up", "down")}
+    at = lambda op, y: plan.constrain(f"{h}.{op}", y, mesh)
+    def forward(w, x):
+        x = at("norm_2", x)
+        gate = at("mlp.act", jax.nn.silu(at("mlp.gate", x @ w["gate"])))
+        return at("mlp.down", at("mlp.mul", gate * at("mlp.up", x @ w["up"])) @ w["down"])
+    x = shape(plan.MICROBATCH, plan.SEQUENCE, weights["gate"].shape[0])
+    hlo = jax.jit(forward).lower(weights, x).compile().as_text()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = sorted(re.findall(rf"= \\S+ ({kinds})(?:-start)?\\(", hlo))
+    width = axes(specs["{}.mlp.mul"], slice(2, 3))
+    gathers = sum(bool(axes(use[path(w)].spec) - width) for w in weights)
+    expected = ["all-gather"] * gathers + ["all-reduce"] * bool(width)
+    assert found == expected, (found, expected)
+    mlp = f"; an MLP is compiled to {found}"
 print(f"jax {jax.__version__}: {n} shardings, a device has {part} of "
-      f"({plan.MICROBATCH}, {plan.SEQUENCE}) tokens")
+      f"({plan.MICROBATCH}, {plan.SEQUENCE}) tokens{mlp}")
 """
 
 

@@ -253,6 +253,11 @@ fn megatron_has_zero_and_recomputation() {
         Some("layernorm")
     );
     assert!(places(&selective).contains(&"recomputation of blocks"));
+    let pins = selective.pins.expect("pins");
+    assert!(
+        pins.contains(&"recompute:h.*.norm_1=yes".to_string()),
+        "{pins:?}"
+    );
 }
 
 /// Level 2 does not go with a pipeline there, and the schedule is another.
@@ -293,6 +298,11 @@ fn the_first_blocks_of_each_stage_may_recompute() {
         !places(&e).iter().any(|p| p.contains("recomputation")),
         "{:?}",
         places(&e)
+    );
+    let pins = e.pins.expect("pins");
+    assert!(
+        pins.contains(&"recompute:h.1.*=yes".to_string()),
+        "{pins:?}"
     );
     let e = exported(&planned, Target::TorchTitan);
     assert_eq!(

@@ -187,10 +187,8 @@ fn print_words(
 ) -> Result<(), Failure> {
     let summary = &exported.summary;
     let title = exported.target.title();
-    let mut w = format!(
-        "{} for {title} on {} devices\n",
-        summary.name, summary.devices
-    );
+    let devices = ir::counted(summary.devices, "device");
+    let mut w = format!("{} for {title} on {devices}\n", summary.name);
     if let Some(d) = &summary.degrees {
         w += &format!(
             "Degrees: data {} x context {} x tensor {} x pipeline {} = {}; ZeRO-{}\n",

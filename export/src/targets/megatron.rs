@@ -13,6 +13,7 @@ use ir::offload::TensorClass;
 use ir::op::RopeScaling;
 use ir::plan::ScheduleKind;
 use ir::{Optimizer, Precision};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 const TARGET: Target = Target::MegatronCore;
@@ -171,6 +172,7 @@ fn model_arguments(
         ));
         args.push(with("moe-token-drop-policy", "position"));
         args.push(flag("moe-pad-expert-input-to-capacity"));
+        args.push(flag("moe-grouped-gemm"));
         if !e.normalized {
             args.push(flag("moe-router-pre-softmax"));
         }
@@ -409,6 +411,7 @@ fn recompute(
                     ),
                 );
             }
+            choices.recompute.fill(Recomputed::Ops(norms(model).into()));
             selective(&modules)
         }
         Some(what @ Recomputed::Ops(_)) => {
@@ -430,12 +433,30 @@ fn recompute(
                     instead,
                 );
             }
-            match modules.is_empty() {
-                true => Vec::new(),
-                false => selective(&modules),
+            if modules.is_empty() {
+                choices.recompute.fill(Recomputed::None);
+                return Vec::new();
             }
+            let mut made = BTreeSet::new();
+            if modules.contains(&"core_attn") {
+                made.insert("{}.attn.attend".to_string());
+            }
+            if modules.contains(&"layernorm") {
+                made.extend(norms(model));
+            }
+            choices.recompute.fill(Recomputed::Ops(made));
+            selective(&modules)
         }
     }
+}
+
+/// The norms of a block.
+fn norms(model: &ModelShape) -> [String; 2] {
+    let norms = match model.norm {
+        Norm::Layer => ["{}.ln_1", "{}.ln_2"],
+        Norm::Rms => ["{}.norm_1", "{}.norm_2"],
+    };
+    norms.map(String::from)
 }
 
 fn full(method: &str, layers: usize) -> Vec<Argument> {

@@ -150,17 +150,39 @@ impl Choices {
             });
             pins.push(format!("split={}", counts.collect::<Vec<_>>().join("/")));
         }
-        match self.uniform() {
-            Some(Recomputed::None) => pins.push("recompute=none".into()),
-            Some(Recomputed::Selective) => pins.push("recompute=selective".into()),
-            Some(Recomputed::Full) => pins.push("recompute=full".into()),
-            Some(Recomputed::Ops(_)) | None => {}
-        }
+        pins.extend(self.recompute_pins());
         if !summary.offload.is_empty() {
             let spaces = ir::offload::describe_spaces(&summary.offload);
             pins.push(format!("offload={spaces}"));
         }
         pins
+    }
+}
+
+impl Choices {
+    /// The pins of what is recomputed; none where blocks differ otherwise than by all or nothing.
+    fn recompute_pins(&self) -> Vec<String> {
+        let none = "recompute=none".to_string();
+        match self.uniform() {
+            Some(Recomputed::None) => vec![none],
+            Some(Recomputed::Selective) => vec!["recompute=selective".into()],
+            Some(Recomputed::Full) => vec!["recompute=full".into()],
+            Some(Recomputed::Ops(ops)) => {
+                let pin = |op: &String| format!("recompute:{}=yes", op.replace("{}", "h.*"));
+                ops.iter().map(pin).chain([none]).collect()
+            }
+            None => {
+                let blocks = || self.recompute.iter().enumerate();
+                let by_block =
+                    |(_, r): (usize, &Recomputed)| matches!(r, Recomputed::None | Recomputed::Full);
+                if !blocks().all(by_block) {
+                    return Vec::new();
+                }
+                let full = blocks().filter(|(_, r)| **r == Recomputed::Full);
+                let pins = full.map(|(i, _)| format!("recompute:h.{i}.*=yes"));
+                pins.chain([none]).collect()
+            }
+        }
     }
 }
 
