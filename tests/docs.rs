@@ -15,7 +15,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Which of our crates a crate may use: the table of the design.
-const MAY_USE: [(&str, &[&str]); 14] = [
+const MAY_USE: [(&str, &[&str]); 15] = [
+    ("emulator", &[]),
     ("ir", &[]),
     ("intra-op", &[]),
     ("import", &["ir"]),
@@ -62,6 +63,7 @@ const MAY_USE: [(&str, &[&str]); 14] = [
             "lowering",
             "checker",
             "runtime",
+            "emulator",
             "planner",
         ],
     ),

@@ -540,11 +540,23 @@ pub enum DecayArg {
     Constant,
 }
 
+/// What ranks compute with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendArg {
+    /// The processors of this machine.
+    Cpu,
+    /// Its NVIDIA GPUs; ranks go round them.
+    Cuda,
+}
+
 /// Arguments of `run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// The plan.
     pub plan: PathBuf,
+    /// What ranks compute with.
+    #[arg(long, value_enum, default_value_t = BackendArg::Cpu)]
+    pub backend: BackendArg,
     /// Training data: tokens of nanoGPT or llm.c (.bin), or text.
     #[arg(long)]
     pub data: PathBuf,

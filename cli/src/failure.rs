@@ -278,7 +278,8 @@ impl From<runtime::RuntimeError> for Failure {
             Gone { .. } => Some(
                 "its own message, where it wrote one, is above; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint",
             ),
-            Aborted { .. } | Ended(_) => None,
+            NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
+            Device { .. } | Aborted { .. } | Ended(_) => None,
         };
         with(Failure::new(exit, &e), help)
     }

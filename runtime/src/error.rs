@@ -87,6 +87,20 @@ pub enum RuntimeError {
         /// Its error.
         reason: String,
     },
+    /// A device, its driver or the compiler of its kernels failed.
+    #[error("the device failed: {problem}")]
+    Device {
+        /// What failed, and how.
+        problem: String,
+    },
+    /// There is no device of the kind that was asked for.
+    #[error("{problem}")]
+    NoDevice {
+        /// What is missing.
+        problem: String,
+        /// How to go on.
+        way_out: String,
+    },
     /// The ranks are gone after an earlier error.
     #[error("the session ended with an earlier error: {0}")]
     Ended(String),

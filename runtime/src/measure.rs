@@ -15,6 +15,12 @@ use ir::{Bytes, Seconds, TrainSpec, counted};
 
 /// Name of what this crate executes on, in measurements.
 pub const BACKEND: &str = "cpu-threads";
+/// The same of GPUs.
+pub const CUDA_BACKEND: &str = "cuda";
+/// And of the emulated GPU, whose times mean nothing.
+pub const EMULATED_BACKEND: &str = "cuda-emulated";
+/// The name by which the emulated GPU is known.
+pub const EMULATED_GPU: &str = "Emulated GPU";
 
 /// First steps that the median step time leaves out: caches, page faults, thread start.
 const WARM_UP_STEPS: usize = 1;
@@ -62,6 +68,17 @@ struct Profile {
 }
 
 impl Recorder {
+    /// Says that the run is one of GPUs.
+    pub fn on_gpus(&mut self, name: &str, n_gpus: usize) {
+        let m = &mut self.measurement;
+        m.backend = match name == EMULATED_GPU {
+            true => EMULATED_BACKEND.into(),
+            false => CUDA_BACKEND.into(),
+        };
+        let ranks = ir::counted(m.n_ranks, "rank");
+        m.executed_on = format!("{ranks} on {n_gpus} x {name}");
+    }
+
     /// A record of a run of `program`; `name` and `plan_hash` say of which plan.
     pub fn new(program: &Program, spec: &TrainSpec, name: &str, plan_hash: &str) -> Self {
         let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{Batches, DataError, Dataset};
+use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
@@ -139,6 +140,10 @@ pub fn train(
     if let Some(processes) = &options.session.processes {
         recorder.executed_in(processes);
     }
+    if options.session.backend == Backend::Cuda {
+        let n_gpus = cuda::count()?.min(session.n_ranks());
+        recorder.on_gpus(&cuda::name()?, n_gpus);
+    }
     let validate = |session: &mut Session,
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|
@@ -209,7 +214,7 @@ fn save_where_due(
         model,
     } = periodic;
     let step = session.step_number();
-    if every == 0 || step % every != 0 {
+    if every == 0 || !step.is_multiple_of(every) {
         return Ok(());
     }
     match checkpoint::save_keeping(kept, folder, session, plan, model) {

@@ -11,6 +11,7 @@ use ir::program::Program;
 use ir::training::{LOSS_SCALE, TrainingGraph};
 use ir::{Bytes, Graph, Optimizer, TensorType, TrainSpec};
 use runtime::RuntimeError;
+use runtime::device::Backend;
 use runtime::execute::{Session, SessionOptions};
 use runtime::reference::Reference;
 use serde_json::Value;
@@ -181,6 +182,16 @@ impl Case {
     pub fn session_in_orders(&self, program: &Program, seed: u64) -> Session {
         let options = SessionOptions {
             orders: Some(seed),
+            ..SessionOptions::default()
+        };
+        self.session_with(program, options)
+    }
+
+    /// The same on the GPUs that the driver sees.
+    pub fn session_on_gpus(&self, program: &Program, orders: Option<u64>) -> Session {
+        let options = SessionOptions {
+            backend: Backend::Cuda,
+            orders,
             ..SessionOptions::default()
         };
         self.session_with(program, options)

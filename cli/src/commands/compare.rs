@@ -122,8 +122,12 @@ fn of_work(w: &Waterfall) -> Option<f64> {
 /// Explains, where it is so, that the plan and the run are of different devices, and what to do.
 fn different_devices(loaded: &Loaded, measured: &Measurement) -> Option<String> {
     let c = &loaded.plan.cluster;
-    let on_cpu = measured.backend == runtime::measure::BACKEND;
-    if on_cpu == cluster::is_of_cpu_ranks(c) {
+    let is_same = match measured.backend.as_str() {
+        runtime::measure::BACKEND => cluster::is_of_cpu_ranks(c),
+        runtime::measure::EMULATED_BACKEND => false,
+        _ => !cluster::is_of_cpu_ranks(c),
+    };
+    if is_same {
         return None;
     }
     let executed_on = match measured.executed_on.as_str() {

@@ -1,11 +1,12 @@
-//! `run`: training or inference by a plan on CPU ranks, threads of this process or of several.
+//! `run`: training or inference by a plan on ranks that are CPU threads or have GPUs, in this process
+//! or in several.
 
 mod among;
 mod children;
 mod launcher;
 mod rendezvous;
 
-use crate::args::{DecayArg, RunArgs};
+use crate::args::{BackendArg, DecayArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
@@ -21,7 +22,9 @@ use ir::{Bytes, OpKind, Task};
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
 use runtime::data::{DataOptions, Dataset};
+use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
+use runtime::measure::EMULATED_GPU;
 use runtime::processes::Processes;
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
@@ -53,9 +56,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     check_outputs(args, resume.as_deref())?;
-    fits_machine(&loaded, &setting)?;
+    match args.backend {
+        BackendArg::Cpu => fits_machine(&loaded, &setting)?,
+        BackendArg::Cuda => has_gpus(&loaded)?,
+    }
     plan_file::check_program(&loaded)?;
-    warn_of_other_devices(&loaded);
+    warn_of_other_devices(args, &loaded);
     let company = among::gather(&setting, args, &loaded)?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let Trained {
@@ -131,10 +137,18 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             args.validate_every.is_some(),
         )?)),
         record: args.record.clone(),
+        backend: backend(args),
         processes: Some(company.processes),
         ..SessionOptions::default()
     };
     Ok(runtime::processes::serve(&loaded.program, spec, options)?)
+}
+
+fn backend(args: &RunArgs) -> Backend {
+    match args.backend {
+        BackendArg::Cpu => Backend::Cpu,
+        BackendArg::Cuda => Backend::Cuda,
+    }
 }
 
 /// The learning rate where none is given.
@@ -213,8 +227,29 @@ fn whole(args: &RunArgs, task: Task, m: &Measurement, written: &[String]) -> Res
     })
 }
 
+/// Refuses `--backend cuda` where there is no GPU, or the plan has an op without a kernel for it.
+fn has_gpus(loaded: &Loaded) -> Result<(), Failure> {
+    cuda::count()?;
+    cuda::check(&loaded.program).map_err(|e| {
+        Failure::new(Exit::RunFailed, e)
+            .help("run the plan with --backend cpu, or another model on the GPU")
+    })
+}
+
+/// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.
+fn runs_as_planned(args: &RunArgs, loaded: &Loaded) -> bool {
+    let is_for_cpu = cluster::is_of_cpu_ranks(&loaded.plan.cluster);
+    match args.backend {
+        BackendArg::Cpu => is_for_cpu,
+        BackendArg::Cuda => !is_for_cpu && cuda::name().is_ok_and(|name| name != EMULATED_GPU),
+    }
+}
+
 /// Warns that the plan was made for other devices than those that run it.
-fn warn_of_other_devices(loaded: &Loaded) {
+fn warn_of_other_devices(args: &RunArgs, loaded: &Loaded) {
+    if args.backend == BackendArg::Cuda {
+        return;
+    }
     let c = &loaded.plan.cluster;
     if !cluster::is_of_cpu_ranks(c) {
         crate::say(format_args!(
@@ -524,6 +559,7 @@ fn train_all(
             watchdog: Duration::from_secs(args.time_out),
             record: args.record.clone(),
             processes,
+            backend: backend(args),
             ..SessionOptions::default()
         },
     };
@@ -537,7 +573,7 @@ fn train_all(
             }),
         _ => drawn(request),
     };
-    let rates = Rates::of(loaded);
+    let rates = Rates::of(args, loaded);
     let bar = ProgressBar::new(args.steps);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} ({eta} left)") {
         bar.set_style(style);
@@ -579,7 +615,7 @@ struct Rates {
 }
 
 impl Rates {
-    fn of(loaded: &Loaded) -> Self {
+    fn of(args: &RunArgs, loaded: &Loaded) -> Self {
         let work = StepWork::of(&loaded.training, &loaded.plan.train);
         let devices = report::plan::used_devices(&loaded.plan);
         Rates {
@@ -588,7 +624,7 @@ impl Rates {
             hardware_flops: work.hardware_flops.0,
             // The peak of devices that did not do the work says nothing about the run.
             peak: Some(&loaded.plan.cluster)
-                .filter(|c| cluster::is_of_cpu_ranks(c))
+                .filter(|_| runs_as_planned(args, loaded))
                 .and_then(|c| peak_flops_per_s(c, work.dtype, devices)),
         }
     }
@@ -643,13 +679,13 @@ fn losses(m: &Measurement, output: &Path) -> String {
 }
 
 fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
-    let rates = Rates::of(loaded);
+    let rates = Rates::of(args, loaded);
     let mut said = json!({
         "run": args.output,
         "plan_hash": m.plan_hash,
         "planned_for": loaded.plan.cluster.name,
         "executed_on": m.executed_on,
-        "predictions_apply": cluster::is_of_cpu_ranks(&loaded.plan.cluster),
+        "predictions_apply": runs_as_planned(args, loaded),
         "steps": m.steps.len(),
         "first_loss": m.steps.first().map(|s| s.loss),
         "last_loss": m.steps.last().map(|s| s.loss),
@@ -668,7 +704,7 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
 }
 
 fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
-    let rates = Rates::of(loaded);
+    let rates = Rates::of(args, loaded);
     let (first, last) = (m.steps.first(), m.steps.last());
     if let (Some(a), Some(b)) = (first, last) {
         let last = match m.steps.len() {
@@ -706,7 +742,7 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     ))?;
     let cluster = &loaded.plan.cluster;
     let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&report::wrapped(&match cluster::is_of_cpu_ranks(cluster) {
+    report::out(&report::wrapped(&match runs_as_planned(args, loaded) {
         true => format!(
             "  {}",
             report::plan::mfu_convention(cluster, &loaded.plan.train, devices)
@@ -718,7 +754,7 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     }))?;
     let seconds = m.step_time_s.0;
     let mistake = report::plan::mistake(&loaded.plan, &loaded.training, seconds, "measured");
-    if let Some(words) = mistake.filter(|_| cluster::is_of_cpu_ranks(cluster)) {
+    if let Some(words) = mistake.filter(|_| runs_as_planned(args, loaded)) {
         report::out(&format!("  {words}"))?;
     }
     let peaks: Vec<String> = m

@@ -121,8 +121,13 @@ impl Place {
     }
     /// Runs `meshwright` here.
     pub fn run(&self, args: &[&str]) -> Done {
+        self.run_with(args, &[])
+    }
+    /// The same with variables of the environment.
+    pub fn run_with(&self, args: &[&str], variables: &[(&str, &str)]) -> Done {
         let output = Command::new(env!("CARGO_BIN_EXE_meshwright"))
             .args(args)
+            .envs(variables.iter().copied())
             .current_dir(self.folder.path())
             .output()
             .unwrap();

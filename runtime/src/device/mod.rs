@@ -1,7 +1,7 @@
 //! What a rank computes with: arenas in memory spaces, and streams of work on them.
 //!
 //! A rank plays its program through [`Device`] and [`Fabric`](crate::fabric::Fabric) alone.
-//! [`Cpu`] is the first device; another one is a file beside it that passes
+//! [`Cpu`] is the first device and [`Cuda`] the second; another one is a file beside them that passes
 //! [`conformance`].
 //!
 //! Streams are queues: what is put on one is done in the order it came, and of two streams
@@ -11,8 +11,10 @@
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
 mod cpu;
+pub mod cuda;
 
 pub use cpu::Cpu;
+pub use cuda::Cuda;
 
 use crate::arena::View;
 use crate::clock::Elapsed;
@@ -21,6 +23,16 @@ use crate::execute::{Context, Local};
 pub use ir::program::Space;
 use ir::reshard::Pieces;
 use ir::{OpKind, StreamId};
+
+/// The kinds of devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// [`Cpu`]: ranks are threads of this machine.
+    #[default]
+    Cpu,
+    /// [`Cuda`]: ranks go round the GPUs of this machine.
+    Cuda,
+}
 
 /// Bytes of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

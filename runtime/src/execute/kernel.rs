@@ -13,6 +13,8 @@ mod float;
 mod images;
 mod ring;
 
+pub(crate) use float::rope_scaling;
+
 use super::local::{Local, is_computed, narrow, widen};
 use crate::cpu::layout;
 use crate::error::RuntimeError;

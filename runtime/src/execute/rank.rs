@@ -263,15 +263,26 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         play: &Play,
         events: &mut Events<D>,
     ) -> Result<(), RuntimeError> {
+        self.await_events(step, events)?;
+        if let Some(ticket) = self.begin(role, step, play)? {
+            let bytes = self.fabric.wait(&mut self.device, ticket)?;
+            self.called(role, step, bytes)?;
+        }
+        self.record_event(step, events)
+    }
+
+    /// Has the stream of an instruction wait for those of other streams that it needs.
+    fn await_events(&mut self, step: &Step, events: &Events<D>) -> Result<(), RuntimeError> {
         for &(stream, n) in &step.waits {
             if let Some(Some(event)) = events[stream.index()].get(n - 1) {
                 self.device.wait(step.stream, event)?;
             }
         }
-        if let Some(ticket) = self.begin(role, step, play)? {
-            let bytes = self.fabric.wait(&mut self.device, ticket)?;
-            self.called(role, step, bytes)?;
-        }
+        Ok(())
+    }
+
+    /// Notes that its stream was given an instruction, for those that wait for it.
+    fn record_event(&mut self, step: &Step, events: &mut Events<D>) -> Result<(), RuntimeError> {
         let event = step.is_awaited.then(|| self.device.record(step.stream));
         events[step.stream.index()].push(event.transpose()?);
         Ok(())

@@ -8,7 +8,7 @@ use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
 use crate::checkpoint::{Checkpoint, Shard, shares};
 use crate::data::{Batch, Batches};
-use crate::device::Cpu;
+use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
 use crate::fabric::threads::{Endpoint, World};
 use crate::processes::{Inbox, Processes};
@@ -42,6 +42,8 @@ pub struct SessionOptions {
     pub record: Option<PathBuf>,
     /// The processes that have the ranks, this one the first of them; `None`: this one has all.
     pub processes: Option<Arc<Processes>>,
+    /// What ranks compute with.
+    pub backend: Backend,
 }
 
 impl Default for SessionOptions {
@@ -54,6 +56,7 @@ impl Default for SessionOptions {
             data: None,
             record: None,
             processes: None,
+            backend: Backend::Cpu,
         }
     }
 }
@@ -124,19 +127,42 @@ impl Cast {
             epoch: Instant::now(),
         }
     }
-    /// Device and fabric of a rank.
-    fn open(&self, world: &Arc<World>, (rank, role): (Rank, usize)) -> (Cpu, Endpoint) {
+    /// Bytes of a role's arenas, of the device and of the host.
+    fn arenas(&self, role: usize) -> (usize, usize) {
         let arena = |space| self.program.roles[role].arena(space);
         let bytes = |space| arena(space).next_multiple_of(ARENA_ALIGN) as usize;
-        let (device, host) = (bytes(Space::Device), bytes(Space::Host));
+        (bytes(Space::Device), bytes(Space::Host))
+    }
+    fn on_cpu(&self, world: &Arc<World>, (rank, role): (Rank, usize)) -> (Cpu, Endpoint) {
+        let (device, host) = self.arenas(role);
         let threads = self.rank_options().threads;
         (Cpu::new(device, host, threads), world.endpoint(rank))
     }
+    /// Ranks go round the GPUs, several on one where there are fewer.
+    fn on_gpu(
+        &self,
+        world: &Arc<World>,
+        n_gpus: usize,
+        (rank, role): (Rank, usize),
+    ) -> Result<(Cuda, Endpoint), RuntimeError> {
+        let (device, host) = self.arenas(role);
+        let cuda = Cuda::new(rank.0 as usize % n_gpus.max(1), device, host)?;
+        Ok((cuda, world.endpoint(rank)))
+    }
+    /// The number of GPUs, on which the program can be run.
+    fn gpus(&self) -> Result<usize, RuntimeError> {
+        cuda::check(&self.program)?;
+        cuda::count()
+    }
     /// Starts a worker's ranks.
     pub fn worker(&self, world: &Arc<World>, share: &[Rank]) -> Result<Worker, RuntimeError> {
-        let open = |rank, role| self.open(world, (rank, role));
-        let ranks = self.roles_of(share);
-        Worker::start(&self.program, &ranks, &self.rank_options(), open)
+        let mut receivers = BTreeMap::new();
+        let crew = self.crew(world, share, |rank| {
+            let (outbox, inbox) = channel();
+            receivers.insert(rank, inbox);
+            Box::new(move |answer| outbox.send(answer).is_ok())
+        })?;
+        Ok(Worker::new(crew, receivers))
     }
     /// The same, whose answers go elsewhere.
     pub fn crew(
@@ -145,9 +171,18 @@ impl Cast {
         share: &[Rank],
         answers: impl FnMut(Rank) -> Answers,
     ) -> Result<Crew, RuntimeError> {
-        let open = |rank, role| self.open(world, (rank, role));
-        let ranks = self.roles_of(share);
-        Crew::start(&self.program, &ranks, &self.rank_options(), open, answers)
+        let (ranks, options) = (self.roles_of(share), self.rank_options());
+        match self.options.backend {
+            Backend::Cpu => {
+                let open = |rank, role| Ok(self.on_cpu(world, (rank, role)));
+                Crew::start(&self.program, &ranks, &options, open, answers)
+            }
+            Backend::Cuda => {
+                let n_gpus = self.gpus()?;
+                let open = |rank, role| self.on_gpu(world, n_gpus, (rank, role));
+                Crew::start(&self.program, &ranks, &options, open, answers)
+            }
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::naive::lower;
 use super::{Session, SessionOptions, StateRequest, States, StepResult};
+use crate::device::Backend;
 use crate::error::RuntimeError;
 use crate::execute::Local;
 use crate::processes::tests::assembled;
@@ -25,6 +26,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     data: None,
     record: None,
     processes: None,
+    backend: Backend::Cpu,
 };
 
 struct Case {
@@ -596,6 +598,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         data: None,
         record: None,
         processes: None,
+        backend: Backend::Cpu,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

@@ -49,12 +49,13 @@ impl Crew {
     /// Starts the ranks of which `open` gives device and fabric, given their roles; `answers` says
     /// where each one's answers go.
     ///
-    /// Fails when the program is not consistent: see [`Scripts::new`], [`RankState::new`].
+    /// Fails when a device does not open, or the program is not consistent: see [`Scripts::new`],
+    /// [`RankState::new`].
     pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
         program: &Arc<Program>,
         ranks: &[(Rank, usize)],
         options: &RankOptions,
-        mut open: impl FnMut(Rank, usize) -> (D, F),
+        mut open: impl FnMut(Rank, usize) -> Result<(D, F), RuntimeError>,
         mut answers: impl FnMut(Rank) -> Answers,
     ) -> Result<Self, RuntimeError> {
         let mut scripts: BTreeMap<usize, Scripts> = BTreeMap::new();
@@ -68,7 +69,7 @@ impl Crew {
                     made
                 }
             };
-            let (program, parts) = (Arc::clone(program), open(rank, role));
+            let (program, parts) = (Arc::clone(program), open(rank, role)?);
             let state = RankState::new(program, role, scripts, parts, options.clone())?;
             threads.insert(rank, start(state, answers(rank)));
         }
@@ -90,20 +91,9 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts ranks, as [`Crew::start`] does.
-    pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
-        program: &Arc<Program>,
-        ranks: &[(Rank, usize)],
-        options: &RankOptions,
-        open: impl FnMut(Rank, usize) -> (D, F),
-    ) -> Result<Self, RuntimeError> {
-        let mut answers = BTreeMap::new();
-        let crew = Crew::start(program, ranks, options, open, |rank| {
-            let (outbox, inbox) = channel();
-            answers.insert(rank, inbox);
-            Box::new(move |answer| outbox.send(answer).is_ok())
-        })?;
-        Ok(Worker { crew, answers })
+    /// Ranks, and where their answers arrive.
+    pub fn new(crew: Crew, answers: BTreeMap<Rank, Receiver<Answer>>) -> Self {
+        Worker { crew, answers }
     }
 }
 

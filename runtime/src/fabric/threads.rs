@@ -429,7 +429,7 @@ fn needed(
     shares_parts: bool,
     len: usize,
 ) -> Vec<Range<usize>> {
-    let whole = || vec![0..len];
+    let whole = || Vec::from_iter(Some(0..len));
     let places = || {
         lie(of
             .items
@@ -470,7 +470,9 @@ fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
         }
     }
     match (out.first(), out.last()) {
-        (Some(first), Some(last)) if out.len() > MOST_PARTS => vec![first.start..last.end],
+        (Some(first), Some(last)) if out.len() > MOST_PARTS => {
+            Vec::from_iter(Some(first.start..last.end))
+        }
         _ => out,
     }
 }

@@ -194,27 +194,33 @@ struct Arrivals<T> {
     listener: TcpListener,
     token: Token,
     strangers: Arc<AtomicUsize>,
-    come: (Sender<(TcpStream, T)>, Receiver<(TcpStream, T)>),
+    tell: Sender<Arrival<T>>,
+    come: Receiver<Arrival<T>>,
 }
+
+/// A connection, and who said to be at its other end.
+type Arrival<T> = (TcpStream, T);
 
 impl<T: DeserializeOwned + Send + 'static> Arrivals<T> {
     fn new(listener: TcpListener, token: Token) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
+        let (tell, come) = channel();
         Ok(Arrivals {
             listener,
             token,
             strangers: Arc::default(),
-            come: channel(),
+            tell,
+            come,
         })
     }
     /// The next one who has come, if any.
-    fn next(&mut self) -> Option<(TcpStream, T)> {
+    fn next(&mut self) -> Option<Arrival<T>> {
         while let Ok((stream, _)) = self.listener.accept() {
             if self.strangers.fetch_add(1, Ordering::Relaxed) >= MOST_STRANGERS {
                 self.strangers.fetch_sub(1, Ordering::Relaxed);
                 continue;
             }
-            let (token, come) = (self.token.clone(), self.come.0.clone());
+            let (token, come) = (self.token.clone(), self.tell.clone());
             let strangers = Arc::clone(&self.strangers);
             std::thread::spawn(move || {
                 // Whoever is none of us is of no interest.
@@ -224,14 +230,14 @@ impl<T: DeserializeOwned + Send + 'static> Arrivals<T> {
                 strangers.fetch_sub(1, Ordering::Relaxed);
             });
         }
-        self.come.1.try_recv().ok()
+        self.come.try_recv().ok()
     }
 }
 
 fn introduced<T: DeserializeOwned>(
     mut stream: TcpStream,
     token: &Token,
-) -> Result<(TcpStream, T), HandshakeError> {
+) -> Result<Arrival<T>, HandshakeError> {
     stream.set_nonblocking(false)?;
     timed(&stream, Some(INTRODUCTION))?;
     handshake::answer(&mut stream, token)?;
@@ -471,8 +477,8 @@ pub fn join(
     settled(&stream).map_err(to_first)?;
     let mut streams: Vec<Option<TcpStream>> = vec![Some(stream)];
     streams.resize_with(place.of, || None);
-    for to in 1..place.index {
-        let from = place.index;
+    let from = place.index;
+    for (to, slot) in streams.iter_mut().enumerate().take(from).skip(1) {
         let address = addresses.get(to - 1).map(SocketAddr::to_string);
         let mut stream =
             call(&address.unwrap_or_default(), &token).map_err(|e| apart(from, to, &e))?;
@@ -483,7 +489,7 @@ pub fn join(
         };
         let told = say(&mut stream, &peer).and_then(|()| settled(&stream));
         told.map_err(|e| apart(from, to, &e))?;
-        streams[to] = Some(stream);
+        *slot = Some(stream);
     }
     let mut arrivals = Arrivals::<Peer>::new(listener, token).map_err(listen)?;
     let until = Instant::now() + patience;

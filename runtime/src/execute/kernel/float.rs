@@ -394,7 +394,8 @@ fn binary(f: Binary) -> elementwise::Binary {
     }
 }
 
-fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
+/// The scaling of frequencies as the kernels name it.
+pub(crate) fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
     match scaling {
         RopeScaling::None => rotary::RopeScaling::None,
         RopeScaling::Linear { factor } => rotary::RopeScaling::Linear { factor },

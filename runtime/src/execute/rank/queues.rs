@@ -9,7 +9,7 @@
 //! many orders has the waits it needs. What the program lets overlap does overlap here, and
 //! nothing else.
 
-use super::{Play, RankState};
+use super::{Events, Play, RankState};
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::execute::script::{Script, Step};
@@ -88,6 +88,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         let role = &program.roles[self.role];
         // By stream, the call that its first instruction waits for.
         let mut open: Vec<Option<F::Ticket>> = script.streams.iter().map(|_| None).collect();
+        let mut events: Events<D> = script.streams.iter().map(|_| Vec::new()).collect();
         let mut queues = Queues {
             n_done: vec![0; open.len()],
             script,
@@ -116,7 +117,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     continue;
                 }
                 let moved = self
-                    .take_turn((role, step), &mut open[stream], play)
+                    .take_turn((role, step), &mut open[stream], &mut events, play)
                     .map_err(|source| self.failed(step, source))?;
                 if let Some(done) = moved {
                     turn = Some((stream, done));
@@ -144,6 +145,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         &mut self,
         (role, step): (&RoleProgram, &Step),
         open: &mut Option<F::Ticket>,
+        events: &mut Events<D>,
         play: &Play,
     ) -> Result<Option<bool>, RuntimeError> {
         match open {
@@ -154,7 +156,14 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 self.called(role, step, bytes)?;
                 *open = None;
             }
-            None => *open = self.begin(role, step, play)?,
+            None => {
+                // A device may do later what it was given.
+                self.await_events(step, events)?;
+                *open = self.begin(role, step, play)?;
+            }
+        }
+        if open.is_none() {
+            self.record_event(step, events)?;
         }
         Ok(Some(open.is_none()))
     }

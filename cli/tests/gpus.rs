@@ -1,0 +1,67 @@
+//! `run --backend cuda`: on the emulated GPU, and without any.
+
+#[allow(clippy::unwrap_used)] // a test may stop where it likes
+mod support;
+
+use support::Place;
+
+fn arguments() -> [&'static str; 8] {
+    [
+        "run",
+        "plan.json",
+        "--data",
+        "text.txt",
+        "--steps",
+        "3",
+        "--backend",
+        "cuda",
+    ]
+}
+
+/// The words without a GPU. Where there is one, the run succeeds.
+#[test]
+fn without_a_gpu_the_run_says_so_and_names_the_emulator() {
+    let place = Place::with_plan();
+    let done = place.run(&arguments());
+    if done.code == 0 {
+        eprintln!("skipped: this machine has a GPU");
+        return;
+    }
+    done.expect(6)
+        .says(&["NVIDIA", "cargo build --release --examples -p emulator"]);
+    assert!(!place.exists("run.json"));
+}
+
+#[test]
+fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
+    let Some(folder) = emulator::harness::libraries() else {
+        let what = "the emulator is not built: cargo build --release --examples -p emulator";
+        assert!(std::env::var_os("CI").is_none(), "{what}");
+        eprintln!("skipped: {what}");
+        return;
+    };
+    let place = Place::with_plan();
+    let of_run = |place: &Place| -> serde_json::Value {
+        serde_json::from_slice(&place.read("run.json")).expect("run.json is JSON")
+    };
+    place.run(&arguments()[..6]).expect(0);
+    let on_cpu = of_run(&place);
+    let done = place.run_with(
+        &arguments(),
+        &[("LD_LIBRARY_PATH", &folder.to_string_lossy())],
+    );
+    let done = done.expect(0);
+    assert!(done.out.contains("MFU unknown"), "{}", done.out);
+    let on_gpu = of_run(&place);
+    assert_eq!(on_gpu["backend"], "cuda-emulated");
+    assert_eq!(on_gpu["executed_on"], "4 ranks on 1 x Emulated GPU");
+    let losses = |run: &serde_json::Value| -> Vec<f64> {
+        let steps = run["steps"].as_array().expect("steps");
+        steps.iter().filter_map(|s| s["loss"].as_f64()).collect()
+    };
+    assert_eq!(losses(&on_gpu).len(), 3);
+    for (a, b) in losses(&on_gpu).into_iter().zip(losses(&on_cpu)) {
+        assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
+    }
+    place.run(&["compare", "plan.json", "run.json"]).expect(0);
+}

@@ -1,0 +1,3 @@
+//! `libnvrtc.so`: the emulator under the name of NVIDIA's runtime compiler.
+
+pub use emulator::compiler::*;

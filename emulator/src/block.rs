@@ -1,0 +1,353 @@
+//! Blocks of threads: each thread is a fiber with a stack of its own. A fiber runs until its
+//! kernel ends or waits at a barrier, of the block or of its warp; a thread that never waits costs
+//! one switch.
+
+#![allow(unsafe_code)] // switches stacks and calls compiled kernels
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_void};
+
+/// Bytes of a fiber's stack.
+const STACK: usize = 64 << 10;
+/// Threads of a warp.
+const WARP: usize = 32;
+/// Most threads of a block, as on real devices.
+pub const MOST_THREADS: usize = 1024;
+
+/// Extents or indices along x, y and z.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Dim {
+    /// Along x.
+    pub x: u32,
+    /// Along y.
+    pub y: u32,
+    /// Along z.
+    pub z: u32,
+}
+
+impl Dim {
+    fn count(self) -> usize {
+        self.x as usize * self.y as usize * self.z as usize
+    }
+    fn at(self, i: usize) -> Dim {
+        let (x, y) = (self.x as usize, self.y as usize);
+        Dim {
+            x: (i % x) as u32,
+            y: (i / x % y) as u32,
+            z: (i / x / y) as u32,
+        }
+    }
+}
+
+/// What compiled kernels see of their block: `EmulatedBlock` of the header.
+#[repr(C)]
+pub struct Block {
+    thread: Dim,
+    block: Dim,
+    block_dim: Dim,
+    grid_dim: Dim,
+    slots: *mut u64,
+    sync: extern "C" fn(),
+    sync_warp: extern "C" fn(),
+    fail: extern "C" fn(*const c_char, u64, u64),
+    span: extern "C" fn(u64, u64) -> u64,
+}
+
+/// Tells a module which block its thread runs.
+pub type Attach = extern "C" fn(*mut Block);
+/// A kernel, called with its parameter.
+pub type Entry = extern "C" fn(*const c_void);
+
+/// A kernel of a loaded module.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// Its name.
+    pub name: String,
+    /// Its code.
+    pub entry: Entry,
+    /// Its module's.
+    pub attach: Attach,
+    /// Bytes of its parameter.
+    pub parameter_bytes: usize,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    New,
+    Ready,
+    AtBarrier,
+    AtWarp,
+    Done,
+}
+
+struct Fiber {
+    stack: Option<Vec<u128>>,
+    pointer: *mut u8,
+    state: State,
+}
+
+/// The block that a host thread runs.
+struct Runner {
+    shared: Block,
+    /// What `shared` points to.
+    _slots: Vec<u64>,
+    fibers: Vec<Fiber>,
+    scheduler: *mut u8,
+    current: usize,
+    entry: Option<Entry>,
+    parameter: *const c_void,
+    failed: Option<String>,
+    resolve: *const dyn Fn(u64, u64) -> bool,
+}
+
+thread_local! {
+    /// Stacks for fibers to come: fresh ones would be mapped, and touched, for every launch.
+    static FREE: RefCell<Vec<Vec<u128>>> = const { RefCell::new(Vec::new()) };
+    static RUNNER: RefCell<*mut Runner> = const { RefCell::new(std::ptr::null_mut()) };
+}
+
+/// Runs all blocks of a launch, one after the other. `is_memory` says whether bytes at a device
+/// address are allocated. The error says what a thread did.
+pub fn launch(
+    kernel: &Kernel,
+    (grid, block): (Dim, Dim),
+    parameter: &[u64],
+    is_memory: &dyn Fn(u64, u64) -> bool,
+) -> Result<(), String> {
+    let n = block.count();
+    let dims = [grid.x, grid.y, grid.z];
+    if n == 0 || n > MOST_THREADS || dims.contains(&0) {
+        return Err(format!("{}: {grid:?} blocks of {block:?}", kernel.name));
+    }
+    let mut slots = vec![0; n.next_multiple_of(WARP)];
+    let fiber = || Fiber {
+        stack: None,
+        pointer: std::ptr::null_mut(),
+        state: State::New,
+    };
+    // SAFETY: only the lifetime changes; the runner does not outlive this call.
+    let resolve: *const (dyn Fn(u64, u64) -> bool + 'static) =
+        unsafe { std::mem::transmute(is_memory as *const dyn Fn(u64, u64) -> bool) };
+    let mut runner = Runner {
+        shared: Block {
+            thread: Dim::default(),
+            block: Dim::default(),
+            block_dim: block,
+            grid_dim: grid,
+            slots: slots.as_mut_ptr(),
+            sync,
+            sync_warp,
+            fail,
+            span,
+        },
+        _slots: slots,
+        fibers: (0..n).map(|_| fiber()).collect(),
+        scheduler: std::ptr::null_mut(),
+        current: 0,
+        entry: Some(kernel.entry),
+        parameter: parameter.as_ptr().cast(),
+        failed: None,
+        resolve,
+    };
+    let this: *mut Runner = &mut runner;
+    RUNNER.with(|r| r.replace(this));
+    // SAFETY: the module was loaded with this function, and `runner` lives until the end.
+    (kernel.attach)(unsafe { &mut (*this).shared });
+    let mut done = Ok(());
+    for index in 0..grid.count() {
+        // SAFETY: as above; fibers that use `this` run only inside of the call.
+        done = unsafe { run_block(this, grid.at(index)) };
+        if done.is_err() {
+            break;
+        }
+    }
+    RUNNER.with(|r| r.replace(std::ptr::null_mut()));
+    done.map_err(|what| format!("kernel {}: {what}", kernel.name))
+}
+
+/// # Safety
+/// `this` is the runner of this host thread, and nothing else uses it meanwhile but fibers.
+unsafe fn run_block(this: *mut Runner, at: Dim) -> Result<(), String> {
+    // SAFETY: the caller's promise. Borrows end before a fiber is resumed, as fibers make theirs.
+    unsafe {
+        (*this).shared.block = at;
+        for fiber in &mut (*this).fibers {
+            fiber.state = State::New;
+        }
+        let n = (*this).fibers.len();
+        loop {
+            for i in 0..n {
+                if matches!((&(*this).fibers)[i].state, State::New | State::Ready) {
+                    resume(this, i);
+                    if let Some(what) = (*this).failed.take() {
+                        return Err(what);
+                    }
+                }
+            }
+            let fibers = &mut (*this).fibers;
+            if fibers.iter().all(|f| f.state == State::Done) {
+                return Ok(());
+            }
+            let mut released = false;
+            for warp in fibers.chunks_mut(WARP) {
+                let waits = |f: &Fiber| matches!(f.state, State::AtWarp | State::Done);
+                if warp.iter().all(waits) && warp.iter().any(|f| f.state == State::AtWarp) {
+                    released = true;
+                    for fiber in warp.iter_mut().filter(|f| f.state == State::AtWarp) {
+                        fiber.state = State::Ready;
+                    }
+                }
+            }
+            if released {
+                continue;
+            }
+            if fibers.iter().any(|f| f.state == State::AtWarp) {
+                return Err(format!(
+                    "threads of a warp of block {at:?} wait for each other at different places"
+                ));
+            }
+            for fiber in fibers.iter_mut().filter(|f| f.state == State::AtBarrier) {
+                fiber.state = State::Ready;
+            }
+        }
+    }
+}
+
+/// Lets a fiber run until it waits or ends.
+///
+/// # Safety
+/// As [`run_block`].
+unsafe fn resume(this: *mut Runner, i: usize) {
+    // SAFETY: the caller's promise; the stack is the fiber's alone.
+    unsafe {
+        (*this).current = i;
+        (*this).shared.thread = (*this).shared.block_dim.at(i);
+        if (&(*this).fibers)[i].state == State::New {
+            let stack = FREE.with(|free| free.borrow_mut().pop());
+            let mut stack = stack.unwrap_or_else(|| vec![0; STACK / 16]);
+            // Six registers, and where to return to; a function begins 8 bytes off alignment.
+            let top = stack.as_mut_ptr().add(stack.len()).cast::<u64>();
+            let pointer = top.sub(8);
+            pointer.write_bytes(0, 8);
+            pointer.add(6).write(begin as *const () as u64);
+            let fiber = &mut (&mut (*this).fibers)[i];
+            fiber.stack = Some(stack);
+            fiber.pointer = pointer.cast();
+        }
+        let to = (&(*this).fibers)[i].pointer;
+        switch(&raw mut (*this).scheduler, to);
+        let fiber = &mut (&mut (*this).fibers)[i];
+        if fiber.state == State::Done
+            && let Some(stack) = fiber.stack.take()
+        {
+            FREE.with(|free| free.borrow_mut().push(stack));
+        }
+    }
+}
+
+fn current() -> *mut Runner {
+    RUNNER.with(|r| *r.borrow())
+}
+
+/// The first function of a fiber; it never returns.
+extern "C" fn begin() {
+    let this = current();
+    // SAFETY: only fibers of a running block come here.
+    unsafe {
+        if let Some(entry) = (*this).entry {
+            entry((*this).parameter);
+        }
+    }
+    pause(State::Done);
+}
+
+/// Gives way to the scheduler of the block.
+fn pause(state: State) {
+    let this = current();
+    // SAFETY: as in `begin`; the scheduler's stack pointer was kept when it resumed this fiber.
+    unsafe {
+        let i = (*this).current;
+        let fiber = &mut (&mut (*this).fibers)[i];
+        fiber.state = state;
+        let from = &raw mut fiber.pointer;
+        switch(from, (*this).scheduler);
+    }
+}
+
+extern "C" fn sync() {
+    pause(State::AtBarrier);
+}
+
+extern "C" fn sync_warp() {
+    pause(State::AtWarp);
+}
+
+/// Ends the launch: the fiber is never resumed.
+extern "C" fn fail(what: *const c_char, a: u64, b: u64) {
+    let this = current();
+    // SAFETY: `what` is a literal of the header or a kernel.
+    let what = unsafe { CStr::from_ptr(what) }.to_string_lossy();
+    // SAFETY: as in `begin`.
+    unsafe {
+        let Block { thread, block, .. } = &(*this).shared;
+        let (t, b_at) = ([thread.x, thread.y, thread.z], [block.x, block.y, block.z]);
+        (*this).failed = Some(format!(
+            "{what} ({a}, {b}), in thread {t:?} of block {b_at:?}"
+        ));
+    }
+    pause(State::Done);
+}
+
+/// The host address of bytes of the device; it fails where they are not allocated.
+extern "C" fn span(at: u64, bytes: u64) -> u64 {
+    let this = current();
+    // SAFETY: as in `begin`; the function outlives the launch. All threads have the same operands,
+    // so one of them is enough.
+    let is_wrong = unsafe {
+        let Block { thread, block, .. } = &(*this).shared;
+        let is_first = *thread == Dim::default() && *block == Dim::default();
+        is_first && bytes > 0 && !(*(*this).resolve)(at, bytes)
+    };
+    if is_wrong {
+        fail(
+            c"uses memory that is not allocated: address, bytes".as_ptr(),
+            at,
+            bytes,
+        );
+    }
+    at & !(1 << 62)
+}
+
+/// Keeps the registers that a call keeps on this stack, and goes on where `to` stopped.
+///
+/// # Safety
+/// `to` is a stack pointer that this function kept, or one made by [`resume`].
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn switch(from: *mut *mut u8, to: *mut u8) {
+    std::arch::naked_asm!(
+        "push rbp",
+        "push rbx",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "mov [rdi], rsp",
+        "mov rsp, rsi",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbx",
+        "pop rbp",
+        "ret",
+    )
+}
+
+/// Fibers are for x86-64 alone; elsewhere the driver says that it has no device.
+///
+/// # Safety
+/// Never called.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe extern "C" fn switch(_: *mut *mut u8, _: *mut u8) {}

@@ -1,0 +1,26 @@
+//! A GPU made of software, for tests and for trying the CUDA backend without one: shared libraries
+//! with the names and the ABI of the CUDA driver and of NVRTC, as far as the runtime calls them.
+//!
+//! ```text
+//!   runtime ── cudarc ──> libcuda.so    memory, streams, events, launches   [driver], [queue]
+//!                 └─────> libnvrtc.so   c++ -shared, with a header          [compiler]
+//!                             └── blocks run one after the other; their threads are fibers [block]
+//! ```
+//!
+//! It is an adversary rather than a simulator. What a real GPU may do it does:
+//!
+//! * memory stands behind addresses that the host cannot touch, fresh memory is full of NaN, freed
+//!   memory is gone, and a kernel that leaves an operand is named and ends the context;
+//! * nothing that is put on a stream is done before somebody waits for it, and then streams go on
+//!   in an order drawn from a seed (`MESHWRIGHT_EMULATOR_SEED`) that keeps nothing but what events
+//!   ask for: a missing wait is a wrong result.
+//!
+//! A function that is not here is a missing symbol, which its caller reports by name. How long
+//! anything takes says nothing about a GPU.
+
+pub mod block;
+pub mod compiler;
+pub mod driver;
+pub mod harness;
+pub mod memory;
+pub mod queue;

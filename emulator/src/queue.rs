@@ -1,0 +1,331 @@
+//! Streams and events: queues whose heads go on in an order drawn from a seed.
+
+#![allow(unsafe_code)] // copies between addresses that were checked
+
+use crate::block::{self, Dim, Kernel};
+use crate::memory::Memory;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// An event: how often it was recorded, and how many of these records are over.
+#[derive(Debug, Default)]
+pub struct Event {
+    recorded: AtomicU64,
+    over: AtomicU64,
+    /// Nanoseconds on the device's clock of the last one that is over.
+    at_ns: AtomicU64,
+}
+
+impl Event {
+    /// Whether all of its records are over.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst) >= self.recorded.load(Ordering::SeqCst)
+    }
+    /// Nanoseconds on the device's clock at which it was over.
+    pub fn at_ns(&self) -> u64 {
+        self.at_ns.load(Ordering::SeqCst)
+    }
+}
+
+/// Memory of either side.
+#[derive(Clone, Copy, Debug)]
+pub enum Side {
+    /// An address of the device.
+    Device(u64),
+    /// An address of the host.
+    Host(usize),
+}
+
+/// What can stand in a stream.
+#[derive(Debug)]
+pub enum Op {
+    /// A launch.
+    Launch(Kernel, Dim, Dim, Vec<u64>),
+    /// A copy of so many bytes.
+    Copy(Side, Side, usize),
+    /// Bytes of one value.
+    Fill(u64, u8, usize),
+    /// An event's record of this number.
+    Record(Arc<Event>, u64),
+    /// Waits for an event's record of this number.
+    Wait(Arc<Event>, u64),
+}
+
+#[derive(Debug, Default)]
+struct Stream {
+    ops: VecDeque<Op>,
+    /// Whether a host thread does its head's work.
+    is_busy: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    memory: Memory,
+    streams: BTreeMap<u64, Stream>,
+    next_stream: u64,
+    random: u64,
+    last: Option<u64>,
+    /// The first error; it stays.
+    error: Option<String>,
+}
+
+/// The device: memory and streams of all contexts.
+#[derive(Debug)]
+pub struct Gpu {
+    state: Mutex<State>,
+    went_on: Condvar,
+    began: Instant,
+}
+
+impl Gpu {
+    /// A device whose streams go on in an order drawn from this seed.
+    pub fn new(seed: u64) -> Self {
+        let state = State {
+            random: seed.wrapping_mul(2).wrapping_add(1),
+            streams: BTreeMap::from([(0, Stream::default())]),
+            next_stream: 1,
+            ..State::default()
+        };
+        Gpu {
+            state: Mutex::new(state),
+            went_on: Condvar::new(),
+            began: Instant::now(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Works on the memory.
+    pub fn memory<R>(&self, work: impl FnOnce(&mut Memory) -> R) -> R {
+        work(&mut self.lock().memory)
+    }
+
+    /// Opens a stream.
+    pub fn open(&self) -> u64 {
+        let mut state = self.lock();
+        let id = state.next_stream;
+        state.next_stream += 1;
+        state.streams.insert(id, Stream::default());
+        id
+    }
+
+    /// Closes a stream, after its work; false where there is none.
+    pub fn close(&self, stream: u64) -> bool {
+        let _ = self.finish(Some(stream));
+        self.lock().streams.remove(&stream).is_some()
+    }
+
+    /// Puts an op on a stream; false where there is none.
+    pub fn put(&self, stream: u64, op: Op) -> bool {
+        let mut state = self.lock();
+        match state.streams.get_mut(&stream) {
+            Some(stream) => {
+                stream.ops.push_back(op);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Records an event on a stream.
+    pub fn record(&self, stream: u64, event: &Arc<Event>) -> bool {
+        let number = event.recorded.fetch_add(1, Ordering::SeqCst) + 1;
+        self.put(stream, Op::Record(Arc::clone(event), number))
+    }
+
+    /// Holds a stream back until the event's last record so far is over.
+    pub fn wait(&self, stream: u64, event: &Arc<Event>) -> bool {
+        let number = event.recorded.load(Ordering::SeqCst);
+        self.put(stream, Op::Wait(Arc::clone(event), number))
+    }
+
+    /// Does work of all streams until one of them, or all, have none left.
+    pub fn finish(&self, stream: Option<u64>) -> Result<(), String> {
+        self.go_on(|state| {
+            let is_done = |s: &Stream| s.ops.is_empty() && !s.is_busy;
+            match stream {
+                Some(id) => state.streams.get(&id).is_none_or(is_done),
+                None => state.streams.values().all(is_done),
+            }
+        })
+    }
+
+    /// Does work of all streams until the event is over.
+    pub fn finish_event(&self, event: &Event) -> Result<(), String> {
+        self.go_on(|_| event.is_over())
+    }
+
+    /// The error that ended the device.
+    pub fn error(&self) -> Option<String> {
+        self.lock().error.clone()
+    }
+
+    /// Ends the device with an error.
+    pub fn fail(&self, what: String) {
+        eprintln!("emulated GPU: {what}");
+        self.lock().error.get_or_insert(what);
+        self.went_on.notify_all();
+    }
+
+    fn go_on(&self, is_done: impl Fn(&State) -> bool) -> Result<(), String> {
+        let mut state = self.lock();
+        loop {
+            if let Some(error) = &state.error {
+                return Err(error.clone());
+            }
+            if is_done(&state) {
+                return Ok(());
+            }
+            let Some(id) = pick(&mut state) else {
+                if state.streams.values().any(|s| s.is_busy) {
+                    let woken = self.went_on.wait(state);
+                    state = woken.unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                drop(state);
+                let what = "every stream waits for an event that nothing will record";
+                self.fail(what.into());
+                return Err(what.into());
+            };
+            let Some(op) = state.streams.get_mut(&id).and_then(|s| {
+                s.is_busy = true;
+                s.ops.pop_front()
+            }) else {
+                continue;
+            };
+            drop(state);
+            let done = self.execute(&op);
+            state = self.lock();
+            if let Some(stream) = state.streams.get_mut(&id) {
+                stream.is_busy = false;
+            }
+            if let Err(what) = done {
+                drop(state);
+                self.fail(what);
+                state = self.lock();
+            }
+            self.went_on.notify_all();
+        }
+    }
+
+    fn execute(&self, op: &Op) -> Result<(), String> {
+        match op {
+            Op::Launch(kernel, grid, block, parameter) => {
+                let is_memory = |at, bytes| self.lock().memory.resolve(at, bytes).is_some();
+                block::launch(kernel, (*grid, *block), parameter, &is_memory)
+            }
+            Op::Copy(to, from, bytes) => {
+                let (to, from) = (self.address(*to, *bytes)?, self.address(*from, *bytes)?);
+                let apart = (to as usize).abs_diff(from as usize);
+                if apart < *bytes {
+                    return Err(format!(
+                        "a copy of {bytes} bytes to {apart} bytes from them"
+                    ));
+                }
+                // SAFETY: both sides have the bytes, and they do not overlap. That addresses of
+                // the host live until the copy is done is the caller's promise, as with CUDA.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, *bytes) };
+                Ok(())
+            }
+            Op::Fill(at, value, bytes) => {
+                let to = self.address(Side::Device(*at), *bytes)?;
+                // SAFETY: the block has the bytes.
+                unsafe { std::ptr::write_bytes(to, *value, *bytes) };
+                Ok(())
+            }
+            Op::Record(event, number) => {
+                let now = self.began.elapsed().as_nanos() as u64;
+                event.at_ns.store(now, Ordering::SeqCst);
+                event.over.fetch_max(*number, Ordering::SeqCst);
+                Ok(())
+            }
+            Op::Wait(..) => Ok(()),
+        }
+    }
+
+    fn address(&self, side: Side, bytes: usize) -> Result<*mut u8, String> {
+        match side {
+            Side::Host(at) => Ok(at as *mut u8),
+            Side::Device(at) => {
+                let found = self.lock().memory.resolve(at, bytes as u64);
+                found.ok_or_else(|| {
+                    format!("a copy or fill of {bytes} bytes at {at:#x}, which are not allocated")
+                })
+            }
+        }
+    }
+}
+
+/// A stream whose head can go on: as often as not the last one again, so that one may be far ahead
+/// of the others, else any.
+fn pick(state: &mut State) -> Option<u64> {
+    let can = |s: &Stream| {
+        let is_over = |op: &Op| match op {
+            Op::Wait(event, number) => event.over.load(Ordering::SeqCst) >= *number,
+            _ => true,
+        };
+        !s.is_busy && s.ops.front().is_some_and(is_over)
+    };
+    let all = state.streams.iter().filter(|(_, s)| can(s));
+    let all: Vec<u64> = all.map(|(id, _)| *id).collect();
+    if all.is_empty() {
+        return None;
+    }
+    // Marsaglia's xorshift.
+    state.random ^= state.random << 13;
+    state.random ^= state.random >> 7;
+    state.random ^= state.random << 17;
+    let drawn = state.random >> 33;
+    let again = state
+        .last
+        .filter(|id| drawn.is_multiple_of(2) && all.contains(id));
+    state.last = Some(again.unwrap_or(all[(drawn / 2) as usize % all.len()]));
+    state.last
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A fill of one stream and a copy of another one: without a wait some seed gives the copy
+    /// what was there before; with one none does.
+    #[test]
+    fn a_missing_wait_is_a_wrong_result() {
+        let copied = |seed, waits: bool| {
+            let gpu = Gpu::new(seed);
+            let (first, second) = (gpu.open(), gpu.open());
+            let at = gpu.memory(|m| m.allocate(8)).expect("there is memory");
+            let mut host = [0u8; 8];
+            let event = Arc::default();
+            assert!(gpu.put(first, Op::Fill(at, 7, 8)) && gpu.record(first, &event));
+            if waits {
+                gpu.wait(second, &event);
+            }
+            let to = Side::Host(host.as_mut_ptr() as usize);
+            assert!(gpu.put(second, Op::Copy(to, Side::Device(at), 8)));
+            gpu.finish(Some(second)).expect("it is done");
+            std::hint::black_box(&host);
+            host[0]
+        };
+        assert!((0..20).all(|seed| copied(seed, true) == 7));
+        assert!((0..20).any(|seed| copied(seed, false) == 0xff));
+    }
+
+    #[test]
+    fn streams_that_wait_for_nothing_are_told() {
+        let gpu = Gpu::new(1);
+        let stream = gpu.open();
+        let event = Arc::new(Event::default());
+        event.recorded.store(1, Ordering::SeqCst);
+        gpu.wait(stream, &event);
+        assert!(
+            gpu.finish(None)
+                .is_err_and(|e| e.contains("waits for an event"))
+        );
+        assert!(gpu.error().is_some());
+    }
+}

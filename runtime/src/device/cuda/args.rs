@@ -1,0 +1,189 @@
+//! A call of a kernel, as plain data: which one, for which element types, on what.
+
+use ir::DType;
+
+/// Operands of a kernel.
+const OPERANDS: usize = 8;
+/// Results.
+const RESULTS: usize = 4;
+/// Numbers.
+pub(super) const NUMBERS: usize = 64;
+/// Entries of the table.
+pub(super) const TABLE: usize = 128;
+/// Threads of a block, unless a kernel has its own number.
+pub(super) const THREADS: u32 = 256;
+/// Most blocks of kernels whose threads go on to further elements.
+const MOST_BLOCKS: u64 = 4096;
+
+/// Bytes of the device's memory: `Span` of the kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Span {
+    pub at: u64,
+    pub bytes: u64,
+}
+
+/// The parameter of every kernel: `Args` of the kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Args {
+    pub x: [Span; OPERANDS],
+    pub y: [Span; RESULTS],
+    pub n: [i64; NUMBERS],
+    pub f: [f64; 8],
+    pub table: [f32; TABLE],
+}
+
+/// A file of kernels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Source {
+    pub name: &'static str,
+    pub text: &'static str,
+}
+
+impl Source {
+    const fn new(name: &'static str, text: &'static str) -> Self {
+        Source { name, text }
+    }
+}
+
+/// What stands before every file.
+pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cuh");
+pub(super) const ATTENTION: Source =
+    Source::new("attention.cu", include_str!("kernels/attention.cu"));
+pub(super) const ELEMENTWISE: Source =
+    Source::new("elementwise.cu", include_str!("kernels/elementwise.cu"));
+pub(super) const EMBEDDING: Source =
+    Source::new("embedding.cu", include_str!("kernels/embedding.cu"));
+pub(super) const LOSS: Source = Source::new("loss.cu", include_str!("kernels/loss.cu"));
+pub(super) const MATMUL: Source = Source::new("matmul.cu", include_str!("kernels/matmul.cu"));
+pub(super) const MOVEMENT: Source = Source::new("movement.cu", include_str!("kernels/movement.cu"));
+pub(super) const NORM: Source = Source::new("norm.cu", include_str!("kernels/norm.cu"));
+pub(super) const REDUCE: Source = Source::new("reduce.cu", include_str!("kernels/reduce.cu"));
+pub(super) const ROTARY: Source = Source::new("rotary.cu", include_str!("kernels/rotary.cu"));
+pub(super) const UPDATE: Source = Source::new("update.cu", include_str!("kernels/update.cu"));
+
+/// All files.
+#[cfg(test)]
+pub(super) const SOURCES: [Source; 10] = [
+    ATTENTION,
+    ELEMENTWISE,
+    EMBEDDING,
+    LOSS,
+    MATMUL,
+    MOVEMENT,
+    NORM,
+    REDUCE,
+    ROTARY,
+    UPDATE,
+];
+
+/// Names of the element types of operands and results: `T0`.. and `O0`.. of the kernels. What a
+/// call does not name is `f32`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Types {
+    pub x: [&'static str; OPERANDS],
+    pub y: [&'static str; RESULTS],
+}
+
+impl Default for Types {
+    fn default() -> Self {
+        Types {
+            x: ["f32"; OPERANDS],
+            y: ["f32"; RESULTS],
+        }
+    }
+}
+
+impl Types {
+    /// Their definitions as options of the compiler.
+    pub fn options(&self) -> Vec<String> {
+        let x = self.x.iter().enumerate();
+        let y = self.y.iter().enumerate();
+        x.map(|(i, t)| format!("-DT{i}={t}"))
+            .chain(y.map(|(i, t)| format!("-DO{i}={t}")))
+            .collect()
+    }
+}
+
+/// The kernels' name of an element type.
+pub(super) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::Bf16 => "bf16",
+        DType::F16 => "f16",
+        DType::I32 => "i32",
+        _ => "f32",
+    }
+}
+
+/// One launch.
+#[derive(Clone, Debug)]
+pub(super) struct Call {
+    pub source: Source,
+    pub kernel: &'static str,
+    pub types: Types,
+    pub args: Box<Args>,
+    pub grid: [u32; 3],
+    pub threads: u32,
+}
+
+impl Call {
+    /// A call with a thread per element, up to a number of blocks.
+    pub fn each(source: Source, kernel: &'static str, elements: usize) -> Self {
+        let blocks = (elements as u64).div_ceil(THREADS.into()).min(MOST_BLOCKS);
+        Self::blocks(source, kernel, blocks as usize, THREADS)
+    }
+    /// A call with so many blocks of so many threads. Without blocks nothing is launched.
+    pub fn blocks(source: Source, kernel: &'static str, blocks: usize, threads: u32) -> Self {
+        Call {
+            source,
+            kernel,
+            types: Types::default(),
+            args: Box::new(Args {
+                x: [Span::default(); OPERANDS],
+                y: [Span::default(); RESULTS],
+                n: [0; NUMBERS],
+                f: [0.0; 8],
+                table: [0.0; TABLE],
+            }),
+            grid: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1],
+            threads,
+        }
+    }
+    /// With operand `i`.
+    pub fn x(mut self, i: usize, (span, type_name): (Span, &'static str)) -> Self {
+        (self.args.x[i], self.types.x[i]) = (span, type_name);
+        self
+    }
+    /// With result `i`.
+    pub fn y(mut self, i: usize, (span, type_name): (Span, &'static str)) -> Self {
+        (self.args.y[i], self.types.y[i]) = (span, type_name);
+        self
+    }
+    /// With numbers from `first` on.
+    pub fn n(mut self, first: usize, numbers: &[i64]) -> Self {
+        self.args.n[first..first + numbers.len()].copy_from_slice(numbers);
+        self
+    }
+    /// With numbers that are no integers.
+    pub fn f(mut self, numbers: &[f64]) -> Self {
+        self.args.f[..numbers.len()].copy_from_slice(numbers);
+        self
+    }
+    pub fn is_empty(&self) -> bool {
+        self.grid.contains(&0)
+    }
+}
+
+/// What is put on a stream. Few of them live at a time.
+#[allow(clippy::large_enum_variant)]
+#[derive(Clone, Debug)]
+pub(super) enum Step {
+    Call(Call),
+    /// A copy of bytes that do not overlap.
+    Copy {
+        from: u64,
+        to: u64,
+        bytes: usize,
+    },
+}

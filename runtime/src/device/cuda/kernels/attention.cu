@@ -1,0 +1,231 @@
+// Causal attention with grouped queries, in the manner of FlashAttention: scores are never kept.
+//
+// A warp has one row: of queries in `attention` and `attention_grad_q`, of keys in
+// `attention_grad_kv`. Its lanes take 32 rows of the other side at a time, a score each, and then
+// 32 elements of the head dim each, so that a warp meets but twice for 32 scores. Positions, not
+// places, say who sees whom; so sequences in zigzag order and shards of keys that go around a ring
+// are no other case. No atomic additions: the order of a sum is that of the rows.
+//
+// n = batch, queries, kv heads, groups, head dim, keys, valid queries, valid keys, first stored
+// query, first stored key, chunk and ranks of the order, whether the results of an earlier part
+// are continued; from 13 on the mask of dropout: whether there is one, first sample, kv head and
+// group, lengths of queries, kv heads, groups and keys of the whole tensor, and four words of the
+// key. f = scale of the scores, dropout probability, what keeps the mean.
+
+#define LANES 32
+#define WARPS 4
+#define MOST 8 // elements of a head that a lane has: head dims up to 256
+
+struct Sizes {
+    i64 batch, queries, heads, groups, dim, keys, valid_queries, valid_keys;
+    float scale;
+};
+
+DEVICE Sizes sizes(const Args &a) {
+    Sizes s = {a.n[0], a.n[1], a.n[2], a.n[3], a.n[4], a.n[5], a.n[6], a.n[7], (float)a.f[0]};
+    return s;
+}
+DEVICE i64 query_position(const Args &a, i64 i) { return position(a.n[8] + i, a.n[10], a.n[11]); }
+DEVICE i64 key_position(const Args &a, i64 j) { return position(a.n[9] + j, a.n[10], a.n[11]); }
+
+// The factor of a probability; elements are named by sample, positions and heads.
+DEVICE float kept(const Args &a, i64 b, i64 kv, i64 g, i64 query, i64 key) {
+    if (!a.n[13]) return 1.0f;
+    const i64 *first = a.n + 14, *lens = a.n + 17;
+    u64 row = ((u64)(first[0] + b) * lens[0] + query) * lens[1] + first[1] + kv;
+    u64 element = (row * lens[2] + first[2] + g) * lens[3] + key;
+    return (double)uniform(element, a.n + 21) < a.f[1] ? 0.0f : (float)a.f[2];
+}
+
+template <class L, class R> DEVICE float dot(L l, i64 at_l, R r, i64 at_r, i64 n) {
+    float sum = 0;
+    for (i64 d = 0; d < n; d++) sum += l[at_l + d] * r[at_r + d];
+    return sum;
+}
+
+// q, k, v and, where it continues, o and lse, to o and lse.
+KERNEL(attention) {
+    In<T0> q(a.x[0]);
+    In<T1> k(a.x[1]);
+    In<T2> v(a.x[2]);
+    Out<O0> o(a.y[0]);
+    Out<O1> lse(a.y[1]);
+    __shared__ float probabilities[WARPS][LANES];
+    const Sizes s = sizes(a);
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const i64 row = (i64)blockIdx.x * WARPS + warp;
+    if (row >= s.batch * s.queries * s.heads * s.groups) return;
+    const i64 g = row % s.groups, kv = row / s.groups % s.heads;
+    const i64 i = row / s.groups / s.heads % s.queries, b = row / s.groups / s.heads / s.queries;
+    const i64 query = query_position(a, i);
+    float most = -INFINITE, sum = 0, acc[MOST];
+    for (int e = 0; e < MOST; e++) acc[e] = 0.0f;
+    if (a.n[12]) {
+        In<T3> o_before(a.x[3]);
+        In<T4> lse_before(a.x[4]);
+        most = lse_before[row];
+        sum = most == -INFINITE ? 0.0f : 1.0f;
+        for (int e = 0; e < MOST; e++) {
+            i64 d = lane + LANES * e;
+            if (d < s.dim) acc[e] = o_before[row * s.dim + d];
+        }
+    }
+    // By position nothing is visible after the query.
+    i64 n_keys = s.valid_keys;
+    if (a.n[10] == 0 && query - a.n[9] + 1 < n_keys) n_keys = query - a.n[9] + 1;
+    for (i64 j0 = 0; j0 < n_keys; j0 += LANES) {
+        const i64 j = j0 + lane;
+        const i64 key = key_position(a, j);
+        float score = -INFINITE;
+        if (j < n_keys && key <= query)
+            score = s.scale * dot(q, row * s.dim, k, ((b * s.keys + j) * s.heads + kv) * s.dim, s.dim);
+        const float now = larger(warp_max(score), most);
+        if (now == -INFINITE) continue;
+        float p = score == -INFINITE ? 0.0f : expf(score - now);
+        const float before = most == -INFINITE ? 0.0f : expf(most - now);
+        sum = sum * before + warp_sum(p);
+        most = now;
+        if (p != 0.0f) p *= kept(a, b, kv, g, query, key);
+        probabilities[warp][lane] = p;
+        __syncwarp();
+        const int n = n_keys - j0 < LANES ? (int)(n_keys - j0) : LANES;
+        for (int e = 0; e < MOST; e++) {
+            i64 d = lane + LANES * e;
+            if (d >= s.dim) break;
+            float total = acc[e] * before;
+            for (int t = 0; t < n; t++)
+                total += probabilities[warp][t] * v[((b * s.keys + j0 + t) * s.heads + kv) * s.dim + d];
+            acc[e] = total;
+        }
+        __syncwarp();
+    }
+    for (int e = 0; e < MOST; e++) {
+        i64 d = lane + LANES * e;
+        if (d < s.dim) o.set(row * s.dim + d, sum == 0.0f ? 0.0f : acc[e] / sum);
+    }
+    if (lane == 0) lse.set(row, sum == 0.0f ? -INFINITE : most + logf(sum));
+}
+
+// q, k, v, o, lse, do and, where it continues, dq, to dq.
+KERNEL(attention_grad_q) {
+    In<T0> q(a.x[0]);
+    In<T1> k(a.x[1]);
+    In<T2> v(a.x[2]);
+    In<T3> o(a.x[3]);
+    In<T4> lse(a.x[4]);
+    In<T5> d_o(a.x[5]);
+    Out<O0> dq(a.y[0]);
+    __shared__ float slopes[WARPS][LANES];
+    const Sizes s = sizes(a);
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const i64 row = (i64)blockIdx.x * WARPS + warp;
+    if (row >= s.batch * s.queries * s.heads * s.groups) return;
+    const i64 g = row % s.groups, kv = row / s.groups % s.heads;
+    const i64 i = row / s.groups / s.heads % s.queries, b = row / s.groups / s.heads / s.queries;
+    const i64 query = query_position(a, i);
+    const float norm = lse[row];
+    float acc[MOST], delta = 0;
+    for (int e = 0; e < MOST; e++) {
+        i64 d = lane + LANES * e;
+        acc[e] = 0.0f;
+        if (d < s.dim) delta += o[row * s.dim + d] * d_o[row * s.dim + d];
+    }
+    delta = warp_sum(delta);
+    i64 n_keys = s.valid_keys;
+    if (a.n[10] == 0 && query - a.n[9] + 1 < n_keys) n_keys = query - a.n[9] + 1;
+    if (norm == -INFINITE) n_keys = 0;
+    for (i64 j0 = 0; j0 < n_keys; j0 += LANES) {
+        const i64 j = j0 + lane;
+        const i64 key = key_position(a, j);
+        float slope = 0.0f;
+        if (j < n_keys && key <= query) {
+            const i64 at = ((b * s.keys + j) * s.heads + kv) * s.dim;
+            float p = expf(s.scale * dot(q, row * s.dim, k, at, s.dim) - norm);
+            float dp = dot(d_o, row * s.dim, v, at, s.dim);
+            slope = p * (kept(a, b, kv, g, query, key) * dp - delta);
+        }
+        slopes[warp][lane] = slope;
+        __syncwarp();
+        const int n = n_keys - j0 < LANES ? (int)(n_keys - j0) : LANES;
+        for (int e = 0; e < MOST; e++) {
+            i64 d = lane + LANES * e;
+            if (d >= s.dim) break;
+            for (int t = 0; t < n; t++)
+                acc[e] += slopes[warp][t] * k[((b * s.keys + j0 + t) * s.heads + kv) * s.dim + d];
+        }
+        __syncwarp();
+    }
+    for (int e = 0; e < MOST; e++) {
+        i64 d = lane + LANES * e;
+        if (d >= s.dim) break;
+        float before = 0.0f;
+        if (a.n[12]) {
+            In<T6> dq_before(a.x[6]);
+            before = dq_before[row * s.dim + d];
+        }
+        dq.set(row * s.dim + d, before + s.scale * acc[e]);
+    }
+}
+
+// The same operands to dk and dv.
+KERNEL(attention_grad_kv) {
+    In<T0> q(a.x[0]);
+    In<T1> k(a.x[1]);
+    In<T2> v(a.x[2]);
+    In<T3> o(a.x[3]);
+    In<T4> lse(a.x[4]);
+    In<T5> d_o(a.x[5]);
+    Out<O1> dk(a.y[1]);
+    Out<O2> dv(a.y[2]);
+    __shared__ float slopes[WARPS][LANES], probabilities[WARPS][LANES];
+    const Sizes s = sizes(a);
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const i64 row = (i64)blockIdx.x * WARPS + warp;
+    if (row >= s.batch * s.keys * s.heads) return;
+    const i64 kv = row % s.heads, j = row / s.heads % s.keys, b = row / s.heads / s.keys;
+    const i64 key = key_position(a, j);
+    float acc_k[MOST], acc_v[MOST];
+    for (int e = 0; e < MOST; e++) acc_k[e] = acc_v[e] = 0.0f;
+    const i64 n_queries = j < s.valid_keys ? s.valid_queries : 0;
+    // By position nothing before the key sees it.
+    i64 i0 = 0;
+    if (a.n[10] == 0 && key > a.n[8]) i0 = (key - a.n[8]) / LANES * LANES;
+    for (; i0 < n_queries; i0 += LANES)
+        for (i64 g = 0; g < s.groups; g++) {
+            const i64 i = i0 + lane;
+            const i64 query = query_position(a, i);
+            float slope = 0.0f, p = 0.0f;
+            if (i < n_queries && key <= query) {
+                const i64 of_q = ((b * s.queries + i) * s.heads + kv) * s.groups + g;
+                const float norm = lse[of_q];
+                if (norm != -INFINITE) {
+                    p = expf(s.scale * dot(q, of_q * s.dim, k, row * s.dim, s.dim) - norm);
+                    float dp = dot(d_o, of_q * s.dim, v, row * s.dim, s.dim);
+                    float delta = dot(d_o, of_q * s.dim, o, of_q * s.dim, s.dim);
+                    float keep = kept(a, b, kv, g, query, key);
+                    slope = p * (keep * dp - delta);
+                    p *= keep;
+                }
+            }
+            slopes[warp][lane] = slope;
+            probabilities[warp][lane] = p;
+            __syncwarp();
+            const int n = n_queries - i0 < LANES ? (int)(n_queries - i0) : LANES;
+            for (int e = 0; e < MOST; e++) {
+                i64 d = lane + LANES * e;
+                if (d >= s.dim) break;
+                for (int t = 0; t < n; t++) {
+                    i64 at = (((b * s.queries + i0 + t) * s.heads + kv) * s.groups + g) * s.dim + d;
+                    acc_k[e] += slopes[warp][t] * q[at];
+                    acc_v[e] += probabilities[warp][t] * d_o[at];
+                }
+            }
+            __syncwarp();
+        }
+    for (int e = 0; e < MOST; e++) {
+        i64 d = lane + LANES * e;
+        if (d >= s.dim) break;
+        dk.set(row * s.dim + d, s.scale * acc_k[e]);
+        dv.set(row * s.dim + d, acc_v[e]);
+    }
+}

@@ -1,0 +1,179 @@
+// Before every kernel: element types, operands, and sums over a block.
+//
+// A kernel has one parameter, `Args a`: operands `a.x`, results `a.y`, and numbers, of which each
+// kernel says what they are. `T0`, `T1`, .. are the element types of its operands and `O0`, `O1`,
+// .. of its results; they are macros, so that a kernel is compiled for the types it is used with.
+// Everything is computed in f32 unless it says otherwise, and rounded once.
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef float f32;
+typedef int i32;
+
+#define DEVICE static __device__ __forceinline__
+
+struct bf16 {
+    u16 bits;
+};
+struct f16 {
+    u16 bits;
+};
+
+struct Span {
+    u64 at;
+    u64 bytes;
+};
+
+// `Args` of args.rs has the same fields in the same order.
+struct Args {
+    Span x[8];
+    Span y[4];
+    i64 n[64];
+    double f[8];
+    float table[128];
+};
+
+#ifdef __EMULATED_CUDA__
+#define KERNEL(name) EMULATED_KERNEL(name, Args)
+#else
+#define KERNEL(name) extern "C" __global__ void name(const Args a)
+#endif
+
+DEVICE float widen(f32 x) { return x; }
+DEVICE float widen(double x) { return (float)x; }
+DEVICE float widen(i32 x) { return (float)x; }
+DEVICE float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+DEVICE float widen(f16 x) {
+#ifdef __EMULATED_CUDA__
+    _Float16 half;
+    memcpy(&half, &x.bits, 2);
+    return (float)half;
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+#endif
+}
+
+DEVICE void round_to(float v, f32 &to) { to = v; }
+// To the nearest, ties to even; NaN stays NaN.
+DEVICE void round_to(float v, bf16 &to) {
+    u32 bits = __float_as_uint(v);
+    to.bits = v != v ? (u16)(bits >> 16 | 0x40) : (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+DEVICE void round_to(float v, f16 &to) {
+#ifdef __EMULATED_CUDA__
+    _Float16 half = (_Float16)v;
+    memcpy(&to.bits, &half, 2);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+#endif
+}
+
+// Where an operand lies. On the emulator it knows its length, and says who leaves it.
+template <class T> struct Part {
+    T *p;
+#ifdef __EMULATED_CUDA__
+    u64 count;
+    Part(Span s) {
+        count = s.bytes / sizeof(T);
+        p = (T *)emulated_block->span(s.at, s.bytes);
+        if ((u64)p % sizeof(T) != 0) emulated_block->fail("misaligned address, of bytes", s.at, s.bytes);
+    }
+    T &at(i64 i) const {
+        if ((u64)i >= count) emulated_block->fail("out of bounds: element, of", (u64)i, count);
+        return p[i];
+    }
+#else
+    __device__ __forceinline__ Part(Span s) { p = (T *)s.at; }
+    __device__ __forceinline__ T &at(i64 i) const { return p[i]; }
+#endif
+};
+
+template <class T> struct In : Part<T> {
+    __device__ __forceinline__ In(Span s) : Part<T>(s) {}
+    __device__ __forceinline__ float operator[](i64 i) const { return widen(this->at(i)); }
+    __device__ __forceinline__ T raw(i64 i) const { return this->at(i); }
+};
+
+template <class T> struct Out : Part<T> {
+    __device__ __forceinline__ Out(Span s) : Part<T>(s) {}
+    __device__ __forceinline__ float operator[](i64 i) const { return widen(this->at(i)); }
+    __device__ __forceinline__ void set(i64 i, float v) const { round_to(v, this->at(i)); }
+    __device__ __forceinline__ void raw(i64 i, T v) const { this->at(i) = v; }
+};
+
+#define FOR_EACH(i, n)                                                                           \
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n);                            \
+         i += (i64)gridDim.x * blockDim.x)
+
+#define INFINITE __uint_as_float(0x7f800000u)
+#define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
+
+DEVICE float larger(float a, float b) { return (a >= b || a != a) ? a : b; }
+
+DEVICE float warp_sum(float v) {
+    for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    return v;
+}
+DEVICE float warp_max(float v) {
+    for (int mask = 16; mask > 0; mask /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, mask));
+    return v;
+}
+
+// The sum over a block of at most 1024 threads, a multiple of 32, for all of them; in an order
+// that the number of threads alone decides.
+template <class V> DEVICE V block_sum(V v) {
+    __shared__ V sums[32];
+    for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (u32 i = 0; i < blockDim.x / 32; i++) v += sums[i];
+    __syncthreads();
+    return v;
+}
+DEVICE float block_max(float v) {
+    __shared__ float most[32];
+    v = warp_max(v);
+    if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = most[0];
+    for (u32 i = 1; i < blockDim.x / 32; i++) v = larger(v, most[i]);
+    __syncthreads();
+    return v;
+}
+
+// Where a stored element of a sequence stands: as it is stored, or, with chunks of `chunk`
+// elements from both ends, in zigzag order for so many ranks.
+DEVICE i64 position(i64 stored, i64 chunk, i64 ranks) {
+    if (chunk == 0) return stored;
+    i64 i = stored / chunk, inside = stored % chunk;
+    return (i % 2 == 0 ? i / 2 : 2 * ranks - 1 - i / 2) * chunk + inside;
+}
+
+// Word 0 to 3 of Philox4x32-10.
+DEVICE u32 philox(u64 block, u32 tweak0, u32 tweak1, u32 key0, u32 key1, int word) {
+    u32 c[4] = {(u32)block, (u32)(block >> 32), tweak0, tweak1};
+    for (int round = 0; round < 10; round++) {
+        if (round > 0) {
+            key0 += 0x9E3779B9u;
+            key1 += 0xBB67AE85u;
+        }
+        u32 lo0 = 0xD2511F53u * c[0], hi0 = __umulhi(0xD2511F53u, c[0]);
+        u32 lo1 = 0xCD9E8D57u * c[2], hi1 = __umulhi(0xCD9E8D57u, c[2]);
+        c[0] = hi1 ^ c[1] ^ key0;
+        c[1] = lo1;
+        c[2] = hi0 ^ c[3] ^ key1;
+        c[3] = lo0;
+    }
+    return c[word];
+}
+// The number in [0, 1) of an element of a tensor's stream, whose key is four words.
+DEVICE float uniform(u64 element, const i64 *key) {
+    u32 word = philox(element / 4, (u32)key[2], (u32)key[3], (u32)key[0], (u32)key[1],
+                      (int)(element % 4));
+    return (float)(word >> 8) * (1.0f / 16777216.0f);
+}

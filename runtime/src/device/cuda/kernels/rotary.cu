@@ -1,0 +1,16 @@
+// Rotary position embedding, rotate-half: n = elements, sequence, heads, head dim, first stored
+// row, chunk and ranks of its order, whether it turns back; table = frequencies.
+KERNEL(rotary) {
+    In<T0> x(a.x[0]);
+    Out<O0> y(a.y[0]);
+    const i64 sequence = a.n[1], heads = a.n[2], dim = a.n[3], half = dim / 2;
+    FOR_EACH(i, a.n[0] / 2) {
+        i64 pair = i % half, head = i / half;
+        i64 row = a.n[4] + head / heads % sequence;
+        float angle = (float)position(row, a.n[5], a.n[6]) * a.table[pair];
+        float c = cosf(angle), s = a.n[7] ? -sinf(angle) : sinf(angle);
+        float first = x[head * dim + pair], second = x[head * dim + half + pair];
+        y.set(head * dim + pair, first * c - second * s);
+        y.set(head * dim + half + pair, second * c + first * s);
+    }
+}

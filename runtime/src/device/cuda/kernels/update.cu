@@ -1,0 +1,107 @@
+// The end of a step: norm, clipping, loss scale and updates.
+
+// Adds up to eight operands to the scratch sum y[0]: n = operands, elements of each, whether the
+// sum begins; the last call writes its root to y[1]: n[3].
+KERNEL(global_norm) {
+    Out<double> sum(a.y[0]);
+    if (threadIdx.x != 0) return;
+    double total = a.n[2] ? 0.0 : sum.at(0);
+    for (int k = 0; k < (int)a.n[0]; k++) {
+        In<f32> x(a.x[k]);
+        for (i64 i = 0; i < a.n[4 + k]; i++) total += (double)x[i];
+    }
+    sum.raw(0, total);
+    if (a.n[3]) {
+        Out<f32> norm(a.y[1]);
+        norm.set(0, (float)sqrt(total));
+    }
+}
+
+// norm, loss scale to the gradients' coefficient: n = whether there is a largest norm; f = it.
+KERNEL(clip_coefficient) {
+    In<T0> x(a.x[0]);
+    In<T1> s(a.x[1]);
+    Out<O0> y(a.y[0]);
+    if (threadIdx.x != 0) return;
+    double norm = x[0], scale = s[0], clipped = 1.0;
+    if (a.n[0]) {
+        double most = a.f[0] / (norm / scale + 1e-6);
+        clipped = most < 1.0 ? most : 1.0;
+    }
+    y.set(0, norm - norm == 0.0 ? (float)(clipped / scale) : NOT_A_NUMBER);
+}
+
+// scale, good steps, updates, norm to the next of the first three: f = interval, lowest scale.
+KERNEL(update_loss_scale) {
+    In<T0> scale(a.x[0]);
+    In<T1> good(a.x[1]);
+    In<T2> updates(a.x[2]);
+    In<T3> norm(a.x[3]);
+    Out<O0> next_scale(a.y[0]);
+    Out<O1> next_good(a.y[1]);
+    Out<O2> next_updates(a.y[2]);
+    if (threadIdx.x != 0) return;
+    float old = scale[0], steps = good[0], lowest = (float)a.f[1], count = updates[0];
+    bool is_good = norm[0] - norm[0] == 0.0f;
+    if (!is_good) {
+        next_scale.set(0, old * 0.5f > lowest ? old * 0.5f : lowest);
+        next_good.set(0, 0.0f);
+    } else if ((double)steps + 1.0 >= a.f[0]) {
+        next_scale.set(0, old * 2.0f);
+        next_good.set(0, 0.0f);
+    } else {
+        next_scale.set(0, old);
+        next_good.set(0, steps + 1.0f);
+    }
+    next_updates.set(0, count + (is_good ? 1.0f : 0.0f));
+}
+
+// p, m and v in place from g and the coefficient, as torch.optim.AdamW. A coefficient that is no
+// number changes nothing. n = elements, whether operand 5 has the number of updates done, else
+// this number; f = learning rate, beta1, beta2, eps, weight decay.
+KERNEL(adam_w) {
+    In<T1> g(a.x[1]);
+    In<f32> coefficient(a.x[4]);
+    Out<O0> p(a.y[0]);
+    Out<O1> m(a.y[1]);
+    Out<O2> v(a.y[2]);
+    const float c = coefficient[0];
+    if (!(c - c == 0.0f)) return;
+    double done = (double)a.n[2];
+    if (a.n[1]) {
+        In<f32> updates(a.x[5]);
+        done = (double)(i64)updates[0];
+    }
+    const double step = done + 1.0, lr = a.f[0];
+    const float decay = (float)(1.0 - lr * a.f[4]), eps = (float)a.f[3];
+    const float beta1 = (float)a.f[1], weight1 = (float)(1.0 - a.f[1]);
+    const float beta2 = (float)a.f[2], weight2 = (float)(1.0 - a.f[2]);
+    const float root = (float)sqrt(1.0 - pow(a.f[2], step));
+    const float size = (float)(lr / (1.0 - pow(a.f[1], step)));
+    FOR_EACH(i, a.n[0]) {
+        float gi = c * g[i], mi = m[i], vi = v[i];
+        // torch.lerp starts from the nearer end.
+        mi = weight1 < 0.5f ? mi + weight1 * (gi - mi) : gi - (gi - mi) * beta1;
+        vi = vi * beta2 + weight2 * gi * gi;
+        m.set(i, mi);
+        v.set(i, vi);
+        p.set(i, p[i] * decay - size * mi / (sqrtf(vi) / root + eps));
+    }
+}
+
+// p and its buffer in place from g and the coefficient, as torch.optim.SGD: n = elements; f =
+// learning rate, momentum, weight decay.
+KERNEL(sgd) {
+    In<T1> g(a.x[1]);
+    In<f32> coefficient(a.x[3]);
+    Out<O0> p(a.y[0]);
+    Out<O1> buffer(a.y[1]);
+    const float c = coefficient[0];
+    if (!(c - c == 0.0f)) return;
+    const float lr = (float)a.f[0], momentum = (float)a.f[1], decay = (float)a.f[2];
+    FOR_EACH(i, a.n[0]) {
+        float old = p[i], b = momentum * buffer[i] + (c * g[i] + decay * old);
+        buffer.set(i, b);
+        p.set(i, old - lr * b);
+    }
+}

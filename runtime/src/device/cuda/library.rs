@@ -1,0 +1,192 @@
+//! The driver, a GPU, and the kernels that were compiled for it.
+
+#![allow(unsafe_code)] // asks whether the libraries are there
+
+use super::args::{Call, PRELUDE, Source, Types};
+use crate::error::RuntimeError;
+use cudarc::driver::{CudaContext, CudaModule, DriverError};
+use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// How to go on without a GPU.
+const WITHOUT: &str = "without a GPU, an emulated one runs the same program slowly: \
+    `cargo build --release --examples -p emulator`, and LD_LIBRARY_PATH=target/release/examples \
+    before the command";
+
+/// Modules by file and types.
+type Modules = BTreeMap<(&'static str, Types), Arc<CudaModule>>;
+
+/// A GPU of this process, which the ranks on it share.
+pub(super) struct Gpu {
+    pub context: Arc<CudaContext>,
+    pub name: String,
+    architecture: String,
+    modules: Mutex<Modules>,
+}
+
+/// An error of the driver's.
+pub(super) fn failed(what: &str, error: DriverError) -> RuntimeError {
+    let words = error
+        .error_string()
+        .ok()
+        .map(|s| s.to_string_lossy().into_owned());
+    RuntimeError::Device {
+        problem: format!(
+            "{what}: {}",
+            words.unwrap_or_else(|| format!("{:?}", error.0))
+        ),
+    }
+}
+
+fn absent(problem: &str) -> RuntimeError {
+    RuntimeError::NoDevice {
+        problem: problem.into(),
+        way_out: WITHOUT.into(),
+    }
+}
+
+/// Number of GPUs that the driver sees. Fails where there is no driver, no compiler for kernels or
+/// no GPU.
+pub fn count() -> Result<usize, RuntimeError> {
+    // SAFETY: opening a library of the system's runs no code but its own.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err(absent(
+            "no NVIDIA driver is there: libcuda.so.1 is not found",
+        ));
+    }
+    // SAFETY: as above.
+    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        return Err(absent(
+            "there is a driver, but no libnvrtc.so.13, which compiles the kernels: it comes with \
+             CUDA 13 and in the Python package nvidia-cuda-nvrtc; name its folder in \
+             LD_LIBRARY_PATH",
+        ));
+    }
+    // A function that a library lacks is a panic there.
+    let found = catch_unwind(CudaContext::device_count).map_err(|_| {
+        absent("the NVIDIA driver lacks functions of CUDA 13: it is too old, install 580 or later")
+    })?;
+    match found {
+        Ok(n) if n > 0 => Ok(n as usize),
+        Ok(_) => Err(absent("the NVIDIA driver sees no GPU")),
+        Err(error) => Err(absent(
+            &failed("the NVIDIA driver does not start", error).to_string(),
+        )),
+    }
+}
+
+/// Name of the first GPU. Fails as [`count`] does.
+pub fn name() -> Result<String, RuntimeError> {
+    count()?;
+    Ok(Gpu::open(0)?.name.clone())
+}
+
+impl Gpu {
+    /// GPU `ordinal`, opened once per process.
+    pub fn open(ordinal: usize) -> Result<Arc<Self>, RuntimeError> {
+        static OPEN: Mutex<BTreeMap<usize, Weak<Gpu>>> = Mutex::new(BTreeMap::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gpu) = open.get(&ordinal).and_then(Weak::upgrade) {
+            return Ok(gpu);
+        }
+        let opened = catch_unwind(AssertUnwindSafe(|| {
+            let context = CudaContext::new(ordinal)?;
+            // SAFETY: no memory is cudarc's to follow; the program's events order all work.
+            unsafe { context.disable_event_tracking() };
+            let (major, minor) = context.compute_capability()?;
+            Ok((
+                Arc::clone(&context),
+                context.name()?,
+                format!("compute_{major}{minor}"),
+            ))
+        }));
+        let opened = opened.map_err(|_| absent("the NVIDIA driver lacks functions of CUDA 13"))?;
+        let (context, name, architecture) = opened.map_err(|e| failed("opening the GPU", e))?;
+        let gpu = Arc::new(Gpu {
+            context,
+            name,
+            architecture,
+            modules: Mutex::default(),
+        });
+        open.insert(ordinal, Arc::downgrade(&gpu));
+        Ok(gpu)
+    }
+
+    /// The module with the kernel of a call, compiled when it is first asked for.
+    pub fn module(&self, call: &Call) -> Result<Arc<CudaModule>, RuntimeError> {
+        let key = (call.source.name, call.types);
+        // Others wait meanwhile: they may need the same.
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(&key) {
+            return Ok(Arc::clone(module));
+        }
+        let ptx = compile(call.source, &call.types, &self.architecture)?;
+        let module = self
+            .context
+            .load_module(ptx)
+            .map_err(|e| failed(call.source.name, e))?;
+        modules.insert(key, Arc::clone(&module));
+        Ok(module)
+    }
+}
+
+/// Compiles a file of kernels.
+fn compile(
+    source: Source,
+    types: &Types,
+    architecture: &str,
+) -> Result<cudarc::nvrtc::Ptx, RuntimeError> {
+    let mut options = types.options();
+    options.push(format!("--gpu-architecture={architecture}"));
+    // Not every file needs all of the prelude.
+    options.extend(["--std=c++17", "--diag-suppress=177"].map(String::from));
+    let options = CompileOptions {
+        options,
+        name: Some(source.name.into()),
+        ..CompileOptions::default()
+    };
+    let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text);
+    compile_ptx_with_opts(text, options).map_err(|error| {
+        let problem = match error {
+            CompileError::CompileError { log, .. } => log.to_string_lossy().trim().to_string(),
+            other => format!("{other:?}"),
+        };
+        RuntimeError::Device {
+            problem: format!("{} cannot be compiled: {problem}", source.name),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::args::{MOVEMENT, SOURCES};
+    use super::*;
+
+    /// With NVIDIA's compiler, which a Python package has (`nvidia-cuda-nvrtc==13.0.*`, its `lib`
+    /// in `LD_LIBRARY_PATH`); skipped without it.
+    #[test]
+    fn all_kernels_compile_for_all_generations() {
+        // SAFETY: opening a library of the system's runs no code but its own.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            eprintln!("skipped: there is no libnvrtc.so; see the comment of this test");
+            return;
+        }
+        for architecture in ["compute_80", "compute_90", "compute_100"] {
+            for source in SOURCES {
+                for name in ["f32", "bf16", "f16"] {
+                    let mut types = Types {
+                        x: [name; 8],
+                        y: [name; 4],
+                    };
+                    if source.name == MOVEMENT.name {
+                        types.x[0] = if name == "f32" { "u32" } else { "u16" };
+                    }
+                    compile(source, &types, architecture)
+                        .unwrap_or_else(|e| panic!("for {architecture}, {name}: {e}"));
+                }
+            }
+        }
+    }
+}

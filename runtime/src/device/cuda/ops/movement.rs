@@ -1,0 +1,202 @@
+//! Elements in other places, zeros, and one number everywhere.
+
+use super::super::args::{Call, ELEMENTWISE, MOVEMENT, NUMBERS, Span, Step};
+use super::{Op, Part, Steps};
+use crate::execute::Local;
+use ir::OpKind;
+use ir::reshard::Pieces;
+
+/// One dim of a box of elements.
+#[derive(Clone, Copy, Debug)]
+struct Dim {
+    /// Elements.
+    extent: usize,
+    /// Stride of the source.
+    from: usize,
+    /// Added to the index for that of the source, which is zero outside of `0..bound`.
+    shift: i64,
+    bound: usize,
+    /// Stride of the target.
+    to: usize,
+}
+
+fn strides(dims: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; dims.len()];
+    for d in (1..dims.len()).rev() {
+        strides[d - 1] = strides[d] * dims[d];
+    }
+    strides
+}
+
+/// All elements of `to` from the same places of `from`, both with their strides.
+fn boxes(extents: &[usize], from: &[usize], to: &[usize]) -> Vec<Dim> {
+    let dim = |d: usize| Dim {
+        extent: extents[d],
+        from: from[d],
+        shift: 0,
+        bound: extents[d],
+        to: to[d],
+    };
+    (0..extents.len()).map(dim).collect()
+}
+
+/// The call that moves a box; `first` are the first elements of source and target.
+fn call(bytes: u64, dims: &[Dim], first: [usize; 2], (from, to): (Span, Span)) -> Step {
+    let word = match bytes {
+        4 => "u32",
+        _ => "u16",
+    };
+    let n: usize = dims.iter().map(|d| d.extent).product();
+    let mut numbers = vec![
+        n as i64,
+        dims.len() as i64,
+        first[0] as i64,
+        first[1] as i64,
+    ];
+    for d in dims {
+        let extents = [d.extent, d.from].map(|n| n as i64);
+        numbers.extend(extents);
+        numbers.extend([d.shift, d.bound as i64, d.to as i64]);
+    }
+    let call = Call::each(MOVEMENT, "move", n).x(0, (from, word));
+    Step::Call(call.y(0, (to, "f32")).n(0, &numbers))
+}
+
+/// Most dims of a box.
+const MOST_DIMS: usize = (NUMBERS - 4) / 5;
+
+/// Zeros past the valid lengths; none where there is no padding.
+pub(crate) fn pad(part: Part<'_>) -> Option<Step> {
+    let local = part.local;
+    if !local.is_short() {
+        return None;
+    }
+    let word = match local.dtype.bytes() {
+        4 => "u32",
+        _ => "u16",
+    };
+    let mut numbers = vec![local.elements() as i64, local.ranges.len() as i64];
+    for r in &local.ranges {
+        numbers.extend([r.padded as i64, r.valid as i64]);
+    }
+    let call = Call::each(MOVEMENT, "pad", local.elements());
+    let mut call = call.y(0, (part.span, "f32")).n(0, &numbers);
+    call.types.x[0] = word;
+    Some(Step::Call(call))
+}
+
+/// One number everywhere, padding included.
+pub(crate) fn fill(value: f32, part: Part<'_>) -> Step {
+    let call = Call::each(ELEMENTWISE, "fill", part.elements());
+    let call = call.y(0, part.typed()).n(0, &[part.elements() as i64]);
+    Step::Call(call.f(&[value.into()]))
+}
+
+/// Piece `index` of `len` elements along a dim, zeros past the operand's end.
+fn cut(local: &Local, dim: usize, index: usize, len: usize) -> Vec<Dim> {
+    let dims = local.dims();
+    let mut piece = dims.clone();
+    piece[dim] = len;
+    let mut all = boxes(&piece, &strides(&dims), &strides(&piece));
+    (all[dim].shift, all[dim].bound) = ((index * len) as i64, dims[dim]);
+    all
+}
+
+/// A piece of a tensor along one dim.
+pub(crate) fn slice(dim: usize, index: usize, input: Part<'_>, output: Part<'_>) -> Step {
+    let len = output.dims()[dim];
+    let bytes = input.local.dtype.bytes();
+    let dims = cut(input.local, dim, index, len);
+    call(bytes, &dims, [0, 0], (input.span, output.span))
+}
+
+/// A part cut into pieces that follow each other.
+pub(crate) fn pack(pieces: Pieces, input: Part<'_>, output: Span) -> Vec<Step> {
+    let (dim, len, bytes) = (pieces.dim, pieces.len as usize, input.local.dtype.bytes());
+    let one = |index: usize| {
+        let dims = cut(input.local, dim, index, len);
+        let n: usize = dims.iter().map(|d| d.extent).product();
+        call(bytes, &dims, [0, index * n], (input.span, output))
+    };
+    (0..pieces.n as usize).map(one).collect()
+}
+
+/// A part put together from pieces; what lies past its end is left out.
+pub(crate) fn unpack(pieces: Pieces, input: Span, output: Part<'_>) -> Vec<Step> {
+    let (dim, len, bytes) = (pieces.dim, pieces.len as usize, output.local.dtype.bytes());
+    let dims = output.dims();
+    let mut piece = dims.clone();
+    piece[dim] = len;
+    let n: usize = piece.iter().product();
+    let one = |index: usize| {
+        let start = (index * len).min(dims[dim]);
+        let mut extents = piece.clone();
+        extents[dim] = len.min(dims[dim] - start);
+        let to = strides(&dims);
+        let first = [index * n, start * to[dim]];
+        let all = boxes(&extents, &strides(&piece), &to);
+        call(bytes, &all, first, (input, output.span))
+    };
+    (0..pieces.n as usize).map(one).collect()
+}
+
+impl Op<'_> {
+    pub(super) fn moves(&self) -> Steps {
+        let (x, y) = (self.x[0], self.y[0]);
+        if x.local.dtype != y.local.dtype {
+            return Err(self.error("operand and result have different types"));
+        }
+        let bytes = x.local.dtype.bytes();
+        let (dims, out) = (x.dims(), y.dims());
+        if dims.len().max(out.len()) > MOST_DIMS {
+            return Err(self.error(format!("more than {MOST_DIMS} dims")));
+        }
+        let from = strides(&dims);
+        let one = |all: &[Dim], first| call(bytes, all, first, (x.span, y.span));
+        let steps = match self.kind {
+            OpKind::Broadcast { leading } => {
+                let n: usize = out[..leading.len()].iter().product();
+                let width = x.elements();
+                vec![one(&boxes(&[n, width], &[0, 1], &[width, 1]), [0, 0])]
+            }
+            OpKind::Transpose { perm } => {
+                let permuted: Vec<usize> = perm.iter().map(|&d| from[d]).collect();
+                vec![one(&boxes(&out, &permuted, &strides(&out)), [0, 0])]
+            }
+            OpKind::Slice { dim, start, .. } => {
+                let mut all = boxes(&out, &from, &strides(&out));
+                (all[*dim].shift, all[*dim].bound) = (*start as i64, dims[*dim]);
+                vec![one(&all, [0, 0])]
+            }
+            OpKind::Pad { dim, start, .. } => {
+                let mut all = boxes(&out, &from, &strides(&out));
+                (all[*dim].shift, all[*dim].bound) = (-(*start as i64), dims[*dim]);
+                vec![one(&all, [0, 0])]
+            }
+            OpKind::Unstack { dim } => {
+                let mut rest = from.clone();
+                let stride = rest.remove(*dim);
+                let all = boxes(&out, &rest, &strides(&out));
+                let each = self.y.iter().enumerate();
+                each.map(|(i, y)| call(bytes, &all, [i * stride, 0], (x.span, y.span)))
+                    .collect()
+            }
+            OpKind::Stack { dim } => {
+                let mut rest = strides(&out);
+                let stride = rest.remove(*dim);
+                let all = boxes(&dims, &from, &rest);
+                let each = self.x.iter().enumerate();
+                each.map(|(i, x)| call(bytes, &all, [0, i * stride], (x.span, y.span)))
+                    .collect()
+            }
+            // The same elements in the same order.
+            _ if x.span.at == y.span.at => Vec::new(),
+            _ => vec![Step::Copy {
+                from: x.span.at,
+                to: y.span.at,
+                bytes: x.span.bytes as usize,
+            }],
+        };
+        Ok(steps)
+    }
+}

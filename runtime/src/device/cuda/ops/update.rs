@@ -1,0 +1,97 @@
+//! The end of a step: squares, norm, clipping, loss scale and updates.
+
+use super::super::args::{Call, REDUCE, Span, Step, UPDATE};
+use super::{Op, SCRATCH, Steps};
+use ir::OpKind;
+
+/// Operands of a call that adds up scalars.
+const AT_ONCE: usize = 8;
+/// Blocks that share a sum of squares.
+const MOST_PARTS: usize = SCRATCH / 8;
+const THREADS: u32 = 256;
+
+impl Op<'_> {
+    pub(super) fn updates(&self) -> Steps {
+        let one = |kernel| Call::blocks(UPDATE, kernel, 1, 32);
+        let call = match self.kind {
+            OpKind::SumSquares => return Ok(self.sum_squares()),
+            OpKind::GlobalNorm => return Ok(self.global_norm()),
+            OpKind::ClipCoefficient { max_norm } => {
+                let call = one("clip_coefficient").n(0, &[i64::from(max_norm.is_some())]);
+                self.all(call).f(&[max_norm.unwrap_or(0.0)])
+            }
+            OpKind::UpdateLossScale { growth_interval } => {
+                let lowest = ir::training::LOWEST_LOSS_SCALE;
+                self.all(one("update_loss_scale"))
+                    .f(&[*growth_interval as f64, lowest])
+            }
+            OpKind::AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+            } => {
+                let n = self.y[0].elements();
+                let is_given = i64::from(self.x.len() > 5);
+                let numbers = [n as i64, is_given, self.context.updates as i64];
+                let call = self.all(Call::each(UPDATE, "adam_w", n)).n(0, &numbers);
+                call.f(&[self.context.lr, *beta1, *beta2, *eps, *weight_decay])
+            }
+            OpKind::Sgd {
+                momentum,
+                weight_decay,
+            } => {
+                let n = self.y[0].elements();
+                let call = self.all(Call::each(UPDATE, "sgd", n)).n(0, &[n as i64]);
+                call.f(&[self.context.lr, *momentum, *weight_decay])
+            }
+            _ => return Err(self.error("the CUDA backend has no kernel for it")),
+        };
+        Ok(vec![Step::Call(call)])
+    }
+
+    fn all(&self, mut call: Call) -> Call {
+        for (i, x) in self.x.iter().enumerate() {
+            call = call.x(i, x.typed());
+        }
+        for (i, y) in self.y.iter().enumerate() {
+            call = call.y(i, y.typed());
+        }
+        call
+    }
+
+    fn sum_squares(&self) -> Vec<Step> {
+        let n = self.x[0].elements();
+        let parts = n.div_ceil(THREADS as usize).clamp(1, MOST_PARTS);
+        let scratch = Span {
+            at: self.scratch,
+            bytes: 8 * parts as u64,
+        };
+        let squares = Call::blocks(REDUCE, "squares", parts, THREADS);
+        let squares = squares.x(0, self.x[0].typed()).y(0, (scratch, "f32"));
+        let sum = Call::blocks(REDUCE, "sum_parts", 1, 32).x(0, (scratch, "f32"));
+        let sum = sum.y(0, self.y[0].typed()).n(0, &[parts as i64]);
+        vec![Step::Call(squares.n(0, &[n as i64])), Step::Call(sum)]
+    }
+
+    fn global_norm(&self) -> Vec<Step> {
+        let scratch = Span {
+            at: self.scratch,
+            bytes: 8,
+        };
+        let calls = self.x.chunks(AT_ONCE);
+        let n = calls.len();
+        let call = |(i, x): (usize, &[super::Part<'_>])| {
+            let is_last = i64::from(i + 1 == n);
+            let mut call = Call::blocks(UPDATE, "global_norm", 1, 32)
+                .y(0, (scratch, "f32"))
+                .y(1, self.y[0].typed())
+                .n(0, &[x.len() as i64, 0, i64::from(i == 0), is_last]);
+            for (k, x) in x.iter().enumerate() {
+                call = call.x(k, x.typed()).n(4 + k, &[x.elements() as i64]);
+            }
+            Step::Call(call)
+        };
+        calls.enumerate().map(call).collect()
+    }
+}

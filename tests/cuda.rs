@@ -1,0 +1,101 @@
+//! The CUDA backend equals CPU ranks: plans of every kind of parallelism, on the emulated GPU.
+//!
+//! Each test runs again in a process that has the emulator, where streams go on in a random order.
+
+use emulator::harness::is_emulated;
+use ir::Precision;
+use tests::{Case, cluster, distance, planned, relative};
+
+/// Steps of each comparison.
+const STEPS: usize = 2;
+
+/// Plays a pinned plan on CPU ranks and on GPUs, both in list order and with streams as queues.
+fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64) {
+    let name = format!("{} on {n_devices}: {}", case.forward.name, pins.join(" "));
+    let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
+    runtime::device::cuda::check(&made.program).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let mut on_cpu = case.session(&made.program);
+    let mut on_gpus = [None, Some(7)].map(|orders| case.session_on_gpus(&made.program, orders));
+    for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
+        let expected = on_cpu.step(batch, case.lr, false);
+        let expected = expected.unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
+        let ways = [("in list order", true), ("streams as queues", false)];
+        for (session, (way, profile)) in on_gpus.iter_mut().zip(ways) {
+            let got = session.step(batch, case.lr, profile);
+            let got = got.unwrap_or_else(|e| panic!("{name}, GPU: {e}"));
+            for (what, a, b) in [
+                ("loss", got.loss, expected.loss),
+                ("gradient norm", got.grad_norm, expected.grad_norm),
+            ] {
+                let is_equal = a.is_nan() && b.is_nan() || relative(a, b) < rounding;
+                assert!(
+                    is_equal,
+                    "{name}, {way}, step {step}: {what} {a} against {b}"
+                );
+            }
+        }
+    }
+    let expected = on_cpu.params().expect("the parameters are gathered");
+    for session in &mut on_gpus {
+        session
+            .replicas_agree()
+            .unwrap_or_else(|e| panic!("{name}: {e}"));
+        let params = session.params().expect("the parameters are gathered");
+        let (mut difference, mut norm) = (0.0, 0.0);
+        // The gradients of key biases are zero but for rounding, which AdamW makes as large as
+        // others.
+        let rounds = |path: &str| path.ends_with(".attn.qkv.bias");
+        for (path, tensor) in params.into_iter().filter(|(path, _)| !rounds(path)) {
+            let (d, n) = distance(&tensor.values, &expected[&path].values);
+            (difference, norm) = (difference + d, norm + n);
+        }
+        let off = (difference / norm).sqrt();
+        assert!(off <= 10.0 * rounding, "{name}: parameters differ by {off}");
+    }
+}
+
+/// How far apart f32 results may be.
+const F32: f64 = 1e-5;
+
+macro_rules! on_gpus {
+    ($($test:ident: $case:literal, $n:literal, [$($pin:literal),*];)*) => {$(
+        #[test]
+        fn $test() {
+            if is_emulated(stringify!($test)) {
+                check(&Case::load($case), $n, &[$($pin),*], F32);
+            }
+        }
+    )*};
+}
+
+on_gpus! {
+    gpt2_on_one: "gpt2_small_tied", 1, ["data=1"];
+    gpt2_data: "gpt2_small_tied", 2, ["data=2", "tensor=1", "pipeline=1"];
+    gpt2_tensor: "gpt2_small_tied", 2, ["data=1", "tensor=2", "pipeline=1"];
+    gpt2_pipeline: "gpt2_small_tied", 2, ["data=1", "tensor=1", "pipeline=2", "microbatch=1"];
+    gpt2_zero_3: "gpt2_small_tied", 2, ["data=2", "tensor=1", "pipeline=1", "zero=3"];
+    gpt2_data_tensor_pipeline: "gpt2_untied_gelu", 8,
+        ["data=2", "tensor=2", "pipeline=2", "zero=1"];
+    llama_on_one: "llama_tied", 1, ["data=1"];
+    llama_tensor_zero_3: "llama_untied_rope", 4, ["data=2", "tensor=2", "pipeline=1", "zero=3"];
+    gpt2_context: "gpt2_untied_gelu", 2, ["context=2", "data=1", "pipeline=1"];
+    gpt2_context_zigzag: "gpt2_untied_gelu", 2,
+        ["context=2", "data=1", "pipeline=1", "context_order=zigzag"];
+    gpt2_context_ring: "gpt2_untied_gelu", 2,
+        ["context=2", "context_attention=ring", "data=1", "pipeline=1", "context_order=zigzag"];
+    llama_context_ulysses: "llama_tied", 2,
+        ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
+    llama_linear_rope: "llama_linear_rope", 2, ["data=2", "tensor=1", "pipeline=1"];
+    qwen3_tensor: "qwen3", 2, ["data=1", "tensor=2", "pipeline=1"];
+}
+
+/// Half precision rounds at other places than the CPU's kernels only where a sum is split.
+#[test]
+fn bf16_on_two() {
+    if is_emulated("bf16_on_two") {
+        let mut case = Case::load("gpt2_small_tied");
+        case.train.precision = Precision::Bf16;
+        check(&case, 2, &["data=1", "tensor=2", "pipeline=1"], 1e-2);
+    }
+}
