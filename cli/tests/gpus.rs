@@ -1,6 +1,5 @@
 //! `run --backend cuda`: on the emulated GPU, and without any.
 
-#[allow(clippy::unwrap_used)] // a test may stop where it likes
 mod support;
 
 use support::Place;

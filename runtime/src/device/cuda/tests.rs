@@ -1,5 +1,8 @@
 //! The device suite, and every kernel against the CPU's.
 
+// Operands and results are lists of parts that cases own.
+#![allow(clippy::cloned_ref_to_slice_refs, clippy::useless_vec)]
+
 use super::*;
 use crate::device::Cpu;
 use crate::execute::{Context, Local, narrow, widen};
