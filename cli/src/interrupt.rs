@@ -11,11 +11,17 @@ pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {
     registered.map(|_| ()).map_err(no_handler)
 }
 
-/// Has interrupts (and requests to terminate) do nothing: they are another process' to heed.
+/// Has the first interrupt (or request to terminate) do nothing: it is another process' to heed. The
+/// second one ends this one.
 pub fn leave_to_others() -> Result<(), Failure> {
     let ignored = Arc::new(AtomicBool::new(false));
-    sets_at_usr1(&ignored)?;
-    ctrlc::set_handler(|| ()).map_err(no_handler)
+    sets_at_usr1(&Arc::default())?;
+    let handler = move || {
+        if ignored.swap(true, Ordering::Relaxed) {
+            std::process::exit(Exit::Interrupted as i32);
+        }
+    };
+    ctrlc::set_handler(handler).map_err(no_handler)
 }
 
 fn no_handler(e: impl std::fmt::Display) -> Failure {

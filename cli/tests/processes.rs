@@ -59,26 +59,46 @@ fn newest(place: &Place, folder: &str) -> (String, Vec<(String, Vec<u8>)>) {
     (name, files)
 }
 
-/// Processes that the run with this output name started, or that are it.
-fn processes_of(output: &str) -> Vec<u32> {
+/// Processes in this place of the run with this output name: those that it started, and itself.
+fn processes_of(place: &Place, output: &str) -> Vec<u32> {
+    let own = place.path(".").canonicalize().unwrap();
     let all = std::fs::read_dir("/proc").unwrap().flatten();
     let ids = all.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
     let is_one = |id: &u32| {
         let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
-        line.contains("meshwright") && line.split('\0').any(|word| word == output)
+        let here = std::fs::read_link(format!("/proc/{id}/cwd")).is_ok_and(|cwd| cwd == own);
+        here && line.contains("meshwright") && line.split('\0').any(|word| word == output)
     };
     ids.filter(is_one).collect()
 }
 
-fn wait_for_none(output: &str) {
+fn wait_for_none(place: &Place, output: &str) {
     let began = Instant::now();
-    while !processes_of(output).is_empty() {
+    while !processes_of(place, output).is_empty() {
         assert!(
-            began.elapsed() < Duration::from_secs(20),
+            began.elapsed() < Duration::from_secs(30),
             "processes are left"
         );
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The process of a rank that has played some steps, by its record.
+fn process_of(place: &Place, rank: u32) -> u32 {
+    let began = Instant::now();
+    loop {
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "no record appears"
+        );
+        let bytes = std::fs::read(place.path(&format!("records/rank-{rank}.record")));
+        let bytes = bytes.unwrap_or_default();
+        let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
+        if number(64).is_some_and(|plays| plays > 20) {
+            return number(12).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -446,29 +466,16 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
 #[test]
 fn a_killed_process_is_named_and_nobody_is_left() {
     let place = Place::with_plan();
-    let args = ["--steps", "100000000", "--processes", "-o", "killed.json"];
-    let child = command(&place, &[&RUN[..], &args].concat())
-        .spawn()
-        .unwrap();
-    let began = Instant::now();
-    while processes_of("killed.json").len() < 4 {
-        assert!(began.elapsed() < Duration::from_secs(20));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    std::thread::sleep(Duration::from_millis(1500));
-    let others: Vec<u32> = processes_of("killed.json");
-    let victim = others
-        .into_iter()
-        .find(|&id| id != child.id())
-        .unwrap()
-        .to_string();
-    assert!(
-        Command::new("kill")
-            .args(["-9", &victim])
-            .status()
-            .unwrap()
-            .success()
-    );
+    let start = |flags: &[&str]| {
+        let args = ["--steps", "100000000", "--record", "records"];
+        let args = [&RUN[..], &args, flags].concat();
+        command(&place, &args).spawn().unwrap()
+    };
+    let child = start(&["--processes", "-o", "killed.json"]);
+    let victim = process_of(&place, 2).to_string();
+    assert_ne!(victim, child.id().to_string());
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
     let killed = Instant::now();
     let output = child.wait_with_output().unwrap();
     assert!(
@@ -482,20 +489,14 @@ fn a_killed_process_is_named_and_nobody_is_left() {
     let flat = flat.join(" ").replace(" │ ", " ");
     assert!(flat.contains(&format!("(pid {victim} on ")), "{words}");
     assert!(flat.contains("it was killed by signal 9"), "{words}");
-    wait_for_none("killed.json");
+    wait_for_none(&place, "killed.json");
     assert!(!place.exists("killed.json"));
     // Without process 0 the others end as well.
-    let args = ["--steps", "100000000", "--processes=2", "-o", "first.json"];
-    let mut child = command(&place, &[&RUN[..], &args].concat())
-        .spawn()
-        .unwrap();
-    while processes_of("first.json").len() < 2 {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    std::thread::sleep(Duration::from_millis(700));
+    let mut child = start(&["--processes=2", "-o", "first.json"]);
+    process_of(&place, 3);
     child.kill().unwrap();
     child.wait().unwrap();
-    wait_for_none("first.json");
+    wait_for_none(&place, "first.json");
 }
 
 /// The promise: whichever process is killed and whenever, the run goes on from the newest
@@ -522,8 +523,8 @@ fn killed_runs_go_on_to_the_same_bits() {
         let steps = names.filter_map(|n| n.split_once("-step-")?.1.parse().ok());
         steps.max().unwrap_or(0)
     };
-    let (mut kills, mut moment) = (0u64, 17u64);
-    while kills < 12 && done() < total {
+    let (mut rounds, mut kills, mut moment) = (0u64, 0u64, 17u64);
+    while rounds < 12 && done() < total {
         let before = done();
         let left = (total - before).to_string();
         let mut args = vec!["--steps", &left, "-o", "part.json", "--processes=2"];
@@ -541,9 +542,10 @@ fn killed_runs_go_on_to_the_same_bits() {
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_micros(moment * 40));
+        let was_at_work = goes_on(&mut child);
         // Now one process, now the other.
-        let all = processes_of("part.json");
-        let victim = match kills % 2 {
+        let all = processes_of(&place, "part.json");
+        let victim = match rounds % 2 {
             0 => Some(child.id()),
             _ => all.into_iter().find(|&id| id != child.id()),
         };
@@ -560,8 +562,22 @@ fn killed_runs_go_on_to_the_same_bits() {
             "{}",
             said(&output)
         );
-        wait_for_none("part.json");
-        kills += 1;
+        wait_for_none(&place, "part.json");
+        assert!(
+            done() > before,
+            "nothing was done between two kills: {}",
+            said(&output)
+        );
+        if was_at_work && victim.is_some() && output.status.code() != Some(0) {
+            kills += 1;
+            let of_member = rounds % 2 == 1 && output.status.code() == Some(6);
+            assert!(
+                !of_member || said(&output).contains("signal 9"),
+                "{}",
+                said(&output)
+            );
+        }
+        rounds += 1;
     }
     assert!(kills >= 3, "it was never disturbed");
     if done() < total {
@@ -629,28 +645,11 @@ fn a_checkpoint_that_cannot_be_written_ends_no_run() {
 fn a_rank_that_hangs_is_found_by_its_record() {
     let place = Place::with_plan();
     let args = ["--steps", "100000000", "--processes", "-o", "hung.json"];
-    let patience = ["--time-out", "3", "--record", "records"];
-    std::fs::create_dir(place.path("records")).unwrap();
+    let patience = ["--time-out", "10", "--record", "records"];
     let child = command(&place, &[&RUN[..], &args, &patience].concat())
         .spawn()
         .unwrap();
-    let process_of = |rank: u32| -> Option<u32> {
-        let bytes = std::fs::read(place.path(&format!("records/rank-{rank}.record"))).ok()?;
-        let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
-        // Some steps are done.
-        (number(64)? > 20).then(|| number(12))?
-    };
-    let began = Instant::now();
-    let victim = loop {
-        if let Some(victim) = process_of(3) {
-            break victim.to_string();
-        }
-        assert!(
-            began.elapsed() < Duration::from_secs(30),
-            "no record appears"
-        );
-        std::thread::sleep(Duration::from_millis(10));
-    };
+    let victim = process_of(&place, 3).to_string();
     let signal = |name: &str| {
         let sent = Command::new("kill").args([name, &victim]).status();
         assert!(sent.unwrap().success());
@@ -689,7 +688,7 @@ fn a_rank_that_hangs_is_found_by_its_record() {
         "{words}"
     );
     assert!(flat.contains("it does not answer"), "{words}");
-    wait_for_none("hung.json");
+    wait_for_none(&place, "hung.json");
     assert_eq!(state(&doctor(), 3, "process"), "\"gone\"");
     // What is no record, and a plan of another run.
     place.write("records/rank-1.record", "nonsense");

@@ -76,6 +76,8 @@ pub enum RuntimeError {
         host: String,
         /// How it ended, as far as is known.
         how: String,
+        /// Whether the process is there for all that is known, and does not answer.
+        is_silent: bool,
     },
     /// Another rank failed first; that rank's error tells why.
     #[error("{rank} stopped because {by} failed: {reason}")]
@@ -184,6 +186,14 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
+    /// True for the errors of ranks that waited too long.
+    pub(crate) fn is_watchdog(&self) -> bool {
+        match self {
+            RuntimeError::Watchdog { .. } => true,
+            RuntimeError::Instruction { source, .. } => source.is_watchdog(),
+            _ => false,
+        }
+    }
     /// True for the errors of ranks that stopped because another one failed.
     pub fn is_consequence(&self) -> bool {
         match self {

@@ -22,6 +22,8 @@ const MAGIC: [u8; 8] = *b"mshrec\0\x01";
 const AT: u64 = 64;
 const LEN: usize = 104;
 const ENDING: &str = "record";
+/// Characters of a host's name that have a place.
+const LONGEST_HOST: usize = 47;
 
 /// A rank's file.
 #[derive(Debug)]
@@ -47,7 +49,7 @@ impl Record {
             head[8..12].copy_from_slice(&rank.0.to_le_bytes());
             head[12..16].copy_from_slice(&std::process::id().to_le_bytes());
             let host = host();
-            let n = host.len().min(47);
+            let n = host.len().min(LONGEST_HOST);
             head[16] = n as u8;
             head[17..17 + n].copy_from_slice(&host.as_bytes()[..n]);
             file.write_all(&head)?;
@@ -114,13 +116,29 @@ fn problem(path: &Path, problem: String) -> RuntimeError {
     }
 }
 
-/// The name of this host.
-pub(crate) fn host() -> String {
+/// The name of this host, as records have it.
+pub fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match name.trim() {
         "" => "this host".into(),
-        name => name.into(),
+        name => name
+            .chars()
+            .filter(char::is_ascii)
+            .take(LONGEST_HOST)
+            .collect(),
     }
+}
+
+/// Removes the records of an earlier run from a folder.
+pub fn clear(folder: &Path) -> Result<(), RuntimeError> {
+    let failed = |path: &Path, e: io::Error| problem(path, e.to_string());
+    let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
+    for path in entries.flatten().map(|e| e.path()) {
+        if path.extension().is_some_and(|e| e == ENDING) {
+            std::fs::remove_file(&path).map_err(|e| failed(&path, e))?;
+        }
+    }
+    Ok(())
 }
 
 /// What a rank's file says.

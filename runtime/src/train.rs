@@ -178,7 +178,10 @@ pub fn train(
         };
         let profile = options.steps - i <= options.profile_steps;
         let result = session.train(lr, profile)?;
-        result.check(step, spec)?;
+        if let Err(e) = result.check(step, spec) {
+            session.fail(&e.to_string());
+            return Err(e);
+        }
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step(measured));
         let due = options

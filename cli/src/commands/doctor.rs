@@ -25,13 +25,16 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
 /// stopped may have come to a later call before others heard so. Where the processes of some do
 /// nothing any more, it is they.
 fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
-    let still = processes.iter().filter(|(_, p)| p.is_still);
-    let still: BTreeSet<Rank> = still.map(|(rank, _)| *rank).collect();
-    if !still.is_empty() && still.len() < processes.len() {
+    let here = processes.iter().filter(|(_, p)| p.state != ELSEWHERE);
+    let (still, alive): (Vec<_>, Vec<_>) = here.partition(|(_, p)| p.is_still);
+    let still: BTreeSet<Rank> = still.into_iter().map(|(rank, _)| *rank).collect();
+    // Once the run is over all are gone, and that says nothing.
+    if !still.is_empty() && !alive.is_empty() {
         of.culprits = still;
     }
 }
 
+const ELSEWHERE: &str = "on another host";
 const GONE: &str = "gone";
 const STOPPED: &str = "stopped by a signal";
 const DEAD: &str = "dead";
@@ -48,10 +51,10 @@ struct Process {
 impl Process {
     /// Looks, where it is a process of this host.
     fn of(seen: &Seen) -> Self {
-        let here = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let here = record::host();
         let status = format!("/proc/{}/status", seen.pid);
         let state = match std::fs::read_to_string(status) {
-            _ if here.trim() != seen.host => "on another host",
+            _ if here != seen.host => ELSEWHERE,
             Err(_) => GONE,
             Ok(status) => match status.lines().find_map(|l| l.strip_prefix("State:")) {
                 Some(state) => state_word(state.trim()),

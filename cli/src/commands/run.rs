@@ -26,6 +26,7 @@ use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::measure::EMULATED_GPU;
 use runtime::processes::Processes;
+use runtime::record;
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
 use serde_json::json;
@@ -62,6 +63,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(args, &loaded);
+    if let Some(folder) = &args.record {
+        record::clear(folder)?;
+    }
     let company = among::gather(&setting, args, &loaded)?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let Trained {
@@ -122,6 +126,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
 fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     plan_file::check_program(loaded)?;
+    args.record
+        .iter()
+        .try_for_each(|folder| outputs::check_folder(folder))?;
     let Some(company) = among::gather(setting, args, loaded)? else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));

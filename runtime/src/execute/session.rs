@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 const ATTENTION: Duration = Duration::from_millis(50);
 /// How long ranks of other processes have to answer when the run has failed.
 const LAST_WORDS: Duration = Duration::from_secs(3);
+/// How many times as long as in a step is waited for what a rank does alone, as saving its states.
+const ALONE: u32 = 12;
 
 /// How a session runs.
 #[derive(Clone, Debug)]
@@ -414,6 +416,11 @@ impl Session {
     pub fn spec(&self) -> &TrainSpec {
         &self.spec
     }
+    /// Ends the run with an error.
+    pub(crate) fn fail(&mut self, error: &str) {
+        self.ended.get_or_insert_with(|| error.into());
+        self.workers.iter_mut().for_each(|w| w.fail(error));
+    }
     /// Whether it ended with an error, after which the ranks play nothing more.
     pub fn has_ended(&self) -> bool {
         self.ended.is_some()
@@ -698,22 +705,35 @@ impl Session {
             self.workers[m.worker].tell(m.rank, request(m));
         }
         let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
-        let (mut errors, mut failed, mut heard) = (Vec::new(), None, None);
+        let (mut errors, mut silent, mut failed) = (Vec::new(), Vec::new(), None);
+        let asked = Instant::now();
+        // In a step the ranks meet, at its end too, so that their answers come together. What else
+        // they are asked each does alone, and may take long.
+        let (mut heard, patience) = match ranks.first().map(&request) {
+            Some(Request::Play(_)) => (None, self.watchdog),
+            _ => (Some(asked), self.watchdog.saturating_mul(ALONE)),
+        };
+        let is_step = heard.is_none();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
             // Whoever is first is waited for, the others are looked after.
-            let mut patience = ATTENTION;
+            let mut attention = ATTENTION;
             open.retain(|&i| {
                 let m = &ranks[i];
                 let worker = &mut self.workers[m.worker];
-                let mut answer = worker.hear(m.rank, std::mem::take(&mut patience));
+                let answer = worker.hear(m.rank, std::mem::take(&mut attention));
                 let is_over =
                     |since: Option<Instant>, limit| since.is_some_and(|s| s.elapsed() > limit);
-                // The ranks meet at the end of a step, so that their answers come together.
-                if is_over(failed, LAST_WORDS) || is_over(heard, self.watchdog) {
-                    answer = answer.or_else(|| worker.silent(m.rank).map(Err));
+                if answer.is_none()
+                    && (is_over(failed, LAST_WORDS) || is_over(heard, patience))
+                    && let Some(error) = worker.silent(m.rank)
+                {
+                    silent.push(error);
+                    return false;
                 }
-                heard = answer.as_ref().map(|_| Instant::now()).or(heard);
+                if is_step && answer.is_some() {
+                    heard = Some(Instant::now());
+                }
                 match answer {
                     None => return true,
                     Some(Ok(reply)) => replies[i] = Some(reply),
@@ -725,15 +745,23 @@ impl Session {
                 failed.get_or_insert_with(Instant::now);
             }
         }
-        if errors.is_empty() {
+        if errors.is_empty() && silent.is_empty() {
             return Ok(replies.into_iter().flatten().collect());
         }
-        // What others report of a process that is lost follows from that.
-        let is_lost = |e: &RuntimeError| matches!(e, RuntimeError::Gone { .. });
-        let lost = errors.iter().position(is_lost);
-        let first = lost.or_else(|| errors.iter().position(|e| !e.is_consequence()));
-        let error = errors.swap_remove(first.unwrap_or(0));
-        self.ended = Some(error.to_string());
+        // Whose process is gone explains what the others report, and so does what failed by itself.
+        // One that is silent explains that others waited in vain.
+        errors.append(&mut silent);
+        errors.sort_by_key(|e| match e {
+            RuntimeError::Gone {
+                is_silent: false, ..
+            } => 0,
+            e if e.is_consequence() => 4,
+            e if e.is_watchdog() => 3,
+            RuntimeError::Gone { .. } => 2,
+            _ => 1,
+        });
+        let error = errors.swap_remove(0);
+        self.fail(&error.to_string());
         Err(error)
     }
 }

@@ -776,7 +776,13 @@ fn workers_are_told_and_tell_by_messages() {
         assert!(!error.is_consequence(), "{error}");
         assert!(matches!(there.export_states(), Err(RuntimeError::Ended(_))));
         drop(there);
-        members.into_iter().for_each(|m| m.join().unwrap().unwrap());
+        for member in members {
+            let told = member.join().unwrap().unwrap_err();
+            assert!(
+                matches!(&told, RuntimeError::Ended(e) if *e == error.to_string()),
+                "{told}"
+            );
+        }
     }
     assert!(n_shared >= 3, "most cases have one rank");
 }

@@ -29,6 +29,8 @@ pub(crate) trait Link: Send {
     fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer>;
     /// The error of a rank that is not waited for any longer, where that is possible.
     fn silent(&self, rank: Rank) -> Option<RuntimeError>;
+    /// The run has failed: ranks elsewhere are told when it ends.
+    fn fail(&mut self, _: &str) {}
 }
 
 /// Takes a rank's answers; false once nobody wants them.
@@ -121,6 +123,7 @@ impl Link for Worker {
 pub(crate) struct Remote {
     processes: Arc<Processes>,
     process: usize,
+    failed: Option<String>,
     answers: BTreeMap<Rank, Receiver<Answer>>,
 }
 
@@ -134,6 +137,7 @@ impl Remote {
         Remote {
             processes,
             process,
+            failed: None,
             answers,
         }
     }
@@ -156,6 +160,9 @@ impl Link for Remote {
             }
         }
     }
+    fn fail(&mut self, error: &str) {
+        self.failed = Some(error.into());
+    }
     fn silent(&self, rank: Rank) -> Option<RuntimeError> {
         Some(self.processes.silent(self.process, rank))
     }
@@ -163,7 +170,8 @@ impl Link for Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.send(Head::Over);
+        let failed = self.failed.take();
+        self.send(Head::Over { failed });
     }
 }
 

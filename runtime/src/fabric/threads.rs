@@ -254,7 +254,7 @@ impl World {
             Head::Failed { by, reason } => self.failed(by, reason),
             Head::Left { rank } => self.left(rank),
             // Of coordinator and ranks, which a world knows nothing of.
-            Head::Request { .. } | Head::Answer { .. } | Head::Over => {}
+            Head::Request { .. } | Head::Answer { .. } | Head::Over { .. } => {}
         }
     }
     fn contribution(
@@ -422,6 +422,12 @@ fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
     table.deliveries.contains_key(key) || table.untaken.contains(key)
 }
 
+/// Whether an all-reduce is one of parts, which are then shared: the same for all its members.
+fn in_two_phases(of: &Collective) -> bool {
+    let bytes = |i: &Item| i.elements * i.dtype.bytes() as usize;
+    of.group.len() > 1 && of.items.iter().map(bytes).sum::<usize>() >= TWO_PHASE_BYTES
+}
+
 /// The bytes of the contribution of member `from` that member `to` reads.
 fn needed(
     of: &Collective,
@@ -439,7 +445,7 @@ fn needed(
     let n = of.group.len();
     match of.kind {
         _ if shares_parts => whole(),
-        CollectiveKind::AllReduce(_) if len >= TWO_PHASE_BYTES => {
+        CollectiveKind::AllReduce(_) if in_two_phases(of) => {
             let chunks = chunks(of, to).into_iter().zip(places());
             chunks
                 .map(|(chunk, at)| at.start + chunk.start..at.start + chunk.end)
@@ -701,9 +707,7 @@ impl Endpoint {
                     CollectiveKind::AllReduce(_) if ticket.shares_parts => {
                         paste_parts(device, ticket, of, &members)?;
                     }
-                    CollectiveKind::AllReduce(reduce)
-                        if n_bytes >= TWO_PHASE_BYTES && of.group.len() > 1 =>
-                    {
+                    CollectiveKind::AllReduce(reduce) if in_two_phases(of) => {
                         let mine = self.reduce_part(reduce, of, (&members, &lie), me);
                         drop(members);
                         let mine = self.spare.lend(mine);

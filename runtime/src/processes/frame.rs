@@ -81,7 +81,10 @@ pub(crate) enum Head {
         answer: Answer,
     },
     /// The coordinator has no more requests: the run is over.
-    Over,
+    Over {
+        /// Its error, where it failed.
+        failed: Option<String>,
+    },
 }
 
 /// Which bytes of a block a message carries.

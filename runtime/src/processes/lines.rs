@@ -11,6 +11,7 @@ use ir::Rank;
 use std::collections::BTreeMap;
 use std::io::{self, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 /// Bytes that are read at once where messages are short.
 const READ_AHEAD: usize = 1 << 16;
 /// Longest that the end of a run waits for the other processes to take what is still on its way.
-const FAREWELL: Duration = Duration::from_secs(10);
+const FAREWELL: Duration = Duration::from_secs(5);
 /// Longest that is waited for word of how a process ended.
 const OBITUARY: Duration = Duration::from_millis(300);
 
@@ -36,8 +37,6 @@ pub(super) trait Connection: Send + Sync {
     fn writer(&self) -> io::Result<Box<dyn Write + Send>>;
     /// Nothing more will be written: the other end reads to the end.
     fn finish(&self);
-    /// Writing may take this long from now on.
-    fn hurry(&self, limit: Duration);
     /// Ends both directions at once.
     fn close(&self);
 }
@@ -51,9 +50,6 @@ impl Connection for TcpStream {
     }
     fn finish(&self) {
         let _ = self.shutdown(Shutdown::Write);
-    }
-    fn hurry(&self, limit: Duration) {
-        let _ = self.set_write_timeout(Some(limit));
     }
     fn close(&self) {
         let _ = self.shutdown(Shutdown::Both);
@@ -96,8 +92,8 @@ pub(crate) enum Inbox {
 pub(crate) enum Asked {
     /// Something of a rank.
     Rank(Rank, Box<Request>),
-    /// To end.
-    Over,
+    /// To end; with the run's error where it failed.
+    Over(Option<String>),
 }
 
 /// The ranks of a process, once there are any.
@@ -116,6 +112,8 @@ struct Desk {
     closed: Mutex<bool>,
     /// How other processes ended, by those who started them.
     fates: Mutex<BTreeMap<usize, String>>,
+    /// Whether anybody notes that.
+    is_watched: Mutex<bool>,
     /// What befell the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
 }
@@ -150,6 +148,8 @@ pub struct Processes {
     connections: Vec<Arc<dyn Connection>>,
     /// Work behind the connections, which ends when both sides have finished.
     behind: Mutex<Vec<JoinHandle<()>>>,
+    /// Whether it ended with everybody, once it has.
+    has_left: Arc<AtomicBool>,
 }
 
 impl std::fmt::Debug for Processes {
@@ -204,12 +204,14 @@ impl Processes {
             writers: Mutex::new(writers),
             connections: kept,
             behind: Mutex::default(),
+            has_left: Arc::default(),
         }
     }
     /// Has the end of these processes wait for this thread, too.
     #[cfg(feature = "mpi")]
-    pub(super) fn with_behind(self, thread: JoinHandle<()>) -> Self {
+    pub(super) fn with_behind(mut self, thread: JoinHandle<()>, left: &Arc<AtomicBool>) -> Self {
         lock(&self.behind).push(thread);
+        self.has_left = Arc::clone(left);
         self
     }
 
@@ -227,6 +229,10 @@ impl Processes {
         let hosts: std::collections::BTreeSet<&str> =
             self.all.iter().map(|w| w.host.as_str()).collect();
         hosts.len()
+    }
+    /// Says that it will be noted how processes end.
+    pub fn are_watched(&self) {
+        *lock(&self.desk.is_watched) = true;
     }
     /// Notes how a process ended, for the error of those who miss it.
     pub fn ended(&self, process: usize, how: impl Into<String>) {
@@ -262,7 +268,8 @@ impl Processes {
     /// The error of one who waits for a rank of a process that is gone.
     pub(crate) fn gone(&self, process: usize, rank: Rank) -> RuntimeError {
         // Whoever started it learns how it ended a little later than its connection does.
-        let until = Instant::now() + OBITUARY;
+        let is_watched = *lock(&self.desk.is_watched);
+        let until = Instant::now() + if is_watched { OBITUARY } else { Duration::ZERO };
         let how = loop {
             let fate = lock(&self.desk.fates).get(&process).cloned();
             if fate.is_some() || Instant::now() >= until {
@@ -270,17 +277,14 @@ impl Processes {
             }
             std::thread::sleep(Duration::from_millis(10));
         };
-        self.lost(
-            process,
-            rank,
-            how.unwrap_or_else(|| "its connection ended".into()),
-        )
+        let how = how.unwrap_or_else(|| "its connection ended".into());
+        self.lost((process, rank), how, false)
     }
     /// The error of a rank of a process that is there and does not answer.
     pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {
-        self.lost(process, rank, "it does not answer".into())
+        self.lost((process, rank), "it does not answer".into(), true)
     }
-    fn lost(&self, process: usize, rank: Rank, how: String) -> RuntimeError {
+    fn lost(&self, (process, rank): (usize, Rank), how: String, is_silent: bool) -> RuntimeError {
         let who = self.all.get(process).cloned();
         RuntimeError::Gone {
             rank,
@@ -288,6 +292,7 @@ impl Processes {
             pid: who.as_ref().map_or(0, |w| w.pid),
             host: who.map_or_else(String::new, |w| w.host),
             how,
+            is_silent,
         }
     }
 }
@@ -298,14 +303,22 @@ impl Drop for Processes {
         *lock(&self.desk.closed) = true;
         self.desk.changed.notify_all();
         self.lines.close();
-        self.connections.iter().for_each(|c| c.hurry(FAREWELL));
-        for writer in lock(&self.writers).drain(..) {
-            let _ = writer.join();
-        }
+        // One who does not listen any more holds nobody up for longer than this.
+        let until = Instant::now() + FAREWELL;
+        let writers: Vec<_> = lock(&self.writers).drain(..).collect();
+        let behind: Vec<_> = lock(&self.behind).drain(..).collect();
+        let wait = |threads: &[JoinHandle<()>]| {
+            while threads.iter().any(|t| !t.is_finished()) && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        wait(&writers);
         self.connections.iter().for_each(|c| c.close());
-        for thread in lock(&self.behind).drain(..) {
-            let _ = thread.join();
-        }
+        wait(&behind);
+        self.has_left.store(
+            writers.iter().chain(&behind).all(JoinHandle::is_finished),
+            Ordering::Relaxed,
+        );
     }
 }
 
@@ -354,8 +367,8 @@ fn take(attached: &Attached, head: Head, block: crate::arena::Bytes) {
         (Head::Request { rank, request }, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Rank(rank, Box::new(request)));
         }
-        (Head::Over, Some(Inbox::Requests(asked))) => {
-            let _ = asked.send(Asked::Over);
+        (Head::Over { failed }, Some(Inbox::Requests(asked))) => {
+            let _ = asked.send(Asked::Over(failed));
         }
         (Head::Answer { rank, answer }, Some(Inbox::Answers(answers))) => {
             if let Some(to) = answers.get(&rank) {

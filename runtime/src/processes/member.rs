@@ -13,7 +13,8 @@ use std::sync::mpsc::channel;
 /// spec and options are those of the session there.
 ///
 /// Fails as [`Session::new`](crate::execute::Session::new) does, where the options name no
-/// processes, and when process 0 is gone. What fails on a rank is an answer to process 0.
+/// processes, and when process 0 is gone, or ends a run that failed. What fails on a rank is an
+/// answer to process 0.
 pub fn serve(
     program: &Program,
     spec: &TrainSpec,
@@ -40,7 +41,8 @@ pub fn serve(
     for asked in requests {
         match asked {
             Asked::Rank(rank, request) => crew.tell(rank, *request),
-            Asked::Over => return Ok(()),
+            Asked::Over(None) => return Ok(()),
+            Asked::Over(Some(error)) => return Err(RuntimeError::Ended(error)),
         }
     }
     // Whoever waits for others must not wait for good.

@@ -32,15 +32,15 @@ const PAUSE: Duration = Duration::from_micros(50);
 pub struct Mpi {
     universe: Option<Universe>,
     place: Place,
-    /// Whether the others are there, so that all can end together.
-    has_joined: AtomicBool,
+    /// Whether all have ended what they had to tell each other, so that all can end together.
+    has_left: Arc<AtomicBool>,
 }
 
 impl Drop for Mpi {
-    /// The library's end waits for that of all processes. One that never joined leaves without, by
-    /// which mpirun sees that it failed, and ends the others.
+    /// The library's end waits for that of all processes. One that never joined, or that others do
+    /// not hear any more, leaves without, by which mpirun sees that it failed, and ends the others.
     fn drop(&mut self) {
-        if !self.has_joined.load(Ordering::Relaxed) {
+        if self.place.of > 1 && !self.has_left.load(Ordering::Relaxed) {
             std::mem::forget(self.universe.take());
         }
     }
@@ -84,7 +84,7 @@ impl Mpi {
         Ok(Mpi {
             universe: Some(universe),
             place,
-            has_joined: AtomicBool::new(false),
+            has_left: Arc::default(),
         })
     }
     /// Which process this is, of how many.
@@ -108,7 +108,6 @@ impl Mpi {
                 }
             }
         };
-        self.has_joined.store(true, Ordering::Relaxed);
         let (mut senders, mut connections) = (Vec::new(), Vec::new());
         for process in 0..place.of {
             if process == place.index {
@@ -125,7 +124,7 @@ impl Mpi {
             connections.push(Some(Arc::new(connection) as Arc<dyn Connection>));
         }
         let taking_in = std::thread::spawn(move || take_in(senders));
-        Ok(Processes::new(place, all, connections).with_behind(taking_in))
+        Ok(Processes::new(place, all, connections).with_behind(taking_in, &self.has_left))
     }
 }
 
@@ -226,7 +225,6 @@ impl Connection for Link {
         world.process_at_rank(self.to).send_with_tag(nothing, BYTES);
     }
     /// The library ends all processes when one is gone.
-    fn hurry(&self, _: Duration) {}
     fn close(&self) {}
 }
 

@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 const INTRODUCTION: Duration = Duration::from_secs(5);
 /// Connections that may be at that at the same time; more are closed.
 const MOST_STRANGERS: usize = 256;
+/// Connections that are accepted before anything else is looked at.
+const MOST_AT_ONCE: usize = 64;
 /// Longest word of the rendezvous, in bytes.
 const LONGEST_WORD: u32 = 1 << 22;
 /// How often is looked for what may have come.
@@ -215,7 +217,10 @@ impl<T: DeserializeOwned + Send + 'static> Arrivals<T> {
     }
     /// The next one who has come, if any.
     fn next(&mut self) -> Option<Arrival<T>> {
-        while let Ok((stream, _)) = self.listener.accept() {
+        for _ in 0..MOST_AT_ONCE {
+            let Ok((stream, _)) = self.listener.accept() else {
+                break;
+            };
             if self.strangers.fetch_add(1, Ordering::Relaxed) >= MOST_STRANGERS {
                 self.strangers.fetch_sub(1, Ordering::Relaxed);
                 continue;
@@ -235,14 +240,62 @@ impl<T: DeserializeOwned + Send + 'static> Arrivals<T> {
 }
 
 fn introduced<T: DeserializeOwned>(
-    mut stream: TcpStream,
+    stream: TcpStream,
     token: &Token,
 ) -> Result<Arrival<T>, HandshakeError> {
     stream.set_nonblocking(false)?;
-    timed(&stream, Some(INTRODUCTION))?;
-    handshake::answer(&mut stream, token)?;
-    let word = hear(&mut stream)?;
+    let mut timed = Timed {
+        stream: &stream,
+        until: Instant::now() + INTRODUCTION,
+    };
+    handshake::answer(&mut timed, token)?;
+    let word = hear(&mut timed)?;
     Ok((stream, word))
+}
+
+/// A connection until a moment, however slowly its bytes come.
+struct Timed<'a> {
+    stream: &'a TcpStream,
+    until: Instant,
+}
+
+impl Timed<'_> {
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        match left.is_zero() {
+            true => Err(ErrorKind::TimedOut.into()),
+            false => Ok(Some(left)),
+        }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(buffer)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+/// Whether the other end of a connection, which says nothing now, has closed it.
+fn has_ended(stream: &TcpStream) -> bool {
+    let peeked = stream
+        .set_nonblocking(true)
+        .and_then(|()| stream.peek(&mut [0]));
+    let restored = stream.set_nonblocking(false);
+    match peeked {
+        Ok(n) => n == 0,
+        Err(e) => e.kind() != ErrorKind::WouldBlock || restored.is_err(),
+    }
 }
 
 fn timed(stream: &TcpStream, limit: Option<Duration>) -> io::Result<()> {
@@ -253,7 +306,25 @@ fn timed(stream: &TcpStream, limit: Option<Duration>) -> io::Result<()> {
 /// Makes of a connection of the rendezvous one of the run.
 fn settled(stream: &TcpStream) -> io::Result<()> {
     timed(stream, None)?;
+    notices_loss(stream)?;
     stream.set_nodelay(true)
+}
+
+/// A host that vanishes without a word is noticed after a minute.
+#[cfg(target_os = "linux")]
+fn notices_loss(stream: &TcpStream) -> io::Result<()> {
+    use rustix::net::sockopt;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(20))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10))?;
+    sockopt::set_tcp_keepcnt(stream, 4)?;
+    sockopt::set_tcp_user_timeout(stream, 60_000)?;
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn notices_loss(_: &TcpStream) -> io::Result<()> {
+    Ok(())
 }
 
 /// Process 0 before the others have come.
@@ -328,7 +399,11 @@ impl Host {
                         seconds,
                     });
                 }
-                None => std::thread::sleep(LOOK),
+                None => {
+                    // One that died after it came may be started again.
+                    come.retain(|_, (stream, _)| !has_ended(stream));
+                    std::thread::sleep(LOOK);
+                }
             }
         };
         if let Some(error) = failure {
@@ -480,8 +555,15 @@ pub fn join(
     let from = place.index;
     for (to, slot) in streams.iter_mut().enumerate().take(from).skip(1) {
         let address = addresses.get(to - 1).map(SocketAddr::to_string);
-        let mut stream =
-            call(&address.unwrap_or_default(), &token).map_err(|e| apart(from, to, &e))?;
+        let address = address.unwrap_or_default();
+        let until = Instant::now() + patience;
+        let mut stream = loop {
+            match call(&address, &token) {
+                Ok(stream) => break stream,
+                Err(e) if Instant::now() >= until => return Err(apart(from, to, &e)),
+                Err(_) => std::thread::sleep(10 * LOOK),
+            }
+        };
         let index = from;
         let peer = Peer {
             index,
@@ -506,6 +588,9 @@ pub fn join(
             }
             // One of an earlier run.
             Some(_) => {}
+            None if streams[0].as_ref().is_some_and(has_ended) => {
+                return Err(apart(from, place.index, &"process 0 has ended"));
+            }
             None if Instant::now() >= until => {
                 return Err(apart(from, place.index, &"it did not call in time"));
             }

@@ -1,4 +1,5 @@
 use super::frame::{self, Head, Letter, Parts};
+use super::handshake::{self, HandshakeError};
 use super::rendezvous::{Fingerprint, Host, JoinError, Place, join};
 use super::{Inbox, Processes, Token};
 use crate::arena::Bytes;
@@ -215,40 +216,78 @@ fn strangers_do_not_hold_up_a_run() {
     drop(silent);
 }
 
+/// A connection whose other end says what was recorded, and which keeps what it is told.
+struct Tape {
+    says: std::io::Cursor<Vec<u8>>,
+    told: Vec<u8>,
+}
+
+impl Read for Tape {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        self.says.read(buffer)
+    }
+}
+
+impl Write for Tape {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.told.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 /// What an eavesdropper could replay of a connection proves nothing on another one.
 #[test]
 fn a_recorded_introduction_is_not_taken_twice() {
-    let (host, address, token) = host();
-    let mut stream = TcpStream::connect(&address).unwrap();
-    let gathered = std::thread::spawn(move || {
-        let soon = Duration::from_secs(2);
-        host.gather(2, &plan("a"), soon, &mut || None).unwrap_err()
+    let token = Token::random().unwrap();
+    // A caller and an answer that know the token, and what the caller says.
+    let listener = std::net::TcpListener::bind(loopback()).unwrap();
+    let address = listener.local_addr().unwrap();
+    let caller = std::thread::spawn({
+        let token = token.clone();
+        move || {
+            struct Recorded(TcpStream, Vec<u8>);
+            impl Read for Recorded {
+                fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+                    self.0.read(buffer)
+                }
+            }
+            impl Write for Recorded {
+                fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                    self.1.extend_from_slice(bytes);
+                    self.0.write_all(bytes).map(|()| bytes.len())
+                }
+                fn flush(&mut self) -> std::io::Result<()> {
+                    Ok(())
+                }
+            }
+            let mut stream = Recorded(TcpStream::connect(address).unwrap(), Vec::new());
+            handshake::call(&mut stream, &token).unwrap();
+            stream.1
+        }
     });
-    // A true caller's side, recorded against a host of our own that knows the token.
-    let own = std::net::TcpListener::bind(loopback()).unwrap();
-    let own_address = own.local_addr().unwrap().to_string();
-    let caller = std::thread::spawn(move || {
-        let find = &mut || Ok((own_address.clone(), token.clone()));
-        let soon = Duration::from_millis(100);
-        let _ = join(Place { index: 1, of: 2 }, &plan("a"), soon, find);
-    });
-    let (mut from, _) = own.accept().unwrap();
-    let mut recorded = [0; 40];
-    from.read_exact(&mut recorded).unwrap();
-    // Its first words go to the real host, whose answer goes back to it, and so on: a relay can
-    // carry words, and that is all: it never learns the token. A replay fails.
-    stream.write_all(&recorded).unwrap();
-    let mut answer = [0; 72];
-    stream.read_exact(&mut answer).unwrap();
-    let mut again = TcpStream::connect(&address).unwrap();
-    again.write_all(&recorded).unwrap();
-    let mut second = [0; 72];
-    again.read_exact(&mut second).unwrap();
-    assert_ne!(answer, second, "the host's number is not used twice");
-    drop((stream, again, from, own));
-    caller.join().unwrap();
-    let error = gathered.join().unwrap();
-    assert!(matches!(error, JoinError::Missing { .. }), "{error}");
+    let (mut stream, _) = listener.accept().unwrap();
+    handshake::answer(&mut stream, &token).unwrap();
+    let said = caller.join().unwrap();
+    assert_eq!(said.len(), 8 + 32 + 32);
+    let tape = |says: Vec<u8>| Tape {
+        says: std::io::Cursor::new(says),
+        told: Vec::new(),
+    };
+    let again = handshake::answer(&mut tape(said.clone()), &token);
+    assert!(matches!(again, Err(HandshakeError::Token)), "{again:?}");
+    // Nor does an answer that was recorded, or the caller's own proof sent back.
+    let mut heard = tape(said.clone());
+    let _ = handshake::answer(&mut heard, &token);
+    let again = handshake::call(&mut tape(heard.told), &token);
+    assert!(matches!(again, Err(HandshakeError::Token)), "{again:?}");
+    let mirrored = handshake::call(&mut tape(said), &token);
+    assert!(
+        matches!(mirrored, Err(HandshakeError::Token)),
+        "{mirrored:?}"
+    );
 }
 
 #[test]

@@ -7,8 +7,9 @@ use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, join};
-use std::io::BufRead;
+use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -108,18 +109,22 @@ impl Setting {
 
 /// The processes of a run. Those that this one started end with it.
 pub struct Company {
+    /// Those that it started; when a run fails they end before anything waits for them.
+    pub children: Option<Children>,
     /// This one among them.
     pub processes: Arc<Processes>,
-    /// Those that it started.
-    pub children: Option<Children>,
 }
 
 impl Company {
     /// Waits for the processes that were started, when the run is done. Says which did not end
     /// well.
     pub fn end(self) -> Vec<String> {
-        drop(self.processes);
-        self.children.map_or_else(Vec::new, |c| c.finish())
+        let Company {
+            children,
+            processes,
+        } = self;
+        drop(processes);
+        children.map_or_else(Vec::new, |c| c.finish())
     }
 }
 
@@ -163,6 +168,7 @@ pub fn gather(
             let watch = &mut || children.ended();
             let processes = host.gather(of, &fingerprint, patience, watch)?;
             let processes = Arc::new(processes);
+            processes.are_watched();
             children.report_to(&processes);
             Ok(Some(Company {
                 processes,
@@ -281,17 +287,45 @@ fn bound(args: &RunArgs, address: &str) -> Result<SocketAddr, Failure> {
     Ok(SocketAddr::new(bind, port))
 }
 
-/// What must be the same in all processes.
+fn known(what: std::io::Result<String>) -> String {
+    what.unwrap_or_else(|_| "unknown".into())
+}
+
+/// The length of a file, and a hash of its beginning and its end.
+fn ends_of(path: &Path) -> std::io::Result<String> {
+    const END: u64 = 1 << 20;
+    let mut file = std::fs::File::open(path)?;
+    let len = file.metadata()?.len();
+    let mut hasher = blake3::Hasher::new();
+    for start in [0, len.saturating_sub(END)] {
+        file.seek(SeekFrom::Start(start))?;
+        std::io::copy(&mut (&file).take(END), &mut hasher)?;
+    }
+    let hash = hasher.finalize().to_hex();
+    Ok(format!("of {len} bytes, {}", &hash[..16]))
+}
+
+/// Everything that must be the same in all processes.
 fn fingerprint(args: &RunArgs, loaded: &Loaded) -> Fingerprint {
     let binary = std::env::current_exe().and_then(std::fs::read);
     let binary = binary.map(|b| blake3::hash(&b).to_hex()[..16].to_string());
-    let data = std::fs::metadata(&args.data).map(|m| format!("of {} bytes", m.len()));
-    let known = |r: std::io::Result<String>| r.unwrap_or_else(|_| "unknown".into());
+    let data = ends_of(&args.data);
+    let tokenizer = args.tokenizer.as_ref().map(|path| {
+        let text = std::fs::read(path);
+        known(text.map(|t| blake3::hash(&t).to_hex()[..16].to_string()))
+    });
     let all = [
         ("the plan", loaded.hash.clone()),
         ("the version", env!("CARGO_PKG_VERSION").into()),
         ("the binary", known(binary)),
         ("the data", known(data)),
+        ("the tokenizer", tokenizer.unwrap_or_else(|| "none".into())),
+        (
+            "--validation-fraction",
+            args.validation_fraction.to_string(),
+        ),
+        ("--validate-every", format!("{:?}", args.validate_every)),
+        ("--backend", format!("{:?}", args.backend)),
     ];
     Fingerprint(all.map(|(name, value)| (name.to_string(), value)).into())
 }

@@ -22,6 +22,8 @@ struct Started {
     index: usize,
     child: Child,
     ended: Option<ExitStatus>,
+    /// Whether the run has been told.
+    is_told: bool,
 }
 
 impl Children {
@@ -37,8 +39,10 @@ impl Children {
         let words = serde_json::to_string(appointment).map_err(|e| failed(&e))?;
         for index in 1..of {
             let child = Command::new(&program)
-                .args(std::env::args_os().skip(1))
+                // After the verb: what follows `--` are no flags.
+                .args(std::env::args_os().skip(1).take(1))
                 .arg(format!("--as-process={index}/{of}"))
+                .args(std::env::args_os().skip(2))
                 .stdin(Stdio::piped())
                 .stdout(Stdio::null())
                 .spawn();
@@ -51,6 +55,7 @@ impl Children {
                 index,
                 child,
                 ended: None,
+                is_told: false,
             });
             // One that has ended already is found by those who look.
             if let Err(e) = told
@@ -74,19 +79,26 @@ impl Children {
     pub fn report_to(&self, processes: &Arc<Processes>) {
         let (all, to): (_, Weak<Processes>) = (Arc::downgrade(&self.0), Arc::downgrade(processes));
         std::thread::spawn(move || {
-            while let (Some(all), Some(processes)) = (all.upgrade(), to.upgrade()) {
+            while let Some(all) = all.upgrade() {
+                let mut ended = Vec::new();
                 for s in all
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .iter_mut()
                 {
-                    if s.ended.is_none()
-                        && let Some(how) = s.look()
-                    {
-                        processes.ended(s.index, format!("it {}", words(how).trim_end()));
-                    }
+                    let how = s.look().filter(|_| !s.is_told);
+                    s.is_told |= how.is_some();
+                    ended.extend(how.map(|how| (s.index, how)));
                 }
-                drop((all, processes));
+                drop(all);
+                // Held for no longer than it takes to say so: its end is that of the connections.
+                let Some(processes) = to.upgrade() else {
+                    return;
+                };
+                for (index, how) in ended {
+                    processes.ended(index, format!("it {}", words(how).trim_end()));
+                }
+                drop(processes);
                 std::thread::sleep(LOOK);
             }
         });

@@ -134,6 +134,10 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
     }
     let mut key: Vec<String> = vec![variables.by.into()];
     key.extend(variables.key.iter().filter_map(|n| env(n)));
+    if key.len() == 1 {
+        // The launcher names no run: its processes have one parent.
+        key.push(format!("parent {}", std::os::unix::process::parent_id()));
+    }
     Ok((place.of > 1).then(|| Launched {
         by: variables.by,
         place,

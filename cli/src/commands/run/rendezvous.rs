@@ -2,12 +2,11 @@
 //! a file that only their user can read, which process 0 writes and removes.
 
 use crate::failure::{Exit, Failure};
-use crate::outputs;
 use runtime::processes::Token;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, DirBuilder, Metadata};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::fs::{self, DirBuilder, File, Metadata};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Where process 0 listens, and the secret of its run.
@@ -52,36 +51,34 @@ pub fn post(key: &str, appointment: &Appointment) -> Result<Posted, Failure> {
         .recursive(true)
         .mode(0o700)
         .create(&folder);
-    let checked = made.and_then(|()| fs::symlink_metadata(&folder));
-    let metadata = checked.map_err(|e| failed(format!("{}: {e}", folder.display())))?;
-    if !metadata.is_dir() || !is_private(&metadata) {
-        return Err(failed(format!(
-            "{} can be read by others, or is theirs: no secret is written there",
-            folder.display()
-        )));
-    }
+    made.map_err(|e| failed(format!("{}: {e}", folder.display())))?;
+    check_folder(&folder).map_err(failed)?;
     let path = file(&folder, key);
     let text = serde_json::to_string(appointment)
         .map_err(|e| Failure::new(Exit::Internal, format!("an appointment: {e}")))?;
-    // A file that replaces another one as a whole has the rights of temporary files, 0600.
-    outputs::write_atomic(&path, text.as_bytes())?;
-    let private = fs::set_permissions(&path, fs::Permissions::from_mode(0o600));
-    private.map_err(|e| failed(format!("{}: {e}", path.display())))?;
+    let written = || -> io::Result<()> {
+        // Temporary files are their owner's alone, and this one replaces another one as a whole.
+        let mut new = tempfile::NamedTempFile::new_in(&folder)?;
+        new.write_all(text.as_bytes())?;
+        new.persist(&path)?;
+        Ok(())
+    };
+    written().map_err(|e| failed(format!("{}: {e}", path.display())))?;
     Ok(Posted(path))
 }
 
 /// Reads the appointment of the run with this key; what is in the way where there is none.
 pub fn read(key: &str) -> Result<Appointment, String> {
-    let path = file(&folder(), key);
-    let said = |e: io::Error| match e.kind() {
+    let folder = folder();
+    if !folder.exists() {
+        return Err("it has not begun to listen".into());
+    }
+    check_folder(&folder)?;
+    let path = file(&folder, key);
+    let text = private_text(&path).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => "it has not begun to listen".to_string(),
         _ => format!("{}: {e}", path.display()),
-    };
-    let metadata = fs::symlink_metadata(&path).map_err(said)?;
-    if !metadata.is_file() || !is_private(&metadata) {
-        return Err(format!("{} is not private", path.display()));
-    }
-    let text = fs::read_to_string(&path).map_err(said)?;
+    })?;
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
@@ -92,21 +89,50 @@ pub fn token(path: &Path) -> Result<Token, Failure> {
             "make one with `(umask 077; openssl rand -hex 32 > token)`, and give every process a copy",
         )
     };
-    let metadata = fs::metadata(path).map_err(|e| failed(e.to_string()))?;
-    if !metadata.is_file() || !is_private(&metadata) {
-        return Err(failed("others can read it, or it is theirs".into()));
-    }
-    let text = fs::read_to_string(path).map_err(|e| failed(e.to_string()))?;
+    let text = private_text(path).map_err(|e| failed(e.to_string()))?;
     Token::parse(&text).map_err(|e| failed(e.to_string()))
 }
 
-fn folder() -> PathBuf {
-    match std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()) {
-        Some(own) => Path::new(&own).join("meshwright"),
-        None => std::env::temp_dir().join(format!(
-            "meshwright-{}",
-            rustix::process::geteuid().as_raw()
+/// The text of a small file that is no link and that nobody else can read: what is opened is what
+/// is looked at.
+fn private_text(path: &Path) -> io::Result<String> {
+    const LONGEST: u64 = 1 << 16;
+    let no_link = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
+    let file = File::options()
+        .read(true)
+        .custom_flags(no_link)
+        .open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() || !is_private(&metadata) {
+        let what = "others can read it, or it is theirs";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+    }
+    let mut text = String::new();
+    file.take(LONGEST).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn check_folder(folder: &Path) -> Result<(), String> {
+    let metadata = fs::symlink_metadata(folder);
+    let metadata = metadata.map_err(|e| format!("{}: {e}", folder.display()))?;
+    match metadata.is_dir() && is_private(&metadata) {
+        true => Ok(()),
+        false => Err(format!(
+            "{} can be read by others, or is theirs: no secret is kept there",
+            folder.display()
         )),
+    }
+}
+
+/// The user's folder for what runs, where there is one, or a private one for temporary files.
+fn folder() -> PathBuf {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    match own.filter(|d| d.is_dir()) {
+        Some(own) => own.join("meshwright"),
+        None => {
+            let user = rustix::process::geteuid().as_raw();
+            std::env::temp_dir().join(format!("meshwright-{user}"))
+        }
     }
 }
 
