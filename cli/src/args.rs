@@ -180,6 +180,15 @@ fn effort(text: &str) -> Result<Effort, String> {
     times.ok_or_else(|| format!("it is a whole number from 1 to {}", Effort::MOST))
 }
 
+/// Reads a number of processes; 0 stands for one for each rank.
+fn processes(text: &str) -> Result<usize, String> {
+    match (text, text.parse()) {
+        ("each", _) => Ok(0),
+        (_, Ok(n)) if n > 0 => Ok(n),
+        _ => Err("expected a whole number from 1; without one each rank has a process".into()),
+    }
+}
+
 /// Which process `I/N` is.
 fn place(text: &str) -> Result<Place, String> {
     let number = |text: &str| text.parse::<usize>().ok();
@@ -625,7 +634,7 @@ pub struct RunArgs {
     pub record: Option<PathBuf>,
     /// Have ranks in processes that this one starts on its host: one each, or so many in all.
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
-    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
     pub processes: Option<usize>,
     /// Run in this process alone, whatever a launcher's variables say.
     #[arg(long, conflicts_with = "processes")]

@@ -258,6 +258,9 @@ impl From<runtime::RuntimeError> for Failure {
         }
         let help = match &e {
             Data(_) => None,
+            e if e.is_watchdog() => Some(
+                "on a busy machine give ranks longer with --time-out SECONDS; where one hangs, a run with --record DIR and then `meshwright doctor PLAN DIR` say which, and where",
+            ),
             Checkpoint { .. } => Some(CHECKPOINTS_ARE),
             Record { .. } => Some("records are in the folder that `meshwright run --record` named"),
             OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
@@ -265,9 +268,7 @@ impl From<runtime::RuntimeError> for Failure {
             State { .. } => Some(
                 "the weights do not fit the plan's model: compile the plan from their config.json",
             ),
-            Watchdog { .. } => Some(
-                "on a busy machine give ranks longer with --time-out SECONDS; otherwise this is a defect of meshwright, please report it",
-            ),
+            Watchdog { .. } => None,
             Kernel { .. } | Instruction { .. } | Mismatch { .. } | Panic { .. } | Program(_) => {
                 Some(DEFECT)
             }
@@ -276,7 +277,7 @@ impl From<runtime::RuntimeError> for Failure {
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
             Gone { .. } => Some(
-                "its own message, where it wrote one, is above; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint",
+                "its own message, where it wrote one, is above; with --record DIR, `meshwright doctor PLAN DIR` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) => None,

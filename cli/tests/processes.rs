@@ -278,6 +278,7 @@ fn what_cannot_be_a_run_of_processes_is_said() {
         &["a run starts itself", "--processes"],
     );
     refused(&["--as-process=2/2"], &[], &["as 1/4"]);
+    refused(&["--processes=0"], &[], &["a whole number from 1"]);
     if !cfg!(feature = "mpi") {
         refused(
             &["--mpi"],
@@ -691,6 +692,20 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     wait_for_none(&place, "hung.json");
     assert_eq!(state(&doctor(), 3, "process"), "\"gone\"");
     // What is no record, and a plan of another run.
+    let other = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "8",
+    ];
+    let pins = ["--pin", "pipeline=2", "--pin", "data=2", "-o", "other.json"];
+    place.run(&[&other[..], &pins].concat()).expect(0);
+    place
+        .run(&["doctor", "other.json", "records"])
+        .expect(3)
+        .says(&["ran another plan than other.json"]);
     place.write("records/rank-1.record", "nonsense");
     place
         .run(&["doctor", "plan.json", "records"])

@@ -187,7 +187,7 @@ pub enum RuntimeError {
 
 impl RuntimeError {
     /// True for the errors of ranks that waited too long.
-    pub(crate) fn is_watchdog(&self) -> bool {
+    pub fn is_watchdog(&self) -> bool {
         match self {
             RuntimeError::Watchdog { .. } => true,
             RuntimeError::Instruction { source, .. } => source.is_watchdog(),

@@ -20,7 +20,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 const MAGIC: [u8; 8] = *b"mshrec\0\x01";
 /// Where the place in the script stands.
 const AT: u64 = 64;
-const LEN: usize = 104;
+/// Where the plan stands, and its length.
+const PLAN: usize = 104;
+const LEN: usize = 152;
 const ENDING: &str = "record";
 /// Characters of a host's name that have a place.
 const LONGEST_HOST: usize = 47;
@@ -35,8 +37,9 @@ pub struct Record {
 }
 
 impl Record {
-    /// Begins the record of a rank in a folder, in place of one that is there.
-    pub fn create(folder: &Path, rank: Rank) -> Result<Self, RuntimeError> {
+    /// Begins the record of a rank in a folder, in place of one that is there. `plan` is the plan's
+    /// fingerprint.
+    pub fn create(folder: &Path, plan: &str, rank: Rank) -> Result<Self, RuntimeError> {
         let path = file(folder, rank);
         let created = || -> io::Result<File> {
             let mut file = OpenOptions::new()
@@ -52,6 +55,9 @@ impl Record {
             let n = host.len().min(LONGEST_HOST);
             head[16] = n as u8;
             head[17..17 + n].copy_from_slice(&host.as_bytes()[..n]);
+            let n = plan.len().min(LEN - PLAN - 1);
+            head[PLAN] = n as u8;
+            head[PLAN + 1..PLAN + 1 + n].copy_from_slice(&plan.as_bytes()[..n]);
             file.write_all(&head)?;
             Ok(file)
         };
@@ -150,6 +156,8 @@ pub struct Seen {
     pub pid: u32,
     /// The host of that.
     pub host: String,
+    /// The fingerprint of the plan.
+    pub plan: String,
     /// Scripts that it began, of training and validation.
     pub plays: u64,
     /// Whether the last one is of training.
@@ -197,11 +205,15 @@ impl Seen {
             let at = AT as usize + 8 * i;
             u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|k| bytes[at + k]))
         };
-        let host = bytes.get(17..17 + usize::from(bytes[16]))?;
+        let text = |at: usize| {
+            let text = bytes.get(at + 1..at + 1 + usize::from(bytes[at]))?;
+            Some(String::from_utf8_lossy(text).into_owned())
+        };
         Some(Seen {
             rank: Rank(small(8)),
             pid: small(12),
-            host: String::from_utf8_lossy(host).into_owned(),
+            host: text(16)?,
+            plan: text(PLAN)?,
             plays: large(0),
             training: large(1) == 1,
             begun: large(2),

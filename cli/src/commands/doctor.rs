@@ -1,7 +1,7 @@
 //! `doctor`: why a run hangs or died, by what its ranks wrote of what they were doing.
 
 use crate::args::DoctorArgs;
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::{plan_file, report};
 use ir::Rank;
 use runtime::record::{self, Diagnosis, Doing, Seen};
@@ -11,6 +11,15 @@ use std::collections::{BTreeMap, BTreeSet};
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let seen = record::read(&args.folder)?;
+    if let Some(other) = seen.iter().find(|s| s.plan != loaded.hash) {
+        let what = format!(
+            "{}: {} ran another plan than {}",
+            args.folder.display(),
+            other.rank,
+            args.plan.display()
+        );
+        return Err(Failure::new(Exit::BadInput, what).help("name the plan that was run"));
+    }
     let mut diagnosis = record::diagnose(&loaded.program, &seen)?;
     let processes: BTreeMap<Rank, Process> =
         seen.iter().map(|s| (s.rank, Process::of(s))).collect();

@@ -143,7 +143,10 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             spec,
             args.validate_every.is_some(),
         )?)),
-        record: args.record.clone(),
+        record: args
+            .record
+            .clone()
+            .map(|folder| (folder, loaded.hash.clone())),
         backend: backend(args),
         processes: Some(company.processes),
         ..SessionOptions::default()
@@ -564,7 +567,10 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
-            record: args.record.clone(),
+            record: args
+                .record
+                .clone()
+                .map(|folder| (folder, loaded.hash.clone())),
             processes,
             backend: backend(args),
             ..SessionOptions::default()

@@ -8,7 +8,7 @@ use super::{Choices, Missing, Target, Written, block_name, deepspeed, degrees, i
 use super::{origin, recompute_runs};
 use crate::names;
 use crate::recompute::Recomputed;
-use crate::summary::{ContextAttention, Degrees, Subject, Summary};
+use crate::summary::{ContextAttention, Degrees, Summary};
 use crate::{ExportError, File, Read};
 use ir::Precision;
 use ir::offload::TensorClass;
@@ -29,7 +29,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     }
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
-    missing.add_deviations(summary, &[Subject::Placement]);
+    missing.add_deviations(summary, super::placed_elsewhere(d));
     let is_plain = d.tensor == 1 && d.context == 1;
     let mut w = format!("# {}\n", origin(summary, TARGET));
     let _ = writeln!(

@@ -7,7 +7,7 @@
 
 use super::{Choices, Missing, Target, Written, block_name, degrees};
 use crate::recompute::Recomputed;
-use crate::summary::{ContextAttention, Degrees, Subject, Summary};
+use crate::summary::{ContextAttention, Degrees, Summary};
 use crate::{ExportError, File, Read};
 use ir::Precision;
 use ir::offload::TensorClass;
@@ -23,7 +23,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
     // How tensor ranks split the model is not DeepSpeed's to say.
-    missing.add_deviations(summary, &[Subject::Placement]);
+    missing.add_deviations(summary, super::placed_elsewhere(d));
     let config = config(summary, d, &mut choices, &mut missing);
     in_code(summary, d, &mut choices, &mut missing);
     let text = serde_json::to_string_pretty(&config).map_err(ExportError::plan)? + "\n";

@@ -11,7 +11,7 @@ use super::{Choices, Missing, Target, Written, degrees, origin};
 use crate::layout::{Parameter, Run};
 use crate::names;
 use crate::recompute::Recomputed;
-use crate::summary::{ContextAttention, Degrees, Role, Subject, Summary, role, run_name};
+use crate::summary::{ContextAttention, Degrees, Role, Summary, role, run_name};
 use crate::{ExportError, File, Read};
 use ir::offload::TensorClass;
 use ir::plan::ScheduleKind;
@@ -42,7 +42,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let d = degrees(summary, TARGET)?;
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
-    missing.add_deviations(summary, &[Subject::Placement]);
+    missing.add_deviations(summary, super::placed_elsewhere(d));
     let mut w = format!("# {}\n", origin(summary, TARGET));
     w += HEADER;
     w += IMPORTS;

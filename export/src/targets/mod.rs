@@ -86,6 +86,15 @@ impl Target {
     }
 }
 
+/// Where tensor ranks there are, how their tensors lie is said in the file itself or in the model's
+/// code; without any, a layer that is split over ranks all the same is not as in the plan.
+pub(crate) fn placed_elsewhere(d: &Degrees) -> &'static [Subject] {
+    match d.tensor {
+        1 => &[],
+        _ => &[Subject::Placement],
+    }
+}
+
 /// What was written for a target.
 pub(crate) struct Written {
     pub files: Vec<File>,

@@ -37,6 +37,7 @@ fn seen(rank: u32, plays: u64, begun: u64, done: u64) -> Seen {
         rank: Rank(rank),
         pid: 1,
         host: "a".into(),
+        plan: "p".into(),
         plays,
         training: true,
         begun,

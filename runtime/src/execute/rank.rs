@@ -65,8 +65,8 @@ pub(crate) struct RankOptions {
     pub orders: Option<u64>,
     /// The run's data.
     pub data: Option<Arc<Batches>>,
-    /// The folder that has a record of every rank.
-    pub record: Option<PathBuf>,
+    /// The folder that has a record of every rank, and the fingerprint of the plan.
+    pub record: Option<(PathBuf, String)>,
     /// When the clock of its process was at zero.
     pub epoch: Instant,
 }
@@ -135,8 +135,8 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             calls,
             peak_scratch: 0,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
-            record: (options.record.as_deref())
-                .map(|folder| Record::create(folder, rank))
+            record: (options.record.as_ref())
+                .map(|(folder, plan)| Record::create(folder, plan, rank))
                 .transpose()?,
             options,
             fabric,

@@ -40,8 +40,9 @@ pub struct SessionOptions {
     pub orders: Option<u64>,
     /// What [`Session::train`] and [`Session::validation_loss`] take samples from.
     pub data: Option<Arc<Batches>>,
-    /// A folder in which every rank writes what it is doing ([`crate::record`]).
-    pub record: Option<PathBuf>,
+    /// A folder in which every rank writes what it is doing ([`crate::record`]), and the fingerprint
+    /// of the plan.
+    pub record: Option<(PathBuf, String)>,
     /// The processes that have the ranks, this one the first of them; `None`: this one has all.
     pub processes: Option<Arc<Processes>>,
     /// What ranks compute with.

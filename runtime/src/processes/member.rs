@@ -7,7 +7,14 @@ use crate::execute::session::{Cast, SessionOptions};
 use crate::fabric::threads::{Carrier, World};
 use ir::program::Program;
 use ir::{Rank, TrainSpec};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often is looked whether process 0 should have said something.
+const LOOK: Duration = Duration::from_millis(500);
+/// How long process 0 has to end a run of which a rank has failed.
+const LAST_REQUEST: Duration = Duration::from_secs(15);
 
 /// Does what process 0 asks of this process' ranks until that one has no more requests. Program,
 /// spec and options are those of the session there.
@@ -30,23 +37,38 @@ pub fn serve(
     let world = World::among(&shares, me, watchdog, processes.carrier());
     let (asked, requests) = channel();
     processes.attach(&world, shares.clone(), Inbox::Requests(asked));
+    let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
     let crew = cast.crew(&world, &shares[me], |rank| {
-        let carrier = processes.carrier();
+        let (carrier, failed) = (processes.carrier(), Arc::clone(&failed));
         Box::new(move |answer| {
+            if answer.is_err() {
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.get_or_insert_with(Instant::now);
+            }
             let head = Head::Answer { rank, answer };
             carrier.send(0, Letter { head, body: None });
             true
         })
     })?;
-    for asked in requests {
-        match asked {
-            Asked::Rank(rank, request) => crew.tell(rank, *request),
-            Asked::Over(None) => return Ok(()),
-            Asked::Over(Some(error)) => return Err(RuntimeError::Ended(error)),
+    let first = shares[0].first().copied().unwrap_or(Rank(0));
+    loop {
+        match requests.recv_timeout(LOOK) {
+            Ok(Asked::Rank(rank, request)) => crew.tell(rank, *request),
+            Ok(Asked::Over(None)) => return Ok(()),
+            Ok(Asked::Over(Some(error))) => return Err(RuntimeError::Ended(error)),
+            // Process 0 ends a run once a rank has failed.
+            Err(RecvTimeoutError::Timeout) => {
+                let failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
+                if failed.is_some_and(|f| f.elapsed() > LAST_REQUEST) {
+                    world.abort(first, "its process does not answer");
+                    return Err(processes.silent(0, first));
+                }
+            }
+            // Whoever waits for others must not wait for good.
+            Err(RecvTimeoutError::Disconnected) => {
+                world.abort(first, "its process is gone");
+                return Err(processes.gone(0, first));
+            }
         }
     }
-    // Whoever waits for others must not wait for good.
-    let first = shares[0].first().copied().unwrap_or(Rank(0));
-    world.abort(first, "its process is gone");
-    Err(processes.gone(0, first))
 }
