@@ -7,7 +7,7 @@
 use crate::block::{Attach, Dim, Entry, Kernel};
 use crate::queue::{Event, Gpu, Op, Side};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// How a call went, a `CUresult`.
 pub type Status = c_int;
@@ -389,8 +389,9 @@ pub extern "C" fn cuMemsetD8Async(at: u64, value: u8, bytes: usize, stream: *mut
 struct Module {
     handle: *mut c_void,
     attach: Attach,
+    /// Host threads may ask for functions of one module at the same time.
     #[allow(clippy::vec_box)] // callers have the addresses
-    kernels: Vec<Box<Kernel>>,
+    kernels: Mutex<Vec<Box<Kernel>>>,
 }
 
 #[unsafe(no_mangle)]
@@ -421,7 +422,7 @@ pub unsafe extern "C" fn cuModuleLoadData(to: *mut *mut c_void, image: *const c_
         let module = Box::new(Module {
             handle,
             attach: std::mem::transmute::<*mut c_void, Attach>(attach),
-            kernels: Vec::new(),
+            kernels: Mutex::default(),
         });
         give(to, Box::into_raw(module).cast())
     }
@@ -449,7 +450,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
 ) -> Status {
     // SAFETY: the caller's module and name.
     unsafe {
-        let Some(module) = module.cast::<Module>().as_mut() else {
+        let Some(module) = module.cast::<Module>().as_ref() else {
             return INVALID_HANDLE;
         };
         let name = CStr::from_ptr(name);
@@ -469,7 +470,11 @@ pub unsafe extern "C" fn cuModuleGetFunction(
             parameter_bytes: *size as usize,
         });
         let at: *mut Kernel = &mut *kernel;
-        module.kernels.push(kernel);
+        let mut kernels = module
+            .kernels
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        kernels.push(kernel);
         give(to, at.cast())
     }
 }

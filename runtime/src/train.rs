@@ -110,8 +110,8 @@ pub fn batches(
     Batches::new(Arc::clone(dataset), shape, spec.seed, validates)
 }
 
-/// Trains, or computes losses, as the options say; `initial` gives initial values when nothing is resumed (see
-/// [`Session::new`]).
+/// Trains, or computes losses, as the options say; `initial` gives initial values when nothing is
+/// resumed (see [`Session::new`]).
 ///
 /// What step `n` sees depends on the data file, the spec's seed and `n` alone, so a resumed
 /// run goes on as if it had never stopped. Ends with an error, and writes nothing, where a loss

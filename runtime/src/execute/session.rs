@@ -691,9 +691,9 @@ impl Session {
         self.ranks.iter().filter(of).copied().collect()
     }
 
-    /// Asks some ranks and waits for all their answers; once one has failed, not for long for those
-    /// of other processes, which may hang, and else no longer than ranks wait for each other. When several fail, the error is of one that did not
-    /// merely follow another.
+    /// Asks some ranks and waits for all their answers. Once one has failed, those of other processes
+    /// are not waited for long, as they may hang, and otherwise no longer than ranks wait for each
+    /// other. When several fail, the error is of one that explains the others.
     fn ask(
         &mut self,
         ranks: &[Member],

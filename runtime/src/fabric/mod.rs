@@ -5,8 +5,8 @@
 //! waits for it or asks now and then whether it is over. Over means that what the device's stream
 //! is given from then on finds the results.
 //!
-//! [`threads`] is the first fabric: ranks of one process or several, for any device. Another one is a file
-//! beside it that passes [`conformance`].
+//! [`threads`] is the first fabric: ranks of one process or several, for any device. Another one is
+//! a file beside it that passes [`conformance`].
 
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
