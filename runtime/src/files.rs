@@ -40,7 +40,11 @@ impl Unfinished {
     pub fn folder(folder: &Path) -> io::Result<Self> {
         Self::make(folder, |path| {
             std::fs::create_dir(path)?;
-            File::open(path)
+            // Gone already: a sweep has taken it for a dead writer's.
+            File::open(path).map_err(|e| match e.kind() {
+                ErrorKind::NotFound => ErrorKind::AlreadyExists.into(),
+                _ => e,
+            })
         })
     }
 

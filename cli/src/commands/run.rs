@@ -126,9 +126,14 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
 fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     plan_file::check_program(loaded)?;
-    args.record
-        .iter()
-        .try_for_each(|folder| outputs::check_folder(folder))?;
+    if let Some(folder) = &args.record {
+        // Process 0 has seen that it can be written to, unless this is another host's.
+        let made = std::fs::create_dir_all(folder);
+        made.map_err(|e| {
+            let what = format!("--record {}: {e}", folder.display());
+            Failure::new(Exit::BadInput, what)
+        })?;
+    }
     let Some(company) = among::gather(setting, args, loaded)? else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
