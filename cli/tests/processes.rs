@@ -102,6 +102,14 @@ fn process_of(place: &Place, rank: u32) -> u32 {
     }
 }
 
+/// Writes `other.json`, a plan of the same ranks for a larger batch.
+fn compile_another(place: &Place) {
+    let other = ["compile", "config.json", "--cluster", "cpu-default"];
+    let batch = ["--global-batch", "8", "-o", "other.json"];
+    let pins = ["--pin", "pipeline=2", "--pin", "data=2"];
+    place.run(&[&other[..], &batch, &pins].concat()).expect(0);
+}
+
 #[test]
 fn where_ranks_are_changes_no_bit() {
     let place = Place::with_plan();
@@ -207,16 +215,7 @@ fn processes_of_launchers_find_each_other() {
 #[test]
 fn processes_of_other_runs_are_refused() {
     let place = Place::with_plan();
-    let other = [
-        "compile",
-        "config.json",
-        "--cluster",
-        "cpu-default",
-        "--global-batch",
-        "8",
-    ];
-    let pins = ["--pin", "pipeline=2", "--pin", "data=2", "-o", "other.json"];
-    place.run(&[&other[..], &pins].concat()).expect(0);
+    compile_another(&place);
     let start = |rank: &str, plan: &str| {
         let args = [
             "run",
@@ -692,16 +691,7 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     wait_for_none(&place, "hung.json");
     assert_eq!(state(&doctor(), 3, "process"), "\"gone\"");
     // What is no record, and a plan of another run.
-    let other = [
-        "compile",
-        "config.json",
-        "--cluster",
-        "cpu-default",
-        "--global-batch",
-        "8",
-    ];
-    let pins = ["--pin", "pipeline=2", "--pin", "data=2", "-o", "other.json"];
-    place.run(&[&other[..], &pins].concat()).expect(0);
+    compile_another(&place);
     place
         .run(&["doctor", "other.json", "records"])
         .expect(3)

@@ -10,6 +10,7 @@
 
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
+mod parts;
 pub mod threads;
 
 use crate::device::{Device, Place};

@@ -22,10 +22,11 @@
 //!
 //! Where ranks are in other processes too, each process has a world with the same meetings, and a
 //! [`Carrier`] takes there what they need: of a contribution the bytes that members over there
-//! read ([`needed`]), deliveries, and word that one has been taken, that a rank failed or left.
+//! read (`parts`), deliveries, and word that one has been taken, that a rank failed or left.
 //! Everybody computes as before, so where ranks are changes no bit.
 
-use super::{Call, CallKind, Collective, Exchange, Fabric, Item, Moved, Order, Places};
+use super::parts::{chunks, in_two_phases, lie, needed, united};
+use super::{Call, CallKind, Collective, Exchange, Fabric, Moved, Order, Places};
 use crate::arena::{Bytes, Spare};
 use crate::device::Device;
 use crate::error::RuntimeError;
@@ -39,11 +40,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-/// All-reduces of at least this many bytes are done in two phases.
-const TWO_PHASE_BYTES: usize = 1 << 16;
-/// Of a contribution in more parts than these, all between the first and the last is sent.
-const MOST_PARTS: usize = 4096;
 
 /// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
 type Contribution = Arc<Bytes>;
@@ -420,67 +416,6 @@ fn missing(table: &Table, meeting: &Meeting) -> Vec<Rank> {
 /// Whether what was sent has not been taken.
 fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
     table.deliveries.contains_key(key) || table.untaken.contains(key)
-}
-
-/// Whether an all-reduce is one of parts, which are then shared: the same for all its members.
-fn in_two_phases(of: &Collective) -> bool {
-    let bytes = |i: &Item| i.elements * i.dtype.bytes() as usize;
-    of.group.len() > 1 && of.items.iter().map(bytes).sum::<usize>() >= TWO_PHASE_BYTES
-}
-
-/// The bytes of the contribution of member `from` that member `to` reads.
-fn needed(
-    of: &Collective,
-    (from, to): (usize, usize),
-    shares_parts: bool,
-    len: usize,
-) -> Vec<Range<usize>> {
-    let whole = || Vec::from_iter(Some(0..len));
-    let places = || {
-        lie(of
-            .items
-            .iter()
-            .map(|i| i.elements * i.dtype.bytes() as usize))
-    };
-    let n = of.group.len();
-    match of.kind {
-        _ if shares_parts => whole(),
-        CollectiveKind::AllReduce(_) if in_two_phases(of) => {
-            let chunks = chunks(of, to).into_iter().zip(places());
-            chunks
-                .map(|(chunk, at)| at.start + chunk.start..at.start + chunk.end)
-                .collect()
-        }
-        CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => whole(),
-        CollectiveKind::ReduceScatter(_) | CollectiveKind::AllToAll => {
-            let pieces = of.items.iter().zip(places()).flat_map(|(item, at)| {
-                let pieces = item.operand.of(at.len(), to);
-                pieces.map(move |piece| at.start + piece.start..at.start + piece.end)
-            });
-            pieces.collect()
-        }
-        CollectiveKind::Shift if to == (from + 1) % n.max(1) => whole(),
-        CollectiveKind::Shift => Vec::new(),
-    }
-}
-
-/// Ranges, ascending and apart, that cover all of these.
-fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
-    ranges.retain(|r| !r.is_empty());
-    ranges.sort_unstable_by_key(|r| (r.start, r.end));
-    let mut out: Vec<Range<usize>> = Vec::new();
-    for r in ranges {
-        match out.last_mut() {
-            Some(last) if r.start <= last.end => last.end = last.end.max(r.end),
-            _ => out.push(r),
-        }
-    }
-    match (out.first(), out.last()) {
-        (Some(first), Some(last)) if out.len() > MOST_PARTS => {
-            Vec::from_iter(Some(first.start..last.end))
-        }
-        _ => out,
-    }
 }
 
 /// One rank's place in a [`World`].
@@ -896,27 +831,6 @@ fn paste_parts<D: Device>(
         })?;
     }
     Ok(())
-}
-
-/// The bytes of every item that a member of a two-phase all-reduce reduces.
-fn chunks(of: &Collective, member: usize) -> Vec<Range<usize>> {
-    let chunk = |item: &Item| {
-        let size = item.dtype.bytes() as usize;
-        let chunk = collective::chunk(item.elements, member, of.group.len());
-        chunk.start * size..chunk.end * size
-    };
-    of.items.iter().map(chunk).collect()
-}
-
-/// Where blocks of these lengths lie one after the other, each aligned to 8.
-fn lie(lens: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
-    let mut at: usize = 0;
-    lens.map(|len| {
-        let start = at.next_multiple_of(8);
-        at = start + len;
-        start..at
-    })
-    .collect()
 }
 
 fn channel(moved: &Moved, tile: &Tile) -> Channel {
