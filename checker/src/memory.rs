@@ -2,8 +2,9 @@
 //! outlive a template share bytes with nothing that could destroy them.
 //!
 //! * Persistent and step buffers share bytes with no buffer at all; microbatch buffers not
-//!   with each other. A transient may lie where a microbatch buffer was: the walk then
-//!   takes that buffer's contents for lost.
+//!   with each other, unless they are one row of copies that they have by turns: the walk then
+//!   takes a copy's contents for lost when another buffer has its turn. A transient may lie where
+//!   a microbatch buffer was: the walk then takes that buffer's contents for lost.
 //! * A buffer that an exchange sends or fills shares bytes with no buffer at all, because
 //!   exchanges run beside other templates and wait by buffer, not by byte.
 //! * Transients may share bytes among themselves; that a live one is never overwritten
@@ -13,7 +14,7 @@ use crate::report::{Report, buffer_place, role_place};
 use ir::BufferId;
 use ir::plan::Plan;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram, Space};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the first byte and the end of all copies of a buffer; `None` when they overflow.
 pub(crate) fn extent(b: &Buffer) -> Option<(u64, u64)> {
@@ -96,6 +97,9 @@ fn overlaps(program: &Program, i: usize, report: &mut Report) {
         .map(BufferId::new)
         .filter(|&b| !transient(b) || exchanged.contains(&b));
     let mut bad = overlapping(role, lasting);
+    let first = first_of_row(role);
+    let is_row = |b: BufferId| role.buffer(b).turns.is_some() && !exchanged.contains(&b);
+    bad.retain(|&(a, b)| first[a.index()] != first[b.index()] || !is_row(a) || !is_row(b));
     let fragile = |b: BufferId| {
         matches!(class(b), BufferClass::Persistent | BufferClass::Step) || exchanged.contains(&b)
     };
@@ -158,6 +162,23 @@ fn exchanged(role: &RoleProgram) -> BTreeSet<BufferId> {
         }
     }
     found
+}
+
+/// Returns, for each buffer, the first one of its row of shared copies: itself where it is in none,
+/// or not at the place, of the size or of the number of copies of that one.
+pub(crate) fn first_of_row(role: &RoleProgram) -> Vec<BufferId> {
+    let mut rows: BTreeMap<u32, BufferId> = BTreeMap::new();
+    let of = |(i, b): (usize, &Buffer)| {
+        let own = BufferId::new(i);
+        let Some(turns) = &b.turns else { return own };
+        let first = *rows.entry(turns.row).or_insert(own);
+        let same = |x: &Buffer| (x.space, x.offset, x.stride(), x.slots());
+        match same(role.buffer(first)) == same(b) {
+            true => first,
+            false => own,
+        }
+    };
+    role.buffers.iter().enumerate().map(of).collect()
 }
 
 /// Finds buffers whose bytes others use too: transients, and microbatch buffers on such bytes.

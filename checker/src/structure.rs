@@ -231,15 +231,38 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
             report.add(place(), "bytes", expected, b.bytes.to_string());
         }
         copies = copies.saturating_add(u64::from(b.slots()));
+        // Copies by turns are as many as the microbatches that all stages hold, at most.
+        let stages = b.turns.as_ref().map_or(1, |_| role.n_chunks());
+        let most = program.n_microbatches.saturating_mul(stages);
         if let BufferClass::PerMicrobatch { slots } = b.class
-            && (slots == 0 || slots > program.n_microbatches)
+            && (slots == 0 || slots > most)
         {
             report.add(
                 place(),
                 "slots",
-                format!("1 to {} copies", program.n_microbatches),
+                format!("1 to {most} copies"),
                 slots.to_string(),
             );
+        }
+        if let Some(turns) = &b.turns {
+            let is_each = turns.copies.len() == program.n_microbatches as usize;
+            let most = turns.copies.iter().max().copied();
+            if !is_each || most.is_some_and(|copy| copy >= b.slots()) {
+                report.add(
+                    place(),
+                    "turns",
+                    format!(
+                        "for {} microbatches one of {} copies each",
+                        program.n_microbatches,
+                        b.slots()
+                    ),
+                    format!("{} numbers up to {most:?}", turns.copies.len()),
+                );
+            }
+            if !matches!(b.class, BufferClass::PerMicrobatch { .. }) {
+                let expected = "copies by turns for a buffer per microbatch alone";
+                report.add(place(), "turns", expected, format!("{:?}", b.class));
+            }
         }
     }
     if copies > MAX_COPIES {

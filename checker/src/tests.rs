@@ -171,6 +171,7 @@ impl Naive<'_> {
             lens,
             spec,
             pieces: None,
+            turns: None,
             space: Default::default(),
             class,
             offset,

@@ -20,14 +20,14 @@ pub struct RoleMemory {
 }
 
 /// Memory of a role by class. Every copy of a buffer counts with the distance to the next one
-/// ([`Buffer::stride`]).
+/// ([`Buffer::stride`]), copies that several buffers take by turns once.
 pub fn memory_of(role: &RoleProgram) -> RoleMemory {
     let mut memory = RoleMemory {
         arena: Bytes(role.arena_bytes),
         ..RoleMemory::default()
     };
     let mut transient = Vec::new();
-    for buffer in role.buffers.iter().filter(|b| b.space == Space::Device) {
+    for buffer in role.rows().filter(|b| b.space == Space::Device) {
         let all = Bytes(buffer.stride().saturating_mul(u64::from(buffer.slots())));
         match buffer.class {
             BufferClass::Persistent => memory.persistent += all,

@@ -47,6 +47,7 @@ pub(crate) fn buffer(name: &str, class: BufferClass, lens: &[u64]) -> Buffer {
         lens: lens.to_vec(),
         spec: ShardingSpec::replicated(lens.len()),
         pieces: None,
+        turns: None,
         space: Default::default(),
         class,
         offset: 0,

@@ -17,9 +17,10 @@
 //!    exchange's send completes when the receiver has started the matching receive. The sends
 //!    and receives of one exchange proceed together.
 //! 4. *Buffers.* A buffer of class `PerMicrobatch` has `slots` copies; microbatch `i` uses
-//!    copy `i mod slots`. A `Transient` buffer lives inside one template; its bytes may be
-//!    shared with other transient buffers, and `deps` order such reuse. `Step` buffers live
-//!    from `StepBegin` to `StepEnd`, `Persistent` ones for the whole run.
+//!    copy `i mod slots`, or the one that its [`Turns`] say, where buffers of several stages of
+//!    the mesh have the same copies by turns. A `Transient` buffer lives inside one template; its
+//!    bytes may be shared with other transient buffers, and `deps` order such reuse. `Step`
+//!    buffers live from `StepBegin` to `StepEnd`, `Persistent` ones for the whole run.
 //! 5. *Spaces.* A buffer lies in the arena of one memory. What is not in the device's is read and
 //!    written by copies alone, and stands there as it does in the device's.
 //! 6. *Pieces.* A collective moves a few rows of contiguous pieces, in each row one for every
@@ -40,7 +41,8 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// The whole program of a plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,6 +116,17 @@ pub enum BufferClass {
     Transient,
 }
 
+/// Copies that a buffer has by turns with buffers of other stages of its mesh: while one stage
+/// holds few microbatches, another one holds many, and the mesh never as many as both at most.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Turns {
+    /// The buffers with this number are one row of copies: they are in the same space, at the same
+    /// offset, as far from copy to copy and of as many copies.
+    pub row: u32,
+    /// The copy that each microbatch takes.
+    pub copies: Arc<[u32]>,
+}
+
 /// A memory that buffers lie in.
 #[derive(
     Clone,
@@ -169,6 +182,8 @@ pub struct Buffer {
     pub pieces: Option<Pieces>,
     /// Lifetime.
     pub class: BufferClass,
+    /// Of a buffer per microbatch whose copies others use too, how they take turns.
+    pub turns: Option<Turns>,
     /// The memory that it lies in.
     pub space: Space,
     /// Offset of copy 0 in that memory's arena, a multiple of [`ARENA_ALIGN`].
@@ -194,10 +209,14 @@ impl Buffer {
     pub fn stride(&self) -> u64 {
         self.bytes.next_multiple_of(ARENA_ALIGN)
     }
+    /// The copy that `microbatch` uses.
+    pub fn copy_for(&self, microbatch: Option<u32>) -> u32 {
+        let by_turns = |m: u32| self.turns.as_ref()?.copies.get(m as usize).copied();
+        microbatch.map_or(0, |m| by_turns(m).unwrap_or(m % self.slots().max(1)))
+    }
     /// Offset of the copy that `microbatch` uses.
     pub fn offset_for(&self, microbatch: Option<u32>) -> u64 {
-        let slot = microbatch.map_or(0, |m| m % self.slots().max(1));
-        self.offset + u64::from(slot) * self.stride()
+        self.offset + u64::from(self.copy_for(microbatch)) * self.stride()
     }
 }
 
@@ -587,6 +606,13 @@ impl RoleProgram {
     /// One template.
     pub fn template(&self, id: TemplateId) -> &Template {
         &self.templates[id.index()]
+    }
+    /// Its buffers, but of each row of shared copies ([`Turns`]) the first one alone: the bytes of
+    /// their copies are different bytes.
+    pub fn rows(&self) -> impl Iterator<Item = &Buffer> {
+        let mut rows = BTreeSet::new();
+        let first = move |b: &&Buffer| b.turns.as_ref().is_none_or(|t| rows.insert(t.row));
+        self.buffers.iter().filter(first)
     }
     /// Number of stages whose passes the role plays, at least 1.
     pub fn n_chunks(&self) -> u32 {

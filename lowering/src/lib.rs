@@ -49,6 +49,7 @@ pub mod order;
 mod pack;
 mod place;
 mod resolve;
+mod turns;
 mod uses;
 mod waits;
 

@@ -19,13 +19,13 @@ pub struct RoleMemory {
     pub arena: Bytes,
 }
 
-/// Adds up a role's buffers.
+/// Adds up a role's buffers; copies that several take by turns count once.
 pub fn memory_report(role: &RoleProgram) -> RoleMemory {
     let mut m = RoleMemory {
         arena: Bytes(role.arena_bytes),
         ..RoleMemory::default()
     };
-    for b in role.buffers.iter().filter(|b| b.space == Space::Device) {
+    for b in role.rows().filter(|b| b.space == Space::Device) {
         let bytes = b.stride() * u64::from(b.slots());
         match b.class {
             BufferClass::Persistent => m.persistent.0 += bytes,

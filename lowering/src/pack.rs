@@ -14,6 +14,7 @@
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
 use crate::place::place_again;
+use crate::turns::separate_copies;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space};
 use ir::reshard::Pieces;
 use ir::{AxisId, BufferId};
@@ -114,13 +115,17 @@ fn in_pieces(
     })
 }
 
-/// A program whose collectives move all tensors as they stand, without copies around them: that
-/// of software which lays its tensors out so.
+/// A program whose collectives move all tensors as they stand, without copies around them, and
+/// whose buffers all have copies of their own: that of software which lays its tensors out so, and
+/// whose memory is counted stage by stage.
 ///
 /// Fails where the program's arena is larger than any memory.
 pub fn without_pieces(program: &Program) -> Result<Program, LowerError> {
     let mut program = program.clone();
-    program.roles.iter_mut().try_for_each(put_together)?;
+    for role in &mut program.roles {
+        separate_copies(role);
+        put_together(role)?;
+    }
     Ok(program)
 }
 
@@ -138,7 +143,7 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
         }
     }
     if wholes.is_empty() {
-        return Ok(());
+        return place_again(role);
     }
     let n_buffers = role.buffers.len();
     let kept = (0..n_buffers)

@@ -5,15 +5,19 @@
 //!   │ persistent │ step │ per microbatch │ transient             │
 //!   └────────────┴──────┴────────────────┴───────────────────────┘
 //! ```
-//! The first three have fixed places. Transient buffers of all templates share one region;
-//! within a template they share bytes when their lifetimes (first to last instruction that
-//! touches them) are disjoint. First fit, largest first.
+//! The first three have fixed places. Buffers per microbatch have as many copies as are in use at
+//! once, and those of stages that share a mesh have them by turns ([`turns`](crate::turns)).
+//! Transient buffers of all templates share one region; within a template they share bytes when
+//! their lifetimes (first to last instruction that touches them) are disjoint. First fit, largest
+//! first.
 
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
+use crate::turns::share_copies;
 use crate::waits::set_waits;
 use ir::program::{
-    ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, RoleProgram, Space, TemplateKind,
+    ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, RoleProgram, Slot, Space,
+    TemplateKind,
 };
 use ir::reshard::LayoutStep;
 use ir::{BufferId, StageId, TemplateId};
@@ -25,11 +29,13 @@ const MAX_BYTES: u64 = 1 << 62;
 
 pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
+    share_copies(&mut program);
     place_again(&mut program)?;
     Ok(program)
 }
 
-/// Gives the buffers of a role their places, and its instructions their waits.
+/// Gives the buffers of a role their places, and its instructions their waits. Which copies are
+/// shared stays as it is.
 pub(crate) fn place_again(program: &mut RoleProgram) -> Result<(), LowerError> {
     let base = place_fixed(program)?;
     program.arena_bytes = place_transient(program, base)?;
@@ -60,10 +66,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
         .copied()
         .collect();
     let drafted = std::mem::take(&mut role.buffers);
-    let mut slots = SlotCounts {
-        role: &role,
-        by_templates: BTreeMap::new(),
-    };
+    let mut slots = SlotCounts::new(&role.trace);
     let mut renumbered = vec![None; drafted.len()];
     let mut buffers = Vec::with_capacity(drafted.len());
     for (i, (b, by)) in drafted.into_iter().zip(&touched_by).enumerate() {
@@ -101,6 +104,7 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
             spec: b.spec,
             pieces: b.pieces,
             class,
+            turns: None,
             space: b.space,
             offset: 0,
             bytes,
@@ -138,17 +142,25 @@ fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
 }
 
 /// Numbers of copies, by the templates that touch a buffer.
-struct SlotCounts<'a> {
-    role: &'a RoleDraft,
+pub(crate) struct SlotCounts<'a> {
+    trace: &'a [Slot],
     by_templates: BTreeMap<Vec<TemplateId>, u32>,
 }
 
-impl SlotCounts<'_> {
-    fn count(&mut self, templates: &[TemplateId]) -> u32 {
+impl<'a> SlotCounts<'a> {
+    pub(crate) fn new(trace: &'a [Slot]) -> Self {
+        SlotCounts {
+            trace,
+            by_templates: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn count(&mut self, templates: &[TemplateId]) -> u32 {
         if let Some(&n) = self.by_templates.get(templates) {
             return n;
         }
-        let n = copies(&lifetimes(self.role, templates));
+        let alive: Vec<_> = lifetimes(self.trace, templates).into_values().collect();
+        let n = copies(&alive);
         self.by_templates.insert(templates.to_vec(), n);
         n
     }
@@ -156,10 +168,9 @@ impl SlotCounts<'_> {
 
 /// First and last slot of the trace that touch each microbatch's copy, by microbatch; the
 /// templates that do are ascending.
-fn lifetimes(role: &RoleDraft, templates: &[TemplateId]) -> Vec<(usize, usize)> {
+pub(crate) fn lifetimes(trace: &[Slot], templates: &[TemplateId]) -> BTreeMap<u32, (usize, usize)> {
     let mut alive: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
-    for (at, slot) in role
-        .trace
+    for (at, slot) in trace
         .iter()
         .enumerate()
         .filter(|(_, s)| templates.binary_search(&s.template).is_ok())
@@ -168,7 +179,7 @@ fn lifetimes(role: &RoleDraft, templates: &[TemplateId]) -> Vec<(usize, usize)> 
             alive.entry(m).or_insert((at, at)).1 = at;
         }
     }
-    alive.into_values().collect()
+    alive
 }
 
 /// The smallest `n` such that copy `m mod n` is free again when microbatch `m` needs it.
@@ -193,6 +204,8 @@ fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
     };
     program.other_arenas.clear();
     let mut of_device = 0u64;
+    // The offsets of rows of shared copies; the first buffer of a row places it.
+    let mut rows: BTreeMap<u32, u64> = BTreeMap::new();
     for group in 0..3 {
         for b in program
             .buffers
@@ -203,6 +216,14 @@ fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
                 Space::Device => &mut of_device,
                 other => program.other_arenas.entry(other).or_default(),
             };
+            let placed = b.turns.as_ref().map(|t| (t.row, rows.get(&t.row).copied()));
+            if let Some((row, known)) = placed {
+                b.offset = known.unwrap_or(*at);
+                if known.is_some() {
+                    continue;
+                }
+                rows.insert(row, *at);
+            }
             b.offset = *at;
             let bytes = b.stride().saturating_mul(u64::from(b.slots()));
             *at = end(*at, bytes, b, program.stage)?;

@@ -7,14 +7,14 @@ use common::model::mlp;
 use common::plans::{Recipe, Setup, plan};
 use common::{referee, show};
 use ir::plan::ScheduleKind;
-use ir::program::{BufferClass, Program, RoleProgram, Template, TemplateKind};
+use ir::program::{Buffer, BufferClass, Program, RoleProgram, Template, TemplateKind};
 use ir::reshard::{Placement, cross_paths};
 use ir::schedule::PassKind;
 use ir::{BufferId, LayerId, Precision};
 use lowering::{
     BucketSizes, Layouts, LowerError, cross_edges, edges, lower, lower_training, memory_report,
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 fn lowered(tied: bool, setup: &Setup) -> Program {
     let n_blocks = setup.layers.iter().sum::<u32>() as usize - 2;
@@ -123,7 +123,8 @@ fn every_recipe_plays_interleaved() {
     }
 }
 
-/// Values that forward saves in each chunk have as many copies as the schedule promises.
+/// Values that forward saves in both chunks of a mesh have as many copies as the schedule promises
+/// of both at once, and have them by turns.
 #[test]
 fn interleaved_stages_hold_what_their_schedule_says() {
     let schedule = ScheduleKind::Interleaved { virtual_stages: 2 };
@@ -140,12 +141,66 @@ fn interleaved_stages_hold_what_their_schedule_says() {
             // Layers are embed, h.0 (stage 0), then a block on every stage.
             let block: usize = b.name[2..b.name.len() - 3].parse().unwrap();
             assert_eq!(block % 3, i);
-            let slots = schedule.schedule().activations(block, layers.len(), 9);
+            let of_stage = |stage| schedule.schedule().at_peak(stage, layers.len(), 9);
+            let slots = of_stage(i) + of_stage(i + 3);
             assert_eq!(b.class, BufferClass::PerMicrobatch { slots }, "{}", b.name);
+            let row = b.turns.as_ref().expect("copies by turns").row;
+            let in_row = |b: &&Buffer| b.turns.as_ref().is_some_and(|t| t.row == row);
+            let row: Vec<&Buffer> = role.buffers.iter().filter(in_row).collect();
+            assert_eq!(row.len(), 2);
+            assert_eq!(row[0].offset, row[1].offset);
             seen += 1;
         }
     }
     assert_eq!(seen, 6);
+}
+
+/// In no slot of a trace do two microbatches, of one stage or of two, have the same copy.
+#[test]
+fn copies_by_turns_are_free_when_they_are_taken() {
+    for (schedule, layers, m) in [
+        (
+            ScheduleKind::Interleaved { virtual_stages: 2 },
+            vec![2, 1, 1, 2],
+            8,
+        ),
+        (
+            ScheduleKind::Interleaved { virtual_stages: 3 },
+            vec![2, 1, 1, 1, 1, 2],
+            4,
+        ),
+        (ScheduleKind::ZbV, vec![2, 1, 1, 1, 1, 2], 7),
+    ] {
+        let setup = Setup {
+            schedule,
+            n_microbatches: m,
+            ..Setup::new(Recipe::Data, 2, &layers)
+        };
+        let program = lowered(false, &setup);
+        for role in &program.roles {
+            // By row and copy, the lives on it: buffer and microbatch, first and last slot.
+            type Lives = BTreeMap<(usize, u32), (usize, usize)>;
+            let mut lives: BTreeMap<(u32, u32), Lives> = BTreeMap::new();
+            for (at, slot) in role.trace.iter().enumerate() {
+                let Some(m) = slot.microbatch else { continue };
+                let all = role.template(slot.template).instructions.iter();
+                for b in all.flat_map(|i| i.reads().into_iter().chain(i.writes())) {
+                    let buffer = role.buffer(b);
+                    let Some(turns) = &buffer.turns else { continue };
+                    let copy = (turns.row, buffer.copy_for(Some(m)));
+                    let life = lives.entry(copy).or_default();
+                    life.entry((b.index(), m)).or_insert((at, at)).1 = at;
+                }
+            }
+            assert!(lives.values().any(|l| l.len() > 1), "copies are used again");
+            for (copy, lives) in lives {
+                let mut slots: Vec<(usize, usize)> = lives.into_values().collect();
+                slots.sort_unstable();
+                let free = slots.windows(2).all(|w| w[0].1 < w[1].0);
+                assert!(free, "{schedule:?} copy {copy:?}: {slots:?}");
+            }
+        }
+    }
 }
 
 /// A plan with one virtual stage a mesh has no interleaving, and says so.
@@ -191,6 +246,8 @@ fn saved_values_have_as_many_copies_as_microbatches_in_flight() {
                     ..Setup::new(Recipe::Data, 2, layers)
                 },
             );
+            // Of stages that share a mesh each with its own.
+            let program = lowering::without_pieces(&program).expect("the arena is small");
             let mut seen = BTreeSet::new();
             for (i, role) in program.roles.iter().enumerate() {
                 for (b, buffer) in role.buffers.iter().enumerate() {

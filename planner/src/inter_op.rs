@@ -78,10 +78,11 @@ impl InterOpOptions {
         }
     }
 
-    /// Microbatches in flight at stage `stage` of `n_stages`.
+    /// Microbatches in flight at stage `stage` of `n_stages`; of stages that share a mesh, and have
+    /// their copies by turns, when the mesh has most of all.
     pub fn in_flight(&self, stage: usize, n_stages: usize) -> u64 {
         let schedule = self.schedule.schedule();
-        schedule.activations(stage, n_stages, self.m()).into()
+        schedule.at_peak(stage, n_stages, self.m()).into()
     }
 
     /// How often the largest t counts beside the sum over all stages.

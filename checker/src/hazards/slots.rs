@@ -11,7 +11,7 @@
 //!   read and written there is not told apart, as nothing lives there from slot to slot.
 
 use super::unordered;
-use crate::memory::{extent, shared_bytes};
+use crate::memory::{extent, first_of_row, shared_bytes};
 use crate::report::{Report, instr_place};
 use ir::program::{BufferClass, Event, Instruction, Program, RoleProgram, Template, Which};
 use ir::{BufferId, InstrId, StreamId, TemplateId};
@@ -274,9 +274,16 @@ impl<'a> Play<'a> {
     fn new(role: &'a RoleProgram) -> Self {
         let mut n = 0;
         let mut first_copy = Vec::with_capacity(role.buffers.len());
-        for b in &role.buffers {
-            first_copy.push(n);
-            n += b.slots().max(1) as usize;
+        let rows = first_of_row(role);
+        for (i, b) in role.buffers.iter().enumerate() {
+            // Buffers that have copies by turns come after the first of them.
+            match rows[i].index() {
+                first if first < i => first_copy.push(first_copy[first]),
+                _ => {
+                    first_copy.push(n);
+                    n += b.slots().max(1) as usize;
+                }
+            }
         }
         Play {
             role,
@@ -289,8 +296,7 @@ impl<'a> Play<'a> {
     }
 
     fn copy(&self, b: BufferId, microbatch: Option<u32>) -> usize {
-        let slots = self.role.buffer(b).slots().max(1);
-        self.first_copy[b.index()] + microbatch.map_or(0, |m| m % slots) as usize
+        self.first_copy[b.index()] + self.role.buffer(b).copy_for(microbatch) as usize
     }
 
     /// Returns, for each group, what is complete of earlier slots when its instructions begin.

@@ -1,7 +1,7 @@
 //! The lattice: what a copy of a buffer holds.
 
 use crate::facts::Facts;
-use ir::ValueId;
+use ir::{BufferId, ValueId};
 
 /// The content of one copy of a buffer, seen from the microbatch that is played.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -42,12 +42,13 @@ impl Held {
     }
 }
 
-/// A copy of a buffer between templates: what it holds, and of which microbatch when the
-/// value belongs to one.
+/// A copy of a buffer between templates: what it holds, of which microbatch when the value belongs
+/// to one, and for which of the buffers that have this copy by turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cell {
     pub(super) held: Held,
     pub(super) microbatch: Option<u32>,
+    pub(super) buffer: Option<BufferId>,
 }
 
 /// A set of microbatches.

@@ -5,7 +5,7 @@ use super::template::{self, Outcome};
 use super::{Variants, WorldSums, variants};
 use crate::facts::Facts;
 use crate::hazards::neighbours;
-use crate::memory::lost_to_transients;
+use crate::memory::{first_of_row, lost_to_transients};
 use crate::report::{Report, buffer_place, slot_place};
 use ir::program::{BufferClass, Program, RoleProgram, Slot};
 use ir::{BufferId, TemplateId, ValueId};
@@ -29,6 +29,8 @@ struct Trace<'a> {
     role: &'a RoleProgram,
     variants: Variants,
     shapes: Vec<Rc<Shape>>,
+    /// For each buffer, the one whose cells are its own too, as both have their copies by turns.
+    first_of_row: Vec<BufferId>,
     /// The content of each copy of each buffer; grown as copies are used.
     cells: Vec<Vec<Cell>>,
     sums: BTreeMap<BufferId, Microbatches>,
@@ -57,6 +59,7 @@ pub(super) fn walk(
             .iter()
             .map(|t| Rc::new(shape(role, t)))
             .collect(),
+        first_of_row: first_of_row(role),
         cells: vec![Vec::new(); role.buffers.len()],
         sums: BTreeMap::new(),
         updates: BTreeMap::new(),
@@ -118,6 +121,7 @@ impl Trace<'_> {
                 Cell {
                     held,
                     microbatch: None,
+                    buffer: Some(s.buffer),
                 },
             );
         }
@@ -217,11 +221,11 @@ impl Trace<'_> {
     }
 
     fn copy(&self, b: BufferId, microbatch: Option<u32>) -> usize {
-        microbatch.map_or(0, |m| m % self.role.buffer(b).slots().max(1)) as usize
+        self.role.buffer(b).copy_for(microbatch) as usize
     }
 
     fn store(&mut self, b: BufferId, copy: usize, cell: Cell) {
-        let cells = &mut self.cells[b.index()];
+        let cells = &mut self.cells[self.first_of_row[b.index()].index()];
         if cells.len() <= copy {
             cells.resize(copy + 1, Cell::default());
         }
@@ -230,11 +234,14 @@ impl Trace<'_> {
 
     /// Returns the content of the copy for `microbatch`, seen from it.
     fn entry(&self, b: BufferId, microbatch: Option<u32>) -> Held {
-        let cell = self.cells[b.index()]
+        let cell = self.cells[self.first_of_row[b.index()].index()]
             .get(self.copy(b, microbatch))
             .copied()
             .unwrap_or_default();
         match cell.held {
+            // Another stage's buffer had the copy last.
+            Held::Poison => Held::Poison,
+            _ if cell.buffer != Some(b) => Held::Undefined,
             Held::Value { root, .. }
                 if self.facts.per_microbatch(root) && cell.microbatch != microbatch =>
             {
@@ -324,7 +331,7 @@ impl Trace<'_> {
         }
         let shape = Rc::clone(&self.shapes[slot.template.index()]);
         for b in &shape.lost {
-            self.cells[b.index()].fill(Cell::default());
+            self.cells[self.first_of_row[b.index()].index()].fill(Cell::default());
         }
         for ((&b, &before), &after) in shape.externals.iter().zip(entry).zip(&outcome.held) {
             if after != before || shape.lost.contains(&b) {
@@ -335,6 +342,7 @@ impl Trace<'_> {
                     Cell {
                         held,
                         microbatch: slot.microbatch,
+                        buffer: Some(b),
                     },
                 );
             }

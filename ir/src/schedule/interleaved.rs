@@ -91,17 +91,24 @@ impl Schedule for Interleaved {
         let (chunk, mesh) = (stage as u64 / p, stage as u64 % p);
         let warmup = self.warmup(mesh as usize, p as usize, m as u32);
         let round = p.saturating_mul(v);
-        // Counts the forwards of the `nth` chunk of a round among the first `slots` of a mesh.
-        let of_chunk = |nth: u64, slots: u64| {
-            let here = (slots % round).saturating_sub(nth * p).min(p);
-            (slots / round * p + here).min(m)
-        };
+        let of_chunk = |nth: u64, slots: u64| of_chunk(nth, slots, p, v).min(m);
         let steady = m.saturating_mul(v).saturating_sub(warmup).min(round);
         let most = (0..steady)
             .map(|done| of_chunk(chunk, warmup + done + 1) - of_chunk(v - 1 - chunk, done))
             .max();
         let all = most.unwrap_or(m).min(m);
         u32::try_from(all).unwrap_or(u32::MAX)
+    }
+
+    /// When the warmup is over and the first microbatch in the steady state has gone forward, and
+    /// nothing has come back, a mesh has as many as it ever has.
+    fn at_peak(&self, stage: usize, n_stages: usize, m: u32) -> u32 {
+        let v = self.v();
+        let p = (n_stages as u64 / v).max(1);
+        let (chunk, mesh) = (stage as u64 / p, stage as u64 % p);
+        let all = v.saturating_mul(u64::from(m));
+        let forwards = (self.warmup(mesh as usize, p as usize, m) + 1).min(all);
+        u32::try_from(of_chunk(chunk, forwards, p, v)).unwrap_or(u32::MAX)
     }
 
     /// Meshes come to the ends of their slots at different times: a value that waited for both
@@ -120,4 +127,11 @@ impl Schedule for Interleaved {
             slowest: (p - 1.0).max(0.0),
         }
     }
+}
+
+/// How many of the first `slots` forwards of one of `p` meshes are of the `nth` of its `v` chunks in
+/// a round.
+fn of_chunk(nth: u64, slots: u64, p: u64, v: u64) -> u64 {
+    let round = p.saturating_mul(v).max(1);
+    slots / round * p + (slots % round).saturating_sub(nth * p).min(p)
 }

@@ -294,6 +294,16 @@ pub trait Schedule: Send + Sync {
     fn in_flight(&self, from: PassKind, to: PassKind, stage: usize, n_stages: usize, m: u32)
     -> u32;
 
+    /// Microbatches that stage `stage` has in flight, from the forward pass until nothing is left to
+    /// do, while its mesh has the most of all of its stages together. Stages of a mesh have their
+    /// most at different times, so these are fewer than [`Schedule::in_flight`] says of each; where
+    /// they hold as many bytes a microbatch, this is what a mesh needs memory for.
+    fn at_peak(&self, stage: usize, n_stages: usize, m: u32) -> u32 {
+        let passes = self.passes();
+        let last = *passes.last().unwrap_or(&PassKind::Backward);
+        self.in_flight(PassKind::Forward, last, stage, n_stages, m)
+    }
+
     /// When values travel.
     fn travel(&self) -> Travel {
         Travel::BetweenSlots

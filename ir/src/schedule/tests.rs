@@ -293,6 +293,46 @@ fn in_flight(kind: ScheduleKind, mesh: usize, n_meshes: usize, m: u32) {
     }
 }
 
+/// A mesh has what its stages are said to have at its peak in one slot, all of them, and never more
+/// of all together.
+#[test]
+fn stages_have_their_peak_together() {
+    for kind in all() {
+        let schedule = kind.schedule();
+        let (v, last) = (schedule.virtual_stages() as usize, schedule.passes().last());
+        for (p, m) in [
+            (1usize, 3u32),
+            (2, 2),
+            (2, 8),
+            (3, 3),
+            (3, 12),
+            (4, 4),
+            (4, 20),
+        ] {
+            for mesh in 0..p {
+                let stage = |chunk| schedule.route().stage_of(mesh, chunk, p);
+                let at_peak = |chunk| schedule.at_peak(stage(chunk), p * v, m);
+                let said: Vec<u32> = (0..v).map(at_peak).collect();
+                let mut held = vec![0u32; v];
+                let (mut most, mut seen) = (0, false);
+                for slot in schedule.slots(mesh, p, m) {
+                    let of = &mut held[slot.of.chunk as usize];
+                    *of += u32::from(slot.of.pass == PassKind::Forward);
+                    most = most.max(held.iter().sum());
+                    seen |= held == said;
+                    held[slot.of.chunk as usize] -= u32::from(Some(&slot.of.pass) == last);
+                }
+                assert!(seen, "{kind:?} mesh {mesh} of {p}, m={m}: never {said:?}");
+                assert_eq!(
+                    most,
+                    said.iter().sum::<u32>(),
+                    "{kind:?} mesh {mesh} of {p}, m={m}"
+                );
+            }
+        }
+    }
+}
+
 /// Narayanan et al. 2021, section 2.2: with `v` stages a mesh the first one holds as much
 /// as `1 + (p - 1) / (p v)` times `p` whole microbatches, all chunks together.
 #[test]

@@ -164,6 +164,17 @@ impl Schedule for ZbV {
         m.min(most)
     }
 
+    /// Mesh `i` of `p` has `2 p - 1 - i` of chunk 0 and `i + 1` of chunk 1 at once.
+    fn at_peak(&self, stage: usize, n_stages: usize, m: u32) -> u32 {
+        let p = (n_stages / CHUNKS as usize).max(1);
+        let mesh = count(Route::V.mesh_of(stage, p));
+        let most = match stage / p {
+            0 => full(p).saturating_sub(mesh),
+            _ => mesh.saturating_add(1),
+        };
+        m.min(most)
+    }
+
     /// Neighbours come to the ends of their slots at different times.
     fn travel(&self) -> Travel {
         Travel::AtOnce

@@ -194,7 +194,7 @@ impl Search<'_> {
         };
         let mut numbers: BTreeSet<u64> = BTreeSet::new();
         for n in counts {
-            numbers.extend((0..n).map(|i| u64::from(schedule.activations(i, n, m))));
+            numbers.extend((0..n).map(|i| u64::from(schedule.at_peak(i, n, m))));
         }
         // Of many, some: what fits with more in flight fits with fewer.
         let numbers: Vec<u64> = numbers.into_iter().collect();

@@ -94,6 +94,7 @@ impl ProgramOfProbes {
             pieces: None,
             space: Default::default(),
             class: BufferClass::Transient,
+            turns: None,
             offset: self.next_offset,
             bytes,
         };

@@ -59,6 +59,7 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
             pieces: None,
             space: Default::default(),
             class: BufferClass::Transient,
+            turns: None,
             offset,
             bytes,
         });

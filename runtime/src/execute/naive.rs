@@ -505,6 +505,7 @@ impl Stage {
             lens,
             spec,
             pieces: None,
+            turns: None,
             space: Default::default(),
             class,
             offset: 0,

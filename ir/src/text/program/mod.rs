@@ -42,7 +42,9 @@
 //! *A buffer* has its name, type and global lengths, spec in the names of its mesh's axes, class
 //! (`microbatch*2`: two copies), offset in the arena (`host @256` in that of another memory space
 //! than the device's), and the bytes of one copy; behind them, if it is in pieces, their number,
-//! length and dim: `in 4 pieces of 2 along dim 1`.
+//! length and dim: `in 4 pieces of 2 along dim 1`. A buffer that has its copies by turns with those
+//! of other stages names their row, and the line of `turns` that says which copy each microbatch
+//! takes: `microbatch*5 row 2 by turn1`.
 //!
 //! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
 //! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have

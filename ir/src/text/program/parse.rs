@@ -4,7 +4,7 @@ use super::{OTHER_SPACES, STATES, TEMPLATES, reductions};
 use crate::mesh::{Axis, DeviceMesh, LogicalMesh};
 use crate::program::{
     Buffer, BufferClass, Program, RoleProgram, Slot, Space, StateBuffer, Stream, Template,
-    TemplateKind, Transfer,
+    TemplateKind, Transfer, Turns,
 };
 use crate::reshard::Pieces;
 use crate::schedule::Route;
@@ -16,6 +16,7 @@ use crate::{
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The program that a text describes; see the module header.
 pub fn parse(text: &str) -> Result<Program, ParseError> {
@@ -170,6 +171,12 @@ impl Parser<'_> {
             true => self.commas(|p| p.stream(&mesh))?,
             false => vec![],
         };
+        let mut turns: Vec<Arc<[u32]>> = vec![];
+        while self.s.peek_word().starts_with("turn") {
+            self.numbered("turn", turns.len())?;
+            let copies = self.commas(|p| p.s.number("the copy that a microbatch takes"))?;
+            turns.push(copies.into());
+        }
         self.s.expect_word("buffers")?;
         let mut role = RoleProgram {
             stage,
@@ -186,7 +193,7 @@ impl Parser<'_> {
         };
         self.s.expect("{")?;
         while !self.s.eat("}") {
-            let buffer = self.described(role.buffers.len(), &role.mesh)?;
+            let buffer = self.described(role.buffers.len(), &role.mesh, &turns)?;
             role.buffers.push(buffer);
         }
         while self.s.eat_word("template") {
@@ -279,7 +286,12 @@ impl Parser<'_> {
     }
 
     /// A line of `buffers`.
-    fn described(&mut self, id: usize, mesh: &LogicalMesh) -> Result<Buffer, ParseError> {
+    fn described(
+        &mut self,
+        id: usize,
+        mesh: &LogicalMesh,
+        turns: &[Arc<[u32]>],
+    ) -> Result<Buffer, ParseError> {
         self.numbered("buf", id)?;
         let name = self.name()?;
         let (dtype, lens) = self.typed()?;
@@ -295,6 +307,16 @@ impl Parser<'_> {
                     slots: self.s.number("the number of copies")?,
                 }
             }
+        };
+        let turns = match self.s.eat_word("row") {
+            true => {
+                let row = self.s.number("the number of the row")?;
+                self.s.expect_word("by")?;
+                let turn = self.id("turn", "the turns of the microbatches", turns.len())?;
+                let copies = Arc::clone(&turns[turn as usize]);
+                Some(Turns { row, copies })
+            }
+            false => None,
         };
         let space = match self.s.peek() {
             Some('@') => Space::Device,
@@ -315,6 +337,7 @@ impl Parser<'_> {
             spec,
             pieces,
             class,
+            turns,
             space,
             offset,
             bytes,

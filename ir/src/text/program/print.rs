@@ -1,7 +1,9 @@
 //! Printing: a program whole, or as one rank sees it.
 
 use super::{STATES, TEMPLATES, list};
-use crate::program::{Buffer, BufferClass, Program, RoleProgram, Space, TemplateKind, Transfer};
+use crate::program::{
+    Buffer, BufferClass, Program, RoleProgram, Space, TemplateKind, Transfer, Turns,
+};
 use crate::reshard::Pieces;
 use crate::reshard::{Placement, tiles_from, tiles_to};
 use crate::schedule::Route;
@@ -11,6 +13,7 @@ use crate::{
     TransferId,
 };
 use std::fmt::Write;
+use std::sync::Arc;
 
 /// The text form of a program; see the module header.
 pub fn print(program: &Program) -> String {
@@ -24,12 +27,7 @@ pub fn print(program: &Program) -> String {
     }
     transfers(program, |_| true, &mut out);
     for role in &program.roles {
-        Printer {
-            program,
-            role,
-            at: None,
-        }
-        .role(&mut out);
+        Printer::new(program, role, None).role(&mut out);
     }
     out + "}\n"
 }
@@ -45,12 +43,7 @@ pub fn print_rank(program: &Program, rank: Rank) -> Option<String> {
     let mut out = format!("{rank} of {}: {axes} {{\n", role.stage);
     microbatches(program, &mut out);
     transfers(program, |t| [t.from, t.to].contains(&role.stage), &mut out);
-    Printer {
-        program,
-        role,
-        at: Some((rank, coords)),
-    }
-    .role(&mut out);
+    Printer::new(program, role, Some((rank, coords))).role(&mut out);
     Some(out + "}\n")
 }
 
@@ -99,11 +92,32 @@ fn typed(dtype: DType, lens: &[u64]) -> String {
 pub(super) struct Printer<'a> {
     program: &'a Program,
     pub(super) role: &'a RoleProgram,
+    /// The orders in which microbatches take copies that stages share, each once.
+    turns: Vec<Arc<[u32]>>,
     /// The rank that sees it, with its coordinates.
     at: Option<(Rank, Vec<u32>)>,
 }
 
-impl Printer<'_> {
+impl<'a> Printer<'a> {
+    fn new(program: &'a Program, role: &'a RoleProgram, at: Option<(Rank, Vec<u32>)>) -> Self {
+        let mut turns: Vec<Arc<[u32]>> = vec![];
+        for copies in role
+            .buffers
+            .iter()
+            .filter_map(|b| Some(&b.turns.as_ref()?.copies))
+        {
+            if !turns.contains(copies) {
+                turns.push(Arc::clone(copies));
+            }
+        }
+        Printer {
+            program,
+            role,
+            turns,
+            at,
+        }
+    }
+
     fn role(&self, out: &mut String) {
         let (role, bytes) = (self.role, self.role.arena_bytes);
         let _ = write!(out, "  role {} {{\n    arena {bytes} bytes", role.stage);
@@ -114,6 +128,9 @@ impl Printer<'_> {
         if !role.streams.is_empty() {
             let streams = list(role.streams.iter().map(|s| s.name(&role.mesh)));
             let _ = writeln!(out, "    streams {streams}");
+        }
+        for (i, copies) in self.turns.iter().enumerate() {
+            let _ = writeln!(out, "    turn{i} {}", list(copies.iter()));
         }
         let mut block = |head: &str, lines: Vec<String>| {
             let _ = writeln!(out, "    {head} {{");
@@ -151,7 +168,13 @@ impl Printer<'_> {
         let class = match b.class {
             BufferClass::Persistent => "persistent".to_string(),
             BufferClass::Step => "step".to_string(),
-            BufferClass::PerMicrobatch { slots } => format!("microbatch*{slots}"),
+            BufferClass::PerMicrobatch { slots } => match &b.turns {
+                None => format!("microbatch*{slots}"),
+                Some(Turns { row, copies }) => {
+                    let turn = self.turns.iter().position(|t| t == copies).unwrap_or(0);
+                    format!("microbatch*{slots} row {row} by turn{turn}")
+                }
+            },
             BufferClass::Transient => "transient".to_string(),
         };
         let (ty, spec) = (typed(b.dtype, &b.lens), b.spec.display(&self.role.mesh));
