@@ -42,7 +42,7 @@ pub fn run(args: &ModelsArgs) -> Result<(), Failure> {
         models.iter().map(row).collect(),
         2,
     ))?;
-    report::out(
+    report::prose(
         "`meshwright compile MODEL` plans for any of them, and `meshwright models MODEL` prints its config.json.\n\
          Any other model of these types is given by its own config.json, or the folder that has it.",
     )

@@ -18,35 +18,58 @@ pub mod strategies;
 
 use crate::document;
 use crate::failure::{Exit, Failure};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde::Serialize;
 
-/// Draws a table with a header; columns from `numbers_from` on are right-aligned.
+/// Draws a table with a header; columns from `numbers_from` on are right-aligned. Where it would be
+/// wider than [`WIDTH`], texts and heads of columns are broken between words; numbers never are.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
+    let longest_word = |text: &str| text.split_whitespace().map(|w| w.chars().count()).max();
+    let least = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        let of_cell = |cell: &String| match column < numbers_from {
+            true => longest_word(cell).unwrap_or(0),
+            false => cell.lines().map(|l| l.chars().count()).max().unwrap_or(0),
+        };
+        let head = longest_word(header[column]).unwrap_or(0);
+        let cell = cells.map(of_cell).max().unwrap_or(0);
+        // With a blank on both sides.
+        u16::try_from(cell.max(head) + 2).unwrap_or(WIDTH)
+    };
+    let least: Vec<u16> = (0..header.len()).map(least).collect();
     let mut table = Table::new();
     table
         .load_preset(presets::UTF8_BORDERS_ONLY)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(WIDTH)
         .set_header(header.iter().copied());
     table.add_rows(rows);
-    for column in table.column_iter_mut().skip(numbers_from) {
-        column.set_cell_alignment(CellAlignment::Right);
+    for (i, (column, least)) in table.column_iter_mut().zip(least).enumerate() {
+        if i >= numbers_from {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least)));
     }
     table.to_string()
 }
 
-/// The widest line of prose, in columns.
-const WIDTH: usize = 100;
+/// The widest line of prose, and of a table where its words allow it, in columns.
+const WIDTH: u16 = 100;
 
 /// Wraps prose to lines of at most [`WIDTH`] columns, broken between words; continued lines are
 /// indented by two more columns.
 pub fn wrapped(text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
+        if line.trim().is_empty() {
+            out.push('\n');
+            continue;
+        }
         let margin = line.len() - line.trim_start().len();
         let mut column = 0;
         for word in line.split(' ') {
             let width = word.chars().count();
-            if column > margin && column + 1 + width > WIDTH {
+            if column > margin && column + 1 + width > usize::from(WIDTH) {
                 out.push('\n');
                 out.extend(std::iter::repeat_n(' ', margin + 2));
                 column = margin + 2;
@@ -61,6 +84,11 @@ pub fn wrapped(text: &str) -> String {
     }
     out.truncate(out.trim_end().len());
     out
+}
+
+/// Prints sentences, [`wrapped`].
+pub fn prose(text: &str) -> Result<(), Failure> {
+    out(&wrapped(text))
 }
 
 /// Prints a value as JSON.

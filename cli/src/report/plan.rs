@@ -627,12 +627,22 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
             stages_of_mesh(0, p.stages.len(), schedule)
         ),
     };
+    // Times, then bytes, under the stage.
+    let n_times = header.len() - N_MEMORY;
+    let of_memory = |row: &[String]| [&row[..1], &row[n_times..]].concat();
+    let bytes: Vec<Vec<String>> = rows.iter().map(|row| of_memory(row)).collect();
+    let of_bytes = [&header[..1], &header[n_times..]].concat();
+    rows.iter_mut().for_each(|row| row.truncate(n_times));
     format!(
-        "{}\n{}",
-        table(&header, rows, 1),
+        "{}\n{}\n{}",
+        table(&header[..n_times], rows, 1),
+        table(&of_bytes, bytes, 1),
         wrapped(&format!("{note}{shared}"))
     )
 }
+
+/// Columns of the stages' table that are bytes.
+const N_MEMORY: usize = 6;
 
 /// Explains the gap, and how the simulated step differs from the objective, a line each.
 fn gap(plan: &Plan) -> String {
