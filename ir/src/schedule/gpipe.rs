@@ -8,7 +8,7 @@
 //! ```
 
 use super::one_f_one_b::flush;
-use super::{Latency, PassKind, Schedule, Slot};
+use super::{Latency, PassKind, Schedule, Slot, Travel};
 
 pub(super) struct GPipe;
 
@@ -26,6 +26,12 @@ impl Schedule for GPipe {
 
     fn in_flight(&self, _: PassKind, _: PassKind, _stage: usize, _n_stages: usize, m: u32) -> u32 {
         m
+    }
+
+    /// A stage has the next microbatch's forward to go on with, so what it sends, and what its
+    /// neighbour is about, need not hold it up.
+    fn travel(&self) -> Travel {
+        Travel::AtOnce
     }
 
     fn latency(&self, _n_meshes: usize, m: u32) -> Latency {
