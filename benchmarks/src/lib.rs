@@ -2,6 +2,7 @@
 
 pub mod comm;
 pub mod facts;
+pub mod held_out;
 pub mod score;
 
 /// Reads the peak resident memory of this process from the kernel's accounting.

@@ -46,8 +46,13 @@ impl Scored<'_> {
     }
     /// Says whether the row is shown apart.
     pub fn is_diagnostic(&self) -> bool {
-        self.stratum.ends_with(DIAGNOSTIC)
+        is_diagnostic(&self.stratum)
     }
+}
+
+/// Says whether a stratum is shown apart, and fitted to nothing.
+pub fn is_diagnostic(stratum: &str) -> bool {
+    stratum.ends_with(DIAGNOSTIC)
 }
 
 /// Collects the rows of tiers A and B that have a measurement and a prediction.

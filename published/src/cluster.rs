@@ -3,10 +3,10 @@
 
 use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
-use crate::{Unmodelled, cells, network, precision};
+use crate::{Unmodelled, assume, cells, network, precision};
 use cost_model::presets::{Catalogue, System};
 use frameworks::{Scaling, Software};
-use ir::cluster::Cluster;
+use ir::cluster::{Cluster, Device};
 use ir::{Bytes, DType};
 
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
@@ -26,6 +26,8 @@ pub struct Machine {
 /// Fails where the device or the links are not in the data files, the GPUs do not make whole
 /// hosts, or the device lacks the row's precision.
 pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
+    let (row, _) = assume::completed(row, facts)?;
+    let row = &row;
     let total = count(row, "gpus_total")?;
     let per_host = count(row, "gpus_per_node")?.min(total);
     if !total.is_multiple_of(per_host) {
@@ -83,11 +85,16 @@ pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
     let (name, generation) = facts.generation(row)?;
     let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
+    let hosts = total / per_host;
+    software.synchronous_launches = links.synchronous_from_hosts.is_some_and(|n| hosts >= n);
     software.attention = facts
         .attention_of(row, generation, device)
         .map_err(Unmodelled::Cluster)?;
     software.memory = facts.memory.process(name, row)?;
     let types = precision::types(row)?;
+    if generation.tf32 && types.activations.compute() == DType::F32 {
+        multiply_in_tf32(&mut cluster.device);
+    }
     if generation.sums_in_f16 && types.activations.compute() == DType::F16 {
         software.sum_dtype = Some(DType::F16);
     }
@@ -125,6 +132,17 @@ pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
     match cluster.problems().first() {
         None => Ok(Machine { cluster, software }),
         Some(problem) => Err(Unmodelled::Cluster(problem.clone())),
+    }
+}
+
+/// Lets matmuls of f32 run on tensor cores: TF32 has half of bf16's rate on all parts from Ampere on
+/// (NVIDIA's data sheets, dense), and is taken to reach bf16's share of it.
+fn multiply_in_tf32(device: &mut Device) {
+    let peak = device.peak_flops_per_s.get(&DType::Bf16).copied();
+    let share = device.matmul_efficiency.get(&DType::Bf16).copied();
+    if let (Some(peak), Some(share)) = (peak, share) {
+        device.peak_flops_per_s.insert(DType::F32, peak / 2.0);
+        device.matmul_efficiency.insert(DType::F32, share);
     }
 }
 

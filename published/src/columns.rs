@@ -4,7 +4,7 @@
 //! would go missing unseen.
 
 /// Columns without which no row can be modelled.
-pub const REQUIRED_COLUMNS: [&str; 13] = [
+pub const REQUIRED_COLUMNS: [&str; 12] = [
     "gpu",
     "gpus_total",
     "gpus_per_node",
@@ -16,12 +16,12 @@ pub const REQUIRED_COLUMNS: [&str; 13] = [
     "vocab",
     "seq_len",
     "global_batch",
-    "precision",
     "mlp_type",
 ];
 
 /// What the plan of a row is made of beside them, where it is stated.
-const OPTIONAL: [&str; 13] = [
+const OPTIONAL: [&str; 14] = [
+    "precision",
     "heads",
     "kv_heads",
     "head_dim",

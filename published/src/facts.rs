@@ -2,11 +2,12 @@
 //! generation executes. The files in `data/` hold every figure with its source; a figure
 //! belongs to a device, a class of links or a generation, never to a source or a row.
 
+use crate::figures::{Figure, Found};
 use crate::memory::MemoryFacts;
 use crate::quantity::{self, MOST, MOST_OF_A_GENERATION};
 use crate::recipes::Recipes;
 use crate::row::Row;
-use crate::{Unmodelled, cells, names, network};
+use crate::{Unmodelled, cells, figures, names, network};
 use cost_model::presets::{self, Catalogue, Parameters};
 use frameworks::{AttentionKernel, Scaling, Software};
 use ir::DType;
@@ -68,6 +69,9 @@ pub struct Interconnect {
     /// Devices that the inner link joins where it reaches beyond a host.
     #[serde(default)]
     pub domain_devices: Option<u32>,
+    /// Hosts of a job from which on it runs with synchronous launches there, since it hangs else.
+    #[serde(default)]
+    pub synchronous_from_hosts: Option<u32>,
     /// Where this comes from.
     pub source: String,
 }
@@ -78,8 +82,6 @@ struct FrameworkFact {
     name: String,
     #[serde(default)]
     gpu: Option<String>,
-    #[serde(default)]
-    source_contains: Option<String>,
     /// Fewest GPUs of a run that it is about.
     #[serde(default)]
     gpus_at_least: Option<u64>,
@@ -116,10 +118,12 @@ pub struct Generation {
     pub zero_in_pipeline: Option<u8>,
     /// Recomputation where the column is empty: none, selective or full.
     pub recompute: String,
-    /// What a column that says `full` is planned as, where it stands for a flag that says only
-    /// that activations are checkpointed.
+    /// Type of activations where the column is empty.
     #[serde(default)]
-    pub checkpointing: Option<String>,
+    pub precision: Option<String>,
+    /// Whether its matmuls of f32 operands run in TF32.
+    #[serde(default)]
+    pub tf32: bool,
     /// Chunks of layers per device where the column is empty.
     #[serde(rename = "virtual")]
     pub virtual_chunks: u64,
@@ -130,10 +134,6 @@ pub struct Generation {
     pub split: Split,
     /// Multiple of the vocabulary on every tensor rank that the framework pads to.
     pub vocab_multiple: u64,
-    /// Whether the vocabulary is divided among tensor ranks and what is left over dropped,
-    /// before it is padded.
-    #[serde(default)]
-    pub vocab_rounds_down: bool,
     /// Its attention kernel.
     pub attention: String,
     /// Bytes that the loss moves for each logit.
@@ -188,9 +188,6 @@ pub struct Generation {
     /// Axes over which gathers and scatters move piece by piece beside their matmul.
     #[serde(default)]
     pub piecewise_axes: Vec<String>,
-    /// Whether the host waits for every kernel.
-    #[serde(default)]
-    pub synchronous_launches: bool,
     /// Whether chains of elementwise operations are one kernel each.
     #[serde(default)]
     pub fused_elementwise: bool,
@@ -326,12 +323,13 @@ impl Facts {
         for name in facts.recipes.attentions() {
             facts.attention(name)?;
         }
-        let fitted = || facts.parameters.list().iter().filter(|p| p.is_fitted());
-        if fitted().count() > MOST {
-            return Err(format!("{} parameters, more than {MOST}", fitted().count()));
+        let n = facts.figures().len();
+        if n > MOST {
+            return Err(format!("{n} fitted or chosen figures, more than {MOST}"));
         }
         for name in facts.generations.keys() {
-            let n = fitted().filter(|p| p.of.contains(name)).count();
+            let fitted = facts.parameters.list().iter().filter(|p| p.is_fitted());
+            let n = fitted.filter(|p| p.of.contains(name)).count();
             if n > MOST_OF_A_GENERATION {
                 return Err(format!("generation `{name}`: {n} parameters"));
             }
@@ -364,6 +362,27 @@ impl Facts {
             .unwrap_or(1.0)
     }
 
+    /// Every figure that predictions of published runs rest on and that is fitted to measurements or
+    /// chosen by hand: of devices, links and software, of collectives alone, and of memory.
+    pub fn figures(&self) -> Vec<Figure> {
+        let own = self.parameters.list().iter().map(Figure::of_parameter);
+        let devices = self.devices.iter().map(|d| d.device.as_str()).collect();
+        let hardware = figures::of_catalogue(&self.catalogue, &devices);
+        let channels = Figure {
+            name: "multiprocessors of a collective".into(),
+            of: vec!["all generations".into()],
+            unit: "multiprocessors".into(),
+            values: vec![f64::from(channels())],
+            bounds: None,
+            found: Found::Hand,
+            support: "\"16 SMs or more\" of NCCL 2.27, assumed of all releases".into(),
+        };
+        own.chain(hardware)
+            .chain([channels])
+            .chain(self.memory.figures())
+            .collect()
+    }
+
     /// What the cost model is told of a generation. The error names what is missing.
     pub fn software(&self, name: &str) -> Result<Software, String> {
         let generation = self
@@ -375,7 +394,10 @@ impl Facts {
             name: name.into(),
             attention: self.attention(&generation.attention)?,
             host_s_per_kernel: of(quantity::HOST_PER_KERNEL)?,
-            elementwise_traffic: of(quantity::ELEMENTWISE_TRAFFIC)?,
+            elementwise_traffic: self
+                .parameters
+                .value(quantity::ELEMENTWISE_TRAFFIC, name)
+                .unwrap_or(1.0),
             norm_traffic: generation.norm_traffic.unwrap_or(1.0),
             rotary_traffic: generation.rotary_traffic,
             loss_bytes_per_logit: generation.loss_bytes_per_logit,
@@ -399,7 +421,7 @@ impl Facts {
             gathers_again: generation.gathers_again,
             piecewise_axes: generation.piecewise_axes.clone(),
             broadcast_updates: generation.broadcast_updates,
-            synchronous_launches: generation.synchronous_launches,
+            synchronous_launches: false,
             fused_elementwise: generation.fused_elementwise,
             paired_axes: generation.paired_axes.clone(),
             recomputes_to_the_end: generation.recomputes_to_the_end,
@@ -417,17 +439,17 @@ impl Facts {
             .attention
             .get(name)
             .ok_or_else(|| format!("no attention `{name}`"))?;
-        let of = |quantity| self.parameters.required(quantity, name);
+        let of = |quantity| self.parameters.value(quantity, name).unwrap_or(1.0);
         Ok(match fact.passes {
             None => {
                 let [forward, backward] = fact.rates.unwrap_or([1.0, 1.0]);
                 AttentionKernel::Fused {
-                    rate: forward * of(quantity::ATTENTION_RATE)?,
+                    rate: forward * of(quantity::ATTENTION_RATE),
                     backward_share: backward / forward,
                 }
             }
             Some([forward, backward]) => {
-                let factor = of(quantity::ATTENTION_PASSES)?;
+                let factor = of(quantity::ATTENTION_PASSES);
                 AttentionKernel::Unfused {
                     forward_passes: factor * forward,
                     backward_passes: factor * backward,
@@ -539,7 +561,7 @@ impl Facts {
     /// The generation of a row's framework, with its name.
     pub fn generation(&self, row: &Row) -> Result<(&str, &Generation), Unmodelled> {
         let name = row.required("framework")?;
-        let (gpu, source, date) = (row.text("gpu"), row.text("source"), row.text("date"));
+        let (gpu, date) = (row.text("gpu"), row.text("date"));
         // The entry's name too: boards may be written in more than one order.
         let board = self.device(row).ok().map(|d| d.gpu.as_str());
         let gpus = row.count("gpus_total")?.unwrap_or(0);
@@ -548,14 +570,12 @@ impl Facts {
                 let names = [gpu, board];
                 names.iter().flatten().any(|g| g.starts_with(prefix))
             };
-            let contains = |part: &String| source.is_some_and(|s| s.contains(part));
             // Dates begin with the year and the month, so they are ordered as text.
             let after = |from: &String| date.is_some_and(|d| d >= from.as_str());
             f.name == name
                 && f.from.as_ref().is_none_or(after)
                 && f.gpu.as_ref().is_none_or(begins)
                 && f.gpus_at_least.is_none_or(|n| gpus >= n)
-                && f.source_contains.as_ref().is_none_or(contains)
         };
         let fact = self.frameworks.iter().find(matches).ok_or_else(|| {
             let known: BTreeSet<&str> = self.frameworks.iter().map(|f| f.name.as_str()).collect();
@@ -594,12 +614,9 @@ mod tests {
             assert!(!i.source.is_empty());
         }
         for (name, generation) in &facts.generations {
-            let says = [
-                Some(&generation.recompute),
-                generation.checkpointing.as_ref(),
-            ];
-            for recompute in says.into_iter().flatten() {
-                assert!(["none", "selective", "full"].contains(&recompute.as_str()));
+            assert!(["none", "selective", "full"].contains(&generation.recompute.as_str()));
+            if let Some(precision) = &generation.precision {
+                assert!(["fp32", "fp16", "bf16"].contains(&precision.as_str()));
             }
             assert!(generation.zero <= 3 && !generation.source.is_empty());
             let software = facts.software(name).unwrap();

@@ -6,10 +6,10 @@
 //! * `cells` and `network`: what words of `gpu` and `interconnect` say; `names`: what was meant by
 //!   others.
 //! * `facts`: what columns do not say, as data files with sources; `quantity`: those of its
-//!   figures that are fitted.
+//!   figures that are fitted; `figures`: every figure that no source states, counted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
 //! * `recipes`: what single recipes of a framework's releases do.
-//! * `choices`: what a row leaves open.
+//! * `assume`: cells that have to be filled in; `choices`: what else a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
 //! * `terms`: the terms of the model of execution, each of which can be left out.
 //! * `free`: what the search finds in a row's place.
@@ -18,6 +18,7 @@
 //!
 //! A row that cannot be modelled says why ([`Unmodelled`]).
 
+mod assume;
 pub mod breakdown;
 mod cells;
 mod choices;
@@ -26,6 +27,7 @@ pub mod columns;
 pub mod csv;
 mod explain;
 mod facts;
+pub mod figures;
 mod free;
 pub mod memory;
 mod model;
@@ -43,6 +45,7 @@ mod terms;
 pub use breakdown::Breakdown;
 pub use cluster::Machine;
 pub use facts::Facts;
+pub use figures::Figure;
 pub use free::{Free, free};
 pub use output::{OUTPUT_COLUMNS, output};
 pub use predict::{

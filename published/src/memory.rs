@@ -158,6 +158,39 @@ impl MemoryFacts {
         Ok(facts)
     }
 
+    /// Figures that no source states: those of the file whose bounds are wide.
+    pub fn figures(&self) -> Vec<crate::figures::Figure> {
+        let slacks = self.allocator.iter().map(|(name, a)| {
+            let name = format!("slack of the allocator {name}");
+            (name, vec!["activations".into()], &a.slack)
+        });
+        let contexts = self.context.iter().map(|c| {
+            let of = c.generation.clone().unwrap_or_else(|| "all".into());
+            (format!("context on {} of {of}", c.gpu), vec![of], &c.bytes)
+        });
+        let communicators = &self.fitted.communicator_bytes;
+        let own = (
+            "communicators".to_string(),
+            vec!["NCCL".into()],
+            communicators,
+        );
+        slacks
+            .chain(contexts)
+            .chain([own])
+            // A context that was measured is known to a tenth; nothing needs no figure.
+            .filter(|(_, _, f)| f.max > 1.2 * f.min && f.value > 0.0)
+            .map(|(name, of, f)| crate::figures::Figure {
+                name,
+                of,
+                unit: f.unit.clone(),
+                values: vec![f.value],
+                bounds: Some((f.min, f.max)),
+                found: crate::figures::Found::Memory,
+                support: f.source.clone(),
+            })
+            .collect()
+    }
+
     /// What the process of a row's framework holds; `None` where the generation's is not stated.
     pub fn process(
         &self,
@@ -253,8 +286,11 @@ mod tests {
         let process = |generation: &str, cells: &str| {
             facts.process(generation, &row(cells)).unwrap().unwrap()
         };
-        let f16 = process("bloom-2022", "A100-80GB,2022-02,fp16");
-        let bf16 = process("bloom-2022", "A100-80GB,2022-02,bf16 (fp32 grad accum)");
+        let f16 = process("megatron-deepspeed-2022", "A100-80GB,2022-02,fp16");
+        let bf16 = process(
+            "megatron-deepspeed-2022",
+            "A100-80GB,2022-02,bf16 (fp32 grad accum)",
+        );
         assert_eq!((f16.gradient_bytes, f16.pass_gradient_bytes), (2.0, 0.0));
         assert_eq!((bf16.gradient_bytes, bf16.pass_gradient_bytes), (4.0, 2.0));
         let old = process("fsdp2-2024", "H100,2024-12,fp8");
@@ -274,7 +310,7 @@ mod tests {
         };
         let of = |generation: &str| facts.reported(generation, &row("A100,2022,fp16"), &memory);
         // nvidia-smi in GB of 1000 MiB, PyTorch's reserve in GB, and where nothing is known.
-        assert!((of("bloom-2022") - 9e9 / 1_048_576_000.0).abs() < 1e-9);
+        assert!((of("megatron-deepspeed-2022") - 9e9 / 1_048_576_000.0).abs() < 1e-9);
         assert!((of("fsdp2-2024") - 7.0).abs() < 1e-9);
         assert!((of("unheard-of") - 9.0).abs() < 1e-9);
     }

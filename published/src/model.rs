@@ -73,10 +73,7 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     let heads = heads(row)?;
     let layers = row.required_count("layers")?;
     let tensor = row.count("tp")?.unwrap_or(1);
-    let vocab = match (row.required_count("vocab")?, generation.vocab_rounds_down) {
-        (v, true) => v - v % tensor,
-        (v, false) => v,
-    };
+    let vocab = row.required_count("vocab")?;
     let vocab = vocab.next_multiple_of(generation.vocab_multiple * tensor);
     let sequence = row.required_count("seq_len")?;
     let inner = row.required_count("ffn_hidden")?;

@@ -6,7 +6,7 @@ use crate::choices::{Choice, choices};
 use crate::cluster::{self, Machine};
 use crate::facts::Facts;
 use crate::row::Row;
-use crate::{Unmodelled, model, setup};
+use crate::{Unmodelled, assume, model, setup};
 use cost_model::StepWork;
 use cost_model::simulate::SimulateOptions;
 use frameworks::{Executed, MemoryUse, Software, memory_use};
@@ -150,24 +150,34 @@ fn ask<T: Clone + Send + Sync>(
 
 /// The questions of a row, one for each choice of what it leaves open.
 fn questions(row: &Row, facts: &Facts) -> Result<Vec<Question>, Unmodelled> {
-    let choices = choices(row, facts)?;
-    choices.iter().map(|c| question_of(row, facts, c)).collect()
+    let (row, filled) = assume::completed(row, facts)?;
+    let choices = choices(&row, facts)?;
+    let all = choices.iter().map(|c| question_of(&row, &filled, facts, c));
+    all.collect()
 }
 
 /// The first of a row's questions.
 ///
 /// Fails where the row cannot be modelled.
 pub fn question(row: &Row, facts: &Facts) -> Result<Question, Unmodelled> {
-    let first = choices(row, facts)?.remove(0);
-    question_of(row, facts, &first)
+    let (row, filled) = assume::completed(row, facts)?;
+    let first = choices(&row, facts)?.remove(0);
+    question_of(&row, &filled, facts, &first)
 }
 
-fn question_of(row: &Row, facts: &Facts, choice: &Choice) -> Result<Question, Unmodelled> {
+/// The question of a complete row under one choice; `filled` is what completed it.
+fn question_of(
+    row: &Row,
+    filled: &[String],
+    facts: &Facts,
+    choice: &Choice,
+) -> Result<Question, Unmodelled> {
     row.check_measured(&MEASURED_COLUMNS)?;
     let (name, generation) = facts.generation(row)?;
     // The importer bounds the layers, of which pins name each.
     let config = model::config(row, generation)?;
-    let (pins, mut assumed) = setup::pins(row, facts, choice)?;
+    let (pins, more) = setup::pins(row, facts, choice)?;
+    let mut assumed = [filled, &more].concat();
     let train = setup::train_spec(row, generation.dropout)?;
     let Machine { cluster, software } = cluster::machine(row, facts)?;
     assumed.extend(cluster::assumed(row, facts, &cluster)?);
@@ -356,7 +366,10 @@ R6,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2
             outcomes[2].as_ref().unwrap().assumed,
             ["sequence_parallel=no"]
         );
-        assert_eq!(reason(4), "`heads` is not stated");
+        assert_eq!(
+            outcomes[4].as_ref().unwrap().assumed,
+            ["heads=8", "sequence_parallel=no"]
+        );
         assert!(
             reason(5).starts_with("not supported: the precision int8; known are fp32, "),
             "{}",

@@ -59,6 +59,11 @@ impl Row {
         (!cell.is_empty() && cell != "?").then_some(cell)
     }
 
+    /// Fills in a cell.
+    pub(crate) fn set(&mut self, column: &str, value: String) {
+        self.cells.insert(column.into(), value);
+    }
+
     /// Text of a cell that has to be there.
     pub fn required(&self, column: &str) -> Result<&str, RowError> {
         self.text(column).ok_or_else(|| RowError::NotStated {

@@ -58,13 +58,6 @@ pub fn pins(
         None => facts.recipes.recomputed(row),
         Some(_) => Vec::new(),
     };
-    let recompute = match (recompute, &generation.checkpointing) {
-        (Some("full"), Some(meant)) if row.text("recompute") == Some("full") => {
-            assumed.push(format!("recompute={meant}"));
-            Some(meant.as_str())
-        }
-        _ => recompute,
-    };
     let recompute = recompute.unwrap_or_else(|| {
         let ops: String = recomputed.iter().map(|op| format!("+{op}")).collect();
         assumed.push(format!("recompute={}{ops}", generation.recompute));
@@ -482,20 +475,17 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_that_does_not_say_how_much_is_checkpointed_is_read_as_its_generation_says() {
-        let of = |source: &str, recompute: &str| {
+    fn no_source_chooses_what_a_run_is_planned_as() {
+        let of = |source: &str| {
             pins_of(&format!(
-                "A100,8,Megatron-DeepSpeed,{source},24,1,8,1,1,1,no,0,{recompute},gelu,fp16,64,2048"
+                "A100,8,Megatron-DeepSpeed,{source},24,1,8,1,1,1,no,0,full,gelu,fp16,64,2048"
             ))
             .unwrap()
         };
-        let single = "vTrain ground truth (single-node)";
-        assert!(of(single, "full").contains(" recompute:h.*.attn.attend=yes "));
-        assert!(of(single, "full").ends_with("| recompute=selective"));
-        assert!(of(single, "none").contains(" recompute=none "));
-        // A cell that says more than the flag does is taken at its word.
-        assert!(of(single, "full (all layers)").contains(" recompute=full "));
-        assert!(of("vTrain ground truth", "full").contains(" recompute=full "));
+        for source in ["vTrain ground truth (single-node)", "BigScience BLOOM"] {
+            assert_eq!(of(source), of(""), "{source}");
+        }
+        assert!(of("vTrain ground truth (single-node)").contains(" recompute=full "));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Fits the cost model's parameters to published training runs: `cargo run --release -p
 //! benchmarks --bin fit`. Reads `$MESHWRIGHT_DATA/published/calibration.csv` (or the file named
 //! by the first argument), prints what it finds with cross-validation and writes
-//! `benchmarks/results/fit.md`; with `--write` also `clusters/training.toml` and
+//! `benchmarks/results/fit.md` and `fit.csv`; with `--write` also `clusters/training.toml` and
 //! `published/data/parameters.toml`.
 //! `--facts DIR` reads other data files than the built-in ones, `--quick` leaves cross-validation
 //! out, `--errors` lists rows.
@@ -11,6 +11,7 @@ mod problem;
 mod report;
 mod validate;
 
+use benchmarks::held_out::{self, HeldOut};
 use cost_model::presets::parameters::OF_HARDWARE;
 use problem::Problem;
 use published::{csv, row};
@@ -21,6 +22,10 @@ use std::time::Instant;
 /// planning goes into it, with this one a tenth.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// The steps after which the derivatives are computed anew; later steps are small and go on with the
+/// last ones.
+const FRESH_SLOPES: usize = 2;
 
 fn main() -> Result<(), String> {
     let asked = |flag: &str| std::env::args().any(|a| a == flag);
@@ -52,6 +57,7 @@ fn main() -> Result<(), String> {
         since()
     );
     let before = errors(&start.residuals);
+    let fresh = std::cell::Cell::new(FRESH_SLOPES);
     let full = least_squares::minimise(
         &bounds,
         &weights,
@@ -63,6 +69,7 @@ fn main() -> Result<(), String> {
                 bounds.objective(&weights, at, residuals),
                 since()
             );
+            fresh.set(fresh.get().checked_sub(1)?);
             Some(problem.slopes(at, residuals))
         },
     );
@@ -85,7 +92,8 @@ fn main() -> Result<(), String> {
     let parameters = problem
         .at(&full.at)
         .with_support(report::support(&problem, &full.slopes));
-    let report = report::text(&problem, &parameters, &all, since());
+    let figures = problem.with(&parameters).figures();
+    let report = report::text(&problem, &figures, &parameters, &all, since());
     println!("{report}");
     if asked("--errors") {
         for (item, error) in problem.items.iter().zip(&fitted) {
@@ -100,7 +108,9 @@ fn main() -> Result<(), String> {
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     if !asked("--quick") {
-        write(&root.join("results").join("fit.md"), &report)?;
+        let results = root.join("results");
+        write(&results.join("fit.md"), &report)?;
+        write(&results.join("fit.csv"), &held_out(&problem, &all))?;
     }
     if asked("--write") {
         let is_hardware = |q: &str| OF_HARDWARE.contains(&q);
@@ -112,6 +122,18 @@ fn main() -> Result<(), String> {
         rewrite(&root.join("../published/data/parameters.toml"), &own)?;
     }
     Ok(())
+}
+
+/// Lists the errors of every row with its group and with its source left out.
+fn held_out(problem: &Problem, errors: &report::Errors) -> String {
+    let rows = problem.items.iter().enumerate().map(|(i, item)| {
+        let left = HeldOut {
+            group: errors.by_group[i],
+            source: errors.by_source[i],
+        };
+        (item.row.id(), left)
+    });
+    held_out::print(&rows.collect::<Vec<_>>())
 }
 
 /// Writes figures below the comment that a file begins with.

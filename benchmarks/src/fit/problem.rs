@@ -3,7 +3,7 @@
 //! of `published`, which plans again, is the check.
 
 use crate::least_squares::{Bounds, Point};
-use benchmarks::score::{COUNTED_ROWS, stratum};
+use benchmarks::score::{COUNTED_ROWS, is_diagnostic, stratum};
 use cost_model::presets::{Parameter, Parameters};
 use published::{Facts, Lowered, Machine, Row, Unmodelled, cluster, lower, price};
 use std::collections::BTreeMap;
@@ -14,9 +14,6 @@ use std::sync::Arc;
 const EFFECTIVE_ROWS: f64 = 6.0;
 /// The weight of strata for which something had to be assumed.
 const ASSUMED: f64 = 0.3;
-/// The weight of the diagnostic rows, and how many of them are skipped for each one taken.
-const DIAGNOSTIC: f64 = 0.3;
-const DIAGNOSTIC_STRIDE: usize = 12;
 /// The step of a derivative, as a logarithm.
 const STEP: f64 = 0.02;
 
@@ -29,7 +26,6 @@ pub struct Item {
     /// The plan that the row is of; rows of one plan are held out together.
     pub group: String,
     pub tier: char,
-    pub is_diagnostic: bool,
     measured_s: f64,
     lowered: Arc<Lowered>,
 }
@@ -41,20 +37,11 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Collects the rows of tiers A and B that can be predicted, and a few diagnostic ones.
+    /// Collects the rows of tiers A and B that can be predicted, but for the diagnostic ones: no
+    /// figure is fitted to these.
     pub fn new(rows: &[Row], facts: &Facts) -> Problem {
-        let mut skipped = 0;
-        let chosen: Vec<Row> = rows
-            .iter()
-            .filter(|row| {
-                if !stratum(row).ends_with("(single-node)") {
-                    return tier(row).is_some();
-                }
-                skipped += 1;
-                tier(row).is_some() && skipped % DIAGNOSTIC_STRIDE == 1
-            })
-            .cloned()
-            .collect();
+        let is_fitted = |row: &&Row| tier(row).is_some() && !is_diagnostic(&stratum(row));
+        let chosen: Vec<Row> = rows.iter().filter(is_fitted).cloned().collect();
         let items = chosen
             .iter()
             .zip(lower(&chosen, facts))
@@ -64,7 +51,6 @@ impl Problem {
                     source: source(&stratum),
                     group: row.text("group").unwrap_or("").to_string(),
                     tier: tier(row)?,
-                    is_diagnostic: stratum.ends_with("(single-node)"),
                     measured_s: row.measured("derived_step_time_s")?,
                     lowered: lowered.ok()?,
                     row: row.clone(),
@@ -103,9 +89,8 @@ impl Problem {
         }
         let weight = |item: &Item| {
             let n = n_rows[&(item.stratum.as_str(), item.tier)].max(COUNTED_ROWS);
-            let kind = match (item.is_diagnostic, item.tier) {
-                (true, _) => DIAGNOSTIC,
-                (_, 'A') => 1.0,
+            let kind = match item.tier {
+                'A' => 1.0,
                 _ => ASSUMED,
             };
             kind * EFFECTIVE_ROWS / n as f64
@@ -188,6 +173,11 @@ impl Problem {
         self.parameters().with_values(&values)
     }
 
+    /// Returns the facts with other parameters.
+    pub fn with(&self, parameters: &Parameters) -> Facts {
+        self.facts.clone().with_parameters(parameters.clone())
+    }
+
     fn machines(&self, at: &[f64]) -> Vec<Machine> {
         let facts = self.facts.clone().with_parameters(self.at(at));
         self.items
@@ -210,8 +200,7 @@ fn tier(row: &Row) -> Option<char> {
     "AB".contains(tier).then_some(tier)
 }
 
-/// Returns the second part of a stratum's name; parts of one campaign are one source.
+/// Returns the second part of a stratum's name.
 fn source(stratum: &str) -> String {
-    let source = stratum.split('/').nth(1).unwrap_or(stratum);
-    source.trim_end_matches(" (single-node)").to_string()
+    stratum.split('/').nth(1).unwrap_or(stratum).to_string()
 }

@@ -3,6 +3,8 @@
 use crate::problem::Problem;
 use benchmarks::score::{COUNTED_ROWS, mean, median};
 use cost_model::presets::Parameters;
+use published::Figure;
+use published::quantity::MOST;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -36,13 +38,18 @@ pub fn support(problem: &Problem, slopes: &[Vec<f64>]) -> Vec<String> {
 }
 
 /// Writes the report.
-pub fn text(problem: &Problem, parameters: &Parameters, errors: &Errors, seconds: f64) -> String {
+pub fn text(
+    problem: &Problem,
+    figures: &[Figure],
+    parameters: &Parameters,
+    errors: &Errors,
+    seconds: f64,
+) -> String {
     let mut out = String::from("# Figures fitted to published runs\n\n");
     push(
         &mut out,
         format!(
-            "Made by `cargo run --release -p benchmarks --bin fit` in {seconds:.0} s: {} parameters, {} of them fitted, {} rows. What each means, its bounds and its default are in `clusters/training.toml` and `published/data/parameters.toml`. \"Group\": every row predicted by one of five fits that had not seen its group; \"source\": by a fit that had seen nothing of its source. Each of these fits starts at the defaults. What is a fact in `published/data`, and the structure of the model, were chosen with all rows in sight, which cross-validation does not undo. Errors are in percent of the measured step time.\n",
-            parameters.list().len(),
+            "Made by `cargo run --release -p benchmarks --bin fit` in {seconds:.0} s: {} figures fitted to {} rows. What each means, its bounds and its default are in `clusters/training.toml` and `published/data/parameters.toml`. \"Group\": every row predicted by one of five fits that had not seen its group; \"source\": by a fit that had seen nothing of its source. Each of these fits starts at the defaults. What is a fact in `published/data`, and the structure of the model, were chosen with all rows in sight, which cross-validation does not undo. Errors are in percent of the measured step time.\n",
             parameters.list().iter().filter(|p| p.is_fitted()).count(),
             problem.items.len()
         ),
@@ -54,25 +61,47 @@ pub fn text(problem: &Problem, parameters: &Parameters, errors: &Errors, seconds
         push(&mut out, format!("## {title}\n"));
         strata(&mut out, problem, errors, tier);
     }
-    push(&mut out, "## Parameters\n".into());
-    push(&mut out, "| name | of | unit | default | bounds | value | support |\n|---|---|---|---:|---:|---:|---|".into());
-    for p in parameters.list() {
+    table(&mut out, figures, parameters);
+    out
+}
+
+/// Writes every figure that no source states, whatever it was fitted to.
+fn table(out: &mut String, figures: &[Figure], parameters: &Parameters) {
+    push(out, "## All figures\n".into());
+    push(
+        out,
+        format!(
+            "{} figures that no source states, of at most {MOST}. A figure marked \"at a bound\" lies where its meaning ends.\n",
+            figures.len()
+        ),
+    );
+    push(out, "| name | of | unit | found | default | bounds | value | support |\n|---|---|---|---|---:|---:|---:|---|".into());
+    for f in figures {
+        let own = parameters.list().iter().find(|p| p.name == f.name);
+        let bounds = f.bounds.filter(|(low, high)| low < high);
+        let bounds = bounds.map_or("–".into(), |(low, high)| {
+            format!("{} to {}", figure(low), figure(high))
+        });
+        let values: Vec<String> = f.values.iter().map(|x| figure(*x)).collect();
+        let mark = if f.is_at_a_bound() {
+            ", at a bound"
+        } else {
+            ""
+        };
         push(
-            &mut out,
+            out,
             format!(
-                "| {} | {} | {} | {} | {} to {} | {} | {} |",
-                p.name,
-                p.of.join(", "),
-                p.unit,
-                figure(p.default),
-                figure(p.low),
-                figure(p.high),
-                figure(p.value),
-                p.support
+                "| {} | {} | {} | {} | {} | {bounds} | {}{mark} | {} |",
+                f.name,
+                f.of.join(", "),
+                f.unit,
+                f.found.words(),
+                own.map_or("–".into(), |p| figure(p.default)),
+                values.join(", "),
+                f.support
             ),
         );
     }
-    out
 }
 
 fn strata(out: &mut String, problem: &Problem, errors: &Errors, tier: char) {
@@ -91,12 +120,11 @@ fn strata(out: &mut String, problem: &Problem, errors: &Errors, tier: char) {
     push(out, "| stratum | rows | before | fitted | median error | group | source |\n|---|---:|---:|---:|---:|---:|---:|".into());
     let mut counted: Vec<Vec<f64>> = vec![Vec::new(); columns.len()];
     for (name, members) in &rows {
-        let apart = problem.items[members[0]].is_diagnostic;
         let mapes: Vec<f64> = columns
             .iter()
             .map(|c| mean(&members.iter().map(|&i| c[i].abs()).collect::<Vec<_>>()).unwrap_or(0.0))
             .collect();
-        if members.len() >= COUNTED_ROWS && !apart {
+        if members.len() >= COUNTED_ROWS {
             for (all, mape) in counted.iter_mut().zip(&mapes) {
                 all.push(*mape);
             }
@@ -110,12 +138,7 @@ fn strata(out: &mut String, problem: &Problem, errors: &Errors, tier: char) {
         push(
             out,
             format!(
-                "| {name}{} | {} | {} | {} | {:+.1}% | {} | {} |",
-                if apart {
-                    ", a diagnostic, one row of twelve"
-                } else {
-                    ""
-                },
+                "| {name} | {} | {} | {} | {:+.1}% | {} | {} |",
                 members.len(),
                 percent(mapes[0]),
                 percent(mapes[1]),

@@ -6,11 +6,12 @@
 mod explain;
 mod figure;
 mod free;
+mod headline;
 mod memory;
 mod ranking;
 mod report;
 
-use benchmarks::score;
+use benchmarks::{held_out, score};
 use published::cluster::machine;
 use published::{Facts, Machine, Outcome, Predicted, TERMS, csv, lower, predict, price, row};
 use std::path::{Path, PathBuf};
@@ -63,7 +64,15 @@ fn main() -> Result<(), String> {
     let outcomes = predict(&rows, &facts);
     let seconds = started.elapsed().as_secs_f64();
     let scored = score::scored(&rows, &outcomes);
-    let mut report = report::text(&rows, &outcomes, &scored, seconds);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("results");
+    let left = folder.join("fit.csv");
+    let left = match left.exists() {
+        true => Some(held_out::read(&left)?),
+        false => None,
+    };
+    let figures = facts.figures();
+    let first = headline::text(&rows, &outcomes, &scored, left.as_ref(), &figures);
+    let mut report = report::text(&rows, &outcomes, &scored, seconds, &first);
     if std::env::args().any(|a| a == "--free") {
         report += &free::text(&scored, &facts);
     }
@@ -79,7 +88,6 @@ fn main() -> Result<(), String> {
     if std::env::args().any(|a| a == "--errors") {
         print!("{}", report::errors(&scored));
     }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("results");
     let shown: Vec<score::Scored<'_>> = scored
         .iter()
         .filter(|s| !s.is_diagnostic())

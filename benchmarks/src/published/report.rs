@@ -10,7 +10,15 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Writes the report.
-pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: f64) -> String {
+///
+/// `first` is the table that stands before all others.
+pub fn text(
+    rows: &[Row],
+    outcomes: &[Outcome],
+    scored: &[Scored<'_>],
+    seconds: f64,
+    first: &str,
+) -> String {
     let tier =
         |t: char| -> Vec<Scored<'_>> { scored.iter().filter(|s| s.tier == t).cloned().collect() };
     let (a, b) = (strata(&tier('A')), strata(&tier('B')));
@@ -23,6 +31,7 @@ pub fn text(rows: &[Row], outcomes: &[Outcome], scored: &[Scored<'_>], seconds: 
             rows.len()
         ),
     );
+    out += first;
     push(
         &mut out,
         "![predicted against measured](published.svg)\n".into(),

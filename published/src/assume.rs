@@ -1,0 +1,86 @@
+//! Cells that a row leaves empty and without which nothing can be predicted: what its notes state,
+//! else what its framework's generation does, else the usual value. All of it is listed.
+
+use crate::Unmodelled;
+use crate::facts::Facts;
+use crate::row::{Row, RowError};
+
+/// The width of a head of most published models (GPT-3 175B, Llama, and Megatron-LM's tables).
+const HEAD_DIM: u64 = 128;
+/// The type that nearly all rows of the last years train in.
+const PRECISION: &str = "bf16";
+
+/// Returns the row with `heads` and `precision` filled in where they are not stated, and what was
+/// filled in, as in `heads=64`.
+///
+/// Fails where the cells that these follow from make no sense.
+pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodelled> {
+    let (mut all, mut assumed) = (row.clone(), Vec::new());
+    let mut fill = |column: &str, value: String| {
+        assumed.push(format!("{column}={value}"));
+        all.set(column, value);
+    };
+    let stated = |column: &str| row.text(column).is_some();
+    if !stated("heads") && !stated("head_dim") && stated("hidden") {
+        fill("heads", heads(row)?.to_string());
+    }
+    if !stated("precision") {
+        let (_, generation) = facts.generation(row)?;
+        let own = generation.precision.as_deref();
+        fill("precision", own.unwrap_or(PRECISION).to_string());
+    }
+    Ok((all, assumed))
+}
+
+/// Returns the heads that the notes state, else those whose width is nearest to the usual one.
+fn heads(row: &Row) -> Result<u64, RowError> {
+    let hidden = row.required_count("hidden")?;
+    if let Some(n) = noted_heads(row.text("notes").unwrap_or("")) {
+        return Ok(n);
+    }
+    let width = (1..=HEAD_DIM)
+        .flat_map(|d| [HEAD_DIM - d + 1, HEAD_DIM + d])
+        .find(|w| hidden.is_multiple_of(*w));
+    Ok(hidden / width.unwrap_or(1))
+}
+
+/// Finds `heads 64` in a text.
+fn noted_heads(notes: &str) -> Option<u64> {
+    let words: Vec<&str> = notes
+        .split(|c: char| !c.is_alphanumeric())
+        .filter(|w| !w.is_empty())
+        .collect();
+    let mut pairs = words.windows(2);
+    pairs.find_map(|w| (w[0] == "heads").then(|| w[1].parse().ok())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(cells: &str) -> String {
+        let header = "framework,hidden,heads,head_dim,precision,notes";
+        let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+        let row = &crate::row::rows(&table)[0];
+        let done = completed(row, &Facts::built_in());
+        done.map_or_else(|e| e.to_string(), |(_, assumed)| assumed.join(" "))
+    }
+
+    #[test]
+    fn notes_come_first_then_the_generation_then_what_is_usual() {
+        let noted = "Megatron-LM,14400,,,fp16,Mem of nvidia-smi; heads 64 unless column given";
+        assert_eq!(of(noted), "heads=64");
+        assert_eq!(of("Megatron-LM,12288,,,fp16,"), "heads=96");
+        // 128 is no divisor; 120 is nearer than 144.
+        assert_eq!(of("Megatron-LM,14400,,,fp16,heads unknown"), "heads=120");
+        assert_eq!(of("Megatron-LM,4096,?,,?,"), "heads=32 precision=bf16");
+        assert_eq!(
+            of("Megatron-DeepSpeed (Sailor),1024,16,,,"),
+            "precision=fp32"
+        );
+        assert_eq!(of("Megatron-LM,14400,,150,fp16,"), "");
+        assert_eq!(of("Megatron-LM,12288,96,,fp8,heads 64"), "");
+        let said = of("Megatron-LM,many,,,fp16,");
+        assert!(said.starts_with("`hidden` is `many`"), "{said}");
+    }
+}
