@@ -64,6 +64,9 @@ pub struct PlanOptions {
     pub headroom: Option<f64>,
     /// How many times as much is looked at as by default.
     pub effort: Effort,
+    /// Whether plans are left out that are chosen for what a program hides of its parameters' traffic
+    /// behind computing: other software need not.
+    pub without_hiding: bool,
     /// Who follows the search, and may end it early.
     pub watcher: Watcher,
 }

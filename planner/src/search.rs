@@ -78,6 +78,8 @@ struct Search<'a> {
     /// See [`PlanStats::choices`].
     choices: [AtomicU64; 2],
     effort: Effort,
+    /// See [`PlanOptions::without_hiding`].
+    without_hiding: bool,
     watcher: &'a Watcher,
     /// What the search is called where there are several.
     name: &'a str,
@@ -197,6 +199,7 @@ fn plan_order(
         kept: Mutex::new(Kept::new()),
         choices: Default::default(),
         effort: options.effort,
+        without_hiding: options.without_hiding,
         watcher: &options.watcher,
         name,
         has_found: AtomicBool::new(to_beat.is_finite()),

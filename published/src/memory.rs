@@ -27,8 +27,6 @@ pub struct MemoryFacts {
 #[serde(deny_unknown_fields)]
 struct Context {
     gpu: String,
-    #[serde(default)]
-    generation: Option<String>,
     bytes: Figure,
 }
 
@@ -165,8 +163,8 @@ impl MemoryFacts {
             (name, vec!["activations".into()], &a.slack)
         });
         let contexts = self.context.iter().map(|c| {
-            let of = c.generation.clone().unwrap_or_else(|| "all".into());
-            (format!("context on {} of {of}", c.gpu), vec![of], &c.bytes)
+            let of = vec![c.gpu.clone()];
+            (format!("context on {}", c.gpu), of, &c.bytes)
         });
         let communicators = &self.fitted.communicator_bytes;
         let own = (
@@ -201,8 +199,7 @@ impl MemoryFacts {
             return Ok(None);
         };
         let gpu = row.required("gpu")?;
-        let own = |c: &&Context| c.generation.as_deref().is_none_or(|g| g == generation);
-        let mut contexts = self.context.iter().filter(own);
+        let mut contexts = self.context.iter();
         let context = contexts.find(|c| gpu.starts_with(&c.gpu));
         let allocator = &self.allocator[&process.allocator];
         Ok(Some(ProcessMemory {

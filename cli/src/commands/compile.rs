@@ -49,6 +49,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         tolerance: args.tolerance.0,
         headroom: args.headroom.map(|h| h.0),
         effort: args.effort,
+        without_hiding: false,
         watcher: Watcher::new(Arc::new(Watching::new(&bar, limit)?)),
     };
     let planned = search(recipe, &forward, &spec, &cluster, &options);

@@ -35,7 +35,8 @@ impl Search<'_> {
         reserve: u64,
         to_beat: f64,
     ) -> Vec<Pipeline> {
-        let may_be = self.pins.pipeline.is_none_or(|p| p == 1)
+        let may_be = !self.without_hiding
+            && self.pins.pipeline.is_none_or(|p| p == 1)
             && schedule.virtual_stages() == 1
             && !schedule.schedule().is_asynchronous()
             && self.cluster.pool.is_none()
