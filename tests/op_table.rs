@@ -206,14 +206,15 @@ fn table() -> Vec<Row> {
         row(OpKind::CrossEntropyGrad, "f32[B,3,7] f32[B,3] i32[B,3] f32[B,3]", "f32[B,3,7]", (3, 1), Vector, Later),
         row(OpKind::EmbeddingGrad { vocab: 7 }, "i32[B,3] f32[B,3,4]", "f32[7,4]", (4, 1), Vector, Later),
         row(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }, "f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0])),
-        row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
+        row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: None, order: SequenceOrder::Natural }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
+        row(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: Some(2), order: SequenceOrder::Natural }, "f32[B,3,2,4]", "f32[B,3,2,4]", (3, 1), Vector, Of(&[0])),
         // Two products of 3 x 3 scores of 4 elements, for 2 samples and 2 heads.
         row(attention(), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // In zigzag order: four tokens for two ranks.
         row(zigzag(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }), "f32[B,4,3]", "f32[B,4,3]", (3, 1), Vector, Of(&[0])),
         row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
-        row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
+        row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: None, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
     ]);
     rows.extend(norms());

@@ -136,6 +136,13 @@ impl ModelShape {
         };
         let last = |tail: &str| in_any(tail).and_then(|l| l.last().copied());
         let gated = in_any("mlp.gate.weight").is_some() || in_any("moe.gate.weight").is_some();
+        // Blocks of OPT, GPT-NeoX and Nemotron are put together otherwise, and Gemma's gains are
+        // stored less one: no target knows them.
+        let adds_one = |op: &&Op| matches!(op.kind, OpKind::Constant { .. });
+        let is_centred = first.iter().copied().any(|op| adds_one(&op));
+        if is_centred || (!gated && in_any("mlp.up.weight").is_some()) {
+            return None;
+        }
         let rotary = first.iter().find_map(|op| match op.kind {
             OpKind::Rotary { theta, scaling, .. } => Some(Rotary { theta, scaling }),
             _ => None,

@@ -95,6 +95,7 @@ pub(crate) fn block_class(family: &str) -> Option<&'static str> {
 /// The form in which Hugging Face stores a parameter of a family; none where it is not known.
 /// Blocks' names begin with `{}`, which stands for the block.
 pub(crate) fn stored(family: &str, parameter: &Parameter) -> Option<Stored> {
+    block_class(family)?;
     let rank = parameter.shape.len();
     let plain = (0..rank).map(Some).collect();
     let ends = match is_gpt2(family) {

@@ -7,7 +7,10 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 28] = embedded![
+const MODELS: [(&str, &str); 35] = embedded![
+    "gemma-2b",
+    "gemma-7b",
+    "gpt-neox-20b",
     "gpt2",
     "gpt2-large",
     "gpt2-medium",
@@ -26,6 +29,10 @@ const MODELS: [(&str, &str); 28] = embedded![
     "mixtral-8x22b",
     "mixtral-8x7b",
     "moe-1t",
+    "nemotron-4-340b",
+    "opt-6.7b",
+    "opt-66b",
+    "pythia-6.9b",
     "qwen1.5-moe-a2.7b",
     "qwen2.5-7b",
     "qwen3-235b-a22b",

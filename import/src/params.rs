@@ -18,6 +18,8 @@
 //! `sqrt(2 * layers)` (Radford et al. 2019), biases zero, norm gains one. Convolutions are normal with `sqrt(2 / inputs of a window)` (He et
 //! al. 2015), and the gains that end a residual block zero (Goyal et al. 2017).
 
+mod decoder;
+
 use crate::config::{
     ExpertsConfig, Family, Gpt2Config, LlamaConfig, ModelConfig, WideResnetConfig,
 };
@@ -70,6 +72,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => gpt2(c),
             ModelConfig::Llama(c) => llama(c),
+            ModelConfig::Decoder(c) => decoder::decoder(c),
             ModelConfig::WideResnet(c) => wide_resnet(c),
         }
     }
@@ -252,6 +255,10 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
         );
     }
     t.gain(("head.norm".into(), "norm".into()), h);
+    if c.family.has_centred_gains() {
+        let ones = t.params.iter_mut().filter(|p| p.init == Init::Ones);
+        ones.for_each(|p| p.init = Init::Zeros);
+    }
     if !c.tied {
         t.add_head(&[c.vocab, h], normal);
     }
@@ -371,6 +378,13 @@ impl Table {
             &[h],
             Init::Ones,
         );
+    }
+    /// Adds gain and bias of a layer norm; `(ours, theirs)` are its names without the leaf.
+    fn layer_norm(&mut self, (ours, theirs): (String, String), h: u64) {
+        for (leaf, init) in [("weight", Init::Ones), ("bias", Init::Zeros)] {
+            let (ours, theirs) = (format!("{ours}.{leaf}"), format!("{theirs}.{leaf}"));
+            self.add(&ours, &[h], &theirs, &[h], init);
+        }
     }
     /// Adds a `Linear` from dims `ins` to dims `outs`, stored `[out, in]`.
     fn linear(

@@ -169,6 +169,145 @@ fn relatives_of_llama_differ_in_biases_and_norms() {
     );
 }
 
+fn opt() -> Value {
+    json!({"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 96, "max_position_embeddings": 16})
+}
+
+fn gpt_neox() -> Value {
+    json!({"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 16, "rotary_pct": 0.25})
+}
+
+fn nemotron() -> Value {
+    let mut model = relative("nemotron");
+    model["partial_rotary_factor"] = json!(0.5);
+    model
+}
+
+/// A block: projections with biases or without, two norms with both.
+#[test]
+fn decoders_without_a_gate_are_read() {
+    let n = |base, changes| parse(base, changes).unwrap().n_parameters();
+    let block = |inner: u64| 4 * (32 * 32 + 32) + 2 * 32 * inner + inner + 32 + 4 * 32;
+    // The table of positions has two rows more.
+    assert_eq!(
+        n(opt(), json!({})),
+        (96 + 16 + 2) * 32 + 2 * block(48) + 2 * 32
+    );
+    let untied = n(opt(), json!({"tie_word_embeddings": false}));
+    assert_eq!(untied - n(opt(), json!({})), 96 * 32);
+    let neox = 2 * 96 * 32 + 2 * block(48) + 2 * 32;
+    assert_eq!(n(gpt_neox(), json!({})), neox);
+    let bare = n(gpt_neox(), json!({"attention_bias": false}));
+    assert_eq!(neox - bare, 2 * 4 * 32);
+    let inner = llama()["intermediate_size"].as_u64().unwrap();
+    let layers = llama()["num_hidden_layers"].as_u64().unwrap();
+    let (hidden, vocab) = (
+        llama()["hidden_size"].as_u64().unwrap(),
+        llama()["vocab_size"].as_u64().unwrap(),
+    );
+    // Queries 4 x 8, keys and values 2 x 8 wide.
+    let of_layer = hidden * (2 * 32 + 2 * 16) + 2 * hidden * inner + 4 * hidden;
+    let all = 2 * vocab * hidden + layers * of_layer + 2 * hidden;
+    assert_eq!(
+        n(
+            nemotron(),
+            json!({"hidden_act": "relu2", "tie_word_embeddings": false})
+        ),
+        all
+    );
+    same(
+        opt(),
+        json!({"do_layer_norm_before": true, "_remove_final_layer_norm": false, "word_embed_proj_dim": 32,
+            "enable_bias": true, "layer_norm_elementwise_affine": true, "layerdrop": 0.0, "dropout": 0.1,
+            "attention_dropout": 0.0, "pad_token_id": 1, "activation_function": "relu", "init_std": 0.02}),
+    );
+    // transformers 5 has the rotation in one object.
+    let of = |changes| parse(gpt_neox(), changes).unwrap();
+    let rope =
+        json!({"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25});
+    assert_eq!(
+        of(json!({"rotary_pct": "-", "rope_parameters": rope})),
+        of(json!({"rotary_emb_base": 10000}))
+    );
+    assert_ne!(of(json!({"rotary_pct": 0.5})), of(json!({})));
+    assert_ne!(of(json!({"use_parallel_residual": false})), of(json!({})));
+}
+
+#[test]
+fn gemma_has_the_sizes_of_a_llama_and_a_tied_head() {
+    let n = |base, changes| parse(base, changes).unwrap().n_parameters();
+    let act = |name: &str| json!({"hidden_act": name, "tie_word_embeddings": true});
+    let gemma = n(relative("gemma"), act("gelu_pytorch_tanh"));
+    assert_eq!(gemma, n(relative("llama"), act("silu")));
+    same_as(
+        relative("gemma"),
+        act("gelu_pytorch_tanh"),
+        json!({"hidden_act": "gelu", "tie_word_embeddings": "-", "pad_token_id": 0, "hidden_activation": null,
+            "use_bidirectional_attention": null}),
+    );
+    for (changes, field) in [
+        (json!({"hidden_act": "silu"}), "hidden_act"),
+        (
+            json!({"hidden_act": "gelu", "use_bidirectional_attention": true}),
+            "use_bidirectional_attention",
+        ),
+        (
+            json!({"hidden_act": "gelu", "sliding_window": 8}),
+            "sliding_window",
+        ),
+        (json!({"hidden_act": "gelu", "head_dim": "-"}), "head_dim"),
+    ] {
+        let error = parse(relative("gemma"), changes).unwrap_err();
+        assert!(error.contains(field), "{field}: {error}");
+    }
+}
+
+/// Two ways to say the same model.
+fn same_as(base: Value, one: Value, other: Value) {
+    assert_eq!(parse(base.clone(), one), parse(base, other));
+}
+
+#[test]
+fn decoders_that_are_not_supported_are_refused() {
+    for (base, changes, field) in [
+        (
+            opt(),
+            json!({"do_layer_norm_before": false}),
+            "do_layer_norm_before",
+        ),
+        (
+            opt(),
+            json!({"word_embed_proj_dim": 16}),
+            "word_embed_proj_dim",
+        ),
+        (opt(), json!({"enable_bias": false}), "enable_bias"),
+        (opt(), json!({"layerdrop": 0.1}), "layerdrop"),
+        (gpt_neox(), json!({"rotary_pct": 0.1}), "rotary_pct"),
+        (gpt_neox(), json!({"rotary_pct": 1.5}), "rotary_pct"),
+        (
+            gpt_neox(),
+            json!({"num_attention_heads": 5}),
+            "num_attention_heads",
+        ),
+        (nemotron(), json!({"hidden_act": "silu"}), "hidden_act"),
+        (
+            nemotron(),
+            json!({"num_key_value_heads": 3}),
+            "num_key_value_heads",
+        ),
+        (nemotron(), json!({"pad_token_id": 0}), "pad_token_id"),
+        (nemotron(), json!({"rms_norm_eps": 1e-6}), "rms_norm_eps"),
+    ] {
+        let error = parse(base, changes).unwrap_err();
+        assert!(error.contains(field), "{field}: {error}");
+    }
+    let both = json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}});
+    let error = parse(gpt_neox(), both).unwrap_err();
+    assert!(error.contains("they give 0.25 and 0.5"), "{error}");
+}
+
 #[test]
 fn a_window_bounds_the_sequence() {
     let longest = |changes| parse(relative("mistral"), changes).unwrap().max_sequence();
@@ -412,8 +551,8 @@ fn wrong_values_name_the_field() {
     );
     rejects(
         gpt2(),
-        json!({"model_type": "gpt_neox"}),
-        "field `model_type` is \"gpt_neox\"; accepted: \"gpt2\", \"llama\", \"mistral\", \"mixtral\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        json!({"model_type": "gptj"}),
+        "field `model_type` is \"gptj\"; accepted: \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -494,7 +633,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"gpt2\", \"llama\", \"mistral\", \"mixtral\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

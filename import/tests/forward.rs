@@ -243,6 +243,7 @@ fn run(g: &Graph, weights: &Weights, tokens: &Tensor, labels: &Tensor) -> f64 {
                 theta,
                 scaling,
                 inverse: false,
+                part: None,
                 ..
             } => rotary(x[0], *theta, *scaling),
             OpKind::Attention { scale, .. } => attention(x[0], x[1], x[2], *scale),

@@ -50,6 +50,13 @@ fn parameter_counts_are_the_published_ones() {
         ("qwen1.5-moe-a2.7b", 14_315_784_192),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("opt-6.7b", 6_658_473_984),
+        ("opt-66b", 65_719_701_504),
+        ("pythia-6.9b", 6_857_302_016),
+        ("gpt-neox-20b", 20_554_567_680),
+        ("nemotron-4-340b", 341_029_195_776),
         // 61 layers of attention, 384 experts, a router and norms; two tables, the last norm.
         (
             "moe-1t",

@@ -73,6 +73,10 @@ fn mutated_configs_never_panic() {
         "qwen3_moe/config.json",
         "qwen2_moe/config.json",
         "mistral/config.json",
+        "gemma/config.json",
+        "opt/config.json",
+        "gpt_neox/config.json",
+        "nemotron/config.json",
         "../../models/tiny-wide-resnet/config.json",
     ] {
         let original = std::fs::read(reference(file)).unwrap();

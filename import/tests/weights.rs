@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 11] = [
+const CASES: [&str; 16] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -20,6 +20,11 @@ const CASES: [&str; 11] = [
     "qwen2",
     "qwen3",
     "qwen2_moe",
+    "opt",
+    "gpt_neox",
+    "gpt_neox_serial",
+    "nemotron",
+    "gemma",
 ];
 
 /// Dtype, shape and bytes of each tensor.

@@ -769,6 +769,7 @@ fn gradients_of_attention_rotary_and_dropout() {
             theta: 1e4,
             scaling: RopeScaling::None,
             inverse: false,
+            part: Some(2),
             order: Default::default(),
         };
         let q = g.op("t.rotary", rotary, &[q]);
@@ -813,6 +814,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             theta: 1e4,
             scaling: RopeScaling::None,
             inverse: false,
+            part: Some(2),
             order: Default::default(),
         },
         &[k],
@@ -855,7 +857,11 @@ fn random_keys_and_rotation_of_the_backward_pass() {
     );
     assert!(matches!(
         op(&t, "grad.rotary.x").kind,
-        OpKind::Rotary { inverse: true, .. }
+        OpKind::Rotary {
+            inverse: true,
+            part: Some(2),
+            ..
+        }
     ));
     // k is used as key, as value and through the rotation.
     assert_eq!(

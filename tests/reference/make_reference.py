@@ -26,13 +26,20 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import GemmaConfig, GemmaForCausalLM
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, NemotronConfig, NemotronForCausalLM
+from transformers import OPTConfig, OPTForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.gemma import modeling_gemma
+from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
+from transformers.models.nemotron import modeling_nemotron
+from transformers.models.opt import modeling_opt
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3
@@ -122,12 +129,45 @@ def qwen3(**changes):
     return Qwen3Config(**{**DENSE, "head_dim": 16, **changes})
 
 
+def opt(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, vocab_size=VOCAB,
+        max_position_embeddings=SEQ, dropout=0.0, attention_dropout=0.0, pad_token_id=None, bos_token_id=0,
+        eos_token_id=0, use_cache=False,
+    )
+    return OPTConfig(**{**base, **changes})
+
+
+def gemma(**changes):
+    return GemmaConfig(**{**DENSE, "head_dim": 16, "pad_token_id": None, **changes})
+
+
+# Half of a head turns.
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+def gpt_neox(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB,
+        max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0, use_cache=False, rope_parameters=PARTIAL_ROPE,
+    )
+    return GPTNeoXConfig(**{**base, **changes})
+
+
+def nemotron(**changes):
+    return NemotronConfig(**{**DENSE, "head_dim": 16, "rope_parameters": PARTIAL_ROPE, **changes})
+
+
 # Class of the model and module that its parts are in, by model_type.
 KINDS = {
     "gpt2": (GPT2LMHeadModel, None),
+    "gemma": (GemmaForCausalLM, modeling_gemma),
+    "gpt_neox": (GPTNeoXForCausalLM, modeling_gpt_neox),
     "llama": (LlamaForCausalLM, modeling_llama),
     "mistral": (MistralForCausalLM, modeling_mistral),
     "mixtral": (MixtralForCausalLM, modeling_mixtral),
+    "nemotron": (NemotronForCausalLM, modeling_nemotron),
+    "opt": (OPTForCausalLM, modeling_opt),
     "qwen2": (Qwen2ForCausalLM, modeling_qwen2),
     "qwen2_moe": (Qwen2MoeForCausalLM, modeling_qwen2_moe),
     "qwen3": (Qwen3ForCausalLM, modeling_qwen3),
@@ -152,6 +192,11 @@ CASES = {
     "qwen2": (19, lambda: qwen2(tie_word_embeddings=True)),
     "qwen3": (20, lambda: qwen3(tie_word_embeddings=True)),
     "qwen2_moe": (21, qwen2_moe),
+    "opt": (22, opt),
+    "gpt_neox": (23, gpt_neox),
+    "gpt_neox_serial": (24, lambda: gpt_neox(use_parallel_residual=False, attention_bias=False)),
+    "nemotron": (25, nemotron),
+    "gemma": (26, gemma),
 }
 SHARDED = "llama_tied"
 # Cases in half precision too, and the one with overflows.
@@ -245,7 +290,10 @@ def write_case(folder, name, seed, config):
 
 
 def as_stored(config, tensors):
-    """Tensors by the names of files: a module keeps experts stacked, a file has three for each."""
+    """Tensors by the names of files: a module keeps experts stacked, a file has three for each; GPT-NeoX's
+    head has another name there."""
+    if config.model_type == "gpt_neox":
+        return {"embed_out.weight" if key == "lm_head.weight" else key: value for key, value in tensors.items()}
     block, parts = {
         "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
         "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -283,13 +331,14 @@ def perturb(model, seed):
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=gen)
-            embedding = any(part in name for part in ("wte", "wpe", "embed_tokens"))
+            embedding = any(part in name for part in ("wte", "wpe", "embed_tokens", "embed_in", "embed_positions"))
             if param.dim() >= 2:
                 param.copy_(noise * (0.4 if embedding else 0.25))
             elif name.endswith("bias"):
                 param.copy_(noise * 0.1)
             else:
-                param.copy_(1.0 + noise * 0.2)
+                # Gemma stores gains less one.
+                param.copy_((0.0 if model.config.model_type == "gemma" else 1.0) + noise * 0.2)
 
 
 def make_batches(seed):
@@ -315,7 +364,9 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
         losses, norms, grads = [], [], None
         for tokens in batches:
             mask = None if causal else torch.zeros(BATCH, 1, SEQ, SEQ, dtype=dtype)
-            logits = model(input_ids=tokens[:, :-1], attention_mask=mask).logits
+            # OPT counts positions by its mask unless it is told them.
+            told = {"position_ids": torch.arange(SEQ)[None]} if config.model_type == "opt" else {}
+            logits = model(input_ids=tokens[:, :-1], attention_mask=mask, **told).logits
             loss = F.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
             optim.zero_grad()
             loss.backward()
@@ -350,7 +401,9 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
     """
 
     def norm(self, x):
-        return ops_reference.rms_norm(x, self.weight, self.variance_epsilon)
+        if hasattr(self, "variance_epsilon"):
+            return ops_reference.rms_norm(x, self.weight, self.variance_epsilon)
+        return ops_reference.rms_norm(x, 1.0 + self.weight, self.eps)
 
     def angles(self, x, position_ids):
         n, dim = position_ids.shape[-1], self.inv_freq.shape[-1] * 2
@@ -363,10 +416,12 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
             c, s = cos[..., : a.shape[-1]][:, None], sin[..., : a.shape[-1]][:, None]
             return torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
 
-        return pairs(q), pairs(k)
+        turned = cos.shape[-1]
+        q, k = (torch.cat((pairs(x[..., :turned]), x[..., turned:]), dim=-1) for x in (q, k))
+        return q, k
 
     def attention(module, q, k, v, mask, scaling, dropout=0.0, **_):
-        n = module.num_key_value_groups
+        n = getattr(module, "num_key_value_groups", 1)
         spread = (lambda x: x.repeat(1, n, 1, 1)) if tiled_kv else (lambda x: x.repeat_interleave(n, dim=1))
         scores = q @ spread(k).transpose(2, 3) * scaling + mask
         out = torch.softmax(scores, dim=-1) @ spread(v)
@@ -383,12 +438,11 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         if module is None:
             continue
         name = kind.__name__.removesuffix("ForCausalLM")
-        swaps += [
-            (getattr(module, f"{name}RMSNorm"), "forward", norm),
-            (getattr(module, f"{name}RotaryEmbedding"), "forward", angles),
-            (module, "eager_attention_forward", attention),
-        ]
-        if interleaved:
+        swaps.append((module, "eager_attention_forward", attention))
+        for part, forward in (("RMSNorm", norm), ("RotaryEmbedding", angles)):
+            if hasattr(module, f"{name}{part}"):
+                swaps.append((getattr(module, f"{name}{part}"), "forward", forward))
+        if interleaved and hasattr(module, "apply_rotary_pos_emb"):
             swaps.append((module, "apply_rotary_pos_emb", rotary))
         if hasattr(module, f"{name}TopKRouter"):
             swaps.append((getattr(module, f"{name}TopKRouter"), "forward", route))
@@ -425,15 +479,25 @@ def sensitivity(config, weights, batches, right):
         result[f"activation_{other}"] = wrong({"activation_function": other})
         result["norm_eps_1e-6"] = wrong({"layer_norm_epsilon": 1e-6})
         return result
-    eps = 1e-5 if config.rms_norm_eps == 1e-6 else 1e-6
-    result[f"norm_eps_{eps:.0e}".replace("e-0", "e-")] = wrong({"rms_norm_eps": eps})
+    if config.model_type == "opt":
+        result["activation_gelu"] = wrong({"activation_function": "gelu"})
+        return result
+    field = next(name for name in ("rms_norm_eps", "layer_norm_eps", "norm_eps") if hasattr(config, name))
+    eps = 1e-5 if getattr(config, field) == 1e-6 else 1e-6
+    result[f"norm_eps_{eps:.0e}".replace("e-0", "e-")] = wrong({field: eps})
+    if config.model_type == "gpt_neox":
+        serial = not config.use_parallel_residual
+        result["residuals_parallel" if serial else "residuals_serial"] = wrong({"use_parallel_residual": serial})
     if hasattr(config, "num_experts_per_tok"):
         result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
         normalized = getattr(config, "norm_topk_prob", True)
         result["gates_not_normalized" if normalized else "gates_normalized"] = wrong(plain_gates=normalized)
     result["rotary_interleaved"] = wrong(interleaved=True)
-    result["kv_heads_tiled"] = wrong(tiled_kv=True)
+    if getattr(config, "num_key_value_heads", config.num_attention_heads) < config.num_attention_heads:
+        result["kv_heads_tiled"] = wrong(tiled_kv=True)
     rope = config.rope_parameters
+    if rope.get("partial_rotary_factor", 1.0) < 1.0:
+        result["whole_heads_turn"] = wrong({"rope_parameters": {**rope, "partial_rotary_factor": 1.0}})
     result["rope_theta_doubled"] = wrong({"rope_parameters": {**rope, "rope_theta": rope["rope_theta"] * 2}})
     if rope["rope_type"] != "default":
         plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -442,13 +506,22 @@ def sensitivity(config, weights, batches, right):
 
 
 def zero_gradient(config, weights):
-    """Slices whose gradient is zero in exact arithmetic: the key part of GPT-2's fused bias.
+    """Slices whose gradient is zero in exact arithmetic, as first and last element of each in turn: the key
+    part of GPT-2's fused bias, OPT's key biases, and of GPT-NeoX's fused bias the keys' elements that do not turn.
 
     Biases of keys that are rotated afterwards are not: their scores differ by position.
 
     A key bias adds the same number to all scores of a row. AdamW divides rounding noise by its own
     size there, so the values after training mean nothing; the losses do not depend on them.
     """
+    if config.model_type == "opt":
+        return {key: [0, config.hidden_size] for key in weights if key.endswith("k_proj.bias")}
+    if config.model_type == "gpt_neox":
+        dim = config.hidden_size // config.num_attention_heads
+        turned = int(dim * config.rope_parameters["partial_rotary_factor"])
+        starts = [3 * dim * head + dim for head in range(config.num_attention_heads)]
+        still = [end for start in starts for end in (start + turned, start + dim)]
+        return {key: still for key in weights if key.endswith("query_key_value.bias")}
     if config.model_type != "gpt2":
         return {}
     width = config.n_embd
@@ -461,7 +534,8 @@ def tensor_devs(narrow, wide, skip):
     for key, right in wide.items():
         diff = narrow[key].double() - right
         if key in skip:
-            diff[slice(*skip[key])] = 0.0
+            for ends in zip(skip[key][::2], skip[key][1::2], strict=True):
+                diff[slice(*ends)] = 0.0
         result[key] = {"max_abs": diff.abs().max().item(), "rel_l2": (diff.norm() / right.norm()).item()}
     return result
 
@@ -564,8 +638,9 @@ def numbers(path):
     if path.suffix == ".safetensors":
         tensors = safetensors.torch.load_file(path)
         zero = json.loads((path.parent / "reference.json").read_text())["zero_gradient"]
-        for key, (start, stop) in zero.items():
-            tensors[key][start:stop] = 0.0
+        for key, ends in zero.items():
+            for start, stop in zip(ends[::2], ends[1::2], strict=True):
+                tensors[key][start:stop] = 0.0
         return {key: value.reshape(-1).tolist() for key, value in tensors.items()}
     value = json.loads(path.read_text())
     if path.name == "reference.json":

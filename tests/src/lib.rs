@@ -39,7 +39,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 11] = [
+pub const CASES: [&str; 16] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -51,6 +51,11 @@ pub const CASES: [&str; 11] = [
     "qwen2",
     "qwen3",
     "qwen2_moe",
+    "opt",
+    "gpt_neox",
+    "gpt_neox_serial",
+    "nemotron",
+    "gemma",
 ];
 
 impl Case {

@@ -3,7 +3,8 @@
 //! Mixtral and Qwen3-MoE: the same with a mixture of gated MLPs, each token's best few of which
 //! a router chooses (Jiang et al. 2024; Yang et al. 2025). Its tokens go to slots of the experts
 //! and back; those that find no slot pass by on the residual. In Qwen2-MoE every token goes to one
-//! more MLP, the shared expert, whose result is scaled by a gate of its own (Qwen team 2024).
+//! more MLP, the shared expert, whose result is scaled by a gate of its own (Qwen team 2024). Gemma
+//! scales what it looks up and stores gains less one (Gemma team 2024).
 
 use super::Builder;
 use crate::ImportError;
@@ -16,6 +17,12 @@ pub(super) fn build(b: &mut Builder, c: &LlamaConfig) -> Result<(), ImportError>
     let tokens = b.input("tokens", InputKind::Tokens)?;
     let table = b.param("embed.wte.weight")?;
     let mut x = b.op("embed.wte", OpKind::Embedding, &[table, tokens])?;
+    if c.family.scales_embeddings() {
+        let f = Unary::Scale {
+            by: (c.hidden as f64).sqrt(),
+        };
+        x = b.op("embed.scale", OpKind::Unary { f }, &[x])?;
+    }
     for i in 0..c.layers {
         b.start_layer(format!("h.{i}"));
         let experts = c.experts.as_ref().filter(|e| e.are_in(i));
@@ -139,6 +146,7 @@ fn attention(
         theta: c.rope_theta,
         scaling: c.rope_scaling,
         inverse: false,
+        part: None,
         order: ir::op::SequenceOrder::Natural,
     };
     let q = b.op(format!("{h}.attn.rotary_q"), rotary.clone(), &[q])?;
@@ -155,6 +163,9 @@ fn attention(
 }
 
 fn norm(b: &mut Builder, c: &LlamaConfig, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
-    let gain = b.param(&format!("{path}.weight"))?;
+    let mut gain = b.param(&format!("{path}.weight"))?;
+    if c.family.has_centred_gains() {
+        gain = b.centred(path, gain)?;
+    }
     b.op(path, OpKind::RmsNorm { eps: c.epsilon }, &[x, gain])
 }

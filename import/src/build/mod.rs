@@ -10,6 +10,7 @@
 //! Dropout stands where the published models have it (GPT-2: embedding, attention weights,
 //! both residual branches; Llama: attention weights), with one probability for all.
 
+mod decoder;
 mod gpt2;
 mod llama;
 mod wide_resnet;
@@ -61,6 +62,7 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
     match config {
         ModelConfig::Gpt2(c) => gpt2::build(&mut b, c)?,
         ModelConfig::Llama(c) => llama::build(&mut b, c)?,
+        ModelConfig::Decoder(c) => decoder::build(&mut b, c)?,
         ModelConfig::WideResnet(c) => wide_resnet::build(&mut b, c)?,
     }
     Ok(b.graph)
@@ -128,6 +130,14 @@ impl Builder {
     ) -> Result<ValueId, ImportError> {
         let einsum = Einsum::parse(einsum).expect("the builders' einsums are well-formed");
         self.op(path, OpKind::DotGeneral { einsum }, &[a, b])
+    }
+    /// Adds one to the gain of the norm at `path`, which files hold less one.
+    fn centred(&mut self, path: &str, gain: ValueId) -> Result<ValueId, ImportError> {
+        let ty = TensorType::new(DType::F32, Shape::fixed(&[]));
+        let place = Place::forward(format!("{path}.one"), self.layer);
+        let one = OpKind::Constant { value: 1.0 };
+        let one = self.graph.add_source(one, ty, place)?;
+        self.add(format!("{path}.gain"), gain, one)
     }
     /// Declares an input of the microbatch.
     fn input(&mut self, path: &str, kind: InputKind) -> Result<ValueId, ImportError> {

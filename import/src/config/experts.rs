@@ -18,7 +18,9 @@ pub(super) fn read(
     layers: u64,
 ) -> Result<Option<ExpertsConfig>, ImportError> {
     let mut experts = match family {
-        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => return Ok(None),
+        Family::Gemma | Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => {
+            return Ok(None);
+        }
         Family::Mixtral => mixtral(f)?,
         Family::Qwen2Moe => ExpertsConfig {
             shared: Some(f.required("shared_expert_intermediate_size", WIDTHS)?),

@@ -2,11 +2,11 @@
 //! spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
 use super::document::Fields;
-use super::{EPSILONS, FACTORS, FREQUENCIES, Numbers, PROBABILITIES, THETAS, activation};
+use super::{EPSILONS, FACTORS, FREQUENCIES, Numbers, PROBABILITIES, SHARES, THETAS, activation};
 use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
 use super::{check_common, check_full_attention, experts, init_std};
 use crate::ImportError;
-use ir::op::RopeScaling;
+use ir::op::{RopeScaling, Unary};
 use serde_json::{Value, json};
 
 /// The default base of the rotary frequencies in transformers, and Mixtral's.
@@ -35,8 +35,8 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         let problem = format!("{heads} is not a multiple of {kv_heads}");
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
     }
-    // Absent it means the hidden size over the heads, but in Qwen3 the size of one model.
-    if family == Family::Qwen3 {
+    // Absent it means the hidden size over the heads, but in Qwen3 and Gemma the size of one model.
+    if matches!(family, Family::Qwen3 | Family::Gemma) {
         f.required("head_dim", WIDTHS)?;
     }
     let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
@@ -69,6 +69,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         return Err(f.contradiction("num_attention_heads", "head_dim", problem));
     }
     check_fixed(&mut f)?;
+    check_padding(&mut f, family)?;
     let window = window(&mut f, family)?;
     let (qkv_bias, out_bias) = biases(&mut f, family)?;
     let is_mixtral = family == Family::Mixtral;
@@ -76,7 +77,17 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         true => (MIXTRAL_THETA, 1e-5),
         false => (DEFAULT_THETA, 1e-6),
     };
-    let (rope_theta, rope_scaling) = rope(&mut f, default_theta)?;
+    let Rope {
+        theta: rope_theta,
+        scaling: rope_scaling,
+        ..
+    } = rope(
+        &mut f,
+        &Rotations {
+            theta: ("rope_theta", default_theta),
+            is_partial: false,
+        },
+    )?;
     let config = LlamaConfig {
         family,
         experts: experts::read(&mut f, family, layers)?,
@@ -90,11 +101,16 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         vocab,
         positions,
         window,
-        activation: activation(&mut f, "hidden_act", "silu")?,
+        activation: match family {
+            Family::Gemma => gemma_activation(&mut f)?,
+            _ => activation(&mut f, "hidden_act", "silu")?,
+        },
         epsilon: f
             .number("rms_norm_eps", EPSILONS)?
             .unwrap_or(default_epsilon),
-        tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
+        tied: f
+            .boolean("tie_word_embeddings")?
+            .unwrap_or(family == Family::Gemma),
         qkv_bias,
         out_bias,
         mlp_bias: family == Family::Llama && f.boolean("mlp_bias")?.unwrap_or(false),
@@ -110,6 +126,14 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
 fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
     match family {
         Family::Llama | Family::Mixtral => check_full_attention(f)?,
+        Family::Gemma => {
+            check_full_attention(f)?;
+            f.only(
+                "use_bidirectional_attention",
+                &[Value::Bool(false), Value::Null],
+                "attention is full and causal",
+            )?;
+        }
         Family::Mistral if f.is_null("sliding_window") => {}
         Family::Mistral => {
             let found = f.integer("sliding_window", POSITIONS)?;
@@ -124,6 +148,15 @@ fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
     Ok(None)
 }
 
+/// Reads Gemma's activation: older files say `gelu`, by which its authors mean the approximation.
+fn gemma_activation(f: &mut Fields) -> Result<Unary, ImportError> {
+    let why = "Gemma's is the tanh approximation";
+    let (old, new) = (json!("gelu"), json!("gelu_pytorch_tanh"));
+    f.only("hidden_act", &[old, new.clone()], why)?;
+    f.only("hidden_activation", &[new, Value::Null], why)?;
+    Ok(Unary::GeluTanh)
+}
+
 /// Reads whether queries, keys and values have biases, and whether the projection out of attention
 /// has one.
 fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
@@ -131,7 +164,7 @@ fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
         Family::Mistral | Family::Mixtral => Ok((false, false)),
         Family::Qwen2 => Ok((true, false)),
         Family::Qwen2Moe => Ok((f.boolean("qkv_bias")?.unwrap_or(true), false)),
-        Family::Llama | Family::Qwen3 | Family::Qwen3Moe => {
+        Family::Gemma | Family::Llama | Family::Qwen3 | Family::Qwen3Moe => {
             let all = f.boolean("attention_bias")?.unwrap_or(false);
             Ok((all, all))
         }
@@ -160,16 +193,43 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
         "rope_interleaved",
         &[Value::Bool(false)],
         "rotary pairs are (i, i + head_dim/2)",
-    )?;
+    )
+}
+
+/// Checks that no row of the embedding is left out of training. Every published Gemma has a padding
+/// token, whose row data without padding never looks up.
+fn check_padding(f: &mut Fields, family: Family) -> Result<(), ImportError> {
+    if family == Family::Gemma {
+        f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
+        return Ok(());
+    }
     let why = "with a padding id PyTorch's embedding withholds gradients from that row, which is not supported; \
                null trains every row";
     f.only("pad_token_id", &[Value::Null], why)
 }
 
+/// How a family says its rotary embedding.
+pub(super) struct Rotations {
+    /// The field of the base that is not in an object, and the default.
+    pub(super) theta: (&'static str, f64),
+    /// True when a part of a head may turn.
+    pub(super) is_partial: bool,
+}
+
+/// A rotary embedding as configurations say it.
+pub(super) struct Rope {
+    pub(super) theta: f64,
+    pub(super) scaling: RopeScaling,
+    /// The share of a head that turns, where an object says it.
+    pub(super) part: Option<f64>,
+}
+
 /// Reads base and scaling of the rotary embedding, wherever they stand; all that are given must
 /// agree.
-fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), ImportError> {
-    let mut theta: Option<(&str, f64)> = f.number("rope_theta", THETAS)?.map(|t| ("rope_theta", t));
+pub(super) fn rope(f: &mut Fields, of: &Rotations) -> Result<Rope, ImportError> {
+    let (own, default_theta) = of.theta;
+    let mut theta: Option<(&str, f64)> = f.number(own, THETAS)?.map(|t| (own, t));
+    let mut part = None;
     let mut scaling: Option<(&str, RopeScaling)> = None;
     // transformers 5 takes an absent type for "default"; transformers 4 wants one.
     for (name, default) in [("rope_parameters", Some("default")), ("rope_scaling", None)] {
@@ -177,6 +237,14 @@ fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), Import
             continue;
         };
         let found = scaling_of(&mut inner, default)?;
+        match of.is_partial {
+            true => part = inner.number("partial_rotary_factor", SHARES)?.or(part),
+            false => inner.only(
+                "partial_rotary_factor",
+                &[json!(1), json!(1.0)],
+                "the whole head is rotated",
+            )?,
+        }
         if let Some((other, s)) = scaling
             && s != found
         {
@@ -197,10 +265,11 @@ fn rope(f: &mut Fields, default_theta: f64) -> Result<(f64, RopeScaling), Import
         }
         inner.finish(&[])?;
     }
-    Ok((
-        theta.map_or(default_theta, |(_, t)| t),
-        scaling.map_or(RopeScaling::None, |(_, s)| s),
-    ))
+    Ok(Rope {
+        theta: theta.map_or(default_theta, |(_, t)| t),
+        scaling: scaling.map_or(RopeScaling::None, |(_, s)| s),
+        part,
+    })
 }
 
 /// Reads the scaling that an object describes; `type` is the older name of `rope_type`.
@@ -213,11 +282,6 @@ fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScali
         (Some(kind), _) | (None, Some(kind)) => kind,
         (None, None) => default.ok_or_else(|| f.missing("rope_type", accepted))?,
     };
-    f.only(
-        "partial_rotary_factor",
-        &[json!(1), json!(1.0)],
-        "the whole head is rotated",
-    )?;
     match kind {
         "default" => Ok(RopeScaling::None),
         "linear" => Ok(RopeScaling::Linear {

@@ -1,6 +1,6 @@
-//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`mistral`, `mixtral`,
-//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), in the spellings of transformers 4 and 5; and of
-//! `wide_resnet`, in fields of ours.
+//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `mistral`, `mixtral`,
+//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), and `opt`, `gpt_neox` and `nemotron`, in the spellings
+//! of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -10,12 +10,15 @@
 //! Invariant: a config that exists is valid. Its fields are private to the crate, so that no
 //! other can make one.
 
+mod decoder;
 mod document;
 mod experts;
 mod gpt2;
 mod llama;
 mod wide_resnet;
 
+pub use decoder::DecoderConfig;
+pub(crate) use decoder::{Plain, Rotation};
 pub(crate) use document::without_position;
 pub(crate) use wide_resnet::Bottleneck;
 pub use wide_resnet::WideResnetConfig;
@@ -132,6 +135,11 @@ pub(crate) const THETAS: Numbers = (
     |x| x > 0.0 && x <= 1e15,
     "expected a positive number up to 1e15",
 );
+/// Shares of a head that turn.
+pub(crate) const SHARES: Numbers = (
+    |x| x > 0.0 && x <= 1.0,
+    "expected a share above 0, at most 1",
+);
 /// Factors that stretch rotary positions.
 pub(crate) const FACTORS: Numbers = (
     |x| (1.0..=1e6).contains(&x),
@@ -168,6 +176,8 @@ pub struct Gpt2Config {
 /// The family of a [`LlamaConfig`], which decides names in files and what is optional.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Family {
+    /// Gemma, whose embedding is scaled and whose gains are stored less one (Gemma team 2024).
+    Gemma,
     /// Llama, with dense layers.
     Llama,
     /// Mistral, whose attention may have a window (Jiang et al. 2023).
@@ -185,7 +195,8 @@ pub(crate) enum Family {
 }
 
 impl Family {
-    const ALL: [Family; 7] = [
+    const ALL: [Family; 8] = [
+        Family::Gemma,
         Family::Llama,
         Family::Mistral,
         Family::Mixtral,
@@ -198,6 +209,7 @@ impl Family {
     /// The `model_type` of its configurations.
     pub(crate) fn name(self) -> &'static str {
         match self {
+            Family::Gemma => "gemma",
             Family::Llama => "llama",
             Family::Mistral => "mistral",
             Family::Mixtral => "mixtral",
@@ -209,6 +221,14 @@ impl Family {
     }
     fn of(name: &str) -> Option<Family> {
         Family::ALL.into_iter().find(|f| f.name() == name)
+    }
+    /// Says whether files hold the gains of norms less one.
+    pub(crate) fn has_centred_gains(self) -> bool {
+        self == Family::Gemma
+    }
+    /// Says whether embeddings are multiplied by the root of the hidden size.
+    pub(crate) fn scales_embeddings(self) -> bool {
+        self == Family::Gemma
     }
     /// Says whether queries and keys are normalised head by head.
     pub(crate) fn normalises_heads(self) -> bool {
@@ -287,16 +307,22 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
     /// `model_type` `llama`, or one of its relatives.
     Llama(LlamaConfig),
+    /// `model_type` `opt`, `gpt_neox` or `nemotron`.
+    Decoder(DecoderConfig),
     /// `model_type` `wide_resnet`.
     WideResnet(WideResnetConfig),
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 9] = [
+pub const MODEL_TYPES: [&str; 13] = [
+    "gemma",
     "gpt2",
+    "gpt_neox",
     "llama",
     "mistral",
     "mixtral",
+    "nemotron",
+    "opt",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -350,9 +376,10 @@ impl ModelConfig {
         match fields.string("model_type")? {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
             Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
-            Some(other) => match Family::of(other) {
-                Some(family) => llama::read(fields, family).map(ModelConfig::Llama),
-                None => {
+            Some(other) => match (Family::of(other), Plain::of(other)) {
+                (Some(family), _) => llama::read(fields, family).map(ModelConfig::Llama),
+                (None, Some(family)) => decoder::read(fields, family).map(ModelConfig::Decoder),
+                (None, None) => {
                     let problem = format!(
                         "is {other:?}; accepted: {}; the graph of another model can be written in the text form of docs/ir.md",
                         families()
@@ -373,6 +400,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(_) => "gpt2",
             ModelConfig::Llama(c) => c.family.name(),
+            ModelConfig::Decoder(c) => c.family.name(),
             ModelConfig::WideResnet(_) => "wide_resnet",
         }
     }
@@ -393,7 +421,7 @@ impl ModelConfig {
         }
         let experts = match &mut self {
             ModelConfig::Llama(c) => c.experts.as_mut(),
-            ModelConfig::Gpt2(_) | ModelConfig::WideResnet(_) => None,
+            ModelConfig::Gpt2(_) | ModelConfig::Decoder(_) | ModelConfig::WideResnet(_) => None,
         };
         match experts {
             Some(e) => e.capacity_factor = factor,
@@ -406,6 +434,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => c.layers,
             ModelConfig::Llama(c) => c.layers,
+            ModelConfig::Decoder(c) => c.layers,
             ModelConfig::WideResnet(c) => c.depths.iter().sum(),
         }
     }
@@ -414,6 +443,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => c.vocab,
             ModelConfig::Llama(c) => c.vocab,
+            ModelConfig::Decoder(c) => c.vocab,
             ModelConfig::WideResnet(c) => c.classes,
         }
     }
@@ -422,6 +452,7 @@ impl ModelConfig {
     pub fn max_sequence(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
+            ModelConfig::Decoder(c) => c.positions,
             ModelConfig::Llama(c) => c.window.map_or(c.positions, |w| w.min(c.positions)),
             ModelConfig::WideResnet(_) => 1,
         }
@@ -431,7 +462,7 @@ impl ModelConfig {
     pub fn window(&self) -> Option<u64> {
         match self {
             ModelConfig::Llama(c) => c.window,
-            ModelConfig::Gpt2(_) | ModelConfig::WideResnet(_) => None,
+            ModelConfig::Gpt2(_) | ModelConfig::Decoder(_) | ModelConfig::WideResnet(_) => None,
         }
     }
     /// Says whether the head uses the embedding table.
@@ -439,6 +470,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => c.tied,
             ModelConfig::Llama(c) => c.tied,
+            ModelConfig::Decoder(c) => c.tied,
             ModelConfig::WideResnet(_) => false,
         }
     }
@@ -505,12 +537,12 @@ fn sized(
 /// Reads an activation function by its name in transformers.
 fn activation(f: &mut Fields, name: &'static str, default: &str) -> Result<Unary, ImportError> {
     match f.string(name)?.unwrap_or(default) {
-        "gelu_new" | "gelu_pytorch_tanh" => Ok(Unary::GeluTanh),
+        "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Ok(Unary::GeluTanh),
         "gelu" => Ok(Unary::GeluErf),
         "relu" => Ok(Unary::Relu),
         "silu" | "swish" => Ok(Unary::Silu),
         other => {
-            let accepted = "accepted: gelu_new, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish";
+            let accepted = "accepted: gelu_new, gelu_fast, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish";
             Err(f.error(name, format!("is {other:?}; {accepted}")))
         }
     }

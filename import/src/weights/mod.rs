@@ -13,6 +13,7 @@ mod read;
 
 pub use export::export;
 
+use crate::config::Plain;
 use crate::{ImportError, ModelConfig, Param};
 use files::Stored;
 use std::collections::BTreeMap;
@@ -211,6 +212,11 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
     let prefix = match config {
         ModelConfig::Gpt2(_) => "transformer.",
         ModelConfig::Llama(_) => "model.",
+        ModelConfig::Decoder(c) => match c.family {
+            Plain::Opt => "model.decoder.",
+            Plain::GptNeox => "gpt_neox.",
+            Plain::Nemotron => "model.",
+        },
         ModelConfig::WideResnet(_) => "",
     };
     name.strip_prefix(prefix).unwrap_or(name)
@@ -272,6 +278,15 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
         ModelConfig::Llama(_) => {
             layered("layers.", &["self_attn.rotary_emb.inv_freq"]) || bare == "rotary_emb.inv_freq"
         }
+        ModelConfig::Decoder(_) => layered(
+            "layers.",
+            &[
+                "attention.bias",
+                "attention.masked_bias",
+                "attention.rotary_emb.inv_freq",
+                "self_attn.rotary_emb.inv_freq",
+            ],
+        ),
         ModelConfig::WideResnet(_) => false,
     }
 }

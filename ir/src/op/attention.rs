@@ -16,13 +16,19 @@ pub(super) static FAMILY: Family = Family {
 fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
     let x = cx.x;
     match cx.kind {
-        OpKind::Rotary { theta, order, .. } => {
+        OpKind::Rotary {
+            theta, part, order, ..
+        } => {
             cx.float(0)?;
             cx.ensure(x[0].shape.rank() >= 3, || {
                 format!("{} has no [batch, sequence, .., head_dim]", x[0])
             })?;
             let d = cx.fixed(0, x[0].shape.rank() - 1)?;
-            cx.ensure(d % 2 == 0, || format!("head dim {d} is odd"))?;
+            let turned = part.unwrap_or(d);
+            cx.ensure(turned % 2 == 0, || format!("head dim {turned} is odd"))?;
+            cx.ensure(turned > 0 && turned <= d, || {
+                format!("{turned} elements of a head of {d} turn")
+            })?;
             cx.ensure(theta.is_finite() && *theta > 0.0, || {
                 format!("theta {theta} is not positive")
             })?;
@@ -153,12 +159,14 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
             theta,
             scaling,
             inverse,
+            part,
             order,
         } => {
             let kind = OpKind::Rotary {
                 theta: *theta,
                 scaling: *scaling,
                 inverse: !inverse,
+                part: *part,
                 order: *order,
             };
             arm.emit("x", kind, &[dy])?

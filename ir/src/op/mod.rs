@@ -359,6 +359,10 @@ pub enum OpKind {
         scaling: RopeScaling,
         /// Rotate by the negative angle.
         inverse: bool,
+        /// The elements of a head that turn, the first of them, an even number; all where absent.
+        /// Element `i` of their first half is paired with element `i + part / 2`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        part: Option<u64>,
         /// How the sequence is stored.
         #[serde(default, skip_serializing_if = "SequenceOrder::is_natural")]
         order: SequenceOrder,

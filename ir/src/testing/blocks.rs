@@ -292,11 +292,18 @@ impl Builder {
             llama3,
         ]);
         let theta = self.rng.pick(&[10_000.0, 500_000.0]);
+        // Half of a head at times, where it has an even half.
+        let head_dim = match self.dims(x).last() {
+            Some(Dim::Fixed(n)) => *n,
+            _ => 0,
+        };
+        let part = (theta > 1e5 && head_dim.is_multiple_of(4)).then_some(head_dim / 2);
         self.op(
             OpKind::Rotary {
                 theta,
                 scaling,
                 inverse: false,
+                part,
                 order: Default::default(),
             },
             &[x],

@@ -379,6 +379,7 @@ impl ProgramOfProbes {
                 theta: 1e4,
                 scaling: RopeScaling::None,
                 inverse: false,
+                part: None,
                 order: ir::op::SequenceOrder::Natural,
             },
             &[heads],

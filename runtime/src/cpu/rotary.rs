@@ -71,7 +71,8 @@ fn scale(freq: f64, scaling: RopeScaling) -> f64 {
 
 /// Turns every head of `x`, of shape `dims` = `[B, S, heads.., D]`, into `out` of the same shape.
 ///
-/// Row s of the sequence is at position `positions[s]`; `inv_freq` has D/2 entries.
+/// Row s of the sequence is at position `positions[s]`; `inv_freq` has an entry for each pair of
+/// elements that turns, D/2 where all of a head does. Those behind them stay as they are.
 /// `inverse` turns the other way: the inverse, and also the gradient with respect to `x`.
 ///
 /// # Panics
@@ -88,7 +89,11 @@ pub fn rotate(
         panic!("rotary needs dims [B, S, heads.., D], not {dims:?}");
     };
     let heads: usize = heads.iter().product();
-    assert_eq!(dim, 2 * inv_freq.len(), "head dim against frequencies");
+    let half = inv_freq.len();
+    assert!(
+        2 * half <= dim,
+        "{half} frequencies for a head dim of {dim}"
+    );
     assert_eq!(
         x.len(),
         batch * seq * heads * dim,
@@ -100,7 +105,6 @@ pub fn rotate(
     }
     assert_eq!(positions.len(), seq, "a position for every row");
     let turns = angles(positions, inv_freq, inverse);
-    let half = dim / 2;
     let rows = x
         .chunks_exact(heads * dim)
         .zip(out.chunks_exact_mut(heads * dim));
@@ -108,6 +112,7 @@ pub fn rotate(
         let turn = &turns[s * half..][..half];
         for (x, out) in x_row.chunks_exact(dim).zip(out_row.chunks_exact_mut(dim)) {
             turn_head(x, turn, out);
+            out[2 * half..].copy_from_slice(&x[2 * half..]);
         }
     }
 }
@@ -122,7 +127,7 @@ fn angles(positions: &[usize], inv_freq: &[f32], inverse: bool) -> Vec<(f32, f32
         .collect()
 }
 
-/// Turns one head.
+/// Turns the pairs of one head for which there are angles.
 fn turn_head(x: &[f32], turn: &[(f32, f32)], out: &mut [f32]) {
     let (x_a, x_b) = x.split_at(turn.len());
     let (out_a, out_b) = out.split_at_mut(turn.len());
@@ -219,6 +224,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Of a head of ten elements the first four turn as a head of four does, the others stay.
+    #[test]
+    fn a_part_of_a_head_turns_as_a_smaller_head() {
+        let (seq, dim, part) = (5, 10, 4);
+        let x = random(2, seq * dim);
+        let freq = inv_freq(10_000.0, part, RopeScaling::None);
+        let mut y = vec![0.0; x.len()];
+        rotate(&x, &[1, seq, 1, dim], 3, &freq, false, &mut y);
+        for s in 0..seq {
+            let (own, turned) = (&x[s * dim..][..dim], &y[s * dim..][..dim]);
+            let mut alone = vec![0.0; part];
+            rotate(&own[..part], &[1, 1, part], 3 + s, &freq, false, &mut alone);
+            assert_eq!(bits(&turned[..part]), bits(&alone));
+            assert_eq!(bits(&turned[part..]), bits(&own[part..]));
+        }
+        let mut back = vec![0.0; x.len()];
+        rotate(&y, &[1, seq, 1, dim], 3, &freq, true, &mut back);
+        let expected: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
+        assert_close(&back, &expected, 1e-6, "inverse");
     }
 
     #[test]

@@ -51,6 +51,10 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "mixtral/config.json",
         "qwen3_moe/config.json",
         "qwen2_moe/config.json",
+        "gemma/config.json",
+        "opt/config.json",
+        "gpt_neox/config.json",
+        "nemotron/config.json",
     ];
     let mut all: Vec<Vec<u8>> = cases
         .iter()

@@ -330,12 +330,19 @@ fn cases(t: DType) -> Vec<Case> {
         &[logits.clone(), n.clone(), ids, n],
         &[logits],
     );
-    for (inverse, order) in [(false, SequenceOrder::Natural), (true, zigzag)] {
+    let natural = SequenceOrder::Natural;
+    for (inverse, part, order) in [
+        (false, None, natural),
+        (true, None, zigzag),
+        (false, Some(4), natural),
+        (true, Some(2), zigzag),
+    ] {
         let x = p(&[(0, 2, 2), (8, 8, 8), (0, 3, 3), (0, 8, 8)]);
         let rotary = OpKind::Rotary {
             theta: 10000.0,
             scaling: RopeScaling::Linear { factor: 2.0 },
             inverse,
+            part,
             order,
         };
         add(rotary, &[x.clone()], &[x]);

@@ -96,10 +96,12 @@ impl Call<'_> {
                 theta,
                 scaling,
                 inverse,
+                part,
                 order,
             } => {
                 let dims = self.local(0).dims();
-                let freq = rotary::inv_freq(*theta, self.width(0), rope_scaling(*scaling));
+                let turned = part.map_or(self.width(0), |n| n as usize);
+                let freq = rotary::inv_freq(*theta, turned, rope_scaling(*scaling));
                 rotary::rotate(
                     &self.x(0),
                     &dims,

@@ -94,12 +94,14 @@ impl Op<'_> {
                 theta,
                 scaling,
                 inverse,
+                part,
                 order,
             } => {
-                let (dims, half) = (x.dims(), x.width() / 2);
-                if dims.len() < 3 || x.width() % 2 != 0 || half > TABLE {
+                let turned = part.map_or(x.width(), |n| n as usize);
+                let (dims, half) = (x.dims(), turned / 2);
+                if dims.len() < 3 || x.width() % 2 != 0 || turned % 2 != 0 || half > TABLE {
                     return Err(self.error(format!(
-                        "rotary of {dims:?}: head dims are even and at most {}",
+                        "rotary of {turned} elements of heads of {dims:?}: both are even and at most {}",
                         2 * TABLE
                     )));
                 }
@@ -107,10 +109,11 @@ impl Op<'_> {
                 let heads: usize = dims[2..dims.len() - 1].iter().product();
                 let start = x.local.ranges[1].start;
                 let numbers = [n, dims[1], heads, x.width(), start as usize].map(|n| n as i64);
-                let freq = rotary::inv_freq(*theta, x.width(), rope_scaling(*scaling));
+                let freq = rotary::inv_freq(*theta, turned, rope_scaling(*scaling));
                 let call = Call::each(ROTARY, "rotary", n / 2);
                 let call = call.x(0, x.typed()).y(0, y.typed()).n(0, &numbers);
-                let mut call = call.n(5, &[chunk, ranks, i64::from(*inverse)]);
+                let last = [chunk, ranks, i64::from(*inverse), half as i64];
+                let mut call = call.n(5, &last);
                 call.args.table[..half].copy_from_slice(&freq);
                 call
             }
