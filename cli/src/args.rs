@@ -63,12 +63,20 @@ pub enum Verb {
     #[command(after_help = format!("Example:\n  meshwright simulate plan.json --trace trace.json    (open the trace at https://ui.perfetto.dev)\n\n{EXIT_CODES}"))]
     Simulate(SimulateArgs),
     /// Train by a plan, on CPU ranks of this machine or of several.
-    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n  meshwright run plan.json --data text.txt --processes --checkpoint state --checkpoint-every 50\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n  meshwright run plan.json --data text.txt --processes --checkpoint state --checkpoint-every 50\n  meshwright run plan.json --data text.txt --metrics loss.csv --metrics tensorboard/ --prometheus 9400\n  meshwright run plan.json --data text.txt --processes --elastic --checkpoint state --checkpoint-every 50\n\n{EXIT_CODES}"))]
     Run(Box<RunArgs>),
     /// Say why a run hangs or died: which rank the others wait for, in which collective, and what it
     /// was doing.
     #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --processes --record records\n  meshwright doctor plan.json records\n\n{EXIT_CODES}"))]
     Doctor(DoctorArgs),
+    /// Look at training states that `run --checkpoint` wrote: what they are, whether they are whole,
+    /// and their weights in Hugging Face's form.
+    #[command(after_help = format!("Examples:\n  meshwright checkpoint inspect state\n  meshwright checkpoint verify state\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n\n{EXIT_CODES}"))]
+    Checkpoint {
+        /// The verb.
+        #[command(subcommand)]
+        verb: CheckpointVerb,
+    },
     /// Show what a plan predicted beside what its run measured.
     #[command(after_help = format!("Example:\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
     Compare(CompareArgs),
@@ -559,7 +567,7 @@ pub enum BackendArg {
 }
 
 /// Arguments of `run`.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct RunArgs {
     /// The plan.
     pub plan: PathBuf,
@@ -620,6 +628,10 @@ pub struct RunArgs {
     /// How many training states stay in the folder of --checkpoint, the newest ones.
     #[arg(long, value_name = "N", requires = "checkpoint", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     pub checkpoints_kept: u16,
+    /// Whether steps go on while --checkpoint-every writes, which takes memory for a copy of the
+    /// training state, or wait.
+    #[arg(long, value_enum, default_value_t = CheckpointMode::Background, requires = "checkpoint")]
+    pub checkpoint_mode: CheckpointMode,
     /// Go on from the training state in this folder.
     #[arg(long, conflicts_with = "weights")]
     pub resume: Option<PathBuf>,
@@ -629,6 +641,23 @@ pub struct RunArgs {
     /// Seconds that a rank waits for another one before the run fails.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
+    /// Write the figures of every step while the run goes on: to a file ending in .jsonl (JSON lines)
+    /// or .csv, or to a folder for TensorBoard; may be repeated. A run that goes on from a checkpoint
+    /// goes on in the same file, without a step twice.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub metrics: Vec<PathBuf>,
+    /// Answer Prometheus at this port of the loopback, with the figures of the newest step; 0 takes a
+    /// free port and says which.
+    #[arg(long, value_name = "PORT")]
+    pub prometheus: Option<u16>,
+    /// Where standard error is no terminal: seconds from one line about a step to the next; 0 writes
+    /// one for every step.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=86400))]
+    pub log_every: u64,
+    /// Compare the states of ranks that keep the same ones, by hashes, after every N steps: a bit that a
+    /// memory or a processor turned ends the run, and names the rank.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub check_replicas: Option<u64>,
     /// Have every rank write what it is doing to a file in this folder, for `meshwright doctor`.
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
@@ -636,6 +665,16 @@ pub struct RunArgs {
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
     pub processes: Option<usize>,
+    /// When processes that this run started die or hang: plan again for the ranks that are left, and go
+    /// on from the newest checkpoint; needs --processes and --checkpoint-every.
+    #[arg(long, requires = "processes", requires = "checkpoint_every")]
+    pub elastic: bool,
+    /// How a run that goes on so knows what has changed.
+    #[arg(long, hide = true, value_name = "FILE")]
+    pub continued: Option<PathBuf>,
+    /// How often that was.
+    #[arg(skip)]
+    pub losses: u32,
     /// Run in this process alone, whatever a launcher's variables say.
     #[arg(long, conflicts_with = "processes")]
     pub alone: bool,
@@ -661,6 +700,15 @@ pub struct RunArgs {
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// The steps while a checkpoint is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CheckpointMode {
+    /// They go on.
+    Background,
+    /// They wait.
+    Wait,
 }
 
 /// Arguments of `compare`.
@@ -760,6 +808,50 @@ pub struct DoctorArgs {
     pub plan: PathBuf,
     /// The folder that `run --record` wrote to.
     pub folder: PathBuf,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The verbs of `checkpoint`.
+#[derive(Debug, Subcommand)]
+pub enum CheckpointVerb {
+    /// Show step, plan, place in the data, states and shards, by the manifests alone.
+    #[command(after_help = format!("Examples:\n  meshwright checkpoint inspect state\n  meshwright checkpoint inspect state/0002-step-120 --verbose\n\n{EXIT_CODES}"))]
+    Inspect(LookArgs),
+    /// Compare every shard with its hash, and name what is damaged (exit code 5).
+    #[command(after_help = format!("Example:\n  meshwright checkpoint verify state\n\n{EXIT_CODES}"))]
+    Verify(LookArgs),
+    /// Write the weights of the newest that is whole as a folder that transformers loads.
+    #[command(after_help = format!("Example:\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n\n{EXIT_CODES}"))]
+    Convert(ConvertArgs),
+}
+
+/// Arguments of `checkpoint inspect` and `checkpoint verify`.
+#[derive(Debug, Args)]
+pub struct LookArgs {
+    /// The folder of `run --checkpoint`, or one of the checkpoints in it.
+    pub path: PathBuf,
+    /// List all states.
+    #[arg(short, long, conflicts_with = "json")]
+    pub verbose: bool,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `checkpoint convert`.
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    /// The folder of `run --checkpoint`, or one of the checkpoints in it.
+    pub path: PathBuf,
+    /// The model that was trained: its config.json or the folder of that, or the name of one that is
+    /// built in.
+    #[arg(long, value_name = "MODEL")]
+    pub config: PathBuf,
+    /// The folder that gets model.safetensors and config.json.
+    #[arg(short, long, value_name = "DIR")]
+    pub output: PathBuf,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

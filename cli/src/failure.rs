@@ -276,6 +276,9 @@ impl From<runtime::RuntimeError> for Failure {
             Diverged { .. } => Some(
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
+            Replicas { .. } => Some(
+                "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
+            ),
             Gone { .. } => Some(
                 "its own message, where it wrote one, is above; with --record DIR, `meshwright doctor PLAN DIR` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),

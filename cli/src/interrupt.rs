@@ -11,6 +11,13 @@ pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {
     registered.map(|_| ()).map_err(no_handler)
 }
 
+/// Has a file that reaches its limit of length be an error of its write, as a full disk is; by itself
+/// that kills the process.
+pub fn outlive_limits_of_files() -> Result<(), Failure> {
+    let ignored = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    ignored.map(|_| ()).map_err(no_handler)
+}
+
 /// Has the first interrupt (or request to terminate) do nothing: it is another process' to heed. The
 /// second one ends this one.
 pub fn leave_to_others() -> Result<(), Failure> {

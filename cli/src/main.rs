@@ -181,6 +181,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Export(a) => commands::export::run(&a),
         Verb::Simulate(a) => commands::simulate::run(&a),
         Verb::Run(a) => commands::run::run(&a),
+        Verb::Checkpoint { verb } => commands::checkpoint::run(&verb),
         Verb::Doctor(a) => commands::doctor::run(&a),
         Verb::Compare(a) => commands::compare::run(&a),
         Verb::Calibrate(a) => commands::calibrate::run(&a),

@@ -110,12 +110,19 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
 
 /// Reads the configuration of a model that is built in, or that at `path`, a file or its folder.
 pub fn load_config(path: &Path) -> Result<ModelConfig, Failure> {
-    let file = match source(path)? {
-        Source::File(file) => file,
-        Source::BuiltIn(name, text) => return parse_config(name, text),
-    };
-    let text = files::read_text(&file, "model configuration", files::SMALL)?;
-    parse_config(&file.display().to_string(), &text)
+    let (name, text) = config_text(path)?;
+    parse_config(&name, &text)
+}
+
+/// The name and the text of that configuration.
+pub fn config_text(path: &Path) -> Result<(String, String), Failure> {
+    match source(path)? {
+        Source::File(file) => {
+            let text = files::read_text(&file, "model configuration", files::SMALL)?;
+            Ok((file.display().to_string(), text))
+        }
+        Source::BuiltIn(name, text) => Ok((name.to_string(), text.to_string())),
+    }
 }
 
 /// The most models that are named where a folder has none itself.

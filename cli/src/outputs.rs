@@ -63,6 +63,10 @@ pub fn check_folder(folder: &Path) -> Result<(), Failure> {
         let what = format!("{}: cannot {what}: {e}", folder.display());
         Failure::new(Exit::BadInput, what)
     };
+    if folder.exists() && !folder.is_dir() {
+        let what = format!("{}: is a file, expected a folder", folder.display());
+        return Err(Failure::new(Exit::BadInput, what).help("name a folder, or one to make"));
+    }
     std::fs::create_dir_all(folder).map_err(|e| error("make the folder", e))?;
     sweep(folder);
     match Unfinished::folder(folder) {

@@ -16,6 +16,8 @@ fn every_verb_has_examples_and_exit_codes_in_its_help() {
         "lower",
         "simulate",
         "run",
+        "checkpoint",
+        "doctor",
         "compare",
         "calibrate",
         "predict",

@@ -121,7 +121,7 @@ pub enum RuntimeError {
     #[error("program: {0}")]
     Program(String),
     /// A loss or a gradient norm is no number, and no smaller loss scale can help.
-    #[error("the {figure} of step {step} is {value}{}: training diverged", of_scale(*loss_scale))]
+    #[error("the {figure} of step {step} is {value}{}: training diverged{}", of_scale(*loss_scale), first_words(first))]
     Diverged {
         /// The step.
         step: u64,
@@ -131,6 +131,8 @@ pub enum RuntimeError {
         value: f64,
         /// The loss scale of the step, with f16.
         loss_scale: Option<f64>,
+        /// The first tensor that is no number, where that is known.
+        first: Option<String>,
     },
     /// Data cannot be read.
     #[error(transparent)]
@@ -166,6 +168,24 @@ pub enum RuntimeError {
         path: String,
         /// NaN or an infinity.
         value: f32,
+    },
+    /// Ranks that keep the same part of a state have other bits of it.
+    #[error(
+        "after {}, state `{path}` of {} is not that of {}, which {} the same part of it{}",
+        ir::counted(*step, "step"), list(odd), list(others), if others.len() == 1 { "keeps" } else { "keep" },
+        if *is_known { "" } else { "; which of them is wrong cannot be told" }
+    )]
+    Replicas {
+        /// Steps done.
+        step: u64,
+        /// The state's path.
+        path: String,
+        /// The ranks that are fewest to have their bits.
+        odd: Vec<Rank>,
+        /// The others.
+        others: Vec<Rank>,
+        /// Whether the former are fewer.
+        is_known: bool,
     },
     /// The record of a rank cannot be read or written.
     #[error("{}: {problem}", path.display())]
@@ -219,6 +239,11 @@ mod told {
 
 fn of_scale(scale: Option<f64>) -> String {
     scale.map_or(String::new(), |s| format!(" at a loss scale of {s}"))
+}
+
+fn first_words(first: &Option<String>) -> String {
+    let words = |f: &String| format!("; the first tensor that is no number: {f}");
+    first.as_ref().map_or(String::new(), words)
 }
 
 fn list(ranks: &[Rank]) -> String {

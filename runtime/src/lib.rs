@@ -18,6 +18,7 @@ pub mod record;
 pub mod reference;
 pub mod rng;
 pub mod schedule;
+pub mod stragglers;
 pub mod train;
 
 pub use error::RuntimeError;

@@ -1,18 +1,20 @@
 //! The loop of a run: steps of training, or of inference.
 
-use crate::checkpoint::{self, Checkpoint};
+use crate::checkpoint::{self, Background, Checkpoint, Ended};
 use crate::data::{Batches, DataError, Dataset};
 use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
 use crate::schedule::LrSchedule;
+use crate::stragglers::{Finding, Stragglers};
 use ir::measurement::{Measurement, StepMeasurement};
 use ir::program::Program;
 use ir::{Task, TrainSpec};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 /// The plan to run, and the data to run it on.
 #[derive(Clone, Debug)]
@@ -42,6 +44,8 @@ pub struct TrainOptions<'a> {
     pub resume: Option<Arc<Checkpoint>>,
     /// Checkpoints to write on the way.
     pub checkpoints: Option<Periodic<'a>>,
+    /// Compare the states of ranks that keep the same ones after every so many steps.
+    pub check_replicas: Option<u64>,
     /// Once true, no further step begins: the run ends as if it had been asked for the steps
     /// done by then.
     pub stop: Option<&'a AtomicBool>,
@@ -60,13 +64,22 @@ pub struct Periodic<'a> {
     pub kept: usize,
     /// The text of the plan's forward graph.
     pub model: &'a str,
+    /// Whether steps wait until a checkpoint is written, in place of going on beside it.
+    pub waits: bool,
 }
 
 /// The reports of `train` while it runs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Progress {
-    /// A training step is done.
-    Step(StepMeasurement),
+    /// A step is done.
+    Step {
+        /// Its measurement.
+        measured: StepMeasurement,
+        /// Most bytes that a rank had so far.
+        peak_bytes: u64,
+        /// Whether loss scaling skipped its update.
+        skipped: bool,
+    },
     /// A validation loss after so many training steps.
     Validation {
         /// Steps done.
@@ -81,6 +94,20 @@ pub enum Progress {
         /// Its folder.
         path: PathBuf,
     },
+    /// Something holds the ranks up, or does so no more.
+    Straggler {
+        /// Steps done.
+        step: u64,
+        /// How.
+        finding: Finding,
+    },
+    /// A checkpoint that was due had to wait for the one before it.
+    Held {
+        /// Steps done.
+        step: u64,
+        /// How long.
+        seconds: f64,
+    },
     /// A checkpoint could not be written; the run goes on, and the earlier ones are as they were.
     NoCheckpoint {
         /// Steps done.
@@ -89,6 +116,9 @@ pub enum Progress {
         problem: String,
     },
 }
+
+/// Seconds up to which a checkpoint that waits for another one is not worth saying.
+const HELD_S: f64 = 0.05;
 
 /// A run that ended.
 pub struct Trained {
@@ -127,6 +157,8 @@ pub fn train(
         data: Some(Arc::new(data)),
         ..options.session.clone()
     };
+    // Declared before the session, so that an error ends the ranks that write for it first.
+    let mut background = Background::default();
     let mut session = match &options.resume {
         None => Session::new(program, spec, session, initial)?,
         Some(checkpoint) => Session::resume(program, spec, session, checkpoint)?,
@@ -144,6 +176,9 @@ pub fn train(
         let n_gpus = cuda::count()?.min(session.n_ranks());
         recorder.on_gpus(&cuda::name()?, n_gpus);
     }
+    // The host does not see where a GPU waits.
+    let is_cpu = options.session.backend == Backend::Cpu;
+    let mut stragglers = is_cpu.then(|| Stragglers::new(session.roles()));
     let validate = |session: &mut Session,
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|
@@ -157,6 +192,7 @@ pub fn train(
                 figure: "validation loss".into(),
                 value: loss,
                 loss_scale: None,
+                first: None,
             });
         }
         recorder.validation(step, loss);
@@ -178,12 +214,33 @@ pub fn train(
         };
         let profile = options.steps - i <= options.profile_steps;
         let result = session.train(lr, profile)?;
-        if let Err(e) = result.check(step, spec) {
+        if let Err(mut e) = result.check(step, spec) {
+            if let RuntimeError::Diverged { first, .. } = &mut e {
+                *first = session.first_spoiled().unwrap_or(None);
+            }
+            // What was good before is kept.
+            let ended = background.wait(&mut session);
+            let _ = settle(ended, &session, &mut on_progress);
+            session.fail(&e.to_string());
+            return Err(e);
+        }
+        let is_due = |n: u64| n > 0 && session.step_number().is_multiple_of(n);
+        if options.check_replicas.is_some_and(is_due)
+            && let Err(e) = session.check_replicas()
+        {
             session.fail(&e.to_string());
             return Err(e);
         }
         let measured = recorder.step(options.program, step, lr, &result);
-        on_progress(Progress::Step(measured));
+        on_progress(Progress::Step {
+            measured,
+            peak_bytes: result.peak_bytes.iter().copied().max().unwrap_or(0),
+            skipped: result.loss_scale.is_some() && !result.grad_norm.is_finite(),
+        });
+        for finding in stragglers.iter_mut().flat_map(|s| s.step(&result.spent)) {
+            let step = session.step_number();
+            on_progress(Progress::Straggler { step, finding });
+        }
         let due = options
             .validate_every
             .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
@@ -191,22 +248,27 @@ pub fn train(
             validate(&mut session, &mut recorder, &mut on_progress)?;
         }
         let is_last = i + 1 == options.steps || stopped();
+        let ended = background.poll(&mut session);
+        settle(ended, &session, &mut on_progress)?;
         if let Some(periodic) = options.checkpoints.filter(|_| !is_last) {
-            save_where_due(periodic, &mut session, options.plan_hash, &mut on_progress)?;
+            let by = (&mut session, &mut background);
+            save_where_due(periodic, by, options.plan_hash, &mut on_progress)?;
         }
     }
+    let ended = background.wait(&mut session);
+    settle(ended, &session, &mut on_progress)?;
     Ok(Trained {
         measurement: recorder.finish(options.program),
         session,
     })
 }
 
-/// Writes a checkpoint where one is due.
+/// Writes a checkpoint where one is due, or begins to.
 ///
 /// Fails only when the ranks cannot go on.
 fn save_where_due(
     periodic: Periodic<'_>,
-    session: &mut Session,
+    (session, background): (&mut Session, &mut Background),
     plan: &str,
     on_progress: &mut dyn FnMut(Progress),
 ) -> Result<(), RuntimeError> {
@@ -215,12 +277,42 @@ fn save_where_due(
         every,
         kept,
         model,
+        waits,
     } = periodic;
     let step = session.step_number();
     if every == 0 || !step.is_multiple_of(every) {
         return Ok(());
     }
-    match checkpoint::save_keeping(kept, folder, session, plan, model) {
+    if background.is_busy() {
+        let since = Instant::now();
+        settle(background.wait(session), session, on_progress)?;
+        let seconds = since.elapsed().as_secs_f64();
+        if seconds > HELD_S {
+            on_progress(Progress::Held { step, seconds });
+        }
+    }
+    let path = match waits {
+        true => checkpoint::save_keeping(kept, folder, session, plan, model),
+        false => match background.begin(kept, folder, session, (plan, model)) {
+            Ok(()) => return Ok(()),
+            Err(e) => Err(e),
+        },
+    };
+    settle(Some(Ended { step, path }), session, on_progress)
+}
+
+/// Says how a checkpoint ended.
+///
+/// Fails only when the ranks cannot go on.
+fn settle(
+    ended: Option<Ended>,
+    session: &Session,
+    on_progress: &mut dyn FnMut(Progress),
+) -> Result<(), RuntimeError> {
+    let Some(Ended { step, path }) = ended else {
+        return Ok(());
+    };
+    match path {
         Ok(path) => on_progress(Progress::Checkpoint { step, path }),
         Err(e) if session.has_ended() => return Err(e),
         Err(e) => on_progress(Progress::NoCheckpoint {
@@ -317,6 +409,7 @@ mod tests {
                 profile_steps: 2,
                 resume: resume.map(newest),
                 checkpoints: None,
+                check_replicas: Some(5),
                 stop: None,
                 session: SessionOptions::default(),
             };
@@ -385,6 +478,7 @@ mod tests {
             profile_steps: 0,
             resume: None,
             checkpoints: None,
+            check_replicas: None,
             stop: None,
             session: SessionOptions::default(),
         }
@@ -574,6 +668,7 @@ mod tests {
             profile_steps: 2,
             resume: None,
             checkpoints: None,
+            check_replicas: None,
             stop: None,
             session: SessionOptions::default(),
         };

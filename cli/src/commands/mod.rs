@@ -3,6 +3,7 @@
 pub mod again;
 pub mod calibrate;
 pub mod check;
+pub mod checkpoint;
 pub mod compare;
 pub mod compile;
 pub mod doctor;

@@ -3,10 +3,12 @@
 
 mod among;
 mod children;
+mod elastic;
 mod launcher;
 mod rendezvous;
+mod watch;
 
-use crate::args::{BackendArg, DecayArg, RunArgs};
+use crate::args::{BackendArg, CheckpointMode, DecayArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
@@ -28,17 +30,23 @@ use runtime::measure::EMULATED_GPU;
 use runtime::processes::Processes;
 use runtime::record;
 use runtime::schedule::{Decay, LrSchedule};
+use runtime::stragglers::Finding;
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use watch::{Described, Figures, Watch};
 
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
+    interrupt::outlive_limits_of_files()?;
+    let args = &elastic::continued(args)?;
     let schedule = schedule(args)?;
     let setting = among::setting(args)?;
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
+    elastic::check(args, &loaded)?;
     if setting.index() > 0 {
         return serve(args, &setting, &loaded);
     }
@@ -66,18 +74,29 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.record {
         record::clear(folder)?;
     }
-    let company = among::gather(&setting, args, &loaded)?;
+    let mut company = among::gather(&setting, args, &loaded)?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
-    let Trained {
-        measurement,
-        mut session,
-    } = train_all(
+    let first = resume.as_ref().map_or(0, |c| c.step());
+    let trained = train_all(
         args,
         &loaded,
         (&dataset, &schedule),
         (weights.as_ref(), resume),
         processes,
     )?;
+    let Trained {
+        measurement,
+        mut session,
+    } = match (trained, company) {
+        (Ok(trained), there) => {
+            company = there;
+            trained
+        }
+        (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if args.elastic => {
+            return Err(elastic::go_on(args, &loaded, company, (lost, first)));
+        }
+        (Err(e), _) => return Err(e.into()),
+    };
     if measurement.steps.is_empty() {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
@@ -398,7 +417,7 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     let mut written: Vec<&Path> = args.save.as_deref().into_iter().collect();
     outputs::check_regular(&written, &read)?;
     written.push(&args.output);
-    outputs::check(&written, &read)?;
+    watch::check(args, &read, &written)?;
     let folders = args.checkpoint.iter().chain(&args.record);
     folders
         .into_iter()
@@ -537,13 +556,41 @@ fn fits_machine(loaded: &Loaded, setting: &Setting) -> Result<(), Failure> {
     }
 }
 
+/// Whether steps wait for periodic checkpoints: where that was asked for, or there is no room for
+/// copies of the states.
+fn waits(args: &RunArgs, loaded: &Loaded) -> bool {
+    if args.checkpoint_mode == CheckpointMode::Wait {
+        return true;
+    }
+    let roles = loaded.program.roles.iter();
+    let states = roles.flat_map(|r| r.states.iter().map(|s| (&s.path, r.buffer(s.buffer))));
+    // A state that several stages have is written once.
+    let states: BTreeMap<&String, u64> = states
+        .map(|(path, b)| (path, b.lens.iter().product::<u64>() * b.dtype.bytes()))
+        .collect();
+    let arenas = loaded.program.roles.iter();
+    let arenas = arenas.map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices())));
+    let copies: u64 = states.values().sum();
+    let needed = arenas.fold(copies, u64::saturating_add);
+    match super::free_memory() {
+        Some(free) if needed > free => {
+            crate::say(format_args!(
+                "note: steps wait for checkpoints, as there is no memory for copies of the states ({})",
+                Bytes(copies)
+            ));
+            true
+        }
+        _ => false,
+    }
+}
+
 fn train_all(
     args: &RunArgs,
     loaded: &Loaded,
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     processes: Option<Arc<Processes>>,
-) -> Result<Trained, Failure> {
+) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
     interrupt::sets_at_usr1(&stop)?;
@@ -555,6 +602,7 @@ fn train_all(
             every,
             kept: usize::from(args.checkpoints_kept),
             model: &plan.graph,
+            waits: waits(args, loaded),
         });
     let options = TrainOptions {
         program: &loaded.program,
@@ -569,6 +617,7 @@ fn train_all(
         profile_steps: args.profile,
         resume,
         checkpoints: periodic.filter(|_| plan.train.task.is_training()),
+        check_replicas: args.check_replicas,
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
@@ -592,36 +641,86 @@ fn train_all(
         _ => drawn(request),
     };
     let rates = Rates::of(args, loaded);
+    let described = Described {
+        name: &plan.name,
+        plan: &loaded.hash,
+        step: options.resume.as_ref().map_or(0, |c| c.step()),
+        resumes: options.resume.is_some() || args.continued.is_some(),
+    };
+    let mut watch = Watch::open(args, &described)?;
     let bar = ProgressBar::new(args.steps);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} ({eta} left)") {
         bar.set_style(style);
     }
-    let result = train(&options, initial, |progress| match progress {
-        Progress::Step(s) => {
+    let result = train(&options, initial, |progress| {
+        match progress {
+        Progress::Step {
+            measured,
+            peak_bytes,
+            skipped,
+        } => {
+            let seconds = measured.seconds;
+            let tokens_per_s = rates.tokens / seconds;
             bar.inc(1);
             bar.set_message(format!(
                 "loss {:.4}, {} tokens/s, MFU {}",
-                s.loss,
-                report::count(rates.tokens / s.seconds),
-                rates.mfu_words(s.seconds)
+                measured.loss,
+                report::count(tokens_per_s),
+                rates.mfu_words(seconds)
             ));
+            watch.step(Figures {
+                measured,
+                tokens_per_s,
+                mfu: rates.mfu(seconds),
+                peak_bytes,
+                skipped,
+            });
         }
         Progress::Validation { step, loss } => {
-            bar.println(format!("step {step}: validation loss {loss:.4}"))
+            let words = format!("step {step}: validation loss {loss:.4}");
+            watch.validation(step, loss);
+            watch.line(format_args!("{words}"));
+            bar.println(words);
         }
-        Progress::Checkpoint { step, path } => bar.println(format!(
-            "step {step}: {} has the training state",
-            path.display()
-        )),
+        Progress::Checkpoint { step, path } => {
+            let words = format!("step {step}: {} has the training state", path.display());
+            watch.line(format_args!("{words}"));
+            bar.println(words);
+        }
+        Progress::Straggler { step, finding } => bar.suspend(|| {
+            let after = ir::counted(step, "step");
+            crate::say(format_args!("note: after {after}, {}", of_finding(finding)))
+        }),
+        Progress::Held { step, seconds } => bar.suspend(|| {
+            crate::say(format_args!(
+                "note: the checkpoint after {} waited {seconds:.1} s for the one before it: the disk is slower than --checkpoint-every",
+                ir::counted(step, "step")
+            ))
+        }),
         Progress::NoCheckpoint { step, problem } => bar.suspend(|| {
             crate::say(format_args!(
                 "warning: no checkpoint after {}, the run goes on: {problem}",
                 ir::counted(step, "step")
             ))
         }),
+    }
     });
     bar.finish_and_clear();
-    Ok(result?)
+    Ok(result)
+}
+
+/// The words of a finding about what holds a run up.
+fn of_finding(finding: Finding) -> String {
+    match finding {
+        Finding::SlowRank { rank, times } => format!(
+            "{rank} works {times:.1} times as long as the ranks that do the same: its processor is slow or shared, not the link"
+        ),
+        Finding::Recovered(rank) => format!("{rank} is as fast as the others again"),
+        Finding::SlowLink { times } => format!(
+            "all ranks wait {times:.1} times as long for each other as at first, and none works longer: the link is slow"
+        ),
+        Finding::LinkRecovered => "ranks wait for each other no longer than at first".into(),
+    }
 }
 
 /// The work of a step, which turns its time into rates.

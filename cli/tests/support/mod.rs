@@ -119,6 +119,15 @@ impl Place {
         names.sort();
         names
     }
+    /// Names in a folder of it, sorted.
+    pub fn names_in(&self, folder: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(folder)).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
     /// Runs `meshwright` here.
     pub fn run(&self, args: &[&str]) -> Done {
         self.run_with(args, &[])

@@ -72,7 +72,7 @@ pub(super) struct Manifest {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Facts {
-    bytes: u64,
+    pub bytes: u64,
     blake3: String,
 }
 
@@ -183,21 +183,28 @@ pub fn restamped(text: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&manifest.stamped()).ok()
 }
 
-/// Whether files are what they have to be, with each read once.
-pub(super) fn verify(folder: &Path, files: &BTreeMap<String, Facts>) -> Result<(), RuntimeError> {
-    let wrong = files.par_iter().find_map_first(|(name, facts)| {
+/// Finds what is wrong with files that are not what they have to be. Reads each once.
+pub(super) fn verify(folder: &Path, files: &BTreeMap<String, Facts>) -> Vec<RuntimeError> {
+    let wrong = files.par_iter().filter_map(|(name, facts)| {
         let path = folder.join(name);
         if Path::new(name).file_name() != Some(name.as_ref()) {
             return Some(problem(&path, "is not the name of a file beside it".into()));
         }
-        let wrong = match hash(&path, facts.bytes) {
-            Ok(hash) if hash == facts.blake3 => return None,
-            Ok(_) => "damaged: it has another hash than the manifest says".into(),
-            Err(e) => format!("cannot read: {e}"),
-        };
+        let wrong = facts.hold(&path).err()?;
         Some(problem(&path, wrong))
     });
-    wrong.map_or(Ok(()), Err)
+    wrong.collect()
+}
+
+impl Facts {
+    /// Reads a file, and says what is wrong with it.
+    pub fn hold(&self, path: &Path) -> Result<(), String> {
+        match hash(path, self.bytes) {
+            Ok(hash) if hash == self.blake3 => Ok(()),
+            Ok(_) => Err("damaged: it has another hash than the manifest says".into()),
+            Err(e) => Err(format!("cannot read: {e}")),
+        }
+    }
 }
 
 /// The hash of a file of so many bytes.

@@ -14,13 +14,16 @@
 //!
 //! What is written replaces nothing. Files are written through to the disk in a folder beside,
 //! then the manifest, then the folder gets its name, one number above the newest; only then old
-//! checkpoints go, all but the [newest two](KEPT). A run goes on from the newest that is what its
+//! checkpoints go, all but the [newest two](KEPT). That can be done [in the background](Background),
+//! from copies of the states. A run goes on from the newest that is what its
 //! manifest says; nothing else points at it.
 
+mod background;
 mod manifest;
 mod shard;
 mod share;
 
+pub use background::{Background, Ended};
 pub use manifest::{Origin, restamped};
 pub(crate) use shard::Shard;
 pub(crate) use shard::write as write_shard;
@@ -30,12 +33,13 @@ use crate::error::RuntimeError;
 use crate::execute::{Local, Session};
 use crate::files::{self, Unfinished};
 use ir::text::ParseError;
-use manifest::Manifest;
+use manifest::{Facts, Manifest};
 use serde::{Deserialize, Serialize};
 use shard::Piece;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Checkpoints that stay in a folder: should the newest be damaged, there is one more.
 pub const KEPT: usize = 2;
@@ -49,6 +53,30 @@ pub struct Checkpoint {
     step: u64,
     origin: Option<Origin>,
     states: BTreeMap<String, Stored>,
+    /// Files with hashes.
+    files: BTreeMap<PathBuf, Sealed>,
+}
+
+/// A file of a checkpoint, and whether this process has seen that it is what was written: another
+/// process may be on another host, and read other bytes.
+#[derive(Debug, Serialize, Deserialize)]
+struct Sealed {
+    facts: Facts,
+    #[serde(skip)]
+    verdict: OnceLock<Result<(), String>>,
+}
+
+/// A checkpoint by what its manifest says. Nothing else of it was read.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Its plan and model.
+    pub origin: Origin,
+    /// Files beside the manifest, and their bytes.
+    pub files: BTreeMap<String, u64>,
+    /// Global lengths of each state, and the number of its parts.
+    pub states: BTreeMap<String, (Vec<u64>, usize)>,
 }
 
 /// Where the parts of a state lie.
@@ -93,6 +121,19 @@ pub fn save_keeping(
     let unfinished = Unfinished::folder(folder).map_err(error)?;
     let shards = session.write_shards(unfinished.path())?;
     let origin = Origin::of(session, plan, model);
+    commit(folder, kept, &unfinished, origin, shards)
+}
+
+/// Makes a checkpoint of files that are on the disk: writes the manifest beside them, gives their
+/// folder its name, and then has old ones go.
+fn commit(
+    folder: &Path,
+    kept: usize,
+    unfinished: &Unfinished,
+    origin: Origin,
+    shards: Vec<Shard>,
+) -> Result<PathBuf, RuntimeError> {
+    let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
     let step = origin.step;
     let manifest = Manifest::new(origin, shards);
     manifest.write(unfinished.path()).map_err(error)?;
@@ -122,17 +163,8 @@ pub fn save_keeping(
 ///
 /// Fails when there is none.
 pub fn find(path: &Path) -> Result<Found, RuntimeError> {
-    let is_one = path.join(manifest::NAME).exists();
-    let candidates: Vec<PathBuf> = match path.is_dir() && !is_one {
-        true => {
-            let newest_first = numbered(path).into_iter().rev().map(|(_, p)| p);
-            let single = Some(path.join(SINGLE)).filter(|p| p.exists());
-            newest_first.chain(single).collect()
-        }
-        false => vec![path.to_path_buf()],
-    };
     let mut passed_over = Vec::new();
-    for candidate in candidates {
+    for candidate in all(path) {
         match Checkpoint::open(&candidate) {
             Ok(checkpoint) => {
                 return Ok(Found {
@@ -140,12 +172,55 @@ pub fn find(path: &Path) -> Result<Found, RuntimeError> {
                     passed_over,
                 });
             }
-            Err(e) => passed_over.push(e),
+            // The first says enough of one that there is an older one for.
+            Err(problems) => passed_over.extend(problems.into_iter().next()),
         }
     }
     // The newest of several is the one that was meant.
     let none = || problem(path, "the folder has no checkpoint".into());
     Err(passed_over.into_iter().next().unwrap_or_else(none))
+}
+
+/// All checkpoints at `path`, newest first: those of a folder, or the one that it is.
+pub fn all(path: &Path) -> Vec<PathBuf> {
+    match path.is_dir() && !path.join(manifest::NAME).exists() {
+        true => {
+            let newest_first = numbered(path).into_iter().rev().map(|(_, p)| p);
+            let single = Some(path.join(SINGLE)).filter(|p| p.exists());
+            newest_first.chain(single).collect()
+        }
+        false => vec![path.to_path_buf()],
+    }
+}
+
+/// Reads the manifest of the checkpoint at `path`.
+///
+/// Fails when there is none, or it is damaged.
+pub fn summary(path: &Path) -> Result<Summary, RuntimeError> {
+    let is_manifest = path.file_name().is_some_and(|n| n == manifest::NAME);
+    let folder = match is_manifest {
+        true => files::parent(path),
+        false => path,
+    };
+    let manifest = Manifest::read(folder)?;
+    let files = manifest.files.into_iter();
+    let states = manifest.states.into_iter();
+    Ok(Summary {
+        path: folder.to_path_buf(),
+        origin: manifest.origin,
+        files: files.map(|(name, facts)| (name, facts.bytes)).collect(),
+        states: states
+            .map(|(name, s)| (name, (s.shape, s.parts.len())))
+            .collect(),
+    })
+}
+
+/// Opens the checkpoint at `path`, with all of its files read once to see that they are what was
+/// written.
+///
+/// Fails with all that is wrong.
+pub fn verify(path: &Path) -> Result<Checkpoint, Vec<RuntimeError>> {
+    Checkpoint::open(path)
 }
 
 /// Folders in `folder` that have the name of a checkpoint, oldest first, with their numbers.
@@ -165,24 +240,33 @@ pub fn numbered(folder: &Path) -> Vec<(u64, PathBuf)> {
 
 impl Checkpoint {
     /// Opens the checkpoint at `path` and verifies it.
-    fn open(path: &Path) -> Result<Self, RuntimeError> {
+    fn open(path: &Path) -> Result<Self, Vec<RuntimeError>> {
         match path.is_dir() {
             true => Self::open_folder(path),
             false if path.file_name().is_some_and(|n| n == manifest::NAME) => {
                 Self::open_folder(files::parent(path))
             }
-            false => Self::open_single(path),
+            false => Self::open_single(path).map_err(|e| vec![e]),
         }
     }
 
-    fn open_folder(path: &Path) -> Result<Self, RuntimeError> {
+    fn open_folder(path: &Path) -> Result<Self, Vec<RuntimeError>> {
+        let manifest = Manifest::read(path).map_err(|e| vec![e])?;
+        let problems = manifest::verify(path, &manifest.files);
+        match problems.is_empty() {
+            true => Self::of_verified(path, manifest).map_err(|e| vec![e]),
+            false => Err(problems),
+        }
+    }
+
+    /// Puts together what the files of a folder have, which are as the manifest says.
+    fn of_verified(path: &Path, manifest: Manifest) -> Result<Self, RuntimeError> {
         let Manifest {
             origin,
             files,
             states,
             ..
-        } = Manifest::read(path)?;
-        manifest::verify(path, &files)?;
+        } = manifest;
         let mut headers = BTreeMap::new();
         for name in files.keys() {
             headers.insert(name.clone(), shard::Header::read(&path.join(name))?);
@@ -203,11 +287,16 @@ impl Checkpoint {
             let lens = state.shape;
             all.insert(name, Stored { lens, pieces });
         }
+        let sealed = |(name, facts): (String, Facts)| {
+            let verdict = OnceLock::from(Ok(()));
+            (path.join(name), Sealed { facts, verdict })
+        };
         Ok(Checkpoint {
             path: path.to_path_buf(),
             step: origin.step,
             origin: Some(origin),
             states: all,
+            files: files.into_iter().map(sealed).collect(),
         })
     }
 
@@ -228,6 +317,7 @@ impl Checkpoint {
             step,
             origin: None,
             states: header.tensors()?.into_iter().map(whole).collect(),
+            files: BTreeMap::new(),
         })
     }
 
@@ -255,9 +345,10 @@ impl Checkpoint {
     }
 
     /// Reads one part of a state into its buffer, and nothing else of the files. Padding becomes
-    /// zero.
+    /// zero. A process to which the checkpoint was told reads each file whole once before, to see
+    /// that it is what was written.
     ///
-    /// Fails when there is no such state of these lengths, or a file cannot be read.
+    /// Fails when there is no such state of these lengths, or a file cannot be read or is damaged.
     pub fn read(&self, path: &str, part: &Local, out: &mut [u8]) -> Result<(), RuntimeError> {
         let stored = self.states.get(path).filter(|s| s.lens == part.lens);
         let stored = stored.ok_or_else(|| {
@@ -265,7 +356,12 @@ impl Checkpoint {
             problem(&self.path, format!("it has no state `{path}` of {lens:?}"))
         })?;
         out.fill(0);
-        for piece in &stored.pieces {
+        for piece in stored.pieces.iter().filter(|p| p.has_some(part)) {
+            if let Some(Sealed { facts, verdict }) = self.files.get(&piece.file) {
+                let verdict = verdict.get_or_init(|| facts.hold(&piece.file));
+                let verdict = verdict.clone();
+                verdict.map_err(|what| problem(&piece.file, what))?;
+            }
             piece
                 .read(part, out)
                 .map_err(|e| problem(&piece.file, format!("cannot read: {e}")))?;

@@ -248,13 +248,25 @@ impl Piece {
         }
     }
 
-    /// Reads what it has of `part` into the part's buffer.
-    pub fn read(&self, part: &Local, out: &mut [u8]) -> io::Result<()> {
+    /// Where it and `part` meet: first indices and lengths, of which one is 0 where they do not.
+    fn meets(&self, part: &Local) -> (Vec<usize>, Vec<usize>) {
         let (start, valid) = (part.start(), part.valid());
         let dims = 0..start.len();
         let first: Vec<usize> = dims.clone().map(|d| start[d].max(self.start[d])).collect();
         let end = |d: usize| (start[d] + valid[d]).min(self.start[d] + self.shape[d]);
-        let extent: Vec<usize> = dims.map(|d| end(d).saturating_sub(first[d])).collect();
+        let extent = dims.map(|d| end(d).saturating_sub(first[d])).collect();
+        (first, extent)
+    }
+
+    /// Whether it has something of `part`.
+    pub fn has_some(&self, part: &Local) -> bool {
+        !self.meets(part).1.contains(&0)
+    }
+
+    /// Reads what it has of `part` into the part's buffer.
+    pub fn read(&self, part: &Local, out: &mut [u8]) -> io::Result<()> {
+        let start = part.start();
+        let (first, extent) = self.meets(part);
         if extent.contains(&0) {
             return Ok(());
         }

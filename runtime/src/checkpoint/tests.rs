@@ -107,6 +107,29 @@ fn what_was_split_one_way_is_read_another_way() {
     }
 }
 
+/// A process to which a checkpoint is told may be on another host, and see other bytes there.
+#[test]
+fn who_is_told_of_a_checkpoint_verifies_what_it_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let lens = [4, 6];
+    let full = random(6, 24);
+    let parts = split(&lens, 0, 2);
+    let one = write(dir.path(), "0001-step-5", &full, &parts);
+    let told = rmp_serde::to_vec_named(&find(dir.path()).unwrap().checkpoint).unwrap();
+    let mut shard = std::fs::read(one.join("rank-1.safetensors")).unwrap();
+    *shard.last_mut().unwrap() ^= 1;
+    std::fs::write(one.join("rank-1.safetensors"), shard).unwrap();
+    let there: Checkpoint = rmp_serde::from_slice(&told).unwrap();
+    assert_eq!(read(&there, "w", &parts[0]), cut(&full, &parts[0]));
+    let mut out = vec![0; parts[1].bytes()];
+    let error = there.read("w", &parts[1], &mut out).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("rank-1") && error.contains("another hash"),
+        "{error}"
+    );
+}
+
 /// A rank reads the bytes of its part, and what lies between them where that is little.
 #[test]
 #[cfg(target_os = "linux")]

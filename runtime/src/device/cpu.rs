@@ -161,6 +161,10 @@ impl Device for Cpu {
         self.arena(space).len() as u64
     }
 
+    fn is_synchronous(&self) -> bool {
+        true
+    }
+
     fn read(&self, _: StreamId, at: Place) -> Result<View<'_>, RuntimeError> {
         let range = self.range(at)?;
         Ok(View::There(self.arena(at.space).read(range)))

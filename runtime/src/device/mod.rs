@@ -119,6 +119,11 @@ pub trait Device: Send {
 
     /// Bytes of an arena.
     fn arena_bytes(&self, space: Space) -> u64;
+    /// Whether work is done when it has been put on a stream, so that nothing is lost by a look at
+    /// its results.
+    fn is_synchronous(&self) -> bool {
+        false
+    }
     /// The bytes at a place, after all that the stream has been given.
     fn read(&self, stream: StreamId, at: Place) -> Result<View<'_>, RuntimeError>;
     /// Has the host change bytes in place, after all that the stream has been given.

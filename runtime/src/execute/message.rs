@@ -2,10 +2,12 @@
 //! channel takes it as it is, and a wire could. (A wire must keep numbers that are not finite.)
 
 use super::rank::RankTimings;
+use super::rank::spoiled::Found;
 use crate::arena::Bytes;
 use crate::checkpoint::{Checkpoint, Shard};
 use crate::data::Batch;
 use crate::error::RuntimeError;
+use crate::stragglers::Spent;
 use ir::BufferId;
 use ir::program::StateBuffer;
 use serde::{Deserialize, Serialize};
@@ -23,6 +25,13 @@ pub(crate) enum Request {
     Write(BufferId, Bytes),
     /// Writes its parts of these states to a file of its own in a folder.
     Save(PathBuf, Vec<StateBuffer>),
+    /// Copies its parts of these states, and writes the copies as for [`Request::Save`] while it goes
+    /// on.
+    Snapshot(PathBuf, Vec<StateBuffer>),
+    /// Waits until they are written, and says how that went.
+    Written,
+    /// Hashes its parts of the states.
+    Hash,
     /// Reads its parts of the states that a checkpoint has.
     Load(Arc<Checkpoint>),
 }
@@ -40,6 +49,8 @@ pub(crate) struct Play {
     pub training: bool,
     /// Whether to time instructions.
     pub profile: bool,
+    /// Whether to look for values that are no numbers in everything that is written.
+    pub looks: bool,
 }
 
 /// Where the samples of a step come from.
@@ -63,6 +74,8 @@ pub(crate) enum Reply {
     Part(Bytes),
     /// What it wrote. A rank that cannot write a file can still go on.
     Shard(Result<Shard, RuntimeError>),
+    /// The hash of each of its states, in the order of its role.
+    Hashes(Vec<String>),
     /// Nothing.
     Done,
 }
@@ -74,9 +87,17 @@ pub(crate) struct Played {
     pub began_s: f64,
     /// When it ended, on the same clock.
     pub ended_s: f64,
+    /// How long it worked and waited in between.
+    pub spent: Spent,
     pub loss: Option<f32>,
     pub grad_norm: Option<f64>,
     pub loss_scale: Option<f64>,
     pub timings: Option<RankTimings>,
     pub peak_bytes: u64,
+    /// Whether it gave the step up before its update, as the gradient's norm is no number.
+    pub given_up: bool,
+    /// The first value that is no number, where it looked for some.
+    pub found: Option<Found>,
+    /// Whether copies of its states are still being written.
+    pub is_writing: bool,
 }

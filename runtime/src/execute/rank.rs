@@ -6,6 +6,7 @@
 
 pub(super) mod calls;
 mod queues;
+pub(super) mod spoiled;
 
 use super::kernel::Context;
 use super::load::{given, load};
@@ -18,6 +19,7 @@ use crate::device::{Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::fabric::{Fabric, Places};
 use crate::record::Record;
+use crate::stragglers::Spent;
 use calls::Calls;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
 use ir::reshard::{LayoutStep, Pieces};
@@ -25,6 +27,7 @@ use ir::training::{LOSS_SCALE, LOSS_SCALE_UNIT, StateRole};
 use ir::{BufferId, Rank, StreamId, TemplateId};
 use queues::Orders;
 use serde::{Deserialize, Serialize};
+use spoiled::Found;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -84,8 +87,27 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     coords: Vec<u32>,
     calls: Calls,
     peak_scratch: u64,
+    /// Seconds of the present step in which it waited for others.
+    waited_s: f64,
     orders: Option<Orders>,
     record: Option<Record>,
+    /// Where the norm of the gradient is computed, if a step can be given up there.
+    norm: Option<(TemplateId, usize)>,
+}
+
+/// Things that are looked for while a script is played.
+#[derive(Default)]
+struct Watch {
+    /// Whether a norm that is no number ends it.
+    gives_up: bool,
+    /// Whether that has happened.
+    has_given_up: bool,
+    /// Whether everything that is written is looked at.
+    looks: bool,
+    /// The first value that is no number.
+    found: Option<Found>,
+    /// Instructions so far.
+    played: usize,
 }
 
 /// By stream, the events of its instructions that others wait for.
@@ -126,7 +148,10 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
         }
         let calls = calls::calls(&program, this, rank, &locals)?;
+        // Of a device that works later, the host would have to wait for the norm.
+        let norm = spoiled::norm(&program, role).filter(|_| device.is_synchronous());
         Ok(RankState {
+            norm,
             role,
             scripts,
             device,
@@ -134,6 +159,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             coords,
             calls,
             peak_scratch: 0,
+            waited_s: 0.0,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
             record: (options.record.as_ref())
                 .map(|(folder, plan)| Record::create(folder, plan, rank))
@@ -185,10 +211,19 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Plays one step, or a validation.
     pub fn play(&mut self, play: &Play) -> Result<Played, RuntimeError> {
         let began_s = self.options.epoch.elapsed().as_secs_f64();
+        self.waited_s = 0.0;
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
         if let Some(record) = &mut self.record {
             record.play(play.training);
+        }
+        let mut watch = Watch {
+            gives_up: play.training && loss_scale.is_none(),
+            looks: play.looks,
+            ..Watch::default()
+        };
+        if play.looks {
+            watch.found = self.look_at_states()?;
         }
         match self.orders.take().filter(|_| play.training) {
             Some(mut orders) => {
@@ -196,7 +231,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 self.orders = Some(orders);
                 played?;
             }
-            None => self.play_list(play, &mut spans)?,
+            None => self.play_list(play, &mut spans, &mut watch)?,
         }
         self.device.finish()?;
         let timings = spans.map(|s| self.timings(&s)).transpose()?;
@@ -208,14 +243,22 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
         };
         let norm = scalar(self.this().grad_norm)?;
+        let ended_s = self.options.epoch.elapsed().as_secs_f64();
         Ok(Played {
             began_s,
+            spent: Spent {
+                work_s: ended_s - began_s - self.waited_s,
+                wait_s: self.waited_s,
+            },
             loss: scalar(self.this().loss)?,
             grad_norm: norm.map(|norm| f64::from(norm) / loss_scale.unwrap_or(1.0)),
             loss_scale,
             timings,
             peak_bytes: self.device.arena_bytes(Space::Device) + self.peak_scratch,
-            ended_s: self.options.epoch.elapsed().as_secs_f64(),
+            is_writing: false,
+            given_up: watch.has_given_up,
+            found: watch.found,
+            ended_s,
         })
     }
 
@@ -224,6 +267,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         &mut self,
         play: &Play,
         spans: &mut Option<Vec<Span<D>>>,
+        watch: &mut Watch,
     ) -> Result<(), RuntimeError> {
         let (program, script) = (Arc::clone(&self.program), self.scripts.of(play.training));
         let role = &program.roles[self.role];
@@ -247,6 +291,14 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 if let (Some(all), Some(began), Some(ended)) = (&mut *spans, began, ended) {
                     all.push((step.template, Some(step.instruction), [began, ended]));
                 }
+                if watch.looks && watch.found.is_none() {
+                    watch.found = self.look(role, step, watch.played)?;
+                }
+                watch.played += 1;
+                if watch.gives_up && self.gives_up(role, step)? {
+                    watch.has_given_up = true;
+                    return Ok(());
+                }
             }
             let slot_ended = tick(&mut self.device, FIRST)?;
             if let (Some(all), Some(began), Some(ended)) = (&mut *spans, slot_began, slot_ended) {
@@ -265,7 +317,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     ) -> Result<(), RuntimeError> {
         self.await_events(step, events)?;
         if let Some(ticket) = self.begin(role, step, play)? {
+            let since = Instant::now();
             let bytes = self.fabric.wait(&mut self.device, ticket)?;
+            self.waited_s += since.elapsed().as_secs_f64();
             self.called(role, step, bytes)?;
         }
         self.record_event(step, events)

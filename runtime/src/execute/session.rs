@@ -1,6 +1,8 @@
 //! A session: the coordinator of a run. It knows the ranks by what they answer: it asks them to
 //! play, gives out initial states, and gathers loss, measurements and states by messages.
 
+mod replicas;
+
 use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
 use super::rank::{RankOptions, RankTimings};
@@ -12,6 +14,7 @@ use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
 use crate::fabric::threads::{Endpoint, World};
 use crate::processes::{Inbox, Processes};
+use crate::stragglers::Spent;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
@@ -201,6 +204,8 @@ pub struct StepResult {
     pub loss_scale: Option<f64>,
     /// Wall time from the first rank's start to the last rank's end.
     pub seconds: f64,
+    /// Per rank, what of it was work and what waiting.
+    pub spent: Vec<Spent>,
     /// Per rank, when profiled.
     pub timings: Vec<RankTimings>,
     /// Peak bytes per rank so far: arena and the largest scratch space of an instruction.
@@ -225,6 +230,7 @@ impl StepResult {
                 figure: figure.into(),
                 value,
                 loss_scale: self.loss_scale,
+                first: None,
             }),
         }
     }
@@ -269,6 +275,10 @@ pub struct Session {
     /// In the order of the roles.
     ranks: Vec<Member>,
     step: u64,
+    /// Whether copies of states were being written in the last step.
+    is_writing: bool,
+    /// The last step, where all ranks gave it up before its update.
+    given_up: Option<Play>,
     /// Longest that an answer is waited for when others are there.
     watchdog: Duration,
     /// The first error; after it the ranks are out of step and nothing more can be run.
@@ -400,11 +410,17 @@ impl Session {
             workers,
             ranks,
             step: 0,
+            is_writing: false,
+            given_up: None,
             watchdog,
             ended: None,
         })
     }
 
+    /// The ranks and their roles, in the order of what a step says of each.
+    pub fn roles(&self) -> impl Iterator<Item = (Rank, usize)> {
+        self.ranks.iter().map(|m| (m.rank, m.role))
+    }
     /// Number of ranks.
     pub fn n_ranks(&self) -> usize {
         self.ranks.len()
@@ -485,14 +501,12 @@ impl Session {
             lr,
             training,
             profile,
+            looks: false,
         };
-        let all = self.ranks.clone();
-        let replies = self.ask(&all, |_| Request::Play(play.clone()))?;
-        let played = replies.into_iter().filter_map(|r| match r {
-            Reply::Played(p) => Some(*p),
-            _ => None,
-        });
-        let mut played: Vec<Played> = played.collect();
+        let mut played = self.played(&play)?;
+        let given_up = played.iter().all(|p| p.given_up);
+        self.given_up = given_up.then_some(play);
+        self.is_writing = played.iter().any(|p| p.is_writing);
         let loss = played
             .iter()
             .find_map(|p| p.loss)
@@ -513,9 +527,39 @@ impl Session {
             grad_norm,
             loss_scale: played.iter().find_map(|p| p.loss_scale),
             seconds,
+            spent: played.iter().map(|p| p.spent).collect(),
             peak_bytes: played.iter().map(|p| p.peak_bytes).collect(),
             timings: played.iter_mut().filter_map(|p| p.timings.take()).collect(),
         })
+    }
+
+    /// Has all ranks play.
+    fn played(&mut self, play: &Play) -> Result<Vec<Played>, RuntimeError> {
+        let all = self.ranks.clone();
+        let replies = self.ask(&all, |_| Request::Play(play.clone()))?;
+        let played = replies.into_iter().filter_map(|r| match r {
+            Reply::Played(p) => Some(*p),
+            _ => None,
+        });
+        Ok(played.collect())
+    }
+
+    /// The first tensor of the last step that is no number, where the ranks gave that step up before
+    /// its update. They play it again for that. Of several ranks it is the one that made such a
+    /// value itself, soonest in its program.
+    pub(crate) fn first_spoiled(&mut self) -> Result<Option<String>, RuntimeError> {
+        let Some(play) = self.given_up.take() else {
+            return Ok(None);
+        };
+        let again = Play {
+            looks: true,
+            profile: false,
+            ..play
+        };
+        let played = self.played(&again)?;
+        let found = played.into_iter().filter_map(|p| p.found);
+        let first = found.min_by_key(|f| (f.from_others, f.after));
+        Ok(first.map(|f| f.what))
     }
 
     /// The parameters as full tensors by path.
@@ -537,11 +581,34 @@ impl Session {
     ///
     /// Fails when a rank cannot; the session can still go on.
     pub(crate) fn write_shards(&mut self, folder: &Path) -> Result<Vec<Shard>, RuntimeError> {
+        self.ask_writers(|share| Request::Save(folder.to_path_buf(), share))
+    }
+    /// The same from copies while steps go on; [`Session::end_shards`] waits for the files.
+    pub(crate) fn begin_shards(&mut self, folder: &Path) -> Result<(), RuntimeError> {
+        self.ask_writers(|share| Request::Snapshot(folder.to_path_buf(), share))?;
+        self.is_writing = true;
+        Ok(())
+    }
+    /// Whether ranks were still writing copies of their states in the last step.
+    pub(crate) fn is_writing(&self) -> bool {
+        self.is_writing
+    }
+    /// Waits for the files of [`Session::begin_shards`]. Fails when a rank cannot write its own; the
+    /// session can still go on.
+    pub(crate) fn end_shards(&mut self) -> Result<Vec<Shard>, RuntimeError> {
+        self.is_writing = false;
+        self.ask_writers(|_| Request::Written)
+    }
+    /// Asks the ranks that have a share of the states to write, of which they are told.
+    fn ask_writers(
+        &mut self,
+        request: impl Fn(Vec<StateBuffer>) -> Request,
+    ) -> Result<Vec<Shard>, RuntimeError> {
         let shares = shares(&self.program);
         let of = |m: &Member| shares.get(&m.rank).cloned().unwrap_or_default();
         let has_some = |m: &Member| shares.get(&m.rank).is_some_and(|s| !s.is_empty());
         let writers: Vec<Member> = self.ranks.iter().copied().filter(has_some).collect();
-        let replies = self.ask(&writers, |m| Request::Save(folder.to_path_buf(), of(m)))?;
+        let replies = self.ask(&writers, |m| request(of(m)))?;
         let shards = replies.into_iter().filter_map(|reply| match reply {
             Reply::Shard(shard) => Some(shard),
             _ => None,

@@ -480,6 +480,7 @@ fn only_skipped_steps_may_overflow() {
             grad_norm,
             loss_scale,
             seconds: 1.0,
+            spent: vec![],
             timings: vec![],
             peak_bytes: vec![],
         };
@@ -497,6 +498,7 @@ fn only_skipped_steps_may_overflow() {
         grad_norm: nan,
         loss_scale: None,
         seconds: 1.0,
+        spent: vec![],
         timings: vec![],
         peak_bytes: vec![],
     };
@@ -785,4 +787,92 @@ fn workers_are_told_and_tell_by_messages() {
         }
     }
     assert!(n_shared >= 3, "most cases have one rank");
+}
+
+/// A case with this many ranks or more on one mesh, whose parameters they all keep whole.
+fn replicated() -> (Case, Program) {
+    let mut cases = (0..).map(|seed| {
+        let mut case = Case::new(seed, &GENERAL, Precision::F32, ADAM);
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: 3,
+        };
+        let axis = Axis {
+            name: "a".into(),
+            size: 3,
+        };
+        case.meshes = vec![LogicalMesh::new(devices, vec![axis]).unwrap()];
+        let (microbatch, n) = (case.microbatch, case.n_microbatches);
+        let program = lower(&case.training, &case.meshes, microbatch, n, seed);
+        (case, program)
+    });
+    let keeps_all = |p: &Program| {
+        let role = &p.roles[0];
+        let mut states = role
+            .states
+            .iter()
+            .filter(|s| s.role == StateRole::Parameter);
+        states.any(|s| role.buffer(s.buffer).spec.is_replicated())
+    };
+    cases.find(|(_, program)| keeps_all(program)).unwrap()
+}
+
+#[test]
+fn a_turned_bit_of_a_replica_is_found() {
+    let (case, program) = replicated();
+    let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
+    let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
+    session.step(&case.batches[0], 0.1, false).unwrap();
+    session.check_replicas().unwrap();
+    let role = &program.roles[0];
+    let kept = |s: &&StateBuffer| {
+        s.role == StateRole::Parameter && role.buffer(s.buffer).spec.is_replicated()
+    };
+    let state = role.states.iter().find(kept).unwrap();
+    session.turn_bit(Rank(1), state, 3).unwrap();
+    let error = session.check_replicas().unwrap_err().to_string();
+    let expected = format!(
+        "after 1 step, state `{}` of rank1 is not that of rank0, rank2, which keep the same part of it",
+        state.path
+    );
+    assert_eq!(error, expected);
+}
+
+/// The step at which a norm is no number changes no state, and playing it again finds where that came
+/// from: the op that meets a parameter that is too large.
+#[test]
+fn the_first_tensor_that_is_no_number_is_named() {
+    let case = Case::new(1, &GENERAL, Precision::F32, ADAM);
+    let mut session = case.session(1);
+    let mut states = session.export_states().unwrap();
+    for (path, tensor) in &mut states {
+        if case.training.graph.find(path).is_some() && tensor.lens.len() > 1 {
+            tensor
+                .values
+                .iter_mut()
+                .for_each(|x| *x = x.signum() * 3e38);
+        }
+    }
+    session.import_states(&states).unwrap();
+    let step = session.step(&case.batches[0], 0.01, false).unwrap();
+    assert!(!step.grad_norm.is_finite(), "{step:?}");
+    assert_eq!(
+        session.export_states().unwrap(),
+        states,
+        "states were written"
+    );
+    let first = session.first_spoiled().unwrap().unwrap();
+    assert!(first.contains("written by Forward"), "{first}");
+    assert!(first.contains("of microbatch 0"), "{first}");
+    // And where a state is none already.
+    let (path, tensor) = states.iter_mut().next_back().unwrap();
+    tensor.values[0] = f32::NAN;
+    let path = path.clone();
+    session.import_states(&states).unwrap();
+    session.step(&case.batches[0], 0.01, false).unwrap();
+    let first = session.first_spoiled().unwrap().unwrap();
+    assert!(
+        first.starts_with(&format!("state `{path}` of rank")),
+        "{first}"
+    );
 }

@@ -5,8 +5,8 @@ use super::local::narrow;
 use super::message::{Answer, Reply, Request};
 use super::rank::{RankOptions, RankState};
 use super::script::Scripts;
-use crate::arena::Bytes;
-use crate::checkpoint::write_shard;
+use crate::arena::{Bytes, View};
+use crate::checkpoint::{Shard, write_shard};
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::fabric::Fabric;
@@ -14,8 +14,10 @@ use crate::fabric::threads::Carrier;
 use crate::processes::{Head, Letter, Processes};
 use ir::program::{Program, StateBuffer};
 use ir::{DType, Rank};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -141,15 +143,14 @@ impl Remote {
             answers,
         }
     }
-    fn send(&self, head: Head) {
-        let letter = Letter { head, body: None };
+    fn send(&self, letter: Letter) {
         self.processes.carrier().send(self.process, letter);
     }
 }
 
 impl Link for Remote {
     fn tell(&mut self, rank: Rank, request: Request) {
-        self.send(Head::Request { rank, request });
+        self.send(Letter::request(rank, request));
     }
     fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer> {
         match self.answers.get(&rank)?.recv_timeout(patience) {
@@ -171,7 +172,8 @@ impl Link for Remote {
 impl Drop for Remote {
     fn drop(&mut self) {
         let failed = self.failed.take();
-        self.send(Head::Over { failed });
+        let head = Head::Over { failed };
+        self.send(Letter { head, body: None });
     }
 }
 
@@ -195,19 +197,22 @@ fn start<D: Device + 'static, F: Fabric<D> + 'static>(
 ) -> Thread {
     let (requests, inbox) = channel();
     let thread = std::thread::spawn(move || {
+        let mut snapshot = Snapshot::default();
         for request in inbox {
             // After a panic the state is never used again: the run has ended.
-            let answer = catch_unwind(AssertUnwindSafe(|| obey(&mut state, request)))
-                .unwrap_or_else(|panic| {
-                    let message = panic
-                        .downcast_ref::<String>()
-                        .cloned()
-                        .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
-                    Err(RuntimeError::Panic {
-                        rank: state.rank(),
-                        message: message.unwrap_or_default(),
-                    })
-                });
+            let answer = catch_unwind(AssertUnwindSafe(|| {
+                obey(&mut state, &mut snapshot, request)
+            }))
+            .unwrap_or_else(|panic| {
+                let message = panic
+                    .downcast_ref::<String>()
+                    .cloned()
+                    .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
+                Err(RuntimeError::Panic {
+                    rank: state.rank(),
+                    message: message.unwrap_or_default(),
+                })
+            });
             if let Err(error) = &answer
                 && !error.is_consequence()
             {
@@ -224,9 +229,69 @@ fn start<D: Device + 'static, F: Fabric<D> + 'static>(
     }
 }
 
-fn obey<D: Device, F: Fabric<D>>(state: &mut RankState<D, F>, request: Request) -> Answer {
+/// Copies of a rank's states that are being written, if there are any.
+#[derive(Default)]
+struct Snapshot(Option<JoinHandle<Result<Shard, RuntimeError>>>);
+
+impl Snapshot {
+    /// Copies the states, and has the copies written to a file in a folder.
+    fn begin<D: Device, F: Fabric<D>>(
+        &mut self,
+        folder: PathBuf,
+        states: &[StateBuffer],
+        of: &RankState<D, F>,
+    ) -> Result<(), RuntimeError> {
+        self.end();
+        let rank = of.rank();
+        let part = |s: &StateBuffer| (s.path.clone(), of.part(s.buffer).clone());
+        let parts: Vec<_> = states.iter().map(part).collect();
+        let copy = |s: &StateBuffer| of.read(s.buffer).map(|part| Bytes::copy_of(&part));
+        let copies = states.iter().map(copy).collect::<Result<Vec<_>, _>>()?;
+        self.0 = Some(std::thread::spawn(move || {
+            // Each copy goes when it is written.
+            let copies: Vec<_> = copies.into_iter().map(Cell::new).collect();
+            let take = |i: usize| Ok(View::Copied(copies[i].take()));
+            write_shard(&folder, rank, &parts, &take)
+        }));
+        Ok(())
+    }
+    fn is_writing(&self) -> bool {
+        self.0.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+    /// Waits for it.
+    fn end(&mut self) -> Option<Result<Shard, RuntimeError>> {
+        let panicked = |_| Err(RuntimeError::Ended("the writing of its states".into()));
+        let thread = self.0.take()?;
+        Some(thread.join().unwrap_or_else(panicked))
+    }
+}
+
+impl Drop for Snapshot {
+    /// Nothing is written any more when the rank is gone.
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn obey<D: Device, F: Fabric<D>>(
+    state: &mut RankState<D, F>,
+    snapshot: &mut Snapshot,
+    request: Request,
+) -> Answer {
     match request {
-        Request::Play(play) => Ok(Reply::Played(Box::new(state.play(&play)?))),
+        Request::Play(play) => {
+            let mut played = state.play(&play)?;
+            played.is_writing = snapshot.is_writing();
+            Ok(Reply::Played(Box::new(played)))
+        }
+        Request::Snapshot(folder, states) => {
+            snapshot.begin(folder, &states, state)?;
+            Ok(Reply::Done)
+        }
+        Request::Written => {
+            let none = || Err(RuntimeError::Ended("nothing was being written".into()));
+            Ok(Reply::Shard(snapshot.end().unwrap_or_else(none)))
+        }
         Request::Read(buffer) => Ok(Reply::Part(Bytes::copy_of(&state.read(buffer)?))),
         Request::Write(buffer, part) => {
             state.write(buffer, |local, bytes| match bytes.len() == part.len() {
@@ -247,6 +312,12 @@ fn obey<D: Device, F: Fabric<D>>(state: &mut RankState<D, F>, request: Request) 
             let read = |i: usize| state.read(states[i].buffer);
             let shard = write_shard(&folder, state.rank(), &parts, &read);
             Ok(Reply::Shard(shard))
+        }
+        Request::Hash => {
+            let states = state.states().into_iter();
+            let hash = |bytes: View<'_>| blake3::hash(&bytes).to_string();
+            let hashes = states.map(|s| state.read(s.buffer).map(hash));
+            Ok(Reply::Hashes(hashes.collect::<Result<_, _>>()?))
         }
         Request::Load(checkpoint) => {
             let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();

@@ -6,7 +6,7 @@
 //! written.
 
 use crate::arena::Bytes;
-use crate::execute::message::{Answer, Request};
+use crate::execute::message::{Answer, Reply, Request};
 use crate::fabric::Collective;
 use crate::fabric::threads::Channel;
 use ir::Rank;
@@ -15,9 +15,9 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Longest head: an answer with a part of a state.
-const LONGEST_HEAD: u64 = 1 << 34;
-/// Longest block.
+/// Longest head: a request with the places of all parts of a checkpoint.
+const LONGEST_HEAD: u64 = 1 << 31;
+/// Longest block: a rank's part of a tensor, here one of four thousand million elements.
 const LONGEST_BLOCK: usize = 1 << 34;
 /// Bodies up to this length go into one packet with their head.
 const SHORT: usize = 1 << 16;
@@ -70,15 +70,20 @@ pub(crate) enum Head {
     Request {
         /// The rank.
         rank: Rank,
-        /// For what.
+        /// For what. The part of a state that it writes is the body: MessagePack counts the bytes
+        /// of a value with 32 bits.
         request: Request,
+        /// The whole body.
+        parts: Parts,
     },
     /// A rank answers the coordinator.
     Answer {
         /// The rank.
         rank: Rank,
-        /// The answer.
+        /// The answer. The part of a state that it has is the body.
         answer: Answer,
+        /// The whole body.
+        parts: Parts,
     },
     /// The coordinator has no more requests: the run is over.
     Over {
@@ -132,12 +137,63 @@ pub(crate) struct Letter {
     pub body: Body,
 }
 
+impl Letter {
+    /// A request of the coordinator.
+    pub fn request(rank: Rank, mut request: Request) -> Self {
+        let block = match &mut request {
+            Request::Write(_, part) => std::mem::take(part),
+            _ => Bytes::default(),
+        };
+        let parts = Parts::whole(block.len());
+        let head = Head::Request {
+            rank,
+            request,
+            parts,
+        };
+        let body = Some(Arc::new(block));
+        Letter { head, body }
+    }
+    /// A rank's answer to one.
+    pub fn answer(rank: Rank, mut answer: Answer) -> Self {
+        let block = match &mut answer {
+            Ok(Reply::Part(part)) => std::mem::take(part),
+            _ => Bytes::default(),
+        };
+        let parts = Parts::whole(block.len());
+        let head = Head::Answer {
+            rank,
+            answer,
+            parts,
+        };
+        let body = Some(Arc::new(block));
+        Letter { head, body }
+    }
+}
+
 impl Head {
     fn parts(&self) -> Option<&Parts> {
         match self {
-            Head::Contribution { parts, .. } | Head::Delivery { parts, .. } => Some(parts),
+            Head::Contribution { parts, .. }
+            | Head::Delivery { parts, .. }
+            | Head::Request { parts, .. }
+            | Head::Answer { parts, .. } => Some(parts),
             _ => None,
         }
+    }
+    /// Puts the body of a request or an answer where it belongs; that of others is given back.
+    pub fn take_back(mut self, block: Bytes) -> (Self, Bytes) {
+        match &mut self {
+            Head::Request {
+                request: Request::Write(_, part),
+                ..
+            } => *part = block,
+            Head::Answer {
+                answer: Ok(Reply::Part(part)),
+                ..
+            } => *part = block,
+            _ => return (self, block),
+        }
+        (self, Bytes::default())
     }
 }
 
@@ -191,7 +247,7 @@ pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
     for range in &parts.ranges {
         from.read_exact(&mut block[range.clone()])?;
     }
-    Ok(Some((head, block)))
+    Ok(Some(head.take_back(block)))
 }
 
 /// Fills a buffer, or finds that nothing comes any more.

@@ -364,13 +364,13 @@ fn take(attached: &Attached, head: Head, block: crate::arena::Bytes) {
     let inbox = lock(&attached.inbox);
     // One who hears no more has gone on without the answer.
     match (head, &*inbox) {
-        (Head::Request { rank, request }, Some(Inbox::Requests(asked))) => {
+        (Head::Request { rank, request, .. }, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Rank(rank, Box::new(request)));
         }
         (Head::Over { failed }, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Over(failed));
         }
-        (Head::Answer { rank, answer }, Some(Inbox::Answers(answers))) => {
+        (Head::Answer { rank, answer, .. }, Some(Inbox::Answers(answers))) => {
             if let Some(to) = answers.get(&rank) {
                 let _ = to.send(answer);
             }

@@ -1,8 +1,10 @@
 //! A process without the coordinator.
 
+use super::Letter;
 use super::lines::{Asked, Inbox};
-use super::{Head, Letter};
+use crate::checkpoint::Checkpoint;
 use crate::error::RuntimeError;
+use crate::execute::message::Request;
 use crate::execute::session::{Cast, SessionOptions};
 use crate::fabric::threads::{Carrier, World};
 use ir::program::Program;
@@ -45,15 +47,27 @@ pub fn serve(
                 let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                 failed.get_or_insert_with(Instant::now);
             }
-            let head = Head::Answer { rank, answer };
-            carrier.send(0, Letter { head, body: None });
+            carrier.send(0, Letter::answer(rank, answer));
             true
         })
     })?;
     let first = shares[0].first().copied().unwrap_or(Rank(0));
+    let mut loaded: Option<Arc<Checkpoint>> = None;
     loop {
         match requests.recv_timeout(LOOK) {
-            Ok(Asked::Rank(rank, request)) => crew.tell(rank, *request),
+            Ok(Asked::Rank(rank, request)) => {
+                let mut request = *request;
+                // The ranks share one, so that each of its files is verified once.
+                if let Request::Load(checkpoint) = &mut request {
+                    match &loaded {
+                        Some(known) if known.path() == checkpoint.path() => {
+                            *checkpoint = Arc::clone(known);
+                        }
+                        _ => loaded = Some(Arc::clone(checkpoint)),
+                    }
+                }
+                crew.tell(rank, request);
+            }
             Ok(Asked::Over(None)) => return Ok(()),
             Ok(Asked::Over(Some(error))) => return Err(RuntimeError::Ended(error)),
             // Process 0 ends a run once a rank has failed.

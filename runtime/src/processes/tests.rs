@@ -5,6 +5,7 @@ use super::{Inbox, Processes, Token};
 use crate::arena::Bytes;
 use crate::device::Cpu;
 use crate::error::RuntimeError;
+use crate::execute::message::{Reply, Request};
 use crate::fabric::Fabric;
 use crate::fabric::threads::{Endpoint, World};
 use ir::Rank;
@@ -366,6 +367,44 @@ fn frames_carry_the_parts_that_are_needed() {
         assert!(block.iter().enumerate().all(|(i, &b)| b == expected(i)));
         assert!(frame::read(&mut &wire[..0]).unwrap().is_none());
         assert!(frame::read(&mut &wire[..wire.len() - 1]).is_err());
+    }
+}
+
+/// MessagePack would cut a part of a state at 4 GiB, so its head must not have it.
+#[test]
+fn parts_of_states_are_bodies() {
+    let part = Bytes::copy_of(&vec![7u8; 100_000]);
+    let sent = [
+        Letter::request(Rank(3), Request::Write(ir::BufferId(5), part.clone())),
+        Letter::answer(Rank(3), Ok(Reply::Part(part.clone()))),
+    ];
+    for letter in sent {
+        let bare = Letter {
+            head: letter.head,
+            body: None,
+        };
+        let mut head = Vec::new();
+        frame::write(&mut head, &bare).unwrap();
+        assert!(head.len() < 300, "{}", head.len());
+        let letter = Letter {
+            head: bare.head,
+            body: Some(Arc::new(part.clone())),
+        };
+        let mut wire = Vec::new();
+        frame::write(&mut wire, &letter).unwrap();
+        let (head, rest) = frame::read(&mut &wire[..]).unwrap().unwrap();
+        let found = match head {
+            Head::Request {
+                request: Request::Write(ir::BufferId(5), part),
+                ..
+            } => part,
+            Head::Answer {
+                answer: Ok(Reply::Part(part)),
+                ..
+            } => part,
+            other => panic!("{other:?}"),
+        };
+        assert!(found == part && rest.is_empty());
     }
 }
 

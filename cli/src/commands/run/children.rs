@@ -108,6 +108,16 @@ impl Children {
     pub fn finish(&self) -> Vec<String> {
         self.end(GRACE)
     }
+    /// Waits for all to end after a failure. Says how many ended by a signal, those that had to be
+    /// killed among them.
+    pub fn killed(&self) -> usize {
+        self.end(GRACE_OF_FAILURE);
+        let all = self.lock();
+        let killed = all
+            .iter()
+            .filter(|s| s.ended.is_some_and(|how| how.signal().is_some()));
+        killed.count()
+    }
     fn end(&self, grace: Duration) -> Vec<String> {
         let until = Instant::now() + grace;
         let mut problems = Vec::new();

@@ -1,0 +1,220 @@
+//! `--elastic`: a run that has lost processes plans again for the ranks that are left, and goes on from
+//! its newest checkpoint.
+//!
+//! Process 0 becomes another program: the same command with what has changed in a file beside the
+//! run's output. So nothing of the old run is left in it, and the processes that it starts then find
+//! the same file.
+
+use super::among::Company;
+use crate::args::{RunArgs, SearchArgs, Share};
+use crate::commands::again::{self, Again};
+use crate::failure::{Exit, Failure};
+use crate::plan_file::Loaded;
+use crate::report::degrees::Degrees;
+use crate::{cluster, document, files, outputs, report};
+use cost_model::presets;
+use ir::counted;
+use runtime::RuntimeError;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+/// Pins of degrees, which other ranks cannot keep.
+const OF_DEGREES: [&str; 8] = [
+    "data",
+    "expert",
+    "context",
+    "tensor",
+    "pipeline",
+    "virtual",
+    "split",
+    "microbatch",
+];
+
+/// All that is otherwise than on the command line.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Continued {
+    plan: PathBuf,
+    /// Steps that are left.
+    steps: u64,
+    /// Where the learning rate's decay ends.
+    total_steps: Option<u64>,
+    /// None where no checkpoint was written yet.
+    resume: Option<PathBuf>,
+    processes: usize,
+    /// How often ranks were lost.
+    losses: u32,
+}
+
+/// The arguments of a run that goes on after a loss; of any other those of the command line.
+pub fn continued(args: &RunArgs) -> Result<RunArgs, Failure> {
+    let mut args = args.clone();
+    let Some(path) = &args.continued else {
+        return Ok(args);
+    };
+    let text = files::read_text(path, "continuation", files::SMALL)?;
+    let c: Continued = document::json(&path.display().to_string(), &text, "continuation")?;
+    args.plan = c.plan;
+    args.steps = c.steps;
+    args.total_steps = c.total_steps;
+    args.resume = c.resume.or(args.resume);
+    args.processes = args.processes.map(|_| c.processes);
+    args.losses = c.losses;
+    Ok(args)
+}
+
+/// Refuses what cannot be planned again.
+pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
+    if !args.elastic || cluster::is_of_cpu_ranks(&loaded.plan.cluster) {
+        return Ok(());
+    }
+    let what = format!(
+        "--elastic: the plan is for {}, and only plans for CPU ranks are made again",
+        loaded.plan.cluster.name
+    );
+    Err(Failure::new(Exit::Usage, what).help(cluster::PLAN_FOR_THIS_MACHINE))
+}
+
+/// Plans for what is left and goes on, which does not come back. `first` is the step at which this
+/// part of the run began.
+pub fn go_on(
+    args: &RunArgs,
+    loaded: &Loaded,
+    company: Company,
+    (lost, first): (RuntimeError, u64),
+) -> Failure {
+    match prepared(args, loaded, company, (&lost, first)) {
+        Ok(mut command) => {
+            let e = command.exec();
+            Failure::new(Exit::RunFailed, format!("{lost}; to go on failed: {e}"))
+        }
+        Err(failure) => {
+            let what = format!("{lost}; the run could not go on without it: {failure}");
+            failure.saying(what)
+        }
+    }
+}
+
+fn prepared(
+    args: &RunArgs,
+    loaded: &Loaded,
+    company: Company,
+    (lost, first): (&RuntimeError, u64),
+) -> Result<Command, Failure> {
+    let began = Instant::now();
+    crate::say(format_args!(
+        "{}",
+        report::wrapped(&format!("lost: {lost}"))
+    ));
+    let (gone, of) = company.lost();
+    let n_ranks: usize = loaded
+        .program
+        .roles
+        .iter()
+        .map(|r| r.mesh.n_devices() as usize)
+        .sum();
+    // Ranks are shared evenly; a process that has more counts for what the others have.
+    let left = (of - gone.min(of - 1)) * n_ranks / of;
+    let new = plan_for(left.max(1), loaded)?;
+    let searched = began.elapsed().as_secs_f64();
+    let n_new: usize = new
+        .program
+        .roles
+        .iter()
+        .map(|r| r.mesh.n_devices() as usize)
+        .sum();
+    let resume = newest(args)?;
+    let step = resume.as_ref().map_or(first, |(_, step)| *step);
+    let last = first + args.steps;
+    let losses = args.losses + 1;
+    let beside = |what: String| args.output.with_extension(what);
+    let plan = beside(format!("plan-{losses}-of-{n_new}-ranks.json"));
+    again::write(Some(&plan), &new)?;
+    let total = args.total_steps.or(args.resume.is_none().then_some(last));
+    let continued = Continued {
+        plan: plan.clone(),
+        steps: last.saturating_sub(step),
+        total_steps: total,
+        resume: resume.map(|(folder, _)| folder),
+        processes: (of - gone.min(of - 1)).min(n_new),
+        losses,
+    };
+    let file = beside("continued.json".into());
+    outputs::write_atomic(&file, document::to_json(&continued)?.as_bytes())?;
+    let [before, after] = [loaded, &new].map(|l| {
+        let degrees = Degrees::of(&l.plan, &l.training);
+        format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)
+    });
+    crate::say(format_args!(
+        "{}",
+        report::wrapped(&format!(
+            "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s. Before: {before}. Now: {after} ({}).",
+            counted(n_new as u64, "rank"),
+            plan.display()
+        ))
+    ));
+    let program = std::env::current_exe();
+    let program = program.map_err(|e| Failure::new(Exit::RunFailed, e))?;
+    let mut command = Command::new(program);
+    let flag = OsString::from("--continued");
+    let given: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let verb = given.first().cloned();
+    command
+        .args(verb)
+        .arg(flag)
+        .arg(&file)
+        .args(without_continued(&given));
+    Ok(command)
+}
+
+/// The words behind the verb, without what an earlier continuation put there.
+fn without_continued(given: &[OsString]) -> &[OsString] {
+    let rest = given.get(1..).unwrap_or_default();
+    match rest.first().is_some_and(|w| w == "--continued") {
+        true => rest.get(2..).unwrap_or_default(),
+        false => rest,
+    }
+}
+
+/// The newest checkpoint that this run, or the one before it, wrote: the folder to go on from, and its
+/// step.
+fn newest(args: &RunArgs) -> Result<Option<(PathBuf, u64)>, Failure> {
+    let folders = args.checkpoint.iter().chain(&args.resume);
+    let mut some = folders.filter(|f| f.exists() && !runtime::checkpoint::all(f).is_empty());
+    let Some(folder) = some.next() else {
+        return Ok(None);
+    };
+    let found = runtime::checkpoint::find(folder)?;
+    Ok(Some((folder.clone(), found.checkpoint.step())))
+}
+
+/// The best plan for so many ranks, or the most below for which there is one.
+fn plan_for(ranks: usize, loaded: &Loaded) -> Result<Loaded, Failure> {
+    let mut plan = loaded.plan.clone();
+    let is_of_degrees = |pin: &String| {
+        let key = pin.split('=').next().unwrap_or(pin);
+        OF_DEGREES.contains(&key.trim()) || key.starts_with("spec:")
+    };
+    plan.pins.retain(|pin| !is_of_degrees(pin));
+    let search = SearchArgs {
+        tolerance: Share(0.01),
+        headroom: None,
+    };
+    let mut again = Again::of(&plan, &[], &search)?;
+    let mut reason = None;
+    for n in (1..=ranks).rev() {
+        let n = u32::try_from(n).unwrap_or(u32::MAX);
+        let changed = presets::with_ranks(plan.cluster.clone(), n);
+        again.cluster = changed.map_err(|e| Failure::new(Exit::Infeasible, e))?;
+        match again.plan()? {
+            Ok(found) => return Ok(found),
+            Err(e) => reason = reason.or(Some(e)),
+        }
+    }
+    let none = || Failure::new(Exit::Infeasible, "no rank is left");
+    Err(reason.map_or_else(none, Failure::from))
+}

@@ -1,0 +1,428 @@
+//! Faults of disks and processes, on purpose: what must hold after each of them. `docs/faults.md` says
+//! which test is of which fault.
+
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use support::{Done, Place, repository};
+
+const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
+
+/// A place with a plan for two ranks.
+fn two_ranks() -> Place {
+    let place = Place::new();
+    let compile = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--ranks",
+        "2",
+    ];
+    let pins = ["--global-batch", "2", "--pin", "data=2", "--pin", "zero=1"];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    place
+}
+
+fn run(place: &Place, more: &[&str]) -> Done {
+    place.run(&[&RUN[..], more].concat())
+}
+
+/// Builds the library that makes files go wrong.
+fn faults(place: &Place) -> PathBuf {
+    let library = place.path("faults.so");
+    let built = Command::new(std::env::var("CC").unwrap_or("cc".into()))
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .arg(&library)
+        .arg(repository().join("cli/tests/support/faults.c"))
+        .output()
+        .unwrap();
+    assert!(built.status.success(), "{}", said(&built));
+    library
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A run whose `at`th operation on files below `state` goes wrong.
+fn faulty(place: &Place, library: &Path, at: usize, error: Option<i32>, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    command
+        .args([&RUN[..], args].concat())
+        .current_dir(place.path("."))
+        .env("LD_PRELOAD", library)
+        .env("FAULT_IN", "state")
+        .env("FAULT_LOG", place.path("operations"))
+        .env("FAULT_AT", at.to_string());
+    if let Some(error) = error {
+        command.env("FAULT_ERRNO", error.to_string());
+    }
+    command.output().unwrap()
+}
+
+/// The step of the newest checkpoint in `state`, all of which must be whole.
+fn newest_step(place: &Place) -> u64 {
+    let seen = place
+        .run(&["checkpoint", "verify", "state", "--json"])
+        .expect(0);
+    seen.json()["checkpoints"][0]["step"].as_u64().unwrap()
+}
+
+/// The shards of the newest checkpoint in a folder.
+fn shards(place: &Place, folder: &str) -> Vec<Vec<u8>> {
+    let names = |path: PathBuf| {
+        let entries = std::fs::read_dir(path).unwrap();
+        let mut all: Vec<PathBuf> = entries.map(|e| e.unwrap().path()).collect();
+        all.sort();
+        all
+    };
+    let newest = names(place.path(folder)).pop().unwrap();
+    let files = names(newest).into_iter();
+    let shards = files.filter(|f| f.extension().is_some_and(|e| e == "safetensors"));
+    shards.map(|f| std::fs::read(f).unwrap()).collect()
+}
+
+fn leftovers(place: &Place) -> Vec<String> {
+    let entries = std::fs::read_dir(place.path("state")).unwrap();
+    let names = entries.map(|e| e.unwrap().file_name().into_string().unwrap());
+    names.filter(|n| n.starts_with('.')).collect()
+}
+
+/// Every how many operations one goes wrong.
+fn stride() -> usize {
+    match std::env::var_os("RUN_SLOW_TESTS").is_some() {
+        true => 2,
+        false => 5,
+    }
+}
+
+/// Killed at any write, sync, rename or removal of the writing of checkpoints, in the middle of a write
+/// too: all checkpoints that have their names are whole, the newest is no older than before, and the
+/// run goes on from it to the bits of a run that nobody killed.
+#[test]
+fn kills_at_any_operation_of_a_checkpoint_lose_no_whole_one() {
+    let place = two_ranks();
+    let library = faults(&place);
+    run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
+    let (mut at, mut kills, mut step) = (1, 0, 1);
+    for mode in ["background", "wait"] {
+        loop {
+            let args = ["--steps", "3", "--resume", "state", "--checkpoint", "state"];
+            let every = ["--checkpoint-every", "1", "--checkpoint-mode", mode];
+            let output = faulty(&place, &library, at, None, &[&args[..], &every].concat());
+            let now = newest_step(&place);
+            assert!(now >= step, "step {now} after {step}, operation {at}");
+            step = now;
+            if output.status.signal() != Some(9) {
+                assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+                break;
+            }
+            kills += 1;
+            at += stride();
+        }
+        at = 1;
+    }
+    assert!(kills >= 10, "{kills} kills");
+    assert_eq!(leftovers(&place), [""; 0]);
+    // All kinds of operation were there.
+    let letters = place.read("operations");
+    for letter in *b"wsrmou" {
+        assert!(letters.contains(&letter), "no {}", letter as char);
+    }
+    let whole = ["--steps", &step.to_string(), "--checkpoint", "whole"];
+    run(&place, &whole).expect(0);
+    assert!(shards(&place, "state") == shards(&place, "whole"));
+}
+
+/// A disk that is full, or fails, from any operation on: the run goes on to its end, says which
+/// checkpoints it could not write, and leaves nothing half-written.
+#[test]
+fn disks_that_fail_end_no_run_and_spoil_no_checkpoint() {
+    const NO_SPACE: i32 = 28;
+    const FAILED: i32 = 5;
+    let place = two_ranks();
+    let library = faults(&place);
+    run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
+    let args = ["--steps", "3", "--resume", "state", "--checkpoint", "state"];
+    let args = [&args[..], &["--checkpoint-every", "1"]].concat();
+    let mut at = 2;
+    for (i, error) in [NO_SPACE, FAILED].iter().cycle().enumerate() {
+        let before = newest_step(&place);
+        let _ = std::fs::remove_file(place.path("run.json"));
+        let output = faulty(&place, &library, at, Some(*error), &args);
+        let words = said(&output);
+        assert!(newest_step(&place) >= before, "{words}");
+        assert_eq!(leftovers(&place), [""; 0], "{words}");
+        if output.status.code() == Some(0) {
+            assert!(i > 3, "{words}");
+            break;
+        }
+        assert_eq!(output.status.code(), Some(3), "{words}");
+        let why = ["No space left on device", "Input/output error"][i % 2];
+        assert!(words.contains(why), "operation {at}: {words}");
+        let measured: Value = match place.exists("run.json") {
+            true => serde_json::from_slice(&place.read("run.json")).unwrap(),
+            // Nothing can be written there from the first operation on, which is said at once.
+            false => {
+                assert!(words.contains("write into the folder"), "{words}");
+                at += 1;
+                continue;
+            }
+        };
+        assert_eq!(measured["steps"].as_array().unwrap().len(), 3);
+        at += stride();
+    }
+}
+
+/// A disk that is slower than checkpoints are due: steps go on beside one that is written, the next one
+/// waits for it, and so does the end of the run.
+#[test]
+fn slow_disks_hold_up_the_next_checkpoint_and_not_the_steps() {
+    let place = two_ranks();
+    let library = faults(&place);
+    let output = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&RUN[..], &["--steps", "20", "--checkpoint", "state"]].concat())
+        .args(["--checkpoint-every", "9", "--metrics", "m.jsonl"])
+        .current_dir(place.path("."))
+        .env("LD_PRELOAD", &library)
+        .env("FAULT_IN", "state")
+        .env("FAULT_DELAY", "100")
+        .output()
+        .unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(
+        words.contains("the checkpoint after 18 steps waited"),
+        "{words}"
+    );
+    let names = place.names_in("state");
+    assert_eq!(names, ["0002-step-18", "0003-step-20"]);
+    assert_eq!(newest_step(&place), 20);
+    // Their bits are those of a run that waits.
+    let waits = ["--checkpoint-every", "9", "--checkpoint-mode", "wait"];
+    let args = ["--steps", "20", "--checkpoint", "other"];
+    run(&place, &[&args[..], &waits].concat()).expect(0);
+    for name in &names {
+        let [a, b] = ["state", "other"].map(|f| place.read(&format!("{f}/{name}/manifest.json")));
+        assert!(a == b, "{name}");
+    }
+}
+
+/// Runs a script in a namespace in which it may mount file systems.
+fn with_mounts(place: &Place, script: &str) -> Output {
+    let output = Command::new("unshare")
+        .args(["-Urm", "bash", "-c", script, "mounts"])
+        .arg(env!("CARGO_BIN_EXE_meshwright"))
+        .current_dir(place.path("."))
+        .output()
+        .unwrap();
+    assert_ne!(
+        output.status.code(),
+        Some(99),
+        "no mounts: {}",
+        said(&output)
+    );
+    output
+}
+
+/// Whether this machine lets us mount in a namespace of our own.
+fn may_mount() -> bool {
+    let may = Command::new("unshare")
+        .args(["-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"])
+        .output();
+    let may = may.is_ok_and(|o| o.status.success());
+    if !may {
+        eprintln!("skipped: no user namespaces here, so no file systems of our own");
+    }
+    may
+}
+
+/// A real file system without space, and one that becomes read-only.
+#[test]
+fn full_and_read_only_file_systems_end_no_run() {
+    if !may_mount() {
+        return;
+    }
+    let place = two_ranks();
+    let full = r#"
+        mkdir state && mount -t tmpfs -o size=700k tmpfs state || exit 99
+        "$1" run plan.json --data text.txt --steps 9 --checkpoint state \
+            --checkpoint-every 1 --checkpoints-kept 100
+        echo "code $?"
+        ls -a state
+        "$1" checkpoint verify state
+    "#;
+    let output = with_mounts(&place, full);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
+    assert!(out.contains("code 3"), "{out}{err}");
+    assert!(err.contains("No space left on device"), "{err}");
+    assert!(err.contains("the run goes on"), "{err}");
+    assert!(!out.contains(".meshwright"), "{out}");
+    assert!(out.matches(": whole, step ").count() >= 2, "{out}");
+    assert!(output.status.success(), "{out}{err}");
+    let read_only = r#"
+        mkdir -p state && mount -t tmpfs tmpfs state || exit 99
+        "$1" run plan.json --data text.txt --steps 100000000 --checkpoint state \
+            --checkpoint-every 1 -o run.json 2>errors &
+        while ! ls state | grep -q step; do sleep 0.01; done
+        # Busy as long as a file is open for writing.
+        until mount -o remount,ro state 2>/dev/null; do sleep 0.01; done
+        sleep 0.1
+        kill -USR1 $!
+        wait $!
+        echo "code $?"
+        "$1" checkpoint verify state
+        "$1" run plan.json --data text.txt --steps 1 --checkpoint state
+        echo "refused $?"
+    "#;
+    let output = with_mounts(&place, read_only);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
+    let errors = String::from_utf8(place.read("errors")).unwrap();
+    assert!(
+        out.contains("code 3") && out.contains("refused 3"),
+        "{out}{err}{errors}"
+    );
+    assert!(errors.contains("Read-only file system"), "{errors}");
+    assert!(errors.contains("the run goes on"), "{errors}");
+    assert!(out.contains(": whole, step "), "{out}{err}");
+}
+
+/// The limit of a file's length sends a signal that kills who does not expect it.
+#[test]
+fn the_limit_of_a_file_ends_no_run() {
+    let place = two_ranks();
+    let output = Command::new("bash")
+        .args(["-c", "ulimit -f 32; exec \"$@\"", "limit"])
+        .arg(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&RUN[..], &["--steps", "3", "--checkpoint", "state"]].concat())
+        .args(["--checkpoint-every", "1"])
+        .current_dir(place.path("."))
+        .output()
+        .unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(3), "{words}");
+    assert!(
+        words.contains("File too large") && words.contains("the run goes on"),
+        "{words}"
+    );
+    assert_eq!(leftovers(&place), [""; 0]);
+}
+
+/// Values that are no numbers: all ranks stop at the same step, before its update, and the first tensor
+/// is named.
+#[test]
+fn values_that_are_no_numbers_stop_all_ranks_at_the_same_step() {
+    let place = two_ranks();
+    for processes in [&[][..], &["--processes=2"]] {
+        let wild = ["--steps", "9", "--lr", "1e30", "-o", "wild.json"];
+        let done = run(&place, &[&wild[..], processes].concat()).expect(6);
+        let flat: Vec<&str> = done.err.split_whitespace().collect();
+        let flat = flat.join(" ").replace(" │ ", " ");
+        assert!(flat.contains(" of step 1 is "), "{flat}");
+        assert!(
+            flat.contains("the first tensor that is no number: `"),
+            "{flat}"
+        );
+        assert!(!place.exists("wild.json"));
+    }
+}
+
+/// Looks at checkpoints, and has them damaged in all ways.
+#[test]
+fn checkpoints_are_inspected_verified_and_converted() {
+    let place = two_ranks();
+    let saved = ["--save", "w.safetensors", "--config", "config.json"];
+    for (steps, more) in [("2", &[][..]), ("3", &["--resume", "state"])] {
+        let args = ["--steps", steps, "--checkpoint", "state"];
+        run(&place, &[&args[..], more, &saved].concat()).expect(0);
+    }
+    let newest = place.names_in("state").pop().unwrap();
+    let words = place.run(&["checkpoint", "inspect", "state"]).expect(0).out;
+    for w in [
+        "2 checkpoints",
+        "after 5 steps",
+        "sample 10",
+        "rank-1.safetensors",
+        "2 shards",
+    ] {
+        assert!(words.contains(w), "`{w}` is not in:\n{words}");
+    }
+    assert!(words.lines().all(|l| l.chars().count() <= 100), "{words}");
+    let seen = place
+        .run(&["checkpoint", "inspect", "state", "--json"])
+        .expect(0)
+        .json();
+    let one = &seen["checkpoints"][0];
+    assert_eq!((&one["step"], &one["next_sample"]), (&5.into(), &10.into()));
+    let shards = one["shards"].as_object().unwrap().values();
+    assert_eq!(
+        one["bytes"],
+        shards.map(|b| b.as_u64().unwrap()).sum::<u64>()
+    );
+    // Weights in Hugging Face's form are those that the run saved.
+    let convert = ["checkpoint", "convert", "state", "-o", "hf", "--config"];
+    place
+        .run(&[&convert[..], &["config.json"]].concat())
+        .expect(0);
+    assert!(place.read("hf/model.safetensors") == place.read("w.safetensors"));
+    assert_eq!(place.read("hf/config.json"), place.read("config.json"));
+    run(&place, &["--steps", "1", "--weights", "hf"]).expect(0);
+    place
+        .run(&[&convert[..], &["tiny-gpt2"]].concat())
+        .expect(3)
+        .says(&["in the checkpoint"]);
+    place.run(&["checkpoint", "verify", "state"]).expect(0);
+    // All that is wrong is named, of every checkpoint.
+    let shard = |rank: u32| format!("state/{newest}/rank-{rank}.safetensors");
+    let good = [0, 1].map(|rank| place.read(&shard(rank)));
+    let mut turned = good[0].clone();
+    let middle = turned.len() / 2;
+    turned[middle] ^= 1;
+    place.write(&shard(0), turned);
+    place.write(&shard(1), &good[1][..good[1].len() - 1]);
+    let done = place.run(&["checkpoint", "verify", "state"]).expect(5);
+    for rank in [0, 1] {
+        assert!(
+            done.out.contains(&format!("rank-{rank}.safetensors")),
+            "{}",
+            done.out
+        );
+    }
+    assert!(done.out.contains("0001-step-2: whole"), "{}", done.out);
+    assert!(
+        done.err.contains("1 of 2 checkpoints damaged"),
+        "{}",
+        done.err
+    );
+    // Two shards that were swapped, one of another step, none at all.
+    place.write(&shard(0), &good[1]);
+    place.write(&shard(1), &good[0]);
+    place.run(&["checkpoint", "verify", "state"]).expect(5);
+    place.write(&shard(1), &good[1]);
+    std::fs::copy(
+        place.path("state/0001-step-2/rank-0.safetensors"),
+        place.path(&shard(0)),
+    )
+    .unwrap();
+    place.run(&["checkpoint", "verify", "state"]).expect(5);
+    std::fs::remove_file(place.path(&shard(0))).unwrap();
+    place.run(&["checkpoint", "verify", "state"]).expect(5);
+    // The older one serves.
+    let done = run(&place, &["--steps", "1", "--resume", "state"]).expect(0);
+    assert!(done.err.contains("passed over"), "{}", done.err);
+    place
+        .run(&["checkpoint", "verify", "nowhere"])
+        .expect(3)
+        .says(&["there is no such folder or file"]);
+    place
+        .run(&["checkpoint", "inspect", "."])
+        .expect(3)
+        .says(&["the folder has no checkpoint"]);
+}

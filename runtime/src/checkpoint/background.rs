@@ -1,0 +1,141 @@
+//! Checkpoints that are written while steps go on.
+//!
+//! ```text
+//!   step 20                     21        22        23
+//!   ranks copy their states ──► write the copies, through to the disk
+//!                                                   └► manifest, name, old ones go
+//! ```
+//!
+//! A step is held up for the copy alone. The order of writing is that of any checkpoint: it is one
+//! when all of it is on the disk, and until then nothing has changed. One is written at a time, so the
+//! copies take at most the bytes of one checkpoint, over all ranks together.
+
+use super::shard::Shard;
+use super::{Origin, commit, problem};
+use crate::error::RuntimeError;
+use crate::execute::Session;
+use crate::files::Unfinished;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+
+/// A checkpoint on its way, where there is one.
+#[derive(Debug, Default)]
+pub struct Background(Stage);
+
+#[derive(Debug, Default)]
+enum Stage {
+    #[default]
+    Idle,
+    /// The ranks write.
+    Writing(Begun),
+    /// All is written but the manifest, after which it gets its name.
+    Committing(u64, JoinHandle<Result<PathBuf, RuntimeError>>),
+}
+
+/// Everything of a checkpoint but its files.
+#[derive(Debug)]
+struct Begun {
+    folder: PathBuf,
+    kept: usize,
+    unfinished: Unfinished,
+    origin: Origin,
+}
+
+/// How a checkpoint ended that was written meanwhile.
+#[derive(Debug)]
+pub struct Ended {
+    /// Optimizer steps done when it was begun.
+    pub step: u64,
+    /// Its folder, or why there is none. All is as before then.
+    pub path: Result<PathBuf, RuntimeError>,
+}
+
+impl Background {
+    /// Whether a checkpoint is on its way.
+    pub fn is_busy(&self) -> bool {
+        !matches!(self.0, Stage::Idle)
+    }
+
+    /// Begins a checkpoint in `folder`, of which the newest `kept` stay. None may be on its way.
+    ///
+    /// Fails when the folder cannot be written to, and when the ranks cannot go on.
+    pub fn begin(
+        &mut self,
+        kept: usize,
+        folder: &Path,
+        session: &mut Session,
+        (plan, model): (&str, &str),
+    ) -> Result<(), RuntimeError> {
+        let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
+        let unfinished = Unfinished::folder(folder).map_err(error)?;
+        session.begin_shards(unfinished.path())?;
+        self.0 = Stage::Writing(Begun {
+            folder: folder.to_path_buf(),
+            kept,
+            unfinished,
+            origin: Origin::of(session, plan, model),
+        });
+        Ok(())
+    }
+
+    /// Takes a checkpoint on where that need not wait. Says how it ended, once it has.
+    pub fn poll(&mut self, session: &mut Session) -> Option<Ended> {
+        match &self.0 {
+            Stage::Idle => None,
+            Stage::Writing(_) if session.is_writing() => None,
+            Stage::Writing(_) => self.written(session),
+            Stage::Committing(_, thread) if thread.is_finished() => self.wait(session),
+            Stage::Committing(..) => None,
+        }
+    }
+
+    /// Waits for the checkpoint on its way. Says how it ended; nothing where there was none.
+    pub fn wait(&mut self, session: &mut Session) -> Option<Ended> {
+        if let Some(ended) = self.written(session) {
+            return Some(ended);
+        }
+        match std::mem::take(&mut self.0) {
+            Stage::Committing(step, thread) => {
+                let panicked = |_| Err(RuntimeError::Ended("a checkpoint's thread".into()));
+                let path = thread.join().unwrap_or_else(panicked);
+                Some(Ended { step, path })
+            }
+            other => {
+                self.0 = other;
+                None
+            }
+        }
+    }
+
+    /// Goes from writing to committing. Says how it ended where that cannot be.
+    fn written(&mut self, session: &mut Session) -> Option<Ended> {
+        let begun = match std::mem::take(&mut self.0) {
+            Stage::Writing(begun) => begun,
+            other => {
+                self.0 = other;
+                return None;
+            }
+        };
+        let step = begun.origin.step;
+        match session.end_shards() {
+            Err(e) => Some(Ended { step, path: Err(e) }),
+            Ok(shards) => {
+                let thread = std::thread::spawn(move || begun.commit(shards));
+                self.0 = Stage::Committing(step, thread);
+                None
+            }
+        }
+    }
+}
+
+impl Begun {
+    fn commit(self, shards: Vec<Shard>) -> Result<PathBuf, RuntimeError> {
+        let Begun {
+            folder,
+            kept,
+            unfinished,
+            origin,
+        } = self;
+        commit(&folder, kept, &unfinished, origin, shards)
+    }
+}

@@ -1,0 +1,82 @@
+//! Whether ranks that keep the same part of a state have the same bits of it.
+//!
+//! They compute the same sums in the same order, so they do, unless a bit was turned in a memory or a
+//! processor. Each rank hashes its parts, and the coordinator compares the hashes.
+
+use super::{Local, Member, Reply, Request, Session};
+use crate::error::RuntimeError;
+use ir::Rank;
+use std::collections::BTreeMap;
+
+/// A part of a state: path, first indices, lengths.
+type Part = (String, Vec<usize>, Vec<usize>);
+
+impl Session {
+    /// Compares the states of all ranks.
+    ///
+    /// Fails with the first state that differs and the ranks that are fewest to have their bits of it,
+    /// and when the ranks cannot go on. The ranks can go on after a difference.
+    pub fn check_replicas(&mut self) -> Result<(), RuntimeError> {
+        let all = self.ranks.clone();
+        let replies = self.ask(&all, |_| Request::Hash)?;
+        let mut seen: BTreeMap<Part, BTreeMap<String, Vec<Rank>>> = BTreeMap::new();
+        for (Member { rank, role, .. }, reply) in all.into_iter().zip(replies) {
+            let Reply::Hashes(hashes) = reply else {
+                continue;
+            };
+            let this = &self.program.roles[role];
+            for (state, hash) in this.states.iter().zip(hashes) {
+                let b = this.buffer(state.buffer);
+                let local = Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank);
+                if let Some(l) = local.filter(|l| !l.valid().contains(&0)) {
+                    let part = (state.path.clone(), l.start(), l.valid());
+                    seen.entry(part)
+                        .or_default()
+                        .entry(hash)
+                        .or_default()
+                        .push(rank);
+                }
+            }
+        }
+        let differs = seen.into_iter().find(|(_, hashes)| hashes.len() > 1);
+        let Some(((path, ..), hashes)) = differs else {
+            return Ok(());
+        };
+        let mut groups: Vec<Vec<Rank>> = hashes.into_values().collect();
+        groups.sort_by_key(|ranks| (ranks.len(), ranks[0]));
+        let most = groups.pop().unwrap_or_default();
+        // Two that differ do not tell which of them is wrong.
+        let is_known = groups.iter().all(|g| g.len() < most.len());
+        Err(RuntimeError::Replicas {
+            step: self.step,
+            path,
+            odd: groups.concat(),
+            others: most,
+            is_known,
+        })
+    }
+}
+
+#[cfg(test)]
+impl Session {
+    /// Turns a bit of a rank's part of a state.
+    pub fn turn_bit(
+        &mut self,
+        rank: Rank,
+        state: &ir::program::StateBuffer,
+        bit: usize,
+    ) -> Result<(), RuntimeError> {
+        let of: Vec<Member> = self
+            .ranks
+            .iter()
+            .filter(|m| m.rank == rank)
+            .copied()
+            .collect();
+        let replies = self.ask(&of, |_| Request::Read(state.buffer))?;
+        if let Some(Reply::Part(mut part)) = replies.into_iter().next() {
+            part[bit / 8] ^= 1 << (bit % 8);
+            self.ask(&of, |_| Request::Write(state.buffer, part.clone()))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,271 @@
+//! Which rank holds up the others, and whether it is its processor or the link.
+//!
+//! A rank's step is work and waiting for others. One that is slow works longer than the ranks that do
+//! the same, and they wait for it. Where a link is slow all ranks wait longer than they used to and
+//! none works longer. Medians over a window of steps are compared, so that a hiccup is none, and
+//! a verdict needs two windows in a row. That all are slow alike is nobody's fault and says nothing.
+
+use ir::Rank;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// Steps that are looked at together.
+const WINDOW: usize = 20;
+/// Windows at the beginning that say nothing: caches are cold, and memory is touched for the first
+/// time.
+const WARM_UP: usize = 1;
+/// How many times as long a rank works that is slow.
+const SLOW: f64 = 1.5;
+/// How many times as long all wait, and by which share of the step longer, when a link is slow.
+const LONG_WAIT: (f64, f64) = (1.5, 0.2);
+
+/// Seconds of a step of a rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spent {
+    /// At work.
+    pub work_s: f64,
+    /// In calls that wait for others.
+    pub wait_s: f64,
+}
+
+/// A reason that holds up a run, or the end of one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Finding {
+    /// A rank works longer than those that do the same, or than it used to.
+    SlowRank {
+        /// The rank.
+        rank: Rank,
+        /// How many times as long.
+        times: f64,
+    },
+    /// It does so no more.
+    Recovered(Rank),
+    /// All ranks wait longer than at first, and none works longer.
+    SlowLink {
+        /// How many times as long.
+        times: f64,
+    },
+    /// They do so no more.
+    LinkRecovered,
+}
+
+/// Watches the steps of a run.
+#[derive(Clone, Debug)]
+pub struct Stragglers {
+    /// Rank and role, in the order in which times come.
+    ranks: Vec<(Rank, usize)>,
+    steps: Vec<Vec<Spent>>,
+    windows: usize,
+    /// The medians of the first window that counts.
+    first: Option<Vec<Spent>>,
+    /// Suspects of the last window.
+    suspects: BTreeSet<Rank>,
+    slow: BTreeSet<Rank>,
+    is_link_suspect: bool,
+    is_link_slow: bool,
+}
+
+impl Stragglers {
+    /// For these ranks and the roles that they have.
+    pub fn new(ranks: impl IntoIterator<Item = (Rank, usize)>) -> Self {
+        Stragglers {
+            ranks: ranks.into_iter().collect(),
+            steps: Vec::new(),
+            windows: 0,
+            first: None,
+            suspects: BTreeSet::new(),
+            slow: BTreeSet::new(),
+            is_link_suspect: false,
+            is_link_slow: false,
+        }
+    }
+
+    /// Takes a step, of every rank. Says what has changed, at the end of a window.
+    pub fn step(&mut self, spent: &[Spent]) -> Vec<Finding> {
+        if spent.len() != self.ranks.len() {
+            return Vec::new();
+        }
+        self.steps.push(spent.to_vec());
+        if self.steps.len() < WINDOW {
+            return Vec::new();
+        }
+        let steps = std::mem::take(&mut self.steps);
+        self.windows += 1;
+        if self.windows <= WARM_UP {
+            return Vec::new();
+        }
+        let of = |rank: usize, figure: fn(&Spent) -> f64| {
+            median(steps.iter().map(|s| figure(&s[rank])).collect())
+        };
+        let now: Vec<Spent> = (0..self.ranks.len())
+            .map(|r| Spent {
+                work_s: of(r, |s| s.work_s),
+                wait_s: of(r, |s| s.wait_s),
+            })
+            .collect();
+        let first = self.first.get_or_insert_with(|| now.clone()).clone();
+        let mut findings = self.ranks_of(&now, &first);
+        findings.extend(self.link_of(&now, &first));
+        findings
+    }
+
+    fn ranks_of(&mut self, now: &[Spent], first: &[Spent]) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        let mut suspects = BTreeSet::new();
+        // How many times as long each works as at first: where that is so of all, of none.
+        let ratios = now.iter().zip(first);
+        let ratios: Vec<f64> = ratios.map(|(n, f)| over(n.work_s, f.work_s)).collect();
+        for (i, &(rank, role)) in self.ranks.iter().enumerate() {
+            let others = |of: &dyn Fn(usize) -> bool, values: &dyn Fn(usize) -> f64| {
+                let others = (0..now.len()).filter(|&k| k != i && of(k));
+                let others: Vec<f64> = others.map(values).collect();
+                (!others.is_empty()).then(|| median(others))
+            };
+            let is_peer = |k: usize| self.ranks[k].1 == role;
+            let times = match others(&is_peer, &|k| now[k].work_s) {
+                Some(peers) => over(now[i].work_s, peers),
+                None => match others(&|_| true, &|k| ratios[k]) {
+                    Some(ratio) => over(ratios[i], ratio),
+                    None => 1.0,
+                },
+            };
+            if times >= SLOW {
+                suspects.insert(rank);
+                if self.suspects.contains(&rank) && self.slow.insert(rank) {
+                    findings.push(Finding::SlowRank { rank, times });
+                }
+            } else if self.slow.remove(&rank) {
+                findings.push(Finding::Recovered(rank));
+            }
+        }
+        self.suspects = suspects;
+        findings
+    }
+
+    fn link_of(&mut self, now: &[Spent], first: &[Spent]) -> Option<Finding> {
+        // One that is slow waits least, so that all wait longer for a link alone.
+        let least = |of: &[Spent]| of.iter().map(|s| s.wait_s).fold(f64::INFINITY, f64::min);
+        let (waits, waited) = (least(now), least(first));
+        let step = first
+            .iter()
+            .map(|s| s.work_s + s.wait_s)
+            .fold(0.0, f64::max);
+        let times = over(waits, waited);
+        let is_long = times >= LONG_WAIT.0 && waits - waited >= LONG_WAIT.1 * step;
+        let is_suspect = is_long && self.suspects.is_empty();
+        let was_suspect = std::mem::replace(&mut self.is_link_suspect, is_suspect);
+        match (is_suspect && was_suspect, self.is_link_slow) {
+            (true, false) => {
+                self.is_link_slow = true;
+                Some(Finding::SlowLink { times })
+            }
+            (false, true) if !is_suspect => {
+                self.is_link_slow = false;
+                Some(Finding::LinkRecovered)
+            }
+            _ => None,
+        }
+    }
+}
+
+fn over(a: f64, b: f64) -> f64 {
+    a / b.max(f64::MIN_POSITIVE)
+}
+
+/// The lower median.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len().saturating_sub(1) / 2;
+    values.get(middle).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The findings over windows of a run of two stages of two ranks, whose steps are made by
+    /// `spent` of rank and window, with a little noise.
+    fn found(windows: usize, spent: impl Fn(usize, usize) -> (f64, f64)) -> Vec<(usize, Finding)> {
+        let mut of = Stragglers::new((0..4).map(|r| (Rank(r), r as usize / 2)));
+        let mut all = Vec::new();
+        for step in 0..windows * WINDOW {
+            let noise = 1.0 + 0.1 * ((step * 7919 % 13) as f64 / 13.0);
+            let one = |r: usize| {
+                let (work_s, wait_s) = spent(r, step / WINDOW);
+                // A hiccup now and then.
+                let hiccup = if step % 9 == r { 5.0 } else { 1.0 };
+                Spent {
+                    work_s: work_s * noise * hiccup,
+                    wait_s,
+                }
+            };
+            let spent: Vec<Spent> = (0..4).map(one).collect();
+            all.extend(of.step(&spent).into_iter().map(|f| (step / WINDOW, f)));
+        }
+        all
+    }
+
+    #[test]
+    fn a_slow_processor_is_told_from_a_slow_link() {
+        // Rank 3 works twice as long from window 4 to 7, and its peer and the others wait for it.
+        let slow = |r: usize, w: usize| match (r, (4..8).contains(&w)) {
+            (3, true) => (2.0, 0.1),
+            (_, true) => (1.0, 1.1),
+            _ => (1.0, 0.1),
+        };
+        let seen = found(12, slow);
+        let [
+            (5, Finding::SlowRank { rank, times }),
+            (8, Finding::Recovered(Rank(3))),
+        ] = seen[..]
+        else {
+            panic!("{seen:?}")
+        };
+        assert!(rank == Rank(3) && (1.8..2.2).contains(&times), "{times}");
+        // All wait longer from window 4 on.
+        let seen = found(9, |_, w| (1.0, if w < 4 { 0.2 } else { 0.8 }));
+        let [(5, Finding::SlowLink { times })] = seen[..] else {
+            panic!("{seen:?}")
+        };
+        assert!((3.9..4.1).contains(&times), "{times}");
+    }
+
+    #[test]
+    fn what_slows_all_alike_is_no_fault() {
+        let steady = found(50, |_, _| (1.0, 0.2));
+        assert_eq!(steady, []);
+        // The whole machine is slow for a while; stages differ in work from the beginning.
+        let machine = found(50, |r, w| {
+            let factor = if w % 20 > 10 { 3.0 } else { 1.0 };
+            (factor * (1.0 + r as f64 / 2.0 * 0.3), 0.2 * factor)
+        });
+        assert!(
+            machine
+                .iter()
+                .all(|(_, f)| !matches!(f, Finding::SlowRank { .. })),
+            "{machine:?}"
+        );
+        // One window alone is no verdict.
+        assert_eq!(
+            found(9, |r, w| (if (r, w) == (1, 4) { 3.0 } else { 1.0 }, 0.2)),
+            []
+        );
+    }
+
+    /// A stage of one rank is compared with what it was, and with how the others have changed.
+    #[test]
+    fn ranks_without_peers_are_compared_with_their_past() {
+        let mut of = Stragglers::new([(Rank(0), 0), (Rank(1), 1)]);
+        let mut seen = Vec::new();
+        for step in 0..8 * WINDOW {
+            let slow = if step >= 4 * WINDOW { 2.0 } else { 1.0 };
+            let spent = [1.0, 3.0 * slow].map(|work_s| Spent {
+                work_s,
+                wait_s: 0.5,
+            });
+            seen.extend(of.step(&spent));
+        }
+        let rank = Rank(1);
+        assert_eq!(seen, [Finding::SlowRank { rank, times: 2.0 }]);
+    }
+}

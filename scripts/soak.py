@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Kills the processes of a small training again and again, and says what became of it.
+
+    scripts/soak.py --kills 200 --report soak.md BINARY
+
+A plan for two ranks is made in a folder for temporary files, and trained by as two processes with a
+checkpoint every few steps. In each round some process is killed at a random moment: by SIGKILL one
+of them, sometimes both, or it is stopped by SIGSTOP, which the run has to find out. The next round goes
+on from what is there. Looked at after each round: whether the run ended in time, its exit code, whether
+it named the process, what is left behind, and whether the checkpoints verify. In the end the state
+is compared, to the bit, with that of a run that nobody disturbed.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CONFIG = {
+    "model_type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 2,
+    "n_head": 2, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+}
+PATIENCE = 2  # Seconds after which a process that does nothing is taken for hung.
+
+
+def processes(folder):
+    """The processes that run in this folder, by the number of their parent."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.readlink(entry / "cwd") != str(folder):
+                continue
+            stat = (entry / "stat").read_text()
+            state, parent = stat.rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                found[int(entry.name)] = int(parent)
+        except OSError:
+            pass
+    return found
+
+
+def newest(folder):
+    """The newest checkpoint's step, and its folder."""
+    names = [n for n in os.listdir(folder) if re.match(r"\d+-step-\d+$", n)]
+    if not names:
+        return 0, None
+    name = max(names, key=lambda n: int(n.split("-")[0]))
+    return int(name.rsplit("-", 1)[1]), folder / name
+
+
+def shards(path):
+    return {p.name: p.read_bytes() for p in sorted(path.glob("*.safetensors"))}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("binary")
+    parser.add_argument("--kills", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", help="write what was seen to this file")
+    args = parser.parse_args()
+    binary = str(Path(args.binary).resolve())
+    folder = Path(tempfile.mkdtemp(prefix="soak-")).resolve()
+    draw = random.Random(args.seed)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 90)
+
+    def call(*words, check=True):
+        done = subprocess.run([binary, *words], cwd=folder, capture_output=True, text=True)
+        if check and done.returncode:
+            sys.exit(f"{words}: {done.returncode}\n{done.stderr}")
+        return done
+
+    call("compile", "config.json", "--cluster", "cpu-default", "--ranks", "2", "--global-batch", "2",
+         "--pin", "data=2", "-o", "plan.json")
+    base = ["run", "plan.json", "--data", "text.txt", "--processes=2", "--time-out", str(PATIENCE),
+            "--checkpoint", "state", "--checkpoint-every", "10"]
+    seen = dict(killed=0, stopped=0, both=0, named=0, to_name=0, hangs=0, codes={}, left=0,
+                damaged=0, idle=0)
+    delays, lost, began, state = [], [], time.time(), folder / "state"
+    while seen["killed"] + seen["stopped"] < args.kills and time.time() - began < args.seconds:
+        before = newest(state)[0] if state.exists() else 0
+        go_on = ["--resume", "state"] if before else []
+        metrics = folder / "metrics.csv"
+        metrics.unlink(missing_ok=True)
+        with open(folder / "errors", "w") as errors:
+            run = subprocess.Popen([binary, *base, *go_on, "--steps", "100000000", "--metrics",
+                                    "metrics.csv"], cwd=folder, stdout=subprocess.DEVNULL,
+                                   stderr=errors)
+        # From before the processes have met to far into the training.
+        time.sleep(draw.choice([draw.uniform(0, 0.15), draw.uniform(0.1, 0.8)]))
+        all_ = processes(folder)
+        others = [p for p in all_ if p != run.pid]
+        victims = [draw.choice([run.pid, *others])]
+        kind = draw.random()
+        how = signal.SIGKILL
+        if kind < 0.1 and others:
+            victims, seen["both"] = [run.pid, others[0]], seen["both"] + 1
+        elif kind < 0.15 and others:
+            victims, how = [others[0]], signal.SIGSTOP
+        if run.poll() is not None:
+            sys.exit(f"the run ended by itself\n{(folder / 'errors').read_text()}")
+        for victim in victims:
+            os.kill(victim, how)
+        at = time.time()
+        seen["stopped" if how == signal.SIGSTOP else "killed"] += 1
+        try:
+            code = run.wait(timeout=30 + PATIENCE)
+        except subprocess.TimeoutExpired:
+            seen["hangs"] += 1
+            run.kill()
+            code = run.wait()
+        if how == signal.SIGKILL:
+            delays.append(time.time() - at)
+        seen["codes"][code] = seen["codes"].get(code, 0) + 1
+        words = " ".join((folder / "errors").read_text().split())
+        if run.pid not in victims:
+            seen["to_name"] += 1
+            seen["named"] += f"pid {victims[0]}" in words or "process 1" in words
+        until = time.time() + 10
+        while processes(folder) and time.time() < until:
+            time.sleep(0.01)
+        seen["left"] += len(processes(folder))
+        for p in processes(folder):
+            os.kill(p, signal.SIGKILL)
+        if state.exists() and newest(state)[1]:
+            verified = call("checkpoint", "verify", "state", check=False)
+            seen["damaged"] += verified.returncode != 0
+            rows = metrics.read_text().splitlines()[1:] if metrics.exists() else []
+            last = max((int(r.split(",")[0]) for r in rows if r[:1].isdigit() and r.count(",") == 8),
+                       default=-1)
+            if last >= 0:
+                lost.append(max(0, last + 1 - newest(state)[0]))
+    steps = newest(state)[0]
+    # One more round ends by itself and takes away what the last one left.
+    call(*base, "--resume", "state", "--steps", "10", check=True)
+    steps += 10
+    litter = [n for n in os.listdir(state) if n.startswith(".")]
+    call(*base[:4], "--checkpoint", "whole", "--steps", str(steps))
+    same = shards(newest(state)[1]) == shards(newest(folder / "whole")[1])
+    rounds = seen["killed"] + seen["stopped"]
+    delays.sort()
+    lines = [
+        f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of both processes at "
+        f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}.",
+        f"- Runs that did not end by themselves: {seen['hangs']}.",
+        f"- Exit codes: {', '.join(f'{c}: {n}' for c, n in sorted(seen['codes'].items()))} (6 is a run "
+        "that failed, -9 process 0 killed itself).",
+        f"- Process 1 was the victim in {seen['to_name']} rounds; the message named it in {seen['named']}.",
+        f"- From the kill to the end of the run: median {statistics.median(delays):.3f} s, 95% within "
+        f"{delays[int(0.95 * (len(delays) - 1))]:.3f} s, longest {delays[-1]:.3f} s.",
+        f"- Steps lost: median {statistics.median(lost or [0])}, most {max(lost or [0])}, with a "
+        "checkpoint every 10 steps.",
+        f"- Checkpoints that did not verify: {seen['damaged']}. Processes left: {seen['left']}. "
+        f"Unfinished files after the last run: {len(litter)}.",
+        f"- The state after {steps} steps is {'the same to the bit as' if same else 'NOT that of'} a run "
+        "that nobody disturbed.",
+    ]
+    print("\n".join(lines))
+    if args.report:
+        Path(args.report).write_text("\n".join(lines) + "\n")
+    shutil.rmtree(folder)
+    bad = seen["hangs"] or seen["damaged"] or seen["left"] or litter or not same
+    sys.exit(1 if bad or seen["named"] < seen["to_name"] else 0)
+
+
+if __name__ == "__main__":
+    main()
