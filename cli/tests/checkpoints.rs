@@ -158,14 +158,22 @@ fn a_run_goes_on_from_the_newest_checkpoint_that_is_whole() {
 #[test]
 fn leftovers_of_dead_writers_are_removed() {
     let place = Place::with_plan();
+    let library = support::faults(&place);
     let before = place.names();
     let words = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
     for more in [
         &["--save", "w.safetensors", "--config", "config.json"][..],
         &["--checkpoint", "."],
     ] {
-        // Files have at most 8 blocks: the signal of the limit ends the process as it writes.
-        let output = after(&place, "ulimit -f 8", &[&words, more].concat());
+        // Behind the looks at whether it can be written, in the middle of the writing.
+        let output = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&words, more].concat())
+            .current_dir(place.path("."))
+            .env("LD_PRELOAD", &library)
+            .env("FAULT_IN", ".meshwright-tmp-")
+            .env("FAULT_AT", "5")
+            .output()
+            .unwrap();
         assert_eq!(output.status.code(), None, "{output:?}");
         let left = place.names().iter().filter(|n| !before.contains(n)).count();
         assert!(left > 0, "nothing is left to remove");

@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use support::{Done, Place, repository};
+use support::{Done, Place, faults};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -32,19 +32,6 @@ fn two_ranks() -> Place {
 
 fn run(place: &Place, more: &[&str]) -> Done {
     place.run(&[&RUN[..], more].concat())
-}
-
-/// Builds the library that makes files go wrong.
-fn faults(place: &Place) -> PathBuf {
-    let library = place.path("faults.so");
-    let built = Command::new(std::env::var("CC").unwrap_or("cc".into()))
-        .args(["-shared", "-fPIC", "-O1", "-o"])
-        .arg(&library)
-        .arg(repository().join("cli/tests/support/faults.c"))
-        .output()
-        .unwrap();
-    assert!(built.status.success(), "{}", said(&built));
-    library
 }
 
 fn said(output: &Output) -> String {
@@ -98,8 +85,8 @@ fn leftovers(place: &Place) -> Vec<String> {
 /// Every how many operations one goes wrong.
 fn stride() -> usize {
     match std::env::var_os("RUN_SLOW_TESTS").is_some() {
-        true => 2,
-        false => 5,
+        true => 5,
+        false => 9,
     }
 }
 

@@ -171,3 +171,17 @@ pub fn repository() -> PathBuf {
         .unwrap()
         .to_path_buf()
 }
+
+/// Builds the library that makes files go wrong (`faults.c`), in a place.
+pub fn faults(place: &Place) -> PathBuf {
+    let library = place.path("faults.so");
+    let built = Command::new(std::env::var("CC").unwrap_or("cc".into()))
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .arg(&library)
+        .arg(repository().join("cli/tests/support/faults.c"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&built.stderr);
+    assert!(built.status.success(), "{said}");
+    library
+}
