@@ -566,6 +566,19 @@ pub enum BackendArg {
     Cuda,
 }
 
+/// Who multiplies matrices on GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum MatmulsArg {
+    /// cuBLASLt with the algorithm that it proposes; plain kernels where it is not found.
+    #[default]
+    Library,
+    /// cuBLASLt with the fastest of its proposals, timed in the first step; last bits can differ
+    /// from run to run.
+    Tuned,
+    /// Kernels of our own, which are slow and need no library.
+    Plain,
+}
+
 /// Arguments of `run`.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -574,6 +587,13 @@ pub struct RunArgs {
     /// What ranks compute with.
     #[arg(long, value_enum, default_value_t = BackendArg::Cpu)]
     pub backend: BackendArg,
+    /// Who multiplies matrices; with --backend cuda [default: library].
+    #[arg(long, value_enum)]
+    pub matmuls: Option<MatmulsArg>,
+    /// Round factors of f32 matmuls to TF32, which is faster and has 10 bits of mantissa; with
+    /// --backend cuda.
+    #[arg(long)]
+    pub tf32: bool,
     /// Training data: tokens of nanoGPT or llm.c (.bin), or text.
     #[arg(long)]
     pub data: PathBuf,

@@ -62,5 +62,32 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
     for (a, b) in losses(&on_gpu).into_iter().zip(losses(&on_cpu)) {
         assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
     }
+    assert!(
+        done.out.contains("Matrices were multiplied by cuBLASLt."),
+        "{}",
+        done.out
+    );
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
+    // Plain kernels give the same losses.
+    let library = ("LD_LIBRARY_PATH", &*folder.to_string_lossy());
+    let plain = [&arguments()[..], &["--matmuls", "plain"]].concat();
+    let done = place.run_with(&plain, &[library]).expect(0);
+    assert!(done.out.contains("by plain kernels."), "{}", done.out);
+    for (a, b) in losses(&of_run(&place)).into_iter().zip(losses(&on_cpu)) {
+        assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
+    }
+    // A device with less memory than the ranks need.
+    let small = ("MESHWRIGHT_EMULATOR_BYTES", "100000000");
+    let done = place.run_with(&arguments(), &[library, small]);
+    done.expect(6)
+        .says(&["4 ranks of the plan on GPU 0 need", "it has 95.37 MiB free"]);
+}
+
+#[test]
+fn flags_of_gpus_are_for_gpus() {
+    let place = Place::with_plan();
+    for flag in [&["--matmuls", "tuned"][..], &["--tf32"][..]] {
+        let arguments = [&arguments()[..6], flag].concat();
+        place.run(&arguments).expect(2).says(&["--backend cuda"]);
+    }
 }

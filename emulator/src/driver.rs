@@ -5,7 +5,7 @@
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // the driver's own
 
 use crate::block::{Attach, Dim, Entry, Kernel};
-use crate::queue::{Event, Gpu, Op, Side};
+use crate::queue::{Event, Gpu, Op, Run, Side};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -25,8 +25,15 @@ const NOT_READY: Status = 600;
 const ILLEGAL_ADDRESS: Status = 700;
 const NOT_SUPPORTED: Status = 801;
 
-/// Memory that the device says it has: the emulator's own tests and small models fit.
-const TOTAL_BYTES: usize = 8 << 30;
+/// Memory that the device has: `$MESHWRIGHT_EMULATOR_BYTES`, or what the emulator's own tests and
+/// small models fit.
+fn total_bytes() -> usize {
+    static TOTAL: OnceLock<usize> = OnceLock::new();
+    *TOTAL.get_or_init(|| {
+        let named = std::env::var("MESHWRIGHT_EMULATOR_BYTES").ok();
+        named.and_then(|n| n.parse().ok()).unwrap_or(8 << 30)
+    })
+}
 /// What an image begins with; the path of a shared object follows.
 pub const IMAGE: &str = "// emulated image of ";
 
@@ -122,7 +129,7 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _: c_int
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, _: c_int) -> Status {
     // SAFETY: the caller's pointer.
-    unsafe { give(bytes, TOTAL_BYTES) }
+    unsafe { give(bytes, total_bytes()) }
 }
 
 #[unsafe(no_mangle)]
@@ -130,8 +137,8 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
     let used = gpu().memory(|m| m.used());
     // SAFETY: the caller's pointers.
     unsafe {
-        give(total, TOTAL_BYTES);
-        give(free, TOTAL_BYTES.saturating_sub(used))
+        give(total, total_bytes());
+        give(free, total_bytes().saturating_sub(used))
     }
 }
 
@@ -300,7 +307,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, bytes: usize) -> Status {
     if bytes == 0 {
         return INVALID_VALUE;
     }
-    let fits = |m: &crate::memory::Memory| m.used().saturating_add(bytes) <= TOTAL_BYTES;
+    let fits = |m: &crate::memory::Memory| m.used().saturating_add(bytes) <= total_bytes();
     match gpu().memory(|m| fits(m).then(|| m.allocate(bytes)).flatten()) {
         // SAFETY: the caller's pointer.
         Some(address) => unsafe { give(at, address) },
@@ -383,6 +390,19 @@ pub extern "C" fn cuMemcpyDtoDAsync_v2(
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemsetD8Async(at: u64, value: u8, bytes: usize, stream: *mut c_void) -> Status {
     put(stream, Op::Fill(at, value, bytes))
+}
+
+/// Puts work of another library of the emulator's on a stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_put(stream: *mut c_void, run: Run, given: *mut c_void) -> Status {
+    put(stream, Op::Work(run, given as usize))
+}
+
+/// The host address of bytes of the device, for that work; null where they are not allocated.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_address(at: u64, bytes: usize) -> *mut u8 {
+    let found = gpu().memory(|m| m.resolve(at, bytes as u64));
+    found.unwrap_or(std::ptr::null_mut())
 }
 
 /// A shared object that is open, and its kernels.

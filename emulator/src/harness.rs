@@ -10,12 +10,12 @@ const INSIDE: &str = "MESHWRIGHT_EMULATED";
 pub fn libraries() -> Option<PathBuf> {
     let exe = std::env::current_exe().ok()?;
     let folders = exe.ancestors().skip(1).map(|f| f.join("examples"));
-    let has_both = |f: &Path| {
-        ["libcuda.so", "libnvrtc.so"]
+    let has_all = |f: &Path| {
+        ["libcuda.so", "libnvrtc.so", "libcublasLt.so"]
             .iter()
             .all(|l| f.join(l).exists())
     };
-    folders.take(2).find(|f| has_both(f))
+    folders.take(2).find(|f| has_all(f))
 }
 
 /// Runs a test, named with its modules, again with the emulator, and fails if it does. True in that

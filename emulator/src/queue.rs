@@ -5,6 +5,7 @@
 use crate::block::{self, Dim, Kernel};
 use crate::memory::Memory;
 use std::collections::{BTreeMap, VecDeque};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -38,6 +39,9 @@ pub enum Side {
     Host(usize),
 }
 
+/// Work of another library's.
+pub type Run = extern "C" fn(*mut c_void) -> *const c_char;
+
 /// What can stand in a stream.
 #[derive(Debug)]
 pub enum Op {
@@ -45,6 +49,8 @@ pub enum Op {
     Launch(Kernel, Dim, Dim, Vec<u64>),
     /// A copy of so many bytes.
     Copy(Side, Side, usize),
+    /// Work of another library's, which says null or what went wrong, and what it is given.
+    Work(Run, usize),
     /// Bytes of one value.
     Fill(u64, u8, usize),
     /// An event's record of this number.
@@ -230,6 +236,15 @@ impl Gpu {
                 // the host live until the copy is done is the caller's promise, as with CUDA.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, *bytes) };
                 Ok(())
+            }
+            Op::Work(run, given) => {
+                let wrong = run(*given as *mut c_void);
+                if wrong.is_null() {
+                    return Ok(());
+                }
+                // SAFETY: a text that ends with a zero, which stays.
+                let words = unsafe { CStr::from_ptr(wrong) };
+                Err(words.to_string_lossy().into_owned())
             }
             Op::Fill(at, value, bytes) => {
                 let to = self.address(Side::Device(*at), *bytes)?;

@@ -8,7 +8,7 @@ mod launcher;
 mod rendezvous;
 mod watch;
 
-use crate::args::{BackendArg, CheckpointMode, DecayArg, RunArgs};
+use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
@@ -24,6 +24,7 @@ use ir::{Bytes, OpKind, Task};
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
 use runtime::data::{DataOptions, Dataset};
+use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::measure::EMULATED_GPU;
@@ -43,6 +44,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     interrupt::outlive_limits_of_files()?;
     let args = &elastic::continued(args)?;
     let schedule = schedule(args)?;
+    check_backend(args)?;
     let setting = among::setting(args)?;
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -67,7 +69,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     check_outputs(args, resume.as_deref())?;
     match args.backend {
         BackendArg::Cpu => fits_machine(&loaded, &setting)?,
-        BackendArg::Cuda => has_gpus(&loaded)?,
+        BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
     }
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(args, &loaded);
@@ -172,6 +174,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             .clone()
             .map(|folder| (folder, loaded.hash.clone())),
         backend: backend(args),
+        matmuls: matmuls(args),
         processes: Some(company.processes),
         ..SessionOptions::default()
     };
@@ -182,6 +185,30 @@ fn backend(args: &RunArgs) -> Backend {
     match args.backend {
         BackendArg::Cpu => Backend::Cpu,
         BackendArg::Cuda => Backend::Cuda,
+    }
+}
+
+fn matmuls(args: &RunArgs) -> Matmuls {
+    Matmuls {
+        by: match args.matmuls.unwrap_or_default() {
+            MatmulsArg::Plain => Multiplier::Plain,
+            MatmulsArg::Library => Multiplier::Library,
+            MatmulsArg::Tuned => Multiplier::Tuned,
+        },
+        tf32: args.tf32,
+    }
+}
+
+/// Refuses flags of GPUs for a run without.
+fn check_backend(args: &RunArgs) -> Result<(), Failure> {
+    let given = [("matmuls", args.matmuls.is_some()), ("tf32", args.tf32)];
+    let given = given.into_iter().find(|(_, is_given)| *is_given);
+    match (args.backend, given) {
+        (BackendArg::Cpu, Some((flag, _))) => {
+            let what = format!("--{flag} says how GPUs multiply matrices, and this run has none");
+            Err(Failure::new(Exit::Usage, what).help("add --backend cuda, or leave it out"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -261,13 +288,47 @@ fn whole(args: &RunArgs, task: Task, m: &Measurement, written: &[String]) -> Res
     })
 }
 
-/// Refuses `--backend cuda` where there is no GPU, or the plan has an op without a kernel for it.
-fn has_gpus(loaded: &Loaded) -> Result<(), Failure> {
-    cuda::count()?;
+/// Refuses `--backend cuda` where there is no GPU, the plan has an op without a kernel for it, or
+/// its ranks need more memory than is free.
+fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Failure> {
+    let n_gpus = cuda::count()?;
     cuda::check(&loaded.program).map_err(|e| {
         Failure::new(Exit::RunFailed, e)
             .help("run the plan with --backend cpu, or another model on the GPU")
-    })
+    })?;
+    if args.matmuls != Some(MatmulsArg::Plain) && !cuda::has_library() {
+        crate::say(format_args!(
+            "warning: libcublasLt.so is not found, so matrices are multiplied by plain kernels, which are many times slower. It comes with CUDA 13 and in the Python package nvidia-cublas; LD_LIBRARY_PATH can name its folder."
+        ));
+    }
+    let mut needed = vec![0u64; n_gpus];
+    let mut n_ranks = vec![0u32; n_gpus];
+    for role in &loaded.program.roles {
+        for rank in role.mesh.ranks() {
+            let gpu = rank.0 as usize % n_gpus;
+            let bytes = role.arena_bytes.saturating_add(cuda::beside_arena(role));
+            needed[gpu] = needed[gpu].saturating_add(bytes);
+            n_ranks[gpu] += 1;
+        }
+    }
+    let (processes, here) = setting.counts(n_ranks.iter().sum::<u32>() as usize);
+    for (gpu, (needed, ranks)) in needed.into_iter().zip(n_ranks).enumerate() {
+        // Other hosts have their share of it.
+        let needed = needed / processes.max(1) as u64 * here as u64;
+        let free = cuda::free_memory(gpu)?;
+        if needed > free {
+            let what = format!(
+                "{} of the plan on GPU {gpu} need {}, and it has {} free",
+                ir::counted(ranks, "rank"),
+                Bytes(needed),
+                Bytes(free)
+            );
+            let help =
+                "compile with a smaller --global-batch, --sequence or model, or pin more sharding";
+            return Err(Failure::new(Exit::RunFailed, what).help(help));
+        }
+    }
+    Ok(())
 }
 
 /// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.
@@ -627,6 +688,7 @@ fn train_all(
                 .map(|folder| (folder, loaded.hash.clone())),
             processes,
             backend: backend(args),
+            matmuls: matmuls(args),
             ..SessionOptions::default()
         },
     };
@@ -813,6 +875,9 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
         "hfu": rates.hfu(m.step_time_s.0),
         "peak_bytes": m.stages.iter().map(|s| s.peak_bytes).collect::<Vec<_>>(),
     });
+    if args.backend == BackendArg::Cuda {
+        said["matmuls"] = json!(cuda::multiplier(matmuls(args)));
+    }
     if loaded.plan.train.task == Task::Inference {
         said["losses"] = m.steps.iter().map(|s| s.loss).collect();
         said["mean_loss"] = json!(mean_loss(m));
@@ -885,6 +950,10 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
         })
         .collect();
     report::out(&format!("Peak memory of a rank: {}", peaks.join(", ")))?;
+    if args.backend == BackendArg::Cuda {
+        let by = cuda::multiplier(matmuls(args));
+        report::out(&format!("Matrices were multiplied by {by}."))?;
+    }
     report::out(&format!(
         "Written to {}. Next: meshwright compare {} {}",
         args.output.display(),

@@ -50,6 +50,8 @@ pub struct SessionOptions {
     pub processes: Option<Arc<Processes>>,
     /// What ranks compute with.
     pub backend: Backend,
+    /// How GPUs multiply matrices.
+    pub matmuls: cuda::Matmuls,
 }
 
 impl Default for SessionOptions {
@@ -63,6 +65,7 @@ impl Default for SessionOptions {
             record: None,
             processes: None,
             backend: Backend::Cpu,
+            matmuls: cuda::Matmuls::default(),
         }
     }
 }
@@ -152,7 +155,8 @@ impl Cast {
         (rank, role): (Rank, usize),
     ) -> Result<(Cuda, Endpoint), RuntimeError> {
         let (device, host) = self.arenas(role);
-        let cuda = Cuda::new(rank.0 as usize % n_gpus.max(1), device, host)?;
+        let ordinal = rank.0 as usize % n_gpus.max(1);
+        let cuda = Cuda::with(ordinal, device, host, self.options.matmuls)?;
         Ok((cuda, world.endpoint(rank)))
     }
     /// The number of GPUs, on which the program can be run.

@@ -27,6 +27,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     record: None,
     processes: None,
     backend: Backend::Cpu,
+    matmuls: crate::device::cuda::Matmuls::USUAL,
 };
 
 struct Case {
@@ -601,6 +602,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         record: None,
         processes: None,
         backend: Backend::Cpu,
+        matmuls: crate::device::cuda::Matmuls::USUAL,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

@@ -51,6 +51,13 @@ impl Source {
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cuh");
 pub(super) const ATTENTION: Source =
     Source::new("attention.cu", include_str!("kernels/attention.cu"));
+pub(super) const ATTENTION_TILES: Source = Source::new(
+    "attention_tiles.cu",
+    concat!(
+        include_str!("kernels/mma.cuh"),
+        include_str!("kernels/attention_tiles.cu")
+    ),
+);
 pub(super) const ELEMENTWISE: Source =
     Source::new("elementwise.cu", include_str!("kernels/elementwise.cu"));
 pub(super) const EMBEDDING: Source =
@@ -65,8 +72,9 @@ pub(super) const UPDATE: Source = Source::new("update.cu", include_str!("kernels
 
 /// All files.
 #[cfg(test)]
-pub(super) const SOURCES: [Source; 10] = [
+pub(super) const SOURCES: [Source; 11] = [
     ATTENTION,
+    ATTENTION_TILES,
     ELEMENTWISE,
     EMBEDDING,
     LOSS,
@@ -170,9 +178,54 @@ impl Call {
         self.args.f[..numbers.len()].copy_from_slice(numbers);
         self
     }
+    /// Takes elements by eights where everything is aligned for it: those of a row of `width`, or of
+    /// all rows. The first number is that of elements, or of rows.
+    pub fn by_eights(mut self, width: usize, elements: usize) -> Self {
+        let mut spans = self.args.x.iter().chain(&self.args.y);
+        if spans.all(|s| s.at.is_multiple_of(16)) && width.is_multiple_of(8) {
+            self.args.n[NUMBERS - 1] = 1;
+            let blocks = (elements as u64 / 8)
+                .div_ceil(THREADS.into())
+                .min(MOST_BLOCKS);
+            self.grid[0] = self.grid[0].min(u32::try_from(blocks).unwrap_or(u32::MAX).max(1));
+        }
+        self
+    }
     pub fn is_empty(&self) -> bool {
         self.grid.contains(&0)
     }
+}
+
+/// A matrix of a product, as cuBLASLt sees it: in columns' order, `ld` elements from column to
+/// column, `stride` from one matrix of a batch to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Matrix {
+    pub type_name: &'static str,
+    /// Whether the matrix that is stored is the transposed one.
+    pub is_transposed: bool,
+    pub ld: i64,
+    pub stride: i64,
+}
+
+/// The form of a product D = A B: D has `rows` x `cols` elements, each a sum of `inner` terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub rows: u64,
+    pub cols: u64,
+    pub inner: u64,
+    pub batch: u64,
+    pub a: Matrix,
+    pub b: Matrix,
+    pub d: Matrix,
+}
+
+/// A product, and where its matrices begin.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Product {
+    pub shape: Shape,
+    pub a: u64,
+    pub b: u64,
+    pub d: u64,
 }
 
 /// What is put on a stream. Few of them live at a time.
@@ -180,6 +233,8 @@ impl Call {
 #[derive(Clone, Debug)]
 pub(super) enum Step {
     Call(Call),
+    /// A product by the library.
+    Product(Product),
     /// A copy of bytes that do not overlap.
     Copy {
         from: u64,

@@ -3,6 +3,8 @@
 #![allow(unsafe_code)] // asks whether the libraries are there
 
 use super::args::{Call, PRELUDE, Source, Types};
+use super::places;
+use super::products::Chosen;
 use crate::error::RuntimeError;
 use cudarc::driver::{CudaContext, CudaModule, DriverError};
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
@@ -24,6 +26,7 @@ pub(super) struct Gpu {
     pub name: String,
     architecture: String,
     modules: Mutex<Modules>,
+    pub chosen: Chosen,
 }
 
 /// An error of the driver's.
@@ -57,11 +60,13 @@ pub fn count() -> Result<usize, RuntimeError> {
         ));
     }
     // SAFETY: as above.
-    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+    if !places::open("nvrtc", || unsafe {
+        cudarc::nvrtc::sys::is_culib_present()
+    }) {
         return Err(absent(
             "there is a driver, but no libnvrtc.so.13, which compiles the kernels: it comes with \
-             CUDA 13 and in the Python package nvidia-cuda-nvrtc; name its folder in \
-             LD_LIBRARY_PATH",
+             CUDA 13 and in the Python package nvidia-cuda-nvrtc; it is looked for beside CUDA and \
+             in Python's packages, and where LD_LIBRARY_PATH says",
         ));
     }
     // A function that a library lacks is a panic there.
@@ -81,6 +86,17 @@ pub fn count() -> Result<usize, RuntimeError> {
 pub fn name() -> Result<String, RuntimeError> {
     count()?;
     Ok(Gpu::open(0)?.name.clone())
+}
+
+/// Bytes of a GPU that nobody has taken. Fails as [`count`] does, and where there is no such GPU.
+pub fn free_memory(ordinal: usize) -> Result<u64, RuntimeError> {
+    count()?;
+    let gpu = Gpu::open(ordinal)?;
+    let (free, _) = gpu
+        .context
+        .mem_get_info()
+        .map_err(|e| failed("the memory of the GPU", e))?;
+    Ok(free as u64)
 }
 
 impl Gpu {
@@ -109,6 +125,7 @@ impl Gpu {
             name,
             architecture,
             modules: Mutex::default(),
+            chosen: Chosen::default(),
         });
         open.insert(ordinal, Arc::downgrade(&gpu));
         Ok(gpu)
@@ -161,7 +178,7 @@ fn compile(
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::{MOVEMENT, SOURCES};
+    use super::super::args::{ATTENTION_TILES, MOVEMENT, SOURCES};
     use super::*;
 
     /// With NVIDIA's compiler, which a Python package has (`nvidia-cuda-nvrtc==13.0.*`, its `lib`
@@ -176,6 +193,10 @@ mod tests {
         for architecture in ["compute_80", "compute_90", "compute_100"] {
             for source in SOURCES {
                 for name in ["f32", "bf16", "f16"] {
+                    // Tensor cores take halves.
+                    if source.name == ATTENTION_TILES.name && name == "f32" {
+                        continue;
+                    }
                     let mut types = Types {
                         x: [name; 8],
                         y: [name; 4],

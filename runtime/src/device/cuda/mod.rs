@@ -12,25 +12,33 @@
 #![allow(unsafe_code)] // calls the driver with addresses of memory that is owned here
 
 mod args;
+#[cfg(any(test, feature = "testing"))]
+mod cases;
 mod library;
 mod ops;
+mod places;
+mod products;
 
-pub use library::{count, name};
+#[cfg(any(test, feature = "testing"))]
+pub use cases::{Compared, Timed, compare, time};
+pub use library::{count, free_memory, name};
+pub use products::{Matmuls, Multiplier, has_library, multiplier};
 
 use super::{Device, Place, Space, Tensor, Work};
 use crate::arena::{Bytes, View};
 use crate::clock::Elapsed;
 use crate::error::RuntimeError;
-use args::{Args, Call, Span, Step, Types};
+use args::{Args, Call, Product, Span, Step, Types};
 use cudarc::driver::{
     CudaContext, CudaEvent, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
     result, sys,
 };
-use ir::program::{InstrKind, Program};
+use ir::program::{InstrKind, Program, RoleProgram};
 use ir::{OpKind, StreamId};
 use library::{Gpu, failed};
 use ops::{Op, Part};
-use std::collections::{BTreeMap, HashMap};
+use products::{Products, WORKSPACE};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 // SAFETY: plain numbers, laid out as the kernels' `Args`.
@@ -45,12 +53,16 @@ pub struct Cuda {
     /// For reads of streams that nothing was given.
     own: Arc<CudaStream>,
     functions: HashMap<(&'static str, Types), CudaFunction>,
+    /// cuBLASLt, where it is there and wanted.
+    products: Option<Products>,
 }
 
 /// A stream, and its memory for what lies between kernels.
 struct Lane {
     stream: Arc<CudaStream>,
     scratch: Block,
+    /// Of a stream that multiplied matrices: what the library works in.
+    workspace: Option<Block>,
 }
 
 /// Memory of the GPU.
@@ -148,11 +160,30 @@ pub fn check(program: &Program) -> Result<(), RuntimeError> {
     Ok(())
 }
 
+/// Most bytes of the GPU's memory that a rank of a role takes beside its arena: workspaces and
+/// scratch of the streams that compute. Copies of operands that overlap results are not in it.
+pub fn beside_arena(role: &RoleProgram) -> u64 {
+    let instructions = role.templates.iter().flat_map(|t| &t.instructions);
+    let computes = instructions.filter(|i| matches!(i.kind, InstrKind::Compute { .. }));
+    let streams: BTreeSet<StreamId> = computes.map(|i| i.stream).collect();
+    (streams.len() * (WORKSPACE + ops::SCRATCH)) as u64
+}
+
 impl Cuda {
     /// Arenas of so many bytes on GPU `ordinal` and in the host's memory.
     ///
     /// Fails where [`count`] does, where there is no such GPU, or not enough memory.
     pub fn new(ordinal: usize, device: usize, host: usize) -> Result<Self, RuntimeError> {
+        Self::with(ordinal, device, host, Matmuls::default())
+    }
+
+    /// The same, and matrices are multiplied so.
+    pub fn with(
+        ordinal: usize,
+        device: usize,
+        host: usize,
+        matmuls: Matmuls,
+    ) -> Result<Self, RuntimeError> {
         count()?;
         let gpu = Gpu::open(ordinal)?;
         let own = gpu
@@ -160,6 +191,7 @@ impl Cuda {
             .new_stream()
             .map_err(|e| failed("a stream", e))?;
         let device = Block::new(&gpu.context, device)?;
+        let products = Products::open(matmuls);
         let host = Pinned::new(&gpu.context, host)?;
         // SAFETY: the block has the bytes.
         let zeros = unsafe { result::memset_d8_async(device.at, 0, device.len, own.cu_stream()) };
@@ -172,6 +204,7 @@ impl Cuda {
             lanes: BTreeMap::new(),
             own,
             functions: HashMap::new(),
+            products,
         })
     }
 
@@ -232,6 +265,7 @@ impl Cuda {
             let lane = Lane {
                 stream: context.new_stream().map_err(|e| failed("a stream", e))?,
                 scratch: Block::new(context, ops::SCRATCH)?,
+                workspace: None,
             };
             self.lanes.insert(stream, lane);
         }
@@ -263,6 +297,7 @@ impl Cuda {
             match step {
                 Step::Call(call) if call.is_empty() => {}
                 Step::Call(call) => self.call(stream, call)?,
+                Step::Product(product) => self.multiply(stream, product)?,
                 Step::Copy { from, to, bytes } => {
                     let to_stream = self.lane(stream)?.stream.cu_stream();
                     // SAFETY: both are in blocks of this device, and do not overlap.
@@ -272,6 +307,40 @@ impl Cuda {
             }
         }
         Ok(())
+    }
+
+    /// The stream and its workspace, which it gets when it first multiplies.
+    fn workspace(&mut self, stream: StreamId) -> Result<(Arc<CudaStream>, u64), RuntimeError> {
+        let context = Arc::clone(&self.gpu.context);
+        let lane = self.lane(stream)?;
+        let at = match &lane.workspace {
+            Some(block) => block.at,
+            None => lane.workspace.insert(Block::new(&context, WORKSPACE)?).at,
+        };
+        Ok((Arc::clone(&lane.stream), at))
+    }
+
+    /// Whether the library has algorithms for all products of these steps.
+    fn can_multiply(&mut self, stream: StreamId, steps: &[Step]) -> Result<bool, RuntimeError> {
+        let mut can = true;
+        for step in steps {
+            let Step::Product(product) = step else {
+                continue;
+            };
+            let (on, workspace) = self.workspace(stream)?;
+            let products = self.products.as_mut();
+            let ready = products.map(|p| p.ready(product, &on, workspace, &self.gpu.chosen));
+            can = can && ready.transpose()? == Some(true);
+        }
+        Ok(can)
+    }
+
+    fn multiply(&mut self, stream: StreamId, product: &Product) -> Result<(), RuntimeError> {
+        let (on, workspace) = self.workspace(stream)?;
+        match &self.products {
+            Some(products) => products.multiply(product, &on, workspace),
+            None => Err(RuntimeError::Program("a product without cuBLASLt".into())),
+        }
     }
 
     fn call(&mut self, stream: StreamId, call: &Call) -> Result<(), RuntimeError> {
@@ -316,12 +385,13 @@ impl Cuda {
             y: &y,
             context,
             scratch: 0,
+            has_library: self.products.is_some(),
         };
         named.check()?;
         // Operands that overlap results are copied first, but for updates, whose old values go
         // where the new ones will be.
         let mut copies = Vec::new();
-        let mut scratch = ops::SCRATCH;
+        let mut scratch = named.scratch_bytes();
         for (i, part) in x.iter().enumerate() {
             if let Some(&(_, o)) = kind.in_place().iter().find(|p| p.0 == i) {
                 if part.span != y[o].span {
@@ -369,11 +439,17 @@ impl Cuda {
             scratch: base,
             ..named
         };
-        let mut steps = op.steps()?;
-        steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
-        before.extend(steps);
         self.run(stream, &before)?;
-        Ok((scratch - ops::SCRATCH) as u64)
+        let mut steps = op.steps()?;
+        if !self.can_multiply(stream, &steps)? {
+            let has_library = false;
+            steps = Op { has_library, ..op }.steps()?;
+        }
+        steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
+        self.run(stream, &steps)?;
+        let multiplies = steps.iter().any(|s| matches!(s, Step::Product(_)));
+        let workspace = if multiplies { WORKSPACE } else { 0 };
+        Ok((scratch - ops::SCRATCH + workspace) as u64)
     }
 }
 

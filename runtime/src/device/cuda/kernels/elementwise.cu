@@ -45,6 +45,15 @@ DEVICE float function_of_two(i64 f, float a, float b) {
 KERNEL(unary) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
+    if (WIDE) {
+        FOR_EACH(i, a.n[0] / 8) {
+            float v[8];
+            load8(x, 8 * i, v);
+            for (int k = 0; k < 8; k++) v[k] = function_of_one(a.n[1], v[k], (float)a.f[0]);
+            store8(y, 8 * i, v);
+        }
+        return;
+    }
     FOR_EACH(i, a.n[0]) y.set(i, function_of_one(a.n[1], x[i], (float)a.f[0]));
 }
 
@@ -53,6 +62,18 @@ KERNEL(binary) {
     In<T0> x(a.x[0]);
     In<T1> b(a.x[1]);
     Out<O0> y(a.y[0]);
+    if (WIDE) {
+        FOR_EACH(i, a.n[0] / 8) {
+            float v[8], w[8];
+            i64 at;
+            divide(8 * i, a.n[2], at);
+            load8(x, 8 * i, v);
+            load8(b, at, w);
+            for (int k = 0; k < 8; k++) v[k] = function_of_two(a.n[1], v[k], w[k]);
+            store8(y, 8 * i, v);
+        }
+        return;
+    }
     FOR_EACH(i, a.n[0]) y.set(i, function_of_two(a.n[1], x[i], b[i % a.n[2]]));
 }
 
@@ -68,6 +89,17 @@ KERNEL(scale_rows) {
 KERNEL(accumulate) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
+    if (WIDE) {
+        In<O0> before(a.y[0]);
+        FOR_EACH(i, a.n[0] / 8) {
+            float v[8], w[8];
+            load8(before, 8 * i, v);
+            load8(x, 8 * i, w);
+            for (int k = 0; k < 8; k++) v[k] += w[k];
+            store8(y, 8 * i, v);
+        }
+        return;
+    }
     FOR_EACH(i, a.n[0]) y.set(i, y[i] + x[i]);
 }
 

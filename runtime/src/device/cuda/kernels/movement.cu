@@ -11,8 +11,9 @@ KERNEL(move) {
         bool inside = true;
         for (int d = (int)a.n[1] - 1; d >= 0; d--) {
             const i64 *dim = a.n + 4 + 5 * d;
-            i64 index = rest % dim[0], source = index + dim[2];
-            rest /= dim[0];
+            i64 index;
+            rest = divide(rest, dim[0], index);
+            const i64 source = index + dim[2];
             inside = inside && source >= 0 && source < dim[3];
             from += source * dim[1];
             to += index * dim[4];
@@ -29,8 +30,9 @@ KERNEL(pad) {
         bool inside = true;
         for (int d = (int)a.n[1] - 1; d >= 0; d--) {
             const i64 *dim = a.n + 2 + 2 * d;
-            inside = inside && rest % dim[0] < dim[1];
-            rest /= dim[0];
+            i64 index;
+            rest = divide(rest, dim[0], index);
+            inside = inside && index < dim[1];
         }
         if (!inside) y.raw(i, (T0)0);
     }

@@ -89,56 +89,51 @@ KERNEL(rms_norm_grad_input) {
         grad_input(dy, x, gamma, 0.0f, rstd[row], false, row, a.n[1], dx);
 }
 
-// Sums over rows of dy * xhat and dy, for 32 columns a block of 32 x 8 threads; the order of the
-// terms is that of the rows, eight apart.
+// Sums over a part of the rows of dy * xhat and dy, for 32 columns a block of 32 x 8 threads; the
+// order of the terms is that of the rows, eight apart. They go to scratch memory of parts x width.
 template <class Dy, class X, class Mean, class Rstd>
-DEVICE void grad_weight(Dy dy, X x, Mean mean, Rstd rstd, i64 rows, i64 width, float &dgamma,
-                        float &dbeta) {
+DEVICE void grad_weight(const Args &a, Dy dy, X x, Mean mean, Rstd rstd, bool has_bias) {
     __shared__ float gammas[8][32], betas[8][32];
-    const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-    const i64 c = (i64)blockIdx.x * 32 + lane;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 width = a.n[1], c = (i64)blockIdx.x * 32 + lane;
+    const i64 first = (i64)blockIdx.y * a.n[2];
+    const i64 last = first + a.n[2] < a.n[0] ? first + a.n[2] : a.n[0];
     float g = 0, b = 0;
     if (c < width)
-        for (i64 row = part; row < rows; row += 8) {
+        for (i64 row = first + warp; row < last; row += 8) {
             float v = dy[row * width + c];
             g += v * (x[row * width + c] - mean(row)) * rstd[row];
             b += v;
         }
-    gammas[part][lane] = g;
-    betas[part][lane] = b;
+    gammas[warp][lane] = g;
+    betas[warp][lane] = b;
     __syncthreads();
-    dgamma = dbeta = 0;
+    if (warp != 0 || c >= width) return;
+    double dgamma = 0, dbeta = 0;
     for (int i = 0; i < 8; i++) {
         dgamma += gammas[i][lane];
         dbeta += betas[i][lane];
     }
+    Out<double> to_gamma(a.y[0]);
+    to_gamma.raw((i64)blockIdx.y * width + c, dgamma);
+    if (!has_bias) return;
+    Out<double> to_beta(a.y[1]);
+    to_beta.raw((i64)blockIdx.y * width + c, dbeta);
 }
 
-// dy, x, mean, rstd to dgamma, dbeta: n = rows, width.
+// dy, x, mean, rstd to parts of dgamma, dbeta: n = rows, width, rows of a part.
 KERNEL(layer_norm_grad_weight) {
     In<T0> dy(a.x[0]);
     In<T1> x(a.x[1]);
     In<T2> means(a.x[2]);
     In<T3> rstd(a.x[3]);
-    Out<O0> dgamma(a.y[0]);
-    Out<O1> dbeta(a.y[1]);
-    float g, b;
-    grad_weight(dy, x, [&](i64 row) { return means[row]; }, rstd, a.n[0], a.n[1], g, b);
-    const i64 c = (i64)blockIdx.x * 32 + threadIdx.x;
-    if (threadIdx.x < 32 && c < a.n[1]) {
-        dgamma.set(c, g);
-        dbeta.set(c, b);
-    }
+    grad_weight(a, dy, x, [&](i64 row) { return means[row]; }, rstd, true);
 }
 
-// dy, x, rstd to dgamma: n = rows, width.
+// dy, x, rstd to parts of dgamma: n = rows, width, rows of a part.
 KERNEL(rms_norm_grad_weight) {
     In<T0> dy(a.x[0]);
     In<T1> x(a.x[1]);
     In<T2> rstd(a.x[2]);
-    Out<O0> dgamma(a.y[0]);
-    float g, b;
-    grad_weight(dy, x, [](i64) { return 0.0f; }, rstd, a.n[0], a.n[1], g, b);
-    const i64 c = (i64)blockIdx.x * 32 + threadIdx.x;
-    if (threadIdx.x < 32 && c < a.n[1]) dgamma.set(c, g);
+    grad_weight(a, dy, x, [](i64) { return 0.0f; }, rstd, false);
 }

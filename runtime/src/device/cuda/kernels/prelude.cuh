@@ -105,6 +105,49 @@ template <class T> struct Out : Part<T> {
     __device__ __forceinline__ void raw(i64 i, T v) const { this->at(i) = v; }
 };
 
+// 16 bytes that are read and written at once.
+struct alignas(16) Quad {
+    u32 w[4];
+};
+
+// Eight elements from `i` on, a multiple of 8, of an operand or result that begins at a multiple of
+// 16 bytes. Memory is fast where a thread has several elements under way.
+template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) {
+    alignas(16) T t[8];
+#ifdef __EMULATED_CUDA__
+    x.at(i + 7);
+    if ((u64)&x.at(i) % 16 != 0)
+        emulated_block->fail("misaligned address of eight elements, of", (u64)i, x.count);
+#endif
+    const Quad *from = (const Quad *)&x.at(i);
+    for (int k = 0; k < (int)sizeof(T) / 2; k++) ((Quad *)t)[k] = from[k];
+    for (int k = 0; k < 8; k++) v[k] = widen(t[k]);
+}
+template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
+    alignas(16) T t[8];
+#ifdef __EMULATED_CUDA__
+    y.at(i + 7);
+    if ((u64)&y.at(i) % 16 != 0)
+        emulated_block->fail("misaligned address of eight elements, of", (u64)i, y.count);
+#endif
+    for (int k = 0; k < 8; k++) round_to(v[k], t[k]);
+    Quad *to = (Quad *)&y.at(i);
+    for (int k = 0; k < (int)sizeof(T) / 2; k++) to[k] = ((const Quad *)t)[k];
+}
+// Whether elements are taken by eights: all are aligned and their number is a multiple of 8.
+#define WIDE (a.n[63] != 0)
+
+// Quotient and rest, in half the bits where they are enough: divisions are slow.
+DEVICE i64 divide(i64 n, i64 by, i64 &rest) {
+    if ((((u64)n | (u64)by) >> 32) == 0) {
+        const u32 q = (u32)n / (u32)by;
+        rest = (u32)n - q * (u32)by;
+        return q;
+    }
+    rest = n % by;
+    return n / by;
+}
+
 #define FOR_EACH(i, n)                                                                           \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n);                            \
          i += (i64)gridDim.x * blockDim.x)

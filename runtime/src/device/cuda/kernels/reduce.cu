@@ -66,12 +66,43 @@ KERNEL(squares) {
     if (threadIdx.x == 0) y.raw(blockIdx.x, sum);
 }
 
-// And the parts to their sum: n = parts.
+// And the parts to their sum, by one block: n = parts.
 KERNEL(sum_parts) {
     In<double> x(a.x[0]);
     Out<O0> y(a.y[0]);
-    if (threadIdx.x != 0) return;
     double sum = 0;
-    for (i64 i = 0; i < a.n[0]; i++) sum += x.raw(i);
-    y.set(0, (float)sum);
+    for (i64 i = threadIdx.x; i < a.n[0]; i += blockDim.x) sum += x.raw(i);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) y.set(0, (float)sum);
+}
+
+// Sums over rows for 32 columns and a part of the rows a block, to scratch memory y of parts x
+// width: n = rows, width, rows of a part.
+KERNEL(column_sums) {
+    In<T0> x(a.x[0]);
+    Out<double> y(a.y[0]);
+    __shared__ double sums[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 width = a.n[1], c = (i64)blockIdx.x * 32 + lane;
+    const i64 first = (i64)blockIdx.y * a.n[2];
+    const i64 last = first + a.n[2] < a.n[0] ? first + a.n[2] : a.n[0];
+    double sum = 0;
+    if (c < width)
+        for (i64 row = first + warp; row < last; row += 8) sum += x[row * width + c];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || c >= width) return;
+    for (int i = 1; i < 8; i++) sum += sums[i][lane];
+    y.raw((i64)blockIdx.y * width + c, sum);
+}
+
+// The parts of each column to their sum: n = width, parts.
+KERNEL(add_parts) {
+    In<double> x(a.x[0]);
+    Out<O0> y(a.y[0]);
+    FOR_EACH(c, a.n[0]) {
+        double sum = 0;
+        for (i64 part = 0; part < a.n[1]; part++) sum += x.raw(part * a.n[0] + c);
+        y.set(c, (float)sum);
+    }
 }

@@ -78,6 +78,28 @@ KERNEL(adam_w) {
     const float beta2 = (float)a.f[2], weight2 = (float)(1.0 - a.f[2]);
     const float root = (float)sqrt(1.0 - pow(a.f[2], step));
     const float size = (float)(lr / (1.0 - pow(a.f[1], step)));
+    if (WIDE) {
+        In<O0> old_p(a.y[0]);
+        In<O1> old_m(a.y[1]);
+        In<O2> old_v(a.y[2]);
+        FOR_EACH(j, a.n[0] / 8) {
+            float gs[8], ps[8], ms[8], vs[8];
+            load8(g, 8 * j, gs);
+            load8(old_p, 8 * j, ps);
+            load8(old_m, 8 * j, ms);
+            load8(old_v, 8 * j, vs);
+            for (int k = 0; k < 8; k++) {
+                const float gi = c * gs[k];
+                ms[k] = weight1 < 0.5f ? ms[k] + weight1 * (gi - ms[k]) : gi - (gi - ms[k]) * beta1;
+                vs[k] = vs[k] * beta2 + weight2 * gi * gi;
+                ps[k] = ps[k] * decay - size * ms[k] / (sqrtf(vs[k]) / root + eps);
+            }
+            store8(m, 8 * j, ms);
+            store8(v, 8 * j, vs);
+            store8(p, 8 * j, ps);
+        }
+        return;
+    }
     FOR_EACH(i, a.n[0]) {
         float gi = c * g[i], mi = m[i], vi = v[i];
         // torch.lerp starts from the nearer end.

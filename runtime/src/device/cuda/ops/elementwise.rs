@@ -57,7 +57,7 @@ impl Op<'_> {
         let call = match self.kind {
             OpKind::Unary { f } => {
                 let (number, factor) = unary(*f);
-                each("unary").n(1, &[number]).f(&[factor])
+                each("unary").n(1, &[number]).f(&[factor]).by_eights(n, n)
             }
             OpKind::Binary { f } => {
                 let b = self.x[1];
@@ -66,14 +66,15 @@ impl Op<'_> {
                     return Err(self.error(format!("{n_b} elements repeat to {n}")));
                 }
                 let call = each("binary").x(1, b.typed());
-                call.n(1, &[binary(*f), n_b as i64])
+                let call = call.n(1, &[binary(*f), n_b as i64]);
+                call.by_eights(n_b, n)
             }
             OpKind::ScaleRows => {
                 let width = n / self.x[1].elements().max(1);
                 let call = each("scale_rows").x(1, self.x[1].typed());
                 call.n(1, &[width as i64])
             }
-            OpKind::Accumulate { .. } => each("accumulate"),
+            OpKind::Accumulate { .. } => each("accumulate").by_eights(n, n),
             OpKind::Dropout { p, key, order } if self.context.training && *p > 0.0 => {
                 let local = x.local;
                 let len = local.lens.get(1).copied().unwrap_or(1);
@@ -117,7 +118,7 @@ impl Op<'_> {
                 call.args.table[..half].copy_from_slice(&freq);
                 call
             }
-            _ => each("unary").n(1, &[SAME]),
+            _ => each("unary").n(1, &[SAME]).by_eights(n, n),
         };
         Ok(vec![Step::Call(call)])
     }

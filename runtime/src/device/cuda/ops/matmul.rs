@@ -1,11 +1,16 @@
 //! Einsums as products of matrices: dims sorted into batch, rows, columns and inner ones.
+//!
+//! cuBLASLt takes what is a product of matrices with strides, or a few of them ([`products`]); a
+//! kernel of our own takes the rest, and everything where the library is not there.
 
-use super::super::args::{Call, MATMUL, NUMBERS, Step, THREADS};
+use super::super::args::{Call, MATMUL, Matrix, NUMBERS, Product, Shape, Step, THREADS, type_name};
 use super::{Op, Part, Steps};
 use ir::op::Einsum;
 
 /// Rows and columns of a block's tile.
 const TILE: usize = 64;
+/// Most products that one op is made of: a launch each.
+const MOST_PRODUCTS: usize = 64;
 /// Most blocks along y and z.
 const MOST: usize = 65535;
 
@@ -81,6 +86,12 @@ impl Op<'_> {
             }
         }
         let (batch, rows, cols, inner) = (merged(batch), merged(rows), merged(cols), merged(inner));
+        if self.has_library {
+            let dims = (&batch[..], &rows[..], &cols[..], &inner[..]);
+            if let Some(found) = products((&l, &r, &y), dims) {
+                return Ok(found.into_iter().map(Step::Product).collect());
+            }
+        }
         let [n_batch, n_rows, n_cols] = [count(&batch), count(&rows), count(&cols)];
         let head = [n_batch, n_rows, n_cols, count(&inner)].map(|n| n as i64);
         let groups = [batch.len(), rows.len(), cols.len(), inner.len()].map(|n| n as i64);
@@ -108,6 +119,133 @@ impl Op<'_> {
         call.grid = grid.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
         Ok(vec![Step::Call(call)])
     }
+}
+
+/// The matrix with these strides of rows and columns, one of which follows element by element; a
+/// dim of one element has no stride.
+fn matrix(
+    part: &Part<'_>,
+    (rows, across): (u64, Option<usize>),
+    (cols, along): (u64, Option<usize>),
+) -> Option<Matrix> {
+    let (is_transposed, ld) = match (across, along) {
+        (None | Some(1), along) => (false, along.unwrap_or(1).max(rows as usize)),
+        (Some(across), None | Some(1)) => (true, across.max(cols as usize)),
+        _ => return None,
+    };
+    Some(Matrix {
+        type_name: type_name(part.local.dtype),
+        is_transposed,
+        ld: i64::try_from(ld).ok()?,
+        stride: 0,
+    })
+}
+
+/// Dims of batch, rows, columns and inner ones, merged.
+type Sorted<'a> = (&'a [Dim<3>], &'a [Dim<2>], &'a [Dim<2>], &'a [Dim<2>]);
+
+/// The products of matrices that an einsum is: one, one for each matrix of a batch, or a few of
+/// these. None where the library has no such product: elements of several types, several inner
+/// dims, no dim of an operand whose elements follow each other, or nothing to add up.
+fn products(
+    (l, r, y): (&Part<'_>, &Part<'_>, &Part<'_>),
+    (batch, rows, cols, inner): Sorted<'_>,
+) -> Option<Vec<Product>> {
+    let has_types = l.local.dtype == r.local.dtype
+        && (y.local.dtype == l.local.dtype || y.local.dtype == ir::DType::F32);
+    let is_nothing = |part: &Part<'_>| part.elements() == 0;
+    if !has_types || inner.len() > 1 || is_nothing(l) || is_nothing(r) {
+        return None;
+    }
+    // Which of several dims of rows and columns are the matrices': those whose elements follow
+    // each other, else the longest. The others make a batch.
+    let choose = |dims: &[Dim<2>]| {
+        let rank = |d: &Dim<2>| (d.1.contains(&1), d.0);
+        (0..dims.len()).max_by_key(|&i| rank(&dims[i]))
+    };
+    let (row, col) = (choose(rows), choose(cols));
+    let others = |dims: &[Dim<2>], chosen: Option<usize>, is_left: bool| {
+        let rest = dims.iter().enumerate().filter(|(i, _)| Some(*i) != chosen);
+        let with = |(extent, [in_x, in_y]): Dim<2>| match is_left {
+            true => (extent, [in_x, 0, in_y]),
+            false => (extent, [0, in_x, in_y]),
+        };
+        rest.map(|(_, d)| with(*d)).collect::<Vec<Dim<3>>>()
+    };
+    let mut outer: Vec<Dim<3>> = batch.to_vec();
+    outer.extend(others(rows, row, true));
+    outer.extend(others(cols, col, false));
+    // The longest is the library's batch; the rest are calls.
+    let longest = (0..outer.len()).max_by_key(|&i| outer[i].0);
+    let (n_batch, strides) = longest.map_or((1, [0; 3]), |i| outer.remove(i));
+    if count(&outer) > MOST_PRODUCTS {
+        return None;
+    }
+    let dim = |dims: &[Dim<2>], i: Option<usize>, operand: usize| match i {
+        Some(i) => (dims[i].0 as u64, Some(dims[i].1[operand])),
+        None => (1, None),
+    };
+    let k = |operand| dim(inner, inner.first().map(|_| 0), operand);
+    // The result is stored by columns; seen by rows it is the transposed one.
+    let by_columns = matrix(y, dim(rows, row, 1), dim(cols, col, 1))?;
+    let is_swapped = by_columns.is_transposed;
+    let (a, b, d) = match is_swapped {
+        false => (
+            matrix(l, dim(rows, row, 0), k(0))?,
+            matrix(r, k(1), dim(cols, col, 0))?,
+            by_columns,
+        ),
+        true => (
+            matrix(r, dim(cols, col, 0), k(1))?,
+            matrix(l, k(0), dim(rows, row, 0))?,
+            matrix(y, dim(cols, col, 1), dim(rows, row, 1))?,
+        ),
+    };
+    let (n_rows, n_cols) = (dim(rows, row, 0).0, dim(cols, col, 0).0);
+    let order = |[in_l, in_r, in_y]: [usize; 3]| match is_swapped {
+        false => [in_l, in_r, in_y],
+        true => [in_r, in_l, in_y],
+    };
+    let steps = order(strides).map(|s| s as i64);
+    let shape = Shape {
+        rows: if is_swapped { n_cols } else { n_rows },
+        cols: if is_swapped { n_rows } else { n_cols },
+        inner: k(0).0,
+        batch: n_batch as u64,
+        a: Matrix {
+            stride: steps[0],
+            ..a
+        },
+        b: Matrix {
+            stride: steps[1],
+            ..b
+        },
+        d: Matrix {
+            stride: steps[2],
+            ..d
+        },
+    };
+    let (first, second) = if is_swapped { (r, l) } else { (l, r) };
+    let address = |part: &Part<'_>, element: usize| {
+        part.span.at + (element * part.local.dtype.bytes() as usize) as u64
+    };
+    let mut all = Vec::new();
+    for mut i in 0..count(&outer) {
+        let mut at = [0; 3];
+        for (extent, strides) in outer.iter().rev() {
+            for (at, stride) in at.iter_mut().zip(order(*strides)) {
+                *at += i % extent * stride;
+            }
+            i /= extent;
+        }
+        all.push(Product {
+            shape,
+            a: address(first, at[0]),
+            b: address(second, at[1]),
+            d: address(y, at[2]),
+        });
+    }
+    Some(all)
 }
 
 #[cfg(test)]

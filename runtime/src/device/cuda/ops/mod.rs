@@ -47,11 +47,13 @@ pub(super) struct Op<'a> {
     pub x: &'a [Part<'a>],
     pub y: &'a [Part<'a>],
     pub context: &'a Context,
-    /// Memory of the stream's for sums on the way: [`SCRATCH`] bytes.
+    /// Memory of the stream's for sums on the way: [`Op::scratch_bytes`].
     pub scratch: u64,
+    /// Whether cuBLASLt is there, and wanted.
+    pub has_library: bool,
 }
 
-/// Bytes of the memory for sums on the way.
+/// Bytes of the memory for sums on the way that every op may take.
 pub(super) const SCRATCH: usize = 8 << 10;
 
 type Steps = Result<Vec<Step>, RuntimeError>;
@@ -89,6 +91,15 @@ impl Op<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of scratch memory that the calls take.
+    pub fn scratch_bytes(&self) -> usize {
+        let bytes = match self.kind {
+            OpKind::AttentionGrad { .. } => self.attention_scratch(),
+            _ => self.rows_scratch(),
+        };
+        bytes.next_multiple_of(256).max(SCRATCH)
     }
 
     /// The calls that compute it. Padding of the results may become anything.

@@ -40,6 +40,34 @@ fn boxes(extents: &[usize], from: &[usize], to: &[usize]) -> Vec<Dim> {
     (0..extents.len()).map(dim).collect()
 }
 
+/// The same box with fewer dims: those that follow each other in source and target are one.
+fn merged(dims: &[Dim]) -> Vec<Dim> {
+    let is_whole = |d: &Dim| d.shift == 0 && d.bound == d.extent;
+    let mut out: Vec<Dim> = Vec::new();
+    for &dim in dims {
+        if dim.extent == 1 && is_whole(&dim) {
+            continue;
+        }
+        match out.last_mut() {
+            Some(outer)
+                if is_whole(outer)
+                    && is_whole(&dim)
+                    && outer.from == dim.extent * dim.from
+                    && outer.to == dim.extent * dim.to =>
+            {
+                let extent = outer.extent * dim.extent;
+                *outer = Dim {
+                    extent,
+                    bound: extent,
+                    ..dim
+                };
+            }
+            _ => out.push(dim),
+        }
+    }
+    out
+}
+
 /// The call that moves a box; `first` are the first elements of source and target.
 fn call(bytes: u64, dims: &[Dim], first: [usize; 2], (from, to): (Span, Span)) -> Step {
     let word = match bytes {
@@ -47,13 +75,14 @@ fn call(bytes: u64, dims: &[Dim], first: [usize; 2], (from, to): (Span, Span)) -
         _ => "u16",
     };
     let n: usize = dims.iter().map(|d| d.extent).product();
+    let dims = merged(dims);
     let mut numbers = vec![
         n as i64,
         dims.len() as i64,
         first[0] as i64,
         first[1] as i64,
     ];
-    for d in dims {
+    for d in &dims {
         let extents = [d.extent, d.from].map(|n| n as i64);
         numbers.extend(extents);
         numbers.extend([d.shift, d.bound as i64, d.to as i64]);

@@ -35,7 +35,8 @@ impl Op<'_> {
                 let is_given = i64::from(self.x.len() > 5);
                 let numbers = [n as i64, is_given, self.context.updates as i64];
                 let call = self.all(Call::each(UPDATE, "adam_w", n)).n(0, &numbers);
-                call.f(&[self.context.lr, *beta1, *beta2, *eps, *weight_decay])
+                let call = call.f(&[self.context.lr, *beta1, *beta2, *eps, *weight_decay]);
+                call.by_eights(n, n)
             }
             OpKind::Sgd {
                 momentum,
@@ -69,7 +70,7 @@ impl Op<'_> {
         };
         let squares = Call::blocks(REDUCE, "squares", parts, THREADS);
         let squares = squares.x(0, self.x[0].typed()).y(0, (scratch, "f32"));
-        let sum = Call::blocks(REDUCE, "sum_parts", 1, 32).x(0, (scratch, "f32"));
+        let sum = Call::blocks(REDUCE, "sum_parts", 1, THREADS).x(0, (scratch, "f32"));
         let sum = sum.y(0, self.y[0].typed()).n(0, &[parts as i64]);
         vec![Step::Call(squares.n(0, &[n as i64])), Step::Call(sum)]
     }
