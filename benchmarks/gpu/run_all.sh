@@ -1,26 +1,52 @@
 #!/usr/bin/env bash
-# Measures a GPU in one visit: single kernels, and training steps in PyTorch.
+# Measures a GPU in one visit: Meshwright's kernels and training runs, and PyTorch's beside them.
 #
-#   run_all.sh [--device cpu] [--quick] [STAGE...]      stages: kernels, train (default: both)
+#   run_all.sh [--emulated] [--device cpu] [--quick] [--meshwright FILE] [STAGE...]
+#   run_all.sh --pack         builds the programs, stripped, into bin/, which can be carried along
 #
+# Stages: check, parity, ranks, throughput (the default, in this order: 12.5 minutes),
+# kernels, train (PyTorch alone, 8 minutes each).
 # Results go to $OUT, or to a folder under benchmarks/results with the device's name.
 set -euo pipefail
 out=${OUT:+$(realpath -m "$OUT")}
+[ -z "${MESHWRIGHT:-}" ] || MESHWRIGHT=$(realpath -m "$MESHWRIGHT")
+here=$PWD
 cd "$(dirname "$0")"
 
 fail() { echo "$1" >&2; exit 1; }
 
-device=cuda options=() stages=()
+# Seconds after which a stage stops itself; what hangs is killed a little later.
+declare -A limits=([check]=100 [parity]=150 [ranks]=150 [throughput]=340 [kernels]=480 [train]=480)
+all="check, parity, ranks, throughput, kernels, train"
+usual=(check parity ranks throughput)
+
+pack() {
+    local target=${CARGO_TARGET_DIR:-../../target}
+    (cd ../.. && cargo build --release --workspace --bins)
+    mkdir -p bin
+    for program in meshwright device_check; do
+        strip -o "bin/$program" "$target/release/$program"
+    done
+    ls -l bin
+}
+
+device=cuda emulated='' options=() stages=()
 while [ $# -gt 0 ]; do
     case $1 in
+        --pack) pack; exit ;;
         --device) [ $# -ge 2 ] || fail "--device wants cuda or cpu."; device=$2; shift ;;
         --quick) options+=(--quick) ;;
-        kernels | train) stages+=("$1") ;;
-        *) fail "There is no stage or option '$1'. Stages: kernels, train." ;;
+        --emulated) emulated=yes; device=cpu; options+=(--quick) ;;
+        --meshwright)
+            [ $# -ge 2 ] || fail "--meshwright wants a file."
+            MESHWRIGHT=$(cd "$here" && realpath -m "$2"); shift ;;
+        check | parity | ranks | throughput | kernels | train) stages+=("$1") ;;
+        *) fail "There is no stage or option '$1'. Stages: $all." ;;
     esac
     shift
 done
-[ ${#stages[@]} -gt 0 ] || stages=(kernels train)
+[ ${#stages[@]} -gt 0 ] || stages=("${usual[@]}")
+[ -z "${MESHWRIGHT:-}" ] || export MESHWRIGHT
 
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python is missing. Set PYTHON to a Python with PyTorch."
@@ -34,15 +60,28 @@ elif torch.cuda.is_available():
     print(re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-"))
 PYTHON
 )
-[ -n "$name" ] || fail "There is no GPU that PyTorch can use. Try: run_all.sh --device cpu --quick"
+[ -n "$name" ] || fail "There is no GPU that PyTorch can use. Try: run_all.sh --emulated"
+if [ -n "$emulated" ]; then
+    # The emulator's libraries lie with the examples of the build.
+    program=$("$python" -c 'import own; print(own.binary())')
+    folder=$(realpath -m "$(dirname "$program")/examples")
+    [ -e "$folder/libcuda.so" ] ||
+        fail "The emulator is not built. Try: cargo build --release --examples -p emulator"
+    export LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    name=emulated
+fi
 out=${out:-$(realpath -m "../results/$name")}
 mkdir -p "$out"
 
 failed=0
 for stage in "${stages[@]}"; do
-    # A stage stops itself after 8 minutes; what hangs is killed a little later.
-    timeout 530 "$python" "$stage.py" --device "$device" --out "$out" --seconds 480 \
-        "${options[@]+"${options[@]}"}" || { echo "Stage $stage failed." >&2; failed=1; }
+    began=$SECONDS
+    timeout $((limits[$stage] + 30)) "$python" "$stage.py" --device "$device" --out "$out" \
+        --seconds "${limits[$stage]}" "${options[@]+"${options[@]}"}" ||
+        { echo "Stage $stage failed." >&2; failed=1; }
+    echo "Stage $stage: $((SECONDS - began)) s" >&2
 done
+"$python" table.py "$out" || failed=1
+rm -rf "$out/work"
 echo "Results: $out"
 exit $failed

@@ -1,0 +1,98 @@
+"""Training steps of Meshwright beside PyTorch's, compiled, of the same model and batch in one call.
+
+The ratio of tokens/s is Meshwright's over PyTorch's. MFU counts causal attention for both, over the
+dense bf16 peak of the data sheet. Meshwright's step is also held against its plan's prediction.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+import own
+from common import Bench
+from train import MODELS, PEAKS, QUICK, Shape, train
+
+# The models that fit the time of a visit, smallest first.
+CHOSEN = ("gpt2-124m", "llama-1b")
+STEPS = 12
+
+
+def pytorch(bench: Bench, s: Shape, batch: int) -> dict[str, object]:
+    """PyTorch's figures; its memory is given back."""
+    try:
+        return train(bench, s, batch, compiled=bench.on_gpu)
+    finally:
+        gc.collect()
+        torch.compiler.reset()
+        if bench.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def meshwright(bench: Bench, s: Shape, batch: int) -> dict[str, object]:
+    """Meshwright's figures, and what its plan predicted."""
+    folder = bench.args.out / "work" / s.name
+    own.write_config(s, folder)
+    tokens = folder / "tokens.bin"
+    own.write_tokens(torch.randint(s.vocabulary, (batch * s.sequence * 2 + 1,)), tokens)
+    path = own.plan(folder, s, batch, "bf16", own.cluster(bench.on_gpu))
+    said, measured = own.run(path, tokens, 3 if bench.quick else STEPS, 1e-4, "--matmuls", "tuned",
+                             "--profile", 2)
+    compared = own.verb("compare", path, path.with_suffix(".run.json"))["comparison"]
+    return {
+        "median_s": said["step_time_s"],
+        "tokens_per_s": said["tokens_per_s"],
+        "peak_bytes": max(said["peak_bytes"]),
+        "matmuls": said.get("matmuls"),
+        "first_step_s": measured["steps"][0]["seconds"],
+        "times_s": [step["seconds"] for step in measured["steps"]],
+        "loss_first": said["first_loss"],
+        "loss_last": said["last_loss"],
+        "predicted_step_s": compared["step_time_s"]["predicted"],
+        "predicted_peak_bytes": compared["peak_bytes"]["predicted"],
+    }
+
+
+def measure(bench: Bench, s: Shape) -> None:
+    """The largest batch of the list that both can train."""
+    for batch in s.batches:
+        fields = {"model": s.name, "batch": batch, "sequence": s.sequence, "precision": "bf16"}
+        if bench.is_over():
+            bench.row(**fields, error="not measured: the stage's time was up")
+            return
+        theirs, ours, errors = None, None, []
+        try:
+            theirs = pytorch(bench, s, batch)
+        except Exception as e:  # noqa: BLE001 - the other side is measured all the same
+            errors.append(f"PyTorch: {type(e).__name__}: {str(e)[:300]}")
+        gc.collect()
+        try:
+            ours = meshwright(bench, s, batch)
+        except (own.Failed, KeyError, ValueError) as e:
+            errors.append(f"Meshwright: {str(e)[-600:]}")
+        row = fields | {"pytorch": theirs, "meshwright": ours}
+        if theirs and ours:
+            row["ratio"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
+            row["predicted_over_measured"] = ours["predicted_step_s"] / ours["median_s"]
+            name = torch.cuda.get_device_name() if bench.on_gpu else ""
+            peak = next((p for part, p in PEAKS.items() if part in name), None)
+            if peak is not None:
+                causal = theirs["flops_per_token_causal"]
+                row["mfu_causal"] = causal * ours["tokens_per_s"] / peak
+        if errors:
+            row["error"] = "; ".join(errors)
+        bench.row(**row)
+        if theirs and ours:
+            return
+
+
+def main() -> None:
+    bench = Bench("throughput")
+    torch.manual_seed(1)
+    for s in QUICK if bench.quick else (m for m in MODELS if m.name in CHOSEN):
+        measure(bench, s)
+
+
+if __name__ == "__main__":
+    main()
