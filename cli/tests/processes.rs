@@ -628,47 +628,6 @@ fn processes_that_go_on_in_time_end_no_run() {
     wait_for_none(&place, "stopped.json");
 }
 
-/// A run that loses a rank plans again for those that are left, and comes to its end.
-#[test]
-fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
-    let place = Place::with_plan();
-    let args = [
-        "--steps",
-        "3000",
-        "--processes",
-        "--elastic",
-        "-o",
-        "e.json",
-    ];
-    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
-    let more = ["--record", "records", "--metrics", "e.jsonl"];
-    let child = command(&place, &[&RUN[..], &args, &state, &more].concat()).spawn();
-    let child = child.unwrap();
-    let victim = process_of(&place, 2).to_string();
-    let killed = Command::new("kill").args(["-9", &victim]).status();
-    assert!(killed.unwrap().success());
-    let output = child.wait_with_output().unwrap();
-    let words = said(&output);
-    assert_eq!(output.status.code(), Some(0), "{words}");
-    let flat: Vec<&str> = words.split_whitespace().collect();
-    let flat = flat.join(" ");
-    assert!(flat.contains("lost: rank2 is lost"), "{words}");
-    assert!(
-        flat.contains("going on with 3 ranks in place of 4"),
-        "{words}"
-    );
-    assert!(flat.contains("Before: data=2"), "{words}");
-    // What it went on with is a plan like any other, and all steps were made.
-    place.run(&["check", "e.plan-1-of-3-ranks.json"]).expect(0);
-    assert!(newest(&place, "state").0.ends_with("-step-900"));
-    let rest = steps(&run_json(&place, "e.json"));
-    assert_eq!(rest.last().unwrap()[0], "899");
-    let rows = place.read("e.jsonl");
-    let rows = String::from_utf8(rows).unwrap();
-    assert_eq!(rows.lines().count(), 900);
-    wait_for_none(&place, "e.json");
-}
-
 /// A disk that cannot take a checkpoint: the run goes on, says so, and keeps the earlier ones.
 #[test]
 fn a_checkpoint_that_cannot_be_written_ends_no_run() {

@@ -163,7 +163,7 @@ fn prometheus_reads_the_newest_step_on_this_host() {
     let mut said = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
     said.read_line(&mut line).unwrap();
-    let rest = line.trim().strip_prefix("metrics are at http://127.0.0.1:");
+    let rest = line.trim().split_once("127.0.0.1:").map(|(_, rest)| rest);
     let port: u16 = rest
         .unwrap()
         .strip_suffix("/metrics")
