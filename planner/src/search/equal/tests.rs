@@ -92,6 +92,7 @@ impl Case {
             asked: &self.pins,
             to_beat: f64::INFINITY,
             headroom: None,
+            without_hiding: false,
             sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
