@@ -299,9 +299,10 @@ fn a_folder_without_a_model_names_those_in_it() {
     let place = Place::new();
     std::fs::create_dir_all(place.path("models/small")).unwrap();
     let args = ["compile", "models", "--cluster", "cpu-default"];
-    place
-        .refuses(&args, &[3])
-        .says(&["models: the folder has no config.json", "config.json (gpt2"]);
+    place.refuses(&args, &[3]).says(&[
+        "models: the folder has no config.json",
+        "config.json (gemma, gpt2",
+    ]);
     place.write("models/small/config.json", support::CONFIG.as_bytes());
     place.refuses(&args, &[3]).says(&["models/small"]);
 }

@@ -526,8 +526,8 @@ fn wrong_values_name_the_field() {
     );
     rejects(
         gpt2(),
-        json!({"activation_function": "gelu_fast"}),
-        "field `activation_function` is \"gelu_fast\"; accepted: gelu_new, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish",
+        json!({"activation_function": "quick_gelu"}),
+        "field `activation_function` is \"quick_gelu\"; accepted: gelu_new, gelu_fast, gelu_pytorch_tanh (tanh approximation), gelu (error function), relu, silu, swish",
     );
     rejects(
         gpt2(),

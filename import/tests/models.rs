@@ -130,7 +130,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 28);
+    assert_eq!(n, 35);
 }
 
 #[test]

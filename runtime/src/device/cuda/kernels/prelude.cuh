@@ -110,29 +110,36 @@ struct alignas(16) Quad {
     u32 w[4];
 };
 
+// Eight elements as the words that hold them.
+template <class T> union Eight {
+    T t[8];
+    Quad q[sizeof(T) / 2];
+    __device__ __forceinline__ Eight() {}
+};
+
 // Eight elements from `i` on, a multiple of 8, of an operand or result that begins at a multiple of
 // 16 bytes. Memory is fast where a thread has several elements under way.
 template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) {
-    alignas(16) T t[8];
+    Eight<T> e;
 #ifdef __EMULATED_CUDA__
     x.at(i + 7);
     if ((u64)&x.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, x.count);
 #endif
     const Quad *from = (const Quad *)&x.at(i);
-    for (int k = 0; k < (int)sizeof(T) / 2; k++) ((Quad *)t)[k] = from[k];
-    for (int k = 0; k < 8; k++) v[k] = widen(t[k]);
+    for (int k = 0; k < (int)sizeof(T) / 2; k++) e.q[k] = from[k];
+    for (int k = 0; k < 8; k++) v[k] = widen(e.t[k]);
 }
 template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
-    alignas(16) T t[8];
+    Eight<T> e;
 #ifdef __EMULATED_CUDA__
     y.at(i + 7);
     if ((u64)&y.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, y.count);
 #endif
-    for (int k = 0; k < 8; k++) round_to(v[k], t[k]);
+    for (int k = 0; k < 8; k++) round_to(v[k], e.t[k]);
     Quad *to = (Quad *)&y.at(i);
-    for (int k = 0; k < (int)sizeof(T) / 2; k++) to[k] = ((const Quad *)t)[k];
+    for (int k = 0; k < (int)sizeof(T) / 2; k++) to[k] = e.q[k];
 }
 // Whether elements are taken by eights: all are aligned and their number is a multiple of 8.
 #define WIDE (a.n[63] != 0)
