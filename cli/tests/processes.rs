@@ -628,6 +628,47 @@ fn processes_that_go_on_in_time_end_no_run() {
     wait_for_none(&place, "stopped.json");
 }
 
+/// A run that loses a rank plans again for those that are left, and comes to its end.
+#[test]
+fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
+    let place = Place::with_plan();
+    let more = ["--steps", "200", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let metrics = ["--metrics", "e.jsonl"];
+    let child = command(&place, &[&RUN[..], &more, &state, &metrics].concat()).spawn();
+    let child = child.unwrap();
+    let victim = process_of(&place, 2).to_string();
+    let since = Instant::now();
+    let is_there = || std::fs::read_dir(place.path("state")).is_ok_and(|mut d| d.next().is_some());
+    while !is_there() {
+        assert!(since.elapsed() < Duration::from_secs(60), "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    let flat: Vec<&str> = words.split_whitespace().collect();
+    let flat = flat.join(" ");
+    assert!(flat.contains("lost: rank2 is lost"), "{words}");
+    let goes_on = "going on with 3 ranks in place of 4";
+    assert!(flat.contains(goes_on), "{words}");
+    assert!(flat.contains("Before: data=2"), "{words}");
+    // What it went on with is a plan like any other, and every step was made and noted once.
+    place.run(&["check", "e.plan-1-of-3-ranks.json"]).expect(0);
+    assert!(newest(&place, "state").0.ends_with("-step-200"));
+    let rest = steps(&run_json(&place, "e.json"));
+    assert_eq!(rest.last().unwrap()[0], "199");
+    let rows = String::from_utf8(place.read("e.jsonl")).unwrap();
+    let noted = rows.lines().map(|row| {
+        let row: Value = serde_json::from_str(row).unwrap();
+        row["step"].as_u64().unwrap()
+    });
+    assert_eq!(noted.collect::<Vec<_>>(), (0..200).collect::<Vec<_>>());
+    wait_for_none(&place, "e.json");
+}
+
 /// A disk that cannot take a checkpoint: the run goes on, says so, and keeps the earlier ones.
 #[test]
 fn a_checkpoint_that_cannot_be_written_ends_no_run() {

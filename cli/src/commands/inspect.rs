@@ -32,10 +32,10 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         program,
         ..
     } = loaded;
-    report::out(&report::plan::words(plan, training))?;
+    report::prose(&report::plan::words(plan, training))?;
     let repeated = report::plan::repeated_work(&report::plan::stages(plan, training));
     for note in repeated {
-        report::out(&format!("Note: {note}."))?;
+        report::prose(&format!("Note: {note}."))?;
     }
     report::out("\nCommunication in one step")?;
     report::out(&collectives::table(&collectives::traffic(program)))?;

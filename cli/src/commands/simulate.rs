@@ -40,7 +40,7 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
         "{} on {}: one step\n",
         plan.name, plan.cluster.name
     ))?;
-    report::out(report::plan::predicted(plan, &played.prediction).trim_end())?;
+    report::prose(report::plan::predicted(plan, &played.prediction).trim_end())?;
     let step_s = played.prediction.step_time_s.0;
     if let Some(words) = report::plan::mistake(plan, &loaded.training, step_s, "predicted") {
         report::out(&words)?;

@@ -57,11 +57,12 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> St
 const WIDTH: u16 = 100;
 
 /// Wraps prose to lines of at most [`WIDTH`] columns, broken between words; continued lines are
-/// indented by two more columns.
+/// indented by two more columns. Lines of tables stay as they are.
 pub fn wrapped(text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
-        if line.trim().is_empty() {
+        if line.trim().is_empty() || line.starts_with(['│', '┌', '╞', '└']) {
+            out += line.trim_end();
             out.push('\n');
             continue;
         }
