@@ -152,7 +152,7 @@ def main():
     call(*base[:4], "--checkpoint", "whole", "--steps", str(steps))
     same = shards(newest(state)[1]) == shards(newest(folder / "whole")[1])
     rounds = seen["killed"] + seen["stopped"]
-    delays.sort()
+    delays = sorted(delays) or [0.0]
     lines = [
         f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of both processes at "
         f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}.",

@@ -489,6 +489,50 @@ fn a_copy_in_use_is_taken_by_nobody_else() {
     }
 }
 
+/// A template that uses a buffer of another stage with the same copies is refused, whatever it does
+/// with it.
+#[test]
+fn a_template_has_one_buffer_of_a_row() {
+    let made = scheduled("virtual=2", 2, 2, 8);
+    let mut program = made.program.clone();
+    let role = &mut program.roles[0];
+    let in_rows = |b: &ir::BufferId| role.buffers[b.index()].turns.is_some();
+    let used = |kind: TemplateKind, chunk: u32| {
+        let of = |t: &&ir::program::Template| t.kind == kind && t.chunk == chunk;
+        let template = role.templates.iter().find(of).unwrap();
+        let writes = template.instructions.iter().flat_map(|i| i.writes());
+        writes.filter(in_rows).collect::<Vec<_>>()
+    };
+    let row = |b: ir::BufferId| role.buffers[b.index()].turns.as_ref().unwrap().row;
+    let [own, others] = [0, 1].map(|chunk| used(TemplateKind::Forward, chunk));
+    let pairs = own
+        .iter()
+        .flat_map(|a| others.iter().map(move |b| (*a, *b)));
+    let (_, other) = pairs.into_iter().find(|(a, b)| row(*a) == row(*b)).unwrap();
+    let forward = |t: &&mut ir::program::Template| t.kind == TemplateKind::Forward && t.chunk == 0;
+    let template = role.templates.iter_mut().find(forward).unwrap();
+    let first = template.instructions[0].clone();
+    let fill = ir::program::InstrKind::Fill {
+        value: 0.0,
+        output: other,
+    };
+    template.instructions.push(ir::program::Instruction {
+        kind: fill,
+        stream: ir::StreamId::new(0),
+        deps: vec![],
+        events: vec![],
+        ..first
+    });
+    let refused = checker::check_program(&made.plan, &made.training, &program);
+    let refused: Vec<String> = refused.iter().map(ToString::to_string).collect();
+    assert!(
+        refused
+            .iter()
+            .any(|r| r.contains("turns: expected one buffer of row")),
+        "{refused:#?}"
+    );
+}
+
 /// By buffer that has its copies by turns, and microbatch: the first and last slot that touch it.
 fn lives(role: &ir::program::RoleProgram) -> BTreeMap<(usize, u32), (usize, usize)> {
     let mut lives: BTreeMap<(usize, u32), (usize, usize)> = BTreeMap::new();

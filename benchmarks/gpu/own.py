@@ -15,10 +15,11 @@ from train import Model, Shape
 
 # Where a binary is looked for: carried beside these scripts, then where it is built.
 HERE = Path(__file__).resolve().parent
+TARGET = os.environ.get("CARGO_TARGET_DIR", Path.home() / ".cache" / "meshwright" / "target")
 PLACES = (
     HERE / "bin" / "meshwright",
     HERE / ".." / ".." / "target" / "release" / "meshwright",
-    Path.home() / ".cache" / "meshwright" / "target" / "release" / "meshwright",
+    Path(TARGET) / "release" / "meshwright",
 )
 # A cluster of one GPU, by a part of the device's name; any other is taken for an H100.
 DEVICES = {"H200": "h200-sxm", "H100": "h100-sxm", "A100": "a100-sxm-80gb"}

@@ -10,10 +10,10 @@
 //! * Transients may share bytes among themselves; that a live one is never overwritten
 //!   follows from `walk` in list order and from `hazards` in every other.
 
-use crate::report::{Report, buffer_place, role_place};
-use ir::BufferId;
+use crate::report::{Report, buffer_place, instr_place, role_place};
 use ir::plan::Plan;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram, Space};
+use ir::{BufferId, InstrId, TemplateId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the first byte and the end of all copies of a buffer; `None` when they overflow.
@@ -84,6 +84,34 @@ pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
         if inside {
             overlaps(program, i, report);
         }
+        one_of_each_row(program, i, report);
+    }
+}
+
+/// Reports templates that touch two buffers of one row. Each would have its turn for the same
+/// microbatch, and the walk, which keeps one content for a copy, is about one of them.
+fn one_of_each_row(program: &Program, i: usize, report: &mut Report) {
+    let role = &program.roles[i];
+    for (t, template) in role.templates.iter().enumerate() {
+        let mut known: BTreeMap<u32, BufferId> = BTreeMap::new();
+        let all = template.instructions.iter().enumerate();
+        for (j, b) in all.flat_map(|(j, x)| {
+            let used = x.reads().into_iter().chain(x.writes());
+            used.map(move |b| (j, b))
+        }) {
+            let Some(turns) = &role.buffer(b).turns else {
+                continue;
+            };
+            let other = *known.entry(turns.row).or_insert(b);
+            if other != b {
+                report.add(
+                    instr_place(program, i, TemplateId::new(t), InstrId::new(j)),
+                    "turns",
+                    format!("one buffer of row {} in a template", turns.row),
+                    format!("buffer {} and buffer {}", other.0, b.0),
+                );
+            }
+        }
     }
 }
 
@@ -138,7 +166,8 @@ fn spans(role: &RoleProgram, ids: impl Iterator<Item = BufferId>) -> Vec<Span> {
 }
 
 /// Finds pairs that share bytes, one buffer of each list. The buffers of the first list are
-/// disjoint, or else that is reported already, so a search by offset finds all pairs.
+/// disjoint or one row, or else that is reported already; so their ends ascend as their offsets do,
+/// and a search by offset finds all pairs.
 fn pairs(lasting: &[Span], transients: &[Span]) -> Vec<(BufferId, BufferId)> {
     let mut found = Vec::new();
     for t in transients {

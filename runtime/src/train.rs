@@ -176,6 +176,32 @@ pub fn train(
         let n_gpus = cuda::count()?.min(session.n_ranks());
         recorder.on_gpus(&cuda::name()?, n_gpus);
     }
+    let made = steps(
+        options,
+        (&mut session, &mut background),
+        &mut recorder,
+        &mut on_progress,
+    );
+    // A checkpoint that is on its way is one, if it can be, whatever ended the steps.
+    let ended = background.wait(&mut session);
+    let settled = settle(ended, &session, &mut on_progress);
+    made.and(settled)?;
+    Ok(Trained {
+        measurement: recorder.finish(options.program),
+        session,
+    })
+}
+
+/// Makes the steps, with what is due on the way.
+///
+/// Fails as [`train`] does; a checkpoint may be on its way then, as at the end.
+fn steps(
+    options: &TrainOptions<'_>,
+    (session, background): (&mut Session, &mut Background),
+    recorder: &mut Recorder,
+    on_progress: &mut dyn FnMut(Progress),
+) -> Result<(), RuntimeError> {
+    let spec = options.spec;
     // The host does not see where a GPU waits.
     let is_cpu = options.session.backend == Backend::Cpu;
     let mut stragglers = is_cpu.then(|| Stragglers::new(session.roles()));
@@ -201,7 +227,7 @@ pub fn train(
     };
     let stopped = || options.stop.is_some_and(|s| s.load(Ordering::Relaxed));
     if options.validate_every.is_some() && !stopped() {
-        validate(&mut session, &mut recorder, &mut on_progress)?;
+        validate(session, recorder, on_progress)?;
     }
     for i in 0..options.steps {
         if stopped() {
@@ -219,8 +245,8 @@ pub fn train(
                 *first = session.first_spoiled().unwrap_or(None);
             }
             // What was good before is kept.
-            let ended = background.wait(&mut session);
-            let _ = settle(ended, &session, &mut on_progress);
+            let ended = background.wait(session);
+            let _ = settle(ended, session, on_progress);
             session.fail(&e.to_string());
             return Err(e);
         }
@@ -228,6 +254,8 @@ pub fn train(
         if options.check_replicas.is_some_and(is_due)
             && let Err(e) = session.check_replicas()
         {
+            let ended = background.wait(session);
+            let _ = settle(ended, session, on_progress);
             session.fail(&e.to_string());
             return Err(e);
         }
@@ -245,22 +273,21 @@ pub fn train(
             .validate_every
             .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
         if due && !stopped() {
-            validate(&mut session, &mut recorder, &mut on_progress)?;
+            validate(session, recorder, on_progress)?;
         }
         let is_last = i + 1 == options.steps || stopped();
-        let ended = background.poll(&mut session);
-        settle(ended, &session, &mut on_progress)?;
+        let ended = background.poll(session);
+        settle(ended, session, on_progress)?;
         if let Some(periodic) = options.checkpoints.filter(|_| !is_last) {
-            let by = (&mut session, &mut background);
-            save_where_due(periodic, by, options.plan_hash, &mut on_progress)?;
+            save_where_due(
+                periodic,
+                (session, background),
+                options.plan_hash,
+                on_progress,
+            )?;
         }
     }
-    let ended = background.wait(&mut session);
-    settle(ended, &session, &mut on_progress)?;
-    Ok(Trained {
-        measurement: recorder.finish(options.program),
-        session,
-    })
+    Ok(())
 }
 
 /// Writes a checkpoint where one is due, or begins to.

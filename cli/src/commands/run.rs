@@ -79,12 +79,14 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let mut company = among::gather(&setting, args, &loaded)?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let first = resume.as_ref().map_or(0, |c| c.step());
+    let mut newest = None;
     let trained = train_all(
         args,
         &loaded,
         (&dataset, &schedule),
         (weights.as_ref(), resume),
         processes,
+        &mut newest,
     )?;
     let Trained {
         measurement,
@@ -95,7 +97,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             trained
         }
         (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if args.elastic => {
-            return Err(elastic::go_on(args, &loaded, company, (lost, first)));
+            let from = elastic::SoFar { first, newest };
+            return Err(elastic::go_on(args, &loaded, company, (lost, from)));
         }
         (Err(e), _) => return Err(e.into()),
     };
@@ -629,7 +632,9 @@ fn waits(args: &RunArgs, loaded: &Loaded) -> bool {
     let states: BTreeMap<&String, u64> = states
         .map(|(path, b)| (path, b.lens.iter().product::<u64>() * b.dtype.bytes()))
         .collect();
-    let arenas = loaded.program.roles.iter();
+    // A GPU's arena is in memory of its own.
+    let is_host = args.backend == BackendArg::Cpu;
+    let arenas = loaded.program.roles.iter().filter(|_| is_host);
     let arenas = arenas.map(|r| r.arena_bytes.saturating_mul(u64::from(r.mesh.n_devices())));
     let copies: u64 = states.values().sum();
     let needed = arenas.fold(copies, u64::saturating_add);
@@ -651,6 +656,7 @@ fn train_all(
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     processes: Option<Arc<Processes>>,
+    newest: &mut Option<(PathBuf, u64)>,
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
@@ -748,6 +754,7 @@ fn train_all(
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);
+            *newest = Some((path, step));
         }
         Progress::Straggler { step, finding } => bar.suspend(|| {
             let after = ir::counted(step, "step");

@@ -24,6 +24,8 @@ struct Started {
     ended: Option<ExitStatus>,
     /// Whether the run has been told.
     is_told: bool,
+    /// Whether it was this process that killed it, as it did not end in time.
+    is_put_down: bool,
 }
 
 impl Children {
@@ -56,6 +58,7 @@ impl Children {
                 child,
                 ended: None,
                 is_told: false,
+                is_put_down: false,
             });
             // One that has ended already is found by those who look.
             if let Err(e) = told
@@ -108,14 +111,13 @@ impl Children {
     pub fn finish(&self) -> Vec<String> {
         self.end(GRACE)
     }
-    /// Waits for all to end after a failure. Says how many ended by a signal, those that had to be
-    /// killed among them.
+    /// Waits for all to end after a failure. Says how many others have killed: those that are only
+    /// slow to end, and are killed here, are not lost.
     pub fn killed(&self) -> usize {
         self.end(GRACE_OF_FAILURE);
         let all = self.lock();
-        let killed = all
-            .iter()
-            .filter(|s| s.ended.is_some_and(|how| how.signal().is_some()));
+        let by_signal = |s: &&Started| s.ended.is_some_and(|how| how.signal().is_some());
+        let killed = all.iter().filter(by_signal).filter(|s| !s.is_put_down);
         killed.count()
     }
     fn end(&self, grace: Duration) -> Vec<String> {
@@ -131,6 +133,7 @@ impl Children {
                     problems.push(format!("process {} {}", s.index, words(how).trim_end()))
                 }
                 None => {
+                    s.is_put_down = true;
                     let _ = s.child.kill();
                     s.ended = s.child.wait().ok();
                     problems.push(format!("process {} did not end and was killed", s.index));

@@ -43,7 +43,7 @@ pub struct Continued {
     steps: u64,
     /// Where the learning rate's decay ends.
     total_steps: Option<u64>,
-    /// None where no checkpoint was written yet.
+    /// The checkpoint to go on from; none where there is none yet.
     resume: Option<PathBuf>,
     processes: usize,
     /// How often ranks were lost.
@@ -79,15 +79,23 @@ pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
     Err(Failure::new(Exit::Usage, what).help(cluster::PLAN_FOR_THIS_MACHINE))
 }
 
-/// Plans for what is left and goes on, which does not come back. `first` is the step at which this
-/// part of the run began.
+/// Where a part of a run began, and how far it came.
+pub struct SoFar {
+    /// The step at which it began.
+    pub first: u64,
+    /// The newest checkpoint that it wrote, with its step: another run's in the same folder is not
+    /// what goes on.
+    pub newest: Option<(PathBuf, u64)>,
+}
+
+/// Plans for what is left and goes on, which does not come back.
 pub fn go_on(
     args: &RunArgs,
     loaded: &Loaded,
     company: Company,
-    (lost, first): (RuntimeError, u64),
+    (lost, from): (RuntimeError, SoFar),
 ) -> Failure {
-    match prepared(args, loaded, company, (&lost, first)) {
+    match prepared(args, loaded, company, (&lost, from)) {
         Ok(mut command) => {
             let e = command.exec();
             Failure::new(Exit::RunFailed, format!("{lost}; to go on failed: {e}"))
@@ -103,7 +111,7 @@ fn prepared(
     args: &RunArgs,
     loaded: &Loaded,
     company: Company,
-    (lost, first): (&RuntimeError, u64),
+    (lost, from): (&RuntimeError, SoFar),
 ) -> Result<Command, Failure> {
     let began = Instant::now();
     crate::say(format_args!(
@@ -127,8 +135,9 @@ fn prepared(
         .iter()
         .map(|r| r.mesh.n_devices() as usize)
         .sum();
-    let resume = newest(args)?;
-    let step = resume.as_ref().map_or(first, |(_, step)| *step);
+    let SoFar { first, newest } = from;
+    let step = newest.as_ref().map_or(first, |(_, step)| *step);
+    let resume = newest.map(|(path, _)| path).or(args.resume.clone());
     let last = first + args.steps;
     let losses = args.losses + 1;
     let beside = |what: String| args.output.with_extension(what);
@@ -139,7 +148,7 @@ fn prepared(
         plan: plan.clone(),
         steps: last.saturating_sub(step),
         total_steps: total,
-        resume: resume.map(|(folder, _)| folder),
+        resume,
         processes: (of - gone.min(of - 1)).min(n_new),
         losses,
     };
@@ -178,18 +187,6 @@ fn without_continued(given: &[OsString]) -> &[OsString] {
         true => rest.get(2..).unwrap_or_default(),
         false => rest,
     }
-}
-
-/// The newest checkpoint that this run, or the one before it, wrote: the folder to go on from, and its
-/// step.
-fn newest(args: &RunArgs) -> Result<Option<(PathBuf, u64)>, Failure> {
-    let folders = args.checkpoint.iter().chain(&args.resume);
-    let mut some = folders.filter(|f| f.exists() && !runtime::checkpoint::all(f).is_empty());
-    let Some(folder) = some.next() else {
-        return Ok(None);
-    };
-    let found = runtime::checkpoint::find(folder)?;
-    Ok(Some((folder.clone(), found.checkpoint.step())))
 }
 
 /// The best plan for so many ranks, or the most below for which there is one.

@@ -393,7 +393,10 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
             true => (of(F32, range(40, n_q), &[2, 3, dim]), F32),
             false => (q.clone(), t),
         };
-        let (scale, key) = (0.4, String::from("x.attn"));
+        // The sums that scores are divided by are made up, so wide heads need smaller scores: else
+        // gradients are beyond what f16 has.
+        let scale = if dim > 36 { 0.1 } else { 0.4 };
+        let key = String::from("x.attn");
         let mut x = vec![q.clone(), k.clone(), k.clone()];
         if keys.continues() {
             x.extend([o.clone(), lse.clone()]);

@@ -42,7 +42,7 @@ pub(super) fn open(name: &str, is_present: impl Fn() -> bool) -> bool {
     is_present()
 }
 
-/// Files of a library in a folder, by name and version, newest last.
+/// Files of a library in a folder, by name and version, newest first.
 fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
     let Ok(entries) = folder.read_dir() else {
         return Vec::new();
@@ -55,7 +55,15 @@ fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
     };
     let paths = entries.filter_map(|e| Some(e.ok()?.path()));
     let mut found: Vec<PathBuf> = paths.filter(is_of).collect();
-    found.sort();
+    let version = |path: &PathBuf| {
+        let file = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+        let numbers = file.strip_prefix(&stem).unwrap_or("").split('.');
+        numbers
+            .filter_map(|n| n.parse::<u64>().ok())
+            .collect::<Vec<_>>()
+    };
+    // Versions are numbers: 13 comes after 9.
+    found.sort_by(|a, b| version(b).cmp(&version(a)).then_with(|| a.cmp(b)));
     found
 }
 
@@ -72,6 +80,8 @@ fn folders() -> Vec<PathBuf> {
     for folder in std::env::var_os("PATH")
         .iter()
         .flat_map(std::env::split_paths)
+        // A folder that depends on where one stands is none to load libraries from.
+        .filter(|folder| folder.is_absolute())
     {
         prefixes.extend(prefixes_of(folder.join("python3")));
     }
