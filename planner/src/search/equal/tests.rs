@@ -226,7 +226,7 @@ fn exhaustive(case: &Case, search: &Search<'_>) -> Vec<Option<f64>> {
 fn nothing_better_is_cut() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
     let (mut n_cut, mut n_found, mut closest) = (0, 0, f64::INFINITY);
-    for seed in 0..if slow { 400 } else { 24 } {
+    for seed in 0..if slow { 150 } else { 24 } {
         let case = Case::random(seed);
         let search = case.search();
         let costs = exhaustive(&case, &search);
@@ -304,7 +304,7 @@ fn exhaustive_rings(case: &Case, search: &Search<'_>) -> Vec<f64> {
 fn no_better_ring_is_cut() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
     let (mut n_cut, mut n_found, mut closest) = (0, 0, f64::INFINITY);
-    for seed in 0..if slow { 400 } else { 24 } {
+    for seed in 0..if slow { 150 } else { 24 } {
         let case = Case::deep(seed);
         let search = case.search();
         let rings = exhaustive_rings(&case, &search);
@@ -409,7 +409,7 @@ fn no_stage_beats_its_bound() {
 fn no_cut_of_a_ring_beats_its_bound() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
     let (mut n_compared, mut n_of_memory, mut closest) = (0, 0, f64::INFINITY);
-    for seed in 0..if slow { 300 } else { 60 } {
+    for seed in 0..if slow { 150 } else { 60 } {
         let mut case = Case::deep(seed);
         case.effort = Effort::new(1 + (seed % 3) as u8).unwrap();
         let mut rng = Rng::new(seed + 77);
@@ -497,7 +497,7 @@ fn random_cuts(rng: &mut Rng, n_layers: usize, n_stages: usize) -> Vec<std::ops:
 fn samples_take_no_longer_in_larger_microbatches() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
     let (mut worst, mut n_gain) = (0.0f64, 0);
-    for seed in 0..if slow { 200 } else { 12 } {
+    for seed in 0..if slow { 100 } else { 12 } {
         let mut case = Case::random(seed);
         let mut rng = Rng::new(seed + 1000);
         case.batch = rng.pick(&[1, 2, 3, 5]);
