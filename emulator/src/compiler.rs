@@ -64,9 +64,16 @@ pub fn compile(source: &str, options: &[String]) -> Result<PathBuf, String> {
 fn run_compiler(file: &Path, made: &Path, options: &[String]) -> Result<(), String> {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut command = Command::new(&compiler);
-    command.args(["-std=c++17", "-O2", "-fPIC", "-shared", "-w"]);
-    // Kernels read and write several elements as one word, which CUDA's compilers take as it is meant.
-    command.args(["-fno-strict-aliasing", "-o"]);
+    // Kernels read elements by words, as is usual on devices.
+    command.args([
+        "-std=c++17",
+        "-O2",
+        "-fno-strict-aliasing",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-o",
+    ]);
     command.arg(made).args(options).arg(file);
     let output = command
         .output()

@@ -110,36 +110,52 @@ struct alignas(16) Quad {
     u32 w[4];
 };
 
-// Eight elements as the words that hold them.
-template <class T> union Eight {
-    T t[8];
-    Quad q[sizeof(T) / 2];
-    __device__ __forceinline__ Eight() {}
-};
+// The bits of an element in a word, and back.
+DEVICE void from_word(u32 w, bf16 &x) { x.bits = (u16)w; }
+DEVICE void from_word(u32 w, f16 &x) { x.bits = (u16)w; }
+DEVICE void from_word(u32 w, f32 &x) { x = __uint_as_float(w); }
+DEVICE void from_word(u32 w, i32 &x) { x = (i32)w; }
+DEVICE u32 to_word(bf16 x) { return x.bits; }
+DEVICE u32 to_word(f16 x) { return x.bits; }
+DEVICE u32 to_word(f32 x) { return __float_as_uint(x); }
+DEVICE u32 to_word(i32 x) { return (u32)x; }
 
 // Eight elements from `i` on, a multiple of 8, of an operand or result that begins at a multiple of
 // 16 bytes. Memory is fast where a thread has several elements under way.
 template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) {
-    Eight<T> e;
 #ifdef __EMULATED_CUDA__
     x.at(i + 7);
     if ((u64)&x.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, x.count);
 #endif
+    const int in_word = 4 / (int)sizeof(T); // elements
     const Quad *from = (const Quad *)&x.at(i);
-    for (int k = 0; k < (int)sizeof(T) / 2; k++) e.q[k] = from[k];
-    for (int k = 0; k < 8; k++) v[k] = widen(e.t[k]);
+    for (int j = 0; j < 2 / in_word; j++) {
+        const Quad q = from[j];
+        for (int k = 0; k < 4 * in_word; k++) {
+            T t;
+            from_word(q.w[k / in_word] >> (16 * (k % in_word)), t);
+            v[4 * in_word * j + k] = widen(t);
+        }
+    }
 }
 template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
-    Eight<T> e;
 #ifdef __EMULATED_CUDA__
     y.at(i + 7);
     if ((u64)&y.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, y.count);
 #endif
-    for (int k = 0; k < 8; k++) round_to(v[k], e.t[k]);
+    const int in_word = 4 / (int)sizeof(T); // elements
     Quad *to = (Quad *)&y.at(i);
-    for (int k = 0; k < (int)sizeof(T) / 2; k++) to[k] = e.q[k];
+    for (int j = 0; j < 2 / in_word; j++) {
+        Quad q = {{0, 0, 0, 0}};
+        for (int k = 0; k < 4 * in_word; k++) {
+            T t;
+            round_to(v[4 * in_word * j + k], t);
+            q.w[k / in_word] |= to_word(t) << (16 * (k % in_word));
+        }
+        to[j] = q;
+    }
 }
 // Whether elements are taken by eights: all are aligned and their number is a multiple of 8.
 #define WIDE (a.n[63] != 0)
