@@ -142,7 +142,7 @@ impl miette::Diagnostic for Failure {
 /// The accepted values of `--weights`.
 pub const WEIGHTS_ARE: &str = "weights are a .safetensors file, an index model.safetensors.index.json, or a folder with model.safetensors or that index";
 /// The accepted values of `--resume`.
-pub const CHECKPOINTS_ARE: &str = "--resume takes the folder that `meshwright run --checkpoint FOLDER` wrote to, or one of the checkpoints in it";
+pub const CHECKPOINTS_ARE: &str = "checkpoints are in the folder that `meshwright run --checkpoint FOLDER` wrote to; `meshwright checkpoint verify FOLDER` says which of them are whole";
 /// The advice for a checkpoint of another model or optimizer.
 const OTHER_CHECKPOINT: &str = "a checkpoint goes on under any plan of the same model and optimizer, whatever its parallelism: compile from the model that it was trained with, or leave --resume out to begin anew";
 /// The advice for a run that diverged.

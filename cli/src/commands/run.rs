@@ -116,7 +116,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let graph = &loaded.plan.graph;
         let kept = usize::from(args.checkpoints_kept);
         let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
-        let what = format!("{} has the training state", folder.display());
+        let path = saved.as_deref().unwrap_or(folder);
+        let what = format!("{} has the training state", path.display());
         attempt(what, saved.map(|_| ()).map_err(Failure::from));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
@@ -142,6 +143,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         print_json(args, &loaded, &measurement)?;
     } else {
         print_words(args, &loaded, &measurement)?;
+        report::prose(&format!("Written: {}.", written.join(", ")))?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
 }
@@ -181,7 +183,15 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         processes: Some(company.processes),
         ..SessionOptions::default()
     };
-    Ok(runtime::processes::serve(&loaded.program, spec, options)?)
+    let served = runtime::processes::serve(&loaded.program, spec, options);
+    match served {
+        // Process 0 says what becomes of the run.
+        Err(e) if args.elastic => {
+            crate::say(format_args!("note: process {} ends: {e}", setting.index()));
+            std::process::exit(Exit::RunFailed as i32)
+        }
+        served => Ok(served?),
+    }
 }
 
 fn backend(args: &RunArgs) -> Backend {
@@ -390,6 +400,8 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
     for damaged in passed_over {
         crate::say(format_args!("warning: passed over {damaged}"));
     }
+    let done = ir::counted(checkpoint.step(), "step");
+    crate::say(format_args!("going on from {shown}, after {done}"));
     checkpoint.check_model(&loaded.plan.graph).map_err(|e| {
         let field = match &e {
             RuntimeError::OtherModel { difference, .. } => {
