@@ -24,9 +24,12 @@ const MAY_USE: [(&str, &[&str]); 15] = [
     ("lowering", &["ir"]),
     ("checker", &["ir"]),
     ("runtime", &["ir"]),
-    ("planner", &["ir", "cost-model", "intra-op", "lowering"]),
+    (
+        "planner",
+        &["ir", "cost-model", "intra-op", "lowering", "frameworks"],
+    ),
     ("frameworks", &["ir", "cost-model"]),
-    ("export", &["ir"]),
+    ("export", &["ir", "frameworks"]),
     (
         "published",
         &[
@@ -51,6 +54,7 @@ const MAY_USE: [(&str, &[&str]); 15] = [
             "planner",
             "published",
             "export",
+            "frameworks",
         ],
     ),
     (

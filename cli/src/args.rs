@@ -30,7 +30,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Search for the best plan to train a model on a cluster, or to run it forward alone.
-    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile models/gpt2 --cluster dgx-h100 --preset megatron --pin tensor=2\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright compile models/gpt2 --cluster cluster.toml --ranks 4 --global-batch 4 --sequence 256\n  meshwright compile models/gpt3-175b --cluster dgx-a100-80gb --hosts 128 --global-batch 1536 --sequence 2048 --precision bf16\n  meshwright compile models/gpt2 --cluster dgx-h100 --pin data=4 --pin tensor=2 --pin zero=1\n  meshwright compile models/gpt2 --cluster dgx-h100 --preset megatron --pin tensor=2\n  meshwright compile llama-3.1-8b --cluster dgx-h100 --hosts 2 --global-batch 256 --sequence 8192 --precision bf16 --for megatron-core\n  meshwright compile model.mw --cluster cluster.toml --pin 'spec:h.*.weight=[_,y]'\n  meshwright compile model.mw --cluster cluster.toml --layers 8 --pin pipeline=4\n\n{EXIT_CODES}"))]
     Compile(Box<CompileArgs>),
     /// Show a plan: stages, what each axis does, collectives, memory.
     #[command(after_help = format!("Examples:\n  meshwright inspect plan.json\n  meshwright inspect plan.json --layers\n  meshwright inspect plan.json --against other.json\n  meshwright inspect plan.json --json\n\n{EXIT_CODES}"))]
@@ -132,6 +132,12 @@ pub struct CompileArgs {
     /// megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave open.
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
+    /// Plan for other software, in what it can express, at its prices and within what its processes
+    /// hold: megatron-core, megatron-deepspeed, torchtitan, fsdp2, deepspeed, nemo, jax, with a
+    /// version where it matters (megatron-core@2024) and what a run switches on
+    /// (torchtitan+async-tp+fp8) [default: Meshwright's own runtime].
+    #[arg(long = "for", value_name = "SOFTWARE", conflicts_with = "preset")]
+    pub made_for: Option<String>,
     /// Capacity factor, for models with mixtures of experts: an expert has this many times the
     /// slots that the tokens need which it gets on average, and drops those that find none. The
     /// number of experts, divided by the experts of a token, drops none [default: 1.25].
@@ -421,6 +427,9 @@ pub struct SweepArgs {
     /// Fix a choice before each search, as in `compile`; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// Plan for other software, as in `compile` [default: Meshwright's own runtime].
+    #[arg(long = "for", value_name = "SOFTWARE")]
+    pub made_for: Option<String>,
     /// Capacity factor of mixtures of experts, as in `compile`.
     #[arg(long, value_name = "FACTOR")]
     pub expert_capacity: Option<f64>,
@@ -459,6 +468,9 @@ pub struct FitsArgs {
     /// Fix a choice before each search, as in `compile`; may be repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
+    /// Plan for other software, as in `compile` [default: Meshwright's own runtime].
+    #[arg(long = "for", value_name = "SOFTWARE")]
+    pub made_for: Option<String>,
     /// Capacity factor of mixtures of experts, as in `compile`.
     #[arg(long, value_name = "FACTOR")]
     pub expert_capacity: Option<f64>,

@@ -24,6 +24,7 @@ mod places;
 mod plan_file;
 mod quantity;
 mod report;
+mod software;
 mod train_spec;
 
 use args::{Cli, Verb};

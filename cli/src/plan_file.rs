@@ -63,6 +63,10 @@ pub fn read(path: &Path) -> Result<(Plan, String), Failure> {
             Failure::new(Exit::CheckFailed, format!("{name}: pins: {e}")).help(UNDO)
         })?;
     }
+    if let Some(made_for) = &plan.made_for {
+        published::software::parse(&made_for.to_string())
+            .map_err(|e| Failure::new(Exit::CheckFailed, format!("{name}: for: {e}")).help(UNDO))?;
+    }
     Ok((plan, files::fingerprint(text.as_bytes())))
 }
 

@@ -39,7 +39,10 @@ fn explain_accounts_for_the_whole_step() {
     assert_eq!(report["degrees"]["data"], serde_json::json!([2, 2]));
     assert_eq!(report["degrees"]["pipeline"], 2);
     let words = place.run(&["explain", "plan.json"]).expect(0).out;
-    assert!(words.starts_with("The step of "), "{words}");
+    assert!(
+        words.starts_with("For Meshwright's own runtime: the step of "),
+        "{words}"
+    );
     for part in [
         "is bound by",
         "sets the pace",
@@ -134,7 +137,9 @@ fn why_not_says_what_a_pin_costs() {
     place.run(&["check", "other.json"]).expect(0);
     let words = place.run(&ask).expect(0).out;
     assert!(
-        words.starts_with("With tensor=2 data=2 pipeline=1 the step takes"),
+        words.starts_with(
+            "For Meshwright's own runtime: With tensor=2 data=2 pipeline=1 the step takes"
+        ),
         "{words}"
     );
     assert!(words.contains("longer: +"), "{words}");
@@ -181,7 +186,8 @@ fn why_not_says_why_there_is_no_such_plan() {
         .run(&["explain", "plan.json", "--why-not", "tensor=3"])
         .expect(0);
     assert!(
-        done.out.starts_with("There is no plan with tensor=3: "),
+        done.out
+            .starts_with("For Meshwright's own runtime: There is no plan with tensor=3: "),
         "{}",
         done.out
     );
@@ -217,7 +223,10 @@ fn what_if_shows_the_new_plan_and_what_this_one_would_do() {
     };
     assert_eq!(link(&new), 2.0 * link(&old));
     let words = place.run(&ask).expect(0).out;
-    assert!(words.starts_with("With link.inside "), "{words}");
+    assert!(
+        words.starts_with("For Meshwright's own runtime: With link.inside "),
+        "{words}"
+    );
     assert!(
         words.contains("Kept as it is, this plan would take"),
         "{words}"

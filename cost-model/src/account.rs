@@ -16,7 +16,7 @@
 use crate::classes::kinds_of_group;
 use crate::collectives::{ascending_group, crossings};
 use crate::costs::{Costs, costs};
-use crate::simulate::{SimulateOptions, Span, TimelineDetail, simulate};
+use crate::simulate::{SimulateOptions, Span, TimelineDetail, play};
 use crate::{SimError, StepWork};
 use ir::cluster::{Cluster, Device, MAX_FIGURE};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, TemplateKind};
@@ -169,13 +169,27 @@ pub fn account(
     work: StepWork,
     kinds: &[usize],
 ) -> Result<Account, SimError> {
+    account_priced(program, cluster, work, kinds, &|cluster| {
+        costs(program, cluster)
+    })
+}
+
+/// The same where `price` says what the program's instructions cost on a cluster: its own, and such
+/// with faster devices.
+pub fn account_priced(
+    program: &Program,
+    cluster: &Cluster,
+    work: StepWork,
+    kinds: &[usize],
+    price: &dyn Fn(&Cluster) -> Result<Costs, SimError>,
+) -> Result<Account, SimError> {
     let options = SimulateOptions {
         timeline: TimelineDetail::Spans,
         ..SimulateOptions::new(work)
     };
-    let played = simulate(program, cluster, &options)?;
-    let fast_memory = costs(program, &with_devices(cluster, fast_memory))?;
-    let fast_arithmetic = costs(program, &with_devices(cluster, fast_arithmetic))?;
+    let played = play(program, cluster, price(cluster)?, &options)?;
+    let fast_memory = price(&with_devices(cluster, fast_memory))?;
+    let fast_arithmetic = price(&with_devices(cluster, fast_arithmetic))?;
     let cx = Cx {
         program,
         cluster,

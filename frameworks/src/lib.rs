@@ -10,6 +10,7 @@
 //! the mean error over published runs.
 //!
 //! * `software`, `held`: what a framework does and holds, as data.
+//! * `express`: what a framework can express of a plan.
 //! * `streams`: what waits for what.
 //! * `ops`, `attention`: single kernels; `casts`: operands in eight and four bits.
 //! * `fused`, `accumulated`, `experts`: kernels that are one; tokens on their way.
@@ -23,6 +24,7 @@ mod attention;
 mod casts;
 mod contention;
 mod experts;
+mod express;
 mod fused;
 mod held;
 mod host;
@@ -35,6 +37,7 @@ mod repeat;
 mod software;
 mod streams;
 
+pub use express::{Framework, Profile, Recomputation, SequenceParallel, Split, Vocabulary};
 pub use held::{InFlight, ProcessMemory, Reuse};
 pub use process::{MemoryUse, memory_use};
 pub use software::{AttentionKernel, Scaling, Software};

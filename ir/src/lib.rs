@@ -11,6 +11,7 @@ pub mod collective;
 pub mod graph;
 mod id;
 pub mod likeness;
+mod made_for;
 pub mod measurement;
 pub mod mesh;
 pub mod offload;

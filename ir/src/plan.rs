@@ -8,6 +8,7 @@
 //! one [`LayerStrategy`]. Its keys are op paths in which the layer's name is written `{}`
 //! (`grad.{}.attn.qkv.lhs`).
 
+pub use crate::made_for::MadeFor;
 pub use crate::schedule::ScheduleKind;
 
 use crate::cluster::Cluster;
@@ -58,7 +59,10 @@ pub struct Plan {
     pub edges: BTreeMap<String, Vec<LayoutStep>>,
     /// Decisions that the user fixed.
     pub pins: Vec<String>,
-    /// Predictions of the simulator.
+    /// Other software that the plan is made for; none where it is Meshwright's own runtime.
+    #[serde(default, rename = "for", skip_serializing_if = "Option::is_none")]
+    pub made_for: Option<MadeFor>,
+    /// Predictions of the simulator; where the plan is made for other software, what that takes.
     pub predicted: Prediction,
     /// Proofs of its quality.
     pub proof: Proof,

@@ -18,6 +18,7 @@
 //! * `search`: the loops over microbatch sizes and submeshes; re-ranking by simulation.
 //! * `offload`: which tensors rest in host memory where nothing fits without.
 //! * `progress`: who follows a search, and may end it early.
+//! * `software`: plans for other software, in what it can express and at its prices.
 //! * `recipes`: named grids of pins, and the best point of one.
 
 mod assemble;
@@ -34,6 +35,7 @@ mod progress;
 pub mod recipes;
 mod refine;
 mod search;
+pub mod software;
 mod stage;
 
 pub use cluster_layers::{ClusterError, Layered, Layering};
@@ -47,6 +49,7 @@ pub use offload::plan_or_offload;
 pub use pins::{ContextAttention, Offload, PinError, Pins};
 pub use progress::{BestSoFar, Progress, Watch, Watcher};
 pub use recipes::{Recipe, plan_recipe};
+pub use software::OtherSoftware;
 
 /// Options of the search beside model, training and cluster.
 #[derive(Clone, Debug, Default)]
@@ -69,6 +72,8 @@ pub struct PlanOptions {
     pub without_hiding: bool,
     /// Who follows the search, and may end it early.
     pub watcher: Watcher,
+    /// Other software to plan for; Meshwright's own runtime where there is none.
+    pub made_for: Option<OtherSoftware>,
 }
 
 /// How many times as many pipelines are simulated, and prices on memory looked at, as by default:
@@ -207,6 +212,9 @@ pub fn plan(
     cluster: &Cluster,
     options: &PlanOptions,
 ) -> Result<Planned, PlanError> {
+    if let Some(other) = &options.made_for {
+        return software::plan(forward, train, cluster, options, other);
+    }
     match options.pins.offload {
         Some(Offload::Search) => plan_or_offload(forward, train, cluster, options),
         _ => search::plan(forward, train, cluster, options),

@@ -10,7 +10,7 @@
 //! Hybrid sharding (HSDP: states split inside a host, whole copies across hosts) is not among the
 //! recipes: a ZeRO level holds for all axes that split samples, so pins cannot say it.
 
-mod bounds;
+pub(crate) mod bounds;
 mod choose;
 mod facts;
 

@@ -3,7 +3,7 @@
 
 use crate::facts::{DeviceFact, Facts, Interconnect};
 use crate::row::Row;
-use crate::{Unmodelled, assume, cells, network, precision};
+use crate::{Unmodelled, assume, cells, network, precision, software};
 use cost_model::presets::{Catalogue, System};
 use frameworks::{Scaling, Software};
 use ir::cluster::{Cluster, Device};
@@ -83,43 +83,14 @@ pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
         &mut cluster,
     );
     cluster.device.memory_bytes = UNBOUNDED_MEMORY;
-    let (name, generation) = facts.generation(row)?;
-    let mut software = facts.software(name).map_err(Unmodelled::Cluster)?;
-    let hosts = total / per_host;
-    software.synchronous_launches = links.synchronous_from_hosts.is_some_and(|n| hosts >= n);
-    software.attention = facts
-        .attention_of(row, generation, device)
-        .map_err(Unmodelled::Cluster)?;
-    software.memory = facts.memory.process(name, row)?;
+    let made_for = software::of_row(row, facts)?;
     let types = precision::types(row)?;
+    let (_, generation) = facts.generation(row)?;
     if generation.tf32 && types.activations.compute() == DType::F32 {
         multiply_in_tf32(&mut cluster.device);
     }
-    if generation.sums_in_f16 && types.activations.compute() == DType::F16 {
-        software.sum_dtype = Some(DType::F16);
-    }
-    if let Some((dtype, scaling)) = types.matmul {
-        let scaling = scaling_of(row, device, scaling.unwrap_or(generation.fp8_scaling))?;
-        if generation.whole_gathers_of.contains(&dtype) {
-            software.piecewise_axes.retain(|axis| axis != "tensor");
-        }
-        if scaling == Scaling::Row {
-            software.narrow_matmul_share = generation.rowwise_share.unwrap_or(1.0);
-        }
-        if scaling == Scaling::Block32 {
-            software.narrow_matmul_share = facts.block_scaled_share(device);
-        }
-        // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
-        software.narrow_gathers &= scaling != Scaling::Row;
-        (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
-    }
-    facts.recipes.apply(row, &mut software);
-    // The column does not have it: torchtitan's notes say which runs overlap them.
-    let notes = row.text("notes").unwrap_or("").to_lowercase();
-    if notes.contains("async tp") || notes.contains("asynctp") {
-        software.blocking_axes.clear();
-        software.piecewise_axes = vec!["tensor".into()];
-    }
+    let profile = facts.profile(&made_for, Some(device), types.activations);
+    let software = profile.map_err(Unmodelled::Cluster)?.software;
     if let Some(dtype) = software.matmul_dtype
         && !cluster.device.peak_flops_per_s.contains_key(&dtype)
     {
@@ -135,6 +106,14 @@ pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
     }
 }
 
+/// Whether a row's job has so many hosts that it hangs on its links without synchronous launches.
+pub(crate) fn has_synchronous_launches(row: &Row, facts: &Facts) -> Result<bool, Unmodelled> {
+    let links = facts.interconnect(row)?;
+    let total = count(row, "gpus_total")?;
+    let hosts = total / count(row, "gpus_per_node")?.min(total).max(1);
+    Ok(links.synchronous_from_hosts.is_some_and(|n| hosts >= n))
+}
+
 /// Lets matmuls of f32 run on tensor cores: TF32 has half of bf16's rate on all parts from Ampere on
 /// (NVIDIA's data sheets, dense), and is taken to reach bf16's share of it.
 fn multiply_in_tf32(device: &mut Device) {
@@ -148,7 +127,11 @@ fn multiply_in_tf32(device: &mut Device) {
 
 /// The scaling that a device has matmuls for: blocks of 32 are Blackwell's; tables whose columns
 /// say `fp8-mx/blockwise` mean blocks of 128 on Hopper.
-fn scaling_of(row: &Row, device: &DeviceFact, scaling: Scaling) -> Result<Scaling, Unmodelled> {
+pub(crate) fn scaling_of(
+    row: &Row,
+    device: &DeviceFact,
+    scaling: Scaling,
+) -> Result<Scaling, Unmodelled> {
     if scaling != Scaling::Block32 || device.any_layout {
         return Ok(scaling);
     }

@@ -9,6 +9,7 @@ use crate::recipes::Recipes;
 use crate::row::Row;
 use crate::{Unmodelled, cells, figures, names, network};
 use cost_model::presets::{self, Catalogue, Parameters};
+pub use frameworks::Split;
 use frameworks::{AttentionKernel, Scaling, Software};
 use ir::DType;
 use serde::Deserialize;
@@ -89,17 +90,6 @@ struct FrameworkFact {
     #[serde(default)]
     from: Option<String>,
     generation: String,
-}
-
-/// How pipeline stages divide the layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Split {
-    /// Transformer layers in equal parts; the embedding goes to the first stage, the output
-    /// layer to the last.
-    Layers,
-    /// The embedding and the output layer count as a layer each.
-    Balanced,
 }
 
 /// How a framework's generation executes.
@@ -216,8 +206,11 @@ pub struct Generation {
 /// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025), an assumption for the
 /// releases before.
 fn channels() -> u32 {
-    16
+    CHANNELS
 }
+
+/// See [`channels`].
+pub(crate) const CHANNELS: u32 = 16;
 
 /// A family of attention kernels.
 #[derive(Clone, Debug, Deserialize)]
@@ -458,23 +451,29 @@ impl Facts {
         })
     }
 
-    /// The attention kernel of a row's recipe or generation, on its device. The error names what
-    /// is missing.
-    pub fn attention_of(
-        &self,
-        row: &Row,
-        generation: &Generation,
-        device: &DeviceFact,
-    ) -> Result<AttentionKernel, String> {
-        let name = self.recipes.attention(row).unwrap_or(&generation.attention);
-        let mut kernel = self.attention(name)?;
-        if let (AttentionKernel::Fused { rate, .. }, Some(share)) =
-            (&mut kernel, device.ampere_attention_share)
-            && self.attention[name].ampere
-        {
-            *rate *= share;
-        }
-        Ok(kernel)
+    /// Whether an attention kernel is written for Ampere's instructions, whatever the device has.
+    pub(crate) fn is_of_ampere(&self, name: &str) -> bool {
+        self.attention.get(name).is_some_and(|fact| fact.ampere)
+    }
+
+    /// The generation of a name. The error names what is missing.
+    pub(crate) fn generation_called(&self, name: &str) -> Result<&Generation, String> {
+        let found = self.generations.get(name);
+        found.ok_or_else(|| format!("no generation `{name}`"))
+    }
+
+    /// Names of all generations.
+    pub fn generation_names(&self) -> impl Iterator<Item = &str> {
+        self.generations.keys().map(String::as_str)
+    }
+
+    /// The device of the catalogue's name in full, if runs on it were published.
+    pub(crate) fn device_called(&self, name: &str) -> Option<&DeviceFact> {
+        let is_it = |d: &&DeviceFact| {
+            let device = self.catalogue.device(&d.device);
+            device.is_ok_and(|d| d.name == name)
+        };
+        self.devices.iter().find(is_it)
     }
 
     /// Whether a generation of this name is described.

@@ -8,6 +8,7 @@
 //! * `facts`: what columns do not say, as data files with sources; `quantity`: those of its
 //!   figures that are fitted; `figures`: every figure that no source states, counted.
 //! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
+//! * `software`: software by name and version, of rows and of plans.
 //! * `recipes`: what single recipes of a framework's releases do.
 //! * `assume`: cells that have to be filled in; `choices`: what else a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
@@ -40,6 +41,7 @@ pub mod quantity;
 mod recipes;
 pub mod row;
 mod setup;
+pub mod software;
 mod terms;
 
 pub use breakdown::Breakdown;
@@ -49,7 +51,7 @@ pub use figures::Figure;
 pub use free::{Free, free};
 pub use output::{OUTPUT_COLUMNS, output};
 pub use predict::{
-    Lowered, Outcome, Predicted, Question, lower, planned, predict, price, question,
+    Lowered, Outcome, Predicted, Question, lower, planned, predict, predicted, price, question,
 };
 pub use row::{Row, RowError};
 pub use terms::TERMS;

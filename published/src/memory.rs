@@ -2,7 +2,6 @@
 //! figures that it published count. The figures stand in `data/memory.toml`, each with its
 //! source; those without one are fitted, few, and bounded.
 
-use crate::Unmodelled;
 use crate::row::Row;
 use frameworks::{InFlight, MemoryUse, ProcessMemory, Reuse};
 use ir::Bytes;
@@ -103,9 +102,9 @@ struct Process {
 }
 
 impl Process {
-    fn fits(&self, generation: &str, row: &Row) -> bool {
-        let begins = |prefix: &String| row.text("precision").is_some_and(|p| p.starts_with(prefix));
-        let since = |from: &String| row.text("date").is_some_and(|d| d >= from.as_str());
+    fn is_of(&self, generation: &str, precision: Option<&str>, date: Option<&str>) -> bool {
+        let begins = |prefix: &String| precision.is_some_and(|p| p.starts_with(prefix));
+        let since = |from: &String| date.is_some_and(|d| d >= from.as_str());
         self.generation == generation
             && self.precision.as_ref().is_none_or(begins)
             && self.from.as_ref().is_none_or(since)
@@ -189,20 +188,21 @@ impl MemoryFacts {
             .collect()
     }
 
-    /// What the process of a row's framework holds; `None` where the generation's is not stated.
-    pub fn process(
+    /// What the process of a generation holds on a device, by the name of its `gpu` cells, with
+    /// activations of a type and software of a date; `None` where the generation's is not stated.
+    pub fn process_of(
         &self,
         generation: &str,
-        row: &Row,
-    ) -> Result<Option<ProcessMemory>, Unmodelled> {
-        let Some(process) = self.of(generation, row) else {
-            return Ok(None);
-        };
-        let gpu = row.required("gpu")?;
+        activations: &str,
+        date: Option<&str>,
+        gpu: Option<&str>,
+    ) -> Option<ProcessMemory> {
+        let mut known = self.process.iter();
+        let process = known.find(|p| p.is_of(generation, Some(activations), date))?;
         let mut contexts = self.context.iter();
-        let context = contexts.find(|c| gpu.starts_with(&c.gpu));
+        let context = contexts.find(|c| gpu.is_some_and(|gpu| gpu.starts_with(&c.gpu)));
         let allocator = &self.allocator[&process.allocator];
-        Ok(Some(ProcessMemory {
+        Some(ProcessMemory {
             context_bytes: Bytes(context.map_or(0, |c| c.bytes.value as u64)),
             communicator_bytes: Bytes(self.fitted.communicator_bytes.value as u64),
             gradient_bytes: process.gradient_bytes,
@@ -218,7 +218,7 @@ impl MemoryFacts {
             keeps_transfers: process.keeps_transfers,
             reuse: allocator.reuse,
             slack: allocator.slack.value,
-        }))
+        })
     }
 
     /// A prediction in the unit, and with the parts, that the row's framework reports.
@@ -238,7 +238,8 @@ impl MemoryFacts {
     }
 
     fn of(&self, generation: &str, row: &Row) -> Option<&Process> {
-        self.process.iter().find(|p| p.fits(generation, row))
+        let (precision, date) = (row.text("precision"), row.text("date"));
+        (self.process.iter()).find(|p| p.is_of(generation, precision, date))
     }
 }
 
@@ -262,8 +263,9 @@ mod tests {
                 "{}",
                 process.generation
             );
-            let any = row("A100-80GB,2026-01,bf16");
-            let memory = facts.process(&process.generation, &any).unwrap().unwrap();
+            let memory =
+                facts.process_of(&process.generation, "bf16", Some("2026-01"), Some("A100"));
+            let memory = memory.unwrap();
             let of_elements = [
                 memory.gradient_bytes,
                 memory.pass_gradient_bytes,
@@ -280,21 +282,18 @@ mod tests {
     #[test]
     fn precision_and_date_choose_the_process() {
         let facts = MemoryFacts::built_in();
-        let process = |generation: &str, cells: &str| {
-            facts.process(generation, &row(cells)).unwrap().unwrap()
+        let process = |generation: &str, activations: &str, date: &str| {
+            let found = facts.process_of(generation, activations, Some(date), Some("A100"));
+            found.unwrap()
         };
-        let f16 = process("megatron-deepspeed-2022", "A100-80GB,2022-02,fp16");
-        let bf16 = process(
-            "megatron-deepspeed-2022",
-            "A100-80GB,2022-02,bf16 (fp32 grad accum)",
-        );
+        let f16 = process("megatron-deepspeed-2022", "f16", "2022-02");
+        let bf16 = process("megatron-deepspeed-2022", "bf16", "2022-02");
         assert_eq!((f16.gradient_bytes, f16.pass_gradient_bytes), (2.0, 0.0));
         assert_eq!((bf16.gradient_bytes, bf16.pass_gradient_bytes), (4.0, 2.0));
-        let old = process("fsdp2-2024", "H100,2024-12,fp8");
-        let new = process("fsdp2-2024", "H200,2025-06,fp8");
+        let old = process("fsdp2-2024", "bf16", "2024-12");
+        let new = process("fsdp2-2024", "bf16", "2025-06");
         assert!(old.logit_bytes > new.logit_bytes);
-        let nothing = facts.process("unheard-of", &row("A100,2024,bf16"));
-        assert_eq!(nothing, Ok(None));
+        assert_eq!(facts.process_of("unheard-of", "bf16", None, None), None);
     }
 
     #[test]

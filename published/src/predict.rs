@@ -6,12 +6,13 @@ use crate::choices::{Choice, choices};
 use crate::cluster::{self, Machine};
 use crate::facts::Facts;
 use crate::row::Row;
-use crate::{Unmodelled, assume, model, setup};
+use crate::{Unmodelled, assume, model, setup, software};
 use cost_model::StepWork;
 use cost_model::simulate::SimulateOptions;
 use frameworks::{Executed, MemoryUse, Software, memory_use};
 use import::{BuildOptions, ModelConfig, model_graph};
 use ir::cluster::Cluster;
+use ir::plan::MadeFor;
 use ir::program::Program;
 use ir::{Bytes, TrainSpec};
 use planner::{Pins, PlanOptions, Planned};
@@ -64,6 +65,8 @@ pub struct Question {
     pub cluster: Cluster,
     /// What executes it.
     pub software: Software,
+    /// Its name and version, by which a plan is made for it.
+    pub made_for: MadeFor,
     /// Of a device, as the catalogue has it.
     pub(crate) memory: Bytes,
     /// What is fixed of the plan.
@@ -186,6 +189,7 @@ fn question_of(
         train,
         cluster,
         software,
+        made_for: software::of_row(row, facts)?,
         memory: cluster::memory(row, facts)?,
         pins,
         assumed,
@@ -292,6 +296,14 @@ pub fn planned(q: &Question) -> Result<Planned, Unmodelled> {
     // Frameworks lay tensors out so that collectives move them as they stand.
     planned.program = lowering::without_pieces(&planned.program).map_err(|e| plan_error(&e))?;
     Ok(planned)
+}
+
+/// What is predicted of a question, but for the figures that only its row has: what is assumed, and
+/// the memory as its framework reports it.
+///
+/// Fails where there is no such plan.
+pub fn predicted(q: &Question) -> Result<Predicted, Unmodelled> {
+    answer(q).map(|answer| answer.value)
 }
 
 fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {

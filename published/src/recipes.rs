@@ -3,7 +3,6 @@
 //! fitted here.
 
 use crate::row::Row;
-use frameworks::Software;
 use ir::DType;
 use serde::Deserialize;
 
@@ -48,7 +47,7 @@ struct Recipe {
 /// Multiprocessors that a collective with registered buffers holds: "6 SMs or fewer", the sums
 /// in the switches (NVIDIA, "Enabling Fast Inference and Resilient Training with NCCL 2.27"); that
 /// gathers hold no more is an assumption.
-const REGISTERED: u32 = 6;
+pub(crate) const REGISTERED: u32 = 6;
 
 /// A text or a list of texts, of which one has to fit.
 #[derive(Clone, Debug, Deserialize)]
@@ -101,17 +100,19 @@ impl Recipes {
         Ok(all)
     }
 
-    /// Changes `software` to what the row's recipe does.
-    pub fn apply(&self, row: &Row, software: &mut Software) {
-        for r in self.recipe.iter().filter(|r| r.is_of(row)) {
-            software.overlapped_dispatch |= r.overlapped_dispatch;
-            software.dispatch_once_per_host |= r.dispatch_once_per_host;
-            software.fused_experts |= r.fused_experts;
-            software.sum_dtype = r.sum_dtype.or(software.sum_dtype);
-            if r.registered_buffers {
-                software.collective_multiprocessors = REGISTERED;
-            }
-        }
+    /// What the row's recipe switches on, as options of its software.
+    pub fn options(&self, row: &Row) -> Vec<&'static str> {
+        let own: Vec<&Recipe> = self.recipe.iter().filter(|r| r.is_of(row)).collect();
+        let any = |is: fn(&Recipe) -> bool| own.iter().any(|r| is(r));
+        let switches = [
+            (any(|r| r.overlapped_dispatch), "overlapped-dispatch"),
+            (any(|r| r.dispatch_once_per_host), "dispatch-once-per-host"),
+            (any(|r| r.fused_experts), "fused-experts"),
+            (any(|r| r.sum_dtype == Some(DType::Bf16)), "grads-bf16"),
+            (any(|r| r.registered_buffers), "registered-buffers"),
+        ];
+        let on = switches.into_iter().filter(|(on, _)| *on);
+        on.map(|(_, option)| option).collect()
     }
 
     /// Ops of a layer that the row's recipe recomputes, beside what its column says.
@@ -188,26 +189,19 @@ mod tests {
             let header = "framework,source,model,gpu,precision";
             let cells = format!("Megatron-Bridge/Megatron-Core,{source},{model},{gpu},{precision}");
             let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
-            let facts = crate::Facts::built_in();
-            let mut software = facts.software("megatron-core-2025").unwrap();
-            Recipes::built_in().apply(&crate::row::rows(&table)[0], &mut software);
-            (
-                software.overlapped_dispatch,
-                software.dispatch_once_per_host,
-            )
+            let options = Recipes::built_in().options(&crate::row::rows(&table)[0]);
+            ["overlapped-dispatch", "dispatch-once-per-host"].map(|o| options.contains(&o))
         };
         let summary = |release: &str| format!("summary ({release} NeMo Container)");
         let qwen = |release: &str| of(&summary(release), "Qwen3_30B_a3B", "H100-80GB", "fp8");
-        assert_eq!(qwen("25.11"), (true, false));
-        assert_eq!(qwen("26.02"), (true, true));
-        assert_eq!(qwen("26.04.01"), (false, true));
-        assert_eq!(qwen("27.01"), (false, false));
+        assert_eq!(qwen("25.11"), [true, false]);
+        assert_eq!(qwen("26.02"), [true, true]);
+        assert_eq!(qwen("26.04.01"), [false, true]);
+        assert_eq!(qwen("27.01"), [false, false]);
         let table = "framework,source\nMegatron-Bridge/Megatron-Core,x (26.06 y)\n";
-        let mut software = Software::plain("a framework");
         let row = &crate::row::rows(&crate::csv::parse(table).unwrap())[0];
-        Recipes::built_in().apply(row, &mut software);
-        assert_eq!(software.sum_dtype, Some(DType::Bf16));
-        let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision).0;
+        assert_eq!(Recipes::built_in().options(row), ["grads-bf16"]);
+        let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision)[0];
         assert!(oss("GB300", "MXFP8") && !oss("GB300", "bf16") && !oss("B300", "mxfp8"));
     }
 
@@ -221,10 +215,8 @@ mod tests {
         let reads = |keys: &str, cells: &str| {
             let header = "framework,source,model,gpu,precision";
             let table = crate::csv::parse(&format!("{header}\na,x (1 y),{cells}\n")).unwrap();
-            let mut software = Software::plain("a framework");
             let recipes = parse(&format!("source='s'\n{keys}")).unwrap();
-            recipes.apply(&crate::row::rows(&table)[0], &mut software);
-            u8::from(software.fused_experts)
+            recipes.options(&crate::row::rows(&table)[0]).len()
         };
         assert_eq!(reads("", "m,g,bf16"), 1);
         assert_eq!(reads("precision='fp8'", "m,g,FP8"), 1);

@@ -6,6 +6,7 @@ use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
 use frameworks::AttentionKernel;
 use ir::TrainSpec;
+use planner::software::table_pin;
 
 /// The training spec of a row.
 pub fn train_spec(row: &Row, dropout: f64) -> Result<TrainSpec, Unmodelled> {
@@ -132,6 +133,8 @@ pub fn pins(
             is_parallel,
         ));
         pins.extend(column_pins(row, tensor, among_samples > 1, context > 1)?);
+        let is_plain = among_samples == 1 && context == 1;
+        pins.extend(table_pins(row, generation, (zero, data), is_plain)?);
     }
     Ok((pins, assumed))
 }
@@ -270,29 +273,12 @@ fn uneven(row: &Row, tensor: u64, is_parallel: bool) -> Result<Vec<String>, RowE
 /// How many layers every stage has, embedding and output layer included; whether stages have
 /// equally many, with or without these two.
 fn split_pin(split: Split, layers: u64, stages: u64) -> Result<(String, bool), Unmodelled> {
-    let all = layers + 2;
-    if stages > all {
-        let why = format!("{stages} stages of {layers} layers");
-        return Err(Unmodelled::Feature(why));
-    }
-    let even = match split {
-        Split::Layers => true,
-        // Nobody counts the embedding where that makes the parts uneven.
-        Split::Balanced => !all.is_multiple_of(stages),
-    };
-    let counts: Vec<u64> = match layers.is_multiple_of(stages) && even {
-        true => (0..stages)
-            .map(|s| layers / stages + u64::from(s == 0) + u64::from(s + 1 == stages))
-            .collect(),
-        // As evenly as goes, the larger parts first.
-        false => (0..stages)
-            .map(|s| all / stages + u64::from(s < all % stages))
-            .collect(),
-    };
+    let counts = split
+        .counts(layers, stages)
+        .ok_or_else(|| Unmodelled::Feature(format!("{stages} stages of {layers} layers")))?;
     let text: Vec<String> = counts.iter().map(u64::to_string).collect();
-    let balanced = matches!(split, Split::Balanced) && all.is_multiple_of(stages);
-    let is_even = layers.is_multiple_of(stages) || balanced;
-    Ok((format!("split={}", text.join("/")), is_even))
+    let pin = format!("split={}", text.join("/"));
+    Ok((pin, split.is_even(layers, stages)))
 }
 
 /// Values between the matmuls of a layer: whole on every tensor rank, or with sequence
@@ -376,6 +362,23 @@ fn column_pins(
     Ok(pins)
 }
 
+/// Tables of tokens are split by tokens over tensor ranks, the embedding's and the output layer's,
+/// where it has its own: Megatron-LM's layout, and torchtitan's.
+fn table_pins(
+    row: &Row,
+    generation: &Generation,
+    (zero, data): (u8, u64),
+    is_plain: bool,
+) -> Result<Vec<String>, RowError> {
+    let hidden = row.count("hidden")?.unwrap_or(0);
+    let own = row.text("mlp_type") != Some("gelu") || !generation.tied;
+    let tables = ["embed.wte.weight", "head.lm_head.weight"];
+    let tables = tables.into_iter().take(if own { 2 } else { 1 });
+    let lens = [0, hidden];
+    let pins = tables.filter_map(|t| table_pin(t, (zero, data), &lens, is_plain));
+    Ok(pins.collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -406,7 +409,8 @@ mod tests {
              spec:h.*.ln_1=[data,_,_] spec:h.*.ln_2=[data,_,_] \
              spec:h.*.attn.out.add_bias=[data,_,_] spec:h.*.mlp.proj.add_bias=[data,_,_] \
              spec:h.*.residual_1=[data,_,_] spec:h.*.residual_2=[data,_,_] \
-             spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] | "
+             spec:boundary.h.*.0=[data,_,_] spec:grad.boundary.h.*.0.x=[data,_,_] \
+             spec:prepare.embed.wte.weight=[tensor,_] | "
         );
         // Selective recomputation where attention is unfused: the scores.
         let text = pins_of("A100,8,Megatron-LM,,24,1,8,1,1,1,no,0,selective,gelu,fp16,64,2048");
@@ -431,7 +435,8 @@ mod tests {
         assert!(text.contains("spec:h.*.residual_2=[data,context+tensor,_]"));
         assert!(text.ends_with(
             "spec:grad.boundary.h.*.0.x=[data,context+tensor,_] \
-             spec:h.*.mlp.gate=[data,context,tensor] spec:h.*.mlp.up=[data,context,tensor]"
+             spec:h.*.mlp.gate=[data,context,tensor] spec:h.*.mlp.up=[data,context,tensor] \
+             spec:prepare.embed.wte.weight=[tensor,_] spec:prepare.head.lm_head.weight=[tensor,_]"
         ));
     }
 
@@ -530,7 +535,9 @@ mod tests {
              spec:h.*.norm_1=[data+expert,tensor,_] spec:h.*.norm_2=[data+expert,tensor,_] \
              spec:h.*.residual_1=[data+expert,tensor,_] spec:h.*.residual_2=[data+expert,tensor,_] \
              spec:boundary.h.*.0=[data+expert,tensor,_] \
-             spec:grad.boundary.h.*.0.x=[data+expert,tensor,_] | routing=balanced"
+             spec:grad.boundary.h.*.0.x=[data+expert,tensor,_] \
+             spec:prepare.embed.wte.weight=[tensor,_] \
+             spec:prepare.head.lm_head.weight=[tensor,_] | routing=balanced"
         );
         let error = |cells: &str| pins_of(cells).unwrap_err().to_string();
         let text = error("A100,8,Megatron-LM,,4,1,1,1,8,1,no,1,none,moe128top8,bf16,64,2048,16");

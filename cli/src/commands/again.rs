@@ -3,7 +3,7 @@
 use crate::args::SearchArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{document, files, outputs};
+use crate::{document, files, outputs, software};
 use checker::Violation;
 use ir::cluster::Cluster;
 use ir::op::{OpKind, SequenceOrder};
@@ -52,6 +52,7 @@ impl Again {
                 pins,
                 tolerance: search.tolerance.0,
                 headroom: search.headroom.map(|h| h.0),
+                made_for: plan.made_for.as_ref().map(software::other),
                 ..PlanOptions::default()
             },
         })

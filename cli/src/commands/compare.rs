@@ -9,12 +9,14 @@ use crate::args::CompareArgs;
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
+use crate::software::whose;
 use crate::{cluster, files, outputs, report};
 use cost_model::compare::{
     Cause, Compared, Comparison, StageComparison, Waterfall, compare, expected_instructions,
 };
+use cost_model::{SimulateOptions, StepWork, simulate};
 use ir::measurement::{MEASUREMENT_VERSION, Measurement};
-use ir::plan::ScheduleKind;
+use ir::plan::{Prediction, ScheduleKind};
 use ir::{Bytes, Figure, Seconds};
 use serde_json::json;
 use std::path::Path;
@@ -30,7 +32,8 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Usage, "no run to compare with"));
     };
     let expected = expected_instructions(&loaded.program, &loaded.plan.cluster)?;
-    let mut comparison = compare(&loaded.plan.predicted, &expected, measured);
+    let predicted = of_own_runtime(&loaded)?;
+    let mut comparison = compare(&predicted, &expected, measured);
     let different = different_devices(&loaded, measured);
     if different.is_some() {
         without_ratios(&mut comparison);
@@ -60,6 +63,16 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
         report::out(&report::wrapped(&format!("\n{words}")))?;
     }
     refined.map_or(Ok(()), |r| r.print())
+}
+
+/// The prediction for Meshwright's own runtime, which made the run, whatever the plan is made for.
+fn of_own_runtime(loaded: &Loaded) -> Result<Prediction, Failure> {
+    if loaded.plan.made_for.is_none() {
+        return Ok(loaded.plan.predicted.clone());
+    }
+    let work = StepWork::of(&loaded.training, &loaded.plan.train);
+    let options = SimulateOptions::new(work);
+    Ok(simulate(&loaded.program, &loaded.plan.cluster, &options)?.prediction)
 }
 
 /// The share by which a prediction may be off before the cluster should be measured again.
@@ -250,12 +263,20 @@ fn print_words(
         report::out(&format!("{words}\n"))?;
     }
     report::out(&format!(
-        "{} on {} of {}: {} measured\n",
+        "{}{} on {} of {}: {} measured\n",
+        whose(None),
         plan.name,
         ir::counted(measured.n_ranks, "rank"),
         plan.cluster.name,
         ir::counted(measured.steps.len() as u64, "step")
     ))?;
+    if let Some(made_for) = &plan.made_for {
+        report::out(&report::wrapped(&format!(
+            "The plan is made for {}, of which it predicts {} a step; the run is Meshwright's own, and so are the predictions here.\n",
+            published::software::title(Some(made_for)),
+            plan.predicted.step_time_s
+        )))?;
+    }
     let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
         row("tokens/s", c.tokens_per_s, &report::count),

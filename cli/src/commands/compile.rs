@@ -7,7 +7,7 @@ mod ways_out;
 use super::spinner;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure};
-use crate::{cluster, document, files, model, outputs, plan_file, report, train_spec};
+use crate::{cluster, document, files, model, outputs, plan_file, report, software, train_spec};
 use intra_op::write_problem;
 use ir::cluster::Cluster;
 use ir::{Graph, TrainSpec, counted};
@@ -23,6 +23,7 @@ use ways_out::Asked;
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(pin_failure)?;
     let recipe = args.preset.as_deref().map(recipe).transpose()?;
+    let made_for = software::asked(args.made_for.as_deref())?;
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
@@ -51,6 +52,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         effort: args.effort,
         without_hiding: false,
         watcher: Watcher::new(Arc::new(Watching::new(&bar, limit)?)),
+        made_for,
     };
     let planned = search(recipe, &forward, &spec, &cluster, &options);
     let searched = started.elapsed();
@@ -354,6 +356,7 @@ fn print_json(
         "plan": args.output,
         "plan_hash": files::fingerprint(text.as_bytes()),
         "name": plan.name,
+        "for": plan.made_for,
         "devices": report::plan::used_devices(plan),
         "schedule": plan.schedule.name(),
         "microbatch": plan.microbatch,

@@ -10,6 +10,7 @@ use crate::plan_file::{self, Loaded};
 use crate::report::account::{Accounted, TermDifference, differences};
 use crate::report::degrees::Degrees;
 use crate::report::{self, percent, table, wrapped};
+use crate::software::whose;
 use ir::plan::Plan;
 use ir::{Bytes, Seconds};
 use planner::PlanError;
@@ -113,7 +114,11 @@ fn why_not(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
     again::write(args.output.as_deref(), &other)?;
     let terms = differences(accounted, &of_other);
     let degrees = [loaded, &other].map(|l| Degrees::of(&l.plan, &l.training));
-    let verdict = verdict(&pins, [accounted, &of_other], &terms, &degrees);
+    let verdict = format!(
+        "{}{}",
+        whose(loaded.plan.made_for.as_ref()),
+        verdict(&pins, [accounted, &of_other], &terms, &degrees)
+    );
     if args.json {
         return report::print_json(&json!({
             "name": loaded.plan.name,
@@ -234,7 +239,10 @@ fn no_plan(args: &ExplainArgs, pins: &str, plan: &Plan, e: &PlanError) -> Result
             plan.pins.join(", ")
         ),
     };
-    let verdict = format!("There is no plan with {pins}: {e}.{own}");
+    let verdict = format!(
+        "{}There is no plan with {pins}: {e}.{own}",
+        whose(plan.made_for.as_ref())
+    );
     if args.json {
         return report::print_json(&json!({
             "name": plan.name,

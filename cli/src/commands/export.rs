@@ -212,11 +212,12 @@ fn print_words(
         }
     }
     let own = loaded.plan.predicted.step_time_s;
-    w += &format!("\nPredicted under Meshwright's own runtime: {own} per step\n");
+    let title = published::software::title(loaded.plan.made_for.as_ref());
+    w += &format!("\nPredicted for {title}: {own} per step\n");
     if let Some(n) = nearest {
         w += &match (&n.step_time_s, &n.problem) {
             (Some(step), _) => format!(
-                "Nearest plan, under the same runtime: {step} per step, {:+.1}% ({})\n",
+                "Nearest plan, for the same: {step} per step, {:+.1}% ({})\n",
                 (step.0 / own.0 - 1.0) * 100.0,
                 n.pins.join(" ")
             ),

@@ -50,6 +50,7 @@ pub fn run(args: &FitsArgs) -> Result<(), Failure> {
         &args.train,
         &args.pins,
         &args.search,
+        args.made_for.as_deref(),
     )?;
     let states = states(&wanted, &base)?;
     let most = args.most_devices;
@@ -252,7 +253,8 @@ fn verdict(args: &FitsArgs, search: &Search<'_>, smallest: &Tried, states: &Stat
         None => "There are no fewer".into(),
     };
     format!(
-        "The smallest number of devices of {} with a plan that was found is {}: {}; {}tokens/s, MFU {}, {} on the fullest. {below}.",
+        "{}The smallest number of devices of {} with a plan that was found is {}: {}; {}tokens/s, MFU {}, {} on the fullest. {below}.",
+        search.wanted.whose(),
         args.device,
         smallest.devices,
         plan.degrees,

@@ -1,10 +1,12 @@
 //! `inspect`: a plan in words and tables.
 
 use crate::args::InspectArgs;
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::report::against::Against;
-use crate::report::{self, collectives, strategies};
+use crate::report::{self, collectives, software, strategies};
+use cost_model::{SimulateOptions, StepWork};
+use frameworks::MemoryUse;
 use serde_json::json;
 
 pub fn run(args: &InspectArgs) -> Result<(), Failure> {
@@ -37,6 +39,25 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
     for note in repeated {
         report::prose(&format!("Note: {note}."))?;
     }
+    if let Some(made_for) = &plan.made_for {
+        let summary = export::summary(plan, training);
+        let summary = summary.map_err(|e| Failure::new(Exit::Internal, e))?;
+        let title = published::software::title(Some(made_for));
+        match software::knobs(plan, &summary) {
+            Some(knobs) => {
+                report::out(&format!("\nIn the words of {title}"))?;
+                report::out(&software::knob_table(&knobs))?;
+            }
+            None => {
+                let why = summary.obstacles.join("; ");
+                report::out(&report::wrapped(&format!(
+                    "\n{title} has no words for it: {why}."
+                )))?;
+            }
+        }
+        report::out("\nWhat its processes hold")?;
+        report::out(&software::memory_table(&memory(loaded)?))?;
+    }
     report::out("\nCommunication in one step")?;
     report::out(&collectives::table(&collectives::traffic(program)))?;
     if args.layers {
@@ -44,6 +65,30 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         report::out(&strategies::table(&strategies::strategies(plan, training)))?;
     }
     Ok(())
+}
+
+/// What a process of each mesh holds under the software that the plan is made for, equal meshes once.
+fn memory(loaded: &Loaded) -> Result<Vec<(String, MemoryUse)>, Failure> {
+    let Loaded {
+        plan,
+        training,
+        program,
+        ..
+    } = loaded;
+    let options = SimulateOptions::new(StepWork::of(training, &plan.train));
+    let (_, memory) = crate::software::played(plan, program, &plan.cluster, &options)?;
+    let name = |mesh: usize| report::plan::stages_of_mesh(mesh, plan.n_meshes(), plan.schedule);
+    let mut rows: Vec<(String, MemoryUse)> = Vec::new();
+    for (mesh, held) in memory.into_iter().enumerate() {
+        match rows.last_mut() {
+            Some((names, last)) if *last == held => {
+                let first = names.split(" to ").next().unwrap_or_default().to_string();
+                *names = format!("{first} to {}", name(mesh));
+            }
+            _ => rows.push((name(mesh), held)),
+        }
+    }
+    Ok(rows)
 }
 
 fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
@@ -78,6 +123,12 @@ fn print_json(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         "mfu_convention": report::plan::mfu_convention(&plan.cluster, &plan.train, report::plan::used_devices(plan)),
         "proof": plan.proof,
     });
+    if plan.made_for.is_some() {
+        let summary = export::summary(plan, training);
+        let summary = summary.map_err(|e| Failure::new(Exit::Internal, e))?;
+        value["for"] = json!(plan.made_for);
+        value["knobs"] = json!(software::knobs(plan, &summary));
+    }
     if args.layers {
         value["ops"] = json!(strategies::strategies(plan, training));
     }

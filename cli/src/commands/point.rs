@@ -4,7 +4,7 @@ use super::again;
 use crate::args::{SearchArgs, TrainArgs};
 use crate::failure::Failure;
 use crate::report::degrees::Degrees;
-use crate::{model, train_spec};
+use crate::{model, software, train_spec};
 use ir::cluster::Cluster;
 use ir::{Bytes, Graph, TrainSpec};
 use planner::{Pins, PlanError, PlanOptions};
@@ -37,6 +37,12 @@ pub struct Point {
 }
 
 impl Wanted {
+    /// Says for whose runtime the figures are.
+    pub fn whose(&self) -> String {
+        let other = self.options.made_for.as_ref();
+        software::whose(other.map(|o| &o.made_for))
+    }
+
     /// Builds what the arguments ask for.
     pub fn of(
         model: &Path,
@@ -44,7 +50,9 @@ impl Wanted {
         train: &TrainArgs,
         pins: &[String],
         search: &SearchArgs,
+        made_for: Option<&str>,
     ) -> Result<Wanted, Failure> {
+        let made_for = software::asked(made_for)?;
         let pins = Pins::parse(pins).map_err(super::compile::pin_failure)?;
         let model = model::load(model)?.with_expert_capacity(expert_capacity)?;
         let train = train_spec::train_spec(train, model.max_sequence())?;
@@ -54,6 +62,7 @@ impl Wanted {
                 pins,
                 tolerance: search.tolerance.0,
                 headroom: search.headroom.map(|h| h.0),
+                made_for,
                 ..PlanOptions::default()
             },
             train,

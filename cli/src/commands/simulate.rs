@@ -5,7 +5,8 @@ use crate::failure::Failure;
 use crate::outputs;
 use crate::plan_file;
 use crate::report;
-use cost_model::simulate::{SimulateOptions, TimelineDetail, simulate};
+use crate::software::{self, whose};
+use cost_model::simulate::{SimulateOptions, TimelineDetail};
 use cost_model::{StepWork, trace};
 use serde_json::json;
 
@@ -26,19 +27,21 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     if args.trace.is_some() {
         options.timeline = TimelineDetail::Instructions;
     }
-    let played = simulate(&loaded.program, &plan.cluster, &options)?;
+    let (played, _) = software::played(plan, &loaded.program, &plan.cluster, &options)?;
     let events = played.timeline.as_deref().unwrap_or_default();
     if let Some(path) = &args.trace {
         outputs::write_atomic(path, trace::chrome_trace(events, MAX_EVENTS).as_bytes())?;
     }
     if args.json {
         return report::print_json(
-            &json!({ "name": plan.name, "plan_hash": loaded.hash, "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }),
+            &json!({ "name": plan.name, "for": plan.made_for, "plan_hash": loaded.hash, "predicted": played.prediction, "slowdown": played.slowdown, "trace": args.trace, "events": events.len() }),
         );
     }
     report::out(&format!(
-        "{} on {}: one step\n",
-        plan.name, plan.cluster.name
+        "{}{} on {}: one step\n",
+        whose(plan.made_for.as_ref()),
+        plan.name,
+        plan.cluster.name
     ))?;
     report::prose(report::plan::predicted(plan, &played.prediction).trim_end())?;
     let step_s = played.prediction.step_time_s.0;

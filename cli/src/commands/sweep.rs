@@ -60,6 +60,7 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
         &args.train,
         &args.pins,
         &args.search,
+        args.made_for.as_deref(),
     )?;
     let clusters = clusters(args)?;
     let mut rows = Vec::new();
@@ -81,7 +82,8 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
     if args.json {
         return report::print_json(&json!({ "tokens": tokens, "rows": rows }));
     }
-    report::out(&wrapped(&verdict(&rows, tokens)))?;
+    let verdict = format!("{}{}", wanted.whose(), verdict(&rows, tokens));
+    report::out(&wrapped(&verdict))?;
     report::out("")?;
     report::out(&words(&rows, tokens))?;
     for path in files {

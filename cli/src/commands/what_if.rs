@@ -12,7 +12,7 @@ use crate::quantity::Unit;
 use crate::report::against::Against;
 use crate::report::degrees::Degrees;
 use crate::report::{self, percent, wrapped};
-use crate::{cluster, model, outputs};
+use crate::{cluster, model, outputs, software};
 use cost_model::presets;
 use fact::Setting;
 use ir::cluster::Cluster;
@@ -93,6 +93,7 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
     if args.json {
         return report::print_json(&json!({
             "name": loaded.plan.name,
+            "for": loaded.plan.made_for,
             "plan_hash": loaded.hash,
             "changes": changes,
             "verdict": verdict,
@@ -253,7 +254,7 @@ fn kept(loaded: &Loaded, again: &Again) -> Result<Kept, Failure> {
     let (training, program) = plan_file::lower(&moved)?;
     let work = cost_model::StepWork::of(&training, &moved.train);
     let options = cost_model::SimulateOptions::new(work);
-    let played = cost_model::simulate(&program, &again.cluster, &options)?;
+    let (played, _) = software::played(&moved, &program, &again.cluster, &options)?;
     let moved = Plan {
         predicted: played.prediction,
         ..moved
@@ -308,7 +309,8 @@ fn verdict(
         Kept::Cannot { reason } => format!("This plan cannot be kept: {reason}."),
     };
     format!(
-        "With {facts} the best plan takes {} a step, {rate}. {choice}. {own}",
+        "{}With {facts} the best plan takes {} a step, {rate}. {choice}. {own}",
+        software::whose(loaded.plan.made_for.as_ref()),
         Seconds(best)
     )
 }

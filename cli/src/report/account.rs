@@ -4,8 +4,10 @@ use super::plan::stages_of_mesh;
 use super::{percent, table, wrapped};
 use crate::failure::Failure;
 use crate::plan_file::Loaded;
+use crate::software::Arranged;
 use cost_model::StepWork;
-use cost_model::account::{Account, Bound, Line, MeshAccount, Part, Term, account};
+use cost_model::account::{Account, Bound, Line, MeshAccount, Part, Term, account_priced};
+use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::training::TrainingGraph;
 use ir::{Bytes, Seconds, counted};
@@ -23,6 +25,8 @@ pub struct Accounted {
     /// The account.
     #[serde(flatten)]
     pub account: Account,
+    /// For whose runtime the figures are.
+    pub runtime: String,
     /// What limits the step, the most important first.
     pub limits: Vec<Limit>,
     /// Bytes of the rank that needs most, and what plans may use.
@@ -60,9 +64,12 @@ impl Accounted {
         } = loaded;
         let (kinds, of_layer) = kinds(training);
         let work = StepWork::of(training, &plan.train);
-        let account = account(program, &plan.cluster, work, &of_layer)?;
+        let arranged = Arranged::of(plan, program)?;
+        let price = |cluster: &Cluster| arranged.costs(cluster);
+        let account = account_priced(&arranged.program, &plan.cluster, work, &of_layer, &price)?;
         Ok(Accounted {
             kinds,
+            runtime: published::software::title(plan.made_for.as_ref()),
             limits: limits(&account.average(), &name),
             memory: memory(plan),
             account,
@@ -79,7 +86,8 @@ impl Accounted {
         let first = self.limits.first();
         let verdict = first.map_or(String::new(), |first| {
             format!(
-                "The step of {} is bound by {}: of the average rank's time, {} goes there.",
+                "For {}: the step of {} is bound by {}. Of the average rank's time, {} goes there.",
+                self.runtime,
                 Seconds(self.account.step_s),
                 match first.what.as_str() {
                     "kernels bound by arithmetic" => "arithmetic",

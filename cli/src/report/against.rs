@@ -11,6 +11,7 @@ use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use ir::plan::{Plan, StagePrediction, relative_path};
 use ir::{Bytes, OpKind, Pass, Seconds, counted};
+use published::software;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -367,6 +368,7 @@ fn facts(loaded: &Loaded) -> Result<Vec<(String, String)>, Failure> {
     });
     let decided = [
         ("model", plan.name.clone()),
+        ("made for", software::title(plan.made_for.as_ref())),
         ("pins", pins(plan)),
         ("stages", plan.stages.len().to_string()),
         ("layers of the stages", layers.collect::<Vec<_>>().join("/")),

@@ -6,6 +6,7 @@
 //! * `against`: one plan beside another.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
+//! * `software`: a plan in the words of the software that it is made for.
 //! * `strategies`: the strategy of every op.
 
 pub mod account;
@@ -14,6 +15,7 @@ pub mod collectives;
 pub mod degrees;
 pub mod parallelism;
 pub mod plan;
+pub mod software;
 pub mod strategies;
 
 use crate::document;

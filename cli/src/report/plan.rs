@@ -3,6 +3,7 @@
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
 use super::{count, percent, table, wrapped};
+use crate::software::whose;
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
@@ -337,7 +338,8 @@ fn heading(plan: &Plan) -> String {
         .chain(groups)
         .collect();
     let mut w = format!(
-        "{} on {used} of the {} of {} ({})\n",
+        "{}{} on {used} of the {} of {} ({})\n",
+        whose(plan.made_for.as_ref()),
         plan.name,
         counted(c.n_devices(), "device"),
         c.name,
@@ -710,6 +712,15 @@ fn proof(plan: &Plan) -> String {
     } else {
         &p.space
     };
+    if plan.made_for.is_some() {
+        return format!(
+            "Bound: the FLOPs of the step take the devices {} at their best rate, {} of the step; {} {} planned{state}\n  space: {space}",
+            p.lower_bound_s,
+            percent(1.0 - p.gap),
+            counted(p.candidates, "point"),
+            if p.candidates == 1 { "was" } else { "were" },
+        );
+    }
     let (least, of_least) = least_found(plan);
     let mut w = format!(
         "Proof: additive objective {}, lower bound {}, gap {} over {}{state}{least}\n  space: {space}{of_least}",

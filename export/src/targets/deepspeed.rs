@@ -11,7 +11,6 @@ use crate::summary::{ContextAttention, Degrees, Summary};
 use crate::{ExportError, File, Read};
 use ir::Precision;
 use ir::offload::TensorClass;
-use ir::plan::ScheduleKind;
 use ir::program::Space;
 use serde_json::{Map, Value, json};
 
@@ -39,17 +38,15 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
 
 /// The keys that DeepSpeed's own configuration and accelerate's share.
 pub(super) fn zero_level(d: &Degrees, choices: &mut Choices, missing: &mut Missing) -> u8 {
-    let level = match d.zero {
-        level @ 2.. if d.pipeline > 1 => {
-            missing.add(
-                "parameters and gradients",
-                format!("ZeRO level {level}"),
-                "ZeRO level 1, the highest that goes with a pipeline",
-            );
-            1
-        }
-        level => level,
-    };
+    let vocabulary = TARGET.framework().vocabulary();
+    let level = vocabulary.nearest_zero(d.zero, d.pipeline);
+    if level != d.zero {
+        missing.add(
+            "parameters and gradients",
+            format!("ZeRO level {}", d.zero),
+            format!("ZeRO level {level}, the highest that goes with a pipeline"),
+        );
+    }
     choices.zero = level;
     if level > 0 && d.sharded < d.data {
         missing.add(
@@ -204,10 +201,10 @@ fn in_code(s: &Summary, d: &Degrees, choices: &mut Choices, missing: &mut Missin
 }
 
 fn pipeline(s: &Summary, d: &Degrees, choices: &mut Choices, missing: &mut Missing) {
+    let has = choices.nearest_schedule(s, &TARGET.framework().vocabulary());
     match s.schedule {
-        ScheduleKind::OneFOneB => {}
+        _ if has => {}
         other => {
-            choices.schedule = ScheduleKind::OneFOneB;
             choices.keeps_stages &= d.virtual_stages == 1;
             missing.add(
                 "the schedule",

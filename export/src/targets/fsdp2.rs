@@ -142,15 +142,15 @@ fn stages(
         *w += "SCHEDULE, STAGES = None, None\n";
         return;
     }
+    let has = choices.nearest_schedule(summary, &TARGET.framework().vocabulary());
     let schedule = match summary.schedule {
+        other if !has => {
+            missing.add("the schedule", other.name(), "1f1b");
+            "1F1B"
+        }
         ScheduleKind::GPipe => "GPipe",
         ScheduleKind::Interleaved { .. } => "Interleaved1F1B",
         ScheduleKind::ZbV => "ZBVZeroBubble",
-        ScheduleKind::ZbH1 => {
-            choices.schedule = ScheduleKind::OneFOneB;
-            missing.add("the schedule", "zb_h1", "1f1b");
-            "1F1B"
-        }
         _ => "1F1B",
     };
     *w += "# For torch.distributed.pipelining: the schedule, and the layers of each stage.\n";

@@ -286,10 +286,10 @@ fn pipeline(
         return Err(inexpressible(TARGET, reason));
     };
     let of = |kind: ScheduleKind| kind.schedule().name();
+    let has = choices.nearest_schedule(s, &TARGET.framework().vocabulary());
     match s.schedule {
-        ScheduleKind::OneFOneB | ScheduleKind::Interleaved { .. } => {}
+        _ if has => {}
         ScheduleKind::ZbV => {
-            choices.schedule = ScheduleKind::OneFOneB;
             choices.keeps_stages = false;
             missing.add(
                 "the schedule",
@@ -297,10 +297,7 @@ fn pipeline(
                 "1f1b, one stage on each, of as many blocks each as goes",
             );
         }
-        other => {
-            choices.schedule = ScheduleKind::OneFOneB;
-            missing.add("the schedule", of(other), "1f1b");
-        }
+        other => missing.add("the schedule", of(other), "1f1b"),
     }
     if !choices.keeps_stages {
         if !model.layers.is_multiple_of(u64::from(d.pipeline)) {
@@ -348,18 +345,21 @@ fn zero(d: &Degrees, choices: &mut Choices, missing: &mut Missing) -> Vec<Argume
             format!("split over the {} context ranks too", d.context),
         );
     }
-    match d.zero {
+    let vocabulary = TARGET.framework().vocabulary();
+    choices.zero = vocabulary.nearest_zero(d.zero, d.pipeline);
+    if choices.zero != d.zero {
+        missing.add(
+            "parameters and gradients",
+            format!("ZeRO level {}", d.zero),
+            format!(
+                "ZeRO level {} (the distributed optimizer), the highest that goes with a pipeline",
+                choices.zero
+            ),
+        );
+    }
+    match choices.zero {
         0 => {}
         1 => distributed(&mut args),
-        level if d.pipeline > 1 => {
-            choices.zero = 1;
-            missing.add(
-                "parameters and gradients",
-                format!("ZeRO level {level}"),
-                "ZeRO level 1 (the distributed optimizer), the highest that goes with a pipeline",
-            );
-            distributed(&mut args);
-        }
         level => {
             let strategy = match level {
                 2 => "optim_grads",

@@ -11,6 +11,7 @@ mod torchtitan;
 use crate::recompute::Recomputed;
 use crate::summary::{Degrees, Subject, Summary};
 use crate::{ExportError, File, NotExpressed, Read};
+use frameworks::{Framework, Vocabulary};
 use ir::plan::ScheduleKind;
 use serde::Serialize;
 
@@ -74,6 +75,18 @@ impl Target {
         Target::ALL.into_iter().find(|t| t.name() == name)
     }
 
+    /// The framework that it belongs to, whose vocabulary says what can be expressed.
+    pub fn framework(self) -> Framework {
+        match self {
+            Target::MegatronCore => Framework::MegatronCore,
+            // accelerate drives DeepSpeed or PyTorch, by the plan.
+            Target::DeepSpeed | Target::Accelerate => Framework::DeepSpeed,
+            Target::TorchTitan => Framework::TorchTitan,
+            Target::Fsdp2 => Framework::Fsdp2,
+            Target::Jax => Framework::Jax,
+        }
+    }
+
     pub(crate) fn write(self, read: &Read<'_>) -> Result<Written, ExportError> {
         match self {
             Target::MegatronCore => megatron::write(read),
@@ -122,6 +135,15 @@ impl Choices {
             recompute: summary.recompute.clone(),
             keeps_stages: true,
         }
+    }
+
+    /// Takes 1F1B where a vocabulary has not the plan's schedule; whether it has.
+    pub fn nearest_schedule(&mut self, summary: &Summary, v: &Vocabulary) -> bool {
+        let has = v.has_schedule(summary.schedule);
+        if !has {
+            self.schedule = ScheduleKind::OneFOneB;
+        }
+        has
     }
 
     /// The one recomputation of all blocks.

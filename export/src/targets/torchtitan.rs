@@ -232,24 +232,21 @@ fn parallelism(
         3 => "always",
         _ => "never",
     };
-    match (d.zero, d.pipeline) {
-        (0, _) | (1, 2..) => {}
-        (level @ 2.., 2..) => {
-            choices.zero = 1;
-            missing.add(
-                "parameters and gradients",
-                format!("ZeRO level {level}"),
-                "gathered once a step, and gradients whole until its end (level 1): more memory, less traffic",
-            );
-        }
-        (1, _) => {
-            choices.zero = 2;
-            missing.add(
-                "gradients",
-                "whole on every data rank (ZeRO level 1)",
-                "reduced and split after every microbatch (level 2): less memory, more traffic",
-            );
-        }
+    choices.zero = TARGET
+        .framework()
+        .vocabulary()
+        .nearest_zero(d.zero, d.pipeline);
+    match choices.zero {
+        level if level < d.zero => missing.add(
+            "parameters and gradients",
+            format!("ZeRO level {}", d.zero),
+            format!("gathered once a step, and gradients whole until its end (level {level}): more memory, less traffic"),
+        ),
+        level if level > d.zero => missing.add(
+            "gradients",
+            format!("whole on every data rank (ZeRO level {})", d.zero),
+            format!("reduced and split after every microbatch (level {level}): less memory, more traffic"),
+        ),
         _ => {}
     }
     if choices.zero == 2 && s.accumulation > 1 {
@@ -330,15 +327,15 @@ fn pipeline(
         let reason = "its stages have layers that are no embedding, block or head";
         return Err(inexpressible(TARGET, reason));
     };
+    let has = choices.nearest_schedule(s, &TARGET.framework().vocabulary());
     let schedule = match s.schedule {
+        other if !has => {
+            missing.add("the schedule", other.name(), "1f1b");
+            "1F1B"
+        }
         ScheduleKind::GPipe => "GPipe",
         ScheduleKind::Interleaved { .. } => "Interleaved1F1B",
         ScheduleKind::ZbV => "ZBVZeroBubble",
-        ScheduleKind::ZbH1 => {
-            choices.schedule = ScheduleKind::OneFOneB;
-            missing.add("the schedule", "zb_h1", "1f1b");
-            "1F1B"
-        }
         _ => "1F1B",
     };
     if model.tied {

@@ -115,6 +115,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
         pins: vec![],
+        made_for: None,
         predicted: Prediction::default(),
         proof: Proof::default(),
     }

@@ -12,7 +12,7 @@ use ir::{DType, Precision, TrainSpec};
 
 /// Sizes of a model, for bounds.
 #[derive(Clone, Debug)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     /// Bytes of the parameters at rest.
     parameters: f64,
     /// Bytes of the moments.
@@ -30,7 +30,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn of(training: &TrainingGraph, train: &TrainSpec, cluster: &Cluster) -> Sizes {
+    pub(crate) fn of(training: &TrainingGraph, train: &TrainSpec, cluster: &Cluster) -> Sizes {
         let bytes = |is: fn(StateRole) -> bool| {
             let states = training.states.iter().filter(|s| is(s.role));
             let own = states.map(|s| training.graph.ty(s.read).bytes(1) as f64);
@@ -56,7 +56,7 @@ impl Sizes {
     }
 
     /// Whether states alone exceed the memory of every device.
-    pub(super) fn exceeds_memory(&self, pins: &Pins) -> bool {
+    pub(crate) fn exceeds_memory(&self, pins: &Pins) -> bool {
         self.state_bytes(pins) > self.usable
     }
 
@@ -78,9 +78,14 @@ impl Sizes {
         }
     }
 
+    /// Seconds that the model's FLOPs take at least on all devices; 0 where that is not known.
+    pub(crate) fn work_s(&self) -> f64 {
+        self.work_s
+    }
+
     /// Seconds that a step takes at least: the model's FLOPs at the best rate, and the pipeline's
     /// filling and draining with microbatches as small as they can be.
-    pub(super) fn step_s(&self, pins: &Pins) -> f64 {
+    pub(crate) fn step_s(&self, pins: &Pins) -> f64 {
         self.work_s * self.bubble(pins)
     }
 

@@ -1,0 +1,139 @@
+//! Plans for other software, from the command line on: whose figures they are, that every verb that
+//! prices a plan says the same, and that what is planned for some software it can express.
+
+#![allow(clippy::unwrap_used)] // A test may stop where it likes.
+
+mod support;
+
+use support::Place;
+
+/// Llama-3.1 8B on a host of eight, of one set of degrees.
+const COMPILE: [&str; 18] = [
+    "compile",
+    "llama-3.1-8b",
+    "--cluster",
+    "dgx-h100",
+    "--global-batch",
+    "32",
+    "--sequence",
+    "4096",
+    "--precision",
+    "bf16",
+    "--for",
+    "megatron-core",
+    "--pin",
+    "data=4 tensor=2 pipeline=1 zero=1 microbatch=4",
+    "--pin",
+    "recompute=full",
+    "-o",
+    "plan.json",
+];
+
+#[test]
+fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
+    let place = Place::new();
+    let done = place.run(&COMPILE).expect(0);
+    let first = |text: &str| text.lines().next().unwrap_or_default().to_string();
+    let whose = "For Megatron-Core (2025): ";
+    assert!(first(&done.out).starts_with(whose), "{}", done.out);
+    let read = |args: &[&str]| place.run(args).expect(0);
+    let inspected = read(&["inspect", "plan.json", "--json"]).json();
+    let step_s = inspected["predicted"]["step_time_s"].as_f64().unwrap();
+    let peak = inspected["predicted"]["stages"][0]["peak_bytes"].clone();
+    let simulated = read(&["simulate", "plan.json", "--json"]).json();
+    assert_eq!(simulated["predicted"]["step_time_s"].as_f64(), Some(step_s));
+    assert_eq!(simulated["predicted"]["stages"][0]["peak_bytes"], peak);
+    let explained = read(&["explain", "plan.json", "--json"]).json();
+    let accounted = explained["step_time_s"].as_f64().unwrap();
+    assert!(
+        (accounted / step_s - 1.0).abs() < 1e-9,
+        "{accounted} {step_s}"
+    );
+    for verb in ["inspect", "simulate", "explain"] {
+        let said = read(&[verb, "plan.json"]).out;
+        assert!(first(&said).starts_with(whose), "{verb}: {said}");
+    }
+    // The words of Megatron-LM, with the plan's values.
+    let words = read(&["inspect", "plan.json"]).out;
+    for part in [
+        "--micro-batch-size",
+        "gradient accumulation steps",
+        "--tensor-model-parallel-size",
+        "distributed optimizer (ZeRO-1)",
+        "What its processes hold",
+    ] {
+        assert!(words.contains(part), "`{part}` is not in:\n{words}");
+    }
+    let knobs = inspected["knobs"].as_array().unwrap();
+    let value = |what: &str| {
+        let knob = knobs.iter().find(|k| k["what"] == what);
+        knob.unwrap()["value"].clone()
+    };
+    assert_eq!(value("micro-batch size"), "1");
+    assert_eq!(value("gradient accumulation steps"), "8");
+    assert_eq!(value("tensor parallel"), "2");
+    read(&["check", "plan.json"]);
+    // Megatron-LM does all of it.
+    let exported = read(&["export", "plan.json", "--to", "megatron-core", "--json"]).json();
+    assert_eq!(
+        exported["not_expressed"],
+        serde_json::json!([]),
+        "{exported}"
+    );
+}
+
+#[test]
+fn the_same_degrees_take_longer_under_software_that_does_more() {
+    let place = Place::new();
+    let step_s = |args: &[&str]| {
+        let done = place.run(args).expect(0).json();
+        done["predicted"]["step_time_s"].as_f64().unwrap()
+    };
+    let mut args = COMPILE.to_vec();
+    args.push("--json");
+    let megatron = step_s(&args);
+    let own: Vec<&str> = args
+        .iter()
+        .copied()
+        .filter(|a| !["--for", "megatron-core"].contains(a))
+        .collect();
+    assert!(megatron > 1.02 * step_s(&own));
+}
+
+#[test]
+fn software_that_is_not_known_has_a_suggestion() {
+    let place = Place::new();
+    let with = |made_for: &str| {
+        let mut args = COMPILE.to_vec();
+        args[11] = made_for;
+        place.run(&args).expect(2)
+    };
+    with("megatron").says(&["did you mean `megatron-core`?"]);
+    with("torchtitan@2019").says(&["no version `2019` of torchtitan", "known are 2025"]);
+    with("nemo+deepp").says(&["no software has the option `deepp`"]);
+    assert!(!place.exists("plan.json"));
+}
+
+#[test]
+fn what_software_cannot_express_is_refused() {
+    let place = Place::new();
+    let with = |made_for: &str, code: i32| {
+        let mut args = COMPILE.to_vec();
+        args[11] = made_for;
+        place.run(&args).expect(code)
+    };
+    with("deepspeed", 2).says(&["DeepSpeed cannot express tensor=2"]);
+    let mut args = COMPILE.to_vec();
+    (args[1], args[3]) = ("config.json", "cluster.toml");
+    let presets = place.run(&["presets", "dgx-h100"]).expect(0).out;
+    place.write("cluster.toml", presets.as_bytes());
+    args[5] = "4";
+    args[7] = "16";
+    place.run(&args).expect(0);
+    // A plan whose software is not known to this version is told so.
+    let mut plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    plan["for"]["version"] = "2095".into();
+    place.write("later.json", plan.to_string().as_bytes());
+    let done = place.run(&["simulate", "later.json"]).expect(5);
+    done.says(&["for: there is no version `2095` of megatron-core"]);
+}
