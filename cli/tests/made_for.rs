@@ -57,7 +57,7 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
     let words = read(&["inspect", "plan.json"]).out;
     for part in [
         "--micro-batch-size",
-        "gradient accumulation steps",
+        "gradient accumulation",
         "--tensor-model-parallel-size",
         "distributed optimizer (ZeRO-1)",
         "What its processes hold",
@@ -83,21 +83,17 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
 }
 
 #[test]
-fn the_same_degrees_take_longer_under_software_that_does_more() {
+fn the_same_degrees_take_longer_under_older_software() {
     let place = Place::new();
-    let step_s = |args: &[&str]| {
-        let done = place.run(args).expect(0).json();
+    let step_s = |made_for: &str| {
+        let mut args = COMPILE.to_vec();
+        args[11] = made_for;
+        args.push("--json");
+        let done = place.run(&args).expect(0).json();
         done["predicted"]["step_time_s"].as_f64().unwrap()
     };
-    let mut args = COMPILE.to_vec();
-    args.push("--json");
-    let megatron = step_s(&args);
-    let own: Vec<&str> = args
-        .iter()
-        .copied()
-        .filter(|a| !["--for", "megatron-core"].contains(a))
-        .collect();
-    assert!(megatron > 1.02 * step_s(&own));
+    // Attention was not fused then, and gradients were not summed beside the backward pass.
+    assert!(step_s("megatron-core@2022") > 1.2 * step_s("megatron-core"));
 }
 
 #[test]

@@ -265,7 +265,7 @@ pub fn memory_table(memory: &[(String, MemoryUse)]) -> String {
         row
     });
     let header = [
-        "process of a rank of stages",
+        "stage",
         "parameters",
         "gradients",
         "optimizer",

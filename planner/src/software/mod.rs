@@ -121,7 +121,7 @@ pub(crate) fn plan(
         ..Proof::default()
     };
     planned.stats.simulated = n_planned;
-    planned.stats.candidates = n_points;
+    planned.stats.candidates = n_planned;
     planned.stats.alternatives = plans
         .iter()
         .map(|(point, plan)| (point.words(), plan.predicted.step_time_s))
