@@ -116,7 +116,7 @@ fn played(seed: u64, aligned: bool) -> (bool, f64, f64) {
 
 fn cases(aligned: bool) -> Vec<(u64, bool, f64, f64)> {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
-    let n = if slow { 2000 } else { 150 };
+    let n = if slow { 1000 } else { 150 };
     (0..n)
         .map(|seed| {
             let (one_class, short, long) = played(seed, aligned);
