@@ -127,7 +127,9 @@ fn damaged_checkpoints_are_refused() {
             }
             std::fs::write(&file, bad).unwrap();
             let name = file.file_name().unwrap().to_string_lossy().into_owned();
-            run(&place, &on).expect(3).says(&[&name, "--resume"]);
+            run(&place, &on)
+                .expect(3)
+                .says(&[&name, "checkpoint verify"]);
         }
         std::fs::remove_file(&file).unwrap();
         run(&place, &on).expect(3);

@@ -634,7 +634,7 @@ fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
     let place = Place::with_plan();
     let more = ["--steps", "200", "--processes", "--elastic", "-o", "e.json"];
     let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
-    let metrics = ["--metrics", "e.jsonl"];
+    let metrics = ["--metrics", "e.jsonl", "--record", "records"];
     let child = command(&place, &[&RUN[..], &more, &state, &metrics].concat()).spawn();
     let child = child.unwrap();
     let victim = process_of(&place, 2).to_string();

@@ -54,6 +54,9 @@ impl Model {
                 heads = common_divisor(heads, own);
             }
         }
+        if heads == 0 {
+            return None;
+        }
         let tables = TABLES.iter().filter_map(|path| {
             let op = forward.ops().iter().find(|op| op.path == *path)?;
             Some((path.to_string(), lens(forward, *op.outputs.first()?)))
