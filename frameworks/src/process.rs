@@ -36,15 +36,22 @@ pub struct MemoryUse {
 }
 
 impl MemoryUse {
+    /// The parts, in the order of the fields.
+    pub fn parts(&self) -> [Bytes; 7] {
+        [
+            self.parameters,
+            self.gradients,
+            self.optimizer,
+            self.activations,
+            self.buffers,
+            self.slack,
+            self.context,
+        ]
+    }
+
     /// All bytes.
     pub fn total(&self) -> Bytes {
-        self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.buffers
-            + self.slack
-            + self.context
+        self.parts().into_iter().sum()
     }
 }
 

@@ -59,17 +59,7 @@ pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
                     b.exposed_input_s,
                 ];
                 fields.extend(seconds.iter().map(|s| format!("{s:.6}")));
-                let m = &p.memory;
-                let bytes = [
-                    m.parameters,
-                    m.gradients,
-                    m.optimizer,
-                    m.activations,
-                    m.buffers,
-                    m.slack,
-                    m.context,
-                ];
-                fields.extend(bytes.into_iter().map(gb));
+                fields.extend(p.memory.parts().into_iter().map(gb));
                 fields.push(gb(p.device_memory));
                 fields.push(if p.fits() { "yes" } else { "no" }.into());
                 fields.push(p.pins.join(" "));

@@ -69,16 +69,7 @@ fn absolute(errors: &[f64]) -> Option<f64> {
 fn shares(rows: &[&Scored<'_>]) -> [f64; 7] {
     let mut sums = [0.0; 7];
     for m in rows.iter().map(|s| s.memory) {
-        let parts = [
-            m.parameters,
-            m.gradients,
-            m.optimizer,
-            m.activations,
-            m.buffers,
-            m.slack,
-            m.context,
-        ];
-        for (sum, part) in sums.iter_mut().zip(parts) {
+        for (sum, part) in sums.iter_mut().zip(m.parts()) {
             *sum += part.0 as f64 / (m.total().0.max(1) as f64 * rows.len() as f64);
         }
     }

@@ -250,17 +250,8 @@ pub fn knob_table(knobs: &[Knob]) -> String {
 /// What processes hold, a row for each of some meshes.
 pub fn memory_table(memory: &[(String, MemoryUse)]) -> String {
     let rows = memory.iter().map(|(mesh, m)| {
-        let parts = [
-            m.parameters,
-            m.gradients,
-            m.optimizer,
-            m.activations,
-            m.buffers,
-            m.slack,
-            m.context,
-            m.total(),
-        ];
-        let cells = parts.iter().map(ToString::to_string);
+        let bytes = m.parts().into_iter().chain([m.total()]);
+        let cells = bytes.map(|b| b.to_string());
         let row: Vec<String> = std::iter::once(mesh.clone()).chain(cells).collect();
         row
     });

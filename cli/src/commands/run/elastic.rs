@@ -119,22 +119,16 @@ fn prepared(
         report::wrapped(&format!("lost: {lost}"))
     ));
     let (gone, of) = company.lost();
-    let n_ranks: usize = loaded
-        .program
-        .roles
-        .iter()
-        .map(|r| r.mesh.n_devices() as usize)
-        .sum();
+    let ranks_of = |l: &Loaded| -> usize {
+        let meshes = l.program.roles.iter().map(|r| &r.mesh);
+        meshes.map(|m| m.n_devices() as usize).sum()
+    };
+    let n_ranks = ranks_of(loaded);
     // Ranks are shared evenly; a process that has more counts for what the others have.
     let left = (of - gone.min(of - 1)) * n_ranks / of;
     let new = plan_for(left.max(1), loaded)?;
     let searched = began.elapsed().as_secs_f64();
-    let n_new: usize = new
-        .program
-        .roles
-        .iter()
-        .map(|r| r.mesh.n_devices() as usize)
-        .sum();
+    let n_new = ranks_of(&new);
     let SoFar { first, newest } = from;
     let step = newest.as_ref().map_or(first, |(_, step)| *step);
     let resume = newest.map(|(path, _)| path).or(args.resume.clone());

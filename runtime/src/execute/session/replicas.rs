@@ -12,7 +12,9 @@ use std::collections::BTreeMap;
 type Part = (String, Vec<usize>, Vec<usize>);
 
 impl Session {
-    /// Compares the states of all ranks.
+    /// Compares the states of all ranks, by hashes of their parts. Parts that overlap without being
+    /// the same, as of a tied table on two meshes, are not compared; [`Session::replicas_agree`],
+    /// which gathers whole states, compares them too.
     ///
     /// Fails with the first state that differs and the ranks that are fewest to have their bits of it,
     /// and when the ranks cannot go on. The ranks can go on after a difference.
