@@ -27,6 +27,7 @@ use variants::Variant;
 
 mod batches;
 mod bounds;
+mod busiest;
 mod candidates;
 mod chosen;
 mod equal;

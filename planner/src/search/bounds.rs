@@ -14,12 +14,14 @@
 //!
 //! Source of the bound: Everett 1963, Generalized Lagrange multiplier method; Fisher 1981.
 
+use super::busiest::{busiest, fullest};
 use super::candidates::Known;
 use super::interleaved::Ring;
 use super::larger::LeastTimes;
 use super::{Candidate, Search};
 use crate::layer_model::QUANTUM_S;
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 /// The least of `m t + s` and the price of bytes, by sequence of layers.
 pub(super) struct Priced {
@@ -126,17 +128,17 @@ impl Bounds {
 }
 
 impl Search<'_> {
-    /// How often a stage's time counts where all of a pipeline are alike, so that work once per
-    /// step is worth its part of it: R of the module header, of as many stages as there may be.
-    pub(super) fn rounds(&self, submesh: usize, m: u32, repeats: f64) -> f64 {
-        let smallest = self.submeshes.iter().map(|s| s.n_devices).min();
-        let most = match self.mixes_submeshes() {
-            true => self.cluster.n_devices() / smallest.unwrap_or(1).max(1),
-            false => self.n_stages(submesh) as u32,
-        };
-        let most = self.pins.pipeline.map_or(most, |p| p.min(most));
-        let n_layers = self.layers().kind.len() as f64;
-        (repeats + f64::from(most).min(n_layers)).max(f64::from(m))
+    /// The numbers of stages that pipelines over some of the submeshes (indices) may have. What is
+    /// done once per step counts the more, the fewer stages share it ([`rounds`]), so each number
+    /// has a bound of its own.
+    pub(super) fn counts(&self, submeshes: &[usize]) -> RangeInclusive<usize> {
+        let sizes = submeshes.iter().map(|&i| self.submeshes[i].n_devices);
+        let most = self.cluster.n_devices() / sizes.min().unwrap_or(1).max(1);
+        let most = (most as usize).clamp(1, self.layers().kind.len().max(1));
+        match self.mixes_submeshes() {
+            true => 1..=most,
+            false => most..=most,
+        }
     }
 
     /// Seconds for one microbatch, with its part of the work once per step, that no stage of a
@@ -156,6 +158,13 @@ impl Search<'_> {
         let part = (m / rounds).min(1.0);
         Some(time.max(part * (whole / m) + (1.0 - part) * time))
     }
+}
+
+/// How often a stage's time counts in pipelines of so many stages where all are alike, so that work
+/// once per step is worth its part of it: R of the module header. The largest time counts `repeats`
+/// times beside the sum.
+pub(super) fn rounds(n_stages: usize, m: u32, repeats: f64) -> f64 {
+    (repeats + n_stages as f64).max(f64::from(m))
 }
 
 /// What all layers of a candidate take at least, however they are cut into stages.
@@ -188,6 +197,16 @@ struct Longest {
     stage_s: f64,
     /// The same of all stages of its mesh, which have a layer each at least.
     mesh_s: f64,
+}
+
+/// A price on bytes and what follows from it.
+#[derive(Clone, Copy)]
+struct OfPrice {
+    /// Seconds per byte.
+    price: f64,
+    /// What the busiest mesh costs at least with this price, as [`busiest`] says; 0 where nothing is
+    /// known.
+    busiest: f64,
 }
 
 impl RingOf<'_> {
@@ -270,7 +289,11 @@ impl Search<'_> {
                 let time = candidate.relaxed[sequence]?;
                 Some(b.least[sequence]? + (rounds - candidate.m) * time)
             };
-            most = most.max(self.ring_total_s(of, b.price, Longest::default(), &sum, &cost));
+            let of_price = OfPrice {
+                price: b.price,
+                busiest: 0.0,
+            };
+            most = most.max(self.ring_total_s(of, of_price, Longest::default(), &sum, &cost));
         }
         most
     }
@@ -290,6 +313,10 @@ impl Search<'_> {
             .map(|stage| options.in_flight(stage, ring.n_stages()))
             .collect();
         let fewest = in_flight.iter().copied().min().unwrap_or(0);
+        let kinds = &self.layers().kind;
+        let stages: Vec<(usize, u64)> = in_flight.iter().copied().enumerate().collect();
+        let of_mesh = |mesh: usize| ring.meshes().of_mesh(mesh, &stages).copied().collect();
+        let of_meshes: Vec<Vec<(usize, u64)>> = (0..ring.n_meshes).map(of_mesh).collect();
         let mut bounds: Vec<&Priced> = candidate.bounds.of_memory(candidate.known()).collect();
         let Some(time_s) = self.least_cut(&candidate.relaxed) else {
             return f64::INFINITY;
@@ -318,7 +345,15 @@ impl Search<'_> {
                     self.least_cut_into(&in_flight, longest.n_layers, &by_stage)
                 };
                 let single = |sequence: usize, rounds: f64| cost(sequence, fewest, rounds);
-                let total_s = self.ring_total_s(of, b.price, longest, &sum, &single);
+                let rounds = of.rounds();
+                let busiest = busiest(kinds, &of_meshes, longest.n_layers, &|kind, n| {
+                    cost(*self.sequences.single.get(kind)?, n, rounds)
+                });
+                let of_price = OfPrice {
+                    price: b.price,
+                    busiest: busiest.unwrap_or(0.0),
+                };
+                let total_s = self.ring_total_s(of, of_price, longest, &sum, &single);
                 if total_s > most {
                     (most, best) = (total_s, i);
                 }
@@ -367,7 +402,7 @@ impl Search<'_> {
     fn ring_total_s(
         &self,
         of: RingOf<'_>,
-        price: f64,
+        OfPrice { price, busiest }: OfPrice,
         longest: Longest,
         sum: &dyn Fn(f64) -> f64,
         single: &dyn Fn(usize, f64) -> Option<f64>,
@@ -400,8 +435,8 @@ impl Search<'_> {
         // Where the cuts are pinned, single layers were not priced.
         let costs = costs.collect::<Option<Vec<f64>>>();
         let costs = costs.filter(|costs| !costs.is_empty());
-        let busiest = costs.map_or(0.0, |costs| {
-            fullest(&self.layers().kind, &costs, ring.n_meshes)
+        let busiest = costs.map_or(busiest, |costs| {
+            fullest(&self.layers().kind, &costs, ring.n_meshes).max(busiest)
         });
         let sum_s = (sum(rounds) - p * bytes) / rounds + of.sent_s;
         let busiest_s = (busiest - bytes) / rounds + sent_of_mesh;
@@ -446,110 +481,5 @@ impl Search<'_> {
             least = next;
         }
         least[n_layers]
-    }
-}
-
-/// The least that the fullest of so many bins has, of layers of these kinds that are not divided;
-/// `costs` are by kind. A relaxation: of the layers that are not of the commonest kind each is
-/// looked at as if it were the only one.
-fn fullest(kinds: &[usize], costs: &[f64], n_bins: usize) -> f64 {
-    let mut counts = vec![0usize; costs.len()];
-    for &kind in kinds {
-        counts[kind] += 1;
-    }
-    let most = counts.iter().copied().max().unwrap_or(0);
-    let Some(common) = counts.iter().position(|&n| n == most) else {
-        return 0.0;
-    };
-    let (size, n_bins_f) = (costs[common], n_bins as f64);
-    let all = counts
-        .iter()
-        .zip(costs)
-        .map(|(&n, c)| n as f64 * c)
-        .sum::<f64>();
-    let others: Vec<f64> = (0..costs.len())
-        .filter(|&kind| kind != common && counts[kind] > 0)
-        .map(|kind| costs[kind])
-        .collect();
-    let least = others
-        .iter()
-        .copied()
-        .fold(all / n_bins_f, f64::max)
-        .max(size);
-    if size <= 0.0 {
-        return least;
-    }
-    // A little more fits than does, so that rounding makes no bound too high.
-    let whole = |room: f64| (room.max(0.0) / size * (1.0 + 1e-9)).floor();
-    let holds = |fullest: f64| {
-        let lost = others.iter().map(|o| whole(fullest) - whole(fullest - o));
-        n_bins_f * whole(fullest) - lost.fold(0.0, f64::max) >= counts[common] as f64
-    };
-    // Whether it holds changes where another layer of the common kind fits, beside another or not.
-    let mut tried: Vec<f64> = others
-        .iter()
-        .chain(&[0.0])
-        .flat_map(|o| {
-            let first = ((least - o) / size).floor();
-            (0..4).map(move |k| (first + f64::from(k)) * size + o)
-        })
-        .filter(|t| *t >= least)
-        .collect();
-    tried.sort_by(f64::total_cmp);
-    if holds(least) {
-        return least;
-    }
-    tried.into_iter().find(|t| holds(*t)).unwrap_or(least)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ir::testing::Rng;
-
-    /// The same by trying every way to put the layers into bins.
-    fn brute_force(kinds: &[usize], costs: &[f64], bins: &mut [f64]) -> f64 {
-        let Some((&kind, rest)) = kinds.split_first() else {
-            return bins.iter().copied().fold(0.0, f64::max);
-        };
-        let mut least = f64::INFINITY;
-        for i in 0..bins.len() {
-            let before = bins[i];
-            bins[i] += costs[kind];
-            least = least.min(brute_force(rest, costs, bins));
-            bins[i] = before;
-        }
-        least
-    }
-
-    #[test]
-    fn the_fullest_bin_has_no_less() {
-        let (mut n_exact, mut n_above_mean) = (0, 0);
-        for seed in 0..200 {
-            let mut rng = Rng::new(seed);
-            let n_bins = rng.between(1, 3) as usize;
-            let common = rng.between(1, 5) as usize;
-            let mut kinds = vec![0; common];
-            kinds.extend(1..=rng.between(0, 2) as usize);
-            let costs: Vec<f64> = (0..3).map(|_| rng.between(0, 12) as f64 / 4.0).collect();
-            let least = fullest(&kinds, &costs, n_bins);
-            let exact = brute_force(&kinds, &costs, &mut vec![0.0; n_bins]);
-            assert!(least <= exact + 1e-9, "seed {seed}: {least}, not {exact}");
-            let mean = kinds.iter().map(|&k| costs[k]).sum::<f64>() / n_bins as f64;
-            assert!(least >= mean - 1e-9, "seed {seed}");
-            n_exact += u32::from(exact - least < 1e-9);
-            n_above_mean += u32::from(least > mean * 1.01);
-        }
-        assert!(
-            n_exact > 150 && n_above_mean > 80,
-            "{n_exact}, {n_above_mean}"
-        );
-    }
-
-    /// Ten equal layers on four meshes: one has three of them.
-    #[test]
-    fn layers_are_not_divided() {
-        assert_eq!(fullest(&[0; 10], &[2.0], 4), 6.0);
-        assert_eq!(fullest(&[], &[], 4), 0.0);
     }
 }

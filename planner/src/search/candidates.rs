@@ -239,8 +239,7 @@ impl<'a> Search<'a> {
         let in_flight = self.in_flight(rest.shape.submesh, rest.m);
         let capacity = self.capacity(rest.shape.submesh, rest.reserve);
         let mut bounds = Vec::new();
-        let of_rings = self.ring_in_flight(rest.shape.submesh, rest.m);
-        for family in scale::families(&in_flight, of_rings) {
+        for family in scale::families(&in_flight) {
             let of_all = capacity as f64 * self.n_stages(rest.shape.submesh);
             let budget = (family, of_all);
             self.climb(&settings, &weighted, rest, budget, &mut rungs, &mut bounds);

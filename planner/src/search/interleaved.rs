@@ -56,7 +56,7 @@ impl Ring {
     }
 
     /// Which stages share which mesh.
-    fn meshes(self) -> Meshes {
+    pub(super) fn meshes(self) -> Meshes {
         Meshes {
             n: self.n_meshes,
             route: self.schedule.route(),
@@ -120,15 +120,6 @@ impl Search<'_> {
                 && r.schedule.schedule().problem(n_stages, m).is_none()
         };
         rings.filter(fits).collect()
-    }
-
-    /// The most microbatches that interleaved stages on meshes of a submesh have in flight.
-    pub(super) fn ring_in_flight(&self, submesh: usize, m: u32) -> Option<u64> {
-        let of_ring = |ring: Ring| {
-            let (options, n) = (ring.options(m), ring.n_stages());
-            (0..n).map(|stage| options.in_flight(stage, n)).max()
-        };
-        self.rings(submesh, m).into_iter().filter_map(of_ring).max()
     }
 
     /// Looks for interleaved stages on meshes of `submesh` that cost less than `to_beat` and those

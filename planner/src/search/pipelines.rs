@@ -3,6 +3,7 @@
 //! Microbatch sizes are solved side by side; where submeshes are equal, those found hold back the
 //! next. What is found and its bound do not depend on which is ready first.
 
+use super::bounds::rounds;
 use super::larger::{Larger, LeastTimes};
 use super::mixes::Rungs;
 use super::simple::Likeness;
@@ -490,17 +491,27 @@ impl Search<'_> {
             cutoff_s: to_beat.next_up(),
             ..InterOpOptions::new(u64::from(m), schedule)
         };
-        let bound = || {
+        let bound_of = |n_stages: usize, to_beat: f64| {
             let (sizes, starts) = (sizes.clone(), starts.clone());
-            let of_time = (m, options.repeats());
+            let of_time = (m, rounds(n_stages, m, options.repeats()));
             let relaxed = self.relaxed_table(&all, submeshes, devices, sizes, of_time);
             let relaxed = relaxed.at(starts);
+            let options = InterOpOptions {
+                n_stages: Some(n_stages),
+                cutoff_s: to_beat.next_up(),
+                ..options
+            };
             let least = match inter_op::plan(&relaxed, &transfer, &options) {
                 Ok(found) => found.lower_bound_s,
                 // Where even the relaxation has no pipeline there is none to bound.
                 Err(_) => to_beat,
             };
             least.max(self.least_work_s(&relaxed, unit, m))
+        };
+        let counts = n_stages.map_or(self.counts(submeshes), |n| n..=n);
+        let bound = || {
+            let least = counts.clone();
+            least.fold(to_beat, |least, n| least.min(bound_of(n, least)))
         };
         let table = || {
             let (sizes, starts) = (sizes.clone(), starts.clone());

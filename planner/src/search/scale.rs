@@ -27,13 +27,15 @@ pub(super) struct Family {
     pub(super) in_flight: usize,
 }
 
-/// The families for stages that have these numbers of microbatches in flight, ascending, and those
-/// of rings up to `of_rings`: the most, and its geometric mean with the least where that is far.
-pub(super) fn families(in_flight: &[u64], of_rings: Option<u64>) -> Vec<Family> {
+/// The families for stages that have these numbers of microbatches in flight, ascending: the most,
+/// and its geometric mean with the least where that is far.
+///
+/// The most of plain 1F1B on p equal meshes is p, and that is what nearly every one of several
+/// interleaved stages on each of them has; the first ones, which have more, are bounded by it too.
+pub(super) fn families(in_flight: &[u64]) -> Vec<Family> {
     let (Some(&least), Some(&most)) = (in_flight.first(), in_flight.last()) else {
         return Vec::new();
     };
-    let most = most.max(of_rings.unwrap_or(0));
     let mean = ((least as f64) * (most as f64)).sqrt().round() as u64;
     let some = [Some(most), Some(mean).filter(|n| 2 * n <= most)];
     let numbers: BTreeSet<usize> = some
@@ -105,10 +107,7 @@ mod tests {
     #[test]
     fn families_are_of_the_ends_and_the_middle() {
         let of = |in_flight: &[u64]| -> Vec<usize> {
-            families(in_flight, None)
-                .iter()
-                .map(|f| f.in_flight)
-                .collect()
+            families(in_flight).iter().map(|f| f.in_flight).collect()
         };
         assert_eq!(of(&[1]), [1]);
         assert_eq!(of(&[1, 2]), [2, 1]);

@@ -88,21 +88,20 @@ impl Search<'_> {
     }
 
     /// Times that ranges of layers cannot beat there, their parts of the work once per step
-    /// included ([`super::bounds`]), where a stage's time counts `repeats` times beside the sum;
-    /// they depend on the microbatches in flight.
+    /// included ([`super::bounds`]), in pipelines where a stage's time counts `rounds` times; they
+    /// depend on the microbatches in flight.
     pub(super) fn relaxed_table(
         &self,
         candidates: &[&Candidate],
         submeshes: &[usize],
         devices: usize,
         sizes: Vec<usize>,
-        (m, repeats): (u32, f64),
+        (m, rounds): (u32, f64),
     ) -> StageTable {
         let mut table = StageTable::new(self.layers().kind.len(), devices, sizes);
         for (place, &submesh) in submeshes.iter().enumerate() {
             let own = candidates.iter().filter(|c| c.submesh == submesh);
             let own: Vec<&&Candidate> = own.collect();
-            let rounds = self.rounds(submesh, m, repeats);
             let levels = self.levels(submesh, m);
             let of_sequence = |sequence: usize| -> Vec<StageEntry> {
                 let mut entries: Vec<StageEntry> = Vec::new();
