@@ -71,7 +71,12 @@ fn check(case: &Case, n_devices: u32, pins: &[&str]) {
 
 #[test]
 fn losses_are_those_of_the_single_device() {
-    for name in ["gpt2_small_tied", "llama_untied_rope", "mixtral"] {
+    for name in [
+        "gpt2_small_tied",
+        "llama_untied_rope",
+        "mixtral",
+        "deepseek_v3",
+    ] {
         let case = inference(name, Precision::F32);
         PLANS.iter().for_each(|(n, pins)| check(&case, *n, pins));
         check(&case, 4, &[]);

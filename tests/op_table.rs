@@ -14,7 +14,8 @@
 
 use ir::autodiff::differentiate;
 use ir::op::{
-    AxisUse, Binary, Einsum, Init, InputKind, OpStrategy, RopeScaling, SequenceOrder, Unary,
+    AxisUse, Binary, Einsum, ExpertGroups, Init, InputKind, OpStrategy, RopeScaling, Scores,
+    SequenceOrder, Unary,
 };
 use ir::{
     Axis, DType, DeviceMesh, Dim, Graph, LayerId, LogicalMesh, OpKind, Pass, Place, Rank,
@@ -122,8 +123,9 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::GroupNormGradInput => 49,
         OpKind::GroupNormGradWeight => 50,
         OpKind::ScaleRows => 51,
+        OpKind::Join => 52,
     };
-    (i, 52)
+    (i, 53)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -198,6 +200,8 @@ fn table() -> Vec<Row> {
         row(OpKind::Pad { dim: 1, start: 1, len: 4 }, "f32[B,2]", "f32[B,4]", (1, 1), Vector, Of(&[0])),
         row(OpKind::Unstack { dim: 1 }, "f32[B,2,3]", "f32[B,3] f32[B,3]", (2, 1), Vector, Of(&[0])),
         row(OpKind::Stack { dim: 1 }, "f32[B,3] f32[B,3]", "f32[B,2,3]", (2, 1), Vector, Of(&[0, 1])),
+        row(OpKind::Join, "f32[B,3,2] f32[B,3,5,4]", "f32[B,3,5,6]", (3, 1), Vector, Of(&[0, 1])),
+        row(OpKind::Join, "bf16[B,3,2] bf16[B,3,4]", "bf16[B,3,6]", (2, 1), Vector, Of(&[0, 1])),
         // 2 samples x 3 x 5 results of 4 products each, 2 FLOPs per product.
         row(dot("bsh,hf->bsf"), "f32[B,3,4] f32[4,5]", "f32[B,3,5]", (4, 2), Matmul(2.0 * 2.0 * 3.0 * 5.0 * 4.0), Of(&[0, 1])),
         row(OpKind::Embedding, "f32[7,4] i32[B,3]", "f32[B,3,4]", (4, 1), Bytes, Of(&[0])),
@@ -211,11 +215,14 @@ fn table() -> Vec<Row> {
         // Two products of 3 x 3 scores of 4 elements, for 2 samples and 2 heads.
         row(attention(), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
+        // Values narrower than keys.
+        row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,3]", "f32[B,3,2,5,3] f32[B,3,2,5]", (4, 0), Attention(2.0 * 20.0 * 9.0 * (4.0 + 3.0)), Of(&[0, 1, 2])),
         // In zigzag order: four tokens for two ranks.
         row(zigzag(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }), "f32[B,4,3]", "f32[B,4,3]", (3, 1), Vector, Of(&[0])),
         row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
         row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: None, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3] f32[B,3,2,3] f32[B,3,2] f32[B,3,2,3]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3]", (3, 1), Attention(2.0 * 2.0 * 4.0 * 9.0 * (4.0 + 3.0)), Later),
     ]);
     rows.extend(norms());
     rows.extend(experts());
@@ -229,12 +236,15 @@ fn table() -> Vec<Row> {
 fn experts() -> Vec<Row> {
     use Gradient::{Later, Of};
     use Work::Vector;
-    let route = |normalize| OpKind::Route { top_k: 2, capacity: 2, normalize };
+    let route = |normalize| OpKind::Route { top_k: 2, capacity: 2, normalize, scores: Scores::Softmax, groups: None };
+    let groups = Some(ExpertGroups { count: 2, kept: 1, best: 2 });
+    let of_groups = OpKind::Route { top_k: 2, capacity: 2, normalize: true, scores: Scores::Sigmoid, groups };
     let dispatch = OpKind::Dispatch { experts: 4, capacity: 2 };
     vec![
         row(route(true), "f32[B,3,4]", "f32[B,3,2] i32[B,3,2]", (1, 0), Vector, Of(&[0])),
         row(route(false), "bf16[B,3,4]", "f32[B,3,2] i32[B,3,2]", (1, 0), Vector, Of(&[0])),
-        row(OpKind::RouteGrad { capacity: 2, normalize: true }, "f32[B,3,4] i32[B,3,2] f32[B,3,2]", "f32[B,3,4]", (1, 1), Vector, Later),
+        row(of_groups, "bf16[B,3,4] bf16[4]", "f32[B,3,2] i32[B,3,2]", (1, 0), Vector, Of(&[0, 1])),
+        row(OpKind::RouteGrad { capacity: 2, normalize: true, scores: Scores::Softmax }, "f32[B,3,4] i32[B,3,2] f32[B,3,2]", "f32[B,3,4]", (1, 1), Vector, Later),
         row(dispatch.clone(), "f32[B,3,5] i32[B,3,2]", "f32[4,B,2,5]", (4, 1), Vector, Of(&[0])),
         row(dispatch, "f32[B,3,5] i32[B,3,2] f32[B,3,2]", "f32[4,B,2,5]", (4, 2), Vector, Of(&[0, 2])),
         row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2]", "f32[B,3,5]", (4, 1), Vector, Of(&[0])),
@@ -491,6 +501,8 @@ fn slots(g: &mut Graph, layer: LayerId, i: usize, t: &TensorType) -> ValueId {
         top_k,
         capacity: 2,
         normalize: true,
+        scores: Scores::Softmax,
+        groups: None,
     };
     let place = Place::forward(format!("h.0.slots{i}"), layer);
     g.add(route, &[logits], place).unwrap()[1]

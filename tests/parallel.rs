@@ -710,6 +710,40 @@ fn experts_are_split_over_ranks() {
     }
 }
 
+/// Latent attention: heads over ranks of a tensor axis, whose latents are whole; sequences over ranks of
+/// a context axis in every way; with experts in groups, and pipelines.
+#[test]
+fn latent_attention_is_split_by_heads_and_by_tokens() {
+    for name in ["deepseek_v2_groups", "deepseek_v3"] {
+        let case = Case::load(name);
+        for (n, pins) in [
+            (2, "data=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+            (4, "data=1 tensor=4 pipeline=1 zero=0 microbatch=8"),
+            (4, "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4"),
+            (
+                4,
+                "data=4 expert=4 tensor=1 pipeline=1 zero=3 microbatch=8 recompute=full",
+            ),
+            (4, "data=2 expert=2 tensor=1 pipeline=2 zero=0 microbatch=2"),
+            (
+                2,
+                "data=1 context=2 context_attention=ring tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=ulysses tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=gather tensor=1 pipeline=1 microbatch=4",
+            ),
+        ] {
+            check(&case, n, &[pins], false);
+        }
+        check(&case, 4, &[], false);
+    }
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

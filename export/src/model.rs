@@ -140,7 +140,9 @@ impl ModelShape {
         // stored less one: no target knows them.
         let adds_one = |op: &&Op| matches!(op.kind, OpKind::Constant { .. });
         let is_centred = first.iter().copied().any(|op| adds_one(&op));
-        if is_centred || (!gated && in_any("mlp.up.weight").is_some()) {
+        // Of latent attention no target's flags are written.
+        let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
+        if is_centred || is_latent || (!gated && in_any("mlp.up.weight").is_some()) {
             return None;
         }
         let rotary = first.iter().find_map(|op| match op.kind {
@@ -230,6 +232,7 @@ fn experts(
                 top_k,
                 capacity,
                 normalize,
+                ..
             } => Some((top_k, capacity, normalize)),
             _ => None,
         })

@@ -7,7 +7,10 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 35] = embedded![
+const MODELS: [(&str, &str); 38] = embedded![
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
     "gemma-2b",
     "gemma-7b",
     "gpt-neox-20b",

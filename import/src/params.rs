@@ -6,7 +6,8 @@
 //! Llama's `q` is `[hidden, kv_heads, groups, head_dim]` (without `groups` when that is 1).
 //! GPT-2's `Conv1D` weights are stored `[in, out]`, so ours are the same elements in the same
 //! order; every `Linear` weight is stored `[out, in]`, so ours is its transpose, reshaped.
-//! Experts are stacked, `[experts, hidden, width]`, where files have a tensor for each.
+//! Experts are stacked, `[experts, hidden, width]`, where files have a tensor for each. Where a file
+//! has several of our matrices in one, each of ours is some of its rows.
 //! Query head `n` of a file is group `n % groups` of KV head `n / groups`.
 //!
 //! Channels of images are `[groups, channels of a group]`, so that a shard never splits a group of
@@ -19,6 +20,10 @@
 //! al. 2015), and the gains that end a residual block zero (Goyal et al. 2017).
 
 mod decoder;
+mod latent;
+mod rows;
+
+pub use rows::{Rows, Stretch};
 
 use crate::config::{
     ExpertsConfig, Family, Gpt2Config, LlamaConfig, ModelConfig, WideResnetConfig,
@@ -37,6 +42,8 @@ pub struct Param {
     pub hf_name: String,
     /// The shape in Hugging Face's files, one or two dims, four of a convolution; with `pieces`, that of each piece.
     pub hf_shape: Vec<u64>,
+    /// The rows of the stored tensor that hold the parameter; all, in order, where there is none.
+    pub rows: Option<Rows>,
     /// True when the stored matrix is the transpose of ours.
     pub transposed: bool,
     /// The number of tensors that hold the parameter, one for each index of its first dim; `None`
@@ -60,6 +67,10 @@ impl Param {
                 .collect(),
         }
     }
+    /// Returns the elements of a row of the stored tensor.
+    pub(crate) fn row_elements(&self) -> usize {
+        self.hf_shape.iter().skip(1).product::<u64>() as usize
+    }
     /// Returns the number of elements.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()
@@ -73,6 +84,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => gpt2(c),
             ModelConfig::Llama(c) => llama(c),
             ModelConfig::Decoder(c) => decoder::decoder(c),
+            ModelConfig::Latent(c) => latent::latent(c),
             ModelConfig::WideResnet(c) => wide_resnet(c),
         }
     }
@@ -229,7 +241,11 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
         }
         t.gain(at("norm_2", "post_attention_layernorm"), h);
         if let Some(e) = c.experts.as_ref().filter(|e| e.are_in(i)) {
-            experts(&mut t, c, e, i);
+            let names = match c.family {
+                Family::Mixtral => MIXTRAL,
+                _ => QWEN,
+            };
+            experts(&mut t, (h, normal), &names, e, i);
             continue;
         }
         t.linear(
@@ -265,18 +281,50 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
     t.params
 }
 
-/// Adds the router and the experts of layer `i`.
-fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
-    let (h, inner, normal) = (c.hidden, e.intermediate, Init::Normal { std: c.init_std });
-    let (block, [gate, up, down]) = match c.family {
-        Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
-        _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
-    };
+/// The names of experts in files.
+struct ExpertNames {
+    /// Their scope in a layer.
+    block: &'static str,
+    /// Gate, up and down.
+    parts: [&'static str; 3],
+    /// The scope of the expert that every token goes to.
+    shared: &'static str,
+}
+
+const MIXTRAL: ExpertNames = ExpertNames {
+    block: "block_sparse_moe",
+    parts: ["w1", "w3", "w2"],
+    shared: "shared_expert",
+};
+const QWEN: ExpertNames = ExpertNames {
+    block: "mlp",
+    parts: ["gate_proj", "up_proj", "down_proj"],
+    shared: "shared_expert",
+};
+const DEEPSEEK: ExpertNames = ExpertNames {
+    shared: "shared_experts",
+    ..QWEN
+};
+
+/// Adds the router and the experts of layer `i`, of a model as wide as `h`.
+fn experts(
+    t: &mut Table,
+    (h, normal): (u64, Init),
+    names: &ExpertNames,
+    e: &ExpertsConfig,
+    i: u64,
+) {
+    let (inner, block, [gate, up, down]) = (e.intermediate, names.block, names.parts);
     let router = (
         format!("h.{i}.moe.router"),
         format!("layers.{i}.{block}.gate"),
     );
     t.linear(router, &[h], &[e.count], false, normal);
+    if e.choice_bias {
+        let ours = format!("h.{i}.moe.choice.bias");
+        let theirs = format!("layers.{i}.{block}.gate.e_score_correction_bias");
+        t.add(&ours, &[e.count], &theirs, &[e.count], Init::Zeros);
+    }
     for (ours, theirs, n_in, n_out) in [
         ("gate", gate, h, inner),
         ("up", up, h, inner),
@@ -296,7 +344,7 @@ fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
     let Some(inner) = e.shared else { return };
     let (ours, theirs) = (
         format!("h.{i}.moe.shared"),
-        format!("layers.{i}.{block}.shared_expert"),
+        format!("layers.{i}.{block}.{}", names.shared),
     );
     for (name, file, n_in, n_out) in [
         ("gate", gate, h, inner),
@@ -305,6 +353,9 @@ fn experts(t: &mut Table, c: &LlamaConfig, e: &ExpertsConfig, i: u64) {
     ] {
         let names = (format!("{ours}.{name}"), format!("{theirs}.{file}"));
         t.linear(names, &[n_in], &[n_out], false, normal);
+    }
+    if !e.shared_gate {
+        return;
     }
     // One number for a token: a matrix of one row in files.
     let names = (format!("{ours}.router"), format!("{theirs}_gate"));
@@ -364,6 +415,7 @@ impl Table {
             shape: shape.into(),
             hf_name: format!("{}{name}", self.prefix),
             hf_shape: hf_shape.into(),
+            rows: None,
             transposed: false,
             pieces: None,
             init,
@@ -414,6 +466,22 @@ impl Table {
                 &[n_out],
                 Init::Zeros,
             );
+        }
+    }
+    /// Adds a `Linear` whose weight and bias are some rows of stored ones.
+    fn linear_of(
+        &mut self,
+        names: (String, String),
+        ins: &[u64],
+        outs: &[u64],
+        bias: bool,
+        (rows, init): (&Rows, Init),
+    ) {
+        let n = self.params.len();
+        self.linear(names, ins, outs, bias, init);
+        for param in &mut self.params[n..] {
+            param.hf_shape[0] = rows.stored();
+            param.rows = Some(rows.clone());
         }
     }
     /// Adds a square convolution from input channels in these dims to `to` channels.

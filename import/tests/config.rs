@@ -264,6 +264,121 @@ fn gemma_has_the_sizes_of_a_llama_and_a_tied_head() {
     }
 }
 
+/// The published configuration of a model of ours, with fields that DeepSeek's own code has.
+fn deepseek(version: u32) -> Value {
+    let names = ["deepseek-v2", "deepseek-v3"];
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
+    let file = folder.join(names[version as usize - 2]).join("config.json");
+    serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
+}
+
+#[test]
+fn deepseek_is_read_as_it_is_published() {
+    let own = json!({"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"}, "ep_size": 1,
+        "aux_loss_alpha": 0.001, "seq_aux": true, "pretraining_tp": 1, "use_cache": true});
+    same(deepseek(2), own.clone());
+    same(deepseek(3), own);
+    // As transformers 5 says it.
+    let mut rope = deepseek(3)["rope_scaling"].clone();
+    rope["rope_theta"] = json!(10000.0);
+    rope["rope_type"] = rope["type"].take();
+    rope.as_object_mut().unwrap().remove("type");
+    same(
+        deepseek(3),
+        json!({"rope_scaling": "-", "rope_theta": "-", "rope_parameters": rope, "head_dim": 64, "qk_head_dim": 192,
+            "num_nextn_predict_layers": "-", "num_mtp_layers": 0, "moe_layer_freq": "-", "scoring_func": "-",
+            "topk_method": "-"}),
+    );
+    // The layers of experts are all dense where there are as many of those as layers.
+    let dense = parse(deepseek(3), json!({"first_k_dense_replace": 61})).unwrap();
+    assert!(dense.clone().with_expert_capacity(1.0).is_err());
+    let sum = |v: &Value, of: &[&str]| of.iter().map(|f| v[f].as_u64().unwrap()).product::<u64>();
+    let model = deepseek(3);
+    let mlp = 61 * 3 * sum(&model, &["hidden_size", "intermediate_size"]);
+    assert!((mlp..mlp + 61 * 200_000_000 + 2_000_000_000).contains(&dense.n_parameters()));
+}
+
+#[test]
+fn deepseek_that_is_not_supported_is_refused() {
+    for (version, changes, expected) in [
+        (
+            3,
+            json!({"num_nextn_predict_layers": 1}),
+            "0 plans and trains the model without them",
+        ),
+        (
+            3,
+            json!({"quantization_config": {"quant_method": "fp8"}}),
+            "null plans and trains the model",
+        ),
+        (
+            3,
+            json!({"scoring_func": "softmax"}),
+            "`scoring_func` is \"softmax\"; accepted: \"sigmoid\"",
+        ),
+        (
+            2,
+            json!({"scoring_func": "sigmoid"}),
+            "`scoring_func` is \"sigmoid\"; accepted: \"softmax\"",
+        ),
+        (
+            2,
+            json!({"topk_method": "noaux_tc"}),
+            "accepted: \"greedy\" or \"group_limited_greedy\"",
+        ),
+        (
+            2,
+            json!({"norm_topk_prob": true}),
+            "`norm_topk_prob` is true",
+        ),
+        (2, json!({"moe_layer_freq": 2}), "`moe_layer_freq` is 2"),
+        (3, json!({"ep_size": 8}), "pin expert=N"),
+        (3, json!({"n_group": 7}), "256 experts in 7 equal groups"),
+        (
+            3,
+            json!({"topk_group": 9}),
+            "8 experts from 9 of 8 groups of 32",
+        ),
+        (
+            3,
+            json!({"n_group": 256, "topk_group": 8}),
+            "256 equal groups of at least 2",
+        ),
+        (
+            2,
+            json!({"n_group": 80, "topk_group": 2}),
+            "6 experts from 2 of 80 groups of 2",
+        ),
+        (3, json!({"num_experts_per_tok": 300}), "300 of 256 experts"),
+        (3, json!({"qk_rope_head_dim": 63}), "needs an even number"),
+        (
+            3,
+            json!({"num_key_value_heads": 8}),
+            "`num_key_value_heads` is 8; accepted: 128 or null",
+        ),
+        (3, json!({"q_lora_rank": "-"}), "`q_lora_rank` is missing"),
+        (
+            3,
+            json!({"rope_scaling": {"type": "longrope"}}),
+            "accepted: \"default\", \"linear\" or \"yarn\"",
+        ),
+        (
+            3,
+            json!({"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "beta_fast": 1, "beta_slow": 2}}),
+            "2 is not below 1",
+        ),
+    ] {
+        let error = parse(deepseek(version), changes).unwrap_err();
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    let yarn = json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}});
+    let error = parse(llama(), yarn).unwrap_err();
+    assert!(
+        error.contains("accepted: \"default\", \"linear\" or \"llama3\""),
+        "{error}"
+    );
+}
+
 /// Two ways to say the same model.
 fn same_as(base: Value, one: Value, other: Value) {
     assert_eq!(parse(base.clone(), one), parse(base, other));
@@ -552,7 +667,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gptj"}),
-        "field `model_type` is \"gptj\"; accepted: \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        "field `model_type` is \"gptj\"; accepted: \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -633,7 +748,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 
@@ -680,7 +795,8 @@ fn unsupported_features_name_the_field() {
     rejects(
         gpt2(),
         json!({"quantization_config": {"bits": 4}}),
-        "field `quantization_config` is an object; accepted: null (quantized models are not supported)",
+        "field `quantization_config` is an object; accepted: null (weights are stored in f32, f16 or bf16: null plans and trains \
+         the model as if it had never been quantized, and weights are read from files that have been converted)",
     );
     rejects(
         llama(),

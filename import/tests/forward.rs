@@ -137,6 +137,7 @@ fn frequency(theta: f64, scaling: RopeScaling, i: usize, d: usize) -> f64 {
                 (1.0 - smooth) * f / factor + smooth * f
             }
         }
+        other => panic!("{other:?}"),
     }
 }
 

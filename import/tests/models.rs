@@ -57,6 +57,9 @@ fn parameter_counts_are_the_published_ones() {
         ("pythia-6.9b", 6_857_302_016),
         ("gpt-neox-20b", 20_554_567_680),
         ("nemotron-4-340b", 341_029_195_776),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
+        ("deepseek-v3", 671_026_419_200),
         // 61 layers of attention, 384 experts, a router and norms; two tables, the last norm.
         (
             "moe-1t",
@@ -130,7 +133,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 35);
+    assert_eq!(n, 38);
 }
 
 #[test]

@@ -77,6 +77,8 @@ fn mutated_configs_never_panic() {
         "opt/config.json",
         "gpt_neox/config.json",
         "nemotron/config.json",
+        "deepseek_v2_groups/config.json",
+        "deepseek_v3/config.json",
         "../../models/tiny-wide-resnet/config.json",
     ] {
         let original = std::fs::read(reference(file)).unwrap();

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 16] = [
+const CASES: [&str; 19] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -25,6 +25,9 @@ const CASES: [&str; 16] = [
     "gpt_neox_serial",
     "nemotron",
     "gemma",
+    "deepseek_v2",
+    "deepseek_v2_groups",
+    "deepseek_v3",
 ];
 
 /// Dtype, shape and bytes of each tensor.
@@ -95,26 +98,25 @@ fn to_hf_inverts_param() {
     for case in CASES {
         let (config, stored) = (config(case), tensors(case));
         let weights = Weights::open(reference(case), &config).unwrap();
-        let mut seen = Vec::new();
+        let mut seen: BTreeMap<String, Vec<f32>> = BTreeMap::new();
         for path in weights.paths() {
             for (name, shape, values) in
                 to_hf(&config, path, &weights.param(path).unwrap()).unwrap()
             {
-                let (_, expected_shape, bytes) = &stored[&name];
-                assert_eq!(
-                    (&shape, &values),
-                    (expected_shape, &floats(bytes)),
-                    "{case} {path}"
-                );
+                assert_eq!(shape, stored[&name].1, "{case} {path}");
                 assert!(map_param_to_hf(&config, path).unwrap().contains(&name));
-                seen.push(name);
+                // Several parameters may have rows of one tensor, and zeros in the others'.
+                let sum = seen.entry(name).or_insert_with(|| vec![0.0; values.len()]);
+                sum.iter_mut().zip(values).for_each(|(s, x)| *s += x);
             }
         }
-        seen.sort();
         assert!(
-            seen.iter().eq(stored.keys()),
-            "{case}: every tensor is one parameter"
+            seen.keys().eq(stored.keys()),
+            "{case}: every tensor is of parameters"
         );
+        for (name, values) in seen {
+            assert_eq!(values, floats(&stored[&name].2), "{case} {name}");
+        }
     }
 }
 
@@ -152,6 +154,61 @@ fn experts_are_stacked() {
     });
     let text = more.unwrap_err();
     assert!(text.contains("experts.4.w1.weight"), "{text}");
+}
+
+/// A matrix of a file that holds several of ours: its rows go to each of them, and what is wrong with
+/// it is said once.
+#[test]
+fn parts_of_a_matrix_are_parameters() {
+    let case = "deepseek_v3";
+    let weights = Weights::open(reference(case), &config(case)).unwrap();
+    let stored = tensors(case);
+    let theirs = |name: &str| floats(&stored[&format!("model.layers.1.self_attn.{name}.weight")].2);
+    // Four heads of 6 elements that do not turn and 8 that do, pair by pair; ours turn first, one
+    // side of the pairs before the other.
+    let (ours, file) = (
+        weights.param("h.1.attn.q_up.weight").unwrap(),
+        theirs("q_b_proj"),
+    );
+    let (head, h) = (2, 13);
+    for (own, row) in [(0, 6), (1, 8), (3, 12), (4, 7), (7, 13), (8, 0), (13, 5)] {
+        let expected = file[(head * 14 + row) * 20 + h];
+        assert_eq!(ours[(h * 4 + head) * 14 + own], expected, "element {own}");
+    }
+    // Sixteen rows of the compression, then the 8 of the keys that turn.
+    let file = theirs("kv_a_proj_with_mqa");
+    let down = weights.param("h.1.attn.kv_down.weight").unwrap();
+    assert_eq!(down[5 * 16 + 9], file[9 * 32 + 5]);
+    let turned = weights.param("h.1.attn.k_turned.weight").unwrap();
+    assert_eq!(turned[5 * 8 + 5], file[(16 + 3) * 32 + 5]);
+    // Each head has 6 rows of keys, then 10 of values.
+    let file = theirs("kv_b_proj");
+    let values = weights.param("h.1.attn.v_up.weight").unwrap();
+    assert_eq!(
+        values[(3 * 4 + 2) * 10 + 7],
+        file[(2 * 16 + 6 + 7) * 16 + 3]
+    );
+    let name = "model.layers.1.self_attn.kv_b_proj.weight";
+    let missing = open_changed(case, |all| drop(all.remove(name))).unwrap_err();
+    assert_eq!(
+        missing,
+        format!("the model's tensors are missing: `{name}`")
+    );
+    let short = open_changed(case, |all| {
+        let (_, shape, bytes) = all.get_mut(name).unwrap();
+        shape[0] = 63;
+        bytes.truncate(63 * 16 * 4);
+    });
+    assert_eq!(
+        short.unwrap_err(),
+        format!("tensor `{name}` is [63, 16], the model's is [64, 16]")
+    );
+    // Layers behind the last predict further tokens, and are not read.
+    open_changed(case, |all| {
+        let one = all["model.layers.1.input_layernorm.weight"].clone();
+        all.insert("model.layers.2.eh_proj.weight".into(), one);
+    })
+    .unwrap();
 }
 
 #[test]

@@ -183,6 +183,7 @@ fn treats_alike(kind: &OpKind, operands: &[&TensorType]) -> bool {
         }
         // Rows are positions, or parts of them.
         OpKind::ScaleRows => batched == 2 && operands[1].shape.0.len() > 1,
+        OpKind::Join => batched == 2 && operands[0].shape.0.len() > 2,
         OpKind::Reduce { dims, .. } => {
             dims.contains(&0) == dims.contains(&1) && operands[0].shape.0.len() > 1
         }

@@ -336,7 +336,7 @@ fn generated_op_kinds() {
     assert_eq!(
         kinds(false),
         "attention binary broadcast cast combine constant conv2d cross_entropy dispatch dot_general dropout \
-         embedding group_norm input layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state transpose \
+         embedding group_norm input join layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state transpose \
          unary unstack"
     );
     assert_eq!(

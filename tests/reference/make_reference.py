@@ -1,6 +1,7 @@
 """Reference values from PyTorch and transformers for the parity tests.
 
     python make_reference.py            write every case and ops.json beside this file
+    python make_reference.py CASE ..    write these cases alone
     python make_reference.py --check    make them again in memory and compare with what is committed
 
 Each case trains a tiny Hugging Face model for 20 steps on the CPU, one thread, eager attention,
@@ -26,6 +27,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers import GemmaConfig, GemmaForCausalLM
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, NemotronConfig, NemotronForCausalLM
@@ -33,6 +35,8 @@ from transformers import OPTConfig, OPTForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma import modeling_gemma
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
@@ -142,6 +146,30 @@ def gemma(**changes):
     return GemmaConfig(**{**DENSE, "head_dim": 16, "pad_token_id": None, **changes})
 
 
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2,
+    "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.9,
+}
+
+# Latent attention with values of another width than keys, and a dense layer before those with experts.
+LATENT = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=40,
+    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=6, v_head_dim=10, n_routed_experts=8, n_shared_experts=2,
+    num_experts_per_tok=3, moe_intermediate_size=12, first_k_dense_replace=1, vocab_size=VOCAB, rms_norm_eps=1e-5,
+    max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0, use_cache=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+
+
+def deepseek_v2(**changes):
+    return DeepseekV2Config(**{**LATENT, "q_lora_rank": None, **changes})
+
+
+def deepseek_v3(**changes):
+    base = dict(q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=0)
+    return DeepseekV3Config(**{**LATENT, **base, **changes})
+
+
 # Half of a head turns.
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
@@ -160,6 +188,8 @@ def nemotron(**changes):
 
 # Class of the model and module that its parts are in, by model_type.
 KINDS = {
+    "deepseek_v2": (DeepseekV2ForCausalLM, modeling_deepseek_v2),
+    "deepseek_v3": (DeepseekV3ForCausalLM, modeling_deepseek_v3),
     "gpt2": (GPT2LMHeadModel, None),
     "gemma": (GemmaForCausalLM, modeling_gemma),
     "gpt_neox": (GPTNeoXForCausalLM, modeling_gpt_neox),
@@ -197,6 +227,11 @@ CASES = {
     "gpt_neox_serial": (24, lambda: gpt_neox(use_parallel_residual=False, attention_bias=False)),
     "nemotron": (25, nemotron),
     "gemma": (26, gemma),
+    "deepseek_v2": (27, deepseek_v2),
+    "deepseek_v2_groups": (28, lambda: deepseek_v2(
+        q_lora_rank=20, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=2.0,
+        attention_bias=True, mlp_bias=True, rope_parameters=YARN_ROPE)),
+    "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
 }
 SHARDED = "llama_tied"
 # Cases in half precision too, and the one with overflows.
@@ -206,6 +241,7 @@ OVERFLOW = "llama_untied_rope"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to write; all, and ops.json, where there is none")
     parser.add_argument("--check", action="store_true", help="compare with the committed values, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -213,9 +249,11 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as made:
         made = Path(made)
-        for name, (seed, make_config) in CASES.items():
+        for name in args.cases or CASES:
+            seed, make_config = CASES[name]
             write_case(made / name, name, seed, make_config())
-        write_json(made / "ops.json", {"versions": versions(), "seed": 7, "entries": ops_reference.make_ops(7)})
+        if not args.cases:
+            write_json(made / "ops.json", {"versions": versions(), "seed": 7, "entries": ops_reference.make_ops(7)})
         if args.check:
             sys.exit(0 if check(made) else 1)
         for path in sorted(made.iterdir()):
@@ -230,7 +268,7 @@ def main():
 def write_case(folder, name, seed, config):
     model = build(config, torch.float32)
     perturb(model, seed)
-    weights = {key: value.detach().clone() for key, value in model.named_parameters()}
+    weights = {key: value.detach().clone() for key, value in stored_tensors(model)}
     batches = make_batches(seed)
     save_model(model, folder, weights)
     if name == SHARDED:
@@ -296,6 +334,8 @@ def as_stored(config, tensors):
         return {"embed_out.weight" if key == "lm_head.weight" else key: value for key, value in tensors.items()}
     block, parts = {
         "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+        "deepseek_v2": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+        "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
         "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
         "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     }.get(config.model_type, ("", ()))
@@ -314,6 +354,14 @@ def as_stored(config, tensors):
     return result
 
 
+def stored_tensors(model):
+    """Parameters, and DeepSeek-V3's bias of the choice, which files hold and nothing trains."""
+    return [*model.named_parameters(), *((key, b) for key, b in model.named_buffers() if key.endswith(CHOICE_BIAS))]
+
+
+CHOICE_BIAS = "e_score_correction_bias"
+
+
 def build(config, dtype):
     kind = KINDS[config.model_type][0]
     config = type(config).from_dict(config.to_dict())
@@ -329,13 +377,13 @@ def perturb(model, seed):
     """Weights large enough that attention, norms and biases all matter to the loss."""
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in stored_tensors(model):
             noise = torch.randn(param.shape, generator=gen)
             embedding = any(part in name for part in ("wte", "wpe", "embed_tokens", "embed_in", "embed_positions"))
             if param.dim() >= 2:
                 param.copy_(noise * (0.4 if embedding else 0.25))
             elif name.endswith("bias"):
-                param.copy_(noise * 0.1)
+                param.copy_(noise * 0.1)  # DeepSeek-V3's bias of the choice, too: its scores are below 1
             else:
                 # Gemma stores gains less one.
                 param.copy_((0.0 if model.config.model_type == "gemma" else 1.0) + noise * 0.2)
@@ -358,7 +406,7 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
         model = build(config, dtype)
         named = dict(model.named_parameters())
         with torch.no_grad():
-            for key, param in named.items():
+            for key, param in stored_tensors(model):
                 param.copy_(weights[key])
         optim = make_optimizer(named, hyper)
         losses, norms, grads = [], [], None
@@ -371,12 +419,13 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
             optim.zero_grad()
             loss.backward()
             if grads is None:
-                grads = {key: param.grad.clone() for key, param in named.items()}
+                zeros = {key: torch.zeros_like(value) for key, value in stored_tensors(model)}
+                grads = {**zeros, **{key: param.grad.clone() for key, param in named.items()}}
             norm = torch.nn.utils.clip_grad_norm_(named.values(), hyper["clip_norm"], foreach=False)
             optim.step()
             losses.append(loss.item())
             norms.append(norm.item())
-    params = {key: param.detach().clone() for key, param in named.items()}
+    params = {key: param.detach().clone() for key, param in stored_tensors(model)}
     return {"losses": losses, "grad_norms": norms, "grads": grads, "params": params}
 
 
@@ -408,7 +457,39 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
     def angles(self, x, position_ids):
         n, dim = position_ids.shape[-1], self.inv_freq.shape[-1] * 2
         cos, sin = ops_reference.angles(dim, self.config.rope_parameters, n, x.dtype)
-        return cos[None], sin[None]
+        return cos[None] * self.attention_scaling, sin[None] * self.attention_scaling
+
+    def turns(self, x, position_ids):
+        cos, sin = angles(self, x, position_ids)
+        half = cos.shape[-1] // 2
+        return torch.complex(cos[..., :half], sin[..., :half])
+
+    def turn(q, k, turns):
+        def pairs(x):
+            if not interleaved:  # as DeepSeek-V2 has it; the mistake is the rule of the others
+                x = x.unflatten(-1, (-1, 2))
+            else:
+                x = x.unflatten(-1, (2, -1)).transpose(-1, -2)
+            x = torch.view_as_real(torch.view_as_complex(x.contiguous()) * turns.unsqueeze(1))
+            return x.flatten(3)
+
+        return pairs(q), pairs(k)
+
+    def latent_route(self, x):
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        is_sigmoid = hasattr(self, "e_score_correction_bias")
+        scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
+        choice = scores + self.e_score_correction_bias if is_sigmoid else scores
+        if is_sigmoid or self.topk_method != "greedy":
+            groups = choice.unflatten(-1, (self.num_group, -1))
+            best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(dim=-1)
+            kept = torch.zeros_like(best).scatter(1, best.topk(self.topk_group, dim=-1).indices, 1.0).bool()
+            choice = groups.masked_fill(~kept[..., None], -float("inf")).flatten(1)
+        chosen = choice.topk(self.top_k, dim=-1).indices
+        gates = scores.gather(1, chosen)
+        if is_sigmoid and self.norm_topk_prob:
+            gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, gates * self.routed_scaling_factor, chosen
 
     def rotary(q, k, cos, sin, unsqueeze_dim=1):
         def pairs(x):
@@ -439,7 +520,10 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
             continue
         name = kind.__name__.removesuffix("ForCausalLM")
         swaps.append((module, "eager_attention_forward", attention))
-        for part, forward in (("RMSNorm", norm), ("RotaryEmbedding", angles)):
+        if hasattr(module, "apply_rotary_emb"):
+            swaps.append((module, "apply_rotary_emb", turn))
+        turned = turns if hasattr(module, "apply_rotary_emb") else angles
+        for part, forward in (("RMSNorm", norm), ("RotaryEmbedding", turned), ("TopkRouter", latent_route)):
             if hasattr(module, f"{name}{part}"):
                 swaps.append((getattr(module, f"{name}{part}"), "forward", forward))
         if interleaved and hasattr(module, "apply_rotary_pos_emb"):
@@ -488,6 +572,8 @@ def sensitivity(config, weights, batches, right):
     if config.model_type == "gpt_neox":
         serial = not config.use_parallel_residual
         result["residuals_parallel" if serial else "residuals_serial"] = wrong({"use_parallel_residual": serial})
+    if hasattr(config, "kv_lora_rank"):
+        return {**result, **latent_sensitivity(config, weights, batches, right, wrong)}
     if hasattr(config, "num_experts_per_tok"):
         result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
         normalized = getattr(config, "norm_topk_prob", True)
@@ -502,6 +588,31 @@ def sensitivity(config, weights, batches, right):
     if rope["rope_type"] != "default":
         plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         result["rope_not_scaled"] = wrong({"rope_parameters": plain})
+    return result
+
+
+def latent_sensitivity(config, weights, batches, right, wrong):
+    """What can go wrong in DeepSeek's models alone."""
+    result = {
+        "one_expert_fewer": wrong({"num_experts_per_tok": config.num_experts_per_tok - 1}),
+        "gates_scaled_twice": wrong({"routed_scaling_factor": 2.0 * config.routed_scaling_factor}),
+    }
+    is_v3 = config.model_type == "deepseek_v3"
+    if is_v3:
+        without = {key: value * (0.0 if key.endswith(CHOICE_BIAS) else 1.0) for key, value in weights.items()}
+        run = train(config, without, batches, torch.float64)
+        result["no_bias_of_the_choice"] = max_dev(run["losses"], right)
+        result["gates_not_normalized"] = wrong({"norm_topk_prob": False})
+        result["rotary_halves"] = wrong({"rope_interleave": False})
+    else:
+        result["rotary_halves"] = wrong(interleaved=True)
+    if is_v3 or config.topk_method != "greedy":
+        result["groups_not_limited"] = wrong({"topk_group": config.n_group})
+    rope = config.rope_parameters
+    result["rope_theta_doubled"] = wrong({"rope_parameters": {**rope, "rope_theta": rope["rope_theta"] * 2}})
+    if rope["rope_type"] != "default":
+        result["rope_not_scaled"] = wrong({"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}})
+        result["scores_not_scaled"] = wrong({"rope_parameters": {**rope, "mscale_all_dim": 0.0}})
     return result
 
 
@@ -536,7 +647,9 @@ def tensor_devs(narrow, wide, skip):
         if key in skip:
             for ends in zip(skip[key][::2], skip[key][1::2], strict=True):
                 diff[slice(*ends)] = 0.0
-        result[key] = {"max_abs": diff.abs().max().item(), "rel_l2": (diff.norm() / right.norm()).item()}
+        norm = right.norm()
+        share = (diff.norm() / norm).item() if norm > 0 else 0.0
+        result[key] = {"max_abs": diff.abs().max().item(), "rel_l2": share}
     return result
 
 
@@ -551,7 +664,7 @@ def save_model(model, folder, weights, **options):
     stored = {}
     for path in folder.glob("model*.safetensors"):
         stored.update(safetensors.torch.load_file(path))
-    loaded = dict(type(model).from_pretrained(folder).named_parameters())
+    loaded = dict(stored_tensors(type(model).from_pretrained(folder)))
     for read, wanted in ((stored, as_stored(model.config, weights)), (loaded, weights)):
         if read.keys() != wanted.keys() or not all(torch.equal(read[key], wanted[key]) for key in wanted):
             raise RuntimeError(f"the weights read back from {folder.name} are not the ones written")

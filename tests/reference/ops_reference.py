@@ -42,6 +42,16 @@ def inv_freq(head_dim, rope, dtype=F64):
         return freq
     if kind == "linear":
         return freq / rope["factor"]
+    if kind == "yarn":
+        original = rope["original_max_position_embeddings"]
+
+        def pair(turns):
+            return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+        ends = [math.floor(pair(rope["beta_fast"])), math.ceil(pair(rope["beta_slow"]))]
+        first, last = max(ends[0], 0), min(ends[1], head_dim - 1)
+        divided = ((torch.arange(head_dim // 2, dtype=dtype) - first) / max(last - first, 0.001)).clamp(0, 1)
+        return freq / rope["factor"] * divided + freq * (1 - divided)
     if kind != "llama3":
         raise ValueError(f"no formula for rope type {kind}")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]

@@ -39,7 +39,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 16] = [
+pub const CASES: [&str; 19] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -56,6 +56,9 @@ pub const CASES: [&str; 16] = [
     "gpt_neox_serial",
     "nemotron",
     "gemma",
+    "deepseek_v2",
+    "deepseek_v2_groups",
+    "deepseek_v3",
 ];
 
 impl Case {

@@ -546,6 +546,7 @@ fn moves(kind: &OpKind) -> bool {
             | OpKind::Pad { .. }
             | OpKind::Stack { .. }
             | OpKind::Unstack { .. }
+            | OpKind::Join
             | OpKind::Dropout { .. }
             | OpKind::Accumulate { .. }
             | OpKind::AdamW { .. }

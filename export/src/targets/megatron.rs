@@ -114,6 +114,7 @@ fn model_arguments(
                     args.push(flag("use-rope-scaling"));
                     args.push(with("rope-scaling-factor", factor));
                 }
+                RopeScaling::Yarn { .. } => {}
             }
         }
     }

@@ -45,19 +45,19 @@ fn block(
     let x = b.add(format!("{h}.residual_1"), x, y)?;
     let normed = norm(b, c, &format!("{h}.norm_2"), x)?;
     let y = match experts {
-        None => gated_mlp(b, c, &format!("{h}.mlp"), DENSE, normed)?,
-        Some(e) => mixture(b, c, e, &format!("{h}.moe"), normed)?,
+        None => gated_mlp(b, c.activation, &format!("{h}.mlp"), DENSE, normed)?,
+        Some(e) => mixture(b, c.activation, e, &format!("{h}.moe"), normed)?,
     };
     b.add(format!("{h}.residual_2"), x, y)
 }
 
 /// The einsums of a gated MLP, into it and out of it: for one MLP, and for all experts at once.
-const DENSE: [&str; 2] = ["bsh,hf->bsf", "bsf,fh->bsh"];
+pub(super) const DENSE: [&str; 2] = ["bsh,hf->bsf", "bsf,fh->bsh"];
 const EXPERTS: [&str; 2] = ["ebch,ehf->ebcf", "ebcf,efh->ebch"];
 
-fn gated_mlp(
+pub(super) fn gated_mlp(
     b: &mut Builder,
-    c: &LlamaConfig,
+    activation: Unary,
     scope: &str,
     [into, out_of]: [&str; 2],
     x: ValueId,
@@ -65,7 +65,7 @@ fn gated_mlp(
     let gate = b.linear(&format!("{scope}.gate"), into, x)?;
     let gate = b.op(
         format!("{scope}.act"),
-        OpKind::Unary { f: c.activation },
+        OpKind::Unary { f: activation },
         &[gate],
     )?;
     let up = b.linear(&format!("{scope}.up"), into, x)?;
@@ -77,9 +77,9 @@ fn gated_mlp(
     b.linear(&format!("{scope}.down"), out_of, y)
 }
 
-fn mixture(
+pub(super) fn mixture(
     b: &mut Builder,
-    c: &LlamaConfig,
+    activation: Unary,
     e: &ExpertsConfig,
     scope: &str,
     x: ValueId,
@@ -90,32 +90,46 @@ fn mixture(
         top_k: e.top_k,
         capacity,
         normalize: e.normalize,
+        scores: e.scores,
+        groups: e.groups,
     };
-    let routed = b.ops(format!("{scope}.route"), route, &[logits])?;
-    let (gates, slots) = (routed[0], routed[1]);
+    let mut operands = vec![logits];
+    if e.choice_bias {
+        operands.push(b.param(&format!("{scope}.choice.bias"))?);
+    }
+    let routed = b.ops(format!("{scope}.route"), route, &operands)?;
+    let (mut gates, slots) = (routed[0], routed[1]);
+    if e.gate_scale != 1.0 {
+        let f = Unary::Scale { by: e.gate_scale };
+        gates = b.op(format!("{scope}.gate_scale"), OpKind::Unary { f }, &[gates])?;
+    }
     let dispatch = OpKind::Dispatch {
         experts: e.count,
         capacity,
     };
     let y = b.op(format!("{scope}.dispatch"), dispatch, &[x, slots])?;
-    let y = gated_mlp(b, c, scope, EXPERTS, y)?;
+    let y = gated_mlp(b, activation, scope, EXPERTS, y)?;
     let combine = format!("{scope}.combine");
     let y = b.op(combine, OpKind::Combine, &[y, slots, gates])?;
     if e.shared.is_none() {
         return Ok(y);
     }
-    let shared = shared_expert(b, c, &format!("{scope}.shared"), x)?;
+    let shared = format!("{scope}.shared");
+    let shared = match e.shared_gate {
+        true => scaled_expert(b, activation, &shared, x)?,
+        false => gated_mlp(b, activation, &shared, DENSE, x)?,
+    };
     b.add(format!("{scope}.add_shared"), y, shared)
 }
 
 /// The MLP of all tokens, scaled token by token.
-fn shared_expert(
+fn scaled_expert(
     b: &mut Builder,
-    c: &LlamaConfig,
+    activation: Unary,
     scope: &str,
     x: ValueId,
 ) -> Result<ValueId, ImportError> {
-    let y = gated_mlp(b, c, scope, DENSE, x)?;
+    let y = gated_mlp(b, activation, scope, DENSE, x)?;
     let gate = b.linear(&format!("{scope}.router"), "bsh,h->bs", x)?;
     let sigmoid = OpKind::Unary { f: Unary::Sigmoid };
     let gate = b.op(format!("{scope}.router_act"), sigmoid, &[gate])?;

@@ -12,6 +12,7 @@
 
 mod decoder;
 mod gpt2;
+mod latent;
 mod llama;
 mod wide_resnet;
 
@@ -63,6 +64,7 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
         ModelConfig::Gpt2(c) => gpt2::build(&mut b, c)?,
         ModelConfig::Llama(c) => llama::build(&mut b, c)?,
         ModelConfig::Decoder(c) => decoder::build(&mut b, c)?,
+        ModelConfig::Latent(c) => latent::build(&mut b, c)?,
         ModelConfig::WideResnet(c) => wide_resnet::build(&mut b, c)?,
     }
     Ok(b.graph)

@@ -294,6 +294,7 @@ fn rotation(
         &Rotations {
             theta: (theta, 10_000.0),
             is_partial: true,
+            has_yarn: false,
         },
     )?;
     let part = match (own, found.part) {

@@ -4,12 +4,9 @@
 //! `output_router_logits` is true, which is refused.
 
 use super::document::Fields;
-use super::{
-    COEFFICIENTS, DEFAULT_EXPERT_CAPACITY, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized,
-};
+use super::{COEFFICIENTS, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized};
 use crate::ImportError;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
 
 /// Reads the experts of a model of `layers` layers; dense families have none.
 pub(super) fn read(
@@ -24,6 +21,7 @@ pub(super) fn read(
         Family::Mixtral => mixtral(f)?,
         Family::Qwen2Moe => ExpertsConfig {
             shared: Some(f.required("shared_expert_intermediate_size", WIDTHS)?),
+            shared_gate: true,
             ..qwen(f, layers)?
         },
         Family::Qwen3Moe => qwen(f, layers)?,
@@ -49,30 +47,21 @@ fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
         &[json!(0), json!(0.0), Value::Null],
         "noise on the routers' inputs is not supported",
     )?;
-    Ok(ExpertsConfig {
-        count: sized(f, "num_local_experts", "num_experts", EXPERTS)?,
-        top_k: 1,
-        intermediate: f.required("intermediate_size", WIDTHS)?,
-        shared: None,
-        normalize: true,
-        every: 1,
-        dense: BTreeSet::new(),
-        capacity_factor: DEFAULT_EXPERT_CAPACITY,
-    })
+    let count = sized(f, "num_local_experts", "num_experts", EXPERTS)?;
+    let intermediate = f.required("intermediate_size", WIDTHS)?;
+    Ok(ExpertsConfig::plain(count, intermediate))
 }
 
 /// Reads experts that are in every n-th layer and have a width of their own.
 fn qwen(f: &mut Fields, layers: u64) -> Result<ExpertsConfig, ImportError> {
     let dense = f.integers("mlp_only_layers", 0..=layers - 1)?;
+    let count = sized(f, "num_experts", "num_local_experts", EXPERTS)?;
+    let intermediate = f.required("moe_intermediate_size", WIDTHS)?;
     Ok(ExpertsConfig {
-        count: sized(f, "num_experts", "num_local_experts", EXPERTS)?,
-        top_k: 1,
-        intermediate: f.required("moe_intermediate_size", WIDTHS)?,
-        shared: None,
         normalize: f.boolean("norm_topk_prob")?.unwrap_or(false),
         every: f.integer("decoder_sparse_step", LAYERS)?.unwrap_or(1),
         dense: dense.unwrap_or_default().into_iter().collect(),
-        capacity_factor: DEFAULT_EXPERT_CAPACITY,
+        ..ExpertsConfig::plain(count, intermediate)
     })
 }
 

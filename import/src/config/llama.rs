@@ -2,9 +2,9 @@
 //! spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
 use super::document::Fields;
-use super::{EPSILONS, FACTORS, FREQUENCIES, Numbers, PROBABILITIES, SHARES, THETAS, activation};
+use super::{EPSILONS, FACTORS, FREQUENCIES, MSCALES, Numbers, PROBABILITIES, SHARES, THETAS};
 use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
-use super::{check_common, check_full_attention, experts, init_std};
+use super::{activation, check_common, check_full_attention, experts, init_std};
 use crate::ImportError;
 use ir::op::{RopeScaling, Unary};
 use serde_json::{Value, json};
@@ -86,6 +86,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         &Rotations {
             theta: ("rope_theta", default_theta),
             is_partial: false,
+            has_yarn: false,
         },
     )?;
     let config = LlamaConfig {
@@ -214,6 +215,8 @@ pub(super) struct Rotations {
     pub(super) theta: (&'static str, f64),
     /// True when a part of a head may turn.
     pub(super) is_partial: bool,
+    /// True when the scaling may be YaRN's, whose reference values are those of such a family.
+    pub(super) has_yarn: bool,
 }
 
 /// A rotary embedding as configurations say it.
@@ -222,6 +225,8 @@ pub(super) struct Rope {
     pub(super) scaling: RopeScaling,
     /// The share of a head that turns, where an object says it.
     pub(super) part: Option<f64>,
+    /// What scores are multiplied by beside the usual, twice: YaRN's `mscale_all_dim`.
+    pub(super) score_scale: f64,
 }
 
 /// Reads base and scaling of the rotary embedding, wherever they stand; all that are given must
@@ -231,12 +236,17 @@ pub(super) fn rope(f: &mut Fields, of: &Rotations) -> Result<Rope, ImportError> 
     let mut theta: Option<(&str, f64)> = f.number(own, THETAS)?.map(|t| (own, t));
     let mut part = None;
     let mut scaling: Option<(&str, RopeScaling)> = None;
+    let mut score_scale = 1.0;
     // transformers 5 takes an absent type for "default"; transformers 4 wants one.
     for (name, default) in [("rope_parameters", Some("default")), ("rope_scaling", None)] {
         let Some(mut inner) = f.object(name)? else {
             continue;
         };
-        let found = scaling_of(&mut inner, default)?;
+        let found = scaling_of(&mut inner, default, of.has_yarn)?;
+        if let RopeScaling::Yarn { factor, .. } = found {
+            let all = inner.number("mscale_all_dim", MSCALES)?;
+            score_scale = all.map_or(1.0, |m| magnitude(factor, m));
+        }
         match of.is_partial {
             true => part = inner.number("partial_rotary_factor", SHARES)?.or(part),
             false => inner.only(
@@ -269,12 +279,55 @@ pub(super) fn rope(f: &mut Fields, of: &Rotations) -> Result<Rope, ImportError> 
         theta: theta.map_or(default_theta, |(_, t)| t),
         scaling: scaling.map_or(RopeScaling::None, |(_, s)| s),
         part,
+        score_scale,
+    })
+}
+
+/// YaRN's factor for a stretch of `factor` (Peng et al. 2023, section 3.4), whose logarithm counts
+/// `share` times.
+fn magnitude(factor: f64, share: f64) -> f64 {
+    0.1 * share * factor.ln() + 1.0
+}
+
+/// Reads YaRN's scaling, as transformers reads it.
+fn yarn(f: &mut Fields) -> Result<RopeScaling, ImportError> {
+    let stretch = factor(f, "factor", FACTORS)?;
+    let beta_fast = f.number("beta_fast", FREQUENCIES)?.unwrap_or(32.0);
+    let beta_slow = f.number("beta_slow", FREQUENCIES)?.unwrap_or(1.0);
+    if beta_slow >= beta_fast {
+        let problem = format!("{beta_slow} is not below {beta_fast}");
+        return Err(f.contradiction("beta_slow", "beta_fast", problem));
+    }
+    let original_max_position = f.required("original_max_position_embeddings", POSITIONS)?;
+    let own = f.number("mscale", MSCALES)?;
+    let all = f.number("mscale_all_dim", MSCALES)?;
+    let given = f.number("attention_factor", FREQUENCIES)?;
+    let inferred = match (own, all) {
+        (Some(own), Some(all)) if own > 0.0 && all > 0.0 => {
+            magnitude(stretch, own) / magnitude(stretch, all)
+        }
+        _ => magnitude(stretch, 1.0),
+    };
+    Ok(RopeScaling::Yarn {
+        factor: stretch,
+        beta_fast,
+        beta_slow,
+        original_max_position,
+        truncate: f.boolean("truncate")?.unwrap_or(true),
+        magnitude: given.unwrap_or(inferred),
     })
 }
 
 /// Reads the scaling that an object describes; `type` is the older name of `rope_type`.
-fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScaling, ImportError> {
-    let accepted = "\"default\", \"linear\" or \"llama3\"";
+fn scaling_of(
+    f: &mut Fields,
+    default: Option<&'static str>,
+    has_yarn: bool,
+) -> Result<RopeScaling, ImportError> {
+    let accepted = match has_yarn {
+        true => "\"default\", \"linear\" or \"yarn\"",
+        false => "\"default\", \"linear\" or \"llama3\"",
+    };
     let kind = match (f.string("rope_type")?, f.string("type")?) {
         (Some(a), Some(b)) if a != b => {
             return Err(f.contradiction("rope_type", "type", format!("{a:?} and {b:?}")));
@@ -287,7 +340,8 @@ fn scaling_of(f: &mut Fields, default: Option<&'static str>) -> Result<RopeScali
         "linear" => Ok(RopeScaling::Linear {
             factor: factor(f, "factor", FACTORS)?,
         }),
-        "llama3" => {
+        "yarn" if has_yarn => yarn(f),
+        "llama3" if !has_yarn => {
             let factor_all = factor(f, "factor", FACTORS)?;
             let low = factor(f, "low_freq_factor", FREQUENCIES)?;
             let high = factor(f, "high_freq_factor", FREQUENCIES)?;

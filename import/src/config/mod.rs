@@ -1,6 +1,6 @@
 //! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `mistral`, `mixtral`,
-//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), and `opt`, `gpt_neox` and `nemotron`, in the spellings
-//! of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
+//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`
+//! and `nemotron`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -14,18 +14,21 @@ mod decoder;
 mod document;
 mod experts;
 mod gpt2;
+mod latent;
 mod llama;
 mod wide_resnet;
 
 pub use decoder::DecoderConfig;
 pub(crate) use decoder::{Plain, Rotation};
 pub(crate) use document::without_position;
+pub use latent::LatentConfig;
+pub(crate) use latent::{LATENT_EPSILON, Version};
 pub(crate) use wide_resnet::Bottleneck;
 pub use wide_resnet::WideResnetConfig;
 
 use crate::ImportError;
 use document::{Document, Fields};
-use ir::op::{RopeScaling, Unary};
+use ir::op::{ExpertGroups, RopeScaling, Scores, Unary};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -150,6 +153,16 @@ pub(crate) const FREQUENCIES: Numbers = (
     |x| x > 0.0 && x <= 1e6,
     "expected a positive number up to 1e6",
 );
+/// Shares of YaRN's logarithm; 0 stands for none.
+pub(crate) const MSCALES: Numbers = (
+    |x| (0.0..=1e3).contains(&x),
+    "expected a number from 0 to 1000",
+);
+/// Factors of the gates of experts.
+pub(crate) const GATE_SCALES: Numbers = (
+    |x| x > 0.0 && x <= 1e6,
+    "expected a positive number up to 1e6",
+);
 /// Coefficients of a loss, which are checked and not used.
 pub(crate) const COEFFICIENTS: Numbers = (
     |x| (0.0..=1e6).contains(&x),
@@ -247,8 +260,18 @@ pub(crate) struct ExpertsConfig {
     pub(crate) intermediate: u64,
     /// The width inside the expert that every token goes to, beside the chosen ones.
     pub(crate) shared: Option<u64>,
-    /// True when the gates of a token sum to one.
+    /// True when a gate of its own scales what that expert gives, token by token.
+    pub(crate) shared_gate: bool,
+    /// What the router makes of its logits.
+    pub(crate) scores: Scores,
+    /// The groups of experts that a token chooses first.
+    pub(crate) groups: Option<ExpertGroups>,
+    /// True when a bias, which training leaves as it is, is added to the scores for the choice.
+    pub(crate) choice_bias: bool,
+    /// True when the gates of a token sum to one, before they are scaled.
     pub(crate) normalize: bool,
+    /// The factor of the gates.
+    pub(crate) gate_scale: f64,
     /// One layer in this many has experts.
     pub(crate) every: u64,
     /// The layers that have none all the same.
@@ -258,6 +281,24 @@ pub(crate) struct ExpertsConfig {
 }
 
 impl ExpertsConfig {
+    /// Experts in every layer, chosen by the plainest of routers.
+    pub(crate) fn plain(count: u64, intermediate: u64) -> Self {
+        ExpertsConfig {
+            count,
+            top_k: 1,
+            intermediate,
+            shared: None,
+            shared_gate: false,
+            scores: Scores::Softmax,
+            groups: None,
+            choice_bias: false,
+            normalize: true,
+            gate_scale: 1.0,
+            every: 1,
+            dense: BTreeSet::new(),
+            capacity_factor: DEFAULT_EXPERT_CAPACITY,
+        }
+    }
     /// Says whether a layer has experts.
     pub(crate) fn are_in(&self, layer: u64) -> bool {
         (layer + 1).is_multiple_of(self.every) && !self.dense.contains(&layer)
@@ -309,12 +350,16 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// `model_type` `opt`, `gpt_neox` or `nemotron`.
     Decoder(DecoderConfig),
+    /// `model_type` `deepseek_v2` or `deepseek_v3`.
+    Latent(LatentConfig),
     /// `model_type` `wide_resnet`.
     WideResnet(WideResnetConfig),
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 13] = [
+pub const MODEL_TYPES: [&str; 15] = [
+    "deepseek_v2",
+    "deepseek_v3",
     "gemma",
     "gpt2",
     "gpt_neox",
@@ -375,6 +420,8 @@ impl ModelConfig {
         let mut fields = document.fields();
         match fields.string("model_type")? {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
+            Some("deepseek_v2") => latent::read(fields, Version::V2).map(ModelConfig::Latent),
+            Some("deepseek_v3") => latent::read(fields, Version::V3).map(ModelConfig::Latent),
             Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
             Some(other) => match (Family::of(other), Plain::of(other)) {
                 (Some(family), _) => llama::read(fields, family).map(ModelConfig::Llama),
@@ -401,6 +448,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(_) => "gpt2",
             ModelConfig::Llama(c) => c.family.name(),
             ModelConfig::Decoder(c) => c.family.name(),
+            ModelConfig::Latent(c) => c.version.name(),
             ModelConfig::WideResnet(_) => "wide_resnet",
         }
     }
@@ -421,6 +469,7 @@ impl ModelConfig {
         }
         let experts = match &mut self {
             ModelConfig::Llama(c) => c.experts.as_mut(),
+            ModelConfig::Latent(c) => c.experts.as_mut(),
             ModelConfig::Gpt2(_) | ModelConfig::Decoder(_) | ModelConfig::WideResnet(_) => None,
         };
         match experts {
@@ -435,6 +484,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => c.layers,
             ModelConfig::Llama(c) => c.layers,
             ModelConfig::Decoder(c) => c.layers,
+            ModelConfig::Latent(c) => c.layers,
             ModelConfig::WideResnet(c) => c.depths.iter().sum(),
         }
     }
@@ -444,6 +494,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => c.vocab,
             ModelConfig::Llama(c) => c.vocab,
             ModelConfig::Decoder(c) => c.vocab,
+            ModelConfig::Latent(c) => c.vocab,
             ModelConfig::WideResnet(c) => c.classes,
         }
     }
@@ -453,6 +504,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
             ModelConfig::Decoder(c) => c.positions,
+            ModelConfig::Latent(c) => c.positions,
             ModelConfig::Llama(c) => c.window.map_or(c.positions, |w| w.min(c.positions)),
             ModelConfig::WideResnet(_) => 1,
         }
@@ -462,7 +514,10 @@ impl ModelConfig {
     pub fn window(&self) -> Option<u64> {
         match self {
             ModelConfig::Llama(c) => c.window,
-            ModelConfig::Gpt2(_) | ModelConfig::Decoder(_) | ModelConfig::WideResnet(_) => None,
+            ModelConfig::Gpt2(_)
+            | ModelConfig::Decoder(_)
+            | ModelConfig::Latent(_)
+            | ModelConfig::WideResnet(_) => None,
         }
     }
     /// Says whether the head uses the embedding table.
@@ -471,6 +526,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => c.tied,
             ModelConfig::Llama(c) => c.tied,
             ModelConfig::Decoder(c) => c.tied,
+            ModelConfig::Latent(c) => c.tied,
             ModelConfig::WideResnet(_) => false,
         }
     }
@@ -502,7 +558,8 @@ fn check_common(f: &mut Fields) -> Result<(), ImportError> {
     f.only(
         "quantization_config",
         &[Value::Null],
-        "quantized models are not supported",
+        "weights are stored in f32, f16 or bf16: null plans and trains the model as if it had never \
+         been quantized, and weights are read from files that have been converted",
     )
 }
 

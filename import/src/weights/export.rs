@@ -4,7 +4,7 @@
 //! bytes, as the format's own library writes them, so equal weights give equal files. Of a
 //! parameter in several tensors the values are kept until the last of them is written.
 
-use super::{check_length, stored_order};
+use super::{check_length, put_stored};
 use crate::{ImportError, ModelConfig, Param};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -30,60 +30,63 @@ where
         source,
     };
     let params = config.params();
-    let mut tensors: Vec<Tensor<'_>> = params.iter().flat_map(tensors_of).collect();
-    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    let tensors = tensors_of(&params);
     let mut out = BufWriter::with_capacity(1 << 20, out);
     out.write_all(&header(&tensors)).map_err(io)?;
     // Values of parameters that are partly written, and the tensors that are left.
     let mut open: BTreeMap<&str, (Vec<f32>, u64)> = BTreeMap::new();
-    for tensor in &tensors {
-        let (param, path) = (tensor.param, tensor.param.path.as_str());
-        let (values, left) = match open.remove(path) {
-            Some(found) => found,
-            None => {
-                let values = supply(path).map_err(|e| ImportError::Supply {
-                    path: path.into(),
-                    source: e.into(),
-                })?;
-                check_length(param, &values)?;
-                (values, param.pieces.unwrap_or(1))
+    for parts in tensors.values() {
+        let mut stored: Vec<f32> = Vec::new();
+        for &(param, piece) in parts {
+            let path = param.path.as_str();
+            let (values, left) = match open.remove(path) {
+                Some(found) => found,
+                None => {
+                    let values = supply(path).map_err(|e| ImportError::Supply {
+                        path: path.into(),
+                        source: e.into(),
+                    })?;
+                    check_length(param, &values)?;
+                    (values, param.pieces.unwrap_or(1))
+                }
+            };
+            put_stored(param, piece, &values, &mut stored);
+            if left > 1 {
+                open.insert(path, (values, left - 1));
             }
-        };
-        for value in stored_order(param, tensor.piece, &values) {
-            out.write_all(&value.to_le_bytes()).map_err(io)?;
         }
-        if left > 1 {
-            open.insert(path, (values, left - 1));
+        for value in stored {
+            out.write_all(&value.to_le_bytes()).map_err(io)?;
         }
     }
     out.flush().map_err(io)
 }
 
-/// One tensor of the file.
-struct Tensor<'a> {
-    name: String,
-    param: &'a Param,
-    /// The index of the tensor among those of the parameter.
-    piece: usize,
-}
+/// The tensors of the file by name: the parameters that each holds, and which of a parameter's
+/// tensors it is.
+type Tensors<'a> = BTreeMap<String, Vec<(&'a Param, usize)>>;
 
-fn tensors_of(param: &Param) -> Vec<Tensor<'_>> {
-    let names = param.hf_names().into_iter().enumerate();
-    names
-        .map(|(piece, name)| Tensor { name, param, piece })
-        .collect()
+fn tensors_of(params: &[Param]) -> Tensors<'_> {
+    let mut tensors = Tensors::new();
+    for param in params {
+        for (piece, name) in param.hf_names().into_iter().enumerate() {
+            tensors.entry(name).or_default().push((param, piece));
+        }
+    }
+    tensors
 }
 
 /// Encodes the length and the JSON of the header.
-fn header(tensors: &[Tensor<'_>]) -> Vec<u8> {
+fn header(tensors: &Tensors<'_>) -> Vec<u8> {
     let mut text = String::from(r#"{"__metadata__":{"format":"pt"}"#);
     let mut offset = 0;
-    for t in tensors {
-        let end = offset + 4 * t.param.hf_shape.iter().product::<u64>();
+    for (name, parts) in tensors {
+        let shape = parts.first().map_or(&[][..], |(param, _)| &param.hf_shape);
+        let end = offset + 4 * shape.iter().product::<u64>();
         text += &format!(
             r#",{}:{{"dtype":"F32","shape":{},"data_offsets":[{offset},{end}]}}"#,
-            json!(t.name),
-            json!(t.param.hf_shape)
+            json!(name),
+            json!(shape)
         );
         offset = end;
     }

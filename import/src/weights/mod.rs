@@ -4,7 +4,7 @@
 //! tensors; [`Weights::param`] reads one tensor. Names are accepted with the model's prefix
 //! (`transformer.`, `model.`) or without, as transformers saves with and without the head.
 //! Buffers that old files carry (GPT-2's `attn.bias` masks, Llama's `rotary_emb.inv_freq`)
-//! are ignored. A tied model's `lm_head.weight` is accepted if it equals the embedding.
+//! are ignored, and so are DeepSeek-V3's layers behind the last, which predict further tokens. A tied model's `lm_head.weight` is accepted if it equals the embedding.
 
 mod export;
 mod files;
@@ -13,10 +13,10 @@ mod read;
 
 pub use export::export;
 
-use crate::config::Plain;
+use crate::config::{Plain, Version};
 use crate::{ImportError, ModelConfig, Param};
 use files::Stored;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The name of the output table in model files.
@@ -42,19 +42,25 @@ impl Weights {
         let path = path.as_ref();
         let mut stored = strip_prefixes(path, config, files::open(path)?)?;
         let (mut params, mut missing) = (BTreeMap::new(), Vec::new());
+        // A tensor may hold several parameters.
+        let mut used = BTreeSet::new();
         for param in config.params() {
             let mut tensors = Vec::new();
             for wanted in param.hf_names() {
-                match stored.remove(bare(config, &wanted)) {
+                let key = bare(config, &wanted);
+                match stored.get(key) {
                     Some((name, found)) => {
-                        check_type(&param, &name, &found)?;
-                        tensors.push((name, found));
+                        check_type(&param, name, found)?;
+                        tensors.push((name.clone(), found.clone()));
+                        used.insert(key.to_string());
                     }
+                    None if missing.contains(&wanted) => {}
                     None => missing.push(wanted),
                 }
             }
             params.insert(param.path.clone(), (param, tensors));
         }
+        stored.retain(|key, _| !used.contains(key));
         if !missing.is_empty() {
             return Err(ImportError::MissingTensors {
                 file: path.into(),
@@ -97,7 +103,10 @@ impl Weights {
             .ok_or_else(|| ImportError::NoSuchParam { path: path.into() })?;
         let mut all = Vec::new();
         for (name, stored) in tensors {
-            let values = read::tensor(name, stored)?;
+            let mut values = read::tensor(name, stored)?;
+            if let Some(rows) = &param.rows {
+                values = rows.take(&values, param.row_elements());
+            }
             let ours = match param.transposed {
                 true => transpose(&values, param.hf_shape[1] as usize),
                 false => values,
@@ -143,7 +152,8 @@ pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, 
     Ok(find(config, path)?.hf_names())
 }
 
-/// Converts a parameter (or its gradient, or moment) to Hugging Face's tensors.
+/// Converts a parameter (or its gradient, or moment) to Hugging Face's tensors. Of a tensor that
+/// holds other parameters too, their rows are zero: the tensor is the sum of what its parameters give.
 ///
 /// Fails when the model has no such parameter, or `values` has another length.
 pub fn to_hf(
@@ -156,7 +166,11 @@ pub fn to_hf(
     let shape: Vec<usize> = param.hf_shape.iter().map(|&n| n as usize).collect();
     let names = param.hf_names().into_iter().enumerate();
     Ok(names
-        .map(|(i, name)| (name, shape.clone(), stored_order(&param, i, values)))
+        .map(|(i, name)| {
+            let mut stored = Vec::new();
+            put_stored(&param, i, values, &mut stored);
+            (name, shape.clone(), stored)
+        })
         .collect())
 }
 
@@ -180,13 +194,24 @@ fn check_length(param: &Param, values: &[f32]) -> Result<(), ImportError> {
     Ok(())
 }
 
-/// Returns the values of one of a parameter's tensors in the order of the file.
-fn stored_order(param: &Param, piece: usize, values: &[f32]) -> Vec<f32> {
-    let n = param.hf_shape.iter().product::<u64>() as usize;
-    let values = &values[piece * n..(piece + 1) * n];
-    match param.transposed {
-        true => transpose(values, param.hf_shape[0] as usize),
+/// Writes the values of one of a parameter's tensors to their places in the order of the file;
+/// `stored` is the tensor, which grows to its length.
+fn put_stored(param: &Param, piece: usize, values: &[f32], stored: &mut Vec<f32>) {
+    let n = match param.pieces {
+        Some(pieces) => values.len() / pieces.max(1) as usize,
+        None => values.len(),
+    };
+    let (values, width) = (&values[piece * n..(piece + 1) * n], param.row_elements());
+    let rows = match param.transposed {
+        true => transpose(values, n / width.max(1)),
         false => values.to_vec(),
+    };
+    match &param.rows {
+        None => *stored = rows,
+        Some(places) => {
+            stored.resize(param.hf_shape.iter().product::<u64>() as usize, 0.0);
+            places.put(&rows, width, stored);
+        }
     }
 }
 
@@ -217,6 +242,7 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
             Plain::GptNeox => "gpt_neox.",
             Plain::Nemotron => "model.",
         },
+        ModelConfig::Latent(_) => "model.",
         ModelConfig::WideResnet(_) => "",
     };
     name.strip_prefix(prefix).unwrap_or(name)
@@ -287,6 +313,13 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
                 "self_attn.rotary_emb.inv_freq",
             ],
         ),
+        // What stands behind the last layer predicts further tokens.
+        ModelConfig::Latent(c) => {
+            let layer = bare.strip_prefix("layers.").and_then(|r| r.split_once('.'));
+            let number = layer.and_then(|(number, _)| number.parse::<u64>().ok());
+            c.version == Version::V3 && number.is_some_and(|n| n >= c.layers)
+                || layered("layers.", &["self_attn.rotary_emb.inv_freq"])
+        }
         ModelConfig::WideResnet(_) => false,
     }
 }

@@ -47,7 +47,7 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             cx.stored(1, *order)?;
             cx.all_keys(*keys)?;
             let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
-            Ok(vec![x[0].clone(), TensorType::new(DType::F32, Shape(lse))])
+            Ok(vec![cx.attended(), TensorType::new(DType::F32, Shape(lse))])
         }
         OpKind::AttentionGrad {
             scale,
@@ -60,8 +60,12 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             cx.attention_operands()?;
             cx.stored(1, *order)?;
             cx.all_keys(*keys)?;
-            cx.same(0, 3)?;
-            cx.same(0, 5)?;
+            let o = cx.attended();
+            for i in [3, 5] {
+                cx.ensure(x[i] == o, || {
+                    format!("operand {i} is {}, expected {o}", x[i])
+                })?;
+            }
             cx.stat(0, 4)?;
             Ok(vec![x[0].clone(), x[1].clone(), x[2].clone()])
         }
@@ -76,25 +80,30 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
             b.operand(&all).result(&all).linear(&[&[0]]);
         }
         OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
-            // q: B S K (G) D; k, v: B T K D. A split S leaves every key in place; a split S
-            // or G makes the gradients of k and v partial. Where T is split as S is, keys and values
-            // go around.
+            // q: B S K (G) D; k: B T K D; v: B T K V; o: B S K (G) V. A split S leaves every key in
+            // place; a split S or G makes the gradients of k and v partial. Where T is split as S
+            // is, keys and values go around.
             let q = dims(&x[0]);
             let bsz = b.factor(q[0], true);
             let s = b.factor(q[1], true);
             let heads = b.free(&q[2..q.len() - 1]);
             let d = b.whole(q[q.len() - 1]);
             let t = b.whole(x[1].shape.0[1]);
-            let qf = [vec![bsz, s], heads.clone(), vec![d]].concat();
-            let kf = [bsz, t, heads[0], d];
+            let v = match x[2] == x[1] {
+                true => d,
+                false => b.whole(x[2].shape.0[3]),
+            };
+            let lse = [vec![bsz, s], heads.clone()].concat();
+            let qf = [&lse[..], &[d]].concat();
+            let of = [&lse[..], &[v]].concat();
+            let (kf, vf) = ([bsz, t, heads[0], d], [bsz, t, heads[0], v]);
             b.rule.ring = Some((s, t));
-            let lse = &qf[..qf.len() - 1];
-            b.operand(&qf).operand(&kf).operand(&kf);
+            b.operand(&qf).operand(&kf).operand(&vf);
             if matches!(kind, OpKind::Attention { .. }) {
-                b.result(&qf).result(lse);
+                b.result(&of).result(&lse);
             } else {
-                b.operand(&qf).operand(lse).operand(&qf);
-                b.result(&qf).result(&kf).result(&kf).linear(&[&[5]]);
+                b.operand(&of).operand(&lse).operand(&of);
+                b.result(&qf).result(&kf).result(&vf).linear(&[&[5]]);
             }
         }
         _ => {}
@@ -105,11 +114,11 @@ fn work(op: &Lengths<'_>) -> Work {
     let x = op.x;
     match op.kind {
         OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
-            // Two products of S x T x D per head forward; backward adds dV, dP, dQ, dK.
-            let products = if matches!(op.kind, OpKind::Attention { .. }) {
-                2.0
+            // Products of S x T x D and S x T x V per head forward; backward dQ and dK, dP and dV.
+            let times = if matches!(op.kind, OpKind::Attention { .. }) {
+                1.0
             } else {
-                4.0
+                2.0
             };
             let (q, t) = (&x[0].1, x[1].1[1]);
             let d = q[q.len() - 1];
@@ -120,7 +129,9 @@ fn work(op: &Lengths<'_>) -> Work {
                 n: t,
                 k: d,
             };
-            let flops = 2.0 * products * shape.batch as f64 * shape.m as f64 * t as f64 * d as f64;
+            let scores = shape.batch as f64 * shape.m as f64 * t as f64;
+            let widths = d as f64 + x[2].1.last().map_or(0.0, |&v| v as f64);
+            let flops = 2.0 * times * scores * widths;
             // The last S queries see T - S/2 of the T keys each; no other S queries see more. A
             // rank of a zigzag order has early and late ones, and sees half.
             // Of a shard that came around, some rank's queries see all where they stand by position.
@@ -136,7 +147,6 @@ fn work(op: &Lengths<'_>) -> Work {
                 },
                 _ => 0.5,
             };
-            let scores = shape.batch as f64 * shape.m as f64 * t as f64;
             Work {
                 attention_flops: flops,
                 causal_share,
@@ -211,9 +221,9 @@ impl Operands<'_> {
     }
     fn attention_operands(&self) -> Result<(), OpError> {
         self.float(0)?;
-        self.same(1, 2)?;
         self.rank(1, 4)?;
-        let (q, k) = (&self.x[0].shape.0, &self.x[1].shape.0);
+        self.rank(2, 4)?;
+        let (q, k, v) = (&self.x[0].shape.0, &self.x[1].shape.0, &self.x[2].shape.0);
         let ok = (q.len() == 4 || q.len() == 5)
             && q[0] == Dim::Batch
             && q[..3] == k[..3]
@@ -224,6 +234,21 @@ impl Operands<'_> {
                 "q {} and k {} do not match [B,S,kv,(groups,)D]",
                 self.x[0], self.x[1]
             )
+        })?;
+        let ok = k[..3] == v[..3] && self.x[1].dtype == self.x[2].dtype;
+        self.ensure(ok && matches!(v[3], Dim::Fixed(_)), || {
+            format!(
+                "k {} and v {} do not match [B,S,kv,_]",
+                self.x[1], self.x[2]
+            )
         })
+    }
+    /// Type of the result: rows of queries as wide as values.
+    fn attended(&self) -> TensorType {
+        let mut o = self.x[0].clone();
+        if let (Some(last), Some(&v)) = (o.shape.0.last_mut(), self.x[2].shape.0.last()) {
+            *last = v;
+        }
+        o
     }
 }

@@ -7,17 +7,32 @@ pub(super) static FAMILY: Family = Family {
     rule,
     work,
     gradient,
-    groups: singly,
+    groups: |op| match op.kind {
+        OpKind::Route { .. } => together(op),
+        _ => singly(op),
+    },
 };
 
 fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
     let x = cx.x;
     match cx.kind {
         OpKind::Route {
-            top_k, capacity, ..
+            top_k,
+            capacity,
+            groups,
+            ..
         } => {
             cx.tokens(0)?;
             let experts = cx.fixed(0, 2)?;
+            if let Some(bias) = x.get(1) {
+                cx.float(1)?;
+                cx.ensure(bias.shape.0 == [Dim::Fixed(experts)], || {
+                    format!("bias {bias} does not have a number for each of {experts} experts")
+                })?;
+            }
+            if let Some(groups) = groups {
+                cx.groups_fit(*groups, experts, *top_k)?;
+            }
             cx.ensure((1..=experts).contains(top_k), || {
                 format!("{top_k} experts for a token; there are {experts}")
             })?;
@@ -75,7 +90,11 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], y: &[TensorType]) {
         // Which places are left depends on all tokens of the sample.
         OpKind::Route { .. } => {
             let [f, k] = routed(b, &x[0], &y[0]);
-            b.operand(&f).result(&[f[0], f[1], k[2]]).result(&k);
+            b.operand(&f);
+            if x.len() == 2 {
+                b.operand(&[f[2]]);
+            }
+            b.result(&[f[0], f[1], k[2]]).result(&k);
         }
         OpKind::RouteGrad { .. } => {
             let [f, k] = routed(b, &x[0], &x[1]);
@@ -132,13 +151,24 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
         OpKind::Route {
             capacity,
             normalize,
+            scores,
             ..
         } => {
             let kind = OpKind::RouteGrad {
                 capacity: *capacity,
                 normalize: *normalize,
+                scores: *scores,
             };
-            arm.emit("logits", kind, &[arm.x(0), arm.y(1), dy])?
+            let logits = arm.emit("logits", kind, &[arm.x(0), arm.y(1), dy])?;
+            if arm.op.inputs.len() == 1 {
+                return Ok(vec![(0, logits)]);
+            }
+            // The bias says who is chosen, and no gate depends on it: zero, and split as the gradient
+            // of any bias is.
+            let f = Unary::Scale { by: 0.0 };
+            let zeros = arm.emit("bias_rows", OpKind::Unary { f }, &[logits])?;
+            let bias = arm.emit("bias", sum(vec![0, 1]), &[zeros])?;
+            return Ok(vec![(0, logits), (1, bias)]);
         }
         // Each the transpose of the other, with the same gates.
         OpKind::Dispatch { .. } if i == 0 => {
@@ -179,6 +209,25 @@ impl Operands<'_> {
             format!("operand {i} is {}, expected [E, B, C, _]", self.x[i])
         })?;
         self.slots_fit(self.fixed(i, 0)?, self.fixed(i, 2)?)
+    }
+    /// Groups of equal size, of which those that are kept have experts enough for a token.
+    fn groups_fit(
+        &self,
+        ExpertGroups { count, kept, best }: ExpertGroups,
+        experts: u64,
+        top_k: u64,
+    ) -> Result<(), OpError> {
+        self.ensure(count >= 1 && experts.is_multiple_of(count.max(1)), || {
+            format!("{experts} experts in {count} groups of equal size")
+        })?;
+        let each = experts / count;
+        let enough = each.checked_mul(kept).is_some_and(|n| n >= top_k);
+        self.ensure((1..=count).contains(&kept) && enough, || {
+            format!("{top_k} experts of {kept} of {count} groups of {each}")
+        })?;
+        self.ensure((1..=each).contains(&best), || {
+            format!("{best} scores of a group of {each} experts")
+        })
     }
     /// Slots are numbered in 32 bits.
     fn slots_fit(&self, experts: u64, capacity: u64) -> Result<(), OpError> {

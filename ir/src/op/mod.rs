@@ -106,6 +106,56 @@ pub enum RopeScaling {
         /// Context length of pre-training.
         original_max_position: u64,
     },
+    /// YaRN (Peng et al. 2023): frequencies that turn more than `beta_fast` times within the
+    /// context of pre-training are kept, those that turn less than `beta_slow` times divided by
+    /// `factor`, a ramp over the pairs between; sines and cosines are multiplied by `magnitude`.
+    Yarn {
+        /// Divisor of low frequencies.
+        factor: f64,
+        /// Turns above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns below which a frequency is divided.
+        beta_slow: f64,
+        /// Context length of pre-training.
+        original_max_position: u64,
+        /// Whether the ends of the ramp are whole pairs.
+        truncate: bool,
+        /// Factor of sines and cosines.
+        magnitude: f64,
+    },
+}
+
+/// What a router makes of its logits before a token's experts are chosen.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Scores {
+    /// The softmax over all experts.
+    #[default]
+    Softmax,
+    /// A sigmoid for each expert (DeepSeek-V3).
+    Sigmoid,
+}
+
+impl Scores {
+    /// Whether scores are a softmax.
+    pub fn are_softmax(&self) -> bool {
+        *self == Scores::Softmax
+    }
+}
+
+/// Groups of experts, of which a token chooses few first: `count` groups of neighbours, of equal
+/// size. The `kept` ones are those in which the `best` largest scores sum to most (DeepSeek-V2,
+/// section 2.2.2, has the largest alone).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+pub struct ExpertGroups {
+    /// How many there are.
+    pub count: u64,
+    /// How many a token's experts come from.
+    pub kept: u64,
+    /// The scores of a group that are added up.
+    pub best: u64,
 }
 
 /// Elementwise functions of one operand.
@@ -351,7 +401,8 @@ pub enum OpKind {
         padding: u64,
     },
     /// Rotary position embedding, rotate-half convention, on `x[B, S, .., D]`: `(x) -> y`
-    /// (Su et al. 2021). `inverse` rotates back: the gradient.
+    /// (Su et al. 2021). `inverse` rotates back: the gradient. A scaling's `magnitude` multiplies
+    /// both ways, as a gradient wants it.
     Rotary {
         /// Base of the frequencies.
         theta: f64,
@@ -368,8 +419,8 @@ pub enum OpKind {
         order: SequenceOrder,
     },
     /// Causal attention with grouped KV heads: `(q[B,S,K,D] or [B,S,K,G,D], k[B,S,K,D],
-    /// v[B,S,K,D]) -> (o like q, lse f32[B,S,K] or [B,S,K,G])`. Saves no scores
-    /// (FlashAttention, Dao et al. 2022).
+    /// v[B,S,K,V]) -> (o[B,S,K,V] or [B,S,K,G,V], lse f32[B,S,K] or [B,S,K,G])`. Values are as wide
+    /// as keys but in latent attention. Saves no scores (FlashAttention, Dao et al. 2022).
     Attention {
         /// Multiplies the scores.
         scale: f64,
@@ -401,6 +452,10 @@ pub enum OpKind {
         #[serde(default, skip_serializing_if = "Keys::are_all")]
         keys: Keys,
     },
+    /// Elements of each token in front of the elements of each of its rows: `(x[B,S,N],
+    /// y[B,S,..,M]) -> [B,S,..,N+M]`. The dims of `x` but the last are the first of `y` (the part of
+    /// the keys that all heads share, in latent attention: DeepSeek-V2, 2024).
+    Join,
     /// Counter-based dropout of activations `x[B, ..]`: `(x) -> x * mask / (1 - p)`. It is its
     /// own gradient: the backward op carries the same `key`.
     Dropout {
@@ -422,11 +477,13 @@ pub enum OpKind {
     CrossEntropy,
     /// `(logits, lse, labels, dnll f32[..]) -> dlogits`: `(softmax - onehot) * dnll`.
     CrossEntropyGrad,
-    /// Chooses each token's experts: `(logits f[B,S,E]) -> (gates f32[B,S,k], slots i32[B,S,k])`.
+    /// Chooses each token's experts: `(logits f[B,S,E]) -> (gates f32[B,S,k], slots i32[B,S,k])`,
+    /// with a second operand `bias f[E]` by scores plus bias.
     ///
-    /// A token's `k` choices are its largest logits, ties to the lower index. Its gates are the
-    /// softmax of all `E` logits at the choices or, with `normalize`, of the chosen logits
-    /// alone (what dividing by the sum of the chosen probabilities gives). The tokens of one
+    /// A token's `k` choices are its largest scores, ties to the lower index, out of the groups that
+    /// it keeps where there are groups. Its gates are the scores at the choices, without bias, or,
+    /// with `normalize`, these over their sum. The bias balances the experts' loads and is no
+    /// parameter (Wang et al. 2024): its gradient is zero. The tokens of one
     /// sample are a group, in which an expert takes `capacity` of them: all first choices in
     /// order of the tokens, then all second choices, and so on (GShard, Lepikhin et al. 2020,
     /// algorithm 1). A choice that is taken has the slot `expert * capacity + place`, one that
@@ -438,6 +495,12 @@ pub enum OpKind {
         capacity: u64,
         /// Whether the gates of a token sum to one.
         normalize: bool,
+        /// What scores are.
+        #[serde(default, skip_serializing_if = "Scores::are_softmax")]
+        scores: Scores,
+        /// The groups of experts, where a token chooses groups first.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        groups: Option<ExpertGroups>,
     },
     /// Gradient of `Route`: `(logits, slots, dgates) -> dlogits`, with its attributes.
     RouteGrad {
@@ -445,6 +508,9 @@ pub enum OpKind {
         capacity: u64,
         /// Whether the gates of a token sum to one.
         normalize: bool,
+        /// What scores are.
+        #[serde(default, skip_serializing_if = "Scores::are_softmax")]
+        scores: Scores,
     },
     /// Tokens to their experts' slots, zeros in empty ones: `(x[B,S,H], slots i32[B,S,k]) ->
     /// [E,B,C,H]`; with a third operand `gates f32[B,S,k]` each row times its gate. Experts
@@ -558,6 +624,7 @@ impl OpKind {
             OpKind::MaxPool2d { .. } => "max_pool2d",
             OpKind::MaxPool2dGrad { .. } => "max_pool2d_grad",
             OpKind::Rotary { .. } => "rotary",
+            OpKind::Join => "join",
             OpKind::Attention { .. } => "attention",
             OpKind::AttentionGrad { .. } => "attention_grad",
             OpKind::Dropout { .. } => "dropout",
@@ -628,7 +695,8 @@ impl OpKind {
             | OpKind::Slice { .. }
             | OpKind::Pad { .. }
             | OpKind::Unstack { .. }
-            | OpKind::Stack { .. } => &movement::FAMILY,
+            | OpKind::Stack { .. }
+            | OpKind::Join => &movement::FAMILY,
             OpKind::DotGeneral { .. } => &matmul::FAMILY,
             OpKind::Embedding | OpKind::EmbeddingGrad { .. } => &embedding::FAMILY,
             OpKind::LayerNorm { .. }
@@ -686,6 +754,7 @@ impl OpKind {
             OpKind::Stack { .. } | OpKind::GlobalNorm => 1..=usize::MAX,
             OpKind::Binary { .. }
             | OpKind::ScaleRows
+            | OpKind::Join
             | OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }
             | OpKind::Conv2dGradInput { .. }
@@ -695,7 +764,8 @@ impl OpKind {
             | OpKind::EmbeddingGrad { .. }
             | OpKind::RmsNorm { .. }
             | OpKind::ClipCoefficient { .. } => 2..=2,
-            // Gates may be left out.
+            // A bias of the choice may be left out, and gates may.
+            OpKind::Route { .. } => 1..=2,
             OpKind::Dispatch { .. } | OpKind::Combine => 2..=3,
             OpKind::LayerNorm { .. }
             | OpKind::GroupNorm { .. }
@@ -792,6 +862,7 @@ impl OpKind {
                 | OpKind::Pad { .. }
                 | OpKind::Unstack { .. }
                 | OpKind::Stack { .. }
+                | OpKind::Join
         )
     }
     /// True for ops without operands.

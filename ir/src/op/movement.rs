@@ -111,6 +111,20 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             dims.insert(*dim, Dim::Fixed(x.len() as u64));
             one(TensorType::new(x[0].dtype, Shape(dims)))
         }
+        OpKind::Join => {
+            let (a, b) = (&x[0].shape.0, &x[1].shape.0);
+            let fits = !a.is_empty()
+                && a.len() <= b.len()
+                && a[..a.len() - 1] == b[..a.len() - 1]
+                && x[0].dtype == x[1].dtype;
+            cx.ensure(fits, || {
+                format!("{} does not stand in front of the rows of {}", x[0], x[1])
+            })?;
+            let (n, m) = (cx.fixed(0, a.len() - 1)?, cx.fixed(1, b.len() - 1)?);
+            let sum = n.checked_add(m);
+            cx.ensure(sum.is_some(), || format!("{n} and {m} elements of a row"))?;
+            one(cx.with_dim(1, b.len() - 1, sum.unwrap_or(n)))
+        }
         _ => cx.stranger(),
     }
 }
@@ -174,6 +188,16 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], y: &[TensorType]) {
             let all: Vec<usize> = (0..x.len()).collect();
             b.result(&out).linear(&[&all]);
         }
+        OpKind::Join => {
+            let (shared, own) = (dims(&x[0]), dims(&x[1]));
+            let rows = b.free(&own[..own.len() - 1]);
+            let n = b.whole(shared[shared.len() - 1]);
+            let m = b.whole(own[own.len() - 1]);
+            let both = b.whole(y[0].shape.0[own.len() - 1]);
+            b.operand(&[&rows[..shared.len() - 1], &[n]].concat());
+            b.operand(&[&rows[..], &[m]].concat());
+            b.result(&[rows, vec![both]].concat()).linear(&[&[0, 1]]);
+        }
         _ => {}
     }
 }
@@ -188,7 +212,8 @@ fn work(op: &Lengths<'_>) -> Work {
         | OpKind::Slice { .. }
         | OpKind::Pad { .. }
         | OpKind::Unstack { .. }
-        | OpKind::Stack { .. } => op.vector(1.0, y.first().unwrap_or(&x[0])),
+        | OpKind::Stack { .. }
+        | OpKind::Join => op.vector(1.0, y.first().unwrap_or(&x[0])),
         _ => Work::default(),
     }
 }
@@ -219,6 +244,7 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
                 .for_each(|(to, &from)| inverse[from] = to);
             arm.emit("x", OpKind::Transpose { perm: inverse }, &[dy])?
         }
+        OpKind::Join => join_gradient(arm, i, dy)?,
         OpKind::Slice { dim, start, .. } => {
             let kind = OpKind::Pad {
                 dim: *dim,
@@ -273,6 +299,33 @@ fn reduce_sum_gradient(
         .enumerate()
         .for_each(|(from, &to)| perm[to] = from);
     arm.emit("x", OpKind::Transpose { perm }, &[wide])
+}
+
+/// The operand's elements of `dy`; what all rows of a token share sums them over these rows.
+fn join_gradient(arm: &mut Arm<'_>, i: usize, dy: ValueId) -> Result<ValueId, GraphError> {
+    let (shared, own) = (arm.shape(arm.x(0)).rank(), arm.shape(arm.x(1)).rank());
+    let (first, last) = (arm.len(arm.x(0), shared - 1), arm.len(arm.x(1), own - 1));
+    let slice = |start, len| OpKind::Slice {
+        dim: own - 1,
+        start,
+        len,
+    };
+    match i {
+        0 if shared == own => arm.emit("x", slice(0, first), &[dy]),
+        // The sum first: where the rows are split, what is left of it to add up is small.
+        0 => {
+            let rows = (shared - 1..own - 1).collect();
+            let both = arm.emit("x_rows", sum(rows), &[dy])?;
+            let dim = shared - 1;
+            let kind = OpKind::Slice {
+                dim,
+                start: 0,
+                len: first,
+            };
+            arm.emit("x", kind, &[both])
+        }
+        _ => arm.emit("y", slice(first, last), &[dy]),
+    }
 }
 
 /// `dx` is the stack of the results' gradients. A result without gradient gets zeros,

@@ -1,7 +1,7 @@
 //! General blocks: `[B,S,H] -> [B,S,H]`, and the head.
 
 use super::{Builder, random_weight};
-use crate::op::{Binary, Init, InputKind, RopeScaling, SequenceOrder, Unary};
+use crate::op::{Binary, ExpertGroups, Init, InputKind, RopeScaling, Scores, SequenceOrder, Unary};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, OpKind, ValueId};
 
@@ -146,18 +146,36 @@ impl Builder {
     /// A mixture of experts, with more or fewer slots than tokens.
     fn experts(&mut self, x: ValueId) -> ValueId {
         let (h, f, experts) = (self.hidden, self.rng.between(3, 6), self.rng.between(2, 5));
+        // Some choose by groups, some by sigmoids and a bias.
+        let groups = (experts == 4 && f > 4).then_some(ExpertGroups {
+            count: 2,
+            kept: 1,
+            best: 2,
+        });
+        let scores = match f % 2 {
+            0 => Scores::Softmax,
+            _ => Scores::Sigmoid,
+        };
         let n = self.norm(x);
         let router = self.param(&[h, experts]);
         let logits = self.einsum("bsh,he->bse", n, router);
         let route = OpKind::Route {
-            top_k: self.rng.between(1, experts.min(3)),
+            top_k: self.rng.between(1, groups.map_or(experts.min(3), |_| 2)),
             capacity: self.rng.between(1, self.sequence),
             normalize: self.rng.one_in(2),
+            scores,
+            groups,
         };
         let OpKind::Route { capacity, .. } = route else {
             return x;
         };
-        let routed = self.ops(route, &[logits]);
+        let routed = match scores {
+            Scores::Softmax => self.ops(route, &[logits]),
+            Scores::Sigmoid => {
+                let bias = self.param_init(&[experts], Init::Normal { std: 0.5 });
+                self.ops(route, &[logits, bias])
+            }
+        };
         let (gates, slots) = (routed[0], routed[1]);
         // Gates weigh the experts' results, or what they are given, or both.
         let before = self.rng.one_in(3);
@@ -203,7 +221,9 @@ impl Builder {
         );
         let n = self.norm(x);
         let grouped = groups > 1;
-        let (mut q, mut k, v) = if grouped {
+        let (mut q, mut k, v) = if grouped && d == 3 {
+            self.latent_qkv(n, kv, groups)
+        } else if grouped {
             let (wq, wk, wv) = (
                 self.param(&[h, kv, groups, d]),
                 self.param(&[h, kv, d]),
@@ -243,6 +263,10 @@ impl Builder {
             },
             &[q, k, v],
         );
+        let d = match self.dims(o).last() {
+            Some(Dim::Fixed(n)) => *n,
+            _ => d,
+        };
         let width = kv * groups * d;
         let y = if self.rng.one_in(2) {
             let flat = self.reshape(o, &[self.sequence, width]);
@@ -257,6 +281,21 @@ impl Builder {
         };
         let y = self.maybe_bias(y);
         self.residual(x, y)
+    }
+    /// Keys of which all heads share an element, and values narrower than keys.
+    fn latent_qkv(&mut self, n: ValueId, kv: u64, groups: u64) -> (ValueId, ValueId, ValueId) {
+        let h = self.hidden;
+        let (wq, wk, wv) = (
+            self.param(&[h, kv, groups, 3]),
+            self.param(&[h, kv, 2]),
+            self.param(&[h, kv, 2]),
+        );
+        let shared = self.param(&[h, 1]);
+        let q = self.einsum("bsh,hkgd->bskgd", n, wq);
+        let k = self.einsum("bsh,hkd->bskd", n, wk);
+        let v = self.einsum("bsh,hkd->bskd", n, wv);
+        let shared = self.einsum("bsh,hd->bsd", n, shared);
+        (q, self.op(OpKind::Join, &[shared, k]), v)
     }
     /// One matmul for queries, keys and values, then taken apart.
     fn fused_qkv(&mut self, n: ValueId, heads: u64, d: u64) -> (ValueId, ValueId, ValueId) {

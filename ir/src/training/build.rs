@@ -710,6 +710,7 @@ fn wants_one_dtype(kind: &OpKind) -> bool {
         kind,
         OpKind::Binary { .. }
             | OpKind::ScaleRows
+            | OpKind::Join
             | OpKind::Stack { .. }
             | OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }

@@ -265,7 +265,10 @@ fn context_options(
 ) -> Vec<AxisUse> {
     let pinned = s.pins.context_attention;
     let is_attention = matches!(op.kind, OpKind::Attention { .. });
-    let is_beside = matches!(op.kind, OpKind::Rotary { .. } | OpKind::Unstack { .. });
+    let is_beside = matches!(
+        op.kind,
+        OpKind::Rotary { .. } | OpKind::Unstack { .. } | OpKind::Join
+    );
     let may_exchange = pinned.is_none_or(|p| p == ContextAttention::Ulysses);
     if !may_exchange || !(is_attention || is_beside) {
         return sequence;
@@ -298,8 +301,8 @@ fn shares_heads(s: &Setting<'_>, rule: &ShardingRule, uses: &[AxisUse]) -> bool 
 }
 
 /// Corresponding factors of a forward op and one op of its group, by the tensors they share:
-/// a forward value used by both, a gradient with the shape of a forward result (operands) or
-/// of a forward operand (results).
+/// a forward value used by both, a gradient with the shape of a forward result or operand
+/// (operands) or of a forward operand (results).
 fn factor_map(
     graph: &Graph,
     head: OpId,
@@ -337,6 +340,12 @@ fn factor_map(
             .position(|w| graph.ty(*w).shape == graph.ty(v).shape)
         {
             pair(&head_rule.results[i], &rule.operands[k]);
+        } else if let Some(i) = fwd
+            .inputs
+            .iter()
+            .position(|w| graph.ty(*w).shape == graph.ty(v).shape)
+        {
+            pair(&head_rule.operands[i], &rule.operands[k]);
         }
     }
     for (k, v) in op.outputs.iter().enumerate() {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
-//!   k [B, T, K, D]      key j is at position k_offset + j; v likewise
+//!   k [B, T, K, D]      key j is at position k_offset + j; v [B, T, K, V] likewise
 //!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
 //!   o_i = sum_j drop_ij exp(s_ij - lse_i) v_j       0 when no key is visible
@@ -46,8 +46,10 @@ pub struct AttentionDims {
     pub kv_heads: usize,
     /// Query heads per key-value head, G.
     pub groups: usize,
-    /// Elements per head, D.
+    /// Elements per head of queries and keys, D.
     pub head_dim: usize,
+    /// Elements per head of values and results, V.
+    pub value_dim: usize,
     /// Global position of query row 0.
     pub q_offset: usize,
     /// Global position of key 0.
@@ -65,6 +67,16 @@ impl AttentionDims {
     /// Elements of a tensor `[B, T, K, D]`.
     pub fn k_elements(&self) -> usize {
         self.batch * self.k_len * self.kv_heads * self.head_dim
+    }
+
+    /// Elements of the result, `[B, S, K, G, V]`.
+    pub fn o_elements(&self) -> usize {
+        self.lse_elements() * self.value_dim
+    }
+
+    /// Elements of the values, `[B, T, K, V]`.
+    pub fn v_elements(&self) -> usize {
+        self.batch * self.k_len * self.kv_heads * self.value_dim
     }
 
     /// Elements of a tensor `[B, S, K, G]`.
@@ -89,7 +101,7 @@ pub struct Attention<'a> {
     pub q: &'a [f32],
     /// Keys `[B, T, K, D]`.
     pub k: &'a [f32],
-    /// Values `[B, T, K, D]`.
+    /// Values `[B, T, K, V]`.
     pub v: &'a [f32],
     /// The extents.
     pub dims: AttentionDims,
@@ -102,7 +114,7 @@ pub struct Attention<'a> {
 /// The results of the forward pass and the gradient that came in.
 #[derive(Clone, Copy)]
 pub struct Upstream<'a> {
-    /// Output of [`forward`], `[B, S, K, G, D]`.
+    /// Output of [`forward`], `[B, S, K, G, V]`.
     pub o: &'a [f32],
     /// Its log-sum-exp, `[B, S, K, G]`.
     pub lse: &'a [f32],
@@ -116,11 +128,11 @@ pub struct Gradients<'a> {
     pub dq: &'a mut [f32],
     /// `[B, T, K, D]`.
     pub dk: &'a mut [f32],
-    /// `[B, T, K, D]`.
+    /// `[B, T, K, V]`.
     pub dv: &'a mut [f32],
 }
 
-/// Writes the output `o` `[B, S, K, G, D]` and `lse` `[B, S, K, G]`.
+/// Writes the output `o` `[B, S, K, G, V]` and `lse` `[B, S, K, G]`.
 ///
 /// Key-value heads are shared among up to `threads` threads; 0 counts as 1.
 ///
@@ -128,7 +140,7 @@ pub struct Gradients<'a> {
 /// When a slice does not have the elements of its shape, or `valid_k > k_len`.
 pub fn forward(attention: &Attention<'_>, o: &mut [f32], lse: &mut [f32], threads: usize) {
     let dims = attention.check();
-    assert_eq!(o.len(), dims.q_elements(), "elements of o");
+    assert_eq!(o.len(), dims.o_elements(), "elements of o");
     assert_eq!(lse.len(), dims.lse_elements(), "elements of lse");
     let out = Mutex::new((o, lse));
     each_head(&dims, threads, |head| {
@@ -150,12 +162,12 @@ pub fn backward(
     threads: usize,
 ) {
     let dims = attention.check();
-    assert_eq!(upstream.o.len(), dims.q_elements(), "elements of o");
+    assert_eq!(upstream.o.len(), dims.o_elements(), "elements of o");
     assert_eq!(upstream.lse.len(), dims.lse_elements(), "elements of lse");
-    assert_eq!(upstream.d_o.len(), dims.q_elements(), "elements of d_o");
+    assert_eq!(upstream.d_o.len(), dims.o_elements(), "elements of d_o");
     assert_eq!(gradients.dq.len(), dims.q_elements(), "elements of dq");
     assert_eq!(gradients.dk.len(), dims.k_elements(), "elements of dk");
-    assert_eq!(gradients.dv.len(), dims.k_elements(), "elements of dv");
+    assert_eq!(gradients.dv.len(), dims.v_elements(), "elements of dv");
     let out = Mutex::new(gradients);
     each_head(&dims, threads, |head| {
         let (dq, dk, dv) = head.backward(attention, upstream);
@@ -167,12 +179,12 @@ pub fn backward(
 }
 
 /// Adds the attention of some queries to other keys to one that is there: `o` and `lse` become those
-/// of both sets of keys. Widths are those of [`forward`]'s results.
+/// of both sets of keys. Rows of `o` have `width` elements.
 ///
 /// With `lse = ln(exp lse_a + exp lse_b)`, `o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b`; where no
 /// key is visible `lse` is -inf, and `o` zero.
-pub fn merge(head_dim: usize, (o, lse): (&mut [f32], &mut [f32]), (o_b, lse_b): (&[f32], &[f32])) {
-    let rows = o.chunks_exact_mut(head_dim).zip(o_b.chunks_exact(head_dim));
+pub fn merge(width: usize, (o, lse): (&mut [f32], &mut [f32]), (o_b, lse_b): (&[f32], &[f32])) {
+    let rows = o.chunks_exact_mut(width).zip(o_b.chunks_exact(width));
     for ((row, row_b), (a, &b)) in rows.zip(lse.iter_mut().zip(lse_b)) {
         let max = a.max(b);
         if max == f32::NEG_INFINITY {
@@ -233,15 +245,15 @@ struct Block {
 }
 
 impl Head {
-    /// `o` `[S, G, D]` and `lse` `[S, G]` of this head.
+    /// `o` `[S, G, V]` and `lse` `[S, G]` of this head.
     fn forward(&self, attention: &Attention<'_>) -> (Vec<f32>, Vec<f32>) {
         let AttentionDims {
             q_len,
             groups,
-            head_dim,
+            value_dim,
             ..
         } = self.dims;
-        let mut o = vec![0.0; q_len * groups * head_dim];
+        let mut o = vec![0.0; q_len * groups * value_dim];
         let mut lse = vec![f32::NEG_INFINITY; q_len * groups];
         let mut scores = Vec::new();
         for block in self.blocks() {
@@ -251,7 +263,7 @@ impl Head {
                 rows,
                 keys,
             } = block;
-            self.row_products(block, attention.q, attention.k, &mut scores);
+            self.row_products(block, self.scored(attention), &mut scores);
             let mut inverse_sums = [0.0; BLOCK];
             for (r, row) in scores.chunks_exact_mut(keys).enumerate() {
                 let sum = soften(&mut row[..self.dims.visible(first + r)], attention.scale);
@@ -260,29 +272,29 @@ impl Head {
                 lse[(first + r) * groups + g] = sum.lse;
                 inverse_sums[r] = sum.inverse;
             }
-            let o = &mut o[(first * groups + g) * head_dim..];
+            let o = &mut o[(first * groups + g) * value_dim..];
             let p = View {
                 data: &scores,
                 row: keys,
                 col: 1,
             };
-            let v = self.keys(attention.v);
+            let v = self.keys(attention.v, value_dim);
             gemm(
-                (rows, keys, head_dim),
+                (rows, keys, value_dim),
                 p,
                 v,
                 Store::Overwrite,
                 o,
-                groups * head_dim,
+                groups * value_dim,
             );
-            for (row, inverse) in o.chunks_mut(groups * head_dim).zip(&inverse_sums[..rows]) {
-                row[..head_dim].iter_mut().for_each(|x| *x *= inverse);
+            for (row, inverse) in o.chunks_mut(groups * value_dim).zip(&inverse_sums[..rows]) {
+                row[..value_dim].iter_mut().for_each(|x| *x *= inverse);
             }
         }
         (o, lse)
     }
 
-    /// `dq` `[S, G, D]`, `dk` and `dv` `[T, D]` of this head.
+    /// `dq` `[S, G, D]`, `dk` `[T, D]` and `dv` `[T, V]` of this head.
     fn backward(
         &self,
         attention: &Attention<'_>,
@@ -293,10 +305,11 @@ impl Head {
             k_len,
             groups,
             head_dim,
+            value_dim,
             ..
         } = self.dims;
         let mut dq = vec![0.0; q_len * groups * head_dim];
-        let (mut dk, mut dv) = (vec![0.0; k_len * head_dim], vec![0.0; k_len * head_dim]);
+        let (mut dk, mut dv) = (vec![0.0; k_len * head_dim], vec![0.0; k_len * value_dim]);
         let (mut p, mut ds) = (Vec::new(), Vec::new());
         for block in self.blocks() {
             let Block {
@@ -305,8 +318,9 @@ impl Head {
                 rows,
                 keys,
             } = block;
-            self.row_products(block, attention.q, attention.k, &mut p);
-            self.row_products(block, upstream.d_o, attention.v, &mut ds);
+            self.row_products(block, self.scored(attention), &mut p);
+            let weighted = (upstream.d_o, attention.v, value_dim);
+            self.row_products(block, weighted, &mut ds);
             let both = p.chunks_exact_mut(keys).zip(ds.chunks_exact_mut(keys));
             for (r, (p, ds)) in both.enumerate() {
                 self.backward_row(attention, upstream, block, r, p, ds);
@@ -321,25 +335,24 @@ impl Head {
                 row: keys,
                 col: 1,
             };
-            let size = (keys, rows, head_dim);
             gemm(
-                size,
+                (keys, rows, value_dim),
                 across(&p),
-                self.queries(upstream.d_o, g, first),
+                self.queries(upstream.d_o, value_dim, g, first),
                 Store::Add,
                 &mut dv,
-                head_dim,
+                value_dim,
             );
             gemm(
-                size,
+                (keys, rows, head_dim),
                 across(&ds),
-                self.queries(attention.q, g, first),
+                self.queries(attention.q, head_dim, g, first),
                 Store::Add,
                 &mut dk,
                 head_dim,
             );
             let dq = &mut dq[(first * groups + g) * head_dim..];
-            let k = self.keys(attention.k);
+            let k = self.keys(attention.k, head_dim);
             gemm(
                 (rows, keys, head_dim),
                 along,
@@ -365,7 +378,7 @@ impl Head {
     ) {
         let i = block.first + r;
         let row = self.query_row(block.g, i);
-        let elements = row * self.dims.head_dim..(row + 1) * self.dims.head_dim;
+        let elements = row * self.dims.value_dim..(row + 1) * self.dims.value_dim;
         let delta = dot(&upstream.o[elements.clone()], &upstream.d_o[elements]) as f32;
         let (lse, scale) = (upstream.lse[row], attention.scale);
         let (p, masked_p) = p.split_at_mut(self.dims.visible(i));
@@ -417,9 +430,19 @@ impl Head {
         all.filter(|block| block.keys > 0)
     }
 
-    /// `out[rows, keys]`: products of the block's rows of `a` (as `q`) with the rows of `b` (as
-    /// `k`).
-    fn row_products(&self, block: Block, a: &[f32], b: &[f32], out: &mut Vec<f32>) {
+    /// Queries and keys, and how wide their rows are.
+    fn scored<'a>(&self, attention: &Attention<'a>) -> (&'a [f32], &'a [f32], usize) {
+        (attention.q, attention.k, self.dims.head_dim)
+    }
+
+    /// `out[rows, keys]`: products of the block's rows of `a` (by query) with the rows of `b` (by
+    /// key), both of `width` elements.
+    fn row_products(
+        &self,
+        block: Block,
+        (a, b, width): (&[f32], &[f32], usize),
+        out: &mut Vec<f32>,
+    ) {
         let Block {
             g,
             first,
@@ -427,16 +450,16 @@ impl Head {
             keys,
         } = block;
         out.resize(rows * keys, 0.0);
-        let View { data, row, col } = self.keys(b);
+        let View { data, row, col } = self.keys(b, width);
         let b = View {
             data,
             row: col,
             col: row,
         };
-        let size = (rows, self.dims.head_dim, keys);
+        let size = (rows, width, keys);
         gemm(
             size,
-            self.queries(a, g, first),
+            self.queries(a, width, g, first),
             b,
             Store::Overwrite,
             out,
@@ -455,34 +478,28 @@ impl Head {
         ((self.b * q_len + i) * kv_heads + self.kv) * groups + g
     }
 
-    /// The rows of group `g` from `first` on, as a matrix with D columns.
-    fn queries<'a>(&self, data: &'a [f32], g: usize, first: usize) -> View<'a> {
+    /// The rows of group `g` from `first` on, as a matrix with `width` columns.
+    fn queries<'a>(&self, data: &'a [f32], width: usize, g: usize, first: usize) -> View<'a> {
         let AttentionDims {
-            kv_heads,
-            groups,
-            head_dim,
-            ..
+            kv_heads, groups, ..
         } = self.dims;
-        let data = &data[self.query_row(g, first) * head_dim..];
+        let data = &data[self.query_row(g, first) * width..];
         View {
             data,
-            row: kv_heads * groups * head_dim,
+            row: kv_heads * groups * width,
             col: 1,
         }
     }
 
-    /// The keys or values of this head, as a matrix with D columns.
-    fn keys<'a>(&self, data: &'a [f32]) -> View<'a> {
+    /// The keys or values of this head, as a matrix with `width` columns.
+    fn keys<'a>(&self, data: &'a [f32], width: usize) -> View<'a> {
         let AttentionDims {
-            k_len,
-            kv_heads,
-            head_dim,
-            ..
+            k_len, kv_heads, ..
         } = self.dims;
-        let data = &data[(self.b * k_len * kv_heads + self.kv) * head_dim..];
+        let data = &data[(self.b * k_len * kv_heads + self.kv) * width..];
         View {
             data,
-            row: kv_heads * head_dim,
+            row: kv_heads * width,
             col: 1,
         }
     }
@@ -505,9 +522,12 @@ impl Attention<'_> {
         let dims = self.dims;
         assert_eq!(self.q.len(), dims.q_elements(), "elements of q");
         assert_eq!(self.k.len(), dims.k_elements(), "elements of k");
-        assert_eq!(self.v.len(), dims.k_elements(), "elements of v");
+        assert_eq!(self.v.len(), dims.v_elements(), "elements of v");
         assert!(dims.valid_k <= dims.k_len, "valid_k within the keys");
-        assert!(dims.head_dim > 0, "a head has elements");
+        assert!(
+            dims.head_dim > 0 && dims.value_dim > 0,
+            "a head has elements"
+        );
         dims
     }
 }

@@ -22,7 +22,7 @@ struct Results {
     dv: Vec<f32>,
 }
 
-/// [B, S, T, K, G, D], q_offset, valid_k.
+/// [B, S, T, K, G, D], q_offset, valid_k; values are as wide as keys.
 fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
     let [batch, q_len, k_len, kv_heads, groups, head_dim] = extents;
     AttentionDims {
@@ -32,22 +32,27 @@ fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
         kv_heads,
         groups,
         head_dim,
+        value_dim: head_dim,
         q_offset,
         k_offset: 0,
         valid_k,
     }
 }
 
+/// The same with values of another width.
+fn with_values(dims: AttentionDims, value_dim: usize) -> AttentionDims {
+    AttentionDims { value_dim, ..dims }
+}
+
 impl Case {
     fn random(seed: u64, dims: AttentionDims) -> Self {
-        let (q, k) = (dims.q_elements(), dims.k_elements());
         let numbers = |i, n| random(4 * seed + i, n);
         Case {
             dims,
-            q: numbers(0, q),
-            k: numbers(1, k),
-            v: numbers(2, k),
-            d_o: numbers(3, q),
+            q: numbers(0, dims.q_elements()),
+            k: numbers(1, dims.k_elements()),
+            v: numbers(2, dims.v_elements()),
+            d_o: numbers(3, dims.o_elements()),
         }
     }
 
@@ -66,9 +71,10 @@ impl Case {
         let attention = self.attention(scale, dropout);
         let blank = |n| vec![f32::NAN; n];
         let (q, k) = (self.dims.q_elements(), self.dims.k_elements());
-        let (mut o, mut lse) = (blank(q), blank(self.dims.lse_elements()));
+        let (o, v) = (self.dims.o_elements(), self.dims.v_elements());
+        let (mut o, mut lse) = (blank(o), blank(self.dims.lse_elements()));
         forward(&attention, &mut o, &mut lse, threads);
-        let (mut dq, mut dk, mut dv) = (blank(q), blank(k), blank(k));
+        let (mut dq, mut dk, mut dv) = (blank(q), blank(k), blank(v));
         let upstream = Upstream {
             o: &o,
             lse: &lse,
@@ -145,18 +151,20 @@ fn naive(
         kv_heads,
         groups,
         head_dim,
+        value_dim,
         ..
     } = dims;
-    let (mut o, mut lse) = (vec![0.0; dims.q_elements()], Vec::new());
+    let (mut o, mut lse) = (vec![0.0; dims.o_elements()], Vec::new());
     for b in 0..batch {
         for i in 0..q_len {
             for kv in 0..kv_heads {
                 for g in 0..groups {
                     let row = ((b * q_len + i) * kv_heads + kv) * groups + g;
-                    let key = |j: usize| ((b * k_len + j) * kv_heads + kv) * head_dim;
+                    let key = |j: usize| (b * k_len + j) * kv_heads + kv;
                     let keys = (0..k_len).filter(|&j| j <= dims.q_offset + i && j < dims.valid_k);
                     let score = |j: usize| -> f64 {
-                        let pairs = q[row * head_dim..].iter().zip(&k[key(j)..]).take(head_dim);
+                        let pairs = q[row * head_dim..].iter().zip(&k[key(j) * head_dim..]);
+                        let pairs = pairs.take(head_dim);
                         scale * pairs.map(|(a, b)| a * b).sum::<f64>()
                     };
                     let sum: f64 = keys.clone().map(|j| score(j).exp()).sum();
@@ -168,8 +176,8 @@ fn naive(
                             1.0
                         };
                         let weight = score(j).exp() / sum * dropped;
-                        for d in 0..head_dim {
-                            o[row * head_dim + d] += weight * v[key(j) + d];
+                        for d in 0..value_dim {
+                            o[row * value_dim + d] += weight * v[key(j) * value_dim + d];
                         }
                     }
                 }
@@ -193,6 +201,8 @@ fn shapes() -> Vec<AttentionDims> {
         dims([3, 4, 9, 2, 1, 3], 20, 7),
         dims([1, 67, 67, 2, 2, 3], 0, 67),
         dims([1, 130, 150, 1, 2, 9], 20, 149),
+        with_values(dims([2, 7, 11, 2, 3, 5], 4, 11), 3),
+        with_values(dims([1, 67, 67, 2, 1, 4], 0, 67), 9),
     ]
 }
 
@@ -285,6 +295,7 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
     for d in [
         dims([2, 70, 70, 3, 2, 17], 0, 70),
         dims([2, 9, 300, 3, 1, 8], 280, 289),
+        with_values(dims([2, 70, 70, 3, 2, 12], 0, 70), 7),
     ] {
         let case = Case::random(5, d);
         let whole = case.run(0.4, None, 1);
@@ -414,7 +425,7 @@ fn throughput() {
 fn parts_of_the_keys_merge_to_the_whole() {
     let (cut, scale) = (5, 0.7);
     let doubled = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let whole = Case::random(11, dims([2, 6, 12, 2, 2, 4], 3, 10));
+    let whole = Case::random(11, with_values(dims([2, 6, 12, 2, 2, 4], 3, 10), 3));
     let all = whole.run(scale, None, 1);
     let half = |keys: std::ops::Range<usize>| {
         let d = whole.dims;
@@ -436,14 +447,14 @@ fn parts_of_the_keys_merge_to_the_whole() {
     let halves = [half(0..cut), half(cut..12)];
     let parts = halves.each_ref().map(|case| case.run(scale, None, 1));
     let (mut o, mut lse) = (parts[0].o.clone(), parts[0].lse.clone());
-    merge(4, (&mut o, &mut lse), (&parts[1].o, &parts[1].lse));
+    merge(3, (&mut o, &mut lse), (&parts[1].o, &parts[1].lse));
     assert_close(&o, &doubled(&all.o), 1e-5, "o");
     assert_close(&lse, &doubled(&all.lse), 1e-5, "lse");
     let mut dq = vec![0.0; whole.dims.q_elements()];
     for (case, keys) in halves.iter().zip([0..cut, cut..12]) {
         let d = case.dims;
         let mut dq_part = vec![0.0; d.q_elements()];
-        let (mut dk, mut dv) = (vec![0.0; d.k_elements()], vec![0.0; d.k_elements()]);
+        let (mut dk, mut dv) = (vec![0.0; d.k_elements()], vec![0.0; d.v_elements()]);
         let upstream = Upstream {
             o: &all.o,
             lse: &all.lse,

@@ -9,6 +9,7 @@
 //! padded lengths; samples and tokens past the valid ones are padding and are not read.
 
 use super::special::exp;
+use ir::op::{ExpertGroups, Scores};
 
 /// Lengths of the tensors between which tokens move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,11 +63,84 @@ impl Slots {
     }
 }
 
+/// How tokens choose.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice<'a> {
+    /// What scores are of logits.
+    pub scores: Scores,
+    /// Whether gates are divided by their sum.
+    pub normalize: bool,
+    /// The groups that a token chooses first.
+    pub groups: Option<ExpertGroups>,
+    /// What is added to the scores for the choice, one for each expert.
+    pub bias: Option<&'a [f32]>,
+}
+
+/// Added to the sum that gates are divided by, as DeepSeek-V3's code does.
+const SMALLEST_SUM: f64 = 1e-20;
+
+impl Choice<'_> {
+    /// What the choice goes by, expert by expert.
+    fn keys(&self, logits: &[f32]) -> Vec<f64> {
+        // A softmax keeps the order of the logits, and of groups by their best.
+        let by_logits = self.bias.is_none() && self.groups.is_none_or(|g| g.best == 1);
+        let scores: Vec<f64> = match self.scores {
+            Scores::Softmax if by_logits => return logits.iter().map(|&l| f64::from(l)).collect(),
+            Scores::Softmax => {
+                let largest = largest(logits);
+                let sum: f64 = logits.iter().map(|&l| weight(l, largest)).sum();
+                logits.iter().map(|&l| weight(l, largest) / sum).collect()
+            }
+            Scores::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
+        };
+        match self.bias {
+            None => scores,
+            Some(bias) => {
+                let both = scores.iter().zip(bias);
+                both.map(|(s, &b)| s + f64::from(b)).collect()
+            }
+        }
+    }
+
+    /// All experts that may be chosen, the best first.
+    fn order(&self, logits: &[f32]) -> Vec<usize> {
+        let keys = self.keys(logits);
+        let best_first =
+            |keys: &[f64], a: usize, b: usize| keys[b].total_cmp(&keys[a]).then(a.cmp(&b));
+        let mut order: Vec<usize> = (0..keys.len()).collect();
+        order.sort_unstable_by(|&a, &b| best_first(&keys, a, b));
+        let Some(ExpertGroups { count, kept, best }) = self.groups else {
+            return order;
+        };
+        let (count, each) = (count as usize, keys.len() / count as usize);
+        let (mut sums, mut taken) = (vec![0.0; count], vec![0; count]);
+        for &e in &order {
+            let group = e / each;
+            if taken[group] < best {
+                (sums[group], taken[group]) = (sums[group] + keys[e], taken[group] + 1);
+            }
+        }
+        let mut groups: Vec<usize> = (0..count).collect();
+        groups.sort_unstable_by(|&a, &b| best_first(&sums, a, b));
+        let kept = &groups[..(kept as usize).min(count)];
+        order.retain(|e| kept.contains(&(e / each)));
+        order
+    }
+}
+
+fn largest(logits: &[f32]) -> f32 {
+    logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+fn sigmoid(logit: f32) -> f64 {
+    1.0 / (1.0 + exp(-f64::from(logit)))
+}
+
 /// Chooses experts: `(logits[samples, tokens, experts]) -> (gates[samples, tokens, top_k],
 /// slots[samples, tokens, top_k])`; `top_k` is the length of a row of the results.
 ///
-/// Choices are the largest logits in descending order, of equal ones the lower index first.
-/// Gates are the softmax of all logits or, with `normalize`, of the chosen ones. Places are
+/// Choices are the largest scores in descending order, of equal ones the lower index first. Gates
+/// are the scores at the choices or, with `normalize`, these over their sum. Places are
 /// given out within a sample, first choices before second ones, in order of the tokens.
 ///
 /// # Panics
@@ -75,7 +149,7 @@ pub fn route(
     logits: &[f32],
     (tokens, experts, top_k): (usize, usize, usize),
     capacity: usize,
-    normalize: bool,
+    choice: Choice<'_>,
     gates: &mut [f32],
     slots: &mut [i32],
 ) {
@@ -83,16 +157,24 @@ pub fn route(
     let rows = logits.len() / experts.max(1);
     assert_eq!(gates.len(), rows * top_k, "gates");
     assert_eq!(slots.len(), rows * top_k, "slots");
-    let mut order: Vec<usize> = (0..experts).collect();
     for (row, logits) in logits.chunks_exact(experts).enumerate() {
-        order.sort_unstable_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        let order = choice.order(logits);
         let chosen = &order[..top_k];
-        let among = if normalize { chosen } else { &order[..] };
-        let largest = logits[order[0]];
-        let sum: f64 = among.iter().map(|&e| weight(logits[e], largest)).sum();
+        let largest = largest(logits);
+        let score = |e: usize| match choice.scores {
+            Scores::Softmax => weight(logits[e], largest),
+            Scores::Sigmoid => sigmoid(logits[e]),
+        };
+        let of_chosen = || chosen.iter().map(|&e| score(e)).sum();
+        let sum: f64 = match (choice.scores, choice.normalize) {
+            (Scores::Softmax, true) => of_chosen(),
+            (Scores::Softmax, false) => (0..experts).map(score).sum(),
+            (Scores::Sigmoid, true) => of_chosen() + SMALLEST_SUM,
+            (Scores::Sigmoid, false) => 1.0,
+        };
         let at = row * top_k;
         for (i, &expert) in chosen.iter().enumerate() {
-            gates[at + i] = (weight(logits[expert], largest) / sum) as f32;
+            gates[at + i] = (score(expert) / sum) as f32;
             slots[at + i] = expert as i32;
         }
     }
@@ -120,7 +202,8 @@ fn weight(logit: f32, largest: f32) -> f64 {
 /// top_k], dgates[rows, top_k]) -> dlogits[rows, experts]`.
 ///
 /// With gates `g` at the choices, `dl = p * (dg - sum(g * dg))`, where `p` is the softmax and
-/// `dg` is zero for an expert that is not chosen.
+/// `dg` is zero for an expert that is not chosen. Of sigmoids `s`, `dl = s (1 - s) dg` at the
+/// choices and, with `normalize`, `dl = g (1 - s) (dg - sum(g * dg))`.
 ///
 /// # Panics
 /// If the slices do not have these shapes.
@@ -130,7 +213,7 @@ pub fn route_grad(
     dgates: &[f32],
     (experts, top_k): (usize, usize),
     capacity: usize,
-    normalize: bool,
+    (scores, normalize): (Scores, bool),
     dlogits: &mut [f32],
 ) {
     assert_eq!(slots.len(), dgates.len(), "one gradient per choice");
@@ -145,7 +228,11 @@ pub fn route_grad(
         .zip(dlogits.chunks_exact_mut(experts));
     for ((slots, dgates), (logits, dlogits)) in choices.zip(rows) {
         let chosen: Vec<usize> = slots.iter().map(|&s| expert_of(s)).collect();
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if scores == Scores::Sigmoid {
+            sigmoid_grad(logits, &chosen, dgates, normalize, dlogits);
+            continue;
+        }
+        let largest = largest(logits);
         let sum: f64 = match normalize {
             true => chosen.iter().map(|&e| weight(logits[e], largest)).sum(),
             false => logits.iter().map(|&l| weight(l, largest)).sum(),
@@ -163,6 +250,29 @@ pub fn route_grad(
         for (&e, &d) in chosen.iter().zip(dgates) {
             dlogits[e] = (p(e) * (f64::from(d) - mean)) as f32;
         }
+    }
+}
+
+/// The gradient of one token's gates where scores are sigmoids.
+fn sigmoid_grad(
+    logits: &[f32],
+    chosen: &[usize],
+    dgates: &[f32],
+    normalize: bool,
+    dlogits: &mut [f32],
+) {
+    let s: Vec<f64> = chosen.iter().map(|&e| sigmoid(logits[e])).collect();
+    let (sum, mean) = match normalize {
+        false => (1.0, 0.0),
+        true => {
+            let sum = s.iter().sum::<f64>() + SMALLEST_SUM;
+            let all = s.iter().zip(dgates);
+            (sum, all.map(|(s, &d)| s / sum * f64::from(d)).sum())
+        }
+    };
+    dlogits.fill(0.0);
+    for ((&e, s), &d) in chosen.iter().zip(&s).zip(dgates) {
+        dlogits[e] = (s / sum * (1.0 - s) * (f64::from(d) - mean)) as f32;
     }
 }
 
@@ -226,12 +336,25 @@ mod tests {
     const WIDTH: usize = 3;
     const SAMPLES: usize = 2;
 
-    fn routed(logits: &[f32], capacity: usize, normalize: bool) -> (Vec<f32>, Vec<i32>) {
+    fn softmax(normalize: bool) -> Choice<'static> {
+        Choice {
+            scores: Scores::Softmax,
+            normalize,
+            groups: None,
+            bias: None,
+        }
+    }
+
+    fn chosen(logits: &[f32], capacity: usize, choice: Choice<'_>) -> (Vec<f32>, Vec<i32>) {
         let n = logits.len() / EXPERTS * TOP_K;
         let (mut gates, mut slots) = (vec![f32::NAN; n], vec![i32::MAX; n]);
         let sizes = (TOKENS, EXPERTS, TOP_K);
-        route(logits, sizes, capacity, normalize, &mut gates, &mut slots);
+        route(logits, sizes, capacity, choice, &mut gates, &mut slots);
         (gates, slots)
+    }
+
+    fn routed(logits: &[f32], capacity: usize, normalize: bool) -> (Vec<f32>, Vec<i32>) {
+        chosen(logits, capacity, softmax(normalize))
     }
 
     fn lengths(capacity: usize, first: usize, experts: usize) -> Slots {
@@ -304,10 +427,71 @@ mod tests {
         }
     }
 
+    /// Experts 0 and 1 are one group, 2 and 3 the other. Scores decide gates, scores and bias who is
+    /// chosen.
+    #[test]
+    fn groups_are_chosen_first_and_a_bias_decides_no_gate() {
+        let s = |l: f64| 1.0 / (1.0 + (-l).exp());
+        let logits = [1.5, -2.0, 1.0, 0.9].repeat(TOKENS);
+        let bias = [0.0, 0.0, -0.5, 0.0];
+        let of = |best, choice: Choice<'static>| Choice {
+            groups: Some(ExpertGroups {
+                count: 2,
+                kept: 1,
+                best,
+            }),
+            ..choice
+        };
+        let experts = |choice: Choice<'_>| -> (Vec<i32>, Vec<f32>) {
+            let (gates, slots) = chosen(&logits, TOKENS, choice);
+            let of = slots[..TOP_K].iter().map(|s| s / TOKENS as i32);
+            (of.collect(), gates[..TOP_K].to_vec())
+        };
+        let sigmoid = Choice {
+            scores: Scores::Sigmoid,
+            ..softmax(false)
+        };
+        // By its best expert the first group wins, by its two best the second.
+        let first = experts(of(1, sigmoid));
+        assert_eq!(first.0, [0, 1]);
+        assert_close(&first.1, &[s(1.5), s(-2.0)], 1e-6, "gates");
+        assert_eq!(experts(of(2, sigmoid)).0, [2, 3]);
+        // Of a softmax, too; its gates are shares of all experts.
+        let of_softmax = experts(of(1, softmax(false)));
+        assert_eq!(of_softmax.0, [0, 1]);
+        let sum: f64 = [1.5, -2.0, 1.0, 0.9].map(f64::exp).iter().sum();
+        let expected = [1.5f64.exp() / sum, (-2.0f64).exp() / sum];
+        assert_close(&of_softmax.1, &expected, 1e-6, "gates");
+        // The bias puts expert 3 before expert 2, whose score is larger.
+        let biased = Choice {
+            bias: Some(&bias),
+            ..sigmoid
+        };
+        assert_eq!(experts(biased).0, [0, 3]);
+        let shares = experts(Choice {
+            normalize: true,
+            ..biased
+        });
+        let (a, b) = (s(1.5), s(0.9));
+        assert_close(&shares.1, &[a / (a + b), b / (a + b)], 1e-6, "gates");
+    }
+
     #[test]
     fn the_gradient_of_the_gates_is_their_slope() {
         let (logits, d) = (random(5, TOKENS * EXPERTS), random(6, TOKENS * TOP_K));
-        for normalize in [true, false] {
+        for (scores, normalize) in [
+            (Scores::Softmax, true),
+            (Scores::Softmax, false),
+            (Scores::Sigmoid, true),
+            (Scores::Sigmoid, false),
+        ] {
+            let routed = |logits: &[f32], capacity, normalize| {
+                let choice = Choice {
+                    scores,
+                    ..softmax(normalize)
+                };
+                chosen(logits, capacity, choice)
+            };
             let value = |logits: &[f32]| -> f64 {
                 let (gates, _) = routed(logits, 2, normalize);
                 gates
@@ -325,7 +509,7 @@ mod tests {
                 &d,
                 (EXPERTS, TOP_K),
                 2,
-                normalize,
+                (scores, normalize),
                 &mut grad,
             );
             for i in 0..logits.len() {

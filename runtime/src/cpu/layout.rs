@@ -94,6 +94,37 @@ pub fn slice<T: Copy>(
     }
 }
 
+/// Rows of `n` elements in front of rows of `m`: `(x[.., n], y[.., m]) -> out[.., n + m]`, where `x`
+/// has as many rows as `y` or fewer, each for as many rows of `y` that follow each other.
+///
+/// # Panics
+/// If the slices do not fit.
+pub fn join<T: Copy>(x: &[T], y: &[T], (n, m): (usize, usize), out: &mut [T]) {
+    let rows = out.len() / (n + m).max(1);
+    assert_eq!(out.len(), rows * (n + m), "result has rows of {n} + {m}");
+    assert_eq!(
+        y.len(),
+        rows * m,
+        "operand 1 has a row for each of the result"
+    );
+    if out.is_empty() {
+        return;
+    }
+    let each = match x.len() / n.max(1) {
+        0 => rows,
+        of_x => rows / of_x,
+    };
+    assert_eq!(
+        x.len() * each,
+        rows * n,
+        "operand 0 has a row for as many each"
+    );
+    for (row, out) in out.chunks_exact_mut(n + m).enumerate() {
+        out[..n].copy_from_slice(&x[row / each * n..][..n]);
+        out[n..].copy_from_slice(&y[row * m..][..m]);
+    }
+}
+
 /// Inverse of [`slice()`], default values (zeros) elsewhere: `out` has `len` elements along `dim`,
 /// of which `x[dims]` fills those from `start` on.
 ///

@@ -27,6 +27,32 @@ pub enum RopeScaling {
         /// Sequence length of pretraining, in tokens.
         original_max_position: f64,
     },
+    /// YaRN (Peng et al. 2023): frequencies of many turns kept, those of few divided by `factor`,
+    /// between them a blend, pair by pair.
+    Yarn {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// Turns within the pretraining length above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns below which it is divided.
+        beta_slow: f64,
+        /// Sequence length of pretraining, in tokens.
+        original_max_position: f64,
+        /// Whether the blend begins and ends at whole pairs.
+        truncate: bool,
+        /// Factor of sines and cosines.
+        magnitude: f64,
+    },
+}
+
+impl RopeScaling {
+    /// The factor of sines and cosines.
+    pub fn magnitude(self) -> f32 {
+        match self {
+            RopeScaling::Yarn { magnitude, .. } => magnitude as f32,
+            _ => 1.0,
+        }
+    }
 }
 
 /// Frequencies `theta^(-2i / dim)` for i in 0..dim/2, scaled, in radians per position.
@@ -41,12 +67,38 @@ pub fn inv_freq(theta: f64, dim: usize, scaling: RopeScaling) -> Vec<f32> {
         "rotary needs an even head dim, not {dim}"
     );
     let plain = (0..dim / 2).map(|i| theta.powf(-((2 * i) as f64) / dim as f64));
-    plain.map(|freq| scale(freq, scaling) as f32).collect()
+    let all = plain.enumerate();
+    all.map(|(pair, freq)| scale(freq, (pair, dim, theta), scaling) as f32)
+        .collect()
 }
 
-/// One frequency after `scaling`.
-fn scale(freq: f64, scaling: RopeScaling) -> f64 {
+/// One frequency after `scaling`, that of pair `pair` of a head of `dim` elements.
+fn scale(freq: f64, (pair, dim, theta): (usize, usize, f64), scaling: RopeScaling) -> f64 {
     match scaling {
+        RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position,
+            truncate,
+            ..
+        } => {
+            // The pair, not a whole number, that turns so many times.
+            let pair_of = |turns: f64| {
+                let angle = original_max_position / (turns * 2.0 * std::f64::consts::PI);
+                dim as f64 * angle.ln() / (2.0 * theta.ln())
+            };
+            let (mut first, mut last) = (pair_of(beta_fast), pair_of(beta_slow));
+            if truncate {
+                (first, last) = (first.floor(), last.ceil());
+            }
+            (first, last) = (first.max(0.0), last.min(dim as f64 - 1.0));
+            if first == last {
+                last += 0.001;
+            }
+            let divided = ((pair as f64 - first) / (last - first)).clamp(0.0, 1.0);
+            freq / factor * divided + freq * (1.0 - divided)
+        }
         RopeScaling::None => freq,
         RopeScaling::Linear { factor } => freq / factor,
         RopeScaling::Llama3 {
@@ -73,7 +125,8 @@ fn scale(freq: f64, scaling: RopeScaling) -> f64 {
 ///
 /// Row s of the sequence is at position `positions[s]`; `inv_freq` has an entry for each pair of
 /// elements that turns, D/2 where all of a head does. Those behind them stay as they are.
-/// `inverse` turns the other way: the inverse, and also the gradient with respect to `x`.
+/// What turns is multiplied by `magnitude`. `inverse` turns the other way, which gives the gradient
+/// with respect to `x`, and the inverse where the magnitude is 1.
 ///
 /// # Panics
 /// When the shapes do not fit.
@@ -81,7 +134,7 @@ pub fn rotate(
     x: &[f32],
     dims: &[usize],
     positions: &[usize],
-    inv_freq: &[f32],
+    (inv_freq, magnitude): (&[f32], f32),
     inverse: bool,
     out: &mut [f32],
 ) {
@@ -104,7 +157,12 @@ pub fn rotate(
         return;
     }
     assert_eq!(positions.len(), seq, "a position for every row");
-    let turns = angles(positions, inv_freq, inverse);
+    let mut turns = angles(positions, inv_freq, inverse);
+    if magnitude != 1.0 {
+        turns
+            .iter_mut()
+            .for_each(|(cos, sin)| (*cos, *sin) = (*cos * magnitude, *sin * magnitude));
+    }
     let rows = x
         .chunks_exact(heads * dim)
         .zip(out.chunks_exact_mut(heads * dim));
@@ -153,7 +211,7 @@ mod tests {
         out: &mut [f32],
     ) {
         let positions: Vec<usize> = (offset..offset + dims[1]).collect();
-        super::rotate(x, dims, &positions, inv_freq, inverse, out);
+        super::rotate(x, dims, &positions, (inv_freq, 1.0), inverse, out);
     }
 
     fn scaling(rope: &Value) -> RopeScaling {
@@ -263,6 +321,53 @@ mod tests {
         assert!(moved > 0.5);
         let expected: Vec<f64> = x.iter().map(|&v| f64::from(v)).collect();
         assert_close(&back, &expected, 1e-6, "inverse");
+    }
+
+    /// DeepSeek-V2's frequencies: of 32 pairs the first ten are kept, from pair 23 on they are
+    /// divided, and the ramp between them goes by equal steps.
+    #[test]
+    fn yarn_keeps_the_fast_pairs_and_divides_the_slow_ones() {
+        let yarn = |truncate| RopeScaling::Yarn {
+            factor: 40.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position: 4096.0,
+            truncate,
+            magnitude: 1.0,
+        };
+        let plain = inv_freq(1e4, 64, RopeScaling::None);
+        let of = |truncate| -> Vec<f64> {
+            let scaled = inv_freq(1e4, 64, yarn(truncate));
+            let pairs = plain.iter().zip(&scaled);
+            // 1 where kept, 0 where divided.
+            let kept = pairs.map(|(p, s)| (f64::from(s / p) - 1.0 / 40.0) / (1.0 - 1.0 / 40.0));
+            kept.collect()
+        };
+        let kept = of(true);
+        // 64 ln(4096 / 64 pi) / (2 ln 1e4) = 10.47, and with one turn 22.51.
+        for (pair, kept) in kept.iter().enumerate() {
+            let expected = 1.0 - ((pair as f64 - 10.0) / 13.0).clamp(0.0, 1.0);
+            assert!((kept - expected).abs() < 1e-5, "{pair}: {kept} {expected}");
+        }
+        let (first, last) = (10.471_8, 22.513_4);
+        let exact = 1.0 - (15.0 - first) / (last - first);
+        assert!((of(false)[15] - exact).abs() < 1e-4, "{}", of(false)[15]);
+    }
+
+    /// A magnitude multiplies what turns and nothing else, in both directions.
+    #[test]
+    fn a_magnitude_multiplies_what_turns() {
+        let (x, freq) = (random(6, 20), inv_freq(1e4, 4, RopeScaling::None));
+        for inverse in [false, true] {
+            let (mut plain, mut more) = (vec![0.0; 20], vec![0.0; 20]);
+            let (dims, positions) = ([1, 2, 10], [3, 4]);
+            super::rotate(&x, &dims, &positions, (&freq, 1.0), inverse, &mut plain);
+            super::rotate(&x, &dims, &positions, (&freq, 1.5), inverse, &mut more);
+            for (i, (p, m)) in plain.iter().zip(&more).enumerate() {
+                let expected = if i % 10 < 4 { 1.5 * p } else { *p };
+                assert!((m - expected).abs() < 1e-6, "{i}: {m} {expected}");
+            }
+        }
     }
 
     #[test]

@@ -175,6 +175,12 @@ impl Call<'_> {
             OpKind::Pad { dim, start, len } => {
                 layout::pad(x, &dims, *dim, *start as usize, *len as usize, out)
             }
+            OpKind::Join => {
+                let y: &[T] = bytemuck::cast_slice(self.inputs[1].data);
+                let width = |dims: &[usize]| dims.last().copied().unwrap_or(1);
+                let widths = (width(&dims), width(&self.inputs[1].local.dims()));
+                layout::join(x, y, widths, out);
+            }
             OpKind::Stack { dim } => {
                 let xs: Vec<&[T]> = self
                     .inputs

@@ -55,6 +55,8 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "opt/config.json",
         "gpt_neox/config.json",
         "nemotron/config.json",
+        "deepseek_v2_groups/config.json",
+        "deepseek_v3/config.json",
     ];
     let mut all: Vec<Vec<u8>> = cases
         .iter()

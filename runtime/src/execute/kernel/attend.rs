@@ -41,7 +41,7 @@ impl Call<'_> {
         for run in pieces {
             let (q, dims) = parts.queries(*run);
             let (mut o_piece, mut lse_piece) =
-                (vec![0.0; dims.q_elements()], vec![0.0; dims.lse_elements()]);
+                (vec![0.0; dims.o_elements()], vec![0.0; dims.lse_elements()]);
             parts.call(&q, dims, |a| {
                 attention::forward(a, &mut o_piece, &mut lse_piece, threads);
             });
@@ -127,6 +127,7 @@ impl<'a> Parts<'a> {
             kv_heads: kl[2].padded as usize,
             groups: if grouped { ql[3].padded as usize } else { 1 },
             head_dim: call.width(0),
+            value_dim: call.width(2),
             q_offset: ql[1].start as usize,
             k_offset: 0,
             valid_k: kl[1].valid as usize,

@@ -1,7 +1,7 @@
 //! Ops of mixture-of-experts layers, from `OpKind` to the calls of the CPU kernels.
 
 use super::{Call, Output};
-use crate::cpu::experts::{self, Slots};
+use crate::cpu::experts::{self, Choice, Slots};
 use crate::error::RuntimeError;
 use crate::execute::local::Local;
 use ir::{DType, OpKind};
@@ -9,9 +9,11 @@ use ir::{DType, OpKind};
 impl Call<'_> {
     /// `Route`, whose slots are integers; false when the op is another.
     pub(super) fn routes(&self, outputs: &mut [Output<'_>]) -> bool {
-        let OpKind::Route {
+        let &OpKind::Route {
             capacity,
             normalize,
+            scores,
+            groups,
             ..
         } = self.op
         else {
@@ -24,11 +26,18 @@ impl Call<'_> {
             return false;
         }
         let (logits, choices) = (self.local(0).dims(), gates.local.dims());
+        let bias = (self.inputs.len() == 2).then(|| self.x(1));
+        let choice = Choice {
+            scores,
+            normalize,
+            groups,
+            bias: bias.as_deref(),
+        };
         experts::route(
             &self.x(0),
             (logits[1], logits[2], choices[2]),
-            *capacity as usize,
-            *normalize,
+            capacity as usize,
+            choice,
             bytemuck::cast_slice_mut(gates.data),
             bytemuck::cast_slice_mut(slots.data),
         );
@@ -47,13 +56,14 @@ impl Call<'_> {
             OpKind::RouteGrad {
                 capacity,
                 normalize,
+                scores,
             } => experts::route_grad(
                 &x(0),
                 self.ids(1)?,
                 &x(2),
                 (self.local(0).dims()[2], self.local(1).dims()[2]),
                 *capacity as usize,
-                *normalize,
+                (*scores, *normalize),
                 outs[0],
             ),
             OpKind::Dispatch { .. } => {

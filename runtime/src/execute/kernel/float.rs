@@ -101,12 +101,13 @@ impl Call<'_> {
             } => {
                 let dims = self.local(0).dims();
                 let turned = part.map_or(self.width(0), |n| n as usize);
-                let freq = rotary::inv_freq(*theta, turned, rope_scaling(*scaling));
+                let scaling = rope_scaling(*scaling);
+                let freq = rotary::inv_freq(*theta, turned, scaling);
                 rotary::rotate(
                     &self.x(0),
                     &dims,
                     &self.positions(*order),
-                    &freq,
+                    (&freq, scaling.magnitude()),
                     *inverse,
                     outs[0],
                 );
@@ -411,6 +412,21 @@ pub(crate) fn rope_scaling(scaling: RopeScaling) -> rotary::RopeScaling {
             low_freq_factor,
             high_freq_factor,
             original_max_position: original_max_position as f64,
+        },
+        RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position,
+            truncate,
+            magnitude,
+        } => rotary::RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position: original_max_position as f64,
+            truncate,
+            magnitude,
         },
     }
 }

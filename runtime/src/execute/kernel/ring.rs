@@ -33,7 +33,7 @@ impl Call<'_> {
                 attention::forward(a, &mut o_part, &mut lse_part, threads);
             });
             let sum = (&mut o_sum[..], &mut lse_sum[..]);
-            attention::merge(pair.dims.head_dim, sum, (&o_part, &lse_part));
+            attention::merge(pair.dims.value_dim, sum, (&o_part, &lse_part));
             parts.put(pair.queries, &o_sum, o);
             parts.put(pair.queries, &lse_sum, lse);
         }
@@ -60,8 +60,8 @@ impl Call<'_> {
                 d_o: &d_o,
             };
             let mut dq_part = vec![0.0; pair.dims.q_elements()];
-            let n = pair.dims.k_elements();
-            let (mut dk_part, mut dv_part) = (vec![0.0; n], vec![0.0; n]);
+            let mut dk_part = vec![0.0; pair.dims.k_elements()];
+            let mut dv_part = vec![0.0; pair.dims.v_elements()];
             pair.call(&parts, |a| {
                 let gradients = Gradients {
                     dq: &mut dq_part,

@@ -51,6 +51,14 @@ impl Op<'_> {
                 k.dims()
             )));
         }
+        if self.x[2].width() != dim {
+            return Err(self.error(format!(
+                "values of {:?} are not as wide as keys of {:?}: there are no CUDA kernels for \
+                 latent attention; run it on CPU ranks (--backend cpu)",
+                self.x[2].local.dims(),
+                k.dims()
+            )));
+        }
         let grouped = ql.len() == 5;
         let groups = if grouped { ql[3].padded } else { 1 };
         let [chunk, ranks] = chunks(*order, q.lens[1]);

@@ -110,11 +110,12 @@ impl Op<'_> {
                 let heads: usize = dims[2..dims.len() - 1].iter().product();
                 let start = x.local.ranges[1].start;
                 let numbers = [n, dims[1], heads, x.width(), start as usize].map(|n| n as i64);
-                let freq = rotary::inv_freq(*theta, turned, rope_scaling(*scaling));
+                let scaling = rope_scaling(*scaling);
+                let freq = rotary::inv_freq(*theta, turned, scaling);
                 let call = Call::each(ROTARY, "rotary", n / 2);
                 let call = call.x(0, x.typed()).y(0, y.typed()).n(0, &numbers);
                 let last = [chunk, ranks, i64::from(*inverse), half as i64];
-                let mut call = call.n(5, &last);
+                let mut call = call.n(5, &last).f(&[f64::from(scaling.magnitude())]);
                 call.args.table[..half].copy_from_slice(&freq);
                 call
             }

@@ -184,6 +184,7 @@ pub(super) fn has_kernel(kind: &OpKind) -> bool {
             | OpKind::GroupNorm { .. }
             | OpKind::GroupNormGradInput
             | OpKind::GroupNormGradWeight
+            | OpKind::Join
             | OpKind::Route { .. }
             | OpKind::RouteGrad { .. }
             | OpKind::Dispatch { .. }
