@@ -215,14 +215,16 @@ fn table() -> Vec<Row> {
         // Two products of 3 x 3 scores of 4 elements, for 2 samples and 2 heads.
         row(attention(), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
+        // A window of two tokens, and scores below a bound.
+        row(bounded(attention()), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // Values narrower than keys.
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,3]", "f32[B,3,2,5,3] f32[B,3,2,5]", (4, 0), Attention(2.0 * 20.0 * 9.0 * (4.0 + 3.0)), Of(&[0, 1, 2])),
         // In zigzag order: four tokens for two ranks.
         row(zigzag(OpKind::Dropout { p: 0.25, key: "h.0.drop".into(), order: SequenceOrder::Natural }), "f32[B,4,3]", "f32[B,4,3]", (3, 1), Vector, Of(&[0])),
         row(zigzag(attention()), "f32[B,4,2,4] f32[B,4,2,4] f32[B,4,2,4]", "f32[B,4,2,4] f32[B,4,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 16.0 * 4.0), Of(&[0, 1, 2])),
         row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: None, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
-        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
-        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3] f32[B,3,2,3] f32[B,3,2] f32[B,3,2,3]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3]", (3, 1), Attention(2.0 * 2.0 * 4.0 * 9.0 * (4.0 + 3.0)), Later),
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3] f32[B,3,2,3] f32[B,3,2] f32[B,3,2,3]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3]", (3, 1), Attention(2.0 * 2.0 * 4.0 * 9.0 * (4.0 + 3.0)), Later),
     ]);
     rows.extend(norms());
     rows.extend(experts());
@@ -283,7 +285,16 @@ fn attention() -> OpKind {
         key: String::new(),
         order: SequenceOrder::Natural,
         keys: Default::default(),
+        bounds: Default::default(),
     }
+}
+
+/// The same op with few scores.
+fn bounded(mut kind: OpKind) -> OpKind {
+    if let OpKind::Attention { bounds, .. } = &mut kind {
+        (bounds.window, bounds.cap) = (Some(2), Some(5.0));
+    }
+    kind
 }
 
 /// The same op on a sequence that is stored for two ranks.

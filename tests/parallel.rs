@@ -744,6 +744,34 @@ fn latent_attention_is_split_by_heads_and_by_tokens() {
     }
 }
 
+/// Windows shorter than the sequence, in some layers or all: heads over ranks, and tokens over ranks in
+/// every way, by position and in zigzag order.
+#[test]
+fn windows_are_those_of_the_single_device() {
+    for name in ["gemma2", "gemma3", "phi3"] {
+        let case = Case::load(name);
+        for (n, pins) in [
+            (2, "data=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+            (4, "data=2 tensor=1 pipeline=2 zero=1 microbatch=2"),
+            (
+                4,
+                "data=1 context=4 context_attention=ring tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=ring context_order=zigzag tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=gather tensor=1 pipeline=1 microbatch=4",
+            ),
+        ] {
+            check(&case, n, &[pins], false);
+        }
+        check(&case, 4, &[], false);
+    }
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

@@ -180,3 +180,19 @@ fn deepseek_v2_with_compressed_queries_groups_of_experts_and_yarn() {
 fn deepseek_v3_with_sigmoid_routers_and_a_bias_of_the_choice() {
     check(CASES[18]);
 }
+#[test]
+fn phi3_with_fused_matrices_and_a_window() {
+    check(CASES[19]);
+}
+#[test]
+fn gemma2_with_windows_and_bounds_of_scores_and_logits() {
+    check(CASES[20]);
+}
+#[test]
+fn gemma3_with_two_bases_of_the_rotation() {
+    check(CASES[21]);
+}
+#[test]
+fn mistral_beyond_its_window() {
+    check(CASES[22]);
+}

@@ -142,7 +142,13 @@ impl ModelShape {
         let is_centred = first.iter().copied().any(|op| adds_one(&op));
         // Of latent attention no target's flags are written.
         let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
-        if is_centred || is_latent || (!gated && in_any("mlp.up.weight").is_some()) {
+        let is_bounded =
+            |op: &&Op| matches!(op.kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
+        // Nor of windows, which some blocks have and others have not.
+        let is_bounded = blocks
+            .iter()
+            .any(|ops| ops.iter().copied().any(|op| is_bounded(&op)));
+        if is_centred || is_latent || is_bounded || (!gated && in_any("mlp.up.weight").is_some()) {
             return None;
         }
         let rotary = first.iter().find_map(|op| match op.kind {

@@ -7,11 +7,16 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 38] = embedded![
+const MODELS: [(&str, &str); 45] = embedded![
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
+    "gemma-2-27b",
+    "gemma-2-2b",
+    "gemma-2-9b",
     "gemma-2b",
+    "gemma-3-1b",
+    "gemma-3-27b",
     "gemma-7b",
     "gpt-neox-20b",
     "gpt2",
@@ -35,6 +40,8 @@ const MODELS: [(&str, &str); 38] = embedded![
     "nemotron-4-340b",
     "opt-6.7b",
     "opt-66b",
+    "phi-3-medium",
+    "phi-3-mini",
     "pythia-6.9b",
     "qwen1.5-moe-a2.7b",
     "qwen2.5-7b",

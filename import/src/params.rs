@@ -207,27 +207,23 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
         let at =
             |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
         t.gain(at("norm_1", "input_layernorm"), h);
-        t.linear(
-            at("attn.q", "self_attn.q_proj"),
-            &[h],
-            query,
-            c.qkv_bias,
-            normal,
-        );
-        t.linear(
-            at("attn.k", "self_attn.k_proj"),
-            &[h],
-            &[kv, d],
-            c.qkv_bias,
-            normal,
-        );
-        t.linear(
-            at("attn.v", "self_attn.v_proj"),
-            &[h],
-            &[kv, d],
-            c.qkv_bias,
-            normal,
-        );
+        // In one matrix, queries come first, then keys, then values.
+        let (of_q, of_kv) = (c.heads * d, kv * d);
+        for (ours, theirs, outs, start) in [
+            ("attn.q", "self_attn.q_proj", query, 0),
+            ("attn.k", "self_attn.k_proj", &[kv, d][..], of_q),
+            ("attn.v", "self_attn.v_proj", &[kv, d][..], of_q + of_kv),
+        ] {
+            match c.family.is_fused() {
+                false => t.linear(at(ours, theirs), &[h], outs, c.qkv_bias, normal),
+                true => {
+                    let n = outs.iter().product();
+                    let rows = Rows::run(1, of_q + 2 * of_kv, (start, n));
+                    let names = at(ours, "self_attn.qkv_proj");
+                    t.linear_of(names, &[h], outs, c.qkv_bias, (&rows, normal));
+                }
+            }
+        }
         t.linear(
             at("attn.out", "self_attn.o_proj"),
             query,
@@ -239,7 +235,14 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             t.gain(at("attn.q_norm", "self_attn.q_norm"), d);
             t.gain(at("attn.k_norm", "self_attn.k_norm"), d);
         }
-        t.gain(at("norm_2", "post_attention_layernorm"), h);
+        match c.family.has_post_norms() {
+            false => t.gain(at("norm_2", "post_attention_layernorm"), h),
+            true => {
+                t.gain(at("post_1", "post_attention_layernorm"), h);
+                t.gain(at("norm_2", "pre_feedforward_layernorm"), h);
+                t.gain(at("post_2", "post_feedforward_layernorm"), h);
+            }
+        }
         if let Some(e) = c.experts.as_ref().filter(|e| e.are_in(i)) {
             let names = match c.family {
                 Family::Mixtral => MIXTRAL,
@@ -248,20 +251,19 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             experts(&mut t, (h, normal), &names, e, i);
             continue;
         }
-        t.linear(
-            at("mlp.gate", "mlp.gate_proj"),
-            &[h],
-            &[inner],
-            c.mlp_bias,
-            normal,
-        );
-        t.linear(
-            at("mlp.up", "mlp.up_proj"),
-            &[h],
-            &[inner],
-            c.mlp_bias,
-            normal,
-        );
+        for (ours, theirs, start) in [
+            ("mlp.gate", "mlp.gate_proj", 0),
+            ("mlp.up", "mlp.up_proj", inner),
+        ] {
+            match c.family.is_fused() {
+                false => t.linear(at(ours, theirs), &[h], &[inner], c.mlp_bias, normal),
+                true => {
+                    let rows = Rows::run(1, 2 * inner, (start, inner));
+                    let names = at(ours, "mlp.gate_up_proj");
+                    t.linear_of(names, &[h], &[inner], c.mlp_bias, (&rows, normal));
+                }
+            }
+        }
         t.linear(
             at("mlp.down", "mlp.down_proj"),
             &[inner],

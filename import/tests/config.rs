@@ -379,6 +379,93 @@ fn deepseek_that_is_not_supported_is_refused() {
     );
 }
 
+#[test]
+fn gemma_2_and_3_are_read_in_both_spellings() {
+    let rope = json!({"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}});
+    same_as(
+        windowed("gemma3_text"),
+        json!({"rope_theta": "-", "rope_parameters": rope}),
+        json!({"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    );
+    same(
+        windowed("gemma2"),
+        json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
+            "pad_token_id": 0, "tie_word_embeddings": true}),
+    );
+    let plain = json!({"attn_logit_softcapping": null, "final_logit_softcapping": null});
+    assert_ne!(
+        parse(windowed("gemma2"), plain),
+        parse(windowed("gemma2"), json!({}))
+    );
+    for (name, changes, expected) in [
+        (
+            "gemma2",
+            json!({"query_pre_attn_scalar": "-"}),
+            "`query_pre_attn_scalar` is missing",
+        ),
+        (
+            "gemma2",
+            json!({"attn_logit_softcapping": -1}),
+            "`attn_logit_softcapping` is -1",
+        ),
+        (
+            "gemma3_text",
+            json!({"attn_logit_softcapping": 50.0}),
+            "`attn_logit_softcapping` is 50.0; accepted: null",
+        ),
+        (
+            "gemma3_text",
+            json!({"use_bidirectional_attention": true}),
+            "`use_bidirectional_attention` is true",
+        ),
+        (
+            "gemma3_text",
+            json!({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}),
+            "plain frequencies",
+        ),
+        ("gemma3", json!({}), "the object in its `text_config`"),
+    ] {
+        let error = parse(windowed(name), changes).unwrap_err();
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+}
+
+#[test]
+fn phi3_is_a_llama_whose_part_of_a_head_may_turn() {
+    let n = |name, changes| parse(relative(name), changes).unwrap().n_parameters();
+    let untied = || json!({"tie_word_embeddings": false});
+    assert_eq!(n("phi3", untied()), n("llama", untied()));
+    same(
+        relative("phi3"),
+        json!({"original_max_position_embeddings": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.0, "pad_token_id": 32000,
+            "attention_bias": false, "sliding_window": null}),
+    );
+    let inside = json!({"rope_theta": "-", "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}});
+    same_as(
+        relative("phi3"),
+        json!({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        inside,
+    );
+    for (changes, expected) in [
+        (
+            json!({"rope_scaling": {"type": "longrope"}}),
+            "null plans the model as it is up to the positions",
+        ),
+        (
+            json!({"partial_rotary_factor": 0.2}),
+            "needs an even number",
+        ),
+        (
+            json!({"attention_bias": true}),
+            "projections have no biases",
+        ),
+    ] {
+        let error = parse(relative("phi3"), changes).unwrap_err();
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+}
+
 /// Two ways to say the same model.
 fn same_as(base: Value, one: Value, other: Value) {
     assert_eq!(parse(base.clone(), one), parse(base, other));
@@ -423,22 +510,76 @@ fn decoders_that_are_not_supported_are_refused() {
     assert!(error.contains("they give 0.25 and 0.5"), "{error}");
 }
 
-#[test]
-fn a_window_bounds_the_sequence() {
-    let longest = |changes| parse(relative("mistral"), changes).unwrap().max_sequence();
-    let positions = llama()["max_position_embeddings"].as_u64().unwrap();
-    assert_eq!(longest(json!({})), positions);
-    assert_eq!(longest(json!({"sliding_window": null})), positions);
-    assert_eq!(longest(json!({"sliding_window": 8})), 8);
-    let model = parse(relative("mistral"), json!({"sliding_window": 8})).unwrap();
+/// The windows of a graph's attentions, layer by layer.
+fn windows(model: &ModelConfig, sequence: u64) -> Vec<Option<u64>> {
     let options = import::BuildOptions {
-        sequence: 9,
+        sequence,
         dropout: 0.0,
     };
-    let error = import::model_graph(&model, &options)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("a window of 8 tokens"), "{error}");
+    let graph = import::model_graph(model, &options).unwrap();
+    let windows = graph.ops().iter().filter_map(|op| match op.kind {
+        ir::OpKind::Attention { bounds, .. } => Some(bounds.window),
+        _ => None,
+    });
+    windows.collect()
+}
+
+/// Gemma 2 and 3, with five layers.
+fn windowed(name: &str) -> Value {
+    let mut model = relative(name);
+    let own = json!({"num_hidden_layers": 5, "sliding_window": 6, "query_pre_attn_scalar": 24,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"});
+    for (field, value) in own.as_object().unwrap() {
+        model[field] = value.clone();
+    }
+    model
+}
+
+#[test]
+fn windows_are_those_of_the_layers() {
+    let mistral = |changes| parse(relative("mistral"), changes).unwrap();
+    let positions = llama()["max_position_embeddings"].as_u64().unwrap();
+    assert_eq!(
+        mistral(json!({"sliding_window": 8})).max_sequence(),
+        positions
+    );
+    let model = mistral(json!({"sliding_window": 8}));
+    assert_eq!(windows(&model, 9), [Some(8), Some(8)]);
+    // Where it looks back over the whole sequence, it is none.
+    assert_eq!(windows(&model, 8), [None, None]);
+    assert_eq!(
+        windows(&mistral(json!({"sliding_window": null})), 9),
+        [None, None]
+    );
+    let of = |name, changes| windows(&parse(windowed(name), changes).unwrap(), 9);
+    let (w, all) = (Some(6), None);
+    assert_eq!(of("gemma2", json!({})), [w, all, w, all, w]);
+    assert_eq!(of("gemma3_text", json!({})), [w; 5]);
+    assert_eq!(
+        of("gemma3_text", json!({"sliding_window_pattern": 3})),
+        [w, w, all, w, w]
+    );
+    let types = [
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "full_attention",
+        "full_attention",
+    ];
+    assert_eq!(
+        of("gemma2", json!({"layer_types": types})),
+        [all, w, all, all, all]
+    );
+    rejects(
+        windowed("gemma2"),
+        json!({"layer_types": types[..4]}),
+        "fields `layer_types` and `num_hidden_layers` contradict each other: 4 types of 5 layers",
+    );
+    rejects(
+        windowed("gemma2"),
+        json!({"layer_types": ["chunked_attention"]}),
+        "field `layer_types` is an array; expected a list of \"sliding_attention\" and \"full_attention\"",
+    );
     rejects(
         relative("qwen2"),
         json!({"layer_types": ["full_attention", "sliding_attention"]}),
@@ -667,7 +808,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gptj"}),
-        "field `model_type` is \"gptj\"; accepted: \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        "field `model_type` is \"gptj\"; accepted: \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -748,7 +889,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 
@@ -911,10 +1052,17 @@ fn rotary_scalings_are_checked() {
         rejects(llama(), json!({"rope_scaling": scaling}), expected)
     };
     for kind in ["yarn", "dynamic", "longrope", "su"] {
+        let way_out = match kind {
+            "yarn" => "",
+            _ => {
+                "; frequencies that depend on the length of a sequence are not there, and null plans the model \
+                 as it is up to the positions of its pre-training"
+            }
+        };
         reject(
             json!({"rope_type": kind, "factor": 2}),
             &format!(
-                "field `rope_scaling.rope_type` is {kind:?}; accepted: \"default\", \"linear\" or \"llama3\""
+                "field `rope_scaling.rope_type` is {kind:?}; accepted: \"default\", \"linear\" or \"llama3\"{way_out}"
             ),
         );
     }

@@ -57,6 +57,13 @@ fn parameter_counts_are_the_published_ones() {
         ("pythia-6.9b", 6_857_302_016),
         ("gpt-neox-20b", 20_554_567_680),
         ("nemotron-4-340b", 341_029_195_776),
+        ("phi-3-mini", 3_821_079_552),
+        ("phi-3-medium", 13_960_238_080),
+        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-2-9b", 9_241_705_984),
+        ("gemma-2-27b", 27_227_128_320),
+        ("gemma-3-1b", 999_885_952),
+        ("gemma-3-27b", 27_009_346_304),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v2", 235_741_434_880),
         ("deepseek-v3", 671_026_419_200),
@@ -133,7 +140,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 38);
+    assert_eq!(n, 45);
 }
 
 #[test]

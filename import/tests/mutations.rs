@@ -79,6 +79,9 @@ fn mutated_configs_never_panic() {
         "nemotron/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
+        "phi3/config.json",
+        "gemma2/config.json",
+        "gemma3/config.json",
         "../../models/tiny-wide-resnet/config.json",
     ] {
         let original = std::fs::read(reference(file)).unwrap();

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 19] = [
+const CASES: [&str; 23] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -28,6 +28,10 @@ const CASES: [&str; 19] = [
     "deepseek_v2",
     "deepseek_v2_groups",
     "deepseek_v3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "mistral_window",
 ];
 
 /// Dtype, shape and bytes of each tensor.

@@ -781,6 +781,7 @@ fn gradients_of_attention_rotary_and_dropout() {
                 key: String::new(),
                 order: Default::default(),
                 keys: Default::default(),
+                bounds: Default::default(),
             },
             &[q, k, k],
         );
@@ -827,6 +828,7 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             key: String::new(),
             order: Default::default(),
             keys: Default::default(),
+            bounds: Default::default(),
         },
         &[q, k, k],
     );
@@ -848,7 +850,8 @@ fn random_keys_and_rotation_of_the_backward_pass() {
             dropout: 0.1,
             key: "attn".into(),
             order: Default::default(),
-            keys: Default::default()
+            keys: Default::default(),
+            bounds: Default::default(),
         }
     );
     assert_eq!(

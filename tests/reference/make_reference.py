@@ -28,22 +28,26 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from transformers import GemmaConfig, GemmaForCausalLM
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, NemotronConfig, NemotronForCausalLM
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma import modeling_gemma
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nemotron import modeling_nemotron
 from transformers.models.opt import modeling_opt
+from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3
@@ -146,6 +150,38 @@ def gemma(**changes):
     return GemmaConfig(**{**DENSE, "head_dim": 16, "pad_token_id": None, **changes})
 
 
+# Windows that the sequence exceeds, and bounds that scores and logits reach.
+WINDOW = 6
+
+
+def gemma2(**changes):
+    base = dict(
+        head_dim=16, pad_token_id=None, query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    )
+    return Gemma2Config(**{**DENSE, **base, **changes})
+
+
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def gemma3(**changes):
+    base = dict(
+        num_hidden_layers=3, head_dim=16, pad_token_id=None, query_pre_attn_scalar=24, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=TWO_BASES,
+    )
+    return Gemma3TextConfig(**{**DENSE, **base, **changes})
+
+
+def phi3(**changes):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    base = dict(pad_token_id=None, sliding_window=WINDOW + 1, original_max_position_embeddings=SEQ, rope_parameters=rope)
+    return Phi3Config(**{**DENSE, **base, **changes})
+
+
 YARN_ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2,
     "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.9,
@@ -192,12 +228,15 @@ KINDS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, modeling_deepseek_v3),
     "gpt2": (GPT2LMHeadModel, None),
     "gemma": (GemmaForCausalLM, modeling_gemma),
+    "gemma2": (Gemma2ForCausalLM, modeling_gemma2),
+    "gemma3_text": (Gemma3ForCausalLM, modeling_gemma3),
     "gpt_neox": (GPTNeoXForCausalLM, modeling_gpt_neox),
     "llama": (LlamaForCausalLM, modeling_llama),
     "mistral": (MistralForCausalLM, modeling_mistral),
     "mixtral": (MixtralForCausalLM, modeling_mixtral),
     "nemotron": (NemotronForCausalLM, modeling_nemotron),
     "opt": (OPTForCausalLM, modeling_opt),
+    "phi3": (Phi3ForCausalLM, modeling_phi3),
     "qwen2": (Qwen2ForCausalLM, modeling_qwen2),
     "qwen2_moe": (Qwen2MoeForCausalLM, modeling_qwen2_moe),
     "qwen3": (Qwen3ForCausalLM, modeling_qwen3),
@@ -231,6 +270,10 @@ CASES = {
     "deepseek_v2_groups": (28, lambda: deepseek_v2(
         q_lora_rank=20, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=2.0,
         attention_bias=True, mlp_bias=True, rope_parameters=YARN_ROPE)),
+    "phi3": (30, phi3),
+    "gemma2": (31, gemma2),
+    "gemma3": (32, gemma3),
+    "mistral_window": (33, lambda: mistral(num_hidden_layers=1, sliding_window=5)),
     "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
 }
 SHARDED = "llama_tied"
@@ -386,7 +429,7 @@ def perturb(model, seed):
                 param.copy_(noise * 0.1)  # DeepSeek-V3's bias of the choice, too: its scores are below 1
             else:
                 # Gemma stores gains less one.
-                param.copy_((0.0 if model.config.model_type == "gemma" else 1.0) + noise * 0.2)
+                param.copy_((0.0 if model.config.model_type.startswith("gemma") else 1.0) + noise * 0.2)
 
 
 def make_batches(seed):
@@ -459,6 +502,11 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         cos, sin = ops_reference.angles(dim, self.config.rope_parameters, n, x.dtype)
         return cos[None] * self.attention_scaling, sin[None] * self.attention_scaling
 
+    def angles_of_layer(self, x, position_ids, layer_type):
+        rope = self.config.rope_parameters[layer_type]
+        cos, sin = ops_reference.angles(self.config.head_dim, rope, position_ids.shape[-1], x.dtype)
+        return cos[None], sin[None]
+
     def turns(self, x, position_ids):
         cos, sin = angles(self, x, position_ids)
         half = cos.shape[-1] // 2
@@ -501,10 +549,13 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         q, k = (torch.cat((pairs(x[..., :turned]), x[..., turned:]), dim=-1) for x in (q, k))
         return q, k
 
-    def attention(module, q, k, v, mask, scaling, dropout=0.0, **_):
+    def attention(module, q, k, v, mask, scaling, dropout=0.0, softcap=None, **_):
         n = getattr(module, "num_key_value_groups", 1)
         spread = (lambda x: x.repeat(1, n, 1, 1)) if tiled_kv else (lambda x: x.repeat_interleave(n, dim=1))
-        scores = q @ spread(k).transpose(2, 3) * scaling + mask
+        scores = q @ spread(k).transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + mask
         out = torch.softmax(scores, dim=-1) @ spread(v)
         return out.transpose(1, 2).contiguous(), None
 
@@ -523,6 +574,7 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         if hasattr(module, "apply_rotary_emb"):
             swaps.append((module, "apply_rotary_emb", turn))
         turned = turns if hasattr(module, "apply_rotary_emb") else angles
+        turned = angles_of_layer if name == "Gemma3" else turned
         for part, forward in (("RMSNorm", norm), ("RotaryEmbedding", turned), ("TopkRouter", latent_route)):
             if hasattr(module, f"{name}{part}"):
                 swaps.append((getattr(module, f"{name}{part}"), "forward", forward))
@@ -578,10 +630,26 @@ def sensitivity(config, weights, batches, right):
         result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
         normalized = getattr(config, "norm_topk_prob", True)
         result["gates_not_normalized" if normalized else "gates_normalized"] = wrong(plain_gates=normalized)
+    if (getattr(config, "sliding_window", None) or SEQ) < SEQ:
+        result["window_ignored"] = wrong({"sliding_window": SEQ})
+        result["window_longer_by_one"] = wrong({"sliding_window": config.sliding_window + 1})
+    if hasattr(config, "query_pre_attn_scalar"):
+        result["scaled_by_head_dim"] = wrong({"query_pre_attn_scalar": config.head_dim})
+        result["windows_in_other_layers"] = wrong({"layer_types": [
+            "full_attention" if kind == "sliding_attention" else "sliding_attention" for kind in config.layer_types]})
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            result[f"no_{name}"] = wrong({name: None})
     result["rotary_interleaved"] = wrong(interleaved=True)
     if getattr(config, "num_key_value_heads", config.num_attention_heads) < config.num_attention_heads:
         result["kv_heads_tiled"] = wrong(tiled_kv=True)
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        result["bases_swapped"] = wrong({"rope_parameters": {"full_attention": sliding, "sliding_attention": full}})
+        plain = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+        result["rope_not_scaled"] = wrong({"rope_parameters": {**rope, "full_attention": plain}})
+        return result
     if rope.get("partial_rotary_factor", 1.0) < 1.0:
         result["whole_heads_turn"] = wrong({"rope_parameters": {**rope, "partial_rotary_factor": 1.0}})
     result["rope_theta_doubled"] = wrong({"rope_parameters": {**rope, "rope_theta": rope["rope_theta"] * 2}})

@@ -39,7 +39,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 19] = [
+pub const CASES: [&str; 23] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -59,6 +59,10 @@ pub const CASES: [&str; 19] = [
     "deepseek_v2",
     "deepseek_v2_groups",
     "deepseek_v3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "mistral_window",
 ];
 
 impl Case {

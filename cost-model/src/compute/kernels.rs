@@ -93,6 +93,7 @@ mod tests {
             key: String::new(),
             order: Default::default(),
             keys: Default::default(),
+            bounds: Default::default(),
         };
         let t = op_time(&c, &kind, &[q.clone(), q.clone(), q.clone()], &[q, lse]).0;
         // 4 * 2 heads * 128 * 128 * 64 FLOPs at 5e11 * 0.5; 4 per score at 1e9.

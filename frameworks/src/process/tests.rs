@@ -132,6 +132,7 @@ fn training_role() -> Program {
         key: "attend".into(),
         order: Default::default(),
         keys: Default::default(),
+        bounds: Default::default(),
     };
     let gradient = OpKind::AttentionGrad {
         scale: 1.0,
@@ -139,6 +140,7 @@ fn training_role() -> Program {
         key: "attend".into(),
         order: Default::default(),
         keys: Default::default(),
+        bounds: Default::default(),
     };
     let accumulate = OpKind::Accumulate { dtype: DType::F32 };
     let mut again = compute("recompute.attend", attention, &[6, 6, 3], 7);

@@ -96,6 +96,7 @@ fn attention(
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
+        bounds: Default::default(),
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)

@@ -72,6 +72,7 @@ fn attention(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<Val
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
+        bounds: Default::default(),
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &qkv)?;
     b.linear(&format!("{h}.attn.out"), "bsnd,ndh->bsh", y)

@@ -74,6 +74,7 @@ fn attention(
         key: String::new(),
         order: SequenceOrder::Natural,
         keys: Default::default(),
+        bounds: Default::default(),
     };
     let y = b.op(format!("{a}.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{a}.out"), "bsnd,ndh->bsh", y)

@@ -4,13 +4,14 @@
 //! a router chooses (Jiang et al. 2024; Yang et al. 2025). Its tokens go to slots of the experts
 //! and back; those that find no slot pass by on the residual. In Qwen2-MoE every token goes to one
 //! more MLP, the shared expert, whose result is scaled by a gate of its own (Qwen team 2024). Gemma
-//! scales what it looks up and stores gains less one (Gemma team 2024).
+//! scales what it looks up and stores gains less one (Gemma team 2024). Gemma 2 and 3 have norms behind
+//! attention and MLP too, and layers whose queries look back over a window of tokens alone.
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::{ExpertsConfig, LlamaConfig};
+use crate::config::{ExpertsConfig, Family, LlamaConfig};
 use ir::ValueId;
-use ir::op::{Binary, InputKind, OpKind, Unary};
+use ir::op::{Binary, Bounds, InputKind, OpKind, Unary};
 
 pub(super) fn build(b: &mut Builder, c: &LlamaConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -26,29 +27,47 @@ pub(super) fn build(b: &mut Builder, c: &LlamaConfig) -> Result<(), ImportError>
     for i in 0..c.layers {
         b.start_layer(format!("h.{i}"));
         let experts = c.experts.as_ref().filter(|e| e.are_in(i));
-        x = block(b, c, experts, &format!("h.{i}"), x)?;
+        x = block(b, c, experts, i, x)?;
     }
     b.start_layer("head");
     let x = norm(b, c, "head.norm", x)?;
-    b.loss(x, c.tied.then_some(table))
+    b.bounded_loss(x, c.tied.then_some(table), c.logit_cap)
 }
 
 fn block(
     b: &mut Builder,
     c: &LlamaConfig,
     experts: Option<&ExpertsConfig>,
-    h: &str,
+    layer: u64,
     x: ValueId,
 ) -> Result<ValueId, ImportError> {
+    let h = &format!("h.{layer}");
     let normed = norm(b, c, &format!("{h}.norm_1"), x)?;
-    let y = attention(b, c, h, normed)?;
+    let y = attention(b, c, layer, normed)?;
+    let y = behind(b, c, h, ("post_1", "attn.dropout"), y)?;
     let x = b.add(format!("{h}.residual_1"), x, y)?;
     let normed = norm(b, c, &format!("{h}.norm_2"), x)?;
     let y = match experts {
         None => gated_mlp(b, c.activation, &format!("{h}.mlp"), DENSE, normed)?,
         Some(e) => mixture(b, c.activation, e, &format!("{h}.moe"), normed)?,
     };
+    let y = behind(b, c, h, ("post_2", "mlp.dropout"), y)?;
     b.add(format!("{h}.residual_2"), x, y)
+}
+
+/// What stands behind attention and MLP: a norm in Gemma 2 and 3, dropout in Phi-3.
+fn behind(
+    b: &mut Builder,
+    c: &LlamaConfig,
+    h: &str,
+    (post, dropout): (&str, &str),
+    y: ValueId,
+) -> Result<ValueId, ImportError> {
+    match c.family {
+        _ if c.family.has_post_norms() => norm(b, c, &format!("{h}.{post}"), y),
+        Family::Phi3 => b.dropout(&format!("{h}.{dropout}"), y),
+        _ => Ok(y),
+    }
 }
 
 /// The einsums of a gated MLP, into it and out of it: for one MLP, and for all experts at once.
@@ -139,9 +158,10 @@ fn scaled_expert(
 fn attention(
     b: &mut Builder,
     c: &LlamaConfig,
-    h: &str,
+    layer: u64,
     x: ValueId,
 ) -> Result<ValueId, ImportError> {
+    let h = &format!("h.{layer}");
     let (into, out_of) = match c.heads / c.kv_heads {
         1 => ("bsh,hkd->bskd", "bskd,kdh->bsh"),
         _ => ("bsh,hkgd->bskgd", "bskgd,kgdh->bsh"),
@@ -156,21 +176,26 @@ fn attention(
         ),
         false => (q, k),
     };
+    let (theta, scaling) = c.rotation_in(layer);
     let rotary = OpKind::Rotary {
-        theta: c.rope_theta,
-        scaling: c.rope_scaling,
+        theta,
+        scaling,
         inverse: false,
-        part: None,
+        part: (c.turned < c.head_dim).then_some(c.turned),
         order: ir::op::SequenceOrder::Natural,
     };
     let q = b.op(format!("{h}.attn.rotary_q"), rotary.clone(), &[q])?;
     let k = b.op(format!("{h}.attn.rotary_k"), rotary, &[k])?;
     let attend = OpKind::Attention {
-        scale: (c.head_dim as f64).sqrt().recip(),
+        scale: c.scale,
         dropout: b.options.dropout,
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
+        bounds: Bounds {
+            window: c.window_in(layer, b.options.sequence),
+            cap: c.score_cap,
+        },
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)

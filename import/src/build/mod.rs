@@ -17,7 +17,7 @@ mod llama;
 mod wide_resnet;
 
 use crate::{ImportError, ModelConfig, Param};
-use ir::op::{Binary, Einsum, InputKind, OpKind};
+use ir::op::{Binary, Einsum, InputKind, OpKind, Unary};
 use ir::sharding::ReduceKind;
 use ir::{DType, Graph, LayerId, Pass, Place, Region, Shape, TensorType, ValueId};
 use std::collections::BTreeMap;
@@ -43,10 +43,6 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
             value: sequence.to_string(),
             problem: match config.max_sequence() {
                 1 => "a sample of the model is one image, with one label; accepted: 1".into(),
-                n if config.window() == Some(n) => format!(
-                    "the model's attention has a window of {n} tokens, which is not supported \
-                     within longer sequences; accepted: 1 to {n}"
-                ),
                 n => format!("the model has {n} positions; accepted: 1 to {n}"),
             },
         });
@@ -205,12 +201,30 @@ impl Builder {
     /// Adds the logits of the normalised `x` and the loss, with which a language model ends. `table`
     /// is the embedding's value when tied.
     fn loss(&mut self, x: ValueId, table: Option<ValueId>) -> Result<(), ImportError> {
+        self.bounded_loss(x, table, None)
+    }
+    /// The same of logits `l` that become `cap * tanh(l / cap)`, where there is a cap.
+    fn bounded_loss(
+        &mut self,
+        x: ValueId,
+        table: Option<ValueId>,
+        cap: Option<f64>,
+    ) -> Result<(), ImportError> {
         let labels = self.input("labels", InputKind::Labels)?;
         let table = match table {
             Some(table) => table,
             None => self.param("head.lm_head.weight")?,
         };
-        let logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
+        let mut logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
+        if let Some(cap) = cap {
+            for (path, f) in [
+                ("head.cap.shrink", Unary::Scale { by: cap.recip() }),
+                ("head.cap.tanh", Unary::Tanh),
+                ("head.cap.grow", Unary::Scale { by: cap }),
+            ] {
+                logits = self.op(path, OpKind::Unary { f }, &[logits])?;
+            }
+        }
         self.nll_of(logits, labels)
     }
     /// Adds the loss of logits `[B, sequence, classes]`.

@@ -172,6 +172,28 @@ impl<'a> Fields<'a> {
             None => Err(self.wrong(name, value, &expected)),
         }
     }
+    /// Reads a list of words out of these; null counts as absent.
+    pub(super) fn words(
+        &mut self,
+        name: &'static str,
+        accepted: &[&'static str],
+    ) -> Result<Option<Vec<&'static str>>, ImportError> {
+        let Some(value) = self.value(name).filter(|v| !v.is_null()) else {
+            return Ok(None);
+        };
+        let word = |v: &Value| accepted.iter().copied().find(|w| v == w);
+        let words = value
+            .as_array()
+            .and_then(|list| list.iter().map(word).collect());
+        match words {
+            Some(words) => Ok(Some(words)),
+            None => {
+                let quoted: Vec<String> = accepted.iter().map(|w| format!("{w:?}")).collect();
+                let expected = format!("expected a list of {}", quoted.join(" and "));
+                Err(self.wrong(name, value, &expected))
+            }
+        }
+    }
     /// Reads a finite number that `accept` holds for; `None` where the field is absent.
     pub(super) fn number(
         &mut self,

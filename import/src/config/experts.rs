@@ -15,9 +15,14 @@ pub(super) fn read(
     layers: u64,
 ) -> Result<Option<ExpertsConfig>, ImportError> {
     let mut experts = match family {
-        Family::Gemma | Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => {
-            return Ok(None);
-        }
+        Family::Gemma
+        | Family::Gemma2
+        | Family::Gemma3
+        | Family::Llama
+        | Family::Mistral
+        | Family::Phi3
+        | Family::Qwen2
+        | Family::Qwen3 => return Ok(None),
         Family::Mixtral => mixtral(f)?,
         Family::Qwen2Moe => ExpertsConfig {
             shared: Some(f.required("shared_expert_intermediate_size", WIDTHS)?),

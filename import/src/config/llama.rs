@@ -2,16 +2,22 @@
 //! spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
 use super::document::Fields;
+use super::{CAPS, SCALARS};
 use super::{EPSILONS, FACTORS, FREQUENCIES, MSCALES, Numbers, PROBABILITIES, SHARES, THETAS};
 use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
 use super::{activation, check_common, check_full_attention, experts, init_std};
 use crate::ImportError;
 use ir::op::{RopeScaling, Unary};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 /// The default base of the rotary frequencies in transformers, and Mixtral's.
 const DEFAULT_THETA: f64 = 10_000.0;
 const MIXTRAL_THETA: f64 = 1_000_000.0;
+/// The default base of `Gemma3TextConfig`, in layers that look back over all tokens.
+const GEMMA3_THETA: f64 = 1_000_000.0;
+/// The default window of `Gemma2Config` and `Gemma3TextConfig`.
+const GEMMA_WINDOW: u64 = 4096;
 /// The default window of `MistralConfig`.
 const MISTRAL_WINDOW: u64 = 4096;
 
@@ -24,7 +30,8 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
     let vocab = f.required("vocab_size", VOCAB)?;
     let positions = f.required("max_position_embeddings", POSITIONS)?;
     // Absent it means all heads in Llama only; the others' defaults are sizes of one model.
-    let is_absent = !f.has("num_key_value_heads") && family != Family::Llama;
+    let has_default = matches!(family, Family::Llama | Family::Phi3);
+    let is_absent = !f.has("num_key_value_heads") && !has_default;
     let kv_heads = match is_absent {
         true => f.required("num_key_value_heads", HEADS)?,
         false => f
@@ -36,7 +43,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
     }
     // Absent it means the hidden size over the heads, but in Qwen3 and Gemma the size of one model.
-    if matches!(family, Family::Qwen3 | Family::Gemma) {
+    if family == Family::Qwen3 || family.is_gemma() {
         f.required("head_dim", WIDTHS)?;
     }
     let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
@@ -68,27 +75,37 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         );
         return Err(f.contradiction("num_attention_heads", "head_dim", problem));
     }
-    check_fixed(&mut f)?;
+    check_fixed(&mut f, family)?;
     check_padding(&mut f, family)?;
     let window = window(&mut f, family)?;
+    let whole = whole_layers(&mut f, family, layers)?;
     let (qkv_bias, out_bias) = biases(&mut f, family)?;
     let is_mixtral = family == Family::Mixtral;
     let (default_theta, default_epsilon) = match is_mixtral {
         true => (MIXTRAL_THETA, 1e-5),
+        false if family == Family::Gemma3 => (GEMMA3_THETA, 1e-6),
+        false if family == Family::Phi3 => (DEFAULT_THETA, 1e-5),
         false => (DEFAULT_THETA, 1e-6),
     };
-    let Rope {
-        theta: rope_theta,
-        scaling: rope_scaling,
-        ..
-    } = rope(
-        &mut f,
-        &Rotations {
-            theta: ("rope_theta", default_theta),
-            is_partial: false,
-            has_yarn: false,
-        },
-    )?;
+    let (found, local_theta) = match family {
+        Family::Gemma3 => two_bases(&mut f)?,
+        _ => {
+            let rotations = Rotations {
+                theta: ("rope_theta", default_theta),
+                is_partial: family == Family::Phi3,
+                has_yarn: false,
+            };
+            (rope(&mut f, &rotations)?, None)
+        }
+    };
+    let scale = match family {
+        Family::Gemma2 | Family::Gemma3 => {
+            let found = f.number("query_pre_attn_scalar", SCALARS)?;
+            found.ok_or_else(|| f.missing("query_pre_attn_scalar", "a positive number"))?
+        }
+        _ => head_dim as f64,
+    };
+    let (score_cap, logit_cap) = caps(&mut f, family)?;
     let config = LlamaConfig {
         family,
         experts: experts::read(&mut f, family, layers)?,
@@ -102,21 +119,27 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         vocab,
         positions,
         window,
-        activation: match family {
-            Family::Gemma => gemma_activation(&mut f)?,
-            _ => activation(&mut f, "hidden_act", "silu")?,
+        whole,
+        scale: scale.sqrt().recip(),
+        score_cap,
+        logit_cap,
+        activation: match family.is_gemma() {
+            true => gemma_activation(&mut f)?,
+            false => activation(&mut f, "hidden_act", "silu")?,
         },
         epsilon: f
             .number("rms_norm_eps", EPSILONS)?
             .unwrap_or(default_epsilon),
         tied: f
             .boolean("tie_word_embeddings")?
-            .unwrap_or(family == Family::Gemma),
+            .unwrap_or(family.is_gemma()),
         qkv_bias,
         out_bias,
         mlp_bias: family == Family::Llama && f.boolean("mlp_bias")?.unwrap_or(false),
-        rope_theta,
-        rope_scaling,
+        rope_theta: found.theta,
+        rope_scaling: found.scaling,
+        turned: turned(&mut f, family, found.part, head_dim)?,
+        local_theta,
         init_std: init_std(&mut f)?,
     };
     f.finish(HARMLESS_FIELDS)?;
@@ -135,6 +158,18 @@ fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
                 "attention is full and causal",
             )?;
         }
+        Family::Gemma2 | Family::Gemma3 => {
+            f.only(
+                "use_bidirectional_attention",
+                &[Value::Bool(false), Value::Null],
+                "attention is causal",
+            )?;
+            if !f.is_null("sliding_window") {
+                let found = f.integer("sliding_window", POSITIONS)?;
+                return Ok(Some(found.unwrap_or(GEMMA_WINDOW)));
+            }
+        }
+        Family::Phi3 => return f.nullable_integer("sliding_window", POSITIONS),
         Family::Mistral if f.is_null("sliding_window") => {}
         Family::Mistral => {
             let found = f.integer("sliding_window", POSITIONS)?;
@@ -147,6 +182,123 @@ fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
         }
     }
     Ok(None)
+}
+
+/// Reads which layers look back over all tokens although the model has a window: by `layer_types`, by
+/// one in `sliding_window_pattern`, or as the family has them.
+fn whole_layers(f: &mut Fields, family: Family, layers: u64) -> Result<BTreeSet<u64>, ImportError> {
+    let every = match family {
+        Family::Gemma2 => 2,
+        Family::Gemma3 => {
+            let found = f.integer("sliding_window_pattern", LAYERS)?;
+            let saved = f.integer("_sliding_window_pattern", LAYERS)?;
+            found.or(saved).unwrap_or(6)
+        }
+        _ => return Ok(BTreeSet::new()),
+    };
+    let words = f.words("layer_types", &["sliding_attention", "full_attention"])?;
+    let Some(words) = words else {
+        return Ok((0..layers)
+            .filter(|i| (i + 1).is_multiple_of(every))
+            .collect());
+    };
+    if words.len() as u64 != layers {
+        let problem = format!("{} types of {layers} layers", words.len());
+        return Err(f.contradiction("layer_types", "num_hidden_layers", problem));
+    }
+    let all = words
+        .iter()
+        .zip(0..)
+        .filter(|(word, _)| **word == "full_attention");
+    Ok(all.map(|(_, i)| i).collect())
+}
+
+/// Reads what scores and logits stay below.
+fn caps(f: &mut Fields, family: Family) -> Result<(Option<f64>, Option<f64>), ImportError> {
+    let of = |f: &mut Fields, name, default| match f.is_null(name) {
+        true => Ok(None),
+        false => f.number(name, CAPS).map(|found| found.or(default)),
+    };
+    match family {
+        Family::Gemma2 => Ok((
+            of(f, "attn_logit_softcapping", Some(50.0))?,
+            of(f, "final_logit_softcapping", Some(30.0))?,
+        )),
+        Family::Gemma3 => {
+            f.only(
+                "attn_logit_softcapping",
+                &[Value::Null],
+                "scores of gemma3_text have no bound in transformers",
+            )?;
+            Ok((None, of(f, "final_logit_softcapping", None)?))
+        }
+        _ => Ok((None, None)),
+    }
+}
+
+/// Reads the rotation of Gemma 3 in both spellings: that of layers that look back over all tokens, and
+/// the base of the others.
+fn two_bases(f: &mut Fields) -> Result<(Rope, Option<f64>), ImportError> {
+    let Some(mut both) = f.object("rope_parameters")? else {
+        let rotations = Rotations {
+            theta: ("rope_theta", GEMMA3_THETA),
+            is_partial: false,
+            has_yarn: false,
+        };
+        let local = f.number("rope_local_base_freq", THETAS)?;
+        return Ok((rope(f, &rotations)?, Some(local.unwrap_or(DEFAULT_THETA))));
+    };
+    let whole = "the whole head is rotated";
+    let mut found = Rope {
+        theta: GEMMA3_THETA,
+        scaling: RopeScaling::None,
+        part: None,
+        score_scale: 1.0,
+    };
+    let mut local = DEFAULT_THETA;
+    if let Some(mut inner) = both.object("full_attention")? {
+        found.scaling = scaling_of(&mut inner, Some("default"), false)?;
+        found.theta = inner.number("rope_theta", THETAS)?.unwrap_or(GEMMA3_THETA);
+        inner.only("partial_rotary_factor", &[json!(1), json!(1.0)], whole)?;
+        inner.finish(&[])?;
+    }
+    if let Some(mut inner) = both.object("sliding_attention")? {
+        let why = "layers with a window turn by plain frequencies";
+        inner.only("rope_type", &[json!("default")], why)?;
+        local = inner.number("rope_theta", THETAS)?.unwrap_or(DEFAULT_THETA);
+        inner.only("partial_rotary_factor", &[json!(1), json!(1.0)], whole)?;
+        inner.finish(&[])?;
+    }
+    both.finish(&[])?;
+    Ok((found, Some(local)))
+}
+
+/// Reads how many elements of a head turn: all, but in Phi-3, where `partial_rotary_factor` says which
+/// share does, in an object or beside it.
+fn turned(
+    f: &mut Fields,
+    family: Family,
+    inner: Option<f64>,
+    head_dim: u64,
+) -> Result<u64, ImportError> {
+    if family != Family::Phi3 {
+        return Ok(head_dim);
+    }
+    let own = f.number("partial_rotary_factor", SHARES)?;
+    if let (Some(a), Some(b)) = (own, inner)
+        && a != b
+    {
+        let problem = format!("they give {a} and {b}");
+        return Err(f.contradiction("partial_rotary_factor", "rope_parameters", problem));
+    }
+    let turned = (head_dim as f64 * own.or(inner).unwrap_or(1.0)) as u64;
+    if turned == 0 || turned % 2 == 1 {
+        let problem = format!(
+            "turns {turned} of the {head_dim} elements of a head; the rotary embedding needs an even number"
+        );
+        return Err(f.error("partial_rotary_factor", problem));
+    }
+    Ok(turned)
 }
 
 /// Reads Gemma's activation: older files say `gelu`, by which its authors mean the approximation.
@@ -163,9 +315,19 @@ fn gemma_activation(f: &mut Fields) -> Result<Unary, ImportError> {
 fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
     match family {
         Family::Mistral | Family::Mixtral => Ok((false, false)),
+        Family::Phi3 => {
+            let why = "projections have no biases";
+            f.only("attention_bias", &[Value::Bool(false)], why)?;
+            Ok((false, false))
+        }
         Family::Qwen2 => Ok((true, false)),
         Family::Qwen2Moe => Ok((f.boolean("qkv_bias")?.unwrap_or(true), false)),
-        Family::Gemma | Family::Llama | Family::Qwen3 | Family::Qwen3Moe => {
+        Family::Gemma
+        | Family::Gemma2
+        | Family::Gemma3
+        | Family::Llama
+        | Family::Qwen3
+        | Family::Qwen3Moe => {
             let all = f.boolean("attention_bias")?.unwrap_or(false);
             Ok((all, all))
         }
@@ -173,17 +335,27 @@ fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
 }
 
 /// Checks the fields that have one accepted value.
-fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
+fn check_fixed(f: &mut Fields, family: Family) -> Result<(), ImportError> {
     f.number("attention_dropout", PROBABILITIES)?;
+    if family == Family::Phi3 {
+        // Microsoft's own code, of which transformers has its own by now.
+        f.has("auto_map");
+        for name in ["resid_pdrop", "embd_pdrop"] {
+            f.number(name, PROBABILITIES)?;
+        }
+        // Where long positions begin, of which `rope_scaling` would say how they turn.
+        f.nullable_integer("original_max_position_embeddings", POSITIONS)?;
+    } else {
+        f.only(
+            "partial_rotary_factor",
+            &[json!(1), json!(1.0)],
+            "the whole head is rotated",
+        )?;
+    }
     f.only(
         "pretraining_tp",
         &[json!(1)],
         "matmuls in slices are not supported",
-    )?;
-    f.only(
-        "partial_rotary_factor",
-        &[json!(1), json!(1.0)],
-        "the whole head is rotated",
     )?;
     f.only(
         "use_mrope",
@@ -197,10 +369,10 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
     )
 }
 
-/// Checks that no row of the embedding is left out of training. Every published Gemma has a padding
+/// Checks that no row of the embedding is left out of training. Every published Gemma and Phi-3 has a padding
 /// token, whose row data without padding never looks up.
 fn check_padding(f: &mut Fields, family: Family) -> Result<(), ImportError> {
-    if family == Family::Gemma {
+    if family.is_gemma() || family == Family::Phi3 {
         f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
         return Ok(());
     }
@@ -359,6 +531,13 @@ fn scaling_of(
             })
         }
         other => {
+            let accepted = match other {
+                "longrope" | "su" | "dynamic" => format!(
+                    "{accepted}; frequencies that depend on the length of a sequence are not there, and \
+                     null plans the model as it is up to the positions of its pre-training"
+                ),
+                _ => accepted.to_string(),
+            };
             let name = if f.has("rope_type") {
                 "rope_type"
             } else {

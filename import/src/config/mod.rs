@@ -1,4 +1,4 @@
-//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `mistral`, `mixtral`,
+//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `gemma2`, `gemma3_text`, `mistral`, `mixtral`,
 //! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`
 //! and `nemotron`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
@@ -46,6 +46,7 @@ pub const HARMLESS_FIELDS: &[&str] = &[
     "bad_words_ids",
     "begin_suppress_tokens",
     "bos_token_id",
+    "cache_implementation",
     "decoder_start_token_id",
     "diversity_penalty",
     "do_sample",
@@ -143,6 +144,16 @@ pub(crate) const SHARES: Numbers = (
     |x| x > 0.0 && x <= 1.0,
     "expected a share above 0, at most 1",
 );
+/// What scores or logits stay below.
+pub(crate) const CAPS: Numbers = (
+    |x| x > 0.0 && x <= 1e6,
+    "expected a positive number up to 1e6",
+);
+/// Numbers whose root divides the scores.
+pub(crate) const SCALARS: Numbers = (
+    |x| x > 0.0 && x <= 1e9,
+    "expected a positive number up to 1e9",
+);
 /// Factors that stretch rotary positions.
 pub(crate) const FACTORS: Numbers = (
     |x| (1.0..=1e6).contains(&x),
@@ -191,12 +202,20 @@ pub struct Gpt2Config {
 pub(crate) enum Family {
     /// Gemma, whose embedding is scaled and whose gains are stored less one (Gemma team 2024).
     Gemma,
+    /// Gemma 2, with norms behind attention and MLP too, windows in every other layer, and bounds of
+    /// scores and logits (Gemma team 2024).
+    Gemma2,
+    /// Gemma 3, with norms of queries and keys, and a base of the rotation of its own in layers with
+    /// windows (Gemma team 2025).
+    Gemma3,
     /// Llama, with dense layers.
     Llama,
     /// Mistral, whose attention may have a window (Jiang et al. 2023).
     Mistral,
     /// Mixtral, with experts in every layer (Jiang et al. 2024).
     Mixtral,
+    /// Phi-3, whose files have queries, keys and values in one matrix (Abdin et al. 2024).
+    Phi3,
     /// Qwen2, Qwen2.5 among them, with biases of queries, keys and values (Yang et al. 2024).
     Qwen2,
     /// Qwen2-MoE: a Qwen2 with experts in some layers, one of them shared by all tokens.
@@ -208,11 +227,14 @@ pub(crate) enum Family {
 }
 
 impl Family {
-    const ALL: [Family; 8] = [
+    const ALL: [Family; 11] = [
         Family::Gemma,
+        Family::Gemma2,
+        Family::Gemma3,
         Family::Llama,
         Family::Mistral,
         Family::Mixtral,
+        Family::Phi3,
         Family::Qwen2,
         Family::Qwen2Moe,
         Family::Qwen3,
@@ -223,9 +245,12 @@ impl Family {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Family::Gemma => "gemma",
+            Family::Gemma2 => "gemma2",
+            Family::Gemma3 => "gemma3_text",
             Family::Llama => "llama",
             Family::Mistral => "mistral",
             Family::Mixtral => "mixtral",
+            Family::Phi3 => "phi3",
             Family::Qwen2 => "qwen2",
             Family::Qwen2Moe => "qwen2_moe",
             Family::Qwen3 => "qwen3",
@@ -235,17 +260,29 @@ impl Family {
     fn of(name: &str) -> Option<Family> {
         Family::ALL.into_iter().find(|f| f.name() == name)
     }
+    /// Says whether it is a Gemma, of any version.
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3)
+    }
     /// Says whether files hold the gains of norms less one.
     pub(crate) fn has_centred_gains(self) -> bool {
-        self == Family::Gemma
+        self.is_gemma()
     }
     /// Says whether embeddings are multiplied by the root of the hidden size.
     pub(crate) fn scales_embeddings(self) -> bool {
-        self == Family::Gemma
+        self.is_gemma()
+    }
+    /// Says whether norms stand behind attention and MLP too.
+    pub(crate) fn has_post_norms(self) -> bool {
+        matches!(self, Family::Gemma2 | Family::Gemma3)
+    }
+    /// Says whether files have queries, keys and values in one matrix, and gate and up in another.
+    pub(crate) fn is_fused(self) -> bool {
+        self == Family::Phi3
     }
     /// Says whether queries and keys are normalised head by head.
     pub(crate) fn normalises_heads(self) -> bool {
-        matches!(self, Family::Qwen3 | Family::Qwen3Moe)
+        matches!(self, Family::Gemma3 | Family::Qwen3 | Family::Qwen3Moe)
     }
 }
 
@@ -328,6 +365,14 @@ pub struct LlamaConfig {
     pub(crate) positions: u64,
     /// The tokens that attention looks back over, the present one among them; `None` is all.
     pub(crate) window: Option<u64>,
+    /// The layers whose attention looks back over all tokens all the same.
+    pub(crate) whole: BTreeSet<u64>,
+    /// The factor of the scores.
+    pub(crate) scale: f64,
+    /// What scores stay below.
+    pub(crate) score_cap: Option<f64>,
+    /// What logits stay below.
+    pub(crate) logit_cap: Option<f64>,
     pub(crate) activation: Unary,
     pub(crate) epsilon: f64,
     pub(crate) tied: bool,
@@ -338,7 +383,28 @@ pub struct LlamaConfig {
     pub(crate) mlp_bias: bool,
     pub(crate) rope_theta: f64,
     pub(crate) rope_scaling: RopeScaling,
+    /// The elements of a head that turn, the first of them; even.
+    pub(crate) turned: u64,
+    /// The base of the rotation in layers with a window, where it is another, without scaling.
+    pub(crate) local_theta: Option<f64>,
     pub(crate) init_std: f64,
+}
+
+impl LlamaConfig {
+    /// The tokens that attention looks back over in a layer, of sequences of that length: none where
+    /// it is all of them.
+    pub(crate) fn window_in(&self, layer: u64, sequence: u64) -> Option<u64> {
+        let window = self.window.filter(|_| !self.whole.contains(&layer));
+        window.filter(|w| *w < sequence)
+    }
+    /// Base and scaling of the rotation in a layer.
+    pub(crate) fn rotation_in(&self, layer: u64) -> (f64, RopeScaling) {
+        let is_local = !self.whole.contains(&layer);
+        match self.local_theta.filter(|_| is_local) {
+            Some(theta) => (theta, RopeScaling::None),
+            None => (self.rope_theta, self.rope_scaling),
+        }
+    }
 }
 
 /// A model that can be built; valid by construction.
@@ -357,10 +423,12 @@ pub enum ModelConfig {
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 15] = [
+pub const MODEL_TYPES: [&str; 18] = [
     "deepseek_v2",
     "deepseek_v3",
     "gemma",
+    "gemma2",
+    "gemma3_text",
     "gpt2",
     "gpt_neox",
     "llama",
@@ -368,6 +436,7 @@ pub const MODEL_TYPES: [&str; 15] = [
     "mixtral",
     "nemotron",
     "opt",
+    "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -423,6 +492,11 @@ impl ModelConfig {
             Some("deepseek_v2") => latent::read(fields, Version::V2).map(ModelConfig::Latent),
             Some("deepseek_v3") => latent::read(fields, Version::V3).map(ModelConfig::Latent),
             Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
+            Some("gemma3") => {
+                let problem = "is \"gemma3\", a model of images and text; the object in its `text_config` is a model of \
+                               text alone (\"gemma3_text\"), and is accepted as a file of its own";
+                Err(fields.error("model_type", problem.into()))
+            }
             Some(other) => match (Family::of(other), Plain::of(other)) {
                 (Some(family), _) => llama::read(fields, family).map(ModelConfig::Llama),
                 (None, Some(family)) => decoder::read(fields, family).map(ModelConfig::Decoder),
@@ -498,26 +572,15 @@ impl ModelConfig {
             ModelConfig::WideResnet(c) => c.classes,
         }
     }
-    /// Returns the longest sequence that is accepted, in tokens: that which the model is made for, or
-    /// the window of its attention where that is shorter; one where a sample is an image.
+    /// Returns the longest sequence that is accepted, in tokens: that which the model is made for; one
+    /// where a sample is an image.
     pub fn max_sequence(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.positions,
             ModelConfig::Decoder(c) => c.positions,
             ModelConfig::Latent(c) => c.positions,
-            ModelConfig::Llama(c) => c.window.map_or(c.positions, |w| w.min(c.positions)),
+            ModelConfig::Llama(c) => c.positions,
             ModelConfig::WideResnet(_) => 1,
-        }
-    }
-    /// Returns the tokens that attention looks back over, where it has such a window. Sequences up
-    /// to that length are computed exactly; longer ones are refused.
-    pub fn window(&self) -> Option<u64> {
-        match self {
-            ModelConfig::Llama(c) => c.window,
-            ModelConfig::Gpt2(_)
-            | ModelConfig::Decoder(_)
-            | ModelConfig::Latent(_)
-            | ModelConfig::WideResnet(_) => None,
         }
     }
     /// Says whether the head uses the embedding table.

@@ -40,12 +40,14 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             dropout,
             order,
             keys,
+            bounds,
             ..
         } => {
             cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
             cx.all_keys(*keys)?;
+            cx.bounds(*bounds)?;
             let lse = x[0].shape.0[..x[0].shape.rank() - 1].to_vec();
             Ok(vec![cx.attended(), TensorType::new(DType::F32, Shape(lse))])
         }
@@ -54,12 +56,14 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             dropout,
             order,
             keys,
+            bounds,
             ..
         } => {
             cx.attention_figures(*scale, *dropout)?;
             cx.attention_operands()?;
             cx.stored(1, *order)?;
             cx.all_keys(*keys)?;
+            cx.bounds(*bounds)?;
             let o = cx.attended();
             for i in [3, 5] {
                 cx.ensure(x[i] == o, || {
@@ -132,20 +136,28 @@ fn work(op: &Lengths<'_>) -> Work {
             let scores = shape.batch as f64 * shape.m as f64 * t as f64;
             let widths = d as f64 + x[2].1.last().map_or(0.0, |&v| v as f64);
             let flops = 2.0 * times * scores * widths;
-            // The last S queries see T - S/2 of the T keys each; no other S queries see more. A
-            // rank of a zigzag order has early and late ones, and sees half.
-            // Of a shard that came around, some rank's queries see all where they stand by position.
-            let causal_share = match (op.kind, t) {
-                (_, 0) => 0.0,
-                (
-                    OpKind::Attention { order, keys, .. }
-                    | OpKind::AttentionGrad { order, keys, .. },
-                    t,
-                ) if order.is_natural() => match keys {
-                    Keys::Ring { step: 1.., .. } => 1.0,
-                    _ => 1.0 - 0.5 * q[1].min(t) as f64 / t as f64,
+            // The last S queries see T - S/2 of the T keys each, or a window; no other S queries see
+            // more. A rank of a zigzag order has early and late ones, and sees what all see on
+            // average. Of a shard that came around, some rank's queries see all where they stand by
+            // position.
+            let causal_share = match op.kind {
+                OpKind::Attention {
+                    order,
+                    keys,
+                    bounds,
+                    ..
+                }
+                | OpKind::AttentionGrad {
+                    order,
+                    keys,
+                    bounds,
+                    ..
+                } => match keys {
+                    Keys::Ring { step: 1.., .. } if order.is_natural() => 1.0,
+                    _ if order.is_natural() => bounds.share(q[1], t),
+                    _ => bounds.share(t, t),
                 },
-                _ => 0.5,
+                _ => 0.0,
             };
             Work {
                 attention_flops: flops,
@@ -186,6 +198,7 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
             scale,
             dropout,
             order,
+            bounds,
             ..
         } => {
             let kind = OpKind::AttentionGrad {
@@ -194,6 +207,7 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
                 key: arm.op.path.clone(),
                 order: *order,
                 keys: Keys::All,
+                bounds: *bounds,
             };
             let d = arm.emit_all(
                 "qkv",
@@ -212,6 +226,11 @@ impl Operands<'_> {
         self.ensure(keys.are_all(), || {
             "the keys of a ring are for instructions of a program".into()
         })
+    }
+    fn bounds(&self, Bounds { window, cap }: Bounds) -> Result<(), OpError> {
+        self.ensure(window != Some(0), || "a window of no tokens".into())?;
+        let fits = cap.is_none_or(|c| c.is_finite() && c > 0.0);
+        self.ensure(fits, || format!("cap {cap:?} is not positive"))
     }
     fn attention_figures(&self, scale: f64, dropout: f64) -> Result<(), OpError> {
         self.ensure(scale.is_finite(), || format!("scale {scale} is not finite"))?;

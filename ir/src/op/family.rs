@@ -3,7 +3,7 @@
 pub(super) use super::rule::{Builder, DimFactor, rows_and_last};
 pub(super) use super::shape::{Operands, one};
 pub(super) use super::work::{Lengths, MatmulShape, Work, bytes_of, numel, sum_of};
-pub(super) use super::{Binary, ExpertGroups, Keys, OpError, OpKind, Unary};
+pub(super) use super::{Binary, Bounds, ExpertGroups, Keys, OpError, OpKind, Unary};
 pub(super) use crate::autodiff::gradient::{Arm, Gradients};
 pub(super) use crate::sharding::ReduceKind;
 pub(super) use crate::{DType, Dim, FactorId, GraphError, Op, Shape, TensorType, ValueId};

@@ -10,6 +10,7 @@
 //! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
 
 mod attention;
+mod bounds;
 mod conv;
 mod einsum;
 mod elementwise;
@@ -29,6 +30,7 @@ mod source;
 mod update;
 mod work;
 
+pub use bounds::Bounds;
 pub use einsum::Einsum;
 pub(crate) use family::Family;
 pub use keys::Keys;
@@ -436,6 +438,9 @@ pub enum OpKind {
         /// The keys that an instruction looks at.
         #[serde(default, skip_serializing_if = "Keys::are_all")]
         keys: Keys,
+        /// What scores there are.
+        #[serde(default, skip_serializing_if = "Bounds::are_none")]
+        bounds: Bounds,
     },
     /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`.
     AttentionGrad {
@@ -451,6 +456,9 @@ pub enum OpKind {
         /// The keys that an instruction looks at.
         #[serde(default, skip_serializing_if = "Keys::are_all")]
         keys: Keys,
+        /// What scores there are.
+        #[serde(default, skip_serializing_if = "Bounds::are_none")]
+        bounds: Bounds,
     },
     /// Elements of each token in front of the elements of each of its rows: `(x[B,S,N],
     /// y[B,S,..,M]) -> [B,S,..,N+M]`. The dims of `x` but the last are the first of `y` (the part of

@@ -133,6 +133,7 @@ mod tests {
                 key: String::new(),
                 order,
                 keys: Default::default(),
+                bounds: Default::default(),
             };
             let made = kind.infer(&[x.clone(), x.clone(), x.clone()], None);
             made.map_or_else(|e| e.to_string(), |_| String::new())

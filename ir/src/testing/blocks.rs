@@ -1,7 +1,9 @@
 //! General blocks: `[B,S,H] -> [B,S,H]`, and the head.
 
 use super::{Builder, random_weight};
-use crate::op::{Binary, ExpertGroups, Init, InputKind, RopeScaling, Scores, SequenceOrder, Unary};
+use crate::op::{
+    Binary, Bounds, ExpertGroups, Init, InputKind, RopeScaling, Scores, SequenceOrder, Unary,
+};
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, OpKind, ValueId};
 
@@ -253,6 +255,11 @@ impl Builder {
             },
             false => SequenceOrder::Natural,
         };
+        // Some queries look back over three tokens, some scores are bounded.
+        let bounds = Bounds {
+            window: (d == 2).then_some(3),
+            cap: (d == 2 && grouped).then_some(2.0),
+        };
         let o = self.op(
             OpKind::Attention {
                 scale,
@@ -260,6 +267,7 @@ impl Builder {
                 key: String::new(),
                 order,
                 keys: Default::default(),
+                bounds,
             },
             &[q, k, v],
         );

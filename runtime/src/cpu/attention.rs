@@ -3,7 +3,9 @@
 //! ```text
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
 //!   k [B, T, K, D]      key j is at position k_offset + j; v [B, T, K, V] likewise
-//!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k
+//!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k,
+//!                                             within the window: q_offset + i - (k_offset + j) < window
+//!   s_ij = cap * tanh(s_ij / cap)             where there is a cap
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
 //!   o_i = sum_j drop_ij exp(s_ij - lse_i) v_j       0 when no key is visible
 //! ```
@@ -14,6 +16,7 @@
 //!
 //! ```text
 //!   p_ij = exp(s_ij - lse_i)          ds_ij = p_ij * (drop_ij * <do_i, v_j> - delta_i)
+//!   (ds_ij times 1 - tanh^2 where there is a cap)
 //!   dq_i = scale * sum_j ds_ij k_j    dk_j = scale * sum_gi ds_ij q_i
 //!                                     dv_j = sum_gi drop_ij p_ij do_i
 //! ```
@@ -56,6 +59,8 @@ pub struct AttentionDims {
     pub k_offset: usize,
     /// Keys from here on are ignored; at most `k_len`.
     pub valid_k: usize,
+    /// The positions that a query looks back over, its own among them; none where it is all.
+    pub window: Option<usize>,
 }
 
 impl AttentionDims {
@@ -84,10 +89,20 @@ impl AttentionDims {
         self.batch * self.q_len * self.kv_heads * self.groups
     }
 
-    /// How many keys query row `i` sees.
-    fn visible(&self, i: usize) -> usize {
+    /// The key behind the last that query row `i` sees.
+    fn end(&self, i: usize) -> usize {
         let before = self.q_offset.saturating_add(i + 1);
         before.saturating_sub(self.k_offset).min(self.valid_k)
+    }
+
+    /// The keys that query row `i` sees.
+    fn visible(&self, i: usize) -> std::ops::Range<usize> {
+        let end = self.end(i);
+        let first = self.window.map_or(0, |window| {
+            let before = self.q_offset.saturating_add(i + 1).saturating_sub(window);
+            before.saturating_sub(self.k_offset)
+        });
+        first.min(end)..end
     }
 }
 
@@ -107,6 +122,8 @@ pub struct Attention<'a> {
     pub dims: AttentionDims,
     /// Factor of the scores, usually `1 / sqrt(D)`.
     pub scale: f32,
+    /// What scores stay below, where there is such a bound.
+    pub cap: Option<f32>,
     /// Factor of each probability; the same in both passes.
     pub dropout: Option<&'a Dropout<'a>>,
 }
@@ -266,8 +283,10 @@ impl Head {
             self.row_products(block, self.scored(attention), &mut scores);
             let mut inverse_sums = [0.0; BLOCK];
             for (r, row) in scores.chunks_exact_mut(keys).enumerate() {
-                let sum = soften(&mut row[..self.dims.visible(first + r)], attention.scale);
-                row[self.dims.visible(first + r)..].fill(0.0);
+                let seen = self.dims.visible(first + r);
+                row[..seen.start].fill(0.0);
+                row[seen.end..].fill(0.0);
+                let sum = soften(&mut row[seen], attention.scale, attention.cap);
                 self.drop(attention, block, r, row);
                 lse[(first + r) * groups + g] = sum.lse;
                 inverse_sums[r] = sum.inverse;
@@ -381,10 +400,26 @@ impl Head {
         let elements = row * self.dims.value_dim..(row + 1) * self.dims.value_dim;
         let delta = dot(&upstream.o[elements.clone()], &upstream.d_o[elements]) as f32;
         let (lse, scale) = (upstream.lse[row], attention.scale);
-        let (p, masked_p) = p.split_at_mut(self.dims.visible(i));
-        let (ds, masked_ds) = ds.split_at_mut(p.len());
-        masked_p.fill(0.0);
-        masked_ds.fill(0.0);
+        let seen = self.dims.visible(i);
+        for masked in [&mut *p, &mut *ds] {
+            masked[..seen.start].fill(0.0);
+            masked[seen.end..].fill(0.0);
+        }
+        let first = seen.start;
+        let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
+        if let Some(cap) = attention.cap {
+            for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
+                let drop = match attention.dropout {
+                    Some(dropout) => dropout(self.b, self.kv, block.g, i, first + j),
+                    None => 1.0,
+                };
+                let t = (*p * scale / cap).tanh();
+                *p = (cap * t - lse).exp();
+                *ds = *p * (drop * *ds - delta) * scale * (1.0 - t * t);
+                *p *= drop;
+            }
+            return;
+        }
         for p in p.iter_mut() {
             *p = (*p * scale - lse).exp();
         }
@@ -396,7 +431,7 @@ impl Head {
             return;
         };
         for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
-            let drop = dropout(self.b, self.kv, block.g, i, j);
+            let drop = dropout(self.b, self.kv, block.g, i, first + j);
             *ds = *p * (drop * *ds - delta) * scale;
             *p *= drop;
         }
@@ -408,7 +443,8 @@ impl Head {
             return;
         };
         let i = block.first + r;
-        for (j, weight) in row[..self.dims.visible(i)].iter_mut().enumerate() {
+        let seen = self.dims.visible(i);
+        for (j, weight) in seen.clone().zip(&mut row[seen]) {
             *weight *= dropout(self.b, self.kv, block.g, i, j);
         }
     }
@@ -422,7 +458,7 @@ impl Head {
                 g,
                 first,
                 rows,
-                keys: dims.visible(first + rows - 1),
+                keys: dims.end(first + rows - 1),
             }
         };
         let firsts = (0..dims.q_len).step_by(BLOCK);
@@ -538,11 +574,14 @@ struct Sum {
     inverse: f32,
 }
 
-/// Turns raw scores into `exp(scale * s - max)`; of no scores the sum is 0 and its inverse taken
+/// Turns raw scores into `exp(s - max)`, scaled and bounded first; of no scores the sum is 0 and its inverse taken
 /// as 0. The exponential is the library's in `f32`: measured, twice as fast as `special::exp`,
 /// whose equal bits on all machines the products give away anyhow.
-fn soften(row: &mut [f32], scale: f32) -> Sum {
-    row.iter_mut().for_each(|s| *s *= scale);
+fn soften(row: &mut [f32], scale: f32, cap: Option<f32>) -> Sum {
+    match cap {
+        None => row.iter_mut().for_each(|s| *s *= scale),
+        Some(cap) => (row.iter_mut()).for_each(|s| *s = cap * (*s * scale / cap).tanh()),
+    }
     let max = maximum(row);
     row.iter_mut().for_each(|s| *s = (*s - max).exp());
     let total = sum(row);

@@ -36,7 +36,21 @@ fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
         q_offset,
         k_offset: 0,
         valid_k,
+        window: None,
     }
+}
+
+/// The same where queries look back over a few positions.
+fn windowed(dims: AttentionDims, window: usize) -> AttentionDims {
+    AttentionDims {
+        window: Some(window),
+        ..dims
+    }
+}
+
+/// The cap of cases with a window, so that both are tried, with each other and without.
+fn cap_of(dims: AttentionDims) -> Option<f32> {
+    dims.window.filter(|w| w % 2 == 1).map(|_| 1.5)
 }
 
 /// The same with values of another width.
@@ -63,6 +77,7 @@ impl Case {
             v: &self.v,
             dims: self.dims,
             scale,
+            cap: cap_of(self.dims),
             dropout,
         }
     }
@@ -161,11 +176,17 @@ fn naive(
                 for g in 0..groups {
                     let row = ((b * q_len + i) * kv_heads + kv) * groups + g;
                     let key = |j: usize| (b * k_len + j) * kv_heads + kv;
-                    let keys = (0..k_len).filter(|&j| j <= dims.q_offset + i && j < dims.valid_k);
+                    let keys = (0..k_len).filter(|&j| {
+                        let back = (dims.q_offset + i).checked_sub(j);
+                        let in_window = |b| dims.window.is_none_or(|w| b < w);
+                        back.is_some_and(in_window) && j < dims.valid_k
+                    });
                     let score = |j: usize| -> f64 {
                         let pairs = q[row * head_dim..].iter().zip(&k[key(j) * head_dim..]);
                         let pairs = pairs.take(head_dim);
-                        scale * pairs.map(|(a, b)| a * b).sum::<f64>()
+                        let score = scale * pairs.map(|(a, b)| a * b).sum::<f64>();
+                        let cap = cap_of(dims).map(f64::from);
+                        cap.map_or(score, |c| c * (score / c).tanh())
                     };
                     let sum: f64 = keys.clone().map(|j| score(j).exp()).sum();
                     lse.push(sum.ln());
@@ -203,6 +224,9 @@ fn shapes() -> Vec<AttentionDims> {
         dims([1, 130, 150, 1, 2, 9], 20, 149),
         with_values(dims([2, 7, 11, 2, 3, 5], 4, 11), 3),
         with_values(dims([1, 67, 67, 2, 1, 4], 0, 67), 9),
+        windowed(dims([2, 9, 9, 1, 2, 4], 0, 9), 3),
+        windowed(dims([1, 67, 90, 2, 1, 3], 20, 88), 12),
+        windowed(dims([1, 130, 130, 1, 2, 5], 0, 130), 65),
     ]
 }
 
@@ -296,6 +320,7 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
         dims([2, 70, 70, 3, 2, 17], 0, 70),
         dims([2, 9, 300, 3, 1, 8], 280, 289),
         with_values(dims([2, 70, 70, 3, 2, 12], 0, 70), 7),
+        windowed(dims([2, 70, 70, 3, 2, 12], 0, 70), 9),
     ] {
         let case = Case::random(5, d);
         let whole = case.run(0.4, None, 1);
@@ -329,7 +354,13 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
 /// Splits of S that do not fall on a block, with keys in several blocks of the product.
 #[test]
 fn query_rows_alone_equal_the_whole_bit_for_bit() {
-    let d = dims([2, 560, 600, 2, 1, 24], 10, 570);
+    for window in [None, Some(101)] {
+        let d = dims([2, 560, 600, 2, 1, 24], 10, 570);
+        rows_equal_the_whole(AttentionDims { window, ..d });
+    }
+}
+
+fn rows_equal_the_whole(d: AttentionDims) {
     let case = Case::random(6, d);
     let whole = case.run(2.0, None, 1);
     for rows in [0..1, 3..70, 100..101, 200..333, 250..560, 559..560] {
@@ -423,9 +454,16 @@ fn throughput() {
 /// queries see none of the second half, and some keys are padding.
 #[test]
 fn parts_of_the_keys_merge_to_the_whole() {
+    for window in [None, Some(4), Some(5)] {
+        let d = with_values(dims([2, 6, 12, 2, 2, 4], 3, 10), 3);
+        parts_merge(AttentionDims { window, ..d });
+    }
+}
+
+fn parts_merge(d: AttentionDims) {
     let (cut, scale) = (5, 0.7);
     let doubled = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let whole = Case::random(11, with_values(dims([2, 6, 12, 2, 2, 4], 3, 10), 3));
+    let whole = Case::random(11, d);
     let all = whole.run(scale, None, 1);
     let half = |keys: std::ops::Range<usize>| {
         let d = whole.dims;

@@ -57,6 +57,9 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "nemotron/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
+        "phi3/config.json",
+        "gemma2/config.json",
+        "gemma3/config.json",
     ];
     let mut all: Vec<Vec<u8>> = cases
         .iter()

@@ -407,6 +407,7 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
             key: key.clone(),
             order,
             keys,
+            bounds: Default::default(),
         };
         add(kind, &x, &[o.clone(), lse.clone()]);
         let mut x = vec![q.clone(), k.clone(), k.clone(), q.clone(), lse, q.clone()];
@@ -421,6 +422,7 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
             key,
             order,
             keys,
+            bounds: Default::default(),
         };
         add(kind, &x, &[dq, dk.clone(), dk]);
     }
@@ -599,6 +601,7 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
         key: key.clone(),
         order,
         keys,
+        bounds: Default::default(),
     };
     let (xs, ys) = (vec![q.clone(); 3], vec![q.clone(), lse.clone()]);
     add("attention".into(), attention, xs, ys, flops);
@@ -608,6 +611,7 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
         key,
         order,
         keys,
+        bounds: Default::default(),
     };
     let xs = [&q, &q, &q, &q, &lse, &q].map(Local::clone).to_vec();
     add(

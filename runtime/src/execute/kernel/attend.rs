@@ -9,7 +9,7 @@
 use super::Call;
 use crate::cpu::attention::{self, AttentionDims, Gradients, Upstream};
 use crate::rng::{self, Key};
-use ir::op::{Run, SequenceOrder};
+use ir::op::{Bounds, Run, SequenceOrder};
 use std::borrow::Cow;
 
 /// The arguments of both passes.
@@ -23,6 +23,8 @@ pub(super) struct Attend<'a> {
     pub key: &'a str,
     /// How the sequence is stored.
     pub order: SequenceOrder,
+    /// What scores there are.
+    pub bounds: Bounds,
 }
 
 impl Call<'_> {
@@ -131,6 +133,7 @@ impl<'a> Parts<'a> {
             q_offset: ql[1].start as usize,
             k_offset: 0,
             valid_k: kl[1].valid as usize,
+            window: attend.bounds.window.map(|w| w as usize),
         };
         let mask = Mask {
             key: Key::new(call.cx.seed, call.cx.step, attend.key),
@@ -196,6 +199,7 @@ impl<'a> Parts<'a> {
             v,
             dims,
             scale: self.attend.scale as f32,
+            cap: self.attend.bounds.cap.map(|c| c as f32),
             dropout: self
                 .mask
                 .as_ref()

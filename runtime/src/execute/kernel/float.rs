@@ -118,6 +118,7 @@ impl Call<'_> {
                 key,
                 order,
                 keys,
+                bounds,
             } => {
                 let attend = Attend {
                     scale: *scale,
@@ -125,6 +126,7 @@ impl Call<'_> {
                     // A model's op that nothing trains has no key.
                     key: if key.is_empty() { self.path } else { key },
                     order: *order,
+                    bounds: *bounds,
                 };
                 match keys {
                     Keys::All => self.attend(attend, outs),
@@ -137,12 +139,14 @@ impl Call<'_> {
                 key,
                 order,
                 keys,
+                bounds,
             } => {
                 let attend = Attend {
                     scale: *scale,
                     dropout: *dropout,
                     key,
                     order: *order,
+                    bounds: *bounds,
                 };
                 match keys {
                     Keys::All => self.attend_grad(attend, outs),

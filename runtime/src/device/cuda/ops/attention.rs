@@ -29,6 +29,7 @@ impl Op<'_> {
             key,
             order,
             keys,
+            ..
         }
         | OpKind::AttentionGrad {
             scale,
@@ -36,6 +37,7 @@ impl Op<'_> {
             key,
             order,
             keys,
+            ..
         }) = self.kind
         else {
             return Err(self.error("is no attention"));
