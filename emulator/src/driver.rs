@@ -5,7 +5,8 @@
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // the driver's own
 
 use crate::block::{Attach, Dim, Entry, Kernel};
-use crate::queue::{Event, Gpu, Op, Run, Side};
+use crate::queue::{Event, Gpu, Op, Ready, Run, Side};
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -34,6 +35,20 @@ fn total_bytes() -> usize {
         named.and_then(|n| n.parse().ok()).unwrap_or(8 << 30)
     })
 }
+
+/// GPUs that the emulator shows: `$MESHWRIGHT_EMULATOR_GPUS`, or one. They have one memory, and
+/// streams of their own.
+fn n_devices() -> usize {
+    static DEVICES: OnceLock<usize> = OnceLock::new();
+    *DEVICES.get_or_init(|| {
+        let named = std::env::var("MESHWRIGHT_EMULATOR_GPUS").ok();
+        named
+            .and_then(|n| n.parse().ok())
+            .filter(|n| (1..=64).contains(n))
+            .unwrap_or(1)
+    })
+}
+
 /// What an image begins with; the path of a shared object follows.
 pub const IMAGE: &str = "// emulated image of ";
 
@@ -103,15 +118,15 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Status {
     // SAFETY: the caller's pointer.
-    unsafe { give(count, 1) }
+    unsafe { give(count, n_devices() as c_int) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Status {
-    match ordinal {
+    match usize::try_from(ordinal).is_ok_and(|n| n < n_devices()) {
         // SAFETY: the caller's pointer.
-        0 => unsafe { give(device, 0) },
-        _ => INVALID_DEVICE,
+        true => unsafe { give(device, ordinal) },
+        false => INVALID_DEVICE,
     }
 }
 
@@ -167,13 +182,26 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     unsafe { give(value, found) }
 }
 
-/// The one context, which is no pointer to anything.
+/// The context of the first GPU, which is no pointer to anything; those of the others follow.
 const CONTEXT: usize = 0xc0;
 
+thread_local! {
+    /// The context of this thread; zero is none.
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The GPU that this thread works on.
+fn current() -> usize {
+    CURRENT.get().saturating_sub(CONTEXT)
+}
+
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut usize, _: c_int) -> Status {
-    // SAFETY: the caller's pointer.
-    unsafe { give(context, CONTEXT) }
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) -> Status {
+    match usize::try_from(device) {
+        // SAFETY: the caller's pointer.
+        Ok(n) if n < n_devices() => unsafe { give(context, CONTEXT + n) },
+        _ => INVALID_DEVICE,
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -184,23 +212,24 @@ pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_: c_int) -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut usize) -> Status {
     // SAFETY: the caller's pointer.
-    unsafe { give(context, CONTEXT) }
+    unsafe { give(context, CURRENT.get()) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetCurrent(_: *mut c_void) -> Status {
+pub extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> Status {
+    CURRENT.set(context as usize);
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> Status {
-    status(gpu().finish(None))
+    status(gpu().finish_device(current()))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(stream: *mut u64, _: c_uint) -> Status {
     // SAFETY: the caller's pointer.
-    unsafe { give(stream, gpu().open()) }
+    unsafe { give(stream, gpu().open(current())) }
 }
 
 #[unsafe(no_mangle)]
@@ -213,7 +242,7 @@ pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> Status {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> Status {
-    status(gpu().finish(Some(stream as u64)))
+    status(gpu().finish(stream as u64))
 }
 
 #[unsafe(no_mangle)]
@@ -258,10 +287,14 @@ pub unsafe extern "C" fn cuEventRecord(of: *mut c_void, stream: *mut c_void) -> 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(of: *mut c_void) -> Status {
     // SAFETY: the caller's event.
-    match unsafe { event(of) } {
-        Some(event) if event.is_over() => SUCCESS,
-        Some(_) => NOT_READY,
-        None => INVALID_HANDLE,
+    let Some(event) = (unsafe { event(of) }) else {
+        return INVALID_HANDLE;
+    };
+    // Who asks again and again finds it over some time.
+    match gpu().look() {
+        Err(_) => ILLEGAL_ADDRESS,
+        Ok(()) if event.is_over() => SUCCESS,
+        Ok(()) => NOT_READY,
     }
 }
 
@@ -318,7 +351,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, bytes: usize) -> Status {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(at: u64) -> Status {
     // As the driver does: after all work.
-    let _ = gpu().finish(None);
+    let _ = gpu().finish_device(current());
     match gpu().memory(|m| m.free(at)) {
         true => SUCCESS,
         false => INVALID_VALUE,
@@ -343,7 +376,7 @@ pub unsafe extern "C" fn cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, _: c
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
-    let _ = gpu().finish(None);
+    let _ = gpu().finish_device(current());
     if at.is_null() {
         return INVALID_VALUE;
     }
@@ -398,6 +431,29 @@ pub extern "C" fn emulated_put(stream: *mut c_void, run: Run, given: *mut c_void
     put(stream, Op::Work(run, given as usize))
 }
 
+/// Puts work on a stream that holds it up until it can be done, as others have come to it too.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_meet(
+    stream: *mut c_void,
+    ready: Ready,
+    run: Run,
+    given: *mut c_void,
+) -> Status {
+    put(stream, Op::Meet(ready, run, given as usize))
+}
+
+/// Something that such work waits for has changed.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_wake() {
+    gpu().wake();
+}
+
+/// The GPU that this thread works on.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_device() -> c_int {
+    current() as c_int
+}
+
 /// The host address of bytes of the device, for that work; null where they are not allocated.
 #[unsafe(no_mangle)]
 pub extern "C" fn emulated_address(at: u64, bytes: usize) -> *mut u8 {
@@ -450,7 +506,7 @@ pub unsafe extern "C" fn cuModuleLoadData(to: *mut *mut c_void, image: *const c_
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut c_void) -> Status {
-    let _ = gpu().finish(None);
+    let _ = gpu().finish_device(current());
     if module.is_null() {
         return INVALID_HANDLE;
     }

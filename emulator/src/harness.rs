@@ -11,7 +11,8 @@ pub fn libraries() -> Option<PathBuf> {
     let exe = std::env::current_exe().ok()?;
     let folders = exe.ancestors().skip(1).map(|f| f.join("examples"));
     let has_all = |f: &Path| {
-        ["libcuda.so", "libnvrtc.so", "libcublasLt.so"]
+        ["cuda", "nvrtc", "cublasLt", "nccl"]
+            .map(|l| format!("lib{l}.so"))
             .iter()
             .all(|l| f.join(l).exists())
     };
@@ -26,6 +27,14 @@ pub fn libraries() -> Option<PathBuf> {
 /// # Panics
 /// When the test fails.
 pub fn is_emulated(test: &str) -> bool {
+    is_emulated_with(test, &[])
+}
+
+/// The same with variables of the environment: [`is_emulated`] of an emulator that is set up so.
+///
+/// # Panics
+/// When the test fails.
+pub fn is_emulated_with(test: &str, variables: &[(&str, &str)]) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
     }
@@ -41,6 +50,7 @@ pub fn is_emulated(test: &str) -> bool {
         .args([test, "--exact", "--nocapture", "--include-ignored"])
         .env("LD_LIBRARY_PATH", format!("{}:{before}", folder.display()))
         .env(INSIDE, "1")
+        .envs(variables.iter().copied())
         .output()
         .expect("the test runs again");
     let said = String::from_utf8_lossy(&output.stdout);

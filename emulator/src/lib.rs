@@ -1,9 +1,10 @@
 //! A GPU made of software, for tests and for trying the CUDA backend without one: shared libraries
-//! with the names and the ABI of the CUDA driver, NVRTC and cuBLASLt, as far as the runtime calls
-//! them.
+//! with the names and the ABI of the CUDA driver, NVRTC, cuBLASLt and NCCL, as far as the runtime
+//! calls them.
 //!
 //! ```text
-//!   runtime ── cudarc ──> libcuda.so    memory, streams, events, launches   [driver], [queue]
+//!   runtime ────────────> libnccl.so    collectives of threads' ranks       [nccl]
+//!      └────── cudarc ──> libcuda.so    memory, streams, events, launches   [driver], [queue]
 //!                 ├─────> libcublasLt.so   products of matrices             [products]
 //!                 └─────> libnvrtc.so   c++ -shared, with a header          [compiler]
 //!                             └── blocks run one after the other; their threads are fibers [block]
@@ -24,6 +25,8 @@ pub mod block;
 pub mod compiler;
 pub mod driver;
 pub mod harness;
+pub mod link;
 pub mod memory;
+pub mod nccl;
 pub mod products;
 pub mod queue;

@@ -10,6 +10,7 @@
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // cuBLASLt's own
 #![allow(clippy::too_many_arguments)]
 
+use crate::link::driver;
 use half::{bf16, f16};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
@@ -26,36 +27,6 @@ const NOT_SUPPORTED: Status = 15;
 const ALGORITHMS: u64 = 3;
 /// Bytes of workspace that the last of them needs.
 const WORKSPACE: usize = 4096;
-
-/// Work on a stream: null, or what went wrong.
-type Run = extern "C" fn(*mut c_void) -> *const c_char;
-
-/// The driver's functions for this library.
-struct Driver {
-    put: extern "C" fn(*mut c_void, Run, *mut c_void) -> c_int,
-    address: extern "C" fn(u64, usize) -> *mut u8,
-}
-
-fn driver() -> Option<Driver> {
-    // SAFETY: the driver is open, as its caller has a stream; these are its functions' types.
-    unsafe {
-        let handle = libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW);
-        if handle.is_null() {
-            return None;
-        }
-        let put = libc::dlsym(handle, c"emulated_put".as_ptr());
-        let address = libc::dlsym(handle, c"emulated_address".as_ptr());
-        (!put.is_null() && !address.is_null()).then(|| Driver {
-            put: std::mem::transmute::<
-                *mut c_void,
-                extern "C" fn(*mut c_void, Run, *mut c_void) -> c_int,
-            >(put),
-            address: std::mem::transmute::<*mut c_void, extern "C" fn(u64, usize) -> *mut u8>(
-                address,
-            ),
-        })
-    }
-}
 
 fn unknown(what: &str, number: c_int) -> Status {
     eprintln!("emulated GPU: cuBLASLt's {what} {number} is not known to the emulator");

@@ -5,10 +5,10 @@
 use crate::block::{self, Dim, Kernel};
 use crate::memory::Memory;
 use std::collections::{BTreeMap, VecDeque};
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// An event: how often it was recorded, and how many of these records are over.
 #[derive(Debug, Default)]
@@ -41,6 +41,11 @@ pub enum Side {
 
 /// Work of another library's.
 pub type Run = extern "C" fn(*mut c_void) -> *const c_char;
+/// Tells another library that its work is next on its stream, and asks whether it can be done.
+pub type Ready = extern "C" fn(*mut c_void) -> c_int;
+
+/// Longest wait for others who may put work on a stream, before another look.
+const PATIENCE: Duration = Duration::from_millis(20);
 
 /// What can stand in a stream.
 #[derive(Debug)]
@@ -51,6 +56,8 @@ pub enum Op {
     Copy(Side, Side, usize),
     /// Work of another library's, which says null or what went wrong, and what it is given.
     Work(Run, usize),
+    /// The same of several streams, which holds its stream up until it can be done.
+    Meet(Ready, Run, usize),
     /// Bytes of one value.
     Fill(u64, u8, usize),
     /// An event's record of this number.
@@ -61,9 +68,17 @@ pub enum Op {
 
 #[derive(Debug, Default)]
 struct Stream {
+    /// The GPU that it is of.
+    device: usize,
     ops: VecDeque<Op>,
     /// Whether a host thread does its head's work.
     is_busy: bool,
+}
+
+impl Stream {
+    fn is_done(&self) -> bool {
+        self.ops.is_empty() && !self.is_busy
+    }
 }
 
 #[derive(Debug, Default)]
@@ -110,18 +125,22 @@ impl Gpu {
         work(&mut self.lock().memory)
     }
 
-    /// Opens a stream.
-    pub fn open(&self) -> u64 {
+    /// Opens a stream of a GPU.
+    pub fn open(&self, device: usize) -> u64 {
         let mut state = self.lock();
         let id = state.next_stream;
         state.next_stream += 1;
-        state.streams.insert(id, Stream::default());
+        let stream = Stream {
+            device,
+            ..Stream::default()
+        };
+        state.streams.insert(id, stream);
         id
     }
 
     /// Closes a stream, after its work; false where there is none.
     pub fn close(&self, stream: u64) -> bool {
-        let _ = self.finish(Some(stream));
+        let _ = self.finish(stream);
         self.lock().streams.remove(&stream).is_some()
     }
 
@@ -131,6 +150,8 @@ impl Gpu {
         match state.streams.get_mut(&stream) {
             Some(stream) => {
                 stream.ops.push_back(op);
+                // Somebody may wait for what it meets.
+                self.went_on.notify_all();
                 true
             }
             None => false,
@@ -149,15 +170,32 @@ impl Gpu {
         self.put(stream, Op::Wait(Arc::clone(event), number))
     }
 
-    /// Does work of all streams until one of them, or all, have none left.
-    pub fn finish(&self, stream: Option<u64>) -> Result<(), String> {
-        self.go_on(|state| {
-            let is_done = |s: &Stream| s.ops.is_empty() && !s.is_busy;
-            match stream {
-                Some(id) => state.streams.get(&id).is_none_or(is_done),
-                None => state.streams.values().all(is_done),
+    /// Does work of all streams until one of them has none left.
+    pub fn finish(&self, stream: u64) -> Result<(), String> {
+        self.go_on(|state| state.streams.get(&stream).is_none_or(Stream::is_done))
+    }
+
+    /// Does work of all streams until those of a GPU have none left.
+    pub fn finish_device(&self, device: usize) -> Result<(), String> {
+        let of = |s: &&Stream| s.device == device;
+        self.go_on(|state| state.streams.values().filter(of).all(Stream::is_done))
+    }
+
+    /// Somebody who looks whether work is over lets one piece of it be done.
+    pub fn look(&self) -> Result<(), String> {
+        let state = self.lock();
+        match &state.error {
+            Some(error) => Err(error.clone()),
+            None => {
+                drop(self.turn(state));
+                Ok(())
             }
-        })
+        }
+    }
+
+    /// Has those who wait for streams that meet look again.
+    pub fn wake(&self) {
+        self.went_on.notify_all();
     }
 
     /// Does work of all streams until the event is over.
@@ -186,36 +224,48 @@ impl Gpu {
             if is_done(&state) {
                 return Ok(());
             }
-            let Some(id) = pick(&mut state) else {
-                if state.streams.values().any(|s| s.is_busy) {
-                    let woken = self.went_on.wait(state);
-                    state = woken.unwrap_or_else(PoisonError::into_inner);
-                    continue;
-                }
-                drop(state);
-                let what = "every stream waits for an event that nothing will record";
-                self.fail(what.into());
-                return Err(what.into());
-            };
-            let Some(op) = state.streams.get_mut(&id).and_then(|s| {
-                s.is_busy = true;
-                s.ops.pop_front()
-            }) else {
+            let (went_on, after) = self.turn(state);
+            state = after;
+            if went_on {
                 continue;
-            };
+            }
+            let meets = |s: &Stream| matches!(s.ops.front(), Some(Op::Meet(..)));
+            if state.streams.values().any(|s| s.is_busy || meets(s)) {
+                let woken = self.went_on.wait_timeout(state, PATIENCE);
+                state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
             drop(state);
-            let done = self.execute(&op);
-            state = self.lock();
-            if let Some(stream) = state.streams.get_mut(&id) {
-                stream.is_busy = false;
-            }
-            if let Err(what) = done {
-                drop(state);
-                self.fail(what);
-                state = self.lock();
-            }
-            self.went_on.notify_all();
+            let what = "every stream waits for an event that nothing will record";
+            self.fail(what.into());
+            return Err(what.into());
         }
+    }
+
+    /// Does the work at the head of a stream, if that of one can be done.
+    fn turn<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (bool, MutexGuard<'a, State>) {
+        let Some(id) = pick(&mut state) else {
+            return (false, state);
+        };
+        let Some(op) = state.streams.get_mut(&id).and_then(|s| {
+            s.is_busy = true;
+            s.ops.pop_front()
+        }) else {
+            return (false, state);
+        };
+        drop(state);
+        let done = self.execute(&op);
+        state = self.lock();
+        if let Some(stream) = state.streams.get_mut(&id) {
+            stream.is_busy = false;
+        }
+        if let Err(what) = done {
+            drop(state);
+            self.fail(what);
+            state = self.lock();
+        }
+        self.went_on.notify_all();
+        (true, state)
     }
 
     fn execute(&self, op: &Op) -> Result<(), String> {
@@ -237,7 +287,7 @@ impl Gpu {
                 unsafe { std::ptr::copy_nonoverlapping(from, to, *bytes) };
                 Ok(())
             }
-            Op::Work(run, given) => {
+            Op::Work(run, given) | Op::Meet(_, run, given) => {
                 let wrong = run(*given as *mut c_void);
                 if wrong.is_null() {
                     return Ok(());
@@ -281,6 +331,7 @@ fn pick(state: &mut State) -> Option<u64> {
     let can = |s: &Stream| {
         let is_over = |op: &Op| match op {
             Op::Wait(event, number) => event.over.load(Ordering::SeqCst) >= *number,
+            Op::Meet(ready, _, given) => ready(*given as *mut c_void) != 0,
             _ => true,
         };
         !s.is_busy && s.ops.front().is_some_and(is_over)
@@ -312,7 +363,7 @@ mod tests {
     fn a_missing_wait_is_a_wrong_result() {
         let copied = |seed, waits: bool| {
             let gpu = Gpu::new(seed);
-            let (first, second) = (gpu.open(), gpu.open());
+            let (first, second) = (gpu.open(0), gpu.open(0));
             let at = gpu.memory(|m| m.allocate(8)).expect("there is memory");
             let mut host = [0u8; 8];
             let event = Arc::default();
@@ -322,7 +373,7 @@ mod tests {
             }
             let to = Side::Host(host.as_mut_ptr() as usize);
             assert!(gpu.put(second, Op::Copy(to, Side::Device(at), 8)));
-            gpu.finish(Some(second)).expect("it is done");
+            gpu.finish(second).expect("it is done");
             std::hint::black_box(&host);
             host[0]
         };
@@ -333,12 +384,12 @@ mod tests {
     #[test]
     fn streams_that_wait_for_nothing_are_told() {
         let gpu = Gpu::new(1);
-        let stream = gpu.open();
+        let stream = gpu.open(0);
         let event = Arc::new(Event::default());
         event.recorded.store(1, Ordering::SeqCst);
         gpu.wait(stream, &event);
         assert!(
-            gpu.finish(None)
+            gpu.finish(stream)
                 .is_err_and(|e| e.contains("waits for an event"))
         );
         assert!(gpu.error().is_some());
