@@ -1,22 +1,26 @@
 //! The CUDA backend equals CPU ranks: plans of every kind of parallelism, on the emulated GPU.
 //!
 //! Each test runs again in a process that has the emulator, where streams go on in a random order.
+//! Ranks meet through the host's memory or by the emulator's NCCL, with a GPU each or several on one.
 
-use emulator::harness::is_emulated;
+use emulator::harness::{is_emulated, is_emulated_with};
 use ir::Precision;
+use ir::program::InstrKind;
+use runtime::fabric::Meets;
 use tests::{Case, cluster, distance, planned, relative};
 
 /// Steps of each comparison.
 const STEPS: usize = 2;
 
 /// Plays a pinned plan on CPU ranks and on GPUs, both in list order and with streams as queues.
-fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64) {
+fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: Meets) {
     let name = format!("{} on {n_devices}: {}", case.forward.name, pins.join(" "));
     let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     runtime::device::cuda::check(&made.program).unwrap_or_else(|e| panic!("{name}: {e}"));
     let mut on_cpu = case.session(&made.program);
-    let mut on_gpus = [None, Some(7)].map(|orders| case.session_on_gpus(&made.program, orders));
+    let mut on_gpus =
+        [None, Some(7)].map(|orders| case.session_on_gpus(&made.program, orders, meets));
     for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
         let expected = on_cpu.step(batch, case.lr, false);
         let expected = expected.unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
@@ -63,7 +67,7 @@ macro_rules! on_gpus {
         #[test]
         fn $test() {
             if is_emulated(stringify!($test)) {
-                check(&Case::load($case), $n, &[$($pin),*], F32);
+                check(&Case::load($case), $n, &[$($pin),*], F32, Meets::Host);
             }
         }
     )*};
@@ -96,6 +100,74 @@ fn bf16_on_two() {
     if is_emulated("bf16_on_two") {
         let mut case = Case::load("gpt2_small_tied");
         case.train.precision = Precision::Bf16;
-        check(&case, 2, &["data=1", "tensor=2", "pipeline=1"], 1e-2);
+        check(
+            &case,
+            2,
+            &["data=1", "tensor=2", "pipeline=1"],
+            1e-2,
+            Meets::Host,
+        );
     }
+}
+
+/// Ranks that meet by NCCL, with so many GPUs.
+fn by_nccl(test: &str, n_gpus: &str, case: &str, n: u32, pins: &[&str]) {
+    let variables = [
+        ("MESHWRIGHT_EMULATOR_GPUS", n_gpus),
+        (runtime::fabric::nccl::SHARED, "1"),
+    ];
+    if is_emulated_with(test, &variables) {
+        check(&Case::load(case), n, pins, F32, Meets::Nccl);
+    }
+}
+
+macro_rules! by_nccl {
+    ($($test:ident: $case:literal, $n:literal on $gpus:literal, [$($pin:literal),*];)*) => {$(
+        #[test]
+        fn $test() {
+            by_nccl(stringify!($test), $gpus, $case, $n, &[$($pin),*]);
+        }
+    )*};
+}
+
+by_nccl! {
+    nccl_data: "gpt2_small_tied", 4 on "4", ["data=4", "tensor=1", "pipeline=1"];
+    nccl_tensor: "gpt2_untied_gelu", 4 on "4", ["data=2", "tensor=2", "pipeline=1"];
+    nccl_pipeline: "gpt2_untied_gelu", 4 on "4",
+        ["data=2", "tensor=1", "pipeline=2", "microbatch=2"];
+    nccl_zero_3: "llama_untied_rope", 4 on "4", ["data=4", "tensor=1", "pipeline=1", "zero=3"];
+    nccl_context: "gpt2_untied_gelu", 4 on "4",
+        ["context=2", "data=2", "pipeline=1", "context_order=zigzag"];
+    nccl_context_ring: "gpt2_untied_gelu", 2 on "2",
+        ["context=2", "context_attention=ring", "data=1", "pipeline=1"];
+    nccl_context_ulysses: "llama_tied", 2 on "2",
+        ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
+    nccl_on_one_gpu: "gpt2_untied_gelu", 4 on "1",
+        ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
+}
+
+/// The ranks of a stage fail in the middle of a step: the error is theirs, and the others stop.
+#[test]
+fn nccl_names_the_rank_that_failed() {
+    let test = "nccl_names_the_rank_that_failed";
+    if !is_emulated_with(test, &[("MESHWRIGHT_EMULATOR_GPUS", "4")]) {
+        return;
+    }
+    let case = Case::load("gpt2_untied_gelu");
+    let pins = ["data=2", "tensor=1", "pipeline=2", "microbatch=2"];
+    let made = planned(&case.forward, &case.train, &cluster(4), &pins).expect("it plans");
+    let mut program = made.program;
+    let role = &mut program.roles[1];
+    let all = role.templates.iter_mut().flat_map(|t| &mut t.instructions);
+    let sum = all.into_iter().find_map(|i| match &mut i.kind {
+        InstrKind::WorldSum { inputs, .. } => inputs.first_mut(),
+        _ => None,
+    });
+    sum.expect("the norm is a sum of stages").0 = 99;
+    let mut session = case.session_on_gpus(&program, None, Meets::Nccl);
+    let failed = session.step(&case.batches[0], case.lr, false);
+    let error = failed.expect_err("a stage fails").to_string();
+    assert!(error.starts_with("rank2 "), "{error}");
+    assert!(error.contains("entry 99 of a world sum"), "{error}");
+    assert!(session.step(&case.batches[0], case.lr, false).is_err());
 }

@@ -1,6 +1,8 @@
-"""Plans of several ranks on one GPU, by the fabric through the host, against one rank."""
+"""Plans of several ranks on one GPU, through the host's memory and by NCCL, against one rank."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -22,8 +24,13 @@ PLANS = (
 )
 
 
+FABRICS = ("host", "nccl")
+
+
 def main() -> None:
     bench = Bench("ranks")
+    # Several ranks on one GPU are a test mode of NCCL's.
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     torch.manual_seed(1)
     s, batch = (QUICK[0], 4) if bench.quick else (SMALL, 8)
     steps, lr = (2, 1e-3) if bench.quick else (5, 1e-3)
@@ -32,9 +39,9 @@ def main() -> None:
     tokens = torch.randint(s.vocabulary, (batch * s.sequence * 4 + 1,))
     own.write_tokens(tokens, folder / "tokens.bin")
 
-    def losses(precision: str, n: int, pins: tuple[str, ...]) -> list[float]:
+    def losses(precision: str, n: int, pins: tuple[str, ...], *fabric: object) -> list[float]:
         path = own.plan(folder, s, batch, precision, own.cluster(bench.on_gpu, n), *pins)
-        _, measured = own.run(path, folder / "tokens.bin", steps, lr, "--profile", 0)
+        _, measured = own.run(path, folder / "tokens.bin", steps, lr, "--profile", 0, *fabric)
         return [step["loss"] for step in measured["steps"]]
 
     for precision in ("f32",) if bench.quick else ("f32", "bf16"):
@@ -44,13 +51,14 @@ def main() -> None:
             bench.row(precision=precision, ranks=1, error=str(e))
             continue
         bench.row(precision=precision, ranks=1, losses=alone)
-        for n, pins in PLANS[:3] if bench.quick else PLANS:
-            fields = {"precision": precision, "ranks": n, "pins": list(pins)}
+        plans = PLANS[:3] if bench.quick else PLANS
+        for fabric, (n, pins) in ((f, p) for f in FABRICS for p in plans):
+            fields = {"precision": precision, "ranks": n, "pins": list(pins), "fabric": fabric}
             if bench.is_over():
                 bench.row(**fields, error="not tried: the stage's time was up")
                 continue
             try:
-                got = losses(precision, n, pins)
+                got = losses(precision, n, pins, "--fabric", fabric)
                 off = max(abs(a - b) / abs(b) for a, b in zip(got, alone, strict=True))
                 limit = LIMIT[precision]
                 bench.row(**fields, losses=got, difference=off, limit=limit, passes=off <= limit)

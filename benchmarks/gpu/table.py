@@ -61,9 +61,11 @@ def main() -> None:
                        number(r["limit"]), r.get("error", "")[:200]] for r in found])
     if found := rows(folder, "ranks"):
         out.append("## Several ranks on one GPU against one\n")
-        out += table(["precision", "ranks", "plan", "verdict", "largest difference", "error"],
-                     [[r["precision"], r["ranks"], " ".join(r.get("pins", [])), verdict(r),
-                       number(r.get("difference")), r.get("error", "")[:200]] for r in found])
+        out += table(["precision", "ranks", "plan", "fabric", "verdict", "largest difference",
+                      "error"],
+                     [[r["precision"], r["ranks"], " ".join(r.get("pins", [])),
+                       r.get("fabric", ""), verdict(r), number(r.get("difference")),
+                       r.get("error", "")[:200]] for r in found])
     if found := rows(folder, "throughput"):
         out.append("## Throughput\n")
         lines = []

@@ -591,6 +591,16 @@ pub enum MatmulsArg {
     Plain,
 }
 
+/// How ranks on GPUs meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FabricArg {
+    /// By NCCL, which must be installed (2.18 or later). Several ranks on one GPU need 2.30 and
+    /// NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment.
+    Nccl,
+    /// Through the host's memory: slower, the same bits in every run, and no library.
+    Host,
+}
+
 /// Arguments of `run`.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -606,6 +616,10 @@ pub struct RunArgs {
     /// --backend cuda.
     #[arg(long)]
     pub tf32: bool,
+    /// How ranks on GPUs meet; with --backend cuda [default: nccl where it is found and every rank
+    /// has a GPU, else host].
+    #[arg(long, value_enum)]
+    pub fabric: Option<FabricArg>,
     /// Training data: tokens of nanoGPT or llm.c (.bin), or text.
     #[arg(long)]
     pub data: PathBuf,

@@ -51,6 +51,10 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
     );
     let done = done.expect(0);
     assert!(done.out.contains("MFU unknown"), "{}", done.out);
+    // Four ranks on one GPU.
+    let met = "Ranks met by copies through the host's memory.";
+    assert!(done.out.contains(met), "{}", done.out);
+    let done = done.says(&["several ranks share a GPU", "NCCL_MULTI_RANK_GPU_ENABLE=1"]);
     let on_gpu = of_run(&place);
     assert_eq!(on_gpu["backend"], "cuda-emulated");
     assert_eq!(on_gpu["executed_on"], "4 ranks on 1 x Emulated GPU");
@@ -84,9 +88,58 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
 }
 
 #[test]
+fn ranks_with_a_gpu_each_meet_by_nccl() {
+    let Some(folder) = emulator::harness::libraries() else {
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "the emulator is not built"
+        );
+        eprintln!("skipped: the emulator is not built");
+        return;
+    };
+    let place = Place::with_plan();
+    let variables = [
+        ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+        ("MESHWRIGHT_EMULATOR_GPUS", "4"),
+    ];
+    let mut losses = Vec::new();
+    for (flags, met) in [
+        (&[][..], "Ranks met by NCCL 2.30.0."),
+        (
+            &["--fabric", "host"][..],
+            "Ranks met by copies through the host's memory.",
+        ),
+    ] {
+        let done = place.run_with(&[&arguments()[..], flags].concat(), &variables);
+        let done = done.expect(0);
+        assert!(done.out.contains(met), "{}", done.out);
+        let run: serde_json::Value =
+            serde_json::from_slice(&place.read("run.json")).expect("run.json is JSON");
+        assert_eq!(run["executed_on"], "4 ranks on 4 x Emulated GPU");
+        let steps = run["steps"].as_array().expect("steps").iter();
+        losses.push(steps.filter_map(|s| s["loss"].as_f64()).collect::<Vec<_>>());
+    }
+    assert_eq!(losses[0].len(), 3);
+    for (a, b) in losses[0].iter().zip(&losses[1]) {
+        assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
+    }
+    // Four ranks on one GPU are asked for by a variable.
+    let asked = [&arguments()[..], &["--fabric", "nccl"][..]].concat();
+    let done = place.run_with(&asked, &variables[..1]).expect(6);
+    done.says(&[
+        "several ranks share a GPU",
+        "set NCCL_MULTI_RANK_GPU_ENABLE=1",
+    ]);
+}
+
+#[test]
 fn flags_of_gpus_are_for_gpus() {
     let place = Place::with_plan();
-    for flag in [&["--matmuls", "tuned"][..], &["--tf32"][..]] {
+    for flag in [
+        &["--matmuls", "tuned"][..],
+        &["--tf32"][..],
+        &["--fabric", "host"][..],
+    ] {
         let arguments = [&arguments()[..6], flag].concat();
         place.run(&arguments).expect(2).says(&["--backend cuda"]);
     }

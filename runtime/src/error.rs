@@ -95,7 +95,7 @@ pub enum RuntimeError {
         /// What failed, and how.
         problem: String,
     },
-    /// There is no device of the kind that was asked for.
+    /// There is no device of the kind that was asked for, or a library for it is missing.
     #[error("{problem}")]
     NoDevice {
         /// What is missing.

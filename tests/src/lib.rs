@@ -13,6 +13,7 @@ use ir::{Bytes, Graph, Optimizer, TensorType, TrainSpec};
 use runtime::RuntimeError;
 use runtime::device::Backend;
 use runtime::execute::{Session, SessionOptions};
+use runtime::fabric::Meets;
 use runtime::reference::Reference;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -200,10 +201,11 @@ impl Case {
     }
 
     /// The same on the GPUs that the driver sees.
-    pub fn session_on_gpus(&self, program: &Program, orders: Option<u64>) -> Session {
+    pub fn session_on_gpus(&self, program: &Program, orders: Option<u64>, meets: Meets) -> Session {
         let options = SessionOptions {
             backend: Backend::Cuda,
             orders,
+            meets,
             ..SessionOptions::default()
         };
         self.session_with(program, options)

@@ -4,6 +4,7 @@
 mod among;
 mod children;
 mod elastic;
+mod fabric;
 mod launcher;
 mod rendezvous;
 mod watch;
@@ -15,6 +16,7 @@ use crate::{cluster, document, files, interrupt, model, outputs, report};
 use among::Setting;
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
+use fabric::Chosen;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
@@ -73,6 +75,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(args, &loaded);
+    let chosen = fabric::chosen(args, &loaded, &setting)?;
     if let Some(folder) = &args.record {
         record::clear(folder)?;
     }
@@ -85,7 +88,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         &loaded,
         (&dataset, &schedule),
         (weights.as_ref(), resume),
-        processes,
+        (processes, &chosen),
         &mut newest,
     )?;
     let Trained {
@@ -140,9 +143,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
     }
     if args.json {
-        print_json(args, &loaded, &measurement)?;
+        print_json(args, &loaded, &measurement, &chosen)?;
     } else {
-        print_words(args, &loaded, &measurement)?;
+        print_words(args, &loaded, &measurement, &chosen)?;
         report::prose(&format!("Written: {}.", written.join(", ")))?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
@@ -164,6 +167,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
+    let chosen = fabric::chosen(args, loaded, setting)?;
     // Process 0 ends the run, and with it this process.
     interrupt::leave_to_others()?;
     let spec = &loaded.plan.train;
@@ -180,6 +184,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             .map(|folder| (folder, loaded.hash.clone())),
         backend: backend(args),
         matmuls: matmuls(args),
+        meets: chosen.meets,
         processes: Some(company.processes),
         ..SessionOptions::default()
     };
@@ -214,11 +219,15 @@ fn matmuls(args: &RunArgs) -> Matmuls {
 
 /// Refuses flags of GPUs for a run without.
 fn check_backend(args: &RunArgs) -> Result<(), Failure> {
-    let given = [("matmuls", args.matmuls.is_some()), ("tf32", args.tf32)];
-    let given = given.into_iter().find(|(_, is_given)| *is_given);
+    let given = [
+        ("matmuls", "multiply matrices", args.matmuls.is_some()),
+        ("tf32", "multiply matrices", args.tf32),
+        ("fabric", "meet", args.fabric.is_some()),
+    ];
+    let given = given.into_iter().find(|(.., is_given)| *is_given);
     match (args.backend, given) {
-        (BackendArg::Cpu, Some((flag, _))) => {
-            let what = format!("--{flag} says how GPUs multiply matrices, and this run has none");
+        (BackendArg::Cpu, Some((flag, does, _))) => {
+            let what = format!("--{flag} says how GPUs {does}, and this run has none");
             Err(Failure::new(Exit::Usage, what).help("add --backend cuda, or leave it out"))
         }
         _ => Ok(()),
@@ -667,7 +676,7 @@ fn train_all(
     loaded: &Loaded,
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
-    processes: Option<Arc<Processes>>,
+    (processes, chosen): (Option<Arc<Processes>>, &Chosen),
     newest: &mut Option<(PathBuf, u64)>,
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
@@ -707,6 +716,7 @@ fn train_all(
             processes,
             backend: backend(args),
             matmuls: matmuls(args),
+            meets: chosen.meets,
             ..SessionOptions::default()
         },
     };
@@ -876,7 +886,12 @@ fn losses(m: &Measurement, output: &Path) -> String {
     report::wrapped(&format!("Loss by batch: {}{more}", shown.join(", ")))
 }
 
-fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
+fn print_json(
+    args: &RunArgs,
+    loaded: &Loaded,
+    m: &Measurement,
+    chosen: &Chosen,
+) -> Result<(), Failure> {
     let rates = Rates::of(args, loaded);
     let mut said = json!({
         "run": args.output,
@@ -896,6 +911,7 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
     });
     if args.backend == BackendArg::Cuda {
         said["matmuls"] = json!(cuda::multiplier(matmuls(args)));
+        said["fabric"] = json!(chosen.by);
     }
     if loaded.plan.train.task == Task::Inference {
         said["losses"] = m.steps.iter().map(|s| s.loss).collect();
@@ -904,7 +920,12 @@ fn print_json(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Fa
     report::print_json(&said)
 }
 
-fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), Failure> {
+fn print_words(
+    args: &RunArgs,
+    loaded: &Loaded,
+    m: &Measurement,
+    chosen: &Chosen,
+) -> Result<(), Failure> {
     let rates = Rates::of(args, loaded);
     let (first, last) = (m.steps.first(), m.steps.last());
     if let (Some(a), Some(b)) = (first, last) {
@@ -972,6 +993,9 @@ fn print_words(args: &RunArgs, loaded: &Loaded, m: &Measurement) -> Result<(), F
     if args.backend == BackendArg::Cuda {
         let by = cuda::multiplier(matmuls(args));
         report::out(&format!("Matrices were multiplied by {by}."))?;
+    }
+    if let Some(by) = &chosen.by {
+        report::out(&format!("Ranks met by {by}."))?;
     }
     report::out(&format!(
         "Written to {}. Next: meshwright compare {} {}",

@@ -407,7 +407,9 @@ impl Message {
 fn host(driver: Driver, at: u64, bytes: usize, what: &str) -> Result<*mut u8, String> {
     let found = (driver.address)(at, bytes);
     match found.is_null() {
-        true => Err(format!("{what}: {bytes} bytes at {at:#x} are not allocated")),
+        true => Err(format!(
+            "{what}: {bytes} bytes at {at:#x} are not allocated"
+        )),
         false => Ok(found),
     }
 }

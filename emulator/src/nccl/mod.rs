@@ -69,8 +69,8 @@ pub struct Comm {
     clique: Option<Arc<Clique>>,
     rank: usize,
     device: usize,
-    /// Splits that others have to come to.
-    splitting: Option<Arc<Split>>,
+    /// Splits that others have to come to, and where the part is then written.
+    splitting: Option<(Arc<Split>, *mut *mut Comm, *mut Comm)>,
     n_calls: u64,
     n_splits: u64,
     /// Messages so far, by peer: sent and received.
@@ -81,6 +81,8 @@ pub struct Comm {
     pending: Vec<(usize, Arc<Task>)>,
     open: Vec<Arc<Task>>,
     is_aborted: Arc<AtomicBool>,
+    /// Whether it ends when what is open is over.
+    is_ending: bool,
     error: Option<(Status, String)>,
 }
 
@@ -142,6 +144,7 @@ impl Comm {
             pending: Vec::new(),
             open: Vec::new(),
             is_aborted: Arc::default(),
+            is_ending: false,
             error: None,
         }
     }
@@ -175,13 +178,16 @@ impl Comm {
         if let Some(what) = clique.wrong() {
             return self.fail(INVALID_USAGE, what);
         }
-        if self.splitting.as_ref().is_some_and(|s| !s.is_complete()) {
+        if self.splitting.as_ref().is_some_and(|s| !s.0.is_complete()) {
             return IN_PROGRESS;
         }
-        self.splitting = None;
         if self.polls > 0 {
             self.polls -= 1;
             return IN_PROGRESS;
+        }
+        if let Some((_, to, part)) = self.splitting.take() {
+            // SAFETY: the caller's pointer, which must live until the communicator can be used.
+            unsafe { to.write(part) };
         }
         let Some(driver) = driver() else {
             return self.fail(UNHANDLED_CUDA_ERROR, "the driver is gone".into());
@@ -199,6 +205,7 @@ impl Comm {
                 let what = format!("rank {rank} {how}, and others wait for it");
                 self.fail(REMOTE_ERROR, what)
             }
+            None if self.is_ending && !self.open.is_empty() => IN_PROGRESS,
             None => SUCCESS,
         }
     }
@@ -306,7 +313,10 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if rank >= n {
         return wrong(&format!("rank {rank} of {n}"));
     }
-    if !id.bytes.starts_with(format!("{PREFIX}{} ", std::process::id()).as_bytes()) {
+    if !id
+        .bytes
+        .starts_with(format!("{PREFIX}{} ", std::process::id()).as_bytes())
+    {
         return wrong("the emulated NCCL joins the ranks of one process only");
     }
     let Some(driver) = driver() else {
@@ -318,7 +328,10 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         let clique = gathering.entry(id.bytes).or_insert_with(|| Clique::new(n));
         let clique = Arc::clone(clique);
         if clique.n != n {
-            return wrong(&format!("a communicator of {n} ranks, to others of {}", clique.n));
+            return wrong(&format!(
+                "a communicator of {n} ranks, to others of {}",
+                clique.n
+            ));
         }
         if let Err(what) = clique.join(rank, device) {
             return wrong(&what);
@@ -361,11 +374,14 @@ pub unsafe extern "C" fn ncclCommSplit(
             of(parent)?
         };
         let clique = parent.ready()?;
+        if to.is_null() {
+            return Err(wrong("a null pointer for a result"));
+        }
         let asked = (color, key, parent.device);
         let at = (parent.rank, parent.n_splits);
         let split = clique.split(at, asked).map_err(|what| wrong(&what))?;
         parent.n_splits += 1;
-        parent.splitting = Some(Arc::clone(&split));
+        let taken = Arc::clone(&split);
         parent.polls = drawn(3);
         let forming = Forming::Split(split, parent.rank);
         let comm = Comm::new(forming, parent.rank, parent.device);
@@ -373,11 +389,9 @@ pub unsafe extern "C" fn ncclCommSplit(
             NO_COLOR => std::ptr::null_mut(),
             _ => Box::into_raw(Box::new(comm)),
         };
-        // SAFETY: the caller's pointer.
-        match unsafe { give(to, made) } {
-            SUCCESS => Ok(IN_PROGRESS),
-            status => Err(status),
-        }
+        // As NCCL does it, the part is written when it has been made.
+        parent.splitting = Some((taken, to, made));
+        Ok(IN_PROGRESS)
     };
     split().unwrap_or_else(|status| status)
 }
@@ -402,10 +416,10 @@ pub unsafe extern "C" fn ncclCommFinalize(comm: *mut Comm) -> Status {
     // SAFETY: the caller's communicator.
     match unsafe { of(comm) } {
         // What is open goes on; polls say when it is over.
-        Ok(comm) => match comm.poll() {
-            SUCCESS if !comm.open.is_empty() => IN_PROGRESS,
-            status => status,
-        },
+        Ok(comm) => {
+            comm.is_ending = true;
+            comm.poll()
+        }
         Err(status) => status,
     }
 }
@@ -499,7 +513,11 @@ fn launch(parts: Vec<Grouped>) -> Status {
 }
 
 /// Adds a part to the group of this thread, which is one call's where none has begun.
-fn call(comm: *mut Comm, stream: *mut c_void, part: impl FnOnce(&mut Comm) -> Result<Part, Status>) -> Status {
+fn call(
+    comm: *mut Comm,
+    stream: *mut c_void,
+    part: impl FnOnce(&mut Comm) -> Result<Part, Status>,
+) -> Status {
     // SAFETY: the caller's communicator.
     let part = match unsafe { of(comm) }.and_then(part) {
         Ok(part) => part,

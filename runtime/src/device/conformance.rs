@@ -27,6 +27,7 @@ pub fn passes<D: Device>(open: Open<'_, D>) {
     updates_find_the_old_value(open);
     a_stream_is_in_order(open);
     streams_wait_for_events(open);
+    what_the_host_writes_is_in_order(open);
     time_goes_on(open);
 }
 
@@ -498,6 +499,28 @@ fn streams_wait_for_events<D: Device>(open: Open<'_, D>) {
         let all = values.iter().all(|x| *x == i as f32 + 0.5);
         assert!(all, "copy {i} has {} and {}", values[0], values[4095]);
     }
+}
+
+fn what_the_host_writes_is_in_order<D: Device>(open: Open<'_, D>) {
+    let mut device = open(2 * 400, 0);
+    let stream = StreamId(3);
+    for (round, len) in [400usize, 8, 0, 392, 400].into_iter().enumerate() {
+        let (first, second) = (place(0, len), place(400, len));
+        // What was there before goes to the second place, and the new bytes to the first.
+        for byte in [1 + round as u8, 101 + round as u8] {
+            let write = &mut |to: &mut [u8]| {
+                to.fill(byte);
+                Ok(())
+            };
+            device.copy(stream, first, second).expect("it is copied");
+            device.write(stream, first, write).expect("it is written");
+        }
+        let got = [first, second].map(|at| device.read(stream, at).expect("it is read").to_vec());
+        assert!(got[0].iter().all(|b| *b == 101 + round as u8), "{got:?}");
+        assert!(got[1].iter().all(|b| *b == 1 + round as u8), "{got:?}");
+    }
+    let beyond = device.write(stream, place(792, 16), &mut |_| Ok(()));
+    assert!(beyond.is_err_and(|e| e.to_string().contains("beyond the arena")));
 }
 
 fn time_goes_on<D: Device>(open: Open<'_, D>) {

@@ -39,7 +39,7 @@ pub enum Backend {
 pub struct Place {
     /// The arena's space.
     pub space: Space,
-    /// First byte, a multiple of 8.
+    /// First byte, a multiple of 8; of a copy, of 4.
     pub start: usize,
     /// Number of bytes.
     pub len: usize,
@@ -133,6 +133,16 @@ pub trait Device: Send {
         at: Place,
         change: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
     ) -> Result<(), RuntimeError>;
+    /// Has the host write all bytes of a place anew, after all that the stream has been given. Unlike
+    /// with [`Device::update`] the host need not wait for that.
+    fn write(
+        &mut self,
+        stream: StreamId,
+        at: Place,
+        write: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        self.update(stream, at, write)
+    }
     /// Puts work on a stream. Returns bytes that it takes beside the arenas.
     fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError>;
     /// Puts a copy on a stream, to as many bytes of any space; they may overlap.

@@ -1,7 +1,8 @@
 //! One rank: it plays its role's program on a device, and meets others through a fabric.
 //!
 //! Instructions are put on the device's streams in list order, each after events of what it waits
-//! for on other streams; what meets other ranks is waited for before the next one. What a device
+//! for on other streams; what meets other ranks is left to its stream, where the fabric can do that,
+//! or else waited for before the next one. What a device
 //! and a fabric are the rank does not know.
 
 pub(super) mod calls;
@@ -80,8 +81,9 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     program: Arc<Program>,
     scripts: Scripts,
     options: RankOptions,
-    device: D,
+    /// It goes before the device does: others may wait for it, and streams for them.
     fabric: F,
+    device: D,
     /// The rank's part of each buffer.
     locals: Vec<Local>,
     coords: Vec<u32>,
@@ -212,6 +214,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     pub fn play(&mut self, play: &Play) -> Result<Played, RuntimeError> {
         let began_s = self.options.epoch.elapsed().as_secs_f64();
         self.waited_s = 0.0;
+        self.fabric.prepare(&mut self.device)?;
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
         if let Some(record) = &mut self.record {
@@ -233,6 +236,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
             None => self.play_list(play, &mut spans, &mut watch)?,
         }
+        self.fabric.settle(&mut self.device)?;
         self.device.finish()?;
         let timings = spans.map(|s| self.timings(&s)).transpose()?;
         let scalar = |buffer: Option<BufferId>| match buffer {
@@ -318,7 +322,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         self.await_events(step, events)?;
         if let Some(ticket) = self.begin(role, step, play)? {
             let since = Instant::now();
-            let bytes = self.fabric.wait(&mut self.device, ticket)?;
+            let bytes = self.fabric.pass(&mut self.device, ticket)?;
             self.waited_s += since.elapsed().as_secs_f64();
             self.called(role, step, bytes)?;
         }
@@ -528,7 +532,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     (Samples::Of(batch), Some(data)) => Ok(data.read(*batch, sample, from, out)?),
                     _ => Err(RuntimeError::Batch("the run has no data".into())),
                 };
-                device.update(stream, at(output), &mut |out| match &play.samples {
+                device.write(stream, at(output), &mut |out| match &play.samples {
                     Samples::Given(all) => load(*kind, local, first, &mut given(all), out),
                     Samples::Of(_) => load(*kind, local, first, &mut of_run, out),
                 })?;
@@ -549,25 +553,32 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 return self.call(step, places).map(Some);
             }
             InstrKind::WorldSum { inputs, output } => {
-                let mut terms = Vec::new();
-                if self.coords.iter().all(|&c| c == 0) {
-                    for (entry, buffer) in inputs {
-                        let value = device.read(stream, at(buffer))?;
-                        let value = bytemuck::cast_slice::<u8, f32>(&value).first().copied();
-                        terms.push((*entry as usize, value.unwrap_or(0.0)));
+                let whole = at(output);
+                let zeros = Work::Fill {
+                    value: 0.0,
+                    output: tensor(output),
+                };
+                device.launch(stream, &zeros)?;
+                let first = self.coords.iter().all(|&c| c == 0);
+                for (entry, buffer) in inputs.iter().filter(|_| first) {
+                    let start = 4 * *entry as usize;
+                    if start + 4 > whole.len {
+                        return Err(RuntimeError::Program(format!(
+                            "entry {entry} of a world sum of {}",
+                            whole.len / 4
+                        )));
                     }
+                    let entry = Place {
+                        start: whole.start + start,
+                        len: 4,
+                        ..whole
+                    };
+                    let value = Place {
+                        len: 4,
+                        ..at(buffer)
+                    };
+                    device.copy(stream, value, entry)?;
                 }
-                device.update(stream, at(output), &mut |out| {
-                    let out: &mut [f32] = bytemuck::cast_slice_mut(out);
-                    out.fill(0.0);
-                    for (entry, value) in &terms {
-                        let n = out.len();
-                        *out.get_mut(*entry).ok_or_else(|| {
-                            RuntimeError::Program(format!("entry {entry} of a world sum of {n}"))
-                        })? = *value;
-                    }
-                    Ok(())
-                })?;
                 let places = Places {
                     inputs: vec![at(output)],
                     outputs: vec![at(output)],

@@ -12,6 +12,8 @@ use crate::checkpoint::{Checkpoint, Shard, shares};
 use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
+use crate::fabric::Meets;
+use crate::fabric::nccl::{Club, Nccl};
 use crate::fabric::threads::{Endpoint, World};
 use crate::processes::{Inbox, Processes};
 use crate::stragglers::Spent;
@@ -52,6 +54,8 @@ pub struct SessionOptions {
     pub backend: Backend,
     /// How GPUs multiply matrices.
     pub matmuls: cuda::Matmuls,
+    /// How ranks on GPUs meet; those of the CPU meet in the host's memory.
+    pub meets: Meets,
 }
 
 impl Default for SessionOptions {
@@ -66,6 +70,7 @@ impl Default for SessionOptions {
             processes: None,
             backend: Backend::Cpu,
             matmuls: cuda::Matmuls::default(),
+            meets: Meets::Host,
         }
     }
 }
@@ -148,16 +153,26 @@ impl Cast {
         (Cpu::new(device, host, threads), world.endpoint(rank))
     }
     /// Ranks go round the GPUs, several on one where there are fewer.
-    fn on_gpu(
+    fn on_gpu(&self, n_gpus: usize, (rank, role): (Rank, usize)) -> Result<Cuda, RuntimeError> {
+        let (device, host) = self.arenas(role);
+        let ordinal = rank.0 as usize % n_gpus.max(1);
+        Cuda::with(ordinal, device, host, self.options.matmuls)
+    }
+    fn by_host(
         &self,
         world: &Arc<World>,
         n_gpus: usize,
-        (rank, role): (Rank, usize),
+        at: (Rank, usize),
     ) -> Result<(Cuda, Endpoint), RuntimeError> {
-        let (device, host) = self.arenas(role);
-        let ordinal = rank.0 as usize % n_gpus.max(1);
-        let cuda = Cuda::with(ordinal, device, host, self.options.matmuls)?;
-        Ok((cuda, world.endpoint(rank)))
+        Ok((self.on_gpu(n_gpus, at)?, world.endpoint(at.0)))
+    }
+    fn by_nccl(
+        &self,
+        club: &Arc<Club>,
+        n_gpus: usize,
+        at: (Rank, usize),
+    ) -> Result<(Cuda, Nccl), RuntimeError> {
+        Ok((self.on_gpu(n_gpus, at)?, club.member(at.0)?))
     }
     /// The number of GPUs, on which the program can be run.
     fn gpus(&self) -> Result<usize, RuntimeError> {
@@ -189,8 +204,18 @@ impl Cast {
             }
             Backend::Cuda => {
                 let n_gpus = self.gpus()?;
-                let open = |rank, role| self.on_gpu(world, n_gpus, (rank, role));
-                Crew::start(&self.program, &ranks, &options, open, answers)
+                match self.options.meets {
+                    Meets::Host => {
+                        let open = |rank, role| self.by_host(world, n_gpus, (rank, role));
+                        Crew::start(&self.program, &ranks, &options, open, answers)
+                    }
+                    Meets::Nccl => {
+                        let shares = self.at_once > n_gpus;
+                        let club = Club::new(world, Some(&self.program), shares)?;
+                        let open = |rank, role| self.by_nccl(&club, n_gpus, (rank, role));
+                        Crew::start(&self.program, &ranks, &options, open, answers)
+                    }
+                }
             }
         }
     }

@@ -5,6 +5,7 @@ use super::{Session, SessionOptions, StateRequest, States, StepResult};
 use crate::device::Backend;
 use crate::error::RuntimeError;
 use crate::execute::Local;
+use crate::fabric::Meets;
 use crate::processes::tests::assembled;
 use crate::reference::Reference;
 use ir::op::Init;
@@ -28,6 +29,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     processes: None,
     backend: Backend::Cpu,
     matmuls: crate::device::cuda::Matmuls::USUAL,
+    meets: Meets::Host,
 };
 
 struct Case {
@@ -603,6 +605,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         processes: None,
         backend: Backend::Cpu,
         matmuls: crate::device::cuda::Matmuls::USUAL,
+        meets: Meets::Host,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

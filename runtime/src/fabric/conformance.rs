@@ -62,9 +62,10 @@ fn on_ranks<D: Device, F: Fabric<D>, T: Send>(
     })
 }
 
+/// The fabric goes before the device does: others may wait for it, and streams for them.
 struct Member<D: Device, F: Fabric<D>> {
-    device: D,
     fabric: F,
+    device: D,
 }
 
 impl<D: Device, F: Fabric<D>> Member<D, F> {
@@ -447,23 +448,27 @@ fn communicators_of_one_group_meet_in_any_order<D: Device, F: Fabric<D>>(open: O
                 inputs: vec![at],
                 outputs: vec![at],
             };
-            let ticket = member.begin(named(CallKind::Collective(of)), places);
-            open.push((number, at, ticket.expect("it begins")));
+            // A stream is in order, so each has its own.
+            let call = Arc::new(named(CallKind::Collective(of)));
+            let (device, stream) = (&mut member.device, StreamId(number));
+            let ticket = member.fabric.begin(device, stream, &call, places);
+            open.push(ticket.expect("it begins"));
         }
         let began = Instant::now();
         while !open.is_empty() {
             assert!(began.elapsed() < PATIENCE, "two communicators do not meet");
-            open.retain_mut(|(number, at, ticket)| {
+            open.retain_mut(|ticket| {
                 let over = member.fabric.poll(&mut member.device, ticket);
-                let over = over.expect("it goes on").is_some();
-                if over {
-                    let sum = 2.0 * *number as f32;
-                    let got = member.device.read(STREAM, *at).expect("it is read");
-                    assert_eq!(got[..], sum.to_le_bytes());
-                }
-                !over
+                over.expect("it goes on").is_none()
             });
             member.fabric.rest(Duration::from_millis(1));
+        }
+        // To read before both have begun everywhere would be to wait for what nobody can begin.
+        for number in numbers {
+            let at = place(8 * number as usize, 4);
+            let got = member.device.read(StreamId(number), at);
+            let sum = 2.0 * number as f32;
+            assert_eq!(got.expect("it is read")[..], sum.to_le_bytes());
         }
     });
 }

@@ -5,11 +5,13 @@
 //! waits for it or asks now and then whether it is over. Over means that what the device's stream
 //! is given from then on finds the results.
 //!
-//! [`threads`] is the first fabric: ranks of one process or several, for any device. Another one is
-//! a file beside it that passes [`conformance`].
+//! [`threads`] is the first fabric: ranks of one process or several, for any device, through the
+//! host's memory. [`nccl`] is that of GPUs, whose streams wait for each other by themselves. Another
+//! one is a file beside them that passes [`conformance`].
 
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
+pub mod nccl;
 mod parts;
 pub mod threads;
 
@@ -146,6 +148,16 @@ impl Collective {
     }
 }
 
+/// The fabrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Meets {
+    /// [`threads`]: through the host's memory.
+    #[default]
+    Host,
+    /// [`nccl`]: GPUs by NVIDIA's library.
+    Nccl,
+}
+
 /// The order in which a fabric adds up the operands of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
@@ -190,6 +202,22 @@ pub trait Fabric<D: Device>: Send {
     /// Waits until the call is over, no longer than the timeout. Returns and fails as
     /// [`Fabric::poll`].
     fn wait(&mut self, device: &mut D, ticket: Self::Ticket) -> Result<u64, RuntimeError>;
+    /// Leaves a call to its stream: what the stream is given from then on finds the results, and the
+    /// host may go on before others have come. What goes wrong then is said by a later call or by
+    /// [`Fabric::settle`]. A fabric that works on the host waits here. Returns and fails as
+    /// [`Fabric::poll`].
+    fn pass(&mut self, device: &mut D, ticket: Self::Ticket) -> Result<u64, RuntimeError> {
+        self.wait(device, ticket)
+    }
+    /// Makes ready what takes long, before the first step: all ranks come to it.
+    fn prepare(&mut self, _: &mut D) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+    /// Waits until all that was left to streams is done, so that the host may wait for these: no
+    /// longer than the timeout for the next call. Fails as [`Fabric::poll`].
+    fn settle(&mut self, _: &mut D) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// Rests until a call that has begun may be over, at most for `patience`.
     fn rest(&self, patience: Duration);
     /// The error of a call that is not over in time; it says for whom the rank waits.

@@ -42,7 +42,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
-type Contribution = Arc<Bytes>;
+pub(super) type Contribution = Arc<Bytes>;
 
 /// A way from a sender to a receiver for one kind of message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ type Communicator = (Vec<Rank>, u32);
 
 /// A meeting that a rank has come to.
 #[derive(Debug)]
-enum Meeting {
+pub(super) enum Meeting {
     /// A group of one.
     Alone(Contribution),
     Gather((Communicator, u64)),
@@ -70,7 +70,7 @@ enum Meeting {
 /// What a meeting gave: every member's contribution, in group order, or what arrived, in the
 /// order of the receives.
 #[derive(Debug)]
-enum Arrived {
+pub(super) enum Arrived {
     Gathered(Vec<Contribution>),
     Exchanged(Vec<Bytes>),
 }
@@ -105,7 +105,7 @@ struct Elsewhere {
 #[derive(Debug)]
 pub struct World {
     n_ranks: u32,
-    timeout: Duration,
+    pub(super) timeout: Duration,
     elsewhere: Option<Elsewhere>,
     table: Mutex<Table>,
     /// By rank, at least one: what it waits for may be there.
@@ -165,6 +165,10 @@ impl World {
             table: Mutex::default(),
             changed: (0..n_ranks.max(1)).map(|_| Condvar::new()).collect(),
         })
+    }
+    /// Whether a rank has failed, and with that the run.
+    pub(super) fn has_failed(&self) -> bool {
+        self.lock().failed.is_some()
     }
     /// Number of ranks.
     pub fn n_ranks(&self) -> u32 {
@@ -421,8 +425,8 @@ fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
 /// One rank's place in a [`World`].
 #[derive(Debug)]
 pub struct Endpoint {
-    world: Arc<World>,
-    rank: Rank,
+    pub(super) world: Arc<World>,
+    pub(super) rank: Rank,
     gathered: BTreeMap<Communicator, u64>,
     sent: BTreeMap<Channel, u64>,
     received: BTreeMap<Channel, u64>,
@@ -436,9 +440,31 @@ impl Drop for Endpoint {
 }
 
 impl Endpoint {
+    /// Fails when a rank has failed.
+    pub(super) fn sound(&self) -> Result<(), RuntimeError> {
+        match &self.world.lock().failed {
+            None => Ok(()),
+            Some((by, reason)) => Err(RuntimeError::Aborted {
+                rank: self.rank,
+                by: *by,
+                reason: reason.clone(),
+            }),
+        }
+    }
+    /// The ranks that a meeting still waits for.
+    pub(super) fn missing(&self, meeting: &Meeting) -> Vec<Rank> {
+        missing(&self.world.lock(), meeting)
+    }
+    /// Rests until something has changed for the rank, at most for `patience`.
+    pub(super) fn rests(&self, patience: Duration) {
+        let table = self.world.lock();
+        // Whatever woke the rank, it looks again.
+        drop(self.world.changed(self.rank).wait_timeout(table, patience));
+    }
+
     /// Brings `contribution` to the next meeting of a communicator: operands, or, where it shares
     /// parts, this member's part of a result.
-    fn come(
+    pub(super) fn come(
         &mut self,
         (call, of): (&Arc<Call>, &Collective),
         contribution: Contribution,
@@ -512,7 +538,7 @@ impl Endpoint {
         }
     }
 
-    fn place_in(&self, group: &[Rank]) -> Result<usize, RuntimeError> {
+    pub(super) fn place_in(&self, group: &[Rank]) -> Result<usize, RuntimeError> {
         let place = group.iter().position(|&r| r == self.rank);
         place.ok_or_else(|| {
             RuntimeError::Program(format!("{} is not in the group {group:?}", self.rank))
@@ -521,7 +547,7 @@ impl Endpoint {
 
     /// Sends, and expects to receive; it is over when everything expected has arrived and
     /// everything sent has been taken.
-    fn send(
+    pub(super) fn send(
         &mut self,
         sends: Vec<(Channel, Bytes)>,
         receives: impl Iterator<Item = Channel>,
@@ -551,7 +577,7 @@ impl Endpoint {
     }
 
     /// What a meeting gave, once it is over; without a deadline, nothing if it is not.
-    fn arrived(
+    pub(super) fn arrived(
         &self,
         meeting: &mut Meeting,
         deadline: Option<Instant>,
@@ -783,9 +809,7 @@ impl<D: Device> Fabric<D> for Endpoint {
     }
 
     fn rest(&self, patience: Duration) {
-        let table = self.world.lock();
-        // Whatever woke the rank, it looks again.
-        drop(self.world.changed(self.rank).wait_timeout(table, patience));
+        self.rests(patience);
     }
 
     fn overdue(&self, ticket: &Ticket) -> RuntimeError {
@@ -833,7 +857,7 @@ fn paste_parts<D: Device>(
     Ok(())
 }
 
-fn channel(moved: &Moved, tile: &Tile) -> Channel {
+pub(super) fn channel(moved: &Moved, tile: &Tile) -> Channel {
     Channel {
         transfer: moved.transfer,
         from: tile.from,
@@ -842,14 +866,14 @@ fn channel(moved: &Moved, tile: &Tile) -> Channel {
 }
 
 /// Lengths and bytes of a block.
-fn extent(tile: &Tile, local: &Local) -> (Vec<usize>, usize) {
+pub(super) fn extent(tile: &Tile, local: &Local) -> (Vec<usize>, usize) {
     let len: Vec<usize> = tile.len.iter().map(|&n| n as usize).collect();
     let n_bytes = len.iter().product::<usize>() * local.dtype.bytes() as usize;
     (len, n_bytes)
 }
 
 /// Where a block starts in a rank's buffer.
-fn within(tile: &Tile, local: &Local) -> Vec<usize> {
+pub(super) fn within(tile: &Tile, local: &Local) -> Vec<usize> {
     tile.start
         .iter()
         .zip(&local.ranges)

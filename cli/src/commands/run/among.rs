@@ -337,6 +337,7 @@ fn fingerprint(args: &RunArgs, loaded: &Loaded) -> Fingerprint {
         ),
         ("--validate-every", format!("{:?}", args.validate_every)),
         ("--backend", format!("{:?}", args.backend)),
+        ("--fabric", format!("{:?}", args.fabric)),
     ];
     Fingerprint(all.map(|(name, value)| (name.to_string(), value)).into())
 }

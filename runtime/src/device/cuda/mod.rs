@@ -14,13 +14,15 @@
 mod args;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
+mod lend;
 mod library;
 mod ops;
-mod places;
+pub(crate) mod places;
 mod products;
 
 #[cfg(any(test, feature = "testing"))]
 pub use cases::{Compared, Timed, compare, time};
+pub(crate) use lend::{Region, is_over};
 pub use library::{count, free_memory, name};
 pub use products::{Matmuls, Multiplier, has_library, multiplier};
 
@@ -61,6 +63,11 @@ pub struct Cuda {
 struct Lane {
     stream: Arc<CudaStream>,
     scratch: Block,
+    /// Scratch that became too small. It is kept, as freeing memory waits for the GPU, where
+    /// another rank's work may wait for this one's. All together is smaller than what followed it.
+    outgrown: Vec<Block>,
+    /// What the host has written and the stream copies, until the event.
+    written: Vec<(Pinned, CudaEvent)>,
     /// Of a stream that multiplied matrices: what the library works in.
     workspace: Option<Block>,
 }
@@ -265,6 +272,8 @@ impl Cuda {
             let lane = Lane {
                 stream: context.new_stream().map_err(|e| failed("a stream", e))?,
                 scratch: Block::new(context, ops::SCRATCH)?,
+                outgrown: Vec::new(),
+                written: Vec::new(),
                 workspace: None,
             };
             self.lanes.insert(stream, lane);
@@ -278,11 +287,9 @@ impl Cuda {
         let context = Arc::clone(&self.gpu.context);
         let lane = self.lane(stream)?;
         if lane.scratch.len < bytes {
-            // What the stream was given may use the old block.
-            lane.stream
-                .synchronize()
-                .map_err(|e| failed("the GPU", e))?;
-            lane.scratch = Block::new(&context, bytes.next_power_of_two())?;
+            let larger = Block::new(&context, bytes.next_power_of_two())?;
+            lane.outgrown
+                .push(std::mem::replace(&mut lane.scratch, larger));
         }
         Ok(lane.scratch.at)
     }
@@ -513,6 +520,51 @@ impl Device for Cuda {
             }
             _ => Ok(()),
         }
+    }
+
+    fn write(
+        &mut self,
+        stream: StreamId,
+        at: Place,
+        write: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        self.within(at)?;
+        self.bind()?;
+        if at.space != Space::Device || at.len == 0 {
+            return self.update(stream, at, write);
+        }
+        let (context, to) = (
+            Arc::clone(&self.gpu.context),
+            self.device.at + at.start as u64,
+        );
+        let lane = self.lane(stream)?;
+        // A block whose copy is done, else one more: as many as copies that are on their way.
+        let mut block = None;
+        for (i, (pinned, copied)) in lane.written.iter().enumerate() {
+            if pinned.len >= at.len && is_over(copied)? {
+                block = Some(i);
+                break;
+            }
+        }
+        let mut pinned = match block {
+            Some(i) => lane.written.swap_remove(i).0,
+            None => Pinned::new(&context, at.len.next_power_of_two())?,
+        };
+        let place = Place {
+            space: Space::Host,
+            start: 0,
+            len: at.len,
+        };
+        // SAFETY: the block has the bytes, and no copy of it is left.
+        let bytes = unsafe { pinned.bytes_mut(place) };
+        bytes.fill(0);
+        write(bytes)?;
+        // SAFETY: the block stays where it is until the event is over, and the arena has the bytes.
+        let copied = unsafe { result::memcpy_htod_async(to, bytes, lane.stream.cu_stream()) };
+        let event = copied.and_then(|()| lane.stream.record_event(None));
+        let event = event.map_err(|e| failed("writing the GPU's memory", e))?;
+        lane.written.push((pinned, event));
+        Ok(())
     }
 
     fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError> {

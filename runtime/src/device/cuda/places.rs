@@ -42,6 +42,11 @@ pub(super) fn open(name: &str, is_present: impl Fn() -> bool) -> bool {
     is_present()
 }
 
+/// Files of a library in all folders that may have it, in the order in which they are tried.
+pub(crate) fn files_of(name: &str) -> Vec<PathBuf> {
+    folders().iter().flat_map(|f| files(f, name)).collect()
+}
+
 /// Files of a library in a folder, by name and version, newest first.
 fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
     let Ok(entries) = folder.read_dir() else {

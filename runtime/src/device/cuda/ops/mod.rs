@@ -7,7 +7,7 @@ mod movement;
 mod rows;
 mod update;
 
-pub(super) use movement::{fill, pack, pad, slice, unpack};
+pub(super) use movement::{fill, lay, lift, pack, pad, slice, unpack};
 
 use super::args::{Span, Step, type_name};
 use crate::error::RuntimeError;

@@ -169,6 +169,34 @@ pub(crate) fn unpack(pieces: Pieces, input: Span, output: Part<'_>) -> Vec<Step>
     (0..pieces.n as usize).map(one).collect()
 }
 
+/// Where a box begins in a tensor of these dims.
+fn begins(dims: &[usize], start: &[usize]) -> usize {
+    let strides = strides(dims);
+    start.iter().zip(&strides).map(|(s, by)| s * by).sum()
+}
+
+/// A box of a tensor of these dims to elements that follow each other.
+pub(crate) fn lift(
+    bytes: u64,
+    (dims, start, len): (&[usize], &[usize], &[usize]),
+    from: Span,
+    to: Span,
+) -> Step {
+    let all = boxes(len, &strides(dims), &strides(len));
+    call(bytes, &all, [begins(dims, start), 0], (from, to))
+}
+
+/// And back to its place.
+pub(crate) fn lay(
+    bytes: u64,
+    (dims, start, len): (&[usize], &[usize], &[usize]),
+    from: Span,
+    to: Span,
+) -> Step {
+    let all = boxes(len, &strides(len), &strides(dims));
+    call(bytes, &all, [0, begins(dims, start)], (from, to))
+}
+
 impl Op<'_> {
     pub(super) fn moves(&self) -> Steps {
         let (x, y) = (self.x[0], self.y[0]);
