@@ -9,23 +9,32 @@ use ir::program::InstrKind;
 use runtime::fabric::Meets;
 use tests::{Case, cluster, distance, planned, relative};
 
+/// How a step is played: in list order, or with streams as queues in an order of this seed.
+type Orders = &'static [Option<u64>];
+const LIST: Orders = &[None];
+const QUEUES: Orders = &[Some(7)];
+const BOTH: Orders = &[None, Some(7)];
 /// Steps of each comparison.
 const STEPS: usize = 2;
 
-/// Plays a pinned plan on CPU ranks and on GPUs, both in list order and with streams as queues.
-fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: Meets) {
+/// Plays a pinned plan on CPU ranks and on GPUs that meet so, in each of these orders.
+fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: (Meets, Orders)) {
     let name = format!("{} on {n_devices}: {}", case.forward.name, pins.join(" "));
     let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     runtime::device::cuda::check(&made.program).unwrap_or_else(|e| panic!("{name}: {e}"));
     let mut on_cpu = case.session(&made.program);
-    let mut on_gpus =
-        [None, Some(7)].map(|orders| case.session_on_gpus(&made.program, orders, meets));
+    let (meets, orders) = meets;
+    let session = |orders: &Option<u64>| case.session_on_gpus(&made.program, *orders, meets);
+    let mut on_gpus: Vec<_> = orders.iter().map(session).collect();
     for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
         let expected = on_cpu.step(batch, case.lr, false);
         let expected = expected.unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
-        let ways = [("in list order", true), ("streams as queues", false)];
-        for (session, (way, profile)) in on_gpus.iter_mut().zip(ways) {
+        for (session, order) in on_gpus.iter_mut().zip(orders) {
+            let (way, profile) = match order {
+                None => ("in list order", true),
+                Some(_) => ("streams as queues", false),
+            };
             let got = session.step(batch, case.lr, profile);
             let got = got.unwrap_or_else(|e| panic!("{name}, GPU: {e}"));
             for (what, a, b) in [
@@ -67,7 +76,7 @@ macro_rules! on_gpus {
         #[test]
         fn $test() {
             if is_emulated(stringify!($test)) {
-                check(&Case::load($case), $n, &[$($pin),*], F32, Meets::Host);
+                check(&Case::load($case), $n, &[$($pin),*], F32, (Meets::Host, BOTH));
             }
         }
     )*};
@@ -105,44 +114,45 @@ fn bf16_on_two() {
             2,
             &["data=1", "tensor=2", "pipeline=1"],
             1e-2,
-            Meets::Host,
+            (Meets::Host, BOTH),
         );
     }
 }
 
 /// Ranks that meet by NCCL, with so many GPUs.
-fn by_nccl(test: &str, n_gpus: &str, case: &str, n: u32, pins: &[&str]) {
+fn by_nccl(test: &str, n_gpus: &str, case: &str, n: u32, pins: &[&str], orders: Orders) {
     let variables = [
         ("MESHWRIGHT_EMULATOR_GPUS", n_gpus),
         (runtime::fabric::nccl::SHARED, "1"),
     ];
     if is_emulated_with(test, &variables) {
-        check(&Case::load(case), n, pins, F32, Meets::Nccl);
+        check(&Case::load(case), n, pins, F32, (Meets::Nccl, orders));
     }
 }
 
 macro_rules! by_nccl {
-    ($($test:ident: $case:literal, $n:literal on $gpus:literal, [$($pin:literal),*];)*) => {$(
+    ($($test:ident: $orders:ident, $case:literal, $n:literal on $gpus:literal,
+        [$($pin:literal),*];)*) => {$(
         #[test]
         fn $test() {
-            by_nccl(stringify!($test), $gpus, $case, $n, &[$($pin),*]);
+            by_nccl(stringify!($test), $gpus, $case, $n, &[$($pin),*], $orders);
         }
     )*};
 }
 
 by_nccl! {
-    nccl_data: "gpt2_small_tied", 4 on "4", ["data=4", "tensor=1", "pipeline=1"];
-    nccl_tensor: "gpt2_untied_gelu", 4 on "4", ["data=2", "tensor=2", "pipeline=1"];
-    nccl_pipeline: "gpt2_untied_gelu", 4 on "4",
+    nccl_data: LIST, "gpt2_small_tied", 4 on "4", ["data=4", "tensor=1", "pipeline=1"];
+    nccl_tensor: BOTH, "gpt2_untied_gelu", 4 on "4", ["data=2", "tensor=2", "pipeline=1"];
+    nccl_pipeline: LIST, "gpt2_untied_gelu", 4 on "4",
         ["data=2", "tensor=1", "pipeline=2", "microbatch=2"];
-    nccl_zero_3: "llama_untied_rope", 4 on "4", ["data=4", "tensor=1", "pipeline=1", "zero=3"];
-    nccl_context: "gpt2_untied_gelu", 4 on "4",
+    nccl_zero_3: LIST, "llama_untied_rope", 4 on "4", ["data=4", "tensor=1", "pipeline=1", "zero=3"];
+    nccl_context: LIST, "gpt2_untied_gelu", 4 on "4",
         ["context=2", "data=2", "pipeline=1", "context_order=zigzag"];
-    nccl_context_ring: "gpt2_untied_gelu", 2 on "2",
+    nccl_context_ring: QUEUES, "gpt2_untied_gelu", 2 on "2",
         ["context=2", "context_attention=ring", "data=1", "pipeline=1"];
-    nccl_context_ulysses: "llama_tied", 2 on "2",
+    nccl_context_ulysses: LIST, "llama_tied", 2 on "2",
         ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
-    nccl_on_one_gpu: "gpt2_untied_gelu", 4 on "1",
+    nccl_on_one_gpu: QUEUES, "gpt2_untied_gelu", 4 on "1",
         ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
 }
 

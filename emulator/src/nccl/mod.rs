@@ -13,13 +13,17 @@
 #![allow(clippy::too_many_arguments)]
 
 mod clique;
+mod comm;
 mod types;
 
-use crate::link::{Driver, driver};
-use clique::{Call, Clique, Kind, Part, Split, Task, lock};
+pub use comm::Comm;
+
+use crate::link::driver;
+use clique::{Call, Clique, Kind, Part, Task, lock};
+use comm::{Forming, LAST, drawn, said, wrong};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use types::{Reduction, Type};
@@ -62,36 +66,6 @@ pub struct Config {
     blocking: c_int,
 }
 
-/// A communicator, as one of its members has it.
-#[derive(Debug)]
-pub struct Comm {
-    forming: Option<Forming>,
-    clique: Option<Arc<Clique>>,
-    rank: usize,
-    device: usize,
-    /// Splits that others have to come to, and where the part is then written.
-    splitting: Option<(Arc<Split>, *mut *mut Comm, *mut Comm)>,
-    n_calls: u64,
-    n_splits: u64,
-    /// Messages so far, by peer: sent and received.
-    n_messages: BTreeMap<usize, [u64; 2]>,
-    /// Polls until what was begun is there.
-    polls: u64,
-    /// Work that is then put on streams.
-    pending: Vec<(usize, Arc<Task>)>,
-    open: Vec<Arc<Task>>,
-    is_aborted: Arc<AtomicBool>,
-    /// Whether it ends when what is open is over.
-    is_ending: bool,
-    error: Option<(Status, String)>,
-}
-
-#[derive(Debug)]
-enum Forming {
-    Joined,
-    Split(Arc<Split>, usize),
-}
-
 /// Cliques that not all members have joined.
 static GATHERING: Mutex<BTreeMap<[u8; 128], Arc<Clique>>> = Mutex::new(BTreeMap::new());
 
@@ -101,153 +75,6 @@ type Grouped = (*mut Comm, usize, Part);
 thread_local! {
     /// Groups that this thread has begun and not ended, and their calls.
     static GROUP: RefCell<(usize, Vec<Grouped>)> = const { RefCell::new((0, Vec::new())) };
-    /// The last error, for whoever asks.
-    static LAST: RefCell<CString> = RefCell::new(CString::default());
-}
-
-/// A number below `n`, from the seed of the emulator.
-fn drawn(n: u64) -> u64 {
-    static STATE: AtomicU64 = AtomicU64::new(0);
-    let seed = || {
-        let named = std::env::var("MESHWRIGHT_EMULATOR_SEED").ok();
-        named.and_then(|s| s.parse::<u64>().ok()).unwrap_or(0)
-    };
-    let _ = STATE.compare_exchange(0, seed() | 1 << 63, Ordering::SeqCst, Ordering::SeqCst);
-    let z = STATE.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    ((z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33) % n
-}
-
-fn said(status: Status, what: &str) -> Status {
-    LAST.set(CString::new(what.replace('\0', " ")).unwrap_or_default());
-    status
-}
-
-/// An error that a caller of this library has made, which is said aloud.
-fn wrong(what: &str) -> Status {
-    eprintln!("emulated NCCL: {what}");
-    said(INVALID_ARGUMENT, what)
-}
-
-impl Comm {
-    fn new(forming: Forming, rank: usize, device: usize) -> Self {
-        Comm {
-            forming: Some(forming),
-            clique: None,
-            rank,
-            device,
-            splitting: None,
-            n_calls: 0,
-            n_splits: 0,
-            n_messages: BTreeMap::new(),
-            polls: drawn(4),
-            pending: Vec::new(),
-            open: Vec::new(),
-            is_aborted: Arc::default(),
-            is_ending: false,
-            error: None,
-        }
-    }
-
-    fn fail(&mut self, status: Status, what: String) -> Status {
-        said(status, &what);
-        self.error.get_or_insert((status, what));
-        status
-    }
-
-    /// How the communicator is, and what was begun goes on.
-    fn poll(&mut self) -> Status {
-        if let Some((status, what)) = &self.error {
-            return said(*status, what);
-        }
-        if let Some(forming) = &self.forming {
-            if let Forming::Split(split, rank) = forming {
-                let Some((clique, place)) = split.of(*rank) else {
-                    return IN_PROGRESS;
-                };
-                (self.clique, self.rank) = (Some(clique), place);
-            }
-            if !self.clique.as_ref().is_some_and(|c| c.is_complete()) {
-                return IN_PROGRESS;
-            }
-            self.forming = None;
-        }
-        let Some(clique) = self.clique.clone() else {
-            return self.fail(INVALID_USAGE, "a communicator without members".into());
-        };
-        if let Some(what) = clique.wrong() {
-            return self.fail(INVALID_USAGE, what);
-        }
-        if self.splitting.as_ref().is_some_and(|s| !s.0.is_complete()) {
-            return IN_PROGRESS;
-        }
-        if self.polls > 0 {
-            self.polls -= 1;
-            return IN_PROGRESS;
-        }
-        if let Some((_, to, part)) = self.splitting.take() {
-            // SAFETY: the caller's pointer, which must live until the communicator can be used.
-            unsafe { to.write(part) };
-        }
-        let Some(driver) = driver() else {
-            return self.fail(UNHANDLED_CUDA_ERROR, "the driver is gone".into());
-        };
-        for (stream, task) in std::mem::take(&mut self.pending) {
-            if put(driver, stream, &task) != 0 {
-                let what = "a call on a stream that is none, or of a GPU that has failed";
-                return self.fail(UNHANDLED_CUDA_ERROR, what.into());
-            }
-            self.open.push(task);
-        }
-        self.open.retain(|t| !t.is_over.load(Ordering::SeqCst));
-        match self.open.iter().find_map(|t| clique.missing(t)) {
-            Some((rank, how)) => {
-                let what = format!("rank {rank} {how}, and others wait for it");
-                self.fail(REMOTE_ERROR, what)
-            }
-            None if self.is_ending && !self.open.is_empty() => IN_PROGRESS,
-            None => SUCCESS,
-        }
-    }
-
-    /// The clique, if the communicator can be used.
-    fn ready(&mut self) -> Result<Arc<Clique>, Status> {
-        let is_idle = self.forming.is_none() && self.pending.is_empty() && self.polls == 0;
-        match (&self.error, &self.clique) {
-            (Some((status, what)), _) => Err(said(*status, what)),
-            (None, Some(clique)) if is_idle => Ok(Arc::clone(clique)),
-            _ => Err(wrong(
-                "a communicator is used before what was begun with it is over",
-            )),
-        }
-    }
-}
-
-/// Puts a task on a stream, which has a count of its own.
-fn put(driver: Driver, stream: usize, task: &Arc<Task>) -> c_int {
-    let given = Arc::into_raw(Arc::clone(task)).cast_mut().cast();
-    (driver.meet)(stream as *mut c_void, is_ready, run, given)
-}
-
-extern "C" fn is_ready(given: *mut c_void) -> c_int {
-    // SAFETY: a task that `put` gave; the stream keeps it until `run`.
-    c_int::from(unsafe { &*given.cast::<Task>() }.is_ready())
-}
-
-extern "C" fn run(given: *mut c_void) -> *const c_char {
-    // SAFETY: as above, and this is its end.
-    let task = unsafe { Arc::from_raw(given.cast::<Task>()) };
-    let Some(driver) = driver() else {
-        return c"the driver is gone".as_ptr();
-    };
-    let done = task.run(driver);
-    (driver.wake)();
-    match done.map_err(CString::new) {
-        Ok(()) => std::ptr::null(),
-        // The device has ended, so there are few of them.
-        Err(Ok(what)) => what.into_raw(),
-        Err(Err(_)) => c"an emulated collective failed".as_ptr(),
-    }
 }
 
 /// # Safety

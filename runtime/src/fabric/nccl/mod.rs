@@ -29,29 +29,29 @@
 mod club;
 mod comms;
 mod entries;
+mod launch;
 mod library;
+mod notes;
 #[cfg(test)]
 mod tests;
+mod waits;
 
 pub use club::{Club, check, found};
 pub use library::SHARED;
 
-use super::threads::{Arrived, Endpoint, Meeting, channel};
-use super::{Call, CallKind, Collective, Exchange, Fabric, Order, Places};
-use crate::arena::Bytes;
-use crate::device::cuda::is_over;
-use crate::device::{Cuda, Place};
+use super::threads::{Endpoint, Meeting};
+use super::{Call, CallKind, Fabric, Order, Places};
+use crate::device::{Cuda, Device};
 use crate::error::RuntimeError;
 use comms::{Comms, Key};
 use cudarc::driver::CudaEvent;
-use entries::{Move, Plan, blocks};
-use ir::collective::CollectiveKind;
+use entries::Move;
 use ir::{Rank, StreamId};
-use library::{Entry, ID};
+use launch::forms;
+use notes::Notes;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The number of the communicator of all ranks, for exchanges.
 const TRANSFERS: u32 = u32::MAX - 2;
@@ -84,15 +84,6 @@ pub struct Nccl {
     flying: VecDeque<Flying>,
 }
 
-/// A meeting at the table, and what is expected of the notes that come with it: from whom, how many
-/// bytes, and the how-manieth message of that rank.
-struct Notes {
-    meeting: Option<Meeting>,
-    expected: Vec<(Rank, u64, u64)>,
-    /// What the first member said.
-    first: Option<Arc<Bytes>>,
-}
-
 /// How far a call is.
 enum Stage {
     /// Not on its stream.
@@ -123,66 +114,6 @@ struct Flying {
     call: Arc<Call>,
 }
 
-impl Notes {
-    /// Whether all have come; their notes are then compared.
-    fn look(&mut self, table: &Endpoint, what: &str) -> Result<bool, RuntimeError> {
-        let Some(meeting) = &mut self.meeting else {
-            return Ok(true);
-        };
-        let Some(arrived) = table.arrived(meeting, None)? else {
-            return Ok(false);
-        };
-        self.meeting = None;
-        match arrived {
-            Arrived::Gathered(all) => self.first = all.into_iter().next(),
-            Arrived::Exchanged(notes) => {
-                for (note, &(from, bytes, nth)) in notes.iter().zip(&self.expected) {
-                    let [their_bytes, their_nth] = read_note(note);
-                    let differs = |theirs, own, brings: String, brought: String| {
-                        (theirs != own).then_some(RuntimeError::Mismatch {
-                            rank: table.rank,
-                            brings: format!("{brings} ({what})"),
-                            other: from,
-                            brought,
-                        })
-                    };
-                    let wrong = differs(
-                        their_nth,
-                        nth,
-                        format!("the receipt of message {nth} from it"),
-                        format!("message {their_nth}"),
-                    )
-                    .or(differs(
-                        their_bytes,
-                        bytes,
-                        format!("room for {bytes} bytes"),
-                        format!("{their_bytes} bytes"),
-                    ));
-                    if let Some(wrong) = wrong {
-                        return Err(wrong);
-                    }
-                }
-            }
-        }
-        Ok(true)
-    }
-}
-
-fn note(bytes: u64, nth: u64) -> Bytes {
-    let mut note = Bytes::zeroed(16);
-    note[..8].copy_from_slice(&bytes.to_le_bytes());
-    note[8..].copy_from_slice(&nth.to_le_bytes());
-    note
-}
-
-fn read_note(note: &[u8]) -> [u64; 2] {
-    let number = |at| {
-        let bytes = note.get(at..at + 8).and_then(|b| b.try_into().ok());
-        bytes.map_or(u64::MAX, u64::from_le_bytes)
-    };
-    [number(0), number(8)]
-}
-
 impl Nccl {
     fn new(club: Arc<Club>, comms: Arc<Comms>, rank: Rank) -> Result<Self, RuntimeError> {
         let mut table = club.world.endpoint(rank);
@@ -204,322 +135,6 @@ impl Nccl {
             flying: VecDeque::new(),
         })
     }
-
-    /// Goes on with the communicator of all ranks: whether it is there.
-    fn root_is_ready(&mut self) -> Result<bool, RuntimeError> {
-        if let Some(meeting) = &mut self.root_forms {
-            let Some(Arrived::Gathered(all)) = self.table.arrived(meeting, None)? else {
-                return Ok(false);
-            };
-            let rank = self.table.place_in(&self.root.0)?;
-            self.comms
-                .join(&self.root, identifier(all.first())?, rank)?;
-            self.root_forms = None;
-        }
-        self.comms.poll(&self.root)
-    }
-
-    /// Waits for what `is_there` begins and looks at; all ranks come to it.
-    fn until(
-        &mut self,
-        what: &str,
-        mut is_there: impl FnMut(&mut Self) -> Result<bool, RuntimeError>,
-    ) -> Result<(), RuntimeError> {
-        let began = Instant::now();
-        while !is_there(self)? {
-            self.table.sound()?;
-            if began.elapsed() > self.table.world.timeout {
-                let missing = self.root_forms.as_ref().map(|m| self.table.missing(m));
-                let all = || self.root.0.iter().filter(|r| **r != self.table.rank);
-                return Err(RuntimeError::Watchdog {
-                    rank: self.table.rank,
-                    what: what.into(),
-                    waiting_for: missing.unwrap_or_else(|| all().copied().collect()),
-                    seconds: self.table.world.timeout.as_secs(),
-                });
-            }
-            self.table.rests(PATIENCE);
-        }
-        Ok(())
-    }
-
-    /// Begins a collective's meeting, with an identifier where its communicator is not made.
-    fn begin_collective(
-        &mut self,
-        call: &Arc<Call>,
-        of: &Collective,
-    ) -> Result<(Notes, Option<Key>), RuntimeError> {
-        let me = self.table.place_in(&of.group)?;
-        let key = (of.group.clone(), of.number);
-        let moves = of.group.len() > 1 && of.items.iter().any(|i| i.elements > 0);
-        let is_made = self.comms.has(&key) || self.awaited.contains(&key);
-        let mut note = Bytes::default();
-        if moves && !is_made {
-            if me == 0 {
-                note = Bytes::copy_of(&self.comms.id()?);
-            }
-            self.awaited.insert(key.clone());
-        }
-        // The table's own reductions are of nothing.
-        let meeting = self.table.come((call, of), Arc::new(note), true)?;
-        let notes = Notes {
-            meeting: Some(meeting),
-            expected: Vec::new(),
-            first: None,
-        };
-        Ok((notes, moves.then_some(key)))
-    }
-
-    /// Begins an exchange's meeting: each block is announced with its bytes and its number between
-    /// the two ranks.
-    fn begin_exchange(&mut self, of: &Exchange) -> (Notes, Option<Key>) {
-        let mut numbers = |rank: Rank, receives: bool| {
-            let next = &mut self.messages.entry(rank).or_default()[usize::from(receives)];
-            *next += 1;
-            *next - 1
-        };
-        let bytes = |local: &crate::execute::Local, tile: &ir::reshard::Tile| {
-            tile.len.iter().product::<u64>() * local.dtype.bytes()
-        };
-        let mut sends = Vec::new();
-        for (i, tile) in blocks(&of.sends) {
-            let moved = &of.sends[i];
-            let nth = numbers(tile.to, false);
-            let note = note(bytes(&moved.local, tile), nth);
-            sends.push((channel(moved, tile), note));
-        }
-        let (mut receives, mut expected) = (Vec::new(), Vec::new());
-        for (i, tile) in blocks(&of.receives) {
-            let moved = &of.receives[i];
-            let nth = numbers(tile.from, true);
-            expected.push((tile.from, bytes(&moved.local, tile), nth));
-            receives.push(channel(moved, tile));
-        }
-        let moves = !sends.is_empty() || !receives.is_empty();
-        let notes = Notes {
-            meeting: Some(self.table.send(sends, receives.into_iter())),
-            expected,
-            first: None,
-        };
-        (notes, moves.then(|| self.root.clone()))
-    }
-
-    /// Whether a call's communicator is there, and its turn on it.
-    fn is_next(&mut self, ticket: &mut Ticket) -> Result<bool, RuntimeError> {
-        let Some((key, number)) = &ticket.on else {
-            return Ok(true);
-        };
-        if *key == self.root {
-            if !self.root_is_ready()? {
-                return Ok(false);
-            }
-        } else if !self.comms.has(key) {
-            // The identifier comes with the notes of its first call.
-            let Some(first) = &ticket.notes.first else {
-                return Ok(false);
-            };
-            let rank = self.table.place_in(&key.0)?;
-            self.comms.join(key, identifier(Some(first))?, rank)?;
-            self.awaited.remove(key);
-        }
-        let is_turn = self.counts.get(key).is_some_and(|c| c[1] == *number);
-        Ok(is_turn && self.comms.poll(key)?)
-    }
-
-    /// Goes on with a call as far as that needs no waiting: whether it is on its stream.
-    fn advance(&mut self, device: &mut Cuda, ticket: &mut Ticket) -> Result<bool, RuntimeError> {
-        let all_came = ticket.notes.look(&self.table, &ticket.call.what)?;
-        // Communicators are of the GPU that the thread works on.
-        device.enter()?;
-        if matches!(ticket.stage, Stage::Begun) {
-            if (self.club.shares_gpus && !all_came) || !self.is_next(ticket)? {
-                return Ok(false);
-            }
-            self.launch(device, ticket)?;
-        }
-        if let Stage::Launched(after) = &mut ticket.stage {
-            if let Some((key, _)) = &ticket.on
-                && !self.comms.poll(key)?
-            {
-                return Ok(false);
-            }
-            for step in std::mem::take(after) {
-                make(device, ticket.stream, step, ticket.staging)?;
-            }
-            if let Some((key, _)) = &ticket.on {
-                self.counts.entry(key.clone()).or_default()[1] += 1;
-            }
-            ticket.stage = Stage::There;
-        }
-        Ok(true)
-    }
-
-    /// Gives a call to the library.
-    fn launch(&mut self, device: &mut Cuda, ticket: &mut Ticket) -> Result<(), RuntimeError> {
-        let spans = |places: &[Place]| {
-            let span = |p: &Place| device.address(*p).map(|at| at..at + p.len as u64);
-            places
-                .iter()
-                .map(span)
-                .collect::<Result<Vec<Range<u64>>, _>>()
-        };
-        let (inputs, outputs) = (
-            spans(&ticket.places.inputs)?,
-            spans(&ticket.places.outputs)?,
-        );
-        let at = (&inputs[..], &outputs[..]);
-        let plan = match &ticket.call.kind {
-            CallKind::Collective(of) => Plan::collective(of, self.table.place_in(&of.group)?, at)?,
-            CallKind::Exchange(of) => {
-                let everyone = &self.root.0;
-                let number = |rank: Rank| {
-                    let place = everyone.iter().position(|r| *r == rank);
-                    place.ok_or_else(|| RuntimeError::Program(format!("there is no {rank}")))
-                };
-                Plan::exchange(of, number, at)?
-            }
-        };
-        let stream = ticket.stream;
-        if plan.staged > 0 {
-            ticket.staging = device.staging(stream, plan.staged)?;
-            ticket.staged = plan.staged as u64;
-        }
-        for step in plan.before {
-            make(device, stream, step, ticket.staging)?;
-        }
-        let address = |(what, spots, count, dtype): (_, [entries::Spot; 2], _, _)| {
-            let at = spots.map(|s| s.address(ticket.staging));
-            Entry::new((what, at, count, dtype))
-        };
-        let group: Vec<Entry> = plan.group.into_iter().map(address).collect();
-        if let Some((key, _)) = &ticket.on {
-            self.comms.launch(key, device.handle(stream)?, &group)?;
-        }
-        ticket.stage = Stage::Launched(plan.after);
-        Ok(())
-    }
-
-    /// Notes what a stream was given, which is looked at later.
-    fn flies(&mut self, device: &mut Cuda, ticket: Ticket) -> Result<(), RuntimeError> {
-        if ticket.on.is_some() || ticket.notes.meeting.is_some() {
-            let event = crate::device::Device::record(device, ticket.stream)?;
-            let Ticket { notes, call, .. } = ticket;
-            self.flying.push_back(Flying { event, notes, call });
-        }
-        self.sweep().map(|_| ())
-    }
-
-    /// Forgets what is done; whether anything was.
-    fn sweep(&mut self) -> Result<bool, RuntimeError> {
-        let before = self.flying.len();
-        while let Some(first) = self.flying.front_mut() {
-            if !first.notes.look(&self.table, &first.call.what)? || !is_over(&first.event)? {
-                break;
-            }
-            self.flying.pop_front();
-        }
-        Ok(self.flying.len() < before)
-    }
-
-    /// Of an error of the library's or the GPU's, the reason that the other ranks give, if they do.
-    /// Then nothing of this rank's waits on a stream any more.
-    fn explained(&mut self, error: RuntimeError) -> RuntimeError {
-        let mut error = error;
-        if matches!(error, RuntimeError::Device { .. }) {
-            let began = Instant::now();
-            while began.elapsed() < REASONS {
-                let mut notes = self.flying.iter_mut().map(|f| &mut f.notes);
-                let said = notes.find_map(|n| n.look(&self.table, "a call").err());
-                if let Some(reason) = self.table.sound().err().or(said) {
-                    error = reason;
-                    break;
-                }
-                self.table.rests(PATIENCE);
-            }
-        }
-        self.comms.abort();
-        error
-    }
-
-    /// Waits until the host may go on with a call: until it is on its stream, or, where `comes`,
-    /// until all have come to it too.
-    fn wait_for(
-        &mut self,
-        device: &mut Cuda,
-        ticket: &mut Ticket,
-        comes: bool,
-    ) -> Result<(), RuntimeError> {
-        let (began, mut looked) = (Instant::now(), Instant::now());
-        loop {
-            if self.advance(device, ticket)? && !(comes && ticket.notes.meeting.is_some()) {
-                return Ok(());
-            }
-            self.table.sound()?;
-            if looked.elapsed() > SOUND {
-                self.comms.sound()?;
-                looked = Instant::now();
-            }
-            if began.elapsed() > self.table.world.timeout {
-                return Err(Fabric::<Cuda>::overdue(self, ticket));
-            }
-            let waits_for_ranks = ticket.notes.meeting.is_some();
-            self.table
-                .rests(if waits_for_ranks { PATIENCE } else { REST });
-        }
-    }
-
-    fn settles(&mut self) -> Result<(), RuntimeError> {
-        let (mut moved, mut looked) = (Instant::now(), Instant::now());
-        while !self.flying.is_empty() {
-            if self.sweep()? {
-                moved = Instant::now();
-                continue;
-            }
-            self.table.sound()?;
-            // A later one may say who failed.
-            for flying in &mut self.flying {
-                flying.notes.look(&self.table, &flying.call.what)?;
-            }
-            if looked.elapsed() > SOUND {
-                self.comms.sound()?;
-                looked = Instant::now();
-            }
-            if moved.elapsed() > self.table.world.timeout {
-                return Err(self.stuck());
-            }
-            self.table.rests(REST);
-        }
-        Ok(())
-    }
-
-    /// The error of a stream that does not go on.
-    fn stuck(&self) -> RuntimeError {
-        let open = |f: &&Flying| f.notes.meeting.is_some();
-        let first = self.flying.iter().find(open).or(self.flying.front());
-        let seconds = self.table.world.timeout.as_secs();
-        match first {
-            Some(Flying {
-                notes:
-                    Notes {
-                        meeting: Some(meeting),
-                        ..
-                    },
-                call,
-                ..
-            }) => RuntimeError::Watchdog {
-                rank: self.table.rank,
-                what: call.what.clone(),
-                waiting_for: self.table.missing(meeting),
-                seconds,
-            },
-            first => RuntimeError::Device {
-                problem: format!(
-                    "all ranks have come to {}, and NCCL is not done with it after {seconds} s",
-                    first.map_or("their last call", |f| &f.call.what)
-                ),
-            },
-        }
-    }
 }
 
 impl Drop for Nccl {
@@ -528,48 +143,6 @@ impl Drop for Nccl {
             true => self.comms.close(),
             false => self.comms.abort(),
         }
-    }
-}
-
-/// Comes to the meeting that gives all members a communicator's identifier, which is the first one's.
-fn forms(table: &mut Endpoint, comms: &Comms, key: &Key) -> Result<Meeting, RuntimeError> {
-    let of = Collective {
-        kind: CollectiveKind::AllGather,
-        group: key.0.clone(),
-        number: key.1,
-        items: Vec::new(),
-    };
-    let call = Arc::new(Call {
-        what: "the forming of a communicator".into(),
-        kind: CallKind::Collective(of.clone()),
-    });
-    let note = match table.place_in(&key.0)? {
-        0 => Bytes::copy_of(&comms.id()?),
-        _ => Bytes::default(),
-    };
-    table.come((&call, &of), Arc::new(note), true)
-}
-
-fn identifier(note: Option<&Arc<Bytes>>) -> Result<[u8; ID], RuntimeError> {
-    let bytes = note.and_then(|n| n[..].try_into().ok());
-    bytes.ok_or_else(|| RuntimeError::Program("a communicator without an identifier".into()))
-}
-
-/// Puts a move on a stream.
-fn make(device: &mut Cuda, stream: StreamId, what: Move, staging: u64) -> Result<(), RuntimeError> {
-    let both =
-        |from: entries::Spot, to: entries::Spot| (from.address(staging), to.address(staging));
-    match what {
-        Move::Copy { from, to, bytes } => device.copy_bytes(stream, both(from, to), bytes),
-        Move::Clear { at, bytes } => device.clear(stream, at.address(staging), bytes),
-        Move::Lift { of, from, to } => device.lift(stream, &of, both(from, to)),
-        Move::Lay { of, from, to } => device.lay(stream, &of, both(from, to)),
-        Move::LogSumExp {
-            dtype,
-            sizes,
-            from,
-            to,
-        } => device.log_sum_exp(stream, dtype, sizes, both(from, to)),
     }
 }
 
@@ -630,7 +203,7 @@ impl Fabric<Cuda> for Nccl {
             return Ok(None);
         }
         if ticket.on.is_some() {
-            let event = crate::device::Device::record(device, ticket.stream)?;
+            let event = Device::record(device, ticket.stream)?;
             let notes = Notes {
                 meeting: None,
                 expected: Vec::new(),

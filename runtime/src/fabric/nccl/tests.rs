@@ -2,14 +2,16 @@
 //! what goes wrong in the library itself.
 
 use super::*;
-use crate::device::Cuda;
+use crate::device::{Cuda, Place};
 use crate::execute::Local;
-use crate::fabric::Moved;
 use crate::fabric::conformance;
 use crate::fabric::threads::World;
+use crate::fabric::{Exchange, Moved};
 use emulator::harness::is_emulated_with;
 use ir::reshard::Tile;
 use ir::{DType, LocalRange};
+use library::Entry;
+use std::time::Instant;
 
 /// Opens worlds whose ranks go round so many GPUs.
 fn conforms(n_gpus: u32) {
