@@ -52,7 +52,7 @@ pub fn versions() -> &'static [Version] {
 }
 
 /// What a run may switch on beside what its version does, with what that is.
-pub const OPTIONS: [(&str, &str); 14] = [
+pub const OPTIONS: [(&str, &str); 18] = [
     (
         "async-tp",
         "gathers and scatters of tensor ranks beside their matmuls",
@@ -78,6 +78,19 @@ pub const OPTIONS: [(&str, &str); 14] = [
         "the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)",
     ),
     ("registered-buffers", "collectives have registered buffers"),
+    (
+        "no-tensor-overlap",
+        "kernels wait for collectives of tensor ranks, but for those beside a weight's gradient",
+    ),
+    (
+        "no-gradient-overlap",
+        "gradients are reduced when all of them are made",
+    ),
+    (
+        "no-parameter-overlap",
+        "parameters are gathered when they are needed, not ahead",
+    ),
+    ("grads-f32", "gradients travel in f32"),
     ("fp8", "matmuls in eight bits, scaled as the version does"),
     (
         "fp8-cs",
@@ -307,6 +320,15 @@ impl Facts {
             "fused-experts" => software.fused_experts = true,
             "synchronous-launches" => software.synchronous_launches = true,
             "grads-bf16" => software.sum_dtype = Some(DType::Bf16),
+            "no-tensor-overlap" => {
+                // As Megatron-LM did before 2024, and does without --tp-comm-overlap.
+                software.piecewise_axes.retain(|axis| axis != "tensor");
+                software.blocking_axes = vec!["tensor".into()];
+                software.paired_axes = vec!["tensor".into()];
+            }
+            "no-gradient-overlap" => software.overlapped_gradients = false,
+            "no-parameter-overlap" => software.prefetched_parameters = false,
+            "grads-f32" => software.gradient_dtype = None,
             "registered-buffers" => {
                 software.collective_multiprocessors = crate::recipes::REGISTERED;
             }
@@ -502,5 +524,22 @@ mod tests {
         assert_eq!(plain.blocking_axes, ["tensor"]);
         assert!(of("torchtitan+async-tp").blocking_axes.is_empty());
         assert_eq!(of("nemo+grads-bf16").sum_dtype, Some(DType::Bf16));
+        let (usual, bare) = (
+            of("megatron-core"),
+            of(
+                "megatron-core+no-tensor-overlap+no-gradient-overlap+no-parameter-overlap+grads-f32",
+            ),
+        );
+        assert!(usual.overlapped_gradients && usual.prefetched_parameters);
+        assert!(!bare.overlapped_gradients && !bare.prefetched_parameters);
+        assert_eq!(
+            (usual.blocking_axes.len(), bare.blocking_axes.len()),
+            (0, 1)
+        );
+        assert_eq!(bare.piecewise_axes, ["context"]);
+        assert_eq!(
+            (usual.gradient_dtype, bare.gradient_dtype),
+            (Some(DType::Bf16), None)
+        );
     }
 }

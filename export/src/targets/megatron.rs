@@ -48,11 +48,18 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let mut args = model_arguments(model, summary, d, &mut missing)?;
     args.extend(parallel(d, summary, &mut missing));
     args.extend(pipeline(d, model, summary, &mut choices, &mut missing)?);
-    args.extend(zero(d, &mut choices, &mut missing));
+    let overlaps = Overlaps::of(read.plan);
+    args.extend(zero(d, overlaps, &mut choices, &mut missing));
     args.extend(recompute(d, model, summary, &mut choices, &mut missing));
     args.extend(training(d, summary));
+    if overlaps.tensor && d.tensor > 1 && has(&args, "sequence-parallel") {
+        args.push(flag("tp-comm-overlap"));
+    }
+    if overlaps.narrow_gradients && summary.precision == Precision::Bf16 {
+        args.push(flag("grad-reduce-in-bf16"));
+    }
     args.extend(offload(summary, &mut missing));
-    let fsdp = args.iter().any(|(name, _)| *name == "use-megatron-fsdp");
+    let fsdp = has(&args, "use-megatron-fsdp");
     Ok(Written {
         files: vec![
             File {
@@ -67,6 +74,37 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
         not_expressed: missing.list(),
         choices,
     })
+}
+
+fn has(args: &[Argument], name: &str) -> bool {
+    args.iter().any(|(n, _)| *n == name)
+}
+
+/// What runs beside what, where the plan's figures are of Megatron-Core: what its runs have on which
+/// they rest, unless the plan's options say that the job has not. Of other plans what Megatron-LM does
+/// well by itself.
+#[derive(Clone, Copy)]
+struct Overlaps {
+    tensor: bool,
+    gradients: bool,
+    parameters: bool,
+    narrow_gradients: bool,
+}
+
+impl Overlaps {
+    fn of(plan: &ir::plan::Plan) -> Overlaps {
+        let made_for = plan.made_for.as_ref();
+        let own = made_for.filter(|m| m.name == TARGET.name());
+        let without = |option: &str| own.is_some_and(|m| m.options.iter().any(|o| o == option));
+        // Versions before 2024 had neither.
+        let is_new = own.is_some_and(|m| m.version.as_str() >= "2024");
+        Overlaps {
+            tensor: is_new && !without("no-tensor-overlap"),
+            gradients: !without("no-gradient-overlap"),
+            parameters: !without("no-parameter-overlap"),
+            narrow_gradients: is_new && !without("grads-f32"),
+        }
+    }
 }
 
 fn flag(name: &'static str) -> Argument {
@@ -327,11 +365,21 @@ fn even_layout(layers: u64, pipeline: u32) -> String {
     layout(&(0..n).map(stage).collect::<Vec<_>>())
 }
 
-fn zero(d: &Degrees, choices: &mut Choices, missing: &mut Missing) -> Vec<Argument> {
-    let mut args = vec![flag("overlap-grad-reduce")];
+fn zero(
+    d: &Degrees,
+    overlaps: Overlaps,
+    choices: &mut Choices,
+    missing: &mut Missing,
+) -> Vec<Argument> {
+    let mut args = Vec::new();
+    if overlaps.gradients {
+        args.push(flag("overlap-grad-reduce"));
+    }
     let distributed = |args: &mut Vec<Argument>| {
         args.push(flag("use-distributed-optimizer"));
-        args.push(flag("overlap-param-gather"));
+        if overlaps.parameters {
+            args.push(flag("overlap-param-gather"));
+        }
         if d.sharded < d.data {
             args.push(with(
                 "num-distributed-optimizer-instances",

@@ -74,6 +74,11 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     w += &training(summary, d, &mut missing);
     w += &parallelism(summary, d, model, &mut choices, &mut missing)?;
     w += &checkpoint(summary, &mut choices, &mut missing);
+    // Figures of the usual version are of runs whose model is compiled.
+    let made_for = read.plan.made_for.as_ref();
+    if made_for.is_some_and(|m| m.name == TARGET.name() && !m.version.contains("eager")) {
+        w += "\n[compile]\nenable = true\ncomponents = [\"model\", \"loss\"]\n";
+    }
     let _ = writeln!(w, "\n[debug]\nseed = {}", summary.seed);
     Ok(Written {
         files: vec![File {
