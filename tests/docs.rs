@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Which of our crates a crate may use: the table of the design.
-const MAY_USE: [(&str, &[&str]); 15] = [
+const MAY_USE: [(&str, &[&str]); 16] = [
     ("emulator", &[]),
     ("ir", &[]),
     ("intra-op", &[]),
@@ -30,6 +30,7 @@ const MAY_USE: [(&str, &[&str]); 15] = [
     ),
     ("frameworks", &["ir", "cost-model"]),
     ("export", &["ir", "frameworks"]),
+    ("jobs", &["ir", "frameworks"]),
     (
         "published",
         &[
@@ -54,6 +55,7 @@ const MAY_USE: [(&str, &[&str]); 15] = [
             "planner",
             "published",
             "export",
+            "jobs",
             "frameworks",
         ],
     ),

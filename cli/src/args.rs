@@ -86,6 +86,10 @@ pub enum Verb {
     /// Predict published training runs: a table of configurations to step time and memory.
     #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\ndocs/published.md lists the columns; a row that cannot be modelled says why in its `reason`.\nIf no row can be modelled, the reasons are printed, nothing is written, and the exit code is 4.\n\n{EXIT_CODES}"))]
     Predict(PredictArgs),
+    /// Read a job of other software: what it should take, where its time goes, and what changing its
+    /// flags is worth.
+    #[command(name = "import-job", after_help = format!("Examples:\n  meshwright import-job examples/jobs/llama-70b-megatron.sbatch --cluster dgx-h100\n  meshwright import-job examples/jobs/llama-8b-torchtitan.toml --cluster dgx-h100 --hosts 1 --measured 7.3s\n  meshwright import-job examples/jobs/zero3-deepspeed.json --model llama-3.1-8b --sequence 4096 --cluster dgx-h100 --hosts 2 -o job.json\n  meshwright import-job train.sh --set NNODES=8 --cluster dgx-h100 --log train.log --price 2.50 --best best.json\n\nNo script is executed. What is assumed, not modelled or not known of the file is listed.\n\n{EXIT_CODES}"))]
+    ImportJob(ImportJobArgs),
     /// Solve an intra-op problem in the form of the IOPDDL benchmark.
     #[command(after_help = format!("Example:\n  meshwright solve instance.json.gz --time-limit 60 -o solution.json\n\nThe last line of the output is a JSON object with status, objective, lower_bound, gap,\nseconds, peak_usage and usage_limit.\n\n{EXIT_CODES}"))]
     Solve(SolveArgs),
@@ -805,6 +809,60 @@ pub struct PredictArgs {
     /// Where to write the predictions.
     #[arg(short, long, default_value = "predicted.csv")]
     pub output: PathBuf,
+}
+
+/// Arguments of `import-job`.
+#[derive(Debug, Args)]
+pub struct ImportJobArgs {
+    /// The job: a script or an argument list with Megatron-LM's arguments, a log of Megatron-LM, a
+    /// DeepSpeed JSON, a torchtitan TOML, or a Slurm script that starts one of these.
+    pub job: PathBuf,
+    /// The cluster that it runs on, as for `compile`.
+    #[arg(long)]
+    pub cluster: String,
+    /// Number of hosts, in place of the job's own.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    pub hosts: Option<u32>,
+    /// The model, as for `compile`, where the job does not say it.
+    #[arg(long)]
+    pub model: Option<PathBuf>,
+    /// Tokens per sample, where the job does not say them, or in their place.
+    #[arg(long, visible_alias = "seq", value_parser = clap::value_parser!(u64).range(1..))]
+    pub sequence: Option<u64>,
+    /// The value of a variable of the script's environment, or of something that a file leaves open;
+    /// may be repeated.
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub set: Vec<String>,
+    /// The software and its version, in place of what the job shows: megatron-core@2024, nemo.
+    #[arg(long = "for", value_name = "SOFTWARE")]
+    pub made_for: Option<String>,
+    /// The measured time of a step.
+    #[arg(long, value_name = "TIME", conflicts_with_all = ["log", "trace"])]
+    pub measured: Option<String>,
+    /// A log of a run of the job, of Megatron-LM, torchtitan or DeepSpeed.
+    #[arg(long, value_name = "FILE", conflicts_with = "trace")]
+    pub log: Option<PathBuf>,
+    /// A trace of a run of the job by PyTorch's profiler, with marked steps.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// The price of one device for an hour, in any currency.
+    #[arg(long, value_name = "PRICE")]
+    pub price: Option<String>,
+    /// Only predict the job; search for nothing better.
+    #[arg(long, conflicts_with = "best")]
+    pub no_search: bool,
+    /// Where to write the job's own plan, for `inspect`, `explain`, `what-if` and `export`.
+    #[arg(short, long)]
+    pub output: Option<PathBuf>,
+    /// Where to write the plan that the search finds.
+    #[arg(long, value_name = "FILE")]
+    pub best: Option<PathBuf>,
+    /// List all that was found in the file.
+    #[arg(short, long, conflicts_with = "json")]
+    pub verbose: bool,
+    /// Print JSON instead of words.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `solve`.

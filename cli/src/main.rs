@@ -187,6 +187,7 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
         Verb::Compare(a) => commands::compare::run(&a),
         Verb::Calibrate(a) => commands::calibrate::run(&a),
         Verb::Predict(a) => commands::predict::run(&a),
+        Verb::ImportJob(a) => commands::import_job::run(&a),
         Verb::Solve(a) => commands::solve::run(&a),
         Verb::Schema(a) => commands::schema::run(&a),
         Verb::Presets(a) => commands::presets::run(&a),

@@ -10,6 +10,7 @@ pub mod doctor;
 pub mod explain;
 pub mod export;
 pub mod fits;
+pub mod import_job;
 pub mod inspect;
 pub mod lower;
 pub mod models;

@@ -1,0 +1,217 @@
+//! What has to be changed in a job's own words, from one plan of its software to another: the
+//! difference of what `export` writes for both.
+
+use crate::report::software::knobs;
+use export::{Export, Target};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+use super::request::Priced;
+
+/// Something to change.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Change {
+    /// Its name in the software.
+    pub name: String,
+    /// Its value in the job; none where it is absent.
+    pub old: Option<String>,
+    /// Its new value; none where it is to be taken out.
+    pub new: Option<String>,
+}
+
+/// The way from one plan to another.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Changes {
+    /// Flags, or keys of a file.
+    pub flags: Vec<Change>,
+    /// What flags do not say of the new plan, and do of the job.
+    pub not_in_flags: Vec<String>,
+}
+
+/// Flags that say the same in another way, and are in the way of the first.
+const ALIASES: [(&str, &[&str]); 5] = [
+    (
+        "--num-virtual-stages-per-pipeline-rank",
+        &["--num-layers-per-virtual-pipeline-stage"],
+    ),
+    (
+        "--pipeline-model-parallel-layout",
+        &[
+            "--num-layers-per-virtual-pipeline-stage",
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+            "--decoder-first-pipeline-num-layers",
+            "--decoder-last-pipeline-num-layers",
+        ],
+    ),
+    (
+        "--pipeline-model-parallel-size",
+        &["--num-layers-per-virtual-pipeline-stage"],
+    ),
+    (
+        "--recompute-granularity",
+        &["--recompute-activations", "--checkpoint-activations"],
+    ),
+    (
+        "train_micro_batch_size_per_gpu",
+        &["per_device_train_batch_size"],
+    ),
+];
+
+/// Finds what changes from `old` to `new`; `settings` are what the job's files say.
+pub fn changes(settings: &BTreeMap<String, String>, old: &Priced, new: &Priced) -> Changes {
+    let framework = old.loaded.plan.made_for.as_ref().map(|m| m.name.clone());
+    let target = framework.as_deref().and_then(Target::named);
+    let exported = target.and_then(|t| Some((exported(old, t)?, exported(new, t)?)));
+    let Some((old_export, new_export)) = exported else {
+        return Changes {
+            flags: by_knobs(old, new),
+            not_in_flags: Vec::new(),
+        };
+    };
+    let values = [&old_export, &new_export].map(values);
+    let mut flags = Vec::new();
+    let names = values[0].keys().chain(values[1].keys());
+    let mut names: Vec<&String> = names.collect();
+    names.sort_unstable();
+    names.dedup();
+    for name in names {
+        let (before, after) = (values[0].get(name), values[1].get(name));
+        if before == after {
+            continue;
+        }
+        let own = said(settings, name);
+        // What the job says in other words, or leaves to a default, is not there to be taken out.
+        if own.as_ref() == after {
+            continue;
+        }
+        flags.push(Change {
+            name: name.clone(),
+            old: own,
+            new: after.cloned(),
+        });
+    }
+    let differs = |name: &&String| values[0].get(*name) != values[1].get(*name);
+    let names = values[0].keys().chain(values[1].keys());
+    let changed: Vec<String> = names.filter(differs).cloned().collect();
+    for (name, others) in ALIASES {
+        if !changed.iter().any(|c| c == name) {
+            continue;
+        }
+        for other in others {
+            let is_new = !flags.iter().any(|f| f.name == *other);
+            if let Some(value) = said(settings, other).filter(|_| is_new) {
+                flags.push(Change {
+                    name: other.to_string(),
+                    old: Some(value),
+                    new: None,
+                });
+            }
+        }
+    }
+    let of_old = |what: &export::NotExpressed| old_export.not_expressed.contains(what);
+    let more = new_export.not_expressed.iter().filter(|n| !of_old(n));
+    Changes {
+        flags,
+        not_in_flags: more.map(|n| format!("{}: {}", n.place, n.what)).collect(),
+    }
+}
+
+/// The value that the job's files have for a name, in whatever spelling.
+fn said(settings: &BTreeMap<String, String>, name: &str) -> Option<String> {
+    let plain = |n: &str| n.trim_start_matches('-').replace('_', "-");
+    let found = settings.iter().find(|(n, _)| plain(n) == plain(name));
+    found.map(|(_, v)| {
+        if v.is_empty() {
+            "yes".to_string()
+        } else {
+            v.clone()
+        }
+    })
+}
+
+fn exported(priced: &Priced, target: Target) -> Option<Export> {
+    export::export(&priced.loaded.plan, &priced.loaded.training, target).ok()
+}
+
+/// Names and values of an export's file that has them as a map.
+fn values(export: &Export) -> BTreeMap<String, String> {
+    let file = export.files.iter().find(|f| !f.name.ends_with(".sh"));
+    let Some(file) = file else {
+        return BTreeMap::new();
+    };
+    let mut all = BTreeMap::new();
+    if file.name.ends_with(".json") {
+        let value: Value = serde_json::from_str(&file.text).unwrap_or_default();
+        flatten("", &value, &mut all);
+    } else if file.name.ends_with(".toml") {
+        let table = file.text.parse::<toml::Table>().ok();
+        let value = table.and_then(|t| serde_json::to_value(t).ok());
+        flatten("", &value.unwrap_or_default(), &mut all);
+        all.retain(|name, _| !name.starts_with("job."));
+    } else {
+        let flags = file
+            .text
+            .lines()
+            .filter_map(|l| l.trim().strip_prefix("--"));
+        for (name, value) in flags.filter_map(|l| l.split_once(": ")) {
+            let value = value.trim_matches('"');
+            let value = if value == "true" { "yes" } else { value };
+            all.insert(format!("--{name}"), value.to_string());
+        }
+    }
+    all
+}
+
+fn flatten(path: &str, value: &Value, out: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Object(map) => {
+            for (key, value) in map {
+                let path = match path {
+                    "" => key.clone(),
+                    path => format!("{path}.{key}"),
+                };
+                flatten(&path, value, out);
+            }
+        }
+        Value::Array(items) => {
+            let one = |v: &Value| v.to_string().replace('"', "");
+            let all: Vec<String> = items.iter().map(one).collect();
+            out.insert(path.to_string(), all.join(" | "));
+        }
+        Value::String(s) => {
+            out.insert(path.to_string(), s.clone());
+        }
+        other => {
+            out.insert(path.to_string(), other.to_string());
+        }
+    }
+}
+
+/// The knobs that differ, for software that nothing is exported to.
+fn by_knobs(old: &Priced, new: &Priced) -> Vec<Change> {
+    let of = |p: &Priced| {
+        let summary = export::summary(&p.loaded.plan, &p.loaded.training).ok()?;
+        knobs(&p.loaded.plan, &summary)
+    };
+    let (Some(old), Some(new)) = (of(old), of(new)) else {
+        return Vec::new();
+    };
+    let value = |all: &[crate::report::software::Knob], what: &str| {
+        all.iter().find(|k| k.what == what).map(|k| k.value.clone())
+    };
+    let names = old.iter().chain(&new).map(|k| (k.what, k.name));
+    let mut names: Vec<(&str, &str)> = names.collect();
+    names.sort_unstable();
+    names.dedup_by_key(|n| n.0);
+    let changed = names.into_iter().map(|(what, name)| Change {
+        name: match name {
+            "" => what.to_string(),
+            name => format!("{what} ({name})"),
+        },
+        old: value(&old, what),
+        new: value(&new, what),
+    });
+    changed.filter(|c| c.old != c.new).collect()
+}

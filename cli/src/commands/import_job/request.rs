@@ -1,0 +1,471 @@
+//! A job as a plan: its model, cluster and training, and the one plan that it describes, priced as its
+//! software executes it, whether it fits or not.
+
+use crate::args::ImportJobArgs;
+use crate::commands::compile;
+use crate::failure::{Exit, Failure};
+use crate::plan_file::Loaded;
+use crate::{cluster, document, files, model, software};
+use checker::Violation;
+use cost_model::{SimulateOptions, StepWork};
+use frameworks::{MemoryUse, Profile, Recomputation};
+use ir::cluster::Cluster;
+use ir::{Bytes, Graph, TrainSpec};
+use jobs::{Job, Recompute, Split};
+use planner::software::{Model as Blocks, Point};
+use planner::{OtherSoftware, Pins, PlanOptions};
+use serde_json::Value;
+
+/// What is asked of the planner for a job.
+pub struct Request {
+    /// The forward graph.
+    pub forward: Graph,
+    /// What is trained.
+    pub train: TrainSpec,
+    /// The cluster.
+    pub cluster: Cluster,
+    /// The software.
+    pub other: OtherSoftware,
+    /// The software with what flags switch on, where the job has left some of that out.
+    pub overlapping: Option<OtherSoftware>,
+    /// The pins that describe the job's own plan.
+    pub pins: Vec<String>,
+    /// What was made of the file beside what it says.
+    pub remarks: Vec<String>,
+}
+
+/// A plan with its price.
+pub struct Priced {
+    /// The plan.
+    pub loaded: Loaded,
+    /// What the fullest process holds.
+    pub memory: MemoryUse,
+    /// Bytes of a device.
+    pub device: Bytes,
+    /// What the checker says against the plan, on this cluster.
+    pub violations: Vec<Violation>,
+}
+
+impl Priced {
+    /// Whether the fullest process holds no more than a device has.
+    pub fn fits(&self) -> bool {
+        self.memory.total().0 <= self.device.0
+    }
+
+    /// Seconds of a step.
+    pub fn step_s(&self) -> f64 {
+        self.loaded.plan.predicted.step_time_s.0
+    }
+}
+
+/// Makes of a job what is asked of the planner.
+pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
+    let mut remarks = Vec::new();
+    let cluster = cluster_of(args, job)?;
+    let made_for = software_of(args, job);
+    let other = software::asked(Some(&made_for))?.ok_or_else(|| {
+        Failure::new(Exit::Usage, "--for self: a job is of other software")
+            .help("leave --for out, or name a version of the job's software")
+    })?;
+    let model = model_of(args, job, &mut remarks)?;
+    let sequence = args.sequence.or(job.sequence).ok_or_else(|| {
+        let what = "the job does not say how many tokens a sample has";
+        Failure::new(Exit::BadInput, what).help("give them as --sequence 4096")
+    })?;
+    let data = data_ranks(args, job, &cluster)?;
+    let steps = job.accumulation.unwrap_or(1);
+    let at_once = job.micro_batch.saturating_mul(data.into());
+    let global_batch = job.global_batch.unwrap_or(at_once.saturating_mul(steps));
+    if !global_batch.is_multiple_of(at_once) {
+        let what = format!(
+            "a global batch of {global_batch} is no multiple of {} samples x {data} data ranks",
+            job.micro_batch
+        );
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("the software refuses it, too: give the number of hosts that it runs on with --hosts, or correct the batch"));
+    }
+    let train = TrainSpec {
+        global_batch,
+        sequence,
+        precision: job.precision,
+        optimizer: job.optimizer,
+        clip_norm: job.clip_norm,
+        dropout: job.dropout,
+        ..TrainSpec::default()
+    };
+    if let Some(problem) = train.problems().first() {
+        return Err(
+            Failure::new(Exit::BadInput, format!("the job's training: {problem}"))
+                .help("correct it in the file"),
+        );
+    }
+    let forward = model.graph(sequence, train.dropout)?;
+    let profile = (other.profile)(&other.made_for, &cluster, &train);
+    let profile = profile.map_err(|e| Failure::new(Exit::BadInput, e))?;
+    let pins = pins(job, &profile, &forward, (data, sequence))?;
+    Ok(Request {
+        forward,
+        train,
+        cluster,
+        overlapping: overlapping(&other),
+        other,
+        pins,
+        remarks,
+    })
+}
+
+/// The software, as `--for` has it. A version that is named there is taken as it is, with what the job
+/// switches on; what is usual today goes with the job's own.
+fn software_of(args: &ImportJobArgs, job: &Job) -> String {
+    let plus = |options: &[String]| -> String { options.iter().map(|o| format!("+{o}")).collect() };
+    let own = plus(&job.options);
+    match (&args.made_for, &job.version) {
+        (Some(named), _) if named.contains('+') => named.clone(),
+        (Some(named), _) => named.clone() + &own,
+        (None, Some(version)) => format!(
+            "{}@{version}{own}{}",
+            job.framework.name(),
+            plus(&job.usual)
+        ),
+        (None, None) => format!("{}{own}{}", job.framework.name(), plus(&job.usual)),
+    }
+}
+
+/// The software without the options that say what a job has left out, where there are any.
+fn overlapping(other: &OtherSoftware) -> Option<OtherSoftware> {
+    let mut all = other.clone();
+    all.made_for
+        .options
+        .retain(|o| !LEFT_OUT.contains(&o.as_str()));
+    (all.made_for != other.made_for).then_some(all)
+}
+
+/// Options that flags undo without changing what is trained.
+const LEFT_OUT: [&str; 3] = [
+    "no-tensor-overlap",
+    "no-gradient-overlap",
+    "no-parameter-overlap",
+];
+
+/// The cluster with as many hosts as the job has.
+fn cluster_of(args: &ImportJobArgs, job: &Job) -> Result<Cluster, Failure> {
+    let own = cluster::load(&args.cluster, None, None)?;
+    let per_host = own.devices_per_host;
+    if let Some(n) = job.world.per_host.filter(|n| *n != per_host) {
+        let what = format!(
+            "the job has {n} devices on a host, and {} has {per_host}",
+            own.name
+        );
+        return Err(Failure::new(Exit::BadInput, what).help(format!(
+            "name a cluster with as many, such as a composition (h100-sxm*{n}+nvlink4+infiniband-ndr); `meshwright presets` lists devices and links"
+        )));
+    }
+    let of_devices = match job.world.devices() {
+        Some(n) if job.world.hosts.is_none() => match n.is_multiple_of(per_host) {
+            true => Some(n / per_host),
+            false => {
+                let what =
+                    format!("the job has {n} devices, which are no whole hosts of {per_host}");
+                return Err(Failure::new(Exit::BadInput, what).help(
+                    "name a cluster whose hosts have as many devices as the job uses of each",
+                ));
+            }
+        },
+        _ => job.world.hosts,
+    };
+    let hosts = args.hosts.or(of_devices);
+    match hosts {
+        None => Ok(own),
+        Some(n) => cluster::load(&args.cluster, Some(n), None),
+    }
+}
+
+/// The ranks that split samples on this cluster.
+fn data_ranks(args: &ImportJobArgs, job: &Job, cluster: &Cluster) -> Result<u32, Failure> {
+    let n = cluster.n_devices();
+    let inside = [job.tensor, job.context, job.pipeline];
+    let product = inside.iter().try_fold(1u32, |all, k| all.checked_mul(*k));
+    let fits = product.filter(|p| n.is_multiple_of(*p) && n >= *p);
+    let Some(product) = fits else {
+        let what = format!(
+            "the job has {} tensor x {} context x {} pipeline ranks, which do not divide the {n} devices of {}",
+            job.tensor, job.context, job.pipeline, cluster.name
+        );
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("give the number of hosts that it runs on with --hosts"));
+    };
+    let data = n / product;
+    // Other hosts than the job's own leave other data ranks.
+    let other = args.hosts.is_some() && job.world.devices().is_some();
+    match job.data.filter(|_| !other) {
+        Some(stated) if stated != data => {
+            let what = format!(
+                "the job has {stated} data ranks, and {} leaves {data}",
+                cluster.name
+            );
+            Err(Failure::new(Exit::BadInput, what)
+                .help("give the number of hosts that it runs on with --hosts"))
+        }
+        _ => Ok(data),
+    }
+}
+
+/// The model: that of --model, or the job's; its table padded as the software pads it.
+fn model_of(
+    args: &ImportJobArgs,
+    job: &Job,
+    remarks: &mut Vec<String>,
+) -> Result<model::Model, Failure> {
+    let (name, text) = match (&args.model, &job.model) {
+        (Some(path), stated) => {
+            let loaded = model::load(path)?;
+            if matches!(loaded, model::Model::Graph(_)) {
+                return Ok(loaded);
+            }
+            let (name, text) = model::config_text(path)?;
+            if let jobs::Model::Config(own) = stated {
+                same_sizes(&name, &text, own)?;
+            }
+            (name, text)
+        }
+        (None, jobs::Model::Config(value)) => ("the job's model".to_string(), value.to_string()),
+        (None, jobs::Model::BuiltIn(name)) => model::config_text(name.as_ref())?,
+        (None, jobs::Model::NotStated(why)) => {
+            let what = format!("the job's model is not known: {why}");
+            return Err(Failure::new(Exit::BadInput, what).help(
+                "give it as --model, by the name of one that is built in (`meshwright models` lists them) or a config.json",
+            ));
+        }
+    };
+    let mut value: Value = document::json(&name, &text, "model configuration")?;
+    let vocab = value.get("vocab_size").and_then(Value::as_u64);
+    if let Some(vocab) = vocab.filter(|_| job.vocab_multiple > 1)
+        && let Some(padded) = vocab.checked_next_multiple_of(job.vocab_multiple)
+        && padded != vocab
+    {
+        value["vocab_size"] = padded.into();
+        remarks.push(format!(
+            "the table of tokens has {padded} rows in place of {vocab}, the next multiple of {}",
+            job.vocab_multiple
+        ));
+    }
+    let has_experts = ["num_experts", "num_local_experts"]
+        .iter()
+        .any(|k| value.get(k).is_some());
+    let loaded = model::parse_config(&name, &value.to_string())?;
+    model::Model::Config(Box::new(loaded)).with_expert_capacity(has_experts.then_some(1.0))
+}
+
+/// Refuses a model of other sizes than the job states.
+fn same_sizes(name: &str, text: &str, own: &Value) -> Result<(), Failure> {
+    let given: Value = document::json(name, text, "model configuration")?;
+    let of = |value: &Value, keys: [&str; 2]| {
+        keys.iter()
+            .find_map(|k| value.get(k).and_then(Value::as_u64))
+    };
+    let sizes = [
+        ("layers", ["num_hidden_layers", "n_layer"]),
+        ("hidden values", ["hidden_size", "n_embd"]),
+        ("heads", ["num_attention_heads", "n_head"]),
+    ];
+    for (what, keys) in sizes {
+        if let (Some(a), Some(b)) = (of(&given, keys), of(own, keys))
+            && a != b
+        {
+            let what = format!("--model {name} has {a} {what}, and the job {b}");
+            return Err(Failure::new(Exit::BadInput, what).help(
+                "leave --model out for the model that the job describes, or give the right one",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The pins that describe the job's plan.
+fn pins(
+    job: &Job,
+    profile: &Profile,
+    forward: &Graph,
+    (data, sequence): (u32, u64),
+) -> Result<Vec<String>, Failure> {
+    let title = profile.framework.title();
+    let blocks = Blocks::of(forward).ok_or_else(|| {
+        let what = format!("jobs of {title} are modelled for decoders with blocks between an embedding and an output layer, and this model is none");
+        Failure::new(Exit::BadInput, what)
+    })?;
+    let levels = profile.framework.vocabulary();
+    let levels = levels.zero_levels(job.pipeline);
+    if !levels.contains(&job.zero) {
+        let known: Vec<String> = levels.iter().map(u8::to_string).collect();
+        let what = format!(
+            "ZeRO-{} with {} pipeline ranks is not modelled for {title}, but ZeRO {}",
+            job.zero,
+            job.pipeline,
+            known.join(" and ")
+        );
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("import a copy of the file with another level, for figures of that"));
+    }
+    let named = match &job.recompute {
+        Recompute::All(what) => *what,
+        _ => Recomputation::None,
+    };
+    let point = Point {
+        data,
+        tensor: job.tensor,
+        context: job.context,
+        expert: job.expert,
+        pipeline: job.pipeline,
+        virtual_stages: job.virtual_stages,
+        zero: job.zero,
+        micro_batch: job.micro_batch,
+        sequence_parallel: job.sequence_parallel,
+        recompute: named,
+        schedule: job.schedule,
+    };
+    let split = match &job.split {
+        Split::Layers => frameworks::Split::Layers,
+        Split::Balanced => frameworks::Split::Balanced,
+        Split::Own | Split::Counts(_) => profile.split,
+    };
+    // Megatron-LM and torchtitan hand sequences out so that causal attention is shared evenly.
+    let zigzag = sequence.is_multiple_of(2 * u64::from(job.context));
+    let mut pins = point.pins(&blocks, split, zigzag);
+    if let Split::Counts(counts) = &job.split {
+        let counts: Vec<String> = counts.iter().map(u64::to_string).collect();
+        pins.retain(|p| !p.starts_with("split="));
+        pins.push(format!("split={}", counts.join("/")));
+    }
+    recomputed(job, blocks.blocks, &split_counts(&pins), &mut pins);
+    if blocks.experts.is_some() && !pins.iter().any(|p| p.starts_with("expert=")) {
+        pins.push("expert=1".into());
+    }
+    Ok(pins)
+}
+
+/// The layers of stages that pins fix.
+fn split_counts(pins: &[String]) -> Vec<u64> {
+    let split = pins.iter().find_map(|p| p.strip_prefix("split="));
+    let counts = split.into_iter().flat_map(|s| s.split('/'));
+    counts.filter_map(|n| n.parse().ok()).collect()
+}
+
+/// Pins of what is recomputed, where it has no name.
+fn recomputed(job: &Job, blocks: u64, stages: &[u64], pins: &mut Vec<String>) {
+    let of_block = |i: u64| format!("recompute:h.{i}.*=yes");
+    let of_op = |op: &String| format!("recompute:h.*.{op}=yes");
+    let own: Vec<String> = match &job.recompute {
+        Recompute::All(_) => return,
+        Recompute::Ops(ops) => ops
+            .iter()
+            .map(of_op)
+            .chain(["recompute=none".into()])
+            .collect(),
+        Recompute::CheapAnd(ops) => {
+            let cheap = std::iter::once("recompute=selective".to_string());
+            cheap.chain(ops.iter().map(of_op)).collect()
+        }
+        Recompute::Every(n) => {
+            let every = (0..blocks).filter(|i| (i + 1).is_multiple_of(*n));
+            every
+                .map(of_block)
+                .chain(["recompute=none".into()])
+                .collect()
+        }
+        Recompute::First(n) => {
+            let whole = [blocks + 2];
+            let stages = if stages.is_empty() { &whole } else { stages };
+            let mut first = 0;
+            let mut own = Vec::new();
+            for (i, layers) in stages.iter().enumerate() {
+                let ends = u64::from(i == 0) + u64::from(i + 1 == stages.len());
+                let here = layers.saturating_sub(ends);
+                own.extend((first..first + here.min(*n)).map(of_block));
+                first += here;
+            }
+            own.push("recompute=none".into());
+            own
+        }
+    };
+    pins.retain(|p| !p.starts_with("recompute"));
+    pins.extend(own);
+}
+
+/// No limit on memory: whether the job fits is said, not asked for.
+const UNBOUNDED: Bytes = Bytes(1 << 60);
+
+impl Request {
+    /// Plans what pins describe, whether it fits or not, and prices it.
+    pub fn described(&self, pins: &[String], other: &OtherSoftware) -> Result<Priced, Failure> {
+        let mut unbounded = self.cluster.clone();
+        unbounded.device.memory_bytes = UNBOUNDED;
+        let options = PlanOptions {
+            pins: Pins::parse(pins).map_err(compile::pin_failure)?,
+            headroom: Some(0.0),
+            made_for: Some(other.clone()),
+            ..PlanOptions::default()
+        };
+        let planned = planner::plan(&self.forward, &self.train, &unbounded, &options);
+        let planned = planned.map_err(|e| {
+            let failure = Failure::from(e);
+            let what = format!(
+                "the job has no plan here, so it cannot be priced: {failure} (as pins it is {})",
+                pins.iter().filter(|p| !p.starts_with("spec:")).cloned().collect::<Vec<_>>().join(" ")
+            );
+            failure.saying(what).help("check the degrees, the batch and the number of devices in the file; --hosts gives the number of hosts")
+        })?;
+        let mut plan = planned.plan;
+        plan.cluster = self.cluster.clone();
+        // What is written is a plan like others: nothing of it is pinned for those that go on from it.
+        plan.pins.clear();
+        plan.proof.space = "the one plan that an imported job describes; nothing was searched, and the bound is the step's FLOPs at the best rate of the devices".into();
+        let violations = match checker::check_plan(&plan) {
+            none if none.is_empty() => {
+                checker::check_program(&plan, &planned.training, &planned.program)
+            }
+            some => some,
+        };
+        let hash = files::fingerprint(document::to_json(&plan)?.as_bytes());
+        self.priced(
+            Loaded {
+                plan,
+                training: planned.training,
+                program: planned.program,
+                hash,
+            },
+            violations,
+        )
+    }
+
+    /// The fastest plan of the software that fits, with some choices pinned.
+    pub fn searched(&self, pins: &[String]) -> Result<Result<Priced, planner::PlanError>, Failure> {
+        let options = PlanOptions {
+            pins: Pins::parse(pins).map_err(compile::pin_failure)?,
+            made_for: Some(self.overlapping.as_ref().unwrap_or(&self.other).clone()),
+            ..PlanOptions::default()
+        };
+        match planner::plan(&self.forward, &self.train, &self.cluster, &options) {
+            Ok(planned) => {
+                let loaded = crate::commands::again::loaded(planned)?;
+                self.priced(loaded, Vec::new()).map(Ok)
+            }
+            Err(e @ (planner::PlanError::Lower(_) | planner::PlanError::Defect(_))) => {
+                Err(e.into())
+            }
+            Err(e) => Ok(Err(e)),
+        }
+    }
+
+    fn priced(&self, loaded: Loaded, violations: Vec<Violation>) -> Result<Priced, Failure> {
+        let work = StepWork::of(&loaded.training, &loaded.plan.train);
+        let options = SimulateOptions::new(work);
+        let (_, memory) = software::played(&loaded.plan, &loaded.program, &self.cluster, &options)?;
+        let fullest = memory.iter().max_by_key(|m| m.total().0);
+        Ok(Priced {
+            memory: fullest.copied().unwrap_or_default(),
+            device: self.cluster.device.memory_bytes,
+            violations,
+            loaded,
+        })
+    }
+}

@@ -1,0 +1,371 @@
+//! `import-job` from the command line on: the verdict, the flags to change, measurements, and that what
+//! `export` writes is read back as the plan that it was.
+
+#![allow(clippy::unwrap_used)] // A test may stop where it likes.
+
+mod support;
+
+use serde_json::Value;
+use support::Place;
+
+/// A small Llama by Megatron-LM on a host of eight: more is recomputed than has to be.
+const SCRIPT: &str = r#"#!/bin/bash
+MODEL=(
+  --num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16
+  --group-query-attention --num-query-groups 8 --seq-length 1024 --max-position-embeddings 1024
+  --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+  --untie-embeddings-and-output-weights --vocab-size 51200
+  --attention-dropout 0 --hidden-dropout 0
+)
+torchrun --nproc-per-node 8 --nnodes ${NNODES} pretrain_gpt.py "${MODEL[@]}" \
+  --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 \
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap \
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
+  --micro-batch-size 1 --global-batch-size 32 --bf16 --grad-reduce-in-bf16 \
+  --data-path "$DATA" --make-it-fast 3
+"#;
+
+fn place() -> Place {
+    let place = Place::new();
+    place.write("train.sh", SCRIPT.as_bytes());
+    place
+}
+
+const IMPORT: [&str; 6] = [
+    "import-job",
+    "train.sh",
+    "--cluster",
+    "dgx-h100",
+    "--set",
+    "NNODES=1",
+];
+
+fn import(place: &Place, more: &[&str]) -> support::Done {
+    let args: Vec<&str> = IMPORT.iter().chain(more).copied().collect();
+    place.run(&args)
+}
+
+/// A text without the ends of its lines, which are where the width of the page has them.
+fn flat(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn the_verdict_comes_first_and_flags_are_the_jobs_own() {
+    let place = place();
+    let more = ["-o", "job.json", "--best", "best.json", "--price", "2.5"];
+    let said = import(&place, &more).expect(0).out;
+    let first = said.lines().next().unwrap();
+    assert!(
+        first.starts_with("For Megatron-Core (2025): the job should take "),
+        "{said}"
+    );
+    assert!(said.lines().all(|l| l.chars().count() <= 100), "{said}");
+    for part in [
+        "it fits, with",
+        "The search finds a plan that takes",
+        "That saves",
+        "Where the step's time goes",
+        "--recompute-granularity",
+        "(take it out)",
+        "Not known here, so nothing is said of what they do --make-it-fast 3 (line 14)",
+    ] {
+        assert!(flat(&said).contains(part), "`{part}` is not in:\n{said}");
+    }
+    let json = import(&place, &["--json", "--measured", "100ms"])
+        .expect(0)
+        .json();
+    let step_s = json["predicted"]["step_time_s"].as_f64().unwrap();
+    let better = &json["search"]["by_flags"];
+    let new_s = better["predicted"]["step_time_s"].as_f64().unwrap();
+    let saves = better["saves"].as_f64().unwrap();
+    assert!(
+        saves > 0.05 && (1.0 - new_s / step_s - saves).abs() < 1e-9,
+        "{better}"
+    );
+    let factor = json["measured"]["factor"].as_f64().unwrap();
+    assert!((factor * step_s - 0.1).abs() < 1e-9);
+    let again = better["recalibrated_step_time_s"].as_f64().unwrap();
+    assert!((again - factor * new_s).abs() < 1e-9);
+    let flag = |name: &str| {
+        let flags = better["flags"].as_array().unwrap();
+        flags
+            .iter()
+            .find(|f| f["name"] == name)
+            .cloned()
+            .unwrap_or(Value::Null)
+    };
+    assert_eq!(flag("--recompute-granularity")["old"], "full");
+    assert_eq!(flag("--recompute-granularity")["new"], Value::Null);
+    // What goes on from the job's plan has its figures.
+    let inspected = place
+        .run(&["inspect", "job.json", "--json"])
+        .expect(0)
+        .json();
+    assert_eq!(inspected["predicted"]["step_time_s"].as_f64(), Some(step_s));
+    place.run(&["check", "job.json"]).expect(0);
+    place.run(&["explain", "job.json"]).expect(0);
+    place
+        .run(&["export", "best.json", "--to", "megatron-core"])
+        .expect(0);
+}
+
+#[test]
+fn overlap_that_a_job_leaves_out_is_priced_and_a_flag_to_change() {
+    let place = Place::new();
+    let without = SCRIPT.replace(
+        "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap",
+        "",
+    );
+    assert_ne!(without, SCRIPT);
+    let step_s = |json: &Value| json["predicted"]["step_time_s"].as_f64().unwrap();
+    // Data ranks besides, so that there are gradients to reduce.
+    let data = |script: &str| {
+        script.replace(
+            "--pipeline-model-parallel-size 2",
+            "--pipeline-model-parallel-size 1",
+        )
+    };
+    place.write("train.sh", data(&without).as_bytes());
+    let json = import(&place, &["--json"]).expect(0).json();
+    let left_out = [
+        "no-tensor-overlap",
+        "no-gradient-overlap",
+        "no-parameter-overlap",
+    ];
+    assert_eq!(json["for"]["options"], serde_json::json!(left_out));
+    place.write("train.sh", data(SCRIPT).as_bytes());
+    let all = import(&place, &["--json", "--no-search"]).expect(0).json();
+    let saves = 1.0 - step_s(&all) / step_s(&json);
+    assert!(saves > 0.01, "{saves}");
+    let said = json["search"]["overlap_saves"].as_f64().unwrap();
+    assert!((said - saves).abs() < 1e-9, "{said} {saves}");
+    let flags = json["search"]["by_flags"]["flags"].to_string();
+    assert!(flags.contains("--overlap-grad-reduce"), "{flags}");
+}
+
+#[test]
+fn what_is_missing_or_wrong_says_how_to_go_on() {
+    let place = place();
+    let bare = ["import-job", "train.sh", "--cluster", "dgx-h100"];
+    let done = place.run(&bare).expect(3);
+    done.says(&["`NNODES`, which nothing sets", "--set NNODES=VALUE"]);
+    import(&place, &["--set", "NNODES"])
+        .expect(2)
+        .says(&["expected NAME=VALUE"]);
+    import(&place, &["--hosts", "3"])
+        .expect(3)
+        .says(&["no multiple of 1 samples x 3 data ranks"]);
+    import(&place, &["--measured", "soon"])
+        .expect(2)
+        .says(&["--measured"]);
+    import(&place, &["--price", "much"])
+        .expect(2)
+        .says(&["no price"]);
+    import(&place, &["--trace", "text.txt"])
+        .expect(3)
+        .says(&["text.txt: it is no JSON"]);
+    import(&place, &["--log", "text.txt"])
+        .expect(3)
+        .says(&["no line of it states a step's time"]);
+    let done = import(&place, &["--model", "gpt2"]).expect(3);
+    done.says(&["--model gpt2 has 12 layers, and the job 4"]);
+    place.write(
+        "ds.json",
+        br#"{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}"#,
+    );
+    let mut of_json = vec!["import-job", "ds.json", "--cluster", "dgx-h100"];
+    place
+        .run(&of_json)
+        .expect(3)
+        .says(&["does not say its model", "--model"]);
+    of_json.extend(["--model", "gpt2"]);
+    place.run(&of_json).expect(3).says(&["--sequence 4096"]);
+    assert!(!place.exists("job.json"));
+}
+
+#[test]
+fn a_measured_step_of_a_log_is_that_of_its_batch() {
+    let place = place();
+    let line = |i: u32, ms: u32, batch: u32| {
+        format!(
+            " iteration {i}/ 9 | elapsed time per iteration (ms): {ms} | global batch size: {batch} |\n"
+        )
+    };
+    place.write(
+        "run.log",
+        (line(1, 900, 32) + &line(2, 80, 32) + &line(3, 90, 32)).as_bytes(),
+    );
+    let json = import(&place, &["--log", "run.log", "--no-search", "--json"])
+        .expect(0)
+        .json();
+    let measured = json["measured"]["step_s"].as_f64().unwrap();
+    assert!((measured - 0.085).abs() < 1e-9, "{measured}");
+    assert_eq!(json["search"], Value::Null);
+    let said = import(&place, &["--log", "run.log", "--no-search"])
+        .expect(0)
+        .out;
+    assert!(
+        flat(&said).contains("One step time gives one factor"),
+        "{said}"
+    );
+    place.write("other.log", line(1, 900, 64).as_bytes());
+    let done = import(&place, &["--log", "other.log", "--no-search"]).expect(3);
+    done.says(&["the log's steps have 64 samples, and the job's 32"]);
+}
+
+#[test]
+fn a_job_that_does_not_fit_is_predicted_all_the_same() {
+    let place = Place::new();
+    let script = SCRIPT.replace("--num-layers 4", "--num-layers 64").replace(
+        "--hidden-size 1024 --ffn-hidden-size 2816",
+        "--hidden-size 16384 --ffn-hidden-size 53248",
+    );
+    place.write("train.sh", script.as_bytes());
+    let done = import(&place, &["--no-search"]).expect(0);
+    assert!(
+        done.out
+            .contains("does not fit: the fullest process would hold"),
+        "{}",
+        done.out
+    );
+    import(&place, &["--no-search", "-o", "job.json"])
+        .expect(4)
+        .says(&["cannot be executed here"]);
+    assert!(!place.exists("job.json"));
+}
+
+/// Compiles a plan, exports it, and reads the export as a job: both plans.
+fn round_trip(compile: &[&str], to: &str, file: &str, more: &[&str]) -> [Value; 2] {
+    let place = Place::new();
+    let cluster = [
+        "--cluster",
+        "dgx-h100",
+        "--precision",
+        "bf16",
+        "--for",
+        to,
+        "-o",
+        "plan.json",
+    ];
+    let args: Vec<&str> = ["compile"]
+        .iter()
+        .chain(compile)
+        .chain(&cluster)
+        .copied()
+        .collect();
+    place.run(&args).expect(0);
+    let exported = ["export", "plan.json", "--to", to, "-o", "out", "--json"];
+    let exported = place.run(&exported).expect(0).json();
+    let import = [
+        "import-job",
+        file,
+        "--cluster",
+        "dgx-h100",
+        "--no-search",
+        "--json",
+    ];
+    let import: Vec<&str> = import.iter().chain(more).copied().collect();
+    let imported = place.run(&import).expect(0).json();
+    [exported, imported]
+}
+
+fn assert_same([exported, imported]: [Value; 2]) {
+    assert_eq!(exported["summary"]["degrees"], imported["degrees"]);
+    let [before, after] = [
+        &exported["step_time_s"],
+        &imported["predicted"]["step_time_s"],
+    ];
+    let [before, after] = [before, after].map(|s| s.as_f64().unwrap());
+    assert!((before / after - 1.0).abs() < 1e-9, "{before} {after}");
+    let notes = imported["notes"].as_array().unwrap();
+    let unknown: Vec<&Value> = notes.iter().filter(|n| n["kind"] == "unknown").collect();
+    // `launch.sh` takes further arguments of its own command line.
+    let is_open = |n: &&&Value| !n["name"].as_str().unwrap().starts_with("${");
+    assert_eq!(unknown.iter().filter(is_open).count(), 0, "{unknown:?}");
+}
+
+#[test]
+fn an_export_for_megatron_is_read_back_as_its_plan() {
+    let pins = "data=2 tensor=2 pipeline=2 virtual=2 zero=1 microbatch=2 recompute=full";
+    let compile = [
+        "llama-3.1-8b",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "4096",
+        "--pin",
+        pins,
+    ];
+    assert_same(round_trip(&compile, "megatron-core", "out/launch.sh", &[]));
+    let pins = "data=4 tensor=2 pipeline=1 zero=0 microbatch=4 recompute=none";
+    let compile = [
+        "gpt2-large",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "1024",
+        "--pin",
+        pins,
+    ];
+    let [exported, imported] = round_trip(&compile, "megatron-core", "out/launch.sh", &[]);
+    // Megatron-LM pads the table of tokens, which the export lists.
+    assert_eq!(exported["summary"]["degrees"], imported["degrees"]);
+    assert_eq!(
+        imported["remarks"].as_array().unwrap().len(),
+        1,
+        "{}",
+        imported["remarks"]
+    );
+}
+
+#[test]
+fn an_export_for_torchtitan_is_read_back_as_its_plan() {
+    let pins = "data=4 tensor=2 pipeline=1 zero=3 microbatch=4 recompute=full";
+    let compile = [
+        "llama-3.1-8b",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "4096",
+        "--pin",
+        pins,
+    ];
+    let hosts = ["--hosts", "1"];
+    assert_same(round_trip(
+        &compile,
+        "torchtitan",
+        "out/torchtitan.toml",
+        &hosts,
+    ));
+}
+
+#[test]
+fn an_export_for_deepspeed_is_read_back_as_its_plan() {
+    let pins = "data=8 zero=3 microbatch=8 recompute=none";
+    let compile = [
+        "llama-3.2-1b",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "2048",
+        "--pin",
+        pins,
+    ];
+    let more = [
+        "--hosts",
+        "1",
+        "--for",
+        "deepspeed",
+        "--model",
+        "llama-3.2-1b",
+        "--sequence",
+        "2048",
+    ];
+    assert_same(round_trip(
+        &compile,
+        "deepspeed",
+        "out/ds_config.json",
+        &more,
+    ));
+}

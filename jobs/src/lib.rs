@@ -1,0 +1,294 @@
+//! Jobs of other software, as their users have them: a launch script or command line of Megatron-LM,
+//! one of its logs, a DeepSpeed JSON, a torchtitan TOML, a Slurm script with one of these in it.
+//!
+//! [`read`] says what such a file asks for ([`Job`]), in common terms and in the file's own words, and
+//! what it made of everything else in the file ([`Note`]): what was assumed, what changes time or
+//! memory and is not modelled, what does neither, and what is not known. Nothing is dropped without a
+//! word. Nothing is executed: of a shell script the words are understood, not the commands.
+//!
+//! This crate plans and prices nothing.
+//!
+//! * `shell`: a script as commands with their variables; `arithmetic`: what `$((..))` is.
+//! * `launch`: which command starts the training, and on how many devices.
+//! * `arguments`: names with values, whatever file they are from.
+//! * `megatron`, `deepspeed`, `torchtitan`: what those mean to the software.
+//! * `measured`: step times and memory of logs and profiler traces.
+
+mod arguments;
+mod arithmetic;
+mod deepspeed;
+mod launch;
+pub mod measured;
+mod megatron;
+mod shell;
+mod torchtitan;
+
+pub use launch::World;
+pub use measured::Measured;
+
+use frameworks::{Framework, Recomputation};
+use ir::plan::ScheduleKind;
+use ir::{Optimizer, Precision};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// What a job trains, and how.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Job {
+    /// The software, by its name.
+    #[serde(serialize_with = "framework_name")]
+    pub framework: Framework,
+    /// Its version, where the job says that it is not the usual one.
+    pub version: Option<String>,
+    /// What the job switches on there, as `compile --for` has it behind a plus sign.
+    pub options: Vec<String>,
+    /// What is usual beside it today, and assumed: options that the version's own runs had not yet.
+    pub usual: Vec<String>,
+    /// The model.
+    pub model: Model,
+    /// A number of which the rows of the table of tokens are padded to a multiple.
+    pub vocab_multiple: u64,
+    /// Hosts and devices that the file states.
+    pub world: World,
+    /// Tokens of a sample; none where the file does not say.
+    pub sequence: Option<u64>,
+    /// Samples of a step; none where it is one microbatch of every data rank.
+    pub global_batch: Option<u64>,
+    /// Microbatches of a step, where they are stated in place of the samples.
+    pub accumulation: Option<u64>,
+    /// Samples that a data rank works on at a time.
+    pub micro_batch: u64,
+    /// Ranks that split features.
+    pub tensor: u32,
+    /// Ranks that split sequences.
+    pub context: u32,
+    /// Ranks that split experts.
+    pub expert: u32,
+    /// Meshes in a row.
+    pub pipeline: u32,
+    /// Stages on each mesh.
+    pub virtual_stages: u32,
+    /// Order of passes.
+    #[serde(serialize_with = "schedule_name")]
+    pub schedule: ScheduleKind,
+    /// Layers of the stages, embedding and head among them; the software's own division where there
+    /// are none.
+    pub split: Split,
+    /// Ranks that split samples, where the file states them.
+    pub data: Option<u32>,
+    /// The ZeRO level.
+    pub zero: u8,
+    /// Whether norms and residuals are split along the sequence over tensor ranks.
+    pub sequence_parallel: bool,
+    /// What blocks recompute.
+    pub recompute: Recompute,
+    /// Precision of compute.
+    pub precision: Precision,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// Largest norm of the gradients.
+    pub clip_norm: Option<f64>,
+    /// Dropout probability.
+    pub dropout: f64,
+}
+
+fn framework_name<S: serde::Serializer>(f: &Framework, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(f.name())
+}
+
+fn schedule_name<S: serde::Serializer>(kind: &ScheduleKind, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(kind.name())
+}
+
+/// The model of a job.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Model {
+    /// Its sizes, as a Hugging Face `config.json`.
+    Config(serde_json::Value),
+    /// One that is built in, by its name.
+    BuiltIn(String),
+    /// The file does not say, for this reason.
+    NotStated(String),
+}
+
+/// How stages divide the layers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// As the software does by itself.
+    Own,
+    /// Transformer layers in equal parts.
+    Layers,
+    /// Embedding and head count as a layer each.
+    Balanced,
+    /// Layers of each stage, embedding and head included.
+    Counts(Vec<u64>),
+}
+
+/// What blocks recompute.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// All blocks the same, which has a name.
+    #[serde(serialize_with = "recomputation_name")]
+    All(Recomputation),
+    /// Ops of every block, by their names there.
+    Ops(Vec<String>),
+    /// Norms, activation functions and other cheap ops, and these ops of every block.
+    CheapAnd(Vec<String>),
+    /// So many blocks of each stage in full, the first ones; the others nothing.
+    First(u64),
+    /// All of every n-th block.
+    Every(u64),
+}
+
+fn recomputation_name<S: serde::Serializer>(r: &Recomputation, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(match r {
+        Recomputation::None => "none",
+        Recomputation::Norms => "norms",
+        Recomputation::Attention => "attention",
+        Recomputation::Cheap => "cheap",
+        Recomputation::EverySecond => "every_second",
+        Recomputation::Full => "full",
+    })
+}
+
+/// What was made of something in a file, beside what the job says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Note {
+    /// The kind.
+    pub kind: NoteKind,
+    /// Its name there.
+    pub name: String,
+    /// Its value there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value: Option<String>,
+    /// The line, from 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub line: Option<usize>,
+    /// What follows from it.
+    pub words: String,
+}
+
+/// Kinds of notes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NoteKind {
+    /// The file does not say, and this was taken.
+    Assumed,
+    /// It changes time or memory, and no figure counts it.
+    NotModelled,
+    /// It is not known, so nothing is known of its effect.
+    Unknown,
+    /// It is known to change neither time nor memory of a step.
+    NoEffect,
+}
+
+/// What a file says.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Reading {
+    /// What the file is, in words.
+    pub form: String,
+    /// Files that were read, the first of them that which was named.
+    pub files: Vec<String>,
+    /// The job.
+    pub job: Job,
+    /// What the job says in the software's own words: names with values.
+    pub settings: BTreeMap<String, String>,
+    /// What was made of the rest.
+    pub notes: Vec<Note>,
+    /// What the file itself measured.
+    pub measured: Option<Measured>,
+}
+
+/// Why a job cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{file}{}: {problem}", .line.map(|l| format!(":{l}")).unwrap_or_default())]
+pub struct JobError {
+    /// The file.
+    pub file: String,
+    /// The line, from 1.
+    pub line: Option<usize>,
+    /// The problem.
+    pub problem: String,
+    /// The way out.
+    pub help: String,
+}
+
+/// What a user gives beside the file.
+#[derive(Clone, Debug, Default)]
+pub struct Given {
+    /// Values of variables, and of what a file leaves open.
+    pub variables: BTreeMap<String, String>,
+    /// Tokens of a sample.
+    pub sequence: Option<u64>,
+    /// Whether the model is given.
+    pub has_model: bool,
+}
+
+/// Opens another file that a job names: its text, or why it cannot be read.
+pub type Open<'a> = &'a dyn Fn(&str) -> Result<String, String>;
+
+/// The most of a file that is read, in bytes.
+pub const LARGEST: usize = 256 << 20;
+
+/// Reads a job from the text of the file called `file`.
+///
+/// # Errors
+/// Where the file is none of the known forms, or says something that cannot be read or does not go
+/// together: with the line and the way out.
+pub fn read(file: &str, text: &str, given: &Given, open: Open<'_>) -> Result<Reading, JobError> {
+    let mut reading = match form(file, text) {
+        Form::DeepSpeed => deepspeed::read(file, text, given, &deepspeed::Beside::default()),
+        Form::TorchTitan => torchtitan::read(file, text, given, &torchtitan::Beside::default()),
+        Form::MegatronLog => megatron::log(file, text, given),
+        Form::Script => launch::read(file, text, given, open),
+    }?;
+    reading.files.insert(0, file.to_string());
+    reading.files.dedup();
+    reading.notes.sort_by_key(|n| n.kind);
+    Ok(reading)
+}
+
+/// Forms of files.
+enum Form {
+    DeepSpeed,
+    TorchTitan,
+    MegatronLog,
+    Script,
+}
+
+/// The form of a file: by its ending, and by what it holds.
+fn form(file: &str, text: &str) -> Form {
+    let ends = |ending: &str| file.to_lowercase().ends_with(ending);
+    let first = text.trim_start();
+    let is_table = |l: &str| l.trim() == "[parallelism]" || l.trim() == "[training]";
+    if ends(".json") || first.starts_with('{') {
+        Form::DeepSpeed
+    } else if ends(".toml") || text.lines().any(is_table) {
+        Form::TorchTitan
+    } else if measured::is_megatron_log(text) {
+        Form::MegatronLog
+    } else {
+        Form::Script
+    }
+}
+
+/// A value for a number that sizes something, none of which is above this.
+pub(crate) const MOST: u64 = 1 << 40;
+
+/// An error at a line of a file.
+pub(crate) fn error(
+    file: &str,
+    line: Option<usize>,
+    problem: impl Into<String>,
+    help: impl Into<String>,
+) -> JobError {
+    JobError {
+        file: file.into(),
+        line,
+        problem: problem.into(),
+        help: help.into(),
+    }
+}

@@ -1,0 +1,399 @@
+//! The model that Megatron-LM's arguments describe, as a configuration of the family that has its
+//! blocks: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, Qwen2-MoE, GPT-2, GPT-NeoX or Nemotron.
+
+use super::given_count;
+use crate::arguments::{Arguments, assumed};
+use crate::{Given, JobError, Model, Note, NoteKind};
+use serde_json::{Value, json};
+
+/// What a model is made of, before its family is known.
+struct Shape {
+    layers: u64,
+    hidden: u64,
+    heads: u64,
+    kv_heads: u64,
+    head_dim: u64,
+    ffn: u64,
+    vocab: u64,
+    positions: u64,
+    tied: bool,
+    bias: bool,
+    qkv_bias: bool,
+    qk_norm: bool,
+    rms: bool,
+    gated: bool,
+    squared: bool,
+    rotary: bool,
+    learned: bool,
+    theta: f64,
+    rotary_share: f64,
+    epsilon: f64,
+    activation: &'static str,
+    experts: Option<Experts>,
+}
+
+struct Experts {
+    count: u64,
+    top_k: u64,
+    ffn: u64,
+    shared: Option<u64>,
+    /// Blocks without experts.
+    dense: Vec<u64>,
+    /// Whether weights are those of a softmax over all experts.
+    pre_softmax: bool,
+}
+
+/// The model, and what was assumed of it. Where another one is given the arguments need not say it.
+pub(super) fn model(args: &Arguments, given: &Given) -> Result<(Model, Vec<Note>), JobError> {
+    let mut notes = Vec::new();
+    let stated = other(args).map_or_else(|| shape(args, given, &mut notes), |why| Ok(Err(why)))?;
+    let config = stated.and_then(|shape| config(&shape));
+    match config {
+        Ok(config) => {
+            // A capacity is no field of these families.
+            Ok((Model::Config(config), notes))
+        }
+        Err(why) => Ok((Model::NotStated(why), notes)),
+    }
+}
+
+/// What the model has that no family here has.
+fn other(args: &Arguments) -> Option<String> {
+    let switches = [
+        ("multi-latent-attention", "latent attention"),
+        ("is-hybrid-model", "a hybrid of attention and state spaces"),
+        (
+            "hybrid-override-pattern",
+            "a hybrid of attention and state spaces",
+        ),
+        (
+            "hybrid-attention-ratio",
+            "a hybrid of attention and state spaces",
+        ),
+        ("mamba-num-heads", "state spaces"),
+        ("quick-geglu", "another gated activation"),
+    ];
+    let found = switches
+        .iter()
+        .find(|(name, _)| args.has_any(&[name]) && args.switch(name));
+    found.map(|(name, what)| format!("`--{name}` is {what}, which no model here has"))
+}
+
+/// The sizes; the inner error says what is missing where another model may be given.
+fn shape(
+    args: &Arguments,
+    given: &Given,
+    notes: &mut Vec<Note>,
+) -> Result<Result<Shape, String>, JobError> {
+    let sizes = ["num-layers", "hidden-size", "num-attention-heads"];
+    let mut found = [0; 3];
+    for (size, name) in found.iter_mut().zip(sizes) {
+        match args.count(name)? {
+            Some(n) => *size = n,
+            None => return Ok(Err(format!("the arguments have no `--{name}`"))),
+        }
+    }
+    let [layers, hidden, heads] = found;
+    let gated = args.switch("swiglu");
+    let ffn = args.count("ffn-hidden-size")?.unwrap_or(match gated {
+        // As `validate_args` computes it.
+        true => (hidden.saturating_mul(8) / 3) / 64 * 64,
+        false => hidden.saturating_mul(4),
+    });
+    let head_dim = args.count("kv-channels")?.unwrap_or(hidden / heads);
+    let groups = args.count("num-query-groups")?;
+    let older = args.count("num-key-value-heads")?;
+    let kv_heads = match args.switch("group-query-attention") {
+        true => groups.unwrap_or(1),
+        false => older.unwrap_or(heads),
+    };
+    let position = args.text("position-embedding-type")?;
+    let rotary = position == Some("rope") || args.switch("use-rotary-position-embeddings");
+    let learned = !rotary && matches!(position, None | Some("learned_absolute"));
+    let sequence = args.count("seq-length")?;
+    let positions = args
+        .count("max-position-embeddings")?
+        .or(sequence)
+        .unwrap_or(1);
+    let sequence_positions = sequence.unwrap_or(1).max(positions);
+    let vocab = match vocab(args, given, notes)? {
+        Some(vocab) => vocab,
+        None => return Ok(Err(NO_VOCAB.into())),
+    };
+    let activation = match (
+        args.switch("no-bias-gelu-fusion"),
+        args.switch("openai-gelu"),
+    ) {
+        (_, true) | (false, false) => "gelu_new",
+        (true, false) => "gelu",
+    };
+    let norm = args.text("normalization")?.unwrap_or("LayerNorm");
+    let epsilon = args
+        .number("norm-epsilon")?
+        .or(args.number("layernorm-epsilon")?);
+    Ok(Ok(Shape {
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        ffn,
+        vocab,
+        positions: sequence_positions,
+        tied: !args.switch("untie-embeddings-and-output-weights"),
+        bias: !args.switch("disable-bias-linear"),
+        qkv_bias: args.switch("add-qkv-bias"),
+        qk_norm: args.switch("qk-layernorm"),
+        rms: norm.eq_ignore_ascii_case("rmsnorm"),
+        gated,
+        squared: args.switch("squared-relu"),
+        rotary,
+        learned,
+        theta: args
+            .number("rotary-base")?
+            .filter(|t| *t > 0.0)
+            .unwrap_or(10_000.0),
+        rotary_share: args.number("rotary-percent")?.unwrap_or(1.0),
+        epsilon: epsilon.filter(|e| *e > 0.0 && *e < 1.0).unwrap_or(1e-5),
+        activation,
+        experts: experts(args, layers, ffn, notes)?,
+    }))
+}
+
+const NO_VOCAB: &str = "the vocabulary is the tokenizer's, and the arguments do not say how large it is; --set vocab_size=N says it";
+
+fn vocab(args: &Arguments, given: &Given, notes: &mut Vec<Note>) -> Result<Option<u64>, JobError> {
+    if let Some(n) = args.count("padded-vocab-size")? {
+        return Ok(Some(n));
+    }
+    if let Some(n) = given_count(given, &["vocab_size", "vocab-size", "VOCAB_SIZE"])? {
+        return Ok(Some(n));
+    }
+    if let Some(n) = args.count("vocab-size")? {
+        return Ok(Some(n));
+    }
+    if given.has_model {
+        return Ok(None);
+    }
+    let kind = args
+        .text("tokenizer-type")
+        .ok()
+        .flatten()
+        .unwrap_or_default();
+    let model = args
+        .text("tokenizer-model")
+        .ok()
+        .flatten()
+        .unwrap_or_default()
+        .to_lowercase();
+    let known = [
+        ("gpt2bpe", 50_257),
+        ("llama-3", 128_256),
+        ("llama3", 128_256),
+        ("llama-2", 32_000),
+        ("llama2", 32_000),
+        ("mixtral", 32_000),
+        ("mistral-7b", 32_000),
+        ("qwen", 151_936),
+    ];
+    let is = |name: &str| kind.to_lowercase().contains(name) || model.contains(name);
+    let Some((name, n)) = known.iter().find(|(name, _)| is(name)) else {
+        return Ok(None);
+    };
+    notes.push(assumed(
+        "--vocab-size",
+        n,
+        &format!("the arguments do not say it, and the tokenizer is called `{name}`; --set vocab_size=N says another"),
+    ));
+    Ok(Some(*n))
+}
+
+fn experts(
+    args: &Arguments,
+    layers: u64,
+    ffn: u64,
+    notes: &mut Vec<Note>,
+) -> Result<Option<Experts>, JobError> {
+    let count = args.count("num-experts")?;
+    let top_k = args.count("moe-router-topk")?.unwrap_or(2);
+    let inner = args.count("moe-ffn-hidden-size")?.unwrap_or(ffn);
+    let shared = args.count("moe-shared-expert-intermediate-size")?;
+    let capacity = args.number("moe-expert-capacity-factor")?;
+    let frequency = args.text("moe-layer-freq")?.map(String::from);
+    let Some(count) = count else {
+        return Ok(None);
+    };
+    match capacity {
+        None => notes.push(assumed(
+            "--moe-expert-capacity-factor",
+            1.0,
+            "tokens are taken to spread evenly over the experts, as a balanced router has them",
+        )),
+        Some(factor) => notes.push(Note {
+            kind: NoteKind::NotModelled,
+            name: args.spelled("moe-expert-capacity-factor"),
+            value: Some(factor.to_string()),
+            line: None,
+            words: "experts are given the slots that tokens need on average".into(),
+        }),
+    }
+    let bad = |text: &str| {
+        args.wrong(
+            "moe-layer-freq",
+            format!("`{text}` is neither a number nor a list such as [0,1,1]"),
+            "write out the list, one number for each layer",
+        )
+    };
+    let dense = match frequency.as_deref() {
+        None => Vec::new(),
+        Some(text) => match text.parse::<u64>() {
+            Ok(n @ 1..) => (0..layers).filter(|i| i % n != 0).take(100_000).collect(),
+            _ => {
+                let inner = text
+                    .trim()
+                    .strip_prefix('[')
+                    .and_then(|t| t.strip_suffix(']'));
+                let list = inner.ok_or_else(|| bad(text))?.split(',');
+                let flags: Option<Vec<bool>> = list
+                    .map(|w| match w.trim() {
+                        "0" => Some(false),
+                        "1" => Some(true),
+                        _ => None,
+                    })
+                    .collect();
+                let flags = flags
+                    .filter(|f| f.len() as u64 == layers)
+                    .ok_or_else(|| bad(text))?;
+                (0..layers)
+                    .zip(flags)
+                    .filter(|(_, has)| !has)
+                    .map(|(i, _)| i)
+                    .collect()
+            }
+        },
+    };
+    Ok(Some(Experts {
+        count,
+        top_k,
+        ffn: inner,
+        shared,
+        dense,
+        pre_softmax: args.switch("moe-router-pre-softmax"),
+    }))
+}
+
+/// The configuration of the family that has such blocks.
+fn config(s: &Shape) -> Result<Value, String> {
+    let rotary = |mut base: Value| {
+        base["rope_theta"] = json!(s.theta);
+        base
+    };
+    let sizes = json!({
+        "hidden_size": s.hidden, "intermediate_size": s.ffn, "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads, "vocab_size": s.vocab,
+        "max_position_embeddings": s.positions, "tie_word_embeddings": s.tied,
+    });
+    let with = |mut base: Value, more: Value| {
+        if let (Some(base), Some(more)) = (base.as_object_mut(), more.as_object()) {
+            base.extend(more.clone());
+        }
+        base
+    };
+    let llama = |kind: &str| {
+        let own = json!({
+            "model_type": kind, "num_key_value_heads": s.kv_heads, "rms_norm_eps": s.epsilon,
+        });
+        rotary(with(sizes.clone(), own))
+    };
+    let head_dim = json!({ "head_dim": s.head_dim });
+    let is_narrow = s.head_dim.checked_mul(s.heads) != Some(s.hidden);
+    if s.rms && s.gated && s.rotary && !s.bias {
+        if s.rotary_share < 1.0 {
+            return Err("a part of each head turns, in a block of Llama's kind".into());
+        }
+        return match &s.experts {
+            Some(e) => mixture(s, e, &llama),
+            None if s.qk_norm => Ok(with(llama("qwen3"), head_dim)),
+            None if s.qkv_bias && is_narrow => {
+                Err("biases of queries, keys and values on heads of another width".into())
+            }
+            None if s.qkv_bias => Ok(llama("qwen2")),
+            None => Ok(with(llama("llama"), head_dim)),
+        };
+    }
+    if s.experts.is_some() {
+        return Err("experts without gates, biases or root-mean-square norms".into());
+    }
+    if s.gated || s.rms {
+        return Err(format!(
+            "a block with {}, {} and {}",
+            if s.rms { "RMSNorm" } else { "LayerNorm" },
+            if s.gated {
+                "a gated MLP"
+            } else {
+                "a plain MLP"
+            },
+            if s.bias { "biases" } else { "no biases" }
+        ));
+    }
+    if s.squared && s.rotary && !s.bias {
+        let own = json!({
+            "model_type": "nemotron", "num_key_value_heads": s.kv_heads, "hidden_act": "relu2",
+            "norm_eps": s.epsilon, "partial_rotary_factor": s.rotary_share,
+            "attention_bias": false, "mlp_bias": false,
+        });
+        return Ok(with(rotary(with(sizes, own)), head_dim));
+    }
+    let plain_heads = s.kv_heads == s.heads && !is_narrow && s.bias && !s.squared;
+    if s.rotary && plain_heads {
+        let own = json!({
+            "model_type": "gpt_neox", "hidden_act": s.activation, "layer_norm_eps": s.epsilon,
+            "rotary_pct": s.rotary_share, "rotary_emb_base": s.theta,
+            "use_parallel_residual": false,
+        });
+        return Ok(with(sizes, own));
+    }
+    if s.learned && plain_heads {
+        return Ok(json!({
+            "model_type": "gpt2", "n_layer": s.layers, "n_head": s.heads, "n_embd": s.hidden,
+            "n_positions": s.positions, "vocab_size": s.vocab, "n_inner": s.ffn,
+            "activation_function": s.activation, "layer_norm_epsilon": s.epsilon,
+            "tie_word_embeddings": s.tied,
+        }));
+    }
+    Err("a plain MLP with grouped or narrower heads, without biases, or with positions of another kind".into())
+}
+
+fn mixture(s: &Shape, e: &Experts, llama: &dyn Fn(&str) -> Value) -> Result<Value, String> {
+    let mut config = match (s.qk_norm, e.shared, e.dense.is_empty()) {
+        (false, None, true) if !s.qkv_bias => {
+            let mut config = llama("mixtral");
+            config["intermediate_size"] = json!(e.ffn);
+            config["num_local_experts"] = json!(e.count);
+            config["num_experts_per_tok"] = json!(e.top_k);
+            return Ok(config);
+        }
+        (true, None, _) => {
+            let mut config = llama("qwen3_moe");
+            config["head_dim"] = json!(s.head_dim);
+            config
+        }
+        (false, Some(shared), _) if s.qkv_bias => {
+            let mut config = llama("qwen2_moe");
+            config["shared_expert_intermediate_size"] = json!(shared);
+            config
+        }
+        _ => return Err(
+            "experts beside shared ones or dense layers, in blocks of a family that is not read"
+                .into(),
+        ),
+    };
+    config["num_experts"] = json!(e.count);
+    config["num_experts_per_tok"] = json!(e.top_k);
+    config["moe_intermediate_size"] = json!(e.ffn);
+    config["norm_topk_prob"] = json!(!e.pre_softmax);
+    if !e.dense.is_empty() {
+        config["mlp_only_layers"] = json!(e.dense);
+    }
+    Ok(config)
+}

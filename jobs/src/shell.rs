@@ -1,0 +1,889 @@
+//! A shell script as the commands that it holds, with variables put in. Nothing is executed.
+//!
+//! What is understood: continued lines, quotes, comments, here-documents, assignments
+//! (`A=1`, `A+=..`, `export`, `A=(..)`), `$A`, `${A}`, `${A:-..}`, `${A[@]}` and `$((..))`. What only a
+//! shell could know (the output of a command, what is set under a condition) becomes a *gap* in the
+//! words where it is used, with the reason; who needs the word says so, who does not need it goes on.
+//! Words are split by the crate `shlex`.
+
+use crate::arithmetic;
+use std::collections::BTreeMap;
+
+/// A command of a script.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Command {
+    /// Its first line, from 1.
+    pub line: usize,
+    /// Its words, which may have gaps.
+    pub words: Vec<String>,
+}
+
+/// A script.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Script {
+    /// Its commands but for assignments.
+    pub commands: Vec<Command>,
+    /// Options of `#SBATCH` lines: the line and the words behind it.
+    pub sbatch: Vec<(usize, Vec<String>)>,
+    /// Why gaps are there, by the name that they have.
+    pub gaps: BTreeMap<String, Gap>,
+}
+
+/// Why the value of a variable is not known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Gap {
+    /// Nothing sets it.
+    Unset,
+    /// It is more than what is understood.
+    Beyond(String),
+}
+
+/// What is wrong with a script, and at which line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Wrong {
+    pub line: usize,
+    pub problem: String,
+}
+
+/// A gap stands between these characters of a private area, with its name.
+const OPEN: char = '\u{e0f0}';
+const CLOSE: char = '\u{e0f1}';
+/// The most characters that variables may grow to.
+const LARGEST: usize = 1 << 20;
+/// How deep defaults of variables may stand in each other.
+const DEEPEST: usize = 32;
+
+/// The name of the first gap in a word.
+pub(crate) fn gap(word: &str) -> Option<&str> {
+    let start = word.find(OPEN)? + OPEN.len_utf8();
+    let end = word[start..].find(CLOSE)?;
+    Some(&word[start..start + end])
+}
+
+/// The name of the gap that a word is, where it is nothing else.
+pub(crate) fn whole_gap(word: &str) -> Option<&str> {
+    let name = gap(word)?;
+    let both = OPEN.len_utf8() + CLOSE.len_utf8();
+    (name.len() + both == word.len()).then_some(name)
+}
+
+/// A word as a reader sees it: gaps as variables.
+pub(crate) fn shown(word: &str) -> String {
+    word.replace(OPEN, "${").replace(CLOSE, "}")
+}
+
+/// Reads a script; `given` are variables that the user sets, which count before the script's own.
+pub(crate) fn script(text: &str, given: &BTreeMap<String, String>) -> Result<Script, Wrong> {
+    let clean: String = text.chars().filter(|c| *c != OPEN && *c != CLOSE).collect();
+    let mut state = State {
+        given,
+        variables: BTreeMap::new(),
+        script: Script::default(),
+        size: 0,
+    };
+    for line in sbatch(&clean) {
+        let (at, words) = line?;
+        state.slurm(&words);
+        state.script.sbatch.push((at, words));
+    }
+    let mut depth = 0usize;
+    let mut tests = false;
+    let mut ended: Option<usize> = None;
+    for statement in statements(&clean)? {
+        let Statement {
+            line,
+            text,
+            after_or,
+            after_and,
+        } = statement;
+        let mut text = text.trim();
+        if !after_and && !after_or {
+            tests = false;
+        }
+        let mut rest = true;
+        while rest {
+            rest = false;
+            let first = text.split_whitespace().next().unwrap_or_default();
+            match first {
+                "if" | "while" | "until" | "for" | "case" | "select" => {
+                    depth += 1;
+                    // Its condition is no command of the job.
+                    text = "";
+                }
+                "fi" | "done" | "esac" | "}" => {
+                    depth = depth.saturating_sub(1);
+                    text = "";
+                }
+                "elif" => text = "",
+                "then" | "else" | "do" | "{" | "!" | "time" | "exec" | "eval" => {
+                    if first == "{" {
+                        depth += 1;
+                    }
+                    text = text[first.len()..].trim_start();
+                    rest = true;
+                }
+                name if name == "function" || name.ends_with("()") && !name.contains('=') => {
+                    if text.trim_end().ends_with('{') {
+                        depth += 1;
+                    }
+                    text = "";
+                }
+                _ => {}
+            }
+        }
+        if text.is_empty() {
+            continue;
+        }
+        let conditional = depth > 0 || after_or || (after_and && tests);
+        let begins = |words: &[&str]| words.contains(&text.split_whitespace().next().unwrap_or(""));
+        tests |= begins(&["[", "[[", "test"]);
+        if state.statement(line, text, conditional)? {
+            state.check_begin(ended)?;
+            ended = Some(line);
+        }
+    }
+    Ok(state.script)
+}
+
+/// A statement: a command with its assignments, before variables are put in.
+struct Statement {
+    line: usize,
+    text: String,
+    after_and: bool,
+    after_or: bool,
+}
+
+/// The words of `#SBATCH` lines.
+fn sbatch(text: &str) -> impl Iterator<Item = Result<(usize, Vec<String>), Wrong>> {
+    let lines = text.lines().enumerate();
+    let of = lines.filter_map(|(i, l)| Some((i + 1, l.trim_start().strip_prefix("#SBATCH")?)));
+    of.map(|(line, rest)| {
+        let words = shlex::split(rest).ok_or_else(|| Wrong {
+            line,
+            problem: "a quote of this #SBATCH line is not closed".into(),
+        })?;
+        Ok((line, words))
+    })
+}
+
+/// Cuts a script into statements: at ends of lines, `;`, `&&`, `||`, `|` and `&` that are neither
+/// quoted nor in parentheses. Comments and here-documents are left out.
+fn statements(text: &str) -> Result<Vec<Statement>, Wrong> {
+    let chars: Vec<char> = text.chars().collect();
+    let mut all = Vec::new();
+    let mut now = String::new();
+    let (mut line, mut start) = (1, 1);
+    let (mut single, mut double, mut back) = (false, false, false);
+    let (mut quote_line, mut paren_line) = (1, 1);
+    let mut depth = 0usize;
+    let (mut after_and, mut after_or) = (false, false);
+    let mut heredocs: Vec<String> = Vec::new();
+    let mut i = 0;
+    while i < chars.len() {
+        let c = chars[i];
+        let next = chars.get(i + 1).copied();
+        if c == '\n' {
+            line += 1;
+        }
+        if now.trim().is_empty() {
+            start = line;
+        }
+        if single {
+            single = c != '\'';
+            now.push(c);
+            i += 1;
+            continue;
+        }
+        match c {
+            '\\' => {
+                match next {
+                    Some('\n') => {
+                        line += 1;
+                        now.push(' ');
+                        i += 2;
+                        continue;
+                    }
+                    Some('\r') if chars.get(i + 2) == Some(&'\n') => {
+                        line += 1;
+                        now.push(' ');
+                        i += 3;
+                        continue;
+                    }
+                    Some(' ' | '\t') if !double => {
+                        let mut j = i + 1;
+                        while matches!(chars.get(j), Some(' ' | '\t')) {
+                            j += 1;
+                        }
+                        if matches!(chars.get(j), Some('\n' | '\r') | None) {
+                            return Err(Wrong {
+                                line,
+                                problem: "a blank stands behind the backslash, so the shell ends the command on this line".into(),
+                            });
+                        }
+                    }
+                    _ => {}
+                }
+                now.push(c);
+                now.extend(next);
+                i += 2;
+                continue;
+            }
+            '\'' if !double => {
+                single = true;
+                quote_line = line;
+            }
+            '"' => {
+                double = !double;
+                quote_line = line;
+            }
+            '`' => back = !back,
+            '(' if !double || now.ends_with('$') || depth > 0 => {
+                if depth == 0 {
+                    paren_line = line;
+                }
+                depth += 1;
+            }
+            ')' if depth > 0 => depth -= 1,
+            _ => {}
+        }
+        let is_open = double || back || depth > 0;
+        let begins_word =
+            now.is_empty() || now.ends_with(char::is_whitespace) || now.ends_with('(');
+        if c == '#' && !double && !back && begins_word {
+            while i < chars.len() && chars[i] != '\n' {
+                i += 1;
+            }
+            continue;
+        }
+        if c == '<'
+            && next == Some('<')
+            && !is_open
+            && chars.get(i + 2) != Some(&'<')
+            && !now.ends_with('<')
+        {
+            let mut j = i + 2;
+            while matches!(chars.get(j), Some('-' | ' ' | '\t')) {
+                j += 1;
+            }
+            let mut word = String::new();
+            while let Some(c) = chars.get(j).filter(|c| !c.is_whitespace() && **c != ';') {
+                word.push(*c);
+                j += 1;
+            }
+            heredocs.push(word.trim_matches(['"', '\'']).to_string());
+            i = j;
+            continue;
+        }
+        if c == '\n' && depth > 0 && !double {
+            now.push(' ');
+            i += 1;
+            continue;
+        }
+        let separator = !is_open
+            && match c {
+                '\n' | ';' | '|' => true,
+                '&' => !now.ends_with('>') && next != Some('>'),
+                _ => false,
+            };
+        if !separator {
+            now.push(c);
+            i += 1;
+            continue;
+        }
+        let doubled = next == Some(c) && matches!(c, '&' | '|' | ';');
+        all.push(Statement {
+            line: start,
+            text: std::mem::take(&mut now),
+            after_and,
+            after_or,
+        });
+        (after_and, after_or) = (doubled && c == '&', doubled && c == '|');
+        i += 1 + usize::from(doubled);
+        if c == '\n' {
+            for word in heredocs.drain(..) {
+                loop {
+                    let end = chars[i..].iter().position(|c| *c == '\n');
+                    let own: String = chars[i..].iter().take(end.unwrap_or(usize::MAX)).collect();
+                    let Some(end) = end else {
+                        i = chars.len();
+                        break;
+                    };
+                    i += end + 1;
+                    line += 1;
+                    if own.trim() == word {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+    if single || double || back {
+        return Err(Wrong {
+            line: quote_line,
+            problem: "the quote that begins on this line is not closed".into(),
+        });
+    }
+    if depth > 0 {
+        return Err(Wrong {
+            line: paren_line,
+            problem: "the parenthesis that opens on this line is not closed".into(),
+        });
+    }
+    all.push(Statement {
+        line: start,
+        text: now,
+        after_and,
+        after_or,
+    });
+    all.retain(|s| !s.text.trim().is_empty());
+    Ok(all)
+}
+
+/// The value of a variable: words put in one after the other, or why it is not known.
+#[derive(Clone, Debug)]
+enum Value {
+    Text(String),
+    /// An array, its words quoted.
+    Words(String),
+    Gap(Gap),
+}
+
+struct State<'a> {
+    given: &'a BTreeMap<String, String>,
+    variables: BTreeMap<String, Value>,
+    script: Script,
+    size: usize,
+}
+
+impl State<'_> {
+    /// Sets the variables that Slurm sets from what was asked for.
+    fn slurm(&mut self, words: &[String]) {
+        let mut set = |name: &str, value: &str| {
+            self.variables
+                .insert(name.into(), Value::Text(value.trim().to_string()));
+        };
+        let option = |names: [&str; 2]| crate::arguments::option(words, &names);
+        if let Some(n) = option(["--nodes", "-N"]) {
+            set("SLURM_NNODES", &n);
+            set("SLURM_JOB_NUM_NODES", &n);
+        }
+        if let Some(n) = option(["--ntasks", "-n"]) {
+            set("SLURM_NTASKS", &n);
+            set("SLURM_NPROCS", &n);
+        }
+        if let Some(n) = option(["--ntasks-per-node", ""]) {
+            set("SLURM_NTASKS_PER_NODE", &n);
+        }
+        if let Some(n) = option(["--gpus-per-node", ""]).or(option(["--gres", ""])) {
+            let n = n.rsplit(':').next().unwrap_or_default().to_string();
+            set("SLURM_GPUS_ON_NODE", &n);
+            set("SLURM_GPUS_PER_NODE", &n);
+        }
+        if let Some(n) = option(["--cpus-per-task", "-c"]) {
+            set("SLURM_CPUS_PER_TASK", &n);
+        }
+    }
+
+    /// Refuses arguments that stand where a command begins, unless the script is nothing but arguments;
+    /// `before` is the line of the command before.
+    fn check_begin(&self, before: Option<usize>) -> Result<(), Wrong> {
+        let is_list = |c: &Command| c.words.first().is_some_and(|w| w.starts_with("--"));
+        let Some((last, others)) = self.script.commands.split_last() else {
+            return Ok(());
+        };
+        if !is_list(last) || others.iter().all(is_list) {
+            return Ok(());
+        }
+        let before = before.unwrap_or(last.line);
+        Err(Wrong {
+            line: last.line,
+            problem: format!(
+                "`{}` stands where a command begins: the command of line {before} ends before it, so the shell would not pass it on; is a backslash missing at the end of the line before?",
+                last.words.first().map_or(String::new(), |w| shown(w))
+            ),
+        })
+    }
+
+    /// Takes up a statement; whether it is a command.
+    fn statement(&mut self, line: usize, text: &str, conditional: bool) -> Result<bool, Wrong> {
+        let mut text = text;
+        let first = text.split_whitespace().next().unwrap_or_default();
+        if ["export", "declare", "local", "readonly", "typeset"].contains(&first) {
+            text = text[first.len()..].trim_start();
+            while text.starts_with('-') {
+                let end = text.find(char::is_whitespace).unwrap_or(text.len());
+                text = text[end..].trim_start();
+            }
+            if assignment(text).is_none() {
+                return Ok(false);
+            }
+        }
+        if let Some((name, adds, value)) = assignment(text) {
+            if let Some(inner) = value.strip_prefix('(') {
+                let inner = inner.trim_end().strip_suffix(')').ok_or_else(|| Wrong {
+                    line,
+                    problem: format!("the list of `{name}` is not closed"),
+                })?;
+                let words = self.words(line, inner)?;
+                let new = joined(&words);
+                let old = match (adds, self.variables.get(name)) {
+                    (true, Some(Value::Words(old) | Value::Text(old))) => old.clone() + " ",
+                    _ => String::new(),
+                };
+                self.set(line, name, Value::Words(old + &new), conditional);
+                return Ok(false);
+            }
+            let words = self.words(line, text)?;
+            let assigns = |w: &&String| assignment(w).is_some();
+            let n = words.iter().take_while(assigns).count();
+            // Assignments before a command are that command's environment.
+            for word in &words[..n] {
+                let Some((name, adds, value)) = assignment(word) else {
+                    continue;
+                };
+                let old = match (adds, self.variables.get(name)) {
+                    (true, Some(Value::Text(old))) => old.clone(),
+                    _ => String::new(),
+                };
+                self.set(line, name, Value::Text(old + value), conditional);
+            }
+            if n == words.len() {
+                return Ok(false);
+            }
+        }
+        let words = self.words(line, text)?;
+        if words.is_empty() {
+            return Ok(false);
+        }
+        self.script.commands.push(Command { line, words });
+        Ok(true)
+    }
+
+    fn set(&mut self, line: usize, name: &str, value: Value, conditional: bool) {
+        let value = match conditional {
+            false => value,
+            true => Value::Gap(Gap::Beyond(format!(
+                "line {line} sets it under a condition, which only the shell can decide"
+            ))),
+        };
+        self.variables.insert(name.to_string(), value);
+    }
+
+    /// The words of a text, with variables put in.
+    fn words(&mut self, line: usize, text: &str) -> Result<Vec<String>, Wrong> {
+        let text = self.expanded(line, text, 0)?;
+        shlex::split(&text).ok_or_else(|| Wrong {
+            line,
+            problem: "the quotes of this command do not match".into(),
+        })
+    }
+
+    /// The text with variables put in, quoted as they stand.
+    fn expanded(&mut self, line: usize, text: &str, depth: usize) -> Result<String, Wrong> {
+        let wrong = |problem: &str| Wrong {
+            line,
+            problem: problem.into(),
+        };
+        if depth > DEEPEST {
+            return Err(wrong("variables stand too deep in each other"));
+        }
+        let chars: Vec<char> = text.chars().collect();
+        let mut out = String::new();
+        let (mut single, mut double) = (false, false);
+        let mut i = 0;
+        while i < chars.len() {
+            let c = chars[i];
+            match c {
+                '\'' if !double => {
+                    single = !single;
+                    out.push(c);
+                    i += 1;
+                }
+                '\\' if !single => {
+                    out.push(c);
+                    out.extend(chars.get(i + 1));
+                    i += 2;
+                }
+                '"' if !single => {
+                    double = !double;
+                    out.push(c);
+                    i += 1;
+                }
+                '`' if !single => {
+                    let end = chars[i + 1..].iter().position(|c| *c == '`');
+                    let end = i + 1 + end.ok_or_else(|| wrong("a backquote is not closed"))?;
+                    let inner: String = chars[i + 1..end].iter().collect();
+                    out += &self.output(line, &inner);
+                    i = end + 1;
+                }
+                '$' if !single => {
+                    let (piece, next) = self.variable(line, &chars, i, double, depth)?;
+                    if piece == NOTHING {
+                        // A list without words leaves no word, though it is quoted.
+                        let quoted = double && out.ends_with('"') && chars.get(next) == Some(&'"');
+                        if quoted {
+                            out.pop();
+                            double = false;
+                            i = next + 1;
+                            continue;
+                        }
+                    } else if double && piece.starts_with(WORDS) {
+                        // Words of a list stand for themselves, and have quotes of their own.
+                        out.push('"');
+                        out += &piece[WORDS.len_utf8()..];
+                        out.push('"');
+                    } else if !double && !piece.starts_with(WORDS) && assigns(&out) {
+                        // The value of an assignment is one word, however it is put together.
+                        out.push('"');
+                        out += &quoted(&piece);
+                        out.push('"');
+                    } else {
+                        out += piece.strip_prefix(WORDS).unwrap_or(&piece);
+                    }
+                    i = next;
+                }
+                _ => {
+                    out.push(c);
+                    i += 1;
+                }
+            }
+            if out.len() > LARGEST {
+                return Err(wrong("variables put into each other make more than 1 MiB"));
+            }
+        }
+        self.size += out.len();
+        match self.size > 16 * LARGEST {
+            true => Err(wrong("variables put into each other make more than 16 MiB")),
+            false => Ok(out),
+        }
+    }
+
+    /// The output of a command, which is not known.
+    fn output(&mut self, line: usize, command: &str) -> String {
+        let words: String = command.split_whitespace().collect::<Vec<_>>().join(" ");
+        let short: String = words.chars().take(40).collect();
+        let name = format!("$({short})").replace([OPEN, CLOSE], "");
+        let why = format!("line {line} takes the output of a command, and none is executed");
+        self.leave(&name, Gap::Beyond(why))
+    }
+
+    fn leave(&mut self, name: &str, why: Gap) -> String {
+        let safe: String = name
+            .chars()
+            .map(|c| {
+                if c.is_whitespace() || "\"'\\".contains(c) {
+                    '_'
+                } else {
+                    c
+                }
+            })
+            .collect();
+        self.script.gaps.insert(safe.clone(), why);
+        format!("{OPEN}{safe}{CLOSE}")
+    }
+
+    /// What stands for the variable whose `$` is at `at`, and the place behind it.
+    fn variable(
+        &mut self,
+        line: usize,
+        chars: &[char],
+        at: usize,
+        double: bool,
+        depth: usize,
+    ) -> Result<(String, usize), Wrong> {
+        let quote = |value: &str| match double {
+            true => quoted(value),
+            false => value.to_string(),
+        };
+        let wrong = |problem: &str| Wrong {
+            line,
+            problem: problem.into(),
+        };
+        match chars.get(at + 1) {
+            Some('(') => {
+                let end = closing(chars, at + 1, '(', ')');
+                let end = end.ok_or_else(|| wrong("a `$(` is not closed"))?;
+                let inner: String = chars[at + 2..end].iter().collect();
+                let arithmetic = inner.strip_prefix('(').and_then(|s| s.strip_suffix(')'));
+                let Some(sum) = arithmetic else {
+                    return Ok((self.output(line, &inner), end + 1));
+                };
+                let named = with_dollars(sum);
+                let value = self.expanded(line, &named, depth + 1)?;
+                match (gap(&value).map(String::from), arithmetic::value(&value)) {
+                    (Some(name), _) => {
+                        let why = self.script.gaps.get(&name).cloned();
+                        let why = why.unwrap_or(Gap::Unset);
+                        Ok((self.leave(&name, why), end + 1))
+                    }
+                    (None, Some(n)) => Ok((n.to_string(), end + 1)),
+                    (None, None) => {
+                        let why = format!(
+                            "line {line} computes `{sum}`, which is more than sums and products of whole numbers"
+                        );
+                        Ok((self.leave(&format!("(({sum}))"), Gap::Beyond(why)), end + 1))
+                    }
+                }
+            }
+            Some('{') => {
+                let end = closing(chars, at + 1, '{', '}');
+                let end = end.ok_or_else(|| wrong("a `${` is not closed"))?;
+                let inner: String = chars[at + 2..end].iter().collect();
+                Ok((self.braced(line, &inner, double, depth)?, end + 1))
+            }
+            Some('@' | '*') => Ok((NOTHING.into(), at + 2)),
+            Some(c) if c.is_ascii_alphabetic() || *c == '_' => {
+                let is_name = |c: &&char| c.is_ascii_alphanumeric() || **c == '_';
+                let name: String = chars[at + 1..].iter().take_while(is_name).collect();
+                let next = at + 1 + name.len();
+                let value = match self.value(&name) {
+                    Value::Text(text) => quote(&text),
+                    // Without brackets a list is its first word.
+                    Value::Words(words) => {
+                        let first = shlex::split(&words).and_then(|w| w.into_iter().next());
+                        quote(&first.unwrap_or_default())
+                    }
+                    Value::Gap(why) => self.leave(&name, why),
+                };
+                Ok((value, next))
+            }
+            Some(c) if c.is_ascii_digit() || "#?$!-".contains(*c) => {
+                let name = format!("{c}");
+                let why = Gap::Beyond(format!("line {line} asks the shell for it"));
+                Ok((self.leave(&name, why), at + 2))
+            }
+            _ => Ok(("\\$".into(), at + 1)),
+        }
+    }
+
+    /// What stands for `${inner}`.
+    fn braced(
+        &mut self,
+        line: usize,
+        inner: &str,
+        double: bool,
+        depth: usize,
+    ) -> Result<String, Wrong> {
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let name: String = inner.chars().take_while(|c| is_name(*c)).collect();
+        let rest = &inner[name.len()..];
+        let quote = |value: &str| match double {
+            true => quoted(value),
+            false => value.to_string(),
+        };
+        let value = self.value(&name);
+        if matches!(rest, "[@]" | "[*]") {
+            return Ok(match value {
+                Value::Words(words) | Value::Text(words) if words.trim().is_empty() => {
+                    NOTHING.into()
+                }
+                Value::Words(words) => format!("{WORDS}{words}"),
+                Value::Text(text) => quote(&text),
+                Value::Gap(why) => self.leave(&name, why),
+            });
+        }
+        if name.is_empty() {
+            let first = inner.chars().next().unwrap_or(' ');
+            if matches!(first, '@' | '*') {
+                return Ok(NOTHING.into());
+            }
+            return Ok(self.beyond(line, inner));
+        }
+        let known = match &value {
+            Value::Text(text) => Some(text.clone()),
+            Value::Words(words) => shlex::split(words).and_then(|w| w.into_iter().next()),
+            Value::Gap(_) => None,
+        };
+        let unset = matches!(value, Value::Gap(Gap::Unset));
+        let operators = [":-", ":=", "-", "=", ":?", "?", ":+", "+"];
+        let operator = operators.iter().find(|o| rest.starts_with(**o));
+        match (rest, operator, value) {
+            ("", _, Value::Gap(why)) => Ok(self.leave(&name, why)),
+            ("", _, _) => Ok(quote(&known.unwrap_or_default())),
+            (_, Some(operator), value) => {
+                let word = &rest[operator.len()..];
+                let has = known.filter(|k| !(operator.starts_with(':') && k.is_empty()));
+                match (operator.trim_start_matches(':'), has) {
+                    ("+", Some(_)) => self.expanded(line, word, depth + 1),
+                    ("+", None) => Ok(String::new()),
+                    (_, Some(value)) => Ok(quote(&value)),
+                    ("-" | "=", None) if unset || matches!(value, Value::Text(_)) => {
+                        let word = self.expanded(line, word, depth + 1)?;
+                        let word = shlex::split(&word)
+                            .filter(|_| double)
+                            .map_or(word, |w| quote(&w.join(" ")));
+                        if operator.ends_with('=') {
+                            self.variables.insert(name, Value::Text(word.clone()));
+                        }
+                        Ok(word)
+                    }
+                    (_, None) => match value {
+                        Value::Gap(why) => Ok(self.leave(&name, why)),
+                        _ => Ok(self.leave(&name, Gap::Unset)),
+                    },
+                }
+            }
+            _ => Ok(self.beyond(line, inner)),
+        }
+    }
+
+    fn beyond(&mut self, line: usize, inner: &str) -> String {
+        let why = format!("line {line} has `${{{inner}}}`, which is more than is understood here");
+        self.leave(inner, Gap::Beyond(why))
+    }
+
+    /// The value of a variable: the user's, or the script's.
+    fn value(&self, name: &str) -> Value {
+        if let Some(given) = self.given.get(name) {
+            return Value::Text(given.clone());
+        }
+        let own = self.variables.get(name).cloned();
+        own.unwrap_or(Value::Gap(Gap::Unset))
+    }
+}
+
+/// Stands for a list without words.
+const NOTHING: &str = "\u{e0f2}";
+/// Stands before the words of a list.
+const WORDS: char = '\u{e0f3}';
+
+/// Whether the last word of a text is an assignment, and all before it are.
+fn assigns(text: &str) -> bool {
+    let begun = !text.ends_with(char::is_whitespace) && !text.is_empty();
+    begun && text.split_whitespace().all(|w| assignment(w).is_some())
+}
+
+/// Words so that they are split again as they are.
+fn joined(words: &[String]) -> String {
+    let one = |w: &String| shlex::try_quote(w).map_or(String::new(), |q| q.into_owned());
+    words.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// A value inside of double quotes.
+fn quoted(value: &str) -> String {
+    let mut out = String::new();
+    for c in value.chars() {
+        if matches!(c, '"' | '\\' | '$' | '`') {
+            out.push('\\');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// An expression whose names have dollars.
+fn with_dollars(text: &str) -> String {
+    let mut out = String::new();
+    let mut before = ' ';
+    for c in text.chars() {
+        let begins = c.is_ascii_alphabetic() || c == '_';
+        let in_word = before.is_ascii_alphanumeric() || matches!(before, '_' | '$' | '{');
+        if begins && !in_word {
+            out.push('$');
+        }
+        out.push(c);
+        before = c;
+    }
+    out
+}
+
+/// The place of what closes the bracket at `at`.
+fn closing(chars: &[char], at: usize, open: char, close: char) -> Option<usize> {
+    let mut depth = 0usize;
+    for (i, c) in chars.iter().enumerate().skip(at) {
+        if *c == open {
+            depth += 1;
+        } else if *c == close {
+            depth = depth.checked_sub(1)?;
+            if depth == 0 {
+                return Some(i);
+            }
+        }
+    }
+    None
+}
+
+/// The name, whether it adds, and the value of an assignment.
+fn assignment(text: &str) -> Option<(&str, bool, &str)> {
+    let end = text.find('=')?;
+    let (name, value) = (&text[..end], &text[end + 1..]);
+    let (name, adds) = match name.strip_suffix('+') {
+        Some(name) => (name, true),
+        None => (name, false),
+    };
+    let mut chars = name.chars();
+    let first = chars.next()?;
+    let is_name = (first.is_ascii_alphabetic() || first == '_')
+        && chars.all(|c| c.is_ascii_alphanumeric() || c == '_');
+    is_name.then_some((name, adds, value))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
+    use super::*;
+
+    fn words(text: &str) -> Vec<Vec<String>> {
+        let script = script(text, &BTreeMap::new()).unwrap();
+        script.commands.into_iter().map(|c| c.words).collect()
+    }
+
+    fn one(text: &str) -> String {
+        words(text).pop().unwrap().join("|")
+    }
+
+    #[test]
+    fn lines_quotes_and_comments_are_the_shells() {
+        assert_eq!(one("run --a 1 \\\n  --b 'x y' # c\n"), "run|--a|1|--b|x y");
+        assert_eq!(one("run \"a;b\" & \n"), "run|a;b");
+        assert_eq!(words("a 1; b 2 && c 3 | d").len(), 4);
+        assert_eq!(one("cat > f <<EOF\nrun --x\nEOF\nlast 1"), "last|1");
+        assert_eq!(one("run a#b"), "run|a#b");
+    }
+
+    #[test]
+    fn variables_are_put_in() {
+        assert_eq!(one("A=3\nB=\"x y\"\nrun $A ${B} \"$B\""), "run|3|x|y|x y");
+        assert_eq!(one("A=2\nN=$(($A * 4 + A))\nrun ${N}"), "run|10");
+        assert_eq!(one("run ${A:-5} ${B:-\"q r\"} '$A'"), "run|5|q r|$A");
+        assert_eq!(
+            one("X=(--a 1\n --b 'c d' # no\n)\nX+=(--e)\nrun \"${X[@]}\" z"),
+            "run|--a|1|--b|c d|--e|z"
+        );
+        assert_eq!(one("X=()\nrun \"${X[@]}\" \"$@\" z"), "run|z");
+        assert_eq!(
+            one("A=\"--x 1\"\nA+=\" --y 2\"\nexport A\nrun $A"),
+            "run|--x|1|--y|2"
+        );
+        assert_eq!(one("A='1 2'\nB=$A\nrun \"$B\" --c=$A"), "run|1 2|--c=1|2");
+    }
+
+    #[test]
+    fn what_only_a_shell_knows_is_a_gap_with_its_reason() {
+        let text = "H=$(hostname -s)\nif [ $1 = a ]; then\n  T=4\nfi\n[ -n \"$Q\" ] && P=2\nrun $H --t $T --p $P --u $U\n";
+        let script = script(text, &BTreeMap::new()).unwrap();
+        let words = &script.commands.last().unwrap().words;
+        assert_eq!(gap(&words[1]), Some("$(hostname_-s)"));
+        assert_eq!(script.gaps["U"], Gap::Unset);
+        assert!(
+            matches!(&script.gaps["T"], Gap::Beyond(w) if w.starts_with("line 3 sets it under"))
+        );
+        assert!(matches!(&script.gaps["P"], Gap::Beyond(_)));
+        assert_eq!(shown(&words[3]), "${T}");
+        let given = BTreeMap::from([("T".to_string(), "8".to_string())]);
+        let script = super::script(text, &given).unwrap();
+        assert_eq!(script.commands.last().unwrap().words[3], "8");
+    }
+
+    #[test]
+    fn slips_at_the_end_of_lines_are_found() {
+        let wrong = |text: &str| script(text, &BTreeMap::new()).unwrap_err();
+        let blank = wrong("run --a 1 \\ \n  --b 2\n");
+        assert_eq!(blank.line, 1);
+        let missing = wrong("run --a 1 \\\n  --b 2\n  --c 3\n");
+        assert_eq!(missing.line, 3);
+        assert!(missing.problem.contains("is a backslash missing"));
+        assert_eq!(wrong("a\nrun 'x\n").line, 2);
+    }
+}
