@@ -84,6 +84,13 @@ fn the_verdict_comes_first_and_flags_are_the_jobs_own() {
         "{better}"
     );
     let factor = json["measured"]["factor"].as_f64().unwrap();
+    // Kernels or links alone may be at fault; either would have to be slower than the step is longer.
+    let causes = json["measured"]["causes"].as_array().unwrap();
+    assert!(!causes.is_empty());
+    for cause in causes {
+        assert!(cause["slower"].as_f64().unwrap() > factor, "{cause}");
+        assert!(cause["saves"].as_f64().unwrap() > 0.05, "{cause}");
+    }
     assert!((factor * step_s - 0.1).abs() < 1e-9);
     let again = better["recalibrated_step_time_s"].as_f64().unwrap();
     assert!((again - factor * new_s).abs() < 1e-9);

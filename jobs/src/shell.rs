@@ -678,6 +678,8 @@ impl State<'_> {
                     NOTHING.into()
                 }
                 Value::Words(words) => format!("{WORDS}{words}"),
+                // A list that the user gives is written as its words.
+                Value::Text(text) if self.given.contains_key(&name) => format!("{WORDS}{text}"),
                 Value::Text(text) => quote(&text),
                 Value::Gap(why) => self.leave(&name, why),
             });
@@ -874,6 +876,10 @@ mod tests {
         let given = BTreeMap::from([("T".to_string(), "8".to_string())]);
         let script = super::script(text, &given).unwrap();
         assert_eq!(script.commands.last().unwrap().words[3], "8");
+        let given = BTreeMap::from([("X".to_string(), "--a 1".to_string())]);
+        let list = "X=()\nif true; then\nX+=(--b)\nfi\nrun \"${X[@]}\"\n";
+        let script = super::script(list, &given).unwrap();
+        assert_eq!(script.commands[0].words, ["run", "--a", "1"]);
     }
 
     #[test]

@@ -84,6 +84,12 @@ pub fn run(args: &ImportJobArgs) -> Result<(), Failure> {
         true => None,
         false => Some(search(&reading, &request, &job)?),
     };
+    let mut measured = measured;
+    if let Some(m) = measured.as_mut().filter(|m| (m.factor - 1.0).abs() > BEST) {
+        bar.set_message("looking for what could be at fault");
+        let better = found.as_ref().and_then(|f| f.by_flags.as_ref().ok());
+        m.causes = measurement::causes(m.step_s, &job, better.map(|b| &b.plan))?;
+    }
     bar.finish_and_clear();
     let imported = Imported {
         reading,

@@ -47,13 +47,24 @@ struct Experts {
 pub(super) fn model(args: &Arguments, given: &Given) -> Result<(Model, Vec<Note>), JobError> {
     let mut notes = Vec::new();
     let stated = other(args).map_or_else(|| shape(args, given, &mut notes), |why| Ok(Err(why)))?;
-    let config = stated.and_then(|shape| config(&shape));
-    match config {
-        Ok(config) => {
-            // A capacity is no field of these families.
-            Ok((Model::Config(config), notes))
-        }
-        Err(why) => Ok((Model::NotStated(why), notes)),
+    let mut shape = match stated {
+        Ok(shape) => shape,
+        Err(why) => return Ok((Model::NotStated(why), notes)),
+    };
+    if shape.gated && shape.rotary && !shape.bias && !shape.rms {
+        shape.rms = true;
+        notes.push(assumed(
+            "--normalization",
+            "RMSNorm",
+            "no model here has LayerNorm beside a gated MLP: the other norm reads and writes as much",
+        ));
+    }
+    match config(&shape) {
+        Ok(config) => Ok((Model::Config(config), notes)),
+        Err(what) => Ok((
+            Model::NotStated(format!("none that is read has {what}")),
+            notes,
+        )),
     }
 }
 

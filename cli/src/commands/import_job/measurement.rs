@@ -6,7 +6,10 @@ use crate::args::ImportJobArgs;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::quantity::{Amount, Unit};
+use crate::software;
+use cost_model::{SimulateOptions, StepWork};
 use ir::Bytes;
+use ir::cluster::Cluster;
 use jobs::{Measured, Reading, measured};
 use serde::Serialize;
 
@@ -22,9 +25,22 @@ pub struct Recalibration {
     /// Measured bytes of the fullest rank, and those that were predicted of the same kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<[Bytes; 2]>,
+    /// What could be at fault alone.
+    pub causes: Vec<Cause>,
     /// What the predicted bytes leave out, in words.
     #[serde(skip)]
     pub memory_words: &'static str,
+}
+
+/// Figures of the cluster that could be at fault alone.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cause {
+    /// What they are of.
+    pub what: &'static str,
+    /// How many times as slow as the cluster says they would have to be.
+    pub slower: f64,
+    /// The share of the step that the plan which was found would save then.
+    pub saves: Option<f64>,
 }
 
 /// Reads what was measured.
@@ -95,7 +111,88 @@ pub fn compared(found: &Measured, job: &Priced) -> Result<Recalibration, Failure
         step_s,
         factor: step_s / job.step_s(),
         from: found.from.clone(),
+        causes: Vec::new(),
         memory: found.peak_bytes.map(|b| [Bytes(b), Bytes(like)]),
         memory_words: words,
     })
+}
+
+/// Steps that are this near to the measured one count as it.
+const NEAR: f64 = 2e-3;
+/// The most times that a step is played to find what makes it as long as measured.
+const PLAYS: usize = 8;
+/// Figures are not looked for beyond so many times what the cluster says.
+const MOST: f64 = 50.0;
+
+/// How far kernels alone, or links alone, would have to be off for the job to take as long as it did,
+/// and what `better` would save then. What cannot be at fault alone is left out.
+pub fn causes(
+    measured_s: f64,
+    job: &Priced,
+    better: Option<&Priced>,
+) -> Result<Vec<Cause>, Failure> {
+    let mut all = Vec::new();
+    type Slow = fn(&mut Cluster, f64);
+    let figures: [(&'static str, Slow); 2] = [("kernels", slow_kernels), ("links", slow_links)];
+    for (what, slow) in figures {
+        let step_s = |priced: &Priced, factor: f64| {
+            let mut cluster = job.loaded.plan.cluster.clone();
+            slow(&mut cluster, factor);
+            step_on(priced, &cluster)
+        };
+        // Steps grow with the figures nearly in proportion, so the secant finds the factor at once.
+        let (mut last, mut last_s) = (1.0, job.step_s());
+        let mut next = (measured_s / last_s).clamp(1.0 / MOST, MOST);
+        let mut found = None;
+        for _ in 0..PLAYS {
+            let next_s = step_s(job, next)?;
+            if (next_s / measured_s - 1.0).abs() < NEAR {
+                found = Some(next);
+                break;
+            }
+            let slope = (next_s - last_s) / (next - last);
+            if !slope.is_finite() || slope <= 0.0 {
+                break;
+            }
+            (last, last_s) = (next, next_s);
+            next = (next + (measured_s - next_s) / slope).clamp(1.0 / MOST, MOST);
+            if next == last {
+                break;
+            }
+        }
+        let Some(slower) = found else { continue };
+        let better_s = better.map(|b| step_s(b, slower)).transpose()?;
+        all.push(Cause {
+            what,
+            slower,
+            saves: better_s.map(|s| 1.0 - s / measured_s),
+        });
+    }
+    Ok(all)
+}
+
+/// Seconds of a plan's step on a cluster of the same shape.
+fn step_on(priced: &Priced, cluster: &Cluster) -> Result<f64, Failure> {
+    let loaded = &priced.loaded;
+    let work = StepWork::of(&loaded.training, &loaded.plan.train);
+    let options = SimulateOptions::new(work);
+    let (played, _) = software::played(&loaded.plan, &loaded.program, cluster, &options)?;
+    Ok(played.step_time.0)
+}
+
+fn slow_kernels(cluster: &mut Cluster, factor: f64) {
+    let device = &mut cluster.device;
+    device
+        .peak_flops_per_s
+        .values_mut()
+        .for_each(|rate| *rate /= factor);
+    device.memory_bandwidth_bytes_per_s /= factor;
+    device.launch_s *= factor;
+}
+
+fn slow_links(cluster: &mut Cluster, factor: f64) {
+    for level in &mut cluster.levels {
+        level.bandwidth_bytes_per_s /= factor;
+        level.latency_s *= factor;
+    }
 }

@@ -96,8 +96,32 @@ fn memory(imported: &Imported) -> String {
     table(&["", "bytes", "of the device"], rows.collect(), 1)
 }
 
-/// The verdict in a few sentences.
+/// The verdict in a few sentences, with what of the file it does not count.
 fn verdict(imported: &Imported) -> String {
+    let of = |kind: NoteKind| {
+        let own = imported
+            .reading
+            .notes
+            .iter()
+            .filter(move |n| n.kind == kind);
+        own.count() as u64
+    };
+    let (open, unknown) = (of(NoteKind::NotModelled), of(NoteKind::Unknown));
+    let uncounted = match (open, unknown) {
+        (0, 0) => String::new(),
+        (n, 0) => format!(" Not counted: {}, named below.", counted(n, "setting")),
+        (0, n) => format!(" Not known: {}, named below.", counted(n, "setting")),
+        (n, m) => format!(
+            " Not counted: {}; not known: {}; both are named below.",
+            counted(n, "setting"),
+            counted(m, "setting")
+        ),
+    };
+    figures_and_change(imported) + &uncounted
+}
+
+/// The prediction, the measurement, and what the search changes.
+fn figures_and_change(imported: &Imported) -> String {
     let job = &imported.job;
     let plan = &job.loaded.plan;
     let p = &plan.predicted;
@@ -176,17 +200,26 @@ fn recalibration(imported: &Imported) -> Vec<(String, f64)> {
         m.factor, m.from
     );
     words += " One step time gives one factor: it does not say which part of the step is at fault, so the factor applies to all of it.";
-    let share = |limit: &crate::report::account::Limit| {
-        limit.seconds / imported.accounted.account.step_s.max(f64::MIN_POSITIVE)
-    };
-    if m.factor > 1.0 + BEST
-        && let Some(first) = imported.accounted.limits.first()
-    {
-        let alone = 1.0 + (m.factor - 1.0) / share(first).max(1e-9);
+    let changes = imported.change().is_some();
+    for cause in &m.causes {
         words += &format!(
-            " If {} alone were at fault, they would take {alone:.2} times as long as predicted.",
-            first.what
+            " If {} alone were at fault, they would be {} as the cluster says",
+            cause.what,
+            match cause.slower {
+                f if f >= 1.0 => format!("{f:.2} times as slow"),
+                f => format!("{:.2} times as fast", 1.0 / f),
+            }
         );
+        words += &match cause.saves.filter(|_| changes) {
+            Some(saves) => format!(", and the new plan would save {}.", percent(saves)),
+            None => ".".to_string(),
+        };
+    }
+    for what in ["kernels", "links"] {
+        let far = (m.factor - 1.0).abs() > BEST;
+        if far && !m.causes.iter().any(|c| c.what == what) {
+            words += &format!(" The {what} alone cannot be at fault.");
+        }
     }
     let mut all = vec![(words, m.factor)];
     if let Some([measured, predicted]) = m.memory {
