@@ -145,6 +145,9 @@ fn figures_and_change(imported: &Imported) -> String {
             off(m.factor),
             percent(p.mfu / m.factor)
         );
+        if !job.fits() {
+            w += " It did run, so it holds less than predicted.";
+        }
     }
     let Some(found) = &imported.found else {
         return w;
@@ -173,8 +176,7 @@ fn figures_and_change(imported: &Imported) -> String {
             format!("The search finds a plan that takes {step}, {gain}, {by}{again}.{money}")
         }
         (Ok(better), None) => format!(
-            "The job is within {} of the best that the search finds for this software, which takes {}: there is nothing to change.",
-            percent(BEST),
+            "The job is within 1% of the best that the search finds for this software, which takes {}: there is nothing to change.",
             Seconds(better.plan.step_s() * imported.factor())
         ),
     };
@@ -235,6 +237,10 @@ fn recalibration(imported: &Imported) -> Vec<(String, f64)> {
             ),
             factor,
         ));
+        if factor > 1.1 {
+            let words = "The search goes by predicted memory: a plan that nearly fills a device may not fit.";
+            all.push((words.into(), factor));
+        }
     }
     all
 }
