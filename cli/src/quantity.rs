@@ -70,7 +70,7 @@ impl Unit {
             Unit::BytesPerSecond => "400Gb/s, 50GB/s or 2x",
             Unit::Bytes => "96GiB, 80GB or 2x",
             Unit::FlopsPerSecond => "989TFLOP/s or 2x",
-            Unit::Seconds => "5us or 0.5x",
+            Unit::Seconds => "7.3s, 5us or 0.5x",
             Unit::Count => "16, 300B, 1T or 2x",
         }
     }

@@ -216,6 +216,12 @@ fn a_measured_step_of_a_log_is_that_of_its_batch() {
         flat(&said).contains("One step time gives one factor"),
         "{said}"
     );
+    // No device computes so fast: the unit is wrong.
+    import(&place, &["--measured", "80us", "--no-search"])
+        .expect(3)
+        .says(&["faster than the devices can compute"]);
+    let cost = import(&place, &["--price", "2", "--no-search"]).expect(0);
+    assert!(flat(&cost.out).contains("A thousand steps of the job cost"));
     place.write("other.log", line(1, 900, 64).as_bytes());
     let done = import(&place, &["--log", "other.log", "--no-search"]).expect(3);
     done.says(&["the log's steps have 64 samples, and the job's 32"]);

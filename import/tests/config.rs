@@ -793,7 +793,7 @@ fn wrong_values_name_the_field() {
     rejects(
         llama(),
         json!({"rope_theta": 0}),
-        "field `rope_theta` is 0; expected a positive number up to 1e15",
+        "field `rope_theta` is 0; expected a number above 1, up to 1e15",
     );
     rejects(
         llama(),

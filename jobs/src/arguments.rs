@@ -373,15 +373,12 @@ pub(crate) fn gap_error(
     why: Option<&Gap>,
     what: &str,
 ) -> JobError {
-    let (problem, is_variable) = match why {
-        Some(Gap::Beyond(why)) => (format!("{what} needs `${{{gap}}}`: {why}"), true),
-        _ => (
-            format!("{what} needs the variable `{gap}`, which nothing sets"),
-            true,
-        ),
+    let problem = match why {
+        Some(Gap::Beyond(why)) => format!("{what} needs `${{{gap}}}`: {why}"),
+        _ => format!("{what} needs the variable `{gap}`, which nothing sets"),
     };
     let is_name = gap.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    let help = match is_variable && is_name && !gap.starts_with(|c: char| c.is_ascii_digit()) {
+    let help = match is_name && !gap.starts_with(|c: char| c.is_ascii_digit()) {
         true => format!("give it as --set {gap}=VALUE"),
         false => "write the value in its place, in a copy of the file".to_string(),
     };
@@ -389,7 +386,7 @@ pub(crate) fn gap_error(
 }
 
 fn is_off(values: &[String]) -> bool {
-    matches!(values, [v] if matches!(v.as_str(), "False" | "false" | "None" | "0" | "no"))
+    is_nothing(values) || matches!(values, [v] if matches!(v.as_str(), "false" | "no"))
 }
 
 /// Whether a value says that something is not asked for.

@@ -13,7 +13,7 @@ use ir::{Optimizer, Precision};
 use keys::Keys;
 use serde_json::{Map, Value};
 
-/// What stands beside the file.
+/// Files and settings beside this one.
 #[derive(Default)]
 pub(crate) struct Beside {
     /// Hosts and devices of the launcher.
@@ -147,20 +147,28 @@ pub(crate) fn read(
             ));
         }
     };
-    let enabled = |key: &str| -> bool {
-        match keys.at(key) {
-            Some(Value::Bool(on)) => *on,
-            Some(Value::String(s)) if s == "auto" => {
-                trainer.is_some_and(|t| t.switch(key.split('.').next().unwrap_or(key)))
+    let enabled = |key: &str| -> Result<bool, JobError> {
+        let name = key.split('.').next().unwrap_or(key);
+        match (keys.at(key), trainer) {
+            (Some(Value::Bool(on)), _) => Ok(*on),
+            (Some(Value::String(s)), Some(trainer)) if s == "auto" => Ok(trainer.switch(name)),
+            (Some(Value::String(s)), None) if s == "auto" => {
+                match given.variables.get(name).map(String::as_str) {
+                    Some("true" | "True" | "1") => Ok(true),
+                    Some("false" | "False" | "0") => Ok(false),
+                    _ => Err(keys.wrong(
+                        key,
+                        format!("`{key}` is auto, which only the trainer's arguments decide"),
+                        format!("give it as --set {name}=true or --set {name}=false"),
+                    )),
+                }
             }
-            _ => false,
+            _ => Ok(false),
         }
     };
-    let (bf16, bfloat16, fp16) = (
-        enabled("bf16.enabled"),
-        enabled("bfloat16.enabled"),
-        enabled("fp16.enabled"),
-    );
+    let (bf16, bfloat16) = (enabled("bf16.enabled")?, enabled("bfloat16.enabled")?);
+    // Where one type is on, what the other is left to decides nothing.
+    let fp16 = !bf16 && !bfloat16 && enabled("fp16.enabled")?;
     let precision = match (bf16 || bfloat16, fp16) {
         (true, _) => Precision::Bf16,
         (_, true) => Precision::F16,
@@ -211,16 +219,6 @@ pub(crate) fn read(
     };
     let mut settings = keys.settings();
     if let Some(trainer) = trainer {
-        for name in [
-            "model-name-or-path",
-            "max-length",
-            "model-max-length",
-            "max-seq-length",
-            "block-size",
-            "cutoff-len",
-        ] {
-            trainer.has_any(&[name]);
-        }
         settings.extend(trainer.settings());
     }
     let lengths = [

@@ -320,6 +320,7 @@ fn world(file: &str, script: &Script, start: &Start) -> Result<World, JobError> 
             ));
         }
         // `4:4` is a range of hosts, `h100:8` a kind of device with a number.
+        let text = gpus(&text);
         let last = text.rsplit(':').next().unwrap_or_default();
         match last.parse::<u32>().ok().filter(|n| *n > 0) {
             Some(n) => Ok(Some(n)),
@@ -378,4 +379,12 @@ fn world(file: &str, script: &Script, start: &Start) -> Result<World, JobError> 
         per_host,
         devices,
     })
+}
+
+/// The number of GPUs in what Slurm is asked for, or the text: 8 of `gpu:h100:8,nvme:1`.
+pub(crate) fn gpus(asked: &str) -> String {
+    let mut all = asked.split(',');
+    let own = all.clone().find(|one| one.starts_with("gpu:"));
+    let one = own.or_else(|| all.next()).unwrap_or_default();
+    one.rsplit(':').next().unwrap_or_default().to_string()
 }

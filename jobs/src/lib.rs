@@ -32,7 +32,7 @@ use ir::{Optimizer, Precision};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What a job trains, and how.
+/// A training job: its model, degrees and settings.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Job {
     /// The software, by its name.
@@ -80,7 +80,7 @@ pub struct Job {
     pub zero: u8,
     /// Whether norms and residuals are split along the sequence over tensor ranks.
     pub sequence_parallel: bool,
-    /// What blocks recompute.
+    /// The recomputation of blocks.
     pub recompute: Recompute,
     /// Precision of compute.
     pub precision: Precision,
@@ -126,7 +126,7 @@ pub enum Split {
     Counts(Vec<u64>),
 }
 
-/// What blocks recompute.
+/// The recomputation of blocks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
@@ -167,7 +167,7 @@ pub struct Note {
     /// The line, from 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub line: Option<usize>,
-    /// What follows from it.
+    /// The consequence.
     pub words: String,
 }
 
@@ -185,20 +185,20 @@ pub enum NoteKind {
     NoEffect,
 }
 
-/// What a file says.
+/// The contents of a file.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reading {
-    /// What the file is, in words.
+    /// The kind of file, in words.
     pub form: String,
     /// Files that were read, the first of them that which was named.
     pub files: Vec<String>,
     /// The job.
     pub job: Job,
-    /// What the job says in the software's own words: names with values.
+    /// The job in the software's own words: names with values.
     pub settings: BTreeMap<String, String>,
-    /// What was made of the rest.
+    /// Notes on the rest.
     pub notes: Vec<Note>,
-    /// What the file itself measured.
+    /// Measurements that stand in the file itself.
     pub measured: Option<Measured>,
 }
 
@@ -216,7 +216,7 @@ pub struct JobError {
     pub help: String,
 }
 
-/// What a user gives beside the file.
+/// Settings that a user gives beside the file.
 #[derive(Clone, Debug, Default)]
 pub struct Given {
     /// Values of variables, and of what a file leaves open.
@@ -229,9 +229,6 @@ pub struct Given {
 
 /// Opens another file that a job names: its text, or why it cannot be read.
 pub type Open<'a> = &'a dyn Fn(&str) -> Result<String, String>;
-
-/// The most of a file that is read, in bytes.
-pub const LARGEST: usize = 256 << 20;
 
 /// Reads a job from the text of the file called `file`.
 ///

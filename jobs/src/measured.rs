@@ -6,7 +6,7 @@ use crate::megatron::logged;
 use serde::Serialize;
 use serde_json::Value;
 
-/// What was measured.
+/// A measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Measured {
     /// Seconds of a step: the median of those that count.
@@ -75,7 +75,7 @@ pub fn of_log(text: &str) -> Option<Measured> {
     found.measured()
 }
 
-/// What was found so far.
+/// The best that was found so far.
 #[derive(Default)]
 struct Found {
     /// Seconds and batches of iterations of Megatron-LM.

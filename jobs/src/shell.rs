@@ -41,7 +41,7 @@ pub(crate) enum Gap {
     Beyond(String),
 }
 
-/// What is wrong with a script, and at which line.
+/// A fault of a script, and its line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wrong {
     pub line: usize,
@@ -57,6 +57,11 @@ const LEFT_OUT: [char; 5] = [OPEN, CLOSE, '\u{e0f2}', WORDS, '\r'];
 const LARGEST: usize = 1 << 20;
 /// How deep defaults of variables may stand in each other.
 const DEEPEST: usize = 32;
+
+/// Commands of a script that end it, or are taken to succeed, so that what follows `&&` is done.
+const SUCCEED: [&str; 8] = [
+    "cd", "export", "source", ".", "mkdir", "module", "set", "echo",
+];
 
 /// The name of the first gap in a word.
 pub(crate) fn gap(word: &str) -> Option<&str> {
@@ -92,6 +97,8 @@ pub(crate) fn script(text: &str, given: &BTreeMap<String, String>) -> Result<Scr
         state.script.sbatch.push((at, words));
     }
     let mut depth = 0usize;
+    // How many `case`s are open.
+    let mut cases = 0usize;
     let mut tests = false;
     let mut ended: Option<usize> = None;
     for statement in statements(&clean)? {
@@ -112,11 +119,13 @@ pub(crate) fn script(text: &str, given: &BTreeMap<String, String>) -> Result<Scr
             match first {
                 "if" | "while" | "until" | "for" | "case" | "select" => {
                     depth += 1;
+                    cases += usize::from(first == "case");
                     // Its condition is no command of the job.
                     text = "";
                 }
                 "fi" | "done" | "esac" | "}" => {
                     depth = depth.saturating_sub(1);
+                    cases = cases.saturating_sub(usize::from(first == "esac"));
                     text = "";
                 }
                 "elif" => text = "",
@@ -133,6 +142,15 @@ pub(crate) fn script(text: &str, given: &BTreeMap<String, String>) -> Result<Scr
                     }
                     text = "";
                 }
+                // The pattern of an arm; what stands behind it is done under a condition.
+                _ if cases > 0 => {
+                    if let Some((pattern, behind)) = text.split_once(')')
+                        && !pattern.contains(['(', '=', '"', '$'])
+                    {
+                        text = behind.trim_start();
+                        rest = true;
+                    }
+                }
                 _ => {}
             }
         }
@@ -140,8 +158,9 @@ pub(crate) fn script(text: &str, given: &BTreeMap<String, String>) -> Result<Scr
             continue;
         }
         let conditional = depth > 0 || after_or || (after_and && tests);
-        let begins = |words: &[&str]| words.contains(&text.split_whitespace().next().unwrap_or(""));
-        tests |= begins(&["[", "[[", "test"]);
+        // What is done after `&&` is certain only behind what always succeeds.
+        let first = text.split_whitespace().next().unwrap_or_default();
+        tests |= assignment(text).is_none() && !SUCCEED.contains(&first);
         if state.statement(line, text, conditional)? {
             state.check_begin(ended)?;
             ended = Some(line);
@@ -186,7 +205,7 @@ impl State<'_> {
             set("SLURM_NTASKS_PER_NODE", &n);
         }
         if let Some(n) = option(["--gpus-per-node", ""]).or(option(["--gres", ""])) {
-            let n = n.rsplit(':').next().unwrap_or_default().to_string();
+            let n = crate::launch::gpus(&n);
             set("SLURM_GPUS_ON_NODE", &n);
             set("SLURM_GPUS_PER_NODE", &n);
         }
@@ -239,6 +258,8 @@ impl State<'_> {
                 let new = joined(&words);
                 let old = match (adds, self.variables.get(name)) {
                     (true, Some(Value::Words(old) | Value::Text(old))) => old.clone() + " ",
+                    // What is not known stays so, whatever is added.
+                    (true, Some(Value::Gap(_))) => return Ok(false),
                     _ => String::new(),
                 };
                 self.set(line, name, Value::Words(old + &new), conditional);
@@ -254,6 +275,7 @@ impl State<'_> {
                 };
                 let old = match (adds, self.variables.get(name)) {
                     (true, Some(Value::Text(old))) => old.clone(),
+                    (true, Some(Value::Gap(_))) => continue,
                     _ => String::new(),
                 };
                 self.set(line, name, Value::Text(old + value), conditional);

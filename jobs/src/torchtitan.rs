@@ -9,7 +9,7 @@ use ir::plan::ScheduleKind;
 use ir::{Optimizer, Precision};
 use std::collections::BTreeMap;
 
-/// What stands beside the file.
+/// Files and settings beside this one.
 #[derive(Default)]
 pub(crate) struct Beside {
     /// Hosts and devices of the launcher.
@@ -196,7 +196,8 @@ pub(crate) fn read(
     let reshard = args
         .text("parallelism.fsdp-reshard-after-forward")?
         .unwrap_or("default");
-    let zero = match (sharded, reshard, pipeline) {
+    // States are split over context ranks too.
+    let zero = match (sharded.saturating_mul(context), reshard, pipeline) {
         (1, _, _) => 0,
         // Stages of a pipeline gather their parameters once a step.
         (_, "always", 1) | (_, "default", 1) => 3,

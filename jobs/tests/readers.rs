@@ -227,6 +227,11 @@ fn deepspeed_says_its_stage_and_batch() {
     );
     let set = [("train_micro_batch_size_per_gpu", "4")];
     assert_eq!(job("ds.json", &auto, &set).unwrap().job.micro_batch, 4);
+    let auto = DEEPSPEED.replace("\"enabled\": true", "\"enabled\": \"auto\"");
+    let e = job("ds.json", &auto, &[]).unwrap_err();
+    assert!(e.help.contains("--set bf16=true"), "{e}");
+    let given = job("ds.json", &auto, &[("bf16", "true")]).unwrap();
+    assert_eq!(given.job.precision, Precision::Bf16);
     let wrong = DEEPSPEED.replace("\"stage\": 3", "\"stage\": 4");
     assert!(
         job("ds.json", &wrong, &[])
@@ -317,6 +322,8 @@ fn log() -> String {
         ("overlap_grad_reduce", "True"),
         ("vocab_size", "128256"),
         ("world_size", "16"),
+        // What models of other kinds would say.
+        ("hybrid_attention_ratio", "0.0"),
         ("a_new_thing", "7"),
     ];
     let mut text = "------------------------ arguments ------------------------\n".to_string();
@@ -351,6 +358,62 @@ fn a_log_has_arguments_and_iterations() {
     assert_eq!(names(&reading, NoteKind::Unknown), ["--a-new-thing"]);
     let measured = reading.measured.unwrap();
     assert_eq!((measured.step_s, measured.steps), (Some(7.3035), 4));
+}
+
+/// A Megatron job with lines of its own before the command, which takes `$MORE`.
+fn with(lines: &str) -> String {
+    let sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 \
+         --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 16";
+    format!(
+        "#SBATCH --nodes=1 --gres=gpu:8,nvme:1\nMORE='--bf16'\n{lines}\n\
+         srun python pretrain_gpt.py {sizes} $MORE\n"
+    )
+}
+
+#[test]
+fn what_stands_under_a_condition_is_not_known() {
+    let lines = [
+        "if [ -n \"$A\" ]; then MORE+=' --tensor-model-parallel-size 8'; fi\nMORE+=' --fp16'",
+        "case $SIZE in\n70B) MORE='--tensor-model-parallel-size 8' ;;\n*) MORE='' ;;\nesac",
+        "(( N > 1 )) && MORE='--tensor-model-parallel-size 8'",
+        "grep -q big size.txt && MORE='--tensor-model-parallel-size 8'",
+    ];
+    for lines in lines {
+        let found = job("job.sbatch", &with(lines), &[]);
+        let said = match &found {
+            Ok(reading) => reading.notes.iter().map(|n| n.words.clone()).collect(),
+            Err(e) => e.to_string(),
+        };
+        let tensor = found.as_ref().ok().map(|r| r.job.tensor);
+        assert!(
+            said.contains("only the shell can decide"),
+            "{lines}: {tensor:?} {said}"
+        );
+    }
+    // What is given counts, and so does what always follows.
+    let given = job("job.sbatch", &with(lines[1]), &[("MORE", "--bf16")]).unwrap();
+    assert_eq!(given.job.precision, Precision::Bf16);
+    let certain = with("cd /tmp && MORE='--tensor-model-parallel-size 8'");
+    assert_eq!(job("job.sbatch", &certain, &[]).unwrap().job.tensor, 8);
+}
+
+#[test]
+fn slurm_may_give_more_than_gpus() {
+    let reading = job("job.sbatch", &with(""), &[]).unwrap();
+    assert_eq!(reading.job.world.per_host, Some(8));
+}
+
+#[test]
+fn what_logs_write_of_plain_models_makes_no_other() {
+    let dense = log().replace("num_experts ..................................... None", "");
+    let one = "  num_experts ..................................... [1]\n  zero_stage ...................................... 1.0\n";
+    let text = dense.replacen("  a_new_thing", &format!("{one}  a_new_thing"), 1);
+    let reading = job("out.log", &text, &[]).unwrap();
+    assert_eq!((reading.job.expert, reading.job.zero), (1, 1));
+    assert!(matches!(&reading.job.model, Model::Config(c) if c["model_type"] == "llama"));
+    let wrong = text.replace(" 1.0\n", " 7.0\n");
+    let said = job("out.log", &wrong, &[]).unwrap_err().to_string();
+    assert!(said.contains("there is no ZeRO stage 7"), "{said}");
 }
 
 /// Every form of file, by a name of its own.

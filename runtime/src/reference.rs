@@ -556,13 +556,19 @@ mod tests {
                     continue;
                 }
                 let slope = |t: f64| (loss_at(t) - loss_at(-t)) / (2.0 * t);
-                // Other elements become a window's largest within steps that are small elsewhere.
-                let step = if options.images { 1e-3 } else { 1e-2 };
+                // Other elements become a window's largest within steps that are small elsewhere, and
+                // a kink of an activation may lie within one that is usual.
+                let steps = match options.images {
+                    true => [1e-3, 1e-3],
+                    false => [1e-2, 2e-3],
+                };
                 // Richardson: removes the cubic term of the difference quotient.
-                let slope = (4.0 * slope(step) - slope(2.0 * step)) / 3.0;
+                let slopes = steps.map(|t| (4.0 * slope(t) - slope(2.0 * t)) / 3.0);
+                let is_near =
+                    |slope: &f64| (slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm;
                 assert!(
-                    (slope - norm).abs() < 2e-3 * total.max(0.05) + 0.02 * norm,
-                    "seed {seed}, {path}: slope {slope}, gradient {norm}, all {total}"
+                    slopes.iter().any(is_near),
+                    "seed {seed}, {path}: slopes {slopes:?}, gradient {norm}, all {total}"
                 );
             }
         }

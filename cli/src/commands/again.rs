@@ -16,7 +16,7 @@ use std::path::Path;
 pub struct Again {
     /// The forward graph.
     pub forward: Graph,
-    /// What is trained.
+    /// The model.
     pub train: TrainSpec,
     /// The cluster.
     pub cluster: Cluster,

@@ -38,14 +38,21 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         }));
     }
     report::out(&format!(
-        "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, every send meets its receive, no rank deadlocks, memory fits.",
+        "{name}: correct. {} on {}{}, {instructions} instructions, {buffers} buffers, {}:\nevery op sees the shards it needs, every send meets its receive, no rank deadlocks, memory fits.{}",
         ir::counted(stages as u64, "stage"),
         match meshes == stages {
             true => String::new(),
             false => format!("{meshes} meshes of "),
         },
         ir::counted(ranks, "rank"),
-        ir::counted(program.transfers.len() as u64, "transfer")
+        ir::counted(program.transfers.len() as u64, "transfer"),
+        match &plan.made_for {
+            Some(software) => format!(
+                "\nThat is the memory of Meshwright's own program; inspect says what {} holds.",
+                software.name
+            ),
+            None => String::new(),
+        }
     ))
 }
 

@@ -23,7 +23,7 @@ use std::path::Path;
 /// A job is the best of its kind where nothing is faster by more than this share.
 const BEST: f64 = 0.01;
 
-/// What is known of a job.
+/// Everything that is known of a job.
 struct Imported {
     reading: Reading,
     request: Request,
@@ -37,12 +37,12 @@ struct Imported {
     price: Option<f64>,
 }
 
-/// What a search found.
+/// The result of a search.
 struct Found {
     /// The share of the step that overlaps alone save, where the job has left some out.
     overlap_saves: Option<f64>,
     by_flags: Result<Better, String>,
-    /// What other code makes faster still, and which.
+    /// The gain of other code beside flags, and which code.
     with_code: Option<(Better, String)>,
 }
 
@@ -59,7 +59,7 @@ struct Better {
 struct Worth {
     /// The cost of a thousand steps of the job.
     thousand_steps: f64,
-    /// What the change saves of it.
+    /// The saving by the change.
     saved: f64,
 }
 
@@ -267,7 +267,7 @@ impl Imported {
         self.measured.as_ref().map_or(1.0, |m| m.factor)
     }
 
-    /// What it is worth to save a share of the job's step.
+    /// The worth of saving a share of the job's step.
     fn worth(&self, saves: f64) -> Option<Worth> {
         let devices = f64::from(self.request.cluster.n_devices());
         let hours = 1e3 * self.job.step_s() * self.factor() / 3600.0;

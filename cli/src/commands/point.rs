@@ -15,7 +15,7 @@ use std::path::Path;
 pub struct Wanted {
     /// The forward graph.
     pub forward: Graph,
-    /// What is trained.
+    /// The model.
     pub train: TrainSpec,
     /// How it is planned.
     pub options: PlanOptions,

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a collective does.
+/// The kind of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     AllReduce(Reduction),
@@ -113,7 +113,7 @@ struct State {
     meetings: BTreeMap<u64, Arc<Meeting>>,
     messages: BTreeMap<(usize, usize, u64), Arc<Message>>,
     splits: BTreeMap<u64, Arc<Split>>,
-    /// What members do not agree on.
+    /// The first thing that members do not agree on.
     wrong: Option<String>,
 }
 

@@ -40,13 +40,13 @@ const IN_PROGRESS: Status = 7;
 
 /// The version that the emulator is like: the first one that lets ranks share a GPU.
 const VERSION: c_int = 23000;
-/// What a configuration begins with.
+/// The first fields of a configuration.
 const MAGIC: c_uint = 0xcafe_beef;
 /// The color of a member that is in no part of a split.
 const NO_COLOR: c_int = -1;
 /// A value of a configuration that nobody gave.
 const UNDEFINED: c_int = c_int::MIN;
-/// What identifiers of communicators begin with.
+/// The first bytes of a communicator's identifier.
 const PREFIX: &str = "emulated ";
 
 /// `ncclUniqueId`.

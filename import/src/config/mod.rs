@@ -136,15 +136,15 @@ pub(crate) const PROBABILITIES: Numbers = (
 );
 /// Bases of the rotary frequencies; published models have 1e4 to 1e8.
 pub(crate) const THETAS: Numbers = (
-    |x| x > 0.0 && x <= 1e15,
-    "expected a positive number up to 1e15",
+    |x| x > 1.0 && x <= 1e15,
+    "expected a number above 1, up to 1e15",
 );
 /// Shares of a head that turn.
 pub(crate) const SHARES: Numbers = (
     |x| x > 0.0 && x <= 1.0,
     "expected a share above 0, at most 1",
 );
-/// What scores or logits stay below.
+/// Bounds of scores or logits.
 pub(crate) const CAPS: Numbers = (
     |x| x > 0.0 && x <= 1e6,
     "expected a positive number up to 1e6",
@@ -299,7 +299,7 @@ pub(crate) struct ExpertsConfig {
     pub(crate) shared: Option<u64>,
     /// True when a gate of its own scales what that expert gives, token by token.
     pub(crate) shared_gate: bool,
-    /// What the router makes of its logits.
+    /// The function that the router applies to its logits.
     pub(crate) scores: Scores,
     /// The groups of experts that a token chooses first.
     pub(crate) groups: Option<ExpertGroups>,
@@ -369,9 +369,9 @@ pub struct LlamaConfig {
     pub(crate) whole: BTreeSet<u64>,
     /// The factor of the scores.
     pub(crate) scale: f64,
-    /// What scores stay below.
+    /// The bound of scores.
     pub(crate) score_cap: Option<f64>,
-    /// What logits stay below.
+    /// The bound of logits.
     pub(crate) logit_cap: Option<f64>,
     pub(crate) activation: Unary,
     pub(crate) epsilon: f64,

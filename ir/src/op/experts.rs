@@ -167,7 +167,12 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
             // of any bias is.
             let f = Unary::Scale { by: 0.0 };
             let zeros = arm.emit("bias_rows", OpKind::Unary { f }, &[logits])?;
-            let bias = arm.emit("bias", sum(vec![0, 1]), &[zeros])?;
+            let mut bias = arm.emit("bias", sum(vec![0, 1]), &[zeros])?;
+            // Logits and bias may have types of their own.
+            let dtype = arm.graph.ty(arm.x(1)).dtype;
+            if arm.graph.ty(bias).dtype != dtype {
+                bias = arm.emit("bias_cast", OpKind::Cast { dtype }, &[bias])?;
+            }
             return Ok(vec![(0, logits), (1, bias)]);
         }
         // Each the transpose of the other, with the same gates.

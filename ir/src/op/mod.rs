@@ -438,7 +438,7 @@ pub enum OpKind {
         /// The keys that an instruction looks at.
         #[serde(default, skip_serializing_if = "Keys::are_all")]
         keys: Keys,
-        /// What scores there are.
+        /// The bounds of scores.
         #[serde(default, skip_serializing_if = "Bounds::are_none")]
         bounds: Bounds,
     },
@@ -456,7 +456,7 @@ pub enum OpKind {
         /// The keys that an instruction looks at.
         #[serde(default, skip_serializing_if = "Keys::are_all")]
         keys: Keys,
-        /// What scores there are.
+        /// The bounds of scores.
         #[serde(default, skip_serializing_if = "Bounds::are_none")]
         bounds: Bounds,
     },
@@ -503,7 +503,7 @@ pub enum OpKind {
         capacity: u64,
         /// Whether the gates of a token sum to one.
         normalize: bool,
-        /// What scores are.
+        /// The kind of scores.
         #[serde(default, skip_serializing_if = "Scores::are_softmax")]
         scores: Scores,
         /// The groups of experts, where a token chooses groups first.
@@ -516,7 +516,7 @@ pub enum OpKind {
         capacity: u64,
         /// Whether the gates of a token sum to one.
         normalize: bool,
-        /// What scores are.
+        /// The kind of scores.
         #[serde(default, skip_serializing_if = "Scores::are_softmax")]
         scores: Scores,
     },

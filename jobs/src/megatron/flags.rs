@@ -200,10 +200,6 @@ pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
         "how many layers at an end compute in bf16",
     ),
     (
-        "transformer-impl",
-        "another implementation of blocks than Transformer Engine's",
-    ),
-    (
         "use-flash-attn*",
         "an attention kernel; figures are of the version's usual one",
     ),

@@ -50,7 +50,7 @@ pub(crate) fn log(file: &str, text: &str, given: &Given) -> Result<Reading, JobE
     })
 }
 
-/// What the arguments ask for.
+/// The request of the arguments.
 pub(crate) fn job(
     args: &Arguments,
     world: World,
@@ -105,18 +105,30 @@ pub(crate) fn job(
     let zero = zero(args, beside, &mut notes)?;
     let recompute = recompute(args, beside, &mut notes)?;
     let mut options = options(args, beside, &mut notes)?;
-    let ranks = [tensor, zero.into(), data.unwrap_or(2)];
+    // Gradients are summed over context ranks, too.
+    let reducing = data.unwrap_or(2).saturating_mul(context);
+    let ranks = [tensor, zero.into(), reducing];
     options.extend(left_out(args, beside, ranks, precision));
     let dropout = dropout(args, &model, &mut notes)?;
-    if let Some(how) = args.text("cp-comm-type")?.filter(|_| context > 1)
-        && how != "all_gather"
-    {
+    let how = args.list("cp-comm-type")?;
+    let how = how.first().map_or("p2p", String::as_str);
+    if context > 1 && how != "all_gather" {
         notes.push(Note {
             kind: NoteKind::NotModelled,
             name: args.spelled("cp-comm-type"),
             value: Some(how.to_string()),
             line: None,
             words: "context ranks meet so; figures are of keys and values that are gathered".into(),
+        });
+    }
+    let implementation = args.text("transformer-impl")?.map(String::from);
+    if let Some(other) = implementation.filter(|of| of != "transformer_engine") {
+        notes.push(Note {
+            kind: NoteKind::NotModelled,
+            name: args.spelled("transformer-impl"),
+            value: Some(other),
+            line: None,
+            words: "another implementation of blocks than Transformer Engine's".into(),
         });
     }
     let instances = args.count("num-distributed-optimizer-instances")?;
@@ -223,7 +235,7 @@ fn experts(args: &Arguments, tensor: u32) -> Result<u32, JobError> {
         &["expert-model-parallel-size", "moe-expert-parallel-size"],
     )?;
     let inside = args.count("expert-tensor-parallel-size")?;
-    if args.count("num-experts")?.is_none() {
+    if shape::n_experts(args)?.is_none() {
         return Ok(1);
     }
     let inside = inside.unwrap_or(tensor.into());
@@ -246,11 +258,17 @@ fn experts(args: &Arguments, tensor: u32) -> Result<u32, JobError> {
 }
 
 fn zero(args: &Arguments, beside: &Beside, notes: &mut Vec<Note>) -> Result<u8, JobError> {
-    if let Some(stage) = args.count("zero-stage")? {
-        return Ok(stage.min(3) as u8);
+    if let Some(stage) = args.number("zero-stage")? {
+        return match stage {
+            s if [0.0, 1.0, 2.0, 3.0].contains(&s) => Ok(s as u8),
+            s => Err(args.wrong(
+                "zero-stage",
+                format!("there is no ZeRO stage {s}"),
+                "0, 1, 2 and 3 are",
+            )),
+        };
     }
     if beside.deepspeed {
-        args.is_off("zero-stage");
         return Ok(beside.zero.unwrap_or(0));
     }
     let distributed = args.switch("use-distributed-optimizer");

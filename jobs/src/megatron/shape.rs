@@ -68,10 +68,29 @@ pub(super) fn model(args: &Arguments, given: &Given) -> Result<(Model, Vec<Note>
     }
 }
 
+/// The most experts of a layer.
+const MOST_EXPERTS: u64 = 1 << 20;
+
+/// The experts of a layer; none where it has one alone, as logs write of models without (`[1]`).
+pub(super) fn n_experts(args: &Arguments) -> Result<Option<u64>, JobError> {
+    let counts = args.list("num-experts")?;
+    match counts.as_slice() {
+        [one] if one == "1" => Ok(None),
+        [one] => match one.parse().ok().filter(|n| (1..=MOST_EXPERTS).contains(n)) {
+            Some(n) => Ok(Some(n)),
+            None => args.count("num-experts"),
+        },
+        _ => args.count("num-experts"),
+    }
+}
+
 /// What the model has that no family here has.
 fn other(args: &Arguments) -> Option<String> {
     let switches = [
-        ("multi-latent-attention", "latent attention"),
+        (
+            "multi-latent-attention",
+            "latent attention, whose sizes are not read from arguments",
+        ),
         ("is-hybrid-model", "a hybrid of attention and state spaces"),
         (
             "hybrid-override-pattern",
@@ -87,7 +106,7 @@ fn other(args: &Arguments) -> Option<String> {
     let found = switches
         .iter()
         .find(|(name, _)| args.has_any(&[name]) && args.switch(name));
-    found.map(|(name, what)| format!("`--{name}` is {what}, which no model here has"))
+    found.map(|(name, what)| format!("`--{name}` asks for {what}"))
 }
 
 /// The sizes; the inner error says what is missing where another model may be given.
@@ -225,7 +244,7 @@ fn experts(
     ffn: u64,
     notes: &mut Vec<Note>,
 ) -> Result<Option<Experts>, JobError> {
-    let count = args.count("num-experts")?;
+    let count = n_experts(args)?;
     let top_k = args.count("moe-router-topk")?.unwrap_or(2);
     let inner = args.count("moe-ffn-hidden-size")?.unwrap_or(ffn);
     let shared = args.count("moe-shared-expert-intermediate-size")?;

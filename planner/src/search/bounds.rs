@@ -204,7 +204,7 @@ struct Longest {
 struct OfPrice {
     /// Seconds per byte.
     price: f64,
-    /// What the busiest mesh costs at least with this price, as [`busiest`] says; 0 where nothing is
+    /// The least cost of the busiest mesh with this price, as [`busiest`] says; 0 where nothing is
     /// known.
     busiest: f64,
 }

@@ -1,8 +1,8 @@
-//! What the busiest of several meshes has to do at least: layers are not divided.
+//! The least that the busiest of several meshes has to do: layers are not divided.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What the mesh of a ring costs at least that costs most, where each of its stages has a layer and
+/// The least cost of the mesh of a ring that costs most, where each of its stages has a layer and
 /// at most `longest`, which are not divided. `kinds` are those of the layers in their order; of each
 /// mesh `meshes` has its stages, by their place in the pipeline and the microbatches in flight, and
 /// `cost` says what a layer of a kind costs with so many. `None` where it does not.
@@ -67,18 +67,18 @@ pub(super) fn busiest(
 #[derive(Default)]
 struct Filled {
     cost: f64,
-    /// Of its stages, the dearest first, what another layer costs and how many more it may have.
+    /// By stage, the dearest first: the cost of another layer and how many more it may have.
     room: Vec<(f64, usize)>,
 }
 
 impl Filled {
-    /// What another layer costs.
+    /// The cost of another layer.
     fn next(&self) -> Option<f64> {
         let mut free = self.room.iter().rev().filter(|(_, room)| *room > 0);
         free.next().map(|(cost, _)| *cost)
     }
 
-    /// What the mesh costs with another layer.
+    /// The cost of the mesh with another layer.
     fn with_next(&self) -> f64 {
         self.cost + self.next().unwrap_or(f64::INFINITY)
     }
@@ -168,7 +168,7 @@ mod tests {
         least
     }
 
-    /// What the busiest mesh costs with the best of all cuts into stages.
+    /// The cost of the busiest mesh with the best of all cuts into stages.
     fn best_cut(
         kinds: &[usize],
         meshes: &[Vec<(usize, u64)>],
@@ -224,7 +224,12 @@ mod tests {
             let own: Vec<f64> = (0..4).map(|_| rng.between(1, 12) as f64 / 4.0).collect();
             let of_memory = rng.between(0, 4) as f64 / 8.0;
             let cost = |kind: usize, n: u64| own[kind] + of_memory * n as f64;
-            let stage = |mesh: usize, level: usize| (level * p + mesh, in_flight(mesh, level));
+            // Around, or there and back as in ZB-V.
+            let back = rng.between(0, 2) == 0;
+            let stage = |mesh: usize, level: usize| match back && level % 2 == 1 {
+                true => (level * p + p - 1 - mesh, in_flight(mesh, level)),
+                false => (level * p + mesh, in_flight(mesh, level)),
+            };
             let mesh = |mesh: usize| (0..v).map(|level| stage(mesh, level)).collect();
             let meshes: Vec<Vec<(usize, u64)>> = (0..p).map(mesh).collect();
             let least = busiest(&kinds, &meshes, longest, &|kind, n| Some(cost(kind, n)));

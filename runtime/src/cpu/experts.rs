@@ -80,7 +80,7 @@ pub struct Choice<'a> {
 const SMALLEST_SUM: f64 = 1e-20;
 
 impl Choice<'_> {
-    /// What the choice goes by, expert by expert.
+    /// The figures by which experts are chosen.
     fn keys(&self, logits: &[f32]) -> Vec<f64> {
         // A softmax keeps the order of the logits, and of groups by their best.
         let by_logits = self.bias.is_none() && self.groups.is_none_or(|g| g.best == 1);

@@ -28,7 +28,7 @@ pub struct Asked<'a> {
     pub expert_capacity: Option<f64>,
     /// Its forward graph.
     pub forward: &'a Graph,
-    /// What is trained.
+    /// The model.
     pub train: &'a TrainSpec,
     /// The cluster.
     pub cluster: &'a Cluster,

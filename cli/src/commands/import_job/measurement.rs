@@ -6,10 +6,11 @@ use crate::args::ImportJobArgs;
 use crate::failure::{Exit, Failure};
 use crate::files;
 use crate::quantity::{Amount, Unit};
+use crate::report::percent;
 use crate::software;
 use cost_model::{SimulateOptions, StepWork};
-use ir::Bytes;
 use ir::cluster::Cluster;
+use ir::{Bytes, Seconds};
 use jobs::{Measured, Reading, measured};
 use serde::Serialize;
 
@@ -25,7 +26,7 @@ pub struct Recalibration {
     /// Measured bytes of the fullest rank, and those that were predicted of the same kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<[Bytes; 2]>,
-    /// What could be at fault alone.
+    /// The single causes that could be at fault.
     pub causes: Vec<Cause>,
     /// What the predicted bytes leave out, in words.
     #[serde(skip)]
@@ -98,6 +99,17 @@ pub fn compared(found: &Measured, job: &Priced) -> Result<Recalibration, Failure
             )
             .help("give it as --measured 7.3s")
         })?;
+    let factor = step_s / job.step_s();
+    let mfu = plan.predicted.mfu / factor;
+    if mfu > 1.0 {
+        let what = format!(
+            "a step of {} is faster than the devices can compute: its MFU would be {}",
+            Seconds(step_s),
+            percent(mfu)
+        );
+        return Err(Failure::new(Exit::BadInput, what)
+            .help("look at the unit of the time, and at the job's batch, sequence and devices"));
+    }
     let m = &job.memory;
     let all = m.total().0;
     let (like, words) = match found.is_reserved {
@@ -109,7 +121,7 @@ pub fn compared(found: &Measured, job: &Priced) -> Result<Recalibration, Failure
     };
     Ok(Recalibration {
         step_s,
-        factor: step_s / job.step_s(),
+        factor,
         from: found.from.clone(),
         causes: Vec::new(),
         memory: found.peak_bytes.map(|b| [Bytes(b), Bytes(like)]),

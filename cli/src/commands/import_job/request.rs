@@ -16,11 +16,11 @@ use planner::software::{Model as Blocks, Point};
 use planner::{OtherSoftware, Pins, PlanOptions};
 use serde_json::Value;
 
-/// What is asked of the planner for a job.
+/// The request to the planner for a job.
 pub struct Request {
     /// The forward graph.
     pub forward: Graph,
-    /// What is trained.
+    /// The model.
     pub train: TrainSpec,
     /// The cluster.
     pub cluster: Cluster,
@@ -30,7 +30,7 @@ pub struct Request {
     pub overlapping: Option<OtherSoftware>,
     /// The pins that describe the job's own plan.
     pub pins: Vec<String>,
-    /// What was made of the file beside what it says.
+    /// Notes on the file beside what it says.
     pub remarks: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ pub struct Request {
 pub struct Priced {
     /// The plan.
     pub loaded: Loaded,
-    /// What the fullest process holds.
+    /// Bytes that the fullest process holds.
     pub memory: MemoryUse,
     /// Bytes of a device.
     pub device: Bytes,
@@ -249,7 +249,7 @@ fn model_of(
             job.vocab_multiple
         ));
     }
-    let has_experts = ["num_experts", "num_local_experts"]
+    let has_experts = ["num_experts", "num_local_experts", "n_routed_experts"]
         .iter()
         .any(|k| value.get(k).is_some());
     let loaded = model::parse_config(&name, &value.to_string())?;

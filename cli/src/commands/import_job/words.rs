@@ -58,6 +58,10 @@ pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
             changed(better)?;
         }
     }
+    if let (None, Some(worth)) = (&imported.found, imported.worth(0.0)) {
+        let cost = worth.thousand_steps;
+        prose(&format!("A thousand steps of the job cost {cost:.2}."))?;
+    }
     notes(args, imported)?;
     for (path, whose) in [
         (&args.output, "The job's plan"),
@@ -77,7 +81,7 @@ pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the fullest process holds, part by part.
+/// Bytes that the fullest process holds, part by part.
 fn memory(imported: &Imported) -> String {
     let names = [
         "parameters",
@@ -107,17 +111,36 @@ fn verdict(imported: &Imported) -> String {
         own.count() as u64
     };
     let (open, unknown) = (of(NoteKind::NotModelled), of(NoteKind::Unknown));
+    let hides = |n: &&Note| n.kind == NoteKind::NotModelled && n.name.ends_with("overlap_comm");
+    let upper = match imported.reading.notes.iter().find(hides) {
+        Some(_) if imported.change().is_some() => {
+            " The figures are of runs that wait for communication, which this job hides in part: \
+             its step is shorter, and the gain at most so large."
+        }
+        _ => "",
+    };
     let uncounted = match (open, unknown) {
         (0, 0) => String::new(),
         (n, 0) => format!(" Not counted: {}, named below.", counted(n, "setting")),
-        (0, n) => format!(" Not known: {}, named below.", counted(n, "setting")),
-        (n, m) => format!(
-            " Not counted: {}; not known: {}; both are named below.",
+        (0, _) => format!(" Not known, and left out: {}.", unknown_names(imported)),
+        (n, _) => format!(
+            " Not counted: {}, named below. Not known, and left out: {}.",
             counted(n, "setting"),
-            counted(m, "setting")
+            unknown_names(imported)
         ),
     };
-    figures_and_change(imported) + &uncounted
+    figures_and_change(imported) + upper + &uncounted
+}
+
+/// The first settings that are not known, which may be slips.
+fn unknown_names(imported: &Imported) -> String {
+    let notes = imported.reading.notes.iter();
+    let own = notes.filter(|n| n.kind == NoteKind::Unknown);
+    let names: Vec<String> = own.map(|n| format!("`{}`", n.name)).collect();
+    match names.len() {
+        0..=3 => names.join(", "),
+        n => format!("{} and {} more", names[..3].join(", "), n - 3),
+    }
 }
 
 /// The prediction, the measurement, and what the search changes.
@@ -213,6 +236,9 @@ fn recalibration(imported: &Imported) -> Vec<(String, f64)> {
             }
         );
         words += &match cause.saves.filter(|_| changes) {
+            Some(saves) if saves < 0.0 => {
+                format!(", and the new plan would take {} longer.", percent(-saves))
+            }
             Some(saves) => format!(", and the new plan would save {}.", percent(saves)),
             None => ".".to_string(),
         };
@@ -245,7 +271,7 @@ fn recalibration(imported: &Imported) -> Vec<(String, f64)> {
     all
 }
 
-/// What the job is.
+/// A description of the job.
 fn what(imported: &Imported) -> String {
     let r = &imported.reading;
     let plan = &imported.job.loaded.plan;
@@ -386,7 +412,7 @@ fn figures(plan: &Plan) -> Value {
     })
 }
 
-/// What the search found, in JSON.
+/// The result of the search, in JSON.
 fn better_json(imported: &Imported, better: &Better) -> Value {
     let summary = export::summary(&better.plan.loaded.plan, &better.plan.loaded.training).ok();
     json!({

@@ -23,7 +23,7 @@ pub(super) struct Attend<'a> {
     pub key: &'a str,
     /// How the sequence is stored.
     pub order: SequenceOrder,
-    /// What scores there are.
+    /// The bounds of scores.
     pub bounds: Bounds,
 }
 

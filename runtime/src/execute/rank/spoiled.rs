@@ -56,11 +56,18 @@ fn norm_of(role: &RoleProgram) -> Option<(TemplateId, usize)> {
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Whether the norm of the gradient was just computed and is no number. With loss scaling the
     /// update takes care of that itself.
-    pub(super) fn gives_up(&self, role: &RoleProgram, step: &Step) -> Result<bool, RuntimeError> {
+    pub(super) fn gives_up(
+        &mut self,
+        role: &RoleProgram,
+        step: &Step,
+    ) -> Result<bool, RuntimeError> {
         let is_here = self.norm == Some((step.template, step.instruction));
         let Some(norm) = role.grad_norm.filter(|_| is_here) else {
             return Ok(false);
         };
+        // Reading waits for the stream, which may wait for ranks that do not come: the fabric knows
+        // how long that may take.
+        self.fabric.settle(&mut self.device)?;
         let bytes = self.device.read(step.stream, place(role, norm, None))?;
         let norm = bytes.first_chunk().map(|&b| f32::from_le_bytes(b));
         Ok(norm.is_some_and(|n| !n.is_finite()))

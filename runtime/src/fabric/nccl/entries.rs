@@ -73,7 +73,7 @@ pub(super) enum Do {
     Receive(usize),
 }
 
-/// What a call of the runtime is made of.
+/// The parts of a call of the runtime.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Plan {
     pub before: Vec<Move>,

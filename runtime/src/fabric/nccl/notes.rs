@@ -12,7 +12,7 @@ use ir::Rank;
 use std::sync::Arc;
 
 /// A meeting at the table, and what is expected of the notes that come with it: from whom, how many
-/// bytes, and the how-manieth message of that rank.
+/// bytes, and the number of the message between the two ranks.
 pub(super) struct Notes {
     pub meeting: Option<Meeting>,
     pub expected: Vec<(Rank, u64, u64)>,
