@@ -130,12 +130,13 @@ impl Bounds {
 impl Search<'_> {
     /// The numbers of stages that pipelines over some of the submeshes (indices) may have. What is
     /// done once per step counts the more, the fewer stages share it ([`rounds`]), so each number
-    /// has a bound of its own.
+    /// has a bound of its own; where layers times devices are many, one bound of the most stages is
+    /// for all, because as many bounds would take minutes.
     pub(super) fn counts(&self, submeshes: &[usize]) -> RangeInclusive<usize> {
         let sizes = submeshes.iter().map(|&i| self.submeshes[i].n_devices);
         let most = self.cluster.n_devices() / sizes.min().unwrap_or(1).max(1);
         let most = (most as usize).clamp(1, self.layers().kind.len().max(1));
-        match self.mixes_submeshes() {
+        match self.mixes_submeshes() && self.mixes_few() {
             true => 1..=most,
             false => most..=most,
         }

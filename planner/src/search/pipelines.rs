@@ -448,8 +448,12 @@ impl Search<'_> {
 
     /// Whether stages of one pipeline may have submeshes of different sizes.
     pub(super) fn mixes_submeshes(&self) -> bool {
-        !self.cluster.is_equal()
-            || self.layers().kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
+        !self.cluster.is_equal() || self.mixes_few()
+    }
+
+    /// Whether layers times devices are so few that everything may be looked at.
+    pub(super) fn mixes_few(&self) -> bool {
+        self.layers().kind.len() * self.cluster.n_devices() as usize <= MIXED_SUBMESHES
     }
 
     /// The best pipeline over some of the submeshes (indices), and a bound on all of them. It is
@@ -497,7 +501,11 @@ impl Search<'_> {
             let relaxed = self.relaxed_table(&all, submeshes, devices, sizes, of_time);
             let relaxed = relaxed.at(starts);
             let options = InterOpOptions {
-                n_stages: Some(n_stages),
+                // One bound for all numbers is over all of them.
+                n_stages: match self.mixes_submeshes() && !self.mixes_few() {
+                    true => options.n_stages,
+                    false => Some(n_stages),
+                },
                 cutoff_s: to_beat.next_up(),
                 ..options
             };
