@@ -21,7 +21,6 @@ use super::larger::LeastTimes;
 use super::{Candidate, Search};
 use crate::layer_model::QUANTUM_S;
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 
 /// The least of `m t + s` and the price of bytes, by sequence of layers.
 pub(super) struct Priced {
@@ -128,17 +127,17 @@ impl Bounds {
 }
 
 impl Search<'_> {
-    /// The numbers of stages that pipelines over some of the submeshes (indices) may have. What is
-    /// done once per step counts the more, the fewer stages share it ([`rounds`]), so each number
-    /// has a bound of its own; where layers times devices are many, one bound of the most stages is
-    /// for all, because as many bounds would take minutes.
-    pub(super) fn counts(&self, submeshes: &[usize]) -> RangeInclusive<usize> {
+    /// Numbers of stages whose pipelines over some of the submeshes (indices) are bounded together:
+    /// the number, where it is one, and the most. What is done once per step counts the more, the
+    /// fewer stages share it ([`rounds`]), so each number has a bound of its own where layers times
+    /// devices are few; for many that would take minutes.
+    pub(super) fn counts(&self, submeshes: &[usize]) -> Vec<(Option<usize>, usize)> {
         let sizes = submeshes.iter().map(|&i| self.submeshes[i].n_devices);
         let most = self.cluster.n_devices() / sizes.min().unwrap_or(1).max(1);
         let most = (most as usize).clamp(1, self.layers().kind.len().max(1));
-        match self.mixes_submeshes() && self.mixes_few() {
-            true => 1..=most,
-            false => most..=most,
+        match self.mixes_few() {
+            true => (1..=most).map(|n| (Some(n), n)).collect(),
+            false => vec![(None, most)],
         }
     }
 

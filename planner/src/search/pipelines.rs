@@ -495,17 +495,13 @@ impl Search<'_> {
             cutoff_s: to_beat.next_up(),
             ..InterOpOptions::new(u64::from(m), schedule)
         };
-        let bound_of = |n_stages: usize, to_beat: f64| {
+        let bound_of = |(n_stages, most): (Option<usize>, usize), to_beat: f64| {
             let (sizes, starts) = (sizes.clone(), starts.clone());
-            let of_time = (m, rounds(n_stages, m, options.repeats()));
+            let of_time = (m, rounds(most, m, options.repeats()));
             let relaxed = self.relaxed_table(&all, submeshes, devices, sizes, of_time);
             let relaxed = relaxed.at(starts);
             let options = InterOpOptions {
-                // One bound for all numbers is over all of them.
-                n_stages: match self.mixes_submeshes() && !self.mixes_few() {
-                    true => options.n_stages,
-                    false => Some(n_stages),
-                },
+                n_stages,
                 cutoff_s: to_beat.next_up(),
                 ..options
             };
@@ -516,10 +512,10 @@ impl Search<'_> {
             };
             least.max(self.least_work_s(&relaxed, unit, m))
         };
-        let counts = n_stages.map_or(self.counts(submeshes), |n| n..=n);
+        let counts = n_stages.map_or_else(|| self.counts(submeshes), |n| vec![(Some(n), n)]);
         let bound = || {
-            let least = counts.clone();
-            least.fold(to_beat, |least, n| least.min(bound_of(n, least)))
+            let least = counts.iter();
+            least.fold(to_beat, |least, &n| least.min(bound_of(n, least)))
         };
         let table = || {
             let (sizes, starts) = (sizes.clone(), starts.clone());
