@@ -376,6 +376,10 @@ const HARMLESS: &[(&str, &str)] = &[
     ),
     ("swap slots", "neither needs the other"),
     ("wrong chunk", "a pass without ops may be any stage's"),
+    (
+        "wrong microbatch",
+        "a pass without ops may be any microbatch's",
+    ),
 ];
 
 #[test]

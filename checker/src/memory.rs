@@ -84,35 +84,73 @@ pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
         if inside {
             overlaps(program, i, report);
         }
-        one_of_each_row(program, i, report);
+        own_copies(program, i, report);
     }
 }
 
-/// Reports templates that touch two buffers of one row. Each would have its turn for the same
-/// microbatch, and the walk, which keeps one content for a copy, is about one of them.
-fn one_of_each_row(program: &Program, i: usize, report: &mut Report) {
+/// Reports templates that touch two buffers of one row which have the same copy for some
+/// microbatch: each would overwrite the other, and the walk, which keeps one content for a copy, is
+/// about one of them.
+fn own_copies(program: &Program, i: usize, report: &mut Report) {
     let role = &program.roles[i];
     for (t, template) in role.templates.iter().enumerate() {
-        let mut known: BTreeMap<u32, BufferId> = BTreeMap::new();
-        let all = template.instructions.iter().enumerate();
-        for (j, b) in all.flat_map(|(j, x)| {
-            let used = x.reads().into_iter().chain(x.writes());
-            used.map(move |b| (j, b))
-        }) {
-            let Some(turns) = &role.buffer(b).turns else {
+        // By row, its buffers with the instruction that touches each first.
+        let mut touched: BTreeMap<u32, Vec<(BufferId, usize)>> = BTreeMap::new();
+        let mut seen: BTreeSet<BufferId> = BTreeSet::new();
+        for (j, x) in template.instructions.iter().enumerate() {
+            for b in x.reads().into_iter().chain(x.writes()) {
+                if let Some(turns) = role.buffer(b).turns.as_ref().filter(|_| seen.insert(b)) {
+                    touched.entry(turns.row).or_default().push((b, j));
+                }
+            }
+        }
+        for (row, buffers) in touched.into_iter().filter(|(_, of)| of.len() > 1) {
+            let Some((copy, m, first, (second, j))) = taken_twice(role, &buffers) else {
                 continue;
             };
-            let other = *known.entry(turns.row).or_insert(b);
-            if other != b {
-                report.add(
-                    instr_place(program, i, TemplateId::new(t), InstrId::new(j)),
-                    "turns",
-                    format!("one buffer of row {} in a template", turns.row),
-                    format!("buffer {} and buffer {}", other.0, b.0),
-                );
+            report.add(
+                instr_place(program, i, TemplateId::new(t), InstrId::new(j)),
+                "turns",
+                format!("a copy of its own for each buffer of row {row} in a template"),
+                format!(
+                    "copy {copy} for microbatch {m} in buffer {} and buffer {}",
+                    first.0, second.0
+                ),
+            );
+        }
+    }
+}
+
+/// Says whether two buffers are of one row and never have the same copy for a microbatch.
+pub(crate) fn has_own_copies(a: &Buffer, b: &Buffer) -> bool {
+    let (Some(of_a), Some(of_b)) = (&a.turns, &b.turns) else {
+        return false;
+    };
+    let place = |x: &Buffer| (x.space, x.offset, x.stride(), x.slots());
+    let mut copies = of_a.copies.iter().zip(of_b.copies.iter());
+    of_a.row == of_b.row
+        && place(a) == place(b)
+        && of_a.copies.len() == of_b.copies.len()
+        && copies.all(|(x, y)| x != y)
+}
+
+/// Finds a copy that two buffers of a row have for one microbatch: the copy, the microbatch, and
+/// both buffers, the latter with the instruction beside it.
+fn taken_twice(
+    role: &RoleProgram,
+    buffers: &[(BufferId, usize)],
+) -> Option<(u32, u32, BufferId, (BufferId, usize))> {
+    let copies = |b: BufferId| role.buffer(b).turns.iter().flat_map(|t| t.copies.iter());
+    let mut taken: BTreeMap<(u32, u32), BufferId> = BTreeMap::new();
+    for &(b, j) in buffers {
+        for (&copy, m) in copies(b).zip(0..) {
+            let first = *taken.entry((m, copy)).or_insert(b);
+            if first != b {
+                return Some((copy, m, first, (b, j)));
             }
         }
     }
+    None
 }
 
 fn overlaps(program: &Program, i: usize, report: &mut Report) {

@@ -12,7 +12,7 @@ use ir::program::{
 use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::Schedule;
 use ir::{AxisId, InstrId, LogicalMesh, Region, ShardingSpec, TemplateId};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The most copies of a role's buffers that are tracked.
 const MAX_COPIES: u64 = 1 << 26;
@@ -193,6 +193,10 @@ fn spec_problem(spec: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh) -> Option
 
 fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report) {
     let mut copies = 0u64;
+    let mut of_row: BTreeMap<u32, u32> = BTreeMap::new();
+    for turns in role.buffers.iter().filter_map(|b| b.turns.as_ref()) {
+        *of_row.entry(turns.row).or_default() += 1;
+    }
     for (j, b) in role.buffers.iter().enumerate() {
         let place = || buffer_place(program, i, j);
         if let Some(p) = spec_problem(&b.spec, &b.lens, &role.mesh) {
@@ -231,9 +235,11 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
             report.add(place(), "bytes", expected, b.bytes.to_string());
         }
         copies = copies.saturating_add(u64::from(b.slots()));
-        // Copies by turns are as many as the microbatches that all stages hold, at most.
-        let stages = b.turns.as_ref().map_or(1, |_| role.n_chunks());
-        let most = program.n_microbatches.saturating_mul(stages);
+        // Copies by turns are as many as the microbatches of all buffers of the row, at most.
+        let members = b.turns.as_ref().and_then(|t| of_row.get(&t.row));
+        let most = program
+            .n_microbatches
+            .saturating_mul(members.copied().unwrap_or(1));
         if let BufferClass::PerMicrobatch { slots } = b.class
             && (slots == 0 || slots > most)
         {

@@ -151,9 +151,17 @@ impl Plan {
     /// Fails as `training::training_graph` does, and when a layer recomputes an op that it does
     /// not have or that cannot be recomputed. Runs of layers that do not exist are left out.
     pub fn training_graph(&self, forward: &Graph) -> Result<TrainingGraph, GraphError> {
-        let training = training_graph(forward, &self.train)?;
-        let chosen = self.recomputed(&training.graph)?;
-        recompute(&training, &chosen)
+        self.recomputing(&training_graph(forward, &self.train)?)
+    }
+
+    /// The same, of the training graph in which nothing is recomputed.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a layer recomputes an op that it does not have or that cannot be recomputed.
+    pub fn recomputing(&self, kept: &TrainingGraph) -> Result<TrainingGraph, GraphError> {
+        let chosen = self.recomputed(&kept.graph)?;
+        recompute(kept, &chosen)
     }
 
     /// The ops of a graph in which nothing is recomputed that the plan recomputes.

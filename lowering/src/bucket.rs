@@ -18,8 +18,8 @@ pub struct BucketSizes {
     /// over many ranks are not mostly latency. A step of it takes microseconds, a mebibyte tens
     /// of them.
     pub microbatch_per_rank: u64,
-    /// In the step phases, operands: large enough that the fixed time does not matter on any
-    /// link, small enough that the buffers need not all exist at once.
+    /// In the step phases, the larger of operands and results too: large enough that the fixed time
+    /// does not matter on any link, small enough that the buffers need not all exist at once.
     pub step: u64,
 }
 

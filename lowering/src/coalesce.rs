@@ -112,7 +112,7 @@ fn append(into: &mut Instruction, other: Instruction) {
     }
 }
 
-/// Collectives merge up to `limit` operand bytes of one rank.
+/// Collectives merge up to `limit` bytes of one rank, the larger of operands and results.
 fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -> Vec<Instruction> {
     let successors = successors(&instructions);
     let mut waits = vec![0usize; instructions.len()];
@@ -140,15 +140,15 @@ fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -
         };
         let mut played = vec![first];
         if let Some(sort) = buffers.sort(&instruction) {
-            let mut bytes = buffers.bytes(&instruction);
+            let mut bytes = buffers.message(&instruction);
             for &(_, i) in &ready {
                 let Some(other) = pending[i].take_if(|other| {
-                    let sum = bytes.saturating_add(buffers.bytes(other));
+                    let sum = bytes.saturating_add(buffers.message(other));
                     buffers.sort(other).as_ref() == Some(&sort) && sum <= limit
                 }) else {
                     continue;
                 };
-                bytes = bytes.saturating_add(buffers.bytes(&other));
+                bytes = bytes.saturating_add(buffers.message(&other));
                 append(&mut instruction, other);
                 played.push(i);
             }

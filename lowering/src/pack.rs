@@ -8,24 +8,35 @@
 //! kernels      pack x ┐                      ... ┌ unpack y   y's first use
 //! collectives         └ all_to_all x' -> y' ─────┘
 //! ```
-//! Operands are packed right before the collective. Results are unpacked where they are used
-//! first, so that kernels in between do not wait for the collective; or at the template's end.
+//! Operands are packed right before the collective. In microbatches results are unpacked where they
+//! are used first, so that kernels in between do not wait for the collective; or at the template's
+//! end. In the step phases, where hardly a kernel would wait, they are unpacked behind the next
+//! collective with such results: copies run beside it, and never more than two collectives have
+//! results in pieces, whatever a stage's parameters take together.
 
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
 use crate::place::place_again;
 use crate::turns::separate_copies;
-use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space};
+use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space, TemplateKind};
 use ir::reshard::Pieces;
 use ir::{AxisId, BufferId};
 use std::collections::BTreeMap;
+
+/// Collectives of a step phase that have results in pieces at once.
+const IN_PIECES: usize = 2;
 
 /// Gives the collectives of a role buffers in pieces wherever they need them.
 pub(crate) fn pack(role: &mut RoleDraft) {
     let mut reduced = Reduced::new();
     for t in 0..role.templates.len() {
         let instructions = std::mem::take(&mut role.templates[t].instructions);
-        role.templates[t].instructions = packed(role, instructions, &mut reduced);
+        let kind = role.templates[t].kind;
+        let at_once = match kind {
+            TemplateKind::StepBegin | TemplateKind::StepEnd => IN_PIECES,
+            _ => usize::MAX,
+        };
+        role.templates[t].instructions = packed(role, instructions, &mut reduced, at_once);
     }
 }
 
@@ -33,20 +44,26 @@ pub(crate) fn pack(role: &mut RoleDraft) {
 /// is no longer partial there.
 type Reduced = BTreeMap<BufferId, Vec<AxisId>>;
 
+/// The instructions of a template with the copies around its collectives, of which `at_once` may have
+/// results in pieces.
 fn packed(
     role: &mut RoleDraft,
     instructions: Vec<Instruction>,
     reduced: &mut Reduced,
+    at_once: usize,
 ) -> Vec<Instruction> {
     let mut done: Vec<Instruction> = Vec::with_capacity(instructions.len());
-    // Results that are still in pieces, with the copies that put them together.
-    let mut waiting: Vec<(BufferId, Instruction)> = Vec::new();
+    // Results that are still in pieces: of which collective with such results, and the copies that
+    // put them together.
+    let mut waiting: Vec<(BufferId, usize, Instruction)> = Vec::new();
+    let mut n_collectives = 0;
     for mut instruction in instructions {
         if !waiting.is_empty() {
             let touched = [instruction.reads(), instruction.writes()].concat();
-            let used = waiting.extract_if(.., |(b, _)| touched.contains(b));
-            done.extend(used.map(|w| w.1));
+            let used = waiting.extract_if(.., |(b, ..)| touched.contains(b));
+            done.extend(used.map(|w| w.2));
         }
+        let n_before = waiting.len();
         let serves = Serves {
             pass: instruction.pass,
             layer: instruction.layer,
@@ -72,10 +89,15 @@ fn packed(
                 if let Some(pieces) = result {
                     let (input, output) = (in_pieces(role, item.output, pieces, &[]), item.output);
                     let copy = role.instruction(InstrKind::Copy { input, output }, serves);
-                    waiting.push((output, copy));
+                    waiting.push((output, n_collectives, copy));
                     item.output = input;
                 }
             }
+        }
+        if waiting.len() > n_before {
+            n_collectives += 1;
+            let old = waiting.extract_if(.., |(_, of, _)| n_collectives - *of > at_once);
+            done.extend(old.map(|w| w.2));
         }
         match &instruction.kind {
             InstrKind::Collective { axes, items, .. } => {
@@ -89,7 +111,7 @@ fn packed(
         }
         done.push(instruction);
     }
-    done.extend(waiting.into_iter().map(|w| w.1));
+    done.extend(waiting.into_iter().map(|w| w.2));
     done
 }
 

@@ -21,6 +21,12 @@
 //! What an exchange sends or fills has copies of its own: exchanges run beside other slots and
 //! wait for the microbatch that had the copy before, which by turns would be another one each
 //! time. All other slots of a role follow each other, so nothing has to wait for a turn.
+//!
+//! A row has one buffer of each stage: the first of a size with the others' first, and so on. That
+//! is the least where all stages keep as many buffers of a size. Where they do not, because their
+//! layers recompute unlike amounts or one has a layer more, the peaks of unlike rows fall on unlike
+//! moments; then all buffers of a size are one row, if that needs fewer copies. It never needs more
+//! than are in use at once, since copies of one size are always interchangeable.
 
 use crate::place::{SlotCounts, lifetimes};
 use ir::program::{BufferClass, RoleProgram, Space, Turns};
@@ -45,9 +51,18 @@ fn touched_by(role: &RoleProgram) -> Vec<Vec<TemplateId>> {
     by
 }
 
-/// What buffers of one row have in common: the memory, the bytes from copy to copy, and the passes
-/// that use them first and last.
-type Kind = (Space, u64, PassKind, PassKind);
+/// What buffers that may share copies have in common: the memory, and the bytes from copy to copy.
+type Size = (Space, u64);
+
+/// The passes that use a buffer first and last.
+type Passes = (PassKind, PassKind);
+
+/// A buffer of one stage alone, which may have its copies by turns.
+struct Member {
+    buffer: BufferId,
+    chunk: u32,
+    passes: Passes,
+}
 
 /// Puts the buffers of a role's stages in rows; of a role with one stage there are none.
 pub(crate) fn share_copies(role: &mut RoleProgram) {
@@ -55,33 +70,30 @@ pub(crate) fn share_copies(role: &mut RoleProgram) {
         return;
     }
     let touched = touched_by(role);
-    let mut by_kind: BTreeMap<Kind, BTreeMap<u32, Vec<BufferId>>> = BTreeMap::new();
+    let mut by_size: BTreeMap<Size, Vec<Member>> = BTreeMap::new();
     for (i, b) in role.buffers.iter().enumerate() {
         if let (BufferClass::PerMicrobatch { .. }, Some((chunk, first, last))) =
             (b.class, span(role, &touched[i]))
         {
-            let kind = (b.space, b.stride(), first, last);
-            let of_chunk = by_kind.entry(kind).or_default().entry(chunk).or_default();
-            of_chunk.push(BufferId::new(i));
+            let member = Member {
+                buffer: BufferId::new(i),
+                chunk,
+                passes: (first, last),
+            };
+            by_size
+                .entry((b.space, b.stride()))
+                .or_default()
+                .push(member);
         }
     }
     let mut known: BTreeMap<Vec<Vec<TemplateId>>, Row> = BTreeMap::new();
     let mut row = 0;
-    for chunks in by_kind.into_values() {
-        let most = chunks.values().map(Vec::len).max().unwrap_or(0);
-        for j in 0..most {
-            let members: Vec<BufferId> =
-                chunks.values().filter_map(|c| c.get(j).copied()).collect();
-            if members.len() < 2 {
-                break;
-            }
-            let templates = |b: &BufferId| touched[b.index()].clone();
-            let key: Vec<Vec<TemplateId>> = members.iter().map(templates).collect();
-            let of = known.entry(key);
-            let Row { slots, turns } = of.or_insert_with_key(|key| take_turns(role, key));
-            for (b, copies) in members.iter().zip(turns.iter()) {
+    for members in by_size.values() {
+        for buffers in rows_of(role, members, &touched, &mut known) {
+            let of = &known[&used(&buffers, &touched)];
+            for (b, copies) in buffers.iter().zip(&of.turns) {
                 let b = &mut role.buffers[b.index()];
-                b.class = BufferClass::PerMicrobatch { slots: *slots };
+                b.class = BufferClass::PerMicrobatch { slots: of.slots };
                 b.turns = Some(Turns {
                     row,
                     copies: Arc::clone(copies),
@@ -89,6 +101,58 @@ pub(crate) fn share_copies(role: &mut RoleProgram) {
             }
             row += 1;
         }
+    }
+}
+
+/// The templates that use each of some buffers.
+fn used(buffers: &[BufferId], touched: &[Vec<TemplateId>]) -> Vec<Vec<TemplateId>> {
+    let templates = |b: &BufferId| touched[b.index()].clone();
+    buffers.iter().map(templates).collect()
+}
+
+/// The rows of the buffers of one size, each with its copies in `known`.
+fn rows_of(
+    role: &RoleProgram,
+    members: &[Member],
+    touched: &[Vec<TemplateId>],
+    known: &mut BTreeMap<Vec<Vec<TemplateId>>, Row>,
+) -> Vec<Vec<BufferId>> {
+    let mut kinds: BTreeMap<Passes, BTreeMap<u32, Vec<BufferId>>> = BTreeMap::new();
+    for m in members {
+        let of_chunk = kinds.entry(m.passes).or_default();
+        of_chunk.entry(m.chunk).or_default().push(m.buffer);
+    }
+    let mut slots = |buffers: &[BufferId]| {
+        let of = known.entry(used(buffers, touched));
+        of.or_insert_with_key(|key| take_turns(role, key)).slots
+    };
+    let (mut rows, mut n_copies) = (Vec::new(), 0u64);
+    for chunks in kinds.values() {
+        let most = chunks.values().map(Vec::len).max().unwrap_or(0);
+        for j in 0..most {
+            let own: Vec<BufferId> = chunks.values().filter_map(|c| c.get(j).copied()).collect();
+            if own.len() > 1 {
+                n_copies += u64::from(slots(&own));
+                rows.push(own);
+            } else {
+                let alone = own.iter().map(|b| role.buffer(*b).slots());
+                n_copies += alone.map(u64::from).sum::<u64>();
+            }
+        }
+    }
+    // As many everywhere: the rows reach their peaks at one moment, and nothing is to be gained.
+    let mut counts = kinds
+        .values()
+        .flat_map(|chunks| chunks.values().map(Vec::len));
+    let first = counts.next();
+    let is_even = counts.all(|n| Some(n) == first) && kinds.len() == 1;
+    if is_even || members.len() < 2 {
+        return rows;
+    }
+    let all: Vec<BufferId> = members.iter().map(|m| m.buffer).collect();
+    match u64::from(slots(&all)) < n_copies {
+        true => vec![all],
+        false => rows,
     }
 }
 
@@ -119,7 +183,7 @@ fn take_turns(role: &RoleProgram, members: &[Vec<TemplateId>]) -> Row {
     let numbers = role.trace.iter().filter_map(|s| s.microbatch);
     let n_microbatches = numbers.max().map_or(0, |m| m as usize + 1);
     let mut turns = vec![vec![0u32; n_microbatches]; members.len()];
-    // First slot, last slot, member, microbatch; no two begin in one slot.
+    // First slot, last slot, member, microbatch.
     let mut lives: Vec<(usize, usize, usize, u32)> = Vec::new();
     for (member, templates) in members.iter().enumerate() {
         let alive = lifetimes(&role.trace, templates).into_iter();

@@ -203,6 +203,59 @@ fn copies_by_turns_are_free_when_they_are_taken() {
     }
 }
 
+/// Where stages of a mesh keep unlike numbers of buffers of a size, they have no more copies of that
+/// size than are in use at once.
+#[test]
+fn uneven_stages_have_as_many_copies_as_are_in_use() {
+    let schedule = ScheduleKind::Interleaved { virtual_stages: 3 };
+    let mut shared_unevenly = 0;
+    for layers in [[4, 1, 1, 2, 1, 1], [2, 1, 3, 1, 1, 2], [2, 1, 1, 1, 3, 3]] {
+        let setup = Setup {
+            schedule,
+            n_microbatches: 8,
+            ..Setup::new(Recipe::Data, 2, &layers)
+        };
+        let program = lowered(false, &setup);
+        for role in &program.roles {
+            // By size of those in rows: by buffer and microbatch, first and last slot.
+            type Lives = BTreeMap<(usize, u32), (usize, usize)>;
+            let mut lives: BTreeMap<u64, Lives> = BTreeMap::new();
+            for (at, slot) in role.trace.iter().enumerate() {
+                let Some(m) = slot.microbatch else { continue };
+                let all = role.template(slot.template).instructions.iter();
+                for b in all.flat_map(|i| i.reads().into_iter().chain(i.writes())) {
+                    let buffer = role.buffer(b);
+                    if buffer.turns.is_some() {
+                        let of_size = lives.entry(buffer.stride()).or_default();
+                        of_size.entry((b.index(), m)).or_insert((at, at)).1 = at;
+                    }
+                }
+            }
+            for (stride, lives) in lives {
+                let in_use = |at: usize| lives.values().filter(|l| l.0 <= at && at <= l.1).count();
+                let most = (0..role.trace.len()).map(in_use).max().unwrap_or(0);
+                let rows = role
+                    .rows()
+                    .filter(|b| b.stride() == stride && b.turns.is_some());
+                let copies: u32 = rows.map(|b| b.slots()).sum();
+                assert_eq!(copies as usize, most, "{layers:?}: {stride} bytes");
+                let of_size = role.buffers.iter().filter(|b| b.stride() == stride);
+                let mut members: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+                for b in of_size {
+                    if let Some(turns) = &b.turns {
+                        members.entry(turns.row).or_default().push(b.slots());
+                    }
+                }
+                shared_unevenly += usize::from(members.values().any(|m| m.len() > 2));
+            }
+        }
+    }
+    assert!(
+        shared_unevenly > 0,
+        "some rows have several buffers of a stage"
+    );
+}
+
 /// A plan with one virtual stage a mesh has no interleaving, and says so.
 #[test]
 fn microbatches_that_do_not_fill_the_rounds_are_refused() {

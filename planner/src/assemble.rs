@@ -121,11 +121,14 @@ pub(crate) fn record_paths(
     let meshes: Vec<LogicalMesh> = plan.stages.iter().map(|s| s.mesh.clone()).collect();
     let seen = meshes.iter().map(|mesh| cluster.seen_by(mesh.devices));
     let seen: Vec<Cow<'_, Cluster>> = seen.collect();
+    // Stages on one mesh share what its layout changes cost.
+    let first_on = |mesh| meshes.iter().position(|other| other == mesh);
+    let owner: Vec<usize> = meshes.iter().filter_map(first_on).collect();
     let prices = meshes.iter().zip(&seen);
     let prices = prices.map(|(mesh, seen)| Prices::new(seen, mesh, buckets));
     let mut prices: Vec<Prices<'_>> = prices.collect();
     for edge in layouts.edges(plan, training)? {
-        let best = prices[edge.stage.index()].best_path(
+        let best = prices[owner[edge.stage.index()]].best_path(
             &edge.from,
             &edge.to,
             &edge.lens,

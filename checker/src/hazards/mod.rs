@@ -11,7 +11,7 @@
 
 mod slots;
 
-use crate::memory::overlapping;
+use crate::memory::{has_own_copies, overlapping};
 use crate::report::{Report, instr_place};
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Template};
@@ -93,7 +93,8 @@ struct Last {
     reads: SmallVec<[Option<usize>; 6]>,
 }
 
-/// Finds, among the buffers that a template touches, those that share bytes with each of them.
+/// Finds, among the buffers that a template touches, those that share bytes with each of them. Two
+/// of a row of copies do not where each has its own for every microbatch.
 pub(crate) fn neighbours(
     role: &RoleProgram,
     template: &Template,
@@ -106,7 +107,11 @@ pub(crate) fn neighbours(
     touched.sort_unstable();
     touched.dedup();
     let mut map: BTreeMap<BufferId, Vec<BufferId>> = touched.iter().map(|&b| (b, vec![])).collect();
+    let is_pass = template.kind.pass().is_some();
     for (a, b) in overlapping(role, touched.into_iter()) {
+        if is_pass && has_own_copies(role.buffer(a), role.buffer(b)) {
+            continue;
+        }
         map.entry(a).or_default().push(b);
         map.entry(b).or_default().push(a);
     }

@@ -261,8 +261,9 @@ impl Search<'_> {
         let found = solved.iter().flat_map(|s| &s.found);
         let plain: Vec<f64> = found.map(|c| c.cost.total_s).collect();
         let found = solved.iter().flat_map(|s| &s.interleaved);
-        let interleaved = found.map(|(_, c)| c.cost.total_s).collect();
-        let least = plain.iter().copied().fold(self.to_beat, f64::min);
+        let interleaved: Vec<f64> = found.map(|(_, c)| c.cost.total_s).collect();
+        let found = plain.iter().chain(&interleaved).copied();
+        let least = found.fold(self.to_beat, f64::min);
         ToBeat {
             plain: match self.cluster.pool.is_some() {
                 true => f64::INFINITY,

@@ -316,12 +316,20 @@ impl Search<'_> {
         simulated: &mut Simulated,
     ) -> Result<(), PlanError> {
         let asked = known.reserve;
+        let mut pipelines = pipelines;
+        // What is assumed to hide is cheaper by the objective than it is; it stays last.
+        pipelines.sort_by(|a, b| {
+            let hides = a.assumed.hides.cmp(&b.assumed.hides);
+            hides.then(a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s))
+        });
         // With the bytes that each of them leaves for placing its buffers, and how often it was made.
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
-        while !waiting.is_empty() {
-            let has_one = !simulated.ranked.is_empty();
-            if has_one && self.ends() {
+        loop {
+            let fastest = simulated.ranked.iter().map(|r| r.step_s);
+            let fastest = fastest.fold(f64::INFINITY, f64::min);
+            waiting.retain(|(p, ..)| self.may_win(p, fastest));
+            if waiting.is_empty() || (fastest.is_finite() && self.ends()) {
                 break;
             }
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
@@ -368,6 +376,14 @@ impl Search<'_> {
         let ranked = &mut simulated.ranked;
         ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         Ok(())
+    }
+
+    /// Whether a pipeline may be faster than one that was simulated: the objective and the simulation
+    /// differ by less than what [`Search::near`] says, where devices share no processors and nothing
+    /// was assumed to hide.
+    fn may_win(&self, p: &Pipeline, simulated_s: f64) -> bool {
+        let is_told = self.cluster.pool.is_none() && !p.assumed.hides;
+        !is_told || p.choice.cost.total_s <= self.near() * simulated_s
     }
 
     /// The pipelines over the submesh of one, with as many stages, that are of one shape each and
@@ -538,10 +554,16 @@ impl Search<'_> {
         plan: &Plan,
         forward: &Graph,
     ) -> Result<Option<Box<TrainingGraph>>, PlanError> {
-        if self.variants.len() == 1 {
+        let keeps_all = self.variants[0].keeps_all;
+        let recomputes = plan.layer_strategies.iter();
+        let mut recomputes = recomputes.map(|s| !s.recompute.is_empty());
+        if self.variants.len() == 1 || keeps_all && !recomputes.any(|r| r) {
             return Ok(None);
         }
-        let training = plan.training_graph(forward);
+        let training = match keeps_all {
+            true => plan.recomputing(self.training()),
+            false => plan.training_graph(forward),
+        };
         let training = training.map_err(|e| PlanError::Lower(e.to_string()))?;
         Ok(Some(Box::new(training)))
     }

@@ -18,6 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A training graph and what is asked of it again and again.
 pub(super) struct Variant {
     pub(super) training: TrainingGraph,
+    /// Whether it recomputes nothing at all.
+    pub(super) keeps_all: bool,
     /// Its layers, by kinds that all variants have in common.
     pub(super) layers: Layers,
     /// Per kind, whether it recomputes other ops than the first variant.
@@ -62,10 +64,12 @@ pub(super) fn variants(kept: TrainingGraph, pins: &Pins) -> Result<Vec<Variant>,
     }
     let layers: Vec<Layers> = trainings.iter().map(|t| layers_of(t, pins)).collect();
     let (kind, first) = common(&layers);
-    let variants = trainings.into_iter().zip(layers).zip(&ops);
-    let variants = variants.map(|((training, layers), own)| {
+    let chosen = all.iter().zip(&ops);
+    let variants = trainings.into_iter().zip(layers).zip(chosen);
+    let variants = variants.map(|((training, layers), (chosen, own))| {
         let differs = first.iter().map(|l| own[l.index()] != ops[0][l.index()]);
         Variant {
+            keeps_all: chosen.is_empty(),
             differs: differs.collect(),
             saved: saved_values(&training),
             buckets: Buckets::new(&training),
