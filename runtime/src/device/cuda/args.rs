@@ -141,6 +141,12 @@ impl Call {
         let blocks = (elements as u64).div_ceil(THREADS.into()).min(MOST_BLOCKS);
         Self::blocks(source, kernel, blocks as usize, THREADS)
     }
+    /// The same call with a thread for each of so many elements.
+    pub fn over(mut self, elements: usize) -> Self {
+        let blocks = (elements as u64).div_ceil(THREADS.into()).min(MOST_BLOCKS);
+        (self.grid, self.threads) = ([blocks as u32, 1, 1], THREADS);
+        self
+    }
     /// A call with so many blocks of so many threads. Without blocks nothing is launched.
     pub fn blocks(source: Source, kernel: &'static str, blocks: usize, threads: u32) -> Self {
         Call {
@@ -181,14 +187,23 @@ impl Call {
     /// Takes elements by eights where everything is aligned for it: those of a row of `width`, or of
     /// all rows. The first number is that of elements, or of rows.
     pub fn by_eights(mut self, width: usize, elements: usize) -> Self {
-        let mut spans = self.args.x.iter().chain(&self.args.y);
-        if spans.all(|s| s.at.is_multiple_of(16)) && width.is_multiple_of(8) {
-            self.args.n[NUMBERS - 1] = 1;
+        if self.can_take_eights(width) {
+            self = self.with_eights();
             let blocks = (elements as u64 / 8)
                 .div_ceil(THREADS.into())
                 .min(MOST_BLOCKS);
             self.grid[0] = self.grid[0].min(u32::try_from(blocks).unwrap_or(u32::MAX).max(1));
         }
+        self
+    }
+    /// Whether everything is aligned for elements by eights, those of a row of `width`.
+    pub fn can_take_eights(&self, width: usize) -> bool {
+        let mut spans = self.args.x.iter().chain(&self.args.y);
+        spans.all(|s| s.at.is_multiple_of(16)) && width.is_multiple_of(8)
+    }
+    /// Takes elements by eights; whoever calls this has asked whether it can.
+    pub fn with_eights(mut self) -> Self {
+        self.args.n[NUMBERS - 1] = 1;
         self
     }
     pub fn is_empty(&self) -> bool {

@@ -87,21 +87,52 @@ fn places(case: &Case) -> (Vec<Place>, Vec<Place>, usize) {
     (xs, ys, start)
 }
 
-/// Writes the operands of a case to a device, and puts its op on the stream.
+/// The bytes of a case's operands.
+fn contents(Case(op, inputs, _): &Case) -> Vec<Vec<u8>> {
+    let of = |(i, local): (usize, &Local)| match op {
+        OpKind::EmbeddingGrad { vocab } if local.dtype == DType::I32 && *vocab > MANY_ROWS => {
+            bytemuck::cast_slice(&ids_of_text(local.elements(), *vocab)).to_vec()
+        }
+        _ => content(local, i + 1),
+    };
+    inputs.iter().enumerate().map(of).collect()
+}
+
+/// Tables of so many rows have the gradients of a text's ids.
+const MANY_ROWS: u64 = 1000;
+
+/// Ids of which, as in a text, the one of rank k comes about once in k * ln(vocab) times.
+fn ids_of_text(n: usize, vocab: u64) -> Vec<i32> {
+    let mut random = 1u64;
+    let mut next = || {
+        random = random
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (random >> 40) as f64 / (1u64 << 24) as f64
+    };
+    let id = |u: f64| ((vocab as f64 + 1.0).powf(u) - 1.0) as i32;
+    (0..n).map(|_| id(next())).collect()
+}
+
+/// Writes a case's operands to a device.
+fn write<D: Device>(device: &mut D, xs: &[Place], bytes: &[Vec<u8>]) -> Result<(), RuntimeError> {
+    for (&at, bytes) in xs.iter().zip(bytes) {
+        device.update(STREAM, at, &mut |to: &mut [u8]| {
+            to.copy_from_slice(bytes);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Puts the op of a case on the stream.
 fn play<D: Device>(
     device: &mut D,
     case: &Case,
     (xs, ys): (&[Place], &[Place]),
-    (context, writes): (&Context, bool),
+    context: &Context,
 ) -> Result<(), RuntimeError> {
     let Case(op, inputs, outputs) = case;
-    for (i, (&at, local)) in xs.iter().zip(inputs).enumerate().filter(|_| writes) {
-        let bytes = content(local, i + 1);
-        device.update(STREAM, at, &mut |to: &mut [u8]| {
-            to.copy_from_slice(&bytes);
-            Ok(())
-        })?;
-    }
     let tensor = |(&at, local)| Tensor { local, at };
     let ins: Vec<Tensor<'_>> = xs.iter().zip(inputs).map(tensor).collect();
     let outs: Vec<Tensor<'_>> = ys.iter().zip(outputs).map(tensor).collect();
@@ -121,8 +152,19 @@ pub(super) fn results<D: Device>(
     case: &Case,
     context: &Context,
 ) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    results_of(device, case, &contents(case), context)
+}
+
+/// The same for operands of these bytes.
+pub(super) fn results_of<D: Device>(
+    device: &mut D,
+    case: &Case,
+    bytes: &[Vec<u8>],
+    context: &Context,
+) -> Result<Vec<Vec<f32>>, RuntimeError> {
     let (xs, ys, _) = places(case);
-    play(device, case, (&xs, &ys), (context, true))?;
+    write(device, &xs, bytes)?;
+    play(device, case, (&xs, &ys), context)?;
     let read = |(&at, local): (&Place, &Local)| Ok(numbers(local, &device.read(STREAM, at)?));
     ys.iter().zip(&case.2).map(read).collect()
 }
@@ -215,6 +257,21 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
     add(OpKind::Unstack { dim }, &[s(&[4, 3, 5])], &parts);
     add(OpKind::Stack { dim }, &parts, &[s(&[4, 3, 5])]);
     add(OpKind::Layout, &[p(&padded)], &[p(&padded)]);
+    // By words of 16, 8 and 4 bytes, as lengths and beginnings allow.
+    for width in [16, 12, 8, 4, 2] {
+        let parts = [s(&[40, width]), s(&[40, width]), s(&[40, width])];
+        add(OpKind::Unstack { dim }, &[s(&[40, 3, width])], &parts);
+        add(OpKind::Stack { dim }, &parts, &[s(&[40, 3, width])]);
+        let (start, len) = (width, 2 * width);
+        let (long, short) = (s(&[5, 4 * width]), s(&[5, len]));
+        add(
+            OpKind::Slice { dim, start, len },
+            &[long.clone()],
+            &[short.clone()],
+        );
+        let len = 4 * width;
+        add(OpKind::Pad { dim, start, len }, &[short], &[long]);
+    }
     for (kind, dims) in [
         (ReduceKind::Sum, vec![0, 1]),
         (ReduceKind::Sum, vec![2]),
@@ -309,6 +366,29 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
         &[&x, &x, &r].map(Local::clone),
         &[w],
     );
+    // Rows in registers: of a warp, and of a block of two.
+    for (rows, width) in [(9, 72), (3, 1096)] {
+        let (x, w, r) = (s(&[rows, width]), s(&[width]), f(&[rows]));
+        let (y, both) = ([&x, &r].map(Local::clone), [&x, &r, &r].map(Local::clone));
+        let layer = [&x, &w, &w].map(Local::clone);
+        add(OpKind::LayerNorm { eps }, &layer, &both);
+        add(OpKind::RmsNorm { eps }, &layer[..2], &y);
+        let grad = [&x, &x, &w, &r, &r].map(Local::clone);
+        add(OpKind::LayerNormGradInput, &grad, &[x.clone()]);
+        add(OpKind::RmsNormGradInput, &grad[..4], &[x]);
+    }
+    // Sums over rows in several parts, and several blocks of columns.
+    let (x, w, r) = (s(&[300, 264]), s(&[264]), f(&[300]));
+    let grad = [&x, &x, &r, &r].map(Local::clone);
+    add(OpKind::LayerNormGradWeight, &grad, &[w.clone(), w.clone()]);
+    add(OpKind::RmsNormGradWeight, &grad[..3], &[w.clone()]);
+    let (kind, dims) = (ReduceKind::Sum, vec![0]);
+    add(OpKind::Reduce { kind, dims }, &[x.clone()], &[w]);
+    let dims = vec![0, 1];
+    add(OpKind::Reduce { kind, dims }, &[x.clone()], &[s(&[])]);
+    add(OpKind::ScaleRows, &[x.clone(), r], &[x]);
+    let (table, ids) = (s(&[11, 16]), i(&[2, 30]));
+    add(OpKind::Embedding, &[table, ids], &[s(&[2, 30, 16])]);
     let table = p(&[(3, 5, 6), (0, 7, 7)]);
     add(
         OpKind::Embedding,
@@ -350,6 +430,18 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
             inverse,
             part,
             order,
+        };
+        add(rotary, &[x.clone()], &[x]);
+    }
+    // By eights, with heads that no group of four holds, and elements that stay.
+    for (inverse, part) in [(false, None), (true, Some(32))] {
+        let x = p(&[(0, 2, 2), (8, 8, 8), (0, 5, 5), (0, 48, 48)]);
+        let rotary = OpKind::Rotary {
+            theta: 10000.0,
+            scaling: RopeScaling::None,
+            inverse,
+            part,
+            order: natural,
         };
         add(rotary, &[x.clone()], &[x]);
     }
@@ -667,7 +759,12 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     let (table, ids) = (b(&[vocabulary, width]), whole(I32, &[samples, tokens]));
     plain("embedding", OpKind::Embedding, &[&table, &ids], &[&x]);
     let grad = OpKind::EmbeddingGrad { vocab: vocabulary };
-    plain("embedding's gradient", grad, &[&ids, &x], &[&table]);
+    plain(
+        "embedding's gradient, ids as in text",
+        grad,
+        &[&ids, &x],
+        &[&table],
+    );
     let logits = b(&[samples, tokens, vocabulary]);
     plain("log-sum-exp", OpKind::LogSumExp, &[&logits], &[&row]);
     let xs = [&logits, &row, &ids, &row];
@@ -688,6 +785,37 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     plain("AdamW", adam, &[&p, &p, &p, &p, &f(&[])], &[&p, &p, &p]);
     let cast = OpKind::Cast { dtype: Bf16 };
     plain("cast", cast, &[&p], &[&b(&[vocabulary * width])]);
+    // What is moved between a projection to queries, keys and values, and attention.
+    let (q, dim) = (b(&[samples, tokens, heads, dim]), 2);
+    let qkv = b(&[samples, tokens, 3, heads, 64]);
+    plain("unstack", OpKind::Unstack { dim }, &[&qkv], &[&q, &q, &q]);
+    plain("stack", OpKind::Stack { dim }, &[&q, &q, &q], &[&qkv]);
+    for (name, inverse) in [("rotary", false), ("rotary's gradient", true)] {
+        let rotary = OpKind::Rotary {
+            theta: 500_000.0,
+            scaling: RopeScaling::None,
+            inverse,
+            part: None,
+            order: SequenceOrder::Natural,
+        };
+        plain(name, rotary, &[&q], &[&q]);
+    }
+    plain("rms norm", OpKind::RmsNorm { eps }, &[&x, &w], &[&x, &row]);
+    let xs = [&x, &x, &w, &row];
+    plain("rms norm's gradient", OpKind::RmsNormGradInput, &xs, &[&x]);
+    let xs = [&x, &x, &row];
+    plain(
+        "rms norm's weight's gradient",
+        OpKind::RmsNormGradWeight,
+        &xs,
+        &[&w],
+    );
+    let gate = OpKind::Unary { f: Unary::Silu };
+    plain("silu", gate, &[&hidden], &[&hidden]);
+    let gate = OpKind::Binary {
+        f: Binary::SiluGrad,
+    };
+    plain("silu's gradient", gate, &[&hidden, &hidden], &[&hidden]);
     all
 }
 
@@ -737,11 +865,12 @@ fn repeat(
     repetitions: usize,
 ) -> Result<Vec<f64>, RuntimeError> {
     let context = context();
-    play(gpu, case, at, (&context, true))?;
+    write(gpu, at.0, &contents(case))?;
+    play(gpu, case, at, &context)?;
     let mut ticks = Vec::new();
     for _ in 0..repetitions {
         let began = gpu.tick(STREAM)?;
-        play(gpu, case, at, (&context, false))?;
+        play(gpu, case, at, &context)?;
         ticks.push((began, gpu.tick(STREAM)?));
     }
     gpu.finish()?;

@@ -201,11 +201,16 @@ mod tests {
                         x: [name; 8],
                         y: [name; 4],
                     };
-                    if source.name == MOVEMENT.name {
-                        types.x[0] = if name == "f32" { "u32" } else { "u16" };
+                    let words: &[&str] = match source.name == MOVEMENT.name {
+                        true if name == "f32" => &["u32", "u64", "Quad"],
+                        true => &["u16"],
+                        false => &[name],
+                    };
+                    for word in words {
+                        types.x[0] = word;
+                        compile(source, &types, architecture)
+                            .unwrap_or_else(|e| panic!("for {architecture}, {name}: {e}"));
                     }
-                    compile(source, &types, architecture)
-                        .unwrap_or_else(|e| panic!("for {architecture}, {name}: {e}"));
                 }
             }
         }

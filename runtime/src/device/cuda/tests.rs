@@ -1,8 +1,9 @@
 //! The device suite, and every kernel against the CPU's.
 
-use super::cases::{SMALL, cases, context, multipliers, results};
+use super::cases::{Case, SMALL, cases, context, multipliers, results, results_of};
 use super::*;
 use crate::device::Cpu;
+use crate::execute::{Local, narrow};
 use emulator::harness::is_emulated;
 use ir::DType;
 
@@ -53,4 +54,123 @@ fn kernels_give_what_the_cpu_s_give() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// A case with operands of these numbers on both devices: f32 as they are, ids in `I32`.
+fn agree(case: &Case, numbers: &[Vec<f32>], bytes: usize) {
+    let operands = case.1.iter().zip(numbers);
+    let contents: Vec<Vec<u8>> = operands
+        .map(|(local, numbers)| {
+            let mut bytes = vec![0; local.bytes()];
+            match local.dtype {
+                DType::I32 => {
+                    let ids: Vec<i32> = numbers.iter().map(|n| *n as i32).collect();
+                    bytes.copy_from_slice(bytemuck::cast_slice(&ids));
+                }
+                dtype => narrow(dtype, numbers, &mut bytes),
+            }
+            bytes
+        })
+        .collect();
+    let context = context();
+    let expected = results_of(&mut Cpu::new(bytes, 0, 1), case, &contents, &context);
+    let mut gpu = Cuda::new(0, bytes, 0).expect("the emulated GPU opens");
+    let got = results_of(&mut gpu, case, &contents, &context).expect("the op runs");
+    let again = results_of(&mut gpu, case, &contents, &context).expect("it runs again");
+    let bits = |results: &[Vec<f32>]| -> Vec<u32> {
+        let all = results.iter().flatten();
+        all.map(|x| x.to_bits()).collect()
+    };
+    assert_eq!(bits(&got), bits(&again), "{:?}: other bits", case.0);
+    for (got, expected) in got.iter().zip(expected.expect("CPU ranks have it")) {
+        for (i, (a, b)) in got.iter().zip(expected).enumerate() {
+            let same =
+                *a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+            assert!(same, "{:?}: element {i} is {a}, not {b}", case.0);
+        }
+    }
+}
+
+/// Ids that are all equal, all distinct, as in a text, and outside the range, over several tiles of
+/// the sort, digits and levels of partial sums; widths by eights and others.
+#[test]
+fn gradients_of_tables_add_up_whatever_the_ids() {
+    if !is_emulated("device::cuda::tests::gradients_of_tables_add_up_whatever_the_ids") {
+        return;
+    }
+    let spread = |i: usize| i.wrapping_mul(2654435761) % 4294967296;
+    type Id = fn(usize, usize) -> i64;
+    let distributions: [Id; 5] = [
+        |_, _| 700,
+        |i, _| i as i64,
+        |i, spread| if i % 3 == 0 { 5 } else { (spread % 700) as i64 },
+        |i, spread| [-1, 1 << 30, 3, (spread % 1500) as i64 - 200][i % 4],
+        // Runs that end where pieces do.
+        |i, _| i as i64 / 64,
+    ];
+    for (n, width, rows) in [(2500, 8, 1200), (1025, 3, 600), (70, 16, 900), (1, 8, 3)] {
+        for id in distributions {
+            let ids: Vec<f32> = (0..n).map(|i| id(i, spread(i)) as f32).collect();
+            let dy: Vec<f32> = (0..n * width)
+                .map(|i| (spread(i) % 101) as f32 / 50.0 - 1.0)
+                .collect();
+            let mut table = Local::whole(DType::F32, &[2 * rows, width as u64]);
+            (table.ranges[0].start, table.ranges[0].padded) = (2, rows);
+            table.ranges[0].valid = rows - 1;
+            let case = Case(
+                OpKind::EmbeddingGrad { vocab: 2 * rows },
+                vec![
+                    Local::whole(DType::I32, &[n as u64]),
+                    Local::whole(DType::F32, &[n as u64, width as u64]),
+                ],
+                vec![table],
+            );
+            agree(&case, &[ids, dy], SMALL);
+        }
+    }
+}
+
+/// Infinities and NaN among logits, with columns by eights and others, and padding.
+#[test]
+fn losses_keep_what_is_no_number() {
+    if !is_emulated("device::cuda::tests::losses_keep_what_is_no_number") {
+        return;
+    }
+    let infinite = f32::INFINITY;
+    let special = [1.0, -infinite, infinite, f32::NAN, 300.0, -300.0];
+    for (valid, padded) in [(21, 24), (23, 23)] {
+        let rows = special.len() + 1;
+        let mut logits = Local::whole(DType::F32, &[rows as u64, 2 * padded]);
+        (logits.ranges[1].padded, logits.ranges[1].valid) = (padded, valid);
+        let number = |i: usize| {
+            let (row, c) = (i / padded as usize, i % padded as usize);
+            match special.get(row) {
+                _ if c >= valid as usize => 0.0,
+                // A row of nothing else.
+                None => -infinite,
+                Some(x) if c == 7 => *x,
+                Some(_) => (i * 37 % 101) as f32 / 50.0 - 1.0,
+            }
+        };
+        let numbers: Vec<f32> = (0..rows * padded as usize).map(number).collect();
+        let n = Local::whole(DType::F32, &[rows as u64]);
+        let case = Case(OpKind::LogSumExp, vec![logits], vec![n]);
+        agree(&case, &[numbers], SMALL);
+    }
+}
+
+/// So many elements that threads have several under way, in an order that no words follow.
+#[test]
+fn many_elements_are_moved() {
+    if !is_emulated("device::cuda::tests::many_elements_are_moved") {
+        return;
+    }
+    let (rows, columns) = (1031u64, 1021u64);
+    let numbers: Vec<f32> = (0..rows * columns).map(|i| (i % 8191) as f32).collect();
+    let case = Case(
+        OpKind::Transpose { perm: vec![1, 0] },
+        vec![Local::whole(DType::F32, &[rows, columns])],
+        vec![Local::whole(DType::F32, &[columns, rows])],
+    );
+    agree(&case, &[numbers], 16 << 20);
 }

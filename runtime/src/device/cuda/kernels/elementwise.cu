@@ -2,42 +2,57 @@
 
 // x * P(X <= x) for a standard normal X, by erfc, which keeps the lower tail.
 DEVICE float normal_cdf(float x) { return 0.5f * erfcf(-x * 0.70710678f); }
-DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float logistic(float x) { return reciprocal(1.0f + expf(-x)); }
 // u and du/dx with GELU(x) ~ x * logistic(u).
 DEVICE float gelu_argument(float x) { return 1.59576912f * x * (1.0f + 0.044715f * x * x); }
 DEVICE float gelu_slope(float x) { return 1.59576912f * (1.0f + 0.134145f * x * x); }
 
-DEVICE float function_of_one(i64 f, float x, float by) {
+// Of so many elements at once: which function it is, is asked once for all of them.
+#define ALL(value)                                                                               \
+    for (int k = 0; k < N; k++) {                                                                \
+        const float x = v[k];                                                                    \
+        v[k] = value;                                                                            \
+    }                                                                                            \
+    break
+
+template <int N> DEVICE void function_of_one(int f, float *v, float by) {
     switch (f) {
-    case 0: return -x;
-    case 1: return by * x;
-    case 2: return x * normal_cdf(x);
-    case 3: return x * logistic(gelu_argument(x));
-    case 4: return x * logistic(x);
-    case 5: return x < 0.0f ? 0.0f : x;
-    case 6: return expf(x);
-    case 7: return tanhf(x);
-    case 8: return x * x;
-    case 9: return logistic(x);
-    default: return x;
+    case 0: ALL(-x);
+    case 1: ALL(by * x);
+    case 2: ALL(x * normal_cdf(x));
+    case 3: ALL(x * logistic(gelu_argument(x)));
+    case 4: ALL(x * logistic(x));
+    case 5: ALL(x < 0.0f ? 0.0f : x);
+    case 6: ALL(expf(x));
+    case 7: ALL(tanhf(x));
+    case 8: ALL(x * x);
+    case 9: ALL(logistic(x));
+    default: break;
     }
 }
 
-DEVICE float function_of_two(i64 f, float a, float b) {
+// Slopes times a gradient.
+DEVICE float gelu_tanh_grad(float x, float g) {
+    const float s = logistic(gelu_argument(x));
+    return g * (s + x * gelu_slope(x) * s * (1.0f - s));
+}
+DEVICE float silu_grad(float x, float g) {
+    const float s = logistic(x);
+    return g * (s + x * s * (1.0f - s));
+}
+DEVICE float gelu_erf_grad(float x, float g) {
+    return g * (normal_cdf(x) + x * 0.39894228f * expf(-0.5f * x * x));
+}
+
+template <int N> DEVICE void function_of_two(int f, float *v, const float *w) {
     switch (f) {
-    case 0: return a + b;
-    case 1: return a - b;
-    case 2: return a * b;
-    case 3: return b * (normal_cdf(a) + a * 0.39894228f * expf(-0.5f * a * a));
-    case 4: {
-        float s = logistic(gelu_argument(a));
-        return b * (s + a * gelu_slope(a) * s * (1.0f - s));
-    }
-    case 5: {
-        float s = logistic(a);
-        return b * (s + a * s * (1.0f - s));
-    }
-    default: return a <= 0.0f ? 0.0f : b;
+    case 0: ALL(x + w[k]);
+    case 1: ALL(x - w[k]);
+    case 2: ALL(x * w[k]);
+    case 3: ALL(gelu_erf_grad(x, w[k]));
+    case 4: ALL(gelu_tanh_grad(x, w[k]));
+    case 5: ALL(silu_grad(x, w[k]));
+    default: ALL(x <= 0.0f ? 0.0f : w[k]);
     }
 }
 
@@ -45,16 +60,26 @@ DEVICE float function_of_two(i64 f, float a, float b) {
 KERNEL(unary) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
+    const int f = (int)a.n[1];
+    const float by = (float)a.f[0];
+    float v[8];
     if (WIDE) {
-        FOR_EACH(i, a.n[0] / 8) {
-            float v[8];
-            load8(x, 8 * i, v);
-            for (int k = 0; k < 8; k++) v[k] = function_of_one(a.n[1], v[k], (float)a.f[0]);
-            store8(y, 8 * i, v);
+        FOR_PAIRS(first, a.n[0] / 8) {
+            Eight<T0> from[AT_ONCE];
+            FOR_BOTH(k, i, first, a.n[0] / 8) from[k] = take8(x, 8 * i);
+            FOR_BOTH(k, i, first, a.n[0] / 8) {
+                widen8(from[k], v);
+                function_of_one<8>(f, v, by);
+                store8(y, 8 * i, v);
+            }
         }
         return;
     }
-    FOR_EACH(i, a.n[0]) y.set(i, function_of_one(a.n[1], x[i], (float)a.f[0]));
+    FOR_EACH(i, a.n[0]) {
+        v[0] = x[i];
+        function_of_one<1>(f, v, by);
+        y.set(i, v[0]);
+    }
 }
 
 // y = f(a, b), where b repeats over leading dims: n = elements, function, elements of b.
@@ -62,19 +87,36 @@ KERNEL(binary) {
     In<T0> x(a.x[0]);
     In<T1> b(a.x[1]);
     Out<O0> y(a.y[0]);
+    const int f = (int)a.n[1];
+    const bool repeats = a.n[2] != a.n[0];
+    float v[8], w[8];
     if (WIDE) {
-        FOR_EACH(i, a.n[0] / 8) {
-            float v[8], w[8];
-            i64 at;
-            divide(8 * i, a.n[2], at);
-            load8(x, 8 * i, v);
-            load8(b, at, w);
-            for (int k = 0; k < 8; k++) v[k] = function_of_two(a.n[1], v[k], w[k]);
-            store8(y, 8 * i, v);
+        FOR_PAIRS(first, a.n[0] / 8) {
+            Eight<T0> left[AT_ONCE];
+            Eight<T1> right[AT_ONCE];
+            FOR_BOTH(k, i, first, a.n[0] / 8) {
+                i64 at = 8 * i;
+                if (repeats) divide(8 * i, a.n[2], at);
+                left[k] = take8(x, 8 * i);
+                right[k] = take8(b, at);
+            }
+            FOR_BOTH(k, i, first, a.n[0] / 8) {
+                widen8(left[k], v);
+                widen8(right[k], w);
+                function_of_two<8>(f, v, w);
+                store8(y, 8 * i, v);
+            }
         }
         return;
     }
-    FOR_EACH(i, a.n[0]) y.set(i, function_of_two(a.n[1], x[i], b[i % a.n[2]]));
+    FOR_EACH(i, a.n[0]) {
+        i64 at = i;
+        if (repeats) divide(i, a.n[2], at);
+        v[0] = x[i];
+        w[0] = b[at];
+        function_of_two<1>(f, v, w);
+        y.set(i, v[0]);
+    }
 }
 
 // y = x * scale of the row: n = elements, width.
@@ -82,7 +124,18 @@ KERNEL(scale_rows) {
     In<T0> x(a.x[0]);
     In<T1> scale(a.x[1]);
     Out<O0> y(a.y[0]);
-    FOR_EACH(i, a.n[0]) y.set(i, x[i] * scale[i / a.n[1]]);
+    i64 c;
+    if (WIDE) {
+        FOR_EACH(i, a.n[0] / 8) {
+            float v[8];
+            const float by = scale[divide(8 * i, a.n[1], c)];
+            load8(x, 8 * i, v);
+            for (int k = 0; k < 8; k++) v[k] *= by;
+            store8(y, 8 * i, v);
+        }
+        return;
+    }
+    FOR_EACH(i, a.n[0]) y.set(i, x[i] * scale[divide(i, a.n[1], c)]);
 }
 
 // y += x: n = elements.
@@ -91,12 +144,20 @@ KERNEL(accumulate) {
     Out<O0> y(a.y[0]);
     if (WIDE) {
         In<O0> before(a.y[0]);
-        FOR_EACH(i, a.n[0] / 8) {
+        FOR_PAIRS(first, a.n[0] / 8) {
+            Eight<O0> old[AT_ONCE];
+            Eight<T0> more[AT_ONCE];
             float v[8], w[8];
-            load8(before, 8 * i, v);
-            load8(x, 8 * i, w);
-            for (int k = 0; k < 8; k++) v[k] += w[k];
-            store8(y, 8 * i, v);
+            FOR_BOTH(k, i, first, a.n[0] / 8) {
+                old[k] = take8(before, 8 * i);
+                more[k] = take8(x, 8 * i);
+            }
+            FOR_BOTH(k, i, first, a.n[0] / 8) {
+                widen8(old[k], v);
+                widen8(more[k], w);
+                for (int j = 0; j < 8; j++) v[j] += w[j];
+                store8(y, 8 * i, v);
+            }
         }
         return;
     }
@@ -106,7 +167,13 @@ KERNEL(accumulate) {
 // y = a number: n = elements; f = the number.
 KERNEL(fill) {
     Out<O0> y(a.y[0]);
-    FOR_EACH(i, a.n[0]) y.set(i, (float)a.f[0]);
+    const float v = (float)a.f[0];
+    if (WIDE) {
+        const float all[8] = {v, v, v, v, v, v, v, v};
+        FOR_EACH(i, a.n[0] / 8) store8(y, 8 * i, all);
+        return;
+    }
+    FOR_EACH(i, a.n[0]) y.set(i, v);
 }
 
 // Zero with a probability, else scaled: n = elements, rank, then four words of the key, chunk and

@@ -1,37 +1,58 @@
 // Cross entropy over a vocabulary that may be sharded. n = rows, width, valid columns, first
 // column.
 
-// A block per row.
+// The largest number so far, and the sum of exponentials of the differences to it.
+struct Exponentials {
+    float most, sum;
+    // e^(v - most), and 0 while there is nothing but -infinity.
+    __device__ __forceinline__ float of(float v) const {
+        return power_of_two((v - (most == -INFINITE ? 0.0f : most)) * LOG2_E);
+    }
+    // Goes over to a larger one.
+    __device__ __forceinline__ void raise(float to) {
+        if (to == most) return;
+        const float before = most;
+        most = to;
+        sum *= of(before);
+    }
+};
+
+// A block per row, which is read once: where a thread meets a larger number, its sum is scaled.
 KERNEL(log_sum_exp) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
     const i64 width = a.n[1], valid = a.n[2];
     for (i64 row = blockIdx.x; row < a.n[0]; row += gridDim.x) {
-        float most = -INFINITE;
+        Exponentials own = {-INFINITE, 0.0f};
         if (WIDE)
-            for (i64 c = 8 * threadIdx.x; c < valid; c += 8 * blockDim.x) {
-                float v[8];
-                load8(x, row * width + c, v);
-                for (int k = 0; k < 8; k++)
-                    if (c + k < valid) most = larger(v[k], most);
+            for (i64 c0 = 8 * threadIdx.x; c0 < valid; c0 += 16 * blockDim.x) {
+                // Two eights are on their way at a time. Padding counts for nothing.
+                float v[16];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const i64 c = c0 + half * 8 * (i64)blockDim.x;
+                    if (c < valid) load8(x, row * width + c, v + 8 * half);
+                    if (c + 8 > valid)
+                        for (int k = 0; k < 8; k++)
+                            v[8 * half + k] = c + k < valid ? v[8 * half + k] : -INFINITE;
+                }
+                float most = own.most;
+#pragma unroll
+                for (int k = 0; k < 16; k++) most = larger(v[k], most);
+                own.raise(most);
+#pragma unroll
+                for (int k = 0; k < 16; k++) own.sum += own.of(v[k]);
             }
         else
-            for (i64 c = threadIdx.x; c < valid; c += blockDim.x)
-                most = larger(x[row * width + c], most);
-        most = block_max(most);
+            for (i64 c = threadIdx.x; c < valid; c += blockDim.x) {
+                const float v = x[row * width + c];
+                own.raise(larger(v, own.most));
+                own.sum += own.of(v);
+            }
+        const float most = block_max(own.most);
         const bool is_number = most - most == 0.0f;
-        float sum = 0;
-        if (WIDE)
-            for (i64 c = 8 * threadIdx.x; is_number && c < valid; c += 8 * blockDim.x) {
-                float v[8];
-                load8(x, row * width + c, v);
-                for (int k = 0; k < 8; k++)
-                    if (c + k < valid) sum += expf(v[k] - most);
-            }
-        else
-            for (i64 c = threadIdx.x; is_number && c < valid; c += blockDim.x)
-                sum += expf(x[row * width + c] - most);
-        sum = block_sum(sum);
+        if (is_number) own.raise(most);
+        const float sum = block_sum(own.sum);
         // Infinities and NaN stay what they are.
         if (threadIdx.x == 0) y.set(row, is_number ? most + logf(sum) : most);
     }
@@ -49,6 +70,7 @@ KERNEL(cross_entropy) {
     }
 }
 
+// By eights a block per row, else a thread per element.
 KERNEL(cross_entropy_grad) {
     In<T0> x(a.x[0]);
     In<T1> lse(a.x[1]);
@@ -56,18 +78,35 @@ KERNEL(cross_entropy_grad) {
     In<T3> dnll(a.x[3]);
     Out<O0> y(a.y[0]);
     if (WIDE) {
-        FOR_EACH(i, a.n[0] * a.n[1] / 8) {
-            float v[8];
-            i64 c;
-            const i64 row = divide(8 * i, a.n[1], c), label = labels.raw(row);
+        const int width = (int)a.n[1];
+        for (i64 row = blockIdx.x; row < a.n[0]; row += gridDim.x) {
+            const i64 label = labels.raw(row), here = label - a.n[3];
+            // The label's column, and how many columns have a gradient.
+            const int at = label >= 0 && here >= 0 && here < a.n[2] ? (int)here : -1;
+            const int valid = label >= 0 ? (int)a.n[2] : 0;
             const float norm = lse[row], by = dnll[row];
-            load8(x, 8 * i, v);
-            for (int k = 0; k < 8; k++) {
-                const float p = expf(v[k] - norm);
-                const bool is_label = label - a.n[3] == c + k, is_in = label >= 0 && c + k < a.n[2];
-                v[k] = is_in ? (is_label ? p - 1.0f : p) * by : 0.0f;
+            for (int c0 = 8 * threadIdx.x; c0 < width; c0 += 16 * blockDim.x) {
+                Eight<T0> from[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int c = c0 + half * 8 * (int)blockDim.x;
+                    if (c < width) from[half] = take8(x, row * width + c);
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int c = c0 + half * 8 * (int)blockDim.x;
+                    if (c >= width) break;
+                    float v[8];
+                    widen8(from[half], v);
+                    for (int k = 0; k < 8; k++) {
+                        const float p = power_of_two((v[k] - norm) * LOG2_E);
+                        v[k] = (c + k == at ? p - 1.0f : p) * by;
+                    }
+                    if (c + 8 > valid)
+                        for (int k = 0; k < 8; k++) v[k] = c + k < valid ? v[k] : 0.0f;
+                    store8(y, row * width + c, v);
+                }
             }
-            store8(y, 8 * i, v);
         }
         return;
     }

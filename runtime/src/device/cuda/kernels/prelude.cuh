@@ -60,8 +60,12 @@ DEVICE float widen(f16 x) {
 DEVICE void round_to(float v, f32 &to) { to = v; }
 // To the nearest, ties to even; NaN stays NaN.
 DEVICE void round_to(float v, bf16 &to) {
+#if !defined(__EMULATED_CUDA__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+#else
     u32 bits = __float_as_uint(v);
     to.bits = v != v ? (u16)(bits >> 16 | 0x40) : (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
 }
 DEVICE void round_to(float v, f16 &to) {
 #ifdef __EMULATED_CUDA__
@@ -120,25 +124,55 @@ DEVICE u32 to_word(f16 x) { return x.bits; }
 DEVICE u32 to_word(f32 x) { return __float_as_uint(x); }
 DEVICE u32 to_word(i32 x) { return (u32)x; }
 
+// The bits of one or two elements that make a word.
+template <class T> DEVICE u32 word_of(const float *v) {
+    u32 w = 0;
+    for (int k = 0; k < 4 / (int)sizeof(T); k++) {
+        T t;
+        round_to(v[k], t);
+        w |= to_word(t) << (16 * k);
+    }
+    return w;
+}
+#if !defined(__EMULATED_CUDA__) && __CUDA_ARCH__ >= 800
+// Both at once.
+template <> __device__ __forceinline__ u32 word_of<bf16>(const float *v) {
+    u32 w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(v[1]), "f"(v[0]));
+    return w;
+}
+template <> __device__ __forceinline__ u32 word_of<f16>(const float *v) {
+    u32 w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(v[1]), "f"(v[0]));
+    return w;
+}
+#endif
+
+// Eight elements as they are stored, in few registers.
+template <class T> struct Eight {
+    Quad q[sizeof(T) / 2];
+};
+
 // Eight elements from `i` on, a multiple of 8, of an operand or result that begins at a multiple of
 // 16 bytes. Memory is fast where a thread has several elements under way.
-template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) {
+template <class T> DEVICE Eight<T> take8(const In<T> &x, i64 i) {
 #ifdef __EMULATED_CUDA__
     x.at(i + 7);
     if ((u64)&x.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, x.count);
 #endif
+    return *(const Eight<T> *)&x.at(i);
+}
+template <class T> DEVICE void widen8(const Eight<T> &from, float *v) {
     const int in_word = 4 / (int)sizeof(T); // elements
-    const Quad *from = (const Quad *)&x.at(i);
-    for (int j = 0; j < 2 / in_word; j++) {
-        const Quad q = from[j];
-        for (int k = 0; k < 4 * in_word; k++) {
-            T t;
-            from_word(q.w[k / in_word] >> (16 * (k % in_word)), t);
-            v[4 * in_word * j + k] = widen(t);
-        }
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        T t;
+        from_word(from.q[k / in_word / 4].w[k / in_word % 4] >> (16 * (k % in_word)), t);
+        v[k] = widen(t);
     }
 }
+template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) { widen8(take8(x, i), v); }
 template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
 #ifdef __EMULATED_CUDA__
     y.at(i + 7);
@@ -146,19 +180,24 @@ template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, y.count);
 #endif
     const int in_word = 4 / (int)sizeof(T); // elements
-    Quad *to = (Quad *)&y.at(i);
-    for (int j = 0; j < 2 / in_word; j++) {
-        Quad q = {{0, 0, 0, 0}};
-        for (int k = 0; k < 4 * in_word; k++) {
-            T t;
-            round_to(v[4 * in_word * j + k], t);
-            q.w[k / in_word] |= to_word(t) << (16 * (k % in_word));
-        }
-        to[j] = q;
-    }
+    Eight<T> to;
+#pragma unroll
+    for (int w = 0; w < 8 / in_word; w++) to.q[w / 4].w[w % 4] = word_of<T>(v + in_word * w);
+    *(Eight<T> *)&y.at(i) = to;
 }
 // Whether elements are taken by eights: all are aligned and their number is a multiple of 8.
 #define WIDE (a.n[63] != 0)
+
+// A thread takes two eights at a time, so far apart as there are threads: one alone would leave the
+// memory waiting. `first` begins at the thread's first eight, of `n`; then `at` is one of the two.
+#define AT_ONCE 2
+#define FOR_PAIRS(first, n)                                                                      \
+    for (i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x,                                 \
+             apart = (i64)gridDim.x * blockDim.x;                                                \
+         first < (n); first += AT_ONCE * apart)
+#define FOR_BOTH(k, at, first, n)                                                                \
+    _Pragma("unroll") for (int k = 0; k < AT_ONCE; k++)                                          \
+        if (const i64 at = first + k * apart; at < (n))
 
 // Quotient and rest, in half the bits where they are enough: divisions are slow.
 DEVICE i64 divide(i64 n, i64 by, i64 &rest) {
@@ -177,6 +216,29 @@ DEVICE i64 divide(i64 n, i64 by, i64 &rest) {
 
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
+
+// 1 / x by the special function unit, within two units in the last place, of numbers and results
+// that are not subnormal: a division that rounds right is several times as many instructions.
+DEVICE float reciprocal(float x) {
+#ifdef __EMULATED_CUDA__
+    return 1.0f / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+// 2^x by the same unit, within two units in the last place; 0 where that would be subnormal.
+DEVICE float power_of_two(float x) {
+#ifdef __EMULATED_CUDA__
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+#define LOG2_E 1.44269504f
 
 DEVICE float larger(float a, float b) { return (a >= b || a != a) ? a : b; }
 
@@ -210,6 +272,22 @@ DEVICE float block_max(float v) {
     for (u32 i = 1; i < blockDim.x / 32; i++) v = larger(v, most[i]);
     __syncthreads();
     return v;
+}
+
+// The sums of 32 x 8 threads over their eight warps, of eight columns each: the block's 256 columns
+// of its row of `y`, `blockIdx.y` of rows of `width`.
+template <class V> DEVICE void add_warps(V (*sums)[8][32], const V *v, const Out<double> &y,
+                                         i64 width) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 8; k++) sums[warp][k][lane] = v[k];
+    __syncthreads();
+    // Now a warp has every eighth column, so that nothing lies in the same bank.
+    double sum = 0;
+    for (int i = 0; i < 8; i++) sum += sums[i][warp][lane];
+    const i64 c = ((i64)blockIdx.x * 32 + lane) * 8 + warp;
+    if (c < width) y.raw((i64)blockIdx.y * width + c, sum);
 }
 
 // Where a stored element of a sequence stands: as it is stored, or, with chunks of `chunk`

@@ -1,12 +1,13 @@
 // Sums and maxima over dims, and the sum of squares. Terms are added in f64.
 
 DEVICE i64 offset(i64 i, const i64 *dims, int rank) {
-    i64 at = 0;
-    for (int d = rank - 1; d >= 0; d--) {
-        at += i % dims[2 * d] * dims[2 * d + 1];
-        i /= dims[2 * d];
+    i64 at = 0, index;
+    for (int d = rank - 1; d > 0; d--) {
+        i = divide(i, dims[2 * d], index);
+        at += index * dims[2 * d + 1];
     }
-    return at;
+    // The outermost index is what is left.
+    return rank > 0 ? at + i * dims[1] : at;
 }
 
 // A block per element of y: n = elements of y, kept dims, reduced dims, elements that each is
@@ -74,9 +75,17 @@ KERNEL(squares) {
     In<T0> x(a.x[0]);
     Out<double> y(a.y[0]);
     double sum = 0;
-    FOR_EACH(i, a.n[0]) {
-        double v = x[i];
-        sum += v * v;
+    if (WIDE) {
+        FOR_EACH(i, a.n[0] / 8) {
+            float v[8];
+            load8(x, 8 * i, v);
+            for (int k = 0; k < 8; k++) sum += (double)v[k] * v[k];
+        }
+    } else {
+        FOR_EACH(i, a.n[0]) {
+            double v = x[i];
+            sum += v * v;
+        }
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) y.raw(blockIdx.x, sum);
@@ -92,16 +101,40 @@ KERNEL(sum_parts) {
     if (threadIdx.x == 0) y.set(0, (float)sum);
 }
 
-// Sums over rows for 32 columns and a part of the rows a block, to scratch memory y of parts x
-// width: n = rows, width, rows of a part.
+// In what a thread adds up its few terms: halves lose nothing in f32 that their rounding would show.
+template <class T> struct Sum {
+    typedef float type;
+};
+template <> struct Sum<f32> {
+    typedef double type;
+};
+
+// Sums over rows for 32 columns, or 32 eights of them, and a part of the rows a block, to scratch
+// memory y of parts x width: n = rows, width, rows of a part.
 KERNEL(column_sums) {
     In<T0> x(a.x[0]);
     Out<double> y(a.y[0]);
-    __shared__ double sums[8][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const i64 width = a.n[1], c = (i64)blockIdx.x * 32 + lane;
-    const i64 first = (i64)blockIdx.y * a.n[2];
+    const i64 width = a.n[1], first = (i64)blockIdx.y * a.n[2];
     const i64 last = first + a.n[2] < a.n[0] ? first + a.n[2] : a.n[0];
+    if (WIDE) {
+        typedef typename Sum<T0>::type Term;
+        __shared__ Term eights[8][8][32];
+        Term sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        const i64 c = ((i64)blockIdx.x * 32 + lane) * 8;
+        if (c < width) {
+#pragma unroll 4
+            for (i64 row = first + warp; row < last; row += 8) {
+                float v[8];
+                load8(x, row * width + c, v);
+                for (int k = 0; k < 8; k++) sum[k] += v[k];
+            }
+        }
+        add_warps(eights, sum, y, width);
+        return;
+    }
+    __shared__ double sums[8][32];
+    const i64 c = (i64)blockIdx.x * 32 + lane;
     double sum = 0;
     if (c < width)
         for (i64 row = first + warp; row < last; row += 8) sum += x[row * width + c];
@@ -112,13 +145,22 @@ KERNEL(column_sums) {
     y.raw((i64)blockIdx.y * width + c, sum);
 }
 
-// The parts of each column to their sum: n = width, parts.
+// The parts of each column to their sum, a block for 32 columns, whose warps have every so many-th
+// part: n = width, parts.
 KERNEL(add_parts) {
     In<double> x(a.x[0]);
     Out<O0> y(a.y[0]);
-    FOR_EACH(c, a.n[0]) {
-        double sum = 0;
-        for (i64 part = 0; part < a.n[1]; part++) sum += x.raw(part * a.n[0] + c);
-        y.set(c, (float)sum);
+    __shared__ double sums[32][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const i64 c = (i64)blockIdx.x * 32 + lane;
+    double sum = 0;
+    if (c < a.n[0]) {
+#pragma unroll 4
+        for (i64 part = warp; part < a.n[1]; part += warps) sum += x.raw(part * a.n[0] + c);
     }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || c >= a.n[0]) return;
+    for (int i = 1; i < warps; i++) sum += sums[i][lane];
+    y.set(c, (float)sum);
 }

@@ -1,6 +1,6 @@
 //! Functions of elements and of where they stand.
 
-use super::super::args::{Call, ELEMENTWISE, ROTARY, Step, TABLE};
+use super::super::args::{Call, ELEMENTWISE, ROTARY, Span, Step, TABLE};
 use super::{Op, Steps, chunks};
 use crate::cpu::rotary;
 use crate::execute::rope_scaling;
@@ -26,6 +26,9 @@ fn unary(f: Unary) -> (i64, f64) {
 /// The kernels' number of the function that changes nothing.
 const SAME: i64 = 10;
 
+/// Heads that a thread turns by the same angles: the kernel's.
+const HEADS: usize = 4;
+
 fn binary(f: Binary) -> i64 {
     match f {
         Binary::Add => 0,
@@ -39,6 +42,16 @@ fn binary(f: Binary) -> i64 {
 }
 
 impl Op<'_> {
+    /// Bytes of scratch memory for a cosine and a sine of each pair of a position.
+    pub(super) fn elements_scratch(&self) -> usize {
+        let OpKind::Rotary { part, .. } = self.kind else {
+            return 0;
+        };
+        let x = self.x[0];
+        let turned = part.map_or(x.width(), |n| n as usize);
+        x.dims().get(1).map_or(0, |rows| rows * turned / 2 * 8)
+    }
+
     pub(super) fn elements_alone(&self) -> Steps {
         let (x, y) = (self.x[0], self.y[0]);
         let n = y.elements();
@@ -72,7 +85,7 @@ impl Op<'_> {
             OpKind::ScaleRows => {
                 let width = n / self.x[1].elements().max(1);
                 let call = each("scale_rows").x(1, self.x[1].typed());
-                call.n(1, &[width as i64])
+                call.n(1, &[width as i64]).by_eights(width, n)
             }
             OpKind::Accumulate { .. } => each("accumulate").by_eights(n, n),
             OpKind::Dropout { p, key, order } if self.context.training && *p > 0.0 => {
@@ -108,16 +121,38 @@ impl Op<'_> {
                 }
                 let [chunk, ranks] = chunks(*order, x.local.lens[1]);
                 let heads: usize = dims[2..dims.len() - 1].iter().product();
-                let start = x.local.ranges[1].start;
-                let numbers = [n, dims[1], heads, x.width(), start as usize].map(|n| n as i64);
+                let (sequence, start) = (dims[1], x.local.ranges[1].start as usize);
                 let scaling = rope_scaling(*scaling);
                 let freq = rotary::inv_freq(*theta, turned, scaling);
+                let pairs = sequence * half;
+                let angles = Span {
+                    at: self.scratch,
+                    bytes: (8 * pairs) as u64,
+                };
+                let numbers = [pairs, half, start].map(|n| n as i64);
+                let mut table = Call::each(ROTARY, "rotary_angles", pairs)
+                    .y(0, (angles, "f32"))
+                    .n(0, &numbers)
+                    .n(3, &[chunk, ranks, i64::from(*inverse)])
+                    .f(&[f64::from(scaling.magnitude())]);
+                table.args.table[..half].copy_from_slice(&freq);
                 let call = Call::each(ROTARY, "rotary", n / 2);
-                let call = call.x(0, x.typed()).y(0, y.typed()).n(0, &numbers);
-                let last = [chunk, ranks, i64::from(*inverse), half as i64];
-                let mut call = call.n(5, &last).f(&[f64::from(scaling.magnitude())]);
-                call.args.table[..half].copy_from_slice(&freq);
-                call
+                let call = call.x(0, x.typed()).x(1, (angles, "f32")).y(0, y.typed());
+                let call = call.n(0, &[n, sequence, heads, x.width(), half].map(|n| n as i64));
+                let can = half % 8 == 0 && call.can_take_eights(x.width());
+                let call = match can {
+                    // Eight pairs, or elements that stay, of some heads of a row each.
+                    true => {
+                        let places = half / 8 + (x.width() - turned) / 8;
+                        let rows = n / (heads * x.width()).max(1);
+                        let items = rows * heads.div_ceil(HEADS) * places;
+                        call.over(items).with_eights()
+                    }
+                    false => call,
+                };
+                // One compilation for both.
+                table.types = call.types;
+                return Ok(vec![Step::Call(table), Step::Call(call)]);
             }
             _ => each("unary").n(1, &[SAME]).by_eights(n, n),
         };

@@ -2,6 +2,7 @@
 
 mod attention;
 mod elementwise;
+mod embedding;
 mod matmul;
 mod movement;
 mod rows;
@@ -97,6 +98,7 @@ impl Op<'_> {
     pub fn scratch_bytes(&self) -> usize {
         let bytes = match self.kind {
             OpKind::AttentionGrad { .. } => self.attention_scratch(),
+            OpKind::Rotary { .. } => self.elements_scratch(),
             _ => self.rows_scratch(),
         };
         bytes.next_multiple_of(256).max(SCRATCH)

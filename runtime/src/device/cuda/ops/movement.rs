@@ -1,6 +1,6 @@
 //! Elements in other places, zeros, and one number everywhere.
 
-use super::super::args::{Call, ELEMENTWISE, MOVEMENT, NUMBERS, Span, Step};
+use super::super::args::{Call, ELEMENTWISE, MOVEMENT, NUMBERS, Span, Step, THREADS};
 use super::{Op, Part, Steps};
 use crate::execute::Local;
 use ir::OpKind;
@@ -40,59 +40,167 @@ fn boxes(extents: &[usize], from: &[usize], to: &[usize]) -> Vec<Dim> {
     (0..extents.len()).map(dim).collect()
 }
 
-/// The same box with fewer dims: those that follow each other in source and target are one.
-fn merged(dims: &[Dim]) -> Vec<Dim> {
-    let is_whole = |d: &Dim| d.shift == 0 && d.bound == d.extent;
-    let mut out: Vec<Dim> = Vec::new();
-    for &dim in dims {
-        if dim.extent == 1 && is_whole(&dim) {
-            continue;
-        }
-        match out.last_mut() {
-            Some(outer)
-                if is_whole(outer)
-                    && is_whole(&dim)
-                    && outer.from == dim.extent * dim.from
-                    && outer.to == dim.extent * dim.to =>
-            {
-                let extent = outer.extent * dim.extent;
-                *outer = Dim {
-                    extent,
-                    bound: extent,
-                    ..dim
-                };
-            }
-            _ => out.push(dim),
-        }
+impl Dim {
+    /// Whether no index is outside of the source.
+    fn is_whole(&self) -> bool {
+        self.shift == 0 && self.bound == self.extent
     }
-    out
+    fn follows(&self) -> bool {
+        self.from == 1 && self.to == 1
+    }
 }
 
-/// The call that moves a box; `first` are the first elements of source and target.
+/// A box of elements of so many bytes, with its first elements in source and target.
+#[derive(Clone, Debug)]
+struct Moved {
+    bytes: u64,
+    dims: Vec<Dim>,
+    first: [usize; 2],
+}
+
+impl Moved {
+    fn elements(&self) -> usize {
+        self.dims.iter().map(|d| d.extent).product()
+    }
+
+    /// The same box with as few dims as can be: a shift that stays inside is a beginning, dims of
+    /// one element are none, and those that follow each other in source and target are one.
+    fn merged(mut self) -> Self {
+        let mut out: Vec<Dim> = Vec::new();
+        for mut dim in self.dims {
+            let inside = usize::try_from(dim.shift).ok();
+            if let Some(shift) = inside.filter(|s| s + dim.extent <= dim.bound) {
+                self.first[0] += shift * dim.from;
+                (dim.shift, dim.bound) = (0, dim.extent);
+            }
+            if dim.extent == 1 && dim.is_whole() {
+                continue;
+            }
+            match out.last_mut() {
+                Some(outer)
+                    if outer.is_whole()
+                        && dim.is_whole()
+                        && outer.from == dim.extent * dim.from
+                        && outer.to == dim.extent * dim.to =>
+                {
+                    let extent = outer.extent * dim.extent;
+                    *outer = Dim {
+                        extent,
+                        bound: extent,
+                        ..dim
+                    };
+                }
+                _ => out.push(dim),
+            }
+        }
+        Moved { dims: out, ..self }
+    }
+
+    /// The same box of larger elements, of 16, 8 or 4 bytes, where the innermost ones follow each
+    /// other and all begins are aligned: each is a load and a store.
+    fn widened(self, (from, to): (Span, Span)) -> Self {
+        let Some((inner, outer)) = self.dims.split_last().filter(|(d, _)| d.follows()) else {
+            return self;
+        };
+        let fits = |wide: &u64| {
+            let (n, size) = ((*wide / self.bytes) as usize, *wide as usize);
+            let lengths = [inner.extent, inner.bound, self.first[0], self.first[1]];
+            let strides = outer.iter().flat_map(|d| [d.from, d.to]);
+            lengths
+                .into_iter()
+                .chain(strides)
+                .all(|l| l.is_multiple_of(n))
+                && inner.shift % n as i64 == 0
+                && [from, to].iter().all(|s| s.at.is_multiple_of(size as u64))
+        };
+        let mut wider = [16, 8, 4].into_iter().filter(|w| *w > self.bytes);
+        let Some(bytes) = wider.find(fits) else {
+            return self;
+        };
+        let n = (bytes / self.bytes) as usize;
+        let mut dims = self.dims;
+        let last = dims.len() - 1;
+        for (d, dim) in dims.iter_mut().enumerate() {
+            if d < last {
+                (dim.from, dim.to) = (dim.from / n, dim.to / n);
+            } else {
+                (dim.extent, dim.bound) = (dim.extent / n, dim.bound / n);
+                dim.shift /= n as i64;
+            }
+        }
+        Moved {
+            bytes,
+            dims,
+            first: self.first.map(|f| f / n),
+        }
+    }
+
+    /// Whether every index, and every step over a source that is left, has 31 bits.
+    fn is_small(&self) -> bool {
+        let limit = i64::from(i32::MAX);
+        let reach = |of: fn(&Dim) -> usize, first: usize| {
+            let steps = self
+                .dims
+                .iter()
+                .map(|d| (d.extent.max(d.bound) + 1) * of(d));
+            steps.fold(first, usize::saturating_add) as i64
+        };
+        reach(|d| d.from, self.first[0]) <= limit
+            && reach(|d| d.to, self.first[1]) <= limit
+            && self.elements() as i64 <= limit
+            && self.dims.iter().all(|d| d.shift.abs() <= limit)
+    }
+}
+
+/// What moves a box: a copy of bytes where they follow each other, else a kernel.
 fn call(bytes: u64, dims: &[Dim], first: [usize; 2], (from, to): (Span, Span)) -> Step {
-    let word = match bytes {
-        4 => "u32",
-        _ => "u16",
+    let dims = dims.to_vec();
+    let all = Moved { bytes, dims, first }.merged();
+    let is_copy = match &all.dims[..] {
+        [] => true,
+        [dim] => dim.follows() && dim.is_whole(),
+        _ => false,
     };
-    let n: usize = dims.iter().map(|d| d.extent).product();
-    let dims = merged(dims);
-    let mut numbers = vec![
-        n as i64,
-        dims.len() as i64,
-        first[0] as i64,
-        first[1] as i64,
-    ];
-    for d in &dims {
+    if is_copy && all.elements() > 0 {
+        let at = |span: Span, first: usize| span.at + first as u64 * bytes;
+        return Step::Copy {
+            from: at(from, all.first[0]),
+            to: at(to, all.first[1]),
+            bytes: all.elements() * bytes as usize,
+        };
+    }
+    let all = all.widened((from, to));
+    let n = all.elements();
+    let mut numbers = vec![n as i64, all.dims.len() as i64];
+    numbers.extend(all.first.map(|f| f as i64));
+    numbers.push(i64::from(all.is_small()));
+    for d in &all.dims {
         let extents = [d.extent, d.from].map(|n| n as i64);
         numbers.extend(extents);
         numbers.extend([d.shift, d.bound as i64, d.to as i64]);
     }
-    let call = Call::each(MOVEMENT, "move", n).x(0, (from, word));
+    let word = match all.bytes {
+        16 => "Quad",
+        8 => "u64",
+        4 => "u32",
+        _ => "u16",
+    };
+    // A thread has several elements under way once there are enough for all multiprocessors.
+    let per_thread = if n >= MANY { AT_ONCE } else { 1 };
+    let blocks = n.div_ceil(per_thread * THREADS as usize).min(MOST_BLOCKS);
+    let call = Call::blocks(MOVEMENT, "move", blocks, THREADS).x(0, (from, word));
     Step::Call(call.y(0, (to, "f32")).n(0, &numbers))
 }
 
+/// Elements of a thread at a time: the kernel's.
+const AT_ONCE: usize = 4;
+/// Elements from which on threads have several: four for each thread of a large GPU.
+const MANY: usize = 1 << 20;
+/// Most blocks; their threads go on to further elements.
+const MOST_BLOCKS: usize = 1 << 16;
+
 /// Most dims of a box.
-const MOST_DIMS: usize = (NUMBERS - 4) / 5;
+const MOST_DIMS: usize = (NUMBERS - 5) / 5;
 
 /// Zeros past the valid lengths; none where there is no padding.
 pub(crate) fn pad(part: Part<'_>) -> Option<Step> {
@@ -117,8 +225,9 @@ pub(crate) fn pad(part: Part<'_>) -> Option<Step> {
 /// One number everywhere, padding included.
 pub(crate) fn fill(value: f32, part: Part<'_>) -> Step {
     let call = Call::each(ELEMENTWISE, "fill", part.elements());
-    let call = call.y(0, part.typed()).n(0, &[part.elements() as i64]);
-    Step::Call(call.f(&[value.into()]))
+    let n = part.elements();
+    let call = call.y(0, part.typed()).n(0, &[n as i64]);
+    Step::Call(call.f(&[value.into()]).by_eights(n, n))
 }
 
 /// Piece `index` of `len` elements along a dim, zeros past the operand's end.

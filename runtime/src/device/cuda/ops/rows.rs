@@ -1,10 +1,12 @@
-//! Ops along rows: norms, embeddings, losses, and reductions over dims.
+//! Ops along rows: norms, losses, and reductions over dims.
 
-use super::super::args::{Call, EMBEDDING, LOSS, NORM, REDUCE, Span, Step};
+use super::super::args::{Call, LOSS, NORM, REDUCE, Span, Step};
 use super::{Op, Steps};
 use crate::error::RuntimeError;
 use ir::{OpKind, ReduceKind};
 
+/// Threads of a warp.
+pub(super) const WARP: usize = 32;
 /// Threads that share a row.
 const PER_ROW: u32 = 128;
 /// Most blocks; they go on to further rows.
@@ -14,11 +16,17 @@ const MANY: usize = 64;
 /// Columns of a block that adds up rows.
 const COLUMNS: usize = 32;
 /// Threads of these blocks: eight for each column.
-const SUM_THREADS: u32 = 256;
+pub(super) const SUM_THREADS: u32 = 256;
+/// Most warps of a block that adds up parts.
+const MOST_WARPS: usize = 16;
 /// Rows that are worth a block of their own.
 const LEAST_ROWS: usize = 128;
 /// Blocks that add up rows: some for each multiprocessor of a large GPU.
 const MOST_SUMS: usize = 1024;
+/// Eights of a thread that has a part of a row in registers: the kernels'.
+const MOST_EIGHTS: usize = 4;
+/// Most threads of a block.
+pub(super) const MOST_THREADS: usize = 1024;
 
 impl Op<'_> {
     /// A call with a block per row.
@@ -27,13 +35,32 @@ impl Op<'_> {
         let call = Call::blocks(source, kernel, rows.min(MOST_ROWS), PER_ROW);
         self.operands(call).n(0, &[rows as i64, width as i64])
     }
+    /// A norm or its gradient: a row is a warp's or a block's, in registers, if it fits there.
+    fn norm(&self, kernel: &'static str) -> Call {
+        let (rows, width) = self.matrix();
+        let mut call = self.each_row(NORM, kernel);
+        let of_thread = 8 * MOST_EIGHTS;
+        if !call.can_take_eights(width) || width > of_thread * MOST_THREADS {
+            return call;
+        }
+        let threads = width.div_ceil(of_thread).next_power_of_two().max(WARP);
+        // Of warps that have a row each there are some in a block.
+        let at_once = if threads == WARP {
+            PER_ROW as usize / WARP
+        } else {
+            1
+        };
+        call.threads = (threads * at_once) as u32;
+        call.grid[0] = rows.div_ceil(at_once).min(MOST_ROWS) as u32;
+        call.n(2, &[threads as i64]).with_eights()
+    }
     /// Rows and width of the first operand.
     fn matrix(&self) -> (usize, usize) {
         let width = self.x[0].width();
         (self.x[0].elements() / width.max(1), width)
     }
     /// With all operands and results.
-    fn operands(&self, mut call: Call) -> Call {
+    pub(super) fn operands(&self, mut call: Call) -> Call {
         for (i, x) in self.x.iter().enumerate() {
             call = call.x(i, x.typed());
         }
@@ -45,10 +72,10 @@ impl Op<'_> {
 
     pub(super) fn rows(&self) -> Steps {
         let call = match self.kind {
-            OpKind::LayerNorm { eps } => self.each_row(NORM, "layer_norm").f(&[*eps]),
-            OpKind::RmsNorm { eps } => self.each_row(NORM, "rms_norm").f(&[*eps]),
-            OpKind::LayerNormGradInput => self.each_row(NORM, "layer_norm_grad_input"),
-            OpKind::RmsNormGradInput => self.each_row(NORM, "rms_norm_grad_input"),
+            OpKind::LayerNorm { eps } => self.norm("layer_norm").f(&[*eps]),
+            OpKind::RmsNorm { eps } => self.norm("rms_norm").f(&[*eps]),
+            OpKind::LayerNormGradInput => self.norm("layer_norm_grad_input"),
+            OpKind::RmsNormGradInput => self.norm("rms_norm_grad_input"),
             OpKind::LayerNormGradWeight | OpKind::RmsNormGradWeight => {
                 return Ok(self.norm_grad_weight());
             }
@@ -78,31 +105,43 @@ impl Op<'_> {
         (is_leading && rows >= MANY).then(|| (rows, x[dims.len()..].iter().product()))
     }
 
-    /// Parts into which the rows are cut whose sums are added afterwards.
-    fn parts(rows: usize, width: usize) -> usize {
-        let columns = width.div_ceil(COLUMNS).max(1);
+    /// Parts into which the rows are cut whose sums are added afterwards, by blocks of so many
+    /// columns.
+    fn parts(rows: usize, width: usize, columns: usize) -> usize {
+        let columns = width.div_ceil(columns).max(1);
         rows.div_ceil(LEAST_ROWS)
             .clamp(1, (MOST_SUMS / columns).max(1))
     }
+    /// Bytes of one result's sums of parts, whether or not columns are taken by eights.
+    fn sums_bytes(rows: usize, width: usize) -> usize {
+        let parts = [COLUMNS, 8 * COLUMNS].map(|c| Self::parts(rows, width, c));
+        8 * parts[0].max(parts[1]) * width
+    }
 
-    /// Bytes of scratch memory for the sums of parts, or for the chains of equal ids.
+    /// Bytes of scratch memory for the sums of parts, or for what sorts ids.
     pub(super) fn rows_scratch(&self) -> usize {
         let (rows, width) = self.matrix();
         match self.kind {
-            OpKind::LayerNormGradWeight => 16 * Self::parts(rows, width) * width,
-            OpKind::RmsNormGradWeight => 8 * Self::parts(rows, width) * width,
+            OpKind::LayerNormGradWeight => 2 * Self::sums_bytes(rows, width),
+            OpKind::RmsNormGradWeight => Self::sums_bytes(rows, width),
             OpKind::Reduce { .. } => self
                 .columns()
-                .map_or(0, |(rows, width)| 8 * Self::parts(rows, width) * width),
-            OpKind::EmbeddingGrad { .. } => 4 * self.x[0].elements(),
+                .map_or(0, |(rows, width)| Self::sums_bytes(rows, width)),
+            OpKind::EmbeddingGrad { .. } => self.sorting().bytes(),
             _ => 0,
         }
     }
 
-    /// A call whose blocks have 32 columns of a part of the rows, and the calls that add its sums
-    /// up, one for each of so many results.
+    /// A call whose blocks have 32 columns of a part of the rows, or 32 eights of them, and the calls
+    /// that add its sums up, one for each of so many results.
     fn summed(&self, mut call: Call, rows: usize, width: usize) -> Vec<Step> {
-        let (parts, results) = (Self::parts(rows, width), self.y.len());
+        let mut columns = COLUMNS;
+        // Scratch memory is aligned.
+        if call.can_take_eights(width) {
+            columns *= 8;
+            call = call.with_eights();
+        }
+        let (parts, results) = (Self::parts(rows, width, columns), self.y.len());
         let bytes = (8 * parts * width) as u64;
         let scratch = |i: usize| Span {
             at: self.scratch + i as u64 * bytes,
@@ -113,12 +152,15 @@ impl Op<'_> {
         }
         let per_part = rows.div_ceil(parts);
         call = call.n(0, &[rows as i64, width as i64, per_part as i64]);
-        call.grid = [width.div_ceil(COLUMNS) as u32, parts as u32, 1];
+        call.grid = [width.div_ceil(columns) as u32, parts as u32, 1];
         let mut steps = vec![Step::Call(call)];
         for (i, y) in self.y.iter().enumerate() {
-            let add = Call::each(REDUCE, "add_parts", width).x(0, (scratch(i), "f32"));
-            let add = add.y(0, y.typed()).n(0, &[width as i64, parts as i64]);
-            steps.push(Step::Call(add));
+            let blocks = width.div_ceil(COLUMNS);
+            let warps = parts.next_power_of_two().min(MOST_WARPS);
+            let threads = (WARP * warps) as u32;
+            let add = Call::blocks(REDUCE, "add_parts", blocks, threads);
+            let add = add.x(0, (scratch(i), "f32")).y(0, y.typed());
+            steps.push(Step::Call(add.n(0, &[width as i64, parts as i64])));
         }
         steps
     }
@@ -141,49 +183,6 @@ impl Op<'_> {
         self.summed(call, rows, width)
     }
 
-    fn embedding(&self) -> Result<Call, RuntimeError> {
-        self.integers(1)?;
-        let (vocab, n) = (self.x[0].local.ranges[0], self.y[0].elements());
-        let width = self.x[0].width();
-        let numbers = [
-            n as i64,
-            width as i64,
-            vocab.start as i64,
-            vocab.valid as i64,
-        ];
-        let call = Call::each(EMBEDDING, "embedding", n);
-        Ok(self.operands(call).n(0, &numbers))
-    }
-
-    /// Zeros, then a block for each first appearance of an id, which follows the chain of its
-    /// others.
-    fn embedding_grad(&self) -> Steps {
-        self.integers(0)?;
-        let vocab = self.y[0].local.ranges[0];
-        let (width, ids) = (self.x[1].width(), self.x[0].elements());
-        let chains = Span {
-            at: self.scratch,
-            bytes: 4 * ids as u64,
-        };
-        let chain = Call::each(EMBEDDING, "embedding_chains", ids)
-            .x(0, self.x[0].typed())
-            .y(0, (chains, "f32"))
-            .n(0, &[ids as i64]);
-        let call = Call::blocks(EMBEDDING, "embedding_grad", ids.min(MOST_ROWS), PER_ROW);
-        let call = self.operands(call).x(2, (chains, "f32"));
-        let numbers = [
-            ids as i64,
-            width as i64,
-            vocab.start as i64,
-            vocab.valid as i64,
-        ];
-        let steps = [Step::Call(chain), Step::Call(call.n(0, &numbers))];
-        Ok([super::fill(0.0, self.y[0])]
-            .into_iter()
-            .chain(steps)
-            .collect())
-    }
-
     fn losses(&self) -> Result<Call, RuntimeError> {
         let last = self.x[0].local.ranges.last();
         let (offset, valid) = last.map_or((0, 1), |r| (r.start as i64, r.valid as i64));
@@ -201,7 +200,12 @@ impl Op<'_> {
         };
         let call = self.operands(call).n(0, &numbers);
         match self.kind {
-            OpKind::CrossEntropyGrad => Ok(call.by_eights(width, rows * width)),
+            // A block per row.
+            OpKind::CrossEntropyGrad if call.can_take_eights(width) => {
+                let mut call = call.with_eights();
+                call.grid[0] = rows.min(MOST_ROWS) as u32;
+                Ok(call)
+            }
             _ => Ok(call),
         }
     }
@@ -217,27 +221,45 @@ impl Op<'_> {
         let (x, y) = (self.x[0], self.y[0]);
         let dims = x.dims();
         let stride = |d: usize| dims[d + 1..].iter().product::<usize>() as i64;
-        let kept = (0..dims.len()).filter(|d| !reduced.contains(d));
-        let mut numbers: Vec<i64> = kept
-            .clone()
-            .flat_map(|d| [dims[d] as i64, stride(d)])
-            .collect();
         // Padding is no element of a maximum; of a sum it is a zero.
         let valid = |d: usize| x.local.ranges[d].valid as i64;
-        numbers.extend(reduced.iter().flat_map(|&d| [valid(d), stride(d)]));
         let terms: i64 = reduced.iter().map(|&d| valid(d)).product();
-        let (n, n_kept) = (y.elements(), kept.count());
-        let call = match terms as usize >= MANY {
-            true => Call::blocks(REDUCE, "reduce", n.min(MOST_ROWS), PER_ROW),
-            false => Call::each(REDUCE, "reduce_few", n),
+        let kept = (0..dims.len()).filter(|d| !reduced.contains(d));
+        let kept = joined(kept.map(|d| [dims[d] as i64, stride(d)]));
+        let reduced = joined(reduced.iter().map(|&d| [valid(d), stride(d)]));
+        let numbers = [&kept[..], &reduced[..]].concat().concat();
+        let n = y.elements();
+        let call = match terms as usize {
+            few if few < MANY => Call::each(REDUCE, "reduce_few", n),
+            // Few long sums have as many threads as a block can.
+            many => {
+                let threads = if many >= 8 * MOST_THREADS {
+                    MOST_THREADS as u32
+                } else {
+                    PER_ROW
+                };
+                Call::blocks(REDUCE, "reduce", n.min(MOST_ROWS), threads)
+            }
         };
         let head = [
             n as i64,
-            n_kept as i64,
+            kept.len() as i64,
             reduced.len() as i64,
             terms,
             i64::from(is_max),
         ];
         Ok(self.operands(call).n(0, &head).n(5, &numbers))
     }
+}
+
+/// Dims, each an extent and a stride, with those that follow each other as one.
+fn joined(dims: impl Iterator<Item = [i64; 2]>) -> Vec<[i64; 2]> {
+    let mut all: Vec<[i64; 2]> = Vec::new();
+    for [extent, stride] in dims {
+        match all.last_mut() {
+            Some(outer) if outer[1] == extent * stride => *outer = [outer[0] * extent, stride],
+            _ => all.push([extent, stride]),
+        }
+    }
+    all
 }

@@ -63,16 +63,21 @@ impl Op<'_> {
 
     fn sum_squares(&self) -> Vec<Step> {
         let n = self.x[0].elements();
-        let parts = n.div_ceil(THREADS as usize).clamp(1, MOST_PARTS);
+        let x = self.x[0];
+        let call = |parts| Call::blocks(REDUCE, "squares", parts, THREADS).x(0, x.typed());
+        let can = call(1).can_take_eights(n);
+        let per_thread = if can { 8 } else { 1 };
+        let parts = n.div_ceil(per_thread * THREADS as usize);
+        let parts = parts.clamp(1, MOST_PARTS);
         let scratch = Span {
             at: self.scratch,
             bytes: 8 * parts as u64,
         };
-        let squares = Call::blocks(REDUCE, "squares", parts, THREADS);
-        let squares = squares.x(0, self.x[0].typed()).y(0, (scratch, "f32"));
+        let squares = call(parts).y(0, (scratch, "f32")).n(0, &[n as i64]);
+        let squares = if can { squares.with_eights() } else { squares };
         let sum = Call::blocks(REDUCE, "sum_parts", 1, THREADS).x(0, (scratch, "f32"));
         let sum = sum.y(0, self.y[0].typed()).n(0, &[parts as i64]);
-        vec![Step::Call(squares.n(0, &[n as i64])), Step::Call(sum)]
+        vec![Step::Call(squares), Step::Call(sum)]
     }
 
     fn global_norm(&self) -> Vec<Step> {
