@@ -233,6 +233,8 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
         &[p(&sharded)],
     );
     add(dropout(zigzag), &[p(&sharded)], &[p(&sharded)]);
+    let eights = [(4, 4, 4), (8, 8, 8), (8, 16, 16)];
+    add(dropout(zigzag), &[p(&eights)], &[p(&eights)]);
     // Movement.
     let leading = vec![ir::Dim::Fixed(2), ir::Dim::Fixed(3)];
     add(OpKind::Broadcast { leading }, &[s(&[5])], &[s(&[2, 3, 5])]);

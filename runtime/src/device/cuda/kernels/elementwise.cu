@@ -176,23 +176,41 @@ KERNEL(fill) {
     FOR_EACH(i, a.n[0]) y.set(i, v);
 }
 
+// The name of element `i` in the whole tensor, by which random numbers are drawn.
+DEVICE u64 name_of(const Args &a, i64 i) {
+    u64 name = 0;
+    for (int d = (int)a.n[1] - 1; d >= 0; d--) {
+        const i64 *dim = a.n + 8 + 3 * d;
+        i64 index;
+        i = divide(i, dim[0], index);
+        index += dim[1];
+        if (d == 1) index = position(index, a.n[6], a.n[7]);
+        name += (u64)(index * dim[2]);
+    }
+    return name;
+}
+
 // Zero with a probability, else scaled: n = elements, rank, then four words of the key, chunk and
 // ranks of the order of dim 1, and for each dim extent, first index and stride in the whole
-// tensor; f = probability, scale.
+// tensor; f = probability, scale. By eights their names follow each other from a multiple of 4.
 KERNEL(dropout) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
-    FOR_EACH(i, a.n[0]) {
-        i64 rest = i;
-        u64 name = 0;
-        for (int d = (int)a.n[1] - 1; d >= 0; d--) {
-            const i64 *dim = a.n + 8 + 3 * d;
-            i64 index = dim[1] + rest % dim[0];
-            if (d == 1) index = position(index, a.n[6], a.n[7]);
-            name += (u64)(index * dim[2]);
-            rest /= dim[0];
+    const float scale = (float)a.f[1];
+    if (WIDE) {
+        FOR_EACH(i, a.n[0] / 8) {
+            const u64 name = name_of(a, 8 * i);
+            float v[8], u[8];
+            load8(x, 8 * i, v);
+            uniform4(name, a.n + 2, u);
+            uniform4(name + 4, a.n + 2, u + 4);
+            for (int k = 0; k < 8; k++) v[k] = (double)u[k] < a.f[0] ? 0.0f : v[k] * scale;
+            store8(y, 8 * i, v);
         }
-        bool dropped = (double)uniform(name, a.n + 2) < a.f[0];
-        y.set(i, dropped ? 0.0f : x[i] * (float)a.f[1]);
+        return;
+    }
+    FOR_EACH(i, a.n[0]) {
+        bool dropped = (double)uniform(name_of(a, i), a.n + 2) < a.f[0];
+        y.set(i, dropped ? 0.0f : x[i] * scale);
     }
 }

@@ -298,9 +298,12 @@ DEVICE i64 position(i64 stored, i64 chunk, i64 ranks) {
     return (i % 2 == 0 ? i / 2 : 2 * ranks - 1 - i / 2) * chunk + inside;
 }
 
-// Word 0 to 3 of Philox4x32-10.
-DEVICE u32 philox(u64 block, u32 tweak0, u32 tweak1, u32 key0, u32 key1, int word) {
-    u32 c[4] = {(u32)block, (u32)(block >> 32), tweak0, tweak1};
+// All four words of Philox4x32-10.
+DEVICE void philox_words(u64 block, u32 tweak0, u32 tweak1, u32 key0, u32 key1, u32 *c) {
+    c[0] = (u32)block;
+    c[1] = (u32)(block >> 32);
+    c[2] = tweak0;
+    c[3] = tweak1;
     for (int round = 0; round < 10; round++) {
         if (round > 0) {
             key0 += 0x9E3779B9u;
@@ -313,11 +316,24 @@ DEVICE u32 philox(u64 block, u32 tweak0, u32 tweak1, u32 key0, u32 key1, int wor
         c[2] = hi0 ^ c[3] ^ key1;
         c[3] = lo0;
     }
+}
+// Word 0 to 3 of them.
+DEVICE u32 philox(u64 block, u32 tweak0, u32 tweak1, u32 key0, u32 key1, int word) {
+    u32 c[4];
+    philox_words(block, tweak0, tweak1, key0, key1, c);
     return c[word];
 }
+// A word as a number in [0, 1).
+DEVICE float unit(u32 word) { return (float)(word >> 8) * (1.0f / 16777216.0f); }
 // The number in [0, 1) of an element of a tensor's stream, whose key is four words.
 DEVICE float uniform(u64 element, const i64 *key) {
     u32 word = philox(element / 4, (u32)key[2], (u32)key[3], (u32)key[0], (u32)key[1],
                       (int)(element % 4));
-    return (float)(word >> 8) * (1.0f / 16777216.0f);
+    return unit(word);
+}
+// Those of four elements, the first of which is a multiple of 4: words of one block.
+DEVICE void uniform4(u64 first, const i64 *key, float *u) {
+    u32 words[4];
+    philox_words(first / 4, (u32)key[2], (u32)key[3], (u32)key[0], (u32)key[1], words);
+    for (int k = 0; k < 4; k++) u[k] = unit(words[k]);
 }

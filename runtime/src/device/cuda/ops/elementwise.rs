@@ -102,7 +102,16 @@ impl Op<'_> {
                 dims.reverse();
                 let call = each("dropout").n(1, &[local.ranges.len() as i64]);
                 let call = call.n(2, &self.key(key)).n(6, &[chunk, ranks]);
-                call.n(8, &dims.concat()).f(&[*p, 1.0 / (1.0 - *p)])
+                let call = call.n(8, &dims.concat()).f(&[*p, 1.0 / (1.0 - *p)]);
+                // A draw is four numbers, for elements whose names follow each other.
+                let follow = match (local.ranges.last(), local.lens.last()) {
+                    (Some(r), Some(len)) => r.start % 4 == 0 && len % 4 == 0,
+                    _ => false,
+                };
+                match follow && (chunk == 0 || local.ranges.len() > 2) {
+                    true => call.by_eights(x.width(), n),
+                    false => call,
+                }
             }
             OpKind::Rotary {
                 theta,

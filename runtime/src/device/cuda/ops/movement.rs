@@ -366,3 +366,72 @@ impl Op<'_> {
         Ok(steps)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: (Span, Span) = (
+        Span {
+            at: 1 << 20,
+            bytes: 0,
+        },
+        Span {
+            at: 1 << 30,
+            bytes: 0,
+        },
+    );
+
+    /// Rank, bytes of an element, and number of elements of a move.
+    fn moved(step: Step) -> (i64, &'static str, i64) {
+        match step {
+            Step::Call(call) => (call.args.n[1], call.types.x[0], call.args.n[0]),
+            other => panic!("{other:?} is no call"),
+        }
+    }
+
+    #[test]
+    fn parts_of_projections_are_rows_of_sixteen_bytes() {
+        // Queries of [batch, sequence, 3, heads, 64] in bf16.
+        let (all, part) = ([2, 5, 3, 12, 64], [2, 5, 12, 64]);
+        let mut from = strides(&all);
+        from.remove(2);
+        let dims = boxes(&part, &from, &strides(&part));
+        let n = (2 * 5 * 12 * 64 / 8) as i64;
+        assert_eq!(moved(call(2, &dims, [768, 0], AT)), (2, "Quad", n));
+        // From an address that is less aligned, fewer bytes at a time.
+        let odd = Span {
+            at: (1 << 20) + 4,
+            ..AT.0
+        };
+        let n = (2 * 5 * 12 * 64 / 2) as i64;
+        assert_eq!(moved(call(2, &dims, [768, 0], (odd, AT.1))), (2, "u32", n));
+        // A beginning that splits words.
+        let n = (2 * 5 * 12 * 64) as i64;
+        assert_eq!(moved(call(2, &dims, [767, 0], AT)), (2, "u16", n));
+    }
+
+    #[test]
+    fn what_is_one_piece_is_a_copy() {
+        let local = Local::whole(ir::DType::F32, &[6, 3, 4]);
+        // The second of three pieces of the first dim: 2 x 3 x 4 elements from 24 on.
+        match call(4, &cut(&local, 0, 1, 2), [0, 0], AT) {
+            Step::Copy { from, to, bytes } => {
+                assert_eq!((from - AT.0.at, to - AT.1.at, bytes), (96, 0, 96));
+            }
+            other => panic!("{other:?} is no copy"),
+        }
+        // Of the last dim it is rows of two elements; one that reaches past the end is not whole.
+        assert_eq!(
+            moved(call(4, &cut(&local, 2, 1, 2), [0, 0], AT)),
+            (2, "u64", 18)
+        );
+        assert_eq!(
+            moved(call(4, &cut(&local, 2, 1, 3), [0, 0], AT)),
+            (2, "u32", 54)
+        );
+        assert!(
+            matches!(call(4, &cut(&local, 0, 0, 0), [0, 0], AT), Step::Call(c) if c.is_empty())
+        );
+    }
+}
