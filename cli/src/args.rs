@@ -37,7 +37,7 @@ pub enum Verb {
     Inspect(InspectArgs),
     /// Say why a plan is as it is: what bounds its step, where the time goes, and what other plans
     /// would cost.
-    #[command(after_help = format!("Examples:\n  meshwright explain plan.json\n  meshwright explain plan.json --why-not tensor=8\n  meshwright explain plan.json --why-not pipeline=1 --why-not zero=3 -o other.json\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright explain plan.json\n  meshwright explain plan.json --roofline\n  meshwright explain plan.json --why-not tensor=8\n  meshwright explain plan.json --why-not pipeline=1 --why-not zero=3 -o other.json\n\n{EXIT_CODES}"))]
     Explain(ExplainArgs),
     /// Show the best plan when a fact changes, beside this one: a faster link, more memory, fewer
     /// hosts, a larger batch.
@@ -353,6 +353,10 @@ pub struct ExplainArgs {
     /// Where to write the plan that was made under these pins.
     #[arg(short, long, requires = "why_not")]
     pub output: Option<PathBuf>,
+    /// Show the step by kind of instruction instead: how many there are, their launches, FLOPs and
+    /// bytes, the least time at the device's peak and bandwidth, and the predicted time.
+    #[arg(long, conflicts_with = "why_not")]
+    pub roofline: bool,
     /// How plans are searched for.
     #[command(flatten)]
     pub search: SearchArgs,

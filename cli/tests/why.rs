@@ -55,6 +55,58 @@ fn explain_accounts_for_the_whole_step() {
 }
 
 #[test]
+fn a_roofline_counts_every_instruction() {
+    let place = Place::new();
+    let mut args = vec!["compile", "config.json", "--cluster", "h200-sxm*1+pcie5"];
+    args.extend(["--global-batch", "4", "--precision", "bf16"]);
+    place.run(&args).expect(0);
+    let ask = ["explain", "plan.json", "--roofline", "--json"];
+    let report = place.run(&ask).expect(0).json();
+    let mesh = &report["roofline"]["meshes"][0];
+    let rows = mesh["rows"].as_array().unwrap();
+    let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or(0.0);
+    for key in [
+        "count",
+        "launches",
+        "flops",
+        "bytes",
+        "floor_s",
+        "predicted_s",
+    ] {
+        let sum: f64 = rows.iter().map(|row| number(row, key)).sum();
+        let total = number(&mesh["total"], key);
+        assert!(
+            (sum - total).abs() <= 1e-9 * total,
+            "{key}: {sum}, not {total}"
+        );
+    }
+    for row in rows {
+        let (floor, predicted) = (number(row, "floor_s"), number(row, "predicted_s"));
+        assert!(floor <= predicted, "{row}");
+    }
+    let row = |kind: &str| rows.iter().find(|r| r["kind"] == kind).unwrap();
+    // Two layers with two norms each, and one behind them; a norm is one kernel, the sums of its
+    // weights' gradients are three.
+    assert_eq!(row("layer_norm")["count"], 5);
+    assert_eq!(row("layer_norm")["launches"], 5);
+    assert_eq!(row("layer_norm_grad_weight")["launches"], 15);
+    // Four samples of 16 tokens with 16 features by 256 words: 2 * 64 * 16 * 256 of the products.
+    assert!(number(row("dot_general"), "flops") > 2.0 * 64.0 * 16.0 * 256.0);
+    let words = place.run(&ask[..3]).expect(0).out;
+    for part in [
+        "For Meshwright's own runtime: ",
+        "launches.",
+        "layer_norm",
+        "floor",
+    ] {
+        assert!(words.contains(part), "`{part}` is not in:\n{words}");
+    }
+    assert!(words.lines().all(|l| l.chars().count() <= 100), "{words}");
+    let both = ["explain", "plan.json", "--roofline", "--why-not", "zero=1"];
+    place.refuses(&both, &[2]);
+}
+
+#[test]
 fn runners_up_are_plans_and_are_listed() {
     let place = Place::new();
     let args = [

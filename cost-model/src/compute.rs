@@ -18,7 +18,7 @@ use ir::{DType, Seconds};
 
 /// Products that a fused backward executes over those that count (dV, dP, dQ, dK): it makes the
 /// scores again. Dao 2023, section 3.1.
-const ATTENTION_GRADIENT: f64 = 5.0 / 4.0;
+pub(crate) const ATTENTION_GRADIENT: f64 = 5.0 / 4.0;
 
 /// Time of one execution of `kind` with operands and results of these local (padded) lengths.
 ///
@@ -159,6 +159,13 @@ pub fn peak_rate(cluster: &Cluster, dtype: DType) -> f64 {
             .fold(f64::INFINITY, f64::min);
         if slowest.is_finite() { slowest } else { 0.0 }
     })
+}
+
+/// FLOP/s of the data sheet for a type; a type that it lacks has the lowest of the others.
+pub fn peak_of(cluster: &Cluster, dtype: DType) -> f64 {
+    let peaks = &cluster.device.peak_flops_per_s;
+    let lowest = || peaks.values().copied().fold(f64::INFINITY, f64::min);
+    peaks.get(&dtype).copied().unwrap_or_else(lowest)
 }
 
 /// Time of copying `bytes` within a device (each byte read and written once).

@@ -15,6 +15,7 @@ mod error;
 pub mod fit;
 pub mod memory;
 pub mod presets;
+pub mod roofline;
 pub mod simulate;
 pub mod trace;
 pub mod utilisation;

@@ -9,6 +9,7 @@ use crate::outputs;
 use crate::plan_file::{self, Loaded};
 use crate::report::account::{Accounted, TermDifference, differences};
 use crate::report::degrees::Degrees;
+use crate::report::roofline::Rooflines;
 use crate::report::{self, percent, table, wrapped};
 use crate::software::whose;
 use ir::plan::Plan;
@@ -22,11 +23,30 @@ pub fn run(args: &ExplainArgs) -> Result<(), Failure> {
         outputs::check(&[output], &[&args.plan])?;
     }
     let loaded = plan_file::load(&args.plan)?;
+    if args.roofline {
+        return roofline(args, &loaded);
+    }
     let accounted = Accounted::of(&loaded)?;
     match args.why_not.is_empty() {
         true => explain(args, &loaded, &accounted),
         false => why_not(args, &loaded, &accounted),
     }
+}
+
+/// Says what the step's instructions are, kind by kind, and what they take at least.
+fn roofline(args: &ExplainArgs, loaded: &Loaded) -> Result<(), Failure> {
+    let of = Rooflines::of(loaded)?;
+    if args.json {
+        return report::print_json(&json!({
+            "name": loaded.plan.name,
+            "plan_hash": loaded.hash,
+            "step_time_s": loaded.plan.predicted.step_time_s,
+            "roofline": of,
+        }));
+    }
+    report::out(&wrapped(&of.verdict(&loaded.plan)))?;
+    report::out(&of.tables(&loaded.plan))?;
+    report::out(&wrapped(&of.reading(&loaded.plan)))
 }
 
 fn explain(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result<(), Failure> {

@@ -6,6 +6,7 @@
 //! * `against`: one plan beside another.
 //! * `collectives`: what a program communicates in one step.
 //! * `plan`: a plan in words.
+//! * `roofline`: what the instructions of a step take at least, kind by kind.
 //! * `software`: a plan in the words of the software that it is made for.
 //! * `strategies`: the strategy of every op.
 
@@ -15,6 +16,7 @@ pub mod collectives;
 pub mod degrees;
 pub mod parallelism;
 pub mod plan;
+pub mod roofline;
 pub mod software;
 pub mod strategies;
 

@@ -14,6 +14,7 @@
 mod args;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
+mod launches;
 mod lend;
 mod library;
 mod ops;
@@ -22,6 +23,7 @@ mod products;
 
 #[cfg(any(test, feature = "testing"))]
 pub use cases::{Compared, Timed, compare, time};
+pub use launches::launches;
 pub(crate) use lend::{Region, is_over};
 pub use library::{count, free_memory, name};
 pub use products::{Matmuls, Multiplier, has_library, multiplier};
