@@ -78,7 +78,7 @@ impl Rooflines {
             None => format!("There are {}.", counted(mesh.total.count, "instruction")),
         };
         format!(
-            "{}{}FLOP/s and {}B/s leave the instructions of the fullest rank no less than {}, one after the other; the step of {} is predicted at {} of that rate. {launched}",
+            "{}{}FLOP/s and {}B/s leave the instructions of the busiest rank no less than {}, one after the other; the step of {} is predicted at {} of that rate. {launched}",
             whose(plan.made_for.as_ref()),
             count(self.peak_flops_per_s),
             count(self.memory_bytes_per_s),
@@ -94,8 +94,8 @@ impl Rooflines {
         for (i, mesh) in self.meshes.iter().enumerate() {
             if self.meshes.len() > 1 {
                 let stages = stages_of_mesh(i, self.meshes.len(), plan.schedule);
-                let ranks = counted(mesh.of.n_ranks, "rank");
-                out += &format!("\nStage {stages}, one of {ranks}\n");
+                let ranks = mesh.of.n_ranks;
+                out += &format!("\nStage {stages}, one rank of {ranks}\n");
             }
             let rows = mesh.of.rows.iter().chain([&mesh.total]).map(cells);
             out += &table(&HEADER, rows.collect(), 1);
