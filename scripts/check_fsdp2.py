@@ -40,7 +40,7 @@ def build(config):
 
 def batches(plan, vocab):
     sizes = dict(plan.MESH)
-    data = sizes["replicate"] * sizes["shard"]
+    data = sizes["replicate"] * sizes["shard"] // plan.CONTEXT
     shape = (STEPS, plan.ACCUMULATION, data, plan.MICRO_BATCH, plan.SEQUENCE)
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(1))
 
@@ -76,8 +76,11 @@ def rank(index, path, devices, config, port):
     model = build(config)
     plan.parallelize(model, mesh)
     optimizer = plan.optimizer(model, LR)
-    data = sizes["replicate"] * sizes["shard"]
+    holders = sizes["replicate"] * sizes["shard"]
     mine = mesh["replicate"].get_local_rank() * sizes["shard"] + mesh["shard"].get_local_rank()
+    # Here every rank of those that share a sequence computes all of it: gloo has no ring.
+    mine //= plan.CONTEXT
+    assert plan.CONTEXT == 1 or plan.context_mesh().size() == plan.CONTEXT
     from torch.distributed.tensor.experimental import implicit_replication
 
     context = implicit_replication if sizes["tensor"] > 1 else contextlib.nullcontext
@@ -91,7 +94,7 @@ def rank(index, path, devices, config, port):
                 loss = loss_of(model, part[mine]) / plan.ACCUMULATION
                 loss.backward()
             total += loss.detach()
-        if data > 1 and not hasattr(model, "set_is_last_backward"):
+        if holders > 1 and not hasattr(model, "set_is_last_backward"):
             raise SystemExit("the plan has data ranks, and nothing reduces their gradients")
         optimizer.step()
         dist.all_reduce(total, group=None)

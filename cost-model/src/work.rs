@@ -12,7 +12,7 @@ pub struct StepWork {
     pub model_flops: Flops,
     /// Hardware FLOPs, see [`hardware_flops`].
     pub hardware_flops: Flops,
-    /// Attention's part of them, counted in full.
+    /// Attention's part of them, without the causal mask.
     pub hardware_attention_flops: Flops,
     /// Tokens of the global batch.
     pub tokens: u64,
@@ -30,7 +30,7 @@ impl StepWork {
                 training,
                 spec.global_batch,
                 |pass| pass != Pass::Update,
-                |w| w.attention_flops,
+                Work::counted_attention_flops,
             ),
             tokens: spec.global_batch.saturating_mul(spec.sequence),
             dtype: spec.precision.compute(),
@@ -38,9 +38,10 @@ impl StepWork {
     }
 }
 
-/// FLOPs of the matmuls and of attention (full, without the causal half) in the forward and
-/// backward passes of one step with `global_batch` samples: PaLM's convention (Chowdhery et
-/// al. 2022, appendix B). Recomputation and the optimizer do not count.
+/// FLOPs of the matmuls and of attention in the forward and backward passes of one step with
+/// `global_batch` samples: PaLM's convention (Chowdhery et al. 2022, appendix B), which knows no
+/// causal mask. Attention with a window counts as many keys for each query as the window has.
+/// Recomputation and the optimizer do not count.
 ///
 /// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
 pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {

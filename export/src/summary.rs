@@ -72,6 +72,8 @@ pub struct Degrees {
     pub data: u32,
     /// Of these, over how many states are split at `zero`; the others hold copies.
     pub sharded: u32,
+    /// Of the ranks that split sequences, over how many states are split too.
+    pub context_sharded: u32,
     /// The ZeRO level over them.
     pub zero: u8,
     /// Ranks that split features.
@@ -282,6 +284,19 @@ struct Found {
     deviations: Vec<Deviation>,
 }
 
+impl Degrees {
+    /// Ranks over which states are split.
+    pub fn shards(&self) -> u32 {
+        self.sharded * self.context_sharded
+    }
+
+    /// Whether states are split over some of the ranks that hold the same parameters, and copied
+    /// over others.
+    pub fn has_copies(&self) -> bool {
+        self.shards() < self.data * self.context
+    }
+}
+
 impl Found {
     fn obstacle(&mut self, words: String) {
         if !self.obstacles.contains(&words) {
@@ -400,12 +415,13 @@ fn degrees(plan: &Plan, forward: &Graph, runs: &[Run], found: &mut Found) -> Opt
     let context = context(runs, has_blocks, found);
     ends(runs, &of_stage, found);
     order(plan, &of_stage, found);
-    let (zero, sharded) = zero(plan, runs, &of_stage, found);
+    let (zero, [sharded, context_sharded]) = zero(plan, runs, &of_stage, found);
     tensor_dims(runs, &of_stage, found);
     let (expert, expert_tensor) = experts(runs);
     Some(Degrees {
         data: degrees.data,
-        sharded: if zero == 0 { 1 } else { sharded },
+        sharded,
+        context_sharded,
         zero,
         tensor: degrees.tensor,
         context: degrees.context,
@@ -530,10 +546,11 @@ fn order(plan: &Plan, of_stage: &Roles, found: &mut Found) {
     }
 }
 
-/// The ZeRO level of most parameter bytes, and over how many data ranks. Experts that lie over data
-/// ranks are split over fewer, so they are asked only where a model has nothing else.
-fn zero(plan: &Plan, runs: &[Run], of_stage: &Roles, found: &mut Found) -> (u8, u32) {
-    // Bytes by level and number of ranks.
+/// The ZeRO level of most parameter bytes, and over how many data and context ranks: both kinds hold
+/// the same parameters. Experts that lie over data ranks are split over fewer, so they are asked only
+/// where a model has nothing else.
+fn zero(plan: &Plan, runs: &[Run], of_stage: &Roles, found: &mut Found) -> (u8, [u32; 2]) {
+    // Bytes by level and numbers of ranks.
     let (mut shared, mut experts): (Levels, Levels) = (Levels::new(), Levels::new());
     for run in runs {
         let Some((roles, _)) = of_stage.get(&run.stage) else {
@@ -542,16 +559,25 @@ fn zero(plan: &Plan, runs: &[Run], of_stage: &Roles, found: &mut Found) -> (u8, 
         let mesh = &plan.stages[run.stage].mesh;
         for parameter in &run.parameters {
             let levels = parameter.zero.iter().zip(roles).zip(&mesh.axes);
-            let all: Vec<(Option<u8>, u32)> = levels
-                .filter(|((_, role), _)| **role == Role::Data)
-                .map(|((level, _), axis)| (*level, axis.size))
+            let is_copied = |role: &Role| matches!(role, Role::Data | Role::Context(_));
+            let all: Vec<(Option<u8>, Role, u32)> = levels
+                .filter(|((_, role), _)| is_copied(role))
+                .map(|((level, role), axis)| (*level, *role, axis.size))
                 .collect();
-            let data: Vec<(u8, u32)> = all.iter().filter_map(|d| Some((d.0?, d.1))).collect();
-            let Some(level) = data.iter().map(|d| d.0).max() else {
+            let known = all
+                .iter()
+                .filter_map(|(level, role, n)| Some((((*level)?), *role, *n)));
+            let known: Vec<(u8, Role, u32)> = known.collect();
+            let Some(level) = known.iter().map(|k| k.0).max() else {
                 continue;
             };
-            let over = data.iter().filter(|d| d.0 > 0).map(|d| d.1).product();
-            let to = match data.len() == all.len() {
+            let split = || known.iter().filter(|k| k.0 > 0);
+            let of = |is_data: bool| -> u32 {
+                let those = split().filter(|k| (k.1 == Role::Data) == is_data);
+                those.map(|k| k.2).product()
+            };
+            let over = [of(true), of(false)];
+            let to = match known.len() == all.len() {
                 true => &mut shared,
                 false => &mut experts,
             };
@@ -562,7 +588,7 @@ fn zero(plan: &Plan, runs: &[Run], of_stage: &Roles, found: &mut Found) -> (u8, 
     }
     let bytes = if shared.is_empty() { &experts } else { &shared };
     let Some((&(level, over), &most)) = bytes.iter().max_by_key(|(_, bytes)| **bytes) else {
-        return (0, 1);
+        return (0, [1, 1]);
     };
     let at = |levels: &Levels| -> u64 {
         let those = levels.iter().filter(|(k, _)| k.0 == level);
@@ -587,15 +613,27 @@ fn zero(plan: &Plan, runs: &[Run], of_stage: &Roles, found: &mut Found) -> (u8, 
         found.deviation(
             Subject::Zero,
             "some parameters".into(),
-            format!("their states are split over another number of data ranks than {over}"),
-            format!("all split over {over}"),
+            format!(
+                "their states are split over another number of ranks than {}",
+                ranks_words(over)
+            ),
+            format!("all split over {}", ranks_words(over)),
         );
     }
     (level, over)
 }
 
-/// Bytes of parameters by ZeRO level and by the number of ranks that they are split over.
-type Levels = BTreeMap<(u8, u32), u64>;
+/// Bytes of parameters by ZeRO level and by the numbers of data and context ranks that they are split
+/// over.
+type Levels = BTreeMap<(u8, [u32; 2]), u64>;
+
+/// Data and context ranks in words: `8`, or `4 data x 2 context`.
+fn ranks_words([data, context]: [u32; 2]) -> String {
+    match context {
+        1 => data.to_string(),
+        _ => format!("{data} data x {context} context"),
+    }
+}
 
 /// The share of parameter bytes from which on a level is that of all.
 const MOST: f64 = 0.995;

@@ -12,7 +12,8 @@ use support::*;
 /// Degrees times each other are the devices, and batches the global batch.
 fn assert_holds(plan: &Plan, d: &export::Degrees, devices: u32) {
     assert_eq!(d.data * d.context * d.tensor * d.pipeline, devices, "{d:?}");
-    assert!(d.data.is_multiple_of(d.sharded.max(1)), "{d:?}");
+    assert!(d.data.is_multiple_of(d.sharded), "{d:?}");
+    assert!(d.context.is_multiple_of(d.context_sharded), "{d:?}");
     let batch = d.micro_batch * u64::from(plan.n_microbatches) * u64::from(d.data);
     assert_eq!(batch, plan.train.global_batch, "{d:?}");
 }
@@ -40,8 +41,10 @@ proptest! {
         let d = d.ok_or_else(|| TestCaseError::fail(summary.obstacles.join("; ")))?;
         assert_holds(&planned.plan, d, DEVICES);
         prop_assert_eq!([d.data, d.context, d.tensor, d.pipeline], degrees);
-        if data > 1 {
+        // Context ranks hold the same parameters as data ranks do.
+        if data * context > 1 {
             prop_assert_eq!(d.zero, zero);
+            prop_assert_eq!(d.shards(), if zero == 0 { 1 } else { data * context });
         }
     }
 }

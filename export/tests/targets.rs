@@ -430,6 +430,82 @@ fn accelerate_splits_states_beside_tensor_ranks() {
     assert!(places(&e).contains(&"states and gradients"));
 }
 
+/// A plan of data and context ranks at a ZeRO level that splits states over both.
+fn with_context(zero: u8) -> planner::Planned {
+    let zero = format!("zero={zero}");
+    let pins = ["data=4", "context=2", "tensor=1", "pipeline=1", &zero];
+    plan(&llama(), &train(), &pins)
+}
+
+/// The distributed optimizer, FSDP's meshes and DeepSpeed's ZeRO split over data and context ranks,
+/// and so does the plan: nothing of that is done otherwise.
+#[test]
+fn states_are_split_over_context_ranks_as_the_software_does() {
+    let planned = with_context(1);
+    let about_states = |e: &Export| {
+        let all = e
+            .not_expressed
+            .iter()
+            .map(|n| format!("{} {}", n.place, n.instead));
+        all.filter(|words| words.contains("states") || words.contains("context ranks too"))
+            .collect::<Vec<_>>()
+    };
+    for target in [
+        Target::MegatronCore,
+        Target::DeepSpeed,
+        Target::TorchTitan,
+        Target::Accelerate,
+    ] {
+        let e = exported(&planned, target);
+        let d = e.summary.degrees.as_ref().expect("degrees");
+        assert_eq!((d.zero, d.shards()), (1, 8));
+        assert!(
+            about_states(&e).is_empty(),
+            "{target:?}: {:?}",
+            e.not_expressed
+        );
+    }
+    let e = exported(&planned, Target::MegatronCore);
+    assert_eq!(argument(&e, "num-distributed-optimizer-instances"), None);
+    // Gradients are summed over context ranks too, so they are in the mesh of `fully_shard`.
+    let e = exported(&planned, Target::Fsdp2);
+    let text = &e.files[0].text;
+    assert!(
+        text.contains("(\"shard\", 8)") && text.contains("CONTEXT = 2"),
+        "{text}"
+    );
+}
+
+/// torchtitan and accelerate have no level 0 beside context ranks: FSDP splits over them.
+#[test]
+fn nothing_is_whole_on_context_ranks_of_fsdp() {
+    let planned = with_context(0);
+    for target in [Target::TorchTitan, Target::Accelerate] {
+        let e = exported(&planned, target);
+        let whole = e
+            .not_expressed
+            .iter()
+            .find(|n| n.what.contains("whole on every data and context rank"));
+        assert!(whole.is_some(), "{target:?}: {:?}", e.not_expressed);
+        let pins = e.pins.expect("pins");
+        assert!(pins.contains(&"zero=2".to_string()), "{pins:?}");
+    }
+    let e = exported(&planned, Target::TorchTitan);
+    let shard = number(&toml(&e, "parallelism", "data_parallel_shard_degree"));
+    assert_eq!(
+        shard, 4,
+        "the whole mesh, as the pins of the nearest plan have it"
+    );
+    let e = exported(&planned, Target::MegatronCore);
+    assert_eq!(argument(&e, "use-distributed-optimizer"), None);
+    let e = exported(&planned, Target::Fsdp2);
+    assert!(
+        e.files[0].text.contains("(\"replicate\", 8)"),
+        "{}",
+        e.files[0].text
+    );
+}
+
 /// A fused matrix of queries, keys and values is split inside of each, for which DTensor has no
 /// public placement.
 #[test]

@@ -124,6 +124,9 @@ pub struct Vocabulary {
     pub zero: &'static [u8],
     /// ZeRO levels under a pipeline.
     pub zero_in_pipeline: &'static [u8],
+    /// Whether states are always split over ranks that split sequences: FSDP's mesh is made of the
+    /// data and the context ranks, so there is no level 0 beside the latter.
+    pub splits_states_over_context: bool,
     /// What norms and residuals do over tensor ranks.
     pub sequence_parallel: SequenceParallel,
     /// What all blocks recompute, that which recomputes least first.
@@ -151,6 +154,7 @@ const MEGATRON: Vocabulary = Vocabulary {
     // Above 1 it is Megatron-FSDP, which has no pipeline.
     zero: &[0, 1, 2, 3],
     zero_in_pipeline: &[0, 1],
+    splits_states_over_context: false,
     sequence_parallel: SequenceParallel::Optional,
     recompute: &[
         Recomputation::None,
@@ -163,6 +167,7 @@ const MEGATRON: Vocabulary = Vocabulary {
 const TORCHTITAN: Vocabulary = Vocabulary {
     // Level 1 is level 2 without a pipeline: gradients are reduced after every microbatch.
     zero: &[0, 2, 3],
+    splits_states_over_context: true,
     schedules: &[
         ScheduleKind::OneFOneB,
         ScheduleKind::GPipe,
@@ -187,6 +192,7 @@ const DATA: Vocabulary = Vocabulary {
     schedules: &[ScheduleKind::OneFOneB],
     zero: &[0, 1, 2, 3],
     zero_in_pipeline: &[0, 1],
+    splits_states_over_context: false,
     sequence_parallel: SequenceParallel::Never,
     recompute: &[Recomputation::None, Recomputation::Full],
 };
@@ -299,18 +305,23 @@ impl Framework {
 }
 
 impl Vocabulary {
-    /// ZeRO levels that go with so many stages' meshes in a row.
-    pub fn zero_levels(&self, pipeline: u32) -> &'static [u8] {
-        match pipeline {
+    /// ZeRO levels that go with so many stages' meshes in a row, and so many ranks that split
+    /// sequences.
+    pub fn zero_levels(&self, pipeline: u32, context: u32) -> &'static [u8] {
+        let levels = match pipeline {
             0 | 1 => self.zero,
             _ => self.zero_in_pipeline,
+        };
+        match levels {
+            [0, above @ ..] if context > 1 && self.splits_states_over_context => above,
+            all => all,
         }
     }
 
     /// The level that comes nearest to one: the next that splits as much at least, else the one that
     /// splits most.
-    pub fn nearest_zero(&self, level: u8, pipeline: u32) -> u8 {
-        let levels = self.zero_levels(pipeline);
+    pub fn nearest_zero(&self, level: u8, pipeline: u32, context: u32) -> u8 {
+        let levels = self.zero_levels(pipeline, context);
         let next = levels.iter().find(|l| **l >= level);
         next.or(levels.last()).copied().unwrap_or(0)
     }
@@ -339,10 +350,15 @@ mod tests {
     #[test]
     fn a_level_that_there_is_not_is_rounded_up_where_it_can_be() {
         let titan = Framework::TorchTitan.vocabulary();
-        assert_eq!([0, 1, 2, 3].map(|z| titan.nearest_zero(z, 1)), [0, 2, 2, 3]);
+        let nearest =
+            |pipeline, context| [0, 1, 2, 3].map(|z| titan.nearest_zero(z, pipeline, context));
+        assert_eq!(nearest(1, 1), [0, 2, 2, 3]);
+        // FSDP's mesh has the context ranks, so nothing is whole on each of them.
+        assert_eq!(nearest(1, 2), [2, 2, 2, 3]);
+        assert_eq!(nearest(4, 2), [1, 1, 1, 1]);
         let megatron = Framework::MegatronCore.vocabulary();
         assert_eq!(
-            [0, 1, 2, 3].map(|z| megatron.nearest_zero(z, 4)),
+            [0, 1, 2, 3].map(|z| megatron.nearest_zero(z, 4, 2)),
             [0, 1, 1, 1]
         );
     }

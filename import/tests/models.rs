@@ -316,3 +316,37 @@ fn options_out_of_range_are_errors() {
         );
     }
 }
+
+/// FLOPs of attention that MFU counts in a forward pass of one sample.
+fn counted_attention_flops(name: &str, sequence: u64) -> f64 {
+    let config = ModelConfig::load(&models().join(name)).unwrap();
+    let graph = graph(&config, sequence, 0.0);
+    let works = graph.ops().iter().map(|op| graph.work(op, 1));
+    works.map(|w| w.counted_attention_flops()).sum()
+}
+
+#[test]
+fn attention_with_a_window_counts_as_many_keys_as_the_window_has() {
+    // Two products of 2 FLOPs for each query, key and element of a head.
+    let of = |layers: u64, queries: u64, keys: u64, heads: u64| {
+        (2 * 2 * layers * queries * keys * heads) as f64
+    };
+    // 32 layers with a window of 4,096; one that reaches back over the whole sequence is none.
+    let mistral = counted_attention_flops("mistral-7b", 16_384);
+    assert_eq!(mistral, of(32, 16_384, 4_096, 32 * 128));
+    let short = counted_attention_flops("mistral-7b", 2_048);
+    assert_eq!(short, of(32, 2_048, 2_048, 32 * 128));
+    // Every second of 26 layers, and five of six of 26.
+    let gemma2 = counted_attention_flops("gemma-2-2b", 8_192);
+    let heads = 8 * 256;
+    assert_eq!(
+        gemma2,
+        of(13, 8_192, 4_096, heads) + of(13, 8_192, 8_192, heads)
+    );
+    let gemma3 = counted_attention_flops("gemma-3-1b", 4_096);
+    let heads = 4 * 256;
+    assert_eq!(
+        gemma3,
+        of(22, 4_096, 512, heads) + of(4, 4_096, 4_096, heads)
+    );
+}

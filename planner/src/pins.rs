@@ -372,10 +372,12 @@ impl Pins {
     }
 }
 
-/// ZeRO placements that a level allows on an axis that does not shard the parameter.
+/// ZeRO placements that a level allows on an axis that does not shard the parameter; `is_cut` says
+/// whether uses of the parameter cut it along the sequence, as those of a table of positions do.
 pub(crate) fn zero_variants(
     level: Option<u8>,
     role: AxisRole,
+    is_cut: bool,
     train: &TrainSpec,
 ) -> Vec<ZeroVariant> {
     use ZeroVariant::*;
@@ -393,7 +395,7 @@ pub(crate) fn zero_variants(
     let mixed = train.precision != Precision::F32;
     // A table of positions is cut along the sequence by its use, so its gradient is never a sum
     // over a context axis: ZeRO-1 cannot leave it partial there.
-    let is_context = role == AxisRole::Context;
+    let is_cut = is_cut && role == AxisRole::Context;
     match level {
         None => vec![
             Whole,
@@ -406,8 +408,8 @@ pub(crate) fn zero_variants(
             Master,
         ],
         Some(0) => vec![Whole, WholeDeferred],
-        Some(1) if mixed && is_context => vec![MasterDeferred, Master],
-        Some(1) if is_context => vec![OptimizerDeferred, Gradient],
+        Some(1) if mixed && is_cut => vec![MasterDeferred, Master],
+        Some(1) if is_cut => vec![OptimizerDeferred, Gradient],
         Some(1) if mixed => vec![MasterDeferred],
         Some(1) => vec![OptimizerDeferred],
         Some(2) if mixed => vec![Master],
@@ -427,8 +429,14 @@ impl ZeroLevels {
     pub(crate) const MOVING: ZeroLevels = ZeroLevels(0b1000);
 
     /// The levels that leave a variant on an axis of this role.
-    pub(crate) fn of(variant: ZeroVariant, role: AxisRole, train: &TrainSpec) -> ZeroLevels {
-        let leaves = |level: &u8| zero_variants(Some(*level), role, train).contains(&variant);
+    pub(crate) fn of(
+        variant: ZeroVariant,
+        role: AxisRole,
+        is_cut: bool,
+        train: &TrainSpec,
+    ) -> ZeroLevels {
+        let leaves =
+            |level: &u8| zero_variants(Some(*level), role, is_cut, train).contains(&variant);
         ZeroLevels((0..=3).filter(leaves).fold(0, |bits, z| bits | 1 << z))
     }
 

@@ -31,7 +31,7 @@ pub struct Predicted {
     pub device_memory: Bytes,
     /// That peak as the framework reports it, in 10^9 bytes or what it calls a GB.
     pub reported_memory_gb: f64,
-    /// Model FLOPs (full attention) over the peak of the compute type.
+    /// Model FLOPs (attention over all keys, or those of its window) over the peak of the compute type.
     pub mfu: f64,
     /// Where the time goes.
     pub breakdown: Breakdown,

@@ -191,8 +191,17 @@ fn print_words(
     let mut w = format!("{} for {title} on {devices}\n", summary.name);
     if let Some(d) = &summary.degrees {
         w += &format!(
-            "Degrees: data {} x context {} x tensor {} x pipeline {} = {}; ZeRO-{}\n",
-            d.data, d.context, d.tensor, d.pipeline, summary.devices, d.zero
+            "Degrees: data {} x context {} x tensor {} x pipeline {} = {}; ZeRO-{}{}\n",
+            d.data,
+            d.context,
+            d.tensor,
+            d.pipeline,
+            summary.devices,
+            d.zero,
+            match d.zero > 0 && d.context > 1 {
+                true => format!(" over {} (data x context)", ir::counted(d.shards(), "rank")),
+                false => String::new(),
+            }
         );
         w += &format!(
             "Batch: micro-batch {} x {} x data {} = global batch {}\n",

@@ -1,6 +1,6 @@
 //! Where the time of a plan's step goes, in words and tables.
 
-use super::plan::stages_of_mesh;
+use super::plan::{STAGES_NAMED, mesh_name};
 use super::{percent, table, wrapped};
 use crate::failure::Failure;
 use crate::plan_file::Loaded;
@@ -471,17 +471,10 @@ fn alike(meshes: &[MeshAccount]) -> Vec<(usize, usize)> {
     runs
 }
 
-/// The most stages of a mesh that are named one by one.
-const STAGES_NAMED: u32 = 3;
-
 /// Names meshes by their stages: `1`, `1 to 6`, `0+8+16`, or the first stages of meshes that have
 /// many.
 fn mesh_names(plan: &Plan, first: usize, last: usize) -> String {
-    let v = plan.schedule.virtual_stages();
-    let of = |mesh: usize| match v > STAGES_NAMED {
-        true => format!("{mesh}+..({v})"),
-        false => stages_of_mesh(mesh, plan.n_meshes(), plan.schedule),
-    };
+    let of = |mesh: usize| mesh_name(mesh, plan.n_meshes(), plan.schedule);
     match first == last {
         true => of(first),
         false => format!("{} to {}", of(first), of(last)),

@@ -24,45 +24,145 @@ use crate::document;
 use crate::failure::{Exit, Failure};
 use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde::Serialize;
+use std::sync::OnceLock;
 
 /// Draws a table with a header; columns from `numbers_from` on are right-aligned. Where it would be
-/// wider than [`WIDTH`], texts and heads of columns are broken between words; numbers never are.
+/// wider than [`width`], texts and heads of columns are broken between words. Numbers never are: if
+/// their columns do not fit side by side, they are drawn in several tables, one below the other, each
+/// with the columns before `numbers_from`.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
-    let longest_word = |text: &str| text.split_whitespace().map(|w| w.chars().count()).max();
-    let least = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column));
-        let of_cell = |cell: &String| match column < numbers_from {
-            true => longest_word(cell).unwrap_or(0),
-            false => cell.lines().map(|l| l.chars().count()).max().unwrap_or(0),
-        };
-        let head = longest_word(header[column]).unwrap_or(0);
-        let cell = cells.map(of_cell).max().unwrap_or(0);
-        // With a blank on both sides.
-        u16::try_from(cell.max(head) + 2).unwrap_or(WIDTH)
-    };
-    let least: Vec<u16> = (0..header.len()).map(least).collect();
-    let mut table = Table::new();
-    table
-        .load_preset(presets::UTF8_BORDERS_ONLY)
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(WIDTH)
-        .set_header(header.iter().copied());
-    table.add_rows(rows);
-    for (i, (column, least)) in table.column_iter_mut().zip(least).enumerate() {
-        if i >= numbers_from {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-        column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least)));
-    }
-    table.to_string()
+    table_within(width(), header, &rows, numbers_from)
 }
 
-/// The widest line of prose, and of a table where its words allow it, in columns.
-const WIDTH: u16 = 100;
+fn table_within(
+    width: usize,
+    header: &[&str],
+    rows: &[Vec<String>],
+    numbers_from: usize,
+) -> String {
+    let least = least_widths(width, header, rows, numbers_from);
+    let parts = side_by_side(width, &least, numbers_from);
+    let drawn = parts.iter().map(|columns| {
+        let mut table = Table::new();
+        let of = |row: &[String]| -> Vec<String> {
+            let cells = columns
+                .iter()
+                .map(|&c| row.get(c).cloned().unwrap_or_default());
+            cells.collect()
+        };
+        table
+            .load_preset(presets::UTF8_BORDERS_ONLY)
+            .set_content_arrangement(ContentArrangement::Dynamic)
+            .set_width(u16::try_from(width).unwrap_or(u16::MAX))
+            .set_header(columns.iter().map(|&c| header[c]));
+        table.add_rows(rows.iter().map(|row| of(row)));
+        for (column, &c) in table.column_iter_mut().zip(columns) {
+            if c >= numbers_from {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+            // With a blank on both sides.
+            let least = u16::try_from(least[c] + 2).unwrap_or(u16::MAX);
+            column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least)));
+        }
+        table.to_string()
+    });
+    drawn.collect::<Vec<_>>().join("\n")
+}
 
-/// Wraps prose to lines of at most [`WIDTH`] columns, broken between words; continued lines are
+/// The fewest characters in which each column can be drawn: its longest word, or its longest number
+/// with the unit. A word that leaves too little beside it is broken, as a long path.
+fn least_widths(
+    width: usize,
+    header: &[&str],
+    rows: &[Vec<String>],
+    numbers_from: usize,
+) -> Vec<usize> {
+    let longest = |parts: &mut dyn Iterator<Item = &str>| parts.map(|p| p.chars().count()).max();
+    // A number with its unit; names of meshes begin with digits, too, and have more words.
+    let is_number = |cell: &str| {
+        let mut chars = cell.chars();
+        let first = chars.find(|c| !matches!(c, '+' | '-' | '<' | '~'));
+        first.is_some_and(|c| c.is_ascii_digit()) && cell.split_whitespace().count() <= 2
+    };
+    let word = |text: &str| longest(&mut text.split_whitespace()).unwrap_or(0);
+    let of_column = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        let of_cell = |cell: &String| match is_number(cell) {
+            true => longest(&mut cell.lines()).unwrap_or(0),
+            false => word(cell),
+        };
+        cells
+            .map(of_cell)
+            .max()
+            .unwrap_or(0)
+            .max(word(header[column]))
+    };
+    let mut least: Vec<usize> = (0..header.len()).map(of_column).collect();
+    // Texts give way to each other, the longest words first, until two thirds are enough for them.
+    let texts = numbers_from.min(least.len());
+    let most = match texts == least.len() {
+        true => width,
+        false => width * 2 / 3,
+    };
+    while drawn_width(&least[..texts]) > most {
+        let Some(longest) = least[..texts].iter_mut().max().filter(|w| **w > SHORT) else {
+            break;
+        };
+        *longest -= 1;
+    }
+    least
+}
+
+/// Characters of a word that is not broken, whatever the width.
+const SHORT: usize = 8;
+
+/// The characters of a line of a table: columns with a blank on both sides and one between them, and
+/// the frame.
+fn drawn_width(columns: &[usize]) -> usize {
+    columns.iter().map(|w| w + 3).sum::<usize>() + 1
+}
+
+/// The columns of the tables that are drawn one below the other: those of texts in each, and as many
+/// of numbers as fit.
+fn side_by_side(width: usize, least: &[usize], numbers_from: usize) -> Vec<Vec<usize>> {
+    let texts = 0..numbers_from.min(least.len());
+    let mut parts = vec![texts.clone().collect::<Vec<usize>>()];
+    for column in texts.end..least.len() {
+        let Some(part) = parts.last_mut() else { break };
+        let with: Vec<usize> = part.iter().chain([&column]).map(|&c| least[c]).collect();
+        match drawn_width(&with) > width && part.len() > texts.len() {
+            true => parts.push(texts.clone().chain([column]).collect()),
+            false => part.push(column),
+        }
+    }
+    parts
+}
+
+/// The widest line of prose and of tables, in columns.
+const WIDTH: usize = 100;
+/// The narrowest terminal that output is fitted to; in one below lines break where they may.
+const NARROWEST: usize = 40;
+
+/// The columns that output has: those of the terminal, but no more than [`WIDTH`].
+fn width() -> usize {
+    static OF_OUTPUT: OnceLock<usize> = OnceLock::new();
+    *OF_OUTPUT.get_or_init(|| {
+        let size = rustix::termios::tcgetwinsize(std::io::stdout());
+        let columns = size.map_or(0, |size| usize::from(size.ws_col));
+        match columns {
+            0 => WIDTH,
+            columns => columns.clamp(NARROWEST, WIDTH),
+        }
+    })
+}
+
+/// Wraps prose to lines of at most [`width`] columns, broken between words; continued lines are
 /// indented by two more columns. Lines of tables stay as they are.
 pub fn wrapped(text: &str) -> String {
+    wrapped_within(width(), text)
+}
+
+fn wrapped_within(most: usize, text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
         if line.trim().is_empty() || line.starts_with(['│', '┌', '╞', '└']) {
@@ -74,7 +174,7 @@ pub fn wrapped(text: &str) -> String {
         let mut column = 0;
         for word in line.split(' ') {
             let width = word.chars().count();
-            if column > margin && column + 1 + width > usize::from(WIDTH) {
+            if column > margin && column + 1 + width > most {
                 out.push('\n');
                 out.extend(std::iter::repeat_n(' ', margin + 2));
                 column = margin + 2;
@@ -131,5 +231,61 @@ pub fn count(x: f64) -> String {
         a if a >= 1e6 => format!("{:.2} M", x / 1e6),
         a if a >= 1e4 => format!("{:.2} k", x / 1e3),
         _ => format!("{x:.1}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn widest(text: &str) -> usize {
+        text.lines().map(|l| l.chars().count()).max().unwrap_or(0)
+    }
+
+    #[test]
+    fn tables_are_no_wider_than_the_terminal() {
+        let header = [
+            "stage",
+            "forward\na microbatch",
+            "backward\na microbatch",
+            "compute\na step",
+            "collectives\na step",
+            "transfers\na step",
+            "bound by",
+        ];
+        let row = |name: &str| {
+            let mut row = vec![name.to_string()];
+            row.extend(vec!["123.456 ms".to_string(); 5]);
+            row.push("all-to-alls over infiniband".into());
+            row
+        };
+        let rows = vec![row("0+..(8)"), row("1 to 7")];
+        for width in [60, 80, 100] {
+            let text = table_within(width, &header, &rows, 1);
+            assert!(widest(&text) <= width, "{}\n{text}", widest(&text));
+            // No number is broken, and none is lost.
+            assert_eq!(text.matches("123.456 ms").count(), 10, "{text}");
+        }
+        let wide = table_within(100, &header, &rows, 1);
+        assert_eq!(
+            wide.matches("stage").count(),
+            1,
+            "one table is enough\n{wide}"
+        );
+    }
+
+    #[test]
+    fn a_word_longer_than_the_terminal_is_broken() {
+        let path = "a/very/long/path/".repeat(6);
+        let rows = vec![vec!["1.0 s".to_string(), "data=1".into(), path]];
+        let text = table_within(80, &["step", "degrees", "file"], &rows, 3);
+        assert!(widest(&text) <= 80, "{text}");
+        assert!(text.contains("data=1") && text.contains("1.0 s"), "{text}");
+    }
+
+    #[test]
+    fn prose_keeps_to_the_width() {
+        let text = wrapped_within(60, &"word ".repeat(40));
+        assert!(widest(&text) <= 60, "{text}");
     }
 }

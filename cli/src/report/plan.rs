@@ -477,6 +477,17 @@ pub fn stages_of_mesh(mesh: usize, n_meshes: usize, schedule: ScheduleKind) -> S
     names.join("+")
 }
 
+/// The most stages of a mesh that tables name one by one.
+pub const STAGES_NAMED: u32 = 3;
+
+/// Names a mesh in a table: by the stages on it, or by the first one and their number.
+pub fn mesh_name(mesh: usize, n_meshes: usize, schedule: ScheduleKind) -> String {
+    match schedule.virtual_stages() {
+        v if v > STAGES_NAMED => format!("{mesh}+..({v})"),
+        _ => stages_of_mesh(mesh, n_meshes, schedule),
+    }
+}
+
 /// Explains how MFU is counted, with the peak and its source.
 pub fn mfu_convention(cluster: &Cluster, train: &TrainSpec, devices: u32) -> String {
     let dtype = train.precision.compute();
@@ -509,8 +520,10 @@ pub fn mfu_convention(cluster: &Cluster, train: &TrainSpec, devices: u32) -> Str
     types.dedup();
     sources.dedup();
     let counted_passes = match train.task {
-        Task::Training => "forward and backward (full attention, no recomputation; HFU with it)",
-        Task::Inference => "the forward pass (full attention)",
+        Task::Training => {
+            "forward and backward (attention over all keys or a window, no recomputation; HFU with it)"
+        }
+        Task::Inference => "the forward pass (attention over all keys or a window)",
     };
     format!(
         "MFU: matmul and attention FLOPs of {counted_passes} over {}FLOP/s {} peak of {} ({}){instead}",
@@ -576,7 +589,7 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
     };
     let row = |(i, s): (usize, &ir::plan::StagePrediction)| {
         vec![
-            stages_of_mesh(i, p.stages.len(), schedule),
+            mesh_name(i, p.stages.len(), schedule),
             time(s.forward_s),
             time(s.backward_s),
             time(s.step_s),
@@ -624,10 +637,17 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
     );
     let shared = match schedule.virtual_stages() {
         1 => String::new(),
-        _ => format!(
-            "\n({} are stages of one mesh; the figures are of all of them together)",
-            stages_of_mesh(0, p.stages.len(), schedule)
-        ),
+        v => {
+            let all = stages_of_mesh(0, p.stages.len(), schedule);
+            let named = match v > STAGES_NAMED {
+                true => format!(
+                    "{} is short for {all}: these",
+                    mesh_name(0, p.stages.len(), schedule)
+                ),
+                false => all,
+            };
+            format!("\n({named} are stages of one mesh; the figures are of all of them together)")
+        }
     };
     // Times, then bytes, under the stage.
     let n_times = header.len() - N_MEMORY;
@@ -652,7 +672,7 @@ fn gap(plan: &Plan) -> String {
     let of_gap = match p.gap > 5e-4 {
         false => "no pipeline of that space is better by more than 0.05%".to_string(),
         true => format!(
-            "no pipeline of that space has an objective below the bound, so by the objective none is better by more than {}",
+            "by the objective no pipeline of that space is better by more than {}; the step itself is not bounded by it",
             percent(p.gap)
         ),
     };
@@ -699,9 +719,18 @@ fn least_found(plan: &Plan) -> (String, String) {
     (
         format!("; least found {least}, gap {gap}"),
         format!(
-            "\n  least objective found: {least}, {gap} above the bound at most; by simulation that plan takes longer, or is less simple and hardly faster"
+            "\n  least objective found: {least}, {gap} above its lower bound at most; by simulation that plan takes longer, or is less simple and hardly faster"
         ),
     )
+}
+
+/// Says that the step is predicted below the bound of the objective, where it is: the bound proves
+/// nothing about the step.
+fn predicted_below(plan: &Plan) -> &'static str {
+    match plan.predicted.step_time_s.0 < plan.proof.lower_bound_s.0 {
+        true => "; the predicted step is below it, as the objective knows no overlap",
+        false => "",
+    }
 }
 
 fn proof(plan: &Plan) -> String {
@@ -722,8 +751,9 @@ fn proof(plan: &Plan) -> String {
         );
     }
     let (least, of_least) = least_found(plan);
+    let below = predicted_below(plan);
     let mut w = format!(
-        "Proof: additive objective {}, lower bound {}, gap {} over {}{state}{least}\n  space: {space}{of_least}",
+        "Proof: objective {} (stages' times added up), lower bound of the objective {}, gap {} over {}{state}{least}{below}\n  space: {space}{of_least}",
         p.objective_s,
         p.lower_bound_s,
         percent(p.gap),
@@ -741,7 +771,7 @@ fn proof(plan: &Plan) -> String {
         };
         let _ = write!(
             w,
-            "\n  {stages}: {}, {} of a step{each}, at least {}, gap {}",
+            "\n  {stages}: {}, objective {} of a step{each}, lower bound of that {}, gap {}",
             s.method,
             s.objective_s,
             s.lower_bound_s,
@@ -766,7 +796,7 @@ const METHODS: [(&str, &str); 4] = [
     ),
     (
         "priced elimination",
-        "the same with a price on memory that makes the stage fit; no choice that fits has an objective below the bound",
+        "the same with a price on memory that makes the stage fit; no choice that fits has an objective below its lower bound",
     ),
     (
         "integer program",
@@ -774,7 +804,7 @@ const METHODS: [(&str, &str); 4] = [
     ),
     (
         "assumed costs",
-        "chosen as if traffic that may hide cost less, or what fills the pipeline more; objective and bound assume neither",
+        "chosen as if traffic that may hide cost less, or what fills the pipeline more; objective and lower bound assume neither",
     ),
 ];
 

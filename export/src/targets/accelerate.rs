@@ -148,14 +148,20 @@ fn fsdp(
         let reason = format!("the class of a block of the family {} is not known", s.name);
         inexpressible(TARGET, reason)
     })?;
-    if d.zero == 0 && d.data > 1 {
+    if d.zero == 0 && d.data * d.context > 1 {
         choices.zero = 2;
+        let all = match d.context {
+            1 => "data rank",
+            _ => "data and context rank",
+        };
         missing.add(
             "states and gradients",
-            "whole on every data rank (ZeRO level 0)",
+            format!("whole on every {all} (ZeRO level 0)"),
             "split over them (level 2): accelerate has no copies alone beside tensor or context ranks",
         );
     }
+    // FSDP splits over the joint mesh of `dp_shard` and `cp`.
+    super::split_over_context(d, missing);
     if d.zero == 1 {
         choices.zero = 2;
         missing.add(

@@ -39,7 +39,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
 /// The keys that DeepSpeed's own configuration and accelerate's share.
 pub(super) fn zero_level(d: &Degrees, choices: &mut Choices, missing: &mut Missing) -> u8 {
     let vocabulary = TARGET.framework().vocabulary();
-    let level = vocabulary.nearest_zero(d.zero, d.pipeline);
+    let level = vocabulary.nearest_zero(d.zero, d.pipeline, d.context);
     if level != d.zero {
         missing.add(
             "parameters and gradients",
@@ -48,14 +48,20 @@ pub(super) fn zero_level(d: &Degrees, choices: &mut Choices, missing: &mut Missi
         );
     }
     choices.zero = level;
-    if level > 0 && d.sharded < d.data {
+    // ZeRO splits over the ranks of sequence_parallel_size too (`seq_data_parallel_group`).
+    if level > 0 && d.has_copies() {
+        let all = match d.context {
+            1 => "data ranks",
+            _ => "data and context ranks",
+        };
         missing.add(
             "states",
             format!(
-                "split over {} of the {} data ranks, with copies",
-                d.sharded, d.data
+                "split over {} of the {} {all}, with copies",
+                d.shards(),
+                d.data * d.context
             ),
-            "split over all data ranks",
+            format!("split over all {all}"),
         );
     }
     level

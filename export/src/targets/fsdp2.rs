@@ -47,11 +47,8 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     w += HEADER;
     w += IMPORTS;
     mesh(summary, d, &mut w);
-    let _ = writeln!(
-        w,
-        "ZERO, SHARDED = {}, {}  # level, over this many of the data ranks",
-        d.zero, d.sharded
-    );
+    let _ = writeln!(w, "ZERO = {}  # level of splitting over \"shard\"", d.zero);
+    super::split_over_context(d, &mut missing);
     let _ = writeln!(
         w,
         "MICRO_BATCH, ACCUMULATION, SEQUENCE = {}, {}, {}",
@@ -93,18 +90,30 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 fn mesh(s: &Summary, d: &Degrees, w: &mut String) {
     let device = if s.on_cpu { "cpu" } else { "cuda" };
     let _ = writeln!(w, "DEVICE = \"{device}\"");
-    *w += "# Slow links first; states are split over \"shard\", copied over \"replicate\".\nMESH = [\n";
+    *w += "# Slow links first; states are split over \"shard\", copied over \"replicate\".\n";
+    if d.context > 1 {
+        *w += "# Both hold the data ranks and, inside of them, the ranks that share a sequence.\n";
+    }
+    *w += "MESH = [\n";
+    // Gradients are summed over context ranks as over data ranks, so they are among the same dims.
+    let (copies, shards) = match d.zero {
+        0 => (d.data * d.context, 1),
+        _ => (d.data / d.sharded.max(1), d.sharded * d.context),
+    };
     let dims = [
         ("pipeline", d.pipeline),
-        ("replicate", d.data / d.sharded.max(1)),
-        ("shard", d.sharded),
-        ("context", d.context),
+        ("replicate", copies),
+        ("shard", shards),
         ("tensor", d.tensor),
     ];
     for (name, size) in dims {
         let _ = writeln!(w, "    (\"{name}\", {size}),");
     }
-    *w += "]\n";
+    let _ = writeln!(
+        w,
+        "]\nCONTEXT = {}  # ranks that share a sequence",
+        d.context
+    );
 }
 
 fn optimizer(s: &Summary, w: &mut String) {
@@ -235,7 +244,8 @@ fn one(
             "whole on every tensor rank",
         );
     }
-    let rest = theirs(ours(|r| *r == Role::Data, &p.at_rest)).filter(|dim| {
+    let is_copied = |r: &Role| matches!(r, Role::Data | Role::Context(_));
+    let rest = theirs(ours(is_copied, &p.at_rest)).filter(|dim| {
         let ranks: u32 = run.axes.iter().map(|a| a.size).product();
         let len = stored.len_of(*dim, &p.shape);
         len.is_multiple_of(u64::from(ranks.max(1)))
@@ -309,7 +319,7 @@ fn activations(d: &Degrees, missing: &mut Missing) {
         missing.add(
             "attention over context ranks",
             format!("keys and values {how}"),
-            "the mesh dim \"context\"; the script wraps its step in context_parallel(mesh[\"context\"])",
+            "nothing: the script wraps its step in context_parallel(context_mesh())",
         );
     }
     if d.expert > 1 {

@@ -6,6 +6,16 @@ def device_mesh():
     return init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
 
 
+def context_mesh():
+    """The ranks that share a sequence, for context_parallel: neighbours, but for tensor ranks."""
+    sizes = dict(MESH)
+    inside = CONTEXT * sizes["tensor"]
+    outside = sizes["pipeline"] * sizes["replicate"] * sizes["shard"] * sizes["tensor"] // inside
+    names = ("outside", "context", "tensor")
+    mesh = init_device_mesh(DEVICE, (outside, CONTEXT, sizes["tensor"]), mesh_dim_names=names)
+    return mesh["context"]
+
+
 def placements():
     """Tensor placement and dim at rest of every parameter, by its name in the model."""
     made = {}

@@ -387,15 +387,11 @@ fn zero(
             ));
         }
     };
-    if d.zero > 0 && d.context > 1 {
-        missing.add(
-            "optimizer states",
-            format!("split over {} data ranks", d.sharded),
-            format!("split over the {} context ranks too", d.context),
-        );
-    }
+    // The distributed optimizer splits over the group of data and context ranks, and so does each of
+    // its instances (`get_data_parallel_group(with_context_parallel=True)`).
+    super::split_over_context(d, missing);
     let vocabulary = TARGET.framework().vocabulary();
-    choices.zero = vocabulary.nearest_zero(d.zero, d.pipeline);
+    choices.zero = vocabulary.nearest_zero(d.zero, d.pipeline, d.context);
     if choices.zero != d.zero {
         missing.add(
             "parameters and gradients",

@@ -108,6 +108,20 @@ pub(crate) fn placed_elsewhere(d: &Degrees) -> &'static [Subject] {
     }
 }
 
+/// Lists copies of states on context ranks, where a target always splits them over these too.
+pub(crate) fn split_over_context(d: &Degrees, missing: &mut Missing) {
+    if d.zero > 0 && d.context_sharded < d.context {
+        missing.add(
+            "states",
+            format!(
+                "split over {}, with copies on context ranks",
+                ir::counted(d.sharded, "data rank")
+            ),
+            format!("split over all {} context ranks too", d.context),
+        );
+    }
+}
+
 /// What was written for a target.
 pub(crate) struct Written {
     pub files: Vec<File>,
@@ -315,5 +329,47 @@ pub(crate) fn block_name(first: usize, count: usize) -> String {
     match count {
         1 => format!("block {first}"),
         n => format!("blocks {first} to {}", first + n - 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Degrees of which states are split over 4 data ranks and so many context ranks.
+    fn degrees(zero: u8, context_sharded: u32) -> Degrees {
+        Degrees {
+            data: 4,
+            sharded: 4,
+            context_sharded,
+            zero,
+            tensor: 1,
+            context: 2,
+            context_attention: None,
+            zigzag: true,
+            expert: 1,
+            expert_tensor: 1,
+            pipeline: 1,
+            virtual_stages: 1,
+            sequence_parallel: false,
+            micro_batch: 1,
+        }
+    }
+
+    #[test]
+    fn copies_on_context_ranks_are_listed() {
+        let listed = |d: &Degrees| {
+            let mut missing = Missing::default();
+            split_over_context(d, &mut missing);
+            missing.list()
+        };
+        let copies = listed(&degrees(1, 1));
+        assert_eq!(
+            copies[0].what,
+            "split over 4 data ranks, with copies on context ranks"
+        );
+        assert_eq!(copies[0].instead, "split over all 2 context ranks too");
+        assert!(listed(&degrees(1, 2)).is_empty() && listed(&degrees(0, 1)).is_empty());
+        assert!(degrees(1, 1).has_copies() && !degrees(1, 2).has_copies());
     }
 }

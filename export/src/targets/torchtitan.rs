@@ -231,17 +231,26 @@ fn parallelism(
 ) -> Result<String, ExportError> {
     // Stages of a pipeline gather their parameters once a step and reduce gradients at its end
     // (`torch.distributed.pipelining`), which is level 1.
-    let shard = if d.zero == 0 { 1 } else { d.sharded };
-    let reshard = match d.zero {
+    let vocabulary = TARGET.framework().vocabulary();
+    choices.zero = vocabulary.nearest_zero(d.zero, d.pipeline, d.context);
+    // FSDP's mesh is made of the ranks of data_parallel_shard_degree and the context ranks.
+    let shard = match (d.zero, choices.zero) {
+        (0, 0) => 1,
+        (0, _) => d.data,
+        _ => d.sharded,
+    };
+    let reshard = match choices.zero {
         0 => "default",
         3 => "always",
         _ => "never",
     };
-    choices.zero = TARGET
-        .framework()
-        .vocabulary()
-        .nearest_zero(d.zero, d.pipeline);
+    super::split_over_context(d, missing);
     match choices.zero {
+        level if d.zero == 0 && level > 0 => missing.add(
+            "parameters, gradients and states",
+            "whole on every data and context rank (ZeRO level 0)",
+            format!("split over them (level {level}), as FSDP always splits over context ranks"),
+        ),
         level if level < d.zero => missing.add(
             "parameters and gradients",
             format!("ZeRO level {}", d.zero),

@@ -140,7 +140,7 @@ fn work(op: &Lengths<'_>) -> Work {
             // more. A rank of a zigzag order has early and late ones, and sees what all see on
             // average. Of a shard that came around, some rank's queries see all where they stand by
             // position.
-            let causal_share = match op.kind {
+            let (causal_share, counted_share) = match op.kind {
                 OpKind::Attention {
                     order,
                     keys,
@@ -152,16 +152,20 @@ fn work(op: &Lengths<'_>) -> Work {
                     keys,
                     bounds,
                     ..
-                } => match keys {
-                    Keys::Ring { step: 1.., .. } if order.is_natural() => 1.0,
-                    _ if order.is_natural() => bounds.share(q[1], t),
-                    _ => bounds.share(t, t),
-                },
-                _ => 0.0,
+                } => {
+                    let causal = match keys {
+                        Keys::Ring { step: 1.., .. } if order.is_natural() => 1.0,
+                        _ if order.is_natural() => bounds.share(q[1], t),
+                        _ => bounds.share(t, t),
+                    };
+                    (causal, bounds.counted_share(t))
+                }
+                _ => (0.0, 0.0),
             };
             Work {
                 attention_flops: flops,
                 causal_share,
+                counted_share,
                 vector_flops: 4.0 * scores,
                 bytes: op.all_bytes(),
                 matmul: Some(shape),

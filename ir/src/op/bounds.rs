@@ -19,6 +19,16 @@ impl Bounds {
         *self == Bounds::default()
     }
 
+    /// The keys that a query's window has, of so many: what MFU counts, which leaves the causal mask
+    /// out of account.
+    pub(super) fn counted_share(&self, keys: u64) -> f64 {
+        let seen = self.window.map_or(keys, |w| w.min(keys));
+        match keys {
+            0 => 1.0,
+            _ => seen as f64 / keys as f64,
+        }
+    }
+
     /// Scores of the last `queries` tokens of `keys`, over all pairs of one of each.
     pub(super) fn share(&self, queries: u64, keys: u64) -> f64 {
         let (s, t) = (queries.min(keys) as f64, keys as f64);
@@ -60,5 +70,14 @@ mod tests {
         assert_eq!(share(Some(500), 250, 1000), 0.5);
         share(Some(900), 250, 1000);
         assert_eq!(Bounds::default().share(0, 0), 0.0);
+    }
+
+    #[test]
+    fn the_counted_share_is_that_of_the_window() {
+        let of = |window| Bounds { window, cap: None }.counted_share(1000);
+        assert_eq!(
+            [of(None), of(Some(4000)), of(Some(1000)), of(Some(250))],
+            [1.0, 1.0, 1.0, 0.25]
+        );
     }
 }

@@ -26,6 +26,9 @@ pub struct Work {
     /// Share of them that a causal kernel executes on the rank that has most to do: a half, or
     /// up to all where the queries are the last of more keys.
     pub causal_share: f64,
+    /// Share of attention's FLOPs that MFU counts: all of them, or with a window those of as many keys
+    /// as it has, for each query.
+    pub counted_share: f64,
     /// All other arithmetic, a rough count per element.
     pub vector_flops: f64,
     /// Bytes read and written once each by an ideal kernel.
@@ -35,9 +38,15 @@ pub struct Work {
 }
 
 impl Work {
-    /// FLOPs that MFU counts (PaLM, Chowdhery et al. 2022, appendix B, full attention).
+    /// FLOPs that MFU counts (PaLM, Chowdhery et al. 2022, appendix B): attention over all keys, or
+    /// over those of its window.
     pub fn model_flops(&self) -> f64 {
-        self.matmul_flops + self.attention_flops
+        self.matmul_flops + self.counted_attention_flops()
+    }
+
+    /// Attention's part of [`model_flops`](Work::model_flops).
+    pub fn counted_attention_flops(&self) -> f64 {
+        self.counted_share * self.attention_flops
     }
 }
 

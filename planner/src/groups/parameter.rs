@@ -31,7 +31,8 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         .map(|v| graph.ty(v).shape.bind(s.batch))
         .unwrap_or_default();
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
-    let expert_dim = expert_dim(graph, ops);
+    let expert_dim = dim_used_as(graph, ops, FactorRole::Expert);
+    let is_cut = dim_used_as(graph, ops, FactorRole::Sequence).is_some() || is_moved(graph, ops);
     let per_axis: Vec<Vec<ParamUse>> = s
         .mesh
         .axis_ids()
@@ -54,7 +55,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
                 );
             }
             uses.extend(
-                zero_variants(s.pins.zero, role, s.train)
+                zero_variants(s.pins.zero, role, is_cut, s.train)
                     .into_iter()
                     .map(ParamUse::Idle),
             );
@@ -84,7 +85,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         let Some(mut choice) = maker.choice(strategies.collect()) else {
             continue;
         };
-        choice.levels = levels(s, &uses);
+        choice.levels = levels(s, is_cut, &uses);
         let key = choice.ops.iter().map(Arc::as_ptr).collect();
         match known.entry(key) {
             Entry::Occupied(same) => {
@@ -106,7 +107,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
 }
 
 /// ZeRO levels that leave all of a parameter's uses, by axis; an axis of one rank is idle at any.
-fn levels(s: &Setting<'_>, uses: &[ParamUse]) -> ZeroLevels {
+fn levels(s: &Setting<'_>, is_cut: bool, uses: &[ParamUse]) -> ZeroLevels {
     let axes = s.mesh.axis_ids().zip(uses);
     let idle = axes.filter_map(|(a, u)| match u {
         ParamUse::Idle(variant) if s.mesh.size(a) > 1 => Some((a, *variant)),
@@ -114,12 +115,27 @@ fn levels(s: &Setting<'_>, uses: &[ParamUse]) -> ZeroLevels {
     });
     idle.fold(ZeroLevels::ALL, |levels, (a, variant)| {
         let role = s.roles[a.index()];
-        levels.and(ZeroLevels::of(variant, role, s.train))
+        levels.and(ZeroLevels::of(variant, role, is_cut, s.train))
     })
 }
 
-/// The dim of a parameter that its uses in the forward pass have as experts.
-fn expert_dim(graph: &Graph, ops: &[OpId]) -> Option<usize> {
+/// Whether a use in the forward pass takes parts of a parameter or moves them, as a table of positions
+/// is cut to the sequence and stored in its order.
+fn is_moved(graph: &Graph, ops: &[OpId]) -> bool {
+    let made: BTreeSet<ValueId> = ops
+        .iter()
+        .map(|&id| graph.op(id))
+        .filter(|op| prepares(op))
+        .flat_map(|op| op.outputs.iter().copied())
+        .collect();
+    let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
+    let mut users = graph.ops().iter().filter(forward);
+    users.any(|op| op.kind.only_moves() && op.inputs.iter().any(|v| made.contains(v)))
+}
+
+/// The dim of a parameter that its uses in the forward pass have in this role: experts, or the
+/// sequence of a table of positions.
+fn dim_used_as(graph: &Graph, ops: &[OpId], role: FactorRole) -> Option<usize> {
     let made: BTreeSet<ValueId> = ops
         .iter()
         .map(|&id| graph.op(id))
@@ -130,9 +146,8 @@ fn expert_dim(graph: &Graph, ops: &[OpId]) -> Option<usize> {
     graph.ops().iter().filter(forward).find_map(|op| {
         let operand = op.inputs.iter().position(|v| made.contains(v))?;
         let rule = graph.rule(op);
-        let is_expert =
-            |d: &ir::op::DimFactor| rule.factors[d.factor.index()].role == FactorRole::Expert;
-        rule.operands[operand].iter().position(is_expert)
+        let has_role = |d: &ir::op::DimFactor| rule.factors[d.factor.index()].role == role;
+        rule.operands[operand].iter().position(has_role)
     })
 }
 

@@ -215,10 +215,15 @@ impl<'a> Space<'a> {
         let schedule = schedule.map(|s| format!("schedule={}", s.name()));
         let is_known = |z: &u8| v.zero.contains(z) || v.zero_in_pipeline.contains(z);
         let zero = pins.zero.filter(|z| !is_known(z));
+        let context = pins.context.filter(|n| *n > 1);
+        let whole = context.filter(|_| pins.zero == Some(0) && v.splits_states_over_context);
         let offload = pins.offload.is_some();
         degree
             .or(schedule)
             .or(zero.map(|z| format!("zero={z}")))
+            .or(whole.map(|n| {
+                format!("zero=0 with context={n}, over whose ranks it always splits states")
+            }))
             .or(offload.then(|| "offload, of which no process of it was modelled".into()))
     }
 
@@ -332,7 +337,8 @@ impl<'a> Space<'a> {
 
     /// ZeRO levels at a point, that which splits least first.
     pub fn zeros(&self, point: &Point) -> Vec<u8> {
-        let levels = self.vocabulary.zero_levels(point.pipeline).iter().copied();
+        let levels = self.vocabulary.zero_levels(point.pipeline, point.context);
+        let levels = levels.iter().copied();
         if let Some(zero) = self.pins.zero {
             // A pinned level that does not go with a pipeline leaves the pipelines out.
             return levels.filter(|z| *z == zero).collect();

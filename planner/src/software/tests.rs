@@ -104,6 +104,13 @@ fn what_the_software_has_no_words_for_is_refused() {
     assert!(said("megatron-core", "schedule=zb_v").contains("cannot express schedule="));
     assert!(said("megatron-deepspeed", "context=2").contains("cannot express context=2"));
     assert!(said("horovod", "zero=1").contains("no such software"));
+    // FSDP's mesh is made of data and context ranks.
+    let both = planned("torchtitan", plain, &["zero=0", "context=2"]);
+    let both = both.unwrap_err().to_string();
+    assert!(
+        both.contains("cannot express zero=0 with context=2"),
+        "{both}"
+    );
 }
 
 #[test]

@@ -294,7 +294,7 @@ fn pins(
         Failure::new(Exit::BadInput, what)
     })?;
     let levels = profile.framework.vocabulary();
-    let levels = levels.zero_levels(job.pipeline);
+    let levels = levels.zero_levels(job.pipeline, job.context);
     if !levels.contains(&job.zero) {
         let known: Vec<String> = levels.iter().map(u8::to_string).collect();
         let what = format!(
